@@ -46,13 +46,15 @@ def expected_improvement(
     Jones, Schonlau & Welch, "Efficient global optimization of expensive black-box functions",
     Journal of Global Optimization 13 (1998), equation 15.
     """
-    normal = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
     ahead = mean - best
     z = ahead / standard_deviation
-    density = normal.log_prob(z).exp()
-    expected = ahead * normal.cdf(z) + standard_deviation * density
-    # Without variance, it is what the mean is ahead.
-    return torch.where(standard_deviation > 0, expected, ahead).clamp_min(0)
+    unscaled = torch.exp(-z.square() / 2)
+    density = unscaled / math.sqrt(2 * math.pi)
+    distribution = torch.special.ndtr(z)
+    expected = ahead * distribution + standard_deviation * density
+    # Without variance z is no number, and the improvement is what the mean is ahead.
+    improvement = torch.where(standard_deviation > 0, expected, ahead)
+    return improvement.clamp_min(0)
 
 
 def upper_confidence_bound(
@@ -95,6 +97,7 @@ def thompson(functions: torch.Tensor, n: int) -> torch.Tensor:
     places: list[int] = []
     for index in range(n):
         place = int(left[index].argmax())
+        # Each is chosen once: what other functions take for the best is then the next one.
         left[:, place] = -math.inf
         places.append(place)
     return torch.tensor(places)
@@ -107,7 +110,8 @@ def entropy(probabilities: torch.Tensor) -> torch.Tensor:
 
 def margin(probabilities: torch.Tensor) -> torch.Tensor:
     """Compute how near the second class comes to the first, `(N,)`: 1 if both are as probable."""
-    first, second = probabilities.topk(2, dim=-1).values.unbind(-1)
+    largest = probabilities.topk(2, dim=-1).values
+    first, second = largest.unbind(-1)
     return 1 - (first - second)
 
 
@@ -129,11 +133,17 @@ def bald(probabilities: torch.Tensor) -> torch.Tensor:
     Houlsby et al., "Bayesian active learning for classification and preference learning",
     arXiv:1112.5745 (2011), equation 2.
     """
-    information = entropy(probabilities.mean(0)) - entropy(probabilities).mean(0)
-    return information.clamp_min(0)
+    of_mean = entropy(probabilities.mean(0))
+    given_weights = entropy(probabilities).mean(0)
+    # Rounding makes a difference of equal entropies negative.
+    return (of_mean - given_weights).clamp_min(0)
 
 
-def batch_bald(probabilities: torch.Tensor, n: int, generator: torch.Generator) -> torch.Tensor:
+def batch_bald(
+    probabilities: torch.Tensor,
+    n: int,
+    generator: torch.Generator,
+) -> torch.Tensor:
     """Choose texts whose labels together tell most of the weights, one after the other.
 
     The joint entropy of the labels is exact as long as they have few outcomes, and is then
@@ -160,15 +170,16 @@ def batch_bald(probabilities: torch.Tensor, n: int, generator: torch.Generator) 
     n_draws, _, n_classes = probabilities.shape
     # Given the weights, labels are independent: their entropies add up.
     given_weights = entropy(probabilities).mean(0)
-    outcomes = probabilities.new_ones(1, n_draws)  # (M, S), of the labels chosen so far
-    shares = probabilities.new_ones(
-        1
-    )  # (M,), of the joint entropy's sum that an outcome stands for
+    # M outcomes of the labels chosen so far, and how many terms of the joint entropy's sum each of
+    # them stands for, `(M, S)` and `(M,)`. Without a label there is one outcome, which is certain.
+    outcomes = probabilities.new_ones(1, n_draws)
+    shares = probabilities.new_ones(1)
     places: list[int] = []
     spent = probabilities.new_zeros(())
     for _ in range(n):
         joint = _joint_entropies(outcomes, shares, probabilities)
         information = joint - given_weights - spent
+        # A text that is labelled again would tell nothing new; by rounding, it may seem to.
         if places:
             information[places] = -math.inf
         place = int(information.argmax())
@@ -188,10 +199,12 @@ def _joint_entropies(
     """Compute the entropy `(N,)` of the chosen labels together with each text's."""
     n_draws = len(probabilities)
     entropies = []
+    # In parts, since outcomes times classes of a whole pool may not fit into memory.
     for of_texts in probabilities.split(64, dim=1):  # (S, n, C)
         joint = outcomes @ of_texts.flatten(1) / n_draws
         terms = torch.special.entr(joint) * shares[:, None]
-        entropies.append(terms.sum(0).unflatten(0, of_texts.shape[1:]).sum(-1))
+        by_class = terms.sum(0).unflatten(0, of_texts.shape[1:])  # (n, C)
+        entropies.append(by_class.sum(-1))
     return torch.cat(entropies)
 
 
@@ -202,8 +215,8 @@ def _thinned(
     weights = outcomes.mean(1) * shares
     count = _OUTCOMES // 2
     drawn = torch.multinomial(weights, count, replacement=True, generator=generator)
-    total = weights.sum()
-    return outcomes[drawn], shares[drawn] * total / (count * weights[drawn])
+    probability = weights[drawn] / weights.sum()
+    return outcomes[drawn], shares[drawn] / (count * probability)
 
 
 class Member(DrawableFunctions, Protocol):
@@ -247,7 +260,12 @@ class Acquisition:
     seed: int = 0
     progress_bar: bool = False
 
-    def choose(self, la: Acquiring, pool: Iterable[Any], n: int) -> torch.Tensor:
+    def choose(
+        self,
+        la: Acquiring,
+        pool: Iterable[Any],
+        n: int,
+    ) -> torch.Tensor:
         """Choose the places `(n,)` of what to label or measure next.
 
         Parameters and errors are those of `LoRALaplace.acquire`.
@@ -273,26 +291,37 @@ class Acquisition:
             functions = self._functions(la, pool, n)[..., 0]
             _check_size(n, functions.shape[1])
             return thompson(functions, n)
-        scores = self._scores_of_numbers(la, pool) if is_gaussian else self._scores(la, pool)
+        score = self._scores_of_numbers if is_gaussian else self._scores
+        scores = score(la, pool)
         if scores.ndim > 1:  # of several labels, what is to learn of each adds up
             scores = scores.sum(1)
         _check_size(n, len(scores))
         return scores.topk(n).indices
 
-    def _scores(self, la: Acquiring, pool: Iterable[Any]) -> torch.Tensor:
+    def _scores(
+        self,
+        la: Acquiring,
+        pool: Iterable[Any],
+    ) -> torch.Tensor:
         """Score each text by itself."""
-        generator = torch.Generator(la.members[0].model.device).manual_seed(self.seed)
+        first = la.members[0]
+        generator = torch.Generator(first.model.device).manual_seed(self.seed)
         prediction = la.predict(pool, generator=generator, progress_bar=self.progress_bar)
         if self.by == "bald":
             return prediction.epistemic_entropy.cpu()
         p = prediction.probabilities
-        if not la.members[0].predicted_likelihood.sees_differences:
-            p = torch.stack([1 - p, p], dim=-1)  # of both classes of each label
+        # A label by itself is a choice of two classes: that it holds, and that it doesn't.
+        if not first.predicted_likelihood.sees_differences:
+            p = torch.stack([1 - p, p], dim=-1)
         if self.by == "margin":
             return margin(p).cpu()
         return entropy(p).cpu()
 
-    def _scores_of_numbers(self, la: Acquiring, pool: Iterable[Any]) -> torch.Tensor:
+    def _scores_of_numbers(
+        self,
+        la: Acquiring,
+        pool: Iterable[Any],
+    ) -> torch.Tensor:
         """Score each example by mean and variance of its one number."""
         model = la.members[0].model
 
@@ -307,20 +336,27 @@ class Acquisition:
             return upper_confidence_bound(mean[:, 0], deviation, self.beta)
         return expected_improvement(mean[:, 0], deviation, self.best)
 
-    def _functions(self, la: Acquiring, pool: Iterable[Any], n_samples: int) -> torch.Tensor:
+    def _functions(
+        self,
+        la: Acquiring,
+        pool: Iterable[Any],
+        n_samples: int,
+    ) -> torch.Tensor:
         """Draw functions, and compute their logits or numbers `(S, N, C)` of the whole pool."""
         drawn: list[Functions] = []
         members = la.members
+        n_each, n_left = divmod(n_samples, len(members))
         for index, member in enumerate(members):
-            n_draws = len(range(index, n_samples, len(members)))  # the first ones get the rest
+            n_draws = n_each + (index < n_left)  # the first ones get the rest
             if n_draws:
-                generator = torch.Generator(member.model.device).manual_seed(self.seed + index)
+                generator = torch.Generator(member.model.device)
+                generator.manual_seed(self.seed + index)
                 drawn.append(draw_functions(member, n_draws, generator))
 
         def of_batch(batch: Any) -> Columns:
             X = members[0].model.inputs(batch)
-            logits = torch.cat([functions.linearised(X).cpu() for functions in drawn])
-            return (logits.transpose(0, 1),)
+            outputs = [functions.linearised(X).cpu() for functions in drawn]
+            return (torch.cat(outputs).transpose(0, 1),)  # examples first, as loaders have them
 
         (of_pool,) = over_loader(pool, of_batch, "[Drawn functions]", self.progress_bar)
         if self.by in OF_NUMBERS:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.messages import warn
@@ -48,6 +49,18 @@ class _Rows:
     targets: torch.Tensor  # `(B K, T)` tokens that logits at their places predict, or `IGNORED`
     n_texts: int
 
+    def by_text(self, of_rows: torch.Tensor) -> torch.Tensor:
+        """Arrange what belongs to rows, `(B K, ...)`, by text: `(B, K, ...)`."""
+        return of_rows.unflatten(0, (self.n_texts, -1))
+
+    @property
+    def real(self) -> torch.Tensor:
+        """Mark tokens that are no padding, `(B K, T)`."""
+        mask = self.inputs.get("attention_mask")
+        if mask is None:
+            return torch.ones_like(self.targets, dtype=torch.bool)
+        return mask.bool()
+
 
 @dataclass(frozen=True)
 class _Scores:
@@ -69,9 +82,14 @@ class _Divided:
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Whether prompts are padded, and whether anything stands behind them."""
+        """Tell whether prompts are padded, and whether anything stands behind them."""
         is_padded = bool((self.ends != self.ends[0]).any())
-        return is_padded, self.targets.shape[1] > 0
+        return is_padded, self.goes_on
+
+    @property
+    def goes_on(self) -> bool:
+        """Tell whether anything that is read stands behind the prompts."""
+        return self.targets.shape[1] > 0
 
 
 class Choices(Answers):
@@ -98,19 +116,36 @@ class Choices(Answers):
 
     def rows(self, inputs: Any) -> Any:
         rows = self._rows(inputs)
+        n_rows = len(rows.targets)
         by_text: dict[str, Any] = {}
         for key, value in rows.inputs.items():
-            is_row = isinstance(value, torch.Tensor) and value.shape[:1] == rows.targets.shape[:1]
-            by_text[key] = value.unflatten(0, (rows.n_texts, -1)) if is_row else value
+            if isinstance(value, torch.Tensor) and value.shape[:1] == (n_rows,):
+                value = rows.by_text(value)
+            by_text[key] = value
         return by_text
 
-    def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
+    def logits(
+        self,
+        inputs: Any,
+        call: Callable[..., Any],
+        **kwargs: Any,
+    ) -> torch.Tensor:
         return self.scores(inputs, call, **kwargs).logits
 
-    def log_probs(self, inputs: Any, call: Callable[..., Any]) -> torch.Tensor:
-        return self.scores(inputs, call).logits.log_softmax(-1)
+    def log_probs(
+        self,
+        inputs: Any,
+        call: Callable[..., Any],
+    ) -> torch.Tensor:
+        scores = self.scores(inputs, call)
+        return scores.logits.log_softmax(-1)
 
-    def scores(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> _Scores:
+    def scores(
+        self,
+        inputs: Any,
+        call: Callable[..., Any],
+        **kwargs: Any,
+    ) -> _Scores:
         """Pass over a batch of choices; `call` calls the model."""
         rows = self._rows(inputs)
         divided_rows = self._divided(rows) if self._may_share(kwargs) else None
@@ -119,35 +154,40 @@ class Choices(Answers):
         scores = self._by_prompts(rows, divided_rows, call, **kwargs)
         is_same = scores is not None
         if scores is not None and divided_rows.kind not in self._proven:
+            # One more pass, once a kind of batch: what a cache does is the model's own affair.
             with torch.no_grad():
-                expected = self._by_rows(rows, call, **kwargs).logits
-            is_same = _agree(scores.logits.detach(), expected, self._dtype)
+                expected = self._by_rows(rows, call, **kwargs)
+            is_same = _agree(scores.logits.detach(), expected.logits, self._dtype)
         self._proven[divided_rows.kind] = is_same
         if scores is None or not is_same:
             return self._by_rows(rows, call, **kwargs)
         return scores
 
     def share_prompts(self) -> None:
-        self._shares_prompts = True  # if that is proven
+        # Not yet for certain: the first batch of each kind proves it, or not.
+        self._shares_prompts = True
 
     def _may_share(self, kwargs: Mapping[str, Any]) -> bool:
         """Tell whether the model may read a prompt once, as far as is known before a pass."""
         transformer = self._transformer
         if not self._shares_prompts or transformer is None or self._decodes or kwargs:
             return False
-        if transformer.training:  # where dropout makes no two passes alike
+        # Two passes with dropout are never alike, and could prove nothing.
+        if transformer.training:
+            return False
+        # Sharded layers wait for other ranks, whose batches may be of other kinds.
+        if count() > 1:
+            return False
+        # Checkpointed layers keep no cache.
+        if any(getattr(layer, "gradient_checkpointing", False) for layer in transformer.modules()):
             return False
         parameters = inspect.signature(transformer.forward).parameters
         takes_places = {"position_ids", "use_cache"} <= set(parameters)
-        # Checkpointed layers keep no cache; sharded ones wait for other ranks' passes.
-        is_checkpointed = any(
-            getattr(module, "gradient_checkpointing", False) for module in transformer.modules()
-        )
-        return self._cache is not None and takes_places and not is_checkpointed and count() == 1
+        return takes_places and self._cache is not None
 
     @property
     def _cache(self) -> str | None:
-        """What a decoder calls its cache of keys and values; None if it takes none."""
+        """Name the cache of keys and values that a decoder takes; None if it takes none."""
         assert self._transformer is not None
         parameters = inspect.signature(self._transformer.forward).parameters
         return next((name for name in _CACHES if name in parameters), None)
@@ -157,41 +197,51 @@ class Choices(Answers):
         assert self._transformer is not None
         return next(self._transformer.parameters()).dtype
 
-    def _by_rows(self, rows: _Rows, call: Callable[..., Any], **kwargs: Any) -> _Scores:
+    def _by_rows(
+        self,
+        rows: _Rows,
+        call: Callable[..., Any],
+        **kwargs: Any,
+    ) -> _Scores:
         """Read each choice with its prompt."""
         model_kwargs = without_cache(self._transformer, rows.inputs) | kwargs
         log_p, at_first = self._read(rows.inputs, rows.targets, call, **model_kwargs)
-        by_text = at_first.unflatten(0, (rows.n_texts, -1))
-        return self._scored(rows, log_p.unflatten(0, (rows.n_texts, -1)), by_text[:, 0])
+        at_first = rows.by_text(at_first)[:, 0]  # of a text's first choice
+        return self._scored(rows, rows.by_text(log_p), at_first)
 
     def _by_prompts(
-        self, rows: _Rows, parts: _Divided, call: Callable[..., Any], **kwargs: Any
+        self,
+        rows: _Rows,
+        parts: _Divided,
+        call: Callable[..., Any],
+        **kwargs: Any,
     ) -> _Scores | None:
         """Read each prompt once, and each choice behind it; None if the cache is not plain."""
-        n_texts, n_choices = parts.at_end.shape
-        goes_on = parts.targets.shape[1] > 0
         index = (parts.ends - 1)[:, None]
-        with reading_at(self._transformer, index, parts.prompts["input_ids"].shape[1]) as read_off:
-            output = call(parts.prompts, use_cache=goes_on, **kwargs)
+        _, n_positions = parts.prompts["input_ids"].shape
+        with reading_at(self._transformer, index, n_positions) as read_off:
+            output = call(parts.prompts, use_cache=parts.goes_on, **kwargs)
             at_end = in_full(read_off(output))
         targets = parts.at_end[:, None].to(at_end.device)  # all predicted at one place
-        log_p = _log_probs(at_end[:, :, None], targets)[:, 0]
-        if goes_on:
+        log_p = _log_probs(at_end, targets)[:, 0]
+        if parts.goes_on:
             assert self._cache is not None
-            cache: Any = getattr(output, self._cache, None)
-            layers = getattr(cache, "layers", [])
-            # Others forget, or write in place, where gradients don't follow.
-            if not layers or any(type(layer).__name__ != "DynamicLayer" for layer in layers):
+            cache = getattr(output, self._cache, None)
+            if not isinstance(cache, Cache) or not _is_plain(cache):
                 return None
+            _, n_choices = parts.at_end.shape
             cache.batch_repeat_interleave(n_choices)
-            behind, _ = self._read(
-                parts.behind, parts.targets, call, use_cache=True, **{self._cache: cache}, **kwargs
-            )
-            log_p = log_p + behind.unflatten(0, (n_texts, n_choices))
+            with_cache = {"use_cache": True, self._cache: cache}
+            behind, _ = self._read(parts.behind, parts.targets, call, **with_cache, **kwargs)
+            log_p = log_p + rows.by_text(behind)
         return self._scored(rows, log_p, at_end[:, 0])
 
     def _read(
-        self, inputs: Any, targets: torch.Tensor, call: Callable[..., Any], **kwargs: Any
+        self,
+        inputs: Any,
+        targets: torch.Tensor,
+        call: Callable[..., Any],
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum log-probabilities `(N,)` of targets `(N, T)`.
 
@@ -199,61 +249,77 @@ class Choices(Answers):
         """
         index, counts = first_places(targets != IGNORED)
         with reading_at(self._transformer, index, targets.shape[1]) as read_off:
-            of_vocabulary = in_full(read_off(call(inputs, **kwargs)))
+            output = call(inputs, **kwargs)
+            of_vocabulary = in_full(read_off(output))
         tokens = targets.take_along_dim(index, dim=1).where(counts, IGNORED)
-        log_p = _log_probs(of_vocabulary[:, :, None], tokens[..., None].to(of_vocabulary.device))
-        return log_p[..., 0].sum(-1), of_vocabulary[:, 0]
+        tokens = tokens[..., None].to(of_vocabulary.device)  # one is predicted at each place
+        log_p = _log_probs(of_vocabulary, tokens)[..., 0]
+        return log_p.sum(-1), of_vocabulary[:, 0]
 
-    def _scored(self, rows: _Rows, log_p: torch.Tensor, at_first: torch.Tensor) -> _Scores:
+    def _scored(
+        self,
+        rows: _Rows,
+        log_p: torch.Tensor,
+        at_first: torch.Tensor,
+    ) -> _Scores:
+        """Make logits `(B, K)` of the sums of choices' log-probabilities."""
         if self.normalised:
-            n_tokens = (rows.targets != IGNORED).sum(-1).unflatten(0, log_p.shape)
+            counts = rows.targets != IGNORED
+            n_tokens = rows.by_text(counts.sum(-1))
             log_p = log_p / n_tokens.to(log_p.device)
         return _Scores(log_p, at_first)
 
     def _divided(self, rows: _Rows) -> _Divided | None:
         """Divide rows at the end of what the choices of each text share, if there is any."""
+        # Of other inputs nobody knows which belong to the prompt alone.
         if not rows.inputs.keys() <= {"input_ids", "attention_mask"}:
             return None
-        ids, targets = rows.inputs["input_ids"], rows.targets
-        mask = rows.inputs.get("attention_mask")
-        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        real = rows.real
+        # A real token behind padding: then a place is no count of tokens.
         if (real[:, 1:] & ~real[:, :-1]).any():
             return None
-        n_rows, n_positions = ids.shape
-        predicts = targets != IGNORED
-        counts = pad(predicts[:, :-1], (1, 0), value=False)
-        by_text = ids.unflatten(0, (rows.n_texts, -1))
-        is_same = (by_text == by_text[:, :1]).all(1)
-        may_share = (real & ~counts).unflatten(0, (rows.n_texts, -1)).all(1)
-        ends = (is_same & may_share).int().cumprod(1).sum(1)
+        ends = _shared_ends(rows)
         if not ends.all():
             return None
+        ids = rows.inputs["input_ids"]
+        n_rows, n_positions = ids.shape
         n_choices = n_rows // rows.n_texts
-        of_rows = ends.repeat_interleave(n_choices)[:, None]
-        # What stands behind the last place that predicts is not read.
         steps = torch.arange(n_positions, device=ids.device)
+
+        # The prompts: a text's choices have the same, so that the first one's is read.
+        n_shared = int(ends.max())
+        shared_steps = steps[:n_shared]
+        in_prompt = shared_steps < ends[:, None]
+        first_choice = rows.by_text(ids)[:, 0, :n_shared]
+        prompts = {
+            "input_ids": first_choice.where(in_prompt, 0),
+            "attention_mask": in_prompt.long(),
+            "position_ids": shared_steps.expand(rows.n_texts, -1),
+        }
+
+        # What stands behind them, up to the last place that predicts anything.
+        ends_of_rows = ends.repeat_interleave(n_choices)[:, None]
+        predicts = rows.targets != IGNORED
         needed = (predicts * (steps + 1)).amax(1, keepdim=True)
-        steps_behind = steps[: int((needed - of_rows).max().clamp_min(0))]
-        places = of_rows + steps_behind
+        n_behind = int((needed - ends_of_rows).max().clamp_min(0))
+        places = ends_of_rows + steps[:n_behind]
         is_read = places < needed
         within = places.clamp_max(n_positions - 1)
-        in_prompt = steps[: int(ends.max())] < ends[:, None]
+        prompt_of_rows = in_prompt.repeat_interleave(n_choices, dim=0)
+        behind = {
+            "input_ids": ids.take_along_dim(within, dim=1).where(is_read, 0),
+            "attention_mask": torch.cat([prompt_of_rows, is_read], dim=1).long(),
+            "position_ids": places,
+        }
+
+        at_end = rows.targets.take_along_dim(ends_of_rows - 1, dim=1)
+        targets = rows.targets.take_along_dim(within, dim=1)
         return _Divided(
-            prompts={
-                "input_ids": by_text[:, 0, : in_prompt.shape[1]].where(in_prompt, 0),
-                "attention_mask": in_prompt.long(),
-                "position_ids": steps[: in_prompt.shape[1]].expand(rows.n_texts, -1),
-            },
+            prompts=prompts,
             ends=ends,
-            at_end=targets.take_along_dim(of_rows - 1, dim=1).unflatten(0, (-1, n_choices))[..., 0],
-            behind={
-                "input_ids": ids.take_along_dim(within, dim=1).where(is_read, 0),
-                "attention_mask": torch.cat(
-                    [in_prompt.repeat_interleave(n_choices, dim=0), is_read], dim=1
-                ).long(),
-                "position_ids": places,
-            },
-            targets=targets.take_along_dim(within, dim=1).where(is_read, IGNORED),
+            at_end=rows.by_text(at_end)[..., 0],
+            behind=behind,
+            targets=targets.where(is_read, IGNORED),
         )
 
     def _rows(self, inputs: Any) -> _Rows:
@@ -262,19 +328,22 @@ class Choices(Answers):
         flat = _flattened(inputs, tokens)
         if self._decodes:
             flat = dict(text_first(flat))
-        else:  # whose padding moves along
-            flat = dict(text_first({**flat, SCORE_MASK: counts.flatten(0, 1)}))
+            text = decoder_text(flat)
+        else:
+            # Padding that is moved behind the text takes the mask along.
+            flat[SCORE_MASK] = counts.flatten(0, 1)
+            flat = dict(text_first(flat))
             counts = flat.pop(SCORE_MASK).unflatten(0, counts.shape[:2])
-        text = decoder_text(flat) if self._decodes else flat
+            text = flat
         targets = _targets(text, counts)
         # What stands behind the last token to be predicted changes nothing.
-        n_needed = int((targets != IGNORED).any(0).nonzero().max()) + 1
-        shape = targets.shape
+        is_needed = (targets != IGNORED).any(0)
+        n_needed = int(is_needed.nonzero().max()) + 1
         for key, value in flat.items():
             is_of_text = key.startswith("decoder_") or not self._decodes
-            if is_of_text and isinstance(value, torch.Tensor) and value.shape[:2] == shape:
+            if is_of_text and _has_row_and_place(value, targets.shape):
                 flat[key] = value[:, :n_needed]
-        return _Rows(flat, targets[:, :n_needed], len(tokens))
+        return _Rows(flat, targets[:, :n_needed], n_texts=len(tokens))
 
     def _choices_in(self, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens `(B, K, T)` of a batch, and which of them count."""
@@ -343,6 +412,7 @@ class AnswerTexts(Answers):
         self._answers = answers
         self._first_tokens = sorted({answer[0] for answer in answers})
         self._transformer = transformer
+        self._decodes = transformer is not None and transformer.config.is_encoder_decoder
         self._choices = Choices(transformer, normalised)
 
     def share_prompts(self) -> None:
@@ -351,39 +421,55 @@ class AnswerTexts(Answers):
     def rows(self, inputs: Any) -> Any:
         return self._choices.rows(self._as_choices(inputs))
 
-    def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
+    def logits(
+        self,
+        inputs: Any,
+        call: Callable[..., Any],
+        **kwargs: Any,
+    ) -> torch.Tensor:
         scores = self._scores(inputs, call, **kwargs)
         self._weigh(scores.at_first, self._first_tokens)
         return scores.logits
 
-    def log_probs(self, inputs: Any, call: Callable[..., Any]) -> torch.Tensor:
+    def log_probs(
+        self,
+        inputs: Any,
+        call: Callable[..., Any],
+    ) -> torch.Tensor:
         """Compute log-probabilities `(B, C + 1)` of the answers, and of all else together.
 
         All else are texts that begin with other tokens than any answer.
         """
         scores = self._scores(inputs, call)
         of_first, of_others = divided(scores.at_first, self._first_tokens)
-        of_answers = scores.logits.log_softmax(-1) + of_first.logsumexp(-1, keepdim=True)
-        return torch.cat([of_answers, of_others], dim=1)
+        among_answers = scores.logits.log_softmax(-1)
+        of_any_answer = of_first.logsumexp(-1, keepdim=True)
+        return torch.cat([among_answers + of_any_answer, of_others], dim=1)
 
     def warn_if_answered(self, inputs: Any) -> None:
-        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-        is_encoder_decoder = (
-            self._transformer is not None and self._transformer.config.is_encoder_decoder
-        )
-        if is_encoder_decoder or tokens is None or tokens.ndim != 2:
+        # A decoder's text begins anew, whatever the encoder's ends with.
+        if self._decodes or not isinstance(inputs, Mapping):
+            return
+        tokens = inputs.get("input_ids")
+        if tokens is None or tokens.ndim != 2:
             return
         last = last_real_position(inputs).tolist()
         for text, end in zip(tokens.tolist(), last, strict=True):
             read = text[: end + 1]
-            if not any(read[-len(answer) :] == answer for answer in self._answers):
+            is_answered = any(read[-len(answer) :] == answer for answer in self._answers)
+            if not is_answered:
                 return
         warn(
             "Every text of the batch ends with one of the answers, but the model predicts what "
             "comes next: leave the answers out of the prompts."
         )
 
-    def _scores(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> _Scores:
+    def _scores(
+        self,
+        inputs: Any,
+        call: Callable[..., Any],
+        **kwargs: Any,
+    ) -> _Scores:
         return self._choices.scores(self._as_choices(inputs), call, **kwargs)
 
     def _as_choices(self, inputs: Any) -> dict[str, Any]:
@@ -398,10 +484,10 @@ class AnswerTexts(Answers):
                 "The batch has a score_mask, and so choices of its own: leave out class_token_ids "
                 "and class_texts."
             )
-        transformer = self._transformer
-        if transformer is None or not transformer.config.is_encoder_decoder:
+        if not self._decodes:
             return _continued(inputs, self._answers)
-        given = {**inputs, **decoder_start(transformer, inputs)}
+        assert self._transformer is not None
+        given = {**inputs, **decoder_start(self._transformer, inputs)}
         continued = _continued(decoder_text(given), self._answers)
         counts = continued.pop(SCORE_MASK)
         of_decoder = {f"decoder_{key}": value for key, value in continued.items()}
@@ -418,7 +504,8 @@ def answers_of(
     listed = _listed(class_token_ids)
     answers = [tokens for answer in listed if (tokens := _as_sequence(answer)) is not None]
     if not listed or len(answers) < len(listed):
-        return AnswerTokens(class_token_ids, transformer, mask_token_id)  # which may refuse them
+        # It says what is wrong with them.
+        return AnswerTokens(class_token_ids, transformer, mask_token_id)
     if all(len(answer) == 1 for answer in answers):
         tokens = [answer[0] for answer in answers]
         return AnswerTokens(tokens, transformer, mask_token_id)
@@ -438,7 +525,8 @@ def class_tokens(
         return class_token_ids
     if class_token_ids is not None:
         raise ValueError("Pass class_token_ids or class_texts, not both.")
-    if isinstance(class_texts, str) or not all(isinstance(text, str) for text in class_texts):
+    are_texts = all(isinstance(text, str) for text in class_texts)
+    if isinstance(class_texts, str) or not are_texts:
         raise ValueError(
             f"class_texts must be a list of texts, one a class, not {class_texts!r}: tokens go to "
             "class_token_ids."
@@ -472,7 +560,10 @@ def _as_sequence(answer: Any) -> list[int] | None:
         return None
 
 
-def _flattened(inputs: Mapping[str, Any], choices: torch.Tensor) -> dict[str, Any]:
+def _flattened(
+    inputs: Mapping[str, Any],
+    choices: torch.Tensor,
+) -> dict[str, Any]:
     """Give each of the choices `(B, K, T)` a row of its own, with all that its text has.
 
     What lies by choice has the shape of the choices, or of an encoder's texts of them.
@@ -497,7 +588,10 @@ def _flattened(inputs: Mapping[str, Any], choices: torch.Tensor) -> dict[str, An
     return rows
 
 
-def _targets(text: Mapping[str, Any], counts: torch.Tensor) -> torch.Tensor:
+def _targets(
+    text: Mapping[str, Any],
+    counts: torch.Tensor,
+) -> torch.Tensor:
     """Return the tokens `(B K, T)` that logits at their places predict, or `IGNORED`.
 
     A `ValueError` if a choice has no token that counts, or one that nothing predicts.
@@ -513,7 +607,8 @@ def _targets(text: Mapping[str, Any], counts: torch.Tensor) -> torch.Tensor:
     counts = counts.flatten(0, 1)
     mask = text.get("attention_mask")
     real = torch.ones_like(counts) if mask is None else mask.bool()
-    predictable = pad(real[:, :-1], (1, 0), value=False) & real
+    follows_real = pad(real[:, :-1], (1, 0), value=False)
+    predictable = real & follows_real
     unpredicted = (counts & ~predictable).nonzero().tolist()
     if unpredicted:
         row, place = unpredicted[0]
@@ -526,8 +621,38 @@ def _targets(text: Mapping[str, Any], counts: torch.Tensor) -> torch.Tensor:
     return pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def _log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Compute log-probabilities `(N, M, K)` of tokens by logits `(N, M, 1, V)`; 0 of `IGNORED`."""
+def _shared_ends(rows: _Rows) -> torch.Tensor:
+    """Count the tokens `(B,)` that a text's choices share from the first one on.
+
+    Tokens that count in a score are a choice's own, even where all choices have them.
+    """
+    predicts = rows.targets != IGNORED
+    counts = pad(predicts[:, :-1], (1, 0), value=False)
+    by_text = rows.by_text(rows.inputs["input_ids"])
+    is_same = (by_text == by_text[:, :1]).all(1)
+    may_share = rows.by_text(rows.real & ~counts).all(1)
+    is_shared = (is_same & may_share).int()
+    return is_shared.cumprod(1).sum(1)
+
+
+def _is_plain(cache: Cache) -> bool:
+    """Tell whether a cache keeps all that it is given, in tensors that gradients follow."""
+    layers = getattr(cache, "layers", [])
+    # Others forget, or write in place.
+    names = {type(layer).__name__ for layer in layers}
+    return names == {"DynamicLayer"}
+
+
+def _has_row_and_place(value: Any, shape: torch.Size) -> bool:
+    """Tell whether something is a tensor with a row for each text and a column for each token."""
+    return isinstance(value, torch.Tensor) and value.shape[:2] == shape
+
+
+def _log_probs(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+) -> torch.Tensor:
+    """Compute log-probabilities `(N, M, K)` of tokens by logits `(N, M, V)`; 0 of `IGNORED`."""
     counts = tokens != IGNORED
     tokens = tokens.where(counts, 0)
     vocabulary = logits.shape[-1]
@@ -536,17 +661,26 @@ def _log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
             f"Answers have tokens up to {tokens.max()}, but the model's output layer has only "
             f"{vocabulary}: pass the numbers that they have in it."
         )
-    chosen = logits[:, :, 0].gather(-1, tokens)
-    return (chosen - logits.logsumexp(-1)).where(counts, 0)
+    chosen = logits.gather(-1, tokens)
+    log_p = chosen - logits.logsumexp(-1, keepdim=True)
+    return log_p.where(counts, 0)
 
 
-def _agree(logits: torch.Tensor, others: torch.Tensor, dtype: torch.dtype) -> bool:
+def _agree(
+    logits: torch.Tensor,
+    others: torch.Tensor,
+    dtype: torch.dtype,
+) -> bool:
     """Tell whether two computations of logits differ by rounding in a model's precision alone."""
     rounding = min(_ROUNDING * torch.finfo(dtype).eps, _ROUNDING_OF_HALF)
-    return bool((logits - others).abs().max() <= rounding * others.abs().max())
+    difference = (logits - others).abs().max()
+    return bool(difference <= rounding * others.abs().max())
 
 
-def _continued(text: Mapping[str, Any], answers: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _continued(
+    text: Mapping[str, Any],
+    answers: Sequence[Sequence[int]],
+) -> dict[str, Any]:
     """Put K answers behind the last real token of texts `(B, T)`, and mark them: `(B, K, T + L)`.
 
     What is no tensor of tokens stays as it is.
@@ -562,38 +696,44 @@ def _continued(text: Mapping[str, Any], answers: Sequence[Sequence[int]]) -> dic
     steps = torch.arange(longest, device=ids.device)
     is_token = steps < lengths[:, None]  # (K, L)
     tokens = torch.zeros(len(answers), longest, dtype=ids.dtype, device=ids.device)
-    tokens[is_token] = torch.tensor(
-        [token for answer in answers for token in answer], dtype=ids.dtype, device=ids.device
-    )
-    last = last_real_position(text)
-    places = (last[:, None] + 1 + steps)[:, None].expand(-1, len(answers), -1)
+    of_all = [token for answer in answers for token in answer]
+    tokens[is_token] = torch.tensor(of_all, dtype=ids.dtype, device=ids.device)
+    last = last_real_position(text)[:, None]
+    places = last + 1 + steps  # (B, L)
+    places = places[:, None].expand(-1, len(answers), -1)
 
-    def grown(value: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-        """Put `more`, `(B, K, L)` or less, behind the texts."""
-        room = pad(value, (0, longest))[:, None].expand(-1, len(answers), -1)
-        return room.scatter(2, places, more.to(value.dtype).expand(places.shape))
+    def grown(
+        value: torch.Tensor,
+        more: torch.Tensor,
+    ) -> torch.Tensor:
+        """Put `more`, `(B, K, L)` or less, behind the texts of each row and place."""
+        room = pad(value, (0, longest))[:, None]
+        room = room.expand(-1, len(answers), -1)
+        more = more.to(value.dtype).expand(places.shape)
+        return room.scatter(2, places, more)
 
-    mask = text.get("attention_mask")
-    is_given = mask is not None
-    if mask is None:
-        mask = torch.ones_like(ids)
-    more: dict[str, Any] = {
+    continued: dict[str, Any] = {
         "input_ids": grown(ids, tokens),
         SCORE_MASK: grown(torch.zeros_like(ids), is_token),
     }
-    if is_given or not is_token.all():
-        more["attention_mask"] = grown(mask, is_token)
+    mask = text.get("attention_mask")
+    if mask is not None:
+        continued["attention_mask"] = grown(mask, is_token)
+    elif not is_token.all():
+        # Shorter answers are padded, which their texts were not.
+        continued["attention_mask"] = grown(torch.ones_like(ids), is_token)
     for key, value in text.items():
-        if key in more or not isinstance(value, torch.Tensor) or value.shape[:2] != ids.shape:
+        if key in continued or not _has_row_and_place(value, ids.shape):
             continue
-        at_last = value.take_along_dim(last[:, None], dim=1)[..., None] if value.ndim == 2 else None
-        if key == "position_ids" and at_last is not None:
-            more[key] = grown(value, at_last + 1 + steps)
-        elif key == "token_type_ids" and at_last is not None:
-            more[key] = grown(value, at_last)
+        if value.ndim == 2 and key == "position_ids":
+            at_last = value.take_along_dim(last, dim=1)[..., None]
+            continued[key] = grown(value, at_last + 1 + steps)
+        elif value.ndim == 2 and key == "token_type_ids":
+            at_last = value.take_along_dim(last, dim=1)[..., None]
+            continued[key] = grown(value, at_last)
         else:
             raise ValueError(
                 f"The batch has {key} for each token, and the tokens of answers have none: leave "
                 "it out, or pass batches of choices with a score_mask."
             )
-    return {**text, **more}
+    return {**text, **continued}

@@ -52,10 +52,15 @@ class HeadWeight:
 
     def is_named(self, name: str) -> bool:
         """Tell whether a name in `modules_to_save` is that of the layer, or of what it is in."""
-        parts = self.inner.split(".")
-        within = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
         # PEFT compares the ends of names, too.
-        return any(_joined(self.head, inner).endswith(name) for inner in within)
+        module = self.head
+        if module.endswith(name):
+            return True
+        for part in self.inner.split("."):
+            module = _joined(module, part)
+            if module.endswith(name):
+                return True
+        return False
 
     def block(self) -> Block:
         """Make its block; a `NotImplementedError` where it can have none."""
@@ -66,14 +71,16 @@ class HeadWeight:
                 "head has a posterior over its linear layers alone: name these in modules_to_save, "
                 "such as 'classifier.out_proj', and the rest stays at its MAP value."
             )
+        is_bias = self.parameter == "bias"
         block = Block(
             name=self.name,
             adapter=self.adapter,
             module=layer,
-            small_output=self.parameter == "weight" and layer.out_features <= layer.in_features,
-            rows=LinearRows(layer, site=self.site, of_bias=self.parameter == "bias"),
+            small_output=not is_bias and layer.out_features <= layer.in_features,
+            rows=LinearRows(layer, site=self.site, of_bias=is_bias),
             parameter=self.parameter,
-            view=View((layer.out_features, 1)) if self.parameter == "bias" else None,
+            # A bias is the weight of one input more, which is always 1.
+            view=View((layer.out_features, 1)) if is_bias else None,
             kind="head",
         )
         smaller = min(block.shape)
@@ -87,7 +94,10 @@ class HeadWeight:
         return block
 
 
-def head_weights(model: nn.Module, adapter: str) -> list[HeadWeight]:
+def head_weights(
+    model: nn.Module,
+    adapter: str,
+) -> list[HeadWeight]:
     """List all weights and biases of an adapter's heads."""
     weights: list[HeadWeight] = []
     for name, wrapper in model.named_modules():
@@ -101,7 +111,11 @@ def head_weights(model: nn.Module, adapter: str) -> list[HeadWeight]:
     return weights
 
 
-def select_heads(model: nn.Module, adapter: str, selection: Selection) -> list[HeadWeight]:
+def select_heads(
+    model: nn.Module,
+    adapter: str,
+    selection: Selection,
+) -> list[HeadWeight]:
     """Select weights and biases of an adapter's heads, all or by name.
 
     Frozen ones are left out, unless a head is frozen as a whole, as adapters that were loaded for
@@ -121,7 +135,10 @@ def select_heads(model: nn.Module, adapter: str, selection: Selection) -> list[H
             )
         return weights
     names = [selection] if isinstance(selection, str) else list(selection)
-    missing = [name for name in names if not any(each.is_named(name) for each in weights)]
+    missing: list[str] = []
+    for name in names:
+        if not any(each.is_named(name) for each in weights):
+            missing.append(name)
     if missing:
         raise ValueError(
             f"The adapter {adapter!r} has no modules_to_save {listed(missing)}: it has "

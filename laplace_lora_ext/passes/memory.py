@@ -39,7 +39,12 @@ class OutOfMemory:
             f"({self.message})"
         )
 
-    def of_batch(self, model: LogitsModel, batch: Any, reason: str) -> torch.OutOfMemoryError:
+    def of_batch(
+        self,
+        model: LogitsModel,
+        batch: Any,
+        reason: str,
+    ) -> torch.OutOfMemoryError:
         """Make an error that a batch does not fit, and for what `reason` it is not divided."""
         n_tokens = _longest(batch)
         of_length = "" if n_tokens is None else f", the longest text of {n_tokens} tokens,"
@@ -65,11 +70,20 @@ class Memory:
         """Say how many examples of `n_rows` rows each to try at once."""
         if math.isinf(self._most_rows):
             return at_most
-        return min(at_most, max(1, int(self._most_rows) // n_rows))
+        # One example is always tried: it may be shorter than those that did not fit.
+        n_that_fit = max(1, int(self._most_rows) // n_rows)
+        return min(at_most, n_that_fit)
 
-    def halve(self, n_examples: int, n_rows: int, failure: OutOfMemory) -> None:
+    def halve(
+        self,
+        n_examples: int,
+        n_rows: int,
+        failure: OutOfMemory,
+    ) -> None:
         """Remember that examples of `n_rows` rows each did not fit: half of them may."""
-        self._most_rows = max(1, n_examples // 2) * n_rows
+        half = max(1, n_examples // 2)
+        # In rows, since later batches may have longer texts.
+        self._most_rows = half * n_rows
         self._failure = failure
 
 
@@ -94,7 +108,10 @@ def is_shared(model: nn.Module) -> bool:
 def _longest(batch: Any) -> int | None:
     """Count the tokens of a batch's longest text, padding left out; None where it has none."""
     n_tokens = number_of_tokens(batch)
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if n_tokens is None or not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+    if n_tokens is None or not isinstance(batch, Mapping):
         return n_tokens
-    return int(mask.bool().sum(1).max())
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return n_tokens
+    lengths = mask.bool().sum(1)
+    return int(lengths.max())

@@ -129,14 +129,15 @@ class LearntVariance:
         # counts as 0 wherever it is met later.
         varies = scale > 1e-6 * X.abs().amax(0)
         scale = torch.where(varies, scale, torch.inf)
+        features = (X - mean) / scale
 
         # Regress the leading principal components of the logarithms, in place of all pairs.
         offset = Y.mean(0)
         centred = Y - offset
         U, s, components = torch.linalg.svd(centred, full_matrices=False)
         components = components[:_COMPONENTS]
-        scores = (U * s)[:, :_COMPONENTS]
-        weights, residuals = ridge((X - mean) / scale, scores)
+        scores = U[:, :_COMPONENTS] * s[:_COMPONENTS]
+        weights, residuals = ridge(features, scores)
 
         # The errors of each example when it is left out, from the components back to all pairs.
         errors = centred - (scores - residuals) @ components
@@ -145,11 +146,11 @@ class LearntVariance:
         total = (centred.square().mean() - noise).clamp_min(smallest)
         mean_square = (errors.square().mean() - noise).clamp_min(0)
         mean_error = errors.abs().mean()
-        lowest, highest = Y.amin(0), Y.amax(0)
+        in_range = Y
         if noise:
-            # What the features explain has the range of the variances, and their errors are normal.
-            explained = offset + centred - errors
-            lowest, highest = explained.amin(0), explained.amax(0)
+            # Draws scatter beyond the range of the variances, which what the features explain has.
+            in_range = offset + centred - errors
+            # The mean of normal errors' absolute values, without those of the draws.
             mean_error = (2 / math.pi * mean_square).sqrt()
         return cls(
             mean=mean,
@@ -157,8 +158,8 @@ class LearntVariance:
             weights=weights,
             components=components,
             offset=offset,
-            lowest=lowest,
-            highest=highest,
+            lowest=in_range.amin(0),
+            highest=in_range.amax(0),
             prior_precision=prior_precision.detach().cpu().clone(),
             curvature_scale=curvature_scale.detach().cpu().clone(),
             r_squared=1 - (mean_square / total).item(),
@@ -166,7 +167,11 @@ class LearntVariance:
             n_examples=len(X),
         )
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> LearntVariance:
+    def to(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> LearntVariance:
         """Move the regression to a device and a precision.
 
         Parameters
@@ -174,10 +179,16 @@ class LearntVariance:
         device : torch.device
         dtype : torch.dtype
         """
-        moved = {name: getattr(self, name).to(device, dtype) for name in _REGRESSION}
+        moved: dict[str, torch.Tensor] = {}
+        for name in _REGRESSION:
+            moved[name] = getattr(self, name).to(device, dtype)
         return replace(self, **moved)
 
-    def is_of(self, prior_precision: torch.Tensor, curvature_scale: torch.Tensor) -> bool:
+    def is_of(
+        self,
+        prior_precision: torch.Tensor,
+        curvature_scale: torch.Tensor,
+    ) -> bool:
         """Tell whether these are the variances of a posterior with this prior and scale.
 
         Parameters
@@ -196,8 +207,10 @@ class LearntVariance:
         The variances of logits and of their differences are those learnt; as they need not fit
         together, the matrices may have negative eigenvalues.
         """
-        scores = ((features - self.mean) / self.scale) @ self.weights
+        standardised = (features - self.mean) / self.scale
+        scores = standardised @ self.weights
         logs = self.offset + scores @ self.components
+        # Of other texts a regression may say anything: it is believed near what it has seen.
         logs = logs.clamp(self.lowest - _MARGIN, self.highest + _MARGIN)
         return covariances(logs.exp())
 
@@ -211,7 +224,10 @@ def _alike(now: torch.Tensor, then: torch.Tensor) -> bool:
     return torch.allclose(now, then, rtol=_ROUNDING, atol=0.0)
 
 
-def ridge(X: torch.Tensor, Y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def ridge(
+    X: torch.Tensor,
+    Y: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Regress centred targets `(N, q)` on centred features `(N, p)`, by the best of `PENALTIES`.
 
     Returns the weights `(p, q)`, and the errors `(N, q)` of examples that are left out. The penalty
@@ -223,22 +239,28 @@ def ridge(X: torch.Tensor, Y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     # As numpy's `matrix_rank`: what is smaller is rounding.
     rounding = max(X.shape) * torch.finfo(s.dtype).eps
     is_kept = s > rounding * s[:1]
-    U, s, Vt = U[:, is_kept], s[is_kept], Vt[is_kept]
+    s = s[is_kept]
+    U = U[:, is_kept]
+    Vt = Vt[is_kept]
     squares = s.square()
-    along = U.mT @ Y  # the targets in the span of the features, and what no features explain
+    # The targets in the span of the features, and what no features explain.
+    along = U.mT @ Y
     across = Y - U @ along
-    free = 1 - 1 / len(X) - U.square().sum(1)  # 1 - h without a penalty
+    leverages = U.square()
+    free = 1 - 1 / len(X) - leverages.sum(1)  # 1 - h without a penalty
 
     def errors(penalty: torch.Tensor) -> torch.Tensor:
         shrunk_away = penalty / (squares + penalty)
         residuals = across + U @ (shrunk_away[:, None] * along)
-        not_leverage = free + U.square() @ shrunk_away
+        not_leverage = free + leverages @ shrunk_away
         return residuals / not_leverage[:, None]
 
     def mean_square(penalty: torch.Tensor) -> float:
         return errors(penalty).square().mean().item()
 
-    largest = squares[0] if len(squares) else 1  # features may all be constant
+    largest = 1.0
+    if len(squares):  # none, where all features are constant
+        largest = squares[0]
     best = min(PENALTIES * largest, key=mean_square)
     coefficients = s / (squares + best)
     weights = Vt.mT @ (coefficients[:, None] * along)
@@ -254,11 +276,18 @@ def log_variances(f_var: torch.Tensor) -> torch.Tensor:
     V = pad(f_var, (1, 0, 1, 0))  # with the number 0 in front
     n_numbers = V.shape[-1]
     own = V.diagonal(dim1=-2, dim2=-1)
-    j, k = torch.triu_indices(n_numbers, n_numbers, offset=1, device=V.device)
-    variances = own[..., j] + own[..., k] - 2 * V[..., j, k]
+    j, k = torch.triu_indices(
+        n_numbers,
+        n_numbers,
+        offset=1,
+        device=V.device,
+    )
+    between = V[..., j, k]
+    variances = own[..., j] + own[..., k] - 2 * between
     precision = torch.finfo(V.dtype)
     rounding = precision.eps * own.amax(-1, keepdim=True)
-    return variances.maximum(rounding.clamp_min(precision.tiny)).log()
+    smallest = rounding.clamp_min(precision.tiny)
+    return variances.maximum(smallest).log()
 
 
 def covariances(variances: torch.Tensor) -> torch.Tensor:
@@ -267,14 +296,21 @@ def covariances(variances: torch.Tensor) -> torch.Tensor:
     With D_j0 = Var(f_j) and D_jk = Var(f_j - f_k): `V_jk = (D_j0 + D_k0 - D_jk) / 2`.
     """
     # P pairs are of n numbers, where n (n - 1) / 2 = P.
-    n_numbers = (1 + math.isqrt(1 + 8 * variances.shape[-1])) // 2
-    j, k = torch.triu_indices(n_numbers, n_numbers, offset=1, device=variances.device)
-    D = variances.new_zeros(*variances.shape[:-1], n_numbers, n_numbers)
+    *batch, n_pairs = variances.shape
+    n_numbers = (1 + math.isqrt(1 + 8 * n_pairs)) // 2
+    j, k = torch.triu_indices(
+        n_numbers,
+        n_numbers,
+        offset=1,
+        device=variances.device,
+    )
+    D = variances.new_zeros(*batch, n_numbers, n_numbers)
     D[..., j, k] = variances
     D[..., k, j] = variances
     own = D[..., 0, 1:]
+    of_differences = D[..., 1:, 1:]
     sums = own[..., :, None] + own[..., None, :]
-    return (sums - D[..., 1:, 1:]) / 2
+    return (sums - of_differences) / 2
 
 
 class Amortizable(Linearised, Protocol):
@@ -319,7 +355,9 @@ def amortize(
         raise ValueError(f'unlabelled must be "swapped", data or None, not {unlabelled!r}.')
     la.check_model()
     generator = generator or torch.Generator()
-    draws = torch.Generator(la.model.device).manual_seed(generator.initial_seed())
+    # Weights are drawn where the model is, by a generator of that place.
+    draws = torch.Generator(la.model.device)
+    draws.manual_seed(generator.initial_seed())
     swapped = None
     if unlabelled == _SWAPPED:
         swapped = _swapping(la, loader, generator)
@@ -345,23 +383,38 @@ def amortize(
         )
         features = torch.cat([features, more_features])
         logs = torch.cat([logs, more_logs])
-    noise = _NOISE_OF_DRAWS if _draws(la) else 0.0
-    learnt = LearntVariance.of(features, logs, la.prior_precision, la.curvature_scale, noise)
-    la.learnt_variance = learnt.to(la.model.device, la.blocks[0].statistics_dtype)
+    learnt = LearntVariance.of(
+        features,
+        logs,
+        prior_precision=la.prior_precision,
+        curvature_scale=la.curvature_scale,
+        noise=_NOISE_OF_DRAWS if _draws(la) else 0.0,
+    )
+    dtype = la.blocks[0].statistics_dtype
+    la.learnt_variance = learnt.to(la.model.device, dtype)
     return la.learnt_variance
 
 
 def _swapping(
-    la: Amortizable, loader: Iterable[Any], generator: torch.Generator
+    la: Amortizable,
+    loader: Iterable[Any],
+    generator: torch.Generator,
 ) -> Swapping | None:
     """Read a loader for tokens to swap; None where it holds no texts."""
-    batches = (la.model.text(batch) for _, batch in named_batches(loader))
-    texts = [text for text in batches if text is not None]
-    return Swapping(texts, la.model.transformer, generator) if texts else None
+    texts: list[Any] = []
+    for _, batch in named_batches(loader):
+        text = la.model.text(batch)
+        if text is not None:
+            texts.append(text)
+    if not texts:
+        return None
+    return Swapping(texts, la.model.transformer, generator)
 
 
 def _learnt_from(
-    la: Amortizable, batch: Any, generator: torch.Generator
+    la: Amortizable,
+    batch: Any,
+    generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute features `(B, p)` and logarithms of variances `(B, P)`, on the CPU.
 
@@ -371,10 +424,13 @@ def _learnt_from(
     _, features = _features(la, inputs)
     if not _draws(la):
         _, f_var = predictive_moments(la, inputs)
-        return features.cpu(), log_variances(f_var.detach()).cpu()
-    changes = changes_of_logits(la, inputs, la.sample(_DRAWS, generator))
+        logs = log_variances(f_var.detach())
+        return features.cpu(), logs.cpu()
+    drawn = la.sample(_DRAWS, generator)
+    changes = changes_of_logits(la, inputs, drawn)
     f_var = torch.einsum("sbj,sbk->bjk", changes, changes) / _DRAWS
-    return features.cpu(), log_variances(f_var).cpu() - _BIAS_OF_DRAWS
+    logs = log_variances(f_var) - _BIAS_OF_DRAWS
+    return features.cpu(), logs.cpu()
 
 
 def _draws(la: Amortizable) -> bool:
@@ -382,7 +438,11 @@ def _draws(la: Amortizable) -> bool:
     return la.n_outputs > 2 * _DRAWS and are_in_place(la.blocks)
 
 
-def changes_of_logits(la: Amortizable, inputs: Any, drawn: torch.Tensor) -> torch.Tensor:
+def changes_of_logits(
+    la: Amortizable,
+    inputs: Any,
+    drawn: torch.Tensor,
+) -> torch.Tensor:
     """Compute how drawn weights `(S, parameters)` change the linearised model's logits.
 
     They are J (θ - θ*), `(S, B, C)`: central differences, by two forward passes a draw. The step is
@@ -390,15 +450,17 @@ def changes_of_logits(la: Amortizable, inputs: Any, drawn: torch.Tensor) -> torc
     precision of the model's numbers.
     """
     step = _precision(la.model) ** (1 / 3)
-    changes = []
+
+    def logits_at(weights: torch.Tensor) -> torch.Tensor:
+        values = as_values(la.blocks, weights)
+        with la.model.prepared(), torch.no_grad():
+            return called_with(la.model, la.blocks, values, inputs)
+
+    changes: list[torch.Tensor] = []
     for each in drawn:
         change = step * (each - la.mean)
-        ends = []
-        for weights in (la.mean + change, la.mean - change):
-            values = as_values(la.blocks, weights)
-            with la.model.prepared(), torch.no_grad():
-                ends.append(called_with(la.model, la.blocks, values, inputs))
-        changes.append((ends[0] - ends[1]) / (2 * step))
+        difference = logits_at(la.mean + change) - logits_at(la.mean - change)
+        changes.append(difference / (2 * step))
     return torch.stack(changes)
 
 
@@ -409,7 +471,12 @@ def _precision(model: LogitsModel) -> float:
         is_quantised = not parameter.is_floating_point() or parameter.dtype.itemsize == 1
         dtypes.add(torch.bfloat16 if is_quantised else parameter.dtype)
     # What autocast computes in, if it is on, shows in a product alone.
-    one = torch.ones(1, 1, device=model.device, dtype=torch.float32)
+    one = torch.ones(
+        1,
+        1,
+        device=model.device,
+        dtype=torch.float32,
+    )
     of_product = (one @ one).dtype
     if of_product != torch.float32:
         dtypes.add(of_product)
@@ -435,7 +502,10 @@ def amortized_moments(la: Amortizable, x: Any) -> Moments:
             return Moments(f_mu, learnt.covariance(features))
 
 
-def _features(la: Amortizable, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _features(
+    la: Amortizable,
+    inputs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute logits `(B, C)`, and features `(B, p)` that their variances are learnt from."""
     with la.model.prepared():
         logits, hidden = logits_and_hidden_states(la.model, inputs)

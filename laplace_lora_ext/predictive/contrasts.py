@@ -62,26 +62,36 @@ class Contrasts:
         included = probabilities.gather(1, classes).cumsum(1)
         is_needed = torch.ones_like(classes, dtype=torch.bool)
         # What is known of one class says the most of all others: one is always compared.
-        is_needed[:, 2:] = included[:, 1:-1] < 1 - _LEFT_OUT
+        by_those_before = included[:, 1:-1]
+        is_needed[:, 2:] = by_those_before < 1 - _LEFT_OUT
         n_needed = int(is_needed.sum(1).amax())
-        return torch.where(is_needed, classes, NO_CLASS)[:, :n_needed]
+        classes = torch.where(is_needed, classes, NO_CLASS)
+        return classes[:, :n_needed]
 
     def directions(self, logits: torch.Tensor) -> torch.Tensor:
         """Make the vectors `(k, B, C)` that a backward pass takes for each contrast."""
         classes = self.classes(logits)
         rows = _rows(classes, logits)
         is_known = classes[:, 1:] != NO_CLASS
-        vectors = (rows[:, 1:] - rows[:, :1]) * is_known[..., None]
+        others, first = rows[:, 1:], rows[:, :1]
+        vectors = torch.where(is_known[..., None], others - first, 0)
         return vectors.transpose(0, 1)
 
 
-def _rows(classes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def _rows(
+    classes: torch.Tensor,
+    logits: torch.Tensor,
+) -> torch.Tensor:
     """Make rows of the identity `(B, 1 + k, C)`."""
     identity = torch.eye(logits.shape[-1]).to(logits)
     return identity[classes.clamp_min(0)]
 
 
-def completed(covariance: torch.Tensor, classes: torch.Tensor, n_outputs: int) -> torch.Tensor:
+def completed(
+    covariance: torch.Tensor,
+    classes: torch.Tensor,
+    n_outputs: int,
+) -> torch.Tensor:
     """Complete covariances `(B, k, k)` of contrasts to `(B, C, C)` of all, at the classes' places.
 
     Row and column of the most probable class are 0. So the matrices differ from those of the
@@ -110,13 +120,17 @@ def completed(covariance: torch.Tensor, classes: torch.Tensor, n_outputs: int) -
     n_pairs = n_known * (n_known - 1)
     mean = (sums.sum(1) - trace) / n_pairs.clamp_min(1)
     shared = torch.where(n_pairs > 0, mean, variance / 2)
+    # Where it is not between these two, no number of quantities can be alike.
     shared = shared.clamp_min(0).minimum(variance)
-    smallest = torch.finfo(covariance.dtype).tiny  # where nothing varies
-    weight = shared / (variance + (n_known - 1) * shared).clamp_min(smallest)
+    of_sum = variance + (n_known - 1) * shared
+    # Where nothing varies, nothing is shared either, and 0 / 0 is 0.
+    smallest = torch.finfo(covariance.dtype).tiny
+    weight = shared / of_sum.clamp_min(smallest)
     with_known = weight[:, None] * sums
 
     # Rows of what is known, of a class that is not, and of the most probable one.
-    other, first = n_places, n_places + 1
+    other = n_places
+    first = n_places + 1
     table = covariance.new_zeros(n_examples, n_places + 2, n_places + 2)
     table[:, :n_places, :n_places] = covariance
     table[:, other, :n_places] = with_known
@@ -128,8 +142,14 @@ def completed(covariance: torch.Tensor, classes: torch.Tensor, n_outputs: int) -
     in_order = torch.arange(n_places + 1, device=classes.device) - 1
     in_order[0] = first
     columns = torch.where(classes == NO_CLASS, n_outputs, classes)
-    rows = rows.scatter(1, columns, in_order.expand_as(columns))[:, :n_outputs]
+    rows = rows.scatter(1, columns, in_order.expand_as(columns))
+    rows = rows[:, :n_outputs]
+
     examples = torch.arange(n_examples, device=classes.device)[:, None, None]
-    V = table[examples, rows[:, :, None], rows[:, None, :]]
-    own = torch.where(rows == other, (variance - shared)[:, None], 0)
+    down = rows[:, :, None]
+    across = rows[:, None, :]
+    V = table[examples, down, across]
+    # All that are not known have one row: what each of them has alone is on the diagonal.
+    alone = variance - shared
+    own = torch.where(rows == other, alone[:, None], 0)
     return V + torch.diag_embed(own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -22,7 +22,8 @@ from laplace_lora_ext.tuning.method import (
     check_grid,
 )
 
-LOGIT_SCALES = np.append(5.0 ** (np.arange(-4, 8) / 4), 20.0)
+_QUARTERS = np.arange(-4, 8) / 4
+LOGIT_SCALES = np.append(5.0**_QUARTERS, 20.0)
 """Scales of the logits at which losses are summed, from 0.2 to 20; 1 is one of them."""
 
 PENALTY = 2.0
@@ -101,11 +102,13 @@ class PriorAlone:
         targets: torch.Tensor,
     ) -> torch.Tensor:
         first = la.members[0]
+        likelihood = first.trained_likelihood
         predicted = [output.double() for output in self.predict(la, x)]
-        if not first.trained_likelihood.is_gaussian:
+        if not likelihood.is_gaussian:
             predicted = [predicted[0].log()]
         targets = targets.to(predicted[0].device)
-        return first.trained_likelihood.nll(predicted, targets, first.sigma_noise)[:, None]
+        nll = likelihood.nll(predicted, targets, first.sigma_noise)
+        return nll[:, None]
 
     def best(self, sums: torch.Tensor, n_examples: int) -> Best:
         return Best(sums.item() / n_examples)
@@ -142,7 +145,8 @@ class WithLogitScale:
         x: Any,
         targets: torch.Tensor,
     ) -> torch.Tensor:
-        likelihood = la.members[0].trained_likelihood
+        first = la.members[0]
+        likelihood = first.trained_likelihood
         noise = torch.Generator()
         link = own_links(self.n_samples, noise)[self.link_approx]
         parts = zip(la.members, parts_for(la.members, x), strict=True)
@@ -153,30 +157,38 @@ class WithLogitScale:
             la.logit_scale = float(scale)
             log_p = []
             for member, of_member in zip(la.members, moments, strict=True):
+                # The same draws for each scale, so that the loss is smooth in it.
                 noise.manual_seed(self.seed)
                 f_mu, f_var = of_member.scaled(member.logit_scale)
                 with torch.autocast(f_mu.device.type, enabled=False):
                     log_p.append(link(f_mu, f_var).double())
-            mean = torch.stack(log_p).logsumexp(0) - math.log(len(log_p))
-            columns.append(likelihood.nll([mean], targets, la.members[0].sigma_noise))
+            total = torch.stack(log_p).logsumexp(0)
+            of_mean = total - math.log(len(log_p))
+            columns.append(likelihood.nll([of_mean], targets, first.sigma_noise))
         return torch.stack(columns, dim=1)
 
     def best(self, sums: torch.Tensor, n_examples: int) -> Best:
         """Find the best scale, also between those at which the losses are known."""
         logs = np.log(LOGIT_SCALES)
+        last = len(logs) - 1
         losses = (sums.cpu().numpy() + PENALTY * logs**2) / n_examples
         middle = int(losses.argmin())
-        objective, log_scale = float(losses[middle]), float(logs[middle])
-        first = min(max(middle - _AROUND, 0), len(logs) - 2 * _AROUND - 1)
+        objective = float(losses[middle])
+        log_scale = float(logs[middle])
+        # Five points around the best one; at an end of the scales, the last five.
+        first = np.clip(middle - _AROUND, 0, last - 2 * _AROUND)
         near = slice(first, first + 2 * _AROUND + 1)
         if np.isfinite(losses[near]).all():
             # The loss is smooth in log s. Through five points a quartic is exact to 1e-4 or better.
             quartic = Polynomial.fit(logs[near], losses[near], deg=2 * _AROUND)
-            low, high = logs[max(middle - 1, 0)], logs[min(middle + 1, len(logs) - 1)]
+            # Beyond its neighbours the quartic knows less than the losses themselves.
+            low = logs[max(middle - 1, 0)]
+            high = logs[min(middle + 1, last)]
             for root in quartic.deriv().roots():
                 is_between = root.imag == 0 and low < root.real < high
                 if is_between and quartic(root.real) < objective:
-                    objective, log_scale = float(quartic(root.real)), float(root.real)
+                    objective = float(quartic(root.real))
+                    log_scale = float(root.real)
         penalty = PENALTY * log_scale**2 / n_examples
         return Best(objective, logit_scale=math.exp(log_scale), penalty=penalty)
 
@@ -202,14 +214,22 @@ class WithNoise:
     n_outputs: int
     size: ClassVar[int] = 2
 
-    def terms(self, la: Predictor, x: Any, targets: torch.Tensor) -> torch.Tensor:
+    def terms(
+        self,
+        la: Predictor,
+        x: Any,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
         f_mu, f_var = moments_of_model(la.members[0], x, "probit")
         V = f_var.double()
         residuals = targets.to(V) - f_mu.double()
-        root = torch.linalg.cholesky(V + torch.eye(self.n_outputs).to(V))
+        identity = torch.eye(self.n_outputs).to(V)
+        root = torch.linalg.cholesky(identity + V)
         whitened = torch.linalg.solve_triangular(root, residuals[..., None], upper=False)
-        log_det = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return torch.stack([whitened.square().sum((-2, -1)), log_det], dim=1)
+        squares = whitened.square().sum((-2, -1))
+        diagonal = root.diagonal(dim1=-2, dim2=-1)
+        log_det = 2 * diagonal.log().sum(-1)
+        return torch.stack([squares, log_det], dim=1)
 
     def best(self, sums: torch.Tensor, n_examples: int) -> Best:
         squares, log_dets = sums.tolist()
@@ -220,8 +240,10 @@ class WithNoise:
                 "The validation targets are predicted without any error, which leaves no noise to "
                 "choose: check that they are not the model's own, or pass optimize_scale=False."
             )
-        log_likelihood = -(n_numbers * (math.log(2 * math.pi * variance) + 1) + log_dets) / 2
-        return Best(-log_likelihood / n_examples, sigma_noise=math.sqrt(variance))
+        # At the best variance the squares over it are one for each number.
+        of_noise = n_numbers * (math.log(2 * math.pi * variance) + 1)
+        nll = (of_noise + log_dets) / 2
+        return Best(nll / n_examples, sigma_noise=math.sqrt(variance))
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,7 +269,9 @@ class GridLosses:
     def __add__(self, other: GridLosses) -> GridLosses:
         """Add what other examples say of the same prior precisions."""
         return replace(
-            self, sums=self.sums + other.sums, n_examples=self.n_examples + other.n_examples
+            self,
+            sums=self.sums + other.sums,
+            n_examples=self.n_examples + other.n_examples,
         )
 
     def choose(self, la: Predictor) -> GridHistory:
@@ -281,26 +305,29 @@ class GridHistory(TuningHistory):
     def of(cls, losses: GridLosses) -> GridHistory:
         """Find the best loss at every point; one that is not a number is refused."""
         builder = HistoryBuilder()
-        scales = []
-        noises = []
-        penalties = []
-        for index, (point, sums) in enumerate(zip(losses.grid, losses.sums, strict=True)):
-            best = losses.score.best(sums, losses.n_examples)
-            penalties.append(best.penalty)
-            if best.logit_scale is not None:
-                scales.append(best.logit_scale)
+        bests = [losses.score.best(sums, losses.n_examples) for sums in losses.sums]
+        for index, best in enumerate(bests):
+            prior_precision = losses.grid[index]
             if best.sigma_noise is not None:
-                noises.append(best.sigma_noise)
-                point = losses.unit * point / best.sigma_noise**2
-            builder.add(index, best.objective, point)
+                # From ρ = λ σ², which the grid is of, to λ.
+                prior_precision = losses.unit * prior_precision / best.sigma_noise**2
+            builder.add(index, best.objective, prior_precision)
         history = builder.history()
         check_grid(history)
+        penalties = [best.penalty for best in bests]
         return cls(
             step=history.step,
             objective=history.objective,
             prior_precision=history.prior_precision,
-            logit_scale=torch.tensor(scales, dtype=torch.float64) if scales else None,
-            sigma_noise=torch.tensor(noises, dtype=torch.float64) if noises else None,
+            logit_scale=_chosen([best.logit_scale for best in bests]),
+            sigma_noise=_chosen([best.sigma_noise for best in bests]),
             penalty=torch.tensor(penalties, dtype=torch.float64),
             losses=losses,
         )
+
+
+def _chosen(numbers: Sequence[float | None]) -> torch.Tensor | None:
+    """Gather what was chosen at every point of a grid; None where that was nothing."""
+    if any(number is None for number in numbers):
+        return None
+    return torch.tensor(numbers, dtype=torch.float64)
