@@ -18,6 +18,7 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Stages,
     options.Calibration,
     options.Cross,
+    options.Contrasts,
     options.Overview,
     options.Text,
     options.Cost,

@@ -26,6 +26,7 @@ from benchmarks.training import (
     train,
 )
 from laplace_lora_ext import DataCollatorForChoices
+from laplace_lora_ext.processes.shards import divided
 
 MEMBER_SEEDS = 1000  # from one member of an ensemble to the next
 PREDICTION_BATCH_SIZE = 8
@@ -249,6 +250,14 @@ def with_lora(base: Any, settings: Hyperparameters, task_type: TaskType) -> Any:
         target_modules=list(settings.target_modules),
     )
     return get_peft_model(base, lora)
+
+
+def held_out(pretrained: Pretrained, share: float) -> tuple[Records, Records]:
+    """Divide the training texts into those to train on, and a share of each class held out."""
+    records = pretrained.data[TRAIN]
+    labels = torch.tensor([record["labels"] for record in records])
+    ((rest, held),) = divided(pretrained.loader(records), share, labels)
+    return list(rest), list(held)
 
 
 def untrained(pretrained: Pretrained, seed: int) -> Any:

@@ -114,6 +114,13 @@ class Cross(SeveralSeeds):
 
 
 @dataclass(frozen=True)
+class Contrasts(SeveralSeeds):
+    """What do many classes lose where only those that matter are compared? Intents (--data)."""
+
+    task: str = option("banking77", "banking77, clinc150, or another of the tasks of `stages`")
+
+
+@dataclass(frozen=True)
 class Text(Reading):
     """Free text by a pretrained language model (extra llm): half an hour a seed."""
 
@@ -175,7 +182,7 @@ class Cost(Run):
 
 @dataclass(frozen=True)
 class Scale(Run):
-    """Time and memory by the number of classes, tokens and processes: seven minutes."""
+    """Time and memory by the number of classes, tokens and processes: ten minutes."""
 
     classes: tuple[int, ...] = option((2, 5, 12, 77, 150), "answers; none to omit", nargs="*")
     lengths: tuple[int, ...] = option(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.experiments.calibration import Costs, Tests, figures_of, text_of
-from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, fine_tune, prepare
+from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, held_out, prepare
 from benchmarks.methods import METHODS
 from benchmarks.methods.method import Loaders, Posterior, fit_temperature, labels_of
 from benchmarks.methods.priors import (
@@ -25,7 +25,6 @@ from benchmarks.methods.priors import (
 from benchmarks.options import Cross
 from benchmarks.report import Result, Row, say
 from laplace_lora_ext.metrics import negative_log_likelihood
-from laplace_lora_ext.processes.shards import divided
 
 HELD_OUT = 0.2
 HELD = "held-out texts"
@@ -65,13 +64,10 @@ class Trial:
         self.pretrained = pretrained
         self.options = options
         self.seed = seed
-        records = pretrained.data[TRAIN]
-        batches = pretrained.loader(records)
-        ((rest, held),) = divided(batches, HELD_OUT, labels_of(records))
-        self.rest = list(rest)
-        self.held_labels = labels_of(list(held))
+        self.rest, held = held_out(pretrained, HELD_OUT)
+        self.held_labels = labels_of(held)
         self.tests = Tests(pretrained, seed)
-        self.loaders: Loaders = {HELD: pretrained.loader(list(held)), **self.tests.loaders}
+        self.loaders: Loaders = {HELD: pretrained.loader(held), **self.tests.loaders}
         self.model = fine_tune(pretrained, self.rest, seed)
 
     def without_posterior(self) -> Iterator[Row]:

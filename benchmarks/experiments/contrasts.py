@@ -1,0 +1,119 @@
+"""What predictions lose that compare the most probable class with those that matter alone."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.fine_tuning import (
+    PREDICTION_BATCH_SIZE,
+    TEST,
+    TRAIN,
+    Pretrained,
+    fine_tune,
+    held_out,
+    prepare,
+)
+from benchmarks.methods import posterior
+from benchmarks.methods.method import labels_of
+from benchmarks.methods.priors import probabilities
+from benchmarks.options import Contrasts
+from benchmarks.report import Result, Row, say, table
+from laplace_lora_ext.metrics import quality
+from laplace_lora_ext.predictive.contrasts import NO_CLASS
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+
+LINK = "mean_field"
+# Where a posterior is broader than the chosen one, what is not known matters more.
+BROADER = (1.0, 10.0, 100.0)
+HELD_OUT = 0.2
+
+
+def run(options: Contrasts) -> Iterator[Result]:
+    """Measure each seed."""
+    rows: list[Row] = []
+    for seed in options.seeds:
+        pretrained = prepare(options, seed)
+        rows += measured(pretrained, options, seed)
+        figures = {
+            "task": pretrained.description,
+            "hyperparameters": asdict(pretrained.hyperparameters),
+            "rows": rows,
+        }
+        yield figures, text_of(pretrained, rows)
+
+
+@dataclass
+class Compared:
+    """Probabilities of the test texts under one prior, by all contrasts and by some."""
+
+    by_all: list[torch.Tensor]
+    by_some: list[torch.Tensor]
+
+
+def measured(pretrained: Pretrained, options: Contrasts, seed: int) -> Iterator[Row]:
+    """Train without a fifth of the texts, let it choose the prior, and predict the test texts."""
+    rest, held = held_out(pretrained, HELD_OUT)
+    model = fine_tune(pretrained, rest, seed)
+    say(options, f"Seed {seed}: fit and search")
+    la: Any = posterior("lowrank_kron").build(model)
+    la.fit(pretrained.loader(rest), progress_bar=not options.quiet)
+    la.optimize_prior_precision(method="gridsearch", val_loader=pretrained.loader(held))
+    chosen = la.prior_precision.clone()
+
+    say(options, f"Seed {seed}: all contrasts of the test texts")
+    n_all = len(pretrained.task.classes) - 1
+    compared = {factor: Compared([], []) for factor in BROADER}
+    of_model = []
+    n_known = 0
+    for batch in pretrained.loader(pretrained.data[TEST], PREDICTION_BATCH_SIZE):
+        # What all contrasts take is let go of after each batch: it is much.
+        exact = la.predictive_statistics([batch], device=pretrained.device, n_contrasts=n_all)
+        some = la.predictive_statistics([batch], device=pretrained.device)
+        of_model.append(exact.f_mu.softmax(-1).cpu())
+        n_known += n_contrasts_of(some, n_all)
+        for factor, pair in compared.items():
+            la.prior_precision = chosen / factor
+            for statistics, into in ((exact, pair.by_all), (some, pair.by_some)):
+                moments = statistics.moments(la.prior_precision)
+                into.append(probabilities(la, moments, LINK))
+    la.prior_precision = chosen
+
+    labels = labels_of(pretrained.data[TEST])
+    common: Row = {"seed": seed, "logit_scale": la.logit_scale}
+    yield {"name": "MAP", "seed": seed, **quality(torch.cat(of_model), labels)}
+    for factor, pair in compared.items():
+        by_all, by_some = torch.cat(pair.by_all), torch.cat(pair.by_some)
+        of_all, of_some = quality(by_all, labels), quality(by_some, labels)
+        prior = {"broader": factor, "prior_precision": (chosen / factor).mean().item()}
+        yield {"name": "all", **common, **prior, "contrasts": float(n_all), **of_all}
+        yield {
+            "name": "those that matter",
+            **common,
+            **prior,
+            "contrasts": n_known / len(labels),
+            **of_some,
+            "nll_beside_all": of_some["nll"] - of_all["nll"],
+            "largest_difference": (by_some - by_all).abs().max().item(),
+        }
+
+
+def n_contrasts_of(statistics: PredictiveStatistics, n_all: int) -> int:
+    """Count the contrasts of all examples."""
+    if statistics.classes is None:
+        return n_all * len(statistics)
+    return int((statistics.classes[:, 1:] != NO_CLASS).sum())
+
+
+def text_of(pretrained: Pretrained, rows: list[Row]) -> list[str]:
+    """Put the figures in words and a table."""
+    task = pretrained.task
+    words = (
+        f"{task.name}: {len(task.classes)} classes. A fifth of {len(pretrained.data[TRAIN])} texts "
+        "is held out from training, and chooses prior precision and scale of the logits by the "
+        f"contrasts that matter; {len(pretrained.data[TEST])} test texts, predicted with that "
+        "prior and with broader posteriors, by all contrasts and by those that matter. The last "
+        "column is the largest difference of a probability."
+    )
+    return [words, table(rows)]

@@ -1,0 +1,67 @@
+"""The experiment that compares some contrasts with all, at its smallest."""
+
+import json
+
+import pytest
+import transformers
+
+from benchmarks.experiments.contrasts import BROADER
+from tests.benchmarks.support import run
+
+
+@pytest.fixture
+def experiment(tmp_path, capsys, tiny_models, monkeypatch):
+    """Runs on made-up intents, with a tiny encoder."""
+    encoder = tmp_path / "encoder"
+    for part in (transformers.AutoModel, transformers.AutoTokenizer):  # without the saved head
+        part.from_pretrained(tiny_models[False]).save_pretrained(encoder)
+    monkeypatch.setattr("benchmarks.tasks.intents.encoder_folder", lambda: encoder)
+    folder = tmp_path / "clinc" / "clinc_oos" / "plus"
+    folder.mkdir(parents=True)
+
+    def measure(n_intents):
+        for split in ("train", "test"):
+            rows = [
+                {"text": f"{split} {word} {number}", "intent": word, "domain": "travel"}
+                for word in "abcdefghijkl"[:n_intents]
+                for number in range(4)
+            ]
+            lines = "\n".join(json.dumps(row) for row in rows)
+            (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+        finished = run(
+            capsys,
+            tmp_path / f"results of {n_intents}",
+            "contrasts --quiet",
+            task="clinc150",
+            data=tmp_path,
+            train_examples=4 * n_intents,
+            test_examples=2 * n_intents,
+            steps=3,
+            checkpoints=1,
+            cache=tmp_path / "cache",
+        )
+        of_model, *rows = finished.figures["rows"]
+        assert of_model["name"] == "MAP"
+        return rows[::2], rows[1::2]
+
+    return measure
+
+
+def test_some_contrasts_stand_beside_all_under_the_chosen_and_broader_posteriors(experiment):
+    of_all, of_some = experiment(n_intents=12)
+    assert [row["broader"] for row in of_all] == list(BROADER)
+    for exact, some in zip(of_all, of_some, strict=True):
+        assert exact["prior_precision"] * exact["broader"] == pytest.approx(
+            of_all[0]["prior_precision"]
+        )
+        assert exact["contrasts"] == 11
+        assert 1 <= some["contrasts"] <= 8
+        assert some["nll"] - exact["nll"] == pytest.approx(some["nll_beside_all"])
+    assert of_some[-1]["largest_difference"] > 0
+
+
+def test_few_classes_are_all_compared(experiment):
+    of_all, of_some = experiment(n_intents=4)
+    for exact, some in zip(of_all, of_some, strict=True):
+        assert some["contrasts"] == exact["contrasts"] == 3
+        assert some["largest_difference"] == some["nll_beside_all"] == 0
