@@ -29,7 +29,9 @@ from laplace_lora_ext import DataCollatorForChoices
 from laplace_lora_ext.processes.shards import divided
 
 MEMBER_SEEDS = 1000  # from one member of an ensemble to the next
+# Texts in a batch of predictions: an accelerator takes many for the time of a few.
 PREDICTION_BATCH_SIZE = 8
+PREDICTION_BATCH_SIZE_ON_ACCELERATOR = 64
 # Options that replace a hyperparameter of the same name.
 OVERRIDES = ("steps", "learning_rate", "batch_size", "maximum_length", "checkpoints")
 TRAIN = "train"
@@ -145,6 +147,12 @@ class Pretrained:
             return_token_type_ids=False,
         )
         return dict(record)
+
+    def prediction_loader(self, records: Records) -> DataLoader:
+        """Make batches to be predicted, of a size for the device."""
+        if torch.device(self.device).type == "cpu":
+            return self.loader(records, PREDICTION_BATCH_SIZE)
+        return self.loader(records, PREDICTION_BATCH_SIZE_ON_ACCELERATOR)
 
     def loader(self, records: Records, batch_size: int | None = None) -> DataLoader:
         """Make batches of records in their order."""

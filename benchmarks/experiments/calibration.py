@@ -9,7 +9,6 @@ from torch.utils.benchmark import timer
 
 from benchmarks import metrics, report
 from benchmarks.fine_tuning import (
-    PREDICTION_BATCH_SIZE,
     TEST,
     TRAIN,
     Pretrained,
@@ -112,7 +111,7 @@ class Comparison:
         self.tests = Tests(pretrained, seed)
         records = pretrained.data[TRAIN]
         self.model = fine_tune(pretrained, records, seed)
-        self.train = pretrained.loader(records, PREDICTION_BATCH_SIZE)
+        self.train = pretrained.prediction_loader(records)
         self.bare_seconds: float | None = None  # of MAP's predictions, the first
 
     def of_point(self, method: PointMethod) -> Row:
@@ -168,7 +167,7 @@ class Tests:
         self.labels = {}
         for name in (TEST, *pretrained.task.shifted):
             records = pretrained.data[name]
-            self.loaders[name] = pretrained.loader(records, PREDICTION_BATCH_SIZE)
+            self.loaders[name] = pretrained.prediction_loader(records)
             self.labels[name] = labels_of(records)
 
     def seconds(

@@ -1,7 +1,7 @@
 """ARC and OpenBookQA, answered by letters, or by the texts of the choices themselves.
 
 Questions with four choices alone, as in the paper. They are trained on the training split, and
-measured on the test split.
+measured on the test split. What is trained on OpenBookQA is measured on ARC too, the paper's shift.
 """
 
 import random
@@ -18,7 +18,8 @@ from benchmarks.tasks.paper_prompts import LETTERS, Row
 from benchmarks.tasks.task import Example, Sizes, Task
 from benchmarks.training import Hyperparameters
 
-SIZES = Sizes(train=200, test=500)
+SIZES = Sizes(train=200, test=500, shifted=300)
+DataSet = tuple[str, str]  # a name and a configuration
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,9 @@ class MultipleChoice:
     """Questions of a data set, and what the model is asked to write."""
 
     name: str
-    dataset: tuple[str, str]  # and its configuration
+    dataset: DataSet
     to_example: ToExample
+    shifted_example: ToExample | None = None  # makes examples of ARC, if that is another data set
     hyperparameters: Hyperparameters = GEMMA
 
     def model(self, options: TextRun) -> str | Path:
@@ -48,21 +50,35 @@ class MultipleChoice:
             name=self.name,
             classes=LETTERS,
             is_prompt=True,
-            train=self._drawn(train, sizes.train, rng),
-            test=self._drawn(test, sizes.test, rng),
+            train=_examples(train, self.to_example, sizes.train, rng),
+            test=_examples(test, self.to_example, sizes.test, rng),
+            shifted=self._shifted(options.data, sizes.shifted, rng),
             truncation_side="left",
         )
 
-    def _drawn(
-        self,
-        rows: Sequence[Row],
-        count: int,
-        rng: random.Random,
-    ) -> list[Example]:
-        kept = [row for row in rows if len(row["choices"]["text"]) == len(LETTERS)]
-        rng.shuffle(kept)
-        examples = [self.to_example(row) for row in kept[:count]]
-        return [example for example in examples if example is not None]
+    def _shifted(self, data: Path, count: int, rng: random.Random) -> dict[str, list[Example]]:
+        """Draw questions of ARC, whose right answers are known."""
+        if self.shifted_example is None:
+            return {}
+        shifted = {}
+        for dataset in (ARC_EASY, ARC_CHALLENGE):
+            _, configuration = dataset
+            (rows,) = read_sources([Source(*dataset, "test")], data)
+            shifted[configuration] = _examples(rows, self.shifted_example, count, rng)
+        return shifted
+
+
+def _examples(
+    rows: Sequence[Row],
+    to_example: ToExample,
+    count: int,
+    rng: random.Random,
+) -> list[Example]:
+    """Draw examples of the questions with four choices."""
+    kept = [row for row in rows if len(row["choices"]["text"]) == len(LETTERS)]
+    rng.shuffle(kept)
+    examples = [to_example(row) for row in kept[:count]]
+    return [example for example in examples if example is not None]
 
 
 def by_texts(row: Row) -> Example:
@@ -84,6 +100,6 @@ MULTIPLE_CHOICE = (
     MultipleChoice("arc_easy_texts", ARC_EASY, by_texts),
     MultipleChoice("arc_challenge_letters", ARC_CHALLENGE, prompts.arc),
     MultipleChoice("arc_challenge_texts", ARC_CHALLENGE, by_texts),
-    MultipleChoice("obqa_letters", OBQA, prompts.openbookqa),
-    MultipleChoice("obqa_texts", OBQA, by_texts),
+    MultipleChoice("obqa_letters", OBQA, prompts.openbookqa, shifted_example=prompts.arc),
+    MultipleChoice("obqa_texts", OBQA, by_texts, shifted_example=by_texts),
 )

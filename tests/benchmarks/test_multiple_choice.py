@@ -84,3 +84,6 @@ def test_stages_run_on_choices_of_several_tokens(data, tiny_models, tmp_path, ca
     assert ("staged_1_student", "training_texts") in rows
     # Long choices are far less probable than short ones to a model that has learnt nothing.
     assert all(0 < row["nll"] < 100 for row in rows.values())
+    shifted = rows["staged_1", "held_out"]["shifted"]
+    assert set(shifted) == {"ARC-Easy", "ARC-Challenge"}
+    assert all("nll" in of_set for of_set in shifted.values())
