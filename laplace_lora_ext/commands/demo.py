@@ -25,7 +25,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BatchEncoding,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
@@ -36,6 +35,7 @@ from laplace_lora_ext import plots
 from laplace_lora_ext.commands.arguments import DemoArguments
 from laplace_lora_ext.commands.page import doubtful_first, page, shortened, table
 from laplace_lora_ext.commands.texts import UsageError
+from laplace_lora_ext.commands.training import trainer_with_bar
 from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.plots import Outcomes
 
@@ -63,6 +63,7 @@ class Text:
 def demo(arguments: DemoArguments) -> None:
     """Train in stages, and print what the posterior is worth."""
     logging.set_verbosity_error()  # of weights that the encoder lacks: the head's
+    logging.disable_progress_bar()  # of loading, which takes no time
     set_seed(arguments.seed)
     generator = random.Random(arguments.seed)
     known = drawn(paragraphs(LIBRARIES), N_TRAIN + N_TEST, generator)
@@ -230,13 +231,12 @@ class Training:
                 report_to=[],
                 seed=self._seed,
             )
-            trainer = Trainer(
-                model=model,
-                args=arguments,
-                train_dataset=examples,
+            trainer_with_bar(
+                model,
+                arguments,
+                examples,
                 data_collator=self._loader.collate_fn,
-            )
-            trainer.train()
+            ).train()
         if math.isnan(self.temperature) and isinstance(examples, Subset):
             self.temperature = self._best_temperature(model, examples)
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from laplace_lora_ext import plots
 from laplace_lora_ext.commands.arguments import (
@@ -21,6 +21,7 @@ from laplace_lora_ext.commands.arguments import (
 from laplace_lora_ext.commands.loading import check_new, load
 from laplace_lora_ext.commands.page import page
 from laplace_lora_ext.commands.texts import UsageError
+from laplace_lora_ext.commands.training import trainer_with_bar
 from laplace_lora_ext.metrics import compare
 
 _POSTERIOR = "laplace_posterior.safetensors"
@@ -122,18 +123,19 @@ def distill(arguments: DistillArguments) -> None:
     for place, label in enumerate(labels):
         inputs = {key: encoded[key][place] for key in encoded}
         rows.append(inputs | {"labels": label})
-    trainer = Trainer(
-        model=loaded.model,
-        args=TrainingArguments(
-            output_dir=str(output),
-            num_train_epochs=arguments.epochs,
-            learning_rate=arguments.learning_rate,
-            per_device_train_batch_size=arguments.batch_size,
-            seed=arguments.seed,
-            save_strategy="no",
-            report_to=[],
-        ),
-        train_dataset=cast(Dataset[Any], rows),  # any sequence will do
+    settings = TrainingArguments(
+        output_dir=str(output),
+        num_train_epochs=arguments.epochs,
+        learning_rate=arguments.learning_rate,
+        per_device_train_batch_size=arguments.batch_size,
+        seed=arguments.seed,
+        save_strategy="no",
+        report_to=[],
+    )
+    trainer = trainer_with_bar(
+        loaded.model,
+        settings,
+        cast(Dataset[Any], rows),  # any sequence will do
         processing_class=loaded.batches.tokenizer,
     )
     name = la.distill(trainer, progress_bar=True)
