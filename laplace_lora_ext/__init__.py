@@ -15,6 +15,7 @@ from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.numbers import NumberPrediction
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.text.collator import DataCollatorForChoices
 from laplace_lora_ext.text.generation import GeneratedText
@@ -40,6 +41,7 @@ __all__ = [
     "LowRankKronLoRALaplace",
     "Marglik",
     "Moments",
+    "NumberPrediction",
     "Prediction",
     "PredictiveStatistics",
     "Remember",

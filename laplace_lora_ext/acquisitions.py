@@ -18,6 +18,7 @@ from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.functions import DrawableFunctions, Functions, draw_functions
+from laplace_lora_ext.predictive.numbers import NumberPrediction
 
 _OUTCOMES = 1024  # of a batch's labels that are kept; more are thinned by drawing half as many
 
@@ -240,7 +241,7 @@ class Acquiring(Protocol):
         *,
         generator: torch.Generator | None = None,
         progress_bar: bool = False,
-    ) -> Prediction: ...
+    ) -> Prediction | NumberPrediction: ...
 
 
 # --- a pool --------------------------------------------------------------------------------------
@@ -307,6 +308,7 @@ class Acquisition:
         first = la.members[0]
         generator = torch.Generator(first.model.device).manual_seed(self.seed)
         prediction = la.predict(pool, generator=generator, progress_bar=self.progress_bar)
+        assert isinstance(prediction, Prediction)  # numbers have been refused
         if self.by == "bald":
             return prediction.epistemic_entropy.cpu()
         p = prediction.probabilities

@@ -217,8 +217,7 @@ class Regression(_AsItIs):
             f_var = torch.diag_embed(f_var)
         identity = torch.eye(f_mu.shape[1]).to(f_var)
         noise = sigma_noise.to(f_var).square() * identity
-        density = torch.distributions.MultivariateNormal(f_mu, f_var + noise, validate_args=False)
-        return -density.log_prob(y.to(f_mu))
+        return -gaussian_log_density(f_mu, f_var + noise, y.to(f_mu))
 
     def groups(self, y: torch.Tensor, share: float) -> torch.Tensor:
         """Quantiles, as many as leave one of their targets and hold out another.
@@ -401,6 +400,17 @@ LIKELIHOODS: dict[str, Likelihood] = {
     MULTI_LABEL: MultiLabel(),
     "language_modeling": LanguageModeling(),
 }
+
+
+def gaussian_log_density(
+    mean: torch.Tensor, covariance: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
+    """Compute the log-density `(...)` of targets `(..., C)`, in nats.
+
+    A `torch.linalg.LinAlgError` if a matrix `(..., C, C)` is no covariance.
+    """
+    density = torch.distributions.MultivariateNormal(mean, covariance, validate_args=False)
+    return density.log_prob(y)
 
 
 def _warn_of_probabilities(link: str) -> None:

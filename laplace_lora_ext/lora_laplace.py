@@ -44,6 +44,7 @@ from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.functions import Function, draw_function, joint_samples
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, own_links
 from laplace_lora_ext.predictive.moments import Moments, joined_moments, semidefinite, uncorrelated
+from laplace_lora_ext.predictive.numbers import NumberPrediction
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.problems import PROBLEMS, Problem
 from laplace_lora_ext.processes.exchange import together
@@ -679,7 +680,8 @@ class LoRALaplace(ParametricLaplace):
         -------
         torch.Tensor or tuple of torch.Tensor
             probabilities `(B, C)`, or of K labels one each, `(B, K)`; for regression and rewards
-            mean `(B, C)` and covariance `(B, C, C)`, without the noise of targets, `sigma_noise**2`
+            mean `(B, C)` and covariance `(B, C, C)` of the model's outputs, in which the noise of
+            targets is not: add `sigma_noise**2`, or use `predict`
 
         Notes
         -----
@@ -751,8 +753,11 @@ class LoRALaplace(ParametricLaplace):
         collate_fn: Callable[[Any], Any] | None = None,
         batch_size: int = 32,
         progress_bar: bool = False,
-    ) -> Prediction:
-        """Predict class probabilities, and what else a decision needs, of a batch or a data set.
+    ) -> Prediction | NumberPrediction:
+        """Predict classes or numbers, and what else a decision needs, of a batch or a data set.
+
+        Of numbers, the prediction is of targets with their noise: `total_std`, quantiles and
+        intervals have `sigma_noise` in them, and `epistemic_std` has not.
 
         Parameters
         ----------
@@ -762,9 +767,9 @@ class LoRALaplace(ParametricLaplace):
             their own order. In a `torch.distributed` process group all ranks share a data set, or a
             loader that shows each rank's part, and must all call this; each gets all predictions
         link_approx : {"mean_field", "probit", "mc"}, default="mean_field"
-            link for the probabilities
+            link for the probabilities; numbers need none
         n_samples : int, default=1000
-            draws of the logits, for entropies and variances
+            draws of the logits, for entropies and variances of classes
         generator : torch.Generator, optional
             all batches of a data set get the same draws from it
         pred_type : {"glm", "amortized"}
@@ -782,12 +787,13 @@ class LoRALaplace(ParametricLaplace):
 
         Returns
         -------
-        Prediction
+        Prediction or NumberPrediction
+            of numbers the second
 
         Raises
         ------
         ValueError
-            For a likelihood without classes, another link, data without examples, or "amortized" if
+            For another link, data without examples, or "amortized" if
             nothing was learnt for this fit and prior. An error of a loader's batch names it.
         """
         return decisions.predict(
@@ -816,7 +822,8 @@ class LoRALaplace(ParametricLaplace):
     ) -> np.ndarray:
         """Predict class probabilities `(B, C)` for scikit-learn's tools, the same in every call.
 
-        Parameters and errors are those of `predict`; nothing is drawn but for the link "mc".
+        Parameters and errors are those of `predict`; nothing is drawn but for the link "mc". A
+        likelihood without classes is refused by a `ValueError`.
         """
         return decisions.predict_proba(
             self.members,

@@ -1,8 +1,9 @@
-"""How good class probabilities `(N, C)` are."""
+"""How good predictions are: class probabilities `(N, C)`, or numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,14 @@ from torchmetrics.functional.classification import (
 )
 
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
+from laplace_lora_ext.predictive.decisions import predict_numbers
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.numbers import NumberPrediction
 
 N_BINS = 15
+COVERAGE = 0.9
+"""Of the interval of numbers that is measured."""
 
 
 def quality(
@@ -59,26 +65,82 @@ def quality(
     }
 
 
+def quality_of_numbers(prediction: NumberPrediction, targets: torch.Tensor) -> dict[str, float]:
+    """Measure predictions of numbers by their targets.
+
+    Parameters
+    ----------
+    prediction : NumberPrediction
+        of N examples
+    targets : torch.Tensor
+        `(N, C)`, or of one number `(N,)`
+
+    Returns
+    -------
+    dict
+        "rmse" (root mean square error) and "crps" (continuous ranked probability score) in the
+        targets' unit, means over all numbers; "nll", the mean negative log-density of an example in
+        nats; "coverage", the share of the targets within the central interval of 90 %
+
+    Raises
+    ------
+    ValueError
+        If the targets are not of the prediction's shape.
+    """
+    if targets.ndim == 1:
+        targets = targets[:, None]
+    if targets.shape != prediction.mean.shape:
+        raise ValueError(
+            f"targets must be {tuple(prediction.mean.shape)}, not {tuple(targets.shape)}."
+        )
+    return _mean_figures(_figures_of_examples(prediction, targets))
+
+
+def _figures_of_examples(prediction: NumberPrediction, targets: torch.Tensor) -> torch.Tensor:
+    """Compute each example's part of the figures, `(N, 4)`, in float64 on the CPU."""
+    prediction = NumberPrediction._make(part.double() for part in prediction)
+    targets = targets.to(prediction.mean)
+    low, high = prediction.interval(COVERAGE)
+    is_within = (low <= targets) & (targets <= high)
+    columns = [
+        (prediction.mean - targets).square().mean(1),
+        -prediction.log_density(targets),
+        is_within.double().mean(1),
+        prediction.crps(targets).mean(1),
+    ]
+    return torch.stack(columns, dim=1).detach().cpu()
+
+
+def _mean_figures(of_examples: torch.Tensor) -> dict[str, float]:
+    mean_square, nll, coverage, crps = of_examples.mean(0).tolist()
+    return {"rmse": mean_square**0.5, "nll": nll, "coverage": coverage, "crps": crps}
+
+
 class Comparison(NamedTuple):
     """Figures of the trained model and of its posterior on the same data; printed, a table.
 
     Attributes
     ----------
     trained : dict of str to float
-        the trained model's, as `quality` returns them
+        the trained model's, as `quality` or `quality_of_numbers` returns them
     posterior : dict of str to float
         its posterior's
+    amortized : dict of str to float, optional
+        the posterior's with the variances that `la.amortize` has learnt; None where it has not, or
+        where the prior has changed since
     """
 
     trained: dict[str, float]
     posterior: dict[str, float]
+    amortized: dict[str, float] | None = None
 
     def __str__(self) -> str:
-        measures = "".join(f"{name:>10}" for name in self.trained)
+        measures = "".join(f" {name:>9}" for name in self.trained)
         rows = [f"{'':<10}{measures}"]
         for name, figures in self._asdict().items():
-            cells = "".join(f"{figure:>10.4f}" for figure in figures.values())
-            rows.append(f"{name:<10}{cells}")
+            if figures is not None:
+                cells = "".join(f" {figure:>9.4f}" for figure in figures.values())
+                rows.append(f"{name:<10}{cells}")
         return "\n".join(rows)
 
 
@@ -87,12 +149,14 @@ def compare(
 ) -> Comparison:
     """Measure the trained model and its posterior side by side: `print(compare(la, loader))`.
 
-    Of several labels, the figures are means over all labels of all examples.
+    Of several labels, the figures are means over all labels of all examples. Of numbers, the
+    trained model has the noise alone, `la.sigma_noise`, and the posterior has its own variance with
+    it.
 
     Parameters
     ----------
     la : LoRALaplace or LaplaceMixture
-        of classes; of a mixture, the trained model is the first member's
+        of classes or numbers; of a mixture, the trained model is the first member's
     loader : iterable of batches
         with labels; several processes share it
     link_approx : str, default="mean_field"
@@ -103,31 +167,54 @@ def compare(
     Returns
     -------
     Comparison
-
-    Raises
-    ------
-    ValueError
-        If the likelihood has no classes.
     """
+    evaluate = partial(_numbers, la)
+    if not la.members[0].trained_likelihood.is_gaussian:
+        evaluate = partial(_classes, la, link_approx)
+    *predictions, targets = over_loader(loader, evaluate, "[Comparing]", progress_bar)
+    if la.members[0].trained_likelihood.is_gaussian:
+        return Comparison(*map(_mean_figures, predictions))
+    if targets.ndim > 1:  # each of an example's labels is a classification into two classes
+        predictions = [probabilities.flatten(0, 1) for probabilities in predictions]
+        targets = targets.flatten()
+    return Comparison(*(quality(probabilities, targets) for probabilities in predictions))
+
+
+def _classes(la: Any, link_approx: str, batch: Any) -> Columns:
+    """Predict probabilities by the trained model and by every posterior there is; and labels."""
+    model = la.members[0].model
+    likelihood = la.members[0].trained_likelihood
+    X, y = model.split(batch)
+    with model.prepared(), torch.no_grad():
+        logits = model(X)
+    probabilities = [likelihood.class_logits(logits).softmax(-1)]
+    for pred_type in _pred_types(la):
+        probabilities.append(la(X, pred_type=pred_type, link_approx=link_approx, fitting=True))
+    labels = likelihood.check_targets(y, logits).long()
+    return *(p.detach().cpu() for p in probabilities), labels.cpu()
+
+
+def _numbers(la: Any, batch: Any) -> Columns:
+    """Compute figures of examples under the trained model and every posterior; and targets."""
     first = la.members[0]
-    model = first.model
-    likelihood = first.trained_likelihood
-    if likelihood.is_gaussian:
-        raise ValueError(f"{first.likelihood} has no class probabilities to compare.")
+    X, y = first.model.split(batch)
+    with first.model.prepared(), torch.no_grad():
+        f_mu = first.model(X)
+    targets = first.trained_likelihood.check_targets(y, f_mu)
+    without_variance = Moments(f_mu, torch.zeros_like(torch.diag_embed(f_mu)))
+    predictions = [NumberPrediction.of([without_variance], [first.sigma_noise])]
+    for pred_type in _pred_types(la):
+        predictions.append(predict_numbers(la.members, X, pred_type))
+    return *(_figures_of_examples(prediction, targets) for prediction in predictions), targets.cpu()
 
-    def evaluate(batch: Any) -> Columns:
-        X, y = model.split(batch)
-        posterior = la(X, link_approx=link_approx, fitting=True).detach()
-        with model.prepared(), torch.no_grad():
-            logits = model(X)
-        labels = likelihood.check_targets(y, logits).long()
-        trained = likelihood.class_logits(logits).softmax(-1)
-        return trained.cpu(), posterior.cpu(), labels.cpu()
 
-    trained, posterior, labels = over_loader(loader, evaluate, "[Comparing]", progress_bar)
-    if labels.ndim > 1:  # each of an example's labels is a classification into two classes
-        trained, posterior, labels = (t.flatten(0, 1) for t in (trained, posterior, labels))
-    return Comparison(quality(trained, labels), quality(posterior, labels))
+def _pred_types(la: Any) -> list[str]:
+    """List how a posterior can predict: exactly, and by learnt variances where they are its own."""
+    for member in la.members:
+        learnt = member.learnt_variance
+        if learnt is None or not learnt.is_of(member.prior_precision, member.curvature_scale):
+            return ["glm"]
+    return ["glm", "amortized"]
 
 
 def negative_log_likelihood(probabilities: torch.Tensor, labels: torch.Tensor) -> float:

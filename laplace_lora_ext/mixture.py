@@ -26,6 +26,7 @@ from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.moments import mixed, parts_for
+from laplace_lora_ext.predictive.numbers import NumberPrediction
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.text.generation import GeneratedText, generate_texts
@@ -134,8 +135,8 @@ class LaplaceMixture:
         collate_fn: Callable[[Any], Any] | None = None,
         batch_size: int = 32,
         progress_bar: bool = False,
-    ) -> Prediction:
-        """Predict class probabilities, and what else a decision needs, of a batch or a data set.
+    ) -> Prediction | NumberPrediction:
+        """Predict classes or numbers, and what else a decision needs, of a batch or a data set.
 
         Parameters and errors are those of `LoRALaplace.predict`; each member has `n_samples` draws.
         """

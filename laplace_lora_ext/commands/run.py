@@ -23,6 +23,7 @@ from laplace_lora_ext.commands.page import page
 from laplace_lora_ext.commands.texts import UsageError
 from laplace_lora_ext.commands.training import trainer_with_bar
 from laplace_lora_ext.metrics import compare
+from laplace_lora_ext.predictive.decisions import Prediction
 
 _POSTERIOR = "laplace_posterior.safetensors"
 
@@ -74,6 +75,9 @@ def predict(arguments: PredictArguments) -> None:
             # Every batch sees the same draws, so that a run that was resumed gives the same lines.
             generator.manual_seed(0)
             prediction = la.predict(batch, generator=generator, pred_type=pred_type)
+            assert isinstance(
+                prediction, Prediction
+            )  # of classes, as the command line has no others
             for number, probabilities in enumerate(prediction.probabilities.tolist()):
                 line = {
                     "label": loaded.classes.names[int(prediction.labels[number])],

@@ -331,6 +331,9 @@ class Amortizable(Linearised, Protocol):
     def prior_precision(self) -> torch.Tensor: ...
 
     @property
+    def sigma_noise(self) -> torch.Tensor: ...
+
+    @property
     def curvature_scale(self) -> torch.Tensor: ...
 
 

@@ -1,16 +1,18 @@
-"""What decisions need: probabilities, labels, bounds, and how much more data would help."""
+"""What decisions need: probabilities or numbers, and how much more data would help."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.predictive.amortized import Amortizable, amortized_moments
-from laplace_lora_ext.predictive.data_sets import over_data_set, over_loader
+from laplace_lora_ext.predictive.data_sets import Columns, over_data_set, over_loader
 from laplace_lora_ext.predictive.distributions import moments_for
 from laplace_lora_ext.predictive.links import (
     DEFAULT_LINK,
@@ -18,7 +20,8 @@ from laplace_lora_ext.predictive.links import (
     shared_noise,
     softmax_samples,
 )
-from laplace_lora_ext.predictive.moments import Moments, parts_for
+from laplace_lora_ext.predictive.moments import Moments, parts_for, semidefinite
+from laplace_lora_ext.predictive.numbers import NumberPrediction
 from laplace_lora_ext.processes.shards import Share
 
 _BATCHES = (Mapping, torch.Tensor, np.ndarray, tuple)  # and of moments, which are tuples
@@ -97,22 +100,28 @@ def predict(
     collate_fn: Callable[[Any], Any] | None = None,
     batch_size: int = 32,
     progress_bar: bool = False,
-) -> Prediction:
-    """Predict class probabilities, and what else a decision needs, of a batch or a data set.
+) -> Prediction | NumberPrediction:
+    """Predict class probabilities or numbers, and what else a decision needs.
 
     Predictions are the mean of the members', which are alike in what they predict. Other
     parameters, result and errors are those of `LoRALaplace.predict`.
     """
     first = members[0]
+
+    def examples(evaluate: Callable[[Any], Columns]) -> Columns:
+        """Evaluate a function of inputs on a batch, a loader or a data set."""
+        return _over_examples(first.model, x, evaluate, collate_fn, batch_size, progress_bar)
+
     if first.predicted_likelihood.is_gaussian:
-        raise ValueError(f"{first.likelihood} predicts numbers: use la(x) for mean and covariance.")
+        of_numbers = partial(predict_numbers, members, pred_type=pred_type)
+        return NumberPrediction(*examples(of_numbers))
     links = own_links(n_samples, generator)
     if link_approx not in links:
         raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
     link = links[link_approx]
     state = None if generator is None else generator.get_state()
 
-    def of_batch(batch: Any) -> Prediction:
+    def classes(batch: Any) -> Prediction:
         if generator is not None and state is not None:
             generator.set_state(state)  # the same draws for every batch
         by_link, draws = [], []
@@ -127,29 +136,57 @@ def predict(
         shown = first.predicted_likelihood.shown(probabilities)
         return prediction._replace(probabilities=shown)
 
-    def of_inputs(batch: Any) -> Prediction:
-        return of_batch(first.model.inputs(batch))
+    return Prediction(*examples(classes))
+
+
+@exclusive
+def predict_numbers(
+    members: Sequence[Amortizable], x: Any, pred_type: str = "glm"
+) -> NumberPrediction:
+    """Predict numbers of a batch of inputs, by one posterior or the mixture of several."""
+    # Numbers have no link: "probit" stands for one that reads all moments.
+    moments = _moments_of_members(members, x, "probit", pred_type, None)
+    return NumberPrediction.of(list(moments), [_noise(member) for member in members])
+
+
+def _over_examples(
+    model: LogitsModel,
+    x: Any,
+    evaluate: Callable[[Any], Columns],
+    collate_fn: Callable[[Any], Any] | None,
+    batch_size: int,
+    progress_bar: bool,
+) -> Columns:
+    """Evaluate a function of inputs on a batch, a loader's batches or a data set."""
+
+    def of_batch(batch: Any) -> Columns:
+        return evaluate(model.inputs(batch))
 
     if collate_fn is None and isinstance(x, _BATCHES):
-        return of_batch(x)
+        return evaluate(x)
     if _is_data_set(x) or collate_fn is not None:
-        columns = over_data_set(
+        return over_data_set(
             x,
-            of_inputs,
+            of_batch,
             collate_fn=collate_fn,
             batch_size=batch_size,
             description="[Predictions]",
             progress_bar=progress_bar,
         )
-    else:
-        columns = over_loader(
-            x,
-            of_inputs,
-            description="[Predictions]",
-            progress_bar=progress_bar,
-            alone=not Share(x).is_dealt,  # a rank's own batches are no other rank's business
-        )
-    return Prediction(*columns)
+    return over_loader(
+        x,
+        of_batch,
+        description="[Predictions]",
+        progress_bar=progress_bar,
+        alone=not Share(x).is_dealt,  # a rank's own batches are no other rank's business
+    )
+
+
+def _noise(member: Amortizable) -> torch.Tensor | float:
+    """Take the standard deviation of the noise of what a posterior predicts."""
+    if member.predicted_likelihood is not member.trained_likelihood:
+        return 0.0  # rewards are read off preferences: nobody measures them
+    return member.sigma_noise
 
 
 def _is_data_set(x: Any) -> bool:
@@ -174,6 +211,11 @@ def predict_proba(
 
     Other parameters and errors are those of `LoRALaplace.predict_proba`.
     """
+    first = members[0]
+    if first.predicted_likelihood.is_gaussian:
+        raise ValueError(
+            f"{first.likelihood} predicts numbers, which have no probabilities: use la.predict(x)."
+        )
     # Draws serve entropies too, which nobody asks for here: without "mc", one is enough.
     n_samples = 1000 if link_approx == "mc" else 1
     prediction = predict(
@@ -188,6 +230,7 @@ def predict_proba(
         batch_size=batch_size,
         progress_bar=progress_bar,
     )
+    assert isinstance(prediction, Prediction)
     return prediction.probabilities.detach().cpu().numpy()
 
 
@@ -204,4 +247,6 @@ def _moments_of_members(
     for member, part in zip(members, parts_for(members, x), strict=True):
         if pred_type == "amortized":
             part = amortized_moments(member, part)
+            if member.predicted_likelihood.is_gaussian:  # whose density needs a covariance
+                part = part._replace(f_var=semidefinite(part.f_var))
         yield moments_for(member, part, link_approx, n_contrasts)

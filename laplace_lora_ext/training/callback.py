@@ -151,18 +151,15 @@ def eval_figures(
 ) -> dict[str, float]:
     """Measure a posterior on evaluation data.
 
-    The figures are its NLL and ECE, of texts the NLL of a token, and of a regression there is none.
+    The figures are its NLL and ECE; of texts the NLL of a token; of numbers those of
+    `quality_of_numbers`.
     """
     first = la.members[0]
-    if first.trained_likelihood.is_gaussian:
-        return {}
     if first.problem.writes:
         return {"eval_laplace_nll": _nll_of_tokens(la, loader)}
     measured = compare(la, loader).posterior
-    return {
-        "eval_laplace_nll": measured["nll"],
-        "eval_laplace_ece": measured["ece"],
-    }
+    names = measured if first.trained_likelihood.is_gaussian else ("nll", "ece")
+    return {f"eval_laplace_{name}": measured[name] for name in names}
 
 
 def _nll_of_tokens(la: Any, loader: DataLoader) -> float:

@@ -1,0 +1,138 @@
+"""Predictions of numbers: normal distributions, or mixtures of them, and how good they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from laplace_lora_ext.likelihoods import gaussian_log_density
+from laplace_lora_ext.predictive.moments import Moments, mixed
+
+_HALVINGS = 100  # of an interval, until float64 has no number within
+
+
+class NumberPrediction(NamedTuple):
+    """Predictions of C numbers for each of B examples.
+
+    What is predicted are targets as they will be measured, with their noise: a normal distribution,
+    and of a mixture of M posteriors the mean of theirs. A posterior alone has M = 1. Rewards have
+    no noise, since nobody measures them.
+
+    Attributes
+    ----------
+    mean : torch.Tensor
+        `(B, C)`
+    epistemic_std : torch.Tensor
+        `(B, C)`, standard deviation of the model's own outputs under the posterior: doubt that more
+        training data would reduce
+    total_std : torch.Tensor
+        `(B, C)`, standard deviation of targets: the same with the noise
+    means : torch.Tensor
+        `(B, M, C)`, of each posterior
+    covariances : torch.Tensor
+        `(B, M, C, C)`, of targets under each posterior, noise included
+    """
+
+    mean: torch.Tensor
+    epistemic_std: torch.Tensor
+    total_std: torch.Tensor
+    means: torch.Tensor
+    covariances: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, members: Sequence[Moments], noises: Sequence[torch.Tensor | float]
+    ) -> NumberPrediction:
+        """Join the moments of each posterior's outputs, and the deviations of their noise."""
+        means = torch.stack([f_mu for f_mu, _ in members])
+        of_outputs = torch.stack([f_var for _, f_var in members])
+        identity = torch.eye(means.shape[-1]).to(of_outputs)
+        of_noise = torch.stack([noise**2 * identity for noise in noises])
+        of_targets = of_outputs + of_noise[:, None]
+        mean, epistemic = mixed(means, of_outputs)
+        _, total = mixed(means, of_targets)
+        return cls(
+            mean=mean,
+            epistemic_std=_deviations(epistemic),
+            total_std=_deviations(total),
+            means=means.transpose(0, 1),
+            covariances=of_targets.transpose(0, 1),
+        )
+
+    @property
+    def stds(self) -> torch.Tensor:
+        """Standard deviations of targets under each posterior, `(B, M, C)`."""
+        return _deviations(self.covariances)
+
+    def quantile(self, level: float) -> torch.Tensor:
+        """Find the numbers `(B, C)` that targets lie below with a probability of `level`.
+
+        A `ValueError` if the level is not between 0 and 1.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"A quantile's level must be between 0 and 1, not {level}.")
+        z = math.sqrt(2) * torch.erfinv(torch.tensor(2 * level - 1, dtype=torch.float64))
+        of_members = self.means + self.stds * z.to(self.means)
+        low, high = of_members.aminmax(dim=1)  # a mixture's quantile lies between its members'
+        if self.means.shape[1] == 1:
+            return low
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            is_below = self.probability_below(middle) < level
+            low = torch.where(is_below, middle, low)
+            high = torch.where(is_below, high, middle)
+        return (low + high) / 2
+
+    def interval(self, coverage: float = 0.9) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find bounds `(B, C)` that targets lie between with a probability of `coverage`.
+
+        As many lie below as above. A `ValueError` if the coverage is not between 0 and 1.
+        """
+        if not 0 < coverage < 1:
+            raise ValueError(f"coverage must be between 0 and 1, not {coverage}.")
+        outside = (1 - coverage) / 2
+        return self.quantile(outside), self.quantile(1 - outside)
+
+    def probability_below(self, values: torch.Tensor) -> torch.Tensor:
+        """Compute the probability `(B, C)` that targets lie below values `(B, C)`."""
+        standardised = (values[:, None] - self.means) / self.stds
+        return torch.special.ndtr(standardised).mean(1)
+
+    def log_density(self, targets: torch.Tensor) -> torch.Tensor:
+        """Compute the log-density `(B,)` of targets `(B, C)`, in nats, all C numbers together."""
+        log_densities = gaussian_log_density(self.means, self.covariances, targets[:, None])
+        return log_densities.logsumexp(1) - math.log(log_densities.shape[1])
+
+    def crps(self, targets: torch.Tensor) -> torch.Tensor:
+        """Compute the continuous ranked probability score `(B, C)` of targets `(B, C)`.
+
+        It is `∫ (F(x) - [x ≥ y])² dx` with the distribution function F, in the targets' own unit:
+        the absolute error of a prediction that is sure.
+
+        References
+        ----------
+        Grimit, Gneiting, Berrocal & Johnson, "The continuous ranked probability score for circular
+        variables and its application to mesoscale forecast ensemble verification", Quarterly
+        Journal of the Royal Meteorological Society 132 (2006), for mixtures.
+        """
+        means, stds = self.means, self.stds
+        to_target = _mean_distance(means - targets[:, None], stds).mean(1)
+        apart = means[:, :, None] - means[:, None]
+        of_both = torch.hypot(stds[:, :, None], stds[:, None])
+        between = _mean_distance(apart, of_both).mean((1, 2))
+        return to_target - between / 2
+
+
+def _mean_distance(mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    """Compute the mean absolute value of a normal variable."""
+    z = mean / std
+    density = (-z.square() / 2).exp() / math.sqrt(2 * math.pi)
+    return 2 * std * density + mean * torch.special.erf(z / math.sqrt(2))
+
+
+def _deviations(covariances: torch.Tensor) -> torch.Tensor:
+    """Take the standard deviations of covariances `(..., C, C)`."""
+    return covariances.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()

@@ -1,0 +1,132 @@
+"""Predictions of numbers: normal distributions and mixtures of them, by independent integrals."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import quad
+from scipy.stats import norm
+from torch.testing import assert_close
+
+from laplace_lora_ext import LaplaceMixture, NumberPrediction
+from tests.support.models import lora_model, ragged_batches
+from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
+from tests.test_mixture import preferences, two
+
+LEVELS = [0.01, 0.3, 0.5, 0.95]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_posterior_predicts_normal_targets(structure):
+    la, X = plain_regression(2, structure)
+    mean, covariance = la(X)
+    prediction = la.predict([X[:5], X[5:]])
+    assert isinstance(prediction, NumberPrediction)
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    assert_close(prediction.mean, mean)
+    assert_close(prediction.epistemic_std, variance.sqrt())
+    assert_close(prediction.total_std, (variance + 0.25).sqrt())
+    for level in LEVELS:
+        z = norm.ppf(level)
+        assert_close(prediction.quantile(level), mean + z * (variance + 0.25).sqrt())
+    low, high = prediction.interval(0.8)
+    assert_close(low, prediction.quantile(0.1))
+    assert_close(high, prediction.quantile(0.9))
+
+
+def test_what_may_be_predicted_at_once():
+    la, X = plain_regression()
+    of_batch = la.predict(X)
+    of_moments = la.predict(la.predictive_moments(X))
+    of_rows = la.predict(list(X), collate_fn=torch.stack, batch_size=5)
+    for found in (of_moments, of_rows):
+        for part, expected in zip(found, of_batch, strict=True):
+            assert_close(part, expected)
+
+
+def test_learnt_variances_predict_numbers():
+    la, X = plain_regression()
+    la.amortize([X])
+    f_mu, f_var = la(X, pred_type="amortized")
+    prediction = la.predict(X, pred_type="amortized")
+    assert_close(prediction.mean, f_mu)
+    assert_close(prediction.epistemic_std, f_var.diagonal(dim1=1, dim2=2).sqrt())
+
+
+def test_rewards_have_no_noise():
+    la = fitted(
+        batches=preferences(),
+        model=lora_model("bert", n_labels=1),
+        likelihood="reward_modeling",
+    )
+    batch = ragged_batches()[0]
+    prediction = la.predict(batch)
+    mean, covariance = la(batch)
+    assert_close(prediction.mean, mean)
+    assert_close(prediction.total_std, covariance[:, 0].sqrt())
+    assert torch.equal(prediction.total_std, prediction.epistemic_std)
+
+
+def test_a_mixture_predicts_the_mean_of_its_members_distributions():
+    first, second, batches = two("numbers")
+    first.sigma_noise, second.sigma_noise = 0.2, 0.6
+    mixture = LaplaceMixture([first, second])
+    prediction = mixture.predict(batches[0])
+    mean, covariance = mixture(batches[0])
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    assert_close(prediction.mean, mean)
+    assert_close(prediction.epistemic_std, variance.sqrt())
+    assert_close(prediction.total_std, (variance + (0.2**2 + 0.6**2) / 2).sqrt())
+    members = [member.predict(batches[0]) for member in (first, second)]
+    for level in LEVELS:
+        x = prediction.quantile(level)
+        below = sum(norm.cdf(x, member.mean, member.total_std) for member in members)
+        np.testing.assert_allclose(below / 2, level, rtol=1e-9)
+    y = batches[0]["labels"].double()
+    densities = [member.log_density(y).exp() for member in members]
+    assert_close(prediction.log_density(y), (sum(densities) / 2).log())
+
+
+def some_numbers(n_members: int) -> tuple[NumberPrediction, torch.Tensor]:
+    """Make predictions of two numbers for three examples, and targets."""
+    means = torch.randn(n_members, 3, 2, generator=generator()).double()
+    roots = torch.randn(n_members, 3, 2, 2, generator=generator(1)).double()
+    members = list(zip(means, roots @ roots.mT, strict=True))
+    prediction = NumberPrediction.of(members, [0.3] * n_members)
+    return prediction, 2 * torch.randn(3, 2, generator=generator(2)).double()
+
+
+def ranked_probability_score(means: np.ndarray, stds: np.ndarray, target: float) -> float:
+    """Integrate the squared distance of a mixture's distribution function from the target's."""
+
+    def squared(x: float) -> float:
+        return (norm.cdf(x, means, stds).mean() - (x >= target)) ** 2
+
+    return quad(squared, -40, target)[0] + quad(squared, target, 40)[0]
+
+
+@pytest.mark.parametrize("n_members", [1, 3])
+def test_the_ranked_probability_score_is_its_integral(n_members):
+    prediction, targets = some_numbers(n_members)
+    found = prediction.crps(targets)
+    for row, column in np.ndindex(3, 2):
+        expected = ranked_probability_score(
+            prediction.means[row, :, column].numpy(),
+            prediction.stds[row, :, column].numpy(),
+            targets[row, column].item(),
+        )
+        assert found[row, column].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_sure_prediction_has_its_absolute_error():
+    f_mu = torch.zeros(1, 1).double()
+    prediction = NumberPrediction.of([(f_mu, torch.zeros(1, 1, 1).double())], [1e-9])
+    assert_close(prediction.crps(f_mu + 3), f_mu + 3)
+
+
+@pytest.mark.parametrize("level", [-0.1, 0.0, 1.0])
+def test_levels_outside_of_0_and_1_are_refused(level):
+    prediction, _ = some_numbers(1)
+    with pytest.raises(ValueError, match="level must be between 0 and 1"):
+        prediction.quantile(level)
+    with pytest.raises(ValueError, match="coverage must be between 0 and 1"):
+        prediction.interval(level)
