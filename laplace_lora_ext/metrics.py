@@ -98,7 +98,7 @@ def quality_of_numbers(prediction: NumberPrediction, targets: torch.Tensor) -> d
 
 def _figures_of_examples(prediction: NumberPrediction, targets: torch.Tensor) -> torch.Tensor:
     """Compute each example's part of the figures, `(N, 4)`, in float64 on the CPU."""
-    prediction = NumberPrediction._make(part.double() for part in prediction)
+    prediction = NumberPrediction._make(part.cpu().double() for part in prediction)
     targets = targets.to(prediction.mean)
     low, high = prediction.interval(COVERAGE)
     is_within = (low <= targets) & (targets <= high)
