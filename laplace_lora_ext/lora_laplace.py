@@ -25,7 +25,6 @@ from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_positive, check_single, warn
 from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.models.heads import Selection
-from laplace_lora_ext.models.locks import LOCK, exclusive, kept, without_autocast
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
     active_adapter,
@@ -35,6 +34,7 @@ from laplace_lora_ext.models.lora_layers import (
     warn_of_other_trainable,
 )
 from laplace_lora_ext.models.posterior import Hyperparameters
+from laplace_lora_ext.models.running import LOCK, exclusive, kept, without_autocast
 from laplace_lora_ext.models.same_model import ModelState, check_same
 from laplace_lora_ext.models.weights import Block, check_in_place, flattened, places_of
 from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output

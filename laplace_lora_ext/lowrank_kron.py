@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.curvature.structure import LowRankKronStructure, Structure
 from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.passes.recorder import Directions, every_output
 from laplace_lora_ext.predictive.contrasts import Contrasts
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader

@@ -18,9 +18,9 @@ from laplace_lora_ext.acquisitions import Acquisition
 from laplace_lora_ext.laplace import from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.models.adapters import find_peft_model, own_adapter_back, write_adapter
-from laplace_lora_ext.models.locks import as_tensor, exclusive, kept
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.posterior import Hyperparameters
+from laplace_lora_ext.models.running import as_tensor, exclusive, kept
 from laplace_lora_ext.predictive import decisions
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction

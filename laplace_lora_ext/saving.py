@@ -14,8 +14,8 @@ import torch
 
 from laplace_lora_ext.messages import check_counts, warn
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
-from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.same_model import ModelState, first_changed
 from laplace_lora_ext.models.weights import Block, parameters_with
 from laplace_lora_ext.predictive.distributions import Drawable, drawn_weights

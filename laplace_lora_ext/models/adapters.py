@@ -18,8 +18,6 @@ from laplace_lora_ext.models.weights import owner_of, without_adapter
 # Initialisations of LoRA that subtract what they put into the adapter from the base model.
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
-_ACTIVE = "_active_adapter"  # PEFT's attribute of layers
-
 
 def own_weights(
     model: nn.Module,
@@ -31,35 +29,6 @@ def own_weights(
         for name, weight in model.named_parameters()
         if owner_of(name) == adapter
     }
-
-
-@contextmanager
-def only_active(
-    model: nn.Module,
-    adapter: str,
-) -> Iterator[None]:
-    """Run passes with one adapter and its own heads; afterwards with the user's again.
-
-    Unlike PEFT's `set_adapter`, this leaves `requires_grad` as it is.
-    """
-    # Of LoRA layers, and of what wraps heads and embeddings.
-    before: dict[nn.Module, str | list[str]] = {}
-    for module in model.modules():
-        active = vars(module).get(_ACTIVE, adapter)
-        if active not in (adapter, [adapter]):
-            before[module] = active
-    try:
-        for module in before:
-            # Rows of embeddings can't run with an adapter that has none.
-            setattr(module, _ACTIVE, adapter if _has_weights(module, adapter) else [])
-        yield
-    finally:
-        for module, active in before.items():
-            setattr(module, _ACTIVE, active)
-
-
-def _has_weights(layer: nn.Module, adapter: str) -> bool:
-    return any(owner_of(f".{name}") == adapter for name, _ in layer.named_parameters())
 
 
 def active_again(model: nn.Module) -> Callable[[], None]:

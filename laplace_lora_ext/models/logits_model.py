@@ -16,9 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.adapters import only_active
 from laplace_lora_ext.models.answers import Answers, ClassTokens
-from laplace_lora_ext.models.attention import exact_attention
 from laplace_lora_ext.models.batches import (
     Positions,
     check_texts,
@@ -28,10 +26,12 @@ from laplace_lora_ext.models.batches import (
     text_first,
 )
 from laplace_lora_ext.models.choices import Choices, answers_of
-from laplace_lora_ext.models.locks import (
+from laplace_lora_ext.models.lora_layers import only_active
+from laplace_lora_ext.models.running import (
     LOCK,
     as_tensor,
     cpu_as_default,
+    exact_attention,
     is_compiled,
     running_eagerly,
 )

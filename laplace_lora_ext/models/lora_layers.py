@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,14 +15,15 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 
 from laplace_lora_ext.messages import listed, warn
-from laplace_lora_ext.models.attention import ATTENTION
 from laplace_lora_ext.models.heads import Selection, head_weights, select_heads
+from laplace_lora_ext.models.running import ATTENTION
 from laplace_lora_ext.models.weights import (
     Block,
     LinearRows,
     View,
     WholeGradient,
     bare_name,
+    owner_of,
     strip_wrappers,
     without_rows,
 )
@@ -42,6 +44,8 @@ _NAME = re.compile(rf".*\.({'|'.join(_OF_LORA)})\.[^.]+(\.weight)?")
 # PEFT detaches it, as the DoRA paper does (section 4.3).
 _DORA = "DoraLinearVariant"
 _MAGNITUDE = "lora_magnitude_vector"
+
+_ACTIVE = "_active_adapter"  # PEFT's attribute of layers
 
 # It adds `B A` to a parameter, as PEFT's attention does, and never calls its linear halves.
 _OF_PARAMETER = getattr(lora.layer, "ParamWrapper", None)
@@ -129,6 +133,35 @@ def active_adapter(model: nn.Module) -> str:
         names = ", ".join(sorted(active))
         raise ValueError(f"Several adapters are active ({names}): call model.set_adapter(name).")
     return active.pop()
+
+
+@contextmanager
+def only_active(
+    model: nn.Module,
+    adapter: str,
+) -> Iterator[None]:
+    """Run passes with one adapter and its own heads; afterwards with the user's again.
+
+    Unlike PEFT's `set_adapter`, this leaves `requires_grad` as it is.
+    """
+    # Of LoRA layers, and of what wraps heads and embeddings.
+    before: dict[nn.Module, str | list[str]] = {}
+    for module in model.modules():
+        active = vars(module).get(_ACTIVE, adapter)
+        if active not in (adapter, [adapter]):
+            before[module] = active
+    try:
+        for module in before:
+            # Rows of embeddings can't run with an adapter that has none.
+            setattr(module, _ACTIVE, adapter if _has_weights(module, adapter) else [])
+        yield
+    finally:
+        for module, active in before.items():
+            setattr(module, _ACTIVE, active)
+
+
+def _has_weights(layer: nn.Module, adapter: str) -> bool:
+    return any(owner_of(f".{name}") == adapter for name, _ in layer.named_parameters())
 
 
 def _matrices(

@@ -16,8 +16,8 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointFunction
 
-from laplace_lora_ext.models.checkpointing import Checkpoints
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.running import Checkpoints
 from laplace_lora_ext.models.weights import Block, LinearRows, whole_parameters
 from laplace_lora_ext.passes.memory import OutOfMemory, attempt
 

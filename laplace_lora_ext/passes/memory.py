@@ -12,8 +12,8 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
 
 from laplace_lora_ext.models.batches import number_of_tokens
-from laplace_lora_ext.models.checkpointing import checkpointed_layers
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.running import checkpointed_layers
 
 Result = TypeVar("Result")
 

@@ -14,8 +14,8 @@ import torch
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import number_of_rows, number_of_tokens, part_of
-from laplace_lora_ext.models.locks import unfused_attention
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.running import unfused_attention
 from laplace_lora_ext.models.weights import (
     Block,
     LinearRows,

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.batches import named_batches
-from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel, logits_and_hidden_states
+from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.swapping import Swapping
 from laplace_lora_ext.models.weights import are_in_place, called_with
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader

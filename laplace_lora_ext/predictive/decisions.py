@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.predictive.amortized import Amortizable, amortized_moments
 from laplace_lora_ext.predictive.data_sets import Columns, over_data_set, over_loader
 from laplace_lora_ext.predictive.distributions import moments_for

@@ -9,8 +9,8 @@ import torch
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_counts
-from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.weights import Block, Values, called_with, check_in_place
 from laplace_lora_ext.passes.recorder import Directions, every_output
 from laplace_lora_ext.predictive.contrasts import Contrasts, completed

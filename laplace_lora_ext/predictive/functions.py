@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.weights import called_with
 from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.predictive.distributions import Drawable, as_values

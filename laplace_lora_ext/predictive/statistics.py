@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from laplace_lora_ext.curvature.block import DecomposedBlock
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed, Spectrum
 from laplace_lora_ext.likelihoods import Likelihood
-from laplace_lora_ext.models.locks import as_tensor, cpu_as_default, without_autocast
+from laplace_lora_ext.models.running import as_tensor, cpu_as_default, without_autocast
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.recorder import Recorder, every_output
 from laplace_lora_ext.predictive.contrasts import NO_CLASS, Contrasts, completed

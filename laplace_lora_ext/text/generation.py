@@ -17,8 +17,8 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from laplace_lora_ext.likelihoods import IGNORED
-from laplace_lora_ext.models.adapters import only_active
-from laplace_lora_ext.models.locks import as_tensor, exclusive
+from laplace_lora_ext.models.lora_layers import only_active
+from laplace_lora_ext.models.running import as_tensor, exclusive
 from laplace_lora_ext.models.weights import called_with
 from laplace_lora_ext.predictive.distributions import Drawable
 from laplace_lora_ext.text.scores import (

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import torch
 
 from laplace_lora_ext.likelihoods import Likelihood
-from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.models.weights import Values, called_with
 from laplace_lora_ext.passes.graph import check_logits

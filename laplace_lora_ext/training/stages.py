@@ -38,10 +38,10 @@ from laplace_lora_ext.processes.shards import (
     taken,
 )
 from laplace_lora_ext.training.callback import eval_figures
-from laplace_lora_ext.training.groups import groups_of
 from laplace_lora_ext.training.resuming import Log, forget, train_or_read
 from laplace_lora_ext.training.trainers import (
     check_trainer,
+    groups_of,
     loader_of,
     same_random_states,
     with_tokenizer,

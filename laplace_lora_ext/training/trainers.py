@@ -1,10 +1,10 @@
-"""Runs the user's own trainer on some of its examples, for a share of its steps."""
+"""Runs the user's own trainer on some of its examples, groups of which are alike."""
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import is_dataclass
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from laplace_lora_ext.models.adapters import find_peft_model, read_adapter
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.processes.shards import in_order
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
@@ -231,3 +232,30 @@ def same_random_states() -> Iterator[None]:
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+
+
+def groups_of(
+    la: Any,
+    loader: DataLoader,
+    held_out: float,
+) -> torch.Tensor:
+    """Number the groups `(N,)` of a loader's examples: their classes, or quantiles of targets.
+
+    The loader gives each example once and in order.
+    """
+    assert isinstance(loader.dataset, Sized)  # `check_divisible` has refused others
+    n_examples = len(loader.dataset)
+    one_group = torch.zeros(n_examples, dtype=torch.long)
+    if la.problem.writes:
+        return one_group  # texts have no class
+
+    def targets_of(batch: Any) -> Columns:
+        _, targets = la.model.split(batch)
+        return (targets.cpu(),)
+
+    with same_random_states():
+        (targets,) = over_loader(loader, targets_of)
+    # What is held out is whole examples of the data set, and these may be whole batches.
+    if len(targets) != n_examples:
+        return one_group
+    return la.trained_likelihood.groups(targets, held_out)

@@ -14,8 +14,8 @@ from torch import nn
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_counts, warn
-from laplace_lora_ext.models.locks import as_tensor, exclusive
 from laplace_lora_ext.models.posterior import Hyperparameters
+from laplace_lora_ext.models.running import as_tensor, exclusive
 from laplace_lora_ext.predictive.distributions import Linearised
 from laplace_lora_ext.processes.exchange import count, of_first, rank, together
 from laplace_lora_ext.tuning.kinds import Kinds

@@ -25,8 +25,7 @@ from laplace_lora_ext.processes.shards import (
     in_order_like,
     taken,
 )
-from laplace_lora_ext.training.groups import groups_of
-from laplace_lora_ext.training.trainers import check_trainer, loader_of, restored
+from laplace_lora_ext.training.trainers import check_trainer, groups_of, loader_of, restored
 from laplace_lora_ext.training.trainers import train as train_with
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.method import Tunable, TuningHistory, TuningMethod

@@ -9,7 +9,8 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from laplace_lora_ext.models.adapters import add_fresh_adapter, only_active
+from laplace_lora_ext.models.adapters import add_fresh_adapter
+from laplace_lora_ext.models.lora_layers import only_active
 from tests.support.models import CLASS_TOKEN_IDS, base_model, lora_model, ragged_batches
 from tests.support.posteriors import fitted, generator
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForSequenceClassification
 
-from laplace_lora_ext.models.checkpointing import checkpointed_layers
+from laplace_lora_ext.models.running import checkpointed_layers
 from laplace_lora_ext.passes.graph import Graph
 from tests.support.dense import EXACT
 from tests.support.models import TARGET_MODULES, lora_model, pairs, ragged_batches, with_lora

@@ -21,7 +21,7 @@ from laplace_lora_ext.processes.shards import (
     in_order_like,
 )
 from laplace_lora_ext.processes.shards import taken as given_by
-from laplace_lora_ext.training.groups import groups_of
+from laplace_lora_ext.training.trainers import groups_of
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import (
     STRUCTURES,

@@ -1,0 +1,249 @@
+"""Runs models in passes of our own: one thread at a time, eagerly, with exact gradients.
+
+Layers that the user's training checkpoints are checkpointed here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from threading import RLock
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+from peft.tuners import lora
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+try:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+except ImportError:  # older transformers checkpoint within their models' own code
+    GradientCheckpointingLayer = None
+
+# What layers call the cache of keys and values, which a second pass would extend a second time.
+_CACHES = {"past_key_values", "past_key_value", "layer_past", "cache"}
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class _OnDevice(Protocol):
+    @property
+    def _device(self) -> torch.device: ...
+
+
+Self = TypeVar("Self", bound=_OnDevice)
+
+ATTENTION = getattr(lora.layer, "MultiheadAttention", None)
+"""PEFT's LoRA of `nn.MultiheadAttention`; None in versions that have none."""
+
+# One for all models, since a model may hold another one. Methods call each other: the thread that
+# has the lock may take it again.
+LOCK = RLock()
+
+
+def exclusive(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make other threads wait while a method runs, and set aside a default device but the CPU."""
+
+    @wraps(method)
+    def wrapped(
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        with LOCK, cpu_as_default():
+            return method(*args, **kwargs)
+
+    return wrapped
+
+
+def without_autocast(
+    method: Callable[Concatenate[Self, Arguments], Result],
+) -> Callable[Concatenate[Self, Arguments], Result]:
+    """Shield a method of an object with a `_device` from the user's `torch.autocast`."""
+
+    @wraps(method)
+    def wrapped(
+        self: Self,
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        with torch.autocast(self._device.type, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return wrapped
+
+
+@contextmanager
+def cpu_as_default() -> Iterator[None]:
+    """Make tensors without a device on the CPU, whatever `set_default_device` says."""
+    default_device = getattr(torch, "get_default_device", None)
+    if default_device is None:  # before PyTorch 2.3 nothing tells
+        yield
+    elif default_device().type == "cpu":
+        yield  # a context would slow every call of torch for nothing
+    else:
+        with torch.device("cpu"):
+            yield
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """Take a tensor where it is, and make one on the CPU of other numbers.
+
+    Within `cpu_as_default`, `torch.as_tensor` would move tensors from an accelerator to the CPU.
+    """
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
+
+
+def kept(value: Any) -> Any:
+    """Copy a tensor of inference mode, to keep it: nothing could change it later."""
+    if isinstance(value, torch.Tensor) and value.is_inference():
+        return value.clone()
+    return value
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Tell whether a module within runs compiled code, which calls no LoRA layers as modules."""
+    for module in model.modules():
+        is_wrapper = "_orig_mod" in module._modules  # of torch.compile(module)
+        is_compiled_in_place = vars(module).get("_compiled_call_impl") is not None
+        if is_wrapper or is_compiled_in_place:
+            return True
+    return False
+
+
+def running_eagerly(model: nn.Module) -> AbstractContextManager[object]:
+    """Let compiled modules run their original code, with hooks that are called.
+
+    Before PyTorch 2.6 nothing does, and passes refuse such modules.
+    """
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    if set_stance is None or not is_compiled(model):
+        return nullcontext()
+    return set_stance("force_eager")
+
+
+def unfused_attention() -> AbstractContextManager[object]:
+    """Let torch's attention run without fused kernels, which have no second derivatives."""
+    attention = getattr(torch.nn, "attention", None)
+    if attention is not None and hasattr(attention, "sdpa_kernel"):
+        return attention.sdpa_kernel(attention.SDPBackend.MATH)
+    # Before PyTorch 2.3.
+    return torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False)
+
+
+# --- PEFT's attention --------------------------------------------------------------------------
+
+
+@contextmanager
+def exact_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, let those of PEFT's attention modules compute their gradients in full.
+
+    In each pass PEFT adds `B A` to the weights of the base model, and subtracts it again, which
+    rounds them: here they are put back. To those of the output projection it adds `B A` twice, and
+    the second time outside of the graph, so that gradients are half of what they should be.
+    """
+    layers: list[Any] = []
+    for module in modules:
+        if ATTENTION is None or not isinstance(module, ATTENTION):
+            continue
+        layer: Any = module
+        if "merge" not in vars(layer.get_base_layer().out_proj):  # not within a pass that has this
+            layers.append(layer)
+    before: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for layer in layers:
+        attention = layer.get_base_layer()
+        output = attention.out_proj.get_base_layer()
+        before.append((attention, "in_proj_weight", attention.in_proj_weight))
+        before.append((output, "weight", output.weight))
+        attention.out_proj.merge = partial(_merged_in_graph, attention.out_proj)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.get_base_layer().out_proj.merge
+        for module, name, parameter in before:
+            vars(module).pop(name, None)  # where an error has left a merged weight
+            module._parameters[name] = parameter
+
+
+def _merged_in_graph(
+    layer: Any,
+    safe_merge: bool = False,
+    adapter_names: Sequence[str] | None = None,
+) -> None:
+    """Merge as `peft.tuners.lora.Linear.merge` does, with a gradient."""
+    base = layer.get_base_layer()
+    for adapter in layer.active_adapters if adapter_names is None else adapter_names:
+        if adapter in layer.lora_A:
+            base.weight = base.weight + layer.get_delta_weight(adapter).to(base.weight.dtype)
+            layer.merged_adapters.append(adapter)
+
+
+# --- checkpoints -------------------------------------------------------------------------------
+
+
+def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
+    """Find the layers whose activations the user's training computes anew."""
+    if GradientCheckpointingLayer is None:
+        return []
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+    ]
+
+
+class Checkpoints:
+    """Lets layers keep their inputs alone for backward passes, which compute the rest anew."""
+
+    def __init__(self) -> None:
+        self._n_open = 0
+
+    @property
+    def is_within(self) -> bool:
+        """Say whether such a layer is being called."""
+        return self._n_open > 0
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Checkpoint, within, the layers of a model that its training checkpoints.
+
+        transformers does so in training mode alone, where dropout and whatever else a layer does in
+        training would change the logits. Here the layers stay in evaluation mode, and the model's
+        own choice of `use_reentrant` does not matter.
+        """
+        layers = checkpointed_layers(model)
+        before = [vars(layer).get("forward") for layer in layers]
+        for layer in layers:
+            layer.forward = partial(self._checkpointed, layer, layer.forward)
+        try:
+            yield
+        finally:
+            for layer, forward in zip(layers, before, strict=True):
+                if forward is None:
+                    del layer.forward
+                else:  # as accelerate leaves it, where it moves weights
+                    layer.forward = forward
+
+    def _checkpointed(
+        self,
+        layer: nn.Module,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        # Nothing is kept for a backward pass, and the cache may stay.
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # transformers marks layers that only read what others have cached.
+        if not getattr(layer, "_can_checkpoint_with_cache", False):
+            kwargs |= dict.fromkeys(_CACHES & kwargs.keys())
+        if "use_cache" in kwargs:
+            kwargs["use_cache"] = False
+        # A count, since checkpointed layers may lie within others.
+        self._n_open += 1
+        try:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        finally:
+            self._n_open -= 1
