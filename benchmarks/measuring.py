@@ -291,9 +291,10 @@ def _reason_of_exit(code: int | None) -> str:
 def _context(job: Callable[..., Any]) -> Any:
     """Choose processes that share no memory with this one.
 
-    Where the system can, libraries are imported once for all of them.
+    Where the system can, libraries are imported once for all of them. Not where there is CUDA:
+    what an import asks of it can't be asked again by a process that was forked.
     """
-    if "forkserver" not in get_all_start_methods():
+    if torch.cuda.is_available() or "forkserver" not in get_all_start_methods():
         return get_context("spawn")
     context = get_context("forkserver")
     context.set_forkserver_preload([job.__module__])
