@@ -611,7 +611,11 @@ class LoRALaplace(ParametricLaplace):
         return history
 
     def statistics_of(
-        self, loader: Any, progress_bar: bool, link_approx: str = DEFAULT_LINK
+        self,
+        loader: Any,
+        progress_bar: bool,
+        link_approx: str = DEFAULT_LINK,
+        max_examples: int | None = None,
     ) -> PredictiveStatistics | None:
         """Pass over a data set for its statistics, or take given ones; None if there are none.
 
@@ -621,7 +625,13 @@ class LoRALaplace(ParametricLaplace):
         progress_bar : bool
         link_approx : str, default="mean_field"
             what they are for; given ones that don't serve it are refused
+        max_examples : int, optional
+            as for `predictive_statistics`; given ones are kept whole
         """
+        return None
+
+    def bytes_of_statistics(self, link_approx: str = DEFAULT_LINK) -> int | None:
+        """Count the most memory that statistics of one example take; None if there are none."""
         return None
 
     def statistics_by_batch(

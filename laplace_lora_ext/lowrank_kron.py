@@ -13,14 +13,16 @@ from torch.utils.data import DataLoader
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.curvature.structure import LowRankKronStructure, Structure
 from laplace_lora_ext.lora_laplace import LoRALaplace
+from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.passes.recorder import Directions, every_output
 from laplace_lora_ext.predictive.contrasts import Contrasts
-from laplace_lora_ext.predictive.data_sets import Columns, over_loader
+from laplace_lora_ext.predictive.data_sets import Columns, Sample, over_loader
 from laplace_lora_ext.predictive.distributions import sees_differences
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.moments import Moments, joined_moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics, statistics_of_batch
+from laplace_lora_ext.processes.exchange import gathered
 from laplace_lora_ext.text.generation import GeneratedText, generate_texts
 from laplace_lora_ext.text.scores import (
     TextScores,
@@ -206,6 +208,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         n_contrasts: int | None = None,
+        max_examples: int | None = None,
     ) -> PredictiveStatistics:
         """Pass over a data set once, to predict it under any prior precision.
 
@@ -223,6 +226,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             a backward pass each, for the links "mean_field" and "mc". By default as many as matter,
             at most 8. From C - 1 on, and for regression always, statistics are of all outputs, by
             C passes, and serve every link
+        max_examples : int, optional
+            keep those of at most this many, drawn at random, the same in every call; all by default
 
         Returns
         -------
@@ -244,13 +249,19 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             pair = self.model.split_if_labelled(batch)
             return statistics_of_batch(self, pair, device, dtype, contrasts).columns
 
-        columns = over_loader(loader, of_batch, "[Predictive statistics]", progress_bar)
-        return PredictiveStatistics.of_columns(
+        if max_examples is not None:
+            check_counts(max_examples=max_examples)
+        sample = Sample(max_examples)
+        columns = over_loader(
+            loader, of_batch, "[Predictive statistics]", progress_bar, sample=sample
+        )
+        statistics = PredictiveStatistics.of_columns(
             tuple(column.to(device) for column in columns),
             spectrum=self.H.spectrum,
             scale=self._H_factor.detach(),
             of_contrasts=contrasts is not None,
         )
+        return replace(statistics, n_left_out=sum(gathered(sample.n_left_out)))
 
     def _contrasts(self, n_contrasts: int | None) -> Contrasts | None:
         """Say which contrasts statistics are of; None where they are of all outputs."""
@@ -287,11 +298,19 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return "\n".join(rows)
 
     def statistics_of(
-        self, loader: Any, progress_bar: bool, link_approx: str = DEFAULT_LINK
+        self,
+        loader: Any,
+        progress_bar: bool,
+        link_approx: str = DEFAULT_LINK,
+        max_examples: int | None = None,
     ) -> PredictiveStatistics:
         if not isinstance(loader, PredictiveStatistics):
-            n_contrasts = self._contrasts_for(link_approx)
-            return self.predictive_statistics(loader, progress_bar, n_contrasts=n_contrasts)
+            return self.predictive_statistics(
+                loader,
+                progress_bar,
+                n_contrasts=self._contrasts_for(link_approx),
+                max_examples=max_examples,
+            )
         self._check_H_init()
         if not loader.spectrum.equals(self.H.spectrum):
             raise ValueError("The statistics belong to another fit: compute them again.")
@@ -315,6 +334,16 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             return statistics_of_batch(self, pair, "cpu", torch.float32, contrasts)
 
         return of_batch
+
+    def bytes_of_statistics(self, link_approx: str = DEFAULT_LINK) -> int:
+        contrasts = self._contrasts(self._contrasts_for(link_approx))
+        n_directions = self.n_outputs if contrasts is None else contrasts.most(self.n_outputs)
+        spectrum = self.H.spectrum
+        of_direction = len(spectrum.leading) + len(spectrum.remaining) * n_directions
+        n_numbers = self.n_outputs + n_directions * of_direction
+        # Targets are one number or one for each output; contrasts have the classes they are of.
+        n_wide = self.n_outputs if contrasts is None else self.n_outputs + 1 + n_directions
+        return n_numbers * torch.float32.itemsize + n_wide * torch.int64.itemsize
 
     def _contrasts_for(self, link_approx: str) -> int | None:
         """Say how many contrasts statistics need for a link: None for as many as matter."""

@@ -2,22 +2,95 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import copy
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import Subset
 
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
-from laplace_lora_ext.processes.exchange import together
+from laplace_lora_ext.processes.exchange import count, rank, together
 from laplace_lora_ext.processes.shards import Columns, Share, in_order, joined, stacked
 
 Result = TypeVar("Result")
 
 NO_DATA = "The loader has no data. (A generator can be read once.)"
+
+
+class Sample:
+    """Keeps rows of what is computed batch by batch, drawn at random where there are too many.
+
+    Each row has a random number, the same in every pass, and those with the smallest stay. So at
+    no time are there more than asked for and a batch.
+
+    Parameters
+    ----------
+    at_most : int, optional
+        rows of all ranks together; by default all are kept
+
+    Attributes
+    ----------
+    n_left_out : int
+        of this rank, so far
+    """
+
+    def __init__(self, at_most: int | None = None) -> None:
+        self.n_left_out = 0
+        # Where examples are dealt in turn, this is all of a rank's if all ranks' are not too many.
+        self._at_most = sys.maxsize
+        if at_most is not None:
+            self._at_most = len(range(rank(), at_most, count()))
+        # Ranks that have the same data by mistake keep the same rows, so that this is noticed.
+        self._generator = torch.Generator().manual_seed(0)
+        self._parts: list[_Part] = []
+        self._n_rows = 0  # of the parts
+
+    def add(self, columns: Columns, places: torch.Tensor) -> None:
+        """Take in the rows of a batch, and where they belong in the data."""
+        numbers = torch.rand(len(places), generator=self._generator, dtype=torch.float64)
+        self._parts.append(_Part(numbers, places, columns))
+        self._n_rows += len(places)
+        if self._n_rows > self._at_most:
+            self._leave_out(self._n_rows - self._at_most)
+
+    def _leave_out(self, n_rows: int) -> None:
+        """Leave out the rows with the largest numbers."""
+        of_all = torch.cat([part.numbers for part in self._parts])
+        least = of_all.topk(n_rows).values[-1]
+        parts = [part.below(least) for part in self._parts]
+        # An empty part still tells which columns there are, on a rank that keeps none.
+        self._parts = [part for part in parts if len(part.numbers)] or parts[:1]
+        self._n_rows -= n_rows
+        self.n_left_out += n_rows
+
+    def places(self) -> torch.Tensor:
+        """Return where the rows that are kept belong in the data."""
+        none = torch.empty(0, dtype=torch.long)
+        return torch.cat([none, *(part.places for part in self._parts)])
+
+    def columns(self) -> Columns | None:
+        """Join what is kept; None where there was no batch."""
+        return stacked([part.columns for part in self._parts]) if self._parts else None
+
+
+class _Part(NamedTuple):
+    """What is kept of a batch."""
+
+    numbers: torch.Tensor  # (n,), by which rows are drawn
+    places: torch.Tensor
+    columns: Columns
+
+    def below(self, number: torch.Tensor) -> _Part:
+        """Leave out rows whose number is not below another."""
+        is_kept = self.numbers < number
+        if is_kept.all():
+            return self
+        columns = tuple(column[is_kept.to(column.device)] for column in self.columns)
+        return _Part(self.numbers[is_kept], self.places[is_kept], columns)
 
 
 def over_loader(
@@ -26,24 +99,24 @@ def over_loader(
     description: str = "",
     progress_bar: bool = False,
     alone: bool = False,
+    sample: Sample | None = None,
 ) -> Columns:
     """Evaluate a function of each batch, in the data's order and each example once.
 
     All ranks must call this, each with its own part of the data, and get the same, unless a rank is
     to be `alone`. A share may be passed over several times. Loaders without data, and with labels
-    in some batches only, are refused by a `ValueError`; an error of a batch names it.
+    in some batches only, are refused by a `ValueError`; an error of a batch names it. A `sample`
+    keeps some of the examples.
     """
     # A share counts the batches of one pass: a given one is copied, to be passed over again.
     share = copy(loader) if isinstance(loader, Share) else Share(loader)
-    parts: list[Columns] = []
-    places = [torch.empty(0, dtype=torch.long)]  # where the examples of the parts belong
+    kept = sample or Sample()
     with nullcontext() if alone else together():
         passed = batch_by_batch(share, evaluate, _rows, description, progress_bar)
-        for columns, of_batch in passed:
-            parts.append(columns)
-            places.append(of_batch)
-        own = stacked(parts) if parts else None
-        of_all = own if alone else joined(torch.cat(places), own)
+        for columns, places in passed:
+            kept.add(columns, places)
+        own = kept.columns()
+        of_all = own if alone else joined(kept.places(), own)
     if of_all is None:
         raise ValueError(NO_DATA)
     return of_all

@@ -60,6 +60,8 @@ class PredictiveStatistics:
     classes : torch.Tensor, optional
         `(N, 1 + D)`, which classes contrasts are of: the most probable one, and those that are
         compared with it, or -1 where an example needs fewer; None where all logits are known
+    n_left_out : int, default=0
+        examples of the data that were not kept, since only some were asked for
 
     Notes
     -----
@@ -73,6 +75,7 @@ class PredictiveStatistics:
     scale: torch.Tensor
     targets: torch.Tensor | None = None
     classes: torch.Tensor | None = None
+    n_left_out: int = 0
 
     @property
     def columns(self) -> Columns:

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 import tqdm
 from scipy.optimize import brentq
-from torch.utils.data import DataLoader
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.data_sets import over_loader
 from laplace_lora_ext.predictive.distributions import of_classes, predictive_moments
 from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.processes.exchange import count, of_first
-from laplace_lora_ext.processes.shards import Share, chosen, data_size, examples_of, in_order_like
+from laplace_lora_ext.processes.exchange import of_first
+from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.tuning.kinds import Kinds
 from laplace_lora_ext.tuning.method import (
     HistoryBuilder,
@@ -28,6 +27,7 @@ from laplace_lora_ext.tuning.method import (
     TuningMethod,
     draw_seed,
 )
+from laplace_lora_ext.tuning.samples import MOST_BYTES, drawn, statistics_within
 
 _CHUNK = 2**22  # numbers that are sampled at once
 # The search is in the logarithm of a factor by which the start is multiplied.
@@ -67,6 +67,9 @@ class Agreement(TuningMethod):
         from a loader of a larger data set this many are drawn at random, and only they pass through
         the model; all of an iterable do. The distance is an average, so its error falls with the
         square root of their number
+    max_bytes : int, default=2**32
+        how much memory the statistics of "lowrank_kron" may take in each process. Where those of
+        all examples take more, as many as fit are drawn at random
     generator : torch.Generator, optional
         for the draws and the examples; if omitted, every call uses the same
 
@@ -79,7 +82,8 @@ class Agreement(TuningMethod):
     Warns
     -----
     UserWarning
-        If no prior precision within a factor of 1e8 of the start has this change.
+        If no prior precision within a factor of 1e8 of the start has this change, or examples are
+        left out for `max_bytes`.
 
     References
     ----------
@@ -92,6 +96,7 @@ class Agreement(TuningMethod):
     max_change: float = 0.1
     n_samples: int = 100
     max_examples: int = 2000
+    max_bytes: int = MOST_BYTES
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
@@ -107,7 +112,9 @@ class Agreement(TuningMethod):
         start = self._start(la)
         seed = 0 if self.generator is None else draw_seed(self.generator)
         seed = of_first(seed)  # all ranks draw alike
-        moments = _moments_along(la, self._data(seed), self.progress_bar)
+        data = drawn(self.train_loader, self.max_examples, seed)
+        statistics = statistics_within(la, data, self.max_bytes, seed, self.progress_bar)
+        moments = _moments_along(la, data) if statistics is None else statistics.moments
 
         def change(prior_precision: torch.Tensor) -> float:
             # The same draws at every prior precision: then the change falls with it smoothly.
@@ -142,21 +149,6 @@ class Agreement(TuningMethod):
             found = la.prior_precision.to(start)
             balanced = torch.where(is_drawn, found, balanced)
         return balanced
-
-    def _data(self, seed: int) -> Iterable[Any] | PredictiveStatistics:
-        """Draw as many examples from the loader as there may be, where they can be drawn."""
-        loader = self.train_loader
-        if isinstance(loader, PredictiveStatistics) or data_size(loader) is None:
-            return loader
-        if count() > 1 and not Share(loader).is_dealt:
-            return loader  # each rank has other examples
-        examples = examples_of(loader)
-        if len(examples) <= self.max_examples:
-            return loader
-        assert isinstance(loader, DataLoader)  # nothing else tells how large its data set is
-        order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
-        drawn = examples[order[: self.max_examples]]
-        return in_order_like(loader, chosen(loader.dataset, drawn.tolist()))
 
 
 def _change_by_some(
@@ -241,18 +233,12 @@ def _falling_root(excess: Callable[[float], float]) -> float:
     return here
 
 
-def _moments_along(
-    la: Tunable, loader: Iterable[Any] | PredictiveStatistics, progress_bar: bool
-) -> Callable[[torch.Tensor], Moments]:
-    """Make a function from a prior precision to the data's moments.
+def _moments_along(la: Tunable, loader: Iterable[Any]) -> Callable[[torch.Tensor], Moments]:
+    """Make a function from a prior precision to the data's moments, for structures in general.
 
-    The loader is read once. With "lowrank_kron" the data pass through the model once, or not at all
-    if they are statistics; with other structures at every prior precision, which `la` is left with.
+    The loader is read once. The data pass through the model at every prior precision, which `la`
+    is left with.
     """
-    statistics: PredictiveStatistics | None = la.statistics_of(loader, progress_bar)
-    if statistics is not None:
-        return statistics.moments
-
     data = Share.read_once(loader)
 
     def of_batch(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ from laplace_lora_ext.messages import check_counts, warn
 from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.models.running import as_tensor, exclusive
 from laplace_lora_ext.predictive.distributions import Linearised
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import count, of_first, rank, together
 from laplace_lora_ext.tuning.kinds import Kinds
 
@@ -24,7 +25,15 @@ from laplace_lora_ext.tuning.kinds import Kinds
 _LOWEST = math.log(torch.finfo(torch.float32).tiny)
 _HIGHEST = math.log(torch.finfo(torch.float32).max)
 # Options of which some methods have one or more.
-_COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size", "max_examples", "trainings")
+_COUNTS = (
+    "n_samples",
+    "n_steps",
+    "grid_size",
+    "batch_size",
+    "max_examples",
+    "max_bytes",
+    "trainings",
+)
 _STRUCTURES = ["scalar", "kind", "layerwise", "diag"]
 
 
@@ -103,6 +112,16 @@ class Tunable(Linearised, Predictor, Protocol):
         prior_precision: torch.Tensor | None = None,
         sigma_noise: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
+
+    def statistics_of(
+        self,
+        loader: Any,
+        progress_bar: bool,
+        link_approx: str = ...,
+        max_examples: int | None = ...,
+    ) -> PredictiveStatistics | None: ...
+
+    def bytes_of_statistics(self, link_approx: str = ...) -> int | None: ...
 
     def for_model(self, model: nn.Module) -> Any: ...
 

@@ -20,9 +20,11 @@ from laplace_lora_ext.tuning.method import (
     descent,
     draw_seed,
 )
+from laplace_lora_ext.tuning.samples import MOST_BYTES, statistics_within
 
 _SMOOTH: dict[str, Link] = {"probit": probit, "mean_field": mean_field}
 _CHECKPOINTS = 20  # how often the whole validation loss is measured
+_SEED = 0  # of the examples, where there are too many
 _ROWS = 256  # examples whose logits it samples at once
 
 
@@ -49,6 +51,9 @@ class ValGD(TuningMethod):
         Adam's first step in the logarithm of the prior precision
     batch_size : int, default=4
         examples in a minibatch
+    max_bytes : int, default=2**32
+        how much memory the statistics may take in each process. Where those of all examples take
+        more, as many as fit are drawn at random, the same in every call
     generator : torch.Generator, optional
         for minibatches and samples
 
@@ -58,6 +63,11 @@ class ValGD(TuningMethod):
         If the data are empty, have no labels, or are statistics of another fit.
     NotImplementedError
         For another structure than "lowrank_kron".
+
+    Warns
+    -----
+    UserWarning
+        If examples are left out for `max_bytes`.
 
     References
     ----------
@@ -70,6 +80,7 @@ class ValGD(TuningMethod):
     n_steps: int = 1000
     lr: float = 0.1
     batch_size: int = 4
+    max_bytes: int = MOST_BYTES
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
@@ -82,8 +93,8 @@ class ValGD(TuningMethod):
 
     def _search(self, la: Tunable) -> TuningHistory:
         prior = self._searched(la)
-        statistics: PredictiveStatistics | None = la.statistics_of(
-            self.val_loader, self.progress_bar, self.link_approx
+        statistics = statistics_within(
+            la, self.val_loader, self.max_bytes, _SEED, self.progress_bar, self.link_approx
         )
         if statistics is None:
             raise NotImplementedError(

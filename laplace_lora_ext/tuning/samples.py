@@ -1,0 +1,71 @@
+"""Which examples a method sees that needs them many times: as many as there is memory for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from laplace_lora_ext.messages import warn
+from laplace_lora_ext.predictive.links import DEFAULT_LINK
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.processes.exchange import count, rank
+from laplace_lora_ext.processes.shards import Share, chosen, data_size, examples_of, in_order_like
+from laplace_lora_ext.tuning.method import Tunable
+
+MOST_BYTES = 2**32
+"""Of statistics that are kept, unless another number is asked for: 4.3 GB."""
+
+
+def drawn(loader: Any, n_examples: int, seed: int) -> Any:
+    """Draw examples from a larger loader, where they can be drawn before any pass; or return it."""
+    if isinstance(loader, PredictiveStatistics) or data_size(loader) is None:
+        return loader
+    if count() > 1 and not Share(loader).is_dealt:
+        return loader  # each rank has other examples
+    examples = examples_of(loader)
+    if len(examples) <= n_examples:
+        return loader
+    assert isinstance(loader, DataLoader)  # nothing else tells how large its data set is
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
+    some = examples[order[:n_examples]]
+    return in_order_like(loader, chosen(loader.dataset, some.tolist()))
+
+
+def statistics_within(
+    la: Tunable,
+    data: Iterable[Any] | PredictiveStatistics,
+    max_bytes: int,
+    seed: int,
+    progress_bar: bool,
+    link_approx: str = DEFAULT_LINK,
+) -> PredictiveStatistics | None:
+    """Pass over data for statistics of at most so many bytes, and warn of what is left out.
+
+    Returns given statistics as they are, and None for a structure without any.
+    """
+    of_example = la.bytes_of_statistics(link_approx)
+    if of_example is None or isinstance(data, PredictiveStatistics):
+        return la.statistics_of(data, progress_bar, link_approx)
+    n_examples = max_bytes // of_example
+    if n_examples == 0:
+        raise ValueError(
+            f"The statistics of one example take {of_example:,} bytes, more than "
+            f"max_bytes={max_bytes:,}."
+        )
+    some = drawn(data, n_examples, seed)
+    statistics = la.statistics_of(some, progress_bar, link_approx, n_examples)
+    assert statistics is not None  # they have a size
+    n_left_out = statistics.n_left_out
+    if some is not data:
+        n_left_out += len(examples_of(data)) - n_examples
+    if n_left_out and rank() == 0:
+        n_all = len(statistics) + n_left_out
+        warn(
+            f"The prior precision is chosen by {len(statistics):,} of {n_all:,} examples, drawn at "
+            f"random: statistics of all would take {n_all * of_example:,} bytes, more than "
+            f"max_bytes={max_bytes:,}."
+        )
+    return statistics
