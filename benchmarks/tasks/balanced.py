@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,20 +26,23 @@ PAIRS = replace(ENCODER, maximum_length=48, steps=400)
 
 Text = str | tuple[str, str]
 TextsByClass = dict[str, list[Text]]
-# Yields each text with its class, in the order of the sources: the same texts in every run.
-Find = Callable[[TextRun, int], Iterable[tuple[str, Text]]]
+# Yields each text of libraries with its class, in the order of the sources: the same texts in
+# every run.
+Find = Callable[[Sequence[str], TextRun, int], Iterable[tuple[str, Text]]]
 
 
 @dataclass(frozen=True)
 class Balanced:
-    """A task for the encoder, of texts that `find(options, seed)` yields."""
+    """A task for the encoder, of texts that `find(libraries, options, seed)` yields."""
 
     name: str
     classes: Sequence[str]
     sizes: Sizes
+    libraries: Sequence[str]
     find: Find
     hyperparameters: Hyperparameters = ENCODER
-    shifted: str | None = None  # class of texts from another distribution
+    shifted: str | None = None  # class of texts from another distribution, which has no label
+    unseen: str | None = None  # library apart, whose texts have labels
 
     def model(self, _: TextRun) -> Path:
         """Find the encoder, the same for all options."""
@@ -48,13 +51,19 @@ class Balanced:
     def read(self, options: TextRun, seed: int) -> Task:
         """Draw disjoint sets, with equal numbers of texts from each class."""
         sizes = self.sizes.asked(options)
-        texts = self._texts_by_class(options, seed)
+        texts = self._texts_by_class(self.libraries, options, seed)
         generator = random.Random(seed)
         for of_class in texts.values():
             generator.shuffle(of_class)
         shifted = {}
         if self.shifted is not None:
             shifted[self.shifted] = _without_label(self.shifted, texts, sizes.shifted)
+        if self.unseen is not None:
+            known = {_folded(text) for of_class in texts.values() for text in of_class}
+            of_unseen = self._texts_by_class([self.unseen], options, seed)
+            examples = self._foreign(of_unseen, known, sizes.shifted, random.Random(seed))
+            if examples:  # a few files may have none
+                shifted[self.unseen] = examples
         return Task(
             name=self.name,
             classes=self.classes,
@@ -64,21 +73,44 @@ class Balanced:
             shifted=shifted,
         )
 
-    def _texts_by_class(self, options: TextRun, seed: int) -> TextsByClass:
+    def _texts_by_class(
+        self, libraries: Sequence[str], options: TextRun, seed: int
+    ) -> TextsByClass:
         """Collect each class's texts, without those of several classes: no answer is right."""
         classes = list(self.classes)
         if self.shifted is not None:
             classes.append(self.shifted)
         by_class: dict[str, dict[str, Text]] = {name: {} for name in classes}
-        for name, text in self.find(options, seed):
+        for name, text in self.find(libraries, options, seed):
             if name in by_class:
-                folded = str(text).casefold()
-                by_class[name][folded] = text
+                by_class[name][_folded(text)] = text
         n_classes = Counter(folded for texts in by_class.values() for folded in texts)
         return {
             name: [text for folded, text in texts.items() if n_classes[folded] == 1]
             for name, texts in by_class.items()
         }
+
+    def _foreign(
+        self,
+        texts: TextsByClass,
+        known: Collection[str],
+        count: int,
+        generator: random.Random,
+    ) -> list[Example]:
+        """Draw examples that the other sets can't have, the classes by turns while they last."""
+        left = {
+            name: [text for text in of_class if _folded(text) not in known]
+            for name, of_class in texts.items()
+        }
+        for of_class in left.values():
+            generator.shuffle(of_class)
+        examples = []
+        for place in range(count):
+            label = place % len(self.classes)
+            of_class = left[self.classes[label]]
+            if of_class:
+                examples.append(Example(of_class.pop(), label))
+        return examples
 
     def _take(self, texts: TextsByClass, count: int) -> list[Example]:
         """Take examples out of the texts that are left, the classes by turns."""
@@ -92,6 +124,11 @@ class Balanced:
             text = texts[self.classes[label]].pop()
             examples.append(Example(text, label))
         return examples
+
+
+def _folded(text: Text) -> str:
+    """Spell a text without regard to case."""
+    return str(text).casefold()
 
 
 def _without_label(name: str, texts: TextsByClass, count: int) -> list[Example]:

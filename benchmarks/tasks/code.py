@@ -3,12 +3,12 @@
 import ast
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from benchmarks.options import Reading
 from benchmarks.tasks.balanced import PAIRS, Balanced
 from benchmarks.tasks.docstrings import LIBRARIES, SHIFTED_LIBRARY, masked
-from benchmarks.tasks.sources import drawn_files, in_each
+from benchmarks.tasks.sources import UNSEEN_LIBRARY, drawn_files, in_each
 from benchmarks.tasks.task import Sizes
 
 MINIMUM_WORDS = 4
@@ -45,12 +45,11 @@ def literal(node: ast.AST) -> str:
 
 
 def find_commented(
-    options: Reading,
-    seed: int,
+    libraries: Sequence[str], options: Reading, seed: int
 ) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield verdict and pair of comment and line, by turns with another line of the same file."""
     generator = random.Random(seed)
-    for path in drawn_files(LIBRARIES, options, seed):
+    for path in drawn_files(libraries, options, seed):
         pairs = list(commented(path.read_text(encoding="utf-8")))
         for place, (comment, line) in enumerate(pairs):
             others = sorted({other for _, other in pairs} - {line})
@@ -73,13 +72,17 @@ def commented(source: str) -> Iterator[tuple[str, str]]:
 EXCEPTIONS = Balanced(
     name="exceptions",
     classes=KINDS,
-    sizes=Sizes(train=100, test=500),
-    find=in_each((*LIBRARIES, SHIFTED_LIBRARY), raised),
+    sizes=Sizes(train=100, test=500, shifted=300),
+    libraries=(*LIBRARIES, SHIFTED_LIBRARY),
+    find=in_each(raised),
+    unseen=UNSEEN_LIBRARY,
 )
 COMMENTS = Balanced(
     name="comments",
     classes=VERDICTS,
-    sizes=Sizes(train=600, test=500),
+    sizes=Sizes(train=600, test=500, shifted=300),
+    libraries=LIBRARIES,
     find=find_commented,
+    unseen=UNSEEN_LIBRARY,
     hyperparameters=PAIRS,
 )

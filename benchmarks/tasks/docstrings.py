@@ -6,14 +6,14 @@ and never imported. Nothing is downloaded or stored.
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.models import package_folder
 from benchmarks.options import Reading
 from benchmarks.tasks.balanced import Balanced
-from benchmarks.tasks.sources import parsed_files
+from benchmarks.tasks.sources import UNSEEN_LIBRARY, parsed_files
 from benchmarks.tasks.task import Sizes
 
 LIBRARIES = ("numpy", "scipy", "networkx", "sympy", "torch")
@@ -109,24 +109,25 @@ def read_library(library: str, options: Reading, seed: int) -> list[Documented]:
     return list(by_summary.values())
 
 
-def find(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
+def find(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[tuple[str, str]]:
     """Yield library and summary."""
-    for library in (*LIBRARIES, SHIFTED_LIBRARY):
+    for library in libraries:
         for one in read_library(library, options, seed):
             yield library, one.summary
 
 
-def find_parts(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield part of SymPy and summary."""
-    root = package_folder("sympy")
-    for one in documented("sympy", options, seed):
-        part = one.file.relative_to(root).parts[0]
-        yield part, one.summary
+def find_parts(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield part of a library and summary."""
+    for library in libraries:
+        root = package_folder(library)
+        for one in documented(library, options, seed):
+            part = one.file.relative_to(root).parts[0]
+            yield part, one.summary
 
 
-def find_verbs(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
+def find_verbs(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[tuple[str, str]]:
     """Yield the verb that a summary begins with and the rest of it."""
-    for library in LIBRARIES:
+    for library in libraries:
         for one in read_library(library, options, seed):
             first, _, rest = one.summary.partition(" ")
             # "Returns" is "return".
@@ -138,6 +139,7 @@ DOCSTRINGS = Balanced(
     name="docstrings",
     classes=LIBRARIES,
     sizes=Sizes(train=300, test=500, shifted=200),
+    libraries=(*LIBRARIES, SHIFTED_LIBRARY),
     find=find,
     shifted=SHIFTED_LIBRARY,
 )
@@ -145,11 +147,14 @@ SUBMODULES = Balanced(
     name="submodules",
     classes=PARTS,
     sizes=Sizes(train=360, test=480),
+    libraries=("sympy",),
     find=find_parts,
 )
 VERBS_LEFT_OUT = Balanced(
     name="verbs",
     classes=VERBS,
-    sizes=Sizes(train=200, test=500),
+    sizes=Sizes(train=200, test=500, shifted=300),
+    libraries=LIBRARIES,
     find=find_verbs,
+    unseen=UNSEEN_LIBRARY,
 )

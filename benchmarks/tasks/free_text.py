@@ -8,6 +8,7 @@ import transformers
 
 from benchmarks.options import Text
 from benchmarks.tasks.docstrings import LIBRARIES, read_library
+from benchmarks.tasks.numpydoc import LIBRARIES as DESCRIBED
 from benchmarks.tasks.numpydoc import TYPES, read_parameters
 from laplace_lora_ext.likelihoods import IGNORED
 
@@ -26,7 +27,7 @@ def find(options: Text, seed: int) -> Iterator[Written]:
     if options.task == "functions":
         yield from find_functions(options, seed)
         return
-    for parameter in read_parameters(options, seed):
+    for parameter in read_parameters(DESCRIBED, options, seed):
         if options.task == "parameters":
             yield Written(f"{parameter.description}\nParameter:", f" {parameter.name}")
         elif parameter.type in TYPES:

@@ -21,6 +21,8 @@ CLINC = ("clinc/clinc_oos", "plus")
 BANKING = ("PolyAI/banking77", "default")
 OUT_OF_SCOPE = "oos"  # CLINC's name of the intent and of the domain
 OTHER_DOMAINS = "other domains"
+TYPOS = "typos"
+MISTYPED_WORDS = 0.5  # of those of four letters or more
 TEXTS_AN_INTENT = 10
 TEST_TEXTS_AN_INTENT = 30  # as many as CLINC150 has
 SHIFTED = 300
@@ -58,13 +60,20 @@ class Intents:
             shifted=SHIFTED,
         ).asked(options)
         generator = random.Random(seed)
+        drawn = _drawn(train, classes, sizes.train, generator)
+        tested = _drawn(test, classes, sizes.test, generator)
+        shifted = self._shifted(test, sizes.shifted, generator)
+        shifted[TYPOS] = [
+            example._replace(text=mistyped(str(example.text), generator))
+            for example in tested[: sizes.shifted]
+        ]
         return Task(
             name=self.name,
             classes=classes,
             is_prompt=False,
-            train=_drawn(train, classes, sizes.train, generator),
-            test=_drawn(test, classes, sizes.test, generator),
-            shifted=self._shifted(test, sizes.shifted, generator),
+            train=drawn,
+            test=tested,
+            shifted=shifted,
         )
 
     def _is_known(self, row: Row) -> bool:
@@ -89,6 +98,17 @@ class Intents:
                 chosen = generator.sample(of_name, min(count, len(of_name)))
                 shifted[name] = [Example(row["text"], None) for row in chosen]
         return shifted
+
+
+def mistyped(text: str, generator: random.Random) -> str:
+    """Let two neighbours within some of the longer words change places."""
+    words = text.split()
+    for place, word in enumerate(words):
+        if len(word) >= 4 and generator.random() < MISTYPED_WORDS:
+            first = generator.randrange(1, len(word) - 2)
+            swapped = word[first + 1] + word[first]
+            words[place] = word[:first] + swapped + word[first + 2 :]
+    return " ".join(words)
 
 
 def _intent(row: Row) -> str:

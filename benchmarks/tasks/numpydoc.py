@@ -9,14 +9,14 @@ import random
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.options import Reading
 from benchmarks.tasks.balanced import PAIRS, Balanced
 from benchmarks.tasks.docstrings import first_paragraph, masked
-from benchmarks.tasks.sources import in_each, parsed_files
+from benchmarks.tasks.sources import UNSEEN_LIBRARY, in_each, parsed_files
 from benchmarks.tasks.task import Sizes
 
 LIBRARIES = ("numpy", "scipy", "networkx", "matplotlib", "pandas")
@@ -77,10 +77,10 @@ def entries(docstring: str) -> list[Entry]:
     return [Entry(*groups) for groups in PARAMETER.findall(section[1] + "\n")]
 
 
-def read_parameters(options: Reading, seed: int) -> list[Parameter]:
+def read_parameters(libraries: Sequence[str], options: Reading, seed: int) -> list[Parameter]:
     """Collect all parameters that are described, in the order of the sources."""
     parameters = []
-    for path, tree in parsed_files(LIBRARIES, options, seed):
+    for path, tree in parsed_files(libraries, options, seed):
         parameters += described(tree, path)
     return parameters
 
@@ -108,19 +108,18 @@ def described(tree: ast.AST, file: Path) -> Iterator[Parameter]:
             )
 
 
-def find_types(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
+def find_types(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[tuple[str, str]]:
     """Yield class of types and description."""
-    for parameter in read_parameters(options, seed):
+    for parameter in read_parameters(libraries, options, seed):
         if parameter.type in TYPES:
             yield TYPES[parameter.type], parameter.description
 
 
 def find_pairs(
-    options: Reading,
-    seed: int,
+    libraries: Sequence[str], options: Reading, seed: int
 ) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield verdict and pair, each description once."""
-    return pairs(read_parameters(options, seed), random.Random(seed))
+    return pairs(read_parameters(libraries, options, seed), random.Random(seed))
 
 
 def pairs(
@@ -201,26 +200,34 @@ def sections(docstring: str) -> Iterator[tuple[str, str]]:
 TYPE_OF = Balanced(
     name="types",
     classes=tuple(WRITTEN_TYPES),
-    sizes=Sizes(train=480, test=480),
+    sizes=Sizes(train=480, test=480, shifted=300),
+    libraries=LIBRARIES,
     find=find_types,
+    unseen=UNSEEN_LIBRARY,
 )
 BELONGS = Balanced(
     name="belongs",
     classes=VERDICTS,
-    sizes=Sizes(train=800, test=500),
+    sizes=Sizes(train=800, test=500, shifted=300),
+    libraries=LIBRARIES,
     find=find_pairs,
+    unseen=UNSEEN_LIBRARY,
     hyperparameters=PAIRS,
 )
 DEFAULTS = Balanced(
     name="defaults",
     classes=("False", "True"),
-    sizes=Sizes(train=150, test=300),
+    sizes=Sizes(train=150, test=300, shifted=300),
     # Flags are rare: two more libraries.
-    find=in_each((*LIBRARIES, "sympy", "torch"), flags),
+    libraries=(*LIBRARIES, "sympy", "torch"),
+    find=in_each(flags),
+    unseen=UNSEEN_LIBRARY,
 )
 SECTION_OF = Balanced(
     name="sections",
     classes=SECTIONS,
-    sizes=Sizes(train=480, test=480),
-    find=in_each(LIBRARIES, paragraphs),
+    sizes=Sizes(train=480, test=480, shifted=300),
+    libraries=LIBRARIES,
+    find=in_each(paragraphs),
+    unseen=UNSEEN_LIBRARY,
 )

@@ -13,6 +13,8 @@ from benchmarks.models import package_folder
 from benchmarks.options import Reading
 
 Text = TypeVar("Text")
+# No task is trained on its texts.
+UNSEEN_LIBRARY = "sklearn"
 TEST_FOLDERS = frozenset({"test", "tests", "testing", "_testing", "conftest"})
 
 
@@ -55,11 +57,11 @@ def parsed_files(
 
 
 def in_each(
-    libraries: Sequence[str], find: Callable[[ast.AST], Iterator[Text]]
-) -> Callable[[Reading, int], Iterator[Text]]:
-    """Make a function of options and seed that yields all that `find` finds in the sources."""
+    find: Callable[[ast.AST], Iterator[Text]],
+) -> Callable[[Sequence[str], Reading, int], Iterator[Text]]:
+    """Make a function that yields all that `find` finds in the sources of libraries."""
 
-    def find_in_sources(options: Reading, seed: int) -> Iterator[Text]:
+    def find_in_sources(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[Text]:
         for _, tree in parsed_files(libraries, options, seed):
             yield from find(tree)
 

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.tasks import TASKS
+from benchmarks.tasks.intents import mistyped
 from benchmarks.tasks.names import asked_for_choice, asked_for_match
+from benchmarks.tasks.numpydoc import SECTION_OF
 from benchmarks.tasks.paper import PAPER_TASKS, read_paper_task
 from benchmarks.tasks.paper_prompts import LETTERS
 from benchmarks.tasks.task import Example
@@ -71,6 +73,27 @@ def test_shifted_texts_are_of_another_library_and(name):
     texts = {one.text for one in (*task.train, *task.test)}
     assert len(texts) == 15
     assert task.is_prompt == (name == "choices")
+
+
+def test_texts_of_an_unseen_library_have_labels_and_are_none_of_the_others():
+    options = parsed(
+        "stages --quiet",
+        task="sections",
+        files_per_library=20,
+        train_examples=12,
+        test_examples=12,
+        shifted_examples=12,
+    )
+    task = TASKS["sections"].read(options, 0)
+    unseen = task.shifted["sklearn"]
+    assert 0 < len(unseen) <= 12
+    for one in unseen:
+        assert 0 <= one.label < len(task.classes)
+    assert not {one.text for one in unseen} & {one.text for one in (*task.train, *task.test)}
+    # They come from one library, which the others leave out.
+    of_unseen = set(SECTION_OF.find(["sklearn"], options, 0))
+    assert {(task.classes[one.label], one.text) for one in unseen} <= of_unseen
+    assert "sklearn" not in SECTION_OF.libraries
 
 
 def test_half_of_the_names_fit_and_the_others_are_of_the_same_file():
@@ -162,7 +185,20 @@ def test_intents_come_from_their_own_splits_and_others_are_foreign(tmp_path):
     assert {one.text.split()[0] for one in task.test} == {"test"}
     assert {one.text.split()[1] for one in task.shifted["oos"]} == {"oos"}
     assert {one.text.split()[1] for one in task.shifted["other domains"]} == {"balance", "transfer"}
-    assert list(read(0, "clinc150").shifted) == ["oos"]
+    assert list(read(0, "clinc150").shifted) == ["oos", "typos"]
+    for right, typed in zip(task.test, task.shifted["typos"], strict=True):
+        assert typed.label == right.label
+        assert sorted(typed.text) == sorted(right.text)
+
+
+def test_typos_are_within_the_longer_words():
+    text = "how can i reschedule my flight"
+    mistyped_words = mistyped(text, random.Random(1)).split()
+    assert mistyped_words != text.split()
+    for word, typed in zip(text.split(), mistyped_words, strict=True):
+        assert sorted(typed) == sorted(word)
+        assert (typed[0], typed[-1]) == (word[0], word[-1])
+        assert len(word) >= 4 or typed == word
 
 
 def test_intents_without_a_folder_say_what_to_give():
