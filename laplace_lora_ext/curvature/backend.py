@@ -111,8 +111,15 @@ def _rows_of_one_position(
     `G Gᵀ = ‖a‖² g gᵀ` and `Gᵀ G = ‖g‖² a aᵀ` need one row where G has m or n of them, as many as a
     head's layer has outputs or inputs.
     """
-    of_outputs = g * a.norm(dim=-1, keepdim=True)
-    of_inputs = a * torch.linalg.vector_norm(g, dim=(0, -1), keepdim=True)[0]
+    norms_of_inputs = a.norm(dim=-1, keepdim=True)
+    of_outputs = g * norms_of_inputs
+    # Over seeds, too, since an input is the same for all of them.
+    (norms_of_gradients,) = torch.linalg.vector_norm(
+        g,
+        dim=(0, -1),
+        keepdim=True,
+    )
+    of_inputs = a * norms_of_gradients
     return of_outputs.flatten(0, 2), of_inputs.flatten(0, 1)
 
 
@@ -260,10 +267,12 @@ class LowRankKronInterface(CurvatureInterface):
 
     def _check_finite(self, H: LowRankKron) -> None:
         """Refuse sums that are not finite, and name the layer."""
-        sums = [of_block.output_factor.trace + of_block.input_factor.trace for of_block in H.blocks]
-        traces = read(sums)
+        sums: list[torch.Tensor] = []
+        for of_block in H.blocks:
+            sums.append(of_block.output_factor.trace + of_block.input_factor.trace)
+        traces = zip(self.blocks, read(sums), strict=True)
         # Gradients run backward: of several such layers, the last one is where they began.
-        for block, trace in zip(reversed(self.blocks), reversed(traces), strict=True):
+        for block, trace in reversed(list(traces)):
             if not isfinite(trace):
                 raise ValueError(f"Weight {block.name}: non-finite numbers")
 

@@ -178,7 +178,8 @@ class StreamingUpdates:
         self._bytes = 0
         groups: dict[tuple[Any, ...], _Group] = {}
         for factor, parts in waiting.items():
-            rows, columns = torch.cat(parts), factor.columns
+            rows = torch.cat(parts)
+            columns = factor.columns
             key = columns.shape, rows.shape, factor.width, columns.device, columns.dtype
             group = groups.setdefault(key, _Group())
             group.factors.append(factor)
@@ -208,7 +209,10 @@ class _Group:
             factor.columns = updated
 
 
-def _leading(columns: torch.Tensor, width: int) -> torch.Tensor:
+def _leading(
+    columns: torch.Tensor,
+    width: int,
+) -> torch.Tensor:
     """Rotate `(..., d, n)` columns onto their leading `width` left singular directions.
 
     The rotation comes from the columns' Gram matrix, within a subspace of a few dimensions more
@@ -230,7 +234,10 @@ def _leading(columns: torch.Tensor, width: int) -> torch.Tensor:
 
 
 @lru_cache
-def _start(width: int, device: torch.device) -> torch.Tensor:
+def _start(
+    width: int,
+    device: torch.device,
+) -> torch.Tensor:
     """Draw the directions, always the same, from which subspace iteration starts."""
     generator = torch.Generator().manual_seed(0)
     # As many rows as there may be columns: those kept of two factors, or of one and a chunk.

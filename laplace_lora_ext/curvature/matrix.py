@@ -5,7 +5,7 @@ Data are summed into a `LowRankKron`; a prior is added to a `LowRankKronDecompos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -50,7 +50,8 @@ class LowRankKron:
         for block in self.blocks:
             for factor in (block.output_factor, block.input_factor):
                 if isinstance(factor, LowRankFactor):
-                    total += factor.size * factor.width * factor.columns.element_size()
+                    n_numbers = factor.size * factor.width
+                    total += n_numbers * factor.columns.element_size()
         return total
 
     def __add__(self, other: LowRankKron) -> LowRankKron:
@@ -102,7 +103,9 @@ class Spectrum(NamedTuple):
         deltas = deltas.expand(self.n_blocks)
         leading = self.leading.to(deltas) * scale
         remaining = self.remaining.to(deltas) * scale
-        return leading + deltas[self.leading_block], remaining + deltas[self.remaining_block]
+        leading = leading + deltas[self.leading_block]
+        remaining = remaining + deltas[self.remaining_block]
+        return leading, remaining
 
     def logdet(
         self,
@@ -152,14 +155,17 @@ class LowRankKronDecomposed:
             of_remaining.append(remaining.to(zero.device))
             n_leading.append(leading.numel())
             n_remaining.append(len(remaining))
-        multiplicities = [float(block.n_left_out) for block in self.blocks]
+        n_blocks = len(self.blocks)
+        leading_block = _repeated(range(n_blocks), n_leading)
+        remaining_block = _repeated(range(n_blocks), n_remaining)
+        n_left_out = [float(block.n_left_out) for block in self.blocks]
         return Spectrum(
             leading=torch.cat(of_leading),
-            leading_block=_repeated(range(len(self.blocks)), n_leading).to(zero.device),
+            leading_block=leading_block.to(zero.device),
             remaining=torch.cat(of_remaining),
-            remaining_block=_repeated(range(len(self.blocks)), n_remaining).to(zero.device),
-            multiplicity=_repeated(multiplicities, n_remaining).to(zero),
-            n_blocks=len(self.blocks),
+            remaining_block=remaining_block.to(zero.device),
+            multiplicity=_repeated(n_left_out, n_remaining).to(zero),
+            n_blocks=n_blocks,
         )
 
     def __add__(self, deltas: float | torch.Tensor) -> LowRankKronDecomposed:
@@ -188,8 +194,7 @@ class LowRankKronDecomposed:
     ) -> torch.Tensor:
         """Multiply each row of `W`, `(..., parameters)`, by `self ** exponent`."""
         products: list[torch.Tensor] = []
-        parts = zip(self.blocks, self.deltas, self._split(W), strict=True)
-        for block, delta, weights in parts:
+        for block, delta, weights in self._with_parts(W):
             product = block.bmm(weights, delta, exponent)
             product = block.small_side_first(product).flatten(-2)
             products.append(product.to(W.device))
@@ -198,8 +203,7 @@ class LowRankKronDecomposed:
     def inv_square_form(self, W: torch.Tensor) -> torch.Tensor:
         """Compute `W self⁻¹ Wᵀ`, `(B, C, C)`, for `W` of shape `(B, C, parameters)`."""
         forms: list[torch.Tensor] = []
-        parts = zip(self.blocks, self.deltas, self._split(W), strict=True)
-        for block, delta, weights in parts:
+        for block, delta, weights in self._with_parts(W):
             form = block.inv_square_form(weights, delta)
             forms.append(form.to(W.device))
         return torch.stack(forms).sum(0)
@@ -218,14 +222,17 @@ class LowRankKronDecomposed:
         identity = torch.eye(n_params).to(self.deltas)
         return self.bmm(identity, exponent)
 
-    def _split(self, W: torch.Tensor) -> list[torch.Tensor]:
-        """Cut `W` into each block's part, `(..., r, d)`, on the block's device."""
-        parts: list[torch.Tensor] = []
+    def _with_parts(
+        self,
+        W: torch.Tensor,
+    ) -> Iterator[tuple[DecomposedBlock, torch.Tensor, torch.Tensor]]:
+        """Yield each block, its delta, and its part of `W`, `(..., r, d)` on its device."""
         n_params = [block.n_params for block in self.blocks]
-        for block, part in zip(self.blocks, W.split(n_params, dim=-1), strict=True):
+        parts = W.split(n_params, dim=-1)
+        for block, delta, part in zip(self.blocks, self.deltas, parts, strict=True):
             weights = part.unflatten(-1, block.shape)
-            parts.append(block.small_side_first(weights).to(block.device))
-        return parts
+            weights = block.small_side_first(weights)
+            yield block, delta, weights.to(block.device)
 
 
 def _repeated(
@@ -233,4 +240,5 @@ def _repeated(
     times: Sequence[int],
 ) -> torch.Tensor:
     """Repeat each number so many times, in one row."""
-    return torch.tensor(numbers).repeat_interleave(torch.tensor(times))
+    counts = torch.tensor(times)
+    return torch.tensor(numbers).repeat_interleave(counts)

@@ -346,7 +346,12 @@ class FullStructure(DenseStructure):
 
     def zeros(self) -> torch.Tensor:
         device, dtype = self.places[0]
-        return torch.zeros(self.n_params, self.n_params, device=device, dtype=dtype)
+        return torch.zeros(
+            self.n_params,
+            self.n_params,
+            device=device,
+            dtype=dtype,
+        )
 
     def _add(
         self, sums: torch.Tensor, x: Any, y: torch.Tensor

@@ -105,7 +105,11 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
         weight.requires_grad_(trained[name])
 
 
-def read_adapter(model: PeftModel, adapter: str, directory: Path) -> None:
+def read_adapter(
+    model: PeftModel,
+    adapter: str,
+    directory: Path,
+) -> None:
     """Give an adapter the weights that `write_adapter`, or a trainer, saved in a directory."""
     weights = load_peft_weights(str(_folder_of(adapter, directory)), device="cpu")
     set_peft_model_state_dict(model, weights, adapter)
@@ -157,7 +161,12 @@ def write_adapter(
     for name, parameter in model.named_parameters():
         if id(parameter) in weights:
             state[name] = weights[id(parameter)]
-    model.save_pretrained(str(directory), selected_adapters=[adapter], state_dict=state, **kwargs)
+    model.save_pretrained(
+        str(directory),
+        selected_adapters=[adapter],
+        state_dict=state,
+        **kwargs,
+    )
     return _folder_of(adapter, directory)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import tqdm
@@ -15,13 +15,18 @@ from laplace_lora_ext.processes.exchange import rank
 
 
 def named_batches(
-    loader: Iterable[Any], description: str = "", progress_bar: bool = False
+    loader: Iterable[Any],
+    description: str = "",
+    progress_bar: bool = False,
 ) -> Iterator[tuple[str, Any]]:
     """Yield each batch that is not empty, with its name for error messages."""
     shows_bar = progress_bar and rank() == 0
-    for index, batch in enumerate(tqdm.tqdm(loader, desc=description, disable=not shows_bar)):
-        is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-        inputs = batch[0] if is_pair else batch
+    batches = tqdm.tqdm(loader, desc=description, disable=not shows_bar)
+    for index, batch in enumerate(batches):
+        inputs = batch
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            inputs, _ = batch
+        # Samplers of several processes may leave one of them an empty batch.
         if number_of_rows(inputs) != 0:
             yield f"batch {index}", batch
 
@@ -33,38 +38,57 @@ def moved(
 ) -> Any:
     """Copy a batch to a device without some of its keys, as a dictionary or a BatchEncoding."""
     _check_collated(batch)
-    inputs = {
-        key: value.to(device) if isinstance(value, torch.Tensor) else value
-        for key, value in batch.items()
-        if key not in left_out
-    }
-    return BatchEncoding(inputs) if isinstance(batch, BatchEncoding) else inputs
+    inputs: dict[str, Any] = {}
+    for key, value in batch.items():
+        if key in left_out:
+            continue
+        if isinstance(value, torch.Tensor):
+            value = value.to(device)
+        inputs[key] = value
+    if isinstance(batch, BatchEncoding):
+        return BatchEncoding(inputs)
+    return inputs
 
 
-def part_of(inputs: Any, place: slice, n_examples: int) -> Any:
+def part_of(
+    inputs: Any,
+    place: slice,
+    n_examples: int,
+) -> Any:
     """Take inputs of some examples; what has not as many rows as examples stays as it is."""
     if isinstance(inputs, Mapping):
         return {key: part_of(value, place, n_examples) for key, value in inputs.items()}
     has_rows = isinstance(inputs, torch.Tensor) and inputs.ndim > 0
     is_divisible = has_rows or isinstance(inputs, list)
-    return inputs[place] if is_divisible and len(inputs) == n_examples else inputs
+    if is_divisible and len(inputs) == n_examples:
+        return inputs[place]
+    return inputs
 
 
 def number_of_rows(x: Any) -> int | None:
     """Count the rows of a batch's tensors; None where they have none, or unequal numbers."""
     _check_collated(x)
     values = x.values() if isinstance(x, Mapping) else [x]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    lengths = {len(tensor) if tensor.ndim else None for tensor in tensors}
+    lengths: set[int | None] = set()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            lengths.add(len(value) if value.ndim else None)
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def number_of_tokens(batch: Any) -> int | None:
     """Count the positions of an example's tokens; None where none can be seen."""
     tokens = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-    if not isinstance(tokens, torch.Tensor) or tokens.is_floating_point() or tokens.ndim < 2:
+    if not is_tokens(tokens):
         return None
     return tokens.shape[1:].numel()
+
+
+def is_tokens(value: Any) -> TypeGuard[torch.Tensor]:
+    """Tell whether something is a tensor of whole numbers that has positions."""
+    if not isinstance(value, torch.Tensor) or value.is_floating_point():
+        return False
+    return value.ndim > 1
 
 
 def _check_collated(batch: Any) -> None:
@@ -105,8 +129,12 @@ def _packing(
 
     Models with attention to all tokens, such as Longformer, `may_mark_tokens` by a 2 in the mask.
     """
-    tensors = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
-    mask, texts = tensors.get("attention_mask"), tensors.get("input_ids")
+    tensors: dict[str, torch.Tensor] = {}
+    for key, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            tensors[key] = value
+    mask = tensors.get("attention_mask")
+    texts = tensors.get("input_ids")
     if texts is None and "inputs_embeds" in tensors:
         texts = tensors["inputs_embeds"][..., 0]
     if mask is not None and not may_mark_tokens and (mask > 1).any():
@@ -119,7 +147,9 @@ def _packing(
             return "position_ids"
     if "seq_idx" in tensors:  # each token's text, and -1 at padding
         numbers = tensors["seq_idx"]
-        if ((numbers.diff() > 0) & (numbers[..., :-1] >= 0)).any():
+        follows_text = numbers[..., :-1] >= 0
+        begins = (numbers.diff() > 0) & follows_text
+        if begins.any():
             return "seq_idx"
     n_rows = 1 if texts is None else prod(texts.shape[:-1])
     for key, bounds in tensors.items():
@@ -149,7 +179,8 @@ def text_first(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     Many models would count padding in front as positions. What lies by position moves along with
     its tokens, unless the batch says which positions they have.
     """
-    mask, text = inputs.get("attention_mask"), inputs.get("input_ids")
+    mask = inputs.get("attention_mask")
+    text = inputs.get("input_ids")
     if text is None:
         text = inputs.get("inputs_embeds")
     if mask is None or text is None or inputs.get("position_ids") is not None:
@@ -160,15 +191,18 @@ def text_first(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     if not n_padding.any():
         return inputs
     n_texts, n_positions = mask.shape
-    places = (torch.arange(n_positions, device=mask.device) + n_padding) % n_positions
+    # Each row is turned around: what stood in front of its text comes after it.
+    steps = torch.arange(n_positions, device=mask.device)
+    places = (steps + n_padding) % n_positions
     rows = torch.arange(n_texts)[:, None]
 
     def shifted(key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape[:2] != mask.shape:
             return value
         # Other numbers may be features that lie in an order of their own.
-        is_of_tokens = not value.is_floating_point() or key in ("attention_mask", "inputs_embeds")
-        if not is_of_tokens or key.startswith("decoder_"):
+        if value.is_floating_point() and key not in ("attention_mask", "inputs_embeds"):
+            return value
+        if key.startswith("decoder_"):
             return value
         return value[rows.to(value.device), places.to(value.device)]
 
@@ -178,7 +212,10 @@ def text_first(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 def text_config(transformer: PreTrainedModel) -> Any:
     """Return the configuration of the part that reads tokens."""
     config = transformer.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    # In older transformers no configuration has a part for texts.
+    if not hasattr(config, "get_text_config"):
+        return config
+    return config.get_text_config()
 
 
 def pad_token(transformer: PreTrainedModel | None) -> int | None:
@@ -233,19 +270,23 @@ def positions_of(
     device: torch.device,
 ) -> Positions:
     """Describe the rows of a batch's inputs, without labels."""
-    if isinstance(inputs, torch.Tensor) and inputs.ndim > 1 and not inputs.is_floating_point():
-        inputs = {"input_ids": inputs}
-    by_key = inputs if isinstance(inputs, Mapping) else {}
+    by_key: Mapping[str, Any] = {}
+    if is_tokens(inputs):
+        by_key = {"input_ids": inputs}
+    elif isinstance(inputs, Mapping):
+        by_key = inputs
     mask = by_key.get("attention_mask")
     rows = _rows(by_key)
     if mask is not None:
         mask = mask.to(device).bool()
     n_rows = 0 if rows is None else prod(rows.shape[:-1])
-    if rows is None or n_rows % n_examples:  # as of windows, of which texts have other numbers
+    # As of windows, of which texts have other numbers.
+    if rows is None or n_rows % n_examples:
         return Positions(n_examples, n_rows=n_examples, mask=mask)
     mask_of_all = (1, *rows.shape[1:])
     if mask is not None and mask.shape in (rows.shape, mask_of_all):
-        mask = None if mask.all() else mask.expand_as(rows).reshape(n_examples, -1)
+        of_rows = mask.expand_as(rows).reshape(n_examples, -1)
+        mask = None if mask.all() else of_rows
     return Positions(
         n_examples,
         n_rows=n_rows,
@@ -262,7 +303,10 @@ def _rows(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     if inputs.get("inputs_embeds") is not None:
         return inputs["inputs_embeds"][..., 0]
     mask = inputs.get("attention_mask")
-    return mask if mask is not None and mask.ndim == 2 else None
+    # One of more dimensions is of pairs of tokens.
+    if mask is None or mask.ndim != 2:
+        return None
+    return mask
 
 
 def _is_text(
@@ -270,7 +314,8 @@ def _is_text(
     n_examples: int,
 ) -> bool:
     """Tell whether there are tokens, and no tensor beside them but masks and the like."""
-    if not isinstance(inputs.get("input_ids"), torch.Tensor) or inputs["input_ids"].ndim < 2:
+    tokens = inputs.get("input_ids")
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
         return False
     for key, value in inputs.items():
         if not isinstance(value, torch.Tensor) or value.ndim < 2:

@@ -106,7 +106,11 @@ class Choices(Answers):
     choice: only where the first batch of a kind then has the same logits as by rows of its own.
     """
 
-    def __init__(self, transformer: PreTrainedModel | None, normalised: bool = False) -> None:
+    def __init__(
+        self,
+        transformer: PreTrainedModel | None,
+        normalised: bool = False,
+    ) -> None:
         super().__init__()
         self._shares_prompts = False
         self._proven: dict[tuple[bool, bool], bool] = {}  # by kind of batch
@@ -232,7 +236,13 @@ class Choices(Answers):
             _, n_choices = parts.at_end.shape
             cache.batch_repeat_interleave(n_choices)
             with_cache = {"use_cache": True, self._cache: cache}
-            behind, _ = self._read(parts.behind, parts.targets, call, **with_cache, **kwargs)
+            behind, _ = self._read(
+                parts.behind,
+                parts.targets,
+                call,
+                **with_cache,
+                **kwargs,
+            )
             log_p = log_p + rows.by_text(behind)
         return self._scored(rows, log_p, at_end[:, 0])
 
@@ -695,9 +705,18 @@ def _continued(
     longest = int(lengths.max())
     steps = torch.arange(longest, device=ids.device)
     is_token = steps < lengths[:, None]  # (K, L)
-    tokens = torch.zeros(len(answers), longest, dtype=ids.dtype, device=ids.device)
+    tokens = torch.zeros(
+        len(answers),
+        longest,
+        dtype=ids.dtype,
+        device=ids.device,
+    )
     of_all = [token for answer in answers for token in answer]
-    tokens[is_token] = torch.tensor(of_all, dtype=ids.dtype, device=ids.device)
+    tokens[is_token] = torch.tensor(
+        of_all,
+        dtype=ids.dtype,
+        device=ids.device,
+    )
     last = last_real_position(text)[:, None]
     places = last + 1 + steps  # (B, L)
     places = places[:, None].expand(-1, len(answers), -1)

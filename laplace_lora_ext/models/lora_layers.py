@@ -235,7 +235,11 @@ def _views(
         yield "", View((m, weight.numel() // m))
 
 
-def _has_small_output(part: str, m: int, n: int) -> bool:
+def _has_small_output(
+    part: str,
+    m: int,
+    n: int,
+) -> bool:
     """Tell whether the output's side is the small one, the adapter's rank where there is one."""
     if part in ("lora_A", "lora_embedding_A"):
         return True

@@ -27,14 +27,15 @@ from laplace_lora_ext.models.weights import (
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
 _ROUNDING = 2**-6  # between two precisions of which one is bfloat16
 # How far rounding moves numbers below the smallest normal one, of which float16's is 6e-5.
-_ROUNDING_OF_SMALL = {
-    str(dtype): torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-}
-# Merging an adapter and unmerging it rounds: how far, relative to the largest number.
-_ROUNDING_OF_MERGING = {
-    str(dtype): 16 * torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)
-}
+_ROUNDING_OF_SMALL: dict[str, float] = {}
+for _dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    _precision = torch.finfo(_dtype)
+    _ROUNDING_OF_SMALL[str(_dtype)] = _precision.smallest_normal * _precision.eps / 2
+# Merging an adapter and unmerging it rounds: how far, relative to the largest number. In half
+# precision it moves numbers by more than training may, and no difference is overlooked.
+_ROUNDING_OF_MERGING: dict[str, float] = {}
+for _dtype in (torch.float32, torch.float64):
+    _ROUNDING_OF_MERGING[str(_dtype)] = 16 * torch.finfo(_dtype).eps
 
 
 class Weight(NamedTuple):
@@ -52,15 +53,19 @@ class Weight(NamedTuple):
             return True
         if self.dtype != other.dtype:
             relative = _ROUNDING
-            absolute = max(
-                _ROUNDING_OF_SMALL.get(self.dtype, 0.0), _ROUNDING_OF_SMALL.get(other.dtype, 0.0)
-            )
+            of_mine = _ROUNDING_OF_SMALL.get(self.dtype, 0.0)
+            of_its = _ROUNDING_OF_SMALL.get(other.dtype, 0.0)
+            absolute = max(of_mine, of_its)
         else:
             relative = 0.0
             largest = self.sample.abs().max().item()
             absolute = _ROUNDING_OF_MERGING.get(self.dtype, 0.0) * largest
         return torch.allclose(
-            self.sample, other.sample, rtol=relative, atol=absolute, equal_nan=True
+            self.sample,
+            other.sample,
+            rtol=relative,
+            atol=absolute,
+            equal_nan=True,
         )
 
 
@@ -87,24 +92,25 @@ class ModelState:
     ) -> ModelState:
         """Describe a model as it is now."""
         adapter = blocks[0].adapter
-        scalings = {
-            name: float(layer.scaling[adapter])
-            for name, layer in lora_layers(model.model).items()
-            if adapter in layer.scaling
-        }
-        of_posterior = {block.rows.site for block in blocks}
+        scalings: dict[str, float] = {}
+        for name, layer in lora_layers(model.model).items():
+            if adapter in layer.scaling:
+                scalings[name] = float(layer.scaling[adapter])
+        of_blocks: dict[str, tuple[list[int], float | None]] = {}
+        for block in blocks:
+            scaling = scalings.get(block.rows.site)
+            of_blocks[block.known_as] = (list(block.shape), scaling)
+        # Only after all blocks have read theirs: several are of one layer.
+        for block in blocks:
+            scalings.pop(block.rows.site, None)
+        others = dict(_other_weights(model.model, blocks))
         return cls(
-            blocks={
-                block.known_as: (list(block.shape), scalings.get(block.rows.site))
-                for block in blocks
-            },
+            blocks=of_blocks,
             class_token_ids=model.class_token_ids,
             mask_token_id=model.mask_token_id,
             normalised=model.normalised,
-            weights=_sampled(dict(_other_weights(model.model, blocks))),
-            scalings={
-                name: scaling for name, scaling in scalings.items() if name not in of_posterior
-            },
+            weights=_sampled(others),
+            scalings=scalings,
         )
 
     @classmethod
@@ -166,7 +172,10 @@ class ModelState:
         return facts
 
 
-def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
+def check_runs(
+    model: LogitsModel,
+    blocks: Sequence[Block],
+) -> None:
     """Refuse a model whose LoRA layers are merged, disabled or gone, by a `RuntimeError`."""
     # By identity: PEFT may have put another weight under the same name.
     present: set[int] = set()
@@ -175,7 +184,10 @@ def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
     idle = find_idle(adapter_layers(model.model))
     if idle is not None:
         raise RuntimeError(idle)
-    gone = [block.name for block in blocks if id(block.weight) not in present]
+    gone: list[str] = []
+    for block in blocks:
+        if id(block.weight) not in present:
+            gone.append(block.name)
     if gone:
         raise RuntimeError(
             f"The model has lost weights of the posterior: {listed(gone)}. Make a new "
@@ -211,10 +223,13 @@ def first_changed(
     mean: torch.Tensor,
 ) -> Block | None:
     """Find the first LoRA weight whose present values, in their precision, are not a fit's."""
-    parts = mean.split([block.n_params for block in blocks])
-    differences = []
-    for block, part in zip(blocks, parts, strict=True):
+    differences: list[torch.Tensor] = []
+    end = 0
+    for block in blocks:
         values = block.values.flatten()
+        start = end
+        end += len(values)
+        part = mean[start:end]
         # In the weights' own precision: a fit of float32 may go on with weights in bfloat16.
         differences.append((values != part.to(values)).any())
     for block, differs in zip(blocks, read(differences), strict=True):
@@ -247,10 +262,13 @@ def _other_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield weights of base model, head and other LoRA layers, by name; see `ModelState`."""
     modules = dict(model.named_modules())
-    if any(hasattr(type(module), "reshard") for module in modules.values()):
-        return  # FSDP2 replaces parameters between passes
+    for module in modules.values():
+        if hasattr(type(module), "reshard"):
+            return  # FSDP2 replaces parameters between passes
     adapter = blocks[0].adapter
-    of_posterior = {id(block.weight) for block in blocks}
+    of_posterior: set[int] = set()
+    for block in blocks:
+        of_posterior.add(id(block.weight))
     for prefix, module in modules.items():
         for name, weight in _saved_with(module):
             known_as = _known_as(f"{prefix}.{name}", adapter)
@@ -281,21 +299,18 @@ def _sampled(weights: dict[str, torch.Tensor]) -> dict[str, Weight]:
         alike.setdefault((weight.device, weight.dtype), []).append(name)
     samples: dict[str, torch.Tensor] = {}
     for names in alike.values():
-        few = [_few_numbers(weights[name]) for name in names]
+        few: list[torch.Tensor] = []
+        for name in names:
+            numbers = weights[name].detach().flatten()
+            step = max(1, len(numbers) // _SAMPLED)  # from all over a weight
+            few.append(numbers[::step][:_SAMPLED])
         joined = torch.cat(few).cpu().double()
-        parts = joined.split([len(sample) for sample in few])
+        parts = joined.split(list(map(len, few)))
         samples.update(zip(names, parts, strict=True))
-    return {
-        name: Weight(str(weight.dtype), list(weight.shape), samples[name])
-        for name, weight in weights.items()
-    }
-
-
-def _few_numbers(weight: torch.Tensor) -> torch.Tensor:
-    """Take numbers from all over a weight, `(n,)`."""
-    numbers = weight.detach().flatten()
-    step = max(1, len(numbers) // _SAMPLED)
-    return numbers[::step][:_SAMPLED]
+    sampled: dict[str, Weight] = {}
+    for name, weight in weights.items():
+        sampled[name] = Weight(str(weight.dtype), list(weight.shape), samples[name])
+    return sampled
 
 
 @lru_cache(2**16)  # every call of a posterior asks for the names of a whole model

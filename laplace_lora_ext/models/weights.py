@@ -123,7 +123,9 @@ class Block:
     @property
     def shape(self) -> tuple[int, int]:
         """(m, n)."""
-        m, n = self.weight.shape if self.view is None else self.view.matrix_shape
+        if self.view is not None:
+            return self.view.matrix_shape
+        m, n = self.weight.shape
         return m, n
 
     @property
@@ -136,10 +138,12 @@ class Block:
     def values(self) -> torch.Tensor:
         """The matrix without a graph, gathered or fetched from wherever it is."""
         weight = self.weight.detach()
-        hook = _offloading(self.module) if weight.is_meta else None
         gather = getattr(weight, "full_tensor", None)  # of a DTensor
-        if hook is not None and hook.weights_map is not None:
-            weight = hook.weights_map[self.parameter].to(hook.execution_device)
+        if weight.is_meta:
+            hook = _offloading(self.module)
+            if hook is not None and hook.weights_map is not None:
+                kept = hook.weights_map[self.parameter]
+                weight = kept.to(hook.execution_device)
         elif gather is not None:
             weight = gather()
         return self.matrix(weight)
@@ -172,8 +176,10 @@ def places_of(
 
     The former belongs on the model's `device`.
     """
-    of_all = device, blocks[0].statistics_dtype
-    return [of_all, *(block.place for block in blocks)]
+    places = [(device, blocks[0].statistics_dtype)]
+    for block in blocks:
+        places.append((block.device, block.statistics_dtype))
+    return places
 
 
 # --- names -----------------------------------------------------------------------------------
@@ -216,12 +222,19 @@ def bare_name(name: str) -> str:
 
 def without_rows(blocks: Iterable[Block]) -> list[Block]:
     """Select the blocks of whose rows no hook sees anything."""
-    return [block for block in blocks if isinstance(block.rows, WholeGradient)]
+    selected: list[Block] = []
+    for block in blocks:
+        if isinstance(block.rows, WholeGradient):
+            selected.append(block)
+    return selected
 
 
 def whole_parameters(blocks: Iterable[Block]) -> list[torch.Tensor]:
     """List the parameters, each once, whose gradients are needed as a whole."""
-    parameters = {id(block.weight): block.weight for block in without_rows(blocks)}
+    parameters: dict[int, torch.Tensor] = {}
+    # By identity: tensors compare their numbers.
+    for block in without_rows(blocks):
+        parameters[id(block.weight)] = block.weight
     return list(parameters.values())
 
 
@@ -234,7 +247,10 @@ def flattened(
 ) -> torch.Tensor:
     """Copy the weights into one vector, `(parameters,)`."""
     dtype = blocks[0].statistics_dtype
-    return torch.cat([block.values.flatten().to(device, dtype) for block in blocks])
+    parts: list[torch.Tensor] = []
+    for block in blocks:
+        parts.append(block.values.flatten().to(device, dtype))
+    return torch.cat(parts)
 
 
 def check_in_place(blocks: Sequence[Block], purpose: str) -> None:
@@ -305,8 +321,11 @@ def called_with(
     **kwargs: Any,
 ) -> Any:
     """Call a module with other LoRA weights in place of its own, which stay as they are."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    weights = {names[key]: value for key, value in parameters_with(blocks, values).items()}
+    others = parameters_with(blocks, values)
+    weights: dict[str, torch.Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if id(parameter) in others:
+            weights[name] = others[id(parameter)]
     return torch.func.functional_call(module, weights, args, kwargs)
 
 
@@ -318,7 +337,10 @@ def read(numbers: Sequence[torch.Tensor]) -> list[float]:
     if not numbers:
         return []
     device = numbers[0].device
-    return torch.stack([number.detach().to(device) for number in numbers]).tolist()
+    together: list[torch.Tensor] = []
+    for number in numbers:
+        together.append(number.detach().to(device))
+    return torch.stack(together).tolist()
 
 
 # --- devices ---------------------------------------------------------------------------------
@@ -341,6 +363,9 @@ def _offloading(module: nn.Module) -> AlignDevicesHook | None:
     hook = getattr(module, "_hf_hook", None)
     hooks = hook.hooks if isinstance(hook, SequentialHook) else [hook]
     for each in hooks:
-        if isinstance(each, AlignDevicesHook) and each.offload and each.weights_map is not None:
+        if not isinstance(each, AlignDevicesHook):
+            continue
+        # Without a map of its weights, a hook only moves inputs.
+        if each.offload and each.weights_map is not None:
             return each
     return None

@@ -24,7 +24,11 @@ class OutOfMemory:
 
     message: str
 
-    def of_example(self, model: LogitsModel, example: Any) -> torch.OutOfMemoryError:
+    def of_example(
+        self,
+        model: LogitsModel,
+        example: Any,
+    ) -> torch.OutOfMemoryError:
         """Make an error that not even one example fits, with what needs less memory."""
         n_tokens = _longest(example)
         advice: list[str] = []

@@ -68,7 +68,8 @@ def is_proven(
     strays: list[torch.Tensor] = []  # whether seeds of some examples arrive at others
     for rows in reached.values():
         is_other = ~words.to(rows.device)
-        strays.append((rows.any(-1) & is_other).any())
+        arrives = rows.any(-1)
+        strays.append((arrives & is_other).any())
     if any(read(strays)):
         return False
     for site in lasting:
@@ -114,8 +115,8 @@ def _reached(
     # Random numbers, so that gradients do not cancel to 0 but by chance.
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(graph.logits.shape[1], generator=generator)
-    of_logits = positions.logits_of(words).to(graph.logits)
-    vectors = of_logits[..., None] * vector.to(graph.logits)
+    chosen = positions.logits_of(words).to(graph.logits)  # (S, B)
+    vectors = chosen[..., None] * vector.to(graph.logits)
 
     def note(arrived: Arrived) -> None:
         sites = _sites(graph, blocks, arrived.index)
@@ -126,8 +127,9 @@ def _reached(
             # Exactly nothing, not little: no sum of other examples' numbers has gone in.
             rows = gradients.detach().any(-1)
             rows = rows.reshape(len(rows), n_examples, -1)
-            none = rows.new_zeros(n_seeds, *rows.shape[1:])
-            reached.setdefault(site, none)[arrived.seeds] |= rows
+            if site not in reached:
+                reached[site] = rows.new_zeros(n_seeds, *rows.shape[1:])
+            reached[site][arrived.seeds] |= rows
 
     graph.back_propagate(vectors, graph.seeds_at_once, note, retain_graph=True)
     for layer, is_finite in zip(layers, read(finite), strict=True):
@@ -157,6 +159,10 @@ def _is_conclusive(rows: torch.Tensor | None) -> bool:
     rows = rows.any(0)
     # With as many positions as examples, (T, B) and (B, T) have the same row on the diagonal.
     if rows.shape[0] == rows.shape[1]:
-        diagonal = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
+        diagonal = torch.eye(
+            len(rows),
+            dtype=torch.bool,
+            device=rows.device,
+        )
         rows = rows & ~diagonal
     return bool(rows.any())

@@ -131,7 +131,11 @@ class Recorder:
                 parts = partial(self._one_at_a_time, taps, batch, logits)
             yield Recording(logits, self.blocks, parts, create_graph, self._warn_of_passes)
 
-    def _whole(self, taps: Taps, batch: Any) -> Part | None:
+    def _whole(
+        self,
+        taps: Taps,
+        batch: Any,
+    ) -> Part | None:
         """Record the batch as one part, unless its rows are not proven to be each example's own."""
         layouts = self.layouts
         # What one batch showed holds for the model. A single example needs no proof.
@@ -416,7 +420,11 @@ class Recorder:
     ) -> Iterator[_Example]:
         """Take a batch with these logits apart; texts without a label are left out."""
         positions = self.model.positions(batch, len(logits))
-        itself = torch.eye(positions.n_examples, dtype=torch.bool, device=logits.device)
+        itself = torch.eye(
+            positions.n_examples,
+            dtype=torch.bool,
+            device=logits.device,
+        )
         for number, own in enumerate(positions.logits_of(itself)):
             if own.any():
                 place = slice(number, number + 1)
@@ -477,7 +485,11 @@ class _Jacobians(Visitor):
             if not math.isfinite(total):
                 raise ValueError(f"Weight {self._blocks[index].name}: non-finite gradients")
 
-    def _complete(self, index: int, jacobian: torch.Tensor) -> None:
+    def _complete(
+        self,
+        index: int,
+        jacobian: torch.Tensor,
+    ) -> None:
         # Asking each block whether its numbers are finite would wait for an accelerator each time:
         # a sum of numbers is finite only if they are, and all sums are read at once.
         self._sums[index] = jacobian.detach().sum()

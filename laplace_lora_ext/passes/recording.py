@@ -34,7 +34,12 @@ class RowPositions:
                 'kfac_approx="gradient", or leave this layer out with target_modules'
             )
         _, n_examples, n_positions, _ = x.shape
-        is_valid = torch.ones(n_examples, n_positions, dtype=torch.bool, device=x.device)
+        is_valid = torch.ones(
+            n_examples,
+            n_positions,
+            dtype=torch.bool,
+            device=x.device,
+        )
         is_padded = False
         start = 0
         for length in self.lengths:

@@ -215,7 +215,10 @@ class LearntVariance:
         return covariances(logs.exp())
 
 
-def _alike(now: torch.Tensor, then: torch.Tensor) -> bool:
+def _alike(
+    now: torch.Tensor,
+    then: torch.Tensor,
+) -> bool:
     """Tell whether numbers are the same, but for a model's move to another precision and place."""
     now = now.detach().cpu().double()
     then = then.cpu().double()

@@ -74,7 +74,9 @@ def predictive_moments(
     `(B * C, B * C)`.
     """
     f_mu, f_var = _of_all_logits(la, x, joint)
-    return (f_mu.flatten(), f_var) if joint else Moments(f_mu, f_var)
+    if joint:
+        return f_mu.flatten(), f_var
+    return Moments(f_mu, f_var)
 
 
 def predictive_distribution(
@@ -87,7 +89,8 @@ def predictive_distribution(
 
     `X` is a batch, or `Moments` of one.
     """
-    f_mu, f_var = Moments(*_of_all_logits(la, X, joint)).scaled(la.logit_scale)
+    of_model = Moments(*_of_all_logits(la, X, joint))
+    f_mu, f_var = of_model.scaled(la.logit_scale)
     if joint:
         f_mu = f_mu.flatten()
     elif diagonal_output:
@@ -102,7 +105,8 @@ def moments_for(
     n_contrasts: int | None = None,
 ) -> Moments:
     """Predict moments of scaled logits as a link needs them; see `moments_of_model`."""
-    return moments_of_model(la, X, link_approx, n_contrasts).scaled(la.logit_scale)
+    of_model = moments_of_model(la, X, link_approx, n_contrasts)
+    return of_model.scaled(la.logit_scale)
 
 
 def of_classes(likelihood: Likelihood, moments: Moments) -> Moments:
@@ -125,14 +129,16 @@ def moments_of_model(
     not multiplied. Labels become two classes each: `(B, K, 2)` and `(B, K, 2, 2)`.
     """
     if not sees_differences(la, link_approx):
-        return of_classes(la.predicted_likelihood, Moments(*_of_all_logits(la, X)))
+        of_all = Moments(*_of_all_logits(la, X))
+        return of_classes(la.predicted_likelihood, of_all)
     if isinstance(X, Moments):
         return Moments(*_moments(la, X))
     contrasts = Contrasts(n_contrasts)
     f_mu, f_var = _moments(la, X, directions=contrasts.directions)
     classes = contrasts.classes(f_mu.detach())
+    n_outputs = f_mu.shape[-1]
     with torch.autocast(f_var.device.type, enabled=False):
-        return Moments(f_mu, completed(f_var, classes, n_outputs=f_mu.shape[-1]))
+        return Moments(f_mu, completed(f_var, classes, n_outputs))
 
 
 def sees_differences(la: Linearised, link_approx: str) -> bool:
@@ -167,8 +173,9 @@ def _moments(
             return la.moments(X, joint, directions)
     if joint:
         raise ValueError("Moments hold no covariance between examples: pass the inputs.")
+    dtype = la.blocks[0].statistics_dtype
     # A copy, since some links change them in place.
-    return X.to(la.model.device, la.blocks[0].statistics_dtype, copy=True)
+    return X.to(la.model.device, dtype, copy=True)
 
 
 @exclusive
@@ -189,7 +196,10 @@ def functional_samples(
         return gaussian_samples(f_mu, f_var, noise)
 
 
-def drawn_weights(la: Drawable, generator: torch.Generator | None) -> Values:
+def drawn_weights(
+    la: Drawable,
+    generator: torch.Generator | None,
+) -> Values:
     """Draw the LoRA weights once."""
     (drawn,) = la.sample(1, generator)
     return as_values(la.blocks, drawn)
@@ -202,8 +212,11 @@ def as_values(
     """Cut drawn weights `(parameters,)` into values that a model can be called with."""
     check_in_place(blocks, "A draw of the weights")
     parts = drawn.split([block.n_params for block in blocks])
-    pairs = zip(parts, blocks, strict=True)
-    return [part.reshape(block.shape).to(block.weight) for part, block in pairs]
+    values: Values = []
+    for part, block in zip(parts, blocks, strict=True):
+        matrix = part.reshape(block.shape)
+        values.append(matrix.to(block.weight))
+    return values
 
 
 def network_samples(
@@ -218,7 +231,7 @@ def network_samples(
         raise ValueError('Moments hold no inputs: pass a batch for pred_type="nn".')
     check_counts(n_samples=n_samples)
     la.check_model()
-    samples = []
+    samples: list[torch.Tensor] = []
     for _ in range(n_samples):
         drawn = drawn_weights(la, generator)
         with la.model.prepared(), torch.set_grad_enabled(la.enable_backprop):

@@ -61,19 +61,22 @@ class Functions:
         return la.logit_scale * of_functions.transpose(0, 1)
 
     def _linearised_part(self, part: Any, _: slice) -> _Drawn:
+        # J (θ - θ*) adds up over blocks, whose Jacobians come one after the other.
         sizes = [block.n_params for block in self.la.blocks]
         changes = (self.weights - self.la.mean).split(sizes, dim=1)
         products: list[torch.Tensor] = []
 
         def multiply(index: int, jacobian: torch.Tensor) -> None:
             block = self.la.blocks[index]
-            change = block.small_side_first(changes[index].unflatten(1, block.shape))
+            change = changes[index].unflatten(1, block.shape)
+            change = block.small_side_first(change)
             with torch.autocast(jacobian.device.type, enabled=False):
                 product = torch.einsum("bcrd,srd->bsc", jacobian, change.to(jacobian))
             products.append(product.to(self.weights.device))
 
         f_mu = self.la.recorder.visit_jacobians(part, multiply)
-        return _Drawn(f_mu, f_mu[:, None] + torch.stack(products).sum(0))
+        change_of_logits = torch.stack(products).sum(0)
+        return _Drawn(f_mu, f_mu[:, None] + change_of_logits)
 
     @exclusive
     def sampled(self, batch: Any) -> torch.Tensor:
@@ -97,7 +100,11 @@ def draw_functions(
     return Functions(la, la.sample(n_samples, generator))
 
 
-def draw_function(la: DrawableFunctions, seed: int, pred_type: str) -> Function:
+def draw_function(
+    la: DrawableFunctions,
+    seed: int,
+    pred_type: str,
+) -> Function:
     """Draw one function, which the seed decides.
 
     Parameters and errors are those of `LoRALaplace.function`.

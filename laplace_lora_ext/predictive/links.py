@@ -90,7 +90,10 @@ def mean_field(
     return (-torch.logsumexp(-shrunk, dim=-1)).log_softmax(-1)
 
 
-def sampled(n_samples: int, generator: torch.Generator | None) -> Link:
+def sampled(
+    n_samples: int,
+    generator: torch.Generator | None,
+) -> Link:
     """Make a link of samples, with separate noise for each example, drawn anew in every call."""
 
     def link(

@@ -27,7 +27,11 @@ class Moments(NamedTuple):
     f_mu: torch.Tensor
     f_var: torch.Tensor
 
-    def to(self, *args: Any, **kwargs: Any) -> Moments:
+    def to(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Moments:
         """Move or convert both; arguments are as for `torch.Tensor.to`."""
         f_mu = self.f_mu.to(*args, **kwargs)
         f_var = self.f_var.to(*args, **kwargs)
@@ -74,8 +78,9 @@ class MixtureMoments(NamedTuple):
 
     def split(self, size: int) -> Iterator[MixtureMoments]:
         """Divide the examples into consecutive parts of a size."""
-        parts = zip(*(moments.split(size) for moments in self.members), strict=True)
-        return (MixtureMoments(part) for part in parts)
+        of_members = [moments.split(size) for moments in self.members]
+        for part in zip(*of_members, strict=True):
+            yield MixtureMoments(part)
 
 
 def parts_for(
@@ -83,7 +88,9 @@ def parts_for(
     x: Any,
 ) -> Sequence[Any]:
     """Say what each member predicts: the same batch, or its own moments of `MixtureMoments`."""
-    return x.members if isinstance(x, MixtureMoments) else [x] * len(members)
+    if isinstance(x, MixtureMoments):
+        return x.members
+    return [x] * len(members)
 
 
 def mixed(
@@ -112,7 +119,8 @@ def centred(f_var: torch.Tensor) -> torch.Tensor:
 
 def uncorrelated(f_var: torch.Tensor) -> torch.Tensor:
     """Set everything but the variances of covariances `(B, C, C)` to 0."""
-    return torch.diag_embed(f_var.diagonal(dim1=-2, dim2=-1))
+    variances = f_var.diagonal(dim1=-2, dim2=-1)
+    return torch.diag_embed(variances)
 
 
 class _SymmetricRoot(torch.autograd.Function):
@@ -123,26 +131,37 @@ class _SymmetricRoot(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, covariance: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        covariance: torch.Tensor,
+    ) -> torch.Tensor:
         values, vectors = torch.linalg.eigh(covariance.double())
         # A 0 that rounding turned into a small number would have a much larger root.
         rounding = covariance.shape[-1] * torch.finfo(covariance.dtype).eps
-        noise = rounding * values[..., -1:]
-        roots = torch.where(values > noise, values, 0).sqrt()
+        largest = values[..., -1:]
+        values = torch.where(values > rounding * largest, values, 0)
+        roots = values.sqrt()
         ctx.save_for_backward(roots, vectors)
-        root = (vectors * roots[..., None, :]) @ vectors.mT
+        scaled = vectors * roots[..., None, :]
+        root = scaled @ vectors.mT
         return root.to(covariance.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(
+        ctx: Any,
+        gradient: torch.Tensor,
+    ) -> torch.Tensor:
         roots, vectors = ctx.saved_tensors
         sums = roots[..., :, None] + roots[..., None, :]
         # A direction without variance has none under other prior precisions either.
         inverse = torch.where(sums > 0, 1 / sums, 0)
         rotated = vectors.mT @ gradient.double() @ vectors
-        result = vectors @ (rotated * inverse) @ vectors.mT
-        return ((result + result.mT) / 2).to(gradient.dtype)
+        solution = rotated * inverse
+        result = vectors @ solution @ vectors.mT
+        # The gradient need not be symmetric, but covariances are.
+        symmetric = (result + result.mT) / 2
+        return symmetric.to(gradient.dtype)
 
 
 def square_root(covariance: torch.Tensor) -> torch.Tensor:
@@ -169,7 +188,8 @@ def gaussian_samples(
     root = square_root(f_var)
     noise = noise.to(f_mu.device)
     with torch.autocast(f_mu.device.type, enabled=False):
-        return f_mu + torch.einsum("...ck,s...k->s...c", root, noise)
+        apart = torch.einsum("...ck,s...k->s...c", root, noise)
+    return f_mu + apart
 
 
 def standard_normal(
@@ -179,4 +199,9 @@ def standard_normal(
 ) -> torch.Tensor:
     """Draw standard normal numbers in the dtype of `like`, on the generator's device."""
     device = like.device if generator is None else generator.device
-    return torch.randn(shape, generator=generator, device=device, dtype=like.dtype)
+    return torch.randn(
+        shape,
+        generator=generator,
+        device=device,
+        dtype=like.dtype,
+    )

@@ -44,7 +44,9 @@ class NumberPrediction(NamedTuple):
 
     @classmethod
     def of(
-        cls, members: Sequence[Moments], noises: Sequence[torch.Tensor | float]
+        cls,
+        members: Sequence[Moments],
+        noises: Sequence[torch.Tensor | float],
     ) -> NumberPrediction:
         """Join the moments of each posterior's outputs, and the deviations of their noise."""
         means = torch.stack([f_mu for f_mu, _ in members])
@@ -86,7 +88,10 @@ class NumberPrediction(NamedTuple):
             high = torch.where(is_below, high, middle)
         return (low + high) / 2
 
-    def interval(self, coverage: float = 0.9) -> tuple[torch.Tensor, torch.Tensor]:
+    def interval(
+        self,
+        coverage: float = 0.9,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Find bounds `(B, C)` that targets lie between with a probability of `coverage`.
 
         As many lie below as above. A `ValueError` if the coverage is not between 0 and 1.
@@ -126,7 +131,10 @@ class NumberPrediction(NamedTuple):
         return to_target - between / 2
 
 
-def _mean_distance(mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+def _mean_distance(
+    mean: torch.Tensor,
+    std: torch.Tensor,
+) -> torch.Tensor:
     """Compute the mean absolute value of a normal variable."""
     z = mean / std
     density = (-z.square() / 2).exp() / math.sqrt(2 * math.pi)

@@ -89,7 +89,11 @@ class PredictiveStatistics:
 
     @classmethod
     def of_columns(
-        cls, columns: Columns, spectrum: Spectrum, scale: torch.Tensor, of_contrasts: bool
+        cls,
+        columns: Columns,
+        spectrum: Spectrum,
+        scale: torch.Tensor,
+        of_contrasts: bool,
     ) -> PredictiveStatistics:
         """Make statistics of tensors with a row for each example.
 
@@ -157,21 +161,20 @@ class PredictiveStatistics:
         leading, remaining = self.spectrum.shifted(self.scale, deltas)
         of_leading = leading.reciprocal().to(self.f_mu)
         of_remaining = remaining.reciprocal().to(self.f_mu)
-        covariances = []
-        for z, R in zip(
-            self.projections.split(_AT_ONCE),
-            self.inner_products.split(_AT_ONCE),
-            strict=True,
-        ):
-            weighted = z * of_leading.sqrt()
+        weights = of_leading.sqrt()
+        covariances: list[torch.Tensor] = []
+        projections = self.projections.split(_AT_ONCE)
+        inner_products = self.inner_products.split(_AT_ONCE)
+        for z, R in zip(projections, inner_products, strict=True):
+            weighted = z * weights
             remainders = torch.einsum("nfab,f->nab", R, of_remaining)
             covariances.append(weighted @ weighted.mT + remainders)
         f_var = torch.cat(covariances)
         if self.classes is None:
             return Moments(self.f_mu, f_var)
-        return DifferenceMoments(
-            self.f_mu, completed(f_var, self.classes, n_outputs=self.f_mu.shape[-1])
-        )
+        n_outputs = self.f_mu.shape[-1]
+        of_all = completed(f_var, self.classes, n_outputs)
+        return DifferenceMoments(self.f_mu, of_all)
 
 
 @dataclass(eq=False)
@@ -194,24 +197,34 @@ class MixtureStatistics:
     priors: tuple[torch.Tensor, ...]
 
     def __post_init__(self) -> None:
-        targets = [member.targets for member in self.members if member.targets is not None]
-        if any(not torch.equal(targets[0], other) for other in targets):
-            raise ValueError(
-                "The members read the data in other orders: pass a loader that does not shuffle."
-            )
+        first = self.members[0].targets
+        for member in self.members:
+            if first is None or member.targets is None:
+                continue
+            if not torch.equal(first, member.targets):
+                raise ValueError(
+                    "The members read the data in other orders: pass a loader that does not "
+                    "shuffle."
+                )
 
     @property
     def columns(self) -> Columns:
         """List all members' tensors with a row for each example."""
-        return tuple(column for member in self.members for column in member.columns)
+        columns: list[torch.Tensor] = []
+        for member in self.members:
+            columns.extend(member.columns)
+        return tuple(columns)
 
     def of(self, columns: Columns) -> MixtureStatistics:
         """Take `columns` of other examples of the same fits."""
+        # All members have the same kinds of columns.
         n_columns = len(columns) // len(self.members)
-        starts = range(0, len(columns), n_columns)
-        parts = [columns[start : start + n_columns] for start in starts]
-        pairs = zip(self.members, parts, strict=True)
-        return replace(self, members=tuple(member.of(part) for member, part in pairs))
+        members: list[PredictiveStatistics] = []
+        for index, member in enumerate(self.members):
+            start = index * n_columns
+            part = columns[start : start + n_columns]
+            members.append(member.of(part))
+        return replace(self, members=tuple(members))
 
     @property
     def nbytes(self) -> int:
@@ -224,8 +237,10 @@ class MixtureStatistics:
     def moments(self, factor: float | torch.Tensor) -> MixtureMoments:
         """Compute moments with the members' prior precisions multiplied by a factor."""
         factor = as_tensor(factor)
-        pairs = zip(self.members, self.priors, strict=True)
-        of_members = [member.moments(factor.to(prior) * prior) for member, prior in pairs]
+        of_members: list[Moments] = []
+        for member, prior in zip(self.members, self.priors, strict=True):
+            prior_precision = factor.to(prior) * prior
+            of_members.append(member.moments(prior_precision))
         return MixtureMoments(tuple(of_members))
 
     def required_targets(self) -> torch.Tensor:
@@ -296,13 +311,15 @@ def statistics_of_batch(
         products = torch.cat([each.inner_products for each in in_order], dim=1)
         targets = classes = None
         if y is not None:
-            targets = la.trained_likelihood.check_targets(y[place], f_mu).to(device)
+            targets = la.trained_likelihood.check_targets(y[place], f_mu)
+            targets = targets.to(device)
         if contrasts is not None:
             # Batches need different numbers of contrasts; the columns have places for all.
             n_missing = n_directions - projections.shape[1]
             projections = pad(projections, (0, 0, 0, n_missing))
             products = pad(products, (0, n_missing, 0, n_missing))
-            classes = pad(contrasts.classes(f_mu), (0, n_missing), value=NO_CLASS).to(device)
+            classes = contrasts.classes(f_mu)
+            classes = pad(classes, (0, n_missing), value=NO_CLASS).to(device)
         return PredictiveStatistics(
             f_mu=f_mu.to(device, dtype),
             projections=projections.to(device, dtype),
