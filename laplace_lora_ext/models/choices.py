@@ -687,6 +687,20 @@ def _agree(
     return bool(difference <= rounding * others.abs().max())
 
 
+def _padded(
+    answers: Sequence[Sequence[int]],
+    like: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make tokens `(K, L)` of K answers, and mark those that are no padding."""
+    longest = max(map(len, answers))
+    tokens = like.new_zeros(len(answers), longest)
+    is_token = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, answer in enumerate(answers):
+        tokens[row, : len(answer)] = like.new_tensor(answer)
+        is_token[row, : len(answer)] = True
+    return tokens, is_token
+
+
 def _continued(
     text: Mapping[str, Any],
     answers: Sequence[Sequence[int]],
@@ -701,22 +715,9 @@ def _continued(
             "Answers of several tokens are put behind the input_ids of texts, of shape "
             f"(texts, tokens), and the batch has {None if ids is None else tuple(ids.shape)}."
         )
-    lengths = torch.tensor([len(answer) for answer in answers], device=ids.device)
-    longest = int(lengths.max())
+    tokens, is_token = _padded(answers, ids)
+    longest = tokens.shape[1]
     steps = torch.arange(longest, device=ids.device)
-    is_token = steps < lengths[:, None]  # (K, L)
-    tokens = torch.zeros(
-        len(answers),
-        longest,
-        dtype=ids.dtype,
-        device=ids.device,
-    )
-    of_all = [token for answer in answers for token in answer]
-    tokens[is_token] = torch.tensor(
-        of_all,
-        dtype=ids.dtype,
-        device=ids.device,
-    )
     last = last_real_position(text)[:, None]
     places = last + 1 + steps  # (B, L)
     places = places[:, None].expand(-1, len(answers), -1)
