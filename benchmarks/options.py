@@ -191,6 +191,9 @@ class Scale(Run):
         nargs="*",
     )
     processes: tuple[int, ...] = option((1, 2, 4), "that share a fit; none to omit", nargs="*")
+    widths: tuple[int, ...] = option(
+        (256, 1024), "of classifiers, for what heads and penalties add; none to omit", nargs="*"
+    )
     hidden_size: int = option(256, "width of the model, a multiple of 8")
     layers: int = option(4, "of the model")
     dtype: str = option("float32", "of the model's weights", choices=DTYPES)

@@ -4,10 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, BatchEncoding, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BatchEncoding,
+    LlamaConfig,
+)
 
 from benchmarks.models import AdaptedModel
 from benchmarks.training import as_dataset
@@ -40,6 +45,17 @@ class Shape:
 
 def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
     """Make a model on the device, in its precision; only its LoRA weights are trainable."""
+    model = _with_lora(AutoModelForCausalLM, "CAUSAL_LM", shape, device, seed)
+    return AdaptedModel(model, class_token_ids=list(range(shape.classes)))
+
+
+def random_classifier(shape: Shape, device: str, seed: int) -> AdaptedModel:
+    """Make a classifier in the same shape, whose head is trainable, too."""
+    model = _with_lora(AutoModelForSequenceClassification, "SEQ_CLS", shape, device, seed)
+    return AdaptedModel(model)
+
+
+def _with_lora(auto_class: Any, task: str, shape: Shape, device: str, seed: int) -> PeftModel:
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=shape.hidden_size,
@@ -48,14 +64,16 @@ def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
         num_attention_heads=shape.heads,
         vocab_size=shape.vocabulary,
         max_position_embeddings=max(2048, shape.length),
+        num_labels=shape.classes,
         bos_token_id=0,
         eos_token_id=0,
+        pad_token_id=0,
     )
     dtype = getattr(torch, shape.dtype)
     with torch.device(device):
-        base = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)
+        base = auto_class.from_config(config, torch_dtype=dtype)
     lora = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task,
         r=shape.rank,
         target_modules=list(shape.target_modules),
     )
@@ -64,8 +82,7 @@ def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=LORA_B_SCALE)
-    first_tokens = list(range(shape.classes))
-    return AdaptedModel(model.eval(), class_token_ids=first_tokens)
+    return model.eval()
 
 
 def switch_checkpointing(model: nn.Module, on: bool) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+import laplace_lora_ext
 from benchmarks import measuring, report
 from benchmarks.measuring import Message
 from benchmarks.methods import posterior
@@ -24,6 +25,7 @@ from benchmarks.options import Scale
 from benchmarks.random_models import (
     MEANING,
     Shape,
+    random_classifier,
     random_llama,
     random_loader,
     switch_checkpointing,
@@ -59,7 +61,6 @@ def run(options: Scale) -> Iterator[Result]:
     ]
     rows: list[Row] = []
     for name, explanation, of_series in _series(shape, options, device):
-        _add_exponents(of_series)
         parts += [explanation, report.table(of_series)]
         rows += [{"against": name, **row} for row in of_series]
         yield {"weights": MEANING, "rows": rows}, parts
@@ -86,6 +87,13 @@ def _series(shape: Shape, options: Scale, device: str) -> Iterator[tuple[str, st
             "tokens). Bare loops are the model's passes alone; seconds are for all texts:"
         )
         yield "processes", explanation, _by_processes(shape, options)
+    if options.widths:
+        explanation = (
+            "Against the width, what is added to a fit by a classifier's head, and to a training "
+            f"step by the penalty of a posterior ({shape.classes} classes, {shape.length} tokens). "
+            "The two of a pair are called in turn, and seconds are the least of each whole call:"
+        )
+        yield "width", explanation, _by_width(shape, options, device)
 
 
 def _by_classes(shape: Shape, options: Scale, device: str) -> list[Row]:
@@ -99,7 +107,7 @@ def _by_classes(shape: Shape, options: Scale, device: str) -> list[Row]:
         for row in of_size:
             row["forward_passes"] = _ratio(row["seconds"], seconds)
             rows.append({"size": size, **row})
-    return _by_name(rows)
+    return _with_exponents(rows)
 
 
 def _by_length(shape: Shape, options: Scale, device: str) -> list[Row]:
@@ -115,7 +123,7 @@ def _by_length(shape: Shape, options: Scale, device: str) -> list[Row]:
                 row["name"] += ", checkpointed" if is_checkpointed else ""
                 row["of_a_training_step's_memory"] = _ratio(row["megabytes"], megabytes)
                 rows.append({"size": size, **row})
-    return _by_name(rows)
+    return _with_exponents(rows)
 
 
 def _figure_of(rows: Sequence[Row], name: str, figure: str) -> float | None:
@@ -154,6 +162,13 @@ def _measured(jobs: Callable[[Setting], Iterator[Message]], setting: Setting) ->
     return [message.content for message in messages if message.kind == "job"]
 
 
+def quiet(options: Scale) -> None:
+    """Prepare a process: libraries' remarks would come from each, and labels are random."""
+    measuring.set_up(options)
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+
+
 def jobs_of_classes(setting: Setting) -> Iterator[Message]:
     """Measure what depends on the number of classes."""
     jobs = Jobs(setting)
@@ -181,10 +196,7 @@ class Jobs:
 
     def __init__(self, setting: Setting) -> None:
         shape, options = setting.shape, setting.options
-        measuring.set_up(options)
-        # Libraries' remarks would come once for each process, and labels are random.
-        logging.disable(logging.WARNING)
-        warnings.filterwarnings("ignore")
+        quiet(options)
         self._device = setting.device
         self._options = options
         self._adapted = random_llama(shape, setting.device, options.seed)
@@ -255,7 +267,82 @@ def _by_processes(shape: Shape, options: Scale) -> list[Row]:
     for size in options.processes:
         report.say(options, size, "processes")
         rows.append(_measure_processes(shape, size, options))
-    return rows
+    return _with_exponents(rows)
+
+
+def _by_width(shape: Shape, options: Scale, device: str) -> list[Row]:
+    """Measure what a head adds to a fit, and a penalty to a training step."""
+    rows: list[Row] = []
+    for size in options.widths:
+        report.say(options, size, "wide")
+        wide = replace(shape, hidden_size=size, intermediate_size=4 * size)
+        setting = Setting(wide, False, options, device)
+        rows += [{"size": size, **row} for row in _measured(additions, setting)]
+    return _by_name(rows)
+
+
+def additions(setting: Setting) -> Iterator[Message]:
+    """Measure jobs with and without what is added to them."""
+    jobs = Additions(setting)
+    yield Message("ready", None)
+    yield jobs.measured("head in a fit", jobs.fit_without_head, jobs.fit_with_head)
+    yield jobs.measured("penalty in a training step", jobs.train, jobs.train_with_penalty)
+
+
+class Additions:
+    """Jobs on one classifier, with and without its head, with and without a penalty."""
+
+    def __init__(self, setting: Setting) -> None:
+        shape, options = setting.shape, setting.options
+        quiet(options)
+        self._options = options
+        self._model = random_classifier(shape, setting.device, options.seed).model
+        self._loader = random_loader(shape, options.batches, setting.device, options.seed)
+        (self._batch,) = random_loader(shape, 1, setting.device, options.seed)
+        self._without = laplace_lora_ext.Laplace(self._model)
+        self._with_head = laplace_lora_ext.Laplace(self._model, modules_to_save=True)
+
+    def measured(
+        self, name: str, without: Callable[[], object], with_addition: Callable[[], object]
+    ) -> Message:
+        """Call both in turn, after a first call of each, and compare the least seconds."""
+        without()
+        with_addition()
+        seconds = [
+            (measuring.seconds_of(without), measuring.seconds_of(with_addition))
+            for _ in range(self._options.repetitions)
+        ]
+        least = [min(of_job) for of_job in zip(*seconds, strict=True)]
+        row: Row = {
+            "name": name,
+            "seconds": least[1],
+            "seconds_without": least[0],
+            "ratio": least[1] / least[0],
+        }
+        return Message("job", row)
+
+    def fit_without_head(self) -> None:
+        """Fit a posterior over LoRA weights."""
+        self._without.fit(self._loader)
+
+    def fit_with_head(self) -> None:
+        """Fit a posterior over LoRA weights and the head."""
+        self._with_head.fit(self._loader)
+
+    def train(self) -> None:
+        """Take the passes of a training step."""
+        self._train(torch.zeros(()))
+
+    def train_with_penalty(self) -> None:
+        """Take the passes of a training step whose loss has a penalty."""
+        self._train(self._with_head.penalty(1 / self._options.batch_size))
+
+    def _train(self, penalty: torch.Tensor) -> None:
+        self._model.train()
+        loss = self._model(**self._batch).loss
+        (loss + penalty.to(loss)).backward()
+        self._model.zero_grad()
+        self._model.eval()
 
 
 @dataclass(frozen=True)
@@ -328,12 +415,14 @@ def _fit_shard(shard: Shard) -> Row:
     return {"median": statistics.median(times), "peak_megabytes": memory.megabytes}
 
 
-def _add_exponents(rows: Sequence[Row]) -> None:
-    """Add exponents to the last row of each name."""
-    for name in {row["name"] for row in rows}:
-        of_name = [row for row in rows if row["name"] == name]
+def _with_exponents(rows: Sequence[Row]) -> list[Row]:
+    """Put rows of one name together, and exponents into the last row of each."""
+    ordered = _by_name(rows)
+    for name in {row["name"] for row in ordered}:
+        of_name = [row for row in ordered if row["name"] == name]
         sizes = [row["size"] for row in of_name]
         seconds = [row["seconds"] for row in of_name]
         megabytes = [row["megabytes"] for row in of_name]
         of_name[-1]["time_exponent"] = measuring.growth_exponent(sizes, seconds)
         of_name[-1]["memory_exponent"] = measuring.growth_exponent(sizes, megabytes)
+    return ordered

@@ -13,6 +13,7 @@ SMALL = {
     "classes": [2, 4, 30],
     "lengths": [8, 16],
     "processes": [1, 2],
+    "widths": [16, 32],
 }
 
 
@@ -46,10 +47,14 @@ def test_every_series_at_small_sizes(tmp_path, capsys):
     assert [row["size"] for row in of_processes] == [1, 2]
     assert all(row["in_bare_loops"] > 0 for row in of_processes)
     assert "time_exponent" in of_processes[-1]
+    of_widths = [row for row in rows if row["against"] == "width"]
+    assert [row["size"] for row in of_widths] == [16, 32] * 2
+    for row in of_widths:
+        assert row["ratio"] == pytest.approx(row["seconds"] / row["seconds_without"])
     assert "Against the number of classes" in finished.printed
 
 
 def test_a_series_without_sizes_is_left_out(tmp_path, capsys):
-    small = SMALL | {"classes": [], "lengths": [8], "processes": []}
+    small = SMALL | {"classes": [], "lengths": [8], "processes": [], "widths": []}
     finished = run(capsys, tmp_path, "scale --quiet", **small)
     assert {row["against"] for row in finished.figures["rows"]} == {"tokens of a text"}
