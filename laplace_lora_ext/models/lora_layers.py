@@ -206,18 +206,25 @@ def _adapted(name: str, layer: BaseTunerLayer) -> str:
     """Name a layer by what it adapts: of one module there may be several around each other."""
     if not _adapts_parameter(layer):
         return name
-    of_parameter: Any = layer
-    return f"{re.sub(r'([.]base_layer)+$', '', name)}.{of_parameter.parameter_name}"
+    parameter, _ = _parameter_of(layer)
+    module = re.sub(r"([.]base_layer)+$", "", name)
+    return f"{module}.{parameter}"
+
+
+def _parameter_of(layer: Any) -> tuple[str, int]:
+    """Name the parameter that a layer of PEFT's adapts, and say of how many experts it is."""
+    return layer.parameter_name, layer.num_experts
 
 
 def _views(
-    layer: BaseTunerLayer, part: str, weight: torch.Tensor
+    layer: BaseTunerLayer,
+    part: str,
+    weight: torch.Tensor,
 ) -> Iterator[tuple[str, View | None]]:
     """Say how a parameter holds matrices, with what their names end in."""
     n_experts = 1
     if _adapts_parameter(layer):
-        of_parameter: Any = layer
-        n_experts = of_parameter.num_experts
+        _, n_experts = _parameter_of(layer)
     if n_experts > 1:
         m, n = weight.shape
         for place in range(n_experts):
@@ -257,7 +264,8 @@ def _within_attention(layers: Layers) -> set[int]:
     within: set[int] = set()
     for layer in layers.values():
         if ATTENTION is not None and isinstance(layer, ATTENTION):
-            attention: Any = layer.get_base_layer()
+            attention = layer.get_base_layer()
+            assert isinstance(attention, nn.MultiheadAttention)
             within |= {id(layer), id(attention.out_proj)}
     return within
 

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from peft.tuners import lora
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -143,16 +144,17 @@ def exact_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
     rounds them: here they are put back. To those of the output projection it adds `B A` twice, and
     the second time outside of the graph, so that gradients are half of what they should be.
     """
-    layers: list[Any] = []
+    attentions: list[Any] = []
     for module in modules:
         if ATTENTION is None or not isinstance(module, ATTENTION):
             continue
-        layer: Any = module
-        if "merge" not in vars(layer.get_base_layer().out_proj):  # not within a pass that has this
-            layers.append(layer)
+        assert isinstance(module, BaseTunerLayer)
+        attention = module.get_base_layer()
+        # Not within a pass that has done this already.
+        if "merge" not in vars(attention.out_proj):
+            attentions.append(attention)
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for layer in layers:
-        attention = layer.get_base_layer()
+    for attention in attentions:
         output = attention.out_proj.get_base_layer()
         before.append((attention, "in_proj_weight", attention.in_proj_weight))
         before.append((output, "weight", output.weight))
@@ -160,8 +162,8 @@ def exact_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for layer in layers:
-            del layer.get_base_layer().out_proj.merge
+        for attention in attentions:
+            del attention.out_proj.merge
         for module, name, parameter in before:
             vars(module).pop(name, None)  # where an error has left a merged weight
             module._parameters[name] = parameter
@@ -174,9 +176,11 @@ def _merged_in_graph(
 ) -> None:
     """Merge as `peft.tuners.lora.Linear.merge` does, with a gradient."""
     base = layer.get_base_layer()
-    for adapter in layer.active_adapters if adapter_names is None else adapter_names:
+    names = layer.active_adapters if adapter_names is None else adapter_names
+    for adapter in names:
         if adapter in layer.lora_A:
-            base.weight = base.weight + layer.get_delta_weight(adapter).to(base.weight.dtype)
+            change = layer.get_delta_weight(adapter)
+            base.weight = base.weight + change.to(base.weight.dtype)
             layer.merged_adapters.append(adapter)
 
 
@@ -187,11 +191,11 @@ def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
     """Find the layers whose activations the user's training computes anew."""
     if GradientCheckpointingLayer is None:
         return []
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
-    ]
+    layers: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+            layers.append(module)
+    return layers
 
 
 class Checkpoints:

@@ -64,7 +64,10 @@ class DataCollatorForChoices:
                 "many into batches of their own."
             )
         length = max(len(prompt) + len(answer) for prompt, answer in rows)
-        padding: Any = self.tokenizer.pad_token_id or 0
+        padding = self.tokenizer.pad_token_id
+        # Any token will do, since the mask leaves it out.
+        if not isinstance(padding, int):
+            padding = 0
         shape = (len(rows), length)
         batch = {
             "input_ids": torch.full(shape, padding),

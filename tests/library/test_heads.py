@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 import laplace_lora_ext
+from laplace_lora_ext.models.weights import Block
 from tests.support.dense import evidence, exact_ggn, softmax_fisher
 from tests.support.heads import CASES, PARTS, Case, dense_of, plain, trained, weights_of
 from tests.support.models import TwoLinear, base_model, lora_model, ragged_batches
@@ -24,6 +25,34 @@ def around(case: Case, structure: str = "lowrank_kron", **keywords):
     return la
 
 
+def names_of(la) -> list[str]:
+    return [block.name for block in la.blocks]
+
+
+def kinds_of(la) -> list[str]:
+    return [block.kind for block in la.blocks]
+
+
+def heads_of(la) -> list[str]:
+    """Names of the head's weights and biases."""
+    return [block.name for block in la.blocks if block.kind == "head"]
+
+
+def sizes_of(la) -> torch.Tensor:
+    return torch.tensor([block.weight.numel() for block in la.blocks])
+
+
+def parts_of(la) -> list[tuple[Block, slice]]:
+    """Where each block's weights are among all parameters."""
+    parts = []
+    end = 0
+    for block in la.blocks:
+        start = end
+        end += block.weight.numel()
+        parts.append((block, slice(start, end)))
+    return parts
+
+
 def kronecker_blocks(
     model: nn.Module,
     Js: torch.Tensor,
@@ -32,7 +61,8 @@ def kronecker_blocks(
     """Compute `Σ G Gᵀ ⊗ Σ Gᵀ G / Σ ‖G‖²` of each weight, a bias being a matrix of one column."""
     blocks = []
     weights = weights_of(model).values()
-    for weight, J in zip(weights, Js.split([w.numel() for w in weights], dim=-1), strict=True):
+    sizes = [weight.numel() for weight in weights]
+    for weight, J in zip(weights, Js.split(sizes, dim=-1), strict=True):
         G = J.unflatten(-1, (len(weight), -1))
         weighted = torch.einsum("bcd,bdij->bcij", H, G)
         F_out = torch.einsum("bcij,bckj->ik", G, weighted)
@@ -47,12 +77,13 @@ def kronecker_blocks(
 @cases
 def test_blocks_are_the_weights_and_biases_of_adapter_and_head(case):
     la = around(case)
-    expected = {name: tuple(weight.shape) for name, weight in weights_of(la.model.model).items()}
-    assert {block.name: tuple(block.weight.shape) for block in la.blocks} == expected
-    assert [block.name for block in la.blocks] == list(expected)
-    assert {block.kind for block in la.blocks} == {"lora", "head"}
-    values = torch.cat([weight.flatten() for weight in weights_of(la.model.model).values()])
-    assert torch.equal(la.mean, values)
+    weights = weights_of(la.model.model)
+    assert names_of(la) == list(weights)
+    for block, weight in zip(la.blocks, weights.values(), strict=True):
+        assert block.weight.shape == weight.shape
+    assert set(kinds_of(la)) == {"lora", "head"}
+    values = [weight.flatten() for weight in weights.values()]
+    assert torch.equal(la.mean, torch.cat(values))
 
 
 @cases
@@ -64,13 +95,15 @@ def test_curvature_predictive_and_evidence_are_the_dense_ones_at_full_rank(case)
     H = torch.block_diag(*kronecker_blocks(model, Js, softmax_fisher(f_mu)))
     assert_close(la.H.to_matrix(), H, **EXACT)
 
-    sizes = torch.tensor([block.weight.numel() for block in la.blocks])
-    prior = la.prior_precision.repeat_interleave(sizes)
-    covariance = Js @ torch.linalg.inv(H + prior.diag()) @ Js.mT
-    f_var = torch.cat([la.predictive_moments(la.model.inputs(b)).f_var for b in case.batches])
+    prior = la.prior_precision.repeat_interleave(sizes_of(la))
+    posterior = torch.linalg.inv(H + prior.diag())
+    covariance = Js @ posterior @ Js.mT
+    moments = [la.predictive_moments(la.model.inputs(batch)) for batch in case.batches]
+    f_var = torch.cat([of_batch.f_var for of_batch in moments])
     assert_close(f_var, covariance, **EXACT)
     log_likelihood = -cross_entropy(f_mu, case.labels(), reduction="sum")
-    assert_close(la.log_marginal_likelihood(), evidence(H, log_likelihood, la.mean, prior), **EXACT)
+    expected = evidence(H, log_likelihood, la.mean, prior)
+    assert_close(la.log_marginal_likelihood(), expected, **EXACT)
     statistics = la.predictive_statistics(case.batches, dtype=torch.float64)
     assert_close(statistics.moments(la.prior_precision).f_var, covariance, **EXACT)
 
@@ -90,10 +123,7 @@ def test_a_bias_has_its_exact_block_of_the_ggn(case):
     f_mu, Js = dense_of(la.model.model, case.examples())
     ggn = exact_ggn(Js, softmax_fisher(f_mu))
     found = la.H.to_matrix()
-    end = 0
-    for block in la.blocks:
-        part = slice(end, end + block.weight.numel())
-        end = part.stop
+    for block, part in parts_of(la):
         if block.parameter == "bias":
             assert_close(found[part, part], ggn[part, part], **EXACT)
 
@@ -113,14 +143,12 @@ def test_expand_is_kfac_of_a_head_that_examples_go_through_once():
     f_mu, Js = dense_of(la.model.model, case.examples())
     ggn = exact_ggn(Js, softmax_fisher(f_mu))
     found = la.H.to_matrix()
-    start = 0
-    for block in la.blocks:
-        part = slice(start, start + block.weight.numel())
-        start = part.stop
+    for block, part in parts_of(la):
+        of_block = found[part, part]
         if block.parameter == "bias":  # ones: nothing is approximated
-            assert_close(found[part, part], ggn[part, part], **EXACT)
+            assert_close(of_block, ggn[part, part], **EXACT)
         else:
-            assert found[part, part].trace() > 0
+            assert of_block.trace() > 0
 
 
 def test_the_hosts_kron_is_stock_krons_over_the_same_weights():
@@ -136,7 +164,8 @@ def test_the_hosts_kron_is_stock_krons_over_the_same_weights():
 
 
 def test_lora_alone_is_the_default():
-    assert {block.kind for block in make(lora_model("bert")).blocks} == {"lora"}
+    la = make(lora_model("bert"))
+    assert set(kinds_of(la)) == {"lora"}
 
 
 def test_a_fit_with_the_head_takes_no_further_passes(monkeypatch):
@@ -163,7 +192,8 @@ def test_samples_of_the_head_are_saved_and_predict_as_drawn(tmp_path):
     la = fitted("bert", modules_to_save=True, dtype=torch.float32)
     la.prior_precision = 5.0
     batch = ragged_batches()[0]
-    expected = la(batch, pred_type="nn", n_samples=3, generator=generator(), link_approx="mc")
+    drawn = {"n_samples": 3, "generator": generator()}
+    expected = la(batch, pred_type="nn", link_approx="mc", **drawn)
     folders = la.sample_adapters(3, tmp_path, generator=generator())
     probabilities = []
     biases = []
@@ -184,10 +214,11 @@ def test_a_file_keeps_the_choice_of_heads(tmp_path):
     la.amortize(case.batches)
     la.save_pretrained(tmp_path)
     loaded = laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
-    assert [block.name for block in loaded.blocks] == [block.name for block in la.blocks]
+    assert names_of(loaded) == names_of(la)
     batch = case.batches[0]
     assert torch.equal(loaded(batch), la(batch))
-    assert torch.equal(loaded(batch, pred_type="amortized"), la(batch, pred_type="amortized"))
+    learnt = loaded(batch, pred_type="amortized")
+    assert torch.equal(learnt, la(batch, pred_type="amortized"))
     loaded.fit(case.batches, override=False)
     assert loaded.n_data == 2 * la.n_data
 
@@ -210,8 +241,8 @@ def test_a_mixture_of_adapters_has_each_ones_head():
         if ".second" in name:
             nn.init.normal_(weight, std=0.3)
     members.append(fitted(model=model, modules_to_save=True))
-    heads = [[block.name for block in la.blocks if block.kind == "head"] for la in members]
-    assert heads[1] == [name.replace("default", "second") for name in heads[0]]
+    first, second = map(heads_of, members)
+    assert second == [name.replace("default", "second") for name in first]
     mixture = laplace_lora_ext.LaplaceMixture(members)
     batch = ragged_batches()[0]
     expected = torch.stack([la(batch) for la in members]).mean(0)
@@ -221,7 +252,7 @@ def test_a_mixture_of_adapters_has_each_ones_head():
 def test_another_posterior_of_the_same_choice_has_the_same_heads():
     la = fitted("bert", modules_to_save=True)
     other = la.for_model(lora_model("bert"))
-    assert [block.name for block in other.blocks] == [block.name for block in la.blocks]
+    assert names_of(other) == names_of(la)
 
 
 # --- selected ------------------------------------------------------------------------------------
@@ -239,21 +270,24 @@ def test_another_posterior_of_the_same_choice_has_the_same_heads():
 )
 def test_names_select_heads(names, expected):
     model = CASES["two layers with biases"].build()
-    heads = [b.name for b in make(model, modules_to_save=names).blocks if b.kind == "head"]
-    full = "base_model.model.classifier.modules_to_save.default"
-    wanted = [f"{full}.{layer}.{part}" for layer in expected for part in ("weight", "bias")]
-    assert heads == wanted
+    la = make(model, modules_to_save=names)
+    wanted = []
+    for layer in expected:
+        site = f"base_model.model.classifier.modules_to_save.default.{layer}"
+        wanted += [f"{site}.weight", f"{site}.bias"]
+    assert heads_of(la) == wanted
 
 
 def test_what_is_frozen_in_a_head_is_left_out_unless_all_of_it_is():
     model = CASES["two layers with biases"].build()
     head = model.base_model.classifier.modules_to_save["default"]
     head.dense.requires_grad_(False)
-    some = make(model, modules_to_save=True).blocks
-    assert {block.name.split(".")[-2] for block in some if block.kind == "head"} == {"out_proj"}
+    some = heads_of(make(model, modules_to_save=True))
+    layers = [name.split(".")[-2] for name in some]
+    assert layers == ["out_proj", "out_proj"]
     model.requires_grad_(False)  # as adapters that were loaded for inference
-    every = make(model, modules_to_save=True).blocks
-    assert sum(block.kind == "head" for block in every) == 4
+    every = heads_of(make(model, modules_to_save=True))
+    assert len(every) == 4
 
 
 # --- refused -------------------------------------------------------------------------------------
@@ -276,7 +310,11 @@ def with_norm() -> nn.Module:
 
 
 def too_large() -> nn.Module:
-    layers = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 2100), nn.Linear(2100, 2100))
+    layers = nn.Sequential(
+        nn.Linear(5, 6),
+        nn.Linear(6, 2100),
+        nn.Linear(2100, 2100),
+    )
     return get_peft_model(layers, LoraConfig(target_modules=["0"], modules_to_save=["2"]))
 
 
@@ -310,7 +348,7 @@ def test_heads_that_can_not_take_part_are_refused_by_name(model, selection, mess
 
 def test_the_linear_layer_of_a_head_takes_part_by_its_name():
     la = make(with_norm(), modules_to_save=["head.1"])
-    assert sum(block.kind == "head" for block in la.blocks) == 2
+    assert len(heads_of(la)) == 2
 
 
 def test_the_hosts_kron_refuses_a_layer_without_its_bias():
@@ -328,7 +366,10 @@ def test_the_calls_of_a_surrogate_with_a_head_of_three_layers():
     model = plain(n_outputs=1)
     X = torch.randn(10, 5, generator=generator()).double()
     y = torch.randn(10, 1, generator=generator(1)).double()  # labels (B, 1)
-    batches = [{"x": X[:6], "labels": y[:6]}, {"x": X[6:], "labels": y[6:]}]
+    batches = [
+        {"x": X[:6], "labels": y[:6]},
+        {"x": X[6:], "labels": y[6:]},
+    ]
 
     class OfMapping(nn.Module):
         def __init__(self) -> None:
@@ -340,7 +381,7 @@ def test_the_calls_of_a_surrogate_with_a_head_of_three_layers():
 
     la = make(OfMapping(), likelihood="regression", modules_to_save=True)
     la.fit(batches)
-    assert sum(block.kind == "head" for block in la.blocks) == 5
+    assert len(heads_of(la)) == 5
     log_prior = torch.zeros(len(la.blocks), dtype=torch.float64, requires_grad=True)
     log_sigma = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([log_prior, log_sigma], lr=0.1)
@@ -361,6 +402,6 @@ def test_the_calls_of_a_surrogate_with_a_head_of_three_layers():
     assert_close(f_mu, logits, **EXACT)
     prior = la.prior_precision.detach()
     P = la.H.to_matrix() / la.sigma_noise.detach() ** 2
-    sizes = torch.tensor([block.weight.numel() for block in la.blocks])
-    P = P + prior.repeat_interleave(sizes).diag()
-    assert_close(f_var.detach(), Js @ torch.linalg.solve(P, Js.mT), **EXACT)
+    P = P + prior.repeat_interleave(sizes_of(la)).diag()
+    covariance = Js @ torch.linalg.solve(P, Js.mT)
+    assert_close(f_var.detach(), covariance, **EXACT)

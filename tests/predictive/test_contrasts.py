@@ -1,5 +1,7 @@
 """With many classes, predictions compare the classes that matter, and guess the others."""
 
+from itertools import permutations, product
+
 import pytest
 import torch
 from laplace.utils.metrics import RunningNLLMetric
@@ -10,7 +12,7 @@ from laplace_lora_ext.predictive.distributions import moments_for
 from laplace_lora_ext.predictive.links import mean_field
 from laplace_lora_ext.predictive.moments import DifferenceMoments
 from laplace_lora_ext.predictive.statistics import joined_statistics
-from tests.support.models import lora_model, ragged_batches
+from tests.support.models import lora_model, ragged_batches, without_labels
 from tests.support.posteriors import GRID, fitted, generator, some_precision, validation_loss
 
 N_CLASSES = 14
@@ -37,19 +39,28 @@ def classes_that_matter(logits: torch.Tensor) -> list[list[int]]:
     for row in logits:
         p = (row / 2).softmax(-1)
         order = row.argsort(descending=True).tolist()
-        classes = order[:2]
-        while len(classes) <= MOST and 1 - sum(p[c].item() for c in classes) > 1e-3:
-            classes.append(order[len(classes)])
-        chosen.append(classes)
+        n_classes = 2
+        while n_classes <= MOST and 1 - p[order[:n_classes]].sum() > 1e-3:
+            n_classes += 1
+        chosen.append(order[:n_classes])
     return chosen
 
 
 def variance_of(f_var: torch.Tensor, j: int, k: int) -> float:
-    return (f_var[j, j] + f_var[k, k] - 2 * f_var[j, k]).item()
+    """Variance of the difference of two logits."""
+    return covariance_of_contrasts(f_var, j, j, top=k)
 
 
-def covariance_of_contrasts(f_var: torch.Tensor, j: int, k: int, top: int) -> float:
-    return (f_var[j, k] - f_var[j, top] - f_var[top, k] + f_var[top, top]).item()
+def covariance_of_contrasts(
+    f_var: torch.Tensor,
+    j: int,
+    k: int,
+    top: int,
+) -> float:
+    """Covariance of `f_j - f_top` and `f_k - f_top`."""
+    of_j = f_var[j, k] - f_var[j, top]
+    of_top = f_var[top, k] - f_var[top, top]
+    return (of_j - of_top).item()
 
 
 # --- which classes --------------------------------------------------------------------------------
@@ -63,7 +74,8 @@ def test_classes_are_compared_until_little_probability_is_left():
     found = Contrasts().classes(logits)
     assert found.shape == (200, 1 + MOST)
     for row, classes in zip(found.tolist(), expected, strict=True):
-        assert row == classes + [-1] * (1 + MOST - len(classes))
+        n_missing = 1 + MOST - len(classes)
+        assert row == classes + [-1] * n_missing
     sure = [len(classes) <= 4 for classes in expected]
     assert Contrasts().classes(logits[sure]).shape[1] == 4
 
@@ -72,7 +84,8 @@ def test_classes_are_compared_until_little_probability_is_left():
 def test_as_many_are_compared_as_are_asked_for(n_contrasts):
     logits = torch.randn(5, N_CLASSES, generator=generator())
     order = logits.argsort(descending=True)
-    assert torch.equal(Contrasts(n_contrasts).classes(logits), order[:, : 1 + n_contrasts])
+    found = Contrasts(n_contrasts).classes(logits)
+    assert torch.equal(found, order[:, : 1 + n_contrasts])
 
 
 # --- predictions ----------------------------------------------------------------------------------
@@ -106,28 +119,28 @@ def test_known_contrasts_are_exact_and_others_alike():
         for f_var, of_all, classes in zip(moments.f_var, exact, chosen, strict=True):
             top, *known = classes
             others = [c for c in range(N_CLASSES) if c not in classes]
-            for j in classes:
-                for k in classes:
-                    expected = variance_of(of_all, j, k)
-                    assert variance_of(f_var, j, k) == pytest.approx(expected, abs=1e-9)
+            for j, k in product(classes, classes):
+                expected = variance_of(of_all, j, k)
+                assert variance_of(f_var, j, k) == pytest.approx(expected, abs=1e-9)
             variances = [variance_of(of_all, j, top) for j in known]
             mean = sum(variances) / len(variances)
-            shared = [
-                covariance_of_contrasts(of_all, j, k, top) for j in known for k in known if j != k
-            ]
-            mean_shared = sum(shared) / len(shared) if shared else mean / 2
+            shared = [covariance_of_contrasts(of_all, j, k, top) for j, k in permutations(known, 2)]
+            # Of one contrast nobody knows what it shares with others.
+            mean_shared = mean / 2
+            if shared:
+                mean_shared = sum(shared) / len(shared)
             assert 0 < mean_shared < mean
             for j in others:
                 assert variance_of(f_var, j, top) == pytest.approx(mean)
-                for k in others:
-                    if j != k:
-                        assert f_var[j, k].item() == pytest.approx(mean_shared)
+            for j, k in permutations(others, 2):
+                assert f_var[j, k].item() == pytest.approx(mean_shared)
 
 
 def test_a_prediction_does_not_depend_on_the_other_texts_of_a_batch():
     la = with_classes(prior_precision=0.5)
     (batch,) = batches_of(batch_size=8)
-    lengths = {len(classes) for classes in classes_that_matter(la.model(batch))}
+    chosen = classes_that_matter(la.model(batch))
+    lengths = set(map(len, chosen))
     assert len(lengths) > 2
     together = la(batch, link_approx="mean_field")
     alone = [la(each, link_approx="mean_field") for each in batches_of(batch_size=1)]
@@ -138,9 +151,11 @@ def test_a_prediction_does_not_depend_on_the_other_texts_of_a_batch():
 def test_what_is_completed_is_a_covariance(n_known):
     root = torch.randn(50, n_known, 6, generator=generator()).double()
     order = torch.rand(50, N_CLASSES, generator=generator(1)).argsort(1)
-    V = completed(root @ root.mT, order[:, : 1 + n_known], N_CLASSES)
+    classes = order[:, : 1 + n_known]
+    V = completed(root @ root.mT, classes, N_CLASSES)
     assert torch.linalg.eigvalsh(V).min() > -1e-9
-    nothing = completed(torch.zeros(50, n_known, n_known), order[:, : 1 + n_known], N_CLASSES)
+    zeros = torch.zeros(50, n_known, n_known)
+    nothing = completed(zeros, classes, N_CLASSES)
     assert not nothing.any()
 
 
@@ -161,12 +176,15 @@ def test_statistics_of_contrasts_predict_as_a_batch_does(prior, n_contrasts):
 
     index = torch.tensor([5, 0])
     part = statistics[index]
-    torch.testing.assert_close(part.moments(la.prior_precision).f_var, moments.f_var[index])
-    assert torch.equal(part.targets, torch.cat([each["labels"] for each in batches])[index])
+    of_part = part.moments(la.prior_precision)
+    torch.testing.assert_close(of_part.f_var, moments.f_var[index])
+    labels = torch.cat([each["labels"] for each in batches])
+    assert torch.equal(part.targets, labels[index])
     halves = joined_statistics([statistics[:4], statistics[4:]])
-    torch.testing.assert_close(halves.moments(la.prior_precision).f_var, moments.f_var)
-    without_labels = [{k: v for k, v in each.items() if k != "labels"} for each in batches]
-    unlabelled = la.predictive_statistics(without_labels, n_contrasts=n_contrasts)
+    of_halves = halves.moments(la.prior_precision)
+    torch.testing.assert_close(of_halves.f_var, moments.f_var)
+    inputs = [without_labels(each) for each in batches]
+    unlabelled = la.predictive_statistics(inputs, n_contrasts=n_contrasts)
     assert unlabelled.targets is None
     assert torch.equal(unlabelled.classes, statistics.classes)
 
@@ -179,7 +197,8 @@ def test_statistics_take_as_many_numbers_as_there_are_contrasts():
     assert statistics.projections.shape == (8, MOST, E)
     assert statistics.inner_products.shape == (8, F, MOST, MOST)
     assert statistics.classes.shape == (8, 1 + MOST)
-    assert la.predictive_statistics(batches_of(60), n_contrasts=2).projections.shape == (8, 2, E)
+    fewer = la.predictive_statistics(batches_of(60), n_contrasts=2)
+    assert fewer.projections.shape == (8, 2, E)
 
 
 @pytest.mark.parametrize("n_classes", [3, 9])
@@ -205,9 +224,13 @@ def test_all_contrasts_make_statistics_that_serve_every_link():
 
 
 def searched(la, method, val_loader, **options):
-    """Search with a method; the losses."""
-    options |= {"val_gd": {"n_steps": 20, "generator": generator()}, "gridsearch": FIXED}[method]
-    return la.optimize_prior_precision(method=method, val_loader=val_loader, **options).objective
+    """Search with a method, and return the losses."""
+    if method == "val_gd":
+        options |= {"n_steps": 20, "generator": generator()}
+    else:
+        options |= FIXED
+    history = la.optimize_prior_precision(method=method, val_loader=val_loader, **options)
+    return history.objective
 
 
 @pytest.mark.parametrize("method", ["gridsearch", "val_gd"])
@@ -226,8 +249,9 @@ def test_searches_take_statistics_of_what_their_link_reads(link, method):
     torch.testing.assert_close(losses, of_statistics, rtol=1e-5, atol=1e-5)
     if link == "mean_field" and method == "gridsearch":
         grid = torch.logspace(-2, 2, 7)
-        direct = [validation_loss(la, p, batches, link_approx=link) for p in grid]
-        torch.testing.assert_close(losses, torch.tensor(direct).double(), rtol=1e-4, atol=1e-4)
+        direct = [validation_loss(la, point, batches, link_approx=link) for point in grid]
+        direct = torch.tensor(direct).double()
+        torch.testing.assert_close(losses, direct, rtol=1e-4, atol=1e-4)
 
 
 def test_a_link_that_reads_each_logit_refuses_differences():
@@ -278,5 +302,7 @@ def test_agreement_and_mixtures_take_contrasts():
     mixture.prior_precision = history.prior_precision[1]
     for each in held:
         metric.update(mixture(each, link_approx="mean_field"), each["labels"])
-    assert history.objective[1].item() == pytest.approx(metric.compute().item(), rel=1e-4)
-    assert mixture.predict(held[0], n_contrasts=2).probabilities.shape == (3, N_CLASSES)
+    nll = metric.compute().item()
+    assert history.objective[1].item() == pytest.approx(nll, rel=1e-4)
+    prediction = mixture.predict(held[0], n_contrasts=2)
+    assert prediction.probabilities.shape == (3, N_CLASSES)

@@ -41,36 +41,50 @@ class Case:
 
     def labels(self) -> torch.Tensor:
         """Join the labels of all batches."""
-        return torch.cat([b["labels"] if isinstance(b, dict) else b[1] for b in self.batches])
+        labels: list[torch.Tensor] = []
+        for batch in self.batches:
+            of_batch = batch["labels"] if isinstance(batch, dict) else batch[1]
+            labels.append(of_batch)
+        return torch.cat(labels)
 
     def logits(self, inputs: Any) -> torch.Tensor:
         """Compute logits `(B, C)` by the model's plain output."""
         output = self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)
         logits = getattr(output, "logits", output)
-        if logits.ndim == 3:  # of a language model, whose answer is after the last token
+        # Of a language model, whose answer is after the last token.
+        if logits.ndim == 3:
             last = inputs["attention_mask"].sum(-1) - 1
-            logits = logits[torch.arange(len(logits)), last][:, CLASS_TOKEN_IDS]
+            at_last = logits[torch.arange(len(logits)), last]
+            logits = at_last[:, CLASS_TOKEN_IDS]
         return logits
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Find the weights that take part, in the order of the parameters."""
-        return {
-            name: weight
-            for name, weight in self.model.named_parameters()
-            if any(part in name for part in self.names) and self.but not in name
-        }
+        weights: dict[str, nn.Parameter] = {}
+        for name, weight in self.model.named_parameters():
+            takes_part = any(part in name for part in self.names)
+            if takes_part and self.but not in name:
+                weights[name] = weight
+        return weights
 
-    def matrices(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def matrices(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+    ) -> list[torch.Tensor]:
         """Cut `(..., *shape of the weight)` into matrices `(..., m, n)`, one for each expert."""
         if self.n_experts > 1 and ".experts." in name:
-            n = tensor.shape[-2 if "lora_A" in name else -1] // self.n_experts
-            if "lora_A" in name:  # one expert's rows follow each other
-                return [tensor[..., e * n : (e + 1) * n, :] for e in range(self.n_experts)]
-            return [tensor[..., e :: self.n_experts] for e in range(self.n_experts)]
+            if "lora_A" in name:
+                # One expert's rows follow each other.
+                n_rows = tensor.shape[-2] // self.n_experts
+                return list(tensor.split(n_rows, dim=-2))
+            # The experts' columns alternate.
+            return [tensor[..., expert :: self.n_experts] for expert in range(self.n_experts)]
         shape = self.weights()[name].shape
         m = shape.numel() if "magnitude" in name else shape[0]
+        n = shape.numel() // m
         leading = tensor.shape[: tensor.ndim - len(shape)]
-        return [tensor.reshape(*leading, m, shape.numel() // m)]
+        return [tensor.reshape(*leading, m, n)]
 
 
 @dataclass(frozen=True)
@@ -113,61 +127,74 @@ def dense(case: Case) -> Dense:
     logits: list[torch.Tensor] = []
     of_examples: list[list[torch.Tensor]] = []
     for batch in case.batches:
-        inputs = case.inputs(batch)
-        size = len(next(iter(inputs.values()))) if isinstance(inputs, dict) else len(inputs)
-        for row in range(size):
-            example = _row(inputs, row)
+        for example in _examples(case.inputs(batch)):
             with torch.no_grad():
                 logits += case.logits(example)
             of_examples.append(differentiate(case, example, list(weights.values())))
     Js: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
-    for (name, weight), J in zip(weights.items(), zip(*of_examples, strict=True), strict=True):
+    by_weight = zip(*of_examples, strict=True)
+    for (name, weight), J in zip(weights.items(), by_weight, strict=True):
         Js += case.matrices(name, torch.stack(J))
         values += case.matrices(name, weight.detach())
     return Dense(torch.stack(logits), Js, values)
 
 
-def _gradients(case: Case, example: Any, weights: list[nn.Parameter]) -> list[torch.Tensor]:
+def _gradients(
+    case: Case,
+    example: Any,
+    weights: list[nn.Parameter],
+) -> list[torch.Tensor]:
     """Compute Jacobians `(C, *shape)` of one example by plain automatic differentiation."""
     before = [weight.requires_grad for weight in weights]
     for weight in weights:
         weight.requires_grad_()
     (logits,) = case.logits(example)
-    rows = [
-        torch.autograd.grad(
-            logit, weights, retain_graph=True, allow_unused=True, materialize_grads=True
+    rows: list[Sequence[torch.Tensor]] = []
+    for logit in logits:
+        of_logit = torch.autograd.grad(
+            logit,
+            weights,
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
         )
-        for logit in logits
-    ]
+        rows.append(of_logit)
     for weight, requires_grad in zip(weights, before, strict=True):
         weight.requires_grad_(requires_grad)
     return [torch.stack(of_weight) for of_weight in zip(*rows, strict=True)]
 
 
 @torch.no_grad()
-def _differences(case: Case, example: Any, weights: list[nn.Parameter]) -> list[torch.Tensor]:
+def _differences(
+    case: Case,
+    example: Any,
+    weights: list[nn.Parameter],
+) -> list[torch.Tensor]:
     """Compute Jacobians `(C, *shape)` of one example by central differences."""
     step = 1e-5
     Js: list[torch.Tensor] = []
     for weight in weights:
+        numbers_of_weight = weight.view(-1)
         columns: list[torch.Tensor] = []
-        for place in range(weight.numel()):
-            number = weight.view(-1)[place].item()
-            weight.view(-1)[place] = number + step
+        for place, number in enumerate(numbers_of_weight.tolist()):
+            numbers_of_weight[place] = number + step
             (ahead,) = case.logits(example)
-            weight.view(-1)[place] = number - step
+            numbers_of_weight[place] = number - step
             (behind,) = case.logits(example)
-            weight.view(-1)[place] = number
+            numbers_of_weight[place] = number
             columns.append((ahead - behind) / (2 * step))
-        Js.append(torch.stack(columns, dim=-1).unflatten(-1, weight.shape))
+        J = torch.stack(columns, dim=-1)
+        Js.append(J.unflatten(-1, weight.shape))
     return Js
 
 
-def _row(inputs: Any, row: int) -> Any:
-    if isinstance(inputs, dict):
-        return {key: value[row : row + 1] for key, value in inputs.items()}
-    return inputs[row : row + 1]
+def _examples(inputs: Any) -> list[Any]:
+    """Take each example of a batch by itself, as a batch of one."""
+    if not isinstance(inputs, dict):
+        return list(inputs.split(1))
+    by_key = [value.split(1) for value in inputs.values()]
+    return [dict(zip(inputs, rows, strict=True)) for rows in zip(*by_key, strict=True)]
 
 
 # --- cases ---------------------------------------------------------------------------------------
@@ -210,7 +237,18 @@ def of_experts(family: str) -> Case:
         target_parameters=["experts.gate_up_proj", "experts.down_proj"],
     )
     model = drawn(get_peft_model(base, lora))
-    return Case(model, ragged_batches(lengths=(5, 3, 4, 2, 5), padded_to=5), {}, 3, 1e-4)
+    batches = ragged_batches(lengths=(5, 3, 4, 2, 5), padded_to=5)
+    return Case(model, batches, {}, n_experts=3, tolerance=1e-4)
+
+
+def of_mixtral() -> Case:
+    """Adapt Mixtral's experts."""
+    return of_experts("Mixtral")
+
+
+def of_qwen() -> Case:
+    """Adapt Qwen3's experts."""
+    return of_experts("Qwen3Moe")
 
 
 def of_embedding() -> Case:
@@ -221,8 +259,10 @@ def of_embedding() -> Case:
 
 def of_tokens() -> Case:
     """Train some tokens beside a linear layer."""
-    model = lora_model("bert", target_modules=["query"], trainable_token_indices=[3, 17, 40, 41])
-    return Case(drawn(model), ragged_batches(), {}, names=("lora_", "trainable_tokens_delta"))
+    tokens = [3, 17, 40, 41]
+    model = lora_model("bert", target_modules=["query"], trainable_token_indices=tokens)
+    names = ("lora_", "trainable_tokens_delta")
+    return Case(drawn(model), ragged_batches(), {}, names=names)
 
 
 def of_activated() -> Case:
@@ -240,7 +280,10 @@ def of_singular_values() -> Case:
     torch.manual_seed(0)
     base = lora_model("bert").unload()
     config = AdaLoraConfig(
-        task_type="SEQ_CLS", target_modules=["query", "value"], init_r=3, total_step=10
+        task_type="SEQ_CLS",
+        target_modules=["query", "value"],
+        init_r=3,
+        total_step=10,
     )
     return Case(drawn(get_peft_model(base, config)), ragged_batches(), {})
 
@@ -275,10 +318,12 @@ class Sequences(nn.Module):
 def numbers(*shape: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Make batches of five examples and two, of numbers of a shape."""
     generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(n, *shape, generator=generator).double(), torch.arange(n) % N_CLASSES)
-        for n in (5, 2)
-    ]
+    batches: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for n in (5, 2):
+        X = torch.randn(n, *shape, generator=generator)
+        labels = torch.arange(n) % N_CLASSES
+        batches.append((X.double(), labels))
+    return batches
 
 
 def of_convolutions(**lora: Any) -> Case:
@@ -286,6 +331,11 @@ def of_convolutions(**lora: Any) -> Case:
     torch.manual_seed(0)
     config = LoraConfig(r=2, target_modules=["first", "second", "last"], **lora)
     return Case(drawn(get_peft_model(Images(), config)), numbers(2, 5, 5), {})
+
+
+def of_convolutions_with_magnitudes() -> Case:
+    """Adapt convolutions by DoRA beside a linear layer."""
+    return of_convolutions(use_dora=True)
 
 
 def of_attention() -> Case:
@@ -298,13 +348,13 @@ def of_attention() -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "LoRA of experts (Mixtral)": lambda: of_experts("Mixtral"),
-    "LoRA of experts (Qwen3-MoE)": lambda: of_experts("Qwen3Moe"),
+    "LoRA of experts (Mixtral)": of_mixtral,
+    "LoRA of experts (Qwen3-MoE)": of_qwen,
     "LoRA of an embedding": of_embedding,
     "trainable tokens": of_tokens,
     "aLoRA": of_activated,
     "AdaLoRA": of_singular_values,
     "LoRA of convolutions": of_convolutions,
-    "DoRA of convolutions": lambda: of_convolutions(use_dora=True),
+    "DoRA of convolutions": of_convolutions_with_magnitudes,
     "LoRA of nn.MultiheadAttention": of_attention,
 }
