@@ -20,6 +20,7 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Cross,
     options.Contrasts,
     options.Overview,
+    options.Evidence,
     options.Text,
     options.Cost,
     options.Scale,

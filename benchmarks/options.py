@@ -155,6 +155,13 @@ class Overview(Run):
 
 
 @dataclass(frozen=True)
+class Evidence(Run):
+    """What a posterior is worth beside a temperature, read from runs of stages: seconds."""
+
+    runs: tuple[Path, ...] = option((), "folders written by `stages`")
+
+
+@dataclass(frozen=True)
 class Cost(Run):
     """Time and memory to fit and predict, by the width of random Llamas: 20 minutes."""
 

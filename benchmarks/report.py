@@ -47,6 +47,10 @@ TITLES = {
     "ece": "ECE",
     "shift_auroc": "AUROC of shift",
     "aurc": "Area under risk-coverage",
+    "shift_nll": "NLL under a shift",
+    "shift_ece": "ECE under a shift",
+    "texts_a_class": "Texts",
+    "count": "Runs",
     "prediction_batch_size": "Batch",
     "protocol": "Data",
 }

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.options import Overview
 from benchmarks.report import (
+    Figures,
     Frame,
     Line,
     Lines,
@@ -154,9 +155,7 @@ def read_all(folders: Sequence[Path]) -> Frame:
 
 def read(folder: Path) -> Frame:
     """Read the rows to show from a run of `calibration` or `stages`, with the task's name."""
-    candidates = [folder / name for name in FILES]
-    (file,) = (candidate for candidate in candidates if candidate.exists())
-    figures = json.loads(file.read_text(encoding="utf-8"))
+    figures = read_figures(folder)
     rows = shown(figures["methods"])
     frame = as_frame(rows).assign(
         name=[label(row) for row in rows],
@@ -164,6 +163,13 @@ def read(folder: Path) -> Frame:
     )
     # Not every experiment measures every column.
     return frame.reindex(columns=["name", "task", "seed", *COLUMNS])
+
+
+def read_figures(folder: Path) -> Figures:
+    """Read what a run of `calibration` or `stages` has written."""
+    candidates = [folder / name for name in FILES]
+    (file,) = (candidate for candidate in candidates if candidate.exists())
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
