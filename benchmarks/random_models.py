@@ -64,11 +64,11 @@ def _with_lora(auto_class: Any, task: str, shape: Shape, device: str, seed: int)
         num_attention_heads=shape.heads,
         vocab_size=shape.vocabulary,
         max_position_embeddings=max(2048, shape.length),
-        num_labels=shape.classes,
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=0,
     )
+    config.num_labels = shape.classes  # of a classifier
     dtype = getattr(torch, shape.dtype)
     with torch.device(device):
         base = auto_class.from_config(config, torch_dtype=dtype)

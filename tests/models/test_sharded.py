@@ -3,6 +3,8 @@
 import accelerate
 import pytest
 import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -86,12 +88,13 @@ def test_data_parallel(structure):
     assert_alike(on_ranks(job, 2), expected, **EXACT)
 
 
-def sharded(structure: str, leave_out: bool = False):
+def sharded(structure: str, leave_out: bool = False, model: nn.Module | None = None):
     """Make a posterior of a model that FSDP2 shards, perhaps without the LoRA weights."""
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp, "fully_shard"):
         pytest.skip("this torch has no FSDP2")
-    model = lora_model("bert")
+    if model is None:
+        model = lora_model("bert")
     mesh = init_device_mesh("cpu", (2,))
     left_out = set()
     if leave_out:
@@ -111,6 +114,39 @@ def test_sharded_weights(structure):
         assert settings_of(la.model) == before
         with pytest.raises(NotImplementedError, match="Pass them to fully_shard"):
             predict_by_draws(la)
+        return result
+
+    expected = facts(build(lora_model("bert"), structure))
+    assert_alike(on_ranks(job, 2), expected, **EXACT)
+
+
+def checkpoint_by_the_models_own(layers) -> None:
+    """Switch checkpointing on as a trainer does."""
+    for layer in layers:
+        layer.gradient_checkpointing = True
+
+
+def checkpoint_by_wrappers(layers) -> None:
+    """Wrap what a layer does in PyTorch's own checkpoints, as scripts for FSDP do."""
+    for layer in layers:
+        layer.attention = checkpoint_wrapper(layer.attention)
+
+
+@pytest.mark.parametrize("switch_on", [checkpoint_by_the_models_own, checkpoint_by_wrappers])
+@pytest.mark.parametrize("structure", REACHABLE)
+def test_sharded_weights_of_checkpointed_layers(structure, switch_on):
+    def job(_):
+        model = lora_model("bert")
+        layers = model.base_model.model.bert.encoder.layer
+        switch_on(layers)
+        calls = []
+        layers[0].attention.self.register_forward_hook(lambda *_: calls.append(1))
+        la = sharded(structure, model=model)
+        result = facts(la)
+        before = len(calls)
+        la(ragged_batches()[0])
+        # Once more for each of three logits' backward passes, which sharded weights take in turn.
+        assert len(calls) - before == 1 + 3
         return result
 
     expected = facts(build(lora_model("bert"), structure))
