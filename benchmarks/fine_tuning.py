@@ -154,7 +154,11 @@ class Pretrained:
             return self.loader(records, PREDICTION_BATCH_SIZE)
         return self.loader(records, PREDICTION_BATCH_SIZE_ON_ACCELERATOR)
 
-    def loader(self, records: Records, batch_size: int | None = None) -> DataLoader:
+    def loader(
+        self,
+        records: Records,
+        batch_size: int | None = None,
+    ) -> DataLoader:
         """Make batches of records in their order."""
         return DataLoader(
             as_dataset(records),
@@ -248,7 +252,11 @@ def prepare(options: SeveralSeeds, seed: int) -> Pretrained:
     )
 
 
-def with_lora(base: Any, settings: Hyperparameters, task_type: TaskType) -> Any:
+def with_lora(
+    base: Any,
+    settings: Hyperparameters,
+    task_type: TaskType,
+) -> Any:
     """Add LoRA layers to a model, ready for training."""
     lora = LoraConfig(
         task_type=task_type,
@@ -260,7 +268,10 @@ def with_lora(base: Any, settings: Hyperparameters, task_type: TaskType) -> Any:
     return get_peft_model(base, lora)
 
 
-def held_out(pretrained: Pretrained, share: float) -> tuple[Records, Records]:
+def held_out(
+    pretrained: Pretrained,
+    share: float,
+) -> tuple[Records, Records]:
     """Divide the training texts into those to train on, and a share of each class held out."""
     records = pretrained.data[TRAIN]
     labels = torch.tensor([record["labels"] for record in records])
@@ -275,7 +286,10 @@ def untrained(pretrained: Pretrained, seed: int) -> Any:
 
 
 def fine_tune(
-    pretrained: Pretrained, records: Records, seed: int, recipe: Recipe | None = None
+    pretrained: Pretrained,
+    records: Records,
+    seed: int,
+    recipe: Recipe | None = None,
 ) -> AdaptedModel:
     """Fine-tune LoRA weights, and an encoder's head, by maximum likelihood."""
 

@@ -19,14 +19,20 @@ def signs_of(probabilities: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def quality_with_aurc(probabilities: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+def quality_with_aurc(
+    probabilities: torch.Tensor,
+    labels: torch.Tensor,
+) -> dict[str, float]:
     """Measure quality, and the area under risk and coverage, by the largest probability."""
     wrong = probabilities.argmax(-1) != labels
     sign = signs_of(probabilities)["maximum"]
     return {**quality(probabilities, labels), "aurc": aurc(sign, wrong)}
 
 
-def shift_detection(test: Signs, shifted: Signs) -> dict[str, Any]:
+def shift_detection(
+    test: Signs,
+    shifted: Signs,
+) -> dict[str, Any]:
     """Compute mean entropies in nats, and how well each sign detects shifted texts (AUROC)."""
     detected = {}
     for name, of_test in test.items():
@@ -41,7 +47,10 @@ def shift_detection(test: Signs, shifted: Signs) -> dict[str, Any]:
     }
 
 
-def auroc(sign: torch.Tensor, wrong: torch.Tensor) -> float | None:
+def auroc(
+    sign: torch.Tensor,
+    wrong: torch.Tensor,
+) -> float | None:
     """Compute the share of pairs of a wrong and a right text that a sign orders rightly."""
     n_wrong = int(wrong.sum())
     n_right = len(sign) - n_wrong
@@ -51,7 +60,10 @@ def auroc(sign: torch.Tensor, wrong: torch.Tensor) -> float | None:
     return float(test.statistic) / (n_wrong * n_right)
 
 
-def aurc(sign: torch.Tensor, wrong: torch.Tensor) -> float:
+def aurc(
+    sign: torch.Tensor,
+    wrong: torch.Tensor,
+) -> float:
     """Compute the mean share of wrong texts over all coverages.
 
     A coverage keeps the texts that are least doubtful.

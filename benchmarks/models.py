@@ -135,12 +135,19 @@ def check(file: Path, sha256: str) -> None:
         )
 
 
-def load_model(auto_class: Any, folder: str | Path, **settings: Any) -> Any:
+def load_model(
+    auto_class: Any,
+    folder: str | Path,
+    **settings: Any,
+) -> Any:
     """Load a model by one of transformers' automatic classes, which decides its type."""
     return auto_class.from_pretrained(folder, **settings)
 
 
-def load_tokenizer(name: str | Path, truncation_side: str = "right") -> Any:
+def load_tokenizer(
+    name: str | Path,
+    truncation_side: str = "right",
+) -> Any:
     """Load a tokenizer, with a padding token."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)

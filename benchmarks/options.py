@@ -19,7 +19,11 @@ CONTESTANTS = (
 )
 
 
-def option(default: Any, text: str, **keywords: Any) -> Any:
+def option(
+    default: Any,
+    text: str,
+    **keywords: Any,
+) -> Any:
     """Make a field with a help text, and with what argparse can't read off its type."""
     return field(default=default, metadata={"help": text, **keywords})
 

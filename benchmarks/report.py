@@ -260,7 +260,10 @@ def draw_reliability(rows: Sequence[Row], path: Path) -> None:
     save(figure, path)
 
 
-def _draw_bins(panel: Axes, bins: Mapping[str, Sequence[float]]) -> None:
+def _draw_bins(
+    panel: Axes,
+    bins: Mapping[str, Sequence[float]],
+) -> None:
     """Draw accuracy and share of texts in each bin of confidence."""
     width = 1 / N_BINS
     centres = [(place + 0.5) * width for place in range(N_BINS)]
@@ -282,7 +285,11 @@ class Line:
 Lines = Mapping[str, Line]  # by their labels
 
 
-def lines(rows: Sequence[Row], x: str, y: str) -> Lines:
+def lines(
+    rows: Sequence[Row],
+    x: str,
+    y: str,
+) -> Lines:
     """Collect a line of y against x for each method."""
     by_name: dict[str, Line] = {}
     for row in rows:

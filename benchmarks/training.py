@@ -95,11 +95,19 @@ class Recipe:
         return nullcontext()
 
     def after_step(
-        self, model: torch.nn.Module, step: int, steps_an_epoch: int, pace: float
+        self,
+        model: torch.nn.Module,
+        step: int,
+        steps_an_epoch: int,
+        pace: float,
     ) -> None:
         """Take steps outside of the loss; `pace` is the schedule's share of the learning rate."""
 
-    def deviations(self, model: torch.nn.Module, optimizer: Any) -> Weights:
+    def deviations(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+    ) -> Weights:
         """Return what a checkpoint keeps beside the weights."""
         return {}
 
@@ -179,7 +187,10 @@ def read_or_train(
     return checkpoints
 
 
-def _digest(model: torch.nn.Module, key: Any) -> str:
+def _digest(
+    model: torch.nn.Module,
+    key: Any,
+) -> str:
     """Name a training by its key and the weights that it starts from.
 
     Adapters beside the one to be trained make no difference.

@@ -80,7 +80,10 @@ def upper_confidence_bound(
     return mean + beta * standard_deviation
 
 
-def thompson(functions: torch.Tensor, n: int) -> torch.Tensor:
+def thompson(
+    functions: torch.Tensor,
+    n: int,
+) -> torch.Tensor:
     """Choose what each function in turn takes for the best of those that are not yet chosen.
 
     Parameters

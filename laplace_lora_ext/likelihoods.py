@@ -115,16 +115,27 @@ class Classification(_AsItIs):
         vectors, weights = _gradients_at(logits, y)
         return Seeds(vectors, weights / num_samples**0.5)
 
-    def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+    def empirical_seeds(
+        self,
+        logits: torch.Tensor,
+        y: torch.Tensor,
+    ) -> Seeds:
         """Compute slopes of the loss at the targets, one for each sample."""
         return _gradients_at(logits, y[None])
 
-    def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(
+        self,
+        logits: torch.Tensor,
+        y: torch.Tensor,
+    ) -> torch.Tensor:
         """Sum the negative log-likelihood over samples, up to a constant."""
         return cross_entropy(logits, y, reduction="sum")
 
     def nll(
-        self, predicted: Sequence[torch.Tensor], y: torch.Tensor, sigma_noise: torch.Tensor
+        self,
+        predicted: Sequence[torch.Tensor],
+        y: torch.Tensor,
+        sigma_noise: torch.Tensor,
     ) -> torch.Tensor:
         """Compute the negative log-density of each target, `(B,)`, in nats.
 
@@ -133,15 +144,27 @@ class Classification(_AsItIs):
         """
         return nll_loss(predicted[0], y, reduction="none")
 
-    def groups(self, y: torch.Tensor, share: float) -> torch.Tensor:
+    def groups(
+        self,
+        y: torch.Tensor,
+        share: float,
+    ) -> torch.Tensor:
         """Number targets, `(N,)`, alike where a share of them is to be held out."""
         return y.long()
 
-    def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def as_targets(
+        self,
+        y: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
         """Bring targets into the shape and type that the losses take, unchecked."""
         return y.long()
 
-    def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def check_targets(
+        self,
+        y: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> torch.Tensor:
         """Check targets, and bring them into the losses' form, on the logits' device.
 
         A `ValueError` if their shape, type or range is wrong; a warning if the logits look like
@@ -201,15 +224,26 @@ class Regression(_AsItIs):
         )
         return Seeds(vectors, logits.new_ones(num_samples, len(logits)) / num_samples**0.5)
 
-    def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+    def empirical_seeds(
+        self,
+        logits: torch.Tensor,
+        y: torch.Tensor,
+    ) -> Seeds:
         slopes = logits - y
         return Seeds(slopes[None], logits.new_ones(1, len(logits)))
 
-    def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(
+        self,
+        logits: torch.Tensor,
+        y: torch.Tensor,
+    ) -> torch.Tensor:
         return (logits - y).square().sum() / 2
 
     def nll(
-        self, predicted: Sequence[torch.Tensor], y: torch.Tensor, sigma_noise: torch.Tensor
+        self,
+        predicted: Sequence[torch.Tensor],
+        y: torch.Tensor,
+        sigma_noise: torch.Tensor,
     ) -> torch.Tensor:
         """Compute it as of classes; a `torch.linalg.LinAlgError` if rounding left no covariance."""
         f_mu, f_var = predicted
@@ -219,7 +253,11 @@ class Regression(_AsItIs):
         noise = sigma_noise.to(f_var).square() * identity
         return -gaussian_log_density(f_mu, f_var + noise, y.to(f_mu))
 
-    def groups(self, y: torch.Tensor, share: float) -> torch.Tensor:
+    def groups(
+        self,
+        y: torch.Tensor,
+        share: float,
+    ) -> torch.Tensor:
         """Quantiles, as many as leave one of their targets and hold out another.
 
         Of several outputs, the mean rank counts.
@@ -230,12 +268,20 @@ class Regression(_AsItIs):
         n_quantiles = max(1, n_of_the_fewer)
         return rank * n_quantiles // len(y)
 
-    def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def as_targets(
+        self,
+        y: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
         if y.ndim == 1:
             y = y[:, None]
         return y.to(dtype)
 
-    def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def check_targets(
+        self,
+        y: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> torch.Tensor:
         targets = self.as_targets(y.to(logits.device), logits.dtype)
         if targets.shape != logits.shape:
             raise ValueError(f"targets must be {tuple(logits.shape)}, not {tuple(y.shape)}")
@@ -288,27 +334,46 @@ class MultiLabel(Classification):
         vectors, weights = self._slopes(logits, y)
         return Seeds(vectors, weights / num_samples**0.5)
 
-    def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+    def empirical_seeds(
+        self,
+        logits: torch.Tensor,
+        y: torch.Tensor,
+    ) -> Seeds:
         return self._slopes(logits, y[None])
 
-    def _slopes(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+    def _slopes(
+        self,
+        logits: torch.Tensor,
+        y: torch.Tensor,
+    ) -> Seeds:
         """Compute `p - y` for `(S, B, K)` targets, as vectors whose largest entry is 1."""
         # 1 - p cancels where p is near 1: the sigmoid of -f does not.
         slopes = torch.where(y > 0, -(-logits).sigmoid(), logits.sigmoid())
         largest = slopes.abs().amax(-1).clamp_min(torch.finfo(slopes.dtype).tiny)
         return Seeds(slopes / largest[..., None], largest)
 
-    def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(
+        self,
+        logits: torch.Tensor,
+        y: torch.Tensor,
+    ) -> torch.Tensor:
         return binary_cross_entropy_with_logits(logits, y, reduction="sum")
 
     def nll(
-        self, predicted: Sequence[torch.Tensor], y: torch.Tensor, sigma_noise: torch.Tensor
+        self,
+        predicted: Sequence[torch.Tensor],
+        y: torch.Tensor,
+        sigma_noise: torch.Tensor,
     ) -> torch.Tensor:
         """Sum over an example's labels, given the log-probabilities `(B, K, 2)` of both classes."""
         of_labels = predicted[0].gather(-1, y.long()[..., None])
         return -of_labels[..., 0].sum(-1)
 
-    def groups(self, y: torch.Tensor, share: float) -> torch.Tensor:
+    def groups(
+        self,
+        y: torch.Tensor,
+        share: float,
+    ) -> torch.Tensor:
         """Number examples by the rarest label that they have; those without any are alike, too."""
         has = self.as_targets(y, torch.float64) > 0
         n_labels = has.shape[1]
@@ -316,12 +381,20 @@ class MultiLabel(Classification):
         rarest = counts.masked_fill(~has, len(y) + 1).argmin(1)
         return torch.where(has.any(1), rarest, n_labels)
 
-    def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def as_targets(
+        self,
+        y: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
         if y.ndim == 1:
             y = y[:, None]
         return y.to(dtype)
 
-    def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def check_targets(
+        self,
+        y: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> torch.Tensor:
         """Return targets `(B, K)`, which must be 0 or 1, on the logits' device.
 
         A warning if the logits look like probabilities.
@@ -370,15 +443,27 @@ class LanguageModeling(Classification):
         _subtract_one_at(vectors, _drawn(vectors, generator))
         return Seeds(vectors, logits.new_full((num_samples, 1), num_samples**-0.5))
 
-    def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+    def empirical_seeds(
+        self,
+        logits: torch.Tensor,
+        y: torch.Tensor,
+    ) -> Seeds:
         vectors = logits.softmax(-1)[None]
         _subtract_one_at(vectors, y[None])
         return Seeds(vectors, logits.new_ones(1, 1))
 
-    def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def as_targets(
+        self,
+        y: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
         return y[y != IGNORED].long()
 
-    def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def check_targets(
+        self,
+        y: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> torch.Tensor:
         """Find the labelled tokens, `(N,)`, on the logits' device; check that they are words."""
         tokens = self.as_targets(y.to(logits.device), logits.dtype)
         vocabulary = logits.shape[-1]
@@ -420,14 +505,20 @@ def _warn_of_probabilities(link: str) -> None:
     )
 
 
-def _drawn(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _drawn(
+    probabilities: torch.Tensor,
+    generator: torch.Generator,
+) -> torch.Tensor:
     """Draw `(S, N)` labels of `(S, N, V)` probabilities."""
     # One label a row: several at once would add up probabilities, and lose the improbable words.
     y = torch.multinomial(probabilities.flatten(0, 1), 1, generator=generator)
     return y.reshape(probabilities.shape[:2])
 
 
-def _subtract_one_at(vectors: torch.Tensor, y: torch.Tensor) -> None:
+def _subtract_one_at(
+    vectors: torch.Tensor,
+    y: torch.Tensor,
+) -> None:
     """Compute `vectors - onehot(y)` in place, of `(S, N, V)` vectors and `(S, N)` labels."""
     # In place, since vectors of a vocabulary are the largest of all tensors.
     labels = y[..., None]
@@ -435,7 +526,10 @@ def _subtract_one_at(vectors: torch.Tensor, y: torch.Tensor) -> None:
     vectors.scatter_add_(-1, labels, -ones)
 
 
-def _gradients_at(logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+def _gradients_at(
+    logits: torch.Tensor,
+    y: torch.Tensor,
+) -> Seeds:
     """Compute `p - onehot(y)` for `(S, B)` labels, as a vector of order one and a weight.
 
     The label has the largest entry, `-(1 - p_y)`. Computing it and its ratio to the other entries

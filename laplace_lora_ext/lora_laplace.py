@@ -742,7 +742,11 @@ class LoRALaplace(ParametricLaplace):
         return likelihood.shown(outputs)
 
     def _moments_for_link(
-        self, x: Any, link_approx: str, diagonal_output: bool, n_contrasts: int | None
+        self,
+        x: Any,
+        link_approx: str,
+        diagonal_output: bool,
+        n_contrasts: int | None,
     ) -> Moments:
         """Compute the moments of a batch's logits that one of our own links needs."""
         if diagonal_output and link_approx == "mc":
@@ -934,7 +938,11 @@ class LoRALaplace(ParametricLaplace):
         n_directions = len(directions(torch.zeros(1, self.n_outputs)))
         return joined_moments(self.recorder.in_parts(X, n_directions, moments_of))
 
-    def function(self, seed: int, pred_type: str = "glm") -> Function:
+    def function(
+        self,
+        seed: int,
+        pred_type: str = "glm",
+    ) -> Function:
         """Draw one function from the posterior, the same for all batches.
 
         Values of different inputs vary together as the posterior says, which a batch's moments
@@ -1365,7 +1373,10 @@ def _problem_of(likelihood: str) -> Problem:
     return PROBLEMS[likelihood]
 
 
-def _warn_of_weights(model: nn.Module, blocks: Sequence[Block]) -> None:
+def _warn_of_weights(
+    model: nn.Module,
+    blocks: Sequence[Block],
+) -> None:
     """Warn of weights that were trained and have no part, and of some that were not trained."""
     warn_of_other_trainable(model, blocks)
     if is_untrained(blocks):
@@ -1379,7 +1390,11 @@ def _check_noise(value: float | torch.Tensor) -> None:
     check_positive("sigma_noise", value)
 
 
-def _set_by_host(la: LoRALaplace, name: str, value: float | torch.Tensor) -> None:
+def _set_by_host(
+    la: LoRALaplace,
+    name: str,
+    value: float | torch.Tensor,
+) -> None:
     """Give a value to the host's own setter of a property that we override."""
     of_host = getattr(super(LoRALaplace, type(la)), name)
     of_host.fset(la, kept(value))

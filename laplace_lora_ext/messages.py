@@ -51,7 +51,11 @@ def check_counts(**counts: Any) -> None:
             raise ValueError(f"{name} must be at least 1, and whole, not {number!r}.")
 
 
-def check_single(name: str, value: Any, instead: str) -> None:
+def check_single(
+    name: str,
+    value: Any,
+    instead: str,
+) -> None:
     """Refuse several numbers, or none, where there is to be one; `instead` says what to do."""
     number = value.numel() if isinstance(value, torch.Tensor) else np.size(value)
     if number != 1:

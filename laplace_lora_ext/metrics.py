@@ -65,7 +65,10 @@ def quality(
     }
 
 
-def quality_of_numbers(prediction: NumberPrediction, targets: torch.Tensor) -> dict[str, float]:
+def quality_of_numbers(
+    prediction: NumberPrediction,
+    targets: torch.Tensor,
+) -> dict[str, float]:
     """Measure predictions of numbers by their targets.
 
     Parameters
@@ -96,7 +99,10 @@ def quality_of_numbers(prediction: NumberPrediction, targets: torch.Tensor) -> d
     return _mean_figures(_figures_of_examples(prediction, targets))
 
 
-def _figures_of_examples(prediction: NumberPrediction, targets: torch.Tensor) -> torch.Tensor:
+def _figures_of_examples(
+    prediction: NumberPrediction,
+    targets: torch.Tensor,
+) -> torch.Tensor:
     """Compute each example's part of the figures, `(N, 4)`, in float64 on the CPU."""
     prediction = NumberPrediction._make(part.cpu().double() for part in prediction)
     targets = targets.to(prediction.mean)
@@ -145,7 +151,10 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    la: Any, loader: Iterable[Any], link_approx: str = DEFAULT_LINK, progress_bar: bool = False
+    la: Any,
+    loader: Iterable[Any],
+    link_approx: str = DEFAULT_LINK,
+    progress_bar: bool = False,
 ) -> Comparison:
     """Measure the trained model and its posterior side by side: `print(compare(la, loader))`.
 
@@ -180,7 +189,11 @@ def compare(
     return Comparison(*(quality(probabilities, targets) for probabilities in predictions))
 
 
-def _classes(la: Any, link_approx: str, batch: Any) -> Columns:
+def _classes(
+    la: Any,
+    link_approx: str,
+    batch: Any,
+) -> Columns:
     """Predict probabilities by the trained model and by every posterior there is; and labels."""
     model = la.members[0].model
     likelihood = la.members[0].trained_likelihood
@@ -217,7 +230,10 @@ def _pred_types(la: Any) -> list[str]:
     return ["glm", "amortized"]
 
 
-def negative_log_likelihood(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
+def negative_log_likelihood(
+    probabilities: torch.Tensor,
+    labels: torch.Tensor,
+) -> float:
     """Average in nats; a probability of 0 counts as the smallest positive number.
 
     Parameters

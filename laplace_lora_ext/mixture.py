@@ -200,7 +200,11 @@ class LaplaceMixture:
         acquisition = Acquisition(by, best, beta, n_samples, seed, progress_bar)
         return acquisition.choose(self, pool, n)
 
-    def amortize(self, loader: Any, **options: Any) -> list[LearntVariance]:
+    def amortize(
+        self,
+        loader: Any,
+        **options: Any,
+    ) -> list[LearntVariance]:
         """Let each member learn its variances; arguments are those of `LoRALaplace.amortize`."""
         return [member.amortize(loader, **options) for member in self.members]
 
@@ -316,7 +320,10 @@ class LaplaceMixture:
 
     @hyperparameters.setter
     @exclusive
-    def hyperparameters(self, values: tuple[torch.Tensor, float, list[Hyperparameters]]) -> None:
+    def hyperparameters(
+        self,
+        values: tuple[torch.Tensor, float, list[Hyperparameters]],
+    ) -> None:
         self._factor, self._scale, of_members = values
         for member, of_member in zip(self.members, of_members, strict=True):
             member.hyperparameters = of_member
@@ -391,7 +398,12 @@ class LaplaceMixture:
         saving.write_sealed(Path(folder, _DESCRIPTION), content)
 
     @classmethod
-    def from_pretrained(cls, model: nn.Module, folder: str | Path, **kwargs: Any) -> LaplaceMixture:
+    def from_pretrained(
+        cls,
+        model: nn.Module,
+        folder: str | Path,
+        **kwargs: Any,
+    ) -> LaplaceMixture:
         """Load a mixture that `save_pretrained` wrote.
 
         Parameters

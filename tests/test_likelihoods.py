@@ -85,7 +85,10 @@ def test_regression_loss_is_half_the_sum_of_squares(structure, shape):
 # --- targets -------------------------------------------------------------------------------------
 
 
-def changed(values: torch.Tensor, value: float) -> torch.Tensor:
+def changed(
+    values: torch.Tensor,
+    value: float,
+) -> torch.Tensor:
     """Targets of which the third is another one."""
     values = values.clone()
     values.view(-1)[2] = value
@@ -96,7 +99,12 @@ CLASSES = torch.arange(4) % 3
 NUMBERS = real_targets(4, 2)
 
 
-def refused(name: str, likelihood: str, y: torch.Tensor, message: str):
+def refused(
+    name: str,
+    likelihood: str,
+    y: torch.Tensor,
+    message: str,
+):
     return pytest.param(likelihood, y, message, id=name)
 
 

@@ -55,7 +55,12 @@ def options(structure):
     return {"backend_kwargs": {"rank": 200}} if structure == "lowrank_kron" else {}
 
 
-def fitted(structure="lowrank_kron", n_labels=3, model=None, **keywords):
+def fitted(
+    structure="lowrank_kron",
+    n_labels=3,
+    model=None,
+    **keywords,
+):
     model = model or lora_model("bert", n_labels=n_labels)
     la = make(model, structure, MULTI_LABEL, **options(structure) | keywords)
     la.fit(batches(n_labels))

@@ -45,7 +45,10 @@ MEASURED = {
 }
 
 
-def half_base(kind: str, dtype: torch.dtype) -> nn.Module:
+def half_base(
+    kind: str,
+    dtype: torch.dtype,
+) -> nn.Module:
     """The base in half precision and the LoRA weights in float32, as PEFT makes it."""
     model = lora_model(kind, dtype)
     full = dict(lora_model(kind, torch.float32).named_parameters())
@@ -108,13 +111,20 @@ def assert_full_precision(la: Any) -> None:
         assert number.dtype == torch.float64
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+) -> float:
     expected = expected.double()
     difference = actual.double() - expected
     return (difference.norm() / expected.norm()).item()
 
 
-def assert_close(actual: Results, expected: Results, dtype: torch.dtype) -> None:
+def assert_close(
+    actual: Results,
+    expected: Results,
+    dtype: torch.dtype,
+) -> None:
     errors = Results(*map(relative_error, actual, expected))
     for name, error, bound in zip(Results._fields, errors, MEASURED[dtype], strict=True):
         assert error < bound, name

@@ -87,7 +87,9 @@ def a_trainer(folder: Path) -> Trainer:
     )
 
 
-def for_fine_tuning(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def for_fine_tuning(
+    batch: dict[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
     """Label each real token, as collators of supervised fine-tuning do."""
     is_padding = batch["attention_mask"] == 0
     return batch | {"labels": batch["input_ids"].masked_fill(is_padding, -100)}

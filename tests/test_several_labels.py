@@ -50,7 +50,10 @@ def inputs_of(
     return {key: value for key, value in batch.items() if key != "labels"}
 
 
-def several_labels(batch: Mapping[str, torch.Tensor], n_labels: int) -> torch.Tensor:
+def several_labels(
+    batch: Mapping[str, torch.Tensor],
+    n_labels: int,
+) -> torch.Tensor:
     """`(B, C)` numbers 0 and 1."""
     generator = torch.Generator().manual_seed(4)
     shape = len(batch["input_ids"]), n_labels

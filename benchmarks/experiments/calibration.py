@@ -185,7 +185,12 @@ class Tests:
         timing = repeated_seconds(predict_some, REPETITIONS, clock=clock)
         return timing.minimum * len(self.loaders[TEST]) / len(batches)
 
-    def row(self, method: Method, prediction: Prediction, costs: Costs) -> Row:
+    def row(
+        self,
+        method: Method,
+        prediction: Prediction,
+        costs: Costs,
+    ) -> Row:
         """Measure probabilities of the test texts and each shifted set."""
         test = prediction.probabilities[TEST]
         labels = self.labels[TEST]

@@ -52,7 +52,11 @@ class Compared:
     by_some: list[torch.Tensor]
 
 
-def measured(pretrained: Pretrained, options: Contrasts, seed: int) -> Iterator[Row]:
+def measured(
+    pretrained: Pretrained,
+    options: Contrasts,
+    seed: int,
+) -> Iterator[Row]:
     """Train without a fifth of the texts, let it choose the prior, and predict the test texts."""
     rest, held = held_out(pretrained, HELD_OUT)
     model = fine_tune(pretrained, rest, seed)
@@ -106,7 +110,10 @@ def n_contrasts_of(statistics: PredictiveStatistics, n_all: int) -> int:
     return int((statistics.classes[:, 1:] != NO_CLASS).sum())
 
 
-def text_of(pretrained: Pretrained, rows: list[Row]) -> list[str]:
+def text_of(
+    pretrained: Pretrained,
+    rows: list[Row],
+) -> list[str]:
     """Put the figures in words and a table."""
     task = pretrained.task
     words = (

@@ -62,7 +62,10 @@ def run(options: Cost) -> Iterator[Result]:
     draw(measured, options.dtypes[0], options.output / "cost.png")
 
 
-def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
+def shapes_of(
+    options: Cost,
+    device: str,
+) -> Iterator[tuple[Shape, int]]:
     """Yield each shape to measure, with the number of batches in its fits."""
     sizes = options.hidden_sizes
     layers = _for_each(options.layers, len(sizes))
@@ -288,7 +291,11 @@ def _spread(row: Row, repetitions: int) -> str:
     return f"{median:.3g} ({''.join(remarks)})"
 
 
-def draw(measured: Sequence[Row], dtype: str, path: Path) -> None:
+def draw(
+    measured: Sequence[Row],
+    dtype: str,
+    path: Path,
+) -> None:
     """Draw time and memory against the hidden size for one dtype, a line per method."""
     panels: dict[str, Lines] = {}
     units = {"seconds": "seconds a batch", "peak_megabytes": "MB over model and data"}

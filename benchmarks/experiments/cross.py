@@ -60,7 +60,12 @@ class Chosen:
 class Trial:
     """One seed: a model that is trained on four fifths of the texts, and stays as it is."""
 
-    def __init__(self, pretrained: Pretrained, options: Cross, seed: int) -> None:
+    def __init__(
+        self,
+        pretrained: Pretrained,
+        options: Cross,
+        seed: int,
+    ) -> None:
         self.pretrained = pretrained
         self.options = options
         self.seed = seed

@@ -180,7 +180,10 @@ def read(folder: Path) -> Iterator[Row]:
         }
 
 
-def _mean(sets: Sequence[Figures], name: str) -> float | None:
+def _mean(
+    sets: Sequence[Figures],
+    name: str,
+) -> float | None:
     """Average a figure of several shifted sets; None if none has it."""
     values = [each[name] for each in sets if name in each]
     return sum(values) / len(values) if values else None
@@ -200,14 +203,23 @@ def differences_of(rows: Frame) -> Frame:
     return pd.concat(parts, ignore_index=True)
 
 
-def averaged(rows: Frame, identity: Sequence[str], measures: Sequence[str]) -> Frame:
+def averaged(
+    rows: Frame,
+    identity: Sequence[str],
+    measures: Sequence[str],
+) -> Frame:
     """Average measures of rows that are alike in some columns, with their standard errors."""
     groups = rows.groupby(list(identity), sort=False)[list(measures)]
     errors = groups.sem().add_suffix("_error")
     return groups.mean().join(errors).join(groups.size().rename("count")).reset_index()
 
 
-def table_of(averages: Frame, identity: Sequence[str], measures: Sequence[str], style: str) -> str:
+def table_of(
+    averages: Frame,
+    identity: Sequence[str],
+    measures: Sequence[str],
+    style: str,
+) -> str:
     """Lay out averages, each with its standard error."""
     shown = []
     for row in records(averages):
@@ -218,7 +230,11 @@ def table_of(averages: Frame, identity: Sequence[str], measures: Sequence[str], 
     return table(shown)
 
 
-def _with_error(mean: float | None, error: float | None, style: str) -> str:
+def _with_error(
+    mean: float | None,
+    error: float | None,
+    style: str,
+) -> str:
     if mean is None:
         return NOTHING
     # One value has no error that anybody knows.
@@ -240,7 +256,10 @@ def overconfident_tasks(rows: Frame) -> pd.MultiIndex:
     return both[is_lower & (both["chosen_tempered"] > 1)].index
 
 
-def goals_of(of_tasks: Frame, overconfident: pd.MultiIndex) -> list[Row]:
+def goals_of(
+    of_tasks: Frame,
+    overconfident: pd.MultiIndex,
+) -> list[Row]:
     """Count for each contest the tasks where it is not behind, and average what it gains."""
     goals = []
     for (_, name, against), rows in of_tasks.groupby(CONTEST, sort=False):

@@ -433,7 +433,10 @@ def by_rows(
     return torch.stack(rows).view(*logits.shape, -1)
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative(
+    found: torch.Tensor,
+    expected: torch.Tensor,
+) -> float:
     """Largest difference, relative to the largest number."""
     found, expected = found.detach().double(), expected.detach().double()
     return ((found - expected).abs().max() / expected.abs().max()).item()

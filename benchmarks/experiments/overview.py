@@ -228,7 +228,11 @@ def draw(rows: Frame, path: Path) -> None:
     save(figure, path)
 
 
-def _draw_marks(panel: Axes, rows: Frame, title: str) -> None:
+def _draw_marks(
+    panel: Axes,
+    rows: Frame,
+    title: str,
+) -> None:
     """Draw the column "value" of every method, and its mean over the tasks."""
     for task, of_task in rows.groupby("task", sort=False):
         panel.plot(of_task["value"], of_task["name"], "o", label=task)

@@ -66,7 +66,11 @@ def run(options: Scale) -> Iterator[Result]:
         yield {"weights": MEANING, "rows": rows}, parts
 
 
-def _series(shape: Shape, options: Scale, device: str) -> Iterator[tuple[str, str, list[Row]]]:
+def _series(
+    shape: Shape,
+    options: Scale,
+    device: str,
+) -> Iterator[tuple[str, str, list[Row]]]:
     """Measure what is asked for; yield what is varied, an explanation, and rows of figures."""
     if options.classes:
         explanation = (
@@ -96,7 +100,11 @@ def _series(shape: Shape, options: Scale, device: str) -> Iterator[tuple[str, st
         yield "width", explanation, _by_width(shape, options, device)
 
 
-def _by_classes(shape: Shape, options: Scale, device: str) -> list[Row]:
+def _by_classes(
+    shape: Shape,
+    options: Scale,
+    device: str,
+) -> list[Row]:
     """Measure each job, in forward passes."""
     rows: list[Row] = []
     for size in options.classes:
@@ -110,7 +118,11 @@ def _by_classes(shape: Shape, options: Scale, device: str) -> list[Row]:
     return _with_exponents(rows)
 
 
-def _by_length(shape: Shape, options: Scale, device: str) -> list[Row]:
+def _by_length(
+    shape: Shape,
+    options: Scale,
+    device: str,
+) -> list[Row]:
     """Measure each job's memory beside that of a training step."""
     rows: list[Row] = []
     for size in options.lengths:
@@ -126,13 +138,20 @@ def _by_length(shape: Shape, options: Scale, device: str) -> list[Row]:
     return _with_exponents(rows)
 
 
-def _figure_of(rows: Sequence[Row], name: str, figure: str) -> float | None:
+def _figure_of(
+    rows: Sequence[Row],
+    name: str,
+    figure: str,
+) -> float | None:
     """Look up a figure of one job, if it was measured."""
     figures = [row[figure] for row in rows if row["name"] == name]
     return figures[0] if figures else None
 
 
-def _ratio(figure: float, unit: float | None) -> float | None:
+def _ratio(
+    figure: float,
+    unit: float | None,
+) -> float | None:
     """Divide; None where there is no unit, or one too small to be seen."""
     return figure / unit if unit and unit > 0 else None
 
@@ -153,7 +172,10 @@ class Setting:
     device: str
 
 
-def _measured(jobs: Callable[[Setting], Iterator[Message]], setting: Setting) -> list[Row]:
+def _measured(
+    jobs: Callable[[Setting], Iterator[Message]],
+    setting: Setting,
+) -> list[Row]:
     """Measure jobs in a process of its own, whose memory is untouched."""
     messages, reason = measuring.run_limited(jobs, (setting,), setting.options.limit)
     if reason is not None:
@@ -210,7 +232,12 @@ class Jobs:
         short = replace(shape, length=1, batch_size=1)
         self._la.fit(random_loader(short, 1, setting.device, options.seed))
 
-    def measured(self, name: str, job: Callable[[], object], of_all: bool = False) -> Message:
+    def measured(
+        self,
+        name: str,
+        job: Callable[[], object],
+        of_all: bool = False,
+    ) -> Message:
         """Measure a job of one batch, or of all batches of the fit."""
         options = self._options
         figures = measuring.time_and_memory(job, self._device, options.repetitions, options.limit)
@@ -270,7 +297,11 @@ def _by_processes(shape: Shape, options: Scale) -> list[Row]:
     return _with_exponents(rows)
 
 
-def _by_width(shape: Shape, options: Scale, device: str) -> list[Row]:
+def _by_width(
+    shape: Shape,
+    options: Scale,
+    device: str,
+) -> list[Row]:
     """Measure what a head adds to a fit, and a penalty to a training step."""
     rows: list[Row] = []
     for size in options.widths:
@@ -303,7 +334,10 @@ class Additions:
         self._with_head = laplace_lora_ext.Laplace(self._model, modules_to_save=True)
 
     def measured(
-        self, name: str, without: Callable[[], object], with_addition: Callable[[], object]
+        self,
+        name: str,
+        without: Callable[[], object],
+        with_addition: Callable[[], object],
     ) -> Message:
         """Call both in turn, after a first call of each, and compare the least seconds."""
         without()
@@ -357,7 +391,11 @@ class Shard:
     meeting: str  # a file by which the processes find each other
 
 
-def _measure_processes(shape: Shape, world: int, options: Scale) -> Row:
+def _measure_processes(
+    shape: Shape,
+    world: int,
+    options: Scale,
+) -> Row:
     """Fit the same texts with several processes, which share the cores of one machine."""
     slowest = {}
     for key in PAIR:

@@ -63,7 +63,11 @@ class Measured:
     costs: list[Row]
 
 
-def measure(options: Text, seed: int, device: str) -> Measured:
+def measure(
+    options: Text,
+    seed: int,
+    device: str,
+) -> Measured:
     """Fine-tune, fit, and measure every method."""
     started = time.perf_counter()
     train, validation, test = read(options, seed)
@@ -133,7 +137,10 @@ def text_of(figures: Figures, options: Text) -> list[str]:
     ]
 
 
-def posterior_of(model: torch.nn.Module, seed: int) -> Any:
+def posterior_of(
+    model: torch.nn.Module,
+    seed: int,
+) -> Any:
     """Make the Laplace approximation of a language model; the seed decides its random labels."""
     return laplace_lora_ext.Laplace(
         model,

@@ -19,7 +19,10 @@ LONGEST_ANSWER = 16  # tokens
 REPETITIONS = 3
 
 
-def quality(predictor: Predictor, texts: list[Any]) -> dict[str, Any]:
+def quality(
+    predictor: Predictor,
+    texts: list[Any],
+) -> dict[str, Any]:
     """Measure NLL, accuracy and calibration of tokens under the mixture of all draws."""
     p_of_labels = []
     confidences = []
@@ -51,7 +54,10 @@ def quality(predictor: Predictor, texts: list[Any]) -> dict[str, Any]:
 
 
 def write_answers(
-    la: Any, tokenizer: Any, texts: list[Written], batch_size: int
+    la: Any,
+    tokenizer: Any,
+    texts: list[Written],
+    batch_size: int,
 ) -> tuple[list[Written], list[bool]]:
     """Let the model itself write after each prompt, and say whether that is wrong."""
     written = []
@@ -65,7 +71,10 @@ def write_answers(
 
 
 def written_behind(
-    la: Any, tokenizer: Any, texts: list[Written], draws: int
+    la: Any,
+    tokenizer: Any,
+    texts: list[Written],
+    draws: int,
 ) -> tuple[list[str], int]:
     """Write greedy answers, and count how many tokens they took."""
     prompts = tokenizer([one.prompt for one in texts], padding=True, return_tensors="pt")
@@ -124,7 +133,11 @@ def detects(
 
 
 def speed(
-    la: Any, tokenizer: Any, texts: list[Written], draws: int, clock: Clock
+    la: Any,
+    tokenizer: Any,
+    texts: list[Written],
+    draws: int,
+    clock: Clock,
 ) -> dict[str, Any]:
     """Measure seconds per token with and without draws, and count answers that draws change."""
 
@@ -142,7 +155,10 @@ def speed(
     }
 
 
-def _differences(some: Sequence[str], others: Sequence[str]) -> int:
+def _differences(
+    some: Sequence[str],
+    others: Sequence[str],
+) -> int:
     return sum(one != other for one, other in zip(some, others, strict=True))
 
 

@@ -75,7 +75,11 @@ def posterior(la: LowRankKronLoRALaplace, draws: int) -> Predictor:
     return Predictor(la, of_draws, is_posterior=True)
 
 
-def training_free(la: LowRankKronLoRALaplace, draws: int, texts: list[Any]) -> Predictor:
+def training_free(
+    la: LowRankKronLoRALaplace,
+    draws: int,
+    texts: list[Any],
+) -> Predictor:
     """Predict by TFB: the most noise that changes at most 1 % of the training texts' tokens."""
     writer = Writer(la.model.model)
     members = sampled.training_free(writer, texts, draws=draws)

@@ -9,7 +9,10 @@ from sklearn.covariance import LedoitWolf
 from benchmarks.models import AdaptedModel
 
 
-def hidden_states(model: AdaptedModel, batches: Iterable[Any]) -> torch.Tensor:
+def hidden_states(
+    model: AdaptedModel,
+    batches: Iterable[Any],
+) -> torch.Tensor:
     """Compute last hidden states (texts, width), on the CPU, where the class is read.
 
     That is the last token of a prompt, and the first of any other text.

@@ -36,7 +36,11 @@ class Member:
     statistics: Mapping[str, Any]
     seconds: float
 
-    def moments(self, name: str, prior_precision: torch.Tensor) -> Moments:
+    def moments(
+        self,
+        name: str,
+        prior_precision: torch.Tensor,
+    ) -> Moments:
         """Compute mean and covariance of a data set's logits, on the CPU."""
         return self.statistics[name].moments(prior_precision)
 
@@ -52,7 +56,11 @@ class Posteriors:
     members: Sequence[Member]
     choices: Sequence[Hyperparameters]
 
-    def probabilities(self, name: str, factor: float | torch.Tensor = 1.0) -> torch.Tensor:
+    def probabilities(
+        self,
+        name: str,
+        factor: float | torch.Tensor = 1.0,
+    ) -> torch.Tensor:
         """Compute class probabilities (texts, classes) of a data set, on the CPU.
 
         `factor` multiplies the chosen prior precisions.
@@ -65,7 +73,12 @@ class Posteriors:
             of_members.append(probabilities(la, moments, LINK))
         return torch.stack(of_members).mean(0)
 
-    def predict(self, names: Collection[str], prior: Prior, labels: torch.Tensor) -> Prediction:
+    def predict(
+        self,
+        names: Collection[str],
+        prior: Prior,
+        labels: torch.Tensor,
+    ) -> Prediction:
         """Predict data sets; measure the regret by the labels of the test texts."""
         mean = {name: self.probabilities(name) for name in names}
         tried = (self.probabilities(TEST, factor) for factor in FACTORS)
@@ -79,7 +92,11 @@ class Posteriors:
             signs={name: self._signs(name, mean[name]) for name in names},
         )
 
-    def _signs(self, name: str, mean: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _signs(
+        self,
+        name: str,
+        mean: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
         """Compute what the posteriors say of how doubtful each text is."""
         scaled = []
         for member, chosen in zip(self.members, self.choices, strict=True):
@@ -109,7 +126,11 @@ def _drawn(moments: Moments) -> torch.Tensor:
     return softmax_samples(f_mu, f_var, noise).exp()
 
 
-def temperature_of(members: Sequence[Member], name: str, labels: torch.Tensor) -> float:
+def temperature_of(
+    members: Sequence[Member],
+    name: str,
+    labels: torch.Tensor,
+) -> float:
     """Find the temperature with which the members' mean predicts a data set best."""
     logits = torch.stack([member.logits(name) for member in members])
     return fit_temperature(logits, labels)

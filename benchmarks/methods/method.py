@@ -118,7 +118,10 @@ def other_seeds(model: AdaptedModel, _: DataLoader) -> Members:
     return Members.of(members)
 
 
-def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
+def fit_temperature(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+) -> float:
     """Find the number to divide logits by for the lowest NLL.
 
     Of `(members, texts, classes)`, that of the members' mean probabilities.

@@ -13,7 +13,11 @@ from laplace_lora_ext.likelihoods import Classification
 from laplace_lora_ext.models.adapters import find_peft_model
 
 
-def over_lora(model: AdaptedModel, structure: str = "lowrank_kron", **keywords: Any) -> Any:
+def over_lora(
+    model: AdaptedModel,
+    structure: str = "lowrank_kron",
+    **keywords: Any,
+) -> Any:
     """Make our class over LoRA weights, with one of its own structures or the host's."""
     return laplace_lora_ext.Laplace(
         model.model,
@@ -37,7 +41,11 @@ def of_last_layer(model: AdaptedModel) -> Any:
     return over_lora(model, layers_to_transform=[last_layer])
 
 
-def stock(model: AdaptedModel, structure: str, **keywords: Any) -> Any:
+def stock(
+    model: AdaptedModel,
+    structure: str,
+    **keywords: Any,
+) -> Any:
     """Make laplace-torch's own class over all that requires a gradient: the LoRA weights."""
     # An encoder's head stays at its MAP value, as in our classes.
     model.model.requires_grad_(False)
@@ -90,7 +98,11 @@ class BareLoops:
         self._differentiate(logits, seeds)
         return logits.detach().softmax(-1)
 
-    def _differentiate(self, logits: torch.Tensor, seeds: torch.Tensor) -> None:
+    def _differentiate(
+        self,
+        logits: torch.Tensor,
+        seeds: torch.Tensor,
+    ) -> None:
         """Take a backward pass for each seed; the last one frees the graph."""
         for number, seed in enumerate(seeds, start=1):
             torch.autograd.grad(logits, self._weights, seed, retain_graph=number < len(seeds))

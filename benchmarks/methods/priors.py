@@ -98,7 +98,11 @@ PRIORS = (
 BY_TRAINING = {prior.key: prior for prior in PRIORS}
 
 
-def probabilities(la: Any, x: Any, link: str) -> torch.Tensor:
+def probabilities(
+    la: Any,
+    x: Any,
+    link: str,
+) -> torch.Tensor:
     """Compute probabilities (texts, classes), on the CPU, of a batch or of its Gaussian logits."""
     return la(x, pred_type="glm", link_approx=link).detach().cpu()
 
@@ -121,7 +125,11 @@ def geometric_mean(prior_precision: torch.Tensor) -> float:
 class Predicts(Protocol):
     """Predicts data sets with a posterior, for any prior precision and link."""
 
-    def probabilities(self, prior_precision: torch.Tensor, link: str) -> Probabilities:
+    def probabilities(
+        self,
+        prior_precision: torch.Tensor,
+        link: str,
+    ) -> Probabilities:
         """Predict every data set."""
         ...
 
@@ -139,7 +147,11 @@ class FromStatistics:
     la: Any
     statistics: Mapping[str, PredictiveStatistics]
 
-    def probabilities(self, prior_precision: torch.Tensor, link: str) -> Probabilities:
+    def probabilities(
+        self,
+        prior_precision: torch.Tensor,
+        link: str,
+    ) -> Probabilities:
         """Predict every data set."""
         return {name: self._of(name, prior_precision, link) for name in self.statistics}
 
@@ -171,7 +183,11 @@ class FromBatches:
     la: Any
     loaders: Loaders
 
-    def probabilities(self, prior_precision: torch.Tensor, link: str) -> Probabilities:
+    def probabilities(
+        self,
+        prior_precision: torch.Tensor,
+        link: str,
+    ) -> Probabilities:
         """Predict every data set."""
         self.la.prior_precision = prior_precision
         return {
@@ -189,7 +205,10 @@ class FromBatches:
 
 
 def predictions(
-    la: Any, train: DataLoader | None, loaders: Loaders, labels: torch.Tensor
+    la: Any,
+    train: DataLoader | None,
+    loaders: Loaders,
+    labels: torch.Tensor,
 ) -> Iterator[Prediction]:
     """Predict data sets with each prior and link; without `train`, by the evidence alone.
 

@@ -23,7 +23,11 @@ DEVIATION = ".deviation"  # after a weight's name: its standard deviation
 Noise = Callable[[torch.Generator], Weights]
 
 
-def sampled(model: AdaptedModel, noise: Noise, draws: int = SAMPLES) -> Members:
+def sampled(
+    model: AdaptedModel,
+    noise: Noise,
+    draws: int = SAMPLES,
+) -> Members:
     """Draw noise on the model's weights, as many times as for the papers' tables."""
 
     def drawn() -> Iterator[LogitsOf]:
@@ -67,7 +71,9 @@ class NoiseOfLoraA:
 
 
 def training_free(
-    model: AdaptedModel, train: DataLoader | list[Any], draws: int = SAMPLES
+    model: AdaptedModel,
+    train: DataLoader | list[Any],
+    draws: int = SAMPLES,
 ) -> Members:
     """Predict by TFB's label-free rule: the most noise that changes next to no predicted class."""
     noise = _noise_for(model)
@@ -107,7 +113,10 @@ def _first_batches(train: Iterable[Any]) -> list[Any]:
     return list(islice(train, MOST_TEXTS // batch_size))
 
 
-def _predicted_classes(members: Members, texts: list[Any]) -> torch.Tensor:
+def _predicted_classes(
+    members: Members,
+    texts: list[Any],
+) -> torch.Tensor:
     probabilities = members.predict({"train": texts})["train"]
     return probabilities.argmax(-1)
 
@@ -127,7 +136,11 @@ def noise_basis(B: torch.Tensor) -> torch.Tensor:
 # --- methods that train again -----------------------------------------------------------------
 
 
-def retrained(recipe: Recipe, model: AdaptedModel, _: DataLoader) -> Members:
+def retrained(
+    recipe: Recipe,
+    model: AdaptedModel,
+    _: DataLoader,
+) -> Members:
     """Train again from the same start on the same texts, with deviations for the weights."""
     assert model.retrained is not None
     other = model.retrained(recipe).at(max(model.checkpoints))
@@ -170,7 +183,10 @@ class BLoB(Recipe):
                 module.register_forward_hook(self._add_noise)
 
     def _add_noise(
-        self, module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+        self,
+        module: Any,
+        inputs: tuple[torch.Tensor, ...],
+        output: torch.Tensor,
     ) -> torch.Tensor:
         """Add flipout's noise: one draw for a batch, with signs of each example's own."""
         if not module.training:
@@ -201,7 +217,11 @@ class BLoB(Recipe):
                     weight -= rate * weight / variance
                     spread -= rate * (2 * spread**3 / variance - 2 / spread)
 
-    def deviations(self, model: nn.Module, optimizer: Any) -> Weights:
+    def deviations(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+    ) -> Weights:
         """Return the squares of the trained numbers."""
         deviations = {}
         for name, spread in model.named_parameters():
@@ -227,7 +247,11 @@ class IVONLoRA(Recipe):
         "clip_radius": 1e-3,
     }
 
-    def optimizer(self, weights: list[nn.Parameter], settings: Hyperparameters) -> Any:
+    def optimizer(
+        self,
+        weights: list[nn.Parameter],
+        settings: Hyperparameters,
+    ) -> Any:
         """Make IVON with the paper's numbers."""
         import ivon  # only this rival needs it
 
@@ -237,7 +261,11 @@ class IVONLoRA(Recipe):
         """Make a context for gradients at a sample of the weights."""
         return optimizer.sampled_params(train=True)
 
-    def deviations(self, model: nn.Module, optimizer: Any) -> Weights:
+    def deviations(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+    ) -> Weights:
         """Return the deviations that the optimizer's Hessian gives."""
         (group,) = optimizer.param_groups
         precision = group["ess"] * (group["hess"] + group["weight_decay"])

@@ -28,7 +28,11 @@ class Scaled:
         self.temperature = temperature
 
     @torch.no_grad()
-    def __call__(self, batch: Any, **_: Any) -> torch.Tensor:
+    def __call__(
+        self,
+        batch: Any,
+        **_: Any,
+    ) -> torch.Tensor:
         """Compute probabilities (texts, classes)."""
         with self.model.prepared():
             logits = self.model(batch)
@@ -36,7 +40,11 @@ class Scaled:
 
 
 def predict_with_student(
-    teacher: Any, pretrained: Pretrained, unlabelled: str | None, seed: int, loaders: Loaders
+    teacher: Any,
+    pretrained: Pretrained,
+    unlabelled: str | None,
+    seed: int,
+    loaders: Loaders,
 ) -> Probabilities:
     """Train a student of a posterior, a mixture or `Scaled`, predict with it, and delete it."""
     model = find_peft_model(teacher.model)

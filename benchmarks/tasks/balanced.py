@@ -112,7 +112,11 @@ class Balanced:
                 examples.append(Example(of_class.pop(), label))
         return examples
 
-    def _take(self, texts: TextsByClass, count: int) -> list[Example]:
+    def _take(
+        self,
+        texts: TextsByClass,
+        count: int,
+    ) -> list[Example]:
         """Take examples out of the texts that are left, the classes by turns."""
         labels = [place % len(self.classes) for place in range(count)]
         for label, asked in Counter(labels).items():
@@ -131,7 +135,11 @@ def _folded(text: Text) -> str:
     return str(text).casefold()
 
 
-def _without_label(name: str, texts: TextsByClass, count: int) -> list[Example]:
+def _without_label(
+    name: str,
+    texts: TextsByClass,
+    count: int,
+) -> list[Example]:
     """Return the first texts of a class that the model doesn't know."""
     known = texts[name]
     if count > len(known):

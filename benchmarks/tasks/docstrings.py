@@ -93,7 +93,11 @@ def docstring_summaries(tree: ast.AST) -> Iterator[tuple[str, str]]:
                 yield node.name, first_paragraph(docstring)
 
 
-def documented(library: str, options: Reading, seed: int) -> Iterator[Documented]:
+def documented(
+    library: str,
+    options: Reading,
+    seed: int,
+) -> Iterator[Documented]:
     """Yield all that an installed library documents, with masked summaries."""
     for path, tree in parsed_files([library], options, seed):
         for name, summary in docstring_summaries(tree):
@@ -101,7 +105,11 @@ def documented(library: str, options: Reading, seed: int) -> Iterator[Documented
                 yield Documented(name, summary, path)
 
 
-def read_library(library: str, options: Reading, seed: int) -> list[Documented]:
+def read_library(
+    library: str,
+    options: Reading,
+    seed: int,
+) -> list[Documented]:
     """Collect each summary of an installed library once, in the order of the sources."""
     by_summary: dict[str, Documented] = {}
     for one in documented(library, options, seed):
@@ -109,14 +117,22 @@ def read_library(library: str, options: Reading, seed: int) -> list[Documented]:
     return list(by_summary.values())
 
 
-def find(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[tuple[str, str]]:
+def find(
+    libraries: Sequence[str],
+    options: Reading,
+    seed: int,
+) -> Iterator[tuple[str, str]]:
     """Yield library and summary."""
     for library in libraries:
         for one in read_library(library, options, seed):
             yield library, one.summary
 
 
-def find_parts(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[tuple[str, str]]:
+def find_parts(
+    libraries: Sequence[str],
+    options: Reading,
+    seed: int,
+) -> Iterator[tuple[str, str]]:
     """Yield part of a library and summary."""
     for library in libraries:
         root = package_folder(library)
@@ -125,7 +141,11 @@ def find_parts(libraries: Sequence[str], options: Reading, seed: int) -> Iterato
             yield part, one.summary
 
 
-def find_verbs(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[tuple[str, str]]:
+def find_verbs(
+    libraries: Sequence[str],
+    options: Reading,
+    seed: int,
+) -> Iterator[tuple[str, str]]:
     """Yield the verb that a summary begins with and the rest of it."""
     for library in libraries:
         for one in read_library(library, options, seed):

@@ -41,7 +41,10 @@ def find_functions(options: Text, seed: int) -> Iterator[Written]:
             yield Written(f"{one.summary}\nFunction:", f" {one.name}")
 
 
-def read(options: Text, seed: int) -> list[list[Written]]:
+def read(
+    options: Text,
+    seed: int,
+) -> list[list[Written]]:
     """Draw short descriptions for training, validation and test, each of them once."""
     by_prompt = {}
     for one in find(options, seed):

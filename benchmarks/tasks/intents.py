@@ -83,7 +83,10 @@ class Intents:
         return self.domain in (None, row.get("domain"))
 
     def _shifted(
-        self, rows: Sequence[Row], count: int, generator: random.Random
+        self,
+        rows: Sequence[Row],
+        count: int,
+        generator: random.Random,
     ) -> dict[str, list[Example]]:
         """Draw texts without a right answer: out of all scopes, and of other domains."""
         unknown: dict[str, list[Row]] = {OUT_OF_SCOPE: [], OTHER_DOMAINS: []}

@@ -56,7 +56,12 @@ class MultipleChoice:
             truncation_side="left",
         )
 
-    def _shifted(self, data: Path, count: int, rng: random.Random) -> dict[str, list[Example]]:
+    def _shifted(
+        self,
+        data: Path,
+        count: int,
+        rng: random.Random,
+    ) -> dict[str, list[Example]]:
         """Draw questions of ARC, whose right answers are known."""
         if self.shifted_example is None:
             return {}

@@ -34,7 +34,10 @@ def spoken(name: str) -> str:
     return masked(words).lower()
 
 
-def asked_for_match(pool: Sequence[Documented], rng: random.Random) -> Iterator[Example]:
+def asked_for_match(
+    pool: Sequence[Documented],
+    rng: random.Random,
+) -> Iterator[Example]:
     """Pair names and summaries: every second pair is right, the others mix names of one file."""
     names: dict[Path, set[str]] = defaultdict(set)
     for one in pool:
@@ -49,7 +52,10 @@ def asked_for_match(pool: Sequence[Documented], rng: random.Random) -> Iterator[
         label = 1 - label
 
 
-def asked_for_choice(pool: Sequence[Documented], rng: random.Random) -> Iterator[Example]:
+def asked_for_choice(
+    pool: Sequence[Documented],
+    rng: random.Random,
+) -> Iterator[Example]:
     """Ask in the paper's words which of four names from one library fits a summary."""
     names = sorted({one.name for one in pool})
     for one in pool:

@@ -77,7 +77,11 @@ def entries(docstring: str) -> list[Entry]:
     return [Entry(*groups) for groups in PARAMETER.findall(section[1] + "\n")]
 
 
-def read_parameters(libraries: Sequence[str], options: Reading, seed: int) -> list[Parameter]:
+def read_parameters(
+    libraries: Sequence[str],
+    options: Reading,
+    seed: int,
+) -> list[Parameter]:
     """Collect all parameters that are described, in the order of the sources."""
     parameters = []
     for path, tree in parsed_files(libraries, options, seed):
@@ -85,7 +89,10 @@ def read_parameters(libraries: Sequence[str], options: Reading, seed: int) -> li
     return parameters
 
 
-def described(tree: ast.AST, file: Path) -> Iterator[Parameter]:
+def described(
+    tree: ast.AST,
+    file: Path,
+) -> Iterator[Parameter]:
     """Yield the parameters that a source's public docstrings describe."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
@@ -108,7 +115,11 @@ def described(tree: ast.AST, file: Path) -> Iterator[Parameter]:
             )
 
 
-def find_types(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[tuple[str, str]]:
+def find_types(
+    libraries: Sequence[str],
+    options: Reading,
+    seed: int,
+) -> Iterator[tuple[str, str]]:
     """Yield class of types and description."""
     for parameter in read_parameters(libraries, options, seed):
         if parameter.type in TYPES:

@@ -70,7 +70,10 @@ def read_sources(
         raise MissingDataError(_what_to_download(sources, data)) from error
 
 
-def _what_to_download(sources: Sequence[Source], data: Path | None) -> str:
+def _what_to_download(
+    sources: Sequence[Source],
+    data: Path | None,
+) -> str:
     if data is None:
         folder = "FOLDER"
         missing = sources
@@ -152,7 +155,11 @@ def glue(
     return PaperTask("nyu-mll/glue", configuration, to_example, classes)
 
 
-def super_glue(configuration: str, to_example: ToExample, is_prompt: bool = False) -> PaperTask:
+def super_glue(
+    configuration: str,
+    to_example: ToExample,
+    is_prompt: bool = False,
+) -> PaperTask:
     """Describe a task of SuperGLUE; each of them asks what is true."""
     return PaperTask(
         "aps/super_glue",
@@ -184,7 +191,10 @@ PAPER_TASKS: dict[str, PaperTask] = {
 }
 
 
-def read_paper_task(name: str, data: Path | None = None) -> Task:
+def read_paper_task(
+    name: str,
+    data: Path | None = None,
+) -> Task:
     """Read all examples of a task that the paper keeps."""
     task = PAPER_TASKS[name]
     rows_of_training, rows_of_test = read_sources(task.sources, data)

@@ -61,7 +61,11 @@ def in_each(
 ) -> Callable[[Sequence[str], Reading, int], Iterator[Text]]:
     """Make a function that yields all that `find` finds in the sources of libraries."""
 
-    def find_in_sources(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[Text]:
+    def find_in_sources(
+        libraries: Sequence[str],
+        options: Reading,
+        seed: int,
+    ) -> Iterator[Text]:
         for _, tree in parsed_files(libraries, options, seed):
             yield from find(tree)
 

@@ -241,7 +241,11 @@ class Training:
             self.temperature = self._best_temperature(model, examples)
 
     @torch.no_grad()
-    def _best_temperature(self, model: nn.Module, examples: Subset) -> float:
+    def _best_temperature(
+        self,
+        model: nn.Module,
+        examples: Subset,
+    ) -> float:
         """Find the temperature at which the held-out texts are most probable."""
         everything = self._loader.dataset
         assert isinstance(everything, Sequence)  # of texts, as `batches` was given
@@ -292,7 +296,11 @@ def as_text(
     return "\n".join(lines)
 
 
-def why(results: Outcomes, place: int, text: Text) -> str:
+def why(
+    results: Outcomes,
+    place: int,
+    text: Text,
+) -> str:
     """Say what the model answers for a text, and of which kind its doubt is."""
     prediction = results.prediction
     first, second = prediction.probabilities[place].topk(2).indices.tolist()

@@ -12,7 +12,11 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArg
 class Bar(ProgressCallback):
     """Shows the steps of a training alone: transformers' own bar writes seconds and losses."""
 
-    def on_log(self, *_: Any, **__: Any) -> None:
+    def on_log(
+        self,
+        *_: Any,
+        **__: Any,
+    ) -> None:
         """Write nothing."""
 
 

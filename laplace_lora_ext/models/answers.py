@@ -91,7 +91,11 @@ class Answers:
         finally:
             self._weighed = None
 
-    def _weigh(self, logits: torch.Tensor, tokens: Sequence[int]) -> None:
+    def _weigh(
+        self,
+        logits: torch.Tensor,
+        tokens: Sequence[int],
+    ) -> None:
         """Note the probability of some tokens of a vocabulary's logits `(B, V)`, if asked to."""
         if self._weighed is not None and not self._weighed:
             of_answers, _ = divided(logits.detach(), tokens)
@@ -190,7 +194,11 @@ class AnswerTokens(Answers):
                 "what comes next: leave the answers out of the prompts."
             )
 
-    def _position(self, inputs: Any, text_with_answer: Any) -> torch.Tensor:
+    def _position(
+        self,
+        inputs: Any,
+        text_with_answer: Any,
+    ) -> torch.Tensor:
         """Find the position at which the answer is read, `(B,)`."""
         if self.mask_token_id is None:
             return last_real_position(text_with_answer)
@@ -234,7 +242,10 @@ def _as_numbers(class_token_ids: Sequence[int]) -> list[int]:
         ) from None
 
 
-def are_tokens(ids: Sequence[int], transformer: PreTrainedModel | None) -> bool:
+def are_tokens(
+    ids: Sequence[int],
+    transformer: PreTrainedModel | None,
+) -> bool:
     """Tell whether numbers are of a model's vocabulary, as far as its size is known."""
     if any(token < 0 for token in ids):
         return False
@@ -348,7 +359,10 @@ def start_token(transformer: PreTrainedModel) -> int:
     raise ValueError("The model has no decoder_start_token_id: add decoder_input_ids to the batch.")
 
 
-def without_cache(transformer: PreTrainedModel | None, inputs: Any) -> dict[str, Any]:
+def without_cache(
+    transformer: PreTrainedModel | None,
+    inputs: Any,
+) -> dict[str, Any]:
     """Return keyword arguments that switch a model's cache off, if it has one.
 
     A batch may say itself whether it wants the cache.

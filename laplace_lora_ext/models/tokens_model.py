@@ -45,7 +45,11 @@ class TokensModel(LogitsModel):
         """Whether the model reads one text, and writes another."""
         return bool(self.transformer.config.is_encoder_decoder)
 
-    def _logits(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
+    def _logits(
+        self,
+        batch: Any,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
         """Compute logits `(N, V)` of the labelled tokens, one text after the other.
 
         They are in float32 or better.
@@ -141,7 +145,10 @@ class TokensModel(LogitsModel):
             )
 
 
-def _decoder_input_ids(transformer: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
+def _decoder_input_ids(
+    transformer: PreTrainedModel,
+    labels: torch.Tensor,
+) -> torch.Tensor:
     """Make what the decoder reads where it is to predict labels `(B, T)`, as the model itself."""
     prepare = getattr(transformer, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:

@@ -49,7 +49,11 @@ class Sample:
         self._parts: list[_Part] = []
         self._n_rows = 0  # of the parts
 
-    def add(self, columns: Columns, places: torch.Tensor) -> None:
+    def add(
+        self,
+        columns: Columns,
+        places: torch.Tensor,
+    ) -> None:
         """Take in the rows of a batch, and where they belong in the data."""
         numbers = torch.rand(len(places), generator=self._generator, dtype=torch.float64)
         self._parts.append(_Part(numbers, places, columns))

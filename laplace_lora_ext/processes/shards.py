@@ -79,7 +79,11 @@ class Share:
         )
 
     @classmethod
-    def read_once(cls, loader: Any, stride: int = 1) -> Share:
+    def read_once(
+        cls,
+        loader: Any,
+        stride: int = 1,
+    ) -> Share:
         """Make a share with its batches in memory: each pass sees the same data in the same order.
 
         Loaders may shuffle, draw examples or make them at random, and a generator ends. With a

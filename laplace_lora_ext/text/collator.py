@@ -84,7 +84,11 @@ class DataCollatorForChoices:
             by_example["labels"] = torch.tensor([feature["labels"] for feature in features])
         return BatchEncoding(by_example)
 
-    def _prompt(self, text: str, n_of_answer: int) -> list[int]:
+    def _prompt(
+        self,
+        text: str,
+        n_of_answer: int,
+    ) -> list[int]:
         tokens = self.tokenizer(text)["input_ids"]
         if self.max_length is None:
             return tokens

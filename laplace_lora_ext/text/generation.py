@@ -135,7 +135,11 @@ def _written(
     return _Written(sequences, batch, outputs)
 
 
-def _batch_of_decoder(prompts: Inputs, sequences: torch.Tensor, labels: torch.Tensor) -> Inputs:
+def _batch_of_decoder(
+    prompts: Inputs,
+    sequences: torch.Tensor,
+    labels: torch.Tensor,
+) -> Inputs:
     """Make a batch of what a decoder reads, and predicts one token later."""
     return {
         **prompts,
@@ -144,7 +148,11 @@ def _batch_of_decoder(prompts: Inputs, sequences: torch.Tensor, labels: torch.Te
     }
 
 
-def _batch_of_continued(prompts: Inputs, sequences: torch.Tensor, labels: torch.Tensor) -> Inputs:
+def _batch_of_continued(
+    prompts: Inputs,
+    sequences: torch.Tensor,
+    labels: torch.Tensor,
+) -> Inputs:
     """Make a batch of prompts and what follows them, with labels on the latter."""
     mask = prompts["attention_mask"]
     n_read = prompts["input_ids"].shape[1]
@@ -161,7 +169,11 @@ def _batch_of_continued(prompts: Inputs, sequences: torch.Tensor, labels: torch.
 class _Options:
     """Looks up options where `generate` does: in its arguments, then in the configurations."""
 
-    def __init__(self, transformer: PreTrainedModel, generation_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        transformer: PreTrainedModel,
+        generation_kwargs: dict[str, Any],
+    ) -> None:
         self.given = generation_kwargs
         self._configurations = [
             generation_kwargs.get("generation_config"),
@@ -194,7 +206,10 @@ class _Options:
         return self.endings[0] if self.endings else 0
 
 
-def _checked_generate(transformer: Any, options: _Options) -> Callable[..., Any]:
+def _checked_generate(
+    transformer: Any,
+    options: _Options,
+) -> Callable[..., Any]:
     """Return a model's `generate`, unless it or an option writes otherwise than token by token."""
     if transformer.generate.__module__.startswith("transformers.models."):
         raise NotImplementedError(
@@ -210,7 +225,11 @@ def _checked_generate(transformer: Any, options: _Options) -> Callable[..., Any]
     return transformer.generate
 
 
-def _prompts(transformer: PreTrainedModel, options: _Options, device: torch.device) -> Inputs:
+def _prompts(
+    transformer: PreTrainedModel,
+    options: _Options,
+    device: torch.device,
+) -> Inputs:
     """Select what the model is to continue: the tensors that are no options of `generate`."""
     arguments = inspect.signature(vars(GenerationMixin)["generate"]).parameters
     known = vars(GenerationConfig()).keys() | arguments.keys()
@@ -244,7 +263,10 @@ def _main_input(transformer: PreTrainedModel) -> str:
     return transformer.get_encoder().main_input_name
 
 
-def _mask_of(tokens: torch.Tensor, options: _Options) -> torch.Tensor:
+def _mask_of(
+    tokens: torch.Tensor,
+    options: _Options,
+) -> torch.Tensor:
     """Make the mask that `generate` makes where there is none."""
     # A token that also ends texts may be one of the prompt's own.
     if options.padding is None or options.padding in options.endings:
@@ -316,7 +338,12 @@ class _Writer:
     Of an encoder-decoder it also has its own encoding of the source.
     """
 
-    def __init__(self, transformer: PreTrainedModel, draw: Draw, prompt: Inputs) -> None:
+    def __init__(
+        self,
+        transformer: PreTrainedModel,
+        draw: Draw,
+        prompt: Inputs,
+    ) -> None:
         self._transformer = transformer
         self._draw = draw
         self._prompt = prompt

@@ -100,7 +100,11 @@ def _refuse_kinds(method: TuningMethod) -> None:
         )
 
 
-def _distances_to_model(la: Any, draws: Sequence[Draw], batch: Any) -> Columns:
+def _distances_to_model(
+    la: Any,
+    draws: Sequence[Draw],
+    batch: Any,
+) -> Columns:
     """Sum the draws' mean distances over each text's labelled tokens, and count the tokens."""
     with la.model.prepared():
         p_of_model = la.model(batch).softmax(-1)
@@ -205,7 +209,10 @@ class TokenSecondTraining(SecondTraining):
     search: Callable[..., TuningMethod] = TokenGridSearch
 
 
-def _mean_over_tokens(share: Share, of_batch: Callable[[Any], Columns]) -> float:
+def _mean_over_tokens(
+    share: Share,
+    of_batch: Callable[[Any], Columns],
+) -> float:
     """Average over all tokens and processes, given sums and counts `(B,)` of a batch's texts."""
     sums, counts = over_loader(share, of_batch)
     return sums.sum().item() / counts.sum().item()

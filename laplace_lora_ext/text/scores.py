@@ -96,7 +96,10 @@ def writers_of(members: Sequence[Drawable]) -> list[Writer]:
     return writers
 
 
-def labelled_tokens(member: Writer, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def labelled_tokens(
+    member: Writer,
+    batch: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the trained model's logits `(N, V)`, and find the labelled tokens `(N,)`."""
     member.check_model()
     with member.model.prepared():
@@ -166,7 +169,11 @@ def trained(posterior: Writer) -> Draw:
     return Draw(posterior, [block.matrix(block.weight.detach()) for block in posterior.blocks])
 
 
-def drawn(la: Drawable, n_samples: int, seed: int) -> Iterator[Values]:
+def drawn(
+    la: Drawable,
+    n_samples: int,
+    seed: int,
+) -> Iterator[Values]:
     """Draw LoRA weights, under any prior precision from the noise of the same seed."""
     la.check_model()
     generator = torch.Generator(la.model.device).manual_seed(seed)
@@ -174,7 +181,9 @@ def drawn(la: Drawable, n_samples: int, seed: int) -> Iterator[Values]:
 
 
 def draws_of(
-    members: Sequence[Writer], n_samples: int, generator: torch.Generator | None
+    members: Sequence[Writer],
+    n_samples: int,
+    generator: torch.Generator | None,
 ) -> Iterator[Draw]:
     """Draw models, divided among the members, the first ones getting the rest."""
     if n_samples < 0:
@@ -190,7 +199,9 @@ def draws_of(
 
 
 def scores_under(
-    members: Sequence[Writer], batch: Mapping[str, Any], draws: Iterable[Draw]
+    members: Sequence[Writer],
+    batch: Mapping[str, Any],
+    draws: Iterable[Draw],
 ) -> TextScores:
     """Score texts under given draws."""
     of_members = [labelled_tokens(member, batch) for member in members]
@@ -204,7 +215,10 @@ def scores_under(
 
 
 def score(
-    f: torch.Tensor, drawn: Iterable[torch.Tensor], tokens: torch.Tensor, labelled: torch.Tensor
+    f: torch.Tensor,
+    drawn: Iterable[torch.Tensor],
+    tokens: torch.Tensor,
+    labelled: torch.Tensor,
 ) -> TextScores:
     """Score texts by the logits of draws, one draw at a time.
 
@@ -261,7 +275,10 @@ def score(
     )
 
 
-def _placed(numbers: torch.Tensor, labelled: torch.Tensor) -> torch.Tensor:
+def _placed(
+    numbers: torch.Tensor,
+    labelled: torch.Tensor,
+) -> torch.Tensor:
     """Put numbers of the N labelled tokens where these are in texts `(B, T)`, and 0 elsewhere."""
     return numbers.new_zeros(labelled.shape).masked_scatter(labelled, numbers)
 
@@ -274,7 +291,10 @@ class _Predicted(NamedTuple):
     entropy: torch.Tensor  # (N,)
 
 
-def _predicted(logits: torch.Tensor, tokens: torch.Tensor) -> _Predicted:
+def _predicted(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+) -> _Predicted:
     """Compute probabilities from logits `(N, V)`, and what they say of the labels `(N,)`."""
     log_p = logits.log_softmax(-1)
     p = log_p.exp()

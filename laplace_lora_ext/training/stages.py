@@ -219,7 +219,11 @@ def choose_priors(
     return Choice([member.hyperparameters for member in together.members], history)
 
 
-def _with_kinds(la: LoRALaplace, held_out: Any, progress_bar: bool) -> LoRALaplace:
+def _with_kinds(
+    la: LoRALaplace,
+    held_out: Any,
+    progress_bar: bool,
+) -> LoRALaplace:
     """Let held-out examples choose how the prior precisions of a member's kinds of weight differ.
 
     A mixture has but a common factor of its members' prior precisions.
@@ -294,7 +298,11 @@ class _Training:
             seconds = members.run(stages.second, second_stage)
         return joined(with_choice(seconds, choice)), choice.history
 
-    def _groups(self, everything: Any, held_out: float) -> torch.Tensor:
+    def _groups(
+        self,
+        everything: Any,
+        held_out: float,
+    ) -> torch.Tensor:
         """Find which examples are alike, and refuse what could not be fitted in the end."""
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fits will warn

@@ -67,7 +67,13 @@ class Teacher(Protocol):
     @property
     def members(self) -> Sequence[Member]: ...
 
-    def __call__(self, x: Any, *, link_approx: str, fitting: bool) -> Any: ...
+    def __call__(
+        self,
+        x: Any,
+        *,
+        link_approx: str,
+        fitting: bool,
+    ) -> Any: ...
 
 
 def distill(
@@ -115,7 +121,11 @@ def distill(
     return adapter_name
 
 
-def _add_student(model: PeftModel, teacher: str, student: str) -> None:
+def _add_student(
+    model: PeftModel,
+    teacher: str,
+    student: str,
+) -> None:
     """Add an adapter with the weights of the teacher's, and make it the active one."""
     if model.active_adapter != teacher:
         model.set_adapter(teacher)
@@ -125,7 +135,11 @@ def _add_student(model: PeftModel, teacher: str, student: str) -> None:
         weight.data.copy_(of_teacher[name].data)
 
 
-def _head(model: PeftModel, adapter: str, n_outputs: int) -> list[nn.Parameter]:
+def _head(
+    model: PeftModel,
+    adapter: str,
+    n_outputs: int,
+) -> list[nn.Parameter]:
     """List an adapter's own weights of the layer that makes the logits, if it has any."""
     return [
         weight
@@ -134,7 +148,10 @@ def _head(model: PeftModel, adapter: str, n_outputs: int) -> list[nn.Parameter]:
     ]
 
 
-def _best_scale(logits: torch.Tensor, probabilities: torch.Tensor) -> float:
+def _best_scale(
+    logits: torch.Tensor,
+    probabilities: torch.Tensor,
+) -> float:
     """Find the factor with which logits are nearest to probabilities, both `(N, ..., C)`."""
 
     def divergence(log_scale: float) -> float:
@@ -147,7 +164,10 @@ def _best_scale(logits: torch.Tensor, probabilities: torch.Tensor) -> float:
     return math.exp(result["x"])
 
 
-def _scale_and_freeze(head: list[nn.Parameter], scale: float) -> None:
+def _scale_and_freeze(
+    head: list[nn.Parameter],
+    scale: float,
+) -> None:
     """Multiply the logits of a head, whose weight and bias both scale them."""
     for weight in head:
         weight.requires_grad_(False)
@@ -169,7 +189,10 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def _texts(
-    model: LogitsModel, trainer: Any, unlabelled: Any, generator: torch.Generator | None
+    model: LogitsModel,
+    trainer: Any,
+    unlabelled: Any,
+    generator: torch.Generator | None,
 ) -> Iterator[Any]:
     """Yield batches without labels: training texts, and more."""
     if isinstance(unlabelled, str) and unlabelled != "swapped":
@@ -232,7 +255,10 @@ def _with_other_tokens(
     return torch.cat([(1 - others) * probabilities, others], dim=1)
 
 
-def _text(columns: Mapping[str, torch.Tensor], row: int) -> Record:
+def _text(
+    columns: Mapping[str, torch.Tensor],
+    row: int,
+) -> Record:
     """Take one text out of a batch, without its padding and in main memory."""
     mask = columns["attention_mask"][row] if "attention_mask" in columns else None
     record = {}
@@ -248,7 +274,11 @@ def _text(columns: Mapping[str, torch.Tensor], row: int) -> Record:
 
 
 @contextmanager
-def _teaching(trainer: Any, model: LogitsModel, likelihood: Likelihood) -> Iterator[None]:
+def _teaching(
+    trainer: Any,
+    model: LogitsModel,
+    likelihood: Likelihood,
+) -> Iterator[None]:
     """Give a trainer's steps a student's loss within, and batches of taught texts.
 
     What its training reads is changed while it makes its loader and in a step alone, so that
@@ -259,7 +289,11 @@ def _teaching(trainer: Any, model: LogitsModel, likelihood: Likelihood) -> Itera
     make_loader = trainer.get_train_dataloader
     take_step = trainer.training_step
 
-    def compute_loss(run: Any, inputs: Any, **kwargs: Any) -> torch.Tensor:
+    def compute_loss(
+        run: Any,
+        inputs: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         # The trainer may have wrapped the model, and a `LogitsModel` is costly to make.
         if id(run) not in students:
             students[id(run)] = model.around(run)
@@ -278,7 +312,10 @@ def _teaching(trainer: Any, model: LogitsModel, likelihood: Likelihood) -> Itera
         with with_attributes(trainer, args=args, data_collator=partial(_collate, padding)):
             return make_loader()
 
-    def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         with with_attributes(
             trainer,
             compute_loss=compute_loss,
@@ -308,7 +345,10 @@ def _collate(padding: int, records: Sequence[Record]) -> Record:
     return batch
 
 
-def _padded(values: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
+def _padded(
+    values: Sequence[torch.Tensor],
+    fill: int,
+) -> torch.Tensor:
     """Stack texts of unlike lengths, padded behind: `(T, ...)`, or choices `(K, T)` of each."""
     is_of_choices = values[0].ndim == 2 and len({len(value) for value in values}) == 1
     if not is_of_choices:

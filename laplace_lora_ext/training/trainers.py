@@ -106,7 +106,11 @@ def train(
         _load_best(trainer)
 
 
-def _arguments_for(trainer: Any, examples: Any, share_of_steps: float) -> Any:
+def _arguments_for(
+    trainer: Any,
+    examples: Any,
+    share_of_steps: float,
+) -> Any:
     """Copy a trainer's arguments for other examples and a share of its steps."""
     args = copy(trainer.args)
     if args.max_steps > 0:
@@ -139,7 +143,10 @@ def _load_best(trainer: Any) -> None:
 
 
 @contextmanager
-def with_attributes(trainer: Any, **values: Any) -> Iterator[None]:
+def with_attributes(
+    trainer: Any,
+    **values: Any,
+) -> Iterator[None]:
     """Give a trainer some attributes within; afterwards it has those that it had, if any."""
     attributes = vars(trainer)
     before = {name: attributes[name] for name in values if name in attributes}

@@ -199,7 +199,12 @@ class GridSearch(TuningMethod):
             sums.add(statistics)
         return sums.losses(share.is_dealt)
 
-    def _losses_point_by_point(self, la: Predictor, grid: torch.Tensor, score: Score) -> GridLosses:
+    def _losses_point_by_point(
+        self,
+        la: Predictor,
+        grid: torch.Tensor,
+        score: Score,
+    ) -> GridLosses:
         """Sum the loss at each point of the grid, which the posterior's prior is set to."""
         terms_of_all = self._terms(la, score)
         sums = torch.zeros(len(grid), score.size, dtype=torch.float64)
@@ -215,7 +220,11 @@ class GridSearch(TuningMethod):
                 sums[index] = math.inf  # as the host does, for a matrix that is not a covariance
         return GridLosses(grid, sums, n_examples, score)
 
-    def _terms(self, la: Predictor, score: Score) -> Callable[[], torch.Tensor]:
+    def _terms(
+        self,
+        la: Predictor,
+        score: Score,
+    ) -> Callable[[], torch.Tensor]:
         """Make a function that scores all examples at the present prior precision."""
         statistics = self._statistics(la)
         if statistics is not None:
@@ -234,7 +243,11 @@ class GridSearch(TuningMethod):
             return None
         return la.statistics_of(self.val_loader, self.progress_bar, self._link)
 
-    def _own_losses(self, la: Predictor, grid: torch.Tensor) -> Iterator[float]:
+    def _own_losses(
+        self,
+        la: Predictor,
+        grid: torch.Tensor,
+    ) -> Iterator[float]:
         """Compute the user's own loss at each point, to which the posterior's prior is set."""
         assert self.loss is not None
         predictions = self._predictions(la)
@@ -296,7 +309,12 @@ class _Sums:
     score : Score
     """
 
-    def __init__(self, la: Predictor, grid: torch.Tensor, score: Score) -> None:
+    def __init__(
+        self,
+        la: Predictor,
+        grid: torch.Tensor,
+        score: Score,
+    ) -> None:
         self._la = la
         self._grid = grid
         self._score = score
@@ -346,7 +364,11 @@ class _Sums:
         self._squares += f_mu.double().square().sum().item()
 
 
-def _scored(la: Predictor, statistics: Statistics, score: Score) -> torch.Tensor:
+def _scored(
+    la: Predictor,
+    statistics: Statistics,
+    score: Score,
+) -> torch.Tensor:
     """Score examples `(N, K)` at the present prior precision."""
     moments = statistics.moments(la.prior_precision)
     targets = statistics.required_targets()
@@ -354,7 +376,10 @@ def _scored(la: Predictor, statistics: Statistics, score: Score) -> torch.Tensor
     return torch.cat([score.terms(la, part, of_part) for part, of_part in parts])
 
 
-def _checked(la: Predictor, y: torch.Tensor) -> torch.Tensor:
+def _checked(
+    la: Predictor,
+    y: torch.Tensor,
+) -> torch.Tensor:
     """Check targets as the losses take them."""
     first = la.members[0]
     # The check asks logits for their shape and place alone: none are computed for it.
@@ -367,7 +392,10 @@ def _checked(la: Predictor, y: torch.Tensor) -> torch.Tensor:
     return first.trained_likelihood.check_targets(y, logits)
 
 
-def _shown(la: Predictor, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _shown(
+    la: Predictor,
+    outputs: Sequence[torch.Tensor],
+) -> Sequence[torch.Tensor]:
     """Take what a user's own loss reads of outputs: of labels the probability of each."""
     likelihood = la.members[0].trained_likelihood
     return [likelihood.shown(output) for output in outputs]
@@ -387,7 +415,11 @@ def _evaluated(
 
 
 def grid_of_priors(
-    low: float, high: float, size: int, power: float, base: torch.Tensor | None
+    low: float,
+    high: float,
+    size: int,
+    power: float,
+    base: torch.Tensor | None,
 ) -> torch.Tensor:
     """List powers of a number as `(size,)` prior precisions, or of a base, `(size, blocks)`."""
     # In float32, whatever the default is.
@@ -398,14 +430,18 @@ def grid_of_priors(
 
 
 def search_grid(
-    loss: Callable[[torch.Tensor], float], grid: torch.Tensor, progress_bar: bool = False
+    loss: Callable[[torch.Tensor], float],
+    grid: torch.Tensor,
+    progress_bar: bool = False,
 ) -> TuningHistory:
     """Evaluate a loss at every prior precision of a grid, `(T,)` or `(T, blocks)`."""
     return record_grid(map(loss, grid), grid, progress_bar)
 
 
 def record_grid(
-    losses: Iterable[float], grid: torch.Tensor, progress_bar: bool = False
+    losses: Iterable[float],
+    grid: torch.Tensor,
+    progress_bar: bool = False,
 ) -> TuningHistory:
     """Record the losses at the prior precisions of a grid, `(T,)` or `(T, blocks)`.
 

@@ -69,11 +69,23 @@ class Predictor(Protocol):
 
     def check_model(self) -> None: ...
 
-    def statistics_of(self, loader: Any, progress_bar: bool, link_approx: str = ...) -> Any: ...
+    def statistics_of(
+        self,
+        loader: Any,
+        progress_bar: bool,
+        link_approx: str = ...,
+    ) -> Any: ...
 
-    def statistics_by_batch(self, link_approx: str = ...) -> Callable[[Any], Any] | None: ...
+    def statistics_by_batch(
+        self,
+        link_approx: str = ...,
+    ) -> Callable[[Any], Any] | None: ...
 
-    def __call__(self, x: Any, **options: Any) -> Any: ...
+    def __call__(
+        self,
+        x: Any,
+        **options: Any,
+    ) -> Any: ...
 
 
 class Tunable(Linearised, Predictor, Protocol):
@@ -167,7 +179,12 @@ class HistoryBuilder:
         self._steps: list[int] = []
         self._rows: list[torch.Tensor] = []
 
-    def add(self, step: int, objective: float, prior_precision: torch.Tensor) -> None:
+    def add(
+        self,
+        step: int,
+        objective: float,
+        prior_precision: torch.Tensor,
+    ) -> None:
         """Record a step; an objective that is not a number is refused."""
         # On the CPU, so that a history to plot holds no memory of an accelerator.
         row = prior_precision.detach().flatten().cpu()

@@ -19,7 +19,11 @@ MOST_BYTES = 2**32
 """Of statistics that are kept, unless another number is asked for: 4.3 GB."""
 
 
-def drawn(loader: Any, n_examples: int, seed: int) -> Any:
+def drawn(
+    loader: Any,
+    n_examples: int,
+    seed: int,
+) -> Any:
     """Draw examples from a larger loader, where they can be drawn before any pass; or return it."""
     if isinstance(loader, PredictiveStatistics) or data_size(loader) is None:
         return loader

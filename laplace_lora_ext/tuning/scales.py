@@ -76,7 +76,11 @@ class Score(Protocol):
         """
         ...
 
-    def best(self, sums: torch.Tensor, n_examples: int) -> Best:
+    def best(
+        self,
+        sums: torch.Tensor,
+        n_examples: int,
+    ) -> Best:
         """Find the best loss at a prior precision by the sums `(K,)` of all examples' numbers."""
         ...
 
@@ -110,7 +114,11 @@ class PriorAlone:
         nll = likelihood.nll(predicted, targets, first.sigma_noise)
         return nll[:, None]
 
-    def best(self, sums: torch.Tensor, n_examples: int) -> Best:
+    def best(
+        self,
+        sums: torch.Tensor,
+        n_examples: int,
+    ) -> Best:
         return Best(sums.item() / n_examples)
 
 
@@ -167,7 +175,11 @@ class WithLogitScale:
             columns.append(likelihood.nll([of_mean], targets, first.sigma_noise))
         return torch.stack(columns, dim=1)
 
-    def best(self, sums: torch.Tensor, n_examples: int) -> Best:
+    def best(
+        self,
+        sums: torch.Tensor,
+        n_examples: int,
+    ) -> Best:
         """Find the best scale, also between those at which the losses are known."""
         logs = np.log(LOGIT_SCALES)
         last = len(logs) - 1
@@ -231,7 +243,11 @@ class WithNoise:
         log_det = 2 * diagonal.log().sum(-1)
         return torch.stack([squares, log_det], dim=1)
 
-    def best(self, sums: torch.Tensor, n_examples: int) -> Best:
+    def best(
+        self,
+        sums: torch.Tensor,
+        n_examples: int,
+    ) -> Best:
         squares, log_dets = sums.tolist()
         n_numbers = n_examples * self.n_outputs
         variance = squares / n_numbers

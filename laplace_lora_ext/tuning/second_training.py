@@ -164,7 +164,12 @@ class SecondTraining(TuningMethod):
             return in_order_like(like, examples)
         return loader_of(self.trainer, examples)
 
-    def _around_another_training(self, la: Tunable, rest: Dataset, number: int) -> Any:
+    def _around_another_training(
+        self,
+        la: Tunable,
+        rest: Dataset,
+        number: int,
+    ) -> Any:
         """Train another adapter, and make a posterior of the same kind around it, without a fit."""
         if self.trainer is not None:
             model = self._from_trainer(la, rest, number)
@@ -186,7 +191,12 @@ class SecondTraining(TuningMethod):
             )
         return other
 
-    def _from_trainer(self, la: Tunable, rest: Dataset, number: int) -> nn.Module:
+    def _from_trainer(
+        self,
+        la: Tunable,
+        rest: Dataset,
+        number: int,
+    ) -> nn.Module:
         """Let the trainer train a new adapter of the fitted model."""
         model = find_peft_model(la.model)
         if find_peft_model(self.trainer.model) is not model:

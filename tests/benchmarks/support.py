@@ -45,7 +45,10 @@ class Finished:
 
 
 def run(
-    capsys: pytest.CaptureFixture[str], folder: Path, command: str, **options: object
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    command: str,
+    **options: object,
 ) -> Finished:
     """Run an experiment into a folder."""
     # One thread is the quickest for models of this size.
@@ -235,7 +238,10 @@ def write_task(name: str, data: Path) -> None:
     _write_rows(rows[:1], test.file_in(data))
 
 
-def _write_rows(rows: list[dict[str, Any]], file: Path) -> None:
+def _write_rows(
+    rows: list[dict[str, Any]],
+    file: Path,
+) -> None:
     lines = [json.dumps(row) for row in rows]
     file.parent.mkdir(parents=True, exist_ok=True)
     # An empty line at the end, as some editors leave it, is no row.

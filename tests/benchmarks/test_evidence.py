@@ -7,7 +7,14 @@ import pytest
 from tests.benchmarks.support import run
 
 
-def row(method, prior, seed, nll, link="", **changes):
+def row(
+    method,
+    prior,
+    seed,
+    nll,
+    link="",
+    **changes,
+):
     """Make a row of `stages`, with a shifted set of known classes and a foreign one."""
     typos = {"nll": 2 * nll, "ece": 0.2, "shift_auroc": 0.9, "auroc": {"entropy": 0.9}}
     foreign = {"shift_auroc": nll / 10, "auroc": {"entropy": nll / 10, "maximum": 0.5}}

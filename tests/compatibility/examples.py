@@ -43,7 +43,10 @@ def of_texts(n: int) -> list[Example]:
     ]
 
 
-def of_images(n: int, *shape: int) -> list[Example]:
+def of_images(
+    n: int,
+    *shape: int,
+) -> list[Example]:
     shape = shape or (3, 8, 8)
     return [
         {

@@ -17,7 +17,10 @@ BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
 def bitsandbytes(bits: int) -> Quantize:
     bnb = pytest.importorskip("bitsandbytes")
 
-    def in_four_bits(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
+    def in_four_bits(
+        layer: nn.Linear,
+        dtype: torch.dtype,
+    ) -> nn.Module:
         new = bnb.nn.Linear4bit(
             layer.in_features,
             layer.out_features,
@@ -45,7 +48,10 @@ def bitsandbytes(bits: int) -> Quantize:
         )
         return new
 
-    def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
+    def quantize(
+        layer: nn.Linear,
+        dtype: torch.dtype,
+    ) -> nn.Module:
         new = in_four_bits(layer, dtype) if bits == 4 else in_eight_bits(layer)
         new.bias = layer.bias
         return new.to("cpu")  # which is where it is quantized
@@ -56,7 +62,10 @@ def bitsandbytes(bits: int) -> Quantize:
 def torchao() -> Quantize:
     quantization = pytest.importorskip("torchao.quantization")
 
-    def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
+    def quantize(
+        layer: nn.Linear,
+        dtype: torch.dtype,
+    ) -> nn.Module:
         new = nn.Sequential(copy.deepcopy(layer))
         quantization.quantize_(new, quantization.Int8WeightOnlyConfig())
         return new[0]
@@ -67,7 +76,10 @@ def torchao() -> Quantize:
 def quanto() -> Quantize:
     package = pytest.importorskip("optimum.quanto")
 
-    def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
+    def quantize(
+        layer: nn.Linear,
+        dtype: torch.dtype,
+    ) -> nn.Module:
         new = package.QLinear.from_module(layer, weights=package.qint8)
         new.freeze()
         return new

@@ -28,7 +28,11 @@ class Pretended(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, device: torch.device) -> Pretended:
+    def __new__(
+        cls,
+        inner: torch.Tensor,
+        device: torch.device,
+    ) -> Pretended:
         return torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
@@ -38,7 +42,11 @@ class Pretended(torch.Tensor):
             device=device,
         )
 
-    def __init__(self, inner: torch.Tensor, device: torch.device) -> None:
+    def __init__(
+        self,
+        inner: torch.Tensor,
+        device: torch.device,
+    ) -> None:
         self.inner = inner
 
     def tolist(self) -> Any:
@@ -138,7 +146,11 @@ def _made(
     return Pretended(inner, torch.device(device))
 
 
-def _copy(source: Any, target: Pretended, non_blocking: bool = False) -> Pretended:
+def _copy(
+    source: Any,
+    target: Pretended,
+    non_blocking: bool = False,
+) -> Pretended:
     target.inner.copy_(source.inner if isinstance(source, Pretended) else source)
     return target
 

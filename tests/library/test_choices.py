@@ -75,10 +75,16 @@ def means_of_each_text(side: str) -> Case:
 CASES = [of_all_texts, means_of_all_texts, of_each_text, means_of_each_text]
 
 
-def dense(model: nn.Module, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def dense(
+    model: nn.Module,
+    case: Case,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits, Jacobians and labels of all texts, each choice by itself."""
 
-    def logits_of(model: nn.Module, choices: Any) -> torch.Tensor:
+    def logits_of(
+        model: nn.Module,
+        choices: Any,
+    ) -> torch.Tensor:
         return logits_of_choices(model, choices, case.normalised)
 
     texts = [text for batch in case.choices for text in unpadded_choices(batch)]
@@ -235,7 +241,10 @@ def test_encoder_decoders_write_them(kind, structure):
     quietly(lambda: la.fit(case.batches))
     start = model.config.decoder_start_token_id
 
-    def logits_of(model: nn.Module, prompt: list[int]) -> torch.Tensor:
+    def logits_of(
+        model: nn.Module,
+        prompt: list[int],
+    ) -> torch.Tensor:
         logits = []
         for answer in ANSWERS:
             decoded = torch.tensor([[start, *answer]])
@@ -286,12 +295,21 @@ def test_nothing_is_printed_and_no_name_is_out_of_date(caplog, capsys):
 class OfAnswers(Trainer):
     """Learns which answer is right, as many users' trainers do."""
 
-    def compute_loss(self, model: Any, inputs: Any, **_: Any) -> torch.Tensor:
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        **_: Any,
+    ) -> torch.Tensor:
         logits = self.answers.around(model)(inputs)
         return cross_entropy(logits, inputs["labels"])
 
 
-def trainer_for(folder: Any, case: Case, **settings: Any) -> Any:
+def trainer_for(
+    folder: Any,
+    case: Case,
+    **settings: Any,
+) -> Any:
     """Make a trainer of rows that are padded already, all of one length."""
     rows = []
     for batch in case.batches:

@@ -78,7 +78,10 @@ def padded_alone(
     return [together([example], side, length) for example in examples]
 
 
-def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+def apart(
+    found: torch.Tensor,
+    expected: torch.Tensor,
+) -> float:
     """Find the largest difference, relative to the largest number expected."""
     assert found.shape == expected.shape
     assert torch.isfinite(found).all()

@@ -44,7 +44,10 @@ def fitted(case: Case, structure: str = "lowrank_kron", **keywords):
     return la
 
 
-def moments_of(la, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def moments_of(
+    la,
+    case: Case,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Predict means and covariances of all batches' logits."""
     moments = [la.predictive_moments(case.inputs(batch)) for batch in case.batches]
     f_mu = torch.cat([of_batch.f_mu for of_batch in moments])
@@ -227,7 +230,10 @@ def test_experts_that_no_text_reaches_have_no_curvature():
 # --- which take part -----------------------------------------------------------------------------
 
 
-def names(model: nn.Module, **selection) -> list[str]:
+def names(
+    model: nn.Module,
+    **selection,
+) -> list[str]:
     """Name the blocks without what they have in common."""
     found = [block.known_as for block in find_blocks(model, **selection)]
     return [name.removeprefix("base_model.model.") for name in found]

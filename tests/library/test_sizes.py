@@ -37,7 +37,13 @@ class NewTensors(TorchDispatchMode):
     def largest(self) -> int:
         return max(torch.Size(shape).numel() for shape in self.shapes)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func,
+        types,
+        args=(),
+        kwargs=None,
+    ):
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
         name = func.overloadpacket.__name__

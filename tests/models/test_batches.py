@@ -33,7 +33,10 @@ from tests.support.posteriors import STRUCTURES, fitted, make
 PAD = 3
 
 
-def adapted(kind: str, pad: int | None = PAD) -> LogitsModel:
+def adapted(
+    kind: str,
+    pad: int | None = PAD,
+) -> LogitsModel:
     """Adapt a model whose configuration names a padding token, or none."""
     model = lora_model(kind).eval()
     model.config.pad_token_id = pad
@@ -353,14 +356,18 @@ def test_packed_texts_of_supervised_fine_tuning_are_refused_and_one_text_is_not(
 # --- texts that a model would read in another way ------------------------------------------------
 
 
-def packed_with_a_mask_of_ones(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def packed_with_a_mask_of_ones(
+    batch: dict[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
     return batch | {
         "position_ids": RESTARTING.expand(3, 7),
         "attention_mask": torch.ones(3, 7),
     }
 
 
-def without_a_mask(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def without_a_mask(
+    batch: dict[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
     return without(batch, "attention_mask")
 
 

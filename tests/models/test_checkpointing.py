@@ -20,7 +20,10 @@ from tests.support.posteriors import KFAC_APPROX, STRUCTURES, fitted, make
 KINDS = list(TARGET_MODULES)
 
 
-def enable(model: nn.Module, use_reentrant: bool = False) -> None:
+def enable(
+    model: nn.Module,
+    use_reentrant: bool = False,
+) -> None:
     model.get_base_model()._set_gradient_checkpointing(
         enable=True,
         gradient_checkpointing_func=partial(checkpoint, use_reentrant=use_reentrant),

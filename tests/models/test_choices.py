@@ -41,7 +41,11 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}
 IN_FLOAT32 = {"rtol": 1e-4, "atol": 1e-4}
 
 
-def expected_logits(model: Any, batch: Any, normalised: bool = False) -> torch.Tensor:
+def expected_logits(
+    model: Any,
+    batch: Any,
+    normalised: bool = False,
+) -> torch.Tensor:
     with torch.no_grad():
         of_texts = [
             logits_of_choices(model, choices, normalised) for choices in unpadded_choices(batch)

@@ -23,7 +23,10 @@ from tests.support.models import (
 from tests.support.texts import encoder_decoder
 
 
-def layer_named(model: nn.Module, ending: str) -> nn.Module:
+def layer_named(
+    model: nn.Module,
+    ending: str,
+) -> nn.Module:
     (layer,) = (
         module
         for name, module in model.named_modules()

@@ -107,7 +107,10 @@ def test_no_part_is_added_twice():
     model = lora_model("bert")
     machine = Machine()
 
-    def limit(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def limit(
+        _: nn.Module,
+        args: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, ...]:
         return machine.limit(args[0]), *args[1:]
 
     model.base_model.model.bert.encoder.layer[1].register_forward_pre_hook(limit)
@@ -201,7 +204,10 @@ def test_one_text_that_does_not_fit_is_told_with_its_length(checkpointed):
         model.gradient_checkpointing_enable()
     machine = Machine(forward=0)
 
-    def limit(_: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
+    def limit(
+        _: nn.Module,
+        args: tuple[torch.Tensor],
+    ) -> torch.Tensor:
         return machine.limit(args[0])
 
     model.base_model.model.classifier.register_forward_pre_hook(limit)

@@ -196,7 +196,10 @@ def proofs_of(la, batch, passes: list[int]) -> int:
     return len(passes) - 1
 
 
-def first(batch, n: int) -> dict[str, torch.Tensor]:
+def first(
+    batch,
+    n: int,
+) -> dict[str, torch.Tensor]:
     return {key: value[:n] for key, value in batch.items()}
 
 

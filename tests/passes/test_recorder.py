@@ -86,7 +86,11 @@ class Predicting(torch.autograd.Function):
     """A function of the user's own, whose forward pass predicts."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, la) -> torch.Tensor:
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        la,
+    ) -> torch.Tensor:
         return la(x)
 
 

@@ -52,11 +52,17 @@ def adapted(run: Forward) -> nn.Module:
     return with_lora(Two(run), "first", "second")
 
 
-def hidden(m: Any, rows: torch.Tensor) -> torch.Tensor:
+def hidden(
+    m: Any,
+    rows: torch.Tensor,
+) -> torch.Tensor:
     return m.first(rows).tanh()
 
 
-def both_layers(m: Any, rows: torch.Tensor) -> torch.Tensor:
+def both_layers(
+    m: Any,
+    rows: torch.Tensor,
+) -> torch.Tensor:
     return m.second(hidden(m, rows))
 
 
@@ -68,34 +74,52 @@ def average(rows: torch.Tensor) -> torch.Tensor:
 # Layers that see the rows `(B, T, d)` laid out in some way.
 
 
-def by_example(m: Any, x: torch.Tensor) -> torch.Tensor:
+def by_example(
+    m: Any,
+    x: torch.Tensor,
+) -> torch.Tensor:
     return average(both_layers(m, x))
 
 
-def flat(m: Any, x: torch.Tensor) -> torch.Tensor:
+def flat(
+    m: Any,
+    x: torch.Tensor,
+) -> torch.Tensor:
     rows = both_layers(m, x.flatten(0, 1))
     return average(rows.unflatten(0, x.shape[:2]))
 
 
-def positions_first(m: Any, x: torch.Tensor) -> torch.Tensor:
+def positions_first(
+    m: Any,
+    x: torch.Tensor,
+) -> torch.Tensor:
     rows = both_layers(m, x.transpose(0, 1))
     return average(rows.transpose(0, 1))
 
 
-def positions_first_flat(m: Any, x: torch.Tensor) -> torch.Tensor:
+def positions_first_flat(
+    m: Any,
+    x: torch.Tensor,
+) -> torch.Tensor:
     rows = both_layers(m, x.transpose(0, 1).flatten(0, 1))
     length = x.shape[1]
     return average(rows.unflatten(0, (length, -1)).transpose(0, 1))
 
 
-def windows(m: Any, x: torch.Tensor) -> torch.Tensor:
+def windows(
+    m: Any,
+    x: torch.Tensor,
+) -> torch.Tensor:
     """Pairs of neighbours are rows of their own, as in attention within windows."""
     pairs = x.unflatten(1, (-1, 2))
     rows = both_layers(m, pairs.flatten(0, 1))
     return average(rows.reshape(*x.shape[:2], -1))
 
 
-def frames(m: Any, x: torch.Tensor) -> torch.Tensor:
+def frames(
+    m: Any,
+    x: torch.Tensor,
+) -> torch.Tensor:
     """Two halves of an example take turns, as the frames of a video do."""
     halves = x.unflatten(1, (2, -1))
     taking_turns = halves.transpose(1, 2)
@@ -104,7 +128,10 @@ def frames(m: Any, x: torch.Tensor) -> torch.Tensor:
     return average(restored.transpose(1, 2).flatten(1, 2))
 
 
-def backwards(m: Any, x: torch.Tensor) -> torch.Tensor:
+def backwards(
+    m: Any,
+    x: torch.Tensor,
+) -> torch.Tensor:
     rows = both_layers(m, x.flip(0))
     return average(rows.flip(0))
 
@@ -123,7 +150,10 @@ LAYOUTS = {
 def on_tokens(run: Forward) -> Forward:
     """Of texts, whose proofs are remembered."""
 
-    def run_on_embeddings(m: Any, ids: torch.Tensor) -> torch.Tensor:
+    def run_on_embeddings(
+        m: Any,
+        ids: torch.Tensor,
+    ) -> torch.Tensor:
         return run(m, m.embed(ids))
 
     return run_on_embeddings
@@ -132,14 +162,20 @@ def on_tokens(run: Forward) -> Forward:
 # Models that change their layout, share rows or mix examples.
 
 
-def turning(m: Any, x: torch.Tensor) -> torch.Tensor:
+def turning(
+    m: Any,
+    x: torch.Tensor,
+) -> torch.Tensor:
     """Another layout at another length."""
     if x.shape[1] == 6:
         return positions_first(m, x)
     return by_example(m, x)
 
 
-def both_ways(m: Any, x: torch.Tensor) -> torch.Tensor:
+def both_ways(
+    m: Any,
+    x: torch.Tensor,
+) -> torch.Tensor:
     """Two calls of one layer, by example and with positions first."""
     rows = hidden(m, x).transpose(0, 1)
     return both_layers(m, rows).mean(0)
@@ -148,7 +184,10 @@ def both_ways(m: Any, x: torch.Tensor) -> torch.Tensor:
 def shared(*leading: int) -> Forward:
     """Rows without a batch dimension go through the layer of the inputs, as in DeBERTa."""
 
-    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+    def run(
+        m: Any,
+        x: torch.Tensor,
+    ) -> torch.Tensor:
         constant = m.constant[: leading[-1]]
         distances = m.first(constant.reshape(*leading, 5))
         distances = distances.reshape(-1, 5)
@@ -158,26 +197,38 @@ def shared(*leading: int) -> Forward:
     return run
 
 
-def contrast(m: Any, x: torch.Tensor) -> torch.Tensor:
+def contrast(
+    m: Any,
+    x: torch.Tensor,
+) -> torch.Tensor:
     """An example is compared with the mean of its batch."""
     rows = m.first(x)
     compared = rows - rows.mean(0)
     return m.second(compared.tanh()).mean(1)
 
 
-def needs_pairs(m: Any, x: torch.Tensor) -> torch.Tensor:
+def needs_pairs(
+    m: Any,
+    x: torch.Tensor,
+) -> torch.Tensor:
     if len(x) == 1:
         raise RuntimeError("not alone")
     return shared(3)(m, x)
 
 
-def ordering(m: Any, x: torch.Tensor) -> torch.Tensor:
+def ordering(
+    m: Any,
+    x: torch.Tensor,
+) -> torch.Tensor:
     """Examples are sorted by their first number, and come back in their own order."""
     order = x[:, 0, 0].argsort()
     return by_example(m, x[order])[order.argsort()]
 
 
-def routed(m: Any, x: torch.Tensor) -> torch.Tensor:
+def routed(
+    m: Any,
+    x: torch.Tensor,
+) -> torch.Tensor:
     """Positions go to one of two layers, by their first number."""
     out = x.new_zeros(*x.shape[:2], 3)
     to_first = x[..., 0] > 0
@@ -191,7 +242,10 @@ def routed(m: Any, x: torch.Tensor) -> torch.Tensor:
     return out.mean(1)
 
 
-def unequal_windows(m: Any, x: torch.Tensor) -> torch.Tensor:
+def unequal_windows(
+    m: Any,
+    x: torch.Tensor,
+) -> torch.Tensor:
     """Windows of two positions, as many as a text has before its zeros."""
     lengths = (x[..., 0] != 0).sum(1)
     counts = (lengths + 1) // 2
@@ -248,7 +302,10 @@ def texts(*sizes: tuple[int, int]) -> list[torch.Tensor]:
     return [torch.randint(1, VOCABULARY, size, generator=generator) for size in sizes]
 
 
-def first_positions(n_positions: int, counts: Sequence[int]) -> torch.Tensor:
+def first_positions(
+    n_positions: int,
+    counts: Sequence[int],
+) -> torch.Tensor:
     """`(B, n_positions)`, true at so many positions of each example."""
     return torch.arange(n_positions) < torch.tensor(counts)[:, None]
 

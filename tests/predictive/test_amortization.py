@@ -48,7 +48,11 @@ class Exponential(nn.Module):
         return self.head(torch.cat([x, z], dim=1))
 
 
-def inputs(n: int, seed: int, spread: float = 1.0) -> torch.Tensor:
+def inputs(
+    n: int,
+    seed: int,
+    spread: float = 1.0,
+) -> torch.Tensor:
     """Numbers between minus and plus the spread."""
     uniform = torch.rand(n, 5, generator=generator(seed)).double()
     return spread * (2 * uniform - 1)

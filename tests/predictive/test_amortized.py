@@ -17,7 +17,10 @@ from tests.support.posteriors import generator
 ONE = torch.ones(1).double()
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+def randn(
+    *shape: int,
+    seed: int = 0,
+) -> torch.Tensor:
     return torch.randn(
         *shape,
         generator=generator(seed),
@@ -25,7 +28,10 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     )
 
 
-def learnt_from(X: torch.Tensor, logs: torch.Tensor) -> LearntVariance:
+def learnt_from(
+    X: torch.Tensor,
+    logs: torch.Tensor,
+) -> LearntVariance:
     return LearntVariance.of(X, logs, ONE, ONE)
 
 

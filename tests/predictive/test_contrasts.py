@@ -22,7 +22,11 @@ SURE = 80.0  # factor of the head's weights, for texts that differ in how sure t
 FIXED = {"optimize_scale": False} | GRID
 
 
-def with_classes(n_classes: int = N_CLASSES, sure: float = SURE, **keywords):
+def with_classes(
+    n_classes: int = N_CLASSES,
+    sure: float = SURE,
+    **keywords,
+):
     """Fit a posterior of a classifier of many classes, which is sure of some texts."""
     model = lora_model("bert", n_labels=n_classes)
     model.base_model.classifier.modules_to_save["default"].weight.data.mul_(sure)
@@ -46,7 +50,11 @@ def classes_that_matter(logits: torch.Tensor) -> list[list[int]]:
     return chosen
 
 
-def variance_of(f_var: torch.Tensor, j: int, k: int) -> float:
+def variance_of(
+    f_var: torch.Tensor,
+    j: int,
+    k: int,
+) -> float:
     """Variance of the difference of two logits."""
     return covariance_of_contrasts(f_var, j, j, top=k)
 

@@ -21,7 +21,10 @@ from laplace_lora_ext.predictive.moments import (
 from tests.support.posteriors import generator
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+def randn(
+    *shape: int,
+    seed: int = 0,
+) -> torch.Tensor:
     return torch.randn(
         *shape,
         generator=generator(seed),
@@ -29,7 +32,11 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     )
 
 
-def some_moments(n_classes: int, scale: float = 1.0, n: int = 40) -> Moments:
+def some_moments(
+    n_classes: int,
+    scale: float = 1.0,
+    n: int = 40,
+) -> Moments:
     draws = generator()
     f_mu = 2 * torch.randn(n, n_classes, generator=draws, dtype=torch.float64)
     root = torch.randn(
@@ -107,7 +114,10 @@ def test_classes_are_exchangeable():
     torch.testing.assert_close(found, expected)
 
 
-def total_variation(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def total_variation(
+    p: torch.Tensor,
+    q: torch.Tensor,
+) -> torch.Tensor:
     """Mean distance of examples' probabilities."""
     return ((p - q).abs().sum(-1) / 2).mean()
 

@@ -95,7 +95,11 @@ def some_numbers(n_members: int) -> tuple[NumberPrediction, torch.Tensor]:
     return prediction, 2 * torch.randn(3, 2, generator=generator(2)).double()
 
 
-def ranked_probability_score(means: np.ndarray, stds: np.ndarray, target: float) -> float:
+def ranked_probability_score(
+    means: np.ndarray,
+    stds: np.ndarray,
+    target: float,
+) -> float:
     """Integrate the squared distance of a mixture's distribution function from the target's."""
 
     def squared(x: float) -> float:

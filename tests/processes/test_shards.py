@@ -33,33 +33,61 @@ NO_EXAMPLES = torch.empty(0).long()
 # --- loaders that are dealt to ranks -------------------------------------------------------------
 
 
-def numbered(n: int, batch_size: int = 2, **options) -> DataLoader:
+def numbered(
+    n: int,
+    batch_size: int = 2,
+    **options,
+) -> DataLoader:
     """Load numbers from 0 to n, which are the examples' places too."""
     return DataLoader(torch.arange(n), batch_size=batch_size, **options)
 
 
-def strided(rank: int, world: int, n: int) -> DataLoader:
+def strided(
+    rank: int,
+    world: int,
+    n: int,
+) -> DataLoader:
     return numbered(n, sampler=DistributedSampler(torch.arange(n)))
 
 
-def strided_and_dropping(rank: int, world: int, n: int) -> DataLoader:
+def strided_and_dropping(
+    rank: int,
+    world: int,
+    n: int,
+) -> DataLoader:
     sampler = DistributedSampler(torch.arange(n), drop_last=True)
     return numbered(n, sampler=sampler)
 
 
-def prepared(rank: int, world: int, n: int) -> DataLoader:
+def prepared(
+    rank: int,
+    world: int,
+    n: int,
+) -> DataLoader:
     return accelerated(rank, world, numbered(n))
 
 
-def prepared_and_shuffled(rank: int, world: int, n: int) -> DataLoader:
+def prepared_and_shuffled(
+    rank: int,
+    world: int,
+    n: int,
+) -> DataLoader:
     return accelerated(rank, world, numbered(n, shuffle=True))
 
 
-def prepared_uneven(rank: int, world: int, n: int) -> DataLoader:
+def prepared_uneven(
+    rank: int,
+    world: int,
+    n: int,
+) -> DataLoader:
     return accelerated(rank, world, numbered(n), even_batches=False)
 
 
-def prepared_by_splitting(rank: int, world: int, n: int) -> DataLoader:
+def prepared_by_splitting(
+    rank: int,
+    world: int,
+    n: int,
+) -> DataLoader:
     loader = numbered(n, batch_size=6)
     return accelerated(rank, world, loader, split_batches=True)
 
@@ -75,12 +103,20 @@ class SortedBatches(BatchSampler):
 SortedBatches.__module__ = "torch.utils.data"  # as if it were one that gives all
 
 
-def prepared_by_batches(rank: int, world: int, n: int) -> DataLoader:
+def prepared_by_batches(
+    rank: int,
+    world: int,
+    n: int,
+) -> DataLoader:
     loader = DataLoader(torch.arange(n), batch_sampler=SortedBatches(n))
     return accelerated(rank, world, loader)
 
 
-def dealt_in_order(rank: int, world: int, n: int) -> DataLoader:
+def dealt_in_order(
+    rank: int,
+    world: int,
+    n: int,
+) -> DataLoader:
     return in_order(torch.arange(n), 2, None)
 
 

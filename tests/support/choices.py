@@ -13,7 +13,9 @@ from tests.support.models import CLASS_TOKEN_IDS, ragged_batches
 ANSWERS = [[11], [11, 5, 30], [23, 42], [11, 5, 8]]
 
 
-def prompts_of(batch: Mapping[str, torch.Tensor]) -> list[list[int]]:
+def prompts_of(
+    batch: Mapping[str, torch.Tensor],
+) -> list[list[int]]:
     """Take the tokens of each text of a batch, without padding."""
     pairs = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
     return [tokens[is_real].tolist() for tokens, is_real in pairs]
@@ -71,7 +73,9 @@ def batches_of_own_choices(side: str = "right") -> list[dict[str, torch.Tensor]]
     return made
 
 
-def unpadded_choices(batch: Mapping[str, torch.Tensor]) -> list[list[tuple[Any, Any]]]:
+def unpadded_choices(
+    batch: Mapping[str, torch.Tensor],
+) -> list[list[tuple[Any, Any]]]:
     """Take the choices of each text of a batch: their tokens, and which of them count."""
     texts = []
     for ids, mask, counts in zip(
@@ -100,6 +104,8 @@ def logits_of_choices(
     return torch.stack(logits)
 
 
-def one_token_choices(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, Any]]:
+def one_token_choices(
+    batches: Sequence[Mapping[str, torch.Tensor]],
+) -> list[dict[str, Any]]:
     """Make the choices that `CLASS_TOKEN_IDS` are of texts."""
     return of_prompts(batches, [[token] for token in CLASS_TOKEN_IDS])

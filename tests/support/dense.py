@@ -90,7 +90,10 @@ def matrix_places(model: nn.Module) -> list[torch.Tensor]:
     return matrices
 
 
-def jacobians(model: nn.Module, inputs: Any) -> torch.Tensor:
+def jacobians(
+    model: nn.Module,
+    inputs: Any,
+) -> torch.Tensor:
     """Differentiate the logits in the LoRA weights, `(B, C, parameters)`.
 
     Of a mapping only one example, without padding on its right, is treated.
@@ -180,7 +183,10 @@ def bernoulli_fisher(logits: torch.Tensor) -> torch.Tensor:
     return torch.diag_embed(f.sigmoid() * (-f).sigmoid())
 
 
-def exact_ggn(Js: torch.Tensor, H: torch.Tensor) -> torch.Tensor:
+def exact_ggn(
+    Js: torch.Tensor,
+    H: torch.Tensor,
+) -> torch.Tensor:
     """Sum `J_bᵀ H_b J_b` over Jacobians `(B, C, parameters)` and Fishers at the logits."""
     return torch.einsum("bcp,bcd,bdq->pq", Js, H, Js)
 
@@ -214,7 +220,10 @@ def gradient_curvature(
     return torch.block_diag(*gradient_blocks(model, Js, H))
 
 
-def power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:
+def power(
+    matrix: torch.Tensor,
+    exponent: float,
+) -> torch.Tensor:
     """Raise a symmetric positive semi-definite matrix to a power."""
     values, vectors = torch.linalg.eigh(matrix)
     return vectors @ values.clamp_min(0).pow(exponent).diag() @ vectors.T
@@ -284,7 +293,10 @@ def assert_exact(
     assert_close(covariances, covariance, **EXACT)
 
 
-def _takes_part(la: Any, model: nn.Module) -> torch.Tensor:
+def _takes_part(
+    la: Any,
+    model: nn.Module,
+) -> torch.Tensor:
     """Tell for each number of the model's LoRA weights whether the posterior is over it."""
     of_posterior = {id(block.weight) for block in la.blocks}
     parameters = dict(model.named_parameters())

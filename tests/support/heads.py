@@ -18,7 +18,11 @@ PARTS = ("lora_", ".modules_to_save.default.")
 class WithHead(nn.Module):
     """An encoder and a head of three linear layers, with and without biases."""
 
-    def __init__(self, n_outputs: int = N_CLASSES, n_inputs: int = 5) -> None:
+    def __init__(
+        self,
+        n_outputs: int = N_CLASSES,
+        n_inputs: int = 5,
+    ) -> None:
         super().__init__()
         # Before the encoder: blocks come in the order of the parameters, whatever their kind.
         self.head = nn.Sequential(

@@ -315,7 +315,9 @@ class Sequences(nn.Module):
         return self.last(attended.tanh().mean(1))
 
 
-def numbers(*shape: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def numbers(
+    *shape: int,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Make batches of five examples and two, of numbers of a shape."""
     generator = torch.Generator().manual_seed(1)
     batches: list[tuple[torch.Tensor, torch.Tensor]] = []

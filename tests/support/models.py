@@ -276,7 +276,11 @@ class Sorting(Detour):
 class OfBatches(nn.Module):
     """A user's wrapper, which is given whole batches."""
 
-    def __init__(self, model: nn.Module, output: str = "logits") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        output: str = "logits",
+    ) -> None:
         super().__init__()
         self.model = model
         self.output = output
@@ -320,7 +324,10 @@ def with_lora(
     return model.double()
 
 
-def plain_model(n_outputs: int = 3, **lora_config: object) -> nn.Module:
+def plain_model(
+    n_outputs: int = 3,
+    **lora_config: object,
+) -> nn.Module:
     """Make a `TwoLinear` with an adapter in both layers."""
     return with_lora(TwoLinear(n_outputs=n_outputs), "first", "second", **lora_config)
 
@@ -350,7 +357,10 @@ def sequences(
     return X, y
 
 
-def real_targets(n: int = 4, n_outputs: int = 2) -> torch.Tensor:
+def real_targets(
+    n: int = 4,
+    n_outputs: int = 2,
+) -> torch.Tensor:
     """Make `(n, n_outputs)` targets of a regression."""
     generator = torch.Generator().manual_seed(2)
     return torch.randn(n, n_outputs, generator=generator).double()

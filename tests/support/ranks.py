@@ -107,7 +107,10 @@ class Texts(Dataset):
         return {key: value[0] for key, value in self.batches[index].items()}
 
 
-def strided_loader(n: int = 11, batch_size: int = 2) -> DataLoader:
+def strided_loader(
+    n: int = 11,
+    batch_size: int = 2,
+) -> DataLoader:
     """Load texts of this rank by a `DistributedSampler`, or all where there is one process."""
     texts = Texts(n)
     sampler = DistributedSampler(texts, shuffle=False) if dist.is_initialized() else None

@@ -64,7 +64,11 @@ class Snapshot:
         }
         self.random_state = torch.get_rng_state()
 
-    def assert_equal(self, model: nn.Module, random_state: bool = True) -> None:
+    def assert_equal(
+        self,
+        model: nn.Module,
+        random_state: bool = True,
+    ) -> None:
         """Compare with what there is now; draws may have moved the random state."""
         now = Snapshot(model)
         for part in ("torch", "training", "hooks", "attributes", "config"):

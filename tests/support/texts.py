@@ -131,7 +131,8 @@ def token_logits(
 
 
 def token_jacobians(
-    model: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]]
+    model: nn.Module,
+    batches: Sequence[Mapping[str, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Differentiate logits of labelled tokens, each text by itself.
 

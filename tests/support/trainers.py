@@ -67,11 +67,25 @@ class Watch(TrainerCallback):
     def steps(self) -> list[list[tuple[float, int]]]:
         return self._seen()[1]
 
-    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+    def on_train_begin(
+        self,
+        args,
+        state,
+        control,
+        train_dataloader=None,
+        **kwargs,
+    ):
         self.data.append(train_dataloader.dataset)
         self.steps.append([])
 
-    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+    def on_step_begin(
+        self,
+        args,
+        state,
+        control,
+        optimizer=None,
+        **kwargs,
+    ):
         rate = optimizer.param_groups[0]["lr"]
         self.steps[-1].append((rate, len(optimizer.state)))
 
