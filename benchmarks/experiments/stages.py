@@ -205,26 +205,30 @@ class Trial:
             self.train(model, list(examples), FIRST_STAGE, 1)
             return model
 
-        return self._chosen_by(member, train)
+        second = self._chosen_by(member, train)
+        return self._with_statistics(second, {**self.held_loaders, **self.loaders})
 
     def _second_fit(self, model: Any, member: Member, other: Member) -> Member:
-        """Choose the prior precision of another posterior by the same second training."""
+        """Choose the prior precision of another posterior by the same second training.
+
+        What is returned knows the held-out texts alone.
+        """
 
         def train(_: Any) -> Any:
             model.set_adapter(other.la.blocks[0].adapter)
             return model
 
-        return self._chosen_by(member, train)
+        return self._with_statistics(self._chosen_by(member, train), self.held_loaders)
 
-    def _chosen_by(self, member: Member, train: Callable[[Any], Any]) -> Member:
-        """Choose the prior precision of a posterior by what `train` makes; return that one's."""
+    def _chosen_by(self, member: Member, train: Callable[[Any], Any]) -> Any:
+        """Choose the prior precision of a posterior by that of what `train` makes; return it."""
         history = member.la.optimize_prior_precision(
             method="second_training",
             train=train,
             train_loader=self.batches,
         )
         (second,) = history.posteriors
-        return self._with_statistics(second, {**self.held_loaders, **self.loaders})
+        return second
 
     def _with_distances(self, model: AdaptedModel, prediction: Prediction) -> Prediction:
         """Add how far texts are from those of training, where each has one hidden state."""

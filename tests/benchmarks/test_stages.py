@@ -8,11 +8,13 @@ import transformers
 
 import laplace_lora_ext
 from benchmarks.experiments.stages import Seconds, Trial
-from benchmarks.fine_tuning import MEMBER_SEEDS, TEST, TRAIN, prepare, untrained
+from benchmarks.fine_tuning import MEMBER_SEEDS, TEST, TRAIN, fine_tune, prepare, untrained
 from benchmarks.methods.method import labels_of
+from benchmarks.methods.priors import geometric_mean
 from benchmarks.options import Stages
 from benchmarks.tasks.paper import PAPER_TASKS
 from laplace_lora_ext.metrics import negative_log_likelihood
+from laplace_lora_ext.training.stages import Members
 from tests.benchmarks.support import is_picture, run
 
 
@@ -106,21 +108,24 @@ def test_every_row_is_measured_and_every_training_is_shared(options, tmp_path, c
     assert "Reading" in finished.progress
 
 
-def test_a_head_takes_part_without_a_further_training(tiny_models, tmp_path, capsys):
+@pytest.fixture
+def of_encoder(tiny_models, tmp_path):
     write_grammar(tmp_path)
-    finished = run(
-        capsys,
-        tmp_path / "results",
-        "stages --no-students --smoothing",
-        task="cola",
-        data=tmp_path,
-        model=tiny_models[False],
-        members=1,
-        steps=20,
-        learning_rate=0.01,
-        batch_size=8,
-        cache=tmp_path / "cache",
-    )
+    return {
+        "task": "cola",
+        "data": tmp_path,
+        "model": tiny_models[False],
+        "members": 1,
+        "steps": 20,
+        "learning_rate": 0.01,
+        "batch_size": 8,
+        "cache": tmp_path / "cache",
+    }
+
+
+def test_a_head_takes_part_without_a_further_training(of_encoder, tmp_path, capsys):
+    command = "stages --no-students --smoothing"
+    finished = run(capsys, tmp_path / "results", command, **of_encoder)
     rows = rows_of(finished)
     taught = [key for key, _ in rows if "student" in key or "amortized" in key]
     assert not taught
@@ -137,6 +142,33 @@ def test_a_head_takes_part_without_a_further_training(tiny_models, tmp_path, cap
         assert (f"{method}_head", f"{prior}_tempered") in rows
     trainings = list((tmp_path / "cache").glob("fine-tuned-*.pt"))
     assert len(trainings) == 4  # as usual, a second time, and two stages
+
+
+def test_a_head_has_the_prior_of_the_same_second_training(of_encoder):
+    asked = Stages(quiet=True, **of_encoder)
+    pretrained = prepare(asked, 0)
+    trial = Trial(pretrained, asked, 0)
+    rows = {(row["method"], row["prior"]): row for row in trial.ordinary()}
+    measured = rows["lowrank_kron_head", "validation_elsewhere"]
+
+    model = fine_tune(pretrained, pretrained.data[TRAIN], 0).model
+    batches = pretrained.loader(pretrained.data[TRAIN])
+    la = laplace_lora_ext.Laplace(model, "classification", modules_to_save=True)
+    la.fit(batches)
+    adapters = Members(model)
+
+    def train(examples):
+        transformers.set_seed(MEMBER_SEEDS)
+        adapters.add()
+        trial.train(model, list(examples), 0.8, 1)
+        return model
+
+    la.optimize_prior_precision(method="second_training", train=train, train_loader=batches)
+    assert measured["chosen"] == pytest.approx(geometric_mean(la.prior_precision))
+    test = pretrained.data[TEST]
+    predictions = [la(batch, link_approx="mean_field") for batch in pretrained.loader(test)]
+    nll = negative_log_likelihood(torch.cat(predictions).detach(), labels_of(test))
+    assert measured["nll"] == pytest.approx(nll, rel=1e-5)
 
 
 def write_grammar(data):
