@@ -33,6 +33,7 @@ from laplace_lora_ext.models.running import (
     cpu_as_default,
     exact_attention,
     is_compiled,
+    keep_derivatives,
     running_eagerly,
 )
 from laplace_lora_ext.models.weights import device_of
@@ -273,6 +274,7 @@ class LogitsModel(nn.Module):
             wanted = {id(parameter) for parameter in trainable}
             try:
                 self.eval()
+                keep_derivatives(modes)
                 for flags in before:
                     flags.set(requires_grad=id(flags.parameter) in wanted, grad=None)
                 with exact_attention(modes):

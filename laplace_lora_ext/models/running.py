@@ -5,6 +5,7 @@ Layers that the user's training checkpoints are checkpointed here, too.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
@@ -134,6 +135,25 @@ def unfused_attention() -> AbstractContextManager[object]:
 
 
 # --- PEFT's attention --------------------------------------------------------------------------
+
+
+def keep_derivatives(modules: Iterable[nn.Module]) -> None:
+    """Let gradients pass through four-bit layers of bitsandbytes, while the model evaluates.
+
+    On some CPUs (AVX-512 with bfloat16) such a layer packs its weights when it evaluates without
+    gradients, for an operation that has no derivative: gradients of all that comes before the layer
+    would be zero. Nothing but that packing depends on the layer's own mode.
+    """
+    bitsandbytes: Any = sys.modules.get("bitsandbytes")  # else there are no such layers
+    if bitsandbytes is None:
+        return
+    layers: list[Any] = [
+        module for module in modules if isinstance(module, bitsandbytes.nn.Linear4bit)
+    ]
+    for layer in layers:
+        layer.training = True
+        if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
+            layer.state_dict()  # which unpacks
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from laplace_lora_ext.models.running import keep_derivatives
 from tests.compatibility.quantizers import BOUNDS, QUANTIZERS
 from tests.support.dense import (
     alone,
@@ -47,6 +48,7 @@ def test_posterior_of_a_quantized_base(name, dtype):
     la = make(model, backend_kwargs={"rank": 200})
     la.fit(batches)
     found = la.predictive_moments(batches[0])
+    keep_derivatives(model.modules())  # of the reference, too
     examples = [as_padded(batch, row) for batch in batches for row in range(len(batch["labels"]))]
     logits, Js = alone(model, logits_of, examples)
     logits = logits.double()
@@ -60,3 +62,28 @@ def test_posterior_of_a_quantized_base(name, dtype):
     bound = BOUNDS[dtype]
     assert (f_mu - logits[:n]).abs().max() <= bound * logits.abs().max()
     assert (f_var - covariance).abs().max() <= bound * covariance.abs().max()
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_evaluating_a_four_bit_base_changes_no_gradient(dtype):
+    model = quantized("bitsandbytes nf4", dtype)
+    batches = ragged_batches()
+    inputs = {key: value for key, value in batches[0].items() if key != "labels"}
+
+    def evaluate() -> None:
+        # On some CPUs this packs the weights for an operation without a derivative, and rounds
+        # their scales the first time.
+        with torch.no_grad():
+            model(**inputs)
+
+    evaluate()
+    la = make(model)
+    la.fit(batches)
+    expected = la.predictive_moments(batches[0])
+    evidence = la.log_marginal_likelihood()
+    assert expected.f_var.diagonal(dim1=1, dim2=2).min() > 0
+    evaluate()
+    torch.testing.assert_close(la.predictive_moments(batches[0]), expected)
+    evaluate()
+    la.fit(batches)
+    torch.testing.assert_close(la.log_marginal_likelihood(), evidence, rtol=1e-5, atol=0)
