@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,15 +21,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from laplace_lora_ext.commands import loading
 from laplace_lora_ext.commands.main import COMMANDS, USAGE, main
 
 WORDS = ("red", "green", "blue", "sky", "grass", "rose", "A", "B")
 NAMES = ("plant", "air")
 SMALL = {
-    "hidden_size": 16,
+    "hidden_size": 64,  # whole blocks of four-bit numbers, as below
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "intermediate_size": 24,
+    "intermediate_size": 64,
     "vocab_size": 2 + len(WORDS),
 }
 CHROMIUM = shutil.which("chromium")
@@ -300,3 +302,54 @@ def test_help_shows_an_example(capsys):
     with pytest.raises(SystemExit):
         main(["calibrates"])
     assert "no command 'calibrates'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The models that commands load, and with which keywords."""
+    found = []
+    for name in ("AutoPeftModelForSequenceClassification", "AutoPeftModelForCausalLM"):
+        read = getattr(loading, name).from_pretrained
+
+        def spy(adapter, read=read, **keywords):
+            found.append((read(adapter, **keywords), keywords))
+            return found[-1][0]
+
+        monkeypatch.setattr(loading, name, SimpleNamespace(from_pretrained=spy))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["classifier", "decoder"])
+def test_bases_in_four_bits(kind, request, tmp_path, loaded):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    names = NAMES if kind == "classifier" else ("A", "B")
+    options: dict[str, object] = {"adapter": request.getfixturevalue(kind), "dtype": "bfloat16"}
+    if kind == "decoder":
+        options["answers"] = names
+    train = write_rows(tmp_path / "train.jsonl", 24, names)
+    posterior = tmp_path / "posterior"
+    output = tmp_path / "predictions.jsonl"
+    run("calibrate --load_in_4bit", train=train, output=posterior, **options)
+    run("predict --load_in_4bit", data=train, posterior=posterior, output=output, **options)
+    assert len(output.read_text().splitlines()) == 24
+    n_linear = {"classifier": 2 * 6 + 1, "decoder": 2 * 7}[kind]  # of the base, without heads
+    for model, _ in loaded:
+        in_four_bits = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, bitsandbytes.nn.Linear4bit)
+        ]
+        assert len(in_four_bits) == n_linear
+        assert not [name for name in in_four_bits if "classifier" in name or "lm_head" in name]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_precision_and_places_go_to_the_base(dtype, classifier, tmp_path, loaded):
+    train = write_rows(tmp_path / "train.jsonl", 24, NAMES)
+    options = {"adapter": classifier, "train": train, "output": tmp_path / "posterior"}
+    run("calibrate", dtype=dtype, device_map="cpu", **options)
+    ((model, keywords),) = loaded
+    assert keywords["device_map"] == "cpu"
+    # "auto" is what the base was saved in.
+    expected = torch.float32 if dtype == "auto" else torch.bfloat16
+    assert model.get_base_model().bert.embeddings.word_embeddings.weight.dtype == expected

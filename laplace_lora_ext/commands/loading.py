@@ -100,7 +100,7 @@ def load(arguments: ModelArguments) -> Loaded:
             f"{arguments.adapter} holds no adapter: pass a folder with adapter_config.json, or an "
             "adapter's name on the hub."
         ) from error
-    keywords = _settings_of(arguments)
+    keywords = _settings_of(arguments, config)
     tokenizer = _tokenizer(arguments, config)
     if str(config.task_type).endswith("CAUSAL_LM"):
         if not arguments.answers:
@@ -127,13 +127,18 @@ def load(arguments: ModelArguments) -> Loaded:
     return Loaded(model, batches, Classes(names), class_texts, arguments)
 
 
-def _settings_of(arguments: ModelArguments) -> dict[str, Any]:
+def _settings_of(arguments: ModelArguments, config: PeftConfig) -> dict[str, Any]:
     """Keywords of `from_pretrained`."""
     settings: dict[str, Any] = {"dtype": arguments.dtype}
     if arguments.device_map is not None:
         settings["device_map"] = arguments.device_map
     if arguments.load_in_4bit:
-        settings["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True)
+        # Trained heads stay as they are: four bits take no gradient. Of what transformers would
+        # leave out by itself, such as a language model's output layer, None takes nothing away.
+        heads = getattr(config, "modules_to_save", None)
+        settings["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, llm_int8_skip_modules=heads
+        )
     return settings
 
 
