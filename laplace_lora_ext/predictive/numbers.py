@@ -48,7 +48,15 @@ class NumberPrediction(NamedTuple):
         members: Sequence[Moments],
         noises: Sequence[torch.Tensor | float],
     ) -> NumberPrediction:
-        """Join the moments of each posterior's outputs, and the deviations of their noise."""
+        """Join the moments of each posterior's outputs with the noise of its targets.
+
+        Parameters
+        ----------
+        members : sequence of Moments
+            of the outputs, one for each posterior
+        noises : sequence of torch.Tensor or float
+            standard deviations, one for each posterior
+        """
         means = torch.stack([f_mu for f_mu, _ in members])
         of_outputs = torch.stack([f_var for _, f_var in members])
         identity = torch.eye(means.shape[-1]).to(of_outputs)
