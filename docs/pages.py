@@ -20,8 +20,14 @@ import laplace_lora_ext as package
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / package.__name__
 SHARED = (
-    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
-    *("examples/*", "benchmarks/README.md", "benchmarks/results/*", "benchmarks/figures/*"),
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "examples/*.ipynb",
+    "examples/*.png",
+    "benchmarks/README.md",
+    "benchmarks/results/*",
+    "benchmarks/figures/*",
 )
 MESSAGES = "<!-- messages -->"
 

@@ -1,5 +1,6 @@
 """The site: every page of its menu is there, and shows what it should."""
 
+import json
 import os
 import re
 import shutil
@@ -121,3 +122,8 @@ def test_code_fits_into_its_box():
         for block in FENCE.findall(path.read_text(encoding="utf-8")):
             for line in block.splitlines():
                 assert len(line) <= WIDEST, f"{path.name}: {line}"
+    for path in (ROOT / "examples").glob("*.ipynb"):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            if cell["cell_type"] == "code":
+                for line in "".join(cell["source"]).splitlines():
+                    assert len(line) <= WIDEST, f"{path.name}: {line}"
