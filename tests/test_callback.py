@@ -154,8 +154,7 @@ def test_what_cannot_be_fitted_is_refused_before_training(tmp_path, case):
     assert not any(watch.steps)
 
 
-def test_a_regression_has_the_evidence_by_default(tmp_path):
-    """Where "agreement" would compare classes."""
+def test_a_regression_has_the_noise_of_its_residuals_by_default(tmp_path):
     data = []
     for text in Texts(N):
         target = text["labels"].float()
@@ -168,9 +167,11 @@ def test_a_regression_has_the_evidence_by_default(tmp_path):
         return callback.la
 
     la = posterior_of(LaplaceCallback())
-    expected = posterior_of(LaplaceCallback(method="marglik"))
+    expected = posterior_of(LaplaceCallback(method="agreement"))
     assert la.likelihood == "regression"
     assert torch.equal(la.prior_precision, expected.prior_precision)
+    assert torch.equal(la.sigma_noise, expected.sigma_noise)
+    assert la.sigma_noise.item() != 1
 
 
 def six_texts(seed: int) -> list[dict[str, torch.Tensor]]:

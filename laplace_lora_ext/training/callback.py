@@ -35,7 +35,7 @@ class LaplaceCallback(TrainerCallback):
     likelihood : str, optional
         as for `laplace_lora_ext.Laplace`
     method : {"agreement", "marglik", "gridsearch", "val_gd", "second_training"}, optional
-        as for `optimize_prior_precision`; "agreement" if omitted, and for a regression "marglik".
+        as for `optimize_prior_precision`; "agreement" if omitted.
         "gridsearch" and "val_gd" need evaluation data, "second_training" the trainer
     trainer : transformers.Trainer, optional
         to report the figures with its `log`, and to train again:
@@ -131,9 +131,7 @@ class LaplaceCallback(TrainerCallback):
         data: dict[str, Any],
     ) -> TuningHistory:
         """Choose the prior precision with what the method needs of a trainer's data."""
-        # Agreement compares classes, which a regression has not.
-        default = "marglik" if la.trained_likelihood.is_gaussian else "agreement"
-        method = self._method or default
+        method = self._method or "agreement"
         if method == _TRAINS:
             return la.optimize_prior_precision(method=method, trainer=self._trainer)
         needed = {name: data[name] for name in required_data(method)}

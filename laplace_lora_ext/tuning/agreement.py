@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from laplace_lora_ext.tuning.method import (
     TuningMethod,
     draw_seed,
 )
+from laplace_lora_ext.tuning.noise import noise_of_residuals, unit_of_priors
 from laplace_lora_ext.tuning.samples import MOST_BYTES, drawn, statistics_within
 
 _CHUNK = 2**22  # numbers that are sampled at once
@@ -47,6 +48,16 @@ class Agreement(TuningMethod):
     Labels are not used, so memorised noise goes unnoticed, and leaves the posterior too narrow.
     `benchmarks/README.md` has the figures.
 
+    Of numbers, what a draw predicts is a normal distribution with the noise σ around its own
+    outputs, and its distance from the model's is `2 Φ(d / 2) - 1`, where d is how far the outputs
+    are apart, in units of σ. Under the posterior `d = |J (θ - θ*)| / σ` has moments that depend on
+    the prior precision λ and the noise by `λ σ²` alone. So the search is for `λ σ²` and has no
+    unit; then the training residuals and the parameters that the data determine choose σ:
+    `σ² = Σ r² / (n C - Σ e / (e + λ σ²))`, with the eigenvalues e of the curvature at a noise of 1.
+    For one number the mean distance is `E 2/π arctan(√v / 2)`, where v is the variance of an
+    output relative to σ². The mean of v is the number of determined parameters for each target, 1
+    at most: so 0.1 means a tenth of a parameter, and more than 0.3 can hardly be reached.
+
     Parameters
     ----------
     init_prior_prec : float or torch.Tensor, default=1.0
@@ -56,7 +67,8 @@ class Agreement(TuningMethod):
         predictions as much as those of any other
     progress_bar : bool, default=False
     train_loader : DataLoader, iterable or PredictiveStatistics
-        the data of the fit, or texts like them; labels are not used. With "lowrank_kron" they
+        the data of the fit, or texts like them; labels are not used: the residuals of numbers are
+        those of the fit. With "lowrank_kron" they
         pass through the model once, or not at all if you pass
         `la.predictive_statistics(train_loader)`
     max_change : float, default=0.1
@@ -76,8 +88,8 @@ class Agreement(TuningMethod):
     Raises
     ------
     ValueError
-        If `max_change` is not between 0 and 1, the likelihood has no classes, or there are no
-        data.
+        If `max_change` is not between 0 and 1, there are no data, or a regression's residuals tell
+        of no noise.
 
     Warns
     -----
@@ -104,12 +116,11 @@ class Agreement(TuningMethod):
         check_max_change(self.max_change)
 
     def _search(self, la: Tunable) -> TuningHistory:
-        if la.trained_likelihood.is_gaussian:
-            raise ValueError(
-                'method="agreement" compares class probabilities, and regression has none: use '
-                '"marglik", or "gridsearch" with validation data.'
-            )
+        is_gaussian = la.trained_likelihood.is_gaussian
         start = self._start(la)
+        if is_gaussian:
+            start = start * unit_of_priors(la)
+            la.sigma_noise = 1.0
         seed = 0 if self.generator is None else draw_seed(self.generator)
         seed = of_first(seed)  # all ranks draw alike
         data = drawn(self.train_loader, self.max_examples, seed)
@@ -119,14 +130,17 @@ class Agreement(TuningMethod):
         def change(prior_precision: torch.Tensor) -> float:
             # The same draws at every prior precision: then the change falls with it smoothly.
             draws = torch.Generator().manual_seed(seed)
-            scaled = moments(prior_precision).scaled(la.logit_scale)
-            of_all = of_classes(la.trained_likelihood, scaled.to("cpu"))
-            return _mean_change(of_all, self.n_samples, draws)
+            scaled = moments(prior_precision).scaled(la.logit_scale).to("cpu")
+            if is_gaussian:
+                return _mean_change(scaled, self.n_samples, draws, _distances_of_numbers)
+            of_all = of_classes(la.trained_likelihood, scaled)
+            return _mean_change(of_all, self.n_samples, draws, _distances_of_classes)
 
         kinds = self._kinds(la)
         if kinds is not None:
             start = self._balanced(la, start, kinds, change)
-        return broadest(la, start, self.max_change, change, self.progress_bar)
+        history = broadest(la, start, self.max_change, change, self.progress_bar)
+        return _with_noise(la, history) if is_gaussian else history
 
     def _balanced(
         self,
@@ -160,7 +174,23 @@ def _change_by_some(
     return change(torch.where(is_drawn, prior_precision, _HELD))
 
 
-def _mean_change(moments: Moments, n_samples: int, generator: torch.Generator) -> float:
+Distances = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Total variation distances `(S, N, ...)` of drawn outputs `(S, N, ..., C)` from the model's."""
+
+
+def _distances_of_classes(drawn: torch.Tensor, f_mu: torch.Tensor) -> torch.Tensor:
+    return (drawn.softmax(-1) - f_mu.softmax(-1)).abs().sum(-1) / 2
+
+
+def _distances_of_numbers(drawn: torch.Tensor, f_mu: torch.Tensor) -> torch.Tensor:
+    """Compare normal distributions of variance 1, which overlap by what is beyond the middle."""
+    apart = torch.linalg.vector_norm(drawn - f_mu, dim=-1)
+    return torch.special.erf(apart / math.sqrt(8))  # 2 Φ(d / 2) - 1
+
+
+def _mean_change(
+    moments: Moments, n_samples: int, generator: torch.Generator, distances: Distances
+) -> float:
     """Average the total variation distance of draws from the model, over draws and examples.
 
     Of labels, the moments are those of two classes each, and the average is over labels, too.
@@ -170,11 +200,26 @@ def _mean_change(moments: Moments, n_samples: int, generator: torch.Generator) -
     total = 0.0
     for f_mu, f_var in moments.split(at_once):
         noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
-        drawn = gaussian_samples(f_mu, f_var, noise).softmax(-1)
-        distances = (drawn - f_mu.softmax(-1)).abs().sum(-1) / 2
-        total += distances.double().mean(0).sum().item()
+        drawn = gaussian_samples(f_mu, f_var, noise)
+        total += distances(drawn, f_mu).double().mean(0).sum().item()
     n_distributions = moments.f_mu[..., 0].numel()
     return total / n_distributions
+
+
+def _with_noise(la: Tunable, history: TuningHistory) -> TuningHistory:
+    """Give a posterior the noise of its residuals, where its prior is that of a noise of 1.
+
+    The prior precisions of the history become those of the same noise.
+    """
+    sigma_noise = noise_of_residuals(la)
+    relative = la.prior_precision
+    la.sigma_noise = sigma_noise
+    la.prior_precision = relative / sigma_noise**2
+    return replace(
+        history,
+        prior_precision=history.prior_precision / sigma_noise**2,
+        sigma_noise=torch.full_like(history.objective, sigma_noise),
+    )
 
 
 def check_max_change(max_change: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -60,3 +61,30 @@ def unit_of_priors(la: Tunable) -> float:
     la.hyperparameters = before
     unit = of_first(trace / (la.n_data * la.n_outputs))  # ranks may differ in the last digit
     return unit if unit > 0 else 1.0
+
+
+def noise_of_residuals(la: Tunable) -> float:
+    """Find the noise that the training residuals r tell of, at the prior of a noise of 1.
+
+    Of n C residuals, the fit has made as many smaller as it has parameters that the data determine,
+    γ. So the best estimate of the variance is `Σ r² / (n C - γ)` (MacKay 1992, as for
+    `n_determined`), where `Σ r²` is twice the loss of a Gaussian with variance 1.
+
+    A `ValueError` if the data determine as many parameters as there are residuals, or there is no
+    error.
+    """
+    squares = 2 * la.loss.item()
+    n_residuals = la.n_data * la.n_outputs
+    n_free = n_residuals - n_determined(la)
+    instead = 'let held-out data choose, by method="gridsearch" or "second_training".'
+    if n_free <= 0:
+        raise ValueError(
+            f"The training data determine {n_residuals - n_free:.0f} parameters, and have "
+            f"{n_residuals} targets, which leaves none to tell the noise: {instead}"
+        )
+    if squares == 0:
+        raise ValueError(
+            f"The model predicts its training targets without any error, which leaves no noise to "
+            f"choose: {instead}"
+        )
+    return of_first(math.sqrt(squares / n_free))

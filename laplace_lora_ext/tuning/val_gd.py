@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from laplace_lora_ext.predictive.distributions import of_classes
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, Link, mean_field, probit, sampled
+from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import (
     HistoryBuilder,
@@ -20,7 +21,9 @@ from laplace_lora_ext.tuning.method import (
     descent,
     draw_seed,
 )
+from laplace_lora_ext.tuning.noise import unit_of_priors
 from laplace_lora_ext.tuning.samples import MOST_BYTES, statistics_within
+from laplace_lora_ext.tuning.scales import WithNoise
 
 _SMOOTH: dict[str, Link] = {"probit": probit, "mean_field": mean_field}
 _CHECKPOINTS = 20  # how often the whole validation loss is measured
@@ -31,6 +34,9 @@ _ROWS = 256  # examples whose logits it samples at once
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ValGD(TuningMethod):
     """Follow the gradient of the validation data's negative log-likelihood, for "lowrank_kron".
+
+    Of a regression the gradient is in the logarithm of `la.sigma_noise`, too, from the best noise
+    of the start on. The prior precision is then relative to the noise, as for `GridSearch`.
 
     Parameters
     ----------
@@ -92,7 +98,11 @@ class ValGD(TuningMethod):
             )
 
     def _search(self, la: Tunable) -> TuningHistory:
+        is_gaussian = la.trained_likelihood.is_gaussian
         prior = self._searched(la)
+        if is_gaussian:
+            prior = replace(prior, start=prior.start * unit_of_priors(la))
+            la.sigma_noise = 1.0
         statistics = statistics_within(
             la, self.val_loader, self.max_bytes, _SEED, self.progress_bar, self.link_approx
         )
@@ -101,17 +111,42 @@ class ValGD(TuningMethod):
                 'method="val_gd" needs hessian_structure="lowrank_kron": use "gridsearch" instead.'
             )
         with torch.autocast(statistics.f_mu.device.type, enabled=False):  # of the backward pass
-            history = self._descend(la, statistics, prior)
-        la.prior_precision = history.prior_precision[history.objective.argmin()]
+            log_noise = torch.zeros((), dtype=torch.float64)  # of classes, which have none
+            if is_gaussian:
+                log_noise = _best_log_noise(la, statistics, prior).requires_grad_()
+            history = self._descend(la, statistics, prior, log_noise)
+        best = history.objective.argmin()
+        if history.sigma_noise is not None:
+            la.sigma_noise = history.sigma_noise[best].item()
+        la.prior_precision = history.prior_precision[best]
         return history
 
     def _link(self, generator: torch.Generator | None) -> Link:
         return _SMOOTH.get(self.link_approx) or sampled(self.n_samples, generator)
 
+    def _losses(
+        self,
+        la: Tunable,
+        moments: Moments,
+        targets: torch.Tensor,
+        noise: torch.Tensor,
+        generator: torch.Generator | None,
+    ) -> torch.Tensor:
+        """Compute negative log-likelihoods `(B,)`; those of classes are by the link."""
+        likelihood = la.trained_likelihood
+        if likelihood.is_gaussian:
+            return likelihood.nll(moments, targets, noise)
+        f_mu, f_var = of_classes(likelihood, moments)
+        return likelihood.nll([self._link(generator)(f_mu, f_var)], targets, noise)
+
     def _descend(
-        self, la: Tunable, statistics: PredictiveStatistics, prior: Searched
+        self,
+        la: Tunable,
+        statistics: PredictiveStatistics,
+        prior: Searched,
+        log_noise: torch.Tensor,
     ) -> TuningHistory:
-        """Descend along stochastic gradients in the logarithm of the prior precision.
+        """Descend along stochastic gradients in the logarithms of prior precision and noise.
 
         Unlike the paper's constant step size, this one falls to 0 along half a cosine, so that the
         last steps average over minibatches. The history is the loss of the whole set before the
@@ -119,38 +154,40 @@ class ValGD(TuningMethod):
         """
         targets = statistics.required_targets()
         builder = HistoryBuilder()
-        optimizer = torch.optim.Adam([prior.logarithms], lr=self.lr)
+        noises: list[float] = []
+        leaves = [prior.logarithms]
+        if log_noise.requires_grad:
+            leaves.append(log_noise)
+        optimizer = torch.optim.Adam(leaves, lr=self.lr)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.n_steps)
         seed = draw_seed(self.generator)  # of measurements, which so change no minibatch
         minibatches = _minibatches(len(statistics), self.batch_size, self.generator)
 
-        def losses(
-            places: torch.Tensor | slice,
-            prior_precision: torch.Tensor,
-            generator: torch.Generator | None,
-        ) -> torch.Tensor:
-            moments = statistics[places].moments(prior_precision).scaled(la.logit_scale)
-            predicted = moments  # of numbers, which need no link
-            if not la.trained_likelihood.is_gaussian:
-                f_mu, f_var = of_classes(la.trained_likelihood, moments)
-                predicted = [self._link(generator)(f_mu, f_var)]
-            return la.trained_likelihood.nll(predicted, targets[places], la.sigma_noise)
+        def losses(places: torch.Tensor | slice, generator: torch.Generator | None) -> torch.Tensor:
+            f_mu, f_var = statistics[places].moments(prior.value()).scaled(la.logit_scale)
+            noise = log_noise.exp()
+            # The prior is that of a noise of 1: then all variances are relative to the noise's.
+            moments = Moments(f_mu, noise.square().to(f_var) * f_var)
+            return self._losses(la, moments, targets[places], noise, generator)
 
+        @torch.no_grad()
         def measure(step: int) -> None:
             # Without the noise of minibatches and of other draws, steps can be compared.
             draws = torch.Generator().manual_seed(seed)
-            prior_precision = prior.value().detach()
             starts = range(0, len(statistics), _ROWS)
-            parts = [losses(slice(i, i + _ROWS), prior_precision, draws) for i in starts]
-            builder.add(step, torch.cat(parts).double().mean().item(), prior_precision)
+            parts = [losses(slice(i, i + _ROWS), draws) for i in starts]
+            mean = torch.cat(parts).double().mean().item()
+            noise = log_noise.exp().item()
+            builder.add(step, mean, prior.value() / noise**2)
+            noises.append(noise)
 
         def loss() -> torch.Tensor:
-            return losses(next(minibatches), prior.value(), self.generator).mean()
+            return losses(next(minibatches), self.generator).mean()
 
         every = max(1, self.n_steps // _CHECKPOINTS)
         steps = descent(
             loss,
-            [prior.logarithms],
+            leaves,
             optimizer,
             n_steps=self.n_steps,
             description="[Minimizing validation loss]",
@@ -162,7 +199,20 @@ class ValGD(TuningMethod):
             if step % every == 0:
                 measure(step)
         measure(self.n_steps)
-        return builder.history()
+        history = builder.history()
+        if not log_noise.requires_grad:
+            return history
+        return replace(history, sigma_noise=torch.tensor(noises, dtype=torch.float64))
+
+
+def _best_log_noise(la: Tunable, statistics: PredictiveStatistics, prior: Searched) -> torch.Tensor:
+    """Find the logarithm of the noise that suits the start best, `()`; the data's own scale."""
+    score = WithNoise(la.n_outputs)
+    moments = statistics.moments(prior.value().detach())
+    sums = score.terms(la, moments, statistics.required_targets()).sum(0)
+    noise = score.best(sums, len(statistics)).sigma_noise
+    assert noise is not None
+    return torch.tensor(noise, dtype=torch.float64).log()
 
 
 def _minibatches(

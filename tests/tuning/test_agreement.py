@@ -10,7 +10,6 @@ from tests.support.posteriors import (
     STRUCTURES,
     fitted,
     generator,
-    plain_regression,
 )
 from tests.support.ranks import Texts
 
@@ -99,9 +98,6 @@ def test_no_more_than_what_is_drawn_passes_through_the_model():
 
 
 def test_what_can_not_agree_is_said():
-    la, X = plain_regression()
-    with pytest.raises(ValueError, match="regression has none: use"):
-        la.optimize_prior_precision(method=METHOD, train_loader=[X])
     with pytest.warns(UserWarning, match="that the adapter is trained"):
         fitted().optimize_prior_precision(
             method=METHOD,

@@ -1,11 +1,11 @@
-"""The noise of a regression, chosen together with the prior by validation data."""
+"""The noise of a regression, chosen together with the prior."""
 
 import math
 
 import pytest
 import torch
 
-from laplace_lora_ext import GridSearch
+from laplace_lora_ext import Agreement, GridSearch, ValGD
 from laplace_lora_ext.tuning.noise import n_determined, unit_of_priors
 from tests.support.posteriors import GRID, STRUCTURES, generator, plain_regression
 
@@ -70,6 +70,134 @@ def test_parameters_that_data_determine_are_counted_by_eigenvalues(structure):
     trace = ((eigenvalues - 0.3) * 0.25).sum().item()  # of the curvature at a noise of 1
     assert unit_of_priors(la) == pytest.approx(trace / (12 * 2), rel=1e-6)
     assert la.prior_precision.item() == pytest.approx(0.3)
+
+
+# --- by the gradient of validation data ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_a_descent_ends_where_neither_prior_nor_noise_could_be_better(n_outputs, scale):
+    la, _ = plain_regression(n_outputs)
+    # What the model predicts here is off by a draw of a posterior, beside the noise.
+    la.sigma_noise = scale
+    la.prior_precision = 5 / scale**2
+    X = torch.randn(60, 5, generator=generator(7)).double()
+    noise = scale * torch.randn(60, n_outputs, generator=generator(8)).double()
+    batches = [(X, la.function(0)(X).detach() + noise)]
+    statistics = la.predictive_statistics(batches, dtype=torch.float64)
+    la.sigma_noise = 1.0
+    method = ValGD(val_loader=statistics, batch_size=60, n_steps=500, generator=generator())
+    history = method(la)
+    lowest = history.objective.min().item()
+    assert lowest < history.objective[0].item()
+    for step in (0, 10, history.objective.argmin()):
+        la.sigma_noise = history.sigma_noise[step].item()
+        la.prior_precision = history.prior_precision[step]
+        assert loss_of(la, batches) == pytest.approx(history.objective[step].item(), rel=1e-6)
+    best = la.hyperparameters
+    for factor in (0.9, 1.1):
+        la.hyperparameters = best
+        la.sigma_noise = factor * la.sigma_noise
+        assert loss_of(la, batches) > lowest
+        la.hyperparameters = best
+        la.prior_precision = factor * la.prior_precision
+        assert loss_of(la, batches) > lowest
+    assert best.sigma_noise.item() == pytest.approx(scale, rel=0.3)
+
+
+# --- by agreement --------------------------------------------------------------------------------
+
+
+def mean_distance(la, X, n_samples: int = 20_000) -> float:
+    """Average the total variation distance of draws' normal distributions from the model's."""
+    torch.manual_seed(1)
+    _, f_var = la(X)
+    drawn = torch.distributions.MultivariateNormal(torch.zeros(f_var.shape[-1]).double(), f_var)
+    apart = drawn.sample((n_samples,)).norm(dim=-1) / la.sigma_noise
+    standard = torch.distributions.Normal(0, 1)
+    return (2 * standard.cdf(apart / 2) - 1).mean().item()
+
+
+def residuals_of(la, X, n_outputs: int):
+    """Compute the residuals of the data that `plain_regression` is fitted to."""
+    y = torch.randn(12, n_outputs, generator=generator(1)).double()
+    return la.predictive_moments(X).f_mu - y
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("max_change", [0.05, 0.1])
+def test_draws_of_numbers_change_by_as_much_as_is_allowed(structure, n_outputs, max_change):
+    la, X = plain_regression(n_outputs, structure)
+    method = Agreement(
+        train_loader=[X], max_change=max_change, n_samples=5_000, generator=generator()
+    )
+    history = method(la)
+    assert mean_distance(la, X) == pytest.approx(max_change, rel=0.03)
+    assert history.objective[-1].item() == pytest.approx(max_change, rel=0.03)
+    assert history.sigma_noise[-1] == pytest.approx(la.sigma_noise.item())
+    # The parameters that the data determine, by all eigenvalues.
+    P = la.posterior_precision
+    matrix = P.to_matrix() if hasattr(P, "to_matrix") else P.diag() if P.ndim == 1 else P
+    determined = (1 - la.prior_precision / torch.linalg.eigvalsh(matrix)).sum()
+    squares = residuals_of(la, X, n_outputs).square().sum()
+    expected = (squares / (12 * n_outputs - determined)).sqrt()
+    assert la.sigma_noise.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_of_one_number_the_distance_has_a_closed_form():
+    la, X = plain_regression(1)
+    Agreement(train_loader=[X], n_samples=5_000)(la)
+    _, f_var = la(X)
+    relative = f_var[:, 0, 0] / la.sigma_noise**2
+    distances = 2 / math.pi * (relative.sqrt() / 2).atan()
+    assert distances.mean().item() == pytest.approx(0.1, rel=0.03)
+
+
+def test_exact_curvature_determines_as_many_parameters_as_the_predictions_show():
+    """In the linear-Gaussian model, `Σ e / (e + λ)` is the trace of the hat matrix."""
+    la, X = plain_regression(2, "full")
+    Agreement(train_loader=[X])(la)
+    _, f_var = la(X)
+    trace = f_var.diagonal(dim1=1, dim2=2).sum() / la.sigma_noise**2
+    squares = residuals_of(la, X, 2).square().sum()
+    expected = (squares / (24 - trace)).sqrt()
+    assert la.sigma_noise.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("sigma_noise", [1e-3, 0.5, 1e3])
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
+def test_agreement_prefers_no_unit(unit, sigma_noise):
+    expected, X = plain_regression(1)
+    Agreement(train_loader=[X])(expected)
+    la, _ = plain_regression(1)
+    head = la.model.model.second
+    for weight in (head.weight, head.bias, head.lora_B["default"].weight):
+        weight.data.mul_(unit)
+    la.sigma_noise = sigma_noise
+    y = unit * torch.randn(12, 1, generator=generator(1)).double()
+    la.fit([(X, y)])
+    Agreement(train_loader=[X])(la)
+    assert la.sigma_noise.item() == pytest.approx(unit * expected.sigma_noise.item(), rel=0.01)
+    found, wanted = la.predict(X), expected.predict(X)
+    ratio = found.epistemic_std / (unit * wanted.epistemic_std)
+    assert ratio.mean().item() == pytest.approx(1, rel=0.1)
+
+
+def test_residuals_that_tell_of_no_noise_are_refused():
+    la, X = plain_regression(1)
+    exact = la.predictive_moments(X).f_mu
+    la.fit([(X, exact)])
+    with pytest.raises(ValueError, match=r"without any error.*second_training"):
+        Agreement(train_loader=[X])(la)
+    assert la.sigma_noise.item() == 0.5
+    la, X = plain_regression(2)
+    with pytest.raises(ValueError, match=r"have 24 targets, which leaves none.*second_training"):
+        Agreement(train_loader=[X], max_change=0.6)(la)
+
+
+# --- refused -------------------------------------------------------------------------------------
 
 
 def test_targets_without_any_error_are_refused():

@@ -12,7 +12,6 @@ from tests.support.posteriors import (
     fitted,
     generator,
     overconfident,
-    plain_regression,
 )
 
 
@@ -159,15 +158,3 @@ def test_steps_become_shorter_along_half_a_cosine():
     way = (logs[0] - logs[-1]).item()
     # So far from the best, Adam's steps have the same sign.
     assert way == pytest.approx(20 * 0.1 / 2, rel=0.1)
-
-
-def test_the_history_of_a_regression_is_the_density_of_its_targets():
-    la, X = plain_regression()
-    statistics = la.predictive_statistics([(X, X[:, :2])], dtype=torch.float64)
-    f_mu, f_var = statistics.moments(1.0)
-    noise = 0.25 * torch.eye(2).double()
-    density = torch.distributions.MultivariateNormal(f_mu, f_var + noise)
-    history = la.optimize_prior_precision(method="val_gd", val_loader=statistics, n_steps=100)
-    expected = -density.log_prob(X[:, :2]).mean().item()
-    assert history.objective[0].item() == pytest.approx(expected)
-    assert history.objective.min() < history.objective[0]
