@@ -97,7 +97,8 @@ class Classification(_AsItIs):
         top = q.argmax(-1, keepdim=True)  # m
         q_top = q.gather(-1, top)
         is_top = one_hot(top.squeeze(-1), n_outputs).bool()
-        in_all_columns = torch.where(is_top, -q_top, -p / (1 + q_top))
+        of_others = -p / (1 + q_top)
+        in_all_columns = torch.where(is_top, -q_top, of_others)
         # The columns j: all classes but m, for each sample in increasing order.
         _, others = (~is_top).nonzero(as_tuple=True)
         others = others.reshape(n_samples, n_outputs - 1)
@@ -107,7 +108,10 @@ class Classification(_AsItIs):
         return Seeds(vectors.transpose(0, 1), weights.T)
 
     def sampled_seeds(
-        self, logits: torch.Tensor, num_samples: int, generator: torch.Generator
+        self,
+        logits: torch.Tensor,
+        num_samples: int,
+        generator: torch.Generator,
     ) -> Seeds:
         """Compute slopes of the loss at targets that are drawn from the model."""
         p = logits.softmax(-1)
@@ -188,7 +192,8 @@ class Classification(_AsItIs):
                     f'"{MULTI_LABEL}"; if each has one of them, pass labels.argmax(-1)'
                 )
             raise ValueError(found)
-        if ((y < 0) | (y >= n_outputs)).any():
+        is_no_class = (y < 0) | (y >= n_outputs)
+        if is_no_class.any():
             raise ValueError(f"labels must be from 0 to {n_outputs - 1}, not {y.unique().tolist()}")
         if _look_like_probabilities(logits):
             _warn_of_probabilities("softmax")
@@ -214,7 +219,10 @@ class Regression(_AsItIs):
         return Seeds(vectors, logits.new_ones(n_outputs, n_samples))
 
     def sampled_seeds(
-        self, logits: torch.Tensor, num_samples: int, generator: torch.Generator
+        self,
+        logits: torch.Tensor,
+        num_samples: int,
+        generator: torch.Generator,
     ) -> Seeds:
         vectors = torch.randn(
             (num_samples, *logits.shape),
@@ -222,7 +230,8 @@ class Regression(_AsItIs):
             device=logits.device,
             dtype=logits.dtype,
         )
-        return Seeds(vectors, logits.new_ones(num_samples, len(logits)) / num_samples**0.5)
+        weights = logits.new_ones(num_samples, len(logits))
+        return Seeds(vectors, weights / num_samples**0.5)
 
     def empirical_seeds(
         self,
@@ -320,10 +329,14 @@ class MultiLabel(Classification):
         vectors = identity[:, None].expand(n_labels, n_samples, n_labels)
         # The root of p (1 - p), in which no subtraction cancels digits.
         log_variances = logsigmoid(logits) + logsigmoid(-logits)
-        return Seeds(vectors, (log_variances / 2).exp().T)
+        roots = (log_variances / 2).exp()
+        return Seeds(vectors, roots.T)
 
     def sampled_seeds(
-        self, logits: torch.Tensor, num_samples: int, generator: torch.Generator
+        self,
+        logits: torch.Tensor,
+        num_samples: int,
+        generator: torch.Generator,
     ) -> Seeds:
         """Compute slopes of the loss at targets drawn from the model, of all labels at once.
 
@@ -348,8 +361,12 @@ class MultiLabel(Classification):
     ) -> Seeds:
         """Compute `p - y` for `(S, B, K)` targets, as vectors whose largest entry is 1."""
         # 1 - p cancels where p is near 1: the sigmoid of -f does not.
-        slopes = torch.where(y > 0, -(-logits).sigmoid(), logits.sigmoid())
-        largest = slopes.abs().amax(-1).clamp_min(torch.finfo(slopes.dtype).tiny)
+        of_not = logits.sigmoid()
+        of_yes = -(-logits).sigmoid()
+        slopes = torch.where(y > 0, of_yes, of_not)
+        # Where all labels are certain, nothing is divided by 0.
+        smallest = torch.finfo(slopes.dtype).tiny
+        largest = slopes.abs().amax(-1).clamp_min(smallest)
         return Seeds(slopes / largest[..., None], largest)
 
     def loss(
@@ -366,8 +383,10 @@ class MultiLabel(Classification):
         sigma_noise: torch.Tensor,
     ) -> torch.Tensor:
         """Sum over an example's labels, given the log-probabilities `(B, K, 2)` of both classes."""
-        of_labels = predicted[0].gather(-1, y.long()[..., None])
-        return -of_labels[..., 0].sum(-1)
+        (log_p,) = predicted
+        labels = y.long()[..., None]
+        of_labels = log_p.gather(-1, labels)[..., 0]
+        return -of_labels.sum(-1)
 
     def groups(
         self,
@@ -378,8 +397,9 @@ class MultiLabel(Classification):
         has = self.as_targets(y, torch.float64) > 0
         n_labels = has.shape[1]
         counts = has.sum(0).expand_as(has)
-        rarest = counts.masked_fill(~has, len(y) + 1).argmin(1)
-        return torch.where(has.any(1), rarest, n_labels)
+        # Labels that an example lacks count as more frequent than any can be.
+        of_own = counts.masked_fill(~has, len(y) + 1)
+        return torch.where(has.any(1), of_own.argmin(1), n_labels)
 
     def as_targets(
         self,
@@ -406,13 +426,15 @@ class MultiLabel(Classification):
             if are_classes:
                 found += ': class indices are for the likelihood "classification"'
             raise ValueError(found)
-        if not ((targets == 0) | (targets == 1)).all():
+        are_zero_or_one = (targets == 0) | (targets == 1)
+        if not are_zero_or_one.all():
             low, high = targets.aminmax()
             raise ValueError(
                 f"labels must be 0 or 1, but range from {low:.4g} to {high:.4g}: classes are for "
                 'the likelihood "classification", and numbers for "regression"'
             )
-        if logits.numel() >= _MANY and ((logits >= 0) & (logits <= 1)).all():
+        are_probabilities = (logits >= 0) & (logits <= 1)
+        if logits.numel() >= _MANY and are_probabilities.all():
             _warn_of_probabilities("sigmoid")
         return targets
 
@@ -431,7 +453,10 @@ class LanguageModeling(Classification):
         )
 
     def sampled_seeds(
-        self, logits: torch.Tensor, num_samples: int, generator: torch.Generator
+        self,
+        logits: torch.Tensor,
+        num_samples: int,
+        generator: torch.Generator,
     ) -> Seeds:
         """Compute slopes of the loss at tokens drawn from the model, given the text's own past.
 
@@ -440,8 +465,11 @@ class LanguageModeling(Classification):
         exact Fishers, for the price of one backward pass.
         """
         vectors = logits.softmax(-1).repeat(num_samples, 1, 1)
-        _subtract_one_at(vectors, _drawn(vectors, generator))
-        return Seeds(vectors, logits.new_full((num_samples, 1), num_samples**-0.5))
+        tokens = _drawn(vectors, generator)
+        # In place: a copy of the vocabulary's probabilities may not fit into memory.
+        _subtract_one_at(vectors, tokens)
+        weights = logits.new_full((num_samples, 1), num_samples**-0.5)
+        return Seeds(vectors, weights)
 
     def empirical_seeds(
         self,

@@ -561,7 +561,8 @@ class LoRALaplace(ParametricLaplace):
         """Squared distance of the weights from the prior mean under the prior, in float64."""
         squares = (self.mean - self.prior_mean).double().square()
         if len(self.prior_precision) < self.n_params:
-            squares = torch.stack([part.sum() for part in squares.split(self._sizes)])
+            of_blocks = squares.split(self._sizes)
+        squares = torch.stack([part.sum() for part in of_blocks])
         return (squares * self.prior_precision.double()).sum()
 
     def optimize_prior_precision(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -99,7 +99,9 @@ def outcomes(
         labels.append(likelihood.check_targets(y, logits).cpu())
     if not labels:
         raise ValueError("The loader has no data.")
-    fields = [torch.cat(parts).detach().cpu() for parts in zip(*predictions, strict=True)]
+    fields: list[torch.Tensor] = []
+    for parts in zip(*predictions, strict=True):
+        fields.append(torch.cat(parts).detach().cpu())
     prediction = Prediction._make(fields)
     if not likelihood.sees_differences:
         prediction = _of_each_label(prediction)

@@ -36,7 +36,9 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
         P = self.posterior_precision
         # Pairs, whatever the host's annotation says.
         eigenvalues: Any = [[values.double() for values in pair] for pair in P.eigenvalues]
-        return KronDecomposed(P.eigenvectors, eigenvalues, P.deltas.double(), P.damping).logdet()
+        deltas = P.deltas.double()
+        in_double = KronDecomposed(P.eigenvectors, eigenvalues, deltas, P.damping)
+        return in_double.logdet()
 
 
 class DiagLoRALaplace(LoRALaplace, DiagLaplace):

@@ -40,10 +40,17 @@ class Seen:
     ) -> Seen:
         """Look at the labels of a batch, and at what `LogitsModel.weighing_answers` gave."""
         are_classes = y.ndim == 1 and not y.is_floating_point()
+        are_binary = (y == 0) | (y == 1)
+        total = 0.0
+        n_texts = 0
+        # One for each pass that a batch took.
+        for of_pass in answered:
+            total += of_pass.sum().item()
+            n_texts += len(of_pass)
         return cls(
-            answered=sum(of_pass.sum().item() for of_pass in answered),
-            n_texts=sum(len(of_pass) for of_pass in answered),
-            all_binary=bool(((y == 0) | (y == 1)).all()),
+            answered=total,
+            n_texts=n_texts,
+            all_binary=bool(are_binary.all()),
             labels=Counter(y.tolist()) if are_classes else Counter(),
         )
 
@@ -89,7 +96,8 @@ class Seen:
         if likelihood != "classification":
             return 0.0
         counts = torch.tensor(list(self.labels.values()), dtype=torch.float64)
-        return torch.special.entr(counts / counts.sum()).sum().item()
+        shares = counts / counts.sum()
+        return torch.special.entr(shares).sum().item()
 
 
 @dataclass(frozen=True)
@@ -148,7 +156,8 @@ def _own_sums(
 ) -> Sums:
     """Sum the batches of this rank's share, from `start` on."""
     model = structure.model
-    sums = Sums(start, torch.zeros((), device=model.device, dtype=torch.float64))
+    loss = torch.zeros((), device=model.device, dtype=torch.float64)
+    sums = Sums(start, loss)
     progress = tqdm.tqdm(
         desc="[Computing Hessian]",
         unit=" examples",
@@ -247,18 +256,23 @@ def _joined(
         curvature = structure.unpack(first)
         for packed in others:
             curvature = structure.merge(curvature, structure.unpack(packed))
-    losses = torch.tensor([report.loss for report in reports], dtype=torch.float64)
+    loss = torch.zeros_like(own.loss)
+    n_data = 0
+    n_outputs = 0
     called: set[int] = set()
     seen = Seen()
     for report in reports:
+        loss += report.loss
+        n_data += report.n_data
+        # A rank without data has made no pass that would tell.
+        n_outputs = max(n_outputs, report.n_outputs)
         called |= report.called
         seen += report.seen
     return Sums(
         curvature=curvature,
-        loss=losses.sum().to(own.loss),
-        n_data=sum(report.n_data for report in reports),
-        # A rank without data has made no pass that would tell.
-        n_outputs=max(report.n_outputs for report in reports),
+        loss=loss,
+        n_data=n_data,
+        n_outputs=n_outputs,
         called=frozenset(called),
         seen=seen,
     )

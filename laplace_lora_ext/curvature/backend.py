@@ -196,6 +196,7 @@ class LowRankKronInterface(CurvatureInterface):
             dict_key_x=dict_key_x,
             dict_key_y=dict_key_y,
         )
+        # The host's own loss of classes knows class indices alone.
         if not self._likelihood.is_gaussian:
             self.lossfunc = self._likelihood.loss
         self.model: LogitsModel = recorder.model
@@ -252,6 +253,7 @@ class LowRankKronInterface(CurvatureInterface):
         numbers that are not finite (`ValueError`), a mask that "expand" can't apply to a layer's
         rows (`NotImplementedError`), and what `record` refuses.
         """
+        # Rows may wait until they take as much memory as the sums that they go into.
         updates = StreamingUpdates(H.nbytes)
         statistics = KFAC_APPROX[self.kfac_approx](H.blocks, updates)
         with self.recorder.record(x, keeps_inputs=statistics.sees_inputs) as recording:

@@ -24,11 +24,11 @@ def own_weights(
     adapter: str,
 ) -> dict[str, nn.Parameter]:
     """Find an adapter's weights, by names without the adapter's."""
-    return {
-        without_adapter(name): weight
-        for name, weight in model.named_parameters()
-        if owner_of(name) == adapter
-    }
+    own: dict[str, nn.Parameter] = {}
+    for name, weight in model.named_parameters():
+        if owner_of(name) == adapter:
+            own[without_adapter(name)] = weight
+    return own
 
 
 def active_again(model: nn.Module) -> Callable[[], None]:
@@ -96,7 +96,9 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
             f"The model has modules that are named {adapter!r} like the new adapter, and PEFT "
             "saves other adapters without the weights below them: choose another adapter_name."
         )
-    trained = {name: weight.requires_grad for name, weight in own_weights(model, like).items()}
+    trained: dict[str, bool] = {}
+    for name, weight in own_weights(model, like).items():
+        trained[name] = weight.requires_grad
     model.add_adapter(adapter, config)
     model.set_adapter(adapter)
     # PEFT has made all of the new adapter trainable.

@@ -309,7 +309,8 @@ def reading_at(
         if hidden.shape[:-1] != (len(index), n_positions):
             return None
         calls.append(hidden.shape)
-        read = hidden.take_along_dim(index.to(hidden.device)[..., None], dim=1)
+        places = index.to(hidden.device)[..., None]
+        read = hidden.take_along_dim(places, dim=1)
         return (read, *others)
 
     def read_off(output: Any) -> torch.Tensor:
@@ -327,7 +328,8 @@ def reading_at(
                 f"{n_positions} tokens, perhaps because images come first. Let its forward pass "
                 "return only the logits of the texts' tokens."
             )
-        return logits.take_along_dim(index.to(logits.device)[..., None], dim=1)
+        places = index.to(logits.device)[..., None]
+        return logits.take_along_dim(places, dim=1)
 
     layer = None if transformer is None else transformer.get_output_embeddings()
     if isinstance(layer, nn.Module):
@@ -347,7 +349,8 @@ def decoder_start(
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
     texts = next(tensor for tensor in tensors if tensor.ndim > 1)
     start = start_token(transformer)
-    return {"decoder_input_ids": texts.new_full((len(texts), 1), start, dtype=torch.long)}
+    starts = texts.new_full((len(texts), 1), start, dtype=torch.long)
+    return {"decoder_input_ids": starts}
 
 
 def start_token(transformer: PreTrainedModel) -> int:
@@ -381,7 +384,8 @@ def last_real_position(inputs: Any) -> torch.Tensor:
     text = text_of(inputs)
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if mask is None:
-        return torch.full((len(text),), text.shape[1] - 1, device=text.device)
+        last = text.shape[1] - 1
+        return torch.full((len(text),), last, device=text.device)
     if mask.shape != text.shape[:2]:
         raise NotImplementedError(
             f"An attention_mask of shape {tuple(mask.shape)} does not show where each text ends: "

@@ -286,7 +286,8 @@ class Choices(Answers):
             return None
         real = rows.real
         # A real token behind padding: then a place is no count of tokens.
-        if (real[:, 1:] & ~real[:, :-1]).any():
+        follows_padding = ~real[:, :-1]
+        if (real[:, 1:] & follows_padding).any():
             return None
         ends = _shared_ends(rows)
         if not ends.all():

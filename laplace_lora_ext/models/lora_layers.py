@@ -108,11 +108,11 @@ def adapter_layers(model: nn.Module) -> dict[str, BaseTunerLayer]:
 
 def lora_layers(model: nn.Module) -> dict[str, lora.LoraLayer]:
     """Find PEFT's LoRA layers in a model, by their names without wrappers'."""
-    return {
-        strip_wrappers(name): module
-        for name, module in model.named_modules()
-        if isinstance(module, lora.LoraLayer)
-    }
+    layers: dict[str, lora.LoraLayer] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, lora.LoraLayer):
+            layers[strip_wrappers(name)] = module
+    return layers
 
 
 def active_adapter(model: nn.Module) -> str:

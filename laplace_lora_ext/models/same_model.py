@@ -116,9 +116,13 @@ class ModelState:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> ModelState:
         """Rebuild what `state_dict` has returned."""
-        weights = {name: Weight(*weight) for name, weight in state["weights"].items()}
-        # A file may hold lists in place of tuples.
-        blocks = {name: (shape, scaling) for name, (shape, scaling) in state["blocks"].items()}
+        weights: dict[str, Weight] = {}
+        for name, weight in state["weights"].items():
+            weights[name] = Weight(*weight)
+        blocks: dict[str, tuple[list[int], float | None]] = {}
+        for name, (shape, scaling) in state["blocks"].items():
+            # A file may hold lists in place of tuples.
+            blocks[name] = (shape, scaling)
         return cls(
             blocks=blocks,
             class_token_ids=state["class_token_ids"],
@@ -141,9 +145,12 @@ class ModelState:
         """Name a weight in which the base models of two adapters differ; None if there is none."""
         mine = self.base_weights()
         its = other.base_weights()
-        same = {name for name in mine.keys() & its.keys() if mine[name].equals(its[name])}
-        differing = sorted((mine.keys() | its.keys()) - same)
-        return differing[0] if differing else None
+        for name in sorted(mine.keys() | its.keys()):
+            if name not in mine or name not in its:
+                return name
+            if not mine[name].equals(its[name]):
+                return name
+        return None
 
     def difference(self, now: ModelState) -> str | None:
         """Say what has changed, in a sentence without its full stop; None if nothing has."""
@@ -243,6 +250,7 @@ def hashes(
     blocks: Sequence[Block],
 ) -> dict[str, str]:
     """Hash what a fit depends on: fits of two processes belong together where these are equal."""
+    # Every rank tells all others: hashes are short, however many weights there are.
     weights = flattened(blocks, torch.device("cpu")).double().numpy()
     state = ModelState.of(model, blocks)
     samples = [
@@ -309,7 +317,8 @@ def _sampled(weights: dict[str, torch.Tensor]) -> dict[str, Weight]:
         samples.update(zip(names, parts, strict=True))
     sampled: dict[str, Weight] = {}
     for name, weight in weights.items():
-        sampled[name] = Weight(str(weight.dtype), list(weight.shape), samples[name])
+        shape = list(weight.shape)
+        sampled[name] = Weight(str(weight.dtype), shape, samples[name])
     return sampled
 
 

@@ -306,6 +306,7 @@ class Recorder:
         results: list[Any] = []
         for place, result in parts:
             results.append(result)
+            # One part is the whole batch, and can't differ from it.
             if place == slice(0, n_rows):
                 return results
             if len(result.f_mu) != place.stop - place.start:
@@ -331,6 +332,7 @@ class Recorder:
         memory = self._of_fits
         n_tokens = number_of_tokens(batch) or 1
         parts = list(self._parts(batch, n_tokens, n_examples, memory, evaluate))
+        # Asked only where it matters: the answer takes further passes.
         is_divided = len(parts) > 1
         if is_divided and self._may_depend(memory, batch, partial(self._alone, batch)):
             raise memory.failure.of_batch(self.model, batch, _DEPENDENT)

@@ -55,7 +55,8 @@ def softmax_samples(
 
     Covariances that say the same of all differences of two logits draw the same.
     """
-    return gaussian_samples(f_mu, centred(f_var), noise).log_softmax(-1)
+    samples = gaussian_samples(f_mu, centred(f_var), noise)
+    return samples.log_softmax(-1)
 
 
 def mean_field(
@@ -85,9 +86,11 @@ def mean_field(
     of_difference = of_both - f_var - f_var.mT
     difference = f_mu[..., :, None] - f_mu[..., None, :]
     # Rounding can leave a variance a little below 0.
-    shrunk = difference / (1 + _PROBIT * of_difference.clamp_min(0)).sqrt()
+    of_difference = of_difference.clamp_min(0)
+    shrunk = difference / (1 + _PROBIT * of_difference).sqrt()
+    log_p = -torch.logsumexp(-shrunk, dim=-1)
     # The p_k above do not sum to 1 for three classes or more: the last step divides by their sum.
-    return (-torch.logsumexp(-shrunk, dim=-1)).log_softmax(-1)
+    return log_p.log_softmax(-1)
 
 
 def sampled(

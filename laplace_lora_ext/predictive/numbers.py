@@ -84,7 +84,7 @@ class NumberPrediction(NamedTuple):
         """
         if not 0 < level < 1:
             raise ValueError(f"A quantile's level must be between 0 and 1, not {level}.")
-        z = math.sqrt(2) * torch.erfinv(torch.tensor(2 * level - 1, dtype=torch.float64))
+        z = torch.special.ndtri(torch.tensor(level, dtype=torch.float64))
         of_members = self.means + self.stds * z.to(self.means)
         low, high = of_members.aminmax(dim=1)  # a mixture's quantile lies between its members'
         if self.means.shape[1] == 1:
@@ -145,10 +145,13 @@ def _mean_distance(
 ) -> torch.Tensor:
     """Compute the mean absolute value of a normal variable."""
     z = mean / std
-    density = (-z.square() / 2).exp() / math.sqrt(2 * math.pi)
-    return 2 * std * density + mean * torch.special.erf(z / math.sqrt(2))
+    unscaled = (-z.square() / 2).exp()
+    density = unscaled / math.sqrt(2 * math.pi)
+    asymmetry = torch.special.erf(z / math.sqrt(2))
+    return 2 * std * density + mean * asymmetry
 
 
 def _deviations(covariances: torch.Tensor) -> torch.Tensor:
     """Take the standard deviations of covariances `(..., C, C)`."""
-    return covariances.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    variances = covariances.diagonal(dim1=-2, dim2=-1)
+    return variances.clamp_min(0).sqrt()

@@ -56,7 +56,8 @@ class DataCollatorForChoices:
         for feature in features:
             answers = [self._tokens(choice) for choice in feature["choices"]]
             numbers.add(len(answers))
-            prompt = self._prompt(feature["prompt"], max(map(len, answers), default=0))
+            longest = max(map(len, answers), default=0)
+            prompt = self._prompt(feature["prompt"], longest)
             rows += [(prompt, answer) for answer in answers]
         if len(numbers) > 1:
             raise ValueError(
@@ -79,7 +80,9 @@ class DataCollatorForChoices:
             batch["input_ids"][row, :end] = torch.tensor(prompt + answer)
             batch["attention_mask"][row, :end] = 1
             batch[SCORE_MASK][row, len(prompt) : end] = 1
-        by_example = {key: value.unflatten(0, (len(features), -1)) for key, value in batch.items()}
+        by_example: dict[str, torch.Tensor] = {}
+        for key, value in batch.items():
+            by_example[key] = value.unflatten(0, (len(features), -1))
         if "labels" in features[0]:
             by_example["labels"] = torch.tensor([feature["labels"] for feature in features])
         return BatchEncoding(by_example)

@@ -111,8 +111,8 @@ def _distances_to_model(
     distances = []
     for draw in draws:
         p_of_draw = draw.logits(batch).softmax(-1)
-        # Total variation.
-        distances.append((p_of_draw - p_of_model).abs().sum(-1) / 2)
+        difference = p_of_draw - p_of_model
+        distances.append(difference.abs().sum(-1) / 2)  # total variation
     labelled = la.model.labelled(batch).to(p_of_model.device)
     by_place = p_of_model.new_zeros(labelled.shape, dtype=torch.float64)
     by_place[labelled] = torch.stack(distances).mean(0).double()
@@ -187,9 +187,11 @@ class TokenGridSearch(TuningMethod):
 
             def losses(batch: Any) -> Columns:
                 # The same draws for each batch, as if all texts were one.
-                generator = torch.Generator(la.members[0].model.device).manual_seed(seed)
+                generator = torch.Generator(la.members[0].model.device)
+                generator.manual_seed(seed)
                 scores = la.score(batch, self.n_samples, generator)
-                return -scores.tokens.log_prob.double().sum(1), scores.labelled.sum(1)
+                log_prob = scores.tokens.log_prob.double().sum(1)
+                return -log_prob, scores.labelled.sum(1)
 
             return _mean_over_tokens(share, losses)
 

@@ -166,7 +166,10 @@ class Draw(NamedTuple):
 
 def trained(posterior: Writer) -> Draw:
     """Take the trained model itself, as if its weights had been drawn."""
-    return Draw(posterior, [block.matrix(block.weight.detach()) for block in posterior.blocks])
+    weights: Values = []
+    for block in posterior.blocks:
+        weights.append(block.matrix(block.weight.detach()))
+    return Draw(posterior, weights)
 
 
 def drawn(
@@ -245,7 +248,8 @@ def score(
         entropy_sum = of_map.entropy
         log_probs = [of_map.log_prob]
     # In place: `(N, V)` is the largest of all tensors here.
-    total = torch.special.entr(p_sum.div_(n_draws)).sum(-1)
+    p_mean = p_sum.div_(n_draws)
+    total = torch.special.entr(p_mean).sum(-1)
     aleatoric = entropy_sum / n_draws
     if total.isnan().any() or of_map.entropy.isnan().any():
         raise ValueError("non-finite logits: check the prior precision and the weights")
@@ -265,7 +269,11 @@ def score(
     # A text without a label has a mean of 0.
     n_tokens = labelled.sum(1).clamp_min(1)
     # A draw is one model of the whole text, so its tokens' probabilities are multiplied first.
-    whole = torch.stack([_placed(log_prob, labelled).sum(1) for log_prob in by_draw])
+    of_texts: list[torch.Tensor] = []
+    for log_prob in by_draw:
+        by_place = _placed(log_prob, labelled)
+        of_texts.append(by_place.sum(1))
+    whole = torch.stack(of_texts)
     return TextScores(
         tokens=tokens_of_texts,
         sums=sums,

@@ -141,11 +141,13 @@ def _head(
     n_outputs: int,
 ) -> list[nn.Parameter]:
     """List an adapter's own weights of the layer that makes the logits, if it has any."""
-    return [
-        weight
-        for name, weight in model.named_parameters()
-        if f".modules_to_save.{adapter}." in name and weight.shape[:1] == (n_outputs,)
-    ]
+    head: list[nn.Parameter] = []
+    for name, weight in model.named_parameters():
+        is_own = f".modules_to_save.{adapter}." in name
+        # Weight and bias of the last layer have a row for each output.
+        if is_own and weight.shape[:1] == (n_outputs,):
+            head.append(weight)
+    return head
 
 
 def _best_scale(
@@ -155,7 +157,8 @@ def _best_scale(
     """Find the factor with which logits are nearest to probabilities, both `(N, ..., C)`."""
 
     def divergence(log_scale: float) -> float:
-        log_p = (logits * math.exp(log_scale)).log_softmax(-1)
+        scaled = logits * math.exp(log_scale)
+        log_p = scaled.log_softmax(-1)
         return kl_div(log_p, probabilities, reduction="batchmean").item()
 
     # A posterior may be far less sure than its model, and surer by its `logit_scale` alone.
@@ -178,9 +181,11 @@ def _scale_and_freeze(
 def _without_dropout(model: nn.Module) -> Iterator[None]:
     """Switch dropout off within, whatever mode the model is in."""
     # By their rates rather than by evaluation mode, which a trainer leaves at each step.
-    rates = {module: module.p for module in model.modules() if isinstance(module, nn.Dropout)}
-    for module in rates:
-        module.p = 0.0
+    rates: dict[nn.Dropout, float] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            rates[module] = module.p
+            module.p = 0.0
     try:
         yield
     finally:
@@ -200,7 +205,8 @@ def _texts(
     training = list(_inputs(model, loader_of(trainer, trainer.train_dataset)))
     yield from training
     if isinstance(unlabelled, str):
-        yield from _swapped(model, training, generator or torch.Generator().manual_seed(0))
+        generator = generator or torch.Generator().manual_seed(0)
+        yield from _swapped(model, training, generator)
     elif unlabelled is not None:
         yield from _inputs(model, loader_of(trainer, unlabelled))
 
@@ -212,10 +218,16 @@ def _inputs(model: LogitsModel, loader: DataLoader) -> Iterator[Any]:
 
 
 def _swapped(
-    model: LogitsModel, batches: Sequence[Any], generator: torch.Generator
+    model: LogitsModel,
+    batches: Sequence[Any],
+    generator: torch.Generator,
 ) -> Iterator[Any]:
     """Yield copies of batches with tokens of other batches, where a model reads tokens."""
-    texts = [text for batch in batches if (text := model.text(batch)) is not None]
+    texts: list[Any] = []
+    for batch in batches:
+        text = model.text(batch)
+        if text is not None:
+            texts.append(text)
     if texts and model.transformer is not None:
         swapping = Swapping(texts, model.transformer, generator)
         yield from map(swapping, texts)
@@ -229,17 +241,18 @@ def _taught(la: Teacher, batch: Any) -> Iterator[Record]:
     if model.class_token_ids is not None:
         probabilities = _with_other_tokens(la.members, batch, probabilities)
     labels = {model.dict_key_y, "label", "labels"}
-    columns = {
-        key: column
-        for key, column in batch.items()
-        if isinstance(column, torch.Tensor) and key not in labels
-    }
+    columns: dict[str, torch.Tensor] = {}
+    for key, column in batch.items():
+        if isinstance(column, torch.Tensor) and key not in labels:
+            columns[key] = column
     for row, targets in enumerate(probabilities.cpu()):
         yield {_TEACHER: targets, **_text(columns, row)}
 
 
 def _with_other_tokens(
-    members: Sequence[Member], batch: Any, probabilities: torch.Tensor
+    members: Sequence[Member],
+    batch: Any,
+    probabilities: torch.Tensor,
 ) -> torch.Tensor:
     """Append what all tokens but the answers have together, `(N, C + 1)`.
 
@@ -247,12 +260,14 @@ def _with_other_tokens(
     """
     # Without them, a student that shares its probability among the answers alone would no more
     # begin with an answer than with any other token.
-    of_members = []
+    of_members: list[torch.Tensor] = []
     for member in members:
         with member.model.prepared():
-            of_members.append(member.model.log_probs(batch)[:, -1:])
+            log_p = member.model.log_probs(batch)
+        of_members.append(log_p[:, -1:])
     others = torch.stack(of_members).exp().mean(0)
-    return torch.cat([(1 - others) * probabilities, others], dim=1)
+    answers = (1 - others) * probabilities
+    return torch.cat([answers, others], dim=1)
 
 
 def _text(
@@ -268,7 +283,8 @@ def _text(
         if mask is not None and values.shape[: mask.ndim] == mask.shape:
             # Of choices `(K, T)` goes what is padding in all of them.
             is_real = mask.bool().reshape(-1, mask.shape[-1]).any(0)
-            values = values.index_select(mask.ndim - 1, is_real.nonzero().flatten())
+            places = is_real.nonzero().flatten()
+            values = values.index_select(mask.ndim - 1, places)
         record[key] = values.cpu()
     return record
 
@@ -309,7 +325,8 @@ def _teaching(
         args = copy(trainer.args)
         # The trainer knows nothing of the column that a student learns.
         args.remove_unused_columns = False
-        with with_attributes(trainer, args=args, data_collator=partial(_collate, padding)):
+        collate = partial(_collate, padding)
+        with with_attributes(trainer, args=args, data_collator=collate):
             return make_loader()
 
     def training_step(
@@ -327,7 +344,9 @@ def _teaching(
             return take_step(*args, **kwargs)
 
     with with_attributes(
-        trainer, get_train_dataloader=get_train_dataloader, training_step=training_step
+        trainer,
+        get_train_dataloader=get_train_dataloader,
+        training_step=training_step,
     ):
         yield
 

@@ -341,11 +341,14 @@ class _Sums:
         of_ranks = gathered((self._n_examples, self._squares, self._sums))
         if not is_dealt:
             refuse_copies([(number, squares) for number, squares, _ in of_ranks])
-        n_examples = sum(number for number, _, _ in of_ranks)
+        n_examples = 0
+        total = torch.zeros_like(self._sums)
+        for number, _, sums in of_ranks:
+            n_examples += number
+            total += sums
         if not n_examples:
             raise ValueError(NO_DATA)
-        sums = torch.stack([sums for _, _, sums in of_ranks]).sum(0)
-        return GridLosses(self._grid, sums, n_examples, self._score)
+        return GridLosses(self._grid, total, n_examples, self._score)
 
     def _take_in(self) -> None:
         """Score those that wait at every point, and let go of them."""
@@ -356,7 +359,8 @@ class _Sums:
         for index, point in enumerate(self._grid):
             self._la.prior_precision = point
             try:
-                self._sums[index] += _scored(self._la, statistics, self._score).sum(0).cpu()
+                terms = _scored(self._la, statistics, self._score)
+                self._sums[index] += terms.sum(0).cpu()
             except LinAlgError:
                 self._sums[index] = math.inf  # no covariance, as for the host
         self._n_examples += len(statistics)
@@ -373,7 +377,10 @@ def _scored(
     moments = statistics.moments(la.prior_precision)
     targets = statistics.required_targets()
     parts = zip(moments.split(_ROWS), targets.split(_ROWS), strict=True)
-    return torch.cat([score.terms(la, part, of_part) for part, of_part in parts])
+    terms: list[torch.Tensor] = []
+    for part, targets_of_part in parts:
+        terms.append(score.terms(la, part, targets_of_part))
+    return torch.cat(terms)
 
 
 def _checked(

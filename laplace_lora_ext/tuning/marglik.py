@@ -71,7 +71,8 @@ class Marglik(TuningMethod):
         la.prior_precision = prior.value().detach()
         if log_noise is not None:
             # Ranks may differ in the last digit.
-            la.sigma_noise = of_first(log_noise.detach().exp()).to(la.model.device)
+            noise = of_first(log_noise.detach().exp())
+            la.sigma_noise = noise.to(la.model.device)
         return history
 
     def _climb(

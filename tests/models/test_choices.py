@@ -46,10 +46,10 @@ def expected_logits(
     batch: Any,
     normalised: bool = False,
 ) -> torch.Tensor:
+    of_texts = []
     with torch.no_grad():
-        of_texts = [
-            logits_of_choices(model, choices, normalised) for choices in unpadded_choices(batch)
-        ]
+        for choices in unpadded_choices(batch):
+            of_texts.append(logits_of_choices(model, choices, normalised))
     return torch.stack(of_texts)
 
 
@@ -63,8 +63,8 @@ def test_logits_are_sums_over_the_tokens_of_each_choice_alone(kind, side, normal
         found = LogitsModel(model, normalised=normalised)(batch)
         assert_close(found, expected, **EXACT)
         for dtype in (torch.bool, torch.float32, torch.uint8):
-            counts = batch["score_mask"].to(dtype)
-            again = LogitsModel(model, normalised=normalised)(batch | {"score_mask": counts})
+            with_others = batch | {"score_mask": batch["score_mask"].to(dtype)}
+            again = LogitsModel(model, normalised=normalised)(with_others)
             assert torch.equal(again, found)
 
 
@@ -75,11 +75,13 @@ def test_answers_of_all_texts_are_choices_of_each(side, normalised):
     batches = ragged_batches(padding_side=side)
     of_answers = LogitsModel(model, ANSWERS, normalised=normalised)
     for batch, choices in zip(batches, of_prompts(batches, ANSWERS), strict=True):
-        assert_close(of_answers(batch), expected_logits(model, choices, normalised), **EXACT)
-        ids = {"input_ids": batch["input_ids"][:1, :2]}
-        unmasked = choices_batch(ids["input_ids"].tolist(), [ANSWERS])
+        expected = expected_logits(model, choices, normalised)
+        assert_close(of_answers(batch), expected, **EXACT)
         if side == "right":
-            assert_close(of_answers(ids), expected_logits(model, unmasked, normalised), **EXACT)
+            ids = batch["input_ids"][:1, :2]
+            unmasked = choices_batch(ids.tolist(), [ANSWERS])
+            expected = expected_logits(model, unmasked, normalised)
+            assert_close(of_answers({"input_ids": ids}), expected, **EXACT)
 
 
 def test_an_adapter_in_the_output_layer_takes_part_and_only_places_that_count_are_read():
@@ -130,10 +132,11 @@ def test_an_encoder_decoder_writes_its_answers(kind):
     found = LogitsModel(model, ANSWERS)(batch)
     for row, prompt in enumerate(prompts_of(batch)):
         for number, answer in enumerate(ANSWERS):
+            text = torch.tensor([prompt])
             decoded = torch.tensor([[start, *answer]])
             with torch.no_grad():
-                logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=decoded).logits
-            log_p = logits[0].log_softmax(-1)
+                output = model(input_ids=text, decoder_input_ids=decoded)
+            log_p = output.logits[0].log_softmax(-1)
             expected = sum(log_p[place, token] for place, token in enumerate(answer))
             assert_close(found[row, number], expected, **EXACT)
     # The same as choices that the batch brings, whose texts are given once.
@@ -168,7 +171,8 @@ def test_answers_of_one_token_are_class_tokens():
     assert torch.equal(nested(batch), plain(batch))
     (choices,) = one_token_choices([batch])
     as_choices = LogitsModel(model)
-    assert_close(as_choices(choices).softmax(-1), plain(batch).softmax(-1), rtol=1e-10, atol=1e-12)
+    expected = plain(batch).softmax(-1)
+    assert_close(as_choices(choices).softmax(-1), expected, rtol=1e-10, atol=1e-12)
     # What variances are learnt from is the same too.
     _, hidden = logits_and_hidden_states(as_choices, choices)
     _, expected = logits_and_hidden_states(plain, batch)
@@ -181,8 +185,9 @@ def test_log_probabilities_leave_room_for_all_that_begins_otherwise():
     of_answers = LogitsModel(model, ANSWERS)
     log_p = of_answers.log_probs(batch)
     assert_close(log_p.exp().sum(-1), torch.ones(8).double(), **EXACT)
-    first = LogitsModel(model, list(range(VOCABULARY)))(batch).softmax(-1)[:, [11, 23]].sum(-1)
-    assert_close(log_p[:, -1].exp(), 1 - first, **EXACT)
+    of_vocabulary = LogitsModel(model, list(range(VOCABULARY)))(batch)
+    of_first_tokens = of_vocabulary.softmax(-1)[:, [11, 23]]
+    assert_close(log_p[:, -1].exp(), 1 - of_first_tokens.sum(-1), **EXACT)
     assert_close(log_p[:, :-1].softmax(-1), of_answers(batch).softmax(-1), **EXACT)
 
 
@@ -204,7 +209,17 @@ def tokens_read(model: Any) -> list[int]:
     return read
 
 
-SHARING = ["Llama", "Qwen3", "Gemma", "Phi-3", "GPT-NeoX", "GPT-J", "OPT", "Falcon", "DeepSeek-V3"]
+SHARING = [
+    "Llama",
+    "Qwen3",
+    "Gemma",
+    "Phi-3",
+    "GPT-NeoX",
+    "GPT-J",
+    "OPT",
+    "Falcon",
+    "DeepSeek-V3",
+]
 # Windows, states, positions of their own, or none that can be told.
 NOT_SHARING = ["Mistral", "Gemma 3", "Mamba", "RoBERTa as decoder", "BLOOM"]
 
@@ -213,7 +228,8 @@ NOT_SHARING = ["Mistral", "Gemma 3", "Mamba", "RoBERTa as decoder", "BLOOM"]
 def test_prompts_are_read_once_where_that_changes_nothing(family):
     model = FAMILIES[family].model(RIGHT).eval()
     batches = ragged_batches(batch_size=4)
-    plain, sharing = LogitsModel(model, ANSWERS), LogitsModel(model, ANSWERS)
+    plain = LogitsModel(model, ANSWERS)
+    sharing = LogitsModel(model, ANSWERS)
     sharing.share_prompts()
     lora = [weight for name, weight in model.named_parameters() if "lora_" in name]
     for weight in lora:
@@ -223,7 +239,8 @@ def test_prompts_are_read_once_where_that_changes_nothing(family):
         gradients = []
         for each in (plain, sharing):
             logits = each(batch)
-            of_weights = torch.autograd.grad((logits * vectors).sum(), lora, allow_unused=True)
+            total = (logits * vectors).sum()
+            of_weights = torch.autograd.grad(total, lora, allow_unused=True)
             gradients.append([logits, *of_weights])
         assert_close(gradients[1], gradients[0], **IN_FLOAT32)
     read = tokens_read(model)
@@ -239,13 +256,17 @@ def test_prompts_are_read_once_where_that_changes_nothing(family):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_shared_prompts_give_the_same_logits_to_choices_of_each_text(side, normalised):
     model = lora_model("gpt2").eval()
-    plain, sharing = (LogitsModel(model, normalised=normalised) for _ in range(2))
+    plain = LogitsModel(model, normalised=normalised)
+    sharing = LogitsModel(model, normalised=normalised)
     sharing.share_prompts()
     for batch in [*batches_of_own_choices(side), *one_token_choices(ragged_batches())]:
         for _ in range(2):  # with the proof, and without it
             assert_close(sharing(batch), plain(batch), **EXACT)
     # What is common to all choices may count as well, and prompts may differ.
-    same = choices_batch([[5, 6], [7, 8]], [[[3, 9, 4], [3, 9, 2]], [[3, 1], [3, 2, 5]]])
+    prompts = [[5, 6], [7, 8]]
+    of_first = [[3, 9, 4], [3, 9, 2]]
+    of_second = [[3, 1], [3, 2, 5]]
+    same = choices_batch(prompts, [of_first, of_second])
     other = {key: value.clone() for key, value in same.items()}
     other["input_ids"][:, 1, 0] = 30
     later = same | {"score_mask": same["score_mask"].clone()}
@@ -411,19 +432,34 @@ def tokenizer(tmp_path):
 def test_class_texts_are_tokenized_as_they_stand(tokenizer):
     texts = ["which one", "which", "A B C"]
     la = laplace_lora_ext.Laplace(lora_model("gpt2"), class_texts=texts, tokenizer=tokenizer)
-    place = WORDS.index
-    expected = [[place("which"), place("one")], [place("which")], [place(w) for w in "ABC"]]
     assert la.likelihood == "classification"
+    expected = [[WORDS.index(word) for word in text.split()] for text in texts]
     assert la.model.class_token_ids == expected
-    for wrong, message in (
-        ({"class_texts": texts}, "need the model's tokenizer"),
-        ({"class_texts": ["A", " "], "tokenizer": tokenizer}, "' ' in class_texts has no token"),
-        ({"class_texts": "AB", "tokenizer": tokenizer}, "must be a list of texts"),
-        ({"class_texts": [1, 2], "tokenizer": tokenizer}, "tokens go to class_token_ids"),
-        ({"class_texts": texts, "class_token_ids": [1, 2]}, "not both"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            laplace_lora_ext.Laplace(lora_model("gpt2"), **wrong)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["A", " "], "' ' in class_texts has no token"),
+        ("AB", "must be a list of texts"),
+        ([1, 2], "tokens go to class_token_ids"),
+    ],
+)
+def test_class_texts_that_are_none_are_refused(texts, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        laplace_lora_ext.Laplace(lora_model("gpt2"), class_texts=texts, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({}, "need the model's tokenizer"),
+        ({"class_token_ids": [1, 2]}, "not both"),
+    ],
+)
+def test_class_texts_need_a_tokenizer_and_no_tokens(others, message):
+    with pytest.raises(ValueError, match=message):
+        laplace_lora_ext.Laplace(lora_model("gpt2"), class_texts=["which", "A"], **others)
 
 
 def test_a_collator_makes_batches_of_choices(tokenizer):

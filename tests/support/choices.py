@@ -17,8 +17,11 @@ def prompts_of(
     batch: Mapping[str, torch.Tensor],
 ) -> list[list[int]]:
     """Take the tokens of each text of a batch, without padding."""
-    pairs = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
-    return [tokens[is_real].tolist() for tokens, is_real in pairs]
+    masks = batch["attention_mask"].bool()
+    prompts: list[list[int]] = []
+    for tokens, is_real in zip(batch["input_ids"], masks, strict=True):
+        prompts.append(tokens[is_real].tolist())
+    return prompts
 
 
 def choices_batch(
@@ -31,11 +34,17 @@ def choices_batch(
     counts: list[torch.Tensor] = []
     for prompt, answers in zip(prompts, choices, strict=True):
         for answer in answers:
-            tokens.append(torch.tensor([*prompt, *answer]))
-            counts.append(torch.tensor([0] * len(prompt) + [1] * len(answer)))
-    real = [torch.ones_like(count) for count in counts]
+            text = torch.tensor([*prompt, *answer])
+            is_answer = torch.arange(len(text)) >= len(prompt)
+            tokens.append(text)
+            counts.append(is_answer.long())
+    rows_by_key = {
+        "input_ids": tokens,
+        "attention_mask": [torch.ones_like(text) for text in tokens],
+        "score_mask": counts,
+    }
     batch = {}
-    for key, rows in (("input_ids", tokens), ("attention_mask", real), ("score_mask", counts)):
+    for key, rows in rows_by_key.items():
         padded = pad_sequence(rows, batch_first=True, padding_side=side)
         batch[key] = padded.unflatten(0, (len(prompts), -1))
     return batch
@@ -62,9 +71,11 @@ def batches_of_own_choices(side: str = "right") -> list[dict[str, torch.Tensor]]
     choices = []
     for _ in range(5):
         lengths = torch.randint(1, 5, (3,), generator=generator).tolist()
-        choices.append(
-            [torch.randint(1, 60, (length,), generator=generator).tolist() for length in lengths]
-        )
+        of_text = []
+        for length in lengths:
+            tokens = torch.randint(1, 60, (length,), generator=generator)
+            of_text.append(tokens.tolist())
+        choices.append(of_text)
     prompts = prompts_of(texts)
     made = []
     for rows in (slice(0, 3), slice(3, 5)):
@@ -97,10 +108,12 @@ def logits_of_choices(
     """Sum the log-probabilities of the tokens that count, `(K,)`, each choice by itself."""
     logits = []
     for tokens, counts in choices:
-        log_p = model(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
-        chosen = [log_p[place - 1, tokens[place]] for place in counts.nonzero().flatten()]
-        total = torch.stack(chosen).sum()
-        logits.append(total / len(chosen) if normalised else total)
+        output = model(input_ids=tokens[None], use_cache=False)
+        log_p = output.logits[0].log_softmax(-1)
+        # What a place predicts is the token behind it.
+        places = counts.nonzero().flatten()
+        of_tokens = log_p[places - 1, tokens[places]]
+        logits.append(of_tokens.mean() if normalised else of_tokens.sum())
     return torch.stack(logits)
 
 

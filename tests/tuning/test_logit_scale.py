@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from torch.nn.functional import nll_loss
+from torch.nn.functional import nll_loss, pad
 
 from laplace_lora_ext import GridSearch, LaplaceMixture, Moments, ValGD, from_pretrained
 from laplace_lora_ext.saving import read_state, write_state
@@ -109,9 +109,8 @@ def test_learnt_variances_are_scaled_with_the_logits():
     scaled = la(batches[0], pred_type="amortized", link_approx="mean_field")
     assert not torch.allclose(mine, scaled)
     la.amortize(batches)  # the same, whatever the scale
-    torch.testing.assert_close(
-        la(batches[0], pred_type="amortized", link_approx="mean_field"), scaled
-    )
+    again = la(batches[0], pred_type="amortized", link_approx="mean_field")
+    torch.testing.assert_close(again, scaled)
     close = {"rtol": 0.2, "atol": 0.02}
     la.logit_scale = 1.0
     expected = la(Moments(SCALE * f_mu, SCALE**2 * f_var), link_approx="mean_field")
@@ -210,7 +209,7 @@ def test_a_mixture_chooses_by_the_mean_of_its_members():
     batches = ragged_batches(seed=7)
     history = mixture.optimize_prior_precision(val_loader=batches, **GRID)
     best = history.objective.argmin()
-    loss = nll(mixture, batches) + PENALTY * math.log(mixture.logit_scale) ** 2 / size(batches)
+    loss = nll(mixture, batches) + penalty_of(mixture.logit_scale, batches)
     assert history.objective[best].item() == pytest.approx(loss, rel=1e-4)
     assert mixture.logit_scale == history.logit_scale[best].item()
     given = mixture.predictive_statistics(batches)
@@ -221,16 +220,22 @@ def test_a_mixture_chooses_by_the_mean_of_its_members():
 # --- the choice ----------------------------------------------------------------------------------
 
 
+def penalty_of(scale: float, batches) -> float:
+    """What a scale adds to the mean loss of some texts."""
+    return PENALTY * math.log(scale) ** 2 / size(batches)
+
+
 def size(batches) -> int:
     return sum(len(batch["labels"]) for batch in batches)
 
 
 def nll(la, batches, **options) -> float:
     """Average over examples, by predictions from the inputs."""
+    options = {"link_approx": "mean_field"} | options
     losses = []
     for batch in batches:
-        p = la(batch, **({"link_approx": "mean_field"} | options))
-        losses.append(nll_loss(p.double().log(), batch["labels"], reduction="none"))
+        log_p = la(batch, **options).double().log()
+        losses.append(nll_loss(log_p, batch["labels"], reduction="none"))
     return torch.cat(losses).mean().item()
 
 
@@ -250,17 +255,17 @@ TASKS = {"too sure": overconfident, "not sure enough": underconfident}
 @pytest.mark.parametrize("task", TASKS)
 def test_it_is_never_worse_than_the_prior_or_the_temperature_alone(task, structure):
     la, texts = TASKS[task](structure=structure)
-    N = size(texts)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         alone = GridSearch(val_loader=texts, optimize_scale=False, **GRID)(la)
     assert la.logit_scale == 1
     logits = torch.cat([la.predictive_moments(batch).f_mu for batch in texts])
     labels = torch.cat([batch["labels"] for batch in texts])
-    of_temperatures = [
-        nll_loss((s * logits).log_softmax(-1), labels).item() + PENALTY * math.log(s) ** 2 / N
-        for s in torch.logspace(math.log10(0.2), math.log10(20), 400).tolist()
-    ]
+    of_temperatures = []
+    for scale in torch.logspace(math.log10(0.2), math.log10(20), 400).tolist():
+        log_p = (scale * logits).log_softmax(-1)
+        loss = nll_loss(log_p, labels).item()
+        of_temperatures.append(loss + penalty_of(scale, texts))
     passes = count_forward_passes(la)
     history = GridSearch(val_loader=texts, **GRID)(la)
     if structure == "lowrank_kron":
@@ -271,7 +276,7 @@ def test_it_is_never_worse_than_the_prior_or_the_temperature_alone(task, structu
     if task == "not sure enough":
         assert best < alone.objective.min() - 0.05
         assert la.logit_scale > 1.5
-    found = nll(la, texts) + PENALTY * math.log(la.logit_scale) ** 2 / N
+    found = nll(la, texts) + penalty_of(la.logit_scale, texts)
     assert found == pytest.approx(best, rel=1e-4)
     # Without variance, the last point is the best temperature.
     assert history.objective[-1].item() == pytest.approx(min(of_temperatures), rel=1e-4)
@@ -289,16 +294,13 @@ def test_the_loss_is_that_of_every_pair(link):
     for point in range(8):
         la.prior_precision = history.prior_precision[point]
         for index in (0, 4, 6):
-            s = la.logit_scale = float(LOGIT_SCALES[index])
+            la.logit_scale = float(LOGIT_SCALES[index])
             # The same draws for all texts, priors and scales.
-            loss = (
-                nll(la, texts, generator=generator(seed), **options)
-                if link != "mc"
-                else nll(la, [joined(texts)], generator=generator(seed), **options)
-            )
+            data = [joined(texts)] if link == "mc" else texts
+            loss = nll(la, data, generator=generator(seed), **options)
             found = history.losses.sums[point, index].item() / size(texts)
             assert found == pytest.approx(loss, rel=1e-5)
-            penalised = loss + PENALTY * math.log(s) ** 2 / size(texts)
+            penalised = loss + penalty_of(la.logit_scale, texts)
             assert history.objective[point].item() <= penalised * (1 + 1e-6)
 
 
@@ -307,11 +309,13 @@ def joined(batches):
     length = max(batch["input_ids"].shape[1] for batch in batches)
     whole = {}
     for key in batches[0]:
-        columns = [batch[key] for batch in batches]
-        if columns[0].ndim == 2:
-            columns = [
-                torch.nn.functional.pad(column, (0, length - column.shape[1])) for column in columns
-            ]
+        columns = []
+        for batch in batches:
+            column = batch[key]
+            if column.ndim == 2:
+                n_missing = length - column.shape[1]
+                column = pad(column, (0, n_missing))
+            columns.append(column)
         whole[key] = torch.cat(columns)
     return whole
 
@@ -324,7 +328,7 @@ def test_the_choice_is_the_best_between_the_scales_too(link):
     losses = []
     for factor in (0.98, 1.0, 1.02):
         la.logit_scale = factor * chosen
-        penalty = PENALTY * math.log(la.logit_scale) ** 2 / size(texts)
+        penalty = penalty_of(la.logit_scale, texts)
         losses.append(nll(la, texts, link_approx=link) + penalty)
     assert losses[1] < min(losses[0], losses[2])
 
