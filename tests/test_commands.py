@@ -157,7 +157,7 @@ def test_predictions_are_in_order_and_go_on_where_they_stopped(calibrated, tmp_p
 
 def test_the_report_is_one_page_without_any_outside_file(calibrated, tmp_path, capsys):
     options, test, _ = calibrated
-    output = tmp_path / "report.html"
+    output = tmp_path / "reports" / "report.html"  # in a folder that is made
     run("report", data=test, output=output, title="A < B", **options)
     document = output.read_text(encoding="utf-8")
     assert "<h1>A &lt; B</h1>" in document
@@ -249,10 +249,34 @@ def test_what_users_can_mend_is_one_sentence(classifier, decoder, tmp_path, caps
     assert "An answer has no text among [' ', 'B']" in message
     missing = {"data": tmp_path / "missing.csv", "output": tmp_path / "y"}
     assert "no posterior" in refusal(capsys, "report", adapter=classifier, **missing)
+    new = {"adapter": classifier, "train": train, "output": tmp_path / "new"}
+    assert "float17 is no precision" in refusal(capsys, "calibrate", dtype="float17", **new)
+    assert "batch_size must be" in refusal(capsys, "calibrate", batch_size=0, **new)
+    assert "max_length must be" in refusal(capsys, "calibrate", max_length=0, **new)
+    assert "--epochs 0" in refusal(capsys, "distill", epochs=0, **new)
+    short = tmp_path / "short.csv"
+    short.write_text("label,text\nplant\n", encoding="utf-8")
+    message = refusal(capsys, "calibrate", **(new | {"train": short}))
+    assert "nothing in its column 'text'" in message
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{\n", encoding="utf-8")
     message = refusal(capsys, "calibrate", adapter=classifier, train=broken, output=tmp_path / "z")
     assert "Line 1" in message
+
+
+@pytest.mark.parametrize(("command", "data"), [("report", "data"), ("distill", "train")])
+def test_labels_must_be_known(command, data, classifier, tmp_path, capsys):
+    train = write_rows(tmp_path / "train.jsonl", 8, NAMES)
+    others = write_rows(tmp_path / "others.jsonl", 8, ("sea", "fire"))
+    posterior = tmp_path / "posterior"
+    run("calibrate", adapter=classifier, train=train, output=posterior)
+    options = {"adapter": classifier, "posterior": posterior, "output": tmp_path / "new"}
+    assert "plant, air" in refusal(capsys, command, **options, **{data: others})
+    assert "'body'" in refusal(capsys, command, **options, **{data: train}, text_column="body")
+    options["adapter"] = tmp_path
+    assert "holds no adapter" in refusal(capsys, command, **options, **{data: train})
+    options |= {"adapter": classifier, "output": train}
+    assert "exists" in refusal(capsys, command, **options, **{data: train})
 
 
 def test_answers_may_have_several_tokens(decoder, tmp_path, capsys):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import (
     AutoPeftModelForCausalLM,
     AutoPeftModelForSequenceClassification,
@@ -27,6 +28,7 @@ from laplace_lora_ext.commands.texts import (
     column_of,
     read_rows,
 )
+from laplace_lora_ext.messages import check_counts
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,9 @@ class Loaded:
 
 def load(arguments: ModelArguments) -> Loaded:
     """Load an adapter with all that goes with it."""
+    check_counts(batch_size=arguments.batch_size)
+    if arguments.max_length is not None:
+        check_counts(max_length=arguments.max_length)
     try:
         config = PeftConfig.from_pretrained(arguments.adapter)
     except (ValueError, OSError) as error:
@@ -129,6 +134,11 @@ def load(arguments: ModelArguments) -> Loaded:
 
 def _settings_of(arguments: ModelArguments, config: PeftConfig) -> dict[str, Any]:
     """Keywords of `from_pretrained`."""
+    dtype = getattr(torch, arguments.dtype, None)
+    if arguments.dtype != "auto" and not isinstance(dtype, torch.dtype):
+        raise UsageError(
+            f"--dtype {arguments.dtype} is no precision: pass auto, float32, bfloat16 or float16."
+        )
     settings: dict[str, Any] = {"dtype": arguments.dtype}
     if arguments.device_map is not None:
         settings["device_map"] = arguments.device_map

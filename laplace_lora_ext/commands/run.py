@@ -70,6 +70,7 @@ def predict(arguments: PredictArguments) -> None:
         raise UsageError(f"{output} has more lines than {arguments.data}: pass another --output.")
     pred_type = "amortized" if arguments.amortized else "glm"
     generator = torch.Generator(la.model.device)
+    output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a", encoding="utf-8") as file:
         for batch in loaded.batches(texts[n_done:]):
             # Every batch sees the same draws, so that a run that was resumed gives the same lines.
@@ -106,6 +107,7 @@ def report(arguments: ReportArguments) -> None:
     texts, labels = loaded.labelled_texts(arguments.data)
     results = plots.outcomes(la, loaded.batches(texts, labels), progress_bar=True)
     document = page(arguments.title, results, texts, loaded.classes.names)
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(document, encoding="utf-8")
     print(f"The report is in {output}.")
 
@@ -113,6 +115,8 @@ def report(arguments: ReportArguments) -> None:
 def distill(arguments: DistillArguments) -> None:
     """Train a student by a trainer of the given settings."""
     output = check_new(arguments.output, False, "pass another --output")
+    if arguments.epochs <= 0:
+        raise UsageError(f"--epochs {arguments.epochs:g} is no training: pass more than 0.")
     loaded = load(arguments)
     la = loaded.posterior(arguments.posterior)
     for name, weight in loaded.model.named_parameters():

@@ -83,7 +83,7 @@ def column_of(
     column: str,
     source: str,
 ) -> list[Any]:
-    """Take a column, which each row must have."""
+    """Take a column, in which each row must have something."""
     for number, row in enumerate(rows, start=1):
         if column not in row:
             there_are = ", ".join(sorted(map(str, row)))
@@ -91,6 +91,9 @@ def column_of(
                 f"Row {number} of {source} has no column {column!r}, only {there_are}: pass "
                 "--text_column and --label_column."
             )
+        # Of a short row of CSV, too.
+        if row[column] is None:
+            raise UsageError(f"Row {number} of {source} has nothing in its column {column!r}.")
     return [row[column] for row in rows]
 
 
