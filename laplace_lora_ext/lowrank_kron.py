@@ -336,6 +336,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return of_batch
 
     def bytes_of_statistics(self, link_approx: str = DEFAULT_LINK) -> int:
+        self._check_H_init()
         contrasts = self._contrasts(self._contrasts_for(link_approx))
         n_directions = self.n_outputs if contrasts is None else contrasts.most(self.n_outputs)
         spectrum = self.H.spectrum

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from laplace_lora_ext.predictive.data_sets import Sample
 from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import fitted, generator, plain_regression
+from tests.support.posteriors import fitted, generator, make, plain_regression
 from tests.support.ranks import Texts, failures, on_ranks
 
 N_TEXTS = 30
@@ -139,6 +139,12 @@ def test_one_example_that_takes_more_is_refused(choose):
     with pytest.raises(ValueError, match=message):
         choose(la, ragged_batches(), max_bytes=size - 1)
     assert torch.equal(la.prior_precision, before)
+
+
+@METHODS
+def test_a_fit_comes_first(choose):
+    with pytest.raises(AttributeError, match="not fitted"):
+        choose(make(lora_model("bert")), ragged_batches())
 
 
 def test_statistics_of_some_examples_can_be_asked_for():
