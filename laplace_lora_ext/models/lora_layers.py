@@ -165,7 +165,10 @@ def _has_weights(layer: nn.Module, adapter: str) -> bool:
 
 
 def _matrices(
-    name: str, layer: BaseTunerLayer, adapter: str, is_in_attention: bool
+    name: str,
+    layer: BaseTunerLayer,
+    adapter: str,
+    is_in_attention: bool,
 ) -> Iterator[Block]:
     """Make the blocks of a layer's matrices, whichever of them take part."""
     # DoRA adds its part to the names a second time.

@@ -144,12 +144,14 @@ def keep_derivatives(modules: Iterable[nn.Module]) -> None:
     gradients, for an operation that has no derivative: gradients of all that comes before the layer
     would be zero. Nothing but that packing depends on the layer's own mode.
     """
-    bitsandbytes: Any = sys.modules.get("bitsandbytes")  # else there are no such layers
+    bitsandbytes = sys.modules.get("bitsandbytes")
+    # Whatever has such layers has imported it.
     if bitsandbytes is None:
         return
-    layers: list[Any] = [
-        module for module in modules if isinstance(module, bitsandbytes.nn.Linear4bit)
-    ]
+    layers: list[Any] = []
+    for module in modules:
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            layers.append(module)
     for layer in layers:
         layer.training = True
         if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
