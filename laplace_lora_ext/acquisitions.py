@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import RandomSampler
 
-from laplace_lora_ext.likelihoods import Likelihood
+from laplace_lora_ext.likelihoods import TOKENS, Likelihood
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.decisions import Prediction
@@ -276,6 +276,11 @@ class Acquisition:
         """
         check_counts(n=n, n_samples=self.n_samples)
         first = la.members[0]
+        if first.likelihood == TOKENS:
+            raise NotImplementedError(
+                f"acquire ranks examples with one prediction each, and {first.likelihood} has one "
+                "a token: rank texts by la.predict(pool).epistemic_entropy.nansum(1)."
+            )
         is_gaussian = first.predicted_likelihood.is_gaussian
         known = OF_NUMBERS if is_gaussian else OF_CLASSES
         if self.by not in known:

@@ -15,6 +15,7 @@ from laplace_lora_ext.curvature.backend import (
     LowRankKronGGN,
     MultiLabelCurvlinopsGGN,
 )
+from laplace_lora_ext.likelihoods import TOKENS
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.models.logits_model import find_transformer
@@ -58,9 +59,10 @@ def Laplace(  # noqa: N802
     model : torch.nn.Module
     likelihood : str, optional
         "classification", "regression", "multi_label_classification" (also for a single logit of
-        two classes), "reward_modeling" or "language_modeling". If omitted: classification with
-        `class_token_ids` or `class_texts`, otherwise what the transformers configuration says
-        (`problem_type`, or `num_labels`: one means regression, more mean classification)
+        two classes), "token_classification", "reward_modeling" or "language_modeling". If omitted:
+        classification with `class_token_ids` or `class_texts`, "token_classification" for a model
+        of that kind, otherwise what the transformers configuration says (`problem_type`, or
+        `num_labels`: one means regression, more mean classification)
     subset_of_weights : str, default="lora"
         as for `laplace.Laplace`, which has other classes for other weights
     hessian_structure : {"lowrank_kron", "kron", "diag", "full"}
@@ -150,6 +152,8 @@ def _likelihood_of(model: nn.Module) -> str:
         raise ValueError(
             "Pass the likelihood, or class_token_ids, the tokens of the answers, or class_texts."
         )
+    if type(transformer).__name__.endswith("ForTokenClassification"):
+        return TOKENS
     config = transformer.config
     by_number = "regression" if config.num_labels == 1 else "single_label_classification"
     problem_type = getattr(config, "problem_type", None) or by_number

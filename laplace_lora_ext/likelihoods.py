@@ -34,7 +34,7 @@ class Seeds(NamedTuple):
     vectors : torch.Tensor
         `(S, B, C)`, v
     weights : torch.Tensor
-        `(S, B)`, w, or `(S, 1)` for all samples
+        `(S, B)`, w, or `(S, 1)` for all samples: those of a text are then back-propagated together
     """
 
     vectors: torch.Tensor
@@ -47,6 +47,8 @@ class Seeds(NamedTuple):
 
 class _AsItIs:
     """Predicts what the logits themselves stand for: one number for each class or output."""
+
+    draws_labels = False  # by default, whatever the number of classes
 
     def class_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Make logits of classes, whose softmax over the last dimension gives probabilities."""
@@ -439,18 +441,20 @@ class MultiLabel(Classification):
         return targets
 
 
-class LanguageModeling(Classification):
-    """Softmax over a vocabulary and cross-entropy, at every labelled token of a text.
+class TokenClassification(Classification):
+    """Softmax and cross-entropy at every labelled token of a text.
 
-    Logits are `(N, V)`, for the labelled tokens of a batch, one text after the other. Targets are
-    `(B, T)` tokens, `IGNORED` wherever there is no label. To the host this is a classification.
+    Logits are `(N, C)`, for the labelled tokens of a batch, one text after the other. Targets are
+    `(B, T)` classes, `IGNORED` wherever there is no label. To the host this is a classification.
+
+    Attributes
+    ----------
+    draws_labels : bool
+        since a text takes few passes for the drawn labels of all its tokens, and many for each
+        token by itself
     """
 
-    def exact_seeds(self, logits: torch.Tensor) -> Seeds:
-        raise NotImplementedError(
-            f"The exact Fisher would take {logits.shape[-1] - 1} backward passes a token: keep "
-            "stochastic=True, and raise num_samples for less noise."
-        )
+    draws_labels = True
 
     def sampled_seeds(
         self,
@@ -458,7 +462,7 @@ class LanguageModeling(Classification):
         num_samples: int,
         generator: torch.Generator,
     ) -> Seeds:
-        """Compute slopes of the loss at tokens drawn from the model, given the text's own past.
+        """Compute slopes of the loss at labels drawn from the model, given the text itself.
 
         The slope in a token's logits averages 0 and is independent of every other token's. So the
         gradient G of a text's whole loss has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, the sum of its tokens'
@@ -471,14 +475,13 @@ class LanguageModeling(Classification):
         weights = logits.new_full((num_samples, 1), num_samples**-0.5)
         return Seeds(vectors, weights)
 
-    def empirical_seeds(
+    def groups(
         self,
-        logits: torch.Tensor,
         y: torch.Tensor,
-    ) -> Seeds:
-        vectors = logits.softmax(-1)[None]
-        _subtract_one_at(vectors, y[None])
-        return Seeds(vectors, logits.new_ones(1, 1))
+        share: float,
+    ) -> torch.Tensor:
+        """Make one group of all texts, which have many labels each."""
+        return torch.zeros(len(y), dtype=torch.long)
 
     def as_targets(
         self,
@@ -492,25 +495,56 @@ class LanguageModeling(Classification):
         y: torch.Tensor,
         logits: torch.Tensor,
     ) -> torch.Tensor:
-        """Find the labelled tokens, `(N,)`, on the logits' device; check that they are words."""
-        tokens = self.as_targets(y.to(logits.device), logits.dtype)
-        vocabulary = logits.shape[-1]
-        if tokens.min() < 0 or tokens.max() >= vocabulary:
+        """Find the labels of the labelled tokens, `(N,)`, on the logits' device; check them."""
+        labels = self.as_targets(y.to(logits.device), logits.dtype)
+        n_outputs = logits.shape[-1]
+        if n_outputs < 2:
             raise ValueError(
-                f"labels must be {IGNORED} or tokens from 0 to {vocabulary - 1}, but range from "
-                f"{tokens.min()} to {tokens.max()}"
+                "labels of tokens need at least two classes, and the model has one output: return "
+                "[0, f] for a single logit f"
             )
-        return tokens
+        if labels.min() < 0 or labels.max() >= n_outputs:
+            raise ValueError(
+                f"labels must be {IGNORED} or from 0 to {n_outputs - 1}, but range from "
+                f"{labels.min()} to {labels.max()}"
+            )
+        return labels
+
+
+class LanguageModeling(TokenClassification):
+    """Softmax over a vocabulary and cross-entropy, at every labelled token of a text.
+
+    Logits are `(N, V)`, and targets `(B, T)` tokens.
+    """
+
+    def exact_seeds(self, logits: torch.Tensor) -> Seeds:
+        raise NotImplementedError(
+            f"The exact Fisher would take {logits.shape[-1] - 1} backward passes a token: keep "
+            "stochastic=True, and raise num_samples for less noise."
+        )
+
+    def empirical_seeds(
+        self,
+        logits: torch.Tensor,
+        y: torch.Tensor,
+    ) -> Seeds:
+        """Compute the slope of a text's whole loss, one for each text."""
+        vectors = logits.softmax(-1)[None]
+        _subtract_one_at(vectors, y[None])
+        return Seeds(vectors, logits.new_ones(1, 1))
 
 
 Likelihood = Classification | Regression
 
 MULTI_LABEL = "multi_label_classification"
 
+TOKENS = "token_classification"
+
 LIKELIHOODS: dict[str, Likelihood] = {
     "classification": Classification(),
     "regression": Regression(),
     MULTI_LABEL: MultiLabel(),
+    TOKENS: TokenClassification(),
     "language_modeling": LanguageModeling(),
 }
 

@@ -80,8 +80,8 @@ class LoRALaplace(ParametricLaplace):
     model : torch.nn.Module
         a `PeftModel`, or any module that holds plain LoRA layers and maps a batch to logits
     likelihood : str
-        "classification", "regression", "multi_label_classification", "reward_modeling" or, for
-        "lowrank_kron" alone, "language_modeling"
+        "classification", "regression", "multi_label_classification", "token_classification" (but
+        for "kron"), "reward_modeling" or, for "lowrank_kron" alone, "language_modeling"
     dict_key_y : str, default="labels"
         the key of a batch's labels
     backend : type of CurvatureInterface, optional
@@ -679,7 +679,8 @@ class LoRALaplace(ParametricLaplace):
             for whatever is drawn
         fitting : bool, default=False
             predict what the training's loss reads: of reward models probabilities of preferences
-            instead of rewards, and of several labels probabilities `(B, K, 2)` of both classes
+            instead of rewards, of several labels probabilities `(B, K, 2)` of both classes, and of
+            labels of tokens `(N, C)` of the labelled ones
         n_contrasts : int, optional
             for "mean_field" and "mc" with more than nine classes: how many classes to compare with
             the most probable one, by a backward pass each. By default as many as matter, at most 8,
@@ -690,7 +691,8 @@ class LoRALaplace(ParametricLaplace):
         Returns
         -------
         torch.Tensor or tuple of torch.Tensor
-            probabilities `(B, C)`, or of K labels one each, `(B, K)`; for regression and rewards
+            probabilities `(B, C)`, of K labels one each, `(B, K)`, or of labels of tokens
+            `(B, T, C)`, nan at padding; for regression and rewards
             mean `(B, C)` and covariance `(B, C, C)` of the model's outputs, in which the noise of
             targets is not: add `sigma_noise**2`, or use `predict`
 
@@ -701,6 +703,39 @@ class LoRALaplace(ParametricLaplace):
         "mean_field" keeps to the model's class more often, and a larger prior precision cures it.
         """
         self.problem.check_linearised()
+        if not fitting:  # then labels say which tokens the loss reads
+            x = self.model.unlabelled(x)
+        outputs = self._outputs(
+            x,
+            pred_type,
+            joint=joint,
+            link_approx=link_approx,
+            n_samples=n_samples,
+            diagonal_output=diagonal_output,
+            generator=generator,
+            fitting=fitting,
+            n_contrasts=n_contrasts,
+            **model_kwargs,
+        )
+        if fitting or isinstance(outputs, tuple):
+            return outputs
+        return self.model.in_places(outputs, x)
+
+    def _outputs(
+        self,
+        x: Any,
+        pred_type: str,
+        *,
+        joint: bool,
+        link_approx: str,
+        n_samples: int,
+        diagonal_output: bool,
+        generator: torch.Generator | None,
+        fitting: bool,
+        n_contrasts: int | None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Predict as a call does, of tokens row by row."""
         likelihood = self.trained_likelihood if fitting else self.predicted_likelihood
         if likelihood.is_gaussian and link_approx == "mean_field":
             link_approx = "probit"  # numbers need no link, and the host must know its name

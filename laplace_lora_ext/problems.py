@@ -14,9 +14,10 @@ from laplace_lora_ext.curvature.backend import (
     LowRankKronInterface,
     MultiLabelCurvlinopsGGN,
 )
-from laplace_lora_ext.likelihoods import LIKELIHOODS, MULTI_LABEL, Likelihood
+from laplace_lora_ext.likelihoods import LIKELIHOODS, MULTI_LABEL, TOKENS, Likelihood
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.preference_model import PreferenceModel
+from laplace_lora_ext.models.token_labels_model import TokenLabelsModel
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch, TokenSecondTraining
 from laplace_lora_ext.tuning import METHODS
@@ -44,6 +45,8 @@ class Problem:
         to choose the prior precision, by their names
     writes : bool
         whether examples are texts, which have no class: each of their tokens is predicted
+    labels_tokens : bool
+        whether examples are texts whose tokens have classes
     instead_of_logit_scale : str
         what to use in place of `logit_scale`; empty where the logits can be scaled
     of_other : str
@@ -57,6 +60,7 @@ class Problem:
     adapter: type[LogitsModel] = LogitsModel
     methods: Mapping[str, type[TuningMethod]] = field(default_factory=lambda: METHODS)
     writes: bool = False
+    labels_tokens: bool = False
     instead_of_logit_scale: str = ""
     of_other: str = ""
 
@@ -168,6 +172,35 @@ class _LanguageModeling(Problem):
         )
 
 
+class _TokenClassification(Problem):
+    """Labels of tokens: a text is one of the data, and each of its labels counts by itself."""
+
+    def backend(self, backend: type[CurvatureInterface]) -> type[CurvatureInterface]:
+        if issubclass(backend, LowRankKronInterface):
+            return backend
+        raise ValueError(
+            f'{backend.__name__} has no likelihood "{self.name}": use hessian_structure='
+            '"lowrank_kron", "diag" or "full", and leave out backend.'
+        )
+
+    def backend_kwargs(
+        self, backend: type[CurvatureInterface], given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        if given.get("kfac_approx", "gradient") != "gradient":
+            raise NotImplementedError(f'{self.name} works with kfac_approx="gradient" only.')
+        return dict(given)
+
+
+TOKEN_CLASSIFICATION = _TokenClassification(
+    name=TOKENS,
+    # The host does not know this likelihood: to it, every token is a classification.
+    name_for_host="classification",
+    trained=LIKELIHOODS[TOKENS],
+    predicted=LIKELIHOODS[TOKENS],
+    adapter=TokenLabelsModel,
+    labels_tokens=True,
+)
+
 LANGUAGE_MODELING = _LanguageModeling(
     name="language_modeling",
     # The host does not know this likelihood: to it, every token is a classification.
@@ -192,6 +225,7 @@ PROBLEMS = {
         REGRESSION,
         REWARD_MODELING,
         MULTI_LABEL_CLASSIFICATION,
+        TOKEN_CLASSIFICATION,
         LANGUAGE_MODELING,
     )
 }

@@ -216,7 +216,7 @@ def test_tokens_outside_the_vocabulary_are_refused():
     assert tokens.check_targets(y, torch.zeros(2, 5)).tolist() == [3, 4]
     with pytest.raises(
         ValueError,
-        match="tokens from 0 to 3, but range from 3 to 4",
+        match="from 0 to 3, but range from 3 to 4",
     ):
         tokens.check_targets(y, torch.zeros(2, 4))
 

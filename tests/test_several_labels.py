@@ -133,11 +133,11 @@ def test_rows_of_labelled_tokens_make_token_classification_exact(
 # --- without a wrapper ---------------------------------------------------------------------------
 
 
-def test_token_classification_is_told_of_its_wrapper():
+def test_token_classification_is_told_of_its_likelihood():
     (batch, *_) = ragged_batches()
     with pytest.raises(
         ValueError,
-        match=r"batch 0: .*\(3, 7, 3\).*token classification.*logits\[",
+        match=r"batch 0: .*\(3, 7, 3\).*tokens.*\"token_classification\"",
     ):
         make(token_classifier()).fit([batch])
 

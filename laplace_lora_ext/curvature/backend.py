@@ -22,6 +22,7 @@ from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.models.weights import read, without_rows
 from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.passes.recording import Gradients, GradientsOfRows, Inputs, Visitor
+from laplace_lora_ext.passes.turns import Turns
 from laplace_lora_ext.processes.exchange import rank
 
 PAPER_SETTINGS: dict[str, Any] = {"kfac_approx": "expand", "rank": 10, "tail": False}
@@ -136,7 +137,9 @@ class LowRankKronInterface(CurvatureInterface):
     ----------
     model : torch.nn.Module
         a `LogitsModel`, or any model with LoRA layers that a `LogitsModel` can wrap
-    likelihood : {"classification", "regression", "multi_label_classification", "language_modeling"}
+    likelihood : str
+        "classification", "regression", "multi_label_classification", "token_classification" or
+        "language_modeling"
     dict_key_x : str, default="input_ids"
         key of a batch's inputs
     dict_key_y : str, default="labels"
@@ -260,6 +263,9 @@ class LowRankKronInterface(CurvatureInterface):
             logits = recording.logits.detach()
             y = self._likelihood.check_targets(y, logits)
             seeds = self.seeds(logits, y)
+            turns = Turns.of(self.model.positions(x, len(logits)))
+            if turns is not None:  # of tokens, each has a curvature of its own
+                seeds = turns.seeds(seeds)
             recording.backward(seeds.vectors, statistics, weights=seeds.weights)
             with torch.autocast(logits.device.type, enabled=False):
                 updates.finish()
@@ -327,7 +333,8 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         as for `LowRankKronInterface`
     stochastic : bool, optional
         whether to draw labels from the model instead of summing over all classes; by default from
-        20 classes on. `benchmarks/README.md` shows what this saves and costs
+        20 classes on, and for labels of tokens. `benchmarks/README.md` shows what this saves and
+        costs
     num_samples : int, optional
         how many labels to draw for each example: by default 1 with `stochastic=True`, otherwise 8
     seed : int, default=0
@@ -373,7 +380,8 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         draws = self.stochastic
         if draws is None:
             n_outputs = logits.shape[-1]
-            draws = n_outputs >= _MANY_CLASSES and not self._likelihood.is_gaussian
+            are_many = n_outputs >= _MANY_CLASSES and not self._likelihood.is_gaussian
+            draws = are_many or self._likelihood.draws_labels
         if draws:
             return self._sampled_seeds(logits)
         return self._likelihood.exact_seeds(logits)

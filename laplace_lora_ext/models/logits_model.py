@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -229,6 +229,18 @@ class LogitsModel(nn.Module):
         rows = inputs if self._answers is None else self._answers.rows(inputs)
         return positions_of(rows, n_examples, self.device)
 
+    def owners(self, batch: Any) -> torch.Tensor | None:
+        """Say which example each row of logits belongs to, `(N,)`; None where each has one."""
+        return None
+
+    def unlabelled(self, inputs: Any) -> Any:
+        """Return inputs without what says which of their outputs are labelled."""
+        return inputs
+
+    def in_places(self, rows: torch.Tensor, batch: Any, dim: int = 0) -> torch.Tensor:
+        """Arrange rows of predictions, along a dimension, as the batch has their examples."""
+        return rows
+
     def inputs(self, batch: Any) -> Any:
         """Return the inputs of a batch that may have labels."""
         X, _ = self.split_if_labelled(batch)
@@ -381,10 +393,8 @@ def _check_shape(logits: torch.Tensor) -> None:
     must_be = "The model must return logits of shape (batch, outputs), not "
     if logits.ndim == 3:
         raise ValueError(
-            f"{must_be}{tuple(logits.shape)}, which may be those of tokens: for token "
-            "classification, wrap it in a module that returns logits[mask], the rows of labelled "
-            "tokens, and pass batches (X, y) with the mask in X and a label for each of these rows "
-            "in y."
+            f"{must_be}{tuple(logits.shape)}, which may be those of tokens: for labels of tokens "
+            'use the likelihood "token_classification".'
         )
     if logits.ndim != 2:
         raise ValueError(
@@ -429,6 +439,9 @@ def logits_and_hidden_states(
         for layer in layers:
             hooks.callback(layer.register_forward_hook(note, with_kwargs=True).remove)
         logits = model(batch)
+    owners = model.owners(batch)
+    if owners is not None:
+        return logits, _hidden_states_of_tokens(calls, model.in_places(logits, batch))
     for call in calls:
         hidden = _hidden_states(call, logits, is_output_layer=output_layer is not None)
         if hidden is not None:
@@ -479,6 +492,22 @@ def _hidden_states(
         return None
     place = is_made.int().argmax(1)[:, None, None].to(given.device)
     return given.take_along_dim(place, dim=1)[:, 0].to(logits)
+
+
+def _hidden_states_of_tokens(
+    calls: Iterable[_LayerCall], by_place: torch.Tensor
+) -> torch.Tensor | None:
+    """Return what a layer was given where it made logits of tokens; None if none made them.
+
+    The logits are `(B, T, C)`, nan where no row of logits is.
+    """
+    is_read = ~by_place.isnan().any(-1)
+    logits = by_place[is_read]
+    for call in calls:
+        is_alike = call.output.shape == by_place.shape and call.inputs.ndim == by_place.ndim
+        if is_alike and torch.equal(call.output.to(logits)[is_read], logits):
+            return call.inputs.to(logits)[is_read]
+    return None
 
 
 # --- wrappers ------------------------------------------------------------------------------------

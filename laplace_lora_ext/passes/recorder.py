@@ -28,6 +28,7 @@ from laplace_lora_ext.passes.graph import Layouts, Taps, refuse_reentrant, tappe
 from laplace_lora_ext.passes.memory import Memory, OutOfMemory, attempt, is_shared
 from laplace_lora_ext.passes.proof import is_proven
 from laplace_lora_ext.passes.recording import Gradients, Part, Recording, Visitor
+from laplace_lora_ext.passes.turns import Turns
 
 # What models raise on inputs that are no example, or not alone.
 _NO_EXAMPLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
@@ -251,8 +252,15 @@ class Recorder:
         with self.record(batch, create_graph=enable_backprop) as recording:
             logits = recording.logits
             vectors = directions(logits.detach())
-            visitor = _Jacobians(self.blocks, len(logits), len(vectors), visit)
-            recording.backward(vectors, visitor, at_once=len(vectors))
+            positions = self.model.positions(batch, len(logits))
+            turns = Turns.of(positions)
+            at_once = len(vectors)
+            if turns is not None:
+                vectors = turns.vectors(vectors)
+                at_once = max(1, self._at_once // positions.n_rows)
+                visit = partial(_visit_rows, turns, visit)
+            visitor = _Jacobians(self.blocks, positions.n_examples, len(vectors), visit)
+            recording.backward(vectors, visitor, at_once=at_once)
             visitor.finish()
         return logits if enable_backprop else logits.detach()
 
@@ -300,8 +308,10 @@ class Recorder:
         if n_rows is None or n_examples not in (None, n_rows):
             return [self._undivided(batch, evaluate, _NO_ROWS)]
         rows_of_example = n_outputs * (number_of_tokens(batch) or 1)
-        at_once = _ON_CPU if self.model.device.type == "cpu" else _ON_ACCELERATOR
-        at_most = max(1, at_once // max(1, rows_of_example))
+        owners = self.model.owners(batch)
+        if owners is not None:  # each token of a text has vectors of its own
+            rows_of_example *= int(owners.bincount().max())
+        at_most = max(1, self._at_once // max(1, rows_of_example))
         parts = self._parts(batch, rows_of_example, at_most, self._of_predictions, evaluate)
         results: list[Any] = []
         for place, result in parts:
@@ -309,12 +319,20 @@ class Recorder:
             # One part is the whole batch, and can't differ from it.
             if place == slice(0, n_rows):
                 return results
-            if len(result.f_mu) != place.stop - place.start:
+            n_logits = place.stop - place.start
+            if owners is not None:
+                n_logits = int(((owners >= place.start) & (owners < place.stop)).sum())
+            if len(result.f_mu) != n_logits:
                 return [self._undivided(batch, evaluate, _NO_ROWS)]
         f_mu = torch.cat([result.f_mu for result in results])
         if self._may_depend(self._of_predictions, batch, lambda _: f_mu):
             return [self._undivided(batch, evaluate, _DEPENDENT)]
         return results
+
+    @property
+    def _at_once(self) -> int:
+        """Say how many rows go through a layer in one backward pass of a prediction."""
+        return _ON_CPU if self.model.device.type == "cpu" else _ON_ACCELERATOR
 
     def in_parts_that_fit(
         self,
@@ -440,6 +458,16 @@ class _Example:
     number: int
     inputs: Any
     logits: torch.Tensor  # `(N,)` booleans: its own among the batch's
+
+
+def _visit_rows(
+    turns: Turns,
+    visit: Callable[[int, torch.Tensor], None],
+    index: int,
+    jacobian: torch.Tensor,
+) -> None:
+    """Bring a visitor the Jacobians of rows of logits, which have taken turns."""
+    visit(index, turns.of_rows(jacobian))
 
 
 class _Jacobians(Visitor):

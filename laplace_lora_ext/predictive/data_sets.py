@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from typing import Any, NamedTuple, TypeVar
@@ -31,6 +31,8 @@ class Sample:
     ----------
     at_most : int, optional
         rows of all ranks together; by default all are kept
+    join : callable, default=stacked
+        joins the columns of batches
 
     Attributes
     ----------
@@ -38,8 +40,13 @@ class Sample:
         of this rank, so far
     """
 
-    def __init__(self, at_most: int | None = None) -> None:
+    def __init__(
+        self,
+        at_most: int | None = None,
+        join: Callable[[Sequence[Columns]], Columns] = stacked,
+    ) -> None:
         self.n_left_out = 0
+        self._join = join
         # Where examples are dealt in turn, this is all of a rank's if all ranks' are not too many.
         self._at_most = sys.maxsize
         if at_most is not None:
@@ -78,7 +85,7 @@ class Sample:
 
     def columns(self) -> Columns | None:
         """Join what is kept; None where there was no batch."""
-        return stacked([part.columns for part in self._parts]) if self._parts else None
+        return self._join([part.columns for part in self._parts]) if self._parts else None
 
 
 class _Part(NamedTuple):
@@ -158,6 +165,7 @@ def over_data_set(
     batch_size: int,
     description: str,
     progress_bar: bool,
+    sample: Sample | None = None,
 ) -> Columns:
     """Evaluate as `over_loader` does, on a data set that all ranks share.
 
@@ -167,7 +175,7 @@ def over_data_set(
     lengths = torch.tensor([_length(data[place]) for place in range(len(data))])
     order = lengths.argsort(descending=True, stable=True)
     loader = in_order(Subset(data, order.tolist()), batch_size, collate_fn)
-    columns = over_loader(loader, evaluate, description, progress_bar)
+    columns = over_loader(loader, evaluate, description, progress_bar, sample=sample)
     places = order.argsort()  # of each example among the columns
     return tuple(column[places.to(column.device)] for column in columns)
 

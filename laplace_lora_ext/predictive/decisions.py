@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from laplace_lora_ext.likelihoods import IGNORED, TOKENS
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.predictive.amortized import Amortizable, amortized_moments
-from laplace_lora_ext.predictive.data_sets import Columns, over_data_set, over_loader
+from laplace_lora_ext.predictive.data_sets import Sample, over_data_set, over_loader
 from laplace_lora_ext.predictive.distributions import moments_for
 from laplace_lora_ext.predictive.links import (
     DEFAULT_LINK,
@@ -22,7 +23,7 @@ from laplace_lora_ext.predictive.links import (
 )
 from laplace_lora_ext.predictive.moments import Moments, parts_for, semidefinite
 from laplace_lora_ext.predictive.numbers import NumberPrediction
-from laplace_lora_ext.processes.shards import Share
+from laplace_lora_ext.processes.shards import Columns, Share, stacked
 
 _BATCHES = (Mapping, torch.Tensor, np.ndarray, tuple)  # and of moments, which are tuples
 
@@ -36,7 +37,8 @@ class Prediction(NamedTuple):
     Attributes
     ----------
     probabilities : torch.Tensor
-        `(B, C)`
+        `(B, C)`; of tokens `(B, T, C)`, nan at padding, and all else `(B, T)`, with the label -100
+        there
     labels : torch.Tensor
         `(B,)`, the most probable class
     total_entropy : torch.Tensor
@@ -110,7 +112,16 @@ def predict(
 
     def examples(evaluate: Callable[[Any], Columns]) -> Columns:
         """Evaluate a function of inputs on a batch, a loader or a data set."""
-        return _over_examples(first.model, x, evaluate, collate_fn, batch_size, progress_bar)
+        join = _padded if first.likelihood == TOKENS else stacked
+        return _over_examples(
+            first.model,
+            x,
+            evaluate,
+            collate_fn,
+            batch_size,
+            progress_bar,
+            Sample(join=join),
+        )
 
     if first.predicted_likelihood.is_gaussian:
         of_numbers = partial(predict_numbers, members, pred_type=pred_type)
@@ -122,6 +133,7 @@ def predict(
     state = None if generator is None else generator.get_state()
 
     def classes(batch: Any) -> Prediction:
+        batch = first.model.unlabelled(batch)
         if generator is not None and state is not None:
             generator.set_state(state)  # the same draws for every batch
         by_link, draws = [], []
@@ -134,7 +146,8 @@ def predict(
         probabilities = torch.stack(by_link).mean(0)
         prediction = Prediction.of_draws(probabilities, torch.cat(draws))
         shown = first.predicted_likelihood.shown(probabilities)
-        return prediction._replace(probabilities=shown)
+        rows = prediction._replace(probabilities=shown)
+        return Prediction(*(first.model.in_places(column, batch) for column in rows))
 
     return Prediction(*examples(classes))
 
@@ -156,6 +169,7 @@ def _over_examples(
     collate_fn: Callable[[Any], Any] | None,
     batch_size: int,
     progress_bar: bool,
+    sample: Sample,
 ) -> Columns:
     """Evaluate a function of inputs on a batch, a loader's batches or a data set."""
 
@@ -172,6 +186,7 @@ def _over_examples(
             batch_size=batch_size,
             description="[Predictions]",
             progress_bar=progress_bar,
+            sample=sample,
         )
     return over_loader(
         x,
@@ -179,7 +194,22 @@ def _over_examples(
         description="[Predictions]",
         progress_bar=progress_bar,
         alone=not Share(x).is_dealt,  # a rank's own batches are no other rank's business
+        sample=sample,
     )
+
+
+def _padded(parts: Sequence[Columns]) -> Columns:
+    """Join batches' columns `(B, T, ...)` of tokens, those of shorter texts with nan or -100."""
+    length = max(part[0].shape[1] for part in parts)
+    alike: list[Columns] = []
+    for part in parts:
+        columns = []
+        for column in part:
+            shape = (len(column), length - column.shape[1], *column.shape[2:])
+            empty = torch.nan if column.is_floating_point() else IGNORED
+            columns.append(torch.cat([column, column.new_full(shape, empty)], dim=1))
+        alike.append(tuple(columns))
+    return stacked(alike)
 
 
 def _noise(member: Amortizable) -> torch.Tensor | float:

@@ -19,7 +19,7 @@ from torch.nn.functional import kl_div
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from laplace_lora_ext.likelihoods import Likelihood
+from laplace_lora_ext.likelihoods import TOKENS, Likelihood
 from laplace_lora_ext.models.adapters import (
     add_fresh_adapter,
     find_peft_model,
@@ -96,6 +96,11 @@ def distill(
     likelihood = first.predicted_likelihood
     if likelihood.is_gaussian or likelihood is not first.trained_likelihood:
         raise ValueError(f"A student learns class probabilities, and {first.likelihood} has none.")
+    if first.likelihood == TOKENS:
+        raise NotImplementedError(
+            'A student learns one distribution a text, and the likelihood "token_classification" '
+            "has one a token: use la.amortize."
+        )
     if find_peft_model(trainer.model) is not peft_model:
         raise ValueError("Pass the trainer of the posterior's model: this one has another.")
     folder = Path(trainer.args.output_dir)

@@ -253,7 +253,7 @@ def groups_of(
     assert isinstance(loader.dataset, Sized)  # `check_divisible` has refused others
     n_examples = len(loader.dataset)
     one_group = torch.zeros(n_examples, dtype=torch.long)
-    if la.problem.writes:
+    if la.problem.writes or la.problem.labels_tokens:
         return one_group  # texts have no class
 
     def targets_of(batch: Any) -> Columns:

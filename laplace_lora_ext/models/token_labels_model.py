@@ -1,0 +1,144 @@
+"""Models that label tokens: logits of the classes of each labelled token of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from laplace_lora_ext.likelihoods import IGNORED
+from laplace_lora_ext.models.batches import Positions, logits_of
+from laplace_lora_ext.models.logits_model import LogitsModel
+
+
+class TokenLabelsModel(LogitsModel):
+    """A model that maps a batch of texts to the logits `(N, C)` of its tokens, text after text.
+
+    The tokens are those with a label other than -100; of a batch without labels, all that
+    `attention_mask` marks. The model itself returns `(B, T, C)`, a row for each token.
+
+    Batches are mappings, with labels `(B, T)` or without, or pairs of a mapping and labels.
+    """
+
+    def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
+        """Split a batch as any model, but keep labels in the inputs: they say which tokens count.
+
+        A `ValueError` if labels are no whole numbers `(B, T)`, all -100, or at padding.
+        """
+        X, y = super().split_if_labelled(batch)
+        if not isinstance(X, Mapping):
+            raise TypeError(f"A batch of texts must be a mapping, not {type(X).__name__}.")
+        if y is None:
+            return self.unlabelled(X), None
+        self._check_labels(y, X)
+        return {**X, self.dict_key_y: y}, y
+
+    def unlabelled(self, inputs: Any) -> Any:
+        """Leave out the labels, so that every token is predicted."""
+        if not isinstance(inputs, Mapping):
+            return inputs
+        return {key: value for key, value in inputs.items() if key != self.dict_key_y}
+
+    def text(self, batch: Any) -> Any:
+        """Return inputs as any model, with the labels that say which tokens count."""
+        text = super().text(batch)
+        _, y = self.split_if_labelled(batch)
+        return text if text is None or y is None else {**text, self.dict_key_y: y}
+
+    def places(self, batch: Any) -> torch.Tensor:
+        """Mark the tokens that have logits, `(B, T)`."""
+        X, y = self.split_if_labelled(batch)
+        if y is not None:
+            return y != IGNORED
+        mask = X.get("attention_mask")
+        if mask is not None:
+            return mask.to(self.device).bool()
+        tokens = X.get("input_ids")
+        if tokens is None:
+            tokens = X["inputs_embeds"][..., 0]
+        return torch.ones(tokens.shape, dtype=torch.bool, device=self.device)
+
+    def in_places(self, rows: torch.Tensor, batch: Any, dim: int = 0) -> torch.Tensor:
+        """Put rows, N along a dimension, where their tokens are, `(B, T)` along two dimensions.
+
+        Elsewhere is nan, and in whole numbers -100.
+        """
+        if not isinstance(batch, Mapping):  # moments, which know no texts
+            return rows
+        places = self.places(batch).to(rows.device)
+        by_row = rows.movedim(dim, 0)
+        empty = torch.nan if rows.is_floating_point() else IGNORED
+        found = by_row.new_full((*places.shape, *by_row.shape[1:]), empty)
+        found[places] = by_row
+        return found.movedim((0, 1), (dim, dim + 1))
+
+    def owners(self, batch: Any) -> torch.Tensor:
+        """Say which text each row of logits belongs to, `(N,)`."""
+        return self.places(batch).nonzero()[:, 0]
+
+    def positions(self, batch: Any, n_examples: int) -> Positions:
+        """Describe the rows of a batch of texts, which have a row of logits for each token."""
+        # `n_examples` are the rows of logits.
+        places = self.places(batch)
+        of_texts = super().positions(self.unlabelled(batch), len(places))
+        return of_texts._replace(owners_of_logits=places.nonzero()[:, 0])
+
+    def _logits(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
+        places = self.places(batch)
+        by_place = logits_of(self._call(self._inputs(self.unlabelled(batch)), **model_kwargs))
+        if by_place.ndim != 3:
+            raise ValueError(
+                'The likelihood "token_classification" needs logits of shape (texts, tokens, '
+                f"classes), but the model returns {tuple(by_place.shape)}: for one label a text "
+                'use "classification".'
+            )
+        if by_place.shape[:2] != places.shape:
+            raise ValueError(
+                f"The model returns logits of shape {tuple(by_place.shape)} where labels or "
+                f"attention_mask have {tuple(places.shape)}: each token must have its own."
+            )
+        logits = by_place[places.to(by_place.device)]
+        self.output_size = logits.shape[-1]
+        return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
+
+    def _check_labels(self, y: torch.Tensor, X: Mapping[str, Any]) -> None:
+        if y.ndim != 2 or y.is_floating_point() or y.dtype == torch.bool:
+            raise ValueError(
+                f"labels must be classes of tokens, of shape (texts, tokens), not {tuple(y.shape)} "
+                f'of {y.dtype}: for one label a text use the likelihood "classification"'
+            )
+        labelled = y != IGNORED
+        if not labelled.any():
+            raise ValueError(
+                f"no token is labelled: every label is {IGNORED}. Leave such batches out"
+            )
+        mask = X.get("attention_mask")
+        if mask is None:
+            return
+        if mask.shape != y.shape:
+            raise ValueError(
+                f"labels have shape {tuple(y.shape)}, but attention_mask has {tuple(mask.shape)}: "
+                "give each token one label"
+            )
+        if (labelled & ~mask.to(y.device).bool()).any():
+            raise ValueError(f"There are labels where attention_mask is 0: set them to {IGNORED}")
+
+    def _find_answers(
+        self,
+        class_token_ids: Sequence[Any] | None,
+        mask_token_id: int | None,
+        normalised: bool,
+    ) -> None:
+        if class_token_ids is not None or mask_token_id is not None or normalised:
+            raise ValueError(
+                'The likelihood "token_classification" has the classes of the model\'s own head: '
+                "leave out class_token_ids, class_texts, mask_token_id and normalised."
+            )
+        transformer = self.transformer
+        if transformer is not None and transformer.can_generate():
+            raise ValueError(
+                'The likelihood "token_classification" needs a model that labels tokens, such as '
+                "one of AutoModelForTokenClassification: for a model that writes use "
+                '"language_modeling".'
+            )

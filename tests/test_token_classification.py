@@ -1,0 +1,344 @@
+"""Labels of tokens: each labelled token is an example of the likelihood, a text one of the data."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import (
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2ForTokenClassification,
+    LlamaConfig,
+    LlamaForTokenClassification,
+)
+
+import laplace_lora_ext
+from laplace_lora_ext.metrics import compare
+from tests.support.dense import (
+    EXACT,
+    evidence,
+    exact_ggn,
+    gradient_blocks,
+    gradient_curvature,
+    lora_weights,
+    softmax_fisher,
+    unpadded,
+)
+from tests.support.models import (
+    N_CLASSES,
+    VOCABULARY,
+    base_model,
+    lora_model,
+    ragged_batches,
+    record_calls,
+    without_labels,
+)
+from tests.support.posteriors import PRIORS_ALONE, generator, make
+
+TOKENS = "token_classification"
+EXACTLY = {"backend_kwargs": {"rank": 200, "stochastic": False}}
+IGNORED = -100
+
+
+def token_classifier(kind="bert", n_labels=N_CLASSES, dtype=torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "bert":
+        config: Any = base_model("bert", n_labels).config
+        base, targets = BertForTokenClassification(config), ["query", "value"]
+    elif kind == "gpt2":
+        config = GPT2Config(
+            vocab_size=VOCABULARY, n_embd=12, n_layer=2, n_head=2, n_positions=64,
+            num_labels=n_labels, bos_token_id=0, eos_token_id=0, attn_implementation="eager",
+        )  # fmt: skip
+        base, targets = GPT2ForTokenClassification(config), ["c_attn"]
+    else:
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=12, num_hidden_layers=2, num_attention_heads=2,
+            intermediate_size=24, num_labels=n_labels, pad_token_id=0,
+        )  # fmt: skip
+        base, targets = LlamaForTokenClassification(config), ["q_proj", "v_proj"]
+    lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    return get_peft_model(base, lora).to(dtype).eval()
+
+
+def batches(n_labels=N_CLASSES, keep=0.6, **keywords):
+    """Ragged texts of which some tokens are labelled, and one text has none."""
+    found = ragged_batches(**keywords)
+    draws = generator(3)
+    for number, batch in enumerate(found):
+        shape = batch["input_ids"].shape
+        labels = torch.randint(0, n_labels, shape, generator=draws)
+        is_labelled = torch.rand(shape, generator=draws) < keep
+        labels[~(is_labelled & batch["attention_mask"].bool())] = IGNORED
+        if number == 1:
+            labels[1] = IGNORED
+        batch["labels"] = labels
+    return found
+
+
+def fitted(kind="bert", structure="lowrank_kron", data=None, model=None, **keywords):
+    model = model or token_classifier(kind)
+    options = EXACTLY if structure == "lowrank_kron" else {}
+    la = make(model, structure, TOKENS, **options | keywords)
+    la.fit(batches() if data is None else data)
+    return la
+
+
+def tokens_of(model, found, every=False):
+    """Read logits `(N, C)`, Jacobians `(N, C, parameters)` and labels, one unpadded text each."""
+    weights = lora_weights(model)
+    logits, Js, labels = [], [], []
+    for batch in found:
+        for row, is_real in enumerate(batch["attention_mask"].bool()):
+            text = unpadded(batch, row)
+
+            def forward(weights, text=text):
+                return torch.func.functional_call(model, weights, (), text).logits[0]
+
+            derivatives = torch.func.jacrev(forward)(weights)
+            J = torch.cat([d.flatten(2) for d in derivatives.values()], dim=2)
+            y = batch["labels"][row][is_real]
+            counts = torch.ones_like(y, dtype=torch.bool) if every else y != IGNORED
+            logits.append(forward(weights).detach()[counts])
+            Js.append(J[counts])
+            labels.append(y[counts])
+    return torch.cat(logits), torch.cat(Js), torch.cat(labels)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
+def test_curvature_evidence_and_covariances_are_exact(kind, structure):
+    la = fitted(kind, structure)
+    model = la.model.model
+    f, Js, y = tokens_of(model, batches())
+    fisher = softmax_fisher(f)
+    if structure == "lowrank_kron":
+        H, found = gradient_curvature(model, Js, fisher), la.H.to_matrix()
+    elif structure == "diag":
+        H = exact_ggn(Js, fisher).diagonal().diag()
+        found = la.H.diag()
+    else:
+        H, found = exact_ggn(Js, fisher), la.H
+    # Low-rank factors leave out what is rounding beside their largest eigenvalue.
+    torch.testing.assert_close(found, H, rtol=1e-9, atol=1e-10 * H.abs().max().item())
+    torch.testing.assert_close(la.loss, cross_entropy(f, y, reduction="sum"), **EXACT)
+    assert la.n_data == sum(len(batch["labels"]) for batch in batches())
+    la.prior_precision = 3.0
+    priors = torch.full((len(H),), 3.0, dtype=torch.float64)
+    expected = evidence(H, -la.loss, la.mean, priors)
+    torch.testing.assert_close(la.log_marginal_likelihood(), expected, **EXACT)
+
+    covariance = Js @ torch.linalg.solve(H + priors.diag(), Js.mT)
+    moments = [la.predictive_moments(batch) for batch in batches()]  # of labelled tokens
+    torch.testing.assert_close(torch.cat([each.f_mu for each in moments]), f, **EXACT)
+    torch.testing.assert_close(torch.cat([each.f_var for each in moments]), covariance, **EXACT)
+
+
+def test_batches_and_padding_change_nothing():
+    expected = fitted().H.to_matrix()
+    f_of_one = tokens_of(token_classifier(), batches(batch_size=8))[0]
+    data = batches(batch_size=8)
+    for side_by_side in (2, 5):
+        parts = [
+            {key: value[start : start + side_by_side] for key, value in data[0].items()}
+            for start in range(0, 8, side_by_side)
+        ]
+        la = fitted(data=parts)
+        assert len(f_of_one) == (data[0]["labels"] != IGNORED).sum()
+        torch.testing.assert_close(la.H.to_matrix(), fitted(data=data).H.to_matrix(), **EXACT)
+    longer = batches(padded_to=7)
+    for batch in longer:
+        for key, value in {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}.items():
+            batch[key] = nn.functional.pad(batch[key], (0, 3), value=value)
+    torch.testing.assert_close(fitted(data=longer).H.to_matrix(), expected, **EXACT)
+
+
+def test_drawn_labels_take_as_many_passes_as_draws_and_are_right_on_average():
+    """A text costs its passes once for all of its tokens."""
+    model = token_classifier()
+    f, Js, _ = tokens_of(model, batches())
+    exact = torch.stack([b.trace() for b in gradient_blocks(model, Js, softmax_fisher(f))])
+    la = fitted(model=model, backend_kwargs={"rank": 200, "num_samples": 4000})
+    found = torch.stack([block.output_factor.trace for block in la.H_facs.blocks])
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=0)
+    assert la.backend.settings["stochastic"] is None
+    default = fitted(model=model, backend_kwargs={"rank": 200})
+    logits = torch.zeros(5, N_CLASSES)
+    assert default.backend.seeds(logits, torch.zeros(1, 5)).vectors.shape == (8, 5, N_CLASSES)
+
+
+@pytest.mark.parametrize("link", ["probit", "mean_field", "mc"])
+def test_predictions_are_of_every_token_but_padding(link):
+    la = fitted()
+    model = la.model.model
+    for batch in batches():
+        mask = batch["attention_mask"].bool()
+        p = la(batch, link_approx=link, generator=generator())
+        assert p.shape == (*mask.shape, N_CLASSES)
+        assert p[~mask].isnan().all()
+        torch.testing.assert_close(p[mask].sum(-1), torch.ones(mask.sum()).double(), **EXACT)
+        again = la(without_labels(batch), link_approx=link, generator=generator())
+        torch.testing.assert_close(again, p, equal_nan=True, **EXACT)
+    la.prior_precision = 1e14
+    p = torch.cat([la(batch)[batch["attention_mask"].bool()] for batch in batches()])
+    f, _, _ = tokens_of(model, batches(), every=True)
+    torch.testing.assert_close(p, f.softmax(-1), rtol=1e-6, atol=1e-8)
+
+
+def test_a_prediction_has_entropies_of_each_token():
+    la = fitted()
+    (batch, *_) = found = batches()
+    prediction = la.predict(batch, generator=generator())
+    mask = batch["attention_mask"].bool()
+    for column in prediction[1:]:
+        assert column.shape == mask.shape
+    assert (prediction.labels[~mask] == IGNORED).all()
+    assert prediction.epistemic_entropy[~mask].isnan().all()
+    assert (prediction.epistemic_entropy[mask] > 0).all()
+    assert torch.equal(prediction.labels[mask], prediction.probabilities[mask].argmax(-1))
+    shorter = {key: value[:1, :5] for key, value in found[1].items()}  # its padding cut
+    of_loader = la.predict([shorter, *found], generator=generator())
+    assert of_loader.labels[0, 5:].tolist() == [IGNORED] * 2
+    of_loader = type(of_loader)(*(column[1:] for column in of_loader))
+    assert of_loader.probabilities.shape == (8, 7, N_CLASSES)
+    torch.testing.assert_close(
+        of_loader.probabilities[:3], prediction.probabilities, equal_nan=True, **EXACT
+    )
+
+
+@pytest.mark.parametrize("method", ["agreement", "gridsearch", "val_gd", "marglik"])
+def test_methods_choose_a_prior_by_labelled_tokens(method):
+    la = fitted()
+    data = {
+        "agreement": {"train_loader": batches()},
+        "gridsearch": {"val_loader": batches(), **PRIORS_ALONE},
+        "val_gd": {"val_loader": batches(), "n_steps": 20, "generator": generator()},
+        "marglik": {},
+    }[method]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        history = la.optimize_prior_precision(method=method, **data)
+    assert la.prior_precision.isfinite().all()
+    if method != "gridsearch":
+        return
+    best = int(history.objective.argmin())
+    la.prior_precision = history.prior_precision[best]
+    labelled = [(la(b, link_approx="mean_field")[b["labels"] != IGNORED], b) for b in batches()]
+    losses = [
+        -p.log()[torch.arange(len(p)), b["labels"][b["labels"] != IGNORED]] for p, b in labelled
+    ]
+    torch.testing.assert_close(
+        history.objective[best], torch.cat(losses).mean(), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_statistics_give_the_moments_of_labelled_tokens():
+    la = fitted()
+    statistics = la.predictive_statistics(batches(), dtype=torch.float64)
+    expected = [la.predictive_moments(batch) for batch in batches()]
+    moments = statistics.moments(la.prior_precision)
+    torch.testing.assert_close(moments.f_mu, torch.cat([m.f_mu for m in expected]), **EXACT)
+    torch.testing.assert_close(moments.f_var, torch.cat([m.f_var for m in expected]), **EXACT)
+    y = torch.cat([b["labels"][b["labels"] != IGNORED] for b in batches()])
+    assert torch.equal(statistics.targets, y)
+
+
+def test_learnt_variances_predict_every_token_by_one_pass():
+    la = fitted()
+    learnt = la.amortize(batches())
+    n_labelled = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches())
+    assert learnt.n_examples == 2 * n_labelled
+    # What the classifier reads, and the log-probabilities.
+    assert len(learnt.mean) == 12 + N_CLASSES
+    (batch, *_) = batches()
+    calls = record_calls(la.model.model)
+    p = la(batch, pred_type="amortized", link_approx="mean_field")
+    assert len(calls) == 1
+    exact = la(batch, link_approx="mean_field")
+    assert p.shape == exact.shape
+    assert p.isnan().equal(exact.isnan())
+
+
+def test_figures_are_over_labelled_tokens():
+    la = fitted()
+    f, _, y = tokens_of(la.model.model, batches())
+    trained = compare(la, batches()).trained
+    assert trained["nll"] == pytest.approx(cross_entropy(f, y).item())
+    assert trained["accuracy"] == pytest.approx((f.argmax(-1) == y).double().mean().item())
+
+
+def test_a_model_of_tokens_tells_its_likelihood_and_a_file_keeps_it(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la = laplace_lora_ext.Laplace(token_classifier("llama", dtype=torch.float32))
+    assert la.likelihood == TOKENS
+    la.fit(batches())
+    la.save_pretrained(tmp_path)
+    loaded = laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
+    (batch, *_) = batches()
+    torch.testing.assert_close(loaded(batch), la(batch), equal_nan=True)
+
+
+def test_steps_of_a_reasoning_have_two_classes():
+    """As TRL's PRMTrainer labels them: the last token of each step, -100 elsewhere."""
+    data = ragged_batches()
+    for batch in data:
+        ends = torch.full_like(batch["input_ids"], IGNORED)
+        ends[:, 1] = torch.arange(len(ends)) % 2
+        batch["labels"] = ends
+    la = fitted(model=token_classifier("gpt2", n_labels=2), data=data)
+    f, Js, _ = tokens_of(la.model.model, data)
+    expected = gradient_curvature(la.model.model, Js, softmax_fisher(f))
+    torch.testing.assert_close(la.H.to_matrix(), expected, **EXACT)
+    assert la(data[0]).shape == (3, 7, 2)
+
+
+# --- bad input -------------------------------------------------------------------------------
+
+
+def with_labels(change):
+    data = batches()
+    change(data[0]["labels"])
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda y: y.fill_(IGNORED), "batch 0: no token is labelled"),
+        (lambda y: y.fill_(0), "labels where attention_mask is 0: set them to -100"),
+        (lambda y: y[0].fill_(N_CLASSES), "must be -100 or from 0 to 2, but range from 0 to 3"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        fitted(data=with_labels(change))
+
+
+def test_another_likelihood_is_named_where_it_would_fit():
+    labels = {"labels": torch.zeros(3, dtype=torch.long)}
+    texts = [batches()[0] | labels]
+    with pytest.raises(ValueError, match=r'\(texts, tokens\).*likelihood "classification"'):
+        fitted(data=texts)
+    with pytest.raises(ValueError, match='one label a text use "classification"'):
+        fitted(model=lora_model("bert"))
+    with pytest.raises(ValueError, match='use the likelihood "token_classification"'):
+        make(token_classifier()).fit(batches())
+    with pytest.raises(ValueError, match='a model that writes use "language_modeling"'):
+        make(lora_model("gpt2"), "lowrank_kron", TOKENS)
+    with pytest.raises(ValueError, match='hessian_structure="lowrank_kron", "diag" or "full"'):
+        make(token_classifier(), "kron", TOKENS)
+
+
+def test_what_ranks_whole_texts_is_refused():
+    la = fitted()
+    with pytest.raises(NotImplementedError, match=r"epistemic_entropy.nansum\(1\)"):
+        la.acquire(batches(), 2)
+    information = la.predict(batches(), generator=generator()).epistemic_entropy.nansum(1)
+    assert information.shape == (8,)
+    assert math.isfinite(information.sum())
