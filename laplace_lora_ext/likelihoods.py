@@ -193,6 +193,8 @@ class Classification(_AsItIs):
                     f"{found}: several labels for each example are for the likelihood "
                     f'"{MULTI_LABEL}"; if each has one of them, pass labels.argmax(-1)'
                 )
+            if y.is_floating_point():
+                found += ': numbers are for the likelihood "regression"'
             raise ValueError(found)
         is_no_class = (y < 0) | (y >= n_outputs)
         if is_no_class.any():
@@ -295,7 +297,11 @@ class Regression(_AsItIs):
     ) -> torch.Tensor:
         targets = self.as_targets(y.to(logits.device), logits.dtype)
         if targets.shape != logits.shape:
-            raise ValueError(f"targets must be {tuple(logits.shape)}, not {tuple(y.shape)}")
+            found = f"targets must be {tuple(logits.shape)}, not {tuple(y.shape)}"
+            are_classes = y.ndim == 1 and not y.is_floating_point()
+            if are_classes:
+                found += ': class indices are for the likelihood "classification"'
+            raise ValueError(found)
         if not torch.isfinite(targets).all():
             raise ValueError("non-finite targets: leave such examples out")
         return targets

@@ -39,6 +39,29 @@ def test_answers_of_several_tokens(tmp_path):
     assert loss.requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:.*(have only|no better than guessing|best prior|0 or 1)")
+def test_numbers_with_their_noise(capsys):
+    texts = ragged_batches()
+    batches = [batch | {"labels": batch["labels"].double()} for batch in texts]
+    names = {
+        "laplace_lora_ext": laplace_lora_ext,
+        "model": lora_model("bert", n_labels=1),
+        "train_loader": batches,
+        "val_loader": batches,
+        "test_loader": batches,
+    }
+    text = (DOCS / "priors.md").read_text("utf-8")
+    section = re.search(r"## Numbers with their noise\n(.*?)\n## ", text, re.DOTALL)
+    assert section is not None
+    ((_, code),) = FENCE.findall(section[1])
+    exec(compile(code, "priors.md, numbers", "exec"), names)
+    assert (names["low"] < names["median"]).all()
+    assert (names["median"] < names["high"]).all()
+    assert_close(names["median"], names["prediction"].mean)
+    assert set(names["comparison"].posterior) == {"rmse", "nll", "coverage", "crps"}
+    assert "coverage" in capsys.readouterr().out
+
+
 def test_losses_of_ones_own_are_explained_in_few_sentences():
     text = (DOCS / "priors.md").read_text("utf-8")
     section = re.search(r"## Class weights.*?\n(.*?)\n## ", text, re.DOTALL)

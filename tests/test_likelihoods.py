@@ -164,6 +164,8 @@ REFUSED = [
     refused_shape_of_classes(4, 1),
     refused_shape_of_classes(4, 3),
     refused_shape_of_classes(2, 2),
+    refused("numbers as classes", "classification", NUMBERS, 'likelihood "regression"'),
+    refused("classes as numbers", "regression", CLASSES, 'likelihood "classification"'),
     refused_shape_of_numbers(3, 2),
     refused_shape_of_numbers(4),
     refused_shape_of_numbers(4, 1),
