@@ -1,0 +1,55 @@
+"""Numbers of any unit, trained in stages: how well targets that no text tells of are predicted."""
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import DataLoader
+
+from laplace_lora_ext import train_in_stages
+from laplace_lora_ext.metrics import compare
+from tests.support.models import base_model
+from tests.support.ranks import Texts
+from tests.support.trainers import trainer_of
+
+N_TRAIN = 60
+N_TEST = 200
+
+
+def texts_with(targets: torch.Tensor, first: int) -> list[dict[str, torch.Tensor]]:
+    """Give texts targets that they tell nothing of."""
+    texts = list(Texts(N_TRAIN + N_TEST))
+    pairs = zip(texts[first : first + len(targets)], targets, strict=True)
+    return [text | {"labels": target} for text, target in pairs]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("mean", "deviation"), [(50.0, 10.0), (0.0, 0.05)])
+def test_noise_of_any_size_is_found_by_the_held_out_texts(tmp_path, mean, deviation):
+    generator = torch.Generator().manual_seed(0)
+    targets = mean + deviation * torch.randn(N_TRAIN + N_TEST, generator=generator)
+    torch.manual_seed(0)
+    base = base_model("bert", n_labels=1)
+    base.classifier.bias.data.fill_(mean)  # small steps would take long to get there
+    config = LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS")
+    trainer = trainer_of(
+        tmp_path,
+        model=get_peft_model(base, config),
+        data=texts_with(targets[:N_TRAIN], first=0),
+        max_steps=200,
+        per_device_train_batch_size=20,
+        save_strategy="no",
+        logging_strategy="no",
+        learning_rate=1e-3,
+    )
+    la = train_in_stages(trainer)
+
+    tests = DataLoader(texts_with(targets[N_TRAIN:], first=N_TRAIN), batch_size=50)
+    found = compare(la, tests).posterior
+    entropy = math.log(deviation) + (1 + math.log(2 * math.pi)) / 2  # 3.72 and -1.58
+    # Both what the test texts' mean square and what twelve held-out texts say of the variance vary:
+    # by √(2 / n) of it, of which the NLL takes half, and the square of the second, too.
+    error = math.sqrt(2 / N_TEST) / 2 + math.sqrt(2 / 12) / 2
+    assert abs(found["nll"] - entropy) < 2 * error
+    assert found["coverage"] > 0.7
