@@ -5,11 +5,19 @@ import math
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import laplace_lora_ext
 import tests.support.dense as dense
 from laplace_lora_ext.curvature.backend import LowRankKronEF
+from laplace_lora_ext.models import tokens_model
 from laplace_lora_ext.saving import write_state
 from tests.support.models import VOCABULARY, lora_model
 from tests.support.posteriors import (
@@ -226,6 +234,81 @@ def test_a_score_takes_a_pass_a_draw_and_one_more(n_samples):
     if not n_samples:
         assert torch.equal(found.tokens.log_prob, found.tokens.map_log_prob)
         assert not found.tokens.epistemic.any()
+
+
+@pytest.mark.parametrize("ragged", PADDINGS)
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "gemma2"])
+def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(kind, ragged, monkeypatch):
+    model = model_that_writes(kind)
+    la = fitted_text(model, prior_precision=3.0)
+
+    def figures():
+        chosen = copy.copy(la)
+        method = laplace_lora_ext.TokenAgreement(
+            train_loader=text_batches(**ragged),
+            generator=generator(),
+        )
+        chosen.optimize_prior_precision(method=method)
+        return {"agreement": chosen.prior_precision, **scored(la, **ragged)}
+
+    expected = figures()
+    rows: list[int] = []
+    layer_calls: list[int] = []
+    first_layer = la.blocks[0].module
+    output_layer = la.model.transformer.get_output_embeddings()
+
+    def note_rows(_, inputs, output):
+        rows.append(output.shape[:-1].numel())
+
+    def note_call(*_):
+        layer_calls.append(1)
+
+    monkeypatch.setattr(tokens_model, "MOST_ROWS", 6)
+    with output_layer.register_forward_hook(note_rows):
+        found = figures()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert max(rows) <= 6
+    with first_layer.register_forward_hook(note_call):
+        scored(la, n_samples=4, **ragged)
+    # The layers before the output layer run once for the trained model, and once a draw.
+    assert len(layer_calls) == 5 * len(text_batches(**ragged))
+    assert all("forward" not in vars(child) for child in la.model.transformer.children())
+
+
+def model_that_writes(kind):
+    """A tiny model in float64; Gemma 2 caps its logits behind the output layer."""
+    if kind == "gpt2":
+        return lora_model(kind).eval()
+    torch.manual_seed(0)
+    if kind == "t5":
+        config = T5Config(
+            vocab_size=VOCABULARY,
+            d_model=8,
+            d_kv=4,
+            d_ff=12,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+        )
+        return with_lora(T5ForConditionalGeneration(config), ["q", "v"])
+    config = Gemma2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        final_logit_softcapping=0.5,
+        pad_token_id=0,
+    )
+    return with_lora(Gemma2ForCausalLM(config), ["q_proj", "lm_head"])
+
+
+def with_lora(base, target_modules):
+    """Add LoRA weights that are not 0."""
+    lora = LoraConfig(r=2, target_modules=target_modules, init_lora_weights=False)
+    return get_peft_model(base.double(), lora).eval()
 
 
 def test_settings_that_do_not_fit_are_refused():

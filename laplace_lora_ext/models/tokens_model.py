@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +23,22 @@ from laplace_lora_ext.models.answers import (
 )
 from laplace_lora_ext.models.batches import Positions, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
+
+MOST_ROWS = 1024
+"""Most rows of a vocabulary's logits that a part of a batch has."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of each text's labelled tokens, counted from its first one."""
+
+    first: int
+    size: int
+
+    def of(self, labelled: torch.Tensor) -> torch.Tensor:
+        """Mark which of the labelled ones among places `(B, T)` are of this part."""
+        number = labelled.cumsum(1) - 1
+        return labelled & (number >= self.first) & (number < self.first + self.size)
 
 
 class TokensModel(LogitsModel):
@@ -48,15 +67,16 @@ class TokensModel(LogitsModel):
     def _logits(
         self,
         batch: Any,
+        part: Part | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor:
-        """Compute logits `(N, V)` of the labelled tokens, one text after the other.
+        """Compute logits `(N, V)` of the labelled tokens, or a part, one text after the other.
 
         They are in float32 or better.
         """
         if isinstance(batch, Mapping) and not self.is_encoder_decoder:
             batch = text_first(batch)  # labels too
-        labelled = self.targets(batch) != IGNORED
+        labelled = self.targets(batch, part) != IGNORED
         logits = self._at(labelled, self._inputs(batch), **model_kwargs)
         self.output_size = logits.shape[-1]
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
@@ -65,8 +85,20 @@ class TokensModel(LogitsModel):
         """Return the batch, and the tokens `(B, T)` that the logits at each place predict."""
         return batch, self.targets(batch)
 
-    def targets(self, batch: Any) -> torch.Tensor:
+    def parts(self, batch: Any) -> list[Part]:
+        """Divide a batch's labelled tokens: logits of a part have at most `MOST_ROWS` rows.
+
+        Of more texts than that, a part has a token of each.
+        """
+        labelled = self.targets(batch) != IGNORED
+        size = max(1, MOST_ROWS // len(labelled))
+        most = int(labelled.sum(1).max())
+        return [Part(first, size) for first in range(0, most, size)]
+
+    def targets(self, batch: Any, part: Part | None = None) -> torch.Tensor:
         """Return tokens `(B, T)` that the logits at each place predict, -100 where none is.
+
+        Of a part, the tokens of others are -100 too.
 
         A `ValueError` if labels are missing, of another shape or type, at padding, or all -100.
         """
@@ -89,11 +121,13 @@ class TokensModel(LogitsModel):
                 f"no token is labelled: every label is {IGNORED}, or on a text's first token, "
                 "which nothing predicts. Leave such batches out"
             )
-        return labels
+        if part is None:
+            return labels
+        return labels.where(part.of(labels != IGNORED), IGNORED)
 
-    def labelled(self, batch: Any) -> torch.Tensor:
-        """Mark the labels that some logits predict, `(B, T)`."""
-        predicting = self.targets(batch) != IGNORED
+    def labelled(self, batch: Any, part: Part | None = None) -> torch.Tensor:
+        """Mark the labels that some logits predict, or those of a part, `(B, T)`."""
+        predicting = self.targets(batch, part) != IGNORED
         return predicting if self.is_encoder_decoder else predicting.roll(1, dims=1)
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
@@ -143,6 +177,50 @@ class TokensModel(LogitsModel):
                 'The likelihood "language_modeling" needs a transformers model that generates '
                 "text, such as one of AutoModelForCausalLM."
             )
+
+
+class Remembered:
+    """What a language model returned before its output layer, so that only this runs again.
+
+    It is of one batch and one set of weights. What a model does behind the layer, such as capping
+    its logits, it does again too.
+    """
+
+    def __init__(self, transformer: PreTrainedModel) -> None:
+        layer = transformer.get_output_embeddings()
+        self._children = [
+            child
+            for child in transformer.children()
+            if isinstance(layer, nn.Module) and all(part is not layer for part in child.modules())
+        ]
+        self._outputs: list[Any] = []  # of all calls of the children in a pass
+        self._is_known = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Note what the children return in the first pass within, and return it in later ones."""
+        calls = iter(self._outputs)
+
+        def instead(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._is_known:
+                return next(calls)
+            output = forward(*args, **kwargs)
+            self._outputs.append(output)
+            return output
+
+        # Others, such as accelerate, may have put a function in its place before.
+        before = [vars(child).get("forward") for child in self._children]
+        try:
+            for child in self._children:
+                child.forward = partial(instead, child.forward)
+            yield
+            self._is_known = True
+        finally:
+            for child, forward in zip(self._children, before, strict=True):
+                if forward is None:
+                    del child.forward
+                else:
+                    child.forward = forward
 
 
 def _decoder_input_ids(

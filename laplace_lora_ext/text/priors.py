@@ -14,7 +14,7 @@ import torch
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.processes.shards import Share, total_size
-from laplace_lora_ext.text.scores import Draw, drawn
+from laplace_lora_ext.text.scores import Draw, Reader, drawn, trained
 from laplace_lora_ext.tuning.agreement import broadest, check_max_change
 from laplace_lora_ext.tuning.gridsearch import grid_of_priors, search_grid, warn_of_ends
 from laplace_lora_ext.tuning.method import Tunable, TuningHistory, TuningMethod, draw_seed
@@ -106,16 +106,21 @@ def _distances_to_model(
     batch: Any,
 ) -> Columns:
     """Sum the draws' mean distances over each text's labelled tokens, and count the tokens."""
-    with la.model.prepared():
-        p_of_model = la.model(batch).softmax(-1)
-    distances = []
-    for draw in draws:
-        p_of_draw = draw.logits(batch).softmax(-1)
-        difference = p_of_draw - p_of_model
-        distances.append(difference.abs().sum(-1) / 2)  # total variation
-    labelled = la.model.labelled(batch).to(p_of_model.device)
-    by_place = p_of_model.new_zeros(labelled.shape, dtype=torch.float64)
-    by_place[labelled] = torch.stack(distances).mean(0).double()
+    model = la.model
+    parts = model.parts(batch)
+    of_trained = Reader(trained(la), batch, parts)
+    of_draws = [Reader(draw, batch, parts) for draw in draws]
+    labelled = model.labelled(batch).to(model.device)
+    by_place = torch.zeros(labelled.shape, dtype=torch.float64, device=model.device)
+    for part in parts:
+        p_of_model = of_trained.logits(part).softmax(-1)
+        distances = []
+        for reader in of_draws:
+            p_of_draw = reader.logits(part).softmax(-1)
+            # Total variation.
+            distances.append((p_of_draw - p_of_model).abs().sum(-1) / 2)
+        places = model.labelled(batch, part).to(model.device)
+        by_place[places] = torch.stack(distances).mean(0).double()
     return by_place.sum(1), labelled.sum(1)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.running import exclusive
-from laplace_lora_ext.models.tokens_model import TokensModel
+from laplace_lora_ext.models.tokens_model import Part, Remembered, TokensModel
 from laplace_lora_ext.models.weights import Values, called_with
 from laplace_lora_ext.passes.graph import check_logits
 from laplace_lora_ext.predictive.distributions import Drawable, drawn_weights
@@ -104,9 +105,18 @@ def labelled_tokens(
     member.check_model()
     with member.model.prepared():
         f = member.model(batch)
+    return f, _tokens_of(member, batch, f)
+
+
+def _tokens_of(
+    member: Writer,
+    batch: Any,
+    f: torch.Tensor,
+    part: Part | None = None,
+) -> torch.Tensor:
+    """Find the tokens `(N,)` that logits `(N, V)` of a batch, or a part of it, are to predict."""
     check_logits(f)
-    tokens = member.trained_likelihood.check_targets(member.model.targets(batch), f)
-    return f, tokens
+    return member.trained_likelihood.check_targets(member.model.targets(batch, part), f)
 
 
 @exclusive
@@ -157,11 +167,30 @@ class Draw(NamedTuple):
     posterior: Writer
     weights: Values
 
-    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Compute logits `(N, V)` at the labelled tokens."""
+    def logits(self, batch: Mapping[str, Any], part: Part | None = None) -> torch.Tensor:
+        """Compute logits `(N, V)` at the labelled tokens, or at a part of them."""
         model = self.posterior.model
         with model.prepared():
-            return called_with(model, self.posterior.blocks, self.weights, batch)
+            return called_with(model, self.posterior.blocks, self.weights, batch, part=part)
+
+
+class Reader:
+    """One model, and one batch of which it reads a part at a time.
+
+    Where there are several parts, only the first one runs the layers before the output layer.
+    """
+
+    def __init__(self, draw: Draw, batch: Mapping[str, Any], parts: Sequence[Part]) -> None:
+        self._draw = draw
+        self._batch = batch
+        transformer = draw.posterior.model.transformer
+        self._remembered = Remembered(transformer) if len(parts) > 1 else None
+
+    def logits(self, part: Part) -> torch.Tensor:
+        """Compute logits `(N, V)` at the labelled tokens of a part."""
+        remembered = self._remembered
+        with nullcontext() if remembered is None else remembered.running():
+            return self._draw.logits(self._batch, part)
 
 
 def trained(posterior: Writer) -> Draw:
@@ -206,15 +235,47 @@ def scores_under(
     batch: Mapping[str, Any],
     draws: Iterable[Draw],
 ) -> TextScores:
-    """Score texts under given draws."""
-    of_members = [labelled_tokens(member, batch) for member in members]
-    f, tokens = of_members[0]
-    if len(of_members) > 1:
-        # Logits of the mixture of the trained models, but for a constant.
-        log_p = [logits.log_softmax(-1) for logits, _ in of_members]
-        f = torch.stack(log_p).logsumexp(0)
-    labelled = members[0].model.labelled(batch).to(f.device)
-    return score(f, (draw.logits(batch) for draw in draws), tokens, labelled)
+    """Score texts under given draws, a part of their tokens at a time."""
+    first = members[0]
+    for member in members:
+        member.check_model()
+    parts = first.model.parts(batch)
+    of_trained = [Reader(trained(member), batch, parts) for member in members]
+    of_draws: Iterable[Reader] = (Reader(draw, batch, parts) for draw in draws)
+    if len(parts) > 1:
+        of_draws = list(of_draws)  # every part reads with all of them
+    scores: list[TokenScores] = []
+    for part in parts:
+        f = of_trained[0].logits(part)
+        tokens = _tokens_of(first, batch, f, part)
+        if len(members) > 1:
+            # Logits of the mixture of the trained models, but for a constant.
+            others = [reader.logits(part) for reader in of_trained[1:]]
+            log_p = [logits.log_softmax(-1) for logits in (f, *others)]
+            f = torch.stack(log_p).logsumexp(0)
+        drawn_logits = (reader.logits(part) for reader in of_draws)
+        labelled = first.model.labelled(batch, part).to(f.device)
+        scores.append(score_tokens(f, drawn_logits, tokens, labelled))
+    return of_texts(scores)
+
+
+class TokenScores(NamedTuple):
+    """Holds what is known of N labelled tokens of texts, or of a part of them."""
+
+    by_token: Scores  # (N,)
+    by_draw: torch.Tensor  # (S, N), log-probabilities of the labels under each draw
+    labelled: torch.Tensor  # (B, T) booleans, where the tokens are
+
+    def placed(self) -> Scores:
+        """Put the scores where the tokens are in the texts, `(B, T)`."""
+        return Scores._make(_placed(numbers, self.labelled) for numbers in self.by_token)
+
+    def whole(self) -> torch.Tensor:
+        """Compute the log-probability `(S, B)` of all these tokens of a text under each draw.
+
+        A draw is one model of the whole text, so its tokens' probabilities are multiplied first.
+        """
+        return torch.stack([_placed(of_draw, self.labelled).sum(1) for of_draw in self.by_draw])
 
 
 def score(
@@ -223,7 +284,17 @@ def score(
     tokens: torch.Tensor,
     labelled: torch.Tensor,
 ) -> TextScores:
-    """Score texts by the logits of draws, one draw at a time.
+    """Score texts by all of their logits, as `score_tokens` does."""
+    return of_texts([score_tokens(f, drawn, tokens, labelled)])
+
+
+def score_tokens(
+    f: torch.Tensor,
+    drawn: Iterable[torch.Tensor],
+    tokens: torch.Tensor,
+    labelled: torch.Tensor,
+) -> TokenScores:
+    """Score tokens by the logits of draws, one draw at a time.
 
     Takes logits `(N, V)` of the trained model at the labelled tokens, one text after the other,
     those of each draw, the labels `(N,)`, and booleans `(B, T)`, N of which are true. Without draws
@@ -264,22 +335,27 @@ def score(
         epistemic=(total - aleatoric).clamp_min(0),
         log_prob_sd=by_draw.std(0, correction=0),
     )
-    tokens_of_texts = Scores._make(_placed(numbers, labelled) for numbers in by_token)
-    sums = Scores._make(numbers.sum(1) for numbers in tokens_of_texts)
+    return TokenScores(by_token, by_draw, labelled)
+
+
+def of_texts(parts: Sequence[TokenScores]) -> TextScores:
+    """Put the scores of parts, which share no token, where their tokens are in the texts."""
+    tokens = parts[0].placed()
+    whole = parts[0].whole()
+    labelled = parts[0].labelled
+    for part in parts[1:]:
+        tokens = Scores._make(a + b for a, b in zip(tokens, part.placed(), strict=True))
+        whole = whole + part.whole()
+        labelled = labelled | part.labelled
+    sums = Scores._make(numbers.sum(1) for numbers in tokens)
     # A text without a label has a mean of 0.
     n_tokens = labelled.sum(1).clamp_min(1)
-    # A draw is one model of the whole text, so its tokens' probabilities are multiplied first.
-    of_texts: list[torch.Tensor] = []
-    for log_prob in by_draw:
-        by_place = _placed(log_prob, labelled)
-        of_texts.append(by_place.sum(1))
-    whole = torch.stack(of_texts)
     return TextScores(
-        tokens=tokens_of_texts,
+        tokens=tokens,
         sums=sums,
         means=Scores._make(numbers / n_tokens for numbers in sums),
         labelled=labelled,
-        log_prob=whole.logsumexp(0) - math.log(n_draws),
+        log_prob=whole.logsumexp(0) - math.log(len(whole)),
     )
 
 
