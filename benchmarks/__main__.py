@@ -19,6 +19,7 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Calibration,
     options.Cross,
     options.Contrasts,
+    options.Settings,
     options.Overview,
     options.Evidence,
     options.Text,

@@ -118,6 +118,13 @@ class Cross(SeveralSeeds):
 
 
 @dataclass(frozen=True)
+class Settings(SeveralSeeds):
+    """Settings of rivals that train again, beside each other by a held-out fifth of the texts."""
+
+    rivals: tuple[str, ...] = option(("ivon", "blob"), "rivals, by key")
+
+
+@dataclass(frozen=True)
 class Contrasts(SeveralSeeds):
     """What do many classes lose where only those that matter are compared? Intents (--data)."""
 

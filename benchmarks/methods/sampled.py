@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -168,10 +168,12 @@ class BLoB(Recipe):
     and the divergence from the prior has steps of its own, by SGD.
     """
 
-    name = "BLoB"
-    start = 0.05
     prior_deviation = 0.2
-    learning_rate = 0.002  # of the divergence; the program's for encoders
+
+    def __init__(self, start: float = 0.05, divergence_rate: float = 0.002) -> None:
+        self.start = start  # of the numbers whose squares are deviations, at most
+        self.learning_rate = divergence_rate  # the program's for encoders
+        self.name = f"BLoB, start {start:g}, rate of divergence {divergence_rate:g}"
 
     def prepare(self, model: nn.Module) -> None:
         """Add to every lora_A the numbers whose squares are its deviations."""
@@ -234,25 +236,39 @@ class BLoB(Recipe):
 class IVONLoRA(Recipe):
     """Variational Newton's method on all LoRA weights (Cong et al., arXiv:2411.04421).
 
-    The numbers are the paper's, except for the learning rate's schedule, which is the task's.
+    `ess`, `hess_init`, `clip_radius`, `beta2` and `weight_decay` are the paper's, whose program does
+    not rescale the learning rate. The rate is not its 0.03, with which a weight moves by 3e-5 a step
+    at most: with 2 that is the learning rate of the lab's encoders. `python -m benchmarks settings`
+    compares others.
     """
 
-    name = "IVON-LoRA"
-    settings: ClassVar[dict[str, Any]] = {
-        "lr": 0.03,
-        "ess": 1e7,
-        "hess_init": 3e-4,
-        "beta2": 0.99999,
-        "weight_decay": 1e-6,
-        "clip_radius": 1e-3,
-    }
+    def __init__(
+        self,
+        learning_rate: float = 2.0,
+        effective_size: float = 1e7,
+        first_hessian: float = 3e-4,
+    ) -> None:
+        self.settings = {
+            "lr": learning_rate,
+            "ess": effective_size,
+            "hess_init": first_hessian,
+            "beta2": 0.99999,
+            "weight_decay": 1e-6,
+            "clip_radius": 1e-3,
+            "rescale_lr": False,
+        }
+        # Trainings are kept by it.
+        self.name = (
+            f"IVON-LoRA, rate {learning_rate:g}, size {effective_size:g}, "
+            f"first Hessian {first_hessian:g}"
+        )
 
     def optimizer(
         self,
         weights: list[nn.Parameter],
         settings: Hyperparameters,
     ) -> Any:
-        """Make IVON with the paper's numbers."""
+        """Make IVON."""
         import ivon  # only this rival needs it
 
         return ivon.IVON(weights, **self.settings)
@@ -277,3 +293,20 @@ class IVONLoRA(Recipe):
         for (name, weight), part in zip(trained.items(), parts, strict=True):
             deviations[name + DEVIATION] = part.view_as(weight)
         return deviations
+
+
+# What `python -m benchmarks settings` tries, by the method's key.
+SETTINGS: dict[str, tuple[Recipe, ...]] = {
+    "ivon": (
+        IVONLoRA(learning_rate=0.03),  # the paper's
+        IVONLoRA(learning_rate=0.5),
+        IVONLoRA(learning_rate=2.0),
+        IVONLoRA(learning_rate=2.0, effective_size=1e6, first_hessian=1e-3),
+        IVONLoRA(learning_rate=5.0),
+    ),
+    "blob": (
+        BLoB(),
+        BLoB(start=0.2),
+        BLoB(divergence_rate=0.02),
+    ),
+}

@@ -130,3 +130,15 @@ def test_a_step_of_blobs_divergence_is_one_against_its_gradient(step, share):
     rate = 0.5 * share * recipe.learning_rate
     torch.testing.assert_close(layer.weight, weight - rate * of_weight)
     torch.testing.assert_close(layer.spread, spread - rate * of_spread)
+
+
+def test_ivons_learning_rate_is_not_rescaled(prepared):
+    pretrained = prepared("mrpc", steps=3, learning_rate=1e-2)
+    model = fine_tune(pretrained, pretrained.data[TRAIN], seed=0)
+    (first, *_) = model.retrained(IVONLoRA(learning_rate=1.0)).checkpoints.values()
+    (other, *_) = model.retrained(IVONLoRA(learning_rate=2.0)).checkpoints.values()
+    moved = max(
+        float((first[name] - other[name]).abs().max()) for name in first if "lora_A" in name
+    )
+    # A step is the rate times a clipped 1e-3; rescaled by the first Hessian it would be 3e-7.
+    assert moved > 1e-5

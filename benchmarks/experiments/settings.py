@@ -1,0 +1,62 @@
+"""Settings of rivals that train again, by the texts that are held out from their trainings."""
+
+from collections.abc import Iterator
+
+from benchmarks.fine_tuning import Pretrained, fine_tune, held_out, prepare
+from benchmarks.methods.method import Members, labels_of
+from benchmarks.methods.sampled import SETTINGS, retrained
+from benchmarks.options import Settings
+from benchmarks.report import Result, Row, over_seeds, say, table
+from laplace_lora_ext.metrics import quality
+
+HELD_OUT = 0.2
+HELD = "held-out texts"
+TRAINED = "maximum likelihood"
+FIGURES = ("accuracy", "nll", "ece")
+
+
+def run(options: Settings) -> Iterator[Result]:
+    """Train each seed's model and its rivals, and report after each of them."""
+    unknown = set(options.rivals) - SETTINGS.keys()
+    if unknown:
+        raise SystemExit(f"No settings of {unknown.pop()!r}; there are those of {list(SETTINGS)}.")
+    rows: list[Row] = []
+    for seed in options.seeds:
+        pretrained = prepare(options, seed)
+        for row in measured(pretrained, options, seed):
+            rows.append(row)
+            figures = {"task": pretrained.description, "rows": rows}
+            yield figures, text_of(pretrained, rows)
+
+
+def measured(
+    pretrained: Pretrained,
+    options: Settings,
+    seed: int,
+) -> Iterator[Row]:
+    """Train without a fifth of the texts by each recipe, and predict that fifth."""
+    rest, held = held_out(pretrained, HELD_OUT)
+    labels = labels_of(held)
+    loaders = {HELD: pretrained.prediction_loader(held)}
+    batches = pretrained.loader(rest)
+    model = fine_tune(pretrained, rest, seed)
+
+    def row(name: str, members: Members) -> Row:
+        probabilities = members.predict(loaders)[HELD]
+        return {"seed": seed, "settings": name, **quality(probabilities, labels)}
+
+    yield row(TRAINED, Members.of([model]))
+    for rival in options.rivals:
+        for recipe in SETTINGS[rival]:
+            say(options, f"Seed {seed}: {recipe.name}")
+            yield row(recipe.name, retrained(recipe, model, batches))
+
+
+def text_of(pretrained: Pretrained, rows: list[Row]) -> list[str]:
+    """Put the rows in words and a table."""
+    task = pretrained.description
+    words = (
+        f"Task {task['name']}: a fifth of {task['train']} texts is held out from each training, "
+        "and predicted."
+    )
+    return [words, table(over_seeds(rows, ["settings"], FIGURES))]
