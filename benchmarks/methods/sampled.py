@@ -236,10 +236,9 @@ class BLoB(Recipe):
 class IVONLoRA(Recipe):
     """Variational Newton's method on all LoRA weights (Cong et al., arXiv:2411.04421).
 
-    `ess`, `hess_init`, `clip_radius`, `beta2` and `weight_decay` are the paper's, whose program does
-    not rescale the learning rate. The rate is not its 0.03, with which a weight moves by 3e-5 a step
-    at most: with 2 that is the learning rate of the lab's encoders. `python -m benchmarks settings`
-    compares others.
+    Numbers are the paper's, whose program does not rescale the learning rate, but for that rate:
+    with its 0.03 a weight moves by 3e-5 a step at most, with 2 by the learning rate of the lab's
+    encoders. `python -m benchmarks settings` compares others.
     """
 
     def __init__(
