@@ -9,8 +9,9 @@ import transformers
 from torch.testing import assert_close
 
 import laplace_lora_ext
-from tests.support.models import lora_model, ragged_batches
-from tests.test_readme import FENCE, write_adapter
+from tests.support.models import N_CLASSES, lora_model, ragged_batches
+from tests.test_readme import FENCE, PROMPTS, write_adapter
+from tests.test_token_classification import token_classifier
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -37,6 +38,61 @@ def test_answers_of_several_tokens(tmp_path):
         assert_close(probabilities.sum(1), torch.ones(len(probabilities)))
     loss = names["AnswerTrainer"].compute_loss(None, model, next(iter(names["loader"])))
     assert loss.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:.*(have only|no better than guessing|best prior)")
+def test_several_labels_and_labels_of_tokens(tmp_path):
+    write_adapter(tmp_path, "bert")
+    model = lora_model("bert", torch.float32)
+    model.config.problem_type = "multi_label_classification"
+    words = [prompt.split() for prompt in PROMPTS]
+    names = {
+        "laplace_lora_ext": laplace_lora_ext,
+        "torch": torch,
+        "transformers": transformers,
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(tmp_path),
+        "model": model,
+        "token_model": token_classifier(dtype=torch.float32),
+        "train_texts": [
+            (prompt, ["returns", "billing"][: n % 3]) for n, prompt in enumerate(PROMPTS)
+        ],
+        "train_sentences": [(text, [n % N_CLASSES for n in range(len(text))]) for text in words],
+    }
+    several, of_texts, tokens, of_tokens = [
+        code for _, code in FENCE.findall((DOCS / "labels.md").read_text("utf-8"))
+    ]
+
+    def run(code: str) -> None:
+        exec(compile(code, "labels.md", "exec"), names)
+
+    def serve_loaders() -> dict[str, torch.Tensor]:
+        loader = names["train_loader"]
+        (batch,) = loader
+        names.update(val_loader=loader, test_loader=loader, pool=loader, batch=batch)
+        return batch
+
+    run(several)
+    labels = serve_loaders()["labels"]
+    assert_close(labels[:3], torch.tensor([[0.0, 0, 0], [0, 0, 1], [1, 0, 1]]))
+    run(of_texts)
+    assert names["la"].likelihood == "multi_label_classification"
+    prediction = names["prediction"]
+    assert_close(names["probs"], prediction.probabilities)
+    assert (prediction.labels == (prediction.probabilities > 0.5)).all()
+    assert prediction.epistemic_entropy.shape == names["probs"].shape == labels.shape
+    assert names["places"].shape == (2,)
+
+    run(tokens)
+    labels = serve_loaders()["labels"]
+    assert (labels == -100).any()
+    run(of_tokens)
+    assert names["la"].likelihood == "token_classification"
+    is_real = names["batch"]["attention_mask"].bool()
+    assert_close(names["probs"][is_real].sum(-1), torch.ones(int(is_real.sum())))
+    assert names["probs"].shape == (*labels.shape, N_CLASSES)
+    assert (names["prediction"].labels[~is_real] == -100).all()
+    assert (names["doubt"].isnan() == ~is_real).all()
+    assert names["places"].shape == (2,)
 
 
 @pytest.mark.filterwarnings("ignore:.*(have only|no better than guessing|best prior|0 or 1)")
