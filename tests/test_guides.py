@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,20 @@ from torch.testing import assert_close
 
 import laplace_lora_ext
 from tests.support.models import N_CLASSES, lora_model, ragged_batches
+from tests.support.trainers import trainer_of
 from tests.test_readme import FENCE, PROMPTS, write_adapter
 from tests.test_token_classification import token_classifier
 
 DOCS = Path(__file__).parents[1] / "docs"
+
+
+def run_section(page: str, title: str, names: dict[str, Any]) -> None:
+    """Run the one block of a guide's section."""
+    text = (DOCS / page).read_text("utf-8")
+    section = re.search(rf"## {re.escape(title)}\n(.*?)\n## ", text, re.DOTALL)
+    assert section is not None
+    ((_, code),) = FENCE.findall(section[1])
+    exec(compile(code, f"{page}, {title}", "exec"), names)
 
 
 @pytest.mark.filterwarnings("ignore:.*(have only|no better than guessing)")
@@ -106,16 +117,28 @@ def test_numbers_with_their_noise(capsys):
         "val_loader": batches,
         "test_loader": batches,
     }
-    text = (DOCS / "priors.md").read_text("utf-8")
-    section = re.search(r"## Numbers with their noise\n(.*?)\n## ", text, re.DOTALL)
-    assert section is not None
-    ((_, code),) = FENCE.findall(section[1])
-    exec(compile(code, "priors.md, numbers", "exec"), names)
+    run_section("priors.md", "Numbers with their noise", names)
     assert (names["low"] < names["median"]).all()
     assert (names["median"] < names["high"]).all()
     assert_close(names["median"], names["prediction"].mean)
     assert set(names["comparison"].posterior) == {"rmse", "nll", "coverage", "crps"}
     assert "coverage" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.*(have only|no better than guessing)")
+def test_new_data_without_the_old(tmp_path):
+    model = lora_model("bert", torch.float32)
+    la = laplace_lora_ext.Laplace(model)
+    la.fit(ragged_batches())
+    names = {
+        "laplace_lora_ext": laplace_lora_ext,
+        "la": la,
+        "new_trainer": trainer_of(tmp_path, model=model),
+        "new_loader": ragged_batches(seed=2),
+    }
+    run_section("priors.md", "New data, without the old", names)
+    assert names["la_of_both"].n_data == 2 * la.n_data
+    assert la.penalty() > 0  # the adapter that was trained is the posterior's
 
 
 def test_losses_of_ones_own_are_explained_in_few_sentences():

@@ -32,8 +32,8 @@ class Remember(TrainerCallback):
 
         trainer.add_callback(Remember(la))
 
-    It is for old data that can't be kept: where some can, training on these again is the stronger
-    cure.
+    It has been tried on few tasks, and is for old data that can't be kept: where some can, training
+    on these again (replay) is the better choice.
 
     Parameters
     ----------
