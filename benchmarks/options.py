@@ -132,6 +132,19 @@ class Contrasts(SeveralSeeds):
 
 
 @dataclass(frozen=True)
+class Molecules(SeveralSeeds):
+    """Do posteriors help to predict numbers? A property of molecules (--data): minutes a seed."""
+
+    task: str = option(
+        "photoswitches",
+        "CSV file in DATA/molecules to read SMILES and a property from",
+        choices=("photoswitches", "redox_mer"),
+    )
+    train_examples: int = option(100, "molecules to fine-tune on, a fifth of which chooses")
+    test_examples: int = option(200, "molecules to measure every method on")
+
+
+@dataclass(frozen=True)
 class Text(Reading):
     """Free text by a pretrained language model (extra llm): half an hour a seed."""
 

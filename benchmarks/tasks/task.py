@@ -12,11 +12,12 @@ Side = Literal["left", "right"]
 class Example(NamedTuple):
     """A text, or a pair of texts for an encoder, and its class; None if no class is right.
 
+    Of a regression the label is the number to predict.
     A prompt may have choices of its own, texts that stand behind it.
     """
 
     text: str | tuple[str, str]
-    label: int | None
+    label: float | None
     choices: tuple[str, ...] | None = None
 
 

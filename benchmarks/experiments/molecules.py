@@ -1,0 +1,265 @@
+"""Numbers instead of classes: a property of molecules, predicted with honest doubt."""
+
+import math
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
+from torch.nn.functional import mse_loss, normalize
+
+import laplace_lora_ext
+from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, untrained
+from benchmarks.models import AdaptedModel, MissingDataError, encoder_folder, load_tokenizer
+from benchmarks.options import Molecules
+from benchmarks.report import Result, Row, cell, over_seeds, say, table
+from benchmarks.tasks.balanced import ENCODER
+from benchmarks.tasks.task import Example, Task
+from benchmarks.training import Recipe, Records, read_or_train, train
+from laplace_lora_ext.metrics import quality_of_numbers
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.numbers import NumberPrediction
+
+HELD_OUT = 0.2
+RESTARTS = 5  # of the search for the Gaussian process's kernel
+PROPERTIES = {
+    "photoswitches": "Pi-Pi* Transition Wavelength",
+    "redox_mer": "Ered",
+}
+# A SMILES string has about a token a letter.
+SETTINGS = replace(ENCODER, maximum_length=128, checkpoints=1)
+OVERRIDES = ("steps", "learning_rate", "batch_size")
+FIGURES = ("rmse", "nll", "coverage", "crps")
+
+
+class Unit(NamedTuple):
+    """What targets are standardised by: mean and standard deviation of the training targets."""
+
+    mean: float
+    std: float
+
+
+def run(options: Molecules) -> Iterator[Result]:
+    """Measure each seed."""
+    rows: list[Row] = []
+    for seed in options.seeds:
+        task, unit = read(options, seed)
+        trial = Trial(prepared(options, task), options, seed, unit)
+        rows += trial.rows()
+        figures = {
+            "task": {"name": task.name, TRAIN: len(task.train), TEST: len(task.test)},
+            "hyperparameters": asdict(trial.pretrained.hyperparameters),
+            "rows": rows,
+        }
+        yield figures, text_of(trial.pretrained, rows)
+
+
+def read(
+    options: Molecules,
+    seed: int,
+) -> tuple[Task, Unit]:
+    """Draw molecules to train on and others to test on; no molecule is drawn twice."""
+    if options.data is None:
+        raise MissingDataError(
+            f"molecules reads molecules/{options.task}.csv with columns SMILES and "
+            f"{PROPERTIES[options.task]}: give --data FOLDER."
+        )
+    file = options.data / "molecules" / f"{options.task}.csv"
+    if not file.exists():
+        raise MissingDataError(f"There is no {file}.")
+    frame = pd.read_csv(file).drop_duplicates("SMILES")
+    molecules = list(zip(frame["SMILES"], frame[PROPERTIES[options.task]], strict=True))
+    n_train, n_test = options.train_examples, options.test_examples
+    if n_train < 1 / HELD_OUT or n_train >= len(molecules):
+        raise SystemExit(
+            f"--train-examples must be from {1 / HELD_OUT:.0f} to {len(molecules) - 1}: "
+            f"{options.task} has {len(molecules)} molecules."
+        )
+    random.Random(seed).shuffle(molecules)
+    targets = torch.tensor([target for _, target in molecules[:n_train]], dtype=torch.float64)
+    unit = Unit(targets.mean().item(), targets.std().item())
+    examples = [Example(smiles, (target - unit.mean) / unit.std) for smiles, target in molecules]
+    task = Task(
+        name=options.task,
+        classes=[PROPERTIES[options.task]],
+        is_prompt=False,
+        train=examples[:n_train],
+        test=examples[n_train : n_train + n_test],
+    )
+    return task, unit
+
+
+def prepared(options: Molecules, task: Task) -> Pretrained:
+    """Find the encoder, which gets a head of one output."""
+    folder: Path = encoder_folder()
+    settings = SETTINGS
+    for name in OVERRIDES:
+        asked = getattr(options, name)
+        if asked is not None:
+            settings = replace(settings, **{name: asked})
+    settings = replace(settings, warmup_steps=min(settings.warmup_steps, settings.steps))
+    return Pretrained(task, settings, load_tokenizer(folder), folder, options)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One seed: a training without a fifth of the molecules, which chooses, and one on all."""
+
+    pretrained: Pretrained
+    options: Molecules
+    seed: int
+    unit: Unit
+
+    def rows(self) -> Iterator[Row]:
+        """Measure every method on the test molecules."""
+        records = self.pretrained.data[TRAIN]  # in an order that the seed has drawn
+        n_rest = len(records) - math.ceil(HELD_OUT * len(records))
+        rest, held = records[:n_rest], records[n_rest:]
+        say(self.options, f"Seed {self.seed}: training without a fifth")
+        first = self._trained(rest)
+        say(self.options, f"Seed {self.seed}: training on all")
+        final = self._trained(records)
+
+        yield self._row("Mean of the training targets", known_exactly(self._zeros(), 1.0))
+        residuals = self._outputs(first, held) - targets_of(held)
+        noise = residuals.square().mean().sqrt().item()
+        by_model = self._outputs(final, self.pretrained.data[TEST])
+        yield self._row("Trained model, constant noise", known_exactly(by_model, noise))
+        for name, with_head in (("lowrank_kron", False), ("The same with the head", True)):
+            say(self.options, f"Seed {self.seed}: {name}")
+            chosen = self._fitted(first, rest, with_head)
+            held_loader = self.pretrained.loader(held)
+            chosen.optimize_prior_precision(method="gridsearch", val_loader=held_loader)
+            la = self._fitted(final, records, with_head)
+            la.hyperparameters = chosen.hyperparameters
+            prediction = la.predict(self.pretrained.prediction_loader(self.pretrained.data[TEST]))
+            yield self._row(name, prediction)
+        say(self.options, f"Seed {self.seed}: Gaussian process")
+        yield self._row("Gaussian process on frozen features", self._by_gaussian_process())
+
+    def _row(self, name: str, prediction: NumberPrediction) -> Row:
+        """Measure predictions of the test molecules."""
+        figures = quality_of_numbers(prediction, targets_of(self.pretrained.data[TEST]))
+        return {
+            "name": name,
+            "seed": self.seed,
+            "unit": self.unit.std,
+            **figures,
+            "epistemic_std": prediction.epistemic_std.mean().item(),
+            "total_std": prediction.total_std.mean().item(),
+        }
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(len(self.pretrained.data[TEST]), 1)
+
+    def _trained(self, records: Records) -> AdaptedModel:
+        """Fine-tune LoRA weights and the head by least squares, or read an earlier training."""
+        adapted = AdaptedModel(untrained(self.pretrained, self.seed))
+        settings = self.pretrained.hyperparameters
+
+        def loss_of(batch: Any) -> torch.Tensor:
+            return mse_loss(adapted.logits_model(batch)[:, 0], batch["labels"])
+
+        read_or_train(
+            adapted.model,
+            ["least squares", asdict(settings), records, self.seed],
+            self.options.cache,
+            lambda: train(
+                adapted.model,
+                self.pretrained.shuffled_loader(records, self.seed),
+                loss_of,
+                settings,
+                show_progress=not self.options.quiet,
+                recipe=Recipe(),
+            ),
+        )
+        return adapted
+
+    def _outputs(
+        self,
+        model: AdaptedModel,
+        records: Records,
+    ) -> torch.Tensor:
+        return model.logits(self.pretrained.prediction_loader(records))
+
+    def _fitted(
+        self,
+        model: AdaptedModel,
+        records: Records,
+        with_head: bool,
+    ) -> Any:
+        """Fit a posterior around a trained model."""
+        la: Any = laplace_lora_ext.Laplace(model.model, "regression", modules_to_save=with_head)
+        la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)
+        return la
+
+    def _by_gaussian_process(self) -> NumberPrediction:
+        """Fit a Gaussian process to all training molecules, its kernel by the evidence."""
+        train_records, test_records = self.pretrained.data[TRAIN], self.pretrained.data[TEST]
+        kernel = ConstantKernel() * RBF() + WhiteKernel()
+        process: Any = GaussianProcessRegressor(
+            kernel,
+            n_restarts_optimizer=RESTARTS,
+            random_state=self.seed,
+        )
+        with warnings.catch_warnings():
+            # Targets that features explain wholly have next to no noise: no cause for alarm.
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            process.fit(self._features(train_records).numpy(), targets_of(train_records).numpy())
+        mean, std = process.predict(self._features(test_records).numpy(), return_std=True)
+        noise_variance = process.kernel_.k2.noise_level
+        of_outputs = torch.from_numpy(std.ravel() ** 2 - noise_variance).clamp_min(0)
+        moments = Moments(torch.from_numpy(mean.reshape(-1, 1)), of_outputs[:, None, None])
+        return NumberPrediction.of([moments], [math.sqrt(noise_variance)])
+
+    @torch.no_grad()
+    def _features(self, records: Records) -> torch.Tensor:
+        """Compute the pretrained encoder's embeddings, as it was trained to make them: of norm 1.
+
+        They are means over tokens of the last hidden states.
+        """
+        model = self.pretrained.load().base_model.eval()
+        embeddings = []
+        for batch in self.pretrained.prediction_loader(records):
+            mask = batch["attention_mask"]
+            hidden = model(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
+            sums = (hidden * mask[:, :, None]).sum(1)
+            embeddings.append(normalize(sums, dim=1).double().cpu())
+        return torch.cat(embeddings)
+
+
+def targets_of(records: Records) -> torch.Tensor:
+    """Collect standardised targets, `(N, 1)`."""
+    return torch.tensor([[record["labels"]] for record in records])
+
+
+def known_exactly(outputs: torch.Tensor, noise: float) -> NumberPrediction:
+    """Predict by outputs `(N, 1)` of no doubt, and a constant noise."""
+    no_variance = torch.zeros_like(torch.diag_embed(outputs))
+    return NumberPrediction.of([Moments(outputs, no_variance)], [noise])
+
+
+def text_of(
+    pretrained: Pretrained,
+    rows: Sequence[Row],
+) -> list[str]:
+    """Put the figures in words and a table."""
+    task = pretrained.task
+    (of_what,) = task.classes
+    units = [row["unit"] for row in rows if row["name"] == rows[0]["name"]]
+    words = (
+        f"{task.name} ({of_what}): {len(task.train)} training and {len(task.test)} test molecules "
+        f"for each of {len(units)} seeds; targets in standard deviations of the training targets, "
+        f"{cell(sum(units) / len(units))} on average. A training without a fifth of the training "
+        "molecules lets them choose noise and prior for the model that is trained on all; the "
+        "Gaussian process has all, and chooses its kernel by the evidence. Mean ± standard "
+        "deviation over seeds."
+    )
+    return [words, table(over_seeds(rows, ("name",), (*FIGURES, "epistemic_std", "total_std")))]

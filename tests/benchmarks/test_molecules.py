@@ -1,0 +1,93 @@
+"""The experiment that predicts numbers, at its smallest."""
+
+import math
+
+import pytest
+import transformers
+
+from benchmarks.experiments.molecules import read
+from tests.benchmarks.support import parsed, run
+
+NAMES = [
+    "Mean of the training targets",
+    "Trained model, constant noise",
+    "lowrank_kron",
+    "The same with the head",
+    "Gaussian process on frozen features",
+]
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A folder of made-up molecules; the last row repeats the first molecule."""
+    folder = tmp_path / "data" / "molecules"
+    folder.mkdir(parents=True)
+    chains = ["C" * (number % 7 + 1) + "N" * (number // 7) for number in range(40)]
+    lines = [f"{smiles},{300 + 5 * len(smiles)}" for smiles in [*chains, chains[0]]]
+    content = "\n".join(["SMILES,Pi-Pi* Transition Wavelength", *lines])
+    (folder / "photoswitches.csv").write_text(content, encoding="utf-8")
+    return tmp_path / "data"
+
+
+def number_of(example):
+    """The target, which no molecule lacks."""
+    assert example.label is not None
+    return example.label
+
+
+def test_training_targets_have_mean_0_and_deviation_1_and_no_molecule_is_drawn_twice(data):
+    options = parsed("molecules", data=data, train_examples=20, test_examples=100)
+    task, unit = read(options, 3)
+    targets = [number_of(example) for example in task.train]
+    assert len(targets) == 20
+    assert sum(targets) == pytest.approx(0, abs=1e-9)
+    assert sum(target**2 for target in targets) == pytest.approx(19)
+    everything = [*task.train, *task.test]
+    assert len({example.text for example in everything}) == len(everything) == 40
+    for example in everything:
+        assert number_of(example) * unit.std + unit.mean == pytest.approx(
+            300 + 5 * len(example.text)
+        )
+    assert read(options, 4)[0].train != task.train
+
+
+def test_more_training_molecules_than_there_are_are_refused(data):
+    options = parsed("molecules", data=data, train_examples=40)
+    with pytest.raises(SystemExit, match="photoswitches has 40 molecules"):
+        read(options, 0)
+    with pytest.raises(SystemExit, match="give --data FOLDER"):
+        read(parsed("molecules"), 0)
+
+
+def test_every_method_is_measured_for_each_seed(data, tmp_path, capsys, tiny_models, monkeypatch):
+    encoder = tmp_path / "encoder"
+    for part in (transformers.AutoModel, transformers.AutoTokenizer):  # without the saved head
+        part.from_pretrained(tiny_models[False]).save_pretrained(encoder)
+    monkeypatch.setattr("benchmarks.experiments.molecules.encoder_folder", lambda: encoder)
+    finished = run(
+        capsys,
+        tmp_path / "results",
+        "molecules --quiet",
+        data=data,
+        train_examples=20,
+        test_examples=12,
+        steps=3,
+        seeds=(0, 1),
+        cache=tmp_path / "cache",
+    )
+    rows = finished.figures["rows"]
+    assert [(row["seed"], row["name"]) for row in rows] == [
+        (seed, name) for seed in (0, 1) for name in NAMES
+    ]
+    for of_mean, of_model, *posteriors, _ in (rows[:5], rows[5:]):
+        assert of_mean["total_std"] == 1
+        # By its noise of standard deviation 1 alone, the NLL is that of a standard normal.
+        nll = (math.log(2 * math.pi) + of_mean["rmse"] ** 2) / 2
+        assert of_mean["nll"] == pytest.approx(nll, rel=1e-5)
+        assert of_model["epistemic_std"] == 0
+        for row in posteriors:
+            assert row["rmse"] == pytest.approx(of_model["rmse"], rel=1e-5)
+            assert row["total_std"] > row["epistemic_std"] > 0
+    for name in NAMES:
+        assert name in finished.printed
+    assert "±" in finished.printed
