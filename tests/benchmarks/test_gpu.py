@@ -7,7 +7,7 @@ TINY = {"device": "cpu", "lengths": [8, 16]}
 
 
 def test_the_page_of_a_tiny_model(tmp_path, capsys):
-    finished = run(capsys, tmp_path, "gpu --quiet --tiny", **TINY, minutes=5)
+    finished = run(capsys, tmp_path, "gpu --quiet --tiny", **TINY, minutes=60)
     figures = finished.figures
     exact = [row for row in figures["exactness"] if row["dtype"] == "float64"]
     assert {row["checkpointed"] for row in exact} == {True, False}
