@@ -562,7 +562,7 @@ class LoRALaplace(ParametricLaplace):
         squares = (self.mean - self.prior_mean).double().square()
         if len(self.prior_precision) < self.n_params:
             of_blocks = squares.split(self._sizes)
-        squares = torch.stack([part.sum() for part in of_blocks])
+            squares = torch.stack([part.sum() for part in of_blocks])
         return (squares * self.prior_precision.double()).sum()
 
     def optimize_prior_precision(  # pyright: ignore[reportIncompatibleMethodOverride]
