@@ -116,7 +116,7 @@ def test_weights_of_positives_move_the_weights_and_not_the_likelihood(
     assert loss.n_seen == n_trained
 
 
-def test_a_second_training_chooses_by_all_labels_of_the_held_out_texts(tmp_path):
+def test_a_second_training_of_several_labels_leaves_a_second_member(tmp_path):
     trainer = trainer_of_labels(tmp_path)
     trainer.train()
     la = Laplace(trainer.model)
