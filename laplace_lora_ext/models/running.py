@@ -125,6 +125,26 @@ def running_eagerly(model: nn.Module) -> AbstractContextManager[object]:
     return set_stance("force_eager")
 
 
+@contextmanager
+def forwards_replaced(
+    modules: Sequence[nn.Module],
+    other: Callable[..., Any],
+) -> Iterator[None]:
+    """Within, call `other(module, forward, *args, **kwargs)` for the `forward` of each module."""
+    # Others, such as accelerate, may have put a function of their own in its place.
+    before = [vars(module).get("forward") for module in modules]
+    for module in modules:
+        module.forward = partial(other, module, module.forward)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
 def unfused_attention() -> AbstractContextManager[object]:
     """Let torch's attention run without fused kernels, which have no second derivatives."""
     attention = getattr(torch.nn, "attention", None)
@@ -132,9 +152,6 @@ def unfused_attention() -> AbstractContextManager[object]:
         return attention.sdpa_kernel(attention.SDPBackend.MATH)
     # Before PyTorch 2.3.
     return torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False)
-
-
-# --- PEFT's attention --------------------------------------------------------------------------
 
 
 def keep_derivatives(modules: Iterable[nn.Module]) -> None:
@@ -156,6 +173,9 @@ def keep_derivatives(modules: Iterable[nn.Module]) -> None:
         layer.training = True
         if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
             layer.state_dict()  # which unpacks
+
+
+# --- PEFT's attention --------------------------------------------------------------------------
 
 
 @contextmanager
@@ -239,18 +259,8 @@ class Checkpoints:
         training would change the logits. Here the layers stay in evaluation mode, and the model's
         own choice of `use_reentrant` does not matter.
         """
-        layers = checkpointed_layers(model)
-        before = [vars(layer).get("forward") for layer in layers]
-        for layer in layers:
-            layer.forward = partial(self._checkpointed, layer, layer.forward)
-        try:
+        with forwards_replaced(checkpointed_layers(model), self._checkpointed):
             yield
-        finally:
-            for layer, forward in zip(layers, before, strict=True):
-                if forward is None:
-                    del layer.forward
-                else:  # as accelerate leaves it, where it moves weights
-                    layer.forward = forward
 
     def _checkpointed(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from laplace_lora_ext.models.answers import (
 )
 from laplace_lora_ext.models.batches import Positions, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.running import forwards_replaced
 
 MOST_ROWS = 1024
 """Most rows of a vocabulary's logits that a part of a batch has."""
@@ -201,26 +201,21 @@ class Remembered:
         """Note what the children return in the first pass within, and return it in later ones."""
         calls = iter(self._outputs)
 
-        def instead(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def remembered(
+            _: nn.Module,
+            forward: Callable[..., Any],
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
             if self._is_known:
                 return next(calls)
             output = forward(*args, **kwargs)
             self._outputs.append(output)
             return output
 
-        # Others, such as accelerate, may have put a function in its place before.
-        before = [vars(child).get("forward") for child in self._children]
-        try:
-            for child in self._children:
-                child.forward = partial(instead, child.forward)
+        with forwards_replaced(self._children, remembered):
             yield
-            self._is_known = True
-        finally:
-            for child, forward in zip(self._children, before, strict=True):
-                if forward is None:
-                    del child.forward
-                else:
-                    child.forward = forward
+        self._is_known = True
 
 
 def _decoder_input_ids(
