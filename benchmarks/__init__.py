@@ -1,6 +1,10 @@
-"""A lab: tasks, methods, one fine-tuning, and experiments over them: `python -m benchmarks`."""
+"""A lab: tasks, methods, one fine-tuning, and experiments over them: `python -m
+benchmarks`.
+"""
 
 import warnings
 
 # Deprecations inside other packages tell a reader of results nothing.
-warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers)\b")
+warnings.filterwarnings(
+    "ignore", category=FutureWarning, module=r"(torch|transformers)\b"
+)

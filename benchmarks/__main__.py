@@ -33,7 +33,9 @@ COMMANDS: tuple[type[Run], ...] = (
 def build_parser() -> argparse.ArgumentParser:
     """Describe the command line; help needs no heavy import."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    commands = parser.add_subparsers(title="benchmarks", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="benchmarks", metavar="COMMAND", required=True
+    )
     for experiment in COMMANDS:
         summary, _, _ = cleandoc(experiment.__doc__ or "").partition("\n")
         command = commands.add_parser(name_of(experiment), help=summary)
@@ -58,13 +60,16 @@ def _describe(
     for field in fields(experiment):
         flag = "--" + field.name.replace("_", "-")
         keywords = _keywords(hints[field.name])
-        # What a field says itself counts more than its type: seeds may be 0, for example.
+        # What a field says itself counts more than its type: seeds may be 0, for
+        # example.
         keywords.update(field.metadata)
         parser.add_argument(flag, default=field.default, **keywords)
 
 
 def _keywords(hint: Any) -> dict[str, Any]:
-    """Tell argparse how to read an option of this type, which may be None if it isn't given."""
+    """Tell argparse how to read an option of this type, which may be None if it isn't
+    given.
+    """
     if NoneType in get_args(hint):
         (hint,) = (each for each in get_args(hint) if each is not NoneType)
     if hint is bool:
@@ -100,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     run = parse(given)
     name = name_of(type(run))
-    # OpenMP's threads spin while they wait, which makes a run several times slower if other work
-    # keeps the processor busy. OpenMP reads this when PyTorch is imported.
+    # OpenMP's threads spin while they wait, which makes a run several times slower if
+    # other work keeps the processor busy. OpenMP reads this when PyTorch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from benchmarks import measuring, report  # they import PyTorch, which takes seconds
 

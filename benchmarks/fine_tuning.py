@@ -1,4 +1,6 @@
-"""The one fine-tuning: a task's model gets LoRA layers, and is trained with checkpoints."""
+"""The one fine-tuning: a task's model gets LoRA layers, and is trained with
+checkpoints.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +14,13 @@ from peft import LoraConfig, TaskType, get_peft_model
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from benchmarks.models import AdaptedModel, LogitsModel, device_of, load_model, load_tokenizer
+from benchmarks.models import (
+    AdaptedModel,
+    LogitsModel,
+    device_of,
+    load_model,
+    load_tokenizer,
+)
 from benchmarks.options import SeveralSeeds
 from benchmarks.tasks import TASKS
 from benchmarks.tasks.task import Example, Task
@@ -86,16 +94,21 @@ class Pretrained:
 
     @property
     def class_token_ids(self) -> list[int] | None:
-        """The tokens of a causal language model's answers after a prompt, if all have the same."""
+        """The tokens of a causal language model's answers after a prompt, if all have
+        the same.
+        """
         if not self.task.is_prompt or self.task.has_choices:
             return None
         beginning = self._tokens_of("Answer:")
         last_tokens = []
         for answer in self.task.classes:
-            # A tokenizer may join the space and the answer, so the two are read together.
+            # A tokenizer may join the space and the answer, so the two are read
+            # together.
             tokens = self._tokens_of(f"Answer: {answer}")
             if len(tokens) != len(beginning) + 1:
-                raise ValueError(f"The answer {answer!r} is not one token of this model.")
+                raise ValueError(
+                    f"The answer {answer!r} is not one token of this model."
+                )
             last_tokens.append(tokens[-1])
         return last_tokens
 
@@ -184,7 +197,9 @@ class Pretrained:
     def collator(self) -> Any:
         """Pads records to a batch."""
         if self.task.has_choices:
-            return DataCollatorForChoices(self.tokenizer, self.hyperparameters.maximum_length)
+            return DataCollatorForChoices(
+                self.tokenizer, self.hyperparameters.maximum_length
+            )
         return transformers.DataCollatorWithPadding(self.tokenizer)
 
     def train_or_read(
@@ -195,7 +210,9 @@ class Pretrained:
         seed: int,
         recipe: Recipe | None = None,
     ) -> Checkpoints:
-        """Train by maximum likelihood, or read the checkpoints of an earlier, equal training."""
+        """Train by maximum likelihood, or read the checkpoints of an earlier, equal
+        training.
+        """
         followed = recipe or Recipe()
 
         def loss_of(batch: Any) -> torch.Tensor:
@@ -222,14 +239,18 @@ class Pretrained:
 
 
 def _length(record: dict[str, Any]) -> int:
-    tokens_or_characters = record["input_ids"] if "input_ids" in record else record["prompt"]
+    tokens_or_characters = (
+        record["input_ids"] if "input_ids" in record else record["prompt"]
+    )
     return len(tokens_or_characters)
 
 
 def prepare(options: SeveralSeeds, seed: int) -> Pretrained:
     """Read the task that the options ask for, and find its model."""
     if options.task not in TASKS:
-        raise SystemExit(f"Unknown task {options.task!r}; there are {', '.join(TASKS)}.")
+        raise SystemExit(
+            f"Unknown task {options.task!r}; there are {', '.join(TASKS)}."
+        )
     source = TASKS[options.task]
     task = source.read(options, seed)
     folder = source.model(options)
@@ -242,7 +263,9 @@ def prepare(options: SeveralSeeds, seed: int) -> Pretrained:
             changes[name] = asked
     settings = replace(source.hyperparameters, **changes)
     # A run of few steps may end before the usual warm-up does.
-    settings = replace(settings, warmup_steps=min(settings.warmup_steps, settings.steps))
+    settings = replace(
+        settings, warmup_steps=min(settings.warmup_steps, settings.steps)
+    )
     return Pretrained(
         task=task,
         hyperparameters=settings,
@@ -272,7 +295,9 @@ def held_out(
     pretrained: Pretrained,
     share: float,
 ) -> tuple[Records, Records]:
-    """Divide the training texts into those to train on, and a share of each class held out."""
+    """Divide the training texts into those to train on, and a share of each class held
+    out.
+    """
     records = pretrained.data[TRAIN]
     labels = torch.tensor([record["labels"] for record in records])
     ((rest, held),) = divided(pretrained.loader(records), share, labels)
@@ -282,7 +307,9 @@ def held_out(
 def untrained(pretrained: Pretrained, seed: int) -> Any:
     """Load the pretrained model with new LoRA layers."""
     transformers.set_seed(seed)
-    return with_lora(pretrained.load(), pretrained.hyperparameters, pretrained.task_type)
+    return with_lora(
+        pretrained.load(), pretrained.hyperparameters, pretrained.task_type
+    )
 
 
 def fine_tune(
@@ -316,6 +343,7 @@ def fine_tune(
         seed,
         recipe,
     )
-    # The next random numbers are the same for weights that were trained and that were read.
+    # The next random numbers are the same for weights that were trained and that were
+    # read.
     transformers.set_seed(seed)
     return replace(adapted, checkpoints=checkpoints)

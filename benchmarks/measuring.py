@@ -33,7 +33,8 @@ SHARE_OF_LIMIT = 1 / 4  # for one call's repetitions, since others have to come 
 KILLED = -9  # exit code
 KNOWN_WARNINGS = (
     "By default `link_approx`",  # every call names its link
-    "The posterior is over lora_A and lora_B",  # a head stays at its MAP value everywhere
+    # A head stays at its MAP value everywhere.
+    "The posterior is over lora_A and lora_B",
     "There is a performance drop",  # the stock classes' price, which tables show
     "ASDL backend is used which does not",  # likewise
 )
@@ -71,9 +72,9 @@ class Memory:
 def peak_memory(device: str) -> Iterator[Memory]:
     """Measure by how much a block raises this process's memory at its peak.
 
-    On a CUDA device PyTorch's allocator knows. On a CPU a thread reads the resident set size every
-    two milliseconds: the system's own high-water mark includes the time before the block, and a
-    process inherits it from its parent.
+    On a CUDA device PyTorch's allocator knows. On a CPU a thread reads the resident set
+    size every two milliseconds: the system's own high-water mark includes the time
+    before the block, and a process inherits it from its parent.
     """
     memory = Memory()
     before = megabytes_in_use(device)
@@ -109,7 +110,9 @@ class _ResidentSize(threading.Thread):
 
 
 def megabytes_in_use(device: str) -> float:
-    """Return how much memory this process holds on a device, freed of what it doesn't need."""
+    """Return how much memory this process holds on a device, freed of what it doesn't
+    need.
+    """
     gc.collect()
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated() / BYTES_PER_MEGABYTE
@@ -131,7 +134,8 @@ def limit_memory(megabytes: float | None, device: str) -> None:
         wanted = psutil.virtual_memory().available
     else:
         wanted = int(megabytes * BYTES_PER_MEGABYTE)
-    # Otherwise Linux would promise more than there is, and end whatever process it likes.
+    # Otherwise Linux would promise more than there is, and end whatever process it
+    # likes.
     limit = psutil.Process().memory_info().vms + wanted
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
@@ -146,7 +150,8 @@ def seconds_of(job: Job, clock: Clock = timer) -> float:
 def processor_clock(device: str) -> Clock:
     """Choose processor time, which does not depend on what else the processor does.
 
-    An accelerator's work takes none: there, it is the time that passes until it is done.
+    An accelerator's work takes none: there, it is the time that passes until it is
+    done.
     """
     return time.process_time if torch.device(device).type == "cpu" else timer
 
@@ -214,7 +219,9 @@ def growth_exponent(
     sizes: Sequence[float],
     costs: Sequence[float],
 ) -> float | None:
-    """Fit the slope of log cost against log size; None if noise makes a cost negative."""
+    """Fit the slope of log cost against log size; None if noise makes a cost
+    negative.
+    """
     if len(set(sizes)) < 2 or min(costs) <= 0:
         return None
     slope, _ = np.polyfit(np.log(sizes), np.log(costs), deg=1)
@@ -222,7 +229,9 @@ def growth_exponent(
 
 
 def reason_of(error: BaseException) -> str:
-    """Say what went wrong, in one line; for an error without a message, the code that failed."""
+    """Say what went wrong, in one line; for an error without a message, the code that
+    failed.
+    """
     message = " ".join(str(error).split())
     if not message and error.__traceback__ is not None:  # such as an assertion
         *_, innermost = traceback.extract_tb(error.__traceback__)
@@ -234,7 +243,9 @@ def run_alone(
     job: Callable[..., Any],
     *arguments: Any,
 ) -> Any:
-    """Run a job in a process of its own, whose memory is untouched, and return its result."""
+    """Run a job in a process of its own, whose memory is untouched, and return its
+    result.
+    """
     with ProcessPoolExecutor(max_workers=1, mp_context=_context(job)) as pool:
         return pool.submit(job, *arguments).result()
 
@@ -244,7 +255,8 @@ def run_limited(
     arguments: tuple[Any, ...],
     limit: float | None = None,
 ) -> tuple[list[Message], str | None]:
-    """Run a job in a process of its own; return what it yielded, and why it failed, if it did.
+    """Run a job in a process of its own; return what it yielded, and why it failed, if
+    it did.
 
     The limit is in seconds. If the job yields a message "ready", it counts from there.
     """
@@ -300,8 +312,9 @@ def _reason_of_exit(code: int | None) -> str:
 def _context(job: Callable[..., Any]) -> Any:
     """Choose processes that share no memory with this one.
 
-    Where the system can, libraries are imported once for all of them. Not where there is CUDA:
-    what an import asks of it can't be asked again by a process that was forked.
+    Where the system can, libraries are imported once for all of them. Not where there
+    is CUDA: what an import asks of it can't be asked again by a process that was
+    forked.
     """
     if torch.cuda.is_available() or "forkserver" not in get_all_start_methods():
         return get_context("spawn")

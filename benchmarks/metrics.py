@@ -1,4 +1,6 @@
-"""Measures of class probabilities (texts, classes): bins of confidence, and shifted texts."""
+"""Measures of class probabilities (texts, classes): bins of confidence, and shifted
+texts.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +10,8 @@ from scipy.stats import mannwhitneyu
 
 from laplace_lora_ext.metrics import N_BINS, quality
 
-Signs = Mapping[str, torch.Tensor]  # (texts,) by their names; the higher, the more doubtful
+# (texts,) by their names; the higher, the more doubtful.
+Signs = Mapping[str, torch.Tensor]
 
 
 def signs_of(probabilities: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -23,7 +26,9 @@ def quality_with_aurc(
     probabilities: torch.Tensor,
     labels: torch.Tensor,
 ) -> dict[str, float]:
-    """Measure quality, and the area under risk and coverage, by the largest probability."""
+    """Measure quality, and the area under risk and coverage, by the largest
+    probability.
+    """
     wrong = probabilities.argmax(-1) != labels
     sign = signs_of(probabilities)["maximum"]
     return {**quality(probabilities, labels), "aurc": aurc(sign, wrong)}
@@ -33,7 +38,9 @@ def shift_detection(
     test: Signs,
     shifted: Signs,
 ) -> dict[str, Any]:
-    """Compute mean entropies in nats, and how well each sign detects shifted texts (AUROC)."""
+    """Compute mean entropies in nats, and how well each sign detects shifted texts
+    (AUROC).
+    """
     detected = {}
     for name, of_test in test.items():
         signs = torch.cat([of_test, shifted[name]])
@@ -51,7 +58,9 @@ def auroc(
     sign: torch.Tensor,
     wrong: torch.Tensor,
 ) -> float | None:
-    """Compute the share of pairs of a wrong and a right text that a sign orders rightly."""
+    """Compute the share of pairs of a wrong and a right text that a sign orders
+    rightly.
+    """
     n_wrong = int(wrong.sum())
     n_right = len(sign) - n_wrong
     if n_wrong == 0 or n_right == 0:

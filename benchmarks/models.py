@@ -1,4 +1,6 @@
-"""Pretrained models and tokenizers, from the hub or a folder; and models with LoRA layers."""
+"""Pretrained models and tokenizers, from the hub or a folder; and models with LoRA
+layers.
+"""
 
 import hashlib
 import importlib.util
@@ -21,18 +23,23 @@ WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9
 
 
 class MissingDataError(SystemExit):
-    """Ends a run with one line when files are neither in a local folder nor on a hub in reach."""
+    """Ends a run with one line when files are neither in a local folder nor on a hub in
+    reach.
+    """
 
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """A model with LoRA layers, as every method gets it, and what its training has left."""
+    """A model with LoRA layers, as every method gets it, and what its training has
+    left.
+    """
 
     model: nn.Module
     class_token_ids: list[int] | None = None  # a causal language model's answers
     checkpoints: Checkpoints = field(default_factory=dict)
     another: "Callable[[int], AdaptedModel] | None" = None  # trains with another seed
-    retrained: "Callable[[Recipe], AdaptedModel] | None" = None  # trains by another recipe
+    # Trains by another recipe.
+    retrained: "Callable[[Recipe], AdaptedModel] | None" = None
 
     @cached_property
     def logits_model(self) -> LogitsModel:
@@ -68,7 +75,9 @@ class AdaptedModel:
         loaders: Mapping[str, Iterable[Any]],
     ) -> dict[str, torch.Tensor]:
         """Compute probabilities (texts, classes) of each data set, on the CPU."""
-        return {name: self.logits(batches).softmax(-1) for name, batches in loaders.items()}
+        return {
+            name: self.logits(batches).softmax(-1) for name, batches in loaders.items()
+        }
 
 
 def device_of(asked: str | None) -> str:
@@ -82,19 +91,25 @@ def package_folder(name: str) -> Path:
     """Find an installed package, without importing it."""
     specification = importlib.util.find_spec(name)
     if specification is None or not specification.submodule_search_locations:
-        raise ModuleNotFoundError(f"The benchmark reads files of {name}, which is not installed.")
+        raise ModuleNotFoundError(
+            f"The benchmark reads files of {name}, which is not installed."
+        )
     return Path(specification.submodule_search_locations[0])
 
 
 def encoder_folder() -> Path:
-    """Find the benchmark's own encoder in its installed package and check its weights."""
+    """Find the benchmark's own encoder in its installed package and check its
+    weights.
+    """
     folder = package_folder(ENCODER_PACKAGE) / "model"
     check(folder / "model.safetensors", WEIGHTS_SHA256)
     return folder
 
 
 def gemma_folder(cache: Path) -> Path:
-    """Find the model and its tokenizer in the cache, or unpack them there, which takes minutes."""
+    """Find the model and its tokenizer in the cache, or unpack them there, which takes
+    minutes.
+    """
     folder = cache / f"gemma-3-270m-{GGUF_SHA256[:16]}"
     if not (folder / "config.json").exists():
         try:
@@ -112,7 +127,9 @@ def gemma_folder(cache: Path) -> Path:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Convert a GGUF file to a folder of transformers: weights in full precision, tokenizer."""
+    """Convert a GGUF file to a folder of transformers: weights in full precision,
+    tokenizer.
+    """
     model = load_model(
         transformers.AutoModelForCausalLM,
         file.parent,
@@ -121,7 +138,9 @@ def unpack(file: Path, folder: Path) -> None:
     # Otherwise they would claim that the weights are still quantised.
     del model.config.quantization_config
     model.hf_quantizer = None
-    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        file.parent, gguf_file=file.name
+    )
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
 
@@ -131,7 +150,8 @@ def check(file: Path, sha256: str) -> None:
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest != sha256:
         raise RuntimeError(
-            f"{file} has the SHA-256 {digest}, and not {sha256}: reinstall the package it is from."
+            f"{file} has the SHA-256 {digest}, and not {sha256}: reinstall the package "
+            "it is from."
         )
 
 
@@ -140,7 +160,9 @@ def load_model(
     folder: str | Path,
     **settings: Any,
 ) -> Any:
-    """Load a model by one of transformers' automatic classes, which decides its type."""
+    """Load a model by one of transformers' automatic classes, which decides its
+    type.
+    """
     return auto_class.from_pretrained(folder, **settings)
 
 

@@ -1,7 +1,7 @@
 """Options of every experiment; nothing heavy is imported, so that help is quick.
 
-A dataclass for each experiment: its docstring describes it, its fields are the options. Whole
-numbers are at least 1 unless a field says otherwise.
+A dataclass for each experiment: its docstring describes it, its fields are the options.
+Whole numbers are at least 1 unless a field says otherwise.
 """
 
 from dataclasses import dataclass, field
@@ -32,42 +32,53 @@ def option(
 class Run:
     """What every experiment asks."""
 
-    output: Path = option(Path("benchmark_results"), "folder for figures, tables and diagrams")
+    output: Path = option(
+        Path("benchmark_results"), "folder for figures, tables and diagrams"
+    )
     device: str | None = option(None, "cpu or cuda; cuda by default if there is one")
-    threads: int | None = option(None, "number of PyTorch's threads; PyTorch's choice by default")
+    threads: int | None = option(
+        None, "number of PyTorch's threads; PyTorch's choice by default"
+    )
     quiet: bool = option(False, "show no progress")
-    cache: Path = option(Path("benchmark_cache"), "folder of trained models, for later runs")
+    cache: Path = option(
+        Path("benchmark_cache"), "folder of trained models, for later runs"
+    )
 
 
 @dataclass(frozen=True)
 class Reading(Run):
     """What every experiment asks that reads texts from installed packages."""
 
-    files_per_library: int | None = option(None, "source files to read per library; all by default")
+    files_per_library: int | None = option(
+        None, "source files to read per library; all by default"
+    )
 
 
 @dataclass(frozen=True)
 class TextRun(Reading):
-    """What every experiment on a task asks; where the default is None, the task chooses."""
+    """What every experiment on a task asks; where the default is None, the task
+    chooses.
+    """
 
     task: str = option(
         "docstrings",
-        "docstrings, names, submodules, exceptions, types, belongs, sections, verbs, comments, "
-        "defaults or choices (from installed sources; the last is for a causal language model), or "
-        "one of the paper's: winogrande_s, winogrande_m, arc_easy, arc_challenge, obqa, boolq (for "
-        "causal language models), mrpc, rte, cola, wic, wnli, boolq_pairs (for encoders); or "
-        "intents of CLINC150 and banking77 (--data): travel, banking, work, clinc150, banking77; "
-        "or ARC and OpenBookQA (--data), answered by letters or by the choices' texts: "
-        "arc_easy_letters, arc_easy_texts, arc_challenge_letters, arc_challenge_texts, "
-        "obqa_letters, obqa_texts",
+        "docstrings, names, submodules, exceptions, types, belongs, sections, verbs, "
+        "comments, defaults or choices (from installed sources; the last is for a "
+        "causal language model), or one of the paper's: winogrande_s, winogrande_m, "
+        "arc_easy, arc_challenge, obqa, boolq (for causal language models), mrpc, "
+        "rte, cola, wic, wnli, boolq_pairs (for encoders); or intents of CLINC150 and "
+        "banking77 (--data): travel, banking, work, clinc150, banking77; or ARC and "
+        "OpenBookQA (--data), answered by letters or by the choices' texts: "
+        "arc_easy_letters, arc_easy_texts, arc_challenge_letters, "
+        "arc_challenge_texts, obqa_letters, obqa_texts",
     )
     train_examples: int | None = option(None, "texts to fine-tune on")
     test_examples: int | None = option(None, "texts to measure every method on")
     shifted_examples: int | None = option(None, "texts from each other distribution")
     data: Path | None = option(
         None,
-        "the paper's tasks and intents, as DATA/dataset/configuration/split.jsonl; by default the "
-        "paper's tasks come from the hub",
+        "the paper's tasks and intents, as DATA/dataset/configuration/split.jsonl; by "
+        "default the paper's tasks come from the hub",
     )
     model: str | None = option(
         None, "model for choices or a paper's task: its name on the hub, or a folder"
@@ -83,23 +94,30 @@ class SeveralSeeds(TextRun):
     """What every experiment asks that fine-tunes with several seeds."""
 
     steps: int | None = option(None, "training steps; the task's own number by default")
-    checkpoints: int | None = option(None, "checkpoints to keep; the task's own number by default")
+    checkpoints: int | None = option(
+        None, "checkpoints to keep; the task's own number by default"
+    )
     # Unlike other numbers a seed may be 0.
     seeds: tuple[int, ...] = option((0,), "seeds of texts and fine-tuning", type=int)
 
 
 @dataclass(frozen=True)
 class Calibration(SeveralSeeds):
-    """Methods that need no held-out texts on one task: a quarter of an hour to hours per seed."""
+    """Methods that need no held-out texts on one task: a quarter of an hour to hours
+    per seed.
+    """
 
     methods: tuple[str, ...] | None = option(
-        None, "methods to measure beside MAP, by key or by name in the table; all by default"
+        None,
+        "methods to measure beside MAP, by key or by name in the table; all by default",
     )
 
 
 @dataclass(frozen=True)
 class Stages(SeveralSeeds):
-    """Training in stages and mixtures, beside ensembles, temperatures and smoothed labels."""
+    """Training in stages and mixtures, beside ensembles, temperatures and smoothed
+    labels.
+    """
 
     members: int = option(3, "adapters to train in stages, for mixtures and ensembles")
     smoothing: tuple[float, ...] = option(
@@ -112,35 +130,49 @@ class Stages(SeveralSeeds):
 
 @dataclass(frozen=True)
 class Cross(SeveralSeeds):
-    """Is it the curvature or the prior? Both crossed, around one checkpoint for each seed."""
+    """Is it the curvature or the prior? Both crossed, around one checkpoint for each
+    seed.
+    """
 
-    grid_size: int = option(13, "prior precisions between 0.01 and 10,000 that labels choose from")
+    grid_size: int = option(
+        13, "prior precisions between 0.01 and 10,000 that labels choose from"
+    )
 
 
 @dataclass(frozen=True)
 class Settings(SeveralSeeds):
-    """Settings of rivals that train again, beside each other by a held-out fifth of the texts."""
+    """Settings of rivals that train again, beside each other by a held-out fifth of the
+    texts.
+    """
 
     rivals: tuple[str, ...] = option(("ivon", "blob"), "rivals, by key")
 
 
 @dataclass(frozen=True)
 class Contrasts(SeveralSeeds):
-    """What do many classes lose where only those that matter are compared? Intents (--data)."""
+    """What do many classes lose where only those that matter are compared? Intents
+    (--data).
+    """
 
-    task: str = option("banking77", "banking77, clinc150, or another of the tasks of `stages`")
+    task: str = option(
+        "banking77", "banking77, clinc150, or another of the tasks of `stages`"
+    )
 
 
 @dataclass(frozen=True)
 class Molecules(SeveralSeeds):
-    """Do posteriors help to predict numbers? A property of molecules (--data): minutes a seed."""
+    """Do posteriors help to predict numbers? A property of molecules (--data): minutes
+    a seed.
+    """
 
     task: str = option(
         "photoswitches",
         "CSV file in DATA/molecules to read SMILES and a property from",
         choices=("photoswitches", "redox_mer"),
     )
-    train_examples: int = option(100, "molecules to fine-tune on, a fifth of which chooses")
+    train_examples: int = option(
+        100, "molecules to fine-tune on, a fifth of which chooses"
+    )
     test_examples: int = option(200, "molecules to measure every method on")
 
 
@@ -154,7 +186,9 @@ class Text(Reading):
         choices=("functions", "parameters", "types"),
     )
     train_examples: int = option(120, "texts to fine-tune on")
-    validation_examples: int = option(16, "texts that choose temperature and prior precision")
+    validation_examples: int = option(
+        16, "texts that choose temperature and prior precision"
+    )
     test_examples: int = option(40, "texts to measure every method on")
     written_examples: int = option(8, "texts to write under the posterior predictive")
     epochs: int = option(6, "passes over the training texts")
@@ -170,17 +204,22 @@ class Text(Reading):
 
 @dataclass(frozen=True)
 class Overview(Run):
-    """Every method over several tasks, read from runs of calibration and stages: seconds."""
+    """Every method over several tasks, read from runs of calibration and stages:
+    seconds.
+    """
 
     runs: tuple[Path, ...] = option((), "folders written by `calibration` and `stages`")
     ours: str = option(
-        "In stages, held-out texts, mean_field", "method to compare with all others, run by run"
+        "In stages, held-out texts, mean_field",
+        "method to compare with all others, run by run",
     )
 
 
 @dataclass(frozen=True)
 class Evidence(Run):
-    """What a posterior is worth beside a temperature, read from runs of stages: seconds."""
+    """What a posterior is worth beside a temperature, read from runs of stages:
+    seconds.
+    """
 
     runs: tuple[Path, ...] = option((), "folders written by `stages`")
 
@@ -189,11 +228,18 @@ class Evidence(Run):
 class Cost(Run):
     """Time and memory to fit and predict, by the width of random Llamas: 20 minutes."""
 
-    hidden_sizes: tuple[int, ...] = option((256, 512, 1024, 2048, 4096), "widths of the models")
-    layers: tuple[int, ...] = option((4, 4, 2, 2, 1), "of each model, or one number for all")
-    batches: tuple[int, ...] = option((8, 4, 4, 2, 1), "in each model's fit, or one number for all")
+    hidden_sizes: tuple[int, ...] = option(
+        (256, 512, 1024, 2048, 4096), "widths of the models"
+    )
+    layers: tuple[int, ...] = option(
+        (4, 4, 2, 2, 1), "of each model, or one number for all"
+    )
+    batches: tuple[int, ...] = option(
+        (8, 4, 4, 2, 1), "in each model's fit, or one number for all"
+    )
     prediction_batch_sizes: tuple[int, ...] = option(
-        (1, 8, 32), "texts to predict at once; on a CPU 8 at most for models wider than 1024"
+        (1, 8, 32),
+        "texts to predict at once; on a CPU 8 at most for models wider than 1024",
     )
     dtypes: tuple[str, ...] = option(
         ("float32", "bfloat16"),
@@ -204,10 +250,14 @@ class Cost(Run):
     length: int = option(32, "tokens of a text")
     classes: int = option(4, "answers")
     rank: int = option(8, "r of the LoRA layers")
-    contestants: tuple[str, ...] = option(CONTESTANTS, "methods to run", choices=CONTESTANTS)
+    contestants: tuple[str, ...] = option(
+        CONTESTANTS, "methods to run", choices=CONTESTANTS
+    )
     repetitions: int = option(5, "calls to time; fewer if one takes very long")
     limit: float = option(40.0, "seconds after which to stop a contestant")
-    memory_limit: float | None = option(None, "MB that it may take; all that are free by default")
+    memory_limit: float | None = option(
+        None, "MB that it may take; all that are free by default"
+    )
     seed: int = option(0, "of weights and tokens", type=int)
 
 
@@ -215,15 +265,21 @@ class Cost(Run):
 class Scale(Run):
     """Time and memory by the number of classes, tokens and processes: ten minutes."""
 
-    classes: tuple[int, ...] = option((2, 5, 12, 77, 150), "answers; none to omit", nargs="*")
+    classes: tuple[int, ...] = option(
+        (2, 5, 12, 77, 150), "answers; none to omit", nargs="*"
+    )
     lengths: tuple[int, ...] = option(
         (128, 512, 2048),
         "tokens of a text, without and with checkpointing; none to omit",
         nargs="*",
     )
-    processes: tuple[int, ...] = option((1, 2, 4), "that share a fit; none to omit", nargs="*")
+    processes: tuple[int, ...] = option(
+        (1, 2, 4), "that share a fit; none to omit", nargs="*"
+    )
     widths: tuple[int, ...] = option(
-        (256, 1024), "of classifiers, for what heads and penalties add; none to omit", nargs="*"
+        (256, 1024),
+        "of classifiers, for what heads and penalties add; none to omit",
+        nargs="*",
     )
     hidden_size: int = option(256, "width of the model, a multiple of 8")
     layers: int = option(4, "of the model")

@@ -44,18 +44,24 @@ class Shape:
 
 
 def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
-    """Make a model on the device, in its precision; only its LoRA weights are trainable."""
+    """Make a model on the device, in its precision; only its LoRA weights are
+    trainable.
+    """
     model = _with_lora(AutoModelForCausalLM, "CAUSAL_LM", shape, device, seed)
     return AdaptedModel(model, class_token_ids=list(range(shape.classes)))
 
 
 def random_classifier(shape: Shape, device: str, seed: int) -> AdaptedModel:
     """Make a classifier in the same shape, whose head is trainable, too."""
-    model = _with_lora(AutoModelForSequenceClassification, "SEQ_CLS", shape, device, seed)
+    model = _with_lora(
+        AutoModelForSequenceClassification, "SEQ_CLS", shape, device, seed
+    )
     return AdaptedModel(model)
 
 
-def _with_lora(auto_class: Any, task: str, shape: Shape, device: str, seed: int) -> PeftModel:
+def _with_lora(
+    auto_class: Any, task: str, shape: Shape, device: str, seed: int
+) -> PeftModel:
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=shape.hidden_size,
@@ -116,4 +122,6 @@ def random_loader(
         }
         return BatchEncoding(batch).to(device)
 
-    return DataLoader(as_dataset(range(texts)), batch_size=batch_size, collate_fn=collate)
+    return DataLoader(
+        as_dataset(range(texts)), batch_size=batch_size, collate_fn=collate
+    )

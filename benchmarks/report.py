@@ -70,7 +70,8 @@ PANELS_PER_ROW = 5
 RELIABILITY_PANELS_PER_ROW = 4
 TITLE_WIDTH = 36  # letters
 
-# A pandas.DataFrame or Series: pandas tells type checkers too little of what methods return.
+# A pandas.DataFrame or Series: pandas tells type checkers too little of what methods
+# return.
 Frame = Any
 Figures = dict[str, Any]
 Row = dict[str, Any]
@@ -82,14 +83,17 @@ def publish(
     options: Run,
     name: str,
 ) -> None:
-    """Run an experiment; write all that it yields, as soon as it does; print the words of it."""
+    """Run an experiment; write all that it yields, as soon as it does; print the words
+    of it.
+    """
     known = provenance(options)
     hardware = _hardware(known["machine"])
     started = time.perf_counter()
     for figures, parts in experiment(options):
         seconds = time.perf_counter() - started
         everything = {**known, "seconds": seconds, **figures}
-        # JSON has no NaN: a figure that isn't a number must not reach readers of the file.
+        # JSON has no NaN: a figure that isn't a number must not reach readers of the
+        # file.
         content = json.dumps(everything, indent=2, allow_nan=False)
         text = "\n\n".join([*parts, f"{hardware}; {seconds:.0f} s in all."])
         options.output.mkdir(parents=True, exist_ok=True)
@@ -188,7 +192,9 @@ def over_seeds(
     identity: Sequence[str],
     figures: Sequence[str],
 ) -> list[Row]:
-    """Join rows of the same identity to one, with mean ± standard deviation of their figures."""
+    """Join rows of the same identity to one, with mean ± standard deviation of their
+    figures.
+    """
 
     def spread(values: Frame) -> str:
         mean = cell(values.mean())
@@ -235,7 +241,9 @@ def cell(value: Any) -> str:
 
 
 def draw_reliability(rows: Sequence[Row], path: Path) -> None:
-    """Draw a reliability diagram for each row, of its `label`, `ece` and `reliability`."""
+    """Draw a reliability diagram for each row, of its `label`, `ece` and
+    `reliability`.
+    """
     width = min(RELIABILITY_PANELS_PER_ROW, len(rows))
     height = math.ceil(len(rows) / width)
     figure = Figure(figsize=(3.4 * width, 3.7 * height), layout="constrained")
@@ -307,7 +315,9 @@ def draw_lines(
     panels: Mapping[str, Lines],
     xlabel: str,
 ) -> None:
-    """Draw panels side by side, by title, in logarithms; one legend explains their lines."""
+    """Draw panels side by side, by title, in logarithms; one legend explains their
+    lines.
+    """
     height = math.ceil(len(panels) / PANELS_PER_ROW)
     width = math.ceil(len(panels) / height)
     figure = Figure(figsize=(4.2 * width + 3.2, 4 * height), layout="constrained")

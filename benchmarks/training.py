@@ -1,4 +1,6 @@
-"""Trains anything that has a loss: AdamW, a linear schedule, checkpoints, and their cache."""
+"""Trains anything that has a loss: AdamW, a linear schedule, checkpoints, and their
+cache.
+"""
 
 import hashlib
 import json
@@ -22,13 +24,17 @@ Element = TypeVar("Element")
 
 
 def as_dataset(elements: Sequence[Element]) -> Dataset[Element]:
-    """Return a sequence, which has all that loaders read of a data set, under that type."""
+    """Return a sequence, which has all that loaders read of a data set, under that
+    type.
+    """
     return cast("Dataset[Element]", elements)
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """How to fine-tune a model; the defaults are the paper's (its appendix "Hyperparameters")."""
+    """How to fine-tune a model; the defaults are the paper's (its appendix
+    "Hyperparameters").
+    """
 
     model: str
     target_modules: tuple[str, ...]
@@ -64,7 +70,9 @@ class Hyperparameters:
         )
 
     def for_share(self, share: float) -> "Hyperparameters":
-        """Return the same for a share of the steps, warm-up included, with one checkpoint."""
+        """Return the same for a share of the steps, warm-up included, with one
+        checkpoint.
+        """
         return replace(
             self,
             steps=max(1, round(share * self.steps)),
@@ -74,7 +82,9 @@ class Hyperparameters:
 
 
 class Recipe:
-    """Maximum likelihood by AdamW without weight decay; other recipes override parts of it."""
+    """Maximum likelihood by AdamW without weight decay; other recipes override parts of
+    it.
+    """
 
     name = "maximum likelihood"
     label_smoothing = 0.0
@@ -101,7 +111,9 @@ class Recipe:
         steps_an_epoch: int,
         pace: float,
     ) -> None:
-        """Take steps outside of the loss; `pace` is the schedule's share of the learning rate."""
+        """Take steps outside of the loss; `pace` is the schedule's share of the
+        learning rate.
+        """
 
     def deviations(
         self,
@@ -129,7 +141,11 @@ def train(
     recipe: Recipe,
 ) -> Checkpoints:
     """Train what requires gradients; return copies of it by the number of steps."""
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    trained = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+    }
     optimizer = recipe.optimizer(list(trained.values()), settings)
     # A recipe may have a rate of its own, which the schedule scales all the same.
     first_rate = optimizer.param_groups[0]["lr"]
@@ -142,7 +158,9 @@ def train(
     # Another pass begins, in another order, when one ends.
     batches = chain.from_iterable(repeat(loader))
     model.train()
-    progress = tqdm(range(1, settings.steps + 1), desc="Training", disable=not show_progress)
+    progress = tqdm(
+        range(1, settings.steps + 1), desc="Training", disable=not show_progress
+    )
     for step in progress:
         batch = next(batches)
         with recipe.drawing(optimizer):
@@ -169,7 +187,9 @@ def read_or_train(
     cache: Path,
     train: Callable[[], Checkpoints],
 ) -> Checkpoints:
-    """Read what an earlier training from the same weights with the same key has left, or train."""
+    """Read what an earlier training from the same weights with the same key has left,
+    or train.
+    """
     path = cache / f"fine-tuned-{_digest(model, key)}.pt"
     if path.exists():
         device = next(model.parameters()).device

@@ -1,7 +1,9 @@
-"""Pages of the site that are made at each build, so that they can't fall behind the repository.
+"""Pages of the site that are made at each build, so that they can't fall behind the
+repository.
 
-Documents that live elsewhere in the repository keep their paths, and so their links. The reference
-lists every public name; the page of errors and warnings ends with every message of the package.
+Documents that live elsewhere in the repository keep their paths, and so their links.
+The reference lists every public name; the page of errors and warnings ends with every
+message of the package.
 """
 
 from __future__ import annotations
@@ -39,16 +41,25 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for pattern in SHARED:
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
-            # Files of a folder, not "generated" ones: mkdocs-jupyter asks where a notebook is.
-            files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+            # Files of a folder, not "generated" ones: mkdocs-jupyter asks where a
+            # notebook is.
+            files.append(
+                File(name, str(ROOT), config.site_dir, config.use_directory_urls)
+            )
     files.append(File.generated(config, "reference.md", content=reference()))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the package's messages where a page asks for them; links to guides lose their folder."""
+    """Put the package's messages where a page asks for them; links to guides lose their
+    folder.
+    """
     markdown = markdown.replace("](docs/", "](")
-    return markdown.replace(MESSAGES, "\n".join(messages())) if MESSAGES in markdown else markdown
+    return (
+        markdown.replace(MESSAGES, "\n".join(messages()))
+        if MESSAGES in markdown
+        else markdown
+    )
 
 
 def reference() -> str:
@@ -58,7 +69,9 @@ def reference() -> str:
         "Pictures": "laplace_lora_ext.plots",
     }
     public = [f"{package.__name__}.{name}" for name in package.__all__]
-    sections = {"Public names": [name for name in public if name not in of_modules.values()]}
+    sections = {
+        "Public names": [name for name in public if name not in of_modules.values()]
+    }
     sections |= {title: [module] for title, module in of_modules.items()}
     lines = ["# Reference"]
     for title, names in sections.items():
@@ -81,7 +94,10 @@ def messages_of(tree: ast.AST) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             call = node.exc
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("warn", "warnings.warn"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "warn",
+            "warnings.warn",
+        ):
             call = node
         else:
             continue

@@ -1,7 +1,7 @@
 """Laplace approximations over LoRA weights, for laplace-torch, PEFT and transformers.
 
-Importing this package registers `subset_of_weights="lora"` with `laplace.Laplace`, for the
-structures "lowrank_kron", "kron", "diag" and "full".
+Importing this package registers `subset_of_weights="lora"` with `laplace.Laplace`, for
+the structures "lowrank_kron", "kron", "diag" and "full".
 """
 
 import laplace_lora_ext.acquisitions as acquisitions
@@ -24,7 +24,13 @@ from laplace_lora_ext.text.scores import TextScores
 from laplace_lora_ext.training.callback import LaplaceCallback
 from laplace_lora_ext.training.remembering import Remember
 from laplace_lora_ext.training.stages import in_stages, train_in_stages
-from laplace_lora_ext.tuning import Agreement, GridSearch, Marglik, SecondTraining, ValGD
+from laplace_lora_ext.tuning import (
+    Agreement,
+    GridSearch,
+    Marglik,
+    SecondTraining,
+    ValGD,
+)
 from laplace_lora_ext.tuning.method import TuningHistory
 
 __all__ = [

@@ -1,6 +1,8 @@
-"""What to measure, label or try next: acquisition functions of predictions and of drawn functions.
+"""What to measure, label or try next: acquisition functions of predictions and of drawn
+functions.
 
-Pure functions of moments, probabilities or samples, and `acquire`, which applies one to a pool.
+Pure functions of moments, probabilities or samples, and `acquire`, which applies one to
+a pool.
 """
 
 from __future__ import annotations
@@ -17,10 +19,15 @@ from laplace_lora_ext.likelihoods import TOKENS, Likelihood
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.decisions import Prediction
-from laplace_lora_ext.predictive.functions import DrawableFunctions, Functions, draw_functions
+from laplace_lora_ext.predictive.functions import (
+    DrawableFunctions,
+    Functions,
+    draw_functions,
+)
 from laplace_lora_ext.predictive.numbers import NumberPrediction
 
-_OUTCOMES = 1024  # of a batch's labels that are kept; more are thinned by drawing half as many
+# Of a batch's labels that are kept; more are thinned by drawing half as many.
+_OUTCOMES = 1024
 
 
 def expected_improvement(
@@ -44,8 +51,8 @@ def expected_improvement(
 
     References
     ----------
-    Jones, Schonlau & Welch, "Efficient global optimization of expensive black-box functions",
-    Journal of Global Optimization 13 (1998), equation 15.
+    Jones, Schonlau & Welch, "Efficient global optimization of expensive black-box
+    functions", Journal of Global Optimization 13 (1998), equation 15.
     """
     ahead = mean - best
     z = ahead / standard_deviation
@@ -84,7 +91,8 @@ def thompson(
     functions: torch.Tensor,
     n: int,
 ) -> torch.Tensor:
-    """Choose what each function in turn takes for the best of those that are not yet chosen.
+    """Choose what each function in turn takes for the best of those that are not yet
+    chosen.
 
     Parameters
     ----------
@@ -101,7 +109,8 @@ def thompson(
     places: list[int] = []
     for index in range(n):
         place = int(left[index].argmax())
-        # Each is chosen once: what other functions take for the best is then the next one.
+        # Each is chosen once: what other functions take for the best is then the next
+        # one.
         left[:, place] = -math.inf
         places.append(place)
     return torch.tensor(places)
@@ -113,7 +122,9 @@ def entropy(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def margin(probabilities: torch.Tensor) -> torch.Tensor:
-    """Compute how near the second class comes to the first, `(N,)`: 1 if both are as probable."""
+    """Compute how near the second class comes to the first, `(N,)`: 1 if both are as
+    probable.
+    """
     largest = probabilities.topk(2, dim=-1).values
     first, second = largest.unbind(-1)
     return 1 - (first - second)
@@ -134,8 +145,8 @@ def bald(probabilities: torch.Tensor) -> torch.Tensor:
 
     References
     ----------
-    Houlsby et al., "Bayesian active learning for classification and preference learning",
-    arXiv:1112.5745 (2011), equation 2.
+    Houlsby et al., "Bayesian active learning for classification and preference
+    learning", arXiv:1112.5745 (2011), equation 2.
     """
     of_mean = entropy(probabilities.mean(0))
     given_weights = entropy(probabilities).mean(0)
@@ -150,8 +161,8 @@ def batch_bald(
 ) -> torch.Tensor:
     """Choose texts whose labels together tell most of the weights, one after the other.
 
-    The joint entropy of the labels is exact as long as they have few outcomes, and is then
-    estimated by outcomes that are drawn.
+    The joint entropy of the labels is exact as long as they have few outcomes, and is
+    then estimated by outcomes that are drawn.
 
     Parameters
     ----------
@@ -167,15 +178,16 @@ def batch_bald(
 
     References
     ----------
-    Kirsch, van Amersfoort & Gal, "BatchBALD: efficient and diverse batch acquisition for deep
-    Bayesian active learning", NeurIPS 2019, algorithm 1.
+    Kirsch, van Amersfoort & Gal, "BatchBALD: efficient and diverse batch acquisition
+    for deep Bayesian active learning", NeurIPS 2019, algorithm 1.
     """
     probabilities = probabilities.double()
     n_draws, _, n_classes = probabilities.shape
     # Given the weights, labels are independent: their entropies add up.
     given_weights = entropy(probabilities).mean(0)
-    # M outcomes of the labels chosen so far, and how many terms of the joint entropy's sum each of
-    # them stands for, `(M, S)` and `(M,)`. Without a label there is one outcome, which is certain.
+    # M outcomes of the labels chosen so far, and how many terms of the joint entropy's
+    # sum each of them stands for, `(M, S)` and `(M,)`. Without a label there is one
+    # outcome, which is certain.
     outcomes = probabilities.new_ones(1, n_draws)
     shares = probabilities.new_ones(1)
     places: list[int] = []
@@ -183,7 +195,8 @@ def batch_bald(
     for _ in range(n):
         joint = _joint_entropies(outcomes, shares, probabilities)
         information = joint - given_weights - spent
-        # A text that is labelled again would tell nothing new; by rounding, it may seem to.
+        # A text that is labelled again would tell nothing new; by rounding, it may seem
+        # to.
         if places:
             information[places] = -math.inf
         place = int(information.argmax())
@@ -215,7 +228,9 @@ def _joint_entropies(
 def _thinned(
     outcomes: torch.Tensor, shares: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw outcomes by their probabilities; each then stands for the inverse of its own."""
+    """Draw outcomes by their probabilities; each then stands for the inverse of its
+    own.
+    """
     weights = outcomes.mean(1) * shares
     count = _OUTCOMES // 2
     drawn = torch.multinomial(weights, count, replacement=True, generator=generator)
@@ -247,7 +262,7 @@ class Acquiring(Protocol):
     ) -> Prediction | NumberPrediction: ...
 
 
-# --- a pool --------------------------------------------------------------------------------------
+# --- a pool ---------------------------------------------------------------------------
 
 OF_CLASSES = ("bald", "batch_bald", "entropy", "margin")
 OF_NUMBERS = ("expected_improvement", "upper_confidence_bound", "thompson")
@@ -255,7 +270,9 @@ OF_NUMBERS = ("expected_improvement", "upper_confidence_bound", "thompson")
 
 @dataclass(frozen=True)
 class Acquisition:
-    """What to choose from a pool by; the fields are the options of `LoRALaplace.acquire`."""
+    """What to choose from a pool by; the fields are the options of
+    `LoRALaplace.acquire`.
+    """
 
     by: str
     best: float | None = None
@@ -278,20 +295,29 @@ class Acquisition:
         first = la.members[0]
         if first.likelihood == TOKENS:
             raise NotImplementedError(
-                f"acquire ranks examples with one prediction each, and {first.likelihood} has one "
-                "a token: rank texts by la.predict(pool).epistemic_entropy.nansum(1)."
+                "acquire ranks examples with one prediction each, and "
+                f"{first.likelihood} has one a token: rank texts by "
+                "la.predict(pool).epistemic_entropy.nansum(1)."
             )
         is_gaussian = first.predicted_likelihood.is_gaussian
         known = OF_NUMBERS if is_gaussian else OF_CLASSES
         if self.by not in known:
-            raise ValueError(f"by={self.by!r} is none of {list(known)} (for {first.likelihood}).")
+            raise ValueError(
+                f"by={self.by!r} is none of {list(known)} (for {first.likelihood})."
+            )
         if self.by == "expected_improvement" and self.best is None:
-            raise ValueError("Expected improvement needs the best number so far: pass best=.")
+            raise ValueError(
+                "Expected improvement needs the best number so far: pass best=."
+            )
         if isinstance(getattr(pool, "sampler", None), RandomSampler):
-            raise ValueError("Places in a shuffled pool say nothing: pass a loader in its order.")
+            raise ValueError(
+                "Places in a shuffled pool say nothing: pass a loader in its order."
+            )
         if self.by == "batch_bald":
             if not first.predicted_likelihood.sees_differences:
-                raise ValueError(f'{first.likelihood} has no by="batch_bald": use "bald".')
+                raise ValueError(
+                    f'{first.likelihood} has no by="batch_bald": use "bald".'
+                )
             probabilities = self._functions(la, pool, self.n_samples).softmax(-1)
             _check_size(n, probabilities.shape[1])
             generator = torch.Generator().manual_seed(self.seed)
@@ -315,12 +341,15 @@ class Acquisition:
         """Score each text by itself."""
         first = la.members[0]
         generator = torch.Generator(first.model.device).manual_seed(self.seed)
-        prediction = la.predict(pool, generator=generator, progress_bar=self.progress_bar)
+        prediction = la.predict(
+            pool, generator=generator, progress_bar=self.progress_bar
+        )
         assert isinstance(prediction, Prediction)  # numbers have been refused
         if self.by == "bald":
             return prediction.epistemic_entropy.cpu()
         p = prediction.probabilities
-        # A label by itself is a choice of two classes: that it holds, and that it doesn't.
+        # A label by itself is a choice of two classes: that it holds, and that it
+        # doesn't.
         if not first.predicted_likelihood.sees_differences:
             p = torch.stack([1 - p, p], dim=-1)
         if self.by == "margin":
@@ -352,7 +381,9 @@ class Acquisition:
         pool: Iterable[Any],
         n_samples: int,
     ) -> torch.Tensor:
-        """Draw functions, and compute their logits or numbers `(S, N, C)` of the whole pool."""
+        """Draw functions, and compute their logits or numbers `(S, N, C)` of the whole
+        pool.
+        """
         drawn: list[Functions] = []
         members = la.members
         n_each, n_left = divmod(n_samples, len(members))
@@ -366,7 +397,8 @@ class Acquisition:
         def of_batch(batch: Any) -> Columns:
             X = members[0].model.inputs(batch)
             outputs = [functions.linearised(X).cpu() for functions in drawn]
-            return (torch.cat(outputs).transpose(0, 1),)  # examples first, as loaders have them
+            # Examples first, as loaders have them.
+            return (torch.cat(outputs).transpose(0, 1),)
 
         (of_pool,) = over_loader(pool, of_batch, "[Drawn functions]", self.progress_bar)
         if self.by in OF_NUMBERS:
@@ -376,12 +408,15 @@ class Acquisition:
 
 def _check_size(n: int, n_pool: int) -> None:
     if n > n_pool:
-        raise ValueError(f"The pool has {n_pool} examples, fewer than the {n} to choose.")
+        raise ValueError(
+            f"The pool has {n_pool} examples, fewer than the {n} to choose."
+        )
 
 
 def _check_single(n_outputs: int) -> None:
     if n_outputs != 1:
         raise ValueError(
-            f"The model has {n_outputs} outputs, and an acquisition ranks one number: use the "
-            "functions of laplace_lora_ext.acquisitions on one that you make of them."
+            f"The model has {n_outputs} outputs, and an acquisition ranks one number: "
+            "use the functions of laplace_lora_ext.acquisitions on one that you make "
+            "of them."
         )

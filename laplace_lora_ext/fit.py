@@ -87,7 +87,8 @@ class Fit:
             loss=state["loss"].to(device),
             n_data=state["n_data"],
             n_outputs=state["n_outputs"],
-            # As it is now, and not as saved: it may have been cast, which `check_state` allows.
+            # As it is now, and not as saved: it may have been cast, which `check_state`
+            # allows.
             model=ModelState.of(structure.model, structure.blocks),
             places=structure.places,
             learnt_variance=learnt and LearntVariance(**learnt).to(device, dtype),
@@ -102,14 +103,15 @@ class Fit:
             "n_data": self.n_data,
             "n_outputs": self.n_outputs,
             "model": self.model.state_dict(),
-            "learnt_variance": self.learnt_variance and dict(vars(self.learnt_variance)),
+            "learnt_variance": self.learnt_variance
+            and dict(vars(self.learnt_variance)),
         }
 
     def to(self, structure: Structure[Any, Any]) -> Fit:
         """Move the fit to where the structure's weights are now."""
         device, dtype = structure.places[0]
-        # Packed sums know no place, and are unpacked where the weights are. The curvature follows
-        # from them, and need not be moved.
+        # Packed sums know no place, and are unpacked where the weights are. The
+        # curvature follows from them, and need not be moved.
         sums = structure.unpack(structure.pack(self.sums))
         return replace(
             self,
@@ -118,7 +120,8 @@ class Fit:
             curvature=structure.decompose(sums, self.n_data),
             loss=self.loss.to(device),
             places=structure.places,
-            learnt_variance=self.learnt_variance and self.learnt_variance.to(device, dtype),
+            learnt_variance=self.learnt_variance
+            and self.learnt_variance.to(device, dtype),
         )
 
     def after(
@@ -129,8 +132,9 @@ class Fit:
     ) -> Fit:
         """Add the data of an earlier fit, around other weights.
 
-        Their curvature is as it was there. Their loss here is that of its parabola: `distance` is
-        the squared distance `()` of the two means under the earlier curvature.
+        Their curvature is as it was there. Their loss here is that of its parabola:
+        `distance` is the squared distance `()` of the two means under the earlier
+        curvature.
         """
         # Wherever they were: sums are packed alike on all devices.
         of_earlier = structure.unpack(structure.pack(earlier.sums))
@@ -186,7 +190,8 @@ def fit(
             check_runs(model, blocks)
         else:
             check_same(model, blocks, before.model, before.mean)
-        # Before the data are read, whose loader may run code of the user's that changes the model.
+        # Before the data are read, whose loader may run code of the user's that changes
+        # the model.
         state = ModelState.of(model, blocks)
         mean = flattened(blocks, model.device)
         sums = sums_over(
@@ -198,7 +203,8 @@ def fit(
             n_before=0 if before is None else before.n_data,
             progress_bar=progress_bar,
         )
-        # A later part of the data may well leave out a layer that an earlier one has used.
+        # A later part of the data may well leave out a layer that an earlier one has
+        # used.
         if before is None:
             structure.recorder.check_called(sums.called)
         loss = sums.loss

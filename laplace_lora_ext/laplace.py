@@ -22,7 +22,11 @@ from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.same_model import ModelState
 from laplace_lora_ext.problems import LIKELIHOOD_OF
 from laplace_lora_ext.saving import class_name, read_state
-from laplace_lora_ext.structures import DiagLoRALaplace, FullLoRALaplace, KronLoRALaplace
+from laplace_lora_ext.structures import (
+    DiagLoRALaplace,
+    FullLoRALaplace,
+    KronLoRALaplace,
+)
 
 _CLASSES = (LowRankKronLoRALaplace, KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace)
 _OWN_BACKENDS = (LowRankKronGGN, LowRankKronEF, MultiLabelCurvlinopsGGN)
@@ -52,17 +56,19 @@ def Laplace(  # noqa: N802
     hessian_structure: str = "lowrank_kron",
     **options: Any,
 ) -> Any:
-    """Make a posterior over LoRA weights as `laplace.Laplace` does, with an optional likelihood.
+    """Make a posterior over LoRA weights as `laplace.Laplace` does, with an optional
+    likelihood.
 
     Parameters
     ----------
     model : torch.nn.Module
     likelihood : str, optional
-        "classification", "regression", "multi_label_classification" (also for a single logit of
-        two classes), "token_classification", "reward_modeling" or "language_modeling". If omitted:
-        classification with `class_token_ids` or `class_texts`, "token_classification" for a model
-        of that kind, otherwise what the transformers configuration says (`problem_type`, or
-        `num_labels`: one means regression, more mean classification)
+        "classification", "regression", "multi_label_classification" (also for a single
+        logit of two classes), "token_classification", "reward_modeling" or
+        "language_modeling". If omitted: classification with `class_token_ids` or
+        `class_texts`, "token_classification" for a model of that kind, otherwise what
+        the transformers configuration says (`problem_type`, or `num_labels`: one means
+        regression, more mean classification)
     subset_of_weights : str, default="lora"
         as for `laplace.Laplace`, which has other classes for other weights
     hessian_structure : {"lowrank_kron", "kron", "diag", "full"}
@@ -81,7 +87,9 @@ def Laplace(  # noqa: N802
     """
     if likelihood is None:
         likelihood = "classification" if has_answers(options) else _likelihood_of(model)
-    return laplace.Laplace(model, likelihood, subset_of_weights, hessian_structure, **options)
+    return laplace.Laplace(
+        model, likelihood, subset_of_weights, hessian_structure, **options
+    )
 
 
 def from_pretrained(
@@ -108,10 +116,14 @@ def from_pretrained(
     FileNotFoundError
         If the folder holds no posterior.
     ValueError
-        If the file is damaged, or the model is not the fitted one. The message says which.
+        If the file is damaged, or the model is not the fitted one. The message says
+        which.
     """
     state = read_state(folder)
-    fitted, settings = ModelState.from_state_dict(state["model"]), dict(state["settings"])
+    fitted, settings = (
+        ModelState.from_state_dict(state["model"]),
+        dict(state["settings"]),
+    )
     kept = ("likelihood", "prior_mean", "temperature", "enable_backprop")
     options = {name: state[name] for name in kept} | {
         "class_token_ids": fitted.class_token_ids,
@@ -130,7 +142,9 @@ def from_pretrained(
 
 def has_answers(options: Mapping[str, Any]) -> bool:
     """Tell whether options of a Laplace class say what a language model answers."""
-    return any(options.get(name) is not None for name in ("class_token_ids", "class_texts"))
+    return any(
+        options.get(name) is not None for name in ("class_token_ids", "class_texts")
+    )
 
 
 def _named(name: str, classes: Iterable[Any]) -> Any:
@@ -138,8 +152,8 @@ def _named(name: str, classes: Iterable[Any]) -> Any:
     named = {cls.__name__: cls for cls in classes if isinstance(cls, type)}
     if name not in named:
         raise ValueError(
-            f"The posterior was fitted with {name}, which this release does not have: if it is a "
-            f"backend of yours, pass backend={name}."
+            f"The posterior was fitted with {name}, which this release does not have: "
+            f"if it is a backend of yours, pass backend={name}."
         )
     return named[name]
 
@@ -147,15 +161,20 @@ def _named(name: str, classes: Iterable[Any]) -> Any:
 def _likelihood_of(model: nn.Module) -> str:
     transformer = find_transformer(model)
     if transformer is None:
-        raise ValueError("Pass the likelihood: the model has no transformers configuration.")
+        raise ValueError(
+            "Pass the likelihood: the model has no transformers configuration."
+        )
     if transformer.can_generate():
         raise ValueError(
-            "Pass the likelihood, or class_token_ids, the tokens of the answers, or class_texts."
+            "Pass the likelihood, or class_token_ids, the tokens of the answers, or "
+            "class_texts."
         )
     if type(transformer).__name__.endswith("ForTokenClassification"):
         return TOKENS
     config = transformer.config
-    by_number = "regression" if config.num_labels == 1 else "single_label_classification"
+    by_number = (
+        "regression" if config.num_labels == 1 else "single_label_classification"
+    )
     problem_type = getattr(config, "problem_type", None) or by_number
     if problem_type not in LIKELIHOOD_OF:
         raise ValueError(f"No likelihood fits problem_type {problem_type!r}: pass one.")

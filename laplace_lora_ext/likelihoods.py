@@ -1,4 +1,6 @@
-"""Says for each likelihood what to back-propagate from logits, the loss, and what targets are."""
+"""Says for each likelihood what to back-propagate from logits, the loss, and what
+targets are.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,20 @@ IGNORED = -100
 
 
 class Seeds(NamedTuple):
-    """Vectors to back-propagate: sample b has the Fisher `Σ_s (w_sb v_sb) (w_sb v_sb)ᵀ`.
+    """Vectors to back-propagate: sample b has the Fisher `Σ_s (w_sb v_sb) (w_sb
+    v_sb)ᵀ`.
 
-    The vectors have entries of order one, so that none underflows in a half-precision backward
-    pass. The weights, which can be tiny for a confident sample, scale the gradients afterwards.
+    The vectors have entries of order one, so that none underflows in a half-precision
+    backward pass. The weights, which can be tiny for a confident sample, scale the
+    gradients afterwards.
 
     Attributes
     ----------
     vectors : torch.Tensor
         `(S, B, C)`, v
     weights : torch.Tensor
-        `(S, B)`, w, or `(S, 1)` for all samples: those of a text are then back-propagated together
+        `(S, B)`, w, or `(S, 1)` for all samples: those of a text are then
+        back-propagated together
     """
 
     vectors: torch.Tensor
@@ -46,12 +51,16 @@ class Seeds(NamedTuple):
 
 
 class _AsItIs:
-    """Predicts what the logits themselves stand for: one number for each class or output."""
+    """Predicts what the logits themselves stand for: one number for each class or
+    output.
+    """
 
     draws_labels = False  # by default, whatever the number of classes
 
     def class_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Make logits of classes, whose softmax over the last dimension gives probabilities."""
+        """Make logits of classes, whose softmax over the last dimension gives
+        probabilities.
+        """
         return logits
 
     def class_covariance(self, f_var: torch.Tensor) -> torch.Tensor:
@@ -71,7 +80,8 @@ class Classification(_AsItIs):
     name : str
         the host's
     is_gaussian : bool
-        whether predictions are mean and covariance of the outputs, rather than probabilities
+        whether predictions are mean and covariance of the outputs, rather than
+        probabilities
     sees_differences : bool
         whether nothing but differences of an example's logits counts
     has_host_links : bool
@@ -86,11 +96,12 @@ class Classification(_AsItIs):
     def exact_seeds(self, logits: torch.Tensor) -> Seeds:
         """Compute seeds of the exact (type-2) Fisher, C - 1 for each sample.
 
-        `H = diag(p) - p pᵀ = diag(q) (I - q qᵀ) diag(q)` with `q = √p`, and the projection
-        `I - q qᵀ` is spanned by C - 1 columns of the Householder reflection that maps q onto the
-        coordinate axis of the most probable class m. Column j of the factor has the weight q_j and
-        the vector `v_j = 1 - p_j / (1 + q_m)`, `v_i = -p_i / (1 + q_m)`, `v_m = -q_m`. No
-        subtraction cancels digits, however confident the sample is.
+        `H = diag(p) - p pᵀ = diag(q) (I - q qᵀ) diag(q)` with `q = √p`, and the
+        projection `I - q qᵀ` is spanned by C - 1 columns of the Householder reflection
+        that maps q onto the coordinate axis of the most probable class m. Column j of
+        the factor has the weight q_j and the vector `v_j = 1 - p_j / (1 + q_m)`, `v_i =
+        -p_i / (1 + q_m)`, `v_m = -q_m`. No subtraction cancels digits, however
+        confident the sample is.
         """
         n_samples, n_outputs = logits.shape
         log_p = logits.log_softmax(-1)
@@ -145,8 +156,8 @@ class Classification(_AsItIs):
     ) -> torch.Tensor:
         """Compute the negative log-density of each target, `(B,)`, in nats.
 
-        What is predicted are log-probabilities `(B, C)`, of labels `(B, C, 2)`, or of numbers means
-        `(B, C)` and covariances `(B, C, C)` or variances `(B, C)`.
+        What is predicted are log-probabilities `(B, C)`, of labels `(B, C, 2)`, or of
+        numbers means `(B, C)` and covariances `(B, C, C)` or variances `(B, C)`.
         """
         return nll_loss(predicted[0], y, reduction="none")
 
@@ -173,19 +184,21 @@ class Classification(_AsItIs):
     ) -> torch.Tensor:
         """Check targets, and bring them into the losses' form, on the logits' device.
 
-        A `ValueError` if their shape, type or range is wrong; a warning if the logits look like
-        probabilities.
+        A `ValueError` if their shape, type or range is wrong; a warning if the logits
+        look like probabilities.
         """
         n_outputs = logits.shape[-1]
         if n_outputs < 2:
             raise ValueError(
-                "classification needs at least two outputs, and the model has one, whose sigmoid "
-                f'is a probability: use the likelihood "{MULTI_LABEL}", or "regression" for '
-                "numbers"
+                "classification needs at least two outputs, and the model has one, "
+                f'whose sigmoid is a probability: use the likelihood "{MULTI_LABEL}", '
+                'or "regression" for numbers'
             )
         are_indices = not y.is_floating_point() and y.dtype != torch.bool
         if y.shape != logits.shape[:1] or not are_indices:
-            of_shape = f"labels must be class indices of shape {tuple(logits.shape[:1])}"
+            of_shape = (
+                f"labels must be class indices of shape {tuple(logits.shape[:1])}"
+            )
             found = f"{of_shape}, not {tuple(y.shape)} of {y.dtype}"
             are_zero_or_one = (y == 0) | (y == 1)
             if y.shape == logits.shape and are_zero_or_one.all():
@@ -198,7 +211,9 @@ class Classification(_AsItIs):
             raise ValueError(found)
         is_no_class = (y < 0) | (y >= n_outputs)
         if is_no_class.any():
-            raise ValueError(f"labels must be from 0 to {n_outputs - 1}, not {y.unique().tolist()}")
+            raise ValueError(
+                f"labels must be from 0 to {n_outputs - 1}, not {y.unique().tolist()}"
+            )
         if _look_like_probabilities(logits):
             _warn_of_probabilities("softmax")
         return self.as_targets(y.to(logits.device), logits.dtype)
@@ -207,8 +222,8 @@ class Classification(_AsItIs):
 class Regression(_AsItIs):
     """Gaussian noise of variance 1, which the posterior scales by `sigma_noise`.
 
-    It has the methods of `Classification`. Outputs and targets are `(B, C)`; targets of a single
-    output may be `(B,)`.
+    It has the methods of `Classification`. Outputs and targets are `(B, C)`; targets of
+    a single output may be `(B,)`.
     """
 
     name = "regression"
@@ -258,7 +273,9 @@ class Regression(_AsItIs):
         y: torch.Tensor,
         sigma_noise: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute it as of classes; a `torch.linalg.LinAlgError` if rounding left no covariance."""
+        """Compute it as of classes; a `torch.linalg.LinAlgError` if rounding left no
+        covariance.
+        """
         f_mu, f_var = predicted
         if f_var.ndim == f_mu.ndim:
             f_var = torch.diag_embed(f_var)
@@ -310,9 +327,9 @@ class Regression(_AsItIs):
 class MultiLabel(Classification):
     """A sigmoid and binary cross-entropy for each of K labels: independent Bernoullis.
 
-    Logits are `(B, K)`, targets numbers 0 and 1 of the same shape; of a single label they may be
-    `(B,)`. Each label is a classification into two classes, "not" and "yes", with the logits 0 and
-    f. To the host this is a classification.
+    Logits are `(B, K)`, targets numbers 0 and 1 of the same shape; of a single label
+    they may be `(B,)`. Each label is a classification into two classes, "not" and
+    "yes", with the logits 0 and f. To the host this is a classification.
     """
 
     sees_differences = False
@@ -346,9 +363,11 @@ class MultiLabel(Classification):
         num_samples: int,
         generator: torch.Generator,
     ) -> Seeds:
-        """Compute slopes of the loss at targets drawn from the model, of all labels at once.
+        """Compute slopes of the loss at targets drawn from the model, of all labels at
+        once.
 
-        The slope in a label's logit averages 0 and is independent of every other label's.
+        The slope in a label's logit averages 0 and is independent of every other
+        label's.
         """
         p = logits.sigmoid().expand(num_samples, -1, -1)
         y = torch.bernoulli(p, generator=generator)
@@ -367,7 +386,9 @@ class MultiLabel(Classification):
         logits: torch.Tensor,
         y: torch.Tensor,
     ) -> Seeds:
-        """Compute `p - y` for `(S, B, K)` targets, as vectors whose largest entry is 1."""
+        """Compute `p - y` for `(S, B, K)` targets, as vectors whose largest entry is
+        1.
+        """
         # 1 - p cancels where p is near 1: the sigmoid of -f does not.
         of_not = logits.sigmoid()
         of_yes = -(-logits).sigmoid()
@@ -390,7 +411,9 @@ class MultiLabel(Classification):
         y: torch.Tensor,
         sigma_noise: torch.Tensor,
     ) -> torch.Tensor:
-        """Sum over an example's labels, given the log-probabilities `(B, K, 2)` of both classes."""
+        """Sum over an example's labels, given the log-probabilities `(B, K, 2)` of both
+        classes.
+        """
         (log_p,) = predicted
         labels = y.long()[..., None]
         of_labels = log_p.gather(-1, labels)[..., 0]
@@ -401,7 +424,9 @@ class MultiLabel(Classification):
         y: torch.Tensor,
         share: float,
     ) -> torch.Tensor:
-        """Number examples by the rarest label that they have; those without any are alike, too."""
+        """Number examples by the rarest label that they have; those without any are
+        alike, too.
+        """
         has = self.as_targets(y, torch.float64) > 0
         n_labels = has.shape[1]
         counts = has.sum(0).expand_as(has)
@@ -429,7 +454,10 @@ class MultiLabel(Classification):
         """
         targets = self.as_targets(y.to(logits.device), logits.dtype)
         if targets.shape != logits.shape:
-            found = f"labels must be {tuple(logits.shape)}, 0 or 1 each, not {tuple(y.shape)}"
+            found = (
+                f"labels must be {tuple(logits.shape)}, 0 or 1 each, not "
+                f"{tuple(y.shape)}"
+            )
             are_classes = y.ndim == 1 and not y.is_floating_point()
             if are_classes:
                 found += ': class indices are for the likelihood "classification"'
@@ -438,8 +466,9 @@ class MultiLabel(Classification):
         if not are_zero_or_one.all():
             low, high = targets.aminmax()
             raise ValueError(
-                f"labels must be 0 or 1, but range from {low:.4g} to {high:.4g}: classes are for "
-                'the likelihood "classification", and numbers for "regression"'
+                f"labels must be 0 or 1, but range from {low:.4g} to {high:.4g}: "
+                'classes are for the likelihood "classification", and numbers for '
+                '"regression"'
             )
         are_probabilities = (logits >= 0) & (logits <= 1)
         if logits.numel() >= _MANY and are_probabilities.all():
@@ -450,14 +479,15 @@ class MultiLabel(Classification):
 class TokenClassification(Classification):
     """Softmax and cross-entropy at every labelled token of a text.
 
-    Logits are `(N, C)`, for the labelled tokens of a batch, one text after the other. Targets are
-    `(B, T)` classes, `IGNORED` wherever there is no label. To the host this is a classification.
+    Logits are `(N, C)`, for the labelled tokens of a batch, one text after the other.
+    Targets are `(B, T)` classes, `IGNORED` wherever there is no label. To the host this
+    is a classification.
 
     Attributes
     ----------
     draws_labels : bool
-        since a text takes few passes for the drawn labels of all its tokens, and many for each
-        token by itself
+        since a text takes few passes for the drawn labels of all its tokens, and many
+        for each token by itself
     """
 
     draws_labels = True
@@ -468,11 +498,13 @@ class TokenClassification(Classification):
         num_samples: int,
         generator: torch.Generator,
     ) -> Seeds:
-        """Compute slopes of the loss at labels drawn from the model, given the text itself.
+        """Compute slopes of the loss at labels drawn from the model, given the text
+        itself.
 
-        The slope in a token's logits averages 0 and is independent of every other token's. So the
-        gradient G of a text's whole loss has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, the sum of its tokens'
-        exact Fishers, for the price of one backward pass.
+        The slope in a token's logits averages 0 and is independent of every other
+        token's. So the gradient G of a text's whole loss has `E[G Gᵀ] = Σ_t E[G_t
+        G_tᵀ]`, the sum of its tokens' exact Fishers, for the price of one backward
+        pass.
         """
         vectors = logits.softmax(-1).repeat(num_samples, 1, 1)
         tokens = _drawn(vectors, generator)
@@ -501,18 +533,20 @@ class TokenClassification(Classification):
         y: torch.Tensor,
         logits: torch.Tensor,
     ) -> torch.Tensor:
-        """Find the labels of the labelled tokens, `(N,)`, on the logits' device; check them."""
+        """Find the labels of the labelled tokens, `(N,)`, on the logits' device; check
+        them.
+        """
         labels = self.as_targets(y.to(logits.device), logits.dtype)
         n_outputs = logits.shape[-1]
         if n_outputs < 2:
             raise ValueError(
-                "labels of tokens need at least two classes, and the model has one output: return "
-                "[0, f] for a single logit f"
+                "labels of tokens need at least two classes, and the model has one "
+                "output: return [0, f] for a single logit f"
             )
         if labels.min() < 0 or labels.max() >= n_outputs:
             raise ValueError(
-                f"labels must be {IGNORED} or from 0 to {n_outputs - 1}, but range from "
-                f"{labels.min()} to {labels.max()}"
+                f"labels must be {IGNORED} or from 0 to {n_outputs - 1}, but range "
+                f"from {labels.min()} to {labels.max()}"
             )
         return labels
 
@@ -525,8 +559,8 @@ class LanguageModeling(TokenClassification):
 
     def exact_seeds(self, logits: torch.Tensor) -> Seeds:
         raise NotImplementedError(
-            f"The exact Fisher would take {logits.shape[-1] - 1} backward passes a token: keep "
-            "stochastic=True, and raise num_samples for less noise."
+            f"The exact Fisher would take {logits.shape[-1] - 1} backward passes a "
+            "token: keep stochastic=True, and raise num_samples for less noise."
         )
 
     def empirical_seeds(
@@ -562,14 +596,16 @@ def gaussian_log_density(
 
     A `torch.linalg.LinAlgError` if a matrix `(..., C, C)` is no covariance.
     """
-    density = torch.distributions.MultivariateNormal(mean, covariance, validate_args=False)
+    density = torch.distributions.MultivariateNormal(
+        mean, covariance, validate_args=False
+    )
     return density.log_prob(y)
 
 
 def _warn_of_probabilities(link: str) -> None:
     warn(
-        f"The model's outputs look like probabilities: return logits, and leave the {link} to the "
-        "likelihood."
+        "The model's outputs look like probabilities: return logits, and leave the "
+        f"{link} to the likelihood."
     )
 
 
@@ -578,7 +614,8 @@ def _drawn(
     generator: torch.Generator,
 ) -> torch.Tensor:
     """Draw `(S, N)` labels of `(S, N, V)` probabilities."""
-    # One label a row: several at once would add up probabilities, and lose the improbable words.
+    # One label a row: several at once would add up probabilities, and lose the
+    # improbable words.
     y = torch.multinomial(probabilities.flatten(0, 1), 1, generator=generator)
     return y.reshape(probabilities.shape[:2])
 
@@ -587,7 +624,9 @@ def _subtract_one_at(
     vectors: torch.Tensor,
     y: torch.Tensor,
 ) -> None:
-    """Compute `vectors - onehot(y)` in place, of `(S, N, V)` vectors and `(S, N)` labels."""
+    """Compute `vectors - onehot(y)` in place, of `(S, N, V)` vectors and `(S, N)`
+    labels.
+    """
     # In place, since vectors of a vocabulary are the largest of all tensors.
     labels = y[..., None]
     ones = torch.ones_like(labels, dtype=vectors.dtype)
@@ -598,10 +637,11 @@ def _gradients_at(
     logits: torch.Tensor,
     y: torch.Tensor,
 ) -> Seeds:
-    """Compute `p - onehot(y)` for `(S, B)` labels, as a vector of order one and a weight.
+    """Compute `p - onehot(y)` for `(S, B)` labels, as a vector of order one and a
+    weight.
 
-    The label has the largest entry, `-(1 - p_y)`. Computing it and its ratio to the other entries
-    from the log-probabilities of the other classes avoids cancellation.
+    The label has the largest entry, `-(1 - p_y)`. Computing it and its ratio to the
+    other entries from the log-probabilities of the other classes avoids cancellation.
     """
     log_p = logits.log_softmax(-1)
     is_label = one_hot(y, logits.shape[-1]).bool()

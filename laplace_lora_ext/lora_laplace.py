@@ -1,4 +1,6 @@
-"""Laplace approximations over LoRA weights: the host's classes, fitted through a model adapter."""
+"""Laplace approximations over LoRA weights: the host's classes, fitted through a model
+adapter.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,12 @@ from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.functions import Function, draw_function, joint_samples
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, own_links
-from laplace_lora_ext.predictive.moments import Moments, joined_moments, semidefinite, uncorrelated
+from laplace_lora_ext.predictive.moments import (
+    Moments,
+    joined_moments,
+    semidefinite,
+    uncorrelated,
+)
 from laplace_lora_ext.predictive.numbers import NumberPrediction
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.problems import PROBLEMS, Problem
@@ -56,7 +63,8 @@ from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 def _of_fit(field: str, description: str) -> Any:
     """Make an attribute of a posterior that is a field of its present fit.
 
-    Setting it, as the host does, makes another fit with that field, since a fit never changes.
+    Setting it, as the host does, makes another fit with that field, since a fit never
+    changes.
     """
 
     def get(la: LoRALaplace) -> Any:
@@ -71,46 +79,51 @@ def _of_fit(field: str, description: str) -> Any:
 class LoRALaplace(ParametricLaplace):
     """What all Laplace approximations over LoRA weights share.
 
-    The posterior is over the `lora_A` and `lora_B` weights of the active adapter and, with
-    `modules_to_save`, over its heads. Everything else in the model stays at its MAP value. No
-    method changes these weights.
+    The posterior is over the `lora_A` and `lora_B` weights of the active adapter and,
+    with `modules_to_save`, over its heads. Everything else in the model stays at its
+    MAP value. No method changes these weights.
 
     Parameters
     ----------
     model : torch.nn.Module
-        a `PeftModel`, or any module that holds plain LoRA layers and maps a batch to logits
+        a `PeftModel`, or any module that holds plain LoRA layers and maps a batch to
+        logits
     likelihood : str
-        "classification", "regression", "multi_label_classification", "token_classification" (but
-        for "kron"), "reward_modeling" or, for "lowrank_kron" alone, "language_modeling"
+        "classification", "regression", "multi_label_classification",
+        "token_classification" (but for "kron"), "reward_modeling" or, for
+        "lowrank_kron" alone, "language_modeling"
     dict_key_y : str, default="labels"
         the key of a batch's labels
     backend : type of CurvatureInterface, optional
-        the host's word for what computes the curvature; by default one that suits the structure
+        the host's word for what computes the curvature; by default one that suits the
+        structure
     backend_kwargs : dict, optional
         options of the backend
     class_token_ids : sequence of int, or of sequences of int, optional
         for a language model: the tokens of the answers, one or several a class
     class_texts : sequence of str, optional
-        in place of `class_token_ids`, the answers as they stand behind a prompt, a space in front
-        included where there is one; `tokenizer` says which tokens they are
+        in place of `class_token_ids`, the answers as they stand behind a prompt, a
+        space in front included where there is one; `tokenizer` says which tokens they
+        are
     tokenizer : transformers.PreTrainedTokenizerBase, optional
         for `class_texts`
     normalised : bool, default=False
-        whether the logit of an answer of several tokens is the mean of their log-probabilities,
-        rather than the sum
+        whether the logit of an answer of several tokens is the mean of their
+        log-probabilities, rather than the sum
     mask_token_id : int, optional
         for a masked language model: the token at which the answer is read
     target_modules : str or sequence of str, optional
         as in `peft.LoraConfig`: which LoRA layers take part; all if omitted
     layers_to_transform : int or iterable of int, optional
-        as in `peft.LoraConfig`: in which of the model's layers they are; in all if omitted
+        as in `peft.LoraConfig`: in which of the model's layers they are; in all if
+        omitted
     modules_to_save : bool or collection of str, default=False
-        heads that take part too: weights and biases of the linear layers that PEFT trains and saves
-        beside LoRA, all (True) or those of some names, as in `peft.LoraConfig`. They want a much
-        smaller prior precision than LoRA weights
+        heads that take part too: weights and biases of the linear layers that PEFT
+        trains and saves beside LoRA, all (True) or those of some names, as in
+        `peft.LoraConfig`. They want a much smaller prior precision than LoRA weights
     weight_names : collection of str, optional
-        names of weights without the adapter's name, such as "...query.lora_B.weight": these alone
-        take part, whether or not they require grad
+        names of weights without the adapter's name, such as "...query.lora_B.weight":
+        these alone take part, whether or not they require grad
     **kwargs
         as for the host's class of the same structure: `prior_precision`, `prior_mean`,
         `sigma_noise`, `temperature`, `enable_backprop`, `dict_key_x` and so on
@@ -125,8 +138,8 @@ class LoRALaplace(ParametricLaplace):
     trained_likelihood : Likelihood
         of the training data
     predicted_likelihood : Likelihood
-        of predictions: a reward model learns from preferences, which are two classes, and predicts
-        numbers
+        of predictions: a reward model learns from preferences, which are two classes,
+        and predicts numbers
     mean : torch.Tensor
         `(parameters,)`, the LoRA weights at the fit
     loss : torch.Tensor
@@ -136,7 +149,8 @@ class LoRALaplace(ParametricLaplace):
     n_outputs : int
         number of the model's outputs; 0 before a fit
     H
-        the curvature, without a prior; None before a fit. Its type depends on the structure
+        the curvature, without a prior; None before a fit. Its type depends on the
+        structure
     H_facs
         the sums over data that `H` is made of; None before a fit
     learnt_variance : LearntVariance or None
@@ -145,7 +159,8 @@ class LoRALaplace(ParametricLaplace):
     Raises
     ------
     ValueError
-        If the model has no LoRA weights, or other weights or answers than the options ask for.
+        If the model has no LoRA weights, or other weights or answers than the options
+        ask for.
     NotImplementedError
         For weights or models that no posterior can be over; the message names them.
     """
@@ -158,12 +173,18 @@ class LoRALaplace(ParametricLaplace):
     predicted_likelihood: Likelihood
 
     mean: torch.Tensor = _of_fit("mean", "LoRA weights at the fit, `(parameters,)`.")
-    loss: torch.Tensor = _of_fit("loss", "Negative log-likelihood of the data, `()`, in float64.")
+    loss: torch.Tensor = _of_fit(
+        "loss", "Negative log-likelihood of the data, `()`, in float64."
+    )
     n_data: int = _of_fit("n_data", "Number of training examples; 0 before a fit.")
-    n_outputs: int = _of_fit("n_outputs", "Number of the model's outputs; 0 before a fit.")
+    n_outputs: int = _of_fit(
+        "n_outputs", "Number of the model's outputs; 0 before a fit."
+    )
     # What these are depends on the structure.
     H: Any = _of_fit("curvature", "The curvature, without a prior; None before a fit.")
-    H_facs: Any = _of_fit("sums", "The sums over data that `H` is made of; None before a fit.")
+    H_facs: Any = _of_fit(
+        "sums", "The sums over data that `H` is made of; None before a fit."
+    )
     learnt_variance: LearntVariance | None = _of_fit(
         "learnt_variance", "What `amortize` has learnt of this fit."
     )
@@ -187,7 +208,8 @@ class LoRALaplace(ParametricLaplace):
         weight_names: Collection[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_noise(kwargs.get("sigma_noise", 1.0))  # the host would ask whether it is 1
+        # The host would ask whether it is 1.
+        _check_noise(kwargs.get("sigma_noise", 1.0))
         self.problem = _problem_of(likelihood)
         backend = self.problem.backend(backend or self._structure.default_backend)
         self._structure.check_backend(backend)
@@ -200,7 +222,11 @@ class LoRALaplace(ParametricLaplace):
         self.problem.check_model(self.model)
         with LOCK:  # and what requires grad
             self.blocks = find_blocks(
-                model, target_modules, layers_to_transform, weight_names, modules_to_save
+                model,
+                target_modules,
+                layers_to_transform,
+                weight_names,
+                modules_to_save,
             )
             _warn_of_weights(model, self.blocks)
         self.recorder = Recorder(self.model, self.blocks)
@@ -225,7 +251,8 @@ class LoRALaplace(ParametricLaplace):
         self.likelihood = self.problem.name  # as the backend and files know it
         if issubclass(backend, LowRankKronInterface):
             self.backend  # noqa: B018 - refuses wrong `backend_kwargs` now rather than in `fit`
-        self._fit = replace(self._fit, mean=self.prior_mean)  # as the host has it before a fit
+        # As the host has it before a fit.
+        self._fit = replace(self._fit, mean=self.prior_mean)
 
     @property
     def members(self) -> Sequence[LoRALaplace]:
@@ -233,8 +260,16 @@ class LoRALaplace(ParametricLaplace):
         return [self]
 
     def for_model(self, model: nn.Module) -> LoRALaplace:
-        """Make a posterior of the same class and options for another model, not fitted."""
-        of_host = ["sigma_noise", "prior_mean", "temperature", "enable_backprop", "dict_key_x"]
+        """Make a posterior of the same class and options for another model, not
+        fitted.
+        """
+        of_host = [
+            "sigma_noise",
+            "prior_mean",
+            "temperature",
+            "enable_backprop",
+            "dict_key_x",
+        ]
         if isinstance(self, KronLaplace):
             of_host.append("damping")
         other = type(self)(
@@ -259,12 +294,15 @@ class LoRALaplace(ParametricLaplace):
         prior = self.prior_precision.log().mean().exp().item()
         scale = "" if self.logit_scale == 1 else f"; logit scale {self.logit_scale:.4g}"
         return (
-            f"{type(self).__name__}({self.likelihood} by {model}; {len(self.blocks)} weights "
-            f"of {sum(self._sizes):,} parameters; {fitted}; prior precision {prior:.4g}{scale})"
+            f"{type(self).__name__}({self.likelihood} by {model}; {len(self.blocks)} "
+            f"weights of {sum(self._sizes):,} parameters; {fitted}; prior precision "
+            f"{prior:.4g}{scale})"
         )
 
     def _prepared(self) -> AbstractContextManager[None]:
-        """Put the model in evaluation mode, with gradients for the LoRA weights alone."""
+        """Put the model in evaluation mode, with gradients for the LoRA weights
+        alone.
+        """
         return self.model.prepared([block.weight for block in self.blocks])
 
     @property
@@ -305,7 +343,7 @@ class LoRALaplace(ParametricLaplace):
     def _sizes(self) -> list[int]:
         return [block.n_params for block in self.blocks]
 
-    # --- fitting -------------------------------------------------------------------------------
+    # --- fitting ----------------------------------------------------------------------
 
     @property
     def backend(self) -> CurvatureInterface:
@@ -339,36 +377,42 @@ class LoRALaplace(ParametricLaplace):
 
         If an error occurs, the model and the previous fit stay as they were.
 
-        In a `torch.distributed` process group, call this on every rank, each with its own shard of
-        the data (a `DistributedSampler`, or a loader that Accelerate prepared): all ranks end with
-        the posterior of all data. The same goes for `predictive_statistics` and
-        `optimize_prior_precision`. Each rank makes its own predictions.
+        In a `torch.distributed` process group, call this on every rank, each with its
+        own shard of the data (a `DistributedSampler`, or a loader that Accelerate
+        prepared): all ranks end with the posterior of all data. The same goes for
+        `predictive_statistics` and `optimize_prior_precision`. Each rank makes its own
+        predictions.
 
         Parameters
         ----------
         train_loader : DataLoader or iterable
             of mappings with labels, or of pairs `(X, y)`; read once
         override : bool, default=True
-            False adds the data to those of the previous fit, which `save_pretrained` and
-            `from_pretrained` carry over to another process. A fit in parts is one fit of all
+            False adds the data to those of the previous fit, which `save_pretrained`
+            and `from_pretrained` carry over to another process. A fit in parts is one
+            fit of all
         progress_bar : bool, default=False
         prior : LoRALaplace, optional
-            a posterior of other data, around other weights of the same layers, from which training
-            went on: the fit is then one of all data, with the curvature of the earlier ones as it
-            was there (Ritter, Botev & Barber, NeurIPS 2018). `Remember` is the training for it
+            a posterior of other data, around other weights of the same layers, from
+            which training went on: the fit is then one of all data, with the curvature
+            of the earlier ones as it was there (Ritter, Botev & Barber, NeurIPS 2018).
+            `Remember` is the training for it
 
         Raises
         ------
         ValueError
-            If the loader is empty, labels don't fit, a number is not finite, or two processes
-            differ in weights or settings or have the same data. The message names the batch and
-            the layer. Also if `prior` is of another base model, other layers or other settings.
+            If the loader is empty, labels don't fit, a number is not finite, or two
+            processes differ in weights or settings or have the same data. The message
+            names the batch and the layer. Also if `prior` is of another base model,
+            other layers or other settings.
         RuntimeError
             If some LoRA layers are never called, or another rank has failed.
         """
         if prior is not None:
             if not override:
-                raise ValueError("Data can be added to one fit: prior=... goes with override=True.")
+                raise ValueError(
+                    "Data can be added to one fit: prior=... goes with override=True."
+                )
             self._check_prior(prior)
         with together():
             self._move_with_model()
@@ -384,7 +428,9 @@ class LoRALaplace(ParametricLaplace):
                 progress_bar=progress_bar,
             )
             if prior is not None:
-                fitted = fitted.after(prior.present_fit, self._distance(prior), self.structure)
+                fitted = fitted.after(
+                    prior.present_fit, self._distance(prior), self.structure
+                )
         # All that can fail has been done.
         self._take_over(fitted)
 
@@ -392,15 +438,19 @@ class LoRALaplace(ParametricLaplace):
         """Refuse a posterior that can't be the prior of a fit of this one."""
         mine = {block.known_as: block.shape for block in self.blocks}
         its = {block.known_as: block.shape for block in prior.blocks}
-        if type(prior) is not type(self) or prior.likelihood != self.likelihood or mine != its:
+        if (
+            type(prior) is not type(self)
+            or prior.likelihood != self.likelihood
+            or mine != its
+        ):
             raise ValueError(
-                "A prior must have the structure, the likelihood and the layers of the posterior; "
-                f"this is {prior!r}."
+                "A prior must have the structure, the likelihood and the layers of the "
+                f"posterior; this is {prior!r}."
             )
         if prior._settings() != self._settings():
             raise ValueError(
-                f"The prior was fitted with {prior._settings()}, not {self._settings()}: fit both "
-                "with the same settings."
+                f"The prior was fitted with {prior._settings()}, not "
+                f"{self._settings()}: fit both with the same settings."
             )
         here = ModelState.of(self.model, self.blocks)
         differing = prior.present_fit.model.differing_base(here)
@@ -408,7 +458,8 @@ class LoRALaplace(ParametricLaplace):
             raise ValueError(f"The prior has another base model: {differing} differs.")
 
     def _distance(self, prior: LoRALaplace) -> torch.Tensor:
-        """Compute the squared distance of the present weights from a prior's mean, `()`.
+        """Compute the squared distance of the present weights from a prior's mean,
+        `()`.
 
         It is that under the curvature alone, without the prior's own prior.
         """
@@ -440,7 +491,9 @@ class LoRALaplace(ParametricLaplace):
         """Let the host start without a fit, rather than with zeros that predict."""
 
     def check_model(self) -> None:
-        """Move the posterior to where its model is; refuse one that has changed since the fit."""
+        """Move the posterior to where its model is; refuse one that has changed since
+        the fit.
+        """
         super()._check_H_init()
         if isinstance(self._fit, Fit):
             check_same(self.model, self.blocks, self._fit.model, self._fit.mean)
@@ -452,7 +505,9 @@ class LoRALaplace(ParametricLaplace):
 
     @torch.inference_mode(False)
     def _move_with_model(self) -> None:
-        """Move the posterior and its prior to where the model's LoRA weights are now."""
+        """Move the posterior and its prior to where the model's LoRA weights are
+        now.
+        """
         if self._fit.places == places_of(self.blocks, self.model.device):
             return
         self._backend = None  # the host's keeps buffers that the model has replaced
@@ -460,7 +515,7 @@ class LoRALaplace(ParametricLaplace):
             setattr(self, name, getattr(self, name))  # the host moves what it is given
         self._fit = self._fit.to(self.structure)
 
-    # --- prior ---------------------------------------------------------------------------------
+    # --- prior ------------------------------------------------------------------------
 
     @property
     def prior_precision(self) -> torch.Tensor:
@@ -481,7 +536,9 @@ class LoRALaplace(ParametricLaplace):
     @temperature.setter
     @torch.inference_mode(False)
     def temperature(self, value: float | torch.Tensor) -> None:
-        check_single("temperature", value, "it divides the curvature of all outputs alike")
+        check_single(
+            "temperature", value, "it divides the curvature of all outputs alike"
+        )
         check_positive("temperature", value)
         if isinstance(value, torch.Tensor):  # which may have a graph
             self._temperature = kept(value).reshape(())
@@ -504,10 +561,11 @@ class LoRALaplace(ParametricLaplace):
     def logit_scale(self) -> float:
         """What all predictions multiply the logits f by, 1 at first: `link(s f, s² V)`.
 
-        A posterior can only make a model less sure than it is; with a scale above 1 it can be surer
-        too, and without any variance the scale is the inverse of a softmax's temperature. The
-        evidence and the curvature know nothing of it. Positive and finite; always 1 for a
-        regression, which has `sigma_noise`, and for language modeling.
+        A posterior can only make a model less sure than it is; with a scale above 1 it
+        can be surer too, and without any variance the scale is the inverse of a
+        softmax's temperature. The evidence and the curvature know nothing of it.
+        Positive and finite; always 1 for a regression, which has `sigma_noise`, and for
+        language modeling.
         """
         return self._logit_scale
 
@@ -535,7 +593,9 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def curvature_scale(self) -> torch.Tensor:
-        """Factor of the curvature beside the prior, `()`: 1 / (sigma_noise² temperature)."""
+        """Factor of the curvature beside the prior, `()`: 1 / (sigma_noise²
+        temperature).
+        """
         return self._H_factor
 
     @exclusive
@@ -558,7 +618,9 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def scatter(self) -> torch.Tensor:
-        """Squared distance of the weights from the prior mean under the prior, in float64."""
+        """Squared distance of the weights from the prior mean under the prior, in
+        float64.
+        """
         squares = (self.mean - self.prior_mean).double().square()
         if len(self.prior_precision) < self.n_params:
             of_blocks = squares.split(self._sizes)
@@ -573,22 +635,23 @@ class LoRALaplace(ParametricLaplace):
         verbose: bool = False,
         **options: Any,
     ) -> TuningHistory:
-        """Choose the prior precision; if anything goes wrong, it and the noise stay as they were.
+        """Choose the prior precision; if anything goes wrong, it and the noise stay as
+        they were.
 
         Parameters
         ----------
         pred_type : {"glm", "nn"}
             which predictions "gridsearch" scores; the other methods know "glm" alone
         method : str or TuningMethod
-            start with "agreement"; "second_training" is the surest, if there is time to train
-            twice. "gridsearch" and "val_gd" need validation data; "marglik" needs none at all. Each
-            name stands for an object of `laplace_lora_ext.tuning`, which explains the method and
-            its options; you can also pass such an object
+            start with "agreement"; "second_training" is the surest, if there is time to
+            train twice. "gridsearch" and "val_gd" need validation data; "marglik" needs
+            none at all. Each name stands for an object of `laplace_lora_ext.tuning`,
+            which explains the method and its options; you can also pass such an object
         verbose : bool, default=False
             print the result
         **options
-            options of the method, such as `train_loader`, `val_loader`, `prior_structure` and
-            `progress_bar`: the fields of its object
+            options of the method, such as `train_loader`, `val_loader`,
+            `prior_structure` and `progress_bar`: the fields of its object
 
         Returns
         -------
@@ -598,8 +661,8 @@ class LoRALaplace(ParametricLaplace):
         Raises
         ------
         ValueError
-            If the method lacks an option, data are missing or don't suit it, or the objective is
-            not a number.
+            If the method lacks an option, data are missing or don't suit it, or the
+            objective is not a number.
         NotImplementedError
             For "val_gd" with another structure than "lowrank_kron".
         """
@@ -618,7 +681,8 @@ class LoRALaplace(ParametricLaplace):
         link_approx: str = DEFAULT_LINK,
         max_examples: int | None = None,
     ) -> PredictiveStatistics | None:
-        """Pass over a data set for its statistics, or take given ones; None if there are none.
+        """Pass over a data set for its statistics, or take given ones; None if there
+        are none.
 
         Parameters
         ----------
@@ -632,16 +696,20 @@ class LoRALaplace(ParametricLaplace):
         return None
 
     def bytes_of_statistics(self, link_approx: str = DEFAULT_LINK) -> int | None:
-        """Count the most memory that statistics of one example take; None if there are none."""
+        """Count the most memory that statistics of one example take; None if there are
+        none.
+        """
         return None
 
     def statistics_by_batch(
         self, link_approx: str = DEFAULT_LINK
     ) -> Callable[[Any], PredictiveStatistics] | None:
-        """Make a function from a batch to its statistics; None for a structure without any."""
+        """Make a function from a batch to its statistics; None for a structure without
+        any.
+        """
         return None
 
-    # --- predictions ---------------------------------------------------------------------------
+    # --- predictions ------------------------------------------------------------------
 
     @exclusive
     def __call__(
@@ -657,20 +725,23 @@ class LoRALaplace(ParametricLaplace):
         n_contrasts: int | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Predict a batch, as the host does; `generator` seeds everything that is sampled.
+        """Predict a batch, as the host does; `generator` seeds everything that is
+        sampled.
 
         Parameters
         ----------
         x : Mapping, torch.Tensor or Moments
-            inputs of B examples, or with "glm" their `Moments`. Labels in a mapping are ignored
+            inputs of B examples, or with "glm" their `Moments`. Labels in a mapping are
+            ignored
         pred_type : {"glm", "nn", "amortized"}
-            the host's, and "amortized": as "glm", with the variances that `amortize` has learnt
+            the host's, and "amortized": as "glm", with the variances that `amortize`
+            has learnt
         joint : bool, default=False
-            for regression and rewards: one covariance of all outputs of all examples together,
-            `(B C, B C)`
+            for regression and rewards: one covariance of all outputs of all examples
+            together, `(B C, B C)`
         link_approx : {"probit", "mc", "mean_field", "bridge", "bridge_norm"}
-            the host's, and "mean_field" (Lu, Ie & Sha, 2020): it takes the covariance between
-            logits into account, as "mc" does, but draws no samples
+            the host's, and "mean_field" (Lu, Ie & Sha, 2020): it takes the covariance
+            between logits into account, as "mc" does, but draws no samples
         n_samples : int, default=100
             draws of the logits, for "mc", or of the weights, for "nn"
         diagonal_output : bool, default=False
@@ -678,29 +749,31 @@ class LoRALaplace(ParametricLaplace):
         generator : torch.Generator, optional
             for whatever is drawn
         fitting : bool, default=False
-            predict what the training's loss reads: of reward models probabilities of preferences
-            instead of rewards, of several labels probabilities `(B, K, 2)` of both classes, and of
-            labels of tokens `(N, C)` of the labelled ones
+            predict what the training's loss reads: of reward models probabilities of
+            preferences instead of rewards, of several labels probabilities `(B, K, 2)`
+            of both classes, and of labels of tokens `(N, C)` of the labelled ones
         n_contrasts : int, optional
-            for "mean_field" and "mc" with more than nine classes: how many classes to compare with
-            the most probable one, by a backward pass each. By default as many as matter, at most 8,
-            and the rest is taken to vary like these; C - 1 are exact
+            for "mean_field" and "mc" with more than nine classes: how many classes to
+            compare with the most probable one, by a backward pass each. By default as
+            many as matter, at most 8, and the rest is taken to vary like these; C - 1
+            are exact
         **model_kwargs
             for the model, with `pred_type="nn"`
 
         Returns
         -------
         torch.Tensor or tuple of torch.Tensor
-            probabilities `(B, C)`, of K labels one each, `(B, K)`, or of labels of tokens
-            `(B, T, C)`, nan at padding; for regression and rewards
-            mean `(B, C)` and covariance `(B, C, C)` of the model's outputs, in which the noise of
+            probabilities `(B, C)`, of K labels one each, `(B, K)`, or of labels of
+            tokens `(B, T, C)`, nan at padding; for regression and rewards mean `(B, C)`
+            and covariance `(B, C, C)` of the model's outputs, in which the noise of
             targets is not: add `sigma_noise**2`, or use `predict`
 
         Notes
         -----
-        Under a broad posterior over many classes, the mean probability ("mc", and sometimes
-        "probit") can be largest for another class than the model's own, which costs accuracy.
-        "mean_field" keeps to the model's class more often, and a larger prior precision cures it.
+        Under a broad posterior over many classes, the mean probability ("mc", and
+        sometimes "probit") can be largest for another class than the model's own, which
+        costs accuracy. "mean_field" keeps to the model's class more often, and a larger
+        prior precision cures it.
         """
         self.problem.check_linearised()
         if not fitting:  # then labels say which tokens the loss reads
@@ -738,14 +811,17 @@ class LoRALaplace(ParametricLaplace):
         """Predict as a call does, of tokens row by row."""
         likelihood = self.trained_likelihood if fitting else self.predicted_likelihood
         if likelihood.is_gaussian and link_approx == "mean_field":
-            link_approx = "probit"  # numbers need no link, and the host must know its name
+            # Numbers need no link, and the host must know its name.
+            link_approx = "probit"
         if pred_type == "nn" and generator is not None:
             if not likelihood.is_gaussian:
                 probabilities = distributions.mean_probabilities(
                     self, x, n_samples, generator, **model_kwargs
                 )
                 return probabilities if fitting else likelihood.shown(probabilities)
-            samples = distributions.network_samples(self, x, n_samples, generator, **model_kwargs)
+            samples = distributions.network_samples(
+                self, x, n_samples, generator, **model_kwargs
+            )
             return samples.mean(0), samples.var(0)
         links = own_links(n_samples, generator)
         is_own = not likelihood.is_gaussian and link_approx in links
@@ -758,7 +834,9 @@ class LoRALaplace(ParametricLaplace):
             if not is_own:  # the host's links take square roots
                 x = x._replace(f_var=semidefinite(x.f_var))
         if pred_type == "glm" and is_own:
-            f_mu, f_var = self._moments_for_link(x, link_approx, diagonal_output, n_contrasts)
+            f_mu, f_var = self._moments_for_link(
+                x, link_approx, diagonal_output, n_contrasts
+            )
             with torch.autocast(self.model.device.type, enabled=False):
                 probabilities = links[link_approx](f_mu, f_var).exp()
             return probabilities if fitting else likelihood.shown(probabilities)
@@ -804,18 +882,20 @@ class LoRALaplace(ParametricLaplace):
         batch_size: int = 32,
         progress_bar: bool = False,
     ) -> Prediction | NumberPrediction:
-        """Predict classes or numbers, and what else a decision needs, of a batch or a data set.
+        """Predict classes or numbers, and what else a decision needs, of a batch or a
+        data set.
 
-        Of numbers, the prediction is of targets with their noise: `total_std`, quantiles and
-        intervals have `sigma_noise` in them, and `epistemic_std` has not.
+        Of numbers, the prediction is of targets with their noise: `total_std`,
+        quantiles and intervals have `sigma_noise` in them, and `epistemic_std` has not.
 
         Parameters
         ----------
         x : Mapping, torch.Tensor, Moments, DataLoader, iterable of batches, or data set
-            a batch as for a call; a loader of batches with or without labels; or a data set, such
-            as one of `datasets`, which is read with its longest texts first. Examples come back in
-            their own order. In a `torch.distributed` process group all ranks share a data set, or a
-            loader that shows each rank's part, and must all call this; each gets all predictions
+            a batch as for a call; a loader of batches with or without labels; or a data
+            set, such as one of `datasets`, which is read with its longest texts first.
+            Examples come back in their own order. In a `torch.distributed` process
+            group all ranks share a data set, or a loader that shows each rank's part,
+            and must all call this; each gets all predictions
         link_approx : {"mean_field", "probit", "mc"}, default="mean_field"
             link for the probabilities; numbers need none
         n_samples : int, default=1000
@@ -823,9 +903,9 @@ class LoRALaplace(ParametricLaplace):
         generator : torch.Generator, optional
             all batches of a data set get the same draws from it
         pred_type : {"glm", "amortized"}
-            by the linearised model, in a forward pass and a backward pass for each contrast
-            ("probit": for each class); or in one forward pass, with the variances that
-            `la.amortize` has learnt
+            by the linearised model, in a forward pass and a backward pass for each
+            contrast ("probit": for each class); or in one forward pass, with the
+            variances that `la.amortize` has learnt
         n_contrasts : int, optional
             as for a call
         collate_fn : callable, optional
@@ -843,8 +923,8 @@ class LoRALaplace(ParametricLaplace):
         Raises
         ------
         ValueError
-            For another link, data without examples, or "amortized" if
-            nothing was learnt for this fit and prior. An error of a loader's batch names it.
+            For another link, data without examples, or "amortized" if nothing was
+            learnt for this fit and prior. An error of a loader's batch names it.
         """
         return decisions.predict(
             self.members,
@@ -870,10 +950,11 @@ class LoRALaplace(ParametricLaplace):
         batch_size: int = 32,
         progress_bar: bool = False,
     ) -> np.ndarray:
-        """Predict class probabilities `(B, C)` for scikit-learn's tools, the same in every call.
+        """Predict class probabilities `(B, C)` for scikit-learn's tools, the same in
+        every call.
 
-        Parameters and errors are those of `predict`; nothing is drawn but for the link "mc". A
-        likelihood without classes is refused by a `ValueError`.
+        Parameters and errors are those of `predict`; nothing is drawn but for the link
+        "mc". A likelihood without classes is refused by a `ValueError`.
         """
         return decisions.predict_proba(
             self.members,
@@ -895,21 +976,24 @@ class LoRALaplace(ParametricLaplace):
     ) -> LearntVariance:
         """Learn the variances of the logits, so that predictions take one forward pass.
 
-        A ridge regression finds the logarithms of the variances, at the present prior precision, in
-        what the output layer reads and in the log-probabilities (outputs, where they are numbers).
-        No label goes in. Up to 16 outputs, it learns from exact variances, by a backward pass for
-        each; with more, from those of eight draws, by 17 forward passes for each text, and averages
-        their noise. With `pred_type="amortized"`, `la(batch)`, `la.predict(...)` and
-        `la.predict_proba(...)` then use these variances, with every link. They are saved with the
-        posterior, and refused when its fit or its prior precision changes.
+        A ridge regression finds the logarithms of the variances, at the present prior
+        precision, in what the output layer reads and in the log-probabilities (outputs,
+        where they are numbers). No label goes in. Up to 16 outputs, it learns from
+        exact variances, by a backward pass for each; with more, from those of eight
+        draws, by 17 forward passes for each text, and averages their noise. With
+        `pred_type="amortized"`, `la(batch)`, `la.predict(...)` and
+        `la.predict_proba(...)` then use these variances, with every link. They are
+        saved with the posterior, and refused when its fit or its prior precision
+        changes.
 
         Parameters
         ----------
         loader : DataLoader or iterable
             training data, with or without labels; read twice
         unlabelled : "swapped", DataLoader, iterable or None, default="swapped"
-            more examples, such as predictions will meet. "swapped" adds a copy of each text in
-            which 30 % of the tokens are those of other texts; to images and sounds it adds nothing
+            more examples, such as predictions will meet. "swapped" adds a copy of each
+            text in which 30 % of the tokens are those of other texts; to images and
+            sounds it adds nothing
         progress_bar : bool, default=False
         generator : torch.Generator, optional
             of the CPU, for swapped tokens; by default the same in every call
@@ -923,14 +1007,16 @@ class LoRALaplace(ParametricLaplace):
         Raises
         ------
         ValueError
-            If there are fewer than three examples, or the likelihood is "reward_modeling".
+            If there are fewer than three examples, or the likelihood is
+            "reward_modeling".
         """
         return amortized.amortize(self, loader, unlabelled, progress_bar, generator)
 
     def predictive_moments(
         self, x: Any, *, joint: bool = False
     ) -> Moments | tuple[torch.Tensor, torch.Tensor]:
-        """Compute mean `(B, C)` and covariance `(B, C, C)` of the model's logits for a batch.
+        """Compute mean `(B, C)` and covariance `(B, C, C)` of the model's logits for a
+        batch.
 
         Neither link, noise nor `logit_scale` is in them: `la(moments)` applies these.
 
@@ -956,8 +1042,8 @@ class LoRALaplace(ParametricLaplace):
         joint : bool
             whether examples vary together
         directions : callable
-            from logits to S combinations of the outputs, whose covariance is asked for; by default
-            each output by itself
+            from logits to S combinations of the outputs, whose covariance is asked for;
+            by default each output by itself
         """
         self.problem.check_linearised()
 
@@ -981,21 +1067,23 @@ class LoRALaplace(ParametricLaplace):
     ) -> Function:
         """Draw one function from the posterior, the same for all batches.
 
-        Values of different inputs vary together as the posterior says, which a batch's moments
-        alone can't tell: what Thompson sampling or a decision over many inputs needs.
+        Values of different inputs vary together as the posterior says, which a batch's
+        moments alone can't tell: what Thompson sampling or a decision over many inputs
+        needs.
 
         Parameters
         ----------
         seed : int
             decides the draw
         pred_type : {"glm", "nn"}
-            of the linearised model, by C backward passes a batch, or of the network with drawn
-            weights, by one forward pass
+            of the linearised model, by C backward passes a batch, or of the network
+            with drawn weights, by one forward pass
 
         Returns
         -------
         callable
-            takes a batch, with or without labels, and returns logits or numbers `(B, C)`
+            takes a batch, with or without labels, and returns logits or numbers `(B,
+            C)`
 
         Raises
         ------
@@ -1031,13 +1119,18 @@ class LoRALaplace(ParametricLaplace):
         generator : torch.Generator, optional
             for the draws
         joint : bool, default=False
-            for "glm": examples vary together as the posterior says. By default every example gets
-            the same noise, as the host has it, so that samples of two are as good as of one
+            for "glm": examples vary together as the posterior says. By default every
+            example gets the same noise, as the host has it, so that samples of two are
+            as good as of one
         """
         if not joint:
-            return super().functional_samples(x, pred_type, n_samples, diagonal_output, generator)
+            return super().functional_samples(
+                x, pred_type, n_samples, diagonal_output, generator
+            )
         if pred_type != "glm" or diagonal_output:
-            raise ValueError('joint=True is for pred_type="glm" without diagonal_output.')
+            raise ValueError(
+                'joint=True is for pred_type="glm" without diagonal_output.'
+            )
         return joint_samples(self, x, n_samples, generator)
 
     def acquire(
@@ -1061,9 +1154,9 @@ class LoRALaplace(ParametricLaplace):
         n : int
             how many to choose
         by : str
-            of classes "bald", "batch_bald" (for several texts at once), "entropy" or "margin"; of
-            one number, the larger the better, "expected_improvement", "upper_confidence_bound" or
-            "thompson"
+            of classes "bald", "batch_bald" (for several texts at once), "entropy" or
+            "margin"; of one number, the larger the better, "expected_improvement",
+            "upper_confidence_bound" or "thompson"
         best : float, optional
             the largest number that is known, for "expected_improvement"
         beta : float, default=2
@@ -1082,8 +1175,8 @@ class LoRALaplace(ParametricLaplace):
         Raises
         ------
         ValueError
-            For another `by`, a pool with fewer than n examples, several outputs, or a missing
-            `best`.
+            For another `by`, a pool with fewer than n examples, several outputs, or a
+            missing `best`.
         """
         acquisition = Acquisition(by, best, beta, n_samples, seed, progress_bar)
         return acquisition.choose(self, pool, n)
@@ -1101,7 +1194,8 @@ class LoRALaplace(ParametricLaplace):
         return super().square_norm(value)
 
     def penalty(self, weight: float = 1.0) -> torch.Tensor:
-        """Compute how improbable the model's present weights are, to train on without forgetting.
+        """Compute how improbable the model's present weights are, to train on without
+        forgetting.
 
         Parameters
         ----------
@@ -1111,9 +1205,9 @@ class LoRALaplace(ParametricLaplace):
         Returns
         -------
         torch.Tensor
-            `()`, ½ weight (θ - μ)ᵀ P (θ - μ), with the precision P of the posterior, prior
-            included; differentiable in the weights θ that the model has now. It takes a few
-            products of each weight, and no pass of the model
+            `()`, ½ weight (θ - μ)ᵀ P (θ - μ), with the precision P of the posterior,
+            prior included; differentiable in the weights θ that the model has now. It
+            takes a few products of each weight, and no pass of the model
 
         Raises
         ------
@@ -1172,7 +1266,9 @@ class LoRALaplace(ParametricLaplace):
                 f_mu, f_var, n_samples, diagonal_output, generator
             )
             return samples if is_reward else self._probabilities(samples)
-        return super()._glm_predictive_samples(f_mu, f_var, n_samples, diagonal_output, generator)
+        return super()._glm_predictive_samples(
+            f_mu, f_var, n_samples, diagonal_output, generator
+        )
 
     def _nn_predictive_samples(
         self,
@@ -1182,7 +1278,11 @@ class LoRALaplace(ParametricLaplace):
         **model_kwargs: Any,
     ) -> torch.Tensor:
         samples = self._nn_functional_samples(X, n_samples, generator, **model_kwargs)
-        return samples if self.predicted_likelihood.is_gaussian else self._probabilities(samples)
+        return (
+            samples
+            if self.predicted_likelihood.is_gaussian
+            else self._probabilities(samples)
+        )
 
     def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """Compute the probabilities that a user reads, of logits `(S, B, C)`."""
@@ -1196,14 +1296,16 @@ class LoRALaplace(ParametricLaplace):
         generator: torch.Generator | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor:
-        return distributions.network_samples(self, X, n_samples, generator, **model_kwargs)
+        return distributions.network_samples(
+            self, X, n_samples, generator, **model_kwargs
+        )
 
     def _nn_predictive_classification(
         self, X: Any, n_samples: int = 100, **model_kwargs: Any
     ) -> torch.Tensor:
         return distributions.mean_probabilities(self, X, n_samples, **model_kwargs)
 
-    # --- adapters and files --------------------------------------------------------------------
+    # --- adapters and files -----------------------------------------------------------
 
     def sample_adapters(
         self,
@@ -1212,23 +1314,25 @@ class LoRALaplace(ParametricLaplace):
         generator: torch.Generator | None = None,
         **kwargs: Any,
     ) -> list[Path]:
-        """Write draws from the posterior as LoRA adapters, for instance for a multi-adapter server.
+        """Write draws from the posterior as LoRA adapters, for instance for a
+        multi-adapter server.
 
-        The mean of their softmax probabilities is the prediction of `pred_type="nn"` with as many
-        samples and a generator in the same state, if `logit_scale` multiplies their logits too,
-        which an adapter can't. LoRA weights outside the posterior, and trained
-        modules such as a head, are saved with their MAP values. A mixture divides the draws among
-        its members, the first ones getting the rest.
+        The mean of their softmax probabilities is the prediction of `pred_type="nn"`
+        with as many samples and a generator in the same state, if `logit_scale`
+        multiplies their logits too, which an adapter can't. LoRA weights outside the
+        posterior, and trained modules such as a head, are saved with their MAP values.
+        A mixture divides the draws among its members, the first ones getting the rest.
 
-        A prior precision that suits the linearised model is often far too small for drawn weights:
-        choose one for them by `method="gridsearch", pred_type="nn", link_approx="mc"`.
+        A prior precision that suits the linearised model is often far too small for
+        drawn weights: choose one for them by `method="gridsearch", pred_type="nn",
+        link_approx="mc"`.
 
         Parameters
         ----------
         n_samples : int
         directory : str or Path
-            gets one folder for each draw, "sample_0" and so on, with a configuration and
-            safetensors that `PeftModel.from_pretrained` loads
+            gets one folder for each draw, "sample_0" and so on, with a configuration
+            and safetensors that `PeftModel.from_pretrained` loads
         generator : torch.Generator, optional
         **kwargs
             of `PeftModel.save_pretrained`, such as `save_embedding_layers`
@@ -1252,7 +1356,9 @@ class LoRALaplace(ParametricLaplace):
         UserWarning
             If `logit_scale` is not 1.
         """
-        return saving.sample_adapters(self.members, n_samples, directory, generator, **kwargs)
+        return saving.sample_adapters(
+            self.members, n_samples, directory, generator, **kwargs
+        )
 
     def distill(
         self,
@@ -1265,26 +1371,28 @@ class LoRALaplace(ParametricLaplace):
     ) -> str:
         """Train an ordinary adapter whose own probabilities are those of the posterior.
 
-        The student begins as a copy of the posterior's adapter, on the same base model. The trainer
-        trains it on the posterior's probabilities (link "mean_field") of the training texts and of
-        texts without labels, by the Kullback-Leibler divergence, for 30 % of the training's steps
-        and without dropout, which would blur what is smooth already. Where the adapter has a head
-        of its own, as classifiers do, the student's is divided by the best temperature and frozen:
-        a student that starts much more confident than its teacher loses accuracy. The result is an
-        ordinary LoRA adapter, to be merged, quantised and served without this library:
-        `model.set_adapter(name)`.
+        The student begins as a copy of the posterior's adapter, on the same base model.
+        The trainer trains it on the posterior's probabilities (link "mean_field") of
+        the training texts and of texts without labels, by the Kullback-Leibler
+        divergence, for 30 % of the training's steps and without dropout, which would
+        blur what is smooth already. Where the adapter has a head of its own, as
+        classifiers do, the student's is divided by the best temperature and frozen: a
+        student that starts much more confident than its teacher loses accuracy. The
+        result is an ordinary LoRA adapter, to be merged, quantised and served without
+        this library: `model.set_adapter(name)`.
 
-        With `class_token_ids`, the answers' tokens share the probability that the trained model
-        gives them all together, so that greedy decoding still answers.
+        With `class_token_ids`, the answers' tokens share the probability that the
+        trained model gives them all together, so that greedy decoding still answers.
 
         Parameters
         ----------
         trainer : transformers.Trainer
-            the one that has trained the model. It, the active adapter and all random states are the
-            same afterwards
+            the one that has trained the model. It, the active adapter and all random
+            states are the same afterwards
         unlabelled : {"swapped"}, Dataset or None
-            more texts to learn from: copies of the training texts in which 30 % of the tokens are
-            swapped for those of other training texts, or a data set for the trainer's collator
+            more texts to learn from: copies of the training texts in which 30 % of the
+            tokens are swapped for those of other training texts, or a data set for the
+            trainer's collator
         adapter_name : str, default="calibrated"
             of the student in the model, and of its folder in the trainer's `output_dir`
         generator : torch.Generator, optional
@@ -1299,14 +1407,14 @@ class LoRALaplace(ParametricLaplace):
         Raises
         ------
         ValueError
-            If the posterior predicts no classes or labels, the trainer has trained another model or
-            can't train again (see `check_trainer`), there is an adapter of that name, or there are
-            no texts.
+            If the posterior predicts no classes or labels, the trainer has trained
+            another model or can't train again (see `check_trainer`), there is an
+            adapter of that name, or there are no texts.
 
         References
         ----------
-        Hinton, Vinyals & Dean, "Distilling the knowledge in a neural network", arXiv:1503.02531
-        (2015).
+        Hinton, Vinyals & Dean, "Distilling the knowledge in a neural network",
+        arXiv:1503.02531 (2015).
         """
         return students.distill(
             self,
@@ -1371,16 +1479,18 @@ class LoRALaplace(ParametricLaplace):
         Raises
         ------
         ValueError
-            If its class, likelihood, model or settings are not these. The message names what
-            differs, and nothing changes.
+            If its class, likelihood, model or settings are not these. The message names
+            what differs, and nothing changes.
         """
         settings = {"cls_name": type(self).__name__, "likelihood": self.likelihood}
         settings |= self._settings()
         saving.check_state(state_dict, settings, self.model, self.blocks)
         loaded = Fit.from_state_dict(state_dict, self.structure)
-        restored = copy(self)  # the host sets one attribute after the other, and may refuse one
+        # The host sets one attribute after the other, and may refuse one.
+        restored = copy(self)
         of_host = {
-            "cls_name": type(self).__name__,  # an earlier release may have called it otherwise
+            # An earlier release may have called it otherwise.
+            "cls_name": type(self).__name__,
             "mean": loaded.mean,
             "H": loaded.curvature,
             "loss": loaded.loss,
@@ -1399,7 +1509,9 @@ class LoRALaplace(ParametricLaplace):
     @property
     def _backend_options(self) -> dict[str, Any]:
         """The user's `backend_kwargs`, which know nothing of this model."""
-        return {name: v for name, v in self._backend_kwargs.items() if name != "recorder"}
+        return {
+            name: v for name, v in self._backend_kwargs.items() if name != "recorder"
+        }
 
 
 def _problem_of(likelihood: str) -> Problem:
@@ -1413,7 +1525,9 @@ def _warn_of_weights(
     model: nn.Module,
     blocks: Sequence[Block],
 ) -> None:
-    """Warn of weights that were trained and have no part, and of some that were not trained."""
+    """Warn of weights that were trained and have no part, and of some that were not
+    trained.
+    """
     warn_of_other_trainable(model, blocks)
     if is_untrained(blocks):
         warn("Every lora_B weight is 0: the adapter looks untrained. Train it first.")

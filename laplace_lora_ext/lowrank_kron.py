@@ -21,7 +21,10 @@ from laplace_lora_ext.predictive.data_sets import Columns, Sample, over_loader
 from laplace_lora_ext.predictive.distributions import sees_differences
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.moments import Moments, joined_moments
-from laplace_lora_ext.predictive.statistics import PredictiveStatistics, statistics_of_batch
+from laplace_lora_ext.predictive.statistics import (
+    PredictiveStatistics,
+    statistics_of_batch,
+)
 from laplace_lora_ext.processes.exchange import gathered
 from laplace_lora_ext.text.generation import GeneratedText, generate_texts
 from laplace_lora_ext.text.scores import (
@@ -41,17 +44,20 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     Parameters
     ----------
     model : torch.nn.Module
-        a `PeftModel`, or any module that holds plain LoRA layers and maps a batch to logits
+        a `PeftModel`, or any module that holds plain LoRA layers and maps a batch to
+        logits
     likelihood : str
-        as for `LoRALaplace`. With "language_modeling", `fit` takes batches as supervised
-        fine-tuning does: mappings with `input_ids`, `attention_mask` and `labels` (-100 for tokens
-        that don't count). The Fisher is then a Monte-Carlo estimate: it draws a token from the
-        model wherever there is a label, and back-propagates the loss of a whole text at once.
-        `score` and `generate` predict, by draws of the weights
+        as for `LoRALaplace`. With "language_modeling", `fit` takes batches as
+        supervised fine-tuning does: mappings with `input_ids`, `attention_mask` and
+        `labels` (-100 for tokens that don't count). The Fisher is then a Monte-Carlo
+        estimate: it draws a token from the model wherever there is a label, and
+        back-propagates the loss of a whole text at once. `score` and `generate`
+        predict, by draws of the weights
     backend : type of LowRankKronInterface, default=LowRankKronGGN
     backend_kwargs : dict, optional
-        `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (from 20 classes on),
-        `num_samples`, `seed` (0); for the paper's settings pass `laplace_lora_ext.PAPER_SETTINGS`
+        `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (from 20
+        classes on), `num_samples`, `seed` (0); for the paper's settings pass
+        `laplace_lora_ext.PAPER_SETTINGS`
     **kwargs
         all others as for `LoRALaplace`
 
@@ -60,7 +66,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     H : LowRankKronDecomposed or None
         the curvature, without a prior; None before `fit`
     H_facs : LowRankKron or None
-        the sums behind it, to which a later fit can add: with twice as many columns as the rank
+        the sums behind it, to which a later fit can add: with twice as many columns as
+        the rank
 
     References
     ----------
@@ -70,7 +77,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     _key = ("lora", "lowrank_kron")
     _structure: ClassVar[type[Structure[Any, Any]]] = LowRankKronStructure
 
-    # --- texts, with the likelihood "language_modeling" ----------------------------------------
+    # --- texts, with the likelihood "language_modeling" -------------------------------
 
     def score(
         self,
@@ -78,17 +85,18 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         n_samples: int = 10,
         generator: torch.Generator | None = None,
     ) -> TextScores:
-        """Score how likely texts are, and how uncertain the model is of each of their tokens.
+        """Score how likely texts are, and how uncertain the model is of each of their
+        tokens.
 
         Parameters
         ----------
         batch : Mapping
             texts with labels, as for `fit`
         n_samples : int, default=10
-            models with weights drawn from the posterior, S, of which `sample_adapters` writes the
-            like; 0 scores the trained model itself. A mixture divides them among its members, the
-            first ones getting the rest. Scoring takes `1 + S` forward passes, and the memory of a
-            few logits `(N, V)` whatever S is
+            models with weights drawn from the posterior, S, of which `sample_adapters`
+            writes the like; 0 scores the trained model itself. A mixture divides them
+            among its members, the first ones getting the rest. Scoring takes `1 + S`
+            forward passes, and the memory of a few logits `(N, V)` whatever S is
         generator : torch.Generator, optional
             for the draws: with the same state, another batch gets the same draws
 
@@ -99,8 +107,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         Raises
         ------
         ValueError
-            If the likelihood is another than "language_modeling", the batch has no labelled token
-            or does not suit the model, or a logit is not finite.
+            If the likelihood is another than "language_modeling", the batch has no
+            labelled token or does not suit the model, or a logit is not finite.
         RuntimeError
             If the model is not the fitted one.
         """
@@ -112,10 +120,11 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         n_samples: int = 10,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Compute logits `(S, N, V)` of S draws at N labelled tokens, for measures of one's own.
+        """Compute logits `(S, N, V)` of S draws at N labelled tokens, for measures of
+        one's own.
 
-        Parameters are those of `score`. Without draws they are the trained model's, or each
-        member's.
+        Parameters are those of `score`. Without draws they are the trained model's, or
+        each member's.
         """
         return draw_logits(self.members, batch, n_samples, generator)
 
@@ -128,10 +137,11 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     ) -> GeneratedText:
         """Write texts, choosing each next token by the posterior predictive.
 
-        This runs transformers' own `generate`, greedy or sampling, with its stopping, its logits
-        processors and its caches, for one text after the other. A whole text keeps the same draws,
-        so each draw is one model reading that text. Without draws the texts equal those of the
-        model's own `generate`, and of a mixture those of the mixture of its trained models.
+        This runs transformers' own `generate`, greedy or sampling, with its stopping,
+        its logits processors and its caches, for one text after the other. A whole text
+        keeps the same draws, so each draw is one model reading that text. Without draws
+        the texts equal those of the model's own `generate`, and of a mixture those of
+        the mixture of its trained models.
 
         Parameters
         ----------
@@ -140,8 +150,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         generator : torch.Generator, optional
             for the draws, and for tokens that `generate` samples
         **generation_kwargs
-            for `generate`: `input_ids` and `attention_mask` as a tokenizer makes them, padded on
-            the left unless an encoder reads them, `max_new_tokens` and so on
+            for `generate`: `input_ids` and `attention_mask` as a tokenizer makes them,
+            padded on the left unless an encoder reads them, `max_new_tokens` and so on
 
         Returns
         -------
@@ -150,23 +160,25 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         Raises
         ------
         NotImplementedError
-            For beams, several texts a prompt, `past_key_values`, images beside text, and models
-            with a `generate` of their own; without `use_cache=False` also for models that keep no
-            cache.
+            For beams, several texts a prompt, `past_key_values`, images beside text,
+            and models with a `generate` of their own; without `use_cache=False` also
+            for models that keep no cache.
         ValueError
-            If the likelihood is another, there are no prompts, or they are padded on the wrong
-            side.
+            If the likelihood is another, there are no prompts, or they are padded on
+            the wrong side.
         """
         return generate_texts(
             self.members, n_samples=n_samples, generator=generator, **generation_kwargs
         )
 
     def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the trained model's logits `(N, V)`, and find the labelled tokens `(N,)`."""
+        """Compute the trained model's logits `(N, V)`, and find the labelled tokens
+        `(N,)`.
+        """
         (writer,) = writers_of(self.members)
         return labelled_tokens(writer, batch)
 
-    # --- what is particular to the structure ---------------------------------------------------
+    # --- what is particular to the structure ------------------------------------------
 
     def moments(
         self, X: Any, joint: bool, directions: Directions = every_output
@@ -184,7 +196,9 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
         def moments_of(part: Any, _: slice) -> Moments:
             covariances.clear()
-            f_mu = self.recorder.visit_jacobians(part, add, directions, self.enable_backprop)
+            f_mu = self.recorder.visit_jacobians(
+                part, add, directions, self.enable_backprop
+            )
             of_blocks = [covariance.to(f_mu.device) for covariance in covariances]
             return Moments(f_mu, torch.stack(of_blocks).sum(0))
 
@@ -222,12 +236,13 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         dtype : torch.dtype, default=torch.float32
             in which precision to keep them
         n_contrasts : int, optional
-            for more than nine classes: how many classes to compare with the most probable one, by
-            a backward pass each, for the links "mean_field" and "mc". By default as many as matter,
-            at most 8. From C - 1 on, and for regression always, statistics are of all outputs, by
-            C passes, and serve every link
+            for more than nine classes: how many classes to compare with the most
+            probable one, by a backward pass each, for the links "mean_field" and "mc".
+            By default as many as matter, at most 8. From C - 1 on, and for regression
+            always, statistics are of all outputs, by C passes, and serve every link
         max_examples : int, optional
-            keep those of at most this many, drawn at random, the same in every call; all by default
+            keep those of at most this many, drawn at random, the same in every call;
+            all by default
 
         Returns
         -------
@@ -236,8 +251,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         Raises
         ------
         ValueError
-            If the loader is empty, labels don't fit, only some batches have labels, or a number is
-            not finite. The message names the batch.
+            If the loader is empty, labels don't fit, only some batches have labels, or
+            a number is not finite. The message names the batch.
         """
         self.problem.check_linearised()
         self._check_H_init()
@@ -274,9 +289,10 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     def summary(self) -> str:
         """Make a table of the weights and their priors: `print(la.summary())`.
 
-        The last column says how many of a weight's parameters the data determine rather than the
-        prior: the sum of e / (e + λ) over the eigenvalues e of its curvature, with the prior
-        precision λ (MacKay, "Bayesian interpolation", Neural Computation 4, 1992).
+        The last column says how many of a weight's parameters the data determine rather
+        than the prior: the sum of e / (e + λ) over the eigenvalues e of its curvature,
+        with the prior precision λ (MacKay, "Bayesian interpolation", Neural Computation
+        4, 1992).
         """
         self._check_H_init()
         spectrum = self.H.spectrum
@@ -313,14 +329,17 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             )
         self._check_H_init()
         if not loader.spectrum.equals(self.H.spectrum):
-            raise ValueError("The statistics belong to another fit: compute them again.")
+            raise ValueError(
+                "The statistics belong to another fit: compute them again."
+            )
         if loader.classes is not None and not sees_differences(self, link_approx):
             raise ValueError(
                 f"These statistics tell of differences of logits alone, and the link "
                 f"{link_approx!r} reads each by itself: compute them with "
                 f"n_contrasts={self.n_outputs - 1}."
             )
-        # `sigma_noise` and `temperature` may have changed since; the posterior may have moved.
+        # `sigma_noise` and `temperature` may have changed since; the posterior may have
+        # moved.
         return replace(loader, scale=self._H_factor.detach().to(loader.scale))
 
     def statistics_by_batch(
@@ -338,14 +357,21 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     def bytes_of_statistics(self, link_approx: str = DEFAULT_LINK) -> int:
         self._check_H_init()
         contrasts = self._contrasts(self._contrasts_for(link_approx))
-        n_directions = self.n_outputs if contrasts is None else contrasts.most(self.n_outputs)
+        n_directions = (
+            self.n_outputs if contrasts is None else contrasts.most(self.n_outputs)
+        )
         spectrum = self.H.spectrum
         of_direction = len(spectrum.leading) + len(spectrum.remaining) * n_directions
         n_numbers = self.n_outputs + n_directions * of_direction
-        # Targets are one number or one for each output; contrasts have the classes they are of.
-        n_wide = self.n_outputs if contrasts is None else self.n_outputs + 1 + n_directions
+        # Targets are one number or one for each output; contrasts have the classes they
+        # are of.
+        n_wide = (
+            self.n_outputs if contrasts is None else self.n_outputs + 1 + n_directions
+        )
         return n_numbers * torch.float32.itemsize + n_wide * torch.int64.itemsize
 
     def _contrasts_for(self, link_approx: str) -> int | None:
-        """Say how many contrasts statistics need for a link: None for as many as matter."""
+        """Say how many contrasts statistics need for a link: None for as many as
+        matter.
+        """
         return None if sees_differences(self, link_approx) else self.n_outputs

@@ -27,7 +27,8 @@ COVERAGE = 0.9
 def quality(
     probabilities: torch.Tensor, labels: torch.Tensor, n_bins: int = N_BINS
 ) -> dict[str, float]:
-    """Measure accuracy, negative log-likelihood, expected calibration error and Brier score.
+    """Measure accuracy, negative log-likelihood, expected calibration error and Brier
+    score.
 
     Parameters
     ----------
@@ -41,8 +42,8 @@ def quality(
     Returns
     -------
     dict
-        "accuracy" and "ece" from 0 to 1, "nll" in nats, and "brier" from 0 to 2, all means over
-        texts
+        "accuracy" and "ece" from 0 to 1, "nll" in nats, and "brier" from 0 to 2, all
+        means over texts
 
     Raises
     ------
@@ -55,7 +56,9 @@ def quality(
     # torchmetrics takes anything outside [0, 1] for logits, even a rounding error.
     p = probabilities.double().clamp(0, 1)
     accuracy = multiclass_accuracy(p, labels, n_classes, average="micro")
-    calibration_error = multiclass_calibration_error(p, labels, n_classes, n_bins=n_bins, norm="l1")
+    calibration_error = multiclass_calibration_error(
+        p, labels, n_classes, n_bins=n_bins, norm="l1"
+    )
     squared_distances = (p - one_hot(labels, n_classes)).square().sum(-1)
     return {
         "accuracy": accuracy.item(),
@@ -81,9 +84,10 @@ def quality_of_numbers(
     Returns
     -------
     dict
-        "rmse" (root mean square error) and "crps" (continuous ranked probability score) in the
-        targets' unit, means over all numbers; "nll", the mean negative log-density of an example in
-        nats; "coverage", the share of the targets within the central interval of 90 %
+        "rmse" (root mean square error) and "crps" (continuous ranked probability score)
+        in the targets' unit, means over all numbers; "nll", the mean negative
+        log-density of an example in nats; "coverage", the share of the targets within
+        the central interval of 90 %
 
     Raises
     ------
@@ -94,7 +98,8 @@ def quality_of_numbers(
         targets = targets[:, None]
     if targets.shape != prediction.mean.shape:
         raise ValueError(
-            f"targets must be {tuple(prediction.mean.shape)}, not {tuple(targets.shape)}."
+            f"targets must be {tuple(prediction.mean.shape)}, not "
+            f"{tuple(targets.shape)}."
         )
     return _mean_figures(_figures_of_examples(prediction, targets))
 
@@ -123,7 +128,8 @@ def _mean_figures(of_examples: torch.Tensor) -> dict[str, float]:
 
 
 class Comparison(NamedTuple):
-    """Figures of the trained model and of its posterior on the same data; printed, a table.
+    """Figures of the trained model and of its posterior on the same data; printed, a
+    table.
 
     Attributes
     ----------
@@ -132,8 +138,8 @@ class Comparison(NamedTuple):
     posterior : dict of str to float
         its posterior's
     amortized : dict of str to float, optional
-        the posterior's with the variances that `la.amortize` has learnt; None where it has not, or
-        where the prior has changed since
+        the posterior's with the variances that `la.amortize` has learnt; None where it
+        has not, or where the prior has changed since
     """
 
     trained: dict[str, float]
@@ -156,11 +162,12 @@ def compare(
     link_approx: str = DEFAULT_LINK,
     progress_bar: bool = False,
 ) -> Comparison:
-    """Measure the trained model and its posterior side by side: `print(compare(la, loader))`.
+    """Measure the trained model and its posterior side by side: `print(compare(la,
+    loader))`.
 
-    Of several labels, the figures are means over all labels of all examples. Of numbers, the
-    trained model has the noise alone, `la.sigma_noise`, and the posterior has its own variance with
-    it.
+    Of several labels, the figures are means over all labels of all examples. Of
+    numbers, the trained model has the noise alone, `la.sigma_noise`, and the posterior
+    has its own variance with it.
 
     Parameters
     ----------
@@ -183,10 +190,13 @@ def compare(
     *predictions, targets = over_loader(loader, evaluate, "[Comparing]", progress_bar)
     if la.members[0].trained_likelihood.is_gaussian:
         return Comparison(*map(_mean_figures, predictions))
-    if targets.ndim > 1:  # each of an example's labels is a classification into two classes
+    # Each of an example's labels is a classification into two classes.
+    if targets.ndim > 1:
         predictions = [probabilities.flatten(0, 1) for probabilities in predictions]
         targets = targets.flatten()
-    return Comparison(*(quality(probabilities, targets) for probabilities in predictions))
+    return Comparison(
+        *(quality(probabilities, targets) for probabilities in predictions)
+    )
 
 
 def _classes(
@@ -194,7 +204,9 @@ def _classes(
     link_approx: str,
     batch: Any,
 ) -> Columns:
-    """Predict probabilities by the trained model and by every posterior there is; and labels."""
+    """Predict probabilities by the trained model and by every posterior there is; and
+    labels.
+    """
     model = la.members[0].model
     likelihood = la.members[0].trained_likelihood
     X, y = model.split(batch)
@@ -202,13 +214,17 @@ def _classes(
         logits = model(X)
     probabilities = [likelihood.class_logits(logits).softmax(-1)]
     for pred_type in _pred_types(la):
-        probabilities.append(la(X, pred_type=pred_type, link_approx=link_approx, fitting=True))
+        probabilities.append(
+            la(X, pred_type=pred_type, link_approx=link_approx, fitting=True)
+        )
     labels = likelihood.check_targets(y, logits).long()
     return *(p.detach().cpu() for p in probabilities), labels.cpu()
 
 
 def _numbers(la: Any, batch: Any) -> Columns:
-    """Compute figures of examples under the trained model and every posterior; and targets."""
+    """Compute figures of examples under the trained model and every posterior; and
+    targets.
+    """
     first = la.members[0]
     X, y = first.model.split(batch)
     with first.model.prepared(), torch.no_grad():
@@ -218,14 +234,20 @@ def _numbers(la: Any, batch: Any) -> Columns:
     predictions = [NumberPrediction.of([without_variance], [first.sigma_noise])]
     for pred_type in _pred_types(la):
         predictions.append(predict_numbers(la.members, X, pred_type))
-    return *(_figures_of_examples(prediction, targets) for prediction in predictions), targets.cpu()
+    return *(
+        _figures_of_examples(prediction, targets) for prediction in predictions
+    ), targets.cpu()
 
 
 def _pred_types(la: Any) -> list[str]:
-    """List how a posterior can predict: exactly, and by learnt variances where they are its own."""
+    """List how a posterior can predict: exactly, and by learnt variances where they are
+    its own.
+    """
     for member in la.members:
         learnt = member.learnt_variance
-        if learnt is None or not learnt.is_of(member.prior_precision, member.curvature_scale):
+        if learnt is None or not learnt.is_of(
+            member.prior_precision, member.curvature_scale
+        ):
             return ["glm"]
     return ["glm", "amortized"]
 

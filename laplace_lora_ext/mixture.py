@@ -17,7 +17,11 @@ import laplace_lora_ext.saving as saving
 from laplace_lora_ext.acquisitions import Acquisition
 from laplace_lora_ext.laplace import from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.models.adapters import find_peft_model, own_adapter_back, write_adapter
+from laplace_lora_ext.models.adapters import (
+    find_peft_model,
+    own_adapter_back,
+    write_adapter,
+)
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.models.running import as_tensor, exclusive, kept
@@ -42,12 +46,12 @@ _DESCRIPTION = "laplace_mixture.json"
 class LaplaceMixture:
     """A mean of the predictions of posteriors around several trained adapters.
 
-    Posteriors around other adapters of the same base model know what one can't: other solutions.
-    The members may be adapters of one `PeftModel`, whichever is active. They are copied, so that
-    the given posteriors keep their prior precisions.
+    Posteriors around other adapters of the same base model know what one can't: other
+    solutions. The members may be adapters of one `PeftModel`, whichever is active. They
+    are copied, so that the given posteriors keep their prior precisions.
 
-    A mean of predictions is less sure than each of them. So a mixture may want a larger prior
-    precision than its members alone: with data that no member has learnt,
+    A mean of predictions is less sure than each of them. So a mixture may want a larger
+    prior precision than its members alone: with data that no member has learnt,
     `optimize_prior_precision` chooses it.
 
     Parameters
@@ -66,8 +70,8 @@ class LaplaceMixture:
     Raises
     ------
     ValueError
-        If there are fewer than two members, or they differ in their likelihood, their outputs or
-        their base model.
+        If there are fewer than two members, or they differ in their likelihood, their
+        outputs or their base model.
     AttributeError
         If one has no fit.
     RuntimeError
@@ -75,8 +79,8 @@ class LaplaceMixture:
 
     References
     ----------
-    Eschenhagen et al., "Mixtures of Laplace approximations for improved post-hoc uncertainty in
-    deep learning", arXiv:2111.03577 (2021).
+    Eschenhagen et al., "Mixtures of Laplace approximations for improved post-hoc
+    uncertainty in deep learning", arXiv:2111.03577 (2021).
     """
 
     @torch.inference_mode(False)  # what is kept must not be inference tensors
@@ -95,11 +99,12 @@ class LaplaceMixture:
     def __len__(self) -> int:
         return len(self.members)
 
-    # --- predictions ---------------------------------------------------------------------------
+    # --- predictions ------------------------------------------------------------------
 
     @exclusive
     def __call__(self, x: Any, **options: Any) -> Any:
-        """Average the members' probabilities, `(B, C)`, or compute the moments of their mixture.
+        """Average the members' probabilities, `(B, C)`, or compute the moments of their
+        mixture.
 
         Parameters
         ----------
@@ -115,9 +120,12 @@ class LaplaceMixture:
         """
         parts = parts_for(self.members, x)
         outputs = [
-            member(part, **options) for member, part in zip(self.members, parts, strict=True)
+            member(part, **options)
+            for member, part in zip(self.members, parts, strict=True)
         ]
-        probabilities = [output for output in outputs if isinstance(output, torch.Tensor)]
+        probabilities = [
+            output for output in outputs if isinstance(output, torch.Tensor)
+        ]
         if probabilities:
             return torch.stack(probabilities).mean(0)
         means, covariances = zip(*outputs, strict=True)
@@ -136,9 +144,11 @@ class LaplaceMixture:
         batch_size: int = 32,
         progress_bar: bool = False,
     ) -> Prediction | NumberPrediction:
-        """Predict classes or numbers, and what else a decision needs, of a batch or a data set.
+        """Predict classes or numbers, and what else a decision needs, of a batch or a
+        data set.
 
-        Parameters and errors are those of `LoRALaplace.predict`; each member has `n_samples` draws.
+        Parameters and errors are those of `LoRALaplace.predict`; each member has
+        `n_samples` draws.
         """
         return decisions.predict(
             self.members,
@@ -164,7 +174,8 @@ class LaplaceMixture:
         batch_size: int = 32,
         progress_bar: bool = False,
     ) -> np.ndarray:
-        """Predict class probabilities `(B, C)` for scikit-learn's tools, the same in every call.
+        """Predict class probabilities `(B, C)` for scikit-learn's tools, the same in
+        every call.
 
         Parameters and errors are those of `LoRALaplace.predict_proba`.
         """
@@ -194,8 +205,8 @@ class LaplaceMixture:
     ) -> torch.Tensor:
         """Choose from a pool what to label or measure next.
 
-        Parameters, result and errors are those of `LoRALaplace.acquire`. Functions are drawn from
-        all members, from the first ones the rest.
+        Parameters, result and errors are those of `LoRALaplace.acquire`. Functions are
+        drawn from all members, from the first ones the rest.
         """
         acquisition = Acquisition(by, best, beta, n_samples, seed, progress_bar)
         return acquisition.choose(self, pool, n)
@@ -205,7 +216,9 @@ class LaplaceMixture:
         loader: Any,
         **options: Any,
     ) -> list[LearntVariance]:
-        """Let each member learn its variances; arguments are those of `LoRALaplace.amortize`."""
+        """Let each member learn its variances; arguments are those of
+        `LoRALaplace.amortize`.
+        """
         return [member.amortize(loader, **options) for member in self.members]
 
     @exclusive
@@ -219,9 +232,12 @@ class LaplaceMixture:
         **options
             as for `LowRankKronLoRALaplace.predictive_statistics`
         """
-        members: list[Any] = self.members  # of which "lowrank_kron" alone has statistics
+        # Of which "lowrank_kron" alone has statistics.
+        members: list[Any] = self.members
         data = Share.read_once(loader)
-        of_members = [member.predictive_statistics(data, **options) for member in members]
+        of_members = [
+            member.predictive_statistics(data, **options) for member in members
+        ]
         return MixtureStatistics(tuple(of_members), self._priors)
 
     def distill(
@@ -235,8 +251,8 @@ class LaplaceMixture:
     ) -> str:
         """Train an ordinary adapter whose own probabilities are those of the mixture.
 
-        Parameters, result and errors are those of `LoRALaplace.distill`; the student begins as a
-        copy of the first member's adapter.
+        Parameters, result and errors are those of `LoRALaplace.distill`; the student
+        begins as a copy of the first member's adapter.
         """
         return students.distill(
             self,
@@ -253,7 +269,8 @@ class LaplaceMixture:
         n_samples: int = 10,
         generator: torch.Generator | None = None,
     ) -> TextScores:
-        """Score how likely texts are, and how uncertain the members are of each of their tokens.
+        """Score how likely texts are, and how uncertain the members are of each of
+        their tokens.
 
         Parameters, result and errors are those of `LowRankKronLoRALaplace.score`.
         """
@@ -265,7 +282,8 @@ class LaplaceMixture:
         n_samples: int = 10,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Compute logits `(S, N, V)` of S draws at N labelled tokens, for measures of one's own.
+        """Compute logits `(S, N, V)` of S draws at N labelled tokens, for measures of
+        one's own.
 
         Parameters are those of `score`. Without draws they are each member's.
         """
@@ -278,16 +296,17 @@ class LaplaceMixture:
         generator: torch.Generator | None = None,
         **generation_kwargs: Any,
     ) -> GeneratedText:
-        """Write texts, choosing each next token by the mean of the members' predictives.
+        """Write texts, choosing each next token by the mean of the members'
+        predictives.
 
-        `n_samples` and `generator` are as for `score`, and `**generation_kwargs`, result and errors
-        as for `LowRankKronLoRALaplace.generate`.
+        `n_samples` and `generator` are as for `score`, and `**generation_kwargs`,
+        result and errors as for `LowRankKronLoRALaplace.generate`.
         """
         return generate_texts(
             self.members, n_samples=n_samples, generator=generator, **generation_kwargs
         )
 
-    # --- prior ---------------------------------------------------------------------------------
+    # --- prior ------------------------------------------------------------------------
 
     @property
     def prior_precision(self) -> torch.Tensor:
@@ -297,7 +316,8 @@ class LaplaceMixture:
     @exclusive
     @torch.inference_mode(False)
     def prior_precision(self, factor: float | torch.Tensor) -> None:
-        factor = as_tensor(kept(factor)).detach().cpu().float().reshape(1)  # of all members
+        # Of all members.
+        factor = as_tensor(kept(factor)).detach().cpu().float().reshape(1)
         for member, prior in zip(self.members, self._priors, strict=True):
             member.prior_precision = factor.to(prior) * prior
         self._factor = factor
@@ -316,7 +336,11 @@ class LaplaceMixture:
     @property
     def hyperparameters(self) -> tuple[torch.Tensor, float, list[Hyperparameters]]:
         """What a search may change: the factors, and what the members have."""
-        return self._factor, self._scale, [member.hyperparameters for member in self.members]
+        return (
+            self._factor,
+            self._scale,
+            [member.hyperparameters for member in self.members],
+        )
 
     @hyperparameters.setter
     @exclusive
@@ -331,15 +355,16 @@ class LaplaceMixture:
     def optimize_prior_precision(
         self, method: str | TuningMethod = "gridsearch", **options: Any
     ) -> TuningHistory:
-        """Choose the common factors of the members' prior precisions and scales of the logits.
+        """Choose the common factors of the members' prior precisions and scales of the
+        logits.
 
         Parameters
         ----------
         method : {"gridsearch"}, GridSearch or TokenGridSearch
             needs data that no member has learnt
         **options
-            of `GridSearch`, or of texts `TokenGridSearch`: `val_loader`, a loader or what
-            `predictive_statistics` returned, with the link "mean_field" by default
+            of `GridSearch`, or of texts `TokenGridSearch`: `val_loader`, a loader or
+            what `predictive_statistics` returned, with the link "mean_field" by default
 
         Returns
         -------
@@ -351,10 +376,12 @@ class LaplaceMixture:
             search = self.members[0].problem.methods["gridsearch"]
             method = search(**options)
         elif options or not isinstance(method, GridSearch | TokenGridSearch):
-            raise ValueError(f'A mixture takes "gridsearch" or a GridSearch(...), not {method!r}.')
+            raise ValueError(
+                f'A mixture takes "gridsearch" or a GridSearch(...), not {method!r}.'
+            )
         return method(mixture)
 
-    # --- files ---------------------------------------------------------------------------------
+    # --- files ------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.members)})"
@@ -366,15 +393,19 @@ class LaplaceMixture:
         generator: torch.Generator | None = None,
         **kwargs: Any,
     ) -> list[Path]:
-        """Write draws as LoRA adapters, divided among the members, the first ones getting the rest.
+        """Write draws as LoRA adapters, divided among the members, the first ones
+        getting the rest.
 
         Parameters and errors are those of `LoRALaplace.sample_adapters`.
         """
-        return saving.sample_adapters(self.members, n_samples, directory, generator, **kwargs)
+        return saving.sample_adapters(
+            self.members, n_samples, directory, generator, **kwargs
+        )
 
     @exclusive
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the members' adapters and posteriors, each into a folder of its adapter's name.
+        """Write the members' adapters and posteriors, each into a folder of its
+        adapter's name.
 
         Raises
         ------
@@ -386,8 +417,8 @@ class LaplaceMixture:
         of_one_model = all(model is models[0] for model in models)
         if not of_one_model or len(set(names)) < len(names):
             raise ValueError(
-                "A mixture is saved if its members are adapters of one PeftModel: save these "
-                "posteriors one by one."
+                "A mixture is saved if its members are adapters of one PeftModel: save "
+                "these posteriors one by one."
             )
         for member, name in zip(self.members, names, strict=True):
             # PEFT gives any adapter but "default" a folder of its own.
@@ -409,8 +440,9 @@ class LaplaceMixture:
         Parameters
         ----------
         model : torch.nn.Module
-            the base model without adapters, or a `PeftModel` of it: members' adapters that it lacks
-            are added, those that it has must be the saved ones, and its active adapter stays so
+            the base model without adapters, or a `PeftModel` of it: members' adapters
+            that it lacks are added, those that it has must be the saved ones, and its
+            active adapter stays so
         folder : str or Path
         **kwargs
             for the posteriors' classes, such as `dict_key_y`
@@ -420,12 +452,17 @@ class LaplaceMixture:
         FileNotFoundError
             If the folder holds no mixture.
         ValueError
-            If files are damaged, or an adapter or the base model is not that of the fit.
+            If files are damaged, or an adapter or the base model is not that of the
+            fit.
         """
-        description = json.loads(saving.read_sealed(Path(folder, _DESCRIPTION), "mixture"))
+        description = json.loads(
+            saving.read_sealed(Path(folder, _DESCRIPTION), "mixture")
+        )
         names = description["members"]
         if not isinstance(model, PeftModel):
-            model = PeftModel.from_pretrained(model, str(Path(folder, names[0])), names[0])  # pyright: ignore[reportArgumentType]
+            model = PeftModel.from_pretrained(
+                model, str(Path(folder, names[0])), names[0]
+            )  # pyright: ignore[reportArgumentType]
         members = []
         with own_adapter_back(model):
             for name in names:
@@ -435,12 +472,13 @@ class LaplaceMixture:
                 members.append(from_pretrained(model, Path(folder, name), **kwargs))
         return cls(members)
 
-    # --- what methods to choose a prior precision need -----------------------------------------
+    # --- what methods to choose a prior precision need --------------------------------
 
     def statistics_of(
         self, loader: Any, progress_bar: bool, link_approx: str = DEFAULT_LINK
     ) -> MixtureStatistics | None:
-        """Pass over a data set for statistics, or take given ones; None if a member has none.
+        """Pass over a data set for statistics, or take given ones; None if a member has
+        none.
 
         Parameters are those of `LoRALaplace.statistics_of`.
         """
@@ -459,14 +497,18 @@ class LaplaceMixture:
     def statistics_by_batch(
         self, link_approx: str = DEFAULT_LINK
     ) -> Callable[[Any], MixtureStatistics] | None:
-        """Make a function from a batch to its statistics; None where a member has none."""
+        """Make a function from a batch to its statistics; None where a member has
+        none.
+        """
         by_member = [member.statistics_by_batch(link_approx) for member in self.members]
         functions = [function for function in by_member if function is not None]
         if len(functions) < len(by_member):
             return None
 
         def of_batch(batch: Any) -> MixtureStatistics:
-            return MixtureStatistics(tuple(each(batch) for each in functions), self._priors)
+            return MixtureStatistics(
+                tuple(each(batch) for each in functions), self._priors
+            )
 
         return of_batch
 
@@ -475,7 +517,7 @@ class LaplaceMixture:
         for member in self.members:
             member.check_model()
 
-    # --- what the members have alike -----------------------------------------------------------
+    # --- what the members have alike --------------------------------------------------
 
     @property
     def model(self) -> LogitsModel:
@@ -499,7 +541,9 @@ class LaplaceMixture:
 
 
 def _check_alike(members: Sequence[LoRALaplace]) -> None:
-    """Refuse posteriors whose predictions have no mean, or that are around several base models."""
+    """Refuse posteriors whose predictions have no mean, or that are around several base
+    models.
+    """
     facts = [
         (
             member.likelihood,
@@ -511,13 +555,14 @@ def _check_alike(members: Sequence[LoRALaplace]) -> None:
     ]
     if any(fact != facts[0] for fact in facts):
         raise ValueError(
-            f"The members differ in likelihood, n_outputs, class_token_ids or normalised: {facts}."
+            "The members differ in likelihood, n_outputs, class_token_ids or "
+            f"normalised: {facts}."
         )
     first, *others = [member.model_state for member in members]
     for number, other in enumerate(others, 1):
         differing = first.differing_base(other)
         if differing is not None:
             raise ValueError(
-                f"Members 0 and {number} have different base models ({differing} differs): mix "
-                "adapters of one base model."
+                f"Members 0 and {number} have different base models ({differing} "
+                "differs): mix adapters of one base model."
             )

@@ -1,7 +1,7 @@
 """Draws pictures of how far a posterior can be trusted, by matplotlib.
 
-Each takes a posterior and a loader with labels, or what `outcomes` has made of both, so that
-several pictures need one pass.
+Each takes a posterior and a loader with labels, or what `outcomes` has made of both, so
+that several pictures need one pass.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def outcomes(
     """
     first = la.members[0]
     if first.predicted_likelihood.is_gaussian:
-        raise ValueError(f"{first.likelihood} predicts numbers, which have no probabilities.")
+        raise ValueError(
+            f"{first.likelihood} predicts numbers, which have no probabilities."
+        )
     likelihood = first.trained_likelihood
     is_silent = not progress_bar or rank() > 0
     batches = tqdm(loader, "[Predictions]", disable=is_silent)
@@ -113,7 +115,9 @@ def outcomes(
 
 
 def _of_each_label(prediction: Prediction) -> Prediction:
-    """Turn the predictions of K labels for each example into those of two classes each."""
+    """Turn the predictions of K labels for each example into those of two classes
+    each.
+    """
     flat = Prediction._make(column.flatten() for column in prediction)
     p = flat.probabilities
     return flat._replace(probabilities=torch.stack([1 - p, p], dim=-1))
@@ -183,7 +187,8 @@ def risk_coverage(
     for name, probabilities in found.probabilities.items():
         confidence, answers = probabilities.max(-1)
         is_wrong = (answers != found.labels).double()
-        # Stable, so that ties, as of answers that are all but certain, come out the same each time.
+        # Stable, so that ties, as of answers that are all but certain, come out the
+        # same each time.
         surest_first = confidence.argsort(descending=True, stable=True)
         n_kept = torch.arange(1, len(surest_first) + 1)
         risk = is_wrong[surest_first].cumsum(0) / n_kept
@@ -244,6 +249,8 @@ def _axes(ax: Axes | None) -> Axes:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("Pictures need matplotlib: pip install matplotlib.") from error
+        raise ImportError(
+            "Pictures need matplotlib: pip install matplotlib."
+        ) from error
     _, axes = plt.subplots(layout="constrained")
     return axes

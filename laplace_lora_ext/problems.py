@@ -1,4 +1,6 @@
-"""What depends on the likelihood: one object for each, which a posterior chooses by its name."""
+"""What depends on the likelihood: one object for each, which a posterior chooses by its
+name.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.preference_model import PreferenceModel
 from laplace_lora_ext.models.token_labels_model import TokenLabelsModel
 from laplace_lora_ext.models.tokens_model import TokensModel
-from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch, TokenSecondTraining
+from laplace_lora_ext.text.priors import (
+    TokenAgreement,
+    TokenGridSearch,
+    TokenSecondTraining,
+)
 from laplace_lora_ext.tuning import METHODS
 from laplace_lora_ext.tuning.marglik import Marglik
 from laplace_lora_ext.tuning.method import TuningMethod
@@ -44,7 +50,8 @@ class Problem:
     methods : Mapping
         to choose the prior precision, by their names
     writes : bool
-        whether examples are texts, which have no class: each of their tokens is predicted
+        whether examples are texts, which have no class: each of their tokens is
+        predicted
     labels_tokens : bool
         whether examples are texts whose tokens have classes
     instead_of_logit_scale : str
@@ -67,29 +74,40 @@ class Problem:
     def backend_kwargs(
         self, backend: type[CurvatureInterface], given: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Complete the user's options of a backend, and refuse those that don't suit."""
+        """Complete the user's options of a backend, and refuse those that don't
+        suit.
+        """
         return dict(given)
 
     def check_logit_scale(self, value: float) -> None:
         """Refuse a scale where predictions have no logits that a likelihood reads."""
         if value != 1 and self.instead_of_logit_scale:
-            raise ValueError(f"{self.name} has no logit_scale: use {self.instead_of_logit_scale}.")
+            raise ValueError(
+                f"{self.name} has no logit_scale: use {self.instead_of_logit_scale}."
+            )
 
     def backend(self, backend: type[CurvatureInterface]) -> type[CurvatureInterface]:
-        """Choose the class that computes the likelihood's curvature as a backend does."""
+        """Choose the class that computes the likelihood's curvature as a backend
+        does.
+        """
         return backend
 
     def check_model(self, model: LogitsModel) -> None:
-        """Refuse a model that was trained for another likelihood, as its configuration says."""
+        """Refuse a model that was trained for another likelihood, as its configuration
+        says.
+        """
         if self.of_other and model.problem_type == self.of_other:
             raise ValueError(
-                f'The likelihood "{self.name}" does not fit the model, whose problem_type is '
-                f"{self.of_other!r}: use the likelihood "
-                f'"{LIKELIHOOD_OF[self.of_other]}", or set config.problem_type if it is wrong.'
+                f'The likelihood "{self.name}" does not fit the model, whose '
+                f"problem_type is {self.of_other!r}: use the likelihood "
+                f'"{LIKELIHOOD_OF[self.of_other]}", or set config.problem_type if it '
+                "is wrong."
             )
 
     def check_linearised(self) -> None:
-        """Refuse predictions of the linearised model where there are too many outputs."""
+        """Refuse predictions of the linearised model where there are too many
+        outputs.
+        """
 
 
 LIKELIHOOD_OF = {
@@ -134,7 +152,9 @@ class _MultiLabel(Problem):
             return backend
         if backend is CurvlinopsGGN:
             return MultiLabelCurvlinopsGGN
-        raise ValueError(f'{backend.__name__} has no likelihood "{self.name}": leave out backend.')
+        raise ValueError(
+            f'{backend.__name__} has no likelihood "{self.name}": leave out backend.'
+        )
 
 
 MULTI_LABEL_CLASSIFICATION = _MultiLabel(
@@ -155,11 +175,13 @@ class _LanguageModeling(Problem):
     ) -> dict[str, Any]:
         if not issubclass(backend, LowRankKronInterface):
             raise ValueError(
-                f'The likelihood "{self.name}" needs hessian_structure="lowrank_kron": other '
-                "structures can't draw the tokens of a text."
+                f'The likelihood "{self.name}" needs hessian_structure="lowrank_kron": '
+                "other structures can't draw the tokens of a text."
             )
         if given.get("kfac_approx", "gradient") != "gradient":
-            raise NotImplementedError(f'{self.name} works with kfac_approx="gradient" only.')
+            raise NotImplementedError(
+                f'{self.name} works with kfac_approx="gradient" only.'
+            )
         # The exact Fisher would take a backward pass for each word of the vocabulary.
         if issubclass(backend, LowRankKronGGN):
             return {"stochastic": True, **given}
@@ -167,27 +189,32 @@ class _LanguageModeling(Problem):
 
     def check_linearised(self) -> None:
         raise NotImplementedError(
-            "Moments of logits would need Jacobians of the whole vocabulary at every token: use "
-            "la.score(batch) for given texts and la.generate(**inputs) for new ones."
+            "Moments of logits would need Jacobians of the whole vocabulary at every "
+            "token: use la.score(batch) for given texts and la.generate(**inputs) for "
+            "new ones."
         )
 
 
 class _TokenClassification(Problem):
-    """Labels of tokens: a text is one of the data, and each of its labels counts by itself."""
+    """Labels of tokens: a text is one of the data, and each of its labels counts by
+    itself.
+    """
 
     def backend(self, backend: type[CurvatureInterface]) -> type[CurvatureInterface]:
         if issubclass(backend, LowRankKronInterface):
             return backend
         raise ValueError(
-            f'{backend.__name__} has no likelihood "{self.name}": use hessian_structure='
-            '"lowrank_kron", "diag" or "full", and leave out backend.'
+            f'{backend.__name__} has no likelihood "{self.name}": use '
+            'hessian_structure="lowrank_kron", "diag" or "full", and leave out backend.'
         )
 
     def backend_kwargs(
         self, backend: type[CurvatureInterface], given: Mapping[str, Any]
     ) -> dict[str, Any]:
         if given.get("kfac_approx", "gradient") != "gradient":
-            raise NotImplementedError(f'{self.name} works with kfac_approx="gradient" only.')
+            raise NotImplementedError(
+                f'{self.name} works with kfac_approx="gradient" only.'
+            )
         return dict(given)
 
 

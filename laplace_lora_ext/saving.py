@@ -25,14 +25,17 @@ CHECKSUM = "sha256"
 UNKNOWN = "0" * 64  # stands for the checksum in what it is the checksum of
 _SEAL = f'"{CHECKSUM}":"'.encode()
 _VERSION = "4"
-_RENAMED = {"LanguageModelLaplace": "LowRankKronLoRALaplace"}  # classes of earlier releases
+# Classes of earlier releases.
+_RENAMED = {"LanguageModelLaplace": "LowRankKronLoRALaplace"}
 
 
 def write_state(
     state: Mapping[str, Any],
     folder: str | Path,
 ) -> None:
-    """Write the state of a posterior into a folder, which is made if it does not exist."""
+    """Write the state of a posterior into a folder, which is made if it does not
+    exist.
+    """
     tensors: dict[int, tuple[str, torch.Tensor]] = {}
     content = json.dumps(_plain(state, tensors))
     # Copies: safetensors refuses tensors that share memory or have gaps in it.
@@ -71,7 +74,9 @@ def read_state(folder: str | Path) -> dict[str, Any]:
 
 
 def write_sealed(path: Path, content: bytes) -> None:
-    """Write a file with a checksum over all of it, in place of the `UNKNOWN` one in its JSON."""
+    """Write a file with a checksum over all of it, in place of the `UNKNOWN` one in its
+    JSON.
+    """
     checksum = hashlib.sha256(content).hexdigest().encode()
     # As long as what it stands for: offsets of tensors in the file stay right.
     sealed = content.replace(_SEAL + UNKNOWN.encode(), _SEAL + checksum, 1)
@@ -79,7 +84,8 @@ def write_sealed(path: Path, content: bytes) -> None:
 
 
 def read_sealed(path: Path, what: str) -> bytes:
-    """Read what `write_sealed` wrote, to the last byte; a `ValueError` for any other content.
+    """Read what `write_sealed` wrote, to the last byte; a `ValueError` for any other
+    content.
 
     `what` the file should hold is for the message.
     """
@@ -91,8 +97,8 @@ def read_sealed(path: Path, what: str) -> bytes:
     content = before + seal + UNKNOWN.encode() + after
     if hashlib.sha256(content).hexdigest().encode() != checksum:
         raise ValueError(
-            f"{path} is damaged: its checksum is another. Copy it again from where it was saved, "
-            f"or fit and save the {what} again."
+            f"{path} is damaged: its checksum is another. Copy it again from where it "
+            f"was saved, or fit and save the {what} again."
         )
     return content
 
@@ -100,8 +106,9 @@ def read_sealed(path: Path, what: str) -> bytes:
 def _foreign(path: Path, what: str) -> str:
     """Say that a file is none of ours."""
     return (
-        f"{path} holds no {what} that this release reads (version {_VERSION} of the format), or "
-        "is damaged: fit and save it again, or install the release that wrote it."
+        f"{path} holds no {what} that this release reads (version {_VERSION} of the "
+        "format), or is damaged: fit and save it again, or install the release that "
+        "wrote it."
     )
 
 
@@ -109,10 +116,11 @@ def _plain(
     value: Any,
     tensors: dict[int, tuple[str, torch.Tensor]],
 ) -> Any:
-    """Turn a value into what JSON gives back; `tensors` gets the tensors, by ids, with names.
+    """Turn a value into what JSON gives back; `tensors` gets the tensors, by ids, with
+    names.
 
-    Dictionaries of one key stand for what JSON does not know: tensors, tuples, and dictionaries
-    that have a single key, or keys that are no text.
+    Dictionaries of one key stand for what JSON does not know: tensors, tuples, and
+    dictionaries that have a single key, or keys that are no text.
     """
     if isinstance(value, torch.Tensor):
         # A tensor that stands in several places is written once.
@@ -136,8 +144,8 @@ def _plain(
     if value is None or isinstance(value, str | int | float):
         return value
     raise TypeError(
-        f"A posterior's file holds tensors, numbers and text, and no {type(value).__name__}: pass "
-        f"something else than {value!r} in backend_kwargs."
+        "A posterior's file holds tensors, numbers and text, and no "
+        f"{type(value).__name__}: pass something else than {value!r} in backend_kwargs."
     )
 
 
@@ -148,7 +156,9 @@ def class_name(state: Mapping[str, Any]) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """Put lists in place of tuples and tensors: which of them a user wrote does not matter."""
+    """Put lists in place of tuples and tensors: which of them a user wrote does not
+    matter.
+    """
     if isinstance(value, dict):
         return {key: _comparable(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -166,16 +176,16 @@ def check_state(
 ) -> None:
     """Refuse the state of another posterior, and name what differs.
 
-    `settings` are class, likelihood and settings of the posterior that the state is for, `model`
-    and `blocks` its model as it is now.
+    `settings` are class, likelihood and settings of the posterior that the state is
+    for, `model` and `blocks` its model as it is now.
     """
     saved = dict(state["settings"])
     saved |= {"cls_name": class_name(state), "likelihood": state["likelihood"]}
     for name, value in settings.items():
         if _comparable(saved.get(name)) != _comparable(value):
             raise ValueError(
-                f"The posterior was fitted with {name}={saved.get(name)!r}, not {value!r}: pass "
-                "the same setting."
+                f"The posterior was fitted with {name}={saved.get(name)!r}, not "
+                f"{value!r}: pass the same setting."
             )
     fitted = ModelState.from_state_dict(state["model"])
     difference = fitted.difference(ModelState.of(model, blocks))
@@ -183,8 +193,8 @@ def check_state(
         raise ValueError(f"The posterior was fitted to another model. {difference}.")
     if first_changed(blocks, state["mean"]) is not None:
         raise ValueError(
-            "The posterior was fitted around other LoRA weights than the model has now: load "
-            "the adapter of the fit."
+            "The posterior was fitted around other LoRA weights than the model has "
+            "now: load the adapter of the fit."
         )
 
 
@@ -196,7 +206,8 @@ def sample_adapters(
     generator: torch.Generator | None = None,
     **kwargs: Any,
 ) -> list[Path]:
-    """Write draws as LoRA adapters, divided among posteriors, the first ones getting the rest.
+    """Write draws as LoRA adapters, divided among posteriors, the first ones getting
+    the rest.
 
     Parameters and errors are those of `LoRALaplace.sample_adapters`.
     """
@@ -210,8 +221,8 @@ def sample_adapters(
         member.check_model()
         if member.logit_scale != 1:
             warn(
-                f"Multiply the logits of {folder.name} by logit_scale, {member.logit_scale:.4g}, "
-                "as the posterior does: an adapter can't."
+                f"Multiply the logits of {folder.name} by logit_scale, "
+                f"{member.logit_scale:.4g}, as the posterior does: an adapter can't."
             )
         drawn = drawn_weights(member, generator)
         values = parameters_with(member.blocks, drawn)

@@ -1,4 +1,6 @@
-"""The host's structures over LoRA weights, each registered with the host by its `_key`."""
+"""The host's structures over LoRA weights, each registered with the host by its
+`_key`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
         """Log-determinant of the posterior precision, in float64."""
         P = self.posterior_precision
         # Pairs, whatever the host's annotation says.
-        eigenvalues: Any = [[values.double() for values in pair] for pair in P.eigenvalues]
+        eigenvalues: Any = [
+            [values.double() for values in pair] for pair in P.eigenvalues
+        ]
         deltas = P.deltas.double()
         in_double = KronDecomposed(P.eigenvectors, eigenvalues, deltas, P.damping)
         return in_double.logdet()
@@ -54,7 +58,9 @@ class DiagLoRALaplace(LoRALaplace, DiagLaplace):
 
 
 class FullLoRALaplace(LoRALaplace, FullLaplace):
-    """The host's `FullLaplace` over LoRA weights: one dense matrix, for small adapters."""
+    """The host's `FullLaplace` over LoRA weights: one dense matrix, for small
+    adapters.
+    """
 
     _key = ("lora", "full")
     _structure: ClassVar[type[Structure[Any, Any]]] = FullStructure

@@ -25,12 +25,15 @@ _GUESS = 0.99  # a loss from this share of the labels' entropy on is chance
 
 @dataclass(frozen=True)
 class Seen:
-    """Counts labels and answers beside the sums, to warn of them once all are summed."""
+    """Counts labels and answers beside the sums, to warn of them once all are
+    summed.
+    """
 
     answered: float = 0.0  # probability of all answers together, summed over texts
     n_texts: int = 0  # that have answers
     all_binary: bool = True  # whether every label is 0 or 1
-    labels: Counter[int] = field(default_factory=Counter)  # how many texts have each class
+    # How many texts have each class.
+    labels: Counter[int] = field(default_factory=Counter)
 
     @classmethod
     def of(
@@ -38,7 +41,9 @@ class Seen:
         y: torch.Tensor,
         answered: Sequence[torch.Tensor],
     ) -> Seen:
-        """Look at the labels of a batch, and at what `LogitsModel.weighing_answers` gave."""
+        """Look at the labels of a batch, and at what `LogitsModel.weighing_answers`
+        gave.
+        """
         are_classes = y.ndim == 1 and not y.is_floating_point()
         are_binary = (y == 0) | (y == 1)
         total = 0.0
@@ -64,33 +69,39 @@ class Seen:
         )
 
     def warn(self, likelihood: str, loss: float) -> None:
-        """Warn of answers that the model hardly gives, of chance, and of classes as numbers.
+        """Warn of answers that the model hardly gives, of chance, and of classes as
+        numbers.
 
         `loss` is the mean of the texts that these are seen of.
         """
         if self.n_texts and self.answered < _LITTLE * self.n_texts:
             warn(
                 "The tokens class_token_ids have only "
-                f"{100 * self.answered / self.n_texts:.2g} % of the model's probability together: "
-                "does it write the answers with other tokens, such as those with a space in front? "
-                "(If it was trained on these tokens' logits alone, all is well.)"
+                f"{100 * self.answered / self.n_texts:.2g} % of the model's "
+                "probability together: does it write the answers with other tokens, "
+                "such as those with a space in front? (If it was trained on these "
+                "tokens' logits alone, all is well.)"
             )
         chance = self._loss_of_chance(likelihood)
         if 0 < _GUESS * chance <= loss:
             warn(
-                "The trained model is no better than guessing on these texts: its loss is "
-                f"{loss:.4f}, and would be {chance:.4f} without reading them. Was the adapter "
-                'saved without its head? With task_type="SEQ_CLS", or the head in modules_to_save, '
-                "PEFT saves both. Else check that texts and labels are those of training."
+                "The trained model is no better than guessing on these texts: its loss "
+                f"is {loss:.4f}, and would be {chance:.4f} without reading them. Was "
+                'the adapter saved without its head? With task_type="SEQ_CLS", or the '
+                "head in modules_to_save, PEFT saves both. Else check that texts and "
+                "labels are those of training."
             )
         if likelihood == "regression" and self.all_binary:
             warn(
-                'Every target is 0 or 1, but the likelihood "regression" takes them for numbers. '
-                f'If the model was trained by a sigmoid, use "{MULTI_LABEL}".'
+                'Every target is 0 or 1, but the likelihood "regression" takes them '
+                "for numbers. If the model was trained by a sigmoid, use "
+                f'"{MULTI_LABEL}".'
             )
 
     def _loss_of_chance(self, likelihood: str) -> float:
-        """Compute the entropy of the labels; of pairs, whose order means nothing, a coin's."""
+        """Compute the entropy of the labels; of pairs, whose order means nothing, a
+        coin's.
+        """
         if likelihood == "reward_modeling":
             return math.log(2)
         if likelihood != "classification":
@@ -108,7 +119,8 @@ class Sums:
     loss: torch.Tensor  # (), float64
     n_data: int = 0
     n_outputs: int = 0
-    called: frozenset[int] = frozenset()  # indices of the blocks whose layers any batch called
+    # Indices of the blocks whose layers any batch called.
+    called: frozenset[int] = frozenset()
     seen: Seen = field(default_factory=Seen)
 
 
@@ -122,11 +134,13 @@ def sums_over(
     n_before: int,
     progress_bar: bool,
 ) -> Sums:
-    """Sum the batches of a loader, and of all ranks' loaders, counting each example once.
+    """Sum the batches of a loader, and of all ranks' loaders, counting each example
+    once.
 
-    The curvature goes on from the sums `before`, of `n_before` examples, which stay as they are: a
-    fit in parts sums as one fit does. Loss and `n_data` are of the loader alone. A `ValueError` if
-    there are no data, ranks differ in weights or `settings`, or two have the same data.
+    The curvature goes on from the sums `before`, of `n_before` examples, which stay as
+    they are: a fit in parts sums as one fit does. Loss and `n_data` are of the loader
+    alone. A `ValueError` if there are no data, ranks differ in weights or `settings`,
+    or two have the same data.
     """
     share = Share(loader)
     start = structure.zeros()
@@ -135,12 +149,15 @@ def sums_over(
     own = _own_sums(share, structure, start, n_before, progress_bar)
     if share.size not in (None, own.n_data):
         warn(
-            f"The loader gave {own.n_data} examples, but its data set has {share.size}: is "
-            "drop_last set, or does a sampler repeat some or leave some out?"
+            f"The loader gave {own.n_data} examples, but its data set has "
+            f"{share.size}: is drop_last set, or does a sampler repeat some or leave "
+            "some out?"
         )
     reports = gathered(_Report.of(own, structure, settings))
     if not any(report.n_data for report in reports):
-        raise ValueError("The training loader has no data. (A generator can be read once.)")
+        raise ValueError(
+            "The training loader has no data. (A generator can be read once.)"
+        )
     _check_alike(reports)
     joined = _joined(own, reports, structure)
     joined.seen.warn(likelihood, joined.loss.item() / joined.n_data)
@@ -238,8 +255,8 @@ def _check_alike(reports: Sequence[_Report]) -> None:
         differing = [key for key in first if first[key] != report.identity[key]]
         if differing:
             raise ValueError(
-                f"Rank {number} and rank 0 differ in {' and '.join(differing)}: load the same "
-                "adapter and pass the same settings on every rank."
+                f"Rank {number} and rank 0 differ in {' and '.join(differing)}: load "
+                "the same adapter and pass the same settings on every rank."
             )
     refuse_copies([(report.n_data, report.loss) for report in reports])
 

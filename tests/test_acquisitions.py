@@ -1,4 +1,6 @@
-"""What to label or measure next: acquisition functions, and their choices from a pool."""
+"""What to label or measure next: acquisition functions, and their choices from a
+pool.
+"""
 
 from itertools import product
 
@@ -8,7 +10,12 @@ from torch.utils.data import DataLoader
 
 from laplace_lora_ext import LaplaceMixture, acquisitions
 from tests.support.models import ragged_batches
-from tests.support.posteriors import another_training, fitted, generator, plain_regression
+from tests.support.posteriors import (
+    another_training,
+    fitted,
+    generator,
+    plain_regression,
+)
 
 POOL = {"lengths": (7, 4, 5, 7, 3, 6), "seed": 3}
 
@@ -20,7 +27,9 @@ def drawn_probabilities(n_draws=7, n_texts=6, n_classes=3):
 
 
 def joint_information(probabilities, places):
-    """What the labels of some texts tell of the weights together, summed over all outcomes."""
+    """What the labels of some texts tell of the weights together, summed over all
+    outcomes.
+    """
     n_classes = probabilities.shape[2]
     total = 0.0
     for labels in product(range(n_classes), repeat=len(places)):
@@ -82,7 +91,9 @@ def test_batch_bald_chooses_greedily_by_joint_information(most_outcomes, monkeyp
     expected: list[int] = []
     for _ in range(3):
         left = [place for place in range(12) if place not in expected]
-        information = [joint_information(probabilities, [*expected, place]) for place in left]
+        information = [
+            joint_information(probabilities, [*expected, place]) for place in left
+        ]
         best = torch.stack(information).argmax()
         expected.append(left[best])
     found = acquisitions.batch_bald(probabilities, 3, generator())
@@ -111,7 +122,9 @@ def test_texts_are_chosen_over_all_batches_of_a_pool(by):
     found = la.acquire(pool, 2, by=by)
     assert torch.equal(found, la.acquire(pool, 2, by=by))
     if by in ("entropy", "margin"):
-        probabilities = torch.cat([la(batch, link_approx="mean_field") for batch in pool])
+        probabilities = torch.cat(
+            [la(batch, link_approx="mean_field") for batch in pool]
+        )
         scores = getattr(acquisitions, by)(probabilities)
     else:
         samples: list[torch.Tensor] = []
@@ -119,7 +132,8 @@ def test_texts_are_chosen_over_all_batches_of_a_pool(by):
             function = la.function(seed)
             samples.append(torch.cat([function(batch) for batch in pool]))
         scores = acquisitions.bald(torch.stack(samples).softmax(-1))
-    # BALD's scores are estimated from other draws; what is chosen first must be near the best.
+    # BALD's scores are estimated from other draws; what is chosen first must be near
+    # the best.
     assert scores[found[0]] >= 0.8 * scores.max()
     if by in ("entropy", "margin"):
         assert torch.equal(found, scores.topk(2).indices)

@@ -31,11 +31,17 @@ LONGEST_FUNCTION = 60  # lines, its docstring left out
 
 
 def modules() -> dict[str, Path]:
-    """Names below the package, such as `curvature.block`; a folder's own file has its name."""
+    """Names below the package, such as `curvature.block`; a folder's own file has its
+    name.
+    """
     names = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        names[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
+        names[
+            ".".join(
+                parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts
+            )
+        ] = path
     return names
 
 
@@ -63,7 +69,9 @@ def imports(name: str) -> set[str]:
 
 
 def floor(name: str) -> int:
-    """A file's own floor, or its folder's: what trains a model needs less than what fits it too."""
+    """A file's own floor, or its folder's: what trains a model needs less than what
+    fits it too.
+    """
     for room in (name, name.split(".")[0]):
         for number, rooms in enumerate(FLOORS):
             if room in rooms:
@@ -94,7 +102,9 @@ def test_functions_fit_on_a_screen():
                     lines -= node.body[0].end_lineno - node.body[0].lineno + 1
                 lengths[f"{name}.{node.name}"] = lines
     assert len(lengths) > 200
-    assert {n: length for n, length in lengths.items() if length > LONGEST_FUNCTION} == {}
+    assert {
+        n: length for n, length in lengths.items() if length > LONGEST_FUNCTION
+    } == {}
 
 
 def test_tensors_stay_where_they_are():

@@ -24,7 +24,9 @@ from tests.support.trainers import N, Watch, trainer_of, values
 (BATCH,) = DataLoader(Texts(9), batch_size=9)
 
 
-def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same_weights(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
@@ -86,7 +88,9 @@ def test_the_posterior_is_saved_beside_the_adapter_and_figures_are_logged(tmp_pa
     read = laplace_lora_ext.from_pretrained(trainer.model, tmp_path)
     found = read(BATCH, link_approx="mean_field")
     torch.testing.assert_close(found, callback.la(BATCH, link_approx="mean_field"))
-    (entry,) = [each for each in trainer.state.log_history if "laplace_evidence" in each]
+    (entry,) = [
+        each for each in trainer.state.log_history if "laplace_evidence" in each
+    ]
     assert entry["step"] == 5
     assert entry["laplace_evidence"] == callback.la.log_marginal_likelihood().item()
     assert entry["laplace_prior_precision"] == callback.la.prior_precision.item()
@@ -134,7 +138,9 @@ class Refused:
 REFUSED = [
     Refused("none of", {"method": "best"}),
     Refused("pass trainer=trainer", {"method": "second_training"}),
-    Refused("gridsearch.* needs validation data: give the trainer", {"method": "gridsearch"}),
+    Refused(
+        "gridsearch.* needs validation data: give the trainer", {"method": "gridsearch"}
+    ),
     Refused("No likelihood fits problem_type 'ranking'", model=of_another_kind),
     Refused("rank must not be negative", {"backend_kwargs": {"rank": -1}}),
 ]
@@ -192,7 +198,9 @@ def test_a_language_model_is_evaluated_by_its_tokens(tmp_path):
     )
     trainer.train()
     assert type(callback.la) is LowRankKronLoRALaplace
-    (entry,) = [each for each in trainer.state.log_history if "eval_laplace_nll" in each]
+    (entry,) = [
+        each for each in trainer.state.log_history if "eval_laplace_nll" in each
+    ]
     assert 0 < entry["eval_laplace_nll"] < 100
     again = laplace_lora_ext.from_pretrained(trainer.model, tmp_path)
     assert torch.equal(again.prior_precision, callback.la.prior_precision)

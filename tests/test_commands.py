@@ -57,7 +57,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     words.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", padding_side="left"
+        tokenizer_object=words,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        padding_side="left",
     )
 
 
@@ -86,14 +89,18 @@ def classifier(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     config = BertConfig(**SMALL, id2label=dict(enumerate(NAMES)), pad_token_id=0)
     base = BertForSequenceClassification(config)
-    return save_adapter(tmp_path_factory.mktemp("bert"), base, "SEQ_CLS", ["query", "value"])
+    return save_adapter(
+        tmp_path_factory.mktemp("bert"), base, "SEQ_CLS", ["query", "value"]
+    )
 
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     base = LlamaForCausalLM(LlamaConfig(**SMALL, pad_token_id=0))
-    return save_adapter(tmp_path_factory.mktemp("llama"), base, "CAUSAL_LM", ["q_proj", "v_proj"])
+    return save_adapter(
+        tmp_path_factory.mktemp("llama"), base, "CAUSAL_LM", ["q_proj", "v_proj"]
+    )
 
 
 def run(command: str, **options: object) -> None:
@@ -134,7 +141,9 @@ def calibrated(request, tmp_path, capsys):
     return {**options, "posterior": folder}, test, names
 
 
-def test_predictions_are_in_order_and_go_on_where_they_stopped(calibrated, tmp_path, capsys):
+def test_predictions_are_in_order_and_go_on_where_they_stopped(
+    calibrated, tmp_path, capsys
+):
     options, test, names = calibrated
     output = tmp_path / "predictions.jsonl"
     run("predict", data=test, output=output, batch_size=3, **options)
@@ -142,7 +151,10 @@ def test_predictions_are_in_order_and_go_on_where_they_stopped(calibrated, tmp_p
     assert len(lines) == 10
     for line in map(json.loads, lines):
         assert sum(line["probabilities"]) == pytest.approx(1)
-        assert line["label"] == names[line["probabilities"].index(max(line["probabilities"]))]
+        assert (
+            line["label"]
+            == names[line["probabilities"].index(max(line["probabilities"]))]
+        )
         assert min(line["epistemic_entropy"], line["aleatoric_entropy"]) >= 0
     assert "exists" in refusal(capsys, "predict", data=test, output=output, **options)
     # An interruption may leave a line unfinished.
@@ -196,14 +208,18 @@ def test_the_report_is_one_page_without_any_outside_file(calibrated, tmp_path, c
 def test_learnt_variances_drawn_adapters_and_students(calibrated, tmp_path, capsys):
     options, test, _ = calibrated
     output = tmp_path / "amortized.jsonl"
-    message = refusal(capsys, "predict --amortized", data=test, output=output, **options)
+    message = refusal(
+        capsys, "predict --amortized", data=test, output=output, **options
+    )
     assert "--train" in message
     train = test.with_name("train.jsonl")
     run("predict --amortized", data=test, output=output, train=train, **options)
     assert len(output.read_text().splitlines()) == 10
     run("sample", output=tmp_path / "samples", number=2, **options)
     folders = capsys.readouterr().out.splitlines()[-2:]
-    first, second = (load_file(Path(folder) / "adapter_model.safetensors") for folder in folders)
+    first, second = (
+        load_file(Path(folder) / "adapter_model.safetensors") for folder in folders
+    )
     assert any(not torch.equal(first[name], second[name]) for name in first)
     run("distill", train=train, output=tmp_path / "student", epochs=2, **options)
     printed = capsys.readouterr()
@@ -223,7 +239,10 @@ def test_without_validation_texts_agreement_chooses(classifier, tmp_path, capsys
 
 def test_csv_and_labels_by_number(classifier, tmp_path):
     train = tmp_path / "train.csv"
-    rows = [f"{index},{WORDS[index % 3]} {WORDS[3 + index % 2]},{index % 2}" for index in range(8)]
+    rows = [
+        f"{index},{WORDS[index % 3]} {WORDS[3 + index % 2]},{index % 2}"
+        for index in range(8)
+    ]
     train.write_text("\n".join(["number,body,class", *rows]) + "\n", encoding="utf-8")
     run(
         "calibrate",
@@ -240,9 +259,13 @@ def test_what_users_can_mend_is_one_sentence(classifier, decoder, tmp_path, caps
     train = write_rows(tmp_path / "train.jsonl", 8, NAMES)
     new = {"train": train, "output": tmp_path / "new"}
     assert "holds no adapter" in refusal(capsys, "calibrate", adapter=tmp_path, **new)
-    assert "'body'" in refusal(capsys, "calibrate", adapter=classifier, text_column="body", **new)
+    assert "'body'" in refusal(
+        capsys, "calibrate", adapter=classifier, text_column="body", **new
+    )
     others = write_rows(tmp_path / "others.jsonl", 8, ("sea", "fire"))
-    message = refusal(capsys, "calibrate", adapter=classifier, train=others, output=tmp_path / "x")
+    message = refusal(
+        capsys, "calibrate", adapter=classifier, train=others, output=tmp_path / "x"
+    )
     assert "plant, air" in message
     assert "--answers" in refusal(capsys, "calibrate", adapter=decoder, **new)
     message = refusal(capsys, "calibrate", adapter=decoder, answers=(" ", "B"), **new)
@@ -250,7 +273,9 @@ def test_what_users_can_mend_is_one_sentence(classifier, decoder, tmp_path, caps
     missing = {"data": tmp_path / "missing.csv", "output": tmp_path / "y"}
     assert "no posterior" in refusal(capsys, "report", adapter=classifier, **missing)
     new = {"adapter": classifier, "train": train, "output": tmp_path / "new"}
-    assert "float17 is no precision" in refusal(capsys, "calibrate", dtype="float17", **new)
+    assert "float17 is no precision" in refusal(
+        capsys, "calibrate", dtype="float17", **new
+    )
     assert "batch_size must be" in refusal(capsys, "calibrate", batch_size=0, **new)
     assert "max_length must be" in refusal(capsys, "calibrate", max_length=0, **new)
     assert "--epochs 0" in refusal(capsys, "distill", epochs=0, **new)
@@ -260,19 +285,29 @@ def test_what_users_can_mend_is_one_sentence(classifier, decoder, tmp_path, caps
     assert "nothing in its column 'text'" in message
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{\n", encoding="utf-8")
-    message = refusal(capsys, "calibrate", adapter=classifier, train=broken, output=tmp_path / "z")
+    message = refusal(
+        capsys, "calibrate", adapter=classifier, train=broken, output=tmp_path / "z"
+    )
     assert "Line 1" in message
 
 
-@pytest.mark.parametrize(("command", "data"), [("report", "data"), ("distill", "train")])
+@pytest.mark.parametrize(
+    ("command", "data"), [("report", "data"), ("distill", "train")]
+)
 def test_labels_must_be_known(command, data, classifier, tmp_path, capsys):
     train = write_rows(tmp_path / "train.jsonl", 8, NAMES)
     others = write_rows(tmp_path / "others.jsonl", 8, ("sea", "fire"))
     posterior = tmp_path / "posterior"
     run("calibrate", adapter=classifier, train=train, output=posterior)
-    options = {"adapter": classifier, "posterior": posterior, "output": tmp_path / "new"}
+    options = {
+        "adapter": classifier,
+        "posterior": posterior,
+        "output": tmp_path / "new",
+    }
     assert "plant, air" in refusal(capsys, command, **options, **{data: others})
-    assert "'body'" in refusal(capsys, command, **options, **{data: train}, text_column="body")
+    assert "'body'" in refusal(
+        capsys, command, **options, **{data: train}, text_column="body"
+    )
     options["adapter"] = tmp_path
     assert "holds no adapter" in refusal(capsys, command, **options, **{data: train})
     options |= {"adapter": classifier, "output": train}
@@ -285,7 +320,13 @@ def test_answers_may_have_several_tokens(decoder, tmp_path, capsys):
     options = {"adapter": decoder, "answers": (" red green", "red", "B")}
     run("calibrate", train=train, output=tmp_path / "posterior", **options)
     output = tmp_path / "predictions.jsonl"
-    run("predict", data=train, output=output, posterior=tmp_path / "posterior", **options)
+    run(
+        "predict",
+        data=train,
+        output=output,
+        posterior=tmp_path / "posterior",
+        **options,
+    )
     labels = {json.loads(line)["label"] for line in output.read_text().splitlines()}
     assert labels <= set(names)
 
@@ -295,7 +336,9 @@ def test_the_demo_prints_a_table_and_three_texts(monkeypatch, tmp_path, capsys):
     from laplace_lora_ext.commands import demo
 
     sizes = {"N_TRAIN": 24, "N_TEST": 12, "EPOCHS": 2, "LENGTH": 8}
-    for name, value in (sizes | {"LIBRARIES": ("sklearn",), "FOREIGN": "numpy"}).items():
+    for name, value in (
+        sizes | {"LIBRARIES": ("sklearn",), "FOREIGN": "numpy"}
+    ).items():
         monkeypatch.setattr(demo, name, value)
     verbosity = demo.logging.get_verbosity()
     try:
@@ -322,7 +365,9 @@ def test_help_shows_an_example(capsys):
         with pytest.raises(SystemExit) as exit_of:
             main([name, "--help"])
         assert not exit_of.value.code
-        assert f"laplace-lora {name}" in capsys.readouterr().out.partition("example:")[2]
+        assert (
+            f"laplace-lora {name}" in capsys.readouterr().out.partition("example:")[2]
+        )
     with pytest.raises(SystemExit):
         main(["calibrates"])
     assert "no command 'calibrates'" in capsys.readouterr().err
@@ -347,16 +392,26 @@ def loaded(monkeypatch):
 def test_bases_in_four_bits(kind, request, tmp_path, loaded):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     names = NAMES if kind == "classifier" else ("A", "B")
-    options: dict[str, object] = {"adapter": request.getfixturevalue(kind), "dtype": "bfloat16"}
+    options: dict[str, object] = {
+        "adapter": request.getfixturevalue(kind),
+        "dtype": "bfloat16",
+    }
     if kind == "decoder":
         options["answers"] = names
     train = write_rows(tmp_path / "train.jsonl", 24, names)
     posterior = tmp_path / "posterior"
     output = tmp_path / "predictions.jsonl"
     run("calibrate --load_in_4bit", train=train, output=posterior, **options)
-    run("predict --load_in_4bit", data=train, posterior=posterior, output=output, **options)
+    run(
+        "predict --load_in_4bit",
+        data=train,
+        posterior=posterior,
+        output=output,
+        **options,
+    )
     assert len(output.read_text().splitlines()) == 24
-    n_linear = {"classifier": 2 * 6 + 1, "decoder": 2 * 7}[kind]  # of the base, without heads
+    # Of the base, without heads.
+    n_linear = {"classifier": 2 * 6 + 1, "decoder": 2 * 7}[kind]
     for model, _ in loaded:
         in_four_bits = [
             name
@@ -364,7 +419,9 @@ def test_bases_in_four_bits(kind, request, tmp_path, loaded):
             if isinstance(module, bitsandbytes.nn.Linear4bit)
         ]
         assert len(in_four_bits) == n_linear
-        assert not [name for name in in_four_bits if "classifier" in name or "lm_head" in name]
+        assert not [
+            name for name in in_four_bits if "classifier" in name or "lm_head" in name
+        ]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
@@ -376,4 +433,6 @@ def test_precision_and_places_go_to_the_base(dtype, classifier, tmp_path, loaded
     assert keywords["device_map"] == "cpu"
     # "auto" is what the base was saved in.
     expected = torch.float32 if dtype == "auto" else torch.bfloat16
-    assert model.get_base_model().bert.embeddings.word_embeddings.weight.dtype == expected
+    assert (
+        model.get_base_model().bert.embeddings.word_embeddings.weight.dtype == expected
+    )

@@ -180,4 +180,6 @@ def test_a_copy_keeps_the_fit_that_it_was_copied_with(structure):
     facts = facts_of(other, X)
     la.fit(pairs(3)[2:], override=False)
     assert (la.n_data, other.n_data) == (12, 8)
-    assert all(torch.equal(*pair) for pair in zip(facts_of(other, X), facts, strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(facts_of(other, X), facts, strict=True)
+    )

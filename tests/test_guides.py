@@ -41,7 +41,9 @@ def test_answers_of_several_tokens(tmp_path):
         "train_loader": batches,
         "batch": batches[0],
     }
-    blocks = [code for kind, code in FENCE.findall((DOCS / "answers.md").read_text("utf-8"))]
+    blocks = [
+        code for kind, code in FENCE.findall((DOCS / "answers.md").read_text("utf-8"))
+    ]
     assert len(blocks) == 3
     for number, code in enumerate(blocks):
         exec(compile(code, f"answers.md, block {number}", "exec"), names)
@@ -65,9 +67,12 @@ def test_several_labels_and_labels_of_tokens(tmp_path):
         "model": model,
         "token_model": token_classifier(dtype=torch.float32),
         "train_texts": [
-            (prompt, ["returns", "billing"][: n % 3]) for n, prompt in enumerate(PROMPTS)
+            (prompt, ["returns", "billing"][: n % 3])
+            for n, prompt in enumerate(PROMPTS)
         ],
-        "train_sentences": [(text, [n % N_CLASSES for n in range(len(text))]) for text in words],
+        "train_sentences": [
+            (text, [n % N_CLASSES for n in range(len(text))]) for text in words
+        ],
     }
     several, of_texts, tokens, of_tokens = [
         code for _, code in FENCE.findall((DOCS / "labels.md").read_text("utf-8"))
@@ -106,7 +111,9 @@ def test_several_labels_and_labels_of_tokens(tmp_path):
     assert names["places"].shape == (2,)
 
 
-@pytest.mark.filterwarnings("ignore:.*(have only|no better than guessing|best prior|0 or 1)")
+@pytest.mark.filterwarnings(
+    "ignore:.*(have only|no better than guessing|best prior|0 or 1)"
+)
 def test_numbers_with_their_noise(capsys):
     texts = ragged_batches()
     batches = [batch | {"labels": batch["labels"].double()} for batch in texts]

@@ -1,4 +1,6 @@
-"""Laplace-LoRA of language models that write: the fit, and what the class offers and refuses."""
+"""Laplace-LoRA of language models that write: the fit, and what the class offers and
+refuses.
+"""
 
 import copy
 import math
@@ -62,7 +64,9 @@ def test_the_error_of_the_sampled_factors_falls_with_the_root_of_the_number_of_d
 
 
 def make_without_draws(model):
-    """A posterior of the empirical Fisher, which draws nothing and leaves nothing out."""
+    """A posterior of the empirical Fisher, which draws nothing and leaves nothing
+    out.
+    """
     return make(
         model,
         likelihood="language_modeling",
@@ -103,7 +107,9 @@ def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens():
         la.mean,
         torch.full_like(la.mean, 2.0),
     )
-    torch.testing.assert_close(la.log_marginal_likelihood(torch.tensor([2.0])), expected)
+    torch.testing.assert_close(
+        la.log_marginal_likelihood(torch.tensor([2.0])), expected
+    )
 
 
 def test_a_posterior_on_disk_is_that_of_texts_again_and_of_no_classifier(
@@ -139,7 +145,9 @@ def test_files_of_releases_that_had_a_class_for_texts_are_read(tmp_path):
     batch = text_batches()[0]
     expected = la.score(batch, 2, generator()).log_prob
     for again in (from_file, from_state):
-        torch.testing.assert_close(again.score(batch, 2, generator()).log_prob, expected)
+        torch.testing.assert_close(
+            again.score(batch, 2, generator()).log_prob, expected
+        )
 
 
 def test_what_reads_texts_refuses_a_classifier():
@@ -169,8 +177,12 @@ def test_what_needs_jacobians_of_the_vocabulary_is_refused():
 
 
 def scored(la, n_samples=4, **ragged):
-    """Scores of six texts, those of each token where the labels of the unpadded texts are."""
-    scores = [la.score(batch, n_samples, generator()) for batch in text_batches(**ragged)]
+    """Scores of six texts, those of each token where the labels of the unpadded texts
+    are.
+    """
+    scores = [
+        la.score(batch, n_samples, generator()) for batch in text_batches(**ragged)
+    ]
     of_texts = {"text": torch.cat([score.log_prob for score in scores])}
     for name in scores[0].tokens._fields:
         of_tokens = [getattr(score.tokens, name)[score.labelled] for score in scores]
@@ -238,7 +250,9 @@ def test_a_score_takes_a_pass_a_draw_and_one_more(n_samples):
 
 @pytest.mark.parametrize("ragged", PADDINGS)
 @pytest.mark.parametrize("kind", ["gpt2", "t5", "gemma2"])
-def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(kind, ragged, monkeypatch):
+def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(
+    kind, ragged, monkeypatch
+):
     model = model_that_writes(kind)
     la = fitted_text(model, prior_precision=3.0)
 
@@ -270,9 +284,12 @@ def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(kind, ragged, 
     assert max(rows) <= 6
     with first_layer.register_forward_hook(note_call):
         scored(la, n_samples=4, **ragged)
-    # The layers before the output layer run once for the trained model, and once a draw.
+    # The layers before the output layer run once for the trained model, and once a
+    # draw.
     assert len(layer_calls) == 5 * len(text_batches(**ragged))
-    assert all("forward" not in vars(child) for child in la.model.transformer.children())
+    assert all(
+        "forward" not in vars(child) for child in la.model.transformer.children()
+    )
 
 
 def model_that_writes(kind):

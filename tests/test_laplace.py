@@ -1,4 +1,6 @@
-"""Importing the package adds structures to the host's factory and changes nothing else."""
+"""Importing the package adds structures to the host's factory and changes nothing
+else.
+"""
 
 import subprocess
 import sys
@@ -21,14 +23,16 @@ def test_nothing_stock_changes():
         from torch.utils.data import DataLoader, TensorDataset
         torch.manual_seed(0)
         X, y = torch.randn(20, 4), torch.randint(0, 3, (20,))
-        net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+        layers = torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)
+        net = torch.nn.Sequential(*layers)
         for subset in ("all", "last_layer"):
             for structure in ("kron", "diag", "full"):
                 la = laplace.Laplace(net, "classification", subset, structure)
                 la.fit(DataLoader(TensorDataset(X, y), batch_size=7))
                 la.optimize_prior_precision(n_steps=5)
                 evidence = la.log_marginal_likelihood().item().hex()
-                print(type(la).__module__, type(la).__name__, evidence, la(X).sum(0).tolist())
+                kind = type(la)
+                print(kind.__module__, kind.__name__, evidence, la(X).sum(0).tolist())
     """
     outputs = [
         subprocess.run(

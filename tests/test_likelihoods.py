@@ -1,4 +1,6 @@
-"""Seeds against the Fisher's formula, also for very confident samples; losses and targets."""
+"""Seeds against the Fisher's formula, also for very confident samples; losses and
+targets.
+"""
 
 import re
 import warnings
@@ -15,7 +17,7 @@ from tests.support.dense import EXACT, softmax_fisher
 from tests.support.models import pairs, plain_model, real_targets
 from tests.support.posteriors import STRUCTURES, generator, make
 
-# --- seeds ---------------------------------------------------------------------------------------
+# --- seeds ----------------------------------------------------------------------------
 
 
 def fisher(seeds) -> torch.Tensor:
@@ -65,7 +67,7 @@ def test_sampled_slopes_of_tokens_are_unbiased():
     assert across.abs().max() < 0.01
 
 
-# --- losses --------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (4, 1), (4,)])
@@ -82,7 +84,7 @@ def test_regression_loss_is_half_the_sum_of_squares(structure, shape):
     torch.testing.assert_close(la.loss, errors.square().sum() / 2, **EXACT)
 
 
-# --- targets -------------------------------------------------------------------------------------
+# --- targets --------------------------------------------------------------------------
 
 
 def changed(

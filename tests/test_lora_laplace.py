@@ -38,7 +38,9 @@ def la():
 def test_evidence_is_differentiable_in_the_prior_precision(la):
     for shape in ((1,), (len(la.blocks),)):
         precision = torch.full(shape, 0.7, dtype=torch.float64, requires_grad=True)
-        assert torch.autograd.gradcheck(lambda p: la.log_marginal_likelihood(p), (precision,))
+        assert torch.autograd.gradcheck(
+            lambda p: la.log_marginal_likelihood(p), (precision,)
+        )
 
 
 def test_samples_have_the_posterior_covariance(la):
@@ -124,7 +126,9 @@ def test_backpropagation_through_a_transformers_fused_attention(structure, kind)
 def test_a_trainable_head_takes_no_part_in_the_posterior(
     structure,
 ):
-    """It is trained with the adapter, requires grad, and has the largest gradients of all."""
+    """It is trained with the adapter, requires grad, and has the largest gradients of
+    all.
+    """
     model = lora_model("bert")
     head = model.base_model.model.classifier.modules_to_save["default"]
     lora = {name: p for name, p in model.named_parameters() if "lora_" in name}
@@ -172,7 +176,10 @@ def test_completion_help_and_hover_say_what_a_method_takes(cls):
                 parameter,
             )
             assert parameter.kind is not parameter.VAR_POSITIONAL, name
-            assert parameter.kind is not parameter.VAR_KEYWORD or f"**{parameter.name}" in doc, name
+            assert (
+                parameter.kind is not parameter.VAR_KEYWORD
+                or f"**{parameter.name}" in doc
+            ), name
 
 
 def test_another_posterior_of_the_same_kind():
@@ -206,7 +213,10 @@ def test_another_posterior_of_the_same_kind():
     kron = fitted(structure="kron", damping=True)
     assert kron.for_model(lora_model("bert", lora_alpha=3)).damping
     regression, _ = plain_regression()
-    assert regression.for_model(regression.model.model).sigma_noise == regression.sigma_noise
+    assert (
+        regression.for_model(regression.model.model).sigma_noise
+        == regression.sigma_noise
+    )
 
 
 def pickled(la):
@@ -303,7 +313,10 @@ def test_one_noise_is_of_all_outputs(structure, several):
 def test_it_says_what_it_is_of_and_whether_it_is_fitted():
     la = make(lora_model("bert"))
     size = sum(block.weight.numel() for block in la.blocks)
-    start = f"classification by BertForSequenceClassification; 8 weights of {size:,} parameters; "
+    start = (
+        "classification by BertForSequenceClassification; "
+        f"8 weights of {size:,} parameters; "
+    )
     assert repr(la) == f"LowRankKronLoRALaplace({start}not fitted; prior precision 1)"
     la.fit(ragged_batches())
     la.prior_precision = 2.5

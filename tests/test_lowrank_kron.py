@@ -71,7 +71,9 @@ def test_a_summary_counts_the_parameters_that_the_data_determine():
     la.prior_precision = torch.linspace(0.5, 3.0, len(la.blocks))
     _, *lines = la.summary().splitlines()
     rows = [line.split() for line in lines]
-    names, n_params, precisions, n_determined = (list(column) for column in zip(*rows, strict=True))
+    names, n_params, precisions, n_determined = (
+        list(column) for column in zip(*rows, strict=True)
+    )
 
     # Of each parameter, the share of its posterior precision that the data bring.
     of_blocks = la.prior_precision.double()

@@ -43,12 +43,16 @@ def test_fits_and_searches_warn_of_the_users_line(structure):
             loss=lambda *_: torch.tensor(1.0),
             grid_size=2,
         )
-    messages = [str(warning.message) for warning in caught if warning.filename == __file__]
+    messages = [
+        str(warning.message) for warning in caught if warning.filename == __file__
+    ]
     for part in (
         "its data set has 6",
         "not converged in 1 steps",
         "the same at every point",
     ):
         assert any(part in message for message in messages), part
-    ours = [Path(str(package.__file__)).parent for package in (laplace, laplace_lora_ext)]
+    ours = [
+        Path(str(package.__file__)).parent for package in (laplace, laplace_lora_ext)
+    ]
     assert not [w for w in caught if set(ours) & set(Path(w.filename).parents)]

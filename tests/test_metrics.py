@@ -54,7 +54,9 @@ def test_figures_of_numbers_are_means_of_each_ones():
     ):
         density = torch.distributions.MultivariateNormal(f_mu, covariance)
         assert figures["nll"] == pytest.approx(-density.log_prob(y).mean().item())
-        assert figures["rmse"] == pytest.approx((f_mu - y).square().mean().sqrt().item())
+        assert figures["rmse"] == pytest.approx(
+            (f_mu - y).square().mean().sqrt().item()
+        )
         z = (y - f_mu) / covariance.diagonal(dim1=1, dim2=2).sqrt()
         is_within = z.abs() < 1.6448536269514722
         assert figures["coverage"] == pytest.approx(is_within.double().mean().item())
@@ -71,7 +73,9 @@ def test_learnt_variances_have_a_row_of_their_own_while_they_are_the_posteriors(
     assert compare(la, [(X, y)]).amortized is None
     la.amortize([X])
     found = compare(la, [(X, y)])
-    assert found.amortized == quality_of_numbers(la.predict(X, pred_type="amortized"), y)
+    assert found.amortized == quality_of_numbers(
+        la.predict(X, pred_type="amortized"), y
+    )
     assert str(found).splitlines()[-1].split()[0] == "amortized"
     la.prior_precision = 2 * la.prior_precision
     assert compare(la, [(X, y)]).amortized is None
@@ -82,5 +86,7 @@ def test_learnt_variances_of_classes_have_a_row_too():
     batches = ragged_batches(seed=7)
     la.amortize(ragged_batches())
     labels = torch.cat([batch["labels"] for batch in batches])
-    predicted = [la(batch, pred_type="amortized", link_approx="mean_field") for batch in batches]
+    predicted = [
+        la(batch, pred_type="amortized", link_approx="mean_field") for batch in batches
+    ]
     assert compare(la, batches).amortized == quality(torch.cat(predicted), labels)

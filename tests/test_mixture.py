@@ -40,7 +40,7 @@ GRID = {
 }
 
 
-# --- posteriors around two adapters --------------------------------------------------------------
+# --- posteriors around two adapters ---------------------------------------------------
 
 
 def numbers():
@@ -86,7 +86,9 @@ KINDS = {
 
 
 class Two(NamedTuple):
-    """Posteriors around two adapters of one model, the first of which is active; their data."""
+    """Posteriors around two adapters of one model, the first of which is active; their
+    data.
+    """
 
     first: Any
     second: Any
@@ -130,7 +132,7 @@ def two(name: str = "classes", **other) -> Two:
     return Two(first, second, batches)
 
 
-# --- predictions ---------------------------------------------------------------------------------
+# --- predictions ----------------------------------------------------------------------
 
 CALLS = [
     {"link_approx": "probit"},
@@ -156,7 +158,9 @@ def test_probabilities_are_the_members_mean(kind):
 
 
 def squared(mean, covariance):
-    """Of each number where variances are given, and of pairs of numbers where covariances are."""
+    """Of each number where variances are given, and of pairs of numbers where
+    covariances are.
+    """
     if covariance.ndim == mean.ndim:
         return mean**2
     return mean[..., None] * mean[..., None, :]
@@ -204,7 +208,9 @@ def test_entropies_are_those_of_all_members_draws():
     drawn = torch.cat(drawn)
     total = torch.special.entr(drawn.mean(0)).sum(-1)
     aleatoric = torch.special.entr(drawn).sum(-1).mean(0)
-    torch.testing.assert_close(found.probabilities, mixture(batch, link_approx="probit"))
+    torch.testing.assert_close(
+        found.probabilities, mixture(batch, link_approx="probit")
+    )
     torch.testing.assert_close(found.total_entropy, total)
     torch.testing.assert_close(found.epistemic_entropy, total - aleatoric)
     of_label = drawn[:, range(3), found.labels]
@@ -239,7 +245,7 @@ def test_members_pass_over_the_same_rows_of_a_loader_that_shuffles(
     assert has_targets == labelled
 
 
-# --- priors --------------------------------------------------------------------------------------
+# --- priors ---------------------------------------------------------------------------
 
 
 def loss_by_hand(both, batches):
@@ -336,7 +342,7 @@ def test_a_prediction_is_of_one_factor_whatever_other_threads_do():
     assert not torch.equal(mixture(batch), expected)
 
 
-# --- files ---------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------
 
 
 def trainable(model):
@@ -405,7 +411,7 @@ def test_adapters_are_drawn_from_each_member(tmp_path):
             assert torch.equal(found[name], weight)
 
 
-# --- free text -----------------------------------------------------------------------------------
+# --- free text ------------------------------------------------------------------------
 
 
 def two_of_texts() -> Two:
@@ -459,7 +465,7 @@ def test_members_write_texts_together():
         write(LaplaceMixture([both.second, fitted_text()]))
 
 
-# --- what cannot be mixed ------------------------------------------------------------------------
+# --- what cannot be mixed -------------------------------------------------------------
 
 
 def alone():

@@ -102,7 +102,8 @@ def test_a_posterior_follows_its_model_into_another_precision(use, structure):
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_no_tensor_of_a_posterior_stays_behind(structure, likelihood, monkeypatch):
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # meta has none
+    # Meta has none.
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     model = lora_model("bert", torch.float32)
     la = make(
         model,
@@ -112,14 +113,22 @@ def test_no_tensor_of_a_posterior_stays_behind(structure, likelihood, monkeypatc
     )
     batches = ragged_batches()
     if likelihood == "regression":
-        batches = [batch | {"labels": torch.randn(len(batch["labels"]), 3)} for batch in batches]
+        batches = [
+            batch | {"labels": torch.randn(len(batch["labels"]), 3)}
+            for batch in batches
+        ]
     la.fit(batches)
-    la.optimize_prior_precision(method="marglik", n_steps=2, prior_structure="layerwise")
+    la.optimize_prior_precision(
+        method="marglik", n_steps=2, prior_structure="layerwise"
+    )
     la.sample(1)
     model.to("meta")
     la._move_with_model()
-    la._fit = replace(la._fit, model=None)  # samples of other weights, compared in main memory
-    left = [t for t in tensors_of(vars(la), set()) if t.numel() and t.device.type != "meta"]
+    # Samples of other weights, compared in main memory.
+    la._fit = replace(la._fit, model=None)
+    left = [
+        t for t in tensors_of(vars(la), set()) if t.numel() and t.device.type != "meta"
+    ]
     assert not left
 
 
@@ -187,7 +196,9 @@ MOVES = [
 
 @pytest.mark.parametrize(("move", "dtype", "rtol", "atol"), MOVES)
 @pytest.mark.parametrize("rank", [0, 3, 100])
-def test_what_was_kept_of_data_serves_the_same_fit_after_a_move(move, dtype, rtol, atol, rank):
+def test_what_was_kept_of_data_serves_the_same_fit_after_a_move(
+    move, dtype, rtol, atol, rank
+):
     model = lora_model("bert", dtype)
     (batch,) = ragged_batches(batch_size=8)
     la = fitted(model=model, batches=[batch], rank=rank, temperature=0.3)
@@ -199,7 +210,9 @@ def test_what_was_kept_of_data_serves_the_same_fit_after_a_move(move, dtype, rto
     move(model)
     given = la.statistics_of(statistics, False)
     moments = given.moments(la.prior_precision)
-    torch.testing.assert_close(la(moments).double(), exact.double(), rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(
+        la(moments).double(), exact.double(), rtol=2e-5, atol=1e-6
+    )
     found = la(batch, pred_type="amortized")
     torch.testing.assert_close(found.double(), learnt.double(), rtol=rtol, atol=atol)
     la.optimize_prior_precision(method="gridsearch", val_loader=statistics, grid_size=2)
@@ -220,7 +233,9 @@ def test_statistics_of_another_fit_are_refused_before_and_after_a_move(
 ):
     batches = ragged_batches()
     model = lora_model("bert", torch.float32)
-    of_other = fitted(dtype=torch.float32, **OTHERS[other]).predictive_statistics(batches)
+    of_other = fitted(dtype=torch.float32, **OTHERS[other]).predictive_statistics(
+        batches
+    )
     la = fitted(model=model)
     for _ in range(2):
         with pytest.raises(ValueError, match="belong to another fit"):

@@ -1,4 +1,6 @@
-"""Several labels for each example, and one logit of two classes: independent Bernoullis."""
+"""Several labels for each example, and one logit of two classes: independent
+Bernoullis.
+"""
 
 import math
 import re
@@ -48,7 +50,9 @@ def batches(n_labels=3, **keywords):
 
 def in_two_classes(found):
     """Pairs for the wrapper: each label of each text is an example."""
-    return [(without_labels(batch), batch["labels"].long().flatten()) for batch in found]
+    return [
+        (without_labels(batch), batch["labels"].long().flatten()) for batch in found
+    ]
 
 
 def options(structure):
@@ -71,7 +75,9 @@ def fitted(
 
 
 def both(structure="lowrank_kron", n_labels=3):
-    """The posterior of labels, and that of the wrapper whose classes are "not" and "yes"."""
+    """The posterior of labels, and that of the wrapper whose classes are "not" and
+    "yes".
+    """
     model = lora_model("bert", n_labels=n_labels).eval()
     la = fitted(structure, n_labels, model)
     wrapped = make(OfMapping(InTwoColumns(model)), structure, **options(structure))
@@ -87,7 +93,7 @@ def as_matrix(la):
     return la.H.to_matrix()
 
 
-# --- exactness -----------------------------------------------------------------------------------
+# --- exactness ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_labels", [1, 3])
@@ -142,7 +148,9 @@ def test_a_label_is_a_classification_into_two_classes(structure, n_labels):
 
 @pytest.mark.parametrize("n_labels", [1, 3])
 def test_the_hosts_kron_is_expand(n_labels):
-    """The host adds up gradients of the wrapper's rows, which share a text's positions."""
+    """The host adds up gradients of the wrapper's rows, which share a text's
+    positions.
+    """
     (batch,) = batches(n_labels, lengths=(7, 7, 7), padded_to=7)
     model = lora_model("bert", n_labels=n_labels).eval()
     expand = {"rank": 200, "kfac_approx": "expand"}
@@ -237,7 +245,7 @@ def test_many_labels_are_drawn():
     assert math.isfinite(la.log_marginal_likelihood().item())
 
 
-# --- everything that users do --------------------------------------------------------------------
+# --- everything that users do ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["agreement", "gridsearch", "val_gd", "marglik"])
@@ -257,15 +265,20 @@ def test_methods_choose_as_for_two_classes(method):
         warnings.simplefilter("ignore")
         history = la.optimize_prior_precision(method=method, **own)
         expected = wrapped.optimize_prior_precision(method=method, **of_classes)
-    # A text's loss is the sum of its labels', each of which is an example of the wrapper.
+    # A text's loss is the sum of its labels', each of which is an example of the
+    # wrapper.
     sums = 3 * expected.objective
     if method == "val_gd":  # Adam's steps are those of a loss of any scale
         torch.testing.assert_close(history.objective[0], sums[0], rtol=1e-6, atol=0)
     elif method == "gridsearch":
         torch.testing.assert_close(history.objective, sums, rtol=1e-5, atol=1e-8)
     else:
-        torch.testing.assert_close(history.objective, expected.objective, rtol=1e-5, atol=1e-8)
-    torch.testing.assert_close(la.prior_precision, wrapped.prior_precision, rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            history.objective, expected.objective, rtol=1e-5, atol=1e-8
+        )
+    torch.testing.assert_close(
+        la.prior_precision, wrapped.prior_precision, rtol=1e-3, atol=0
+    )
 
 
 def test_other_structures_and_own_losses_are_searched():
@@ -408,7 +421,7 @@ def test_held_out_texts_have_each_label():
     assert of_one_label.tolist() == [0, 0, 0, 1, 0]
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------
 
 LABELS = torch.tensor(
     [
@@ -425,9 +438,18 @@ LABELS = torch.tensor(
     [
         (LABELS[:3], "must be (4, 3), 0 or 1 each, not (3, 3)"),
         (LABELS[:, :2], "must be (4, 3), 0 or 1 each, not (4, 2)"),
-        (LABELS[:, 0], 'not (4,): class indices are for the likelihood "classification"'),
-        (LABELS.double() / 2, 'range from 0 to 0.5: classes are for the likelihood "class'),
-        (2 * LABELS, 'range from 0 to 2: classes are for the likelihood "classification"'),
+        (
+            LABELS[:, 0],
+            'not (4,): class indices are for the likelihood "classification"',
+        ),
+        (
+            LABELS.double() / 2,
+            'range from 0 to 0.5: classes are for the likelihood "class',
+        ),
+        (
+            2 * LABELS,
+            'range from 0 to 2: classes are for the likelihood "classification"',
+        ),
         (-100 * LABELS, "range from -100 to 0"),
         (LABELS.double().log(), "range from -inf to 0"),
     ],

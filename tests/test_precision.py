@@ -1,4 +1,6 @@
-"""Half-precision models and autocast: what must be in float32 or better, and how close it comes."""
+"""Half-precision models and autocast: what must be in float32 or better, and how close
+it comes.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -85,7 +87,9 @@ def results(la: Any) -> Results:
 
 
 def assert_full_precision(la: Any) -> None:
-    """Statistics, posterior and prior in float32 or better, log-determinants in float64."""
+    """Statistics, posterior and prior in float32 or better, log-determinants in
+    float64.
+    """
     kept = tensors_of(
         [
             la.mean,
@@ -126,7 +130,9 @@ def assert_close(
     dtype: torch.dtype,
 ) -> None:
     errors = Results(*map(relative_error, actual, expected))
-    for name, error, bound in zip(Results._fields, errors, MEASURED[dtype], strict=True):
+    for name, error, bound in zip(
+        Results._fields, errors, MEASURED[dtype], strict=True
+    ):
         assert error < bound, name
 
 
@@ -140,7 +146,9 @@ def assert_close(
         *(("gpt2", {"kfac_approx": kfac_approx}) for kfac_approx in KFAC_APPROX[1:]),
     ],
 )
-def test_a_model_in_half_precision_gives_the_posterior_of_float32(kind, options, dtype, make):
+def test_a_model_in_half_precision_gives_the_posterior_of_float32(
+    kind, options, dtype, make
+):
     la = posterior(make(kind, dtype), kind, **options)
     assert_full_precision(la)
     reference = posterior(lora_model(kind, torch.float32), kind, **options)
@@ -157,7 +165,9 @@ def test_predictions_of_a_half_precision_model_are_in_float32(structure, dtype):
     for link in ("probit", "mc", "bridge", "bridge_norm"):
         probabilities = la(batch, link_approx=link, n_samples=10)
         assert probabilities.dtype == torch.float32
-    assert la(batch, pred_type="nn", link_approx="mc", n_samples=3).dtype == torch.float32
+    assert (
+        la(batch, pred_type="nn", link_approx="mc", n_samples=3).dtype == torch.float32
+    )
     assert la.sample(2).dtype == torch.float32
 
 
@@ -171,13 +181,18 @@ def test_a_prior_precision_with_many_digits_survives_a_bf16_model():
 
 @needs_float16
 def test_confident_samples_keep_their_curvature_in_half_precision():
-    """At a margin of 40 nats a seed scaled before the backward pass would be 0 in float16."""
+    """At a margin of 40 nats a seed scaled before the backward pass would be 0 in
+    float16.
+    """
     posteriors = []
     for dtype in (torch.float16, torch.float32):
         model = lora_model("bert", dtype)
         model.classifier.modules_to_save["default"].bias.data[1] = 40.0
         posteriors.append(posterior(model, "bert"))
-    traces = [torch.stack([b.output_factor.trace for b in la.H_facs.blocks]) for la in posteriors]
+    traces = [
+        torch.stack([b.output_factor.trace for b in la.H_facs.blocks])
+        for la in posteriors
+    ]
     assert (traces[1] > 0).all()
     assert relative_error(*traces) < 0.2
 
@@ -191,7 +206,9 @@ def test_confident_samples_keep_their_curvature_in_half_precision():
         ("gpt2", "diag"),
     ],
 )
-def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(kind, structure):
+def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(
+    kind, structure
+):
     expected = results(posterior(lora_model(kind, torch.float32), kind, structure))
     with autocast():
         la = posterior(lora_model(kind, torch.float32), kind, structure)
@@ -199,7 +216,8 @@ def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(kind, 
         actual = results(la)
         assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.bfloat16
     assert_close(actual, expected, torch.bfloat16)
-    assert not torch.equal(actual.probabilities, expected.probabilities)  # the model's are rounded
+    # The model's are rounded.
+    assert not torch.equal(actual.probabilities, expected.probabilities)
 
 
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])

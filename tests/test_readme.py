@@ -1,4 +1,6 @@
-"""What the README says can be run: every block of Python, every command line of the benchmarks."""
+"""What the README says can be run: every block of Python, every command line of the
+benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ ANSWERS = [0, 1, 2, 3, 0, 2]
 
 
 def write_adapter(folder: Path, kind: str) -> None:
-    """Write an adapter with its base model and, for prompts, a tokenizer, as a user has them."""
+    """Write an adapter with its base model and, for prompts, a tokenizer, as a user has
+    them.
+    """
     base = folder / "base"
     base_model(kind).save_pretrained(base)
     model = lora_model(kind, torch.float32)
@@ -163,7 +167,11 @@ def code_of(page: str) -> list[str]:
 
 def command_lines() -> list[str]:
     """Find what follows `python -m benchmarks` on any page."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").rglob("*.md")]
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "benchmarks").rglob("*.md"),
+    ]
     found = set()
     for path in pages:
         for line in code_of(path.read_text(encoding="utf-8")):

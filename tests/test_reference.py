@@ -1,4 +1,6 @@
-"""The reference: docstrings from which the site can read the type and default of each option."""
+"""The reference: docstrings from which the site can read the type and default of each
+option.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def of_reference() -> Iterator[Documented]:
         if inspect.isclass(found):
             for member in members_of(name, found):
                 method = member.name.rpartition(".")[2]
-                is_described_by_base = any(method in vars(base) for base in found.__mro__[1:])
+                is_described_by_base = any(
+                    method in vars(base) for base in found.__mro__[1:]
+                )
                 if not is_described_by_base:
                     yield member
         elif inspect.isfunction(found):

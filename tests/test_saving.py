@@ -78,7 +78,9 @@ def test_a_file_that_holds_no_posterior_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=FILE):
         from_pretrained(la.model.model, tmp_path)
     path = tmp_path / FILE
-    no_posterior = rf"{FILE} holds no posterior that this release reads .*fit and save it again"
+    no_posterior = (
+        rf"{FILE} holds no posterior that this release reads .*fit and save it again"
+    )
     for metadata in (
         None,
         {"laplace_lora_ext": "3", "state": "{}"},
@@ -102,7 +104,9 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
     """A file of which some bytes are others, missing, or too many."""
     start = rng.randrange(len(content))
     length = rng.choice([1, 1, 1, 8])
-    others = bytes(byte ^ rng.randrange(1, 256) for byte in content[start : start + length])
+    others = bytes(
+        byte ^ rng.randrange(1, 256) for byte in content[start : start + length]
+    )
     ways = [
         content[:start] + others + content[start + length :],
         content[:start] + content[start + length :],
@@ -269,7 +273,9 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize(("another", "message"), FOREIGN)
-def test_the_state_of_another_posterior_is_refused_and_changes_nothing(another, message):
+def test_the_state_of_another_posterior_is_refused_and_changes_nothing(
+    another, message
+):
     la = fitted()
     state = la.state_dict() | {"prior_precision": torch.tensor([7.0])}
     other = another(la)

@@ -1,4 +1,6 @@
-"""Labels of tokens, and several labels, by wrappers that make them a classification, exactly."""
+"""Labels of tokens, and several labels, by wrappers that make them a classification,
+exactly.
+"""
 
 import warnings
 from collections.abc import Mapping
@@ -33,7 +35,9 @@ MULTI_LABEL = '"multi_label_classification"'
 
 
 class InTwoColumns(nn.Module):
-    """The columns [0, f] of each logit f, a row each: their softmax is the sigmoid of f."""
+    """The columns [0, f] of each logit f, a row each: their softmax is the sigmoid of
+    f.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -130,7 +134,7 @@ def test_rows_of_labelled_tokens_make_token_classification_exact(
     assert_exact(la, model, [X])
 
 
-# --- without a wrapper ---------------------------------------------------------------------------
+# --- without a wrapper ----------------------------------------------------------------
 
 
 def test_token_classification_is_told_of_its_likelihood():
@@ -164,7 +168,10 @@ def test_a_multi_label_classifier_is_not_fitted_with_a_softmax():
         laplace_lora_ext.Laplace(model, "classification")
     assert laplace_lora_ext.Laplace(model).likelihood == "multi_label_classification"
     make(OfMapping(InTwoColumns(model))).fit(
-        [(inputs_of(b), several_labels(b, 3).long().flatten()) for b in ragged_batches()]
+        [
+            (inputs_of(b), several_labels(b, 3).long().flatten())
+            for b in ragged_batches()
+        ]
     )
     model.config.problem_type = "single_label_classification"
     make(model).fit(ragged_batches())

@@ -59,11 +59,12 @@ from tests.support.trainers import (
 )
 
 BATCH = Texts(4).batches[0]
-# With it nothing is left out of a factor, so that the curvature is the same in any order.
+# With it nothing is left out of a factor, so that the curvature is the same in any
+# order.
 FULL_RANK = 24
 
 
-# --- texts ---------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------
 
 
 class Learnable(Texts):
@@ -110,15 +111,19 @@ def fresh_base(dtype=torch.float32):
     return base_model("bert").to(dtype)
 
 
-# --- the parts -----------------------------------------------------------------------------------
+# --- the parts ------------------------------------------------------------------------
 
 
 def test_what_is_trained_is_a_list():
     assert list(Stages(held_out=0.2, members=2)) == [
         Stage("stage_1", member=0, folder=Path("stage_1"), share=0.8, number=1),
-        Stage("stage_1", member=1, folder=Path("stage_1/member_1"), share=0.8, number=2),
+        Stage(
+            "stage_1", member=1, folder=Path("stage_1/member_1"), share=0.8, number=2
+        ),
         Stage("stage_2", member=0, folder=Path(), share=0.25, number=3),
-        Stage("stage_2", member=1, folder=Path("stage_2/member_1"), share=0.25, number=4),
+        Stage(
+            "stage_2", member=1, folder=Path("stage_2/member_1"), share=0.25, number=4
+        ),
     ]
 
 
@@ -157,12 +162,14 @@ def test_a_choice_leaves_the_posteriors_as_they_are(n_posteriors):
     chosen = choice.history.objective.argmin()
     loss = choice.history.objective[chosen] - choice.history.penalty[chosen]
     # Between two scales at which losses are summed, it is interpolated.
-    assert quality(probabilities, BATCH["labels"])["nll"] == pytest.approx(loss.item(), rel=1e-4)
+    assert quality(probabilities, BATCH["labels"])["nll"] == pytest.approx(
+        loss.item(), rel=1e-4
+    )
     assert best.members[0].logit_scale == choice.history.logit_scale[chosen].item() != 1
     assert [la.prior_precision.item() for la in las] == [2.0, 3.0][:n_posteriors]
 
 
-# --- stages of a trainer -------------------------------------------------------------------------
+# --- stages of a trainer --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -285,19 +292,24 @@ def test_the_prior_is_what_the_held_out_texts_choose(tmp_path):
     rest = list(DataLoader(Subset(data, of_first_stage), N))
     validation = list(DataLoader(Subset(data, held_out), N))
     of_first = fitted(batches=rest, model=first, rank=FULL_RANK)
-    history = of_first.optimize_prior_precision(method="gridsearch", val_loader=validation)
+    history = of_first.optimize_prior_precision(
+        method="gridsearch", val_loader=validation
+    )
     best = history.objective.argmin()
     assert 0 < best < 100
     figures = trainer.state.log_history[-1]
     chosen = la.prior_precision.item()
     loss = validation_loss(of_first, chosen, validation, link_approx="mean_field")
     assert figures["laplace_held_out_nll"] == pytest.approx(loss, rel=1e-4)
-    assert figures["laplace_prior_precision"] == chosen == of_first.prior_precision.item()
+    assert (
+        figures["laplace_prior_precision"] == chosen == of_first.prior_precision.item()
+    )
     assert figures["laplace_logit_scale"] == la.logit_scale
     assert la.logit_scale == pytest.approx(of_first.logit_scale)
     assert la.logit_scale != 1
 
-    # The posterior is that of the second stage's weights, with what the first has chosen.
+    # The posterior is that of the second stage's weights, with what the first has
+    # chosen.
     of_second = fitted(batches=DataLoader(data, N), model=model, rank=FULL_RANK)
     of_second.prior_precision = chosen
     of_second.logit_scale = la.logit_scale
@@ -347,10 +359,14 @@ def test_all_is_in_the_output_folder_and_the_logs(tmp_path, adapter, members):
 def test_rows_of_embeddings_belong_to_each_member(tmp_path):
     model = lora_model("bert", torch.float32, trainable_token_indices=[1, 5])
     trainer = trainer_of(tmp_path, model=model)
-    with pytest.warns(UserWarning, match=r"1 of 9 matrices, such as .*trainable_tokens_delta"):
+    with pytest.warns(
+        UserWarning, match=r"1 of 9 matrices, such as .*trainable_tokens_delta"
+    ):
         la = train_in_stages(trainer, members=2)
     one, other = (
-        weight for name, weight in model.named_parameters() if "trainable_tokens_delta" in name
+        weight
+        for name, weight in model.named_parameters()
+        if "trainable_tokens_delta" in name
     )
     assert not torch.equal(one, other)
     again = LaplaceMixture.from_pretrained(fresh_base(), tmp_path)
@@ -362,11 +378,13 @@ def test_rows_of_embeddings_belong_to_each_member(tmp_path):
     torch.testing.assert_close(member(BATCH), la.members[1](BATCH))
 
 
-# --- runs that were killed -----------------------------------------------------------------------
+# --- runs that were killed ------------------------------------------------------------
 
 
 def moved(folder, to):
-    """A folder elsewhere, in which every later checkpoint has an earlier time, and marks later."""
+    """A folder elsewhere, in which every later checkpoint has an earlier time, and
+    marks later.
+    """
     folder.rename(to)
     for path in to.rglob("*"):
         step = path.parent.name.rpartition("-")[2]
@@ -384,7 +402,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path, members, st
     whole = trainer_of(tmp_path / "whole", max_steps=6)
     expected = train_in_stages(whole, members=members)
     weights = values(whole.model)
-    for stop in stops:  # of five steps of the first stage, for each member, and two of the second
+    # Of five steps of the first stage, for each member, and two of the second.
+    for stop in stops:
         folder = tmp_path / str(stop)
         has_others = stop == 3  # checkpoints of other trainings
         if has_others:
@@ -409,7 +428,9 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path, members, st
         la = train_in_stages(resumed, resume_from_checkpoint=True, members=members)
         assert sum(map(len, watch.steps)) == 7 * members - stop + 1
         found = values(resumed.model)
-        assert [name for name in weights if not torch.equal(found[name], weights[name])] == []
+        assert [
+            name for name in weights if not torch.equal(found[name], weights[name])
+        ] == []
         assert torch.equal(la(BATCH), expected(BATCH))
         assert losses_of(resumed) == losses_of(whole)
 
@@ -427,7 +448,7 @@ def test_a_run_goes_on_with_the_same_texts_alone(tmp_path):
     assert watch.steps == []
 
 
-# --- what cannot work ----------------------------------------------------------------------------
+# --- what cannot work -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -530,7 +551,7 @@ def test_what_cannot_work_is_refused_before_any_training(tmp_path, name):
     model.assert_equal(trainer.model)
 
 
-# --- a loop of one's own -------------------------------------------------------------------------
+# --- a loop of one's own --------------------------------------------------------------
 
 
 def differences():
@@ -582,14 +603,21 @@ def test_the_noise_of_numbers_is_chosen_wherever_it_starts(sigma_noise):
     loader = DataLoader(data, batch_size=4)
     model = plain_model(2)
     la = in_stages(
-        no_training, model, loader, 0.3, likelihood="regression", sigma_noise=sigma_noise
+        no_training,
+        model,
+        loader,
+        0.3,
+        likelihood="regression",
+        sigma_noise=sigma_noise,
     )
     expected = in_stages(no_training, model, loader, 0.3, likelihood="regression")
     assert la.sigma_noise.item() == pytest.approx(expected.sigma_noise.item(), rel=1e-5)
-    assert la.prior_precision.item() == pytest.approx(expected.prior_precision.item(), rel=1e-4)
+    assert la.prior_precision.item() == pytest.approx(
+        expected.prior_precision.item(), rel=1e-4
+    )
 
 
-# --- several processes ---------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------
 
 
 def in_ranks(rank, folder):
@@ -641,7 +669,7 @@ def test_processes_train_and_choose_together(tmp_path):
         assert n_data == N
 
 
-# --- losses of the user's own --------------------------------------------------------------------
+# --- losses of the user's own ---------------------------------------------------------
 
 
 def weighted(model, inputs, *, counts, **_):
@@ -659,7 +687,9 @@ def of_outputs(outputs, labels, *, counts, **_):
     return torch.nn.functional.cross_entropy(outputs["logits"], labels, weight=weights)
 
 
-@pytest.mark.parametrize("kind", ["class weights", "compute_loss_func", "label_smoothing_factor"])
+@pytest.mark.parametrize(
+    "kind", ["class weights", "compute_loss_func", "label_smoothing_factor"]
+)
 def test_losses_of_ones_own_move_the_weights_and_not_the_likelihood(kind, tmp_path):
     counts: list[int] = []
     smoothing = 0.3 if kind == "label_smoothing_factor" else 0.0
@@ -681,11 +711,15 @@ def test_losses_of_ones_own_move_the_weights_and_not_the_likelihood(kind, tmp_pa
     (batch,) = [trainer.data_collator(list(trainer.train_dataset))]
     model.eval()
     logits = model(**without_labels(batch)).logits.detach()
-    expected = torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="sum")
+    expected = torch.nn.functional.cross_entropy(
+        logits, batch["labels"], reduction="sum"
+    )
     torch.testing.assert_close(la.loss.float(), expected, rtol=1e-4, atol=1e-4)
     ordinary = trainer_of(tmp_path / "plain", model=plain)
     train_in_stages(ordinary)
-    assert not torch.allclose(plain.eval()(**without_labels(batch)).logits, logits, atol=1e-3)
+    assert not torch.allclose(
+        plain.eval()(**without_labels(batch)).logits, logits, atol=1e-3
+    )
 
     # A student's loss is not the user's.
     la.distill(trainer, None)

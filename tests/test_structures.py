@@ -52,9 +52,12 @@ def test_host_structures_equal_the_stock_classes(kind, structure):
 
 def test_full_is_the_exact_posterior_of_a_regression_with_two_outputs():
     la, X = plain_regression(2, "full")
-    la.prior_precision = prior = torch.linspace(0.5, 2.0, len(la.blocks), dtype=torch.float64)
+    la.prior_precision = prior = torch.linspace(
+        0.5, 2.0, len(la.blocks), dtype=torch.float64
+    )
     model = la.model.model
-    y = torch.randn(12, 2, generator=generator(1)).double()  # as `plain_regression` has them
+    # As `plain_regression` has them.
+    y = torch.randn(12, 2, generator=generator(1)).double()
     Js = jacobians(model, X)
     f_mu = model(X).detach()
     H = torch.einsum("bcp,bcq->pq", Js, Js) / 0.5**2
@@ -161,7 +164,8 @@ BACKENDS = {
 @pytest.mark.parametrize("structure", BACKENDS)
 def test_backends_of_the_host_work(structure):
     for name in BACKENDS[structure]:
-        # A Hessian may be indefinite; this much of a prior precision makes it definite here.
+        # A Hessian may be indefinite; this much of a prior precision makes it definite
+        # here.
         backend = getattr(host_backends, name)
         la = make(
             plain_model(),

@@ -115,7 +115,11 @@ def test_a_rank_that_fails_stops_all_and_nothing_is_lost(where):
             return error
         return None
 
-    message = "disk is gone" if where == "loader" else "batch 1: No labels 'labels' in the batch"
+    message = (
+        "disk is gone"
+        if where == "loader"
+        else "batch 1: No labels 'labels' in the batch"
+    )
     first, second, third = failures(on_ranks(job, 3))
     assert second.startswith(message)
     kind = "OSError" if where == "loader" else "ValueError"
@@ -153,7 +157,10 @@ def test_the_same_data_on_two_ranks_are_refused():
         la.fit(ragged_batches() if rank else ragged_batches(batch_size=2))
 
     for message in failures(on_ranks(job, 2)):
-        assert "Ranks 0 and 1 have the same 8 examples: give each rank its own shard" in message
+        assert (
+            "Ranks 0 and 1 have the same 8 examples: give each rank its own shard"
+            in message
+        )
 
 
 @pytest.mark.parametrize("differing", ["LoRA weights", "base or head", "settings"])

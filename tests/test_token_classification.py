@@ -1,4 +1,6 @@
-"""Labels of tokens: each labelled token is an example of the likelihood, a text one of the data."""
+"""Labels of tokens: each labelled token is an example of the likelihood, a text one of
+the data.
+"""
 
 import math
 import warnings
@@ -52,15 +54,27 @@ def token_classifier(kind="bert", n_labels=N_CLASSES, dtype=torch.float64) -> nn
         base, targets = BertForTokenClassification(config), ["query", "value"]
     elif kind == "gpt2":
         config = GPT2Config(
-            vocab_size=VOCABULARY, n_embd=12, n_layer=2, n_head=2, n_positions=64,
-            num_labels=n_labels, bos_token_id=0, eos_token_id=0, attn_implementation="eager",
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            n_embd=12,
+            n_layer=2,
+            n_head=2,
+            n_positions=64,
+            num_labels=n_labels,
+            bos_token_id=0,
+            eos_token_id=0,
+            attn_implementation="eager",
+        )
         base, targets = GPT2ForTokenClassification(config), ["c_attn"]
     else:
         config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=12, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=24, num_labels=n_labels, pad_token_id=0,
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            hidden_size=12,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            num_labels=n_labels,
+            pad_token_id=0,
+        )
         base, targets = LlamaForTokenClassification(config), ["q_proj", "v_proj"]
     lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     return get_peft_model(base, lora).to(dtype).eval()
@@ -90,7 +104,9 @@ def fitted(kind="bert", structure="lowrank_kron", data=None, model=None, **keywo
 
 
 def tokens_of(model, found, every=False):
-    """Read logits `(N, C)`, Jacobians `(N, C, parameters)` and labels, one unpadded text each."""
+    """Read logits `(N, C)`, Jacobians `(N, C, parameters)` and labels, one unpadded
+    text each.
+    """
     weights = lora_weights(model)
     logits, Js, labels = [], [], []
     for batch in found:
@@ -134,9 +150,12 @@ def test_curvature_evidence_and_covariances_are_exact(kind, structure):
     torch.testing.assert_close(la.log_marginal_likelihood(), expected, **EXACT)
 
     covariance = Js @ torch.linalg.solve(H + priors.diag(), Js.mT)
-    moments = [la.predictive_moments(batch) for batch in batches()]  # of labelled tokens
+    # Of labelled tokens.
+    moments = [la.predictive_moments(batch) for batch in batches()]
     torch.testing.assert_close(torch.cat([each.f_mu for each in moments]), f, **EXACT)
-    torch.testing.assert_close(torch.cat([each.f_var for each in moments]), covariance, **EXACT)
+    torch.testing.assert_close(
+        torch.cat([each.f_var for each in moments]), covariance, **EXACT
+    )
 
 
 def test_batches_and_padding_change_nothing():
@@ -150,10 +169,16 @@ def test_batches_and_padding_change_nothing():
         ]
         la = fitted(data=parts)
         assert len(f_of_one) == (data[0]["labels"] != IGNORED).sum()
-        torch.testing.assert_close(la.H.to_matrix(), fitted(data=data).H.to_matrix(), **EXACT)
+        torch.testing.assert_close(
+            la.H.to_matrix(), fitted(data=data).H.to_matrix(), **EXACT
+        )
     longer = batches(padded_to=7)
     for batch in longer:
-        for key, value in {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}.items():
+        for key, value in {
+            "input_ids": 0,
+            "attention_mask": 0,
+            "labels": IGNORED,
+        }.items():
             batch[key] = nn.functional.pad(batch[key], (0, 3), value=value)
     torch.testing.assert_close(fitted(data=longer).H.to_matrix(), expected, **EXACT)
 
@@ -162,14 +187,20 @@ def test_drawn_labels_take_as_many_passes_as_draws_and_are_right_on_average():
     """A text costs its passes once for all of its tokens."""
     model = token_classifier()
     f, Js, _ = tokens_of(model, batches())
-    exact = torch.stack([b.trace() for b in gradient_blocks(model, Js, softmax_fisher(f))])
+    exact = torch.stack(
+        [b.trace() for b in gradient_blocks(model, Js, softmax_fisher(f))]
+    )
     la = fitted(model=model, backend_kwargs={"rank": 200, "num_samples": 4000})
     found = torch.stack([block.output_factor.trace for block in la.H_facs.blocks])
     torch.testing.assert_close(found, exact, rtol=0.05, atol=0)
     assert la.backend.settings["stochastic"] is None
     default = fitted(model=model, backend_kwargs={"rank": 200})
     logits = torch.zeros(5, N_CLASSES)
-    assert default.backend.seeds(logits, torch.zeros(1, 5)).vectors.shape == (8, 5, N_CLASSES)
+    assert default.backend.seeds(logits, torch.zeros(1, 5)).vectors.shape == (
+        8,
+        5,
+        N_CLASSES,
+    )
 
 
 @pytest.mark.parametrize("link", ["probit", "mean_field", "mc"])
@@ -181,7 +212,9 @@ def test_predictions_are_of_every_token_but_padding(link):
         p = la(batch, link_approx=link, generator=generator())
         assert p.shape == (*mask.shape, N_CLASSES)
         assert p[~mask].isnan().all()
-        torch.testing.assert_close(p[mask].sum(-1), torch.ones(mask.sum()).double(), **EXACT)
+        torch.testing.assert_close(
+            p[mask].sum(-1), torch.ones(mask.sum()).double(), **EXACT
+        )
         again = la(without_labels(batch), link_approx=link, generator=generator())
         torch.testing.assert_close(again, p, equal_nan=True, **EXACT)
     la.prior_precision = 1e14
@@ -200,7 +233,9 @@ def test_a_prediction_has_entropies_of_each_token():
     assert (prediction.labels[~mask] == IGNORED).all()
     assert prediction.epistemic_entropy[~mask].isnan().all()
     assert (prediction.epistemic_entropy[mask] > 0).all()
-    assert torch.equal(prediction.labels[mask], prediction.probabilities[mask].argmax(-1))
+    assert torch.equal(
+        prediction.labels[mask], prediction.probabilities[mask].argmax(-1)
+    )
     shorter = {key: value[:1, :5] for key, value in found[1].items()}  # its padding cut
     of_loader = la.predict([shorter, *found], generator=generator())
     assert of_loader.labels[0, 5:].tolist() == [IGNORED] * 2
@@ -228,9 +263,12 @@ def test_methods_choose_a_prior_by_labelled_tokens(method):
         return
     best = int(history.objective.argmin())
     la.prior_precision = history.prior_precision[best]
-    labelled = [(la(b, link_approx="mean_field")[b["labels"] != IGNORED], b) for b in batches()]
+    labelled = [
+        (la(b, link_approx="mean_field")[b["labels"] != IGNORED], b) for b in batches()
+    ]
     losses = [
-        -p.log()[torch.arange(len(p)), b["labels"][b["labels"] != IGNORED]] for p, b in labelled
+        -p.log()[torch.arange(len(p)), b["labels"][b["labels"] != IGNORED]]
+        for p, b in labelled
     ]
     torch.testing.assert_close(
         history.objective[best], torch.cat(losses).mean(), rtol=1e-5, atol=1e-6
@@ -242,8 +280,12 @@ def test_statistics_give_the_moments_of_labelled_tokens():
     statistics = la.predictive_statistics(batches(), dtype=torch.float64)
     expected = [la.predictive_moments(batch) for batch in batches()]
     moments = statistics.moments(la.prior_precision)
-    torch.testing.assert_close(moments.f_mu, torch.cat([m.f_mu for m in expected]), **EXACT)
-    torch.testing.assert_close(moments.f_var, torch.cat([m.f_var for m in expected]), **EXACT)
+    torch.testing.assert_close(
+        moments.f_mu, torch.cat([m.f_mu for m in expected]), **EXACT
+    )
+    torch.testing.assert_close(
+        moments.f_var, torch.cat([m.f_var for m in expected]), **EXACT
+    )
     y = torch.cat([b["labels"][b["labels"] != IGNORED] for b in batches()])
     assert torch.equal(statistics.targets, y)
 
@@ -269,7 +311,9 @@ def test_figures_are_over_labelled_tokens():
     f, _, y = tokens_of(la.model.model, batches())
     trained = compare(la, batches()).trained
     assert trained["nll"] == pytest.approx(cross_entropy(f, y).item())
-    assert trained["accuracy"] == pytest.approx((f.argmax(-1) == y).double().mean().item())
+    assert trained["accuracy"] == pytest.approx(
+        (f.argmax(-1) == y).double().mean().item()
+    )
 
 
 def test_a_model_of_tokens_tells_its_likelihood_and_a_file_keeps_it(tmp_path):
@@ -298,7 +342,7 @@ def test_steps_of_a_reasoning_have_two_classes():
     assert la(data[0]).shape == (3, 7, 2)
 
 
-# --- bad input -------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------
 
 
 def with_labels(change):
@@ -312,7 +356,10 @@ def with_labels(change):
     [
         (lambda y: y.fill_(IGNORED), "batch 0: no token is labelled"),
         (lambda y: y.fill_(0), "labels where attention_mask is 0: set them to -100"),
-        (lambda y: y[0].fill_(N_CLASSES), "must be -100 or from 0 to 2, but range from 0 to 3"),
+        (
+            lambda y: y[0].fill_(N_CLASSES),
+            "must be -100 or from 0 to 2, but range from 0 to 3",
+        ),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(change, message):
@@ -323,7 +370,9 @@ def test_labels_that_do_not_fit_are_refused(change, message):
 def test_another_likelihood_is_named_where_it_would_fit():
     labels = {"labels": torch.zeros(3, dtype=torch.long)}
     texts = [batches()[0] | labels]
-    with pytest.raises(ValueError, match=r'\(texts, tokens\).*likelihood "classification"'):
+    with pytest.raises(
+        ValueError, match=r'\(texts, tokens\).*likelihood "classification"'
+    ):
         fitted(data=texts)
     with pytest.raises(ValueError, match='one label a text use "classification"'):
         fitted(model=lora_model("bert"))
@@ -331,7 +380,9 @@ def test_another_likelihood_is_named_where_it_would_fit():
         make(token_classifier()).fit(batches())
     with pytest.raises(ValueError, match='a model that writes use "language_modeling"'):
         make(lora_model("gpt2"), "lowrank_kron", TOKENS)
-    with pytest.raises(ValueError, match='hessian_structure="lowrank_kron", "diag" or "full"'):
+    with pytest.raises(
+        ValueError, match='hessian_structure="lowrank_kron", "diag" or "full"'
+    ):
         make(token_classifier(), "kron", TOKENS)
 
 
@@ -339,6 +390,8 @@ def test_what_ranks_whole_texts_is_refused():
     la = fitted()
     with pytest.raises(NotImplementedError, match=r"epistemic_entropy.nansum\(1\)"):
         la.acquire(batches(), 2)
-    information = la.predict(batches(), generator=generator()).epistemic_entropy.nansum(1)
+    information = la.predict(batches(), generator=generator()).epistemic_entropy.nansum(
+        1
+    )
     assert information.shape == (8,)
     assert math.isfinite(information.sum())

@@ -17,7 +17,13 @@ from benchmarks.fine_tuning import (
 )
 from benchmarks.measuring import Clock, repeated_seconds
 from benchmarks.methods import METHODS, priors
-from benchmarks.methods.method import NO_CLASS, Method, PointMethod, Posterior, labels_of
+from benchmarks.methods.method import (
+    NO_CLASS,
+    Method,
+    PointMethod,
+    Posterior,
+    labels_of,
+)
 from benchmarks.methods.priors import Prediction
 from benchmarks.options import Calibration
 from benchmarks.report import Figures, Result, Row, say
@@ -61,7 +67,9 @@ def run(options: Calibration) -> Iterator[Result]:
 
 
 def chosen_methods(names: Collection[str] | None) -> list[str]:
-    """Find keys of MAP and the methods asked for by key or title; all of them by default."""
+    """Find keys of MAP and the methods asked for by key or title; all of them by
+    default.
+    """
     titles = {key: METHODS[key].title for key in CONTESTANTS}
     asked = set(names or CONTESTANTS)
     unknown = asked - titles.keys() - set(titles.values())
@@ -78,7 +86,9 @@ def measured(
     seed: int,
     keys: Collection[str],
 ) -> Iterator[Row]:
-    """Fine-tune, and measure methods with these keys: a row for each, and each prior and link."""
+    """Fine-tune, and measure methods with these keys: a row for each, and each prior
+    and link.
+    """
     comparison = Comparison(pretrained, seed)
     for key in keys:
         method = METHODS[key]
@@ -122,7 +132,9 @@ class Comparison:
         started = timer()
         probabilities = members.predict({TEST: self.tests.loaders[TEST]})
         predict_seconds = timer() - started
-        shifted = {name: self.tests.loaders[name] for name in self.pretrained.task.shifted}
+        shifted = {
+            name: self.tests.loaders[name] for name in self.pretrained.task.shifted
+        }
         # They are no part of the time, which is that of the test texts.
         probabilities |= members.predict(shifted)
         if self.bare_seconds is None:
@@ -141,7 +153,9 @@ class Comparison:
         batches = self.pretrained.loader(self.pretrained.data[TRAIN])
         la.fit(batches, progress_bar=not self.pretrained.options.quiet)
         fit_seconds = timer() - started
-        predict_seconds = self.tests.seconds(lambda batch: la(batch, link_approx="probit"))
+        predict_seconds = self.tests.seconds(
+            lambda batch: la(batch, link_approx="probit")
+        )
         assert self.bare_seconds is not None
         costs = Costs(
             predict_seconds=predict_seconds,
@@ -194,7 +208,11 @@ class Tests:
         """Measure probabilities of the test texts and each shifted set."""
         test = prediction.probabilities[TEST]
         labels = self.labels[TEST]
-        shifted = {name: self._shifted(name, prediction) for name in self.labels if name != TEST}
+        shifted = {
+            name: self._shifted(name, prediction)
+            for name in self.labels
+            if name != TEST
+        }
         return {
             "seed": self.seed,
             "method": method.key,
@@ -211,7 +229,9 @@ class Tests:
         }
 
     def _shifted(self, name: str, prediction: Prediction) -> Figures:
-        """Measure a prediction of a shifted set: its quality only if a class is right."""
+        """Measure a prediction of a shifted set: its quality only if a class is
+        right.
+        """
         labels = self.labels[name]
         figures = {}
         if bool((labels != NO_CLASS).all()):
@@ -253,9 +273,10 @@ def text_of(
             row[title] = of_set["shift_auroc"]
             row[f"NLL of {name}"] = of_set.get("nll")
     return [
-        f"Task {task['name']}: {pretrained.hyperparameters.model} with LoRA, {task['train']} "
-        f"training texts, {task['test']} test texts, {len(task['classes'])} classes; shifted "
-        f"texts: {report.counts(task['shifted'])}. Seeds: {', '.join(map(str, seeds))}; mean "
+        f"Task {task['name']}: {pretrained.hyperparameters.model} with LoRA, "
+        f"{task['train']} training texts, {task['test']} test texts, "
+        f"{len(task['classes'])} classes; shifted texts: "
+        f"{report.counts(task['shifted'])}. Seeds: {', '.join(map(str, seeds))}; mean "
         "± standard deviation of several.",
         report.table(report.over_seeds(shown, ["name", "chosen_by", "link"], columns)),
     ]

@@ -1,4 +1,6 @@
-"""What predictions lose that compare the most probable class with those that matter alone."""
+"""What predictions lose that compare the most probable class with those that matter
+alone.
+"""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -57,7 +59,9 @@ def measured(
     options: Contrasts,
     seed: int,
 ) -> Iterator[Row]:
-    """Train without a fifth of the texts, let it choose the prior, and predict the test texts."""
+    """Train without a fifth of the texts, let it choose the prior, and predict the test
+    texts.
+    """
     rest, held = held_out(pretrained, HELD_OUT)
     model = fine_tune(pretrained, rest, seed)
     say(options, f"Seed {seed}: fit and search")
@@ -73,7 +77,9 @@ def measured(
     n_known = 0
     for batch in pretrained.loader(pretrained.data[TEST], PREDICTION_BATCH_SIZE):
         # What all contrasts take is let go of after each batch: it is much.
-        exact = la.predictive_statistics([batch], device=pretrained.device, n_contrasts=n_all)
+        exact = la.predictive_statistics(
+            [batch], device=pretrained.device, n_contrasts=n_all
+        )
         some = la.predictive_statistics([batch], device=pretrained.device)
         of_model.append(exact.f_mu.softmax(-1).cpu())
         n_known += n_contrasts_of(some, n_all)
@@ -117,10 +123,11 @@ def text_of(
     """Put the figures in words and a table."""
     task = pretrained.task
     words = (
-        f"{task.name}: {len(task.classes)} classes. A fifth of {len(pretrained.data[TRAIN])} texts "
-        "is held out from training, and chooses prior precision and scale of the logits by the "
-        f"contrasts that matter; {len(pretrained.data[TEST])} test texts, predicted with that "
-        "prior and with broader posteriors, by all contrasts and by those that matter. The last "
+        f"{task.name}: {len(task.classes)} classes. A fifth of "
+        f"{len(pretrained.data[TRAIN])} texts is held out from training, and chooses "
+        "prior precision and scale of the logits by the contrasts that matter; "
+        f"{len(pretrained.data[TEST])} test texts, predicted with that prior and with "
+        "broader posteriors, by all contrasts and by those that matter. The last "
         "column is the largest difference of a probability."
     )
     return [words, table(rows)]

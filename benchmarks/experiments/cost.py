@@ -19,14 +19,20 @@ from benchmarks.report import Figures, Lines, Result, Row, draw_lines, lines, sa
 
 INTERMEDIATE_RATIO = 2.7
 HEAD_SIZE = 64
-# Larger batches take minutes, for wide models on a CPU and for rivals that hold the Jacobian of
-# all weights; for the latter, gigabytes too.
+# Larger batches take minutes, for wide models on a CPU and for rivals that hold the
+# Jacobian of all weights; for the latter, gigabytes too.
 LARGEST_BATCH = 8
 WIDEST_WITH_LARGE_BATCHES = 1024
 HEADLINE = "predict 8"  # the prediction that is drawn
-LEARNS = ("bare", "lowrank_kron")  # the variances of logits; the bare loop is a forward pass then
+# The variances of logits; the bare loop is a forward pass then.
+LEARNS = ("bare", "lowrank_kron")
 PLACE = ("dtype", "hidden_size", "layers", "phase")
-FIGURES = ("seconds_of_a_batch", "in_bare_loops", "peak_megabytes", "posterior_megabytes")
+FIGURES = (
+    "seconds_of_a_batch",
+    "in_bare_loops",
+    "peak_megabytes",
+    "posterior_megabytes",
+)
 
 
 def run(options: Cost) -> Iterator[Result]:
@@ -98,7 +104,9 @@ def _for_each(
     if len(numbers) == 1:
         return numbers * models
     if len(numbers) != models:
-        raise SystemExit(f"cost: give {models} numbers of layers and batches, or one of each")
+        raise SystemExit(
+            f"cost: give {models} numbers of layers and batches, or one of each"
+        )
     return numbers
 
 
@@ -135,7 +143,9 @@ class Contest:
 
 
 def measure(contest: Contest) -> Iterator[Message]:
-    """Make a model, fit a method and predict; yield the figures, or what failed and why."""
+    """Make a model, fit a method and predict; yield the figures, or what failed and
+    why.
+    """
     shape, options, device = contest.shape, contest.options, contest.device
     measuring.set_up(options)
     # Libraries' warnings would come once for each process.
@@ -167,7 +177,9 @@ def measure(contest: Contest) -> Iterator[Message]:
         yield _prediction(contest, la, "predict", "glm", size, megabytes_before)
     if learns:
         for size in contest.prediction_batch_sizes:
-            yield _prediction(contest, la, "amortized", "amortized", size, megabytes_before)
+            yield _prediction(
+                contest, la, "amortized", "amortized", size, megabytes_before
+            )
 
 
 def _megabytes_of(la: Any) -> float:
@@ -185,7 +197,9 @@ def _prediction(
     size: int,
     megabytes_before: float,
 ) -> Message:
-    """Measure predictions of one batch; what the posterior holds counts to their memory."""
+    """Measure predictions of one batch; what the posterior holds counts to their
+    memory.
+    """
     options, device = contest.options, contest.device
     # Other texts than those of the fit, of which a method might keep something.
     seed = options.seed + 1
@@ -197,8 +211,11 @@ def _prediction(
     phase = f"{name} {size}"
     try:
         held = measuring.megabytes_in_use(device) - megabytes_before
-        figures = measuring.time_and_memory(predict, device, options.repetitions, options.limit)
-    except Exception as error:  # memory may be too small for this size, and enough for others
+        figures = measuring.time_and_memory(
+            predict, device, options.repetitions, options.limit
+        )
+    # Memory may be too small for this size, and enough for others.
+    except Exception as error:
         return Message("failed", {"what": phase, "reason": measuring.reason_of(error)})
     figures["peak_megabytes"] += held
     return Message("predict", {"phase": phase, **figures, "batches": 1})
@@ -219,12 +236,18 @@ def _growth(
     measured: Sequence[Row],
     keys: Sequence[str],
 ) -> list[Row]:
-    """Fit how the time that a fit adds to the bare loop, per batch and layer, grows with width."""
+    """Fit how the time that a fit adds to the bare loop, per batch and layer, grows
+    with width.
+    """
     series = []
     for key in keys:
         if key == "bare":
             continue
-        fits = [row for row in measured if row["contestant"] == key and row["phase"] == "fit"]
+        fits = [
+            row
+            for row in measured
+            if row["contestant"] == key and row["phase"] == "fit"
+        ]
         added = {}
         for row in fits:
             # Exponents are of one dtype, the first.
@@ -253,22 +276,23 @@ def text_of(figures: Figures, options: Cost) -> list[str]:
         seconds = _spread(row, options.repetitions)
         rows.append({**row, "seconds_of_a_batch": seconds})
     parts = [
-        "Random weights in the shape of Llama: they tell about shapes and speed only. The batches "
-        f"of a fit have {options.batch_size} texts of {options.length} tokens and "
-        f"{options.classes} classes.\nBare loops are the model's passes alone. Seconds are medians "
-        f"of {options.repetitions} warm calls unless a number is given; megabytes are peaks over "
-        "model and data.",
+        "Random weights in the shape of Llama: they tell about shapes and speed only. "
+        f"The batches of a fit have {options.batch_size} texts of {options.length} "
+        f"tokens and {options.classes} classes.\nBare loops are the model's passes "
+        f"alone. Seconds are medians of {options.repetitions} warm calls unless a "
+        "number is given; megabytes are peaks over model and data.",
         table(rows, ["name", *PLACE, *FIGURES]),
     ]
     failures = [
-        f"- {row['name']} ({row['hidden_size']}, {row['dtype']}), {row['what']}: {row['reason']}"
+        f"- {row['name']} ({row['hidden_size']}, {row['dtype']}), {row['what']}: "
+        f"{row['reason']}"
         for row in figures["failures"]
     ]
     if failures:
         parts.append("\n".join(failures))
     parts += [
-        "Growth of what a fit adds to the bare loop, for a batch and a layer: exponents of least "
-        "squares in logarithms.",
+        "Growth of what a fit adds to the bare loop, for a batch and a layer: "
+        "exponents of least squares in logarithms.",
         table(figures["growth"], ["name", "against", "sizes", "seconds", "exponent"]),
     ]
     return parts
@@ -279,7 +303,9 @@ def _place(row: Row) -> list[Any]:
 
 
 def _spread(row: Row, repetitions: int) -> str:
-    """Write median and range of a batch, and the number of calls where it is not the usual one."""
+    """Write median and range of a batch, and the number of calls where it is not the
+    usual one.
+    """
     median = row["median"] / row["batches"]
     least = row["minimum"] / row["batches"]
     most = row["maximum"] / row["batches"]

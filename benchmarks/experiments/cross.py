@@ -1,6 +1,7 @@
 """Curvatures crossed with ways to choose the prior, around one frozen checkpoint.
 
-It tells whether the curvature or the prior makes a Laplace approximation look good or bad.
+It tells whether the curvature or the prior makes a Laplace approximation look good or
+bad.
 """
 
 from collections.abc import Iterator
@@ -58,7 +59,9 @@ class Chosen:
 
 
 class Trial:
-    """One seed: a model that is trained on four fifths of the texts, and stays as it is."""
+    """One seed: a model that is trained on four fifths of the texts, and stays as it
+    is.
+    """
 
     def __init__(
         self,
@@ -77,11 +80,17 @@ class Trial:
 
     def without_posterior(self) -> Iterator[Row]:
         """Measure the model itself, and with a temperature of the held-out texts."""
-        logits = {name: self.model.logits(loader) for name, loader in self.loaders.items()}
+        logits = {
+            name: self.model.logits(loader) for name, loader in self.loaders.items()
+        }
         temperature = fit_temperature(logits[HELD], self.held_labels)
         for prior, divisor in ((NO_PRIOR, 1.0), (TEMPERATURE, temperature)):
-            probabilities = {name: (each / divisor).softmax(-1) for name, each in logits.items()}
-            yield self._row(METHODS["map"], Prediction(probabilities, prior, chosen=divisor))
+            probabilities = {
+                name: (each / divisor).softmax(-1) for name, each in logits.items()
+            }
+            yield self._row(
+                METHODS["map"], Prediction(probabilities, prior, chosen=divisor)
+            )
 
     def with_curvature(self, method: Any) -> Iterator[Row]:
         """Measure a curvature with each prior."""
@@ -105,14 +114,18 @@ class Trial:
             yield Chosen(prior, prior.choose(la, None))
 
     def _by_labels(self, predicts: Predicts) -> list[Chosen]:
-        """Choose what predicts the held-out texts best, and what predicts the test texts best."""
+        """Choose what predicts the held-out texts best, and what predicts the test
+        texts best.
+        """
         labels = {HELD: self.held_labels, TEST: self.tests.labels[TEST]}
         losses: dict[str, list[float]] = {name: [] for name in labels}
         grid = torch.logspace(-2, 4, self.options.grid_size)[:, None]
         for prior_precision in grid:
             probabilities = predicts.probabilities(prior_precision, LINK)
             for name, of_name in labels.items():
-                losses[name].append(negative_log_likelihood(probabilities[name], of_name))
+                losses[name].append(
+                    negative_log_likelihood(probabilities[name], of_name)
+                )
         choices = []
         for prior, name in ((BY_HELD_OUT, HELD), (BY_TEST, TEST)):
             best = torch.tensor(losses[name]).argmin()
@@ -120,6 +133,14 @@ class Trial:
         return choices
 
     def _row(self, method: Any, prediction: Prediction) -> Row:
-        measured = {name: each for name, each in prediction.probabilities.items() if name != HELD}
-        of_tests = Prediction(measured, prediction.prior, prediction.link, prediction.chosen)
-        return self.tests.row(method, of_tests, Costs(predict_seconds=0.0, forward_passes=0.0))
+        measured = {
+            name: each
+            for name, each in prediction.probabilities.items()
+            if name != HELD
+        }
+        of_tests = Prediction(
+            measured, prediction.prior, prediction.link, prediction.chosen
+        )
+        return self.tests.row(
+            method, of_tests, Costs(predict_seconds=0.0, forward_passes=0.0)
+        )

@@ -1,4 +1,6 @@
-"""What a posterior is worth beside a temperature of the same held-out texts: runs of `stages`."""
+"""What a posterior is worth beside a temperature of the same held-out texts: runs of
+`stages`.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,7 +10,16 @@ import pandas as pd
 
 from benchmarks.experiments.overview import COUNTS, Keys, keys_of, read_figures
 from benchmarks.options import Evidence
-from benchmarks.report import NOTHING, Figures, Frame, Result, Row, label, records, table
+from benchmarks.report import (
+    NOTHING,
+    Figures,
+    Frame,
+    Result,
+    Row,
+    label,
+    records,
+    table,
+)
 
 LINK = "mean_field"
 MEASURES = ("nll", "ece", "brier", "aurc", "shift_nll", "shift_ece", "auroc")
@@ -27,15 +38,17 @@ ALL_TASKS = "mean of the tasks"
 NLL_BEHIND = 0.005  # that a method may be, on any task
 ECE_BEHIND = 0.01
 EXPLAINED = (
-    "Differences are a method's figure less that of what it is measured against, of the same seed "
-    "and task: below 0 it is better, of AUROC above 0. After ± are standard errors, over seeds, "
-    "and of the mean of the tasks over tasks. The shift is of texts whose classes are known, and "
-    "AUROC, by entropy, of those that have none."
+    "Differences are a method's figure less that of what it is measured against, of "
+    "the same seed and task: below 0 it is better, of AUROC above 0. After ± are "
+    "standard errors, over seeds, and of the mean of the tasks over tasks. The shift "
+    "is of texts whose classes are known, and AUROC, by entropy, of those that have "
+    "none."
 )
 GOALS = (
-    f"On how many tasks NLL and ECE are at most {NLL_BEHIND} and {ECE_BEHIND} behind, and by how "
-    "much the NLL is lower in the mean: where the trained model is overconfident, so that a "
-    "temperature above 1 lowers its ECE (the goal is 0.03), and under a shift (0.05)."
+    f"On how many tasks NLL and ECE are at most {NLL_BEHIND} and {ECE_BEHIND} behind, "
+    "and by how much the NLL is lower in the mean: where the trained model is "
+    "overconfident, so that a temperature above 1 lowers its ECE (the goal is 0.03), "
+    "and under a shift (0.05)."
 )
 
 
@@ -88,7 +101,9 @@ def _contests() -> Iterator[Contest]:
         mixture = Keys(f"staged_{count}", "held_out", LINK)
         for keys in (mixture, _tempered(mixture)):
             yield Contest(keys, _temperature(count))
-        yield Contest(Keys(f"staged_{count}_amortized", "swapped", LINK), _temperature(count))
+        yield Contest(
+            Keys(f"staged_{count}_amortized", "swapped", LINK), _temperature(count)
+        )
         yield Contest(Keys(f"staged_{count}_student", "swapped"), _temperature(count))
 
 
@@ -110,10 +125,16 @@ def run(options: Evidence) -> Iterator[Result]:
     rows = read_all(options.runs)
     differences = differences_of(rows)
     if differences.empty:
-        raise SystemExit("Nothing is beside a temperature: give folders that `stages` has written.")
+        raise SystemExit(
+            "Nothing is beside a temperature: give folders that `stages` has written."
+        )
     of_tasks = averaged(differences, [*TASK, *CONTEST], MEASURES)
-    of_all = averaged(of_tasks, CONTEST, MEASURES).assign(task=ALL_TASKS, texts_a_class=None)
-    by_task = of_tasks.sort_values(TASK, kind="stable").astype({"texts_a_class": object})
+    of_all = averaged(of_tasks, CONTEST, MEASURES).assign(
+        task=ALL_TASKS, texts_a_class=None
+    )
+    by_task = of_tasks.sort_values(TASK, kind="stable").astype(
+        {"texts_a_class": object}
+    )
     compared = pd.concat([of_all, by_task])
     goals = goals_of(of_tasks, overconfident_tasks(rows))
     order = {spelt(keys): place for place, keys in enumerate(SHOWN)}
@@ -176,7 +197,9 @@ def read(folder: Path) -> Iterator[Row]:
             "shift_nll": _mean(of_known_classes, "nll"),
             "shift_ece": _mean(of_known_classes, "ece"),
             "auroc": _mean(foreign, "shift_auroc"),
-            **{sign: _mean([each["auroc"] for each in foreign], sign) for sign in SIGNS},
+            **{
+                sign: _mean([each["auroc"] for each in foreign], sign) for sign in SIGNS
+            },
         }
 
 
@@ -190,7 +213,9 @@ def _mean(
 
 
 def differences_of(rows: Frame) -> Frame:
-    """Subtract from each method what it is measured against, of the same task and seed."""
+    """Subtract from each method what it is measured against, of the same task and
+    seed.
+    """
     parts = []
     for method, against in CONTESTS:
         ours = rows[rows["keys"] == spelt(method)]
@@ -208,7 +233,9 @@ def averaged(
     identity: Sequence[str],
     measures: Sequence[str],
 ) -> Frame:
-    """Average measures of rows that are alike in some columns, with their standard errors."""
+    """Average measures of rows that are alike in some columns, with their standard
+    errors.
+    """
     groups = rows.groupby(list(identity), sort=False)[list(measures)]
     errors = groups.sem().add_suffix("_error")
     return groups.mean().join(errors).join(groups.size().rename("count")).reset_index()
@@ -244,8 +271,8 @@ def _with_error(
 def overconfident_tasks(rows: Frame) -> pd.MultiIndex:
     """Find the tasks whose trained model is surer than it is right.
 
-    A temperature above 1 then lowers its ECE. Where a model is less sure than right, one below 1
-    does, and no variance can.
+    A temperature above 1 then lowers its ECE. Where a model is less sure than right,
+    one below 1 does, and no variance can.
     """
     of_keys = {
         keys: rows[rows["keys"] == spelt(keys)].groupby(TASK)[["ece", "chosen"]].mean()
@@ -260,7 +287,9 @@ def goals_of(
     of_tasks: Frame,
     overconfident: pd.MultiIndex,
 ) -> list[Row]:
-    """Count for each contest the tasks where it is not behind, and average what it gains."""
+    """Count for each contest the tasks where it is not behind, and average what it
+    gains.
+    """
     goals = []
     for (_, name, against), rows in of_tasks.groupby(CONTEST, sort=False):
         is_overconfident = pd.MultiIndex.from_frame(rows[TASK]).isin(overconfident)

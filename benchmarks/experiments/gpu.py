@@ -1,4 +1,6 @@
-"""One page of what fits and predictions cost on one card, within a number of minutes."""
+"""One page of what fits and predictions cost on one card, within a number of
+minutes.
+"""
 
 import gc
 import time
@@ -14,7 +16,12 @@ import torch
 from laplace import Laplace
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
 
 import laplace_lora_ext
 from benchmarks.measuring import reason_of
@@ -30,8 +37,8 @@ GIGABYTE = 1e9
 ANSWERS = (11, 12, 13, 14)  # tokens
 LORA_B_SCALE = 0.02
 RANK = 8
-# GB of LoRA training of Llama 2 7B, and with fits of Laplace-LoRA every 1,000 steps, as the paper
-# has them in its section "Memory and runtime cost".
+# GB of LoRA training of Llama 2 7B, and with fits of Laplace-LoRA every 1,000 steps, as
+# the paper has them in its section "Memory and runtime cost".
 PAPER = {"WinoGrande-S": (8.34, 8.43), "BoolQ": (10.48, 10.93)}
 
 
@@ -55,7 +62,11 @@ class Shape:
 def shapes_of(options: Gpu) -> list[Shape]:
     """List the models to measure, in the order asked for."""
     known = {shape.name: shape for shape in all_shapes(options.tiny)}
-    return list(known.values()) if options.tiny else [known[name] for name in options.models]
+    return (
+        list(known.values())
+        if options.tiny
+        else [known[name] for name in options.models]
+    )
 
 
 def all_shapes(tiny: bool) -> list[Shape]:
@@ -143,7 +154,9 @@ def settings_of(options: Gpu) -> list[Setting]:
             Setting("sdpa", long, checkpointed=True, weights="4 bits"),
         ]
     settings += [
-        Setting(name, short, checkpointed=False) for name in attentions() if name != "sdpa"
+        Setting(name, short, checkpointed=False)
+        for name in attentions()
+        if name != "sdpa"
     ]
     rivals = Setting("sdpa", short, checkpointed=False, with_rivals=True)
     return [settings[0], rivals, *settings[1:]]
@@ -167,40 +180,57 @@ class Page:
 
     def result(self) -> Result:
         """Collect all figures so far, and make the page that shows them."""
-        paper = ", ".join(f"{task} {lora} and {both}" for task, (lora, both) in PAPER.items())
+        paper = ", ".join(
+            f"{task} {lora} and {both}" for task, (lora, both) in PAPER.items()
+        )
         parts = [
-            "Random weights in the shapes of known models: they tell about shapes and speed only. "
-            f"{len(ANSWERS)} answers' tokens, LoRA of rank {RANK} in query and value, weights in "
-            f"{self._options.dtype}, {self._options.examples} texts of equal length in a batch. "
-            "GB are peaks of PyTorch's allocator, weights included; seconds are for one text, but "
-            "for a step of training, which is one of a batch. The paper's 7B model took, in GB "
-            f"without and with Laplace-LoRA: {paper}.",
-            "Largest difference from an independent computation on the same device, relative to "
-            "the largest number:",
+            "Random weights in the shapes of known models: they tell about shapes and "
+            f"speed only. {len(ANSWERS)} answers' tokens, LoRA of rank {RANK} in "
+            f"query and value, weights in {self._options.dtype}, "
+            f"{self._options.examples} texts of equal length in a batch. GB are peaks "
+            "of PyTorch's allocator, weights included; seconds are for one text, but "
+            "for a step of training, which is one of a batch. The paper's 7B model "
+            f"took, in GB without and with Laplace-LoRA: {paper}.",
+            "Largest difference from an independent computation on the same device, "
+            "relative to the largest number:",
             table(self._exact),
             table(self._rows) if self._rows else "",
         ]
         if self._failures:
             parts.append("\n".join(f"- {failure}" for failure in self._failures))
-        figures = {"exactness": self._exact, "rows": self._rows, "failures": self._failures}
+        figures = {
+            "exactness": self._exact,
+            "rows": self._rows,
+            "failures": self._failures,
+        }
         return figures, parts
 
-    # --- exactness -------------------------------------------------------------------------
+    # --- exactness --------------------------------------------------------------------
 
     def check_exactness(self) -> None:
-        """Compare Jacobians and evidence with row-by-row autograd, for each attention and dtype."""
+        """Compare Jacobians and evidence with row-by-row autograd, for each attention
+        and dtype.
+        """
         for attention, dtype, checkpointed in product(
             attentions(), ("float64", "float32", "bfloat16"), (False, True)
         ):
-            row: Row = {"attention": attention, "dtype": dtype, "checkpointed": checkpointed}
+            row: Row = {
+                "attention": attention,
+                "dtype": dtype,
+                "checkpointed": checkpointed,
+            }
             with self._reporting(f"exactness, {attention}, {dtype}"):
-                self._exact.append(row | exactness(attention, dtype, checkpointed, self._device))
+                self._exact.append(
+                    row | exactness(attention, dtype, checkpointed, self._device)
+                )
                 say(self._options, *self._exact[-1].values())
 
-    # --- costs -----------------------------------------------------------------------------
+    # --- costs ------------------------------------------------------------------------
 
     def measure(self, shape: Shape, setting: Setting) -> None:
-        """Add the rows of a model in one setting, with as many texts as there is room for."""
+        """Add the rows of a model in one setting, with as many texts as there is room
+        for.
+        """
         with self._reporting(f"{shape.title}, {setting}"):
             model = self._model_of(shape, setting)
             switch_checkpointing(model, setting.checkpointed)
@@ -223,7 +253,10 @@ class Page:
         batches = [
             {key: value.to(self._device) for key, value in batch.items()}
             for batch in random_batches(
-                n_examples, self._options.batches, setting.length, shape.config.vocab_size
+                n_examples,
+                self._options.batches,
+                setting.length,
+                shape.config.vocab_size,
             )
         ]
         jobs = Jobs(model, batches)
@@ -237,7 +270,11 @@ class Page:
                     if name == "training step" and n_examples > 1:
                         return False
                     raise
-                row = {**place, "job": name, "seconds": figures.seconds / jobs.texts(name)}
+                row = {
+                    **place,
+                    "job": name,
+                    "seconds": figures.seconds / jobs.texts(name),
+                }
                 self._rows.append({**row, "gigabytes": figures.gigabytes})
                 say(self._options, *self._rows[-1].values())
         return True
@@ -307,7 +344,9 @@ class Jobs:
     ) -> None:
         self._model = model
         self._batches = batches
-        self._inputs = {key: value for key, value in batches[0].items() if key != "labels"}
+        self._inputs = {
+            key: value for key, value in batches[0].items() if key != "labels"
+        }
         self._weights = [w for n, w in model.named_parameters() if ".lora_" in n]
         self._la: Any = None
 
@@ -330,7 +369,9 @@ class Jobs:
         elif name == "exact prediction":
             self._la(self._inputs, link_approx="mean_field")
         elif name == "agreement":
-            self._la.optimize_prior_precision(method="agreement", train_loader=self._batches)
+            self._la.optimize_prior_precision(
+                method="agreement", train_loader=self._batches
+            )
         elif name == "amortize":
             self._la.amortize(self._batches, unlabelled=None)
         elif name == "amortized prediction":
@@ -352,10 +393,14 @@ class Jobs:
     def _teach(self) -> None:
         """Take a step on the posterior's probabilities, as `distill` does."""
         with torch.no_grad():
-            targets = self._la(self._inputs, pred_type="amortized", link_approx="mean_field")
+            targets = self._la(
+                self._inputs, pred_type="amortized", link_approx="mean_field"
+            )
         self._model.train()
         optimizer = torch.optim.AdamW(self._weights, lr=0.0)
-        log_p = LogitsModel(self._model, ANSWERS).log_probs(self._inputs)[:, : len(ANSWERS)]
+        log_p = LogitsModel(self._model, ANSWERS).log_probs(self._inputs)[
+            :, : len(ANSWERS)
+        ]
         nn.functional.kl_div(log_p, targets.to(log_p), reduction="batchmean").backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -374,7 +419,9 @@ def exactness(
     checkpointed: bool,
     device: str,
 ) -> dict[str, float]:
-    """Largest relative difference of Jacobians and evidence from row-by-row autograd."""
+    """Largest relative difference of Jacobians and evidence from row-by-row
+    autograd.
+    """
     # RMSNorm of Llama casts to float32: GPT-2 computes in the precision of its weights.
     from transformers import GPT2Config
 
@@ -401,7 +448,10 @@ def exactness(
     figures = {"jacobians": relative(Js, expected)}
 
     la: Any = laplace_lora_ext.Laplace(
-        model, "classification", class_token_ids=list(ANSWERS), backend_kwargs={"rank": 1000}
+        model,
+        "classification",
+        class_token_ids=list(ANSWERS),
+        backend_kwargs={"rank": 1000},
     )
     labels = torch.tensor([0, 1, 2], device=device)
     la.fit([{**batch, "labels": labels}])
@@ -409,10 +459,14 @@ def exactness(
     H = la.H.to_matrix().double() + torch.eye(la.n_params, device=device).double()
     wide = expected.double()
     covariance = torch.einsum(
-        "bcp,bdp->bcd", wide, torch.linalg.solve(H, wide.flatten(0, 1).mT).mT.view_as(wide)
+        "bcp,bdp->bcd",
+        wide,
+        torch.linalg.solve(H, wide.flatten(0, 1).mT).mT.view_as(wide),
     )
     figures["covariance"] = relative(moments.f_var, covariance)
-    evidence = la.log_likelihood.double() - (la.mean.double().square().sum() + H.logdet()) / 2
+    evidence = (
+        la.log_likelihood.double() - (la.mean.double().square().sum() + H.logdet()) / 2
+    )
     figures["evidence"] = relative(la.log_marginal_likelihood(), evidence)
     return figures
 
@@ -427,7 +481,9 @@ def by_rows(
         weight.requires_grad_(True)
     logits = model(batch)
     rows = [
-        torch.cat([g.flatten() for g in torch.autograd.grad(f, weights, retain_graph=True)])
+        torch.cat(
+            [g.flatten() for g in torch.autograd.grad(f, weights, retain_graph=True)]
+        )
         for f in logits.flatten()
     ]
     return torch.stack(rows).view(*logits.shape, -1)
@@ -450,7 +506,9 @@ def random_model(
     target_modules: Sequence[str] = ("q_proj", "v_proj"),
     in_4_bits: bool = False,
 ) -> PeftModel:
-    """Make a model with random weights on the device, with LoRA weights that are not 0."""
+    """Make a model with random weights on the device, with LoRA weights that are not
+    0.
+    """
     torch.manual_seed(0)
     with torch.device(device):
         base = AutoModelForCausalLM.from_config(
@@ -458,7 +516,9 @@ def random_model(
         )
     if in_4_bits:
         quantize(base)
-    lora = LoraConfig(task_type="CAUSAL_LM", r=RANK, target_modules=list(target_modules))
+    lora = LoraConfig(
+        task_type="CAUSAL_LM", r=RANK, target_modules=list(target_modules)
+    )
     model = get_peft_model(base, lora, autocast_adapter_dtype=dtype != "float64")
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -468,11 +528,17 @@ def random_model(
 
 
 def quantize(model: nn.Module) -> None:
-    """Replace the weights of a model's linear layers, but the output layer's, by NF4 of them."""
+    """Replace the weights of a model's linear layers, but the output layer's, by NF4 of
+    them.
+    """
     from bitsandbytes.nn.modules import Linear4bit, Params4bit
 
     setattr(model, "is_loaded_in_4bit", True)  # noqa: B010 - PEFT asks for it
-    named = [(name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear]
+    named = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if type(layer) is nn.Linear
+    ]
     for name, layer in named:
         if name == "lm_head":
             continue
@@ -502,6 +568,10 @@ def random_batches(
         tokens = torch.randint(1, vocabulary, (n_examples, length), generator=generator)
         labels = torch.randint(len(ANSWERS), (n_examples,), generator=generator)
         batches.append(
-            {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+            {
+                "input_ids": tokens,
+                "attention_mask": torch.ones_like(tokens),
+                "labels": labels,
+            }
         )
     return batches

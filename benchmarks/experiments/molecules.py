@@ -17,7 +17,12 @@ from torch.nn.functional import mse_loss, normalize
 
 import laplace_lora_ext
 from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, untrained
-from benchmarks.models import AdaptedModel, MissingDataError, encoder_folder, load_tokenizer
+from benchmarks.models import (
+    AdaptedModel,
+    MissingDataError,
+    encoder_folder,
+    load_tokenizer,
+)
 from benchmarks.options import Molecules
 from benchmarks.report import Result, Row, cell, over_seeds, say, table
 from benchmarks.tasks.balanced import ENCODER
@@ -40,7 +45,9 @@ FIGURES = ("rmse", "nll", "coverage", "crps")
 
 
 class Unit(NamedTuple):
-    """What targets are standardised by: mean and standard deviation of the training targets."""
+    """What targets are standardised by: mean and standard deviation of the training
+    targets.
+    """
 
     mean: float
     std: float
@@ -79,13 +86,17 @@ def read(
     n_train, n_test = options.train_examples, options.test_examples
     if n_train < 1 / HELD_OUT or n_train >= len(molecules):
         raise SystemExit(
-            f"--train-examples must be from {1 / HELD_OUT:.0f} to {len(molecules) - 1}: "
-            f"{options.task} has {len(molecules)} molecules."
+            f"--train-examples must be from {1 / HELD_OUT:.0f} to "
+            f"{len(molecules) - 1}: {options.task} has {len(molecules)} molecules."
         )
     random.Random(seed).shuffle(molecules)
-    targets = torch.tensor([target for _, target in molecules[:n_train]], dtype=torch.float64)
+    targets = torch.tensor(
+        [target for _, target in molecules[:n_train]], dtype=torch.float64
+    )
     unit = Unit(targets.mean().item(), targets.std().item())
-    examples = [Example(smiles, (target - unit.mean) / unit.std) for smiles, target in molecules]
+    examples = [
+        Example(smiles, (target - unit.mean) / unit.std) for smiles, target in molecules
+    ]
     task = Task(
         name=options.task,
         classes=[PROPERTIES[options.task]],
@@ -104,13 +115,17 @@ def prepared(options: Molecules, task: Task) -> Pretrained:
         asked = getattr(options, name)
         if asked is not None:
             settings = replace(settings, **{name: asked})
-    settings = replace(settings, warmup_steps=min(settings.warmup_steps, settings.steps))
+    settings = replace(
+        settings, warmup_steps=min(settings.warmup_steps, settings.steps)
+    )
     return Pretrained(task, settings, load_tokenizer(folder), folder, options)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One seed: a training without a fifth of the molecules, which chooses, and one on all."""
+    """One seed: a training without a fifth of the molecules, which chooses, and one on
+    all.
+    """
 
     pretrained: Pretrained
     options: Molecules
@@ -127,22 +142,31 @@ class Trial:
         say(self.options, f"Seed {self.seed}: training on all")
         final = self._trained(records)
 
-        yield self._row("Mean of the training targets", known_exactly(self._zeros(), 1.0))
+        yield self._row(
+            "Mean of the training targets", known_exactly(self._zeros(), 1.0)
+        )
         residuals = self._outputs(first, held) - targets_of(held)
         noise = residuals.square().mean().sqrt().item()
         by_model = self._outputs(final, self.pretrained.data[TEST])
         yield self._row("Trained model, constant noise", known_exactly(by_model, noise))
-        for name, with_head in (("lowrank_kron", False), ("The same with the head", True)):
+        for name, with_head in (
+            ("lowrank_kron", False),
+            ("The same with the head", True),
+        ):
             say(self.options, f"Seed {self.seed}: {name}")
             chosen = self._fitted(first, rest, with_head)
             held_loader = self.pretrained.loader(held)
             chosen.optimize_prior_precision(method="gridsearch", val_loader=held_loader)
             la = self._fitted(final, records, with_head)
             la.hyperparameters = chosen.hyperparameters
-            prediction = la.predict(self.pretrained.prediction_loader(self.pretrained.data[TEST]))
+            prediction = la.predict(
+                self.pretrained.prediction_loader(self.pretrained.data[TEST])
+            )
             yield self._row(name, prediction)
         say(self.options, f"Seed {self.seed}: Gaussian process")
-        yield self._row("Gaussian process on frozen features", self._by_gaussian_process())
+        yield self._row(
+            "Gaussian process on frozen features", self._by_gaussian_process()
+        )
 
     def _row(self, name: str, prediction: NumberPrediction) -> Row:
         """Measure predictions of the test molecules."""
@@ -160,7 +184,9 @@ class Trial:
         return torch.zeros(len(self.pretrained.data[TEST]), 1)
 
     def _trained(self, records: Records) -> AdaptedModel:
-        """Fine-tune LoRA weights and the head by least squares, or read an earlier training."""
+        """Fine-tune LoRA weights and the head by least squares, or read an earlier
+        training.
+        """
         adapted = AdaptedModel(untrained(self.pretrained, self.seed))
         settings = self.pretrained.hyperparameters
 
@@ -196,13 +222,20 @@ class Trial:
         with_head: bool,
     ) -> Any:
         """Fit a posterior around a trained model."""
-        la: Any = laplace_lora_ext.Laplace(model.model, "regression", modules_to_save=with_head)
+        la: Any = laplace_lora_ext.Laplace(
+            model.model, "regression", modules_to_save=with_head
+        )
         la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)
         return la
 
     def _by_gaussian_process(self) -> NumberPrediction:
-        """Fit a Gaussian process to all training molecules, its kernel by the evidence."""
-        train_records, test_records = self.pretrained.data[TRAIN], self.pretrained.data[TEST]
+        """Fit a Gaussian process to all training molecules, its kernel by the
+        evidence.
+        """
+        train_records, test_records = (
+            self.pretrained.data[TRAIN],
+            self.pretrained.data[TEST],
+        )
         kernel = ConstantKernel() * RBF() + WhiteKernel()
         process: Any = GaussianProcessRegressor(
             kernel,
@@ -210,18 +243,26 @@ class Trial:
             random_state=self.seed,
         )
         with warnings.catch_warnings():
-            # Targets that features explain wholly have next to no noise: no cause for alarm.
+            # Targets that features explain wholly have next to no noise: no cause for
+            # alarm.
             warnings.simplefilter("ignore", ConvergenceWarning)
-            process.fit(self._features(train_records).numpy(), targets_of(train_records).numpy())
-        mean, std = process.predict(self._features(test_records).numpy(), return_std=True)
+            process.fit(
+                self._features(train_records).numpy(), targets_of(train_records).numpy()
+            )
+        mean, std = process.predict(
+            self._features(test_records).numpy(), return_std=True
+        )
         noise_variance = process.kernel_.k2.noise_level
         of_outputs = torch.from_numpy(std.ravel() ** 2 - noise_variance).clamp_min(0)
-        moments = Moments(torch.from_numpy(mean.reshape(-1, 1)), of_outputs[:, None, None])
+        moments = Moments(
+            torch.from_numpy(mean.reshape(-1, 1)), of_outputs[:, None, None]
+        )
         return NumberPrediction.of([moments], [math.sqrt(noise_variance)])
 
     @torch.no_grad()
     def _features(self, records: Records) -> torch.Tensor:
-        """Compute the pretrained encoder's embeddings, as it was trained to make them: of norm 1.
+        """Compute the pretrained encoder's embeddings, as it was trained to make them:
+        of norm 1.
 
         They are means over tokens of the last hidden states.
         """
@@ -229,7 +270,9 @@ class Trial:
         embeddings = []
         for batch in self.pretrained.prediction_loader(records):
             mask = batch["attention_mask"]
-            hidden = model(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
+            hidden = model(
+                input_ids=batch["input_ids"], attention_mask=mask
+            ).last_hidden_state
             sums = (hidden * mask[:, :, None]).sum(1)
             embeddings.append(normalize(sums, dim=1).double().cpu())
         return torch.cat(embeddings)
@@ -255,11 +298,15 @@ def text_of(
     (of_what,) = task.classes
     units = [row["unit"] for row in rows if row["name"] == rows[0]["name"]]
     words = (
-        f"{task.name} ({of_what}): {len(task.train)} training and {len(task.test)} test molecules "
-        f"for each of {len(units)} seeds; targets in standard deviations of the training targets, "
-        f"{cell(sum(units) / len(units))} on average. A training without a fifth of the training "
-        "molecules lets them choose noise and prior for the model that is trained on all; the "
-        "Gaussian process has all, and chooses its kernel by the evidence. Mean ± standard "
+        f"{task.name} ({of_what}): {len(task.train)} training and {len(task.test)} "
+        f"test molecules for each of {len(units)} seeds; targets in standard "
+        f"deviations of the training targets, {cell(sum(units) / len(units))} on "
+        "average. A training without a fifth of the training molecules lets them "
+        "choose noise and prior for the model that is trained on all; the Gaussian "
+        "process has all, and chooses its kernel by the evidence. Mean ± standard "
         "deviation over seeds."
     )
-    return [words, table(over_seeds(rows, ("name",), (*FIGURES, "epistemic_std", "total_std")))]
+    return [
+        words,
+        table(over_seeds(rows, ("name",), (*FIGURES, "epistemic_std", "total_std"))),
+    ]

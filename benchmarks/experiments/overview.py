@@ -53,7 +53,9 @@ class Keys(NamedTuple):
 
 
 def _mixtures() -> Iterator[Keys]:
-    """Yield what stages train, by the number of members: MAPs, posteriors, what those teach."""
+    """Yield what stages train, by the number of members: MAPs, posteriors, what those
+    teach.
+    """
     for count in COUNTS:
         yield Keys(f"staged_map_{count}")
         yield Keys(f"staged_map_{count}", "held_out_temperature")
@@ -120,7 +122,8 @@ def run(options: Overview) -> Iterator[Result]:
 def run_by_run(frame: Frame, ours: str) -> list[Row]:
     """Count in how many runs our NLL and ECE are lower than each method's.
 
-    Differences of accuracy are ours less the other's; of other figures all runs lie within a span.
+    Differences of accuracy are ours less the other's; of other figures all runs lie
+    within a span.
     """
     of_ours = frame[frame["name"] == ours]
     rows = []
@@ -154,7 +157,9 @@ def read_all(folders: Sequence[Path]) -> Frame:
 
 
 def read(folder: Path) -> Frame:
-    """Read the rows to show from a run of `calibration` or `stages`, with the task's name."""
+    """Read the rows to show from a run of `calibration` or `stages`, with the task's
+    name.
+    """
     figures = read_figures(folder)
     rows = shown(figures["methods"])
     frame = as_frame(rows).assign(
@@ -188,7 +193,8 @@ def keys_of(row: Row) -> Keys:
 def over_cost(rows: Frame) -> Lines:
     """Find NLL and forward passes of a prediction, a point for each method."""
     least = rows.groupby("task")["nll"].transform("min")
-    # Tasks differ in how hard they are; what counts is how far a method is from the best.
+    # Tasks differ in how hard they are; what counts is how far a method is from the
+    # best.
     above = rows.assign(nll=rows["nll"] - least)
     columns = ["forward_passes", "nll"]
     means = above.groupby("name", sort=False)[columns].mean()

@@ -55,9 +55,10 @@ def run(options: Scale) -> Iterator[Result]:
     )
     parts = [
         f"Random weights in the shape of Llama: {options.layers} layers of width "
-        f"{options.hidden_size} in {options.dtype}, {options.batch_size} texts in a batch. Seconds "
-        "are for one text, and megabytes are peaks over what is in memory before: model, data and "
-        "posterior. Exponents are least squares in logarithms."
+        f"{options.hidden_size} in {options.dtype}, {options.batch_size} texts in a "
+        "batch. Seconds are for one text, and megabytes are peaks over what is in "
+        "memory before: model, data and posterior. Exponents are least squares in "
+        "logarithms."
     ]
     rows: list[Row] = []
     for name, explanation, of_series in _series(shape, options, device):
@@ -71,31 +72,35 @@ def _series(
     options: Scale,
     device: str,
 ) -> Iterator[tuple[str, str, list[Row]]]:
-    """Measure what is asked for; yield what is varied, an explanation, and rows of figures."""
+    """Measure what is asked for; yield what is varied, an explanation, and rows of
+    figures.
+    """
     if options.classes:
         explanation = (
-            f"Against the number of classes, with {shape.length} tokens. A search tries a grid in "
-            "one pass over the data; an exact prediction computes the contrasts of all classes, "
-            "and one by contrasts those that matter:"
+            f"Against the number of classes, with {shape.length} tokens. A search "
+            "tries a grid in one pass over the data; an exact prediction computes the "
+            "contrasts of all classes, and one by contrasts those that matter:"
         )
         yield "classes", explanation, _by_classes(shape, options, device)
     if options.lengths:
         explanation = (
-            "Against the number of tokens of a text, without and with gradient checkpointing "
-            f"({shape.classes} classes):"
+            "Against the number of tokens of a text, without and with gradient "
+            f"checkpointing ({shape.classes} classes):"
         )
         yield "tokens of a text", explanation, _by_length(shape, options, device)
     if options.processes:
         explanation = (
-            f"Against the number of processes, on a CPU ({shape.classes} classes, {shape.length} "
-            "tokens). Bare loops are the model's passes alone; seconds are for all texts:"
+            f"Against the number of processes, on a CPU ({shape.classes} classes, "
+            f"{shape.length} tokens). Bare loops are the model's passes alone; seconds "
+            "are for all texts:"
         )
         yield "processes", explanation, _by_processes(shape, options)
     if options.widths:
         explanation = (
-            "Against the width, what is added to a fit by a classifier's head, and to a training "
-            f"step by the penalty of a posterior ({shape.classes} classes, {shape.length} tokens). "
-            "The two of a pair are called in turn, and seconds are the least of each whole call:"
+            "Against the width, what is added to a fit by a classifier's head, and to "
+            f"a training step by the penalty of a posterior ({shape.classes} classes, "
+            f"{shape.length} tokens). The two of a pair are called in turn, and "
+            "seconds are the least of each whole call:"
         )
         yield "width", explanation, _by_width(shape, options, device)
 
@@ -128,7 +133,9 @@ def _by_length(
     for size in options.lengths:
         for is_checkpointed in (False, True):
             report.say(options, size, "tokens, checkpointed:", is_checkpointed)
-            setting = Setting(replace(shape, length=size), is_checkpointed, options, device)
+            setting = Setting(
+                replace(shape, length=size), is_checkpointed, options, device
+            )
             of_size = _measured(jobs_of_length, setting)
             megabytes = _figure_of(of_size, TRAINING, "megabytes")
             for row in of_size:
@@ -159,7 +166,9 @@ def _ratio(
 def _by_name(rows: Sequence[Row]) -> list[Row]:
     """Put rows of one name together, and the name in front."""
     names = list(dict.fromkeys(row["name"] for row in rows))
-    return [{"name": name, **row} for name in names for row in rows if row["name"] == name]
+    return [
+        {"name": name, **row} for name in names for row in rows if row["name"] == name
+    ]
 
 
 @dataclass(frozen=True)
@@ -185,7 +194,9 @@ def _measured(
 
 
 def quiet(options: Scale) -> None:
-    """Prepare a process: libraries' remarks would come from each, and labels are random."""
+    """Prepare a process: libraries' remarks would come from each, and labels are
+    random.
+    """
     measuring.set_up(options)
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
@@ -223,7 +234,9 @@ class Jobs:
         self._options = options
         self._adapted = random_llama(shape, setting.device, options.seed)
         switch_checkpointing(self._adapted.model, setting.is_checkpointed)
-        self._loader = random_loader(shape, options.batches, setting.device, options.seed)
+        self._loader = random_loader(
+            shape, options.batches, setting.device, options.seed
+        )
         # Other texts than those of the fit.
         (self._batch,) = random_loader(shape, 1, setting.device, options.seed + 1)
         self._n_classes = shape.classes
@@ -240,7 +253,9 @@ class Jobs:
     ) -> Message:
         """Measure a job of one batch, or of all batches of the fit."""
         options = self._options
-        figures = measuring.time_and_memory(job, self._device, options.repetitions, options.limit)
+        figures = measuring.time_and_memory(
+            job, self._device, options.repetitions, options.limit
+        )
         n_texts = options.batch_size * (options.batches if of_all else 1)
         row: Row = {
             "name": name,
@@ -317,7 +332,9 @@ def additions(setting: Setting) -> Iterator[Message]:
     jobs = Additions(setting)
     yield Message("ready", None)
     yield jobs.measured("head in a fit", jobs.fit_without_head, jobs.fit_with_head)
-    yield jobs.measured("penalty in a training step", jobs.train, jobs.train_with_penalty)
+    yield jobs.measured(
+        "penalty in a training step", jobs.train, jobs.train_with_penalty
+    )
 
 
 class Additions:
@@ -328,7 +345,9 @@ class Additions:
         quiet(options)
         self._options = options
         self._model = random_classifier(shape, setting.device, options.seed).model
-        self._loader = random_loader(shape, options.batches, setting.device, options.seed)
+        self._loader = random_loader(
+            shape, options.batches, setting.device, options.seed
+        )
         (self._batch,) = random_loader(shape, 1, setting.device, options.seed)
         self._without = laplace_lora_ext.Laplace(self._model)
         self._with_head = laplace_lora_ext.Laplace(self._model, modules_to_save=True)
@@ -339,7 +358,9 @@ class Additions:
         without: Callable[[], object],
         with_addition: Callable[[], object],
     ) -> Message:
-        """Call both in turn, after a first call of each, and compare the least seconds."""
+        """Call both in turn, after a first call of each, and compare the least
+        seconds.
+        """
         without()
         with_addition()
         seconds = [
@@ -396,12 +417,17 @@ def _measure_processes(
     world: int,
     options: Scale,
 ) -> Row:
-    """Fit the same texts with several processes, which share the cores of one machine."""
+    """Fit the same texts with several processes, which share the cores of one
+    machine.
+    """
     slowest = {}
     for key in PAIR:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(world) as pool:
             meeting = f"{folder}/meeting"
-            shards = [Shard(key, shape, options, world, rank, meeting) for rank in range(world)]
+            shards = [
+                Shard(key, shape, options, world, rank, meeting)
+                for rank in range(world)
+            ]
             # The processes wait for each other, so all of them have to run at once.
             alone = partial(measuring.run_alone, _fit_shard)
             rows = list(pool.map(alone, shards))
@@ -442,7 +468,8 @@ def _fit_shard(shard: Shard) -> Row:
         collate_fn=whole.collate_fn,
     )
     la = posterior(shard.key).build(random_llama(shard.shape, "cpu", options.seed))
-    with measuring.peak_memory("cpu") as memory:  # a first fit, while PyTorch loads its parts
+    # A first fit, while PyTorch loads its parts.
+    with measuring.peak_memory("cpu") as memory:
         la.fit(part)
     times = []
     for _ in range(options.repetitions):

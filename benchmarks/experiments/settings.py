@@ -1,4 +1,6 @@
-"""Settings of rivals that train again, by the texts that are held out from their trainings."""
+"""Settings of rivals that train again, by the texts that are held out from their
+trainings.
+"""
 
 from collections.abc import Iterator
 
@@ -19,7 +21,9 @@ def run(options: Settings) -> Iterator[Result]:
     """Train each seed's model and its rivals, and report after each of them."""
     unknown = set(options.rivals) - SETTINGS.keys()
     if unknown:
-        raise SystemExit(f"No settings of {unknown.pop()!r}; there are those of {list(SETTINGS)}.")
+        raise SystemExit(
+            f"No settings of {unknown.pop()!r}; there are those of {list(SETTINGS)}."
+        )
     rows: list[Row] = []
     for seed in options.seeds:
         pretrained = prepare(options, seed)
@@ -56,7 +60,7 @@ def text_of(pretrained: Pretrained, rows: list[Row]) -> list[str]:
     """Put the rows in words and a table."""
     task = pretrained.description
     words = (
-        f"Task {task['name']}: a fifth of {task['train']} texts is held out from each training, "
-        "and predicted."
+        f"Task {task['name']}: a fifth of {task['train']} texts is held out from each "
+        "training, and predicted."
     )
     return [words, table(over_seeds(rows, ["settings"], FIGURES))]

@@ -51,8 +51,9 @@ HELD_OUT = 0.2
 FIRST_STAGE = 1 - HELD_OUT  # of the steps, as of the texts
 HELD = "held-out texts"
 EXPLAINED = (
-    "Trainings are steps relative to an ordinary training's; forward passes are the seconds of a "
-    "prediction relative to the bare model's; seconds of fits are processor time on a CPU."
+    "Trainings are steps relative to an ordinary training's; forward passes are the "
+    "seconds of a prediction relative to the bare model's; seconds of fits are "
+    "processor time on a CPU."
 )
 FIGURES = (
     "accuracy",
@@ -72,7 +73,8 @@ HELD_OUT_TEXTS = Prior("held_out", "held-out texts")
 PRIOR_ALONE = Prior("held_out_prior", "held-out texts, no scale of the logits")
 VALIDATION = Prior("validation", "validation")
 ELSEWHERE = Prior("validation_elsewhere", "second training")
-SWAPPED = "swapped"  # copies of the training texts in which some tokens are those of others
+# Copies of the training texts in which some tokens are those of others.
+SWAPPED = "swapped"
 TAUGHT_BY = {
     None: Prior("training_texts", "training texts"),
     SWAPPED: Prior("swapped", "training texts and swapped copies"),
@@ -159,7 +161,8 @@ class Trial:
             self._costs_of_maps(1, trainings=1),
         )
         temperature = self._temperature([other])
-        # The second training alone: its held-out texts are the validation texts of its own model.
+        # The second training alone: its held-out texts are the validation texts of its
+        # own model.
         yield self.tests.row(
             TEMPERATURE_SCALING,
             predict_maps([other], self.loaders, VALIDATION, temperature),
@@ -174,7 +177,9 @@ class Trial:
         yield from self._after_second_training(METHODS["lowrank_kron"], member, other)
         for with_head in trained.with_head:
             other_with_head = self._second_fit(model.model, with_head, other)
-            yield from self._after_second_training(LOWRANK_KRON_HEAD, with_head, other_with_head)
+            yield from self._after_second_training(
+                LOWRANK_KRON_HEAD, with_head, other_with_head
+            )
         chosen = member.la.hyperparameters
         mixture = Posteriors([member, other], [chosen, chosen])
         fit_seconds = member.seconds + other.seconds
@@ -187,17 +192,23 @@ class Trial:
     def _after_second_training(
         self, method: Method, member: Member, other: Member
     ) -> Iterator[Row]:
-        """Measure a posterior with what the held-out texts of a second training have chosen."""
+        """Measure a posterior with what the held-out texts of a second training have
+        chosen.
+        """
         chosen = [member.la.hyperparameters]
         yield from self._and_tempered(
             method,
             self._predicted(Posteriors([member], chosen), ELSEWHERE),
             held=Posteriors([other], chosen),
-            costs=self._costs_of_posteriors(1, 1 + FIRST_STAGE, member.seconds + other.seconds),
+            costs=self._costs_of_posteriors(
+                1, 1 + FIRST_STAGE, member.seconds + other.seconds
+            ),
         )
 
     def _second_training(self, model: Any, member: Member) -> Member:
-        """Choose the prior precision of a posterior by a second training; return that one's."""
+        """Choose the prior precision of a posterior by a second training; return that
+        one's.
+        """
         adapters = stages.Members(model)
 
         def train(examples: Any) -> Any:
@@ -221,7 +232,9 @@ class Trial:
         return self._with_statistics(self._chosen_by(member, train), self.held_loaders)
 
     def _chosen_by(self, member: Member, train: Callable[[Any], Any]) -> Any:
-        """Choose the prior precision of a posterior by that of what `train` makes; return it."""
+        """Choose the prior precision of a posterior by that of what `train` makes;
+        return it.
+        """
         history = member.la.optimize_prior_precision(
             method="second_training",
             train=train,
@@ -230,8 +243,12 @@ class Trial:
         (second,) = history.posteriors
         return second
 
-    def _with_distances(self, model: AdaptedModel, prediction: Prediction) -> Prediction:
-        """Add how far texts are from those of training, where each has one hidden state."""
+    def _with_distances(
+        self, model: AdaptedModel, prediction: Prediction
+    ) -> Prediction:
+        """Add how far texts are from those of training, where each has one hidden
+        state.
+        """
         if self.pretrained.task.has_choices:
             return prediction
         training = hidden_states(model, self.batches)
@@ -243,10 +260,11 @@ class Trial:
         return replace(prediction, signs=signs)
 
     def in_stages(self, members: int) -> Iterator[Row]:
-        """Do what `laplace_lora_ext.in_stages` does for each number of members, and MAPs alone.
+        """Do what `laplace_lora_ext.in_stages` does for each number of members, and
+        MAPs alone.
 
-        Its parts are put together anew, since more members share what fewer have trained and
-        fitted: a test asks for equality.
+        Its parts are put together anew, since more members share what fewer have
+        trained and fitted: a test asks for equality.
         """
         counts = [count for count in COUNTS if count <= members]
         trainings = stages.Stages(HELD_OUT, counts[-1])
@@ -277,7 +295,9 @@ class Trial:
         yield from self._posterior_in_stages(
             STAGED, PRIOR_ALONE, firsts[:1], seconds[:1], without_scale
         )
-        for first, second, chosen in zip(heads, trained[0].with_head, of_heads, strict=True):
+        for first, second, chosen in zip(
+            heads, trained[0].with_head, of_heads, strict=True
+        ):
             yield from self._posterior_in_stages(
                 STAGED_HEAD, HELD_OUT_TEXTS, [first], [second], chosen
             )
@@ -321,7 +341,9 @@ class Trial:
         tempered = predict_maps(members, self.loaders, TEMPERATURE, temperature)
         yield self.tests.row(maps, tempered, costs)
         chosen = choice.hyperparameters
-        yield from self._posterior_in_stages(posteriors, HELD_OUT_TEXTS, firsts, members, chosen)
+        yield from self._posterior_in_stages(
+            posteriors, HELD_OUT_TEXTS, firsts, members, chosen
+        )
         if count <= MOST_TAUGHT and not self.options.no_students:
             las = [member.la for member in members]
             la = stages.joined(stages.with_choice(las, choice))
@@ -336,7 +358,8 @@ class Trial:
         self, la: Any, method: Method, trainings: float, fit_seconds: float
     ) -> Iterator[Row]:
         """Measure what a posterior or a mixture teaches: variances, and students."""
-        # One member shows what the texts without labels are good for; two take them for granted.
+        # One member shows what the texts without labels are good for; two take them for
+        # granted.
         taught_by = (None, SWAPPED) if len(la.members) == 1 else (SWAPPED,)
         for unlabelled in taught_by:
             yield self._amortized(la, unlabelled, method, trainings, fit_seconds)
@@ -386,9 +409,13 @@ class Trial:
         trainings: float,
         fit_seconds: float,
     ) -> Row:
-        """Teach an adapter of its own what a posterior, a mixture or a temperature predicts."""
+        """Teach an adapter of its own what a posterior, a mixture or a temperature
+        predicts.
+        """
         started = self.clock()
-        taught = predict_with_student(teacher, self.pretrained, unlabelled, self.seed, self.loaders)
+        taught = predict_with_student(
+            teacher, self.pretrained, unlabelled, self.seed, self.loaders
+        )
         costs = Costs(
             predict_seconds=self.seconds.bare,
             forward_passes=1.0,
@@ -399,16 +426,21 @@ class Trial:
         return self.tests.row(named, Prediction(taught, TAUGHT_BY[unlabelled]), costs)
 
     def smoothed(self, amounts: Sequence[float]) -> Iterator[Row]:
-        """Train in stages with label smoothing, as much of it as held-out texts prefer."""
+        """Train in stages with label smoothing, as much of it as held-out texts
+        prefer.
+        """
         if not amounts:
             return
         losses: dict[float, float] = {}
         for amount in (0.0, *amounts):
             first = self._first_stage(amount)
             logits = first.logits(self.held_loaders[HELD])
-            losses[amount] = negative_log_likelihood(logits.softmax(-1), self.held_labels)
+            losses[amount] = negative_log_likelihood(
+                logits.softmax(-1), self.held_labels
+            )
         best = min(losses, key=lambda amount: losses[amount])
-        # Read from the cache: of all the amounts only one first stage has to be in memory.
+        # Read from the cache: of all the amounts only one first stage has to be in
+        # memory.
         model = self._first_stage(best)
         self.train(model.model, self.records, SECOND_STAGE, 0, best)
         prediction = Prediction(
@@ -417,7 +449,9 @@ class Trial:
             chosen=best,
         )
         trainings = len(losses) * FIRST_STAGE + SECOND_STAGE
-        yield self.tests.row(LABEL_SMOOTHING, prediction, self._costs_of_maps(1, trainings))
+        yield self.tests.row(
+            LABEL_SMOOTHING, prediction, self._costs_of_maps(1, trainings)
+        )
 
     def _first_stage(self, smoothing: float) -> AdaptedModel:
         """Train a model on the texts that are not held out, with smoothed labels."""
@@ -426,7 +460,9 @@ class Trial:
         return AdaptedModel(model, self.pretrained.class_token_ids)
 
     def _add_member(self, adapters: stages.Members, number: int) -> None:
-        """Add an adapter whose first weights are the same, however many members there are."""
+        """Add an adapter whose first weights are the same, however many members there
+        are.
+        """
         transformers.set_seed(self.seed + MEMBER_SEEDS * number)
         adapters.add()
 
@@ -438,10 +474,16 @@ class Trial:
         number: int,
         smoothing: float = 0.0,
     ) -> None:
-        """Train the active adapter for a share of the steps, with its own optimizer and order."""
-        # Members differ in the order of their texts and in dropout, as those of ensembles do.
+        """Train the active adapter for a share of the steps, with its own optimizer and
+        order.
+        """
+        # Members differ in the order of their texts and in dropout, as those of
+        # ensembles do.
         seed = self.seed + MEMBER_SEEDS * number
-        say(self.options, f"Seed {self.seed}: training {number} for {share:g} of the steps")
+        say(
+            self.options,
+            f"Seed {self.seed}: training {number} for {share:g} of the steps",
+        )
         transformers.set_seed(seed)
         adapted = AdaptedModel(model, self.pretrained.class_token_ids)
         self.pretrained.train_or_read(
@@ -459,11 +501,15 @@ class Trial:
         loaders: Loaders,
         number: int = 0,
     ) -> Trained:
-        """Fit posteriors to the texts that their model was trained on; with a head, the first."""
+        """Fit posteriors to the texts that their model was trained on; with a head, the
+        first.
+        """
         lora = self._fitted(model, records, loaders)
         if number > 0 or not self.pretrained.has_head:
             return Trained(lora, ())
-        return Trained(lora, (self._fitted(model, records, loaders, modules_to_save=True),))
+        return Trained(
+            lora, (self._fitted(model, records, loaders, modules_to_save=True),)
+        )
 
     def _fitted(
         self,
@@ -479,8 +525,12 @@ class Trial:
         la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)
         return self._with_statistics(la, loaders, self.clock() - started)
 
-    def _with_statistics(self, la: Any, loaders: Loaders, seconds: float = 0.0) -> Member:
-        """Collect a posterior's statistics; those of test texts are no part of a fit's seconds."""
+    def _with_statistics(
+        self, la: Any, loaders: Loaders, seconds: float = 0.0
+    ) -> Member:
+        """Collect a posterior's statistics; those of test texts are no part of a fit's
+        seconds.
+        """
         statistics = {}
         for name, loader in loaders.items():
             started = self.clock()
@@ -490,14 +540,18 @@ class Trial:
         return Member(la, statistics, seconds)
 
     def _choices(self, firsts: Sequence[Member]) -> stages.Choice:
-        """Let held-out texts choose for one posterior, or for the mixture of several."""
+        """Let held-out texts choose for one posterior, or for the mixture of
+        several.
+        """
         held = tuple(member.statistics[HELD] for member in firsts)
         val_loader = held[0] if len(held) == 1 else MixtureStatistics(held, ())
         posteriors = [member.la for member in firsts]
         return stages.choose_priors(posteriors, val_loader)
 
     def _prior_alone(self, first: Member) -> Hyperparameters:
-        """Let held-out texts choose the prior of one posterior, without a scale of the logits."""
+        """Let held-out texts choose the prior of one posterior, without a scale of the
+        logits.
+        """
         la = copy(first.la)
         la.optimize_prior_precision(
             method="gridsearch", val_loader=first.statistics[HELD], optimize_scale=False
@@ -505,7 +559,9 @@ class Trial:
         return la.hyperparameters
 
     def _temperature(self, members: Sequence[Member]) -> float:
-        """Find the temperature with which the members' mean predicts held-out texts best."""
+        """Find the temperature with which the members' mean predicts held-out texts
+        best.
+        """
         return temperature_of(members, HELD, self.held_labels)
 
     def _predicted(self, posteriors: Posteriors, prior: Prior) -> Prediction:
@@ -515,9 +571,13 @@ class Trial:
     def _and_tempered(
         self, method: Method, prediction: Prediction, held: Posteriors, costs: Costs
     ) -> Iterator[Row]:
-        """Measure a prediction, and once more after a temperature of the held-out texts."""
+        """Measure a prediction, and once more after a temperature of the held-out
+        texts.
+        """
         yield self.tests.row(method, prediction, costs)
-        tempered = with_temperature(prediction, held.probabilities(HELD), self.held_labels)
+        tempered = with_temperature(
+            prediction, held.probabilities(HELD), self.held_labels
+        )
         yield self.tests.row(method, tempered, costs)
 
     def _costs_of_maps(self, members: int, trainings: float) -> Costs:
@@ -527,7 +587,9 @@ class Trial:
             trainings=trainings,
         )
 
-    def _costs_of_posteriors(self, members: int, trainings: float, fit_seconds: float) -> Costs:
+    def _costs_of_posteriors(
+        self, members: int, trainings: float, fit_seconds: float
+    ) -> Costs:
         predict_seconds = members * self.seconds.exact
         return Costs(
             predict_seconds=predict_seconds,

@@ -78,7 +78,9 @@ def measure(
     tokenizer.padding_side = "left"
 
     def batches(texts: list[Written]) -> list[Any]:
-        return [collate(tokenizer, part) for part in by_length(texts, options.batch_size)]
+        return [
+            collate(tokenizer, part) for part in by_length(texts, options.batch_size)
+        ]
 
     model = fine_tuned(options, seed, folder, train, tokenizer, device)
     training_seconds = time.perf_counter() - started
@@ -99,7 +101,9 @@ def measure(
         begun = clock()
         quality = measures.quality(predictor, batches_of_test)
         seconds = clock() - begun
-        prior_precision = la.prior_precision.mean().item() if predictor.is_posterior else None
+        prior_precision = (
+            la.prior_precision.mean().item() if predictor.is_posterior else None
+        )
         rows.append(
             {
                 **method,
@@ -125,14 +129,16 @@ def text_of(figures: Figures, options: Text) -> list[str]:
     """Put all that has been measured so far in words and tables."""
     seeds = ", ".join(str(row["seed"]) for row in figures["costs"])
     return [
-        f"Task {options.task}, {options.train_examples} training and {options.test_examples} test "
-        f"texts, {options.draws} draws. Seeds: {seeds}; mean ± standard deviation of several.",
+        f"Task {options.task}, {options.train_examples} training and "
+        f"{options.test_examples} test texts, {options.draws} draws. Seeds: {seeds}; "
+        "mean ± standard deviation of several.",
         table(over_seeds(figures["methods"], METHOD, QUALITY)),
         "How well scores detect the wrong ones among the model's own greedy answers:",
         table(over_seeds(figures["detectors"], [*METHOD, "score"], DETECTION)),
-        f"Wrong answers of {options.test_examples}; seconds to write a token under the predictive "
-        f"and by the model itself; how many of {options.written_examples} answers that changes; a "
-        "fit over forward and backward pass of the same texts, a score over its forward passes:",
+        f"Wrong answers of {options.test_examples}; seconds to write a token under "
+        "the predictive and by the model itself; how many of "
+        f"{options.written_examples} answers that changes; a fit over forward and "
+        "backward pass of the same texts, a score over its forward passes:",
         table(figures["costs"], ["seed", *COSTS]),
     ]
 
@@ -141,7 +147,9 @@ def posterior_of(
     model: torch.nn.Module,
     seed: int,
 ) -> Any:
-    """Make the Laplace approximation of a language model; the seed decides its random labels."""
+    """Make the Laplace approximation of a language model; the seed decides its random
+    labels.
+    """
     return laplace_lora_ext.Laplace(
         model,
         "language_modeling",
@@ -212,11 +220,15 @@ def contestants(
     train: list[Any],
     validation: list[Any],
 ) -> Iterator[Contestant]:
-    """Yield methods in turn; each posterior is to be measured before the next prior is chosen."""
+    """Yield methods in turn; each posterior is to be measured before the next prior is
+    chosen.
+    """
     draws = options.draws
     show_progress = not options.quiet
     yield Contestant("MAP", "", Predictor(la))
-    yield Contestant("Temperature scaling", "validation", free_text.scaled(la, validation))
+    yield Contestant(
+        "Temperature scaling", "validation", free_text.scaled(la, validation)
+    )
     yield Contestant("TFB", "training texts", free_text.training_free(la, draws, train))
     la.optimize_prior_precision(method="marglik")
     yield Contestant("Posterior", "evidence", posterior(la, draws))

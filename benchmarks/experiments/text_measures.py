@@ -1,4 +1,6 @@
-"""Measures of free text: tokens, written answers, what scores tell about them, and costs."""
+"""Measures of free text: tokens, written answers, what scores tell about them, and
+costs.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +25,9 @@ def quality(
     predictor: Predictor,
     texts: list[Any],
 ) -> dict[str, Any]:
-    """Measure NLL, accuracy and calibration of tokens under the mixture of all draws."""
+    """Measure NLL, accuracy and calibration of tokens under the mixture of all
+    draws.
+    """
     p_of_labels = []
     confidences = []
     hits = []
@@ -77,7 +81,9 @@ def written_behind(
     draws: int,
 ) -> tuple[list[str], int]:
     """Write greedy answers, and count how many tokens they took."""
-    prompts = tokenizer([one.prompt for one in texts], padding=True, return_tensors="pt")
+    prompts = tokenizer(
+        [one.prompt for one in texts], padding=True, return_tensors="pt"
+    )
     output = la.generate(
         input_ids=prompts["input_ids"],
         attention_mask=prompts["attention_mask"],
@@ -115,7 +121,9 @@ def detection(
     epistemic = [each.sums.epistemic for each in scores]
     if any(each.any() for each in epistemic):  # there are draws
         signs["summed epistemic"] = epistemic
-        signs["summed sd of log-probability"] = [each.sums.log_prob_sd for each in scores]
+        signs["summed sd of log-probability"] = [
+            each.sums.log_prob_sd for each in scores
+        ]
     is_wrong = torch.tensor(wrong)
     rows = []
     for name, parts in signs.items():
@@ -128,7 +136,9 @@ def detects(
     sign: torch.Tensor,
     wrong: torch.Tensor,
 ) -> dict[str, float | None]:
-    """Compute AUROC of a sign of wrong answers, and their mean share over all coverages."""
+    """Compute AUROC of a sign of wrong answers, and their mean share over all
+    coverages.
+    """
     return {"auroc": auroc(sign, wrong), "aurc": aurc(sign, wrong)}
 
 
@@ -139,7 +149,9 @@ def speed(
     draws: int,
     clock: Clock,
 ) -> dict[str, Any]:
-    """Measure seconds per token with and without draws, and count answers that draws change."""
+    """Measure seconds per token with and without draws, and count answers that draws
+    change.
+    """
 
     def write(n_draws: int) -> tuple[list[str], float]:
         begun = clock()
@@ -168,7 +180,9 @@ def relative_cost(
     draws: int,
     clock: Clock,
 ) -> dict[str, float]:
-    """Time a fit over forward and backward pass, and a score over its forward passes."""
+    """Time a fit over forward and backward pass, and a score over its forward
+    passes.
+    """
     weights = [block.weight for block in la.blocks]
     state = la.state_dict()
 

@@ -1,4 +1,6 @@
-"""The one list of methods, ours and rivals; a new rival is one function and one line here."""
+"""The one list of methods, ours and rivals; a new rival is one function and one line
+here.
+"""
 
 from functools import partial
 
@@ -24,7 +26,9 @@ ALL: tuple[Method, ...] = (
     PointMethod("tfb", "TFB", sampled.training_free),
     PointMethod("blob", "BLoB", partial(sampled.retrained, sampled.BLoB())),
     PointMethod("ivon", "IVON-LoRA", partial(sampled.retrained, sampled.IVONLoRA())),
-    Posterior("last_layer", "Last layer (LLLA)", posteriors.of_last_layer, on_training=True),
+    Posterior(
+        "last_layer", "Last layer (LLLA)", posteriors.of_last_layer, on_training=True
+    ),
     Posterior("diag", "Stock diag", LORA_DIAG),
     Posterior("kron", "Stock Kron", LORA_KRON),
     Posterior("stock_diag", "Stock diag", STOCK_DIAG),

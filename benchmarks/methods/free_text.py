@@ -25,7 +25,9 @@ def no_draws(_: Any) -> Iterable[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Predictor:
-    """Predicts a batch's labelled tokens: logits of the trained model and of every draw."""
+    """Predicts a batch's labelled tokens: logits of the trained model and of every
+    draw.
+    """
 
     la: LowRankKronLoRALaplace
     draws: Callable[[Any], Iterable[torch.Tensor]] = no_draws
@@ -80,7 +82,9 @@ def training_free(
     draws: int,
     texts: list[Any],
 ) -> Predictor:
-    """Predict by TFB: the most noise that changes at most 1 % of the training texts' tokens."""
+    """Predict by TFB: the most noise that changes at most 1 % of the training texts'
+    tokens.
+    """
     writer = Writer(la.model.model)
     members = sampled.training_free(writer, texts, draws=draws)
 
@@ -93,6 +97,8 @@ def training_free(
 
 
 def token_loss(model: Any, batch: Any) -> torch.Tensor:
-    """Compute the mean loss of a batch's labelled tokens; the model gives logits for these."""
+    """Compute the mean loss of a batch's labelled tokens; the model gives logits for
+    these.
+    """
     targets = model.targets(batch)
     return cross_entropy(model(batch), targets[targets != IGNORED])

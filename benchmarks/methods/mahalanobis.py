@@ -1,4 +1,6 @@
-"""How far texts are from those of training, in the last hidden state: a rival of all entropies."""
+"""How far texts are from those of training, in the last hidden state: a rival of all
+entropies.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -42,15 +44,16 @@ def distances(
     labels: torch.Tensor,
     states: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute squared distances (texts,) from the nearest class, under a covariance of all.
+    """Compute squared distances (texts,) from the nearest class, under a covariance of
+    all.
 
-    The covariance is shrunk as Ledoit and Wolf do: there may be fewer texts than numbers in a
-    state.
+    The covariance is shrunk as Ledoit and Wolf do: there may be fewer texts than
+    numbers in a state.
 
     References
     ----------
-    Lee et al., "A simple unified framework for detecting out-of-distribution samples and
-    adversarial attacks", NeurIPS 2018.
+    Lee et al., "A simple unified framework for detecting out-of-distribution samples
+    and adversarial attacks", NeurIPS 2018.
     """
     classes = labels.unique()
     means = torch.stack([training[labels == each].mean(0) for each in classes])

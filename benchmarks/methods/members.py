@@ -1,4 +1,6 @@
-"""Predictions of trained members, from statistics: of their models, and of their posteriors."""
+"""Predictions of trained members, from statistics: of their models, and of their
+posteriors.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
@@ -110,7 +112,8 @@ class Posteriors:
         f_mu = torch.stack([moments.f_mu for moments in scaled])
         f_var = torch.stack([moments.f_var for moments in scaled])
         _, covariance = mixed(f_mu, f_var)
-        # What all logits of a text share says nothing of its class, and may not be known.
+        # What all logits of a text share says nothing of its class, and may not be
+        # known.
         variances = centred(covariance).diagonal(dim1=-2, dim2=-1)
         return {
             "epistemic_entropy": torch.cat(epistemic),
@@ -120,7 +123,9 @@ class Posteriors:
 
 
 def _drawn(moments: Moments) -> torch.Tensor:
-    """Draw probabilities (draws, texts, classes), with the same noise for every text."""
+    """Draw probabilities (draws, texts, classes), with the same noise for every
+    text.
+    """
     f_mu, f_var = moments
     noise = shared_noise(f_mu, DRAWS, torch.Generator().manual_seed(0))
     return softmax_samples(f_mu, f_var, noise).exp()
@@ -158,7 +163,9 @@ def predict_maps(
 def with_temperature(
     prediction: Prediction, held: torch.Tensor, labels: torch.Tensor
 ) -> Prediction:
-    """Divide log-probabilities by a temperature, which those of held-out texts choose."""
+    """Divide log-probabilities by a temperature, which those of held-out texts
+    choose.
+    """
     temperature = fit_temperature(_log(held), labels)
     tempered = {
         name: (_log(each) / temperature).softmax(-1)

@@ -1,4 +1,6 @@
-"""What a method is; and the methods without a posterior: MAP and ensembles; temperatures."""
+"""What a method is; and the methods without a posterior: MAP and ensembles;
+temperatures.
+"""
 
 import math
 from collections import defaultdict
@@ -68,9 +70,12 @@ class PointMethod(Method):
 
 @dataclass(frozen=True)
 class Posterior(Method):
-    """A method that is fitted on training batches, and predicts as the host's classes do."""
+    """A method that is fitted on training batches, and predicts as the host's classes
+    do.
+    """
 
-    build: Callable[[AdaptedModel], Any]  # has `fit(batches)`, `la(batch, link_approx=...)`
+    # Has `fit(batches)`, `la(batch, link_approx=...)`.
+    build: Callable[[AdaptedModel], Any]
     on_training: bool = False  # whether training data choose its prior precision too
 
 
@@ -130,7 +135,9 @@ def fit_temperature(
         logits = logits[None]
     # Of its logarithm any value is a temperature.
     log_temperature = torch.zeros((), requires_grad=True)
-    optimizer = torch.optim.LBFGS([log_temperature], max_iter=100, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        [log_temperature], max_iter=100, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> float:
         optimizer.zero_grad()

@@ -1,4 +1,6 @@
-"""Methods that are fitted on training batches: Laplace approximations and their rivals."""
+"""Methods that are fitted on training batches: Laplace approximations and their
+rivals.
+"""
 
 from collections.abc import Iterable
 from functools import partial
@@ -18,7 +20,9 @@ def over_lora(
     structure: str = "lowrank_kron",
     **keywords: Any,
 ) -> Any:
-    """Make our class over LoRA weights, with one of its own structures or the host's."""
+    """Make our class over LoRA weights, with one of its own structures or the
+    host's.
+    """
     return laplace_lora_ext.Laplace(
         model.model,
         "classification",
@@ -33,7 +37,9 @@ of_paper = partial(over_lora, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
 
 
 def of_last_layer(model: AdaptedModel) -> Any:
-    """Make LLLA: the output layer if it has LoRA weights, or the last transformer layer."""
+    """Make LLLA: the output layer if it has LoRA weights, or the last transformer
+    layer.
+    """
     peft_model = find_peft_model(model.model)
     if any(".lm_head.lora_" in name for name, _ in peft_model.named_parameters()):
         return over_lora(model, target_modules=["lm_head"])
@@ -46,7 +52,9 @@ def stock(
     structure: str,
     **keywords: Any,
 ) -> Any:
-    """Make laplace-torch's own class over all that requires a gradient: the LoRA weights."""
+    """Make laplace-torch's own class over all that requires a gradient: the LoRA
+    weights.
+    """
     # An encoder's head stays at its MAP value, as in our classes.
     model.model.requires_grad_(False)
     for weight in model.lora_weights:
@@ -61,7 +69,8 @@ def stock(
 
 
 class BareLoops:
-    """The passes without which no rival could do: C a batch for a fit, C + 1 for a prediction.
+    """The passes without which no rival could do: C a batch for a fit, C + 1 for a
+    prediction.
 
     With learnt variances a prediction is one forward pass.
     """
@@ -93,7 +102,8 @@ class BareLoops:
         logits = self._model.logits_model(batch)
         n_texts, n_classes = logits.shape
         identity = torch.eye(n_classes, device=logits.device)
-        # Seed c is the same for all texts: the derivative of each one's logit of class c.
+        # Seed c is the same for all texts: the derivative of each one's logit of class
+        # c.
         seeds = identity[:, None].expand(n_classes, n_texts, n_classes)
         self._differentiate(logits, seeds)
         return logits.detach().softmax(-1)
@@ -105,7 +115,9 @@ class BareLoops:
     ) -> None:
         """Take a backward pass for each seed; the last one frees the graph."""
         for number, seed in enumerate(seeds, start=1):
-            torch.autograd.grad(logits, self._weights, seed, retain_graph=number < len(seeds))
+            torch.autograd.grad(
+                logits, self._weights, seed, retain_graph=number < len(seeds)
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state without a curvature, of which tables show the size."""

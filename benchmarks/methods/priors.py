@@ -17,7 +17,8 @@ from laplace_lora_ext.predictive.moments import gaussian_samples
 LINKS = ("probit", "mean_field")
 STRUCTURES = ("scalar", "layerwise")
 GRID = torch.logspace(-2, 4, 49)
-FACTORS = torch.logspace(-2, 2, 33)  # of the prior precision, to see what another would give
+# Of the prior precision, to see what another would give.
+FACTORS = torch.logspace(-2, 2, 33)
 
 # Takes a posterior and, where it reads them, statistics of the training data.
 Choose = Callable[[Any, Any], torch.Tensor]
@@ -49,14 +50,18 @@ class Prediction:
     probabilities: Probabilities
     prior: Prior = NO_PRIOR
     link: str = ""
-    chosen: float | None = None  # a mean prior precision, a temperature, or label smoothing
-    regret: float | None = None  # NLL above the least that another prior precision gives
+    # A mean prior precision, a temperature, or label smoothing.
+    chosen: float | None = None
+    # NLL above the least that another prior precision gives.
+    regret: float | None = None
     # By data set: what else tells how doubtful each text is, beside the probabilities.
     signs: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
 
 def by_evidence(structure: str) -> Choose:
-    """Make the choice by the evidence, with one precision for all layers or one for each."""
+    """Make the choice by the evidence, with one precision for all layers or one for
+    each.
+    """
 
     def choose(la: Any, _: Any) -> torch.Tensor:
         la.optimize_prior_precision(method="marglik", prior_structure=structure)
@@ -72,13 +77,16 @@ def by_agreement(la: Any, statistics: PredictiveStatistics) -> torch.Tensor:
 
 
 def by_tfb_rule(_: Any, statistics: PredictiveStatistics) -> torch.Tensor:
-    """Choose the smallest scalar of a grid at which the mean of ten draws keeps the classes.
+    """Choose the smallest scalar of a grid at which the mean of ten draws keeps the
+    classes.
 
-    This is TFB's rule for our covariance: at most 1 % of the training texts may change class.
+    This is TFB's rule for our covariance: at most 1 % of the training texts may change
+    class.
     """
     for prior_precision in GRID:
         moments = statistics.moments(prior_precision[None])
-        # The same noise for all precisions: the changes then differ by their size alone.
+        # The same noise for all precisions: the changes then differ by their size
+        # alone.
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn((SAMPLES, *moments.f_mu.shape), generator=generator)
         drawn = gaussian_samples(moments.f_mu, moments.f_var, noise)
@@ -91,7 +99,9 @@ def by_tfb_rule(_: Any, statistics: PredictiveStatistics) -> torch.Tensor:
 
 PRIORS = (
     PriorByTraining("marglik_scalar", "evidence, scalar", by_evidence("scalar")),
-    PriorByTraining("marglik_layerwise", "evidence, layerwise", by_evidence("layerwise")),
+    PriorByTraining(
+        "marglik_layerwise", "evidence, layerwise", by_evidence("layerwise")
+    ),
     PriorByTraining("agreement", "agreement", by_agreement, reads=True),
     PriorByTraining("tfb_rule", "TFB's rule", by_tfb_rule, reads=True),
 )
@@ -103,7 +113,9 @@ def probabilities(
     x: Any,
     link: str,
 ) -> torch.Tensor:
-    """Compute probabilities (texts, classes), on the CPU, of a batch or of its Gaussian logits."""
+    """Compute probabilities (texts, classes), on the CPU, of a batch or of its Gaussian
+    logits.
+    """
     return la(x, pred_type="glm", link_approx=link).detach().cpu()
 
 
@@ -210,7 +222,8 @@ def predictions(
     loaders: Loaders,
     labels: torch.Tensor,
 ) -> Iterator[Prediction]:
-    """Predict data sets with each prior and link; without `train`, by the evidence alone.
+    """Predict data sets with each prior and link; without `train`, by the evidence
+    alone.
 
     The labels are those of the test texts.
     """
@@ -233,8 +246,12 @@ def predictions(
 
 
 def predictor_of(la: Any, loaders: Loaders) -> Predicts:
-    """Predict from statistics where a posterior has them, and with passes where it hasn't."""
+    """Predict from statistics where a posterior has them, and with passes where it
+    hasn't.
+    """
     if not hasattr(la, "predictive_statistics"):
         return FromBatches(la, loaders)
-    statistics = {name: la.predictive_statistics(loader) for name, loader in loaders.items()}
+    statistics = {
+        name: la.predictive_statistics(loader) for name, loader in loaders.items()
+    }
     return FromStatistics(la, statistics)

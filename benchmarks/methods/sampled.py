@@ -44,7 +44,7 @@ def sampled(
     return Members(drawn)
 
 
-# --- Training-Free Bayesianization (Shi et al., arXiv:2412.05723) -----------------------------
+# --- Training-Free Bayesianization (Shi et al., arXiv:2412.05723) ---------------------
 
 MOST_CHANGED = 0.01  # share of the training texts whose class may change
 REACH_OF_NOISE = (1e-4, 10.0)
@@ -75,7 +75,9 @@ def training_free(
     train: DataLoader | list[Any],
     draws: int = SAMPLES,
 ) -> Members:
-    """Predict by TFB's label-free rule: the most noise that changes next to no predicted class."""
+    """Predict by TFB's label-free rule: the most noise that changes next to no
+    predicted class.
+    """
     noise = _noise_for(model)
     texts = _first_batches(train)
     classes = _predicted_classes(Members.of([model]), texts)
@@ -122,9 +124,11 @@ def _predicted_classes(
 
 
 def noise_basis(B: torch.Tensor) -> torch.Tensor:
-    """Find what to multiply noise of lora_A with, so that B @ lora_A has it along U's columns.
+    """Find what to multiply noise of lora_A with, so that B @ lora_A has it along U's
+    columns.
 
-    With the lora_B `U diag(d) Vᵀ` it is `V diag(1 / d)`; where d is 0, noise would change nothing.
+    With the lora_B `U diag(d) Vᵀ` it is `V diag(1 / d)`; where d is 0, noise would
+    change nothing.
     """
     _, d, Vh = torch.linalg.svd(B, full_matrices=False)
     # A singular value this small is 0 but for rounding.
@@ -133,7 +137,7 @@ def noise_basis(B: torch.Tensor) -> torch.Tensor:
     return Vh.mT * torch.where(d > rounding, 1 / d, 0)
 
 
-# --- methods that train again -----------------------------------------------------------------
+# --- methods that train again ---------------------------------------------------------
 
 
 def retrained(
@@ -141,7 +145,9 @@ def retrained(
     model: AdaptedModel,
     _: DataLoader,
 ) -> Members:
-    """Train again from the same start on the same texts, with deviations for the weights."""
+    """Train again from the same start on the same texts, with deviations for the
+    weights.
+    """
     assert model.retrained is not None
     other = model.retrained(recipe).at(max(model.checkpoints))
     last = max(other.checkpoints)
@@ -162,10 +168,11 @@ def retrained(
 
 
 class BLoB(Recipe):
-    """Mean-field variational lora_A (Wang et al., arXiv:2406.11675), with its program's settings.
+    """Mean-field variational lora_A (Wang et al., arXiv:2406.11675), with its program's
+    settings.
 
-    A weight's deviation is the square of a trained number. The loss is taken at flipout samples,
-    and the divergence from the prior has steps of its own, by SGD.
+    A weight's deviation is the square of a trained number. The loss is taken at flipout
+    samples, and the divergence from the prior has steps of its own, by SGD.
     """
 
     prior_deviation = 0.2
@@ -190,7 +197,9 @@ class BLoB(Recipe):
         inputs: tuple[torch.Tensor, ...],
         output: torch.Tensor,
     ) -> torch.Tensor:
-        """Add flipout's noise: one draw for a batch, with signs of each example's own."""
+        """Add flipout's noise: one draw for a batch, with signs of each example's
+        own.
+        """
         if not module.training:
             return output
         (x,) = inputs
@@ -236,9 +245,10 @@ class BLoB(Recipe):
 class IVONLoRA(Recipe):
     """Variational Newton's method on all LoRA weights (Cong et al., arXiv:2411.04421).
 
-    Numbers are the paper's, whose program does not rescale the learning rate, but for that rate:
-    with its 0.03 a weight moves by 3e-5 a step at most, with 2 by the learning rate of the lab's
-    encoders. `python -m benchmarks settings` compares others.
+    Numbers are the paper's, whose program does not rescale the learning rate, but for
+    that rate: with its 0.03 a weight moves by 3e-5 a step at most, with 2 by the
+    learning rate of the lab's encoders. `python -m benchmarks settings` compares
+    others.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Students: adapters that learn a teacher's probabilities, by `laplace_lora_ext`'s `distill`."""
+"""Students: adapters that learn a teacher's probabilities, by `laplace_lora_ext`'s
+`distill`.
+"""
 
 import tempfile
 from typing import Any
@@ -46,7 +48,9 @@ def predict_with_student(
     seed: int,
     loaders: Loaders,
 ) -> Probabilities:
-    """Train a student of a posterior, a mixture or `Scaled`, predict with it, and delete it."""
+    """Train a student of a posterior, a mixture or `Scaled`, predict with it, and
+    delete it.
+    """
     model = find_peft_model(teacher.model)
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(pretrained, model, seed, folder)
@@ -66,7 +70,9 @@ def _trainer(
     seed: int,
     folder: str,
 ) -> transformers.Trainer:
-    """Make a trainer with the settings of the lab's own loop, which clips no gradients."""
+    """Make a trainer with the settings of the lab's own loop, which clips no
+    gradients.
+    """
     settings = pretrained.hyperparameters
     arguments = transformers.TrainingArguments(
         output_dir=folder,

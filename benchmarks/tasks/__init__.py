@@ -1,9 +1,19 @@
-"""The list of tasks; tasks that read the same texts share a file, and so do the paper's."""
+"""The list of tasks; tasks that read the same texts share a file, and so do the
+paper's.
+"""
 
-from benchmarks.tasks import code, docstrings, intents, multiple_choice, names, numpydoc, paper
+from benchmarks.tasks import (
+    code,
+    docstrings,
+    intents,
+    multiple_choice,
+    names,
+    numpydoc,
+    paper,
+)
 
-# The experiments' settings were chosen on these. The last three had been kept for the end too,
-# until they were looked at.
+# The experiments' settings were chosen on these. The last three had been kept for the
+# end too, until they were looked at.
 CHOSEN_ON = (
     docstrings.DOCSTRINGS,
     names.NAMES,

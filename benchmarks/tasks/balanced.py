@@ -26,8 +26,8 @@ PAIRS = replace(ENCODER, maximum_length=48, steps=400)
 
 Text = str | tuple[str, str]
 TextsByClass = dict[str, list[Text]]
-# Yields each text of libraries with its class, in the order of the sources: the same texts in
-# every run.
+# Yields each text of libraries with its class, in the order of the sources: the same
+# texts in every run.
 Find = Callable[[Sequence[str], TextRun, int], Iterable[tuple[str, Text]]]
 
 
@@ -41,7 +41,8 @@ class Balanced:
     libraries: Sequence[str]
     find: Find
     hyperparameters: Hyperparameters = ENCODER
-    shifted: str | None = None  # class of texts from another distribution, which has no label
+    # Class of texts from another distribution, which has no label.
+    shifted: str | None = None
     unseen: str | None = None  # library apart, whose texts have labels
 
     def model(self, _: TextRun) -> Path:
@@ -61,7 +62,9 @@ class Balanced:
         if self.unseen is not None:
             known = {_folded(text) for of_class in texts.values() for text in of_class}
             of_unseen = self._texts_by_class([self.unseen], options, seed)
-            examples = self._foreign(of_unseen, known, sizes.shifted, random.Random(seed))
+            examples = self._foreign(
+                of_unseen, known, sizes.shifted, random.Random(seed)
+            )
             if examples:  # a few files may have none
                 shifted[self.unseen] = examples
         return Task(
@@ -76,7 +79,9 @@ class Balanced:
     def _texts_by_class(
         self, libraries: Sequence[str], options: TextRun, seed: int
     ) -> TextsByClass:
-        """Collect each class's texts, without those of several classes: no answer is right."""
+        """Collect each class's texts, without those of several classes: no answer is
+        right.
+        """
         classes = list(self.classes)
         if self.shifted is not None:
             classes.append(self.shifted)
@@ -97,7 +102,9 @@ class Balanced:
         count: int,
         generator: random.Random,
     ) -> list[Example]:
-        """Draw examples that the other sets can't have, the classes by turns while they last."""
+        """Draw examples that the other sets can't have, the classes by turns while they
+        last.
+        """
         left = {
             name: [text for text in of_class if _folded(text) not in known]
             for name, of_class in texts.items()

@@ -1,4 +1,6 @@
-"""Tasks of code: which exception a message is raised with, and which line a comment belongs to."""
+"""Tasks of code: which exception a message is raised with, and which line a comment
+belongs to.
+"""
 
 import ast
 import random
@@ -35,7 +37,9 @@ def raised(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def literal(node: ast.AST) -> str:
-    """Return the text of a string, blanks for inserted values; "" for other expressions."""
+    """Return the text of a string, blanks for inserted values; "" for other
+    expressions.
+    """
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -47,7 +51,9 @@ def literal(node: ast.AST) -> str:
 def find_commented(
     libraries: Sequence[str], options: Reading, seed: int
 ) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield verdict and pair of comment and line, by turns with another line of the same file."""
+    """Yield verdict and pair of comment and line, by turns with another line of the
+    same file.
+    """
     generator = random.Random(seed)
     for path in drawn_files(libraries, options, seed):
         pairs = list(commented(path.read_text(encoding="utf-8")))

@@ -1,7 +1,8 @@
-"""Tasks of docstrings' first paragraphs: their library, their part of SymPy, their first verb.
+"""Tasks of docstrings' first paragraphs: their library, their part of SymPy, their
+first verb.
 
-The texts are real: every run reads them from the sources of installed packages, which are parsed
-and never imported. Nothing is downloaded or stored.
+The texts are real: every run reads them from the sources of installed packages, which
+are parsed and never imported. Nothing is downloaded or stored.
 """
 
 import ast
@@ -46,8 +47,9 @@ VERBS = (
 )
 MINIMUM_WORDS = 5
 
-# A summary that names its library would give the answer away. Full names are masked inside words
-# too ("PyTorch", "SymPyDeprecationWarning"), short forms only where no letter touches them.
+# A summary that names its library would give the answer away. Full names are masked
+# inside words too ("PyTorch", "SymPyDeprecationWarning"), short forms only where no
+# letter touches them.
 LIBRARY_NAME = re.compile(
     r"\w*(?:numpy|scipy|networkx|sympy|torch|matplotlib)\w*"
     r"|(?<![a-z])(?:np|sp|nx|mpl|plt|pyplot)(?![a-z])",
@@ -57,7 +59,9 @@ NEUTRAL_WORD = "library"
 
 
 class Documented(NamedTuple):
-    """A public function or class: its name, its docstring's summary, and the file it is in."""
+    """A public function or class: its name, its docstring's summary, and the file it is
+    in.
+    """
 
     name: str
     summary: str
@@ -65,7 +69,9 @@ class Documented(NamedTuple):
 
 
 def masked(summary: str) -> str:
-    """Replace library names by a neutral word, and every run of white space by one space."""
+    """Replace library names by a neutral word, and every run of white space by one
+    space.
+    """
     words = LIBRARY_NAME.sub(NEUTRAL_WORD, summary).split()
     return " ".join(words)
 
@@ -77,11 +83,15 @@ def first_paragraph(text: str) -> str:
 
 
 def docstring_summaries(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield the name and the docstring's first paragraph of each public function and class."""
+    """Yield the name and the docstring's first paragraph of each public function and
+    class.
+    """
     pending = [tree]
     while pending:
         for node in ast.iter_child_nodes(pending.pop()):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if not isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            ):
                 continue
             if node.name.startswith("_"):
                 continue
@@ -110,7 +120,9 @@ def read_library(
     options: Reading,
     seed: int,
 ) -> list[Documented]:
-    """Collect each summary of an installed library once, in the order of the sources."""
+    """Collect each summary of an installed library once, in the order of the
+    sources.
+    """
     by_summary: dict[str, Documented] = {}
     for one in documented(library, options, seed):
         by_summary.setdefault(one.summary.casefold(), one)

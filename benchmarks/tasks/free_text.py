@@ -1,4 +1,6 @@
-"""The tasks of free text: a language model reads a description, and writes a name or a type."""
+"""The tasks of free text: a language model reads a description, and writes a name or a
+type.
+"""
 
 import random
 from collections.abc import Iterator
@@ -23,7 +25,9 @@ class Written(NamedTuple):
 
 
 def find(options: Text, seed: int) -> Iterator[Written]:
-    """Ask for the function or parameter of a description, or for a type such as "callable"."""
+    """Ask for the function or parameter of a description, or for a type such as
+    "callable".
+    """
     if options.task == "functions":
         yield from find_functions(options, seed)
         return
@@ -54,12 +58,16 @@ def read(
     random.Random(seed).shuffle(texts)
     sizes = (options.train_examples, options.validation_examples, options.test_examples)
     if sum(sizes) > len(texts):
-        raise ValueError(f"{options.task} has only {len(texts)} short texts; ask for fewer.")
+        raise ValueError(
+            f"{options.task} has only {len(texts)} short texts; ask for fewer."
+        )
     return [[texts.pop() for _ in range(size)] for size in sizes]
 
 
 def collate(tokenizer: Any, texts: list[Written]) -> Any:
-    """Make a batch of texts, padded on the tokenizer's side, with labels on their answers."""
+    """Make a batch of texts, padded on the tokenizer's side, with labels on their
+    answers.
+    """
     records = []
     for one in texts:
         prompt = tokenizer(one.prompt)["input_ids"]
@@ -79,7 +87,9 @@ def by_length(
     texts: list[Written],
     batch_size: int,
 ) -> list[list[Written]]:
-    """Divide texts into batches, in the order of their prompts' lengths, to pad little."""
+    """Divide texts into batches, in the order of their prompts' lengths, to pad
+    little.
+    """
     ordered = sorted(texts, key=lambda one: len(one.prompt))
     starts = range(0, len(ordered), batch_size)
     return [ordered[start : start + batch_size] for start in starts]

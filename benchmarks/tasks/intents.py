@@ -1,7 +1,7 @@
 """Tasks of real intents: what a customer or a user of an assistant asks for.
 
-CLINC150 (Larson et al., EMNLP 2019) has 150 intents of ten domains, and texts out of their scope;
-banking77 (Casanueva et al., 2020) has 77 of one bank.
+CLINC150 (Larson et al., EMNLP 2019) has 150 intents of ten domains, and texts out of
+their scope; banking77 (Casanueva et al., 2020) has 77 of one bank.
 """
 
 import random
@@ -26,13 +26,16 @@ MISTYPED_WORDS = 0.5  # of those of four letters or more
 TEXTS_AN_INTENT = 10
 TEST_TEXTS_AN_INTENT = 30  # as many as CLINC150 has
 SHIFTED = 300
-# Many intents take more steps to be learnt by heart than the few classes of other tasks.
+# Many intents take more steps to be learnt by heart than the few classes of other
+# tasks.
 MANY_INTENTS = replace(ENCODER, steps=1200)
 
 
 @dataclass(frozen=True)
 class Intents:
-    """Intents of a data set, or of one of CLINC's domains; equal numbers of texts of each."""
+    """Intents of a data set, or of one of CLINC's domains; equal numbers of texts of
+    each.
+    """
 
     name: str
     dataset: tuple[str, str]
@@ -45,11 +48,13 @@ class Intents:
         return encoder_folder()
 
     def read(self, options: TextRun, seed: int) -> Task:
-        """Draw training and test texts, each from its own split, in an order that the seed says."""
+        """Draw training and test texts, each from its own split, in an order that the
+        seed says.
+        """
         if options.data is None:
             raise MissingDataError(
-                f"{self.name} reads JSON lines with a text, and the names of its intent and its "
-                "domain: give --data FOLDER."
+                f"{self.name} reads JSON lines with a text, and the names of its "
+                "intent and its domain: give --data FOLDER."
             )
         sources = [Source(*self.dataset, split) for split in ("train", "test")]
         train, test = read_sources(sources, options.data)
@@ -88,7 +93,9 @@ class Intents:
         count: int,
         generator: random.Random,
     ) -> dict[str, list[Example]]:
-        """Draw texts without a right answer: out of all scopes, and of other domains."""
+        """Draw texts without a right answer: out of all scopes, and of other
+        domains.
+        """
         unknown: dict[str, list[Row]] = {OUT_OF_SCOPE: [], OTHER_DOMAINS: []}
         for row in rows:
             if _intent(row) == OUT_OF_SCOPE:

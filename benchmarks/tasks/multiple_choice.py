@@ -1,7 +1,8 @@
 """ARC and OpenBookQA, answered by letters, or by the texts of the choices themselves.
 
-Questions with four choices alone, as in the paper. They are trained on the training split, and
-measured on the test split. What is trained on OpenBookQA is measured on ARC too, the paper's shift.
+Questions with four choices alone, as in the paper. They are trained on the training
+split, and measured on the test split. What is trained on OpenBookQA is measured on ARC
+too, the paper's shift.
 """
 
 import random
@@ -29,7 +30,8 @@ class MultipleChoice:
     name: str
     dataset: DataSet
     to_example: ToExample
-    shifted_example: ToExample | None = None  # makes examples of ARC, if that is another data set
+    # Makes examples of ARC, if that is another data set.
+    shifted_example: ToExample | None = None
     hyperparameters: Hyperparameters = GEMMA
 
     def model(self, options: TextRun) -> str | Path:
@@ -40,7 +42,8 @@ class MultipleChoice:
         """Draw questions from each split, in an order that the seed says."""
         if options.data is None:
             raise MissingDataError(
-                f"{self.name} reads JSON lines with a question and its choices: give --data FOLDER."
+                f"{self.name} reads JSON lines with a question and its choices: give "
+                "--data FOLDER."
             )
         sources = [Source(*self.dataset, split) for split in ("train", "test")]
         train, test = read_sources(sources, options.data)
@@ -105,6 +108,8 @@ MULTIPLE_CHOICE = (
     MultipleChoice("arc_easy_texts", ARC_EASY, by_texts),
     MultipleChoice("arc_challenge_letters", ARC_CHALLENGE, prompts.arc),
     MultipleChoice("arc_challenge_texts", ARC_CHALLENGE, by_texts),
-    MultipleChoice("obqa_letters", OBQA, prompts.openbookqa, shifted_example=prompts.arc),
+    MultipleChoice(
+        "obqa_letters", OBQA, prompts.openbookqa, shifted_example=prompts.arc
+    ),
     MultipleChoice("obqa_texts", OBQA, by_texts, shifted_example=by_texts),
 )

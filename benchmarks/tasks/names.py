@@ -1,4 +1,6 @@
-"""The tasks names and choices: whether a name fits a summary, and which of four names does."""
+"""The tasks names and choices: whether a name fits a summary, and which of four names
+does.
+"""
 
 import random
 import re
@@ -38,7 +40,9 @@ def asked_for_match(
     pool: Sequence[Documented],
     rng: random.Random,
 ) -> Iterator[Example]:
-    """Pair names and summaries: every second pair is right, the others mix names of one file."""
+    """Pair names and summaries: every second pair is right, the others mix names of one
+    file.
+    """
     names: dict[Path, set[str]] = defaultdict(set)
     for one in pool:
         names[one.file].add(one.name)
@@ -91,7 +95,9 @@ class OfNames:
         return encoder_folder()
 
     def read(self, options: TextRun, seed: int) -> Task:
-        """Draw questions about all libraries, and shifted ones about a library apart."""
+        """Draw questions about all libraries, and shifted ones about a library
+        apart.
+        """
         sizes = self.sizes.asked(options)
         rng = random.Random(seed)
         examples = {}
@@ -104,7 +110,9 @@ class OfNames:
         rng.shuffle(drawn)
         end = sizes.train + sizes.test
         if len(drawn) < end:
-            raise ValueError(f"The task {self.name} has only {len(drawn)} texts; ask for fewer.")
+            raise ValueError(
+                f"The task {self.name} has only {len(drawn)} texts; ask for fewer."
+            )
         return Task(
             name=self.name,
             classes=self.classes,
@@ -132,8 +140,8 @@ NAMES = OfNames(
     classes=VERDICTS,
     is_prompt=False,
     ask=asked_for_match,
-    # Two classes need more texts than many, as in the comparisons of links, and twice the texts
-    # need longer until a model is as sure of them.
+    # Two classes need more texts than many, as in the comparisons of links, and twice
+    # the texts need longer until a model is as sure of them.
     sizes=Sizes(train=1000, test=500, shifted=200),
     hyperparameters=replace(ENCODER, steps=630),
 )

@@ -1,7 +1,7 @@
 """Tasks of NumPy-style docstrings: types, belongs, defaults and sections.
 
-They ask for a parameter's type, whether it belongs to a function, whether a flag is on by default,
-and which section a paragraph comes from.
+They ask for a parameter's type, whether it belongs to a function, whether a flag is on
+by default, and which section a paragraph comes from.
 """
 
 import ast
@@ -28,7 +28,9 @@ PARAMETERS = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 # A line "name : type", and the indented lines below it.
-PARAMETER = re.compile(r"^(\w+) ?: ?([^\n]+)\n((?:(?:[ ]{2,}[^\n]*)?\n)*)", re.MULTILINE)
+PARAMETER = re.compile(
+    r"^(\w+) ?: ?([^\n]+)\n((?:(?:[ ]{2,}[^\n]*)?\n)*)", re.MULTILINE
+)
 MINIMUM_WORDS = 5
 
 # First words of types as they are written, by their class.
@@ -95,7 +97,9 @@ def described(
 ) -> Iterator[Parameter]:
     """Yield the parameters that a source's public docstrings describe."""
     for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith(
+            "_"
+        ):
             continue
         docstring = ast.get_docstring(node) or ""
         summary = first_paragraph(docstring)
@@ -136,7 +140,9 @@ def find_pairs(
 def pairs(
     parameters: list[Parameter], generator: random.Random
 ) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Pair summaries and descriptions; in wrong pairs, by turns, both come from one file."""
+    """Pair summaries and descriptions; in wrong pairs, by turns, both come from one
+    file.
+    """
     first: dict[str, Parameter] = {}
     summaries: dict[Path, set[str]] = defaultdict(set)
     owners: dict[str, set[str]] = defaultdict(set)
@@ -177,8 +183,9 @@ def default_values(arguments: ast.arguments) -> Iterator[tuple[str, object]]:
         # Parameters without a default come first, and Python lists no default for them.
         n_required = len(positional) - len(arguments.defaults)
         positional = positional[n_required:]
-    # Where no positional parameter has a default, they stay, and are taken for the keyword-only
-    # ones: one text in thirteen has the label of another. All published figures are of these texts.
+    # Where no positional parameter has a default, they stay, and are taken for the
+    # keyword-only ones: one text in thirteen has the label of another. All published
+    # figures are of these texts.
     parameters = [*positional, *arguments.kwonlyargs]
     defaults = [*arguments.defaults, *arguments.kw_defaults]
     for parameter, default in zip(parameters, defaults, strict=False):

@@ -41,7 +41,9 @@ class Source(NamedTuple):
         return f"{self.dataset} ({self.configuration}), split {self.split}"
 
     def file_in(self, data: Path | str) -> Path:
-        """Name the split's file in a folder: one JSON object per line, with the hub's fields."""
+        """Name the split's file in a folder: one JSON object per line, with the hub's
+        fields.
+        """
         return Path(data) / self.dataset / self.configuration / f"{self.split}.jsonl"
 
     def rows(self, data: Path | None) -> list[Row]:
@@ -61,11 +63,13 @@ def read_sources(
     sources: Sequence[Source],
     data: Path | None,
 ) -> list[list[Row]]:
-    """Read the rows of several splits; if any is missing, say in one line what to download."""
+    """Read the rows of several splits; if any is missing, say in one line what to
+    download.
+    """
     try:
         return [source.rows(data) for source in sources]
-    # Without access datasets raises the first error; the second if it has cached another
-    # configuration of the same data set.
+    # Without access datasets raises the first error; the second if it has cached
+    # another configuration of the same data set.
     except (OSError, ValueError) as error:
         raise MissingDataError(_what_to_download(sources, data)) from error
 
@@ -86,8 +90,8 @@ def _what_to_download(
         end = ""
     files = "; ".join(f"{source}, as {source.file_in(folder)}" for source in missing)
     return (
-        f"{beginning}: download from https://huggingface.co/datasets, and save as JSON lines, "
-        f"{files}{end}."
+        f"{beginning}: download from https://huggingface.co/datasets, and save as JSON "
+        f"lines, {files}{end}."
     )
 
 
@@ -109,7 +113,9 @@ class PaperTask:
 
     @property
     def sources(self) -> tuple[Source, Source]:
-        """The training split, and the public validation split, which the paper tests on."""
+        """The training split, and the public validation split, which the paper tests
+        on.
+        """
         return (
             Source(self.dataset, self.configuration, "train"),
             Source(self.dataset, self.configuration, "validation"),
@@ -172,7 +178,9 @@ def super_glue(
 
 def winogrande(configuration: str) -> PaperTask:
     """Describe one size of WinoGrande, whose prompts have two choices."""
-    return lettered("allenai/winogrande", configuration, prompts.winogrande, LETTERS[:2])
+    return lettered(
+        "allenai/winogrande", configuration, prompts.winogrande, LETTERS[:2]
+    )
 
 
 PAPER_TASKS: dict[str, PaperTask] = {

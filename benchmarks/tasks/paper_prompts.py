@@ -1,9 +1,11 @@
-"""Turn rows of the paper's data sets into examples: prompts for causal models, or pairs.
+"""Turn rows of the paper's data sets into examples: prompts for causal models, or
+pairs.
 
-The prompts follow the paper's table of templates (appendix "Prompt templates for LlaMA2 common
-sense reasoning tasks"). Where the table prints "choice2" for the third and fourth choices, we take
-these. WinoGrande's "B" has no full stop in the table or in the authors' program, and so has none
-here. We leave out the template's full stop after a text that ends with one.
+The prompts follow the paper's table of templates (appendix "Prompt templates for LlaMA2
+common sense reasoning tasks"). Where the table prints "choice2" for the third and
+fourth choices, we take these. WinoGrande's "B" has no full stop in the table or in the
+authors' program, and so has none here. We leave out the template's full stop after a
+text that ends with one.
 """
 
 from collections.abc import Sequence
@@ -56,13 +58,17 @@ def arc(row: Row) -> Example | None:
 
 
 def openbookqa(row: Row) -> Example | None:
-    """Ask a question of OpenBookQA, whose rows are as ARC's but for one field's name."""
+    """Ask a question of OpenBookQA, whose rows are as ARC's but for one field's
+    name.
+    """
     question = row["question_stem"]
     return arc({**row, "question": question})
 
 
 def boolq_label(row: Row) -> int:
-    """Read BoolQ's answer, which SuperGLUE calls `label` and the original data `answer`."""
+    """Read BoolQ's answer, which SuperGLUE calls `label` and the original data
+    `answer`.
+    """
     if "label" in row:
         return int(row["label"])
     return int(row["answer"])
@@ -87,6 +93,8 @@ def sentence(row: Row) -> Example:
 
 
 def sentence_pair(row: Row) -> Example:
-    """Pair the sentences of MRPC, RTE, WNLI or WiC (the authors leave out its word too)."""
+    """Pair the sentences of MRPC, RTE, WNLI or WiC (the authors leave out its word
+    too).
+    """
     pair = (row["sentence1"], row["sentence2"])
     return Example(pair, int(row["label"]))

@@ -35,13 +35,17 @@ def drawn_files(
     options: Reading,
     seed: int,
 ) -> Iterator[Path]:
-    """Yield installed packages' source files, or as many of each as the options ask for."""
+    """Yield installed packages' source files, or as many of each as the options ask
+    for.
+    """
     maximum = options.files_per_library
     for library in libraries:
         files = source_files(library)
         if maximum is not None and len(files) > maximum:
             files = random.Random(seed).sample(files, maximum)
-        yield from tqdm(files, desc=f"Reading {library}", disable=options.quiet, unit="file")
+        yield from tqdm(
+            files, desc=f"Reading {library}", disable=options.quiet, unit="file"
+        )
 
 
 def parsed_files(

@@ -10,7 +10,8 @@ Side = Literal["left", "right"]
 
 
 class Example(NamedTuple):
-    """A text, or a pair of texts for an encoder, and its class; None if no class is right.
+    """A text, or a pair of texts for an encoder, and its class; None if no class is
+    right.
 
     Of a regression the label is the number to predict.
     A prompt may have choices of its own, texts that stand behind it.
@@ -23,7 +24,9 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """Texts to fine-tune a model on and to measure it with; a prompt's classes are its answers."""
+    """Texts to fine-tune a model on and to measure it with; a prompt's classes are its
+    answers.
+    """
 
     name: str
     classes: Sequence[str]
@@ -47,7 +50,9 @@ class Sizes(NamedTuple):
     shifted: int = 0
 
     def asked(self, options: TextRun) -> "Sizes":
-        """Return the numbers that the options ask for, and these where they ask for none."""
+        """Return the numbers that the options ask for, and these where they ask for
+        none.
+        """
         return Sizes(
             train=options.train_examples or self.train,
             test=options.test_examples or self.test,

@@ -1,4 +1,6 @@
-"""Arguments of the commands, for `transformers.HfArgumentParser`: one dataclass each."""
+"""Arguments of the commands, for `transformers.HfArgumentParser`: one dataclass
+each.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,16 @@ class ModelArguments:
     adapter: str = field(metadata={"help": "folder or hub name of a LoRA adapter"})
     dtype: str = _argument("precision of the base model's weights", "auto")
     device_map: str | None = _argument("as for from_pretrained, such as auto or cuda:0")
-    load_in_4bit: bool = _argument("load the base model in 4 bits by bitsandbytes", False)
+    load_in_4bit: bool = _argument(
+        "load the base model in 4 bits by bitsandbytes", False
+    )
     class_names: list[str] | None = _argument(
-        "names of the classes in the order of the model's outputs, where labels are names that "
-        "the model's configuration does not know"
+        "names of the classes in the order of the model's outputs, where labels are "
+        "names that the model's configuration does not know"
     )
     answers: list[str] | None = _argument(
-        "answers of a causal language model as they stand behind the texts, such as A B C D, with "
-        "a space in front where there is one"
+        "answers of a causal language model as they stand behind the texts, such as A "
+        "B C D, with a space in front where there is one"
     )
     text_column: str = _argument("column of the texts", "text")
     label_column: str = _argument("column of the labels", "label")
@@ -39,13 +43,15 @@ class ModelArguments:
 
 @dataclass(kw_only=True)
 class CalibrateArguments(ModelArguments):
-    """Fit a posterior around an adapter, choose its prior, and save it beside the adapter.
+    """Fit a posterior around an adapter, choose its prior, and save it beside the
+    adapter.
 
-    laplace-lora calibrate --adapter out/ --train train.jsonl --validation validation.jsonl
+    laplace-lora calibrate --adapter out/ --train train.jsonl --validation
+    validation.jsonl
     """
 
     train: str = field(
-        metadata={"help": "texts that the adapter was trained on: CSV, JSON lines or a hub name"}
+        metadata={"help": "texts of the training: CSV, JSON lines or a hub name"}
     )
     validation: str | None = _argument(
         "held-out texts, which choose the prior; without them, agreement chooses it"
@@ -56,18 +62,23 @@ class CalibrateArguments(ModelArguments):
 
 @dataclass(kw_only=True)
 class PredictArguments(ModelArguments):
-    """Predict texts with a posterior that `calibrate` has saved, a line of JSON for each.
+    """Predict texts with a posterior that `calibrate` has saved, a line of JSON for
+    each.
 
     laplace-lora predict --adapter out/ --data new.jsonl --output predictions.jsonl
     """
 
     data: str = field(metadata={"help": "texts: CSV, JSON lines or a hub name"})
     output: str = field(metadata={"help": "file of JSON lines"})
-    posterior: str | None = _argument("folder of the posterior; the adapter's by default")
+    posterior: str | None = _argument(
+        "folder of the posterior; the adapter's by default"
+    )
     amortized: bool = _argument(
         "by one forward pass a text, with variances that are learnt from --train", False
     )
-    train: str | None = _argument("training texts, to learn variances from, where none are saved")
+    train: str | None = _argument(
+        "training texts, to learn variances from, where none are saved"
+    )
     resume: bool = _argument("go on where an interrupted run has stopped", False)
 
 
@@ -78,9 +89,13 @@ class ReportArguments(ModelArguments):
     laplace-lora report --adapter out/ --data test.jsonl --output report.html
     """
 
-    data: str = field(metadata={"help": "texts with labels: CSV, JSON lines or a hub name"})
+    data: str = field(
+        metadata={"help": "texts with labels: CSV, JSON lines or a hub name"}
+    )
     output: str = field(metadata={"help": "file of HTML"})
-    posterior: str | None = _argument("folder of the posterior; the adapter's by default")
+    posterior: str | None = _argument(
+        "folder of the posterior; the adapter's by default"
+    )
     title: str = _argument("of the page", "Calibration report")
     overwrite: bool = _argument("replace a page that exists", False)
 
@@ -92,9 +107,13 @@ class DistillArguments(ModelArguments):
     laplace-lora distill --adapter out/ --train train.jsonl --output student/
     """
 
-    train: str = field(metadata={"help": "texts to learn from: CSV, JSON lines or a hub name"})
+    train: str = field(
+        metadata={"help": "texts to learn from: CSV, JSON lines or a hub name"}
+    )
     output: str = field(metadata={"help": "folder for the student"})
-    posterior: str | None = _argument("folder of the posterior; the adapter's by default")
+    posterior: str | None = _argument(
+        "folder of the posterior; the adapter's by default"
+    )
     epochs: float = _argument(
         "passes of the adapter's own training; a student takes three tenths", 3.0
     )
@@ -111,7 +130,9 @@ class SampleArguments(ModelArguments):
 
     output: str = field(metadata={"help": "folder that gets a folder for each adapter"})
     number: int = _argument("how many", 5)
-    posterior: str | None = _argument("folder of the posterior; the adapter's by default")
+    posterior: str | None = _argument(
+        "folder of the posterior; the adapter's by default"
+    )
     seed: int = _argument("of the draws", 0)
 
 

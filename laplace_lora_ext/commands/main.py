@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             run(parsed)
     except KeyboardInterrupt:
         sys.exit(130)
-    # Of these kinds are the library's own refusals; NotImplementedError is a RuntimeError.
+    # Of these kinds are the library's own refusals; NotImplementedError is a
+    # RuntimeError.
     except (UsageError, ValueError, RuntimeError, OSError, ImportError) as error:
         _fail(f"laplace-lora {name}", str(error))
 

@@ -1,4 +1,6 @@
-"""One page of HTML without any outside file: a table, pictures, and the texts to look at first."""
+"""One page of HTML without any outside file: a table, pictures, and the texts to look
+at first.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from laplace_lora_ext.plots import Outcomes
 
 _STYLE = """
 :root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 70rem; padding: 1rem;
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 70rem;
+       padding: 1rem;
        color: #222; background: #fff; }
 h1, h2 { line-height: 1.2; }
 .pictures { display: flex; flex-wrap: wrap; gap: 1rem; margin-top: 1.5rem; }
@@ -29,8 +32,9 @@ th:first-child, td:first-child { text-align: left; min-width: 9rem; }
 .wrong { color: #b00; }
 """
 _ORDER = (
-    "Those whose answers have the highest entropy. Aleatoric entropy is doubt that all draws of "
-    "the weights share; epistemic entropy is what more training texts would lessen."
+    "Those whose answers have the highest entropy. Aleatoric entropy is doubt that all "
+    "draws of the weights share; epistemic entropy is what more training texts would "
+    "lessen."
 )
 # Captions, and what draws each picture.
 _PICTURES: dict[str, Callable[..., Any]] = {

@@ -29,21 +29,30 @@ _POSTERIOR = "laplace_posterior.safetensors"
 
 
 def calibrate(arguments: CalibrateArguments) -> None:
-    """Fit, choose the prior, save, and print the trained model and its posterior side by side."""
+    """Fit, choose the prior, save, and print the trained model and its posterior side
+    by side.
+    """
     folder = Path(arguments.output or arguments.adapter)
-    check_new(str(folder / _POSTERIOR), arguments.overwrite, "pass --overwrite to replace it")
+    check_new(
+        str(folder / _POSTERIOR), arguments.overwrite, "pass --overwrite to replace it"
+    )
     loaded = load(arguments)
     train = loaded.labelled_batches(arguments.train)
     la = loaded.new_posterior()
     la.fit(train, progress_bar=True)
     if arguments.validation is None:
-        la.optimize_prior_precision(method="agreement", train_loader=train, progress_bar=True)
+        la.optimize_prior_precision(
+            method="agreement", train_loader=train, progress_bar=True
+        )
         measured, known_as = train, "the training texts, which the model knows"
     else:
         measured = loaded.labelled_batches(arguments.validation)
         known_as = "the validation texts, which have chosen the prior"
         la.optimize_prior_precision(
-            method="gridsearch", val_loader=measured, link_approx="mean_field", progress_bar=True
+            method="gridsearch",
+            val_loader=measured,
+            link_approx="mean_field",
+            progress_bar=True,
         )
     la.save_pretrained(folder)
     print(f"On {known_as}:")
@@ -62,18 +71,23 @@ def predict(arguments: PredictArguments) -> None:
     la = loaded.posterior(arguments.posterior)
     if arguments.amortized and la.learnt_variance is None:
         if arguments.train is None:
-            raise UsageError("--amortized needs --train, the texts to learn variances from.")
+            raise UsageError(
+                "--amortized needs --train, the texts to learn variances from."
+            )
         la.amortize(loaded.batches(loaded.texts(arguments.train)), progress_bar=True)
     texts = loaded.texts(arguments.data)
     n_done = _keep_whole_lines(output) if output.exists() else 0
     if n_done > len(texts):
-        raise UsageError(f"{output} has more lines than {arguments.data}: pass another --output.")
+        raise UsageError(
+            f"{output} has more lines than {arguments.data}: pass another --output."
+        )
     pred_type = "amortized" if arguments.amortized else "glm"
     generator = torch.Generator(la.model.device)
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a", encoding="utf-8") as file:
         for batch in loaded.batches(texts[n_done:]):
-            # Every batch sees the same draws, so that a run that was resumed gives the same lines.
+            # Every batch sees the same draws, so that a run that was resumed gives the
+            # same lines.
             generator.manual_seed(0)
             prediction = la.predict(batch, generator=generator, pred_type=pred_type)
             assert isinstance(
@@ -91,7 +105,9 @@ def predict(arguments: PredictArguments) -> None:
 
 
 def _keep_whole_lines(output: Path) -> int:
-    """Cut off a last line that an interruption has left unfinished; count the others."""
+    """Cut off a last line that an interruption has left unfinished; count the
+    others.
+    """
     written = output.read_bytes()
     whole = written[: written.rfind(b"\n") + 1]
     if whole != written:
@@ -101,7 +117,9 @@ def _keep_whole_lines(output: Path) -> int:
 
 def report(arguments: ReportArguments) -> None:
     """Write a page of HTML."""
-    output = check_new(arguments.output, arguments.overwrite, "pass --overwrite to replace it")
+    output = check_new(
+        arguments.output, arguments.overwrite, "pass --overwrite to replace it"
+    )
     loaded = load(arguments)
     la = loaded.posterior(arguments.posterior)
     texts, labels = loaded.labelled_texts(arguments.data)
@@ -116,7 +134,9 @@ def distill(arguments: DistillArguments) -> None:
     """Train a student by a trainer of the given settings."""
     output = check_new(arguments.output, False, "pass another --output")
     if arguments.epochs <= 0:
-        raise UsageError(f"--epochs {arguments.epochs:g} is no training: pass more than 0.")
+        raise UsageError(
+            f"--epochs {arguments.epochs:g} is no training: pass more than 0."
+        )
     loaded = load(arguments)
     la = loaded.posterior(arguments.posterior)
     for name, weight in loaded.model.named_parameters():

@@ -15,7 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 Row = dict[str, Any]
 
-_HINT = "a CSV file with a header, a file of JSON lines, or the name of a data set of the hub"
+_HINT = (
+    "a CSV file with a header, a file of JSON lines, or the name of a data set of "
+    "the hub"
+)
 
 
 class UsageError(Exception):
@@ -88,12 +91,14 @@ def column_of(
         if column not in row:
             there_are = ", ".join(sorted(map(str, row)))
             raise UsageError(
-                f"Row {number} of {source} has no column {column!r}, only {there_are}: pass "
-                "--text_column and --label_column."
+                f"Row {number} of {source} has no column {column!r}, only {there_are}: "
+                "pass --text_column and --label_column."
             )
         # Of a short row of CSV, too.
         if row[column] is None:
-            raise UsageError(f"Row {number} of {source} has nothing in its column {column!r}.")
+            raise UsageError(
+                f"Row {number} of {source} has nothing in its column {column!r}."
+            )
     return [row[column] for row in rows]
 
 
@@ -111,8 +116,9 @@ class Classes:
         if text.isdigit() and int(text) < len(self.names):
             return int(text)
         raise UsageError(
-            f"{source} has the label {text!r}, and the model knows {', '.join(self.names)}: pass "
-            "--class_names in the order of the model's outputs, or other data."
+            f"{source} has the label {text!r}, and the model knows "
+            f"{', '.join(self.names)}: pass --class_names in the order of the model's "
+            "outputs, or other data."
         )
 
 

@@ -1,4 +1,6 @@
-"""The host's curvature interface for LoRA weights: passes give (a, g), statistics sum them."""
+"""The host's curvature interface for LoRA weights: passes give (a, g), statistics sum
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.models.weights import read, without_rows
 from laplace_lora_ext.passes.recorder import Recorder
-from laplace_lora_ext.passes.recording import Gradients, GradientsOfRows, Inputs, Visitor
+from laplace_lora_ext.passes.recording import (
+    Gradients,
+    GradientsOfRows,
+    Inputs,
+    Visitor,
+)
 from laplace_lora_ext.passes.turns import Turns
 from laplace_lora_ext.processes.exchange import rank
 
@@ -33,11 +40,10 @@ _MANY_CLASSES = 20
 _DRAWS = 8
 
 
-# --- the two ways to sum Kronecker factors from inputs and output gradients ----------------------
-#
-# Shapes: B samples, T positions, S seeds, a weight `(m, n)`; inputs a `(B, T, n)` and output
-# gradients g `(S, B, T, m)`. Only what needs the mask of valid positions asks for it, since the
-# positions that a layer sees need not be the mask's.
+# --- the two ways to sum Kronecker factors from inputs and output gradients -----------
+#  Shapes: B samples, T positions, S seeds, a weight `(m, n)`; inputs a `(B, T, n)` and
+# output gradients g `(S, B, T, m)`. Only what needs the mask of valid positions asks
+# for it, since the positions that a layer sees need not be the mask's.
 
 
 class KfacApprox(Visitor):
@@ -75,17 +81,19 @@ class Expand(KfacApprox):
         """Sum `g gᵀ`."""
         assert isinstance(gradients, GradientsOfRows)  # others are refused beforehand
         g = gradients.positions.valid(gradients.g)
-        # After the last attention, only the positions that the model pools have a gradient.
+        # After the last attention, only the positions that the model pools have a
+        # gradient.
         g = g[g.any(dim=1)]
         self.updates.add(self.blocks[gradients.index].output_factor, g)
 
 
 class Gradient(KfacApprox):
-    """`F_out = Σ G Gᵀ` and `F_in = Σ Gᵀ G / Σ ‖G‖²` with `G = Σ_t g_t a_tᵀ` of a sample and seed.
+    """`F_out = Σ G Gᵀ` and `F_in = Σ Gᵀ G / Σ ‖G‖²` with `G = Σ_t g_t a_tᵀ` of a sample
+    and seed.
 
-    One step of power iteration from the identity towards the Kronecker product nearest to the exact
-    block (Van Loan & Pitsianis, 1993); its trace is exact. G is the weight's exact gradient, so
-    padding needs no mask.
+    One step of power iteration from the identity towards the Kronecker product nearest
+    to the exact block (Van Loan & Pitsianis, 1993); its trace is exact. G is the
+    weight's exact gradient, so padding needs no mask.
     """
 
     def gradients(self, gradients: Gradients) -> None:
@@ -109,8 +117,8 @@ def _rows_of_one_position(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Make rows whose products are those of `G = g aᵀ`: `(S B, m)` and `(B, n)`.
 
-    `G Gᵀ = ‖a‖² g gᵀ` and `Gᵀ G = ‖g‖² a aᵀ` need one row where G has m or n of them, as many as a
-    head's layer has outputs or inputs.
+    `G Gᵀ = ‖a‖² g gᵀ` and `Gᵀ G = ‖g‖² a aᵀ` need one row where G has m or n of them,
+    as many as a head's layer has outputs or inputs.
     """
     norms_of_inputs = a.norm(dim=-1, keepdim=True)
     of_outputs = g * norms_of_inputs
@@ -127,32 +135,34 @@ def _rows_of_one_position(
 KFAC_APPROX: dict[str, type[KfacApprox]] = {"expand": Expand, "gradient": Gradient}
 
 
-# --- the host's interface ------------------------------------------------------------------------
+# --- the host's interface -------------------------------------------------------------
 
 
 class LowRankKronInterface(CurvatureInterface):
-    """Curvature of LoRA weights, one Kronecker-factored block each, large factors low-rank.
+    """Curvature of LoRA weights, one Kronecker-factored block each, large factors
+    low-rank.
 
     Parameters
     ----------
     model : torch.nn.Module
         a `LogitsModel`, or any model with LoRA layers that a `LogitsModel` can wrap
     likelihood : str
-        "classification", "regression", "multi_label_classification", "token_classification" or
-        "language_modeling"
+        "classification", "regression", "multi_label_classification",
+        "token_classification" or "language_modeling"
     dict_key_x : str, default="input_ids"
         key of a batch's inputs
     dict_key_y : str, default="labels"
         key of its labels
     recorder : Recorder, optional
-        of the model and the LoRA weights that take part; by default all of the active adapter
+        of the model and the LoRA weights that take part; by default all of the active
+        adapter
     rank : int, default=10
         how many eigenvectors to keep of a large factor (the paper's `n_kfac`)
     kfac_approx : {"gradient", "expand"}
         which statistics to sum; see `Gradient` and `Expand`
     tail : bool, default=True
-        whether the directions beyond the rank keep the mean of their eigenvalues, so that the full
-        factor's trace is kept too; the paper drops them
+        whether the directions beyond the rank keep the mean of their eigenvalues, so
+        that the full factor's trace is kept too; the paper drops them
 
     Attributes
     ----------
@@ -178,7 +188,9 @@ class LowRankKronInterface(CurvatureInterface):
         tail: bool = True,
     ) -> None:
         if kfac_approx not in KFAC_APPROX:
-            raise ValueError(f"kfac_approx {kfac_approx!r} is none of {list(KFAC_APPROX)}.")
+            raise ValueError(
+                f"kfac_approx {kfac_approx!r} is none of {list(KFAC_APPROX)}."
+            )
         if rank < 0:
             raise ValueError(f"The rank must not be negative, but is {rank}.")
         if recorder is None:
@@ -188,9 +200,9 @@ class LowRankKronInterface(CurvatureInterface):
         unseen = [block.name for block in without_rows(recorder.blocks)]
         if unseen and KFAC_APPROX[kfac_approx].needs_rows:
             raise NotImplementedError(
-                f"kfac_approx={kfac_approx!r} sums over the rows of linear layers, and these have "
-                f'none: {listed(unseen)}. Use kfac_approx="gradient", or leave them out with '
-                "target_modules."
+                f"kfac_approx={kfac_approx!r} sums over the rows of linear layers, and "
+                f'these have none: {listed(unseen)}. Use kfac_approx="gradient", or '
+                "leave them out with target_modules."
             )
         self._likelihood = LIKELIHOODS[likelihood]
         super().__init__(
@@ -250,11 +262,13 @@ class LowRankKronInterface(CurvatureInterface):
         x: Any,
         y: torch.Tensor,
     ) -> torch.Tensor:
-        """Add the curvature of a batch to `H`, and return the batch's negative log-likelihood.
+        """Add the curvature of a batch to `H`, and return the batch's negative
+        log-likelihood.
 
-        An error leaves sums that are of no use. Refused are labels that don't fit the logits, and
-        numbers that are not finite (`ValueError`), a mask that "expand" can't apply to a layer's
-        rows (`NotImplementedError`), and what `record` refuses.
+        An error leaves sums that are of no use. Refused are labels that don't fit the
+        logits, and numbers that are not finite (`ValueError`), a mask that "expand"
+        can't apply to a layer's rows (`NotImplementedError`), and what `record`
+        refuses.
         """
         # Rows may wait until they take as much memory as the sums that they go into.
         updates = StreamingUpdates(H.nbytes)
@@ -269,7 +283,8 @@ class LowRankKronInterface(CurvatureInterface):
             recording.backward(seeds.vectors, statistics, weights=seeds.weights)
             with torch.autocast(logits.device.type, enabled=False):
                 updates.finish()
-            # Once a batch: a look at a number on an accelerator waits for all work there.
+            # Once a batch: a look at a number on an accelerator waits for all work
+            # there.
             self._check_finite(H)
             return self._likelihood.loss(logits, y)
 
@@ -279,7 +294,8 @@ class LowRankKronInterface(CurvatureInterface):
         for of_block in H.blocks:
             sums.append(of_block.output_factor.trace + of_block.input_factor.trace)
         traces = zip(self.blocks, read(sums), strict=True)
-        # Gradients run backward: of several such layers, the last one is where they began.
+        # Gradients run backward: of several such layers, the last one is where they
+        # began.
         for block, trace in reversed(list(traces)):
             if not isfinite(trace):
                 raise ValueError(f"Weight {block.name}: non-finite numbers")
@@ -291,7 +307,9 @@ class LowRankKronInterface(CurvatureInterface):
         N: int | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, LowRankKron]:
-        """Compute loss and curvature of one batch; sums normalise themselves, whatever `N` is."""
+        """Compute loss and curvature of one batch; sums normalise themselves, whatever
+        `N` is.
+        """
         H = self.zeros()
         loss = self.accumulate(H, x, y)
         return loss, H
@@ -301,7 +319,9 @@ class LowRankKronInterface(CurvatureInterface):
         x: Any,
         enable_backprop: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make Jacobians `(B, C, parameters)` of the logits in all weights, and the logits."""
+        """Make Jacobians `(B, C, parameters)` of the logits in all weights, and the
+        logits.
+        """
         return self.recorder.jacobians(x, enable_backprop=enable_backprop)
 
     def gradients(
@@ -309,7 +329,9 @@ class LowRankKronInterface(CurvatureInterface):
         x: Any,
         y: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make gradients of each example's loss, `(B, parameters)`, and the loss of the batch."""
+        """Make gradients of each example's loss, `(B, parameters)`, and the loss of the
+        batch.
+        """
         Js, f = self.jacobians(x)
         y = self._likelihood.check_targets(y, f)
         (slopes,) = self._likelihood.empirical_seeds(f, y).dense()
@@ -322,8 +344,8 @@ class LowRankKronInterface(CurvatureInterface):
 class LowRankKronGGN(LowRankKronInterface, GGNInterface):
     """The generalised Gauss-Newton matrix, which for these likelihoods is the Fisher.
 
-    A batch takes one forward pass, and C - 1 backward passes for C classes (C for a regression with
-    C outputs), or as many as labels are drawn.
+    A batch takes one forward pass, and C - 1 backward passes for C classes (C for a
+    regression with C outputs), or as many as labels are drawn.
 
     Parameters
     ----------
@@ -332,15 +354,16 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
     likelihood : str
         as for `LowRankKronInterface`
     stochastic : bool, optional
-        whether to draw labels from the model instead of summing over all classes; by default from
-        20 classes on, and for labels of tokens. `benchmarks/README.md` shows what this saves and
-        costs
+        whether to draw labels from the model instead of summing over all classes; by
+        default from 20 classes on, and for labels of tokens. `benchmarks/README.md`
+        shows what this saves and costs
     num_samples : int, optional
-        how many labels to draw for each example: by default 1 with `stochastic=True`, otherwise 8
+        how many labels to draw for each example: by default 1 with `stochastic=True`,
+        otherwise 8
     seed : int, default=0
-        of the labels that are drawn. They depend on it, on the process and on the number of
-        examples before the batch, so that a fit in parts draws the same as one fit. Torch's random
-        state has no part in it
+        of the labels that are drawn. They depend on it, on the process and on the
+        number of examples before the batch, so that a fit in parts draws the same as
+        one fit. Torch's random state has no part in it
     **kwargs
         as for `LowRankKronInterface`
     """
@@ -365,7 +388,9 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Collect those of all backends, and of drawing labels where any may be drawn."""
+        """Collect those of all backends, and of drawing labels where any may be
+        drawn.
+        """
         settings = super().settings | {"stochastic": self.stochastic}
         if self.stochastic is not False:
             settings |= {"num_samples": self.num_samples, "seed": self.seed}
@@ -376,7 +401,9 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         logits: torch.Tensor,
         y: torch.Tensor,
     ) -> Seeds:
-        """Choose those of the exact Fisher, or draw labels where there are many classes."""
+        """Choose those of the exact Fisher, or draw labels where there are many
+        classes.
+        """
         draws = self.stochastic
         if draws is None:
             n_outputs = logits.shape[-1]
@@ -399,12 +426,16 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         return _fisher(self._sampled_seeds(f))
 
     def _get_functional_hessian(self, f: torch.Tensor) -> torch.Tensor:
-        """Compute the exact Fisher `(B, C, C)` of the logits, under the host's name for it."""
+        """Compute the exact Fisher `(B, C, C)` of the logits, under the host's name for
+        it.
+        """
         return _fisher(self._likelihood.exact_seeds(f))
 
 
 class LowRankKronEF(LowRankKronInterface, EFInterface):
-    """The empirical Fisher: gradients at the labels, one forward and one backward pass."""
+    """The empirical Fisher: gradients at the labels, one forward and one backward
+    pass.
+    """
 
     def seeds(
         self,
@@ -416,7 +447,8 @@ class LowRankKronEF(LowRankKronInterface, EFInterface):
 
 
 class MultiLabelCurvlinopsGGN(CurvlinopsGGN):
-    """curvlinops' GGN for several labels: the host's class knows softmax and squares alone.
+    """curvlinops' GGN for several labels: the host's class knows softmax and squares
+    alone.
 
     Parameters are those of the host's class.
     """
@@ -432,7 +464,8 @@ class MultiLabelCurvlinopsGGN(CurvlinopsGGN):
         self._likelihood = LIKELIHOODS[likelihood]
 
     def _get_mc_functional_fisher(self, f: torch.Tensor) -> torch.Tensor:
-        seed = int(torch.randint(2**31, ()).item())  # torch's own state decides, as for the host
+        # Torch's own state decides, as for the host.
+        seed = int(torch.randint(2**31, ()).item())
         generator = torch.Generator(f.device).manual_seed(seed)
         return _fisher(self._likelihood.sampled_seeds(f, self.num_samples, generator))
 

@@ -37,7 +37,9 @@ class KroneckerBlock:
         device: torch.device,
         dtype: torch.dtype,
     ) -> KroneckerBlock:
-        """Make empty sums for a weight of the given shape, one side of which is the LoRA rank."""
+        """Make empty sums for a weight of the given shape, one side of which is the
+        LoRA rank.
+        """
         m, n = shape
         normalizer = torch.zeros((), device=device, dtype=torch.float64)
         if small_output:
@@ -71,8 +73,12 @@ class KroneckerBlock:
         }
 
     def copy(self) -> KroneckerBlock:
-        """Copy the block; its tensors, which updates replace rather than change, are shared."""
-        return KroneckerBlock(copy(self.output_factor), copy(self.input_factor), self.normalizer)
+        """Copy the block; its tensors, which updates replace rather than change, are
+        shared.
+        """
+        return KroneckerBlock(
+            copy(self.output_factor), copy(self.input_factor), self.normalizer
+        )
 
     def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
         """Add factors as if all data had been seen in one run."""
@@ -118,15 +124,17 @@ def _factor_from_state_dict(
 class DecomposedBlock:
     """Curvature of one LoRA weight in the eigenbasis of its two factors.
 
-    With the small factor `Q diag(l) Qᵀ` and the large one `U diag(s) Uᵀ + δ (I - U Uᵀ)`, the
-    matrix `λ I + F_small ⊗ F_large` has the eigenvalues `λ + l_i s_j` on `Q_i ⊗ U_j` and
-    `λ + l_i δ` on `Q_i ⊗ (complement of U)`, so every power costs `O(r d k)`. This is the
-    Woodbury identity of the paper's appendix E with a diagonal inner matrix.
+    With the small factor `Q diag(l) Qᵀ` and the large one `U diag(s) Uᵀ + δ (I - U
+    Uᵀ)`, the matrix `λ I + F_small ⊗ F_large` has the eigenvalues `λ + l_i s_j` on `Q_i
+    ⊗ U_j` and `λ + l_i δ` on `Q_i ⊗ (complement of U)`, so every power costs `O(r d
+    k)`. This is the Woodbury identity of the paper's appendix E with a diagonal inner
+    matrix.
     """
 
     small: Eigendecomposition  # of the factor of the LoRA rank's size
     large: Eigendecomposition
-    small_output: bool  # whether the small factor belongs to outputs (`lora_A`) or inputs
+    # Whether the small factor belongs to outputs (`lora_A`) or inputs.
+    small_output: bool
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -161,7 +169,8 @@ class DecomposedBlock:
         self,
         delta: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute `(r, k)` eigenvalues on `Q ⊗ U` and `(r,)` on its complement, plus `delta`.
+        """Compute `(r, k)` eigenvalues on `Q ⊗ U` and `(r,)` on its complement, plus
+        `delta`.
 
         Their precision is the higher of `delta`'s and the block's.
         """
@@ -182,7 +191,8 @@ class DecomposedBlock:
         self,
         weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute coordinates of `(..., r, d)` weights on `Q ⊗ U`, `(..., r, k)`, and what is left.
+        """Compute coordinates of `(..., r, d)` weights on `Q ⊗ U`, `(..., r, k)`, and
+        what is left.
 
         The remainder, `(..., r, d)`, is orthogonal to U, and in the basis Q.
         """
@@ -199,7 +209,9 @@ class DecomposedBlock:
         delta: torch.Tensor,
         exponent: float,
     ) -> torch.Tensor:
-        """Multiply each of the `(..., r, d)` weights by `(block + delta I) ** exponent`."""
+        """Multiply each of the `(..., r, d)` weights by `(block + delta I) **
+        exponent`.
+        """
         leading, remainder = self.project(weights)
         on_leading, on_remainder = self.eigenvalues(delta)
         leading = leading * on_leading.pow(exponent)
@@ -212,10 +224,11 @@ class DecomposedBlock:
         weights: torch.Tensor,
         delta: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute `W_a (block + delta I)⁻¹ W_bᵀ` of all pairs: `(..., K, r, d)` to `(..., K, K)`.
+        """Compute `W_a (block + delta I)⁻¹ W_bᵀ` of all pairs: `(..., K, r, d)` to
+        `(..., K, K)`.
 
-        Both parts are sums of squares, so the result is positive semi-definite and nothing cancels,
-        however small `delta` is.
+        Both parts are sums of squares, so the result is positive semi-definite and
+        nothing cancels, however small `delta` is.
         """
         on_leading, on_remainder = self.eigenvalues(delta)
         leading, remainder = self.project(weights)

@@ -1,7 +1,8 @@
-"""The two kinds of Kronecker factor, a small dense one and a large low-rank one, and their updates.
+"""The two kinds of Kronecker factor, a small dense one and a large low-rank one, and
+their updates.
 
-Both sum outer products of rows that arrive batch by batch, and share a vocabulary: `+` and
-`eigendecomposition`.
+Both sum outer products of rows that arrive batch by batch, and share a vocabulary: `+`
+and `eigendecomposition`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 
 LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 
-# Rows in one step of the streaming update. Its Gram matrix has so many rows and columns more than
-# there are columns to keep: one of thousands of nearly dependent rows may fail to decompose.
+# Rows in one step of the streaming update. Its Gram matrix has so many rows and columns
+# more than there are columns to keep: one of thousands of nearly dependent rows may
+# fail to decompose.
 _CHUNK = 256
-_OVERSAMPLING = 10  # directions that subspace iteration carries beyond the ones it returns
+# Directions that subspace iteration carries beyond the ones it returns.
+_OVERSAMPLING = 10
 
 
 class Eigendecomposition(NamedTuple):
@@ -25,7 +28,8 @@ class Eigendecomposition(NamedTuple):
 
     vectors: torch.Tensor  # (d, k), orthonormal columns
     values: torch.Tensor  # (k,), not negative
-    tail: torch.Tensor  # (), the eigenvalue of every direction that `vectors` leaves out
+    # (), the eigenvalue of every direction that `vectors` leaves out.
+    tail: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -71,9 +75,10 @@ class DenseFactor:
 class LowRankFactor:
     """A large Kronecker factor, held as its leading directions and its trace.
 
-    The factor is `columns columnsᵀ`, up to the energy that truncation drops. It keeps twice as many
-    columns as the rank, between fits and in files too, so that it does not lose a direction early
-    that leads later. The eigendecomposition cuts to the rank. No `(d, d)` matrix is ever formed.
+    The factor is `columns columnsᵀ`, up to the energy that truncation drops. It keeps
+    twice as many columns as the rank, between fits and in files too, so that it does
+    not lose a direction early that leads later. The eigendecomposition cuts to the
+    rank. No `(d, d)` matrix is ever formed.
 
     Yang et al. (ICLR 2024), algorithm 1, for the update.
     """
@@ -81,7 +86,8 @@ class LowRankFactor:
     columns: torch.Tensor  # (d, w) with w <= min(2 * rank, d)
     trace: torch.Tensor  # (), float64, exact despite the truncation
     rank: int  # how many eigenvectors to keep in the end (the paper's `n_kfac`)
-    tail: bool = True  # whether directions beyond it keep the mean of their eigenvalues, or none
+    # Whether directions beyond it keep the mean of their eigenvalues, or none.
+    tail: bool = True
 
     @classmethod
     def zeros(
@@ -108,14 +114,18 @@ class LowRankFactor:
         return min(2 * self.rank, self.size)
 
     def __add__(self, other: Factor) -> LowRankFactor:
-        """Merge by the streaming update: append the other's columns, and keep the leading ones."""
+        """Merge by the streaming update: append the other's columns, and keep the
+        leading ones.
+        """
         assert isinstance(other, LowRankFactor)
         columns = torch.cat([self.columns, other.columns], dim=1)
         trace = self.trace + other.trace
         return LowRankFactor(_leading(columns, self.width), trace, self.rank, self.tail)
 
     def eigendecomposition(self) -> Eigendecomposition:
-        """Compute the leading `rank` eigenvectors, and the mean of the other eigenvalues."""
+        """Compute the leading `rank` eigenvectors, and the mean of the other
+        eigenvalues.
+        """
         columns = self.columns.double()
         vectors, singular_values, _ = torch.linalg.svd(columns, full_matrices=False)
         vectors = vectors[:, : self.rank]
@@ -139,13 +149,13 @@ Factor = DenseFactor | LowRankFactor
 class StreamingUpdates:
     """Adds rows to Kronecker factors, updating many large factors at once.
 
-    Updating a large factor takes a dozen operations on small matrices, and time goes by their
-    number rather than their size. So rows wait until there are `limit` bytes of them; then factors
-    of one shape go together.
+    Updating a large factor takes a dozen operations on small matrices, and time goes by
+    their number rather than their size. So rows wait until there are `limit` bytes of
+    them; then factors of one shape go together.
 
-    Rows that are not finite make a factor's trace so, and are not added: an eigendecomposition
-    would fail on them. Who adds rows looks at the traces, once a batch: a look at a number on an
-    accelerator waits for all work there.
+    Rows that are not finite make a factor's trace so, and are not added: an
+    eigendecomposition would fail on them. Who adds rows looks at the traces, once a
+    batch: a look at a number on an accelerator waits for all work there.
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -158,7 +168,9 @@ class StreamingUpdates:
         factor: Factor,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Add `rowsᵀ rows`, of rows `(n, d)`, now or at the next `finish`; its trace in float64."""
+        """Add `rowsᵀ rows`, of rows `(n, d)`, now or at the next `finish`; its trace in
+        float64.
+        """
         if isinstance(factor, DenseFactor):
             product = rows.mT @ rows
             factor.matrix = factor.matrix + product
@@ -201,7 +213,8 @@ class _Group:
         if not traces.isfinite().all():
             return
         width = self.factors[0].width
-        columns = torch.stack([factor.columns for factor in self.factors])  # (factors, d, w)
+        # (factors, d, w)
+        columns = torch.stack([factor.columns for factor in self.factors])
         for chunk in torch.stack(self.rows).split(_CHUNK, dim=1):
             longer = torch.cat([columns, chunk.mT], dim=-1)
             columns = _leading(longer, width)
@@ -215,9 +228,10 @@ def _leading(
 ) -> torch.Tensor:
     """Rotate `(..., d, n)` columns onto their leading `width` left singular directions.
 
-    The rotation comes from the columns' Gram matrix, within a subspace of a few dimensions more
-    than there are directions to keep. Two steps of subspace iteration from a fixed random start
-    find it (Halko, Martinsson & Tropp, 2011), exactly if the matrix has no higher rank.
+    The rotation comes from the columns' Gram matrix, within a subspace of a few
+    dimensions more than there are directions to keep. Two steps of subspace iteration
+    from a fixed random start find it (Halko, Martinsson & Tropp, 2011), exactly if the
+    matrix has no higher rank.
     """
     n = columns.shape[-1]
     if n <= width:
@@ -240,13 +254,16 @@ def _start(
 ) -> torch.Tensor:
     """Draw the directions, always the same, from which subspace iteration starts."""
     generator = torch.Generator().manual_seed(0)
-    # As many rows as there may be columns: those kept of two factors, or of one and a chunk.
+    # As many rows as there may be columns: those kept of two factors, or of one and a
+    # chunk.
     shape = _CHUNK + 2 * width, width + _OVERSAMPLING
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
 
 def _eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ascending eigenvalues and eigenvectors of a semi-definite matrix, in float64."""
+    """Compute ascending eigenvalues and eigenvectors of a semi-definite matrix, in
+    float64.
+    """
     matrix = matrix.double()
     try:
         return torch.linalg.eigh(matrix)

@@ -1,4 +1,5 @@
-"""Block-diagonal curvature from Kronecker factors, the large ones of which are low-rank.
+"""Block-diagonal curvature from Kronecker factors, the large ones of which are
+low-rank.
 
 Data are summed into a `LowRankKron`; a prior is added to a `LowRankKronDecomposed`.
 """
@@ -14,11 +15,14 @@ import torch
 from laplace_lora_ext.curvature.block import DecomposedBlock, KroneckerBlock
 from laplace_lora_ext.curvature.factors import LowRankFactor
 
-_ROUNDING = 1e-6  # relative to the largest eigenvalue: ten times that of single precision
+# Relative to the largest eigenvalue: ten times that of single precision.
+_ROUNDING = 1e-6
 
 
 class LowRankKron:
-    """Sum form of a block-diagonal curvature: a Kronecker-factored block for each LoRA weight."""
+    """Sum form of a block-diagonal curvature: a Kronecker-factored block for each LoRA
+    weight.
+    """
 
     def __init__(self, blocks: Sequence[KroneckerBlock]) -> None:
         self.blocks = list(blocks)
@@ -29,7 +33,9 @@ class LowRankKron:
         state: list[dict[str, Any]],
         places: Sequence[tuple[torch.device, torch.dtype]],
     ) -> LowRankKron:
-        """Rebuild what `state_dict` returned, each block on its device and in its precision."""
+        """Rebuild what `state_dict` returned, each block on its device and in its
+        precision.
+        """
         blocks: list[KroneckerBlock] = []
         for of_block, (device, dtype) in zip(state, places, strict=True):
             blocks.append(KroneckerBlock.from_state_dict(of_block, device, dtype))
@@ -62,7 +68,8 @@ class LowRankKron:
     def decompose(self, device: torch.device | None = None) -> LowRankKronDecomposed:
         """Eigendecompose every factor, in float64.
 
-        `device` is for the numbers of all blocks together; by default it is the first block's.
+        `device` is for the numbers of all blocks together; by default it is the first
+        block's.
         """
         blocks = [block.decompose() for block in self.blocks]
         deltas = blocks[0].small.values.new_zeros(len(blocks), device=device)
@@ -72,18 +79,22 @@ class LowRankKron:
 class Spectrum(NamedTuple):
     """Eigenvalues of a curvature, those of all blocks in one row.
 
-    A prior precision only adds to eigenvalues, so these are all that a choice of prior depends on.
+    A prior precision only adds to eigenvalues, so these are all that a choice of prior
+    depends on.
     """
 
     leading: torch.Tensor  # (E,), the r x k eigenvalues that each block keeps
     leading_block: torch.Tensor  # (E,), index of the block that each belongs to
-    remaining: torch.Tensor  # (F,), each block's r ones on directions that its rank leaves out
+    # (F,), each block's r ones on directions that its rank leaves out.
+    remaining: torch.Tensor
     remaining_block: torch.Tensor  # (F,), index of the block that each belongs to
     multiplicity: torch.Tensor  # (F,), the number of directions of each
     n_blocks: int
 
     def equals(self, other: Spectrum) -> bool:
-        """Tell whether both are of one curvature, maybe on other devices or in other precisions."""
+        """Tell whether both are of one curvature, maybe on other devices or in other
+        precisions.
+        """
         mine = torch.cat([self.leading, self.remaining]).cpu()
         its = torch.cat([other.leading, other.remaining]).cpu()
         if mine.shape != its.shape:
@@ -96,7 +107,8 @@ class Spectrum(NamedTuple):
         scale: float | torch.Tensor,
         deltas: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute leading and remaining eigenvalues of `scale * curvature + deltas * I`.
+        """Compute leading and remaining eigenvalues of `scale * curvature + deltas *
+        I`.
 
         `deltas` are `()`, `(1,)` or `(blocks,)`, and give the result its dtype.
         """
@@ -112,14 +124,17 @@ class Spectrum(NamedTuple):
         scale: float | torch.Tensor,
         deltas: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute the log-determinant of `scale * curvature + deltas * I`, in float64."""
+        """Compute the log-determinant of `scale * curvature + deltas * I`, in
+        float64.
+        """
         leading, remaining = self.shifted(scale, deltas.double())
         of_remaining = self.multiplicity * remaining.log()
         return leading.log().sum() + of_remaining.sum()
 
 
 class LowRankKronDecomposed:
-    """Decomposed form of `LowRankKron`, to which a scalar or layerwise prior can be added.
+    """Decomposed form of `LowRankKron`, to which a scalar or layerwise prior can be
+    added.
 
     It has the methods of `laplace.utils.matrix.KronDecomposed`.
 
@@ -169,7 +184,9 @@ class LowRankKronDecomposed:
         )
 
     def __add__(self, deltas: float | torch.Tensor) -> LowRankKronDecomposed:
-        """Add a multiple of the identity: a scalar, or `(blocks,)` one for each block."""
+        """Add a multiple of the identity: a scalar, or `(blocks,)` one for each
+        block.
+        """
         return LowRankKronDecomposed(self.blocks, self.deltas + deltas)
 
     def __mul__(self, scalar: float | torch.Tensor) -> LowRankKronDecomposed:
@@ -226,7 +243,9 @@ class LowRankKronDecomposed:
         self,
         W: torch.Tensor,
     ) -> Iterator[tuple[DecomposedBlock, torch.Tensor, torch.Tensor]]:
-        """Yield each block, its delta, and its part of `W`, `(..., r, d)` on its device."""
+        """Yield each block, its delta, and its part of `W`, `(..., r, d)` on its
+        device.
+        """
         n_params = [block.n_params for block in self.blocks]
         parts = W.split(n_params, dim=-1)
         for block, delta, part in zip(self.blocks, self.deltas, parts, strict=True):

@@ -1,7 +1,8 @@
-"""The structures of a curvature: how each starts, takes a batch, decomposes, and is packed.
+"""The structures of a curvature: how each starts, takes a batch, decomposes, and is
+packed.
 
-A structure's *sums* are what batches add to, and what files hold. Its *curvature* is made of them
-once all data are summed, and takes a prior.
+A structure's *sums* are what batches add to, and what files hold. Its *curvature* is
+made of them once all data are summed, and takes a prior.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ CurvatureT = TypeVar("CurvatureT")
 
 @dataclass(frozen=True)
 class Structure(Generic[SumsT, CurvatureT]):
-    """A structure over the LoRA weights of one model, with the backend that computes it.
+    """A structure over the LoRA weights of one model, with the backend that computes
+    it.
 
     Attributes
     ----------
@@ -80,7 +82,9 @@ class Structure(Generic[SumsT, CurvatureT]):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Say what the curvature depends on besides model, data and the user's settings."""
+        """Say what the curvature depends on besides model, data and the user's
+        settings.
+        """
         return {}
 
     def zeros(self) -> SumsT:
@@ -94,11 +98,12 @@ class Structure(Generic[SumsT, CurvatureT]):
         y: torch.Tensor,
         n_before: int,
     ) -> tuple[torch.Tensor, SumsT]:
-        """Add a batch: return its loss, and the sums with it; the given ones stay as they are.
+        """Add a batch: return its loss, and the sums with it; the given ones stay as
+        they are.
 
-        Labels that don't fit and numbers that are not finite are refused. Labels that are drawn
-        depend on how many examples, `n_before`, came before. A batch that does not fit into memory
-        is added in parts, as if these were batches.
+        Labels that don't fit and numbers that are not finite are refused. Labels that
+        are drawn depend on how many examples, `n_before`, came before. A batch that
+        does not fit into memory is added in parts, as if these were batches.
         """
         _, dtype = self.places[0]
         total = sums
@@ -107,7 +112,8 @@ class Structure(Generic[SumsT, CurvatureT]):
         def add_part(part: Any, place: slice) -> None:
             nonlocal total
             of_part = y[place]
-            if not len(self.likelihood.as_targets(of_part, dtype)):  # texts without a label
+            # Texts without a label.
+            if not len(self.likelihood.as_targets(of_part, dtype)):
                 return
             if isinstance(self.backend, LowRankKronInterface):
                 self.backend.n_before = n_before + (place.start or 0)
@@ -188,7 +194,9 @@ class LowRankKronStructure(Structure[LowRankKron, LowRankKronDecomposed]):
         return sums.state_dict()
 
     def unpack(self, packed: list[dict[str, Any]]) -> LowRankKron:
-        return LowRankKron.from_state_dict(packed, [block.place for block in self.blocks])
+        return LowRankKron.from_state_dict(
+            packed, [block.place for block in self.blocks]
+        )
 
 
 @dataclass(frozen=True)
@@ -254,7 +262,8 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
     def check_backend(cls, backend: type[CurvatureInterface]) -> None:
         if issubclass(backend, LowRankKronInterface):
             raise ValueError(
-                f'{backend.__name__} keeps low-rank factors: use hessian_structure="lowrank_kron".'
+                f"{backend.__name__} keeps low-rank factors: use "
+                'hessian_structure="lowrank_kron".'
             )
 
     def zeros(self) -> Kron:
@@ -277,7 +286,8 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
     def decompose(self, sums: Kron, n_data: int) -> KronDecomposed:
         kfacs: list[Any] = []
         for factors in sums.kfacs:
-            if len(factors) == 2:  # the host sums output factors, and averages input factors
+            # The host sums output factors, and averages input factors.
+            if len(factors) == 2:
                 kfacs.append([factors[0], factors[1] / n_data])
             else:
                 kfacs.append(factors)
@@ -291,7 +301,9 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
         device, _ = self.places[0]
         kfacs: list[Any] = []
         for factors, block in zip(packed, self.blocks, strict=True):
-            kfacs.append([factor.to(device, block.statistics_dtype) for factor in factors])
+            kfacs.append(
+                [factor.to(device, block.statistics_dtype) for factor in factors]
+            )
         return Kron(kfacs)
 
 
@@ -299,7 +311,8 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
 class DenseStructure(HostStructure[torch.Tensor, torch.Tensor]):
     """A structure whose sums are one tensor, which is the curvature, too."""
 
-    # The host's own default needs forward-mode derivatives, which fused attention lacks.
+    # The host's own default needs forward-mode derivatives, which fused attention
+    # lacks.
     default_backend: ClassVar[type[CurvatureInterface]] = LowRankKronGGN
 
     @property
@@ -356,7 +369,8 @@ class FullStructure(DenseStructure):
     def _add(
         self, sums: torch.Tensor, x: Any, y: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.model.output_size:  # ASDL's Jacobians need it before their first pass
+        # ASDL's Jacobians need it before their first pass.
+        if not self.model.output_size:
             with self.model.prepared(), torch.no_grad():
                 self.model(x)
         return super()._add(sums, x, y)

@@ -1,1 +1,3 @@
-"""All that is known of transformers and PEFT: a batch in, logits out, and the LoRA weights."""
+"""All that is known of transformers and PEFT: a batch in, logits out, and the LoRA
+weights.
+"""

@@ -1,4 +1,6 @@
-"""Adapters of one PEFT model: which is active, new ones on the same base, and files of them."""
+"""Adapters of one PEFT model: which is active, new ones on the same base, and files of
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from torch import nn
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.weights import owner_of, without_adapter
 
-# Initialisations of LoRA that subtract what they put into the adapter from the base model.
+# Initialisations of LoRA that subtract what they put into the adapter from the base
+# model.
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -32,8 +35,12 @@ def own_weights(
 
 
 def active_again(model: nn.Module) -> Callable[[], None]:
-    """Return a function that activates the present adapter again, and what is trainable now."""
-    active = {peft_model: peft_model.active_adapter for peft_model in _peft_models(model)}
+    """Return a function that activates the present adapter again, and what is trainable
+    now.
+    """
+    active = {
+        peft_model: peft_model.active_adapter for peft_model in _peft_models(model)
+    }
     trainable = {weight: weight.requires_grad for weight in model.parameters()}
 
     def activate() -> None:
@@ -41,7 +48,8 @@ def active_again(model: nn.Module) -> Callable[[], None]:
             # Without adapters, PEFT has an empty list there.
             if isinstance(adapter, str) and peft_model.active_adapter != adapter:
                 peft_model.set_adapter(adapter)
-        # PEFT's `set_adapter` makes all weights of an adapter trainable, frozen ones too.
+        # PEFT's `set_adapter` makes all weights of an adapter trainable, frozen ones
+        # too.
         for weight, requires_grad in trainable.items():
             weight.requires_grad_(requires_grad)
 
@@ -50,12 +58,15 @@ def active_again(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def own_adapter_back(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Make the user's adapter active again at the end; an error removes adapters added within.
+    """Make the user's adapter active again at the end; an error removes adapters added
+    within.
 
     Yields a function that makes it active in between.
     """
     activate = active_again(model)
-    names_before = {peft_model: set(peft_model.peft_config) for peft_model in _peft_models(model)}
+    names_before = {
+        peft_model: set(peft_model.peft_config) for peft_model in _peft_models(model)
+    }
     try:
         yield activate
     # An interruption from the keyboard leaves as little behind as an error.
@@ -69,11 +80,12 @@ def own_adapter_back(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
-    """Add an untrained adapter of the active one's configuration, and make it the active one.
+    """Add an untrained adapter of the active one's configuration, and make it the
+    active one.
 
-    Torch's random state decides its values. What is frozen in the other one, as `lora_A` in
-    LoRA-FA, is frozen here too. Refused are a name that is taken, and an initialisation that would
-    change the base model; a module's name is warned of.
+    Torch's random state decides its values. What is frozen in the other one, as
+    `lora_A` in LoRA-FA, is frozen here too. Refused are a name that is taken, and an
+    initialisation that would change the base model; a module's name is warned of.
     """
     if adapter in model.peft_config:
         raise ValueError(
@@ -81,20 +93,24 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
             f"model.delete_adapter({adapter!r})."
         )
     like = model.active_adapter
-    assert isinstance(like, str)  # a PeftModel's own is one, where a layer's may be several
+    # A PeftModel's own is one, where a layer's may be several.
+    assert isinstance(like, str)
     # A copy: PEFT writes into the configuration that an adapter is added with.
     config = deepcopy(model.peft_config[like])
     initialisation = getattr(config, "init_lora_weights", True)
     if str(initialisation).startswith(_CHANGE_BASE):
         raise ValueError(
-            f"init_lora_weights={initialisation!r} changes the base model, which then can't "
-            "take a second adapter: choose another initialisation, or train each on its own model."
+            f"init_lora_weights={initialisation!r} changes the base model, which then "
+            "can't take a second adapter: choose another initialisation, or train each "
+            "on its own model."
         )
     if any(adapter in name.split(".") for name, _ in model.named_parameters()):
-        # PEFT looks for other adapters' names anywhere in a weight's name, and leaves it out.
+        # PEFT looks for other adapters' names anywhere in a weight's name, and leaves
+        # it out.
         warn(
-            f"The model has modules that are named {adapter!r} like the new adapter, and PEFT "
-            "saves other adapters without the weights below them: choose another adapter_name."
+            f"The model has modules that are named {adapter!r} like the new adapter, "
+            "and PEFT saves other adapters without the weights below them: choose "
+            "another adapter_name."
         )
     trained: dict[str, bool] = {}
     for name, weight in own_weights(model, like).items():
@@ -112,7 +128,9 @@ def read_adapter(
     adapter: str,
     directory: Path,
 ) -> None:
-    """Give an adapter the weights that `write_adapter`, or a trainer, saved in a directory."""
+    """Give an adapter the weights that `write_adapter`, or a trainer, saved in a
+    directory.
+    """
     weights = load_peft_weights(str(_folder_of(adapter, directory)), device="cpu")
     set_peft_model_state_dict(model, weights, adapter)
 
@@ -122,8 +140,8 @@ def find_peft_model(model: nn.Module) -> PeftModel:
     peft_models = _peft_models(model)
     if not peft_models:
         raise ValueError(
-            "This model is no PeftModel and holds none, which adapters of their own need: make it "
-            "with peft.get_peft_model."
+            "This model is no PeftModel and holds none, which adapters of their own "
+            "need: make it with peft.get_peft_model."
         )
     return peft_models[0]
 
@@ -136,13 +154,19 @@ def new_folders(
     directory: str | Path,
     n_samples: int,
 ) -> list[Path]:
-    """Name new folders, one for each sample; `FileExistsError` if there is one already."""
+    """Name new folders, one for each sample; `FileExistsError` if there is one
+    already.
+    """
     # With leading zeros, names sort as numbers do.
     digits = len(str(n_samples - 1))
-    folders = [Path(directory) / f"sample_{index:0{digits}}" for index in range(n_samples)]
+    folders = [
+        Path(directory) / f"sample_{index:0{digits}}" for index in range(n_samples)
+    ]
     for folder in folders:
         if folder.exists():
-            raise FileExistsError(f"{folder} exists: remove it or name another directory.")
+            raise FileExistsError(
+                f"{folder} exists: remove it or name another directory."
+            )
     return folders
 
 
@@ -155,10 +179,11 @@ def write_adapter(
 ) -> Path:
     """Save an adapter with other values for some of its weights, and return its folder.
 
-    `weights` maps the `id` of a parameter to the values to save in its place. The model itself
-    does not change.
+    `weights` maps the `id` of a parameter to the values to save in its place. The model
+    itself does not change.
     """
-    # The dictionary is new, and its tensors are the model's own: put in place, not written into.
+    # The dictionary is new, and its tensors are the model's own: put in place, not
+    # written into.
     state = model.state_dict()
     for name, parameter in model.named_parameters():
         if id(parameter) in weights:

@@ -1,4 +1,6 @@
-"""Where a language model's logits are read: those of its answers, or at any places of texts."""
+"""Where a language model's logits are read: those of its answers, or at any places of
+texts.
+"""
 
 from __future__ import annotations
 
@@ -66,24 +68,30 @@ class Answers:
         inputs: Any,
         call: Callable[..., Any],
     ) -> torch.Tensor:
-        """Compute log-probabilities `(B, C + 1)` of the answers, and of all else together.
+        """Compute log-probabilities `(B, C + 1)` of the answers, and of all else
+        together.
 
         Where each batch brings its own answers, they are `(B, C)`, of these alone.
         """
         raise NotImplementedError
 
     def warn_if_answered(self, inputs: Any) -> None:
-        """Warn if every text already ends with an answer, which a prompt should leave out."""
+        """Warn if every text already ends with an answer, which a prompt should leave
+        out.
+        """
 
     def share_prompts(self) -> None:
-        """Read what the choices of a text share once from now on, where that changes nothing."""
+        """Read what the choices of a text share once from now on, where that changes
+        nothing.
+        """
 
     @contextmanager
     def weighing(self) -> Iterator[list[torch.Tensor]]:
-        """Yield where the first pass within puts the probability `(B,)` of all answers together.
+        """Yield where the first pass within puts the probability `(B,)` of all answers
+        together.
 
-        Of answers of several tokens that of their first ones counts. Later passes may be of other
-        examples, or within `torch.func.vmap`.
+        Of answers of several tokens that of their first ones counts. Later passes may
+        be of other examples, or within `torch.func.vmap`.
         """
         self._weighed = weighed = []
         try:
@@ -96,7 +104,9 @@ class Answers:
         logits: torch.Tensor,
         tokens: Sequence[int],
     ) -> None:
-        """Note the probability of some tokens of a vocabulary's logits `(B, V)`, if asked to."""
+        """Note the probability of some tokens of a vocabulary's logits `(B, V)`, if
+        asked to.
+        """
         if self._weighed is not None and not self._weighed:
             of_answers, _ = divided(logits.detach(), tokens)
             self._weighed.append(of_answers.exp().sum(-1))
@@ -105,12 +115,13 @@ class Answers:
 class AnswerTokens(Answers):
     """The tokens that a language model answers with, one per class.
 
-    The answer is read after the last real token of a causal language model, at the mask token of a
-    masked one, and in an encoder-decoder after the decoder's start token, or after the decoder
-    input that the batch gives.
+    The answer is read after the last real token of a causal language model, at the mask
+    token of a masked one, and in an encoder-decoder after the decoder's start token, or
+    after the decoder input that the batch gives.
 
-    There must be two or more distinct tokens of the vocabulary, and for a masked language model a
-    `mask_token_id`. `transformer` is None for any other model that returns logits of a vocabulary.
+    There must be two or more distinct tokens of the vocabulary, and for a masked
+    language model a `mask_token_id`. `transformer` is None for any other model that
+    returns logits of a vocabulary.
     """
 
     def __init__(
@@ -123,20 +134,22 @@ class AnswerTokens(Answers):
         are_distinct = len(set(ids)) == len(ids)
         if len(ids) < 2 or not are_distinct or not are_tokens(ids, transformer):
             raise ValueError(
-                "class_token_ids must be two or more distinct tokens of the model's vocabulary, "
-                f"as its tokenizer has them, not {ids}."
+                "class_token_ids must be two or more distinct tokens of the model's "
+                f"vocabulary, as its tokenizer has them, not {ids}."
             )
         if transformer is not None and is_masked(transformer) and mask_token_id is None:
             raise ValueError(
-                f"{type(transformer).__name__} is a masked language model, which answers at the "
-                "mask token: pass mask_token_id=tokenizer.mask_token_id."
+                f"{type(transformer).__name__} is a masked language model, which "
+                "answers at the mask token: pass mask_token_id=tokenizer.mask_token_id."
             )
         super().__init__()
         self.class_token_ids = ids
         self.mask_token_id = mask_token_id
         self._ids = ids
         self._transformer = transformer
-        self._decodes = transformer is not None and transformer.config.is_encoder_decoder
+        self._decodes = (
+            transformer is not None and transformer.config.is_encoder_decoder
+        )
 
     def logits(
         self,
@@ -162,7 +175,9 @@ class AnswerTokens(Answers):
         call: Callable[..., Any],
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Compute logits `(B, V)` of the whole vocabulary where the answers are read."""
+        """Compute logits `(B, V)` of the whole vocabulary where the answers are
+        read.
+        """
         model_kwargs = without_cache(self._transformer, inputs) | kwargs
         text_with_answer = inputs
         if self._decodes:
@@ -175,13 +190,16 @@ class AnswerTokens(Answers):
             logits = read_off(call(inputs, **model_kwargs))[:, 0]
         if logits.shape[-1] <= max(self._ids):
             raise ValueError(
-                f"class_token_ids {self._ids} go beyond the model's output layer, which has only "
-                f"{logits.shape[-1]} tokens: pass the numbers that the answers have in it."
+                f"class_token_ids {self._ids} go beyond the model's output layer, "
+                f"which has only {logits.shape[-1]} tokens: pass the numbers that the "
+                "answers have in it."
             )
         return logits
 
     def warn_if_answered(self, inputs: Any) -> None:
-        """Warn if every text already ends with an answer, which a prompt should leave out."""
+        """Warn if every text already ends with an answer, which a prompt should leave
+        out.
+        """
         comes_last = not self._decodes and self.mask_token_id is None
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
         if not comes_last or tokens is None or tokens.ndim != 2:
@@ -190,8 +208,8 @@ class AnswerTokens(Answers):
         answers = torch.tensor(self._ids, device=last.device)
         if torch.isin(last, answers).all():
             warn(
-                "Every text of the batch ends with one of class_token_ids, but the model predicts "
-                "what comes next: leave the answers out of the prompts."
+                "Every text of the batch ends with one of class_token_ids, but the "
+                "model predicts what comes next: leave the answers out of the prompts."
             )
 
     def _position(
@@ -205,8 +223,8 @@ class AnswerTokens(Answers):
         is_mask = inputs["input_ids"] == self.mask_token_id
         if (is_mask.sum(-1) != 1).any():
             raise ValueError(
-                f"Each text must have one mask token {self.mask_token_id}, but those of the batch "
-                f"have {is_mask.sum(-1).tolist()}."
+                f"Each text must have one mask token {self.mask_token_id}, but those "
+                f"of the batch have {is_mask.sum(-1).tolist()}."
             )
         return is_mask.int().argmax(-1)
 
@@ -215,13 +233,15 @@ def divided(
     logits: torch.Tensor,
     tokens: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide log-probabilities of logits `(B, V)`: of tokens `(B, C)`, and of all others `(B, 1)`.
+    """Divide log-probabilities of logits `(B, V)`: of tokens `(B, C)`, and of all
+    others `(B, 1)`.
 
     They are in float32 or better.
     """
     log_p = in_full(logits).log_softmax(-1)
     ids = torch.tensor(tokens, device=log_p.device)
-    # Summed, rather than taken from 1, which cancels digits where the answers are all but certain.
+    # Summed, rather than taken from 1, which cancels digits where the answers are all
+    # but certain.
     others = log_p.index_fill(1, ids, -torch.inf)
     return log_p[:, ids], others.logsumexp(-1, keepdim=True)
 
@@ -237,8 +257,8 @@ def _as_numbers(class_token_ids: Sequence[int]) -> list[int]:
     except TypeError:
         raise ValueError(
             f"class_token_ids must be numbers of tokens, not {class_token_ids!r}. "
-            "tokenizer.convert_tokens_to_ids gives them, and None for what is no token of the "
-            "vocabulary: tokenizer.tokenize shows how answers are written there."
+            "tokenizer.convert_tokens_to_ids gives them, and None for what is no token "
+            "of the vocabulary: tokenizer.tokenize shows how answers are written there."
         ) from None
 
 
@@ -249,20 +269,29 @@ def are_tokens(
     """Tell whether numbers are of a model's vocabulary, as far as its size is known."""
     if any(token < 0 for token in ids):
         return False
-    size = None if transformer is None else getattr(text_config(transformer), "vocab_size", None)
+    size = (
+        None
+        if transformer is None
+        else getattr(text_config(transformer), "vocab_size", None)
+    )
     return size is None or all(token < size for token in ids)
 
 
 def is_masked(transformer: PreTrainedModel) -> bool:
     """Tell whether a model is a masked language model, and nothing else."""
     name = type(transformer).__name__
-    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or transformer.config.is_encoder_decoder:
+    if (
+        name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        or transformer.config.is_encoder_decoder
+    ):
         return False
     return name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
 
 
 def decoder_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Select what an encoder-decoder's decoder reads, under the names of other models' inputs."""
+    """Select what an encoder-decoder's decoder reads, under the names of other models'
+    inputs.
+    """
     prefix = "decoder_"
     text: dict[str, Any] = {}
     for key, value in inputs.items():
@@ -272,7 +301,8 @@ def decoder_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_places(places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index the true ones among places `(N, T)` in order, as many as any row has: `(N, M)`.
+    """Index the true ones among places `(N, T)` in order, as many as any row has: `(N,
+    M)`.
 
     Also returns which of the index are true ones, `(N, M)`.
     """
@@ -291,10 +321,10 @@ def reading_at(
 ) -> Iterator[Callable[[Any], torch.Tensor]]:
     """Run the output layer for the `(B, K)` places of an index among T positions alone.
 
-    Yields a function that takes what the model returned, and returns logits `(B, K, V)`, also where
-    the model has logits at all positions. A hook selects: not every model and version has an option
-    for it, that option wants the index on the hidden states' device, and the layer may have LoRA,
-    whose rows must still lie by text.
+    Yields a function that takes what the model returned, and returns logits `(B, K,
+    V)`, also where the model has logits at all positions. A hook selects: not every
+    model and version has an option for it, that option wants the index on the hidden
+    states' device, and the layer may have LoRA, whose rows must still lie by text.
     """
     calls: list[torch.Size] = []
 
@@ -317,16 +347,17 @@ def reading_at(
         logits = logits_of(output)
         if logits.ndim != 3:
             raise ValueError(
-                "class_token_ids need logits of shape (batch, positions, vocabulary), not "
-                f"{tuple(logits.shape)}: leave them out for a model that returns logits of classes."
+                "class_token_ids need logits of shape (batch, positions, vocabulary), "
+                f"not {tuple(logits.shape)}: leave them out for a model that returns "
+                "logits of classes."
             )
         if calls:
             return logits
         if logits.shape[1] != n_positions:
             raise ValueError(
                 f"The model returns logits at {logits.shape[1]} positions for texts of "
-                f"{n_positions} tokens, perhaps because images come first. Let its forward pass "
-                "return only the logits of the texts' tokens."
+                f"{n_positions} tokens, perhaps because images come first. Let its "
+                "forward pass return only the logits of the texts' tokens."
             )
         places = index.to(logits.device)[..., None]
         return logits.take_along_dim(places, dim=1)
@@ -343,7 +374,9 @@ def decoder_start(
     transformer: PreTrainedModel,
     inputs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Give the decoder a start token for each text, unless the batch has a decoder input."""
+    """Give the decoder a start token for each text, unless the batch has a decoder
+    input.
+    """
     if any(inputs.get(key) is not None for key in DECODER_INPUTS):
         return {}
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
@@ -354,12 +387,16 @@ def decoder_start(
 
 
 def start_token(transformer: PreTrainedModel) -> int:
-    """Return the token that an encoder-decoder's second text begins with; an error if none."""
+    """Return the token that an encoder-decoder's second text begins with; an error if
+    none.
+    """
     for config in (transformer.config, transformer.generation_config):
         start = getattr(config, "decoder_start_token_id", None)
         if start is not None:
             return start
-    raise ValueError("The model has no decoder_start_token_id: add decoder_input_ids to the batch.")
+    raise ValueError(
+        "The model has no decoder_start_token_id: add decoder_input_ids to the batch."
+    )
 
 
 def without_cache(
@@ -388,15 +425,15 @@ def last_real_position(inputs: Any) -> torch.Tensor:
         return torch.full((len(text),), last, device=text.device)
     if mask.shape != text.shape[:2]:
         raise NotImplementedError(
-            f"An attention_mask of shape {tuple(mask.shape)} does not show where each text ends: "
-            f"pass one of shape {tuple(text.shape[:2])}."
+            f"An attention_mask of shape {tuple(mask.shape)} does not show where each "
+            f"text ends: pass one of shape {tuple(text.shape[:2])}."
         )
     mask = mask.bool()
     empty = ~mask.any(-1)
     if empty.any():
         raise ValueError(
-            f"Row {int(empty.int().argmax())} has no text: its attention_mask is 0 everywhere. "
-            "Leave such rows out."
+            f"Row {int(empty.int().argmax())} has no text: its attention_mask is 0 "
+            "everywhere. Leave such rows out."
         )
     positions = torch.arange(mask.shape[1], device=mask.device)
     return (mask * positions).argmax(-1)
@@ -406,5 +443,7 @@ def text_of(inputs: Any) -> torch.Tensor:
     """Return a tensor with a row for each text, and a column for each position."""
     if not isinstance(inputs, Mapping):
         return inputs
-    candidates = (inputs.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
+    candidates = (
+        inputs.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask")
+    )
     return next(value for value in candidates if value is not None)

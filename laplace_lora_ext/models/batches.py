@@ -36,7 +36,9 @@ def moved(
     device: torch.device,
     *left_out: str,
 ) -> Any:
-    """Copy a batch to a device without some of its keys, as a dictionary or a BatchEncoding."""
+    """Copy a batch to a device without some of its keys, as a dictionary or a
+    BatchEncoding.
+    """
     _check_collated(batch)
     inputs: dict[str, Any] = {}
     for key, value in batch.items():
@@ -55,7 +57,9 @@ def part_of(
     place: slice,
     n_examples: int,
 ) -> Any:
-    """Take inputs of some examples; what has not as many rows as examples stays as it is."""
+    """Take inputs of some examples; what has not as many rows as examples stays as it
+    is.
+    """
     if isinstance(inputs, Mapping):
         return {key: part_of(value, place, n_examples) for key, value in inputs.items()}
     has_rows = isinstance(inputs, torch.Tensor) and inputs.ndim > 0
@@ -66,7 +70,9 @@ def part_of(
 
 
 def number_of_rows(x: Any) -> int | None:
-    """Count the rows of a batch's tensors; None where they have none, or unequal numbers."""
+    """Count the rows of a batch's tensors; None where they have none, or unequal
+    numbers.
+    """
     _check_collated(x)
     values = x.values() if isinstance(x, Mapping) else [x]
     lengths: set[int | None] = set()
@@ -93,7 +99,9 @@ def is_tokens(value: Any) -> TypeGuard[torch.Tensor]:
 
 def _check_collated(batch: Any) -> None:
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), list):
-        raise TypeError("input_ids are a list: pass batches of tensors, as collators make them.")
+        raise TypeError(
+            "input_ids are a list: pass batches of tensors, as collators make them."
+        )
 
 
 def check_texts(
@@ -105,8 +113,8 @@ def check_texts(
     packing = _packing(inputs, may_mark_tokens="global_attention_mask" in parameters)
     if packing is not None:
         raise NotImplementedError(
-            f"Several texts are packed into one row, as {packing} shows: give each text a row of "
-            "its own, with an attention_mask of 0 and 1."
+            f"Several texts are packed into one row, as {packing} shows: give each "
+            "text a row of its own, with an attention_mask of 0 and 1."
         )
     tokens = inputs.get("input_ids")
     if tokens is None or inputs.get("attention_mask") is not None:
@@ -116,8 +124,8 @@ def check_texts(
         return
     if (tokens[..., [0, -1]] == padding).any():
         raise ValueError(
-            f"The batch has no attention_mask, but the padding token {padding} at ends of its "
-            "texts: pass the tokenizer's attention_mask."
+            f"The batch has no attention_mask, but the padding token {padding} at ends "
+            "of its texts: pass the tokenizer's attention_mask."
         )
 
 
@@ -127,7 +135,8 @@ def _packing(
 ) -> str | None:
     """Find the key of a batch that shows several texts in a row, if one does.
 
-    Models with attention to all tokens, such as Longformer, `may_mark_tokens` by a 2 in the mask.
+    Models with attention to all tokens, such as Longformer, `may_mark_tokens` by a 2 in
+    the mask.
     """
     tensors: dict[str, torch.Tensor] = {}
     for key, value in inputs.items():
@@ -163,7 +172,9 @@ def _restarts(
     positions: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> bool:
-    """Tell whether positions fall within a row, as they do where another text begins."""
+    """Tell whether positions fall within a row, as they do where another text
+    begins.
+    """
     falls = positions.diff() < 0
     if mask is None or mask.ndim != positions.ndim:
         return bool(falls.any())
@@ -176,8 +187,8 @@ def _restarts(
 def text_first(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Move padding behind the texts of a batch, where no token attends to it.
 
-    Many models would count padding in front as positions. What lies by position moves along with
-    its tokens, unless the batch says which positions they have.
+    Many models would count padding in front as positions. What lies by position moves
+    along with its tokens, unless the batch says which positions they have.
     """
     mask = inputs.get("attention_mask")
     text = inputs.get("input_ids")
@@ -230,15 +241,18 @@ class Positions(NamedTuple):
     """Examples and positions of a batch."""
 
     n_examples: int  # B, also the number of rows of logits, unless these have owners
-    n_rows: int  # rows of the model's input: B, or a multiple where an example is several sequences
+    # Rows of the model's input: B, or a multiple where an example is several sequences.
+    n_rows: int
     n_tokens: int | None = None  # positions of all rows together, where known
-    # `(B, n_rows / B * T)` booleans, false at padding, or of another shape, which can't be applied;
-    # None where nothing is padded.
+    # `(B, n_rows / B * T)` booleans, false at padding, or of another shape, which can't
+    # be applied; None where nothing is padded.
     mask: torch.Tensor | None = None
-    # Whether the batch has tokens and nothing beside them, one row or as many for each example.
-    # Otherwise contents may say which rows are whose, as where texts have images.
+    # Whether the batch has tokens and nothing beside them, one row or as many for each
+    # example. Otherwise contents may say which rows are whose, as where texts have
+    # images.
     is_text: bool = False
-    # `(N,)` index of the example that each row of logits belongs to, where examples have several.
+    # `(N,)` index of the example that each row of logits belongs to, where examples
+    # have several.
     owners_of_logits: torch.Tensor | None = None
 
     def logits_of(self, examples: torch.Tensor) -> torch.Tensor:
@@ -248,18 +262,20 @@ class Positions(NamedTuple):
         return examples[..., self.owners_of_logits.to(examples.device)]
 
     def valid(self, n_positions: int) -> torch.Tensor | None:
-        """Return the `(B, n_positions)` mask of a layer that sees so many positions of an example.
+        """Return the `(B, n_positions)` mask of a layer that sees so many positions of
+        an example.
 
-        None where all of them are valid, as after pooling. A `NotImplementedError` if the batch is
-        padded and the layer's positions are not those of the mask.
+        None where all of them are valid, as after pooling. A `NotImplementedError` if
+        the batch is padded and the layer's positions are not those of the mask.
         """
         is_pooled = n_positions == self.n_rows // self.n_examples
         if self.mask is None or is_pooled:
             return None
         if self.mask.shape != (self.n_examples, n_positions):
             raise NotImplementedError(
-                f"the layer sees {n_positions} positions of each example, but attention_mask has "
-                f'shape {tuple(self.mask.shape)}: use kfac_approx="gradient"'
+                f"the layer sees {n_positions} positions of each example, but "
+                f"attention_mask has shape {tuple(self.mask.shape)}: use "
+                'kfac_approx="gradient"'
             )
         return self.mask
 
@@ -297,7 +313,9 @@ def positions_of(
 
 
 def _rows(inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return a tensor with one number for each token, in the rows of a model's input."""
+    """Return a tensor with one number for each token, in the rows of a model's
+    input.
+    """
     if inputs.get("input_ids") is not None:
         return inputs["input_ids"]
     if inputs.get("inputs_embeds") is not None:
@@ -313,7 +331,9 @@ def _is_text(
     inputs: Mapping[str, Any],
     n_examples: int,
 ) -> bool:
-    """Tell whether there are tokens, and no tensor beside them but masks and the like."""
+    """Tell whether there are tokens, and no tensor beside them but masks and the
+    like.
+    """
     tokens = inputs.get("input_ids")
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
         return False
@@ -327,13 +347,15 @@ def _is_text(
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """Return the tensor of logits in what a model returns; `TypeError` if there is none."""
+    """Return the tensor of logits in what a model returns; `TypeError` if there is
+    none.
+    """
     logits = getattr(output, "logits", output)
     if isinstance(logits, (tuple, list)) and logits:
         logits = logits[0]
     if not isinstance(logits, torch.Tensor):
         raise TypeError(
-            "The model must return logits: an output with .logits, a tensor, or a tuple that "
-            f"begins with one, not {type(output).__name__}."
+            "The model must return logits: an output with .logits, a tensor, or a "
+            f"tuple that begins with one, not {type(output).__name__}."
         )
     return logits

@@ -1,4 +1,6 @@
-"""Answers of several tokens: each stands behind its prompt, and its log-probabilities add up."""
+"""Answers of several tokens: each stands behind its prompt, and its log-probabilities
+add up.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +37,21 @@ from laplace_lora_ext.processes.exchange import count
 SCORE_MASK = "score_mask"
 _CACHES = ("cache", "past_key_values")  # in newer transformers, and in older ones
 
-# How far rounding may move logits, in units of the precision of a model's weights: sums of many
-# layers differ by tens of them, and other positions by far more.
+# How far rounding may move logits, in units of the precision of a model's weights: sums
+# of many layers differ by tens of them, and other positions by far more.
 _ROUNDING = 1000
 _ROUNDING_OF_HALF = 0.02  # relative, whatever the precision
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What a model reads of a batch: a row for each of K choices of B texts, padded behind."""
+    """What a model reads of a batch: a row for each of K choices of B texts, padded
+    behind.
+    """
 
     inputs: dict[str, Any]  # tensors `(B K, ...)`, and what is no tensor of rows
-    targets: torch.Tensor  # `(B K, T)` tokens that logits at their places predict, or `IGNORED`
+    # `(B K, T)` tokens that logits at their places predict, or `IGNORED`.
+    targets: torch.Tensor
     n_texts: int
 
     def by_text(self, of_rows: torch.Tensor) -> torch.Tensor:
@@ -67,17 +72,22 @@ class _Scores:
     """What a pass says of choices."""
 
     logits: torch.Tensor  # `(B, K)`
-    at_first: torch.Tensor  # logits `(B, V)` where the first choice's first token is predicted
+    # Logits `(B, V)` where the first choice's first token is predicted.
+    at_first: torch.Tensor
 
 
 @dataclass(frozen=True)
 class _Divided:
-    """The same rows, divided into what the choices of a text share, and what stands behind it."""
+    """The same rows, divided into what the choices of a text share, and what stands
+    behind it.
+    """
 
     prompts: dict[str, torch.Tensor]  # C tokens of each text, `(B, C)`
     ends: torch.Tensor  # `(B,)` how many of them are real
-    at_end: torch.Tensor  # `(B, K)` tokens that are predicted at the last one, or `IGNORED`
-    behind: dict[str, torch.Tensor]  # L tokens of each choice, `(B K, L)`, and a mask with prompts
+    # `(B, K)` tokens that are predicted at the last one, or `IGNORED`.
+    at_end: torch.Tensor
+    # L tokens of each choice, `(B K, L)`, and a mask with prompts.
+    behind: dict[str, torch.Tensor]
     targets: torch.Tensor  # `(B K, L)` tokens that logits there predict, or `IGNORED`
 
     @property
@@ -95,15 +105,17 @@ class _Divided:
 class Choices(Answers):
     """Answers that each batch brings, other ones for each text.
 
-    A batch has `input_ids` `(B, K, T)`, in which each of the K choices of a text stands behind its
-    prompt, and a `score_mask` of that shape, true for the tokens that count. With an
-    encoder-decoder both are of `decoder_input_ids`, which begin with the start token, and
-    `input_ids` are `(B, T)` or `(B, K, T)`. The logit of a choice is the sum of its tokens'
-    log-probabilities, each given all that stands before it, or their mean with `normalised`.
+    A batch has `input_ids` `(B, K, T)`, in which each of the K choices of a text stands
+    behind its prompt, and a `score_mask` of that shape, true for the tokens that count.
+    With an encoder-decoder both are of `decoder_input_ids`, which begin with the start
+    token, and `input_ids` are `(B, T)` or `(B, K, T)`. The logit of a choice is the sum
+    of its tokens' log-probabilities, each given all that stands before it, or their
+    mean with `normalised`.
 
-    Each choice is a row of its own. After `share_prompts` a decoder reads once what the choices of
-    a text share, keeps it in its cache, with gradients, and reads what stands behind it for each
-    choice: only where the first batch of a kind then has the same logits as by rows of its own.
+    Each choice is a row of its own. After `share_prompts` a decoder reads once what the
+    choices of a text share, keeps it in its cache, with gradients, and reads what
+    stands behind it for each choice: only where the first batch of a kind then has the
+    same logits as by rows of its own.
     """
 
     def __init__(
@@ -116,7 +128,9 @@ class Choices(Answers):
         self._proven: dict[tuple[bool, bool], bool] = {}  # by kind of batch
         self.normalised = normalised
         self._transformer = transformer
-        self._decodes = transformer is not None and transformer.config.is_encoder_decoder
+        self._decodes = (
+            transformer is not None and transformer.config.is_encoder_decoder
+        )
 
     def rows(self, inputs: Any) -> Any:
         rows = self._rows(inputs)
@@ -158,7 +172,8 @@ class Choices(Answers):
         scores = self._by_prompts(rows, divided_rows, call, **kwargs)
         is_same = scores is not None
         if scores is not None and divided_rows.kind not in self._proven:
-            # One more pass, once a kind of batch: what a cache does is the model's own affair.
+            # One more pass, once a kind of batch: what a cache does is the model's own
+            # affair.
             with torch.no_grad():
                 expected = self._by_rows(rows, call, **kwargs)
             is_same = _agree(scores.logits.detach(), expected.logits, self._dtype)
@@ -172,7 +187,9 @@ class Choices(Answers):
         self._shares_prompts = True
 
     def _may_share(self, kwargs: Mapping[str, Any]) -> bool:
-        """Tell whether the model may read a prompt once, as far as is known before a pass."""
+        """Tell whether the model may read a prompt once, as far as is known before a
+        pass.
+        """
         transformer = self._transformer
         if not self._shares_prompts or transformer is None or self._decodes or kwargs:
             return False
@@ -183,7 +200,10 @@ class Choices(Answers):
         if count() > 1:
             return False
         # Checkpointed layers keep no cache.
-        if any(getattr(layer, "gradient_checkpointing", False) for layer in transformer.modules()):
+        if any(
+            getattr(layer, "gradient_checkpointing", False)
+            for layer in transformer.modules()
+        ):
             return False
         parameters = inspect.signature(transformer.forward).parameters
         takes_places = {"position_ids", "use_cache"} <= set(parameters)
@@ -191,7 +211,9 @@ class Choices(Answers):
 
     @property
     def _cache(self) -> str | None:
-        """Name the cache of keys and values that a decoder takes; None if it takes none."""
+        """Name the cache of keys and values that a decoder takes; None if it takes
+        none.
+        """
         assert self._transformer is not None
         parameters = inspect.signature(self._transformer.forward).parameters
         return next((name for name in _CACHES if name in parameters), None)
@@ -220,7 +242,9 @@ class Choices(Answers):
         call: Callable[..., Any],
         **kwargs: Any,
     ) -> _Scores | None:
-        """Read each prompt once, and each choice behind it; None if the cache is not plain."""
+        """Read each prompt once, and each choice behind it; None if the cache is not
+        plain.
+        """
         index = (parts.ends - 1)[:, None]
         _, n_positions = parts.prompts["input_ids"].shape
         with reading_at(self._transformer, index, n_positions) as read_off:
@@ -262,7 +286,8 @@ class Choices(Answers):
             output = call(inputs, **kwargs)
             of_vocabulary = in_full(read_off(output))
         tokens = targets.take_along_dim(index, dim=1).where(counts, IGNORED)
-        tokens = tokens[..., None].to(of_vocabulary.device)  # one is predicted at each place
+        # One is predicted at each place.
+        tokens = tokens[..., None].to(of_vocabulary.device)
         log_p = _log_probs(of_vocabulary, tokens)[..., 0]
         return log_p.sum(-1), of_vocabulary[:, 0]
 
@@ -280,7 +305,9 @@ class Choices(Answers):
         return _Scores(log_p, at_first)
 
     def _divided(self, rows: _Rows) -> _Divided | None:
-        """Divide rows at the end of what the choices of each text share, if there is any."""
+        """Divide rows at the end of what the choices of each text share, if there is
+        any.
+        """
         # Of other inputs nobody knows which belong to the prompt alone.
         if not rows.inputs.keys() <= {"input_ids", "attention_mask"}:
             return None
@@ -364,32 +391,35 @@ class Choices(Answers):
         tokens = text.get(key)
         if counts is None:
             raise ValueError(
-                f"{type(self._transformer).__name__} is a language model: pass class_token_ids, "
-                "the tokens of the answers, as tokenizer.convert_tokens_to_ids gives them, or "
-                "class_texts and the tokenizer. Where each text has choices of its own, pass "
-                f"batches of {key} (texts, choices, tokens) with a score_mask of the tokens that "
+                f"{type(self._transformer).__name__} is a language model: pass "
+                "class_token_ids, the tokens of the answers, as "
+                "tokenizer.convert_tokens_to_ids gives them, or class_texts and the "
+                "tokenizer. Where each text has choices of its own, pass batches of "
+                f"{key} (texts, choices, tokens) with a score_mask of the tokens that "
                 'count. For free text, use the likelihood "language_modeling" and '
                 'hessian_structure="lowrank_kron".'
             )
         if tokens is None or tokens.ndim != 3 or tokens.shape[1] < 2:
             found = None if tokens is None else tuple(tokens.shape)
             raise ValueError(
-                f"With a score_mask, {key} must be of shape (texts, choices, tokens) with two "
-                f"choices or more, not {found}."
+                f"With a score_mask, {key} must be of shape (texts, choices, tokens) "
+                f"with two choices or more, not {found}."
             )
         if counts.shape != tokens.shape:
             raise ValueError(
-                f"score_mask has shape {tuple(counts.shape)}, and {key} {tuple(tokens.shape)}: "
-                "say for each token whether it counts."
+                f"score_mask has shape {tuple(counts.shape)}, and {key} "
+                f"{tuple(tokens.shape)}: say for each token whether it counts."
             )
         return tokens, counts.bool()
 
 
 class AnswerTexts(Answers):
-    """The answers of a language model, several tokens for some classes, the same for all texts.
+    """The answers of a language model, several tokens for some classes, the same for
+    all texts.
 
-    Each answer is read behind the prompt, or in an encoder-decoder by the decoder, as a choice of
-    `Choices`. There must be two or more distinct answers of one or more tokens.
+    Each answer is read behind the prompt, or in an encoder-decoder by the decoder, as a
+    choice of `Choices`. There must be two or more distinct answers of one or more
+    tokens.
     """
 
     def __init__(
@@ -403,27 +433,29 @@ class AnswerTexts(Answers):
         for number, answer in enumerate(answers):
             if not answer:
                 raise ValueError(
-                    f"Class {number} has no token: give each answer in class_token_ids or "
-                    "class_texts at least one."
+                    f"Class {number} has no token: give each answer in class_token_ids "
+                    "or class_texts at least one."
                 )
         tokens = [token for answer in answers for token in answer]
         are_distinct = len({tuple(answer) for answer in answers}) == len(answers)
         if len(answers) < 2 or not are_distinct or not are_tokens(tokens, transformer):
             raise ValueError(
-                "class_token_ids must be two or more distinct answers in tokens of the model's "
-                f"vocabulary, as its tokenizer has them, not {answers}."
+                "class_token_ids must be two or more distinct answers in tokens of the "
+                f"model's vocabulary, as its tokenizer has them, not {answers}."
             )
         if transformer is not None and is_masked(transformer):
             raise ValueError(
-                f"{type(transformer).__name__} is a masked language model, which answers with one "
-                f"token: give each class one, rather than {answers}."
+                f"{type(transformer).__name__} is a masked language model, which "
+                f"answers with one token: give each class one, rather than {answers}."
             )
         self.class_token_ids = answers
         self.normalised = normalised
         self._answers = answers
         self._first_tokens = sorted({answer[0] for answer in answers})
         self._transformer = transformer
-        self._decodes = transformer is not None and transformer.config.is_encoder_decoder
+        self._decodes = (
+            transformer is not None and transformer.config.is_encoder_decoder
+        )
         self._choices = Choices(transformer, normalised)
 
     def share_prompts(self) -> None:
@@ -447,7 +479,8 @@ class AnswerTexts(Answers):
         inputs: Any,
         call: Callable[..., Any],
     ) -> torch.Tensor:
-        """Compute log-probabilities `(B, C + 1)` of the answers, and of all else together.
+        """Compute log-probabilities `(B, C + 1)` of the answers, and of all else
+        together.
 
         All else are texts that begin with other tokens than any answer.
         """
@@ -467,12 +500,14 @@ class AnswerTexts(Answers):
         last = last_real_position(inputs).tolist()
         for text, end in zip(tokens.tolist(), last, strict=True):
             read = text[: end + 1]
-            is_answered = any(read[-len(answer) :] == answer for answer in self._answers)
+            is_answered = any(
+                read[-len(answer) :] == answer for answer in self._answers
+            )
             if not is_answered:
                 return
         warn(
-            "Every text of the batch ends with one of the answers, but the model predicts what "
-            "comes next: leave the answers out of the prompts."
+            "Every text of the batch ends with one of the answers, but the model "
+            "predicts what comes next: leave the answers out of the prompts."
         )
 
     def _scores(
@@ -487,13 +522,13 @@ class AnswerTexts(Answers):
         """Put each answer behind each prompt of a batch, `(B, K, T)`."""
         if not isinstance(inputs, Mapping):
             raise TypeError(
-                "Answers of several tokens need batches that are mappings with input_ids, not "
-                f"{type(inputs).__name__}."
+                "Answers of several tokens need batches that are mappings with "
+                f"input_ids, not {type(inputs).__name__}."
             )
         if SCORE_MASK in inputs:
             raise ValueError(
-                "The batch has a score_mask, and so choices of its own: leave out class_token_ids "
-                "and class_texts."
+                "The batch has a score_mask, and so choices of its own: leave out "
+                "class_token_ids and class_texts."
             )
         if not self._decodes:
             return _continued(inputs, self._answers)
@@ -513,7 +548,9 @@ def answers_of(
 ) -> Answers:
     """Make the answers of classes that have one token each, or several."""
     listed = _listed(class_token_ids)
-    answers = [tokens for answer in listed if (tokens := _as_sequence(answer)) is not None]
+    answers = [
+        tokens for answer in listed if (tokens := _as_sequence(answer)) is not None
+    ]
     if not listed or len(answers) < len(listed):
         # It says what is wrong with them.
         return AnswerTokens(class_token_ids, transformer, mask_token_id)
@@ -530,7 +567,8 @@ def class_tokens(
 ) -> Sequence[Any] | None:
     """Return the answers' tokens, if any are given: texts are tokenized as they stand.
 
-    They get no special tokens. A `ValueError` if there is no tokenizer, or an answer has no token.
+    They get no special tokens. A `ValueError` if there is no tokenizer, or an answer
+    has no token.
     """
     if class_texts is None:
         return class_token_ids
@@ -539,18 +577,22 @@ def class_tokens(
     are_texts = all(isinstance(text, str) for text in class_texts)
     if isinstance(class_texts, str) or not are_texts:
         raise ValueError(
-            f"class_texts must be a list of texts, one a class, not {class_texts!r}: tokens go to "
-            "class_token_ids."
+            f"class_texts must be a list of texts, one a class, not {class_texts!r}: "
+            "tokens go to class_token_ids."
         )
     if tokenizer is None:
         raise ValueError(
             "class_texts need the model's tokenizer: pass "
             "tokenizer=AutoTokenizer.from_pretrained(...)."
         )
-    answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in class_texts]
+    answers = [
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in class_texts
+    ]
     for text, answer in zip(class_texts, answers, strict=True):
         if not answer:
-            raise ValueError(f"The answer {text!r} in class_texts has no token: give it a text.")
+            raise ValueError(
+                f"The answer {text!r} in class_texts has no token: give it a text."
+            )
     return answers
 
 
@@ -558,12 +600,16 @@ def _listed(class_token_ids: Any) -> list[Any]:
     """Return the answers as a list, empty if there is none to make."""
     if isinstance(class_token_ids, torch.Tensor):
         return class_token_ids.tolist()
-    is_sequence = isinstance(class_token_ids, Sequence) and not isinstance(class_token_ids, str)
+    is_sequence = isinstance(class_token_ids, Sequence) and not isinstance(
+        class_token_ids, str
+    )
     return list(class_token_ids) if is_sequence else []
 
 
 def _as_sequence(answer: Any) -> list[int] | None:
-    """Return an answer's tokens, of which there may be one; None if they are no whole numbers."""
+    """Return an answer's tokens, of which there may be one; None if they are no whole
+    numbers.
+    """
     tokens = answer if isinstance(answer, list | tuple | torch.Tensor) else [answer]
     try:
         return [operator.index(token) for token in tokens]
@@ -575,7 +621,8 @@ def _flattened(
     inputs: Mapping[str, Any],
     choices: torch.Tensor,
 ) -> dict[str, Any]:
-    """Give each of the choices `(B, K, T)` a row of its own, with all that its text has.
+    """Give each of the choices `(B, K, T)` a row of its own, with all that its text
+    has.
 
     What lies by choice has the shape of the choices, or of an encoder's texts of them.
     """
@@ -612,8 +659,9 @@ def _targets(
     if empty:
         row, choice = empty[0]
         raise ValueError(
-            f"Choice {choice} of text {row} has no token that counts: score_mask is 0 everywhere. "
-            "Give each text as many choices as the others, each with a token."
+            f"Choice {choice} of text {row} has no token that counts: score_mask is 0 "
+            "everywhere. Give each text as many choices as the others, each with a "
+            "token."
         )
     counts = counts.flatten(0, 1)
     mask = text.get("attention_mask")
@@ -625,8 +673,8 @@ def _targets(
         row, place = unpredicted[0]
         raise ValueError(
             f"score_mask counts token {place} of choice {row % n_choices} of text "
-            f"{row // n_choices}, which is padding, or the first of its text, which nothing "
-            "predicts: count the tokens of answers alone."
+            f"{row // n_choices}, which is padding, or the first of its text, which "
+            "nothing predicts: count the tokens of answers alone."
         )
     labels = text["input_ids"].where(counts, IGNORED)
     return pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -647,7 +695,9 @@ def _shared_ends(rows: _Rows) -> torch.Tensor:
 
 
 def _is_plain(cache: Cache) -> bool:
-    """Tell whether a cache keeps all that it is given, in tensors that gradients follow."""
+    """Tell whether a cache keeps all that it is given, in tensors that gradients
+    follow.
+    """
     layers = getattr(cache, "layers", [])
     # Others forget, or write in place.
     names = {type(layer).__name__ for layer in layers}
@@ -655,7 +705,9 @@ def _is_plain(cache: Cache) -> bool:
 
 
 def _has_row_and_place(value: Any, shape: torch.Size) -> bool:
-    """Tell whether something is a tensor with a row for each text and a column for each token."""
+    """Tell whether something is a tensor with a row for each text and a column for each
+    token.
+    """
     return isinstance(value, torch.Tensor) and value.shape[:2] == shape
 
 
@@ -663,14 +715,16 @@ def _log_probs(
     logits: torch.Tensor,
     tokens: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute log-probabilities `(N, M, K)` of tokens by logits `(N, M, V)`; 0 of `IGNORED`."""
+    """Compute log-probabilities `(N, M, K)` of tokens by logits `(N, M, V)`; 0 of
+    `IGNORED`.
+    """
     counts = tokens != IGNORED
     tokens = tokens.where(counts, 0)
     vocabulary = logits.shape[-1]
     if tokens.max() >= vocabulary:
         raise ValueError(
-            f"Answers have tokens up to {tokens.max()}, but the model's output layer has only "
-            f"{vocabulary}: pass the numbers that they have in it."
+            f"Answers have tokens up to {tokens.max()}, but the model's output layer "
+            f"has only {vocabulary}: pass the numbers that they have in it."
         )
     chosen = logits.gather(-1, tokens)
     log_p = chosen - logits.logsumexp(-1, keepdim=True)
@@ -682,7 +736,9 @@ def _agree(
     others: torch.Tensor,
     dtype: torch.dtype,
 ) -> bool:
-    """Tell whether two computations of logits differ by rounding in a model's precision alone."""
+    """Tell whether two computations of logits differ by rounding in a model's precision
+    alone.
+    """
     rounding = min(_ROUNDING * torch.finfo(dtype).eps, _ROUNDING_OF_HALF)
     difference = (logits - others).abs().max()
     return bool(difference <= rounding * others.abs().max())
@@ -706,7 +762,8 @@ def _continued(
     text: Mapping[str, Any],
     answers: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """Put K answers behind the last real token of texts `(B, T)`, and mark them: `(B, K, T + L)`.
+    """Put K answers behind the last real token of texts `(B, T)`, and mark them: `(B,
+    K, T + L)`.
 
     What is no tensor of tokens stays as it is.
     """
@@ -714,7 +771,8 @@ def _continued(
     if ids is None or ids.ndim != 2:
         raise ValueError(
             "Answers of several tokens are put behind the input_ids of texts, of shape "
-            f"(texts, tokens), and the batch has {None if ids is None else tuple(ids.shape)}."
+            "(texts, tokens), and the batch has "
+            f"{None if ids is None else tuple(ids.shape)}."
         )
     tokens, is_token = _padded(answers, ids)
     longest = tokens.shape[1]
@@ -754,7 +812,7 @@ def _continued(
             continued[key] = grown(value, at_last)
         else:
             raise ValueError(
-                f"The batch has {key} for each token, and the tokens of answers have none: leave "
-                "it out, or pass batches of choices with a score_mask."
+                f"The batch has {key} for each token, and the tokens of answers have "
+                "none: leave it out, or pass batches of choices with a score_mask."
             )
     return {**text, **continued}

@@ -11,7 +11,8 @@ from torch import nn
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.weights import Block, LinearRows, View, strip_wrappers
 
-# Rows and columns of the largest dense factor that is kept: of the smaller side of a weight.
+# Rows and columns of the largest dense factor that is kept: of the smaller side of a
+# weight.
 _LARGEST = 2048
 
 Selection = bool | str | Collection[str]
@@ -51,7 +52,9 @@ class HeadWeight:
         return weight
 
     def is_named(self, name: str) -> bool:
-        """Tell whether a name in `modules_to_save` is that of the layer, or of what it is in."""
+        """Tell whether a name in `modules_to_save` is that of the layer, or of what it
+        is in.
+        """
         # PEFT compares the ends of names, too.
         module = self.head
         if module.endswith(name):
@@ -67,9 +70,10 @@ class HeadWeight:
         layer = self.layer
         if type(layer) is not nn.Linear or self.parameter not in ("weight", "bias"):
             raise NotImplementedError(
-                f"{self.known_as}.{self.parameter} is a weight of {type(layer).__name__}, and a "
-                "head has a posterior over its linear layers alone: name these in modules_to_save, "
-                "such as 'classifier.out_proj', and the rest stays at its MAP value."
+                f"{self.known_as}.{self.parameter} is a weight of "
+                f"{type(layer).__name__}, and a head has a posterior over its linear "
+                "layers alone: name these in modules_to_save, such as "
+                "'classifier.out_proj', and the rest stays at its MAP value."
             )
         is_bias = self.parameter == "bias"
         block = Block(
@@ -87,9 +91,10 @@ class HeadWeight:
         if smaller > _LARGEST:
             m, n = block.shape
             raise NotImplementedError(
-                f"{self.known_as} is a weight of {m:,} x {n:,}, whose smaller Kronecker factor has "
-                f"{smaller:,} x {smaller:,} numbers ({4 * smaller**2 / 2**20:,.0f} MiB); at most "
-                f"{_LARGEST:,} rows are kept: name other layers in modules_to_save, or none."
+                f"{self.known_as} is a weight of {m:,} x {n:,}, whose smaller "
+                f"Kronecker factor has {smaller:,} x {smaller:,} numbers "
+                f"({4 * smaller**2 / 2**20:,.0f} MiB); at most {_LARGEST:,} rows are "
+                "kept: name other layers in modules_to_save, or none."
             )
         return block
 
@@ -101,7 +106,10 @@ def head_weights(
     """List all weights and biases of an adapter's heads."""
     weights: list[HeadWeight] = []
     for name, wrapper in model.named_modules():
-        if not isinstance(wrapper, ModulesToSaveWrapper) or adapter not in wrapper.modules_to_save:
+        if (
+            not isinstance(wrapper, ModulesToSaveWrapper)
+            or adapter not in wrapper.modules_to_save
+        ):
             continue
         head = strip_wrappers(name)
         for inner, layer in wrapper.modules_to_save[adapter].named_modules():
@@ -118,20 +126,24 @@ def select_heads(
 ) -> list[HeadWeight]:
     """Select weights and biases of an adapter's heads, all or by name.
 
-    Frozen ones are left out, unless a head is frozen as a whole, as adapters that were loaded for
-    inference are. A `ValueError` if there is no head of such a name.
+    Frozen ones are left out, unless a head is frozen as a whole, as adapters that were
+    loaded for inference are. A `ValueError` if there is no head of such a name.
     """
     if not selection:
         return []
     weights = head_weights(model, adapter)
     trained = {each.head for each in weights if each.weight.requires_grad}
-    weights = [each for each in weights if each.weight.requires_grad or each.head not in trained]
+    weights = [
+        each
+        for each in weights
+        if each.weight.requires_grad or each.head not in trained
+    ]
     there = listed(sorted({each.known_as for each in weights}))
     if selection is True:
         if not weights:
             raise ValueError(
-                f"modules_to_save=True, but the adapter {adapter!r} was trained without any: leave "
-                "it out for a posterior over LoRA weights alone."
+                f"modules_to_save=True, but the adapter {adapter!r} was trained "
+                "without any: leave it out for a posterior over LoRA weights alone."
             )
         return weights
     names = [selection] if isinstance(selection, str) else list(selection)

@@ -1,4 +1,6 @@
-"""Everything that is known about models and batches: a batch in, logits of its classes out."""
+"""Everything that is known about models and batches: a batch in, logits of its classes
+out.
+"""
 
 from __future__ import annotations
 
@@ -42,30 +44,34 @@ _LABEL_KEYS = ("label", "labels")
 _HALF = (torch.float16, torch.bfloat16)
 _BY_KEYWORD = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
 
-# How far rounding may move logits, relative to the largest: in half precision, and in others.
+# How far rounding may move logits, relative to the largest: in half precision, and in
+# others.
 _ROUNDING_OF_HALF = 0.05
 _ROUNDING = 1e-3
 
-# How many calls of layers are searched for the logits: the last ones, so that few activations are
-# kept in memory.
+# How many calls of layers are searched for the logits: the last ones, so that few
+# activations are kept in memory.
 _LAST = 8
 
 
 class LogitsModel(nn.Module):
-    """A model that maps a batch to the logits of its classes, `(B, C)`, in float32 or better.
+    """A model that maps a batch to the logits of its classes, `(B, C)`, in float32 or
+    better.
 
-    A transformers model, bare or within PEFT's, DistributedDataParallel's or torch.compile's
-    wrapper, is called with a batch's keys as keyword arguments, and so is a module whose forward
-    pass has no place for a mapping, as `forward(self, **inputs)`. Any other module is called with
-    the batch itself, a mapping or a tensor, as laplace-torch does. Compiled ones run eagerly here.
+    A transformers model, bare or within PEFT's, DistributedDataParallel's or
+    torch.compile's wrapper, is called with a batch's keys as keyword arguments, and so
+    is a module whose forward pass has no place for a mapping, as `forward(self,
+    **inputs)`. Any other module is called with the batch itself, a mapping or a tensor,
+    as laplace-torch does. Compiled ones run eagerly here.
 
-    Of a language model the logits are those of `class_token_ids` where the answer is read, see
-    `AnswerTokens`, of several tokens behind each text, see `AnswerTexts`, or without them those of
-    choices that the batch brings, see `Choices`. Labels, `dict_key_y` in a mapping, are never
-    passed on to it.
+    Of a language model the logits are those of `class_token_ids` where the answer is
+    read, see `AnswerTokens`, of several tokens behind each text, see `AnswerTexts`, or
+    without them those of choices that the batch brings, see `Choices`. Labels,
+    `dict_key_y` in a mapping, are never passed on to it.
     """
 
-    adapter: str | None  # which is active in prepared passes, whichever is otherwise; None for any
+    # Which is active in prepared passes, whichever is otherwise; None for any.
+    adapter: str | None
     output_size: int  # C; 0 before the first forward pass
 
     def __init__(
@@ -81,17 +87,19 @@ class LogitsModel(nn.Module):
         super().__init__()
         if is_compiled(model):
             warn(
-                "The model is compiled: fits and predictions run it eagerly, since compiled code "
-                "does not call LoRA layers as modules."
+                "The model is compiled: fits and predictions run it eagerly, since "
+                "compiled code does not call LoRA layers as modules."
             )
         self.model = model
         self.adapter = adapter
         self.dict_key_y = dict_key_y
         self.output_size = 0
-        # In a tuple, the transformers model within is no child module: it would be a second one.
+        # In a tuple, the transformers model within is no child module: it would be a
+        # second one.
         self._transformer = (find_transformer(model),)
         parameters = list(signature(unwrapped(model).forward).parameters.values())
-        self._first_place: str | None = None  # the name of what the model takes first by position
+        # The name of what the model takes first by position.
+        self._first_place: str | None = None
         if parameters and parameters[0].kind not in _BY_KEYWORD:
             self._first_place = parameters[0].name
         self._has_more_places = len(parameters) > 1
@@ -121,7 +129,8 @@ class LogitsModel(nn.Module):
 
     @property
     def class_token_ids(self) -> ClassTokens | None:
-        """The tokens of a language model's answers, one a class, or several; None if it has none.
+        """The tokens of a language model's answers, one a class, or several; None if it
+        has none.
 
         Other models have none, and neither have those whose batches bring choices.
         """
@@ -145,8 +154,9 @@ class LogitsModel(nn.Module):
     def forward(self, batch: Any = None, **model_kwargs: Any) -> torch.Tensor:
         """Compute logits `(B, C)` of a batch without its labels, on the model's device.
 
-        The batch may also come as keyword arguments, as transformers' models take it. Models
-        without such logits are refused, as are batches that `check_texts` or `AnswerTokens` refuse.
+        The batch may also come as keyword arguments, as transformers' models take it.
+        Models without such logits are refused, as are batches that `check_texts` or
+        `AnswerTokens` refuse.
         """
         if batch is None:
             return self._logits(model_kwargs)
@@ -166,28 +176,34 @@ class LogitsModel(nn.Module):
     def log_probs(self, batch: Any) -> torch.Tensor:
         """Compute log-probabilities `(B, C)`.
 
-        With `class_token_ids` they are `(B, C + 1)`, the last one of all other tokens together.
+        With `class_token_ids` they are `(B, C + 1)`, the last one of all other tokens
+        together.
         """
         if self._answers is None:
             return self(batch).log_softmax(-1)
         return self._answers.log_probs(self._inputs(batch), self._call)
 
     def share_prompts(self) -> None:
-        """Read what the choices of a text share once from now on, where that changes nothing.
+        """Read what the choices of a text share once from now on, where that changes
+        nothing.
 
-        LoRA layers are then called twice a pass, with a text's rows divided among both calls.
+        LoRA layers are then called twice a pass, with a text's rows divided among both
+        calls.
         """
         if self._answers is not None:
             self._answers.share_prompts()
 
     def weighing_answers(self) -> AbstractContextManager[list[torch.Tensor]]:
-        """Weigh answers as `Answers.weighing`; without `class_token_ids` there are none."""
+        """Weigh answers as `Answers.weighing`; without `class_token_ids` there are
+        none.
+        """
         if self._answers is None:
             return nullcontext([])
         return self._answers.weighing()
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
-        """Split a training batch, a mapping or a pair `(X, y)`, into inputs and its labels.
+        """Split a training batch, a mapping or a pair `(X, y)`, into inputs and its
+        labels.
 
         The labels are on the model's device.
         """
@@ -197,8 +213,8 @@ class LogitsModel(nn.Module):
         if isinstance(X, Mapping):
             given = sorted(str(key) for key, value in X.items() if value is not None)
             raise ValueError(
-                f"No labels {self.dict_key_y!r} in the batch, which has only {given}: pass the key "
-                "of the labels as dict_key_y."
+                f"No labels {self.dict_key_y!r} in the batch, which has only {given}: "
+                "pass the key of the labels as dict_key_y."
             )
         raise TypeError(
             "A batch to learn from must be a mapping with labels or a pair (X, y), not "
@@ -206,7 +222,9 @@ class LogitsModel(nn.Module):
         )
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
-        """Split a batch as `split`; of one without labels, or with None there, they are None."""
+        """Split a batch as `split`; of one without labels, or with None there, they are
+        None.
+        """
         if isinstance(batch, torch.Tensor):
             return batch, None
         if isinstance(batch, Mapping):
@@ -216,8 +234,8 @@ class LogitsModel(nn.Module):
             X, y = batch
         else:
             raise TypeError(
-                "A batch must be a mapping (with labels, to learn from), a tensor or a pair "
-                f"(X, y), not {type(batch).__name__}."
+                "A batch must be a mapping (with labels, to learn from), a tensor or a "
+                f"pair (X, y), not {type(batch).__name__}."
             )
         if y is None:
             return X, None
@@ -230,7 +248,9 @@ class LogitsModel(nn.Module):
         return positions_of(rows, n_examples, self.device)
 
     def owners(self, batch: Any) -> torch.Tensor | None:
-        """Say which example each row of logits belongs to, `(N,)`; None where each has one."""
+        """Say which example each row of logits belongs to, `(N,)`; None where each has
+        one.
+        """
         return None
 
     def unlabelled(self, inputs: Any) -> Any:
@@ -238,7 +258,9 @@ class LogitsModel(nn.Module):
         return inputs
 
     def in_places(self, rows: torch.Tensor, batch: Any, dim: int = 0) -> torch.Tensor:
-        """Arrange rows of predictions, along a dimension, as the batch has their examples."""
+        """Arrange rows of predictions, along a dimension, as the batch has their
+        examples.
+        """
         return rows
 
     def inputs(self, batch: Any) -> Any:
@@ -247,7 +269,9 @@ class LogitsModel(nn.Module):
         return X
 
     def text(self, batch: Any) -> Any:
-        """Return inputs of a batch of texts with `input_ids` `(B, T)`; None for any other one."""
+        """Return inputs of a batch of texts with `input_ids` `(B, T)`; None for any
+        other one.
+        """
         inputs = self._inputs(self.inputs(batch))
         if not isinstance(inputs, Mapping):
             return None
@@ -259,7 +283,8 @@ class LogitsModel(nn.Module):
         """Tell whether two computations of the same logits differ by rounding alone."""
         if logits.shape != others.shape:
             return False
-        # Logits come in float32 at least, and don't tell in what precision they were computed.
+        # Logits come in float32 at least, and don't tell in what precision they were
+        # computed.
         is_half = next(self.model.parameters()).dtype in _HALF
         rounding = _ROUNDING_OF_HALF if is_half else _ROUNDING
         distance = (logits - others).abs().max()
@@ -267,22 +292,33 @@ class LogitsModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where batches go, and logits come: the device of the model's first parameter."""
+        """Where batches go, and logits come: the device of the model's first
+        parameter.
+        """
         return device_of(self.model)
 
     @contextmanager
     def prepared(self, trainable: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-        """Keep the model in evaluation mode, with gradients for the given parameters alone.
+        """Keep the model in evaluation mode, with gradients for the given parameters
+        alone.
 
-        `adapter` is the only active one, other threads wait, and compiled modules run eagerly. On
-        leaving, also by an exception, the user's adapter is active again, and every module's mode
-        and every parameter's `requires_grad` and `.grad` are as they were.
+        `adapter` is the only active one, other threads wait, and compiled modules run
+        eagerly. On leaving, also by an exception, the user's adapter is active again,
+        and every module's mode and every parameter's `requires_grad` and `.grad` are as
+        they were.
         """
-        active = nullcontext() if self.adapter is None else only_active(self.model, self.adapter)
-        # The lock comes first: all that follows changes the model, also for other threads.
+        active = (
+            nullcontext()
+            if self.adapter is None
+            else only_active(self.model, self.adapter)
+        )
+        # The lock comes first: all that follows changes the model, also for other
+        # threads.
         with LOCK, cpu_as_default(), active, running_eagerly(self.model):
             modes = {module: module.training for module in self.modules()}
-            before = [flags for module in modes for flags in _ParameterFlags.of_module(module)]
+            before = [
+                flags for module in modes for flags in _ParameterFlags.of_module(module)
+            ]
             wanted = {id(parameter) for parameter in trainable}
             try:
                 self.eval()
@@ -293,14 +329,17 @@ class LogitsModel(nn.Module):
                     yield
             finally:
                 for module, mode in modes.items():
-                    # Modules may watch what is set on them: leave alone what is right already.
+                    # Modules may watch what is set on them: leave alone what is right
+                    # already.
                     if module.training != mode:
                         module.training = mode
                 for flags in before:
                     flags.set(flags.requires_grad, flags.grad)
 
     def _inputs(self, batch: Any) -> Any:
-        """Return the batch without its labels on the model's device, of the same type as before."""
+        """Return the batch without its labels on the model's device, of the same type
+        as before.
+        """
         if isinstance(batch, torch.Tensor):
             batch = batch.to(self.device)
             is_tokens = batch.ndim == 2 and not batch.is_floating_point()
@@ -322,10 +361,12 @@ class LogitsModel(nn.Module):
         return self.model(inputs, **kwargs)
 
     def _takes_keywords(self, inputs: Mapping[str, Any]) -> bool:
-        """Tell whether the model takes a mapping's keys as keyword arguments, not the mapping.
+        """Tell whether the model takes a mapping's keys as keyword arguments, not the
+        mapping.
 
-        Other modules than transformers' do if their forward pass takes nothing by position, or its
-        first place, of several, is one of the keys', as in `forward(self, input_ids, **others)`.
+        Other modules than transformers' do if their forward pass takes nothing by
+        position, or its first place, of several, is one of the keys', as in
+        `forward(self, input_ids, **others)`.
         """
         if self._takes_only_keywords:
             return True
@@ -348,8 +389,8 @@ class LogitsModel(nn.Module):
             return Choices(transformer, normalised)
         if normalised:
             raise ValueError(
-                "normalised=True takes means over the tokens of a language model's answers, and "
-                "this model has none: leave it out."
+                "normalised=True takes means over the tokens of a language model's "
+                "answers, and this model has none: leave it out."
             )
         return None
 
@@ -358,7 +399,8 @@ class LogitsModel(nn.Module):
 class _ParameterFlags:
     """What a pass changes of a parameter, and had before.
 
-    The parameter is known by its place: hooks that offload weights may replace it within.
+    The parameter is known by its place: hooks that offload weights may replace it
+    within.
     """
 
     module: nn.Module
@@ -393,17 +435,17 @@ def _check_shape(logits: torch.Tensor) -> None:
     must_be = "The model must return logits of shape (batch, outputs), not "
     if logits.ndim == 3:
         raise ValueError(
-            f"{must_be}{tuple(logits.shape)}, which may be those of tokens: for labels of tokens "
-            'use the likelihood "token_classification".'
+            f"{must_be}{tuple(logits.shape)}, which may be those of tokens: for labels "
+            'of tokens use the likelihood "token_classification".'
         )
     if logits.ndim != 2:
         raise ValueError(
-            f"{must_be}{tuple(logits.shape)}: wrap it in a module that returns one row for each "
-            "example."
+            f"{must_be}{tuple(logits.shape)}: wrap it in a module that returns one row "
+            "for each example."
         )
 
 
-# --- what the output layer reads ---------------------------------------------------------------
+# --- what the output layer reads ------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -417,11 +459,13 @@ class _LayerCall:
 def logits_and_hidden_states(
     model: LogitsModel, batch: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute logits `(B, C)` in one pass, and what the layer that made them was given, `(B, d)`.
+    """Compute logits `(B, C)` in one pass, and what the layer that made them was given,
+    `(B, d)`.
 
-    That layer is a language model's output layer, or else the linear layer whose outputs are the
-    logits, at the positions where they are read: in a head of several layers the last one. Where
-    there is none, as where a model changes its logits afterwards, there is only None.
+    That layer is a language model's output layer, or else the linear layer whose
+    outputs are the logits, at the positions where they are read: in a head of several
+    layers the last one. Where there is none, as where a model changes its logits
+    afterwards, there is only None.
 
     Call it within `model.prepared()`.
     """
@@ -429,8 +473,14 @@ def logits_and_hidden_states(
     layers = _layers_with_matrices(model) if output_layer is None else [output_layer]
     calls: deque[_LayerCall] = deque(maxlen=_LAST)
 
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    def note(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        given = [
+            value
+            for value in (*args, *kwargs.values())
+            if isinstance(value, torch.Tensor)
+        ]
         # Routers of experts have a matrix for a weight too, and return tuples.
         if given and isinstance(output, torch.Tensor):
             calls.append(_LayerCall(given[0], output))
@@ -450,7 +500,9 @@ def logits_and_hidden_states(
 
 
 def _output_layer(model: LogitsModel) -> nn.Module | None:
-    """Find the layer that makes a language model's logits, if its answers are the classes."""
+    """Find the layer that makes a language model's logits, if its answers are the
+    classes.
+    """
     if model.transformer is None or not model.has_answers:
         return None
     layer = model.transformer.get_output_embeddings()
@@ -458,7 +510,9 @@ def _output_layer(model: LogitsModel) -> nn.Module | None:
 
 
 def _layers_with_matrices(model: nn.Module) -> list[nn.Module]:
-    """List the modules with a matrix for a weight, among them LoRA's around such layers."""
+    """List the modules with a matrix for a weight, among them LoRA's around such
+    layers.
+    """
     layers = []
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -470,15 +524,17 @@ def _layers_with_matrices(model: nn.Module) -> list[nn.Module]:
 def _hidden_states(
     call: _LayerCall, logits: torch.Tensor, is_output_layer: bool
 ) -> torch.Tensor | None:
-    """Return what a layer was given where it made the logits `(B, C)`; None if it made others."""
+    """Return what a layer was given where it made the logits `(B, C)`; None if it made
+    others.
+    """
     n_examples, n_outputs = logits.shape
     rows = call.output.shape[:-1]
     if call.inputs.shape[:-1] != rows or not rows or rows[0] % n_examples:
         return None
     is_read = len(rows) == 2 and (rows[1] == 1 or rows[0] > n_examples)
     if is_output_layer and is_read:
-        # It ran where answers are read, of choices first where their first tokens are predicted.
-        # The model may cap or scale what it returned.
+        # It ran where answers are read, of choices first where their first tokens are
+        # predicted. The model may cap or scale what it returned.
         at_first = call.inputs[:, 0].unflatten(0, (n_examples, -1))
         return at_first.mean(1).to(logits)
     if rows[0] != n_examples:
@@ -497,30 +553,37 @@ def _hidden_states(
 def _hidden_states_of_tokens(
     calls: Iterable[_LayerCall], by_place: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return what a layer was given where it made logits of tokens; None if none made them.
+    """Return what a layer was given where it made logits of tokens; None if none made
+    them.
 
     The logits are `(B, T, C)`, nan where no row of logits is.
     """
     is_read = ~by_place.isnan().any(-1)
     logits = by_place[is_read]
     for call in calls:
-        is_alike = call.output.shape == by_place.shape and call.inputs.ndim == by_place.ndim
+        is_alike = (
+            call.output.shape == by_place.shape and call.inputs.ndim == by_place.ndim
+        )
         if is_alike and torch.equal(call.output.to(logits)[is_read], logits):
             return call.inputs.to(logits)[is_read]
     return None
 
 
-# --- wrappers ------------------------------------------------------------------------------------
+# --- wrappers -------------------------------------------------------------------------
 
 
 def find_transformer(model: nn.Module) -> PreTrainedModel | None:
-    """Return the transformers model that a model is, apart from wrappers, if it is one."""
+    """Return the transformers model that a model is, apart from wrappers, if it is
+    one.
+    """
     inner = unwrapped(model)
     return inner if isinstance(inner, PreTrainedModel) else None
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return what is within PEFT's, DistributedDataParallel's or torch.compile's wrappers."""
+    """Return what is within PEFT's, DistributedDataParallel's or torch.compile's
+    wrappers.
+    """
     while not isinstance(model, PreTrainedModel):
         if isinstance(model, PeftModel):
             inner = model.get_base_model()

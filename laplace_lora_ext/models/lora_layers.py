@@ -40,14 +40,15 @@ Layers = Mapping[str, BaseTunerLayer]
 _OF_LORA = ("lora_A", "lora_B", "lora_E", "lora_embedding_A", "lora_embedding_B")
 _NAME = re.compile(rf".*\.({'|'.join(_OF_LORA)})\.[^.]+(\.weight)?")
 
-# It scales what a layer returns by a magnitude over a norm, which is no part of the derivative:
-# PEFT detaches it, as the DoRA paper does (section 4.3).
+# It scales what a layer returns by a magnitude over a norm, which is no part of the
+# derivative: PEFT detaches it, as the DoRA paper does (section 4.3).
 _DORA = "DoraLinearVariant"
 _MAGNITUDE = "lora_magnitude_vector"
 
 _ACTIVE = "_active_adapter"  # PEFT's attribute of layers
 
-# It adds `B A` to a parameter, as PEFT's attention does, and never calls its linear halves.
+# It adds `B A` to a parameter, as PEFT's attention does, and never calls its linear
+# halves.
 _OF_PARAMETER = getattr(lora.layer, "ParamWrapper", None)
 
 
@@ -58,24 +59,28 @@ def find_blocks(
     weight_names: Collection[str] | None = None,
     modules_to_save: Selection = False,
 ) -> list[Block]:
-    """Find the weights of the active adapter to be treated, in the order of the model's parameters.
+    """Find the weights of the active adapter to be treated, in the order of the model's
+    parameters.
 
-    They are those of its LoRA layers and, with `modules_to_save`, weights and biases of its heads.
+    They are those of its LoRA layers and, with `modules_to_save`, weights and biases of
+    its heads.
 
-    Of a layer that was trained with one of its weights frozen, as LoRA-FA freezes `lora_A`, the
-    other one takes part alone. An adapter that was loaded for inference has both frozen, and both
-    take part, since a loaded adapter does not say which of its weights were frozen in training.
-    With `weight_names`, those of `Block.known_as`, these weights take part alone, frozen or not;
-    DoRA's magnitudes do so only then. `target_modules` and `layers_to_transform` select layers as
-    in `peft.LoraConfig`, and `modules_to_save` selects heads, or all if it is True.
+    Of a layer that was trained with one of its weights frozen, as LoRA-FA freezes
+    `lora_A`, the other one takes part alone. An adapter that was loaded for inference
+    has both frozen, and both take part, since a loaded adapter does not say which of
+    its weights were frozen in training. With `weight_names`, those of `Block.known_as`,
+    these weights take part alone, frozen or not; DoRA's magnitudes do so only then.
+    `target_modules` and `layers_to_transform` select layers as in `peft.LoraConfig`,
+    and `modules_to_save` selects heads, or all if it is True.
 
-    Besides LoRA of linear layers there is LoRA of embeddings, convolutions, attention modules and
-    parameters, with a block for each expert in these, and PEFT's trainable tokens.
+    Besides LoRA of linear layers there is LoRA of embeddings, convolutions, attention
+    modules and parameters, with a block for each expert in these, and PEFT's trainable
+    tokens.
 
-    A `ValueError` if there is no such layer, if the adapter is merged, disabled or not the only
-    active one, or if nothing matches a selection. A `NotImplementedError` if layers have no
-    parameters of their own for weights, if a head is not linear or too large, and for FSDP1,
-    DeepSpeed ZeRO-3 and tensor parallelism.
+    A `ValueError` if there is no such layer, if the adapter is merged, disabled or not
+    the only active one, or if nothing matches a selection. A `NotImplementedError` if
+    layers have no parameters of their own for weights, if a head is not linear or too
+    large, and for FSDP1, DeepSpeed ZeRO-3 and tensor parallelism.
     """
     adapter = active_adapter(model)
     layers = {
@@ -88,19 +93,24 @@ def find_blocks(
     else:
         selected = _selected(layers, target_modules, layers_to_transform)
         blocks = _trained(selected, adapter, _within_attention(layers))
-        blocks += [each.block() for each in select_heads(model, adapter, modules_to_save)]
+        blocks += [
+            each.block() for each in select_heads(model, adapter, modules_to_save)
+        ]
     _check_own(model, blocks)
     return _in_order(model, blocks)
 
 
 def adapter_layers(model: nn.Module) -> dict[str, BaseTunerLayer]:
-    """Find PEFT's layers of LoRA and of trainable tokens, by their names without wrappers'."""
+    """Find PEFT's layers of LoRA and of trainable tokens, by their names without
+    wrappers'.
+    """
     layers: dict[str, BaseTunerLayer] = {}
     kinds = (lora.LoraLayer,)
     if TrainableTokensLayer is not None:
         kinds = (lora.LoraLayer, TrainableTokensLayer)
     for name, module in model.named_modules():
-        is_tied = getattr(module, "tied_adapter", None) is not None  # to a layer with its weights
+        # To a layer with its weights.
+        is_tied = getattr(module, "tied_adapter", None) is not None
         if isinstance(module, kinds) and not is_tied:
             layers[strip_wrappers(name)] = module
     return layers
@@ -131,7 +141,9 @@ def active_adapter(model: nn.Module) -> str:
         raise ValueError("No adapter is active: call model.set_adapter(name).")
     if len(active) > 1:
         names = ", ".join(sorted(active))
-        raise ValueError(f"Several adapters are active ({names}): call model.set_adapter(name).")
+        raise ValueError(
+            f"Several adapters are active ({names}): call model.set_adapter(name)."
+        )
     return active.pop()
 
 
@@ -188,7 +200,11 @@ def _matrices(
         if weight is None or _is_divided(layer):
             raise _unsupported(name, layer)
         rows: LinearRows | WholeGradient = WholeGradient(site=name)
-        if type(module) is nn.Linear and not is_in_attention and _calls_halves(layer, adapter):
+        if (
+            type(module) is nn.Linear
+            and not is_in_attention
+            and _calls_halves(layer, adapter)
+        ):
             rows = LinearRows(module, site=name)
         for suffix, view in _views(layer, part, weight):
             shape = weight.shape if view is None else view.matrix_shape
@@ -206,7 +222,9 @@ def _matrices(
 
 
 def _adapted(name: str, layer: BaseTunerLayer) -> str:
-    """Name a layer by what it adapts: of one module there may be several around each other."""
+    """Name a layer by what it adapts: of one module there may be several around each
+    other.
+    """
     if not _adapts_parameter(layer):
         return name
     parameter, _ = _parameter_of(layer)
@@ -215,7 +233,9 @@ def _adapted(name: str, layer: BaseTunerLayer) -> str:
 
 
 def _parameter_of(layer: Any) -> tuple[str, int]:
-    """Name the parameter that a layer of PEFT's adapts, and say of how many experts it is."""
+    """Name the parameter that a layer of PEFT's adapts, and say of how many experts it
+    is.
+    """
     return layer.parameter_name, layer.num_experts
 
 
@@ -231,8 +251,8 @@ def _views(
     if n_experts > 1:
         m, n = weight.shape
         for place in range(n_experts):
-            # In PEFT's own order: of B, the experts' columns alternate; of A, each expert's rows
-            # follow each other.
+            # In PEFT's own order: of B, the experts' columns alternate; of A, each
+            # expert's rows follow each other.
             if part == "lora_B":
                 view = View((m, n // n_experts, n_experts), -1, place)
             else:
@@ -250,7 +270,9 @@ def _has_small_output(
     m: int,
     n: int,
 ) -> bool:
-    """Tell whether the output's side is the small one, the adapter's rank where there is one."""
+    """Tell whether the output's side is the small one, the adapter's rank where there
+    is one.
+    """
     if part in ("lora_A", "lora_embedding_A"):
         return True
     if part in ("lora_B", "lora_embedding_B"):
@@ -263,7 +285,9 @@ def _adapts_parameter(layer: BaseTunerLayer) -> bool:
 
 
 def _within_attention(layers: Layers) -> set[int]:
-    """Find the layers that PEFT puts into an attention module, which never calls them; by `id`."""
+    """Find the layers that PEFT puts into an attention module, which never calls them;
+    by `id`.
+    """
     within: set[int] = set()
     for layer in layers.values():
         if ATTENTION is not None and isinstance(layer, ATTENTION):
@@ -286,20 +310,22 @@ def _is_divided(layer: BaseTunerLayer) -> bool:
 
 def _unsupported(name: str, layer: BaseTunerLayer) -> NotImplementedError:
     return NotImplementedError(
-        "The weights of an adapter must be parameters, and whole. In this layer they are computed "
-        f"from others, or divided among processes: {name} ({type(layer).__name__}). Leave it out "
-        "with target_modules."
+        "The weights of an adapter must be parameters, and whole. In this layer they "
+        f"are computed from others, or divided among processes: {name} "
+        f"({type(layer).__name__}). Leave it out with target_modules."
     )
 
 
 def check_known_to_host(blocks: Sequence[Block]) -> None:
-    """Refuse what the host's backends can't see, and DoRA, whose every call is no input."""
+    """Refuse what the host's backends can't see, and DoRA, whose every call is no
+    input.
+    """
     unseen = [block.name for block in without_rows(blocks)]
     if unseen:
         raise NotImplementedError(
-            f"laplace-torch's backends see LoRA of linear layers alone, and not {listed(unseen)}: "
-            'leave these out with target_modules, or use the structures "lowrank_kron", '
-            '"diag" or "full", without `backend`.'
+            "laplace-torch's backends see LoRA of linear layers alone, and not "
+            f"{listed(unseen)}: leave these out with target_modules, or use the "
+            'structures "lowrank_kron", "diag" or "full", without `backend`.'
         )
     with_dora = [
         block.name
@@ -308,15 +334,19 @@ def check_known_to_host(blocks: Sequence[Block]) -> None:
     ]
     if with_dora:
         raise NotImplementedError(
-            "laplace-torch's backends don't support DoRA, which calls LoRA layers with more than "
-            f'their inputs: {listed(with_dora)}. Use the structures "lowrank_kron", "diag" or '
-            '"full", without `backend`.'
+            "laplace-torch's backends don't support DoRA, which calls LoRA layers with "
+            f"more than their inputs: {listed(with_dora)}. Use the structures "
+            '"lowrank_kron", "diag" or "full", without `backend`.'
         )
 
 
 def is_untrained(blocks: Sequence[Block]) -> bool:
-    """Tell whether all matrices are 0 that PEFT initialises so: `lora_B`, or A of embeddings."""
-    at_first = [b for b in blocks if ".lora_B." in b.name or ".lora_embedding_A." in b.name]
+    """Tell whether all matrices are 0 that PEFT initialises so: `lora_B`, or A of
+    embeddings.
+    """
+    at_first = [
+        b for b in blocks if ".lora_B." in b.name or ".lora_embedding_A." in b.name
+    ]
     return bool(at_first) and not any(block.values.any() for block in at_first)
 
 
@@ -324,7 +354,9 @@ def warn_of_other_trainable(
     model: nn.Module,
     blocks: Sequence[Block],
 ) -> None:
-    """Warn of trainable parameters that are neither in blocks nor a head, and so stay fixed."""
+    """Warn of trainable parameters that are neither in blocks nor a head, and so stay
+    fixed.
+    """
     in_posterior = {id(block.weight) for block in blocks}
     others: list[str] = []
     for name, parameter in model.named_parameters():
@@ -336,18 +368,20 @@ def warn_of_other_trainable(
             others.append(bare)
     if others:
         warn(
-            "The posterior is over the adapter's matrices alone. Other trainable weights stay at "
-            f"their MAP values: {listed(others)}."
+            "The posterior is over the adapter's matrices alone. Other trainable "
+            f"weights stay at their MAP values: {listed(others)}."
         )
 
 
 def find_idle(layers: Layers) -> str | None:
-    """Find a LoRA layer that takes no part in passes, and say why; None if there is none."""
+    """Find a LoRA layer that takes no part in passes, and say why; None if there is
+    none.
+    """
     for name, layer in layers.items():
         if layer.merged:
             return (
-                f"LoRA layer {name} is merged into the base model: call model.unmerge_adapter() "
-                "first."
+                f"LoRA layer {name} is merged into the base model: call "
+                "model.unmerge_adapter() first."
             )
         if layer.disable_adapters:
             return f"LoRA layer {name} is disabled: call model.enable_adapter_layers()."
@@ -356,17 +390,23 @@ def find_idle(layers: Layers) -> str | None:
 
 def _adapters_of(layer: BaseTunerLayer) -> set[str]:
     """List the adapters that have weights in the layer."""
-    return {name for part in layer.adapter_layer_names for name in getattr(layer, part, ())}
+    return {
+        name for part in layer.adapter_layer_names for name in getattr(layer, part, ())
+    }
 
 
 def _check_reachable(model: nn.Module) -> None:
-    """Refuse FSDP1 and ZeRO-3, which hide weights from their modules (`NotImplementedError`)."""
-    is_fsdp1 = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
+    """Refuse FSDP1 and ZeRO-3, which hide weights from their modules
+    (`NotImplementedError`).
+    """
+    is_fsdp1 = any(
+        type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()
+    )
     is_zero3 = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
     if is_fsdp1 or is_zero3:
         raise NotImplementedError(
-            "FSDP1 and DeepSpeed ZeRO-3 hide LoRA weights from their layers: shard with "
-            "fully_shard (FSDP2), or load the adapter without them."
+            "FSDP1 and DeepSpeed ZeRO-3 hide LoRA weights from their layers: shard "
+            "with fully_shard (FSDP2), or load the adapter without them."
         )
 
 
@@ -380,8 +420,9 @@ def _check_any(model: nn.Module, layers: Layers) -> None:
     advice = "Add one, or load one not merged."
     if _is_convertible(model):
         advice = (
-            "PEFT can approximate this adapter by LoRA: peft.save_as_lora(folder, model, rank=...) "
-            "writes what peft.convert_to_lora makes of it, for PeftModel.from_pretrained."
+            "PEFT can approximate this adapter by LoRA: peft.save_as_lora(folder, "
+            "model, rank=...) writes what peft.convert_to_lora makes of it, for "
+            "PeftModel.from_pretrained."
         )
     raise ValueError(
         f"No LoRA layer in the model (found {listed(kinds) or 'no adapter'}). {advice}"
@@ -389,8 +430,12 @@ def _check_any(model: nn.Module, layers: Layers) -> None:
 
 
 def _is_convertible(model: nn.Module) -> bool:
-    """Tell whether PEFT's `convert_to_lora` takes a model with another kind of adapter."""
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    """Tell whether PEFT's `convert_to_lora` takes a model with another kind of
+    adapter.
+    """
+    layers = [
+        module for module in model.modules() if isinstance(module, BaseTunerLayer)
+    ]
     for layer in layers:
         supports = getattr(layer, "supports_lora_conversion", None)  # not in older PEFT
         adapters = layer.active_adapters
@@ -404,7 +449,9 @@ def _selected(
     target_modules: str | Sequence[str] | None,
     layers_to_transform: int | Iterable[int] | None,
 ) -> Layers:
-    """Select the layers that `peft.LoraConfig` would choose by name; an error if none."""
+    """Select the layers that `peft.LoraConfig` would choose by name; an error if
+    none.
+    """
     if target_modules is None and layers_to_transform is None:
         return layers
     if target_modules is None:  # PEFT reads layer indices only beside names of modules
@@ -418,7 +465,8 @@ def _selected(
     else:
         indices = list(layers_to_transform)
     config = LoraConfig(target_modules=targets, layers_to_transform=indices)
-    # Before a name in full, PEFT would pass over the layer's index: let it see but ends of names.
+    # Before a name in full, PEFT would pass over the layer's index: let it see but ends
+    # of names.
     dot = "" if isinstance(targets, str) else "."
     selected: dict[str, BaseTunerLayer] = {}
     for name, layer in layers.items():
@@ -428,7 +476,8 @@ def _selected(
     if not selected:
         raise ValueError(
             f"No LoRA layer matches target_modules={target_modules!r}, "
-            f"layers_to_transform={layers_to_transform!r}; there are {listed(list(layers))}."
+            f"layers_to_transform={layers_to_transform!r}; there are "
+            f"{listed(list(layers))}."
         )
     return selected
 
@@ -443,10 +492,13 @@ def _trained(
     for name, layer in layers.items():
         of_layer: list[Block] = []
         for block in _matrices(name, layer, adapter, id(layer) in of_attention):
-            # DoRA's magnitudes scale what a layer returns, which few want to be uncertain.
+            # DoRA's magnitudes scale what a layer returns, which few want to be
+            # uncertain.
             if f".{_MAGNITUDE}." not in block.name:
                 of_layer.append(block)
-        blocks += [block for block in of_layer if block.weight.requires_grad] or of_layer
+        blocks += [
+            block for block in of_layer if block.weight.requires_grad
+        ] or of_layer
     return blocks
 
 
@@ -456,7 +508,9 @@ def _named(
     adapter: str,
     weight_names: Collection[str],
 ) -> list[Block]:
-    """Make the blocks of some weights, trained or not; an error if there is none of them."""
+    """Make the blocks of some weights, trained or not; an error if there is none of
+    them.
+    """
     of_attention = _within_attention(layers)
     blocks: list[Block] = []
     for name, layer in layers.items():
@@ -467,15 +521,16 @@ def _named(
             blocks.append(weight.block())
     if not blocks:
         raise ValueError(
-            f"The model has none of the weights {listed(sorted(weight_names))}; there are the "
-            f"LoRA layers {listed(list(layers))}."
+            f"The model has none of the weights {listed(sorted(weight_names))}; there "
+            f"are the LoRA layers {listed(list(layers))}."
         )
     return blocks
 
 
 def _chosen_by(name: str, layer: BaseTunerLayer) -> list[str]:
     """List names by which a configuration of PEFT may choose a layer."""
-    # PEFT puts layers around layers, and within attention and around tokens layers of its own.
+    # PEFT puts layers around layers, and within attention and around tokens layers of
+    # its own.
     module = name.removesuffix(".token_adapter").removesuffix(".base_layer.out_proj")
     module = re.sub(r"([.]base_layer)+$", "", module)
     return [name, module, _adapted(name, layer)]
@@ -485,14 +540,17 @@ def _check_own(
     model: nn.Module,
     blocks: Sequence[Block],
 ) -> None:
-    """Refuse weights that several layers share: a hook on one of them does not see all."""
+    """Refuse weights that several layers share: a hook on one of them does not see
+    all.
+    """
     holders: Counter[int] = Counter()
     for module in model.modules():
         holders.update(id(weight) for weight in module._parameters.values())
     shared = [block.name for block in blocks if holders[id(block.weight)] > 1]
     if shared:
         raise NotImplementedError(
-            f"Layers share weights: give each its own parameters, or leave out {listed(shared)}."
+            "Layers share weights: give each its own parameters, or leave out "
+            f"{listed(shared)}."
         )
 
 

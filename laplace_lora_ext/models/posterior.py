@@ -9,7 +9,9 @@ import torch
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """All that a search may change of a posterior, under the names of its attributes."""
+    """All that a search may change of a posterior, under the names of its
+    attributes.
+    """
 
     prior_precision: torch.Tensor
     sigma_noise: torch.Tensor

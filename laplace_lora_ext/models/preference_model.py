@@ -15,23 +15,28 @@ _KEYS = ("input_ids", "attention_mask")
 
 
 class PreferenceModel(LogitsModel):
-    """A model with one output that also scores pairs, for the likelihood "reward_modeling".
+    """A model with one output that also scores pairs, for the likelihood
+    "reward_modeling".
 
-    A transformers sequence classifier with one label maps texts `(B, T)` to rewards `(B, 1)`, and
-    pairs `(B, 2, T)` to rewards `(B, 2)`: the logits of preferring the first or the second, as in
-    the Bradley-Terry model. Any other module is called with the batch itself, and must return such
-    logits for both.
+    A transformers sequence classifier with one label maps texts `(B, T)` to rewards
+    `(B, 1)`, and pairs `(B, 2, T)` to rewards `(B, 2)`: the logits of preferring the
+    first or the second, as in the Bradley-Terry model. Any other module is called with
+    the batch itself, and must return such logits for both.
 
-    Batches may come without labels, as TRL's collator makes them: B chosen texts followed by B
-    rejected ones.
+    Batches may come without labels, as TRL's collator makes them: B chosen texts
+    followed by B rejected ones.
     """
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
-        """Split a batch as any model; TRL's batches become pairs whose first text is preferred."""
+        """Split a batch as any model; TRL's batches become pairs whose first text is
+        preferred.
+        """
         if not isinstance(batch, Mapping) or batch.get(self.dict_key_y) is not None:
             return super().split_if_labelled(batch)
         pairs = self._pairs(batch)
-        first = torch.zeros(len(pairs["input_ids"]), dtype=torch.long, device=self.device)
+        first = torch.zeros(
+            len(pairs["input_ids"]), dtype=torch.long, device=self.device
+        )
         return pairs, first
 
     def _pairs(
@@ -40,12 +45,15 @@ class PreferenceModel(LogitsModel):
     ) -> dict[str, torch.Tensor]:
         """Return token ids and their mask, `(B, 2, T)`, of one of TRL's batches."""
         if "margin" in batch:
-            warn('The likelihood "reward_modeling" has no margin: the batch\'s margin is ignored.')
+            warn(
+                'The likelihood "reward_modeling" has no margin: the batch\'s margin '
+                "is ignored."
+            )
         tokens = batch.get("input_ids")
         if tokens is None or tokens.ndim != 2 or len(tokens) % 2:
             raise ValueError(
-                f"No labels {self.dict_key_y!r} in the batch, and no pairs: pass as many chosen as "
-                "rejected texts, all chosen ones first in input_ids."
+                f"No labels {self.dict_key_y!r} in the batch, and no pairs: pass as "
+                "many chosen as rejected texts, all chosen ones first in input_ids."
             )
         pairs = {}
         for key in _KEYS:
@@ -58,7 +66,8 @@ class PreferenceModel(LogitsModel):
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
         if self.transformer is None or tokens is None or tokens.ndim < 3:
             return super()._call(inputs, **kwargs)
-        # The classifier knows texts alone: both of a pair are given as if they were two examples.
+        # The classifier knows texts alone: both of a pair are given as if they were two
+        # examples.
         shape = tokens.shape[:2]
         texts = {}
         for key, value in inputs.items():
@@ -67,7 +76,8 @@ class PreferenceModel(LogitsModel):
         rewards = logits_of(super()._call(texts, **kwargs))
         if rewards.shape != (shape.numel(), 1):
             raise ValueError(
-                f"A reward model has one output, but this one returns {tuple(rewards.shape)} for "
-                f"{shape.numel()} texts: load it with num_labels=1."
+                "A reward model has one output, but this one returns "
+                f"{tuple(rewards.shape)} for {shape.numel()} texts: load it with "
+                "num_labels=1."
             )
         return rewards.reshape(shape)

@@ -1,4 +1,5 @@
-"""Runs models in passes of our own: one thread at a time, eagerly, with exact gradients.
+"""Runs models in passes of our own: one thread at a time, eagerly, with exact
+gradients.
 
 Layers that the user's training checkpoints are checkpointed here, too.
 """
@@ -23,7 +24,8 @@ try:
 except ImportError:  # older transformers checkpoint within their models' own code
     GradientCheckpointingLayer = None
 
-# What layers call the cache of keys and values, which a second pass would extend a second time.
+# What layers call the cache of keys and values, which a second pass would extend a
+# second time.
 _CACHES = {"past_key_values", "past_key_value", "layer_past", "cache"}
 
 Arguments = ParamSpec("Arguments")
@@ -40,13 +42,15 @@ Self = TypeVar("Self", bound=_OnDevice)
 ATTENTION = getattr(lora.layer, "MultiheadAttention", None)
 """PEFT's LoRA of `nn.MultiheadAttention`; None in versions that have none."""
 
-# One for all models, since a model may hold another one. Methods call each other: the thread that
-# has the lock may take it again.
+# One for all models, since a model may hold another one. Methods call each other: the
+# thread that has the lock may take it again.
 LOCK = RLock()
 
 
 def exclusive(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make other threads wait while a method runs, and set aside a default device but the CPU."""
+    """Make other threads wait while a method runs, and set aside a default device but
+    the CPU.
+    """
 
     @wraps(method)
     def wrapped(
@@ -62,7 +66,9 @@ def exclusive(method: Callable[Arguments, Result]) -> Callable[Arguments, Result
 def without_autocast(
     method: Callable[Concatenate[Self, Arguments], Result],
 ) -> Callable[Concatenate[Self, Arguments], Result]:
-    """Shield a method of an object with a `_device` from the user's `torch.autocast`."""
+    """Shield a method of an object with a `_device` from the user's
+    `torch.autocast`.
+    """
 
     @wraps(method)
     def wrapped(
@@ -92,9 +98,14 @@ def cpu_as_default() -> Iterator[None]:
 def as_tensor(value: Any) -> torch.Tensor:
     """Take a tensor where it is, and make one on the CPU of other numbers.
 
-    Within `cpu_as_default`, `torch.as_tensor` would move tensors from an accelerator to the CPU.
+    Within `cpu_as_default`, `torch.as_tensor` would move tensors from an accelerator to
+    the CPU.
     """
-    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
+    return (
+        value
+        if isinstance(value, torch.Tensor)
+        else torch.as_tensor(value, device="cpu")
+    )
 
 
 def kept(value: Any) -> Any:
@@ -105,7 +116,9 @@ def kept(value: Any) -> Any:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Tell whether a module within runs compiled code, which calls no LoRA layers as modules."""
+    """Tell whether a module within runs compiled code, which calls no LoRA layers as
+    modules.
+    """
     for module in model.modules():
         is_wrapper = "_orig_mod" in module._modules  # of torch.compile(module)
         is_compiled_in_place = vars(module).get("_compiled_call_impl") is not None
@@ -130,7 +143,9 @@ def forwards_replaced(
     modules: Sequence[nn.Module],
     other: Callable[..., Any],
 ) -> Iterator[None]:
-    """Within, call `other(module, forward, *args, **kwargs)` for the `forward` of each module."""
+    """Within, call `other(module, forward, *args, **kwargs)` for the `forward` of each
+    module.
+    """
     # Others, such as accelerate, may have put a function of their own in its place.
     before = [vars(module).get("forward") for module in modules]
     for module in modules:
@@ -146,20 +161,26 @@ def forwards_replaced(
 
 
 def unfused_attention() -> AbstractContextManager[object]:
-    """Let torch's attention run without fused kernels, which have no second derivatives."""
+    """Let torch's attention run without fused kernels, which have no second
+    derivatives.
+    """
     attention = getattr(torch.nn, "attention", None)
     if attention is not None and hasattr(attention, "sdpa_kernel"):
         return attention.sdpa_kernel(attention.SDPBackend.MATH)
     # Before PyTorch 2.3.
-    return torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False)
+    return torch.backends.cuda.sdp_kernel(
+        enable_flash=False, enable_mem_efficient=False
+    )
 
 
 def keep_derivatives(modules: Iterable[nn.Module]) -> None:
-    """Let gradients pass through four-bit layers of bitsandbytes, while the model evaluates.
+    """Let gradients pass through four-bit layers of bitsandbytes, while the model
+    evaluates.
 
-    On some CPUs (AVX-512 with bfloat16) such a layer packs its weights when it evaluates without
-    gradients, for an operation that has no derivative: gradients of all that comes before the layer
-    would be zero. Nothing but that packing depends on the layer's own mode.
+    On some CPUs (AVX-512 with bfloat16) such a layer packs its weights when it
+    evaluates without gradients, for an operation that has no derivative: gradients of
+    all that comes before the layer would be zero. Nothing but that packing depends on
+    the layer's own mode.
     """
     bitsandbytes = sys.modules.get("bitsandbytes")
     # Whatever has such layers has imported it.
@@ -175,16 +196,17 @@ def keep_derivatives(modules: Iterable[nn.Module]) -> None:
             layer.state_dict()  # which unpacks
 
 
-# --- PEFT's attention --------------------------------------------------------------------------
+# --- PEFT's attention -----------------------------------------------------------------
 
 
 @contextmanager
 def exact_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Within, let those of PEFT's attention modules compute their gradients in full.
 
-    In each pass PEFT adds `B A` to the weights of the base model, and subtracts it again, which
-    rounds them: here they are put back. To those of the output projection it adds `B A` twice, and
-    the second time outside of the graph, so that gradients are half of what they should be.
+    In each pass PEFT adds `B A` to the weights of the base model, and subtracts it
+    again, which rounds them: here they are put back. To those of the output projection
+    it adds `B A` twice, and the second time outside of the graph, so that gradients are
+    half of what they should be.
     """
     attentions: list[Any] = []
     for module in modules:
@@ -226,7 +248,7 @@ def _merged_in_graph(
             layer.merged_adapters.append(adapter)
 
 
-# --- checkpoints -------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------
 
 
 def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
@@ -235,13 +257,18 @@ def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
         return []
     layers: list[nn.Module] = []
     for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+        if (
+            isinstance(module, GradientCheckpointingLayer)
+            and module.gradient_checkpointing
+        ):
             layers.append(module)
     return layers
 
 
 class Checkpoints:
-    """Lets layers keep their inputs alone for backward passes, which compute the rest anew."""
+    """Lets layers keep their inputs alone for backward passes, which compute the rest
+    anew.
+    """
 
     def __init__(self) -> None:
         self._n_open = 0
@@ -255,9 +282,9 @@ class Checkpoints:
     def of(self, model: nn.Module) -> Iterator[None]:
         """Checkpoint, within, the layers of a model that its training checkpoints.
 
-        transformers does so in training mode alone, where dropout and whatever else a layer does in
-        training would change the logits. Here the layers stay in evaluation mode, and the model's
-        own choice of `use_reentrant` does not matter.
+        transformers does so in training mode alone, where dropout and whatever else a
+        layer does in training would change the logits. Here the layers stay in
+        evaluation mode, and the model's own choice of `use_reentrant` does not matter.
         """
         with forwards_replaced(checkpointed_layers(model), self._checkpointed):
             yield

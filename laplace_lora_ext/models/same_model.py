@@ -26,13 +26,15 @@ from laplace_lora_ext.models.weights import (
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
 _ROUNDING = 2**-6  # between two precisions of which one is bfloat16
-# How far rounding moves numbers below the smallest normal one, of which float16's is 6e-5.
+# How far rounding moves numbers below the smallest normal one, of which float16's is
+# 6e-5.
 _ROUNDING_OF_SMALL: dict[str, float] = {}
 for _dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
     _precision = torch.finfo(_dtype)
     _ROUNDING_OF_SMALL[str(_dtype)] = _precision.smallest_normal * _precision.eps / 2
-# Merging an adapter and unmerging it rounds: how far, relative to the largest number. In half
-# precision it moves numbers by more than training may, and no difference is overlooked.
+# Merging an adapter and unmerging it rounds: how far, relative to the largest number.
+# In half precision it moves numbers by more than training may, and no difference is
+# overlooked.
 _ROUNDING_OF_MERGING: dict[str, float] = {}
 for _dtype in (torch.float32, torch.float64):
     _ROUNDING_OF_MERGING[str(_dtype)] = 16 * torch.finfo(_dtype).eps
@@ -46,7 +48,9 @@ class Weight(NamedTuple):
     sample: torch.Tensor
 
     def equals(self, other: Weight) -> bool:
-        """Tell whether both hold the same numbers, apart from rounding by casts or by merging."""
+        """Tell whether both hold the same numbers, apart from rounding by casts or by
+        merging.
+        """
         if self.shape != other.shape or self.sample.shape != other.sample.shape:
             return False
         if torch.equal(self.sample, other.sample):
@@ -78,11 +82,13 @@ class ModelState:
     class_token_ids: ClassTokens | None
     mask_token_id: int | None
     normalised: bool
-    # Of the base model and the head, and of buffers that are saved with them. Names leave out the
-    # adapter's. Left out altogether are other adapters, modules that this one replaces, weights
-    # that are not in memory, quantized ones, and all weights of a model that FSDP2 shards.
+    # Of the base model and the head, and of buffers that are saved with them. Names
+    # leave out the adapter's. Left out altogether are other adapters, modules that this
+    # one replaces, weights that are not in memory, quantized ones, and all weights of a
+    # model that FSDP2 shards.
     weights: dict[str, Weight]
-    scalings: dict[str, float]  # of the adapter's LoRA layers that are not in the posterior
+    # Of the adapter's LoRA layers that are not in the posterior.
+    scalings: dict[str, float]
 
     @classmethod
     def of(
@@ -139,10 +145,14 @@ class ModelState:
 
     def base_weights(self) -> dict[str, Weight]:
         """Select the `weights` that adapters of one base model share."""
-        return {name: weight for name, weight in self.weights.items() if is_of_base(name)}
+        return {
+            name: weight for name, weight in self.weights.items() if is_of_base(name)
+        }
 
     def differing_base(self, other: ModelState) -> str | None:
-        """Name a weight in which the base models of two adapters differ; None if there is none."""
+        """Name a weight in which the base models of two adapters differ; None if there
+        is none.
+        """
         mine = self.base_weights()
         its = other.base_weights()
         for name in sorted(mine.keys() | its.keys()):
@@ -153,7 +163,9 @@ class ModelState:
         return None
 
     def difference(self, now: ModelState) -> str | None:
-        """Say what has changed, in a sentence without its full stop; None if nothing has."""
+        """Say what has changed, in a sentence without its full stop; None if nothing
+        has.
+        """
         facts_before = self._facts()
         facts_now = now._facts()
         for what in facts_before | facts_now:
@@ -183,7 +195,9 @@ def check_runs(
     model: LogitsModel,
     blocks: Sequence[Block],
 ) -> None:
-    """Refuse a model whose LoRA layers are merged, disabled or gone, by a `RuntimeError`."""
+    """Refuse a model whose LoRA layers are merged, disabled or gone, by a
+    `RuntimeError`.
+    """
     # By identity: PEFT may have put another weight under the same name.
     present: set[int] = set()
     for module in model.model.modules():
@@ -208,9 +222,11 @@ def check_same(
     fitted: ModelState,
     mean: torch.Tensor,
 ) -> None:
-    """Refuse a model that has changed since a fit, by a `RuntimeError` that names what has.
+    """Refuse a model that has changed since a fit, by a `RuntimeError` that names what
+    has.
 
-    `mean`, `(parameters,)`, are the LoRA weights of the fit, compared in their present precision.
+    `mean`, `(parameters,)`, are the LoRA weights of the fit, compared in their present
+    precision.
     """
     # First what says more: merged weights have changed, too.
     check_runs(model, blocks)
@@ -229,7 +245,9 @@ def first_changed(
     blocks: Sequence[Block],
     mean: torch.Tensor,
 ) -> Block | None:
-    """Find the first LoRA weight whose present values, in their precision, are not a fit's."""
+    """Find the first LoRA weight whose present values, in their precision, are not a
+    fit's.
+    """
     differences: list[torch.Tensor] = []
     end = 0
     for block in blocks:
@@ -237,7 +255,8 @@ def first_changed(
         start = end
         end += len(values)
         part = mean[start:end]
-        # In the weights' own precision: a fit of float32 may go on with weights in bfloat16.
+        # In the weights' own precision: a fit of float32 may go on with weights in
+        # bfloat16.
         differences.append((values != part.to(values)).any())
     for block, differs in zip(blocks, read(differences), strict=True):
         if differs:
@@ -249,7 +268,9 @@ def hashes(
     model: LogitsModel,
     blocks: Sequence[Block],
 ) -> dict[str, str]:
-    """Hash what a fit depends on: fits of two processes belong together where these are equal."""
+    """Hash what a fit depends on: fits of two processes belong together where these are
+    equal.
+    """
     # Every rank tells all others: hashes are short, however many weights there are.
     weights = flattened(blocks, torch.device("cpu")).double().numpy()
     state = ModelState.of(model, blocks)
@@ -268,7 +289,9 @@ def _other_weights(
     model: nn.Module,
     blocks: Sequence[Block],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights of base model, head and other LoRA layers, by name; see `ModelState`."""
+    """Yield weights of base model, head and other LoRA layers, by name; see
+    `ModelState`.
+    """
     modules = dict(model.named_modules())
     for module in modules.values():
         if hasattr(type(module), "reshard"):
@@ -290,7 +313,8 @@ def _other_weights(
 
 def _saved_with(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a module's own parameters, and the buffers that are saved with them."""
-    # The names of `named_parameters` would take a walk through the model for each module.
+    # The names of `named_parameters` would take a walk through the model for each
+    # module.
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, parameter
@@ -301,7 +325,8 @@ def _saved_with(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _sampled(weights: dict[str, torch.Tensor]) -> dict[str, Weight]:
     """Take a few numbers of each weight, with one wait for each device."""
-    # Reading a number waits for an accelerator: all numbers of a device are read as one tensor.
+    # Reading a number waits for an accelerator: all numbers of a device are read as one
+    # tensor.
     alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, weight in weights.items():
         alike.setdefault((weight.device, weight.dtype), []).append(name)

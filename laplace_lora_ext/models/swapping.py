@@ -19,8 +19,8 @@ _OF_PROMPT = 0.9
 class Swapping:
     """Swaps 30 % of a text's tokens for tokens that are drawn from all texts.
 
-    Tokens that stand in more than nine tenths of the texts are the prompt's: they stay, as those
-    that the model's configuration names and padding do.
+    Tokens that stand in more than nine tenths of the texts are the prompt's: they stay,
+    as those that the model's configuration names and padding do.
 
     Parameters
     ----------
@@ -42,7 +42,8 @@ class Swapping:
             rows = batch["input_ids"].cpu()
             for row, is_real in zip(rows, _is_real(batch), strict=True):
                 texts.append(row[is_real])
-        # Common tokens are drawn as often as they stand in texts, so that copies have their words.
+        # Common tokens are drawn as often as they stand in texts, so that copies have
+        # their words.
         tokens = torch.cat(texts)
         # How many texts each token of the vocabulary stands in.
         once_a_text = torch.cat([text.unique() for text in texts])
@@ -71,8 +72,11 @@ class Swapping:
         # The tokens with the smallest lots of their text go.
         lots = torch.rand(ids.shape, generator=self._generator)
         lots = lots.masked_fill(~may_go, torch.inf)
-        places = torch.randint(len(self._drawn_from), ids.shape, generator=self._generator)
-        # Where each lot stands in their order: the inverse of the permutation that sorts them.
+        places = torch.randint(
+            len(self._drawn_from), ids.shape, generator=self._generator
+        )
+        # Where each lot stands in their order: the inverse of the permutation that
+        # sorts them.
         order = lots.argsort(-1)
         rank_of_lot = order.argsort(-1)
         goes = rank_of_lot < n_swapped
@@ -82,7 +86,9 @@ class Swapping:
 
 
 def _special_tokens(transformer: PreTrainedModel) -> set[int]:
-    """Find tokens that a configuration names, as those of padding, a text's end, or images."""
+    """Find tokens that a configuration names, as those of padding, a text's end, or
+    images.
+    """
     settings = transformer.config.to_dict() | text_config(transformer).to_dict()
     tokens: set[int] = set()
     for name, value in settings.items():

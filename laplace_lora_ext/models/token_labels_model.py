@@ -13,22 +13,28 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 
 
 class TokenLabelsModel(LogitsModel):
-    """A model that maps a batch of texts to the logits `(N, C)` of its tokens, text after text.
+    """A model that maps a batch of texts to the logits `(N, C)` of its tokens, text
+    after text.
 
-    The tokens are those with a label other than -100; of a batch without labels, all that
-    `attention_mask` marks. The model itself returns `(B, T, C)`, a row for each token.
+    The tokens are those with a label other than -100; of a batch without labels, all
+    that `attention_mask` marks. The model itself returns `(B, T, C)`, a row for each
+    token.
 
-    Batches are mappings, with labels `(B, T)` or without, or pairs of a mapping and labels.
+    Batches are mappings, with labels `(B, T)` or without, or pairs of a mapping and
+    labels.
     """
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
-        """Split a batch as any model, but keep labels in the inputs: they say which tokens count.
+        """Split a batch as any model, but keep labels in the inputs: they say which
+        tokens count.
 
         A `ValueError` if labels are no whole numbers `(B, T)`, all -100, or at padding.
         """
         X, y = super().split_if_labelled(batch)
         if not isinstance(X, Mapping):
-            raise TypeError(f"A batch of texts must be a mapping, not {type(X).__name__}.")
+            raise TypeError(
+                f"A batch of texts must be a mapping, not {type(X).__name__}."
+            )
         if y is None:
             return self.unlabelled(X), None
         self._check_labels(y, X)
@@ -60,7 +66,8 @@ class TokenLabelsModel(LogitsModel):
         return torch.ones(tokens.shape, dtype=torch.bool, device=self.device)
 
     def in_places(self, rows: torch.Tensor, batch: Any, dim: int = 0) -> torch.Tensor:
-        """Put rows, N along a dimension, where their tokens are, `(B, T)` along two dimensions.
+        """Put rows, N along a dimension, where their tokens are, `(B, T)` along two
+        dimensions.
 
         Elsewhere is nan, and in whole numbers -100.
         """
@@ -78,7 +85,9 @@ class TokenLabelsModel(LogitsModel):
         return self.places(batch).nonzero()[:, 0]
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
-        """Describe the rows of a batch of texts, which have a row of logits for each token."""
+        """Describe the rows of a batch of texts, which have a row of logits for each
+        token.
+        """
         # `n_examples` are the rows of logits.
         places = self.places(batch)
         of_texts = super().positions(self.unlabelled(batch), len(places))
@@ -86,17 +95,20 @@ class TokenLabelsModel(LogitsModel):
 
     def _logits(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
         places = self.places(batch)
-        by_place = logits_of(self._call(self._inputs(self.unlabelled(batch)), **model_kwargs))
+        by_place = logits_of(
+            self._call(self._inputs(self.unlabelled(batch)), **model_kwargs)
+        )
         if by_place.ndim != 3:
             raise ValueError(
-                'The likelihood "token_classification" needs logits of shape (texts, tokens, '
-                f"classes), but the model returns {tuple(by_place.shape)}: for one label a text "
-                'use "classification".'
+                'The likelihood "token_classification" needs logits of shape (texts, '
+                f"tokens, classes), but the model returns {tuple(by_place.shape)}: for "
+                'one label a text use "classification".'
             )
         if by_place.shape[:2] != places.shape:
             raise ValueError(
-                f"The model returns logits of shape {tuple(by_place.shape)} where labels or "
-                f"attention_mask have {tuple(places.shape)}: each token must have its own."
+                f"The model returns logits of shape {tuple(by_place.shape)} where "
+                f"labels or attention_mask have {tuple(places.shape)}: each token must "
+                "have its own."
             )
         logits = by_place[places.to(by_place.device)]
         self.output_size = logits.shape[-1]
@@ -105,24 +117,28 @@ class TokenLabelsModel(LogitsModel):
     def _check_labels(self, y: torch.Tensor, X: Mapping[str, Any]) -> None:
         if y.ndim != 2 or y.is_floating_point() or y.dtype == torch.bool:
             raise ValueError(
-                f"labels must be classes of tokens, of shape (texts, tokens), not {tuple(y.shape)} "
-                f'of {y.dtype}: for one label a text use the likelihood "classification"'
+                "labels must be classes of tokens, of shape (texts, tokens), not "
+                f"{tuple(y.shape)} of {y.dtype}: for one label a text use the "
+                'likelihood "classification"'
             )
         labelled = y != IGNORED
         if not labelled.any():
             raise ValueError(
-                f"no token is labelled: every label is {IGNORED}. Leave such batches out"
+                f"no token is labelled: every label is {IGNORED}. Leave such batches "
+                "out"
             )
         mask = X.get("attention_mask")
         if mask is None:
             return
         if mask.shape != y.shape:
             raise ValueError(
-                f"labels have shape {tuple(y.shape)}, but attention_mask has {tuple(mask.shape)}: "
-                "give each token one label"
+                f"labels have shape {tuple(y.shape)}, but attention_mask has "
+                f"{tuple(mask.shape)}: give each token one label"
             )
         if (labelled & ~mask.to(y.device).bool()).any():
-            raise ValueError(f"There are labels where attention_mask is 0: set them to {IGNORED}")
+            raise ValueError(
+                f"There are labels where attention_mask is 0: set them to {IGNORED}"
+            )
 
     def _find_answers(
         self,
@@ -132,13 +148,14 @@ class TokenLabelsModel(LogitsModel):
     ) -> None:
         if class_token_ids is not None or mask_token_id is not None or normalised:
             raise ValueError(
-                'The likelihood "token_classification" has the classes of the model\'s own head: '
-                "leave out class_token_ids, class_texts, mask_token_id and normalised."
+                'The likelihood "token_classification" has the classes of the '
+                "model's own head: leave out class_token_ids, class_texts, "
+                "mask_token_id and normalised."
             )
         transformer = self.transformer
         if transformer is not None and transformer.can_generate():
             raise ValueError(
-                'The likelihood "token_classification" needs a model that labels tokens, such as '
-                "one of AutoModelForTokenClassification: for a model that writes use "
-                '"language_modeling".'
+                'The likelihood "token_classification" needs a model that labels '
+                "tokens, such as one of AutoModelForTokenClassification: for a model "
+                'that writes use "language_modeling".'
             )

@@ -1,4 +1,6 @@
-"""Language models on texts: logits of the whole vocabulary wherever a token is labelled."""
+"""Language models on texts: logits of the whole vocabulary wherever a token is
+labelled.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,16 @@ class Part:
 
 
 class TokensModel(LogitsModel):
-    """A language model that maps a batch of texts to the logits `(N, V)` of its labelled tokens.
+    """A language model that maps a batch of texts to the logits `(N, V)` of its
+    labelled tokens.
 
-    Batches are those of supervised fine-tuning: mappings with `input_ids`, `attention_mask` and
-    `labels`, -100 where there is none. The logits that predict a label are those one token before
-    it, or in an encoder-decoder those at its place. The output layer runs for these alone.
+    Batches are those of supervised fine-tuning: mappings with `input_ids`,
+    `attention_mask` and `labels`, -100 where there is none. The logits that predict a
+    label are those one token before it, or in an encoder-decoder those at its place.
+    The output layer runs for these alone.
 
-    Parameters are those of `LogitsModel`, without `class_token_ids` and `mask_token_id`. A model
-    that does not generate text is refused.
+    Parameters are those of `LogitsModel`, without `class_token_ids` and
+    `mask_token_id`. A model that does not generate text is refused.
     """
 
     @property
@@ -70,7 +74,8 @@ class TokensModel(LogitsModel):
         part: Part | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor:
-        """Compute logits `(N, V)` of the labelled tokens, or a part, one text after the other.
+        """Compute logits `(N, V)` of the labelled tokens, or a part, one text after the
+        other.
 
         They are in float32 or better.
         """
@@ -82,11 +87,14 @@ class TokensModel(LogitsModel):
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
-        """Return the batch, and the tokens `(B, T)` that the logits at each place predict."""
+        """Return the batch, and the tokens `(B, T)` that the logits at each place
+        predict.
+        """
         return batch, self.targets(batch)
 
     def parts(self, batch: Any) -> list[Part]:
-        """Divide a batch's labelled tokens: logits of a part have at most `MOST_ROWS` rows.
+        """Divide a batch's labelled tokens: logits of a part have at most `MOST_ROWS`
+        rows.
 
         Of more texts than that, a part has a token of each.
         """
@@ -96,19 +104,23 @@ class TokensModel(LogitsModel):
         return [Part(first, size) for first in range(0, most, size)]
 
     def targets(self, batch: Any, part: Part | None = None) -> torch.Tensor:
-        """Return tokens `(B, T)` that the logits at each place predict, -100 where none is.
+        """Return tokens `(B, T)` that the logits at each place predict, -100 where none
+        is.
 
         Of a part, the tokens of others are -100 too.
 
-        A `ValueError` if labels are missing, of another shape or type, at padding, or all -100.
+        A `ValueError` if labels are missing, of another shape or type, at padding, or
+        all -100.
         """
         if not isinstance(batch, Mapping):
-            raise TypeError(f"A batch of texts must be a mapping, not {type(batch).__name__}.")
+            raise TypeError(
+                f"A batch of texts must be a mapping, not {type(batch).__name__}."
+            )
         _, labels = super().split(batch)
         if labels.ndim != 2 or labels.is_floating_point():
             raise ValueError(
-                f"labels must be tokens of shape (texts, positions), not {tuple(labels.shape)} of "
-                f"{labels.dtype}"
+                "labels must be tokens of shape (texts, positions), not "
+                f"{tuple(labels.shape)} of {labels.dtype}"
             )
         if not self.is_encoder_decoder:
             has_begun = _has_begun(labels, super()._inputs(batch))
@@ -118,8 +130,8 @@ class TokensModel(LogitsModel):
             labels = labels.masked_fill(~has_begun, IGNORED)
         if not (labels != IGNORED).any():
             raise ValueError(
-                f"no token is labelled: every label is {IGNORED}, or on a text's first token, "
-                "which nothing predicts. Leave such batches out"
+                f"no token is labelled: every label is {IGNORED}, or on a text's first "
+                "token, which nothing predicts. Leave such batches out"
             )
         if part is None:
             return labels
@@ -131,7 +143,9 @@ class TokensModel(LogitsModel):
         return predicting if self.is_encoder_decoder else predicting.roll(1, dims=1)
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
-        """Describe the rows of a batch of texts, which have a row of logits for each label."""
+        """Describe the rows of a batch of texts, which have a row of logits for each
+        label.
+        """
         targets = self.targets(batch)
         owners = (targets != IGNORED).nonzero()[:, 0]
         # `n_examples` are the rows of logits.
@@ -140,7 +154,9 @@ class TokensModel(LogitsModel):
 
     def _inputs(self, batch: Any) -> Any:
         inputs = super()._inputs(batch)
-        if self.is_encoder_decoder and all(inputs.get(key) is None for key in DECODER_INPUTS):
+        if self.is_encoder_decoder and all(
+            inputs.get(key) is None for key in DECODER_INPUTS
+        ):
             labels = batch[self.dict_key_y].to(self.device)
             inputs["decoder_input_ids"] = _decoder_input_ids(self.transformer, labels)
         return text_first(inputs)
@@ -169,21 +185,22 @@ class TokensModel(LogitsModel):
         transformer = super().transformer
         if class_token_ids is not None or mask_token_id is not None or normalised:
             raise ValueError(
-                'The likelihood "language_modeling" predicts the whole vocabulary: leave out '
-                "class_token_ids, class_texts, mask_token_id and normalised."
+                'The likelihood "language_modeling" predicts the whole vocabulary: '
+                "leave out class_token_ids, class_texts, mask_token_id and normalised."
             )
         if transformer is None or not transformer.can_generate():
             raise ValueError(
-                'The likelihood "language_modeling" needs a transformers model that generates '
-                "text, such as one of AutoModelForCausalLM."
+                'The likelihood "language_modeling" needs a transformers model that '
+                "generates text, such as one of AutoModelForCausalLM."
             )
 
 
 class Remembered:
-    """What a language model returned before its output layer, so that only this runs again.
+    """What a language model returned before its output layer, so that only this runs
+    again.
 
-    It is of one batch and one set of weights. What a model does behind the layer, such as capping
-    its logits, it does again too.
+    It is of one batch and one set of weights. What a model does behind the layer, such
+    as capping its logits, it does again too.
     """
 
     def __init__(self, transformer: PreTrainedModel) -> None:
@@ -191,14 +208,17 @@ class Remembered:
         self._children = [
             child
             for child in transformer.children()
-            if isinstance(layer, nn.Module) and all(part is not layer for part in child.modules())
+            if isinstance(layer, nn.Module)
+            and all(part is not layer for part in child.modules())
         ]
         self._outputs: list[Any] = []  # of all calls of the children in a pass
         self._is_known = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Note what the children return in the first pass within, and return it in later ones."""
+        """Note what the children return in the first pass within, and return it in
+        later ones.
+        """
         calls = iter(self._outputs)
 
         def remembered(
@@ -222,7 +242,9 @@ def _decoder_input_ids(
     transformer: PreTrainedModel,
     labels: torch.Tensor,
 ) -> torch.Tensor:
-    """Make what the decoder reads where it is to predict labels `(B, T)`, as the model itself."""
+    """Make what the decoder reads where it is to predict labels `(B, T)`, as the model
+    itself.
+    """
     prepare = getattr(transformer, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
         return prepare(labels.clone())  # FSMT's writes padding tokens into them
@@ -239,11 +261,13 @@ def _has_begun(
         given = inputs.get(key)
         if given is not None and given.shape != labels.shape:
             raise ValueError(
-                f"labels have shape {tuple(labels.shape)}, but {key} has {tuple(given.shape)}: "
-                "give each token one label"
+                f"labels have shape {tuple(labels.shape)}, but {key} has "
+                f"{tuple(given.shape)}: give each token one label"
             )
     mask = inputs.get("attention_mask")
     real = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool()
     if ((labels != IGNORED) & ~real).any():
-        raise ValueError(f"There are labels where attention_mask is 0: set them to {IGNORED}")
+        raise ValueError(
+            f"There are labels where attention_mask is 0: set them to {IGNORED}"
+        )
     return real.cumsum(1) > 0

@@ -1,4 +1,6 @@
-"""Trained weights: their names, where they are, and a model with others in their place."""
+"""Trained weights: their names, where they are, and a model with others in their
+place.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ Values = list[torch.Tensor]
 """A matrix `(m, n)` for each block, in their order."""
 
 Kind = Literal["lora", "head", "other"]
-"""What a weight is a part of: LoRA layers, heads that were trained beside them, or else."""
+"""What a weight is a part of: LoRA layers, heads that were trained beside them, or
+else."""
 
-# What PEFT saves with an adapter: LoRA weights, heads, and rows of embeddings. In a weight's name
-# the adapter's own name follows.
+# What PEFT saves with an adapter: LoRA weights, heads, and rows of embeddings. In a
+# weight's name the adapter's own name follows.
 _PARTS = r"lora_\w+|modules_to_save|trainable_tokens_\w+"
 _OF_ADAPTER = re.compile(rf"\.({_PARTS})\.([^.]+)")
 _OF_ANY_ADAPTER = re.compile(rf"\.({_PARTS})(\.|$)")
@@ -34,16 +37,20 @@ _MANY_NAMES = 2**16
 
 @dataclass(frozen=True)
 class LinearRows:
-    """Rows that hooks on a linear layer see: its inputs, and gradients of its outputs."""
+    """Rows that hooks on a linear layer see: its inputs, and gradients of its
+    outputs.
+    """
 
     layer: nn.Linear
-    # Layers of one site see rows of the same examples at the same places, as the two halves of a
-    # LoRA layer do: that layer's name.
+    # Layers of one site see rows of the same examples at the same places, as the two
+    # halves of a LoRA layer do: that layer's name.
     site: str
     of_bias: bool = False  # which is a matrix `(m, 1)` that multiplies ones
 
     def multiplied(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the rows `(..., n)` that the weight multiplies, of what the layer was given."""
+        """Return the rows `(..., n)` that the weight multiplies, of what the layer was
+        given.
+        """
         if self.of_bias:
             return inputs.new_ones(*inputs.shape[:-1], 1)
         return inputs
@@ -51,17 +58,22 @@ class LinearRows:
 
 @dataclass(frozen=True)
 class WholeGradient:
-    """No rows, as no hook sees any: only the gradient of the parameter, one example at a time."""
+    """No rows, as no hook sees any: only the gradient of the parameter, one example at
+    a time.
+    """
 
     site: str  # the name of PEFT's layer
 
 
 @dataclass(frozen=True)
 class View:
-    """A matrix as a part of a parameter, such as one of many experts, or all of it reshaped."""
+    """A matrix as a part of a parameter, such as one of many experts, or all of it
+    reshaped.
+    """
 
     shape: tuple[int, ...]  # what the parameter is reshaped to
-    axis: int | None = None  # along which there are several matrices, counted from the last one
+    # Along which there are several matrices, counted from the last one.
+    axis: int | None = None
     place: int = 0  # which of them it is
 
     @property
@@ -78,7 +90,9 @@ class View:
         parameters: torch.Tensor,
         n_leading: int = 0,
     ) -> torch.Tensor:
-        """Cut the matrices `(..., m, n)` out of tensors `(..., *shape of the parameter)`."""
+        """Cut the matrices `(..., m, n)` out of tensors `(..., *shape of the
+        parameter)`.
+        """
         reshaped = parameters.reshape(*parameters.shape[:n_leading], *self.shape)
         return reshaped if self.axis is None else reshaped.select(self.axis, self.place)
 
@@ -93,7 +107,8 @@ class Block:
     name: str  # of the weight, without the prefixes that wrappers add
     adapter: str
     module: nn.Module  # has the weight among its parameters
-    small_output: bool  # whether the smaller factor is that of m, the size of the output
+    # Whether the smaller factor is that of m, the size of the output.
+    small_output: bool
     rows: LinearRows | WholeGradient
     owner: BaseTunerLayer | None = None  # PEFT's layer that the module is a part of
     parameter: str = "weight"  # the weight's name in the module
@@ -102,12 +117,16 @@ class Block:
 
     @property
     def known_as(self) -> str:
-        """Name of the weight, which does not depend on wrappers and on the adapter's name."""
+        """Name of the weight, which does not depend on wrappers and on the adapter's
+        name.
+        """
         return bare_name(self.name)
 
     @property
     def weight(self) -> torch.Tensor:
-        """The parameter itself, which may be sharded or offloaded, or hold more matrices."""
+        """The parameter itself, which may be sharded or offloaded, or hold more
+        matrices.
+        """
         weight = self.module._parameters[self.parameter]
         assert weight is not None
         return weight
@@ -117,7 +136,9 @@ class Block:
         parameters: torch.Tensor,
         n_leading: int = 0,
     ) -> torch.Tensor:
-        """Cut the matrices `(..., m, n)` out of tensors with the shape of the parameter."""
+        """Cut the matrices `(..., m, n)` out of tensors with the shape of the
+        parameter.
+        """
         return parameters if self.view is None else self.view.of(parameters, n_leading)
 
     @property
@@ -172,7 +193,8 @@ def places_of(
     blocks: Sequence[Block],
     device: torch.device,
 ) -> list[Place]:
-    """Say where a posterior belongs: first what is over all blocks, then what is of each.
+    """Say where a posterior belongs: first what is over all blocks, then what is of
+    each.
 
     The former belongs on the model's `device`.
     """
@@ -182,7 +204,7 @@ def places_of(
     return places
 
 
-# --- names -----------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------
 
 
 @lru_cache(_MANY_NAMES)
@@ -192,7 +214,9 @@ def strip_wrappers(name: str) -> str:
 
 
 def owner_of(name: str) -> str | None:
-    """Return the adapter that a weight of this name belongs to; None for the base model's."""
+    """Return the adapter that a weight of this name belongs to; None for the base
+    model's.
+    """
     match = _OF_ADAPTER.search(name)
     return None if match is None else match[2]
 
@@ -203,7 +227,9 @@ def without_adapter(name: str) -> str:
 
 
 def is_of_base(name: str) -> bool:
-    """Tell whether a weight is the base model's, by a name that `without_adapter` returned."""
+    """Tell whether a weight is the base model's, by a name that `without_adapter`
+    returned.
+    """
     return _OF_ANY_ADAPTER.search(name) is None
 
 
@@ -211,13 +237,13 @@ def is_of_base(name: str) -> bool:
 def bare_name(name: str) -> str:
     """Name a weight as it is called without wrappers, whatever the adapters are."""
     bare = without_adapter(strip_wrappers(name))
-    # Names that PEFT puts in between are there or not by the layers of another adapter. Directly
-    # before a LoRA weight they tell layers around layers apart.
+    # Names that PEFT puts in between are there or not by the layers of another adapter.
+    # Directly before a LoRA weight they tell layers around layers apart.
     bare = bare.replace(".token_adapter.base_layer.", ".")
     return re.sub(r"\.base_layer\.(?!lora_)", ".", bare)
 
 
-# --- matrices without rows ---------------------------------------------------------------------
+# --- matrices without rows ------------------------------------------------------------
 
 
 def without_rows(blocks: Iterable[Block]) -> list[Block]:
@@ -238,7 +264,7 @@ def whole_parameters(blocks: Iterable[Block]) -> list[torch.Tensor]:
     return list(parameters.values())
 
 
-# --- values ----------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------
 
 
 def flattened(
@@ -261,13 +287,15 @@ def check_in_place(blocks: Sequence[Block], purpose: str) -> None:
     if not are_in_place(blocks):
         raise NotImplementedError(
             f"{purpose} needs whole LoRA weights in memory, but these are sharded or "
-            "offloaded. Pass them to fully_shard as ignored_params, or offload modules without "
-            "LoRA alone."
+            "offloaded. Pass them to fully_shard as ignored_params, or offload modules "
+            "without LoRA alone."
         )
 
 
 def are_in_place(blocks: Sequence[Block]) -> bool:
-    """Tell whether weights are whole and in memory, rather than sharded or offloaded."""
+    """Tell whether weights are whole and in memory, rather than sharded or
+    offloaded.
+    """
     for block in blocks:
         is_sharded = hasattr(block.weight, "full_tensor")
         if block.weight.is_meta or is_sharded:
@@ -276,7 +304,9 @@ def are_in_place(blocks: Sequence[Block]) -> bool:
 
 
 def check_with_biases(blocks: Sequence[Block]) -> None:
-    """Refuse weights without their layer's bias, which the host takes for a part of all of them."""
+    """Refuse weights without their layer's bias, which the host takes for a part of all
+    of them.
+    """
     of_blocks = {id(block.weight) for block in blocks}
     without = []
     for block in blocks:
@@ -285,9 +315,9 @@ def check_with_biases(blocks: Sequence[Block]) -> None:
             without.append(block.name)
     if without:
         raise NotImplementedError(
-            'hessian_structure="kron" treats weight and bias of a layer together, and the biases '
-            f"of {len(without)} layers are frozen or left out, such as that of {without[0]}: use "
-            '"lowrank_kron", "diag" or "full".'
+            'hessian_structure="kron" treats weight and bias of a layer together, and '
+            f"the biases of {len(without)} layers are frozen or left out, such as that "
+            f'of {without[0]}: use "lowrank_kron", "diag" or "full".'
         )
 
 
@@ -297,7 +327,8 @@ def parameters_with(
 ) -> dict[int, torch.Tensor]:
     """Make the blocks' parameters with other values, by the `id` of each parameter.
 
-    Where a parameter holds more matrices than those of the blocks, these keep their values.
+    Where a parameter holds more matrices than those of the blocks, these keep their
+    values.
     """
     parameters: dict[int, torch.Tensor] = {}
     for block, value in zip(blocks, values, strict=True):
@@ -320,7 +351,9 @@ def called_with(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a module with other LoRA weights in place of its own, which stay as they are."""
+    """Call a module with other LoRA weights in place of its own, which stay as they
+    are.
+    """
     others = parameters_with(blocks, values)
     weights: dict[str, torch.Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -332,7 +365,8 @@ def called_with(
 def read(numbers: Sequence[torch.Tensor]) -> list[float]:
     """Return numbers `()` on any devices as Python's own.
 
-    They are read together, since each reading from an accelerator waits for all work there.
+    They are read together, since each reading from an accelerator waits for all work
+    there.
     """
     if not numbers:
         return []
@@ -343,11 +377,13 @@ def read(numbers: Sequence[torch.Tensor]) -> list[float]:
     return torch.stack(together).tolist()
 
 
-# --- devices ---------------------------------------------------------------------------------
+# --- devices --------------------------------------------------------------------------
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return where a module computes: where its first parameter is, or is fetched to."""
+    """Return where a module computes: where its first parameter is, or is fetched
+    to.
+    """
     device = next(module.parameters()).device
     if device.type != "meta":
         return device
@@ -359,7 +395,9 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def _offloading(module: nn.Module) -> AlignDevicesHook | None:
-    """Find what fetches a module's weights before a pass, and sends them back after it."""
+    """Find what fetches a module's weights before a pass, and sends them back after
+    it.
+    """
     hook = getattr(module, "_hf_hook", None)
     hooks = hook.hooks if isinstance(hook, SequentialHook) else [hook]
     for each in hooks:

@@ -1,1 +1,3 @@
-"""One forward pass through a model, and backward passes that bring what each LoRA weight needs."""
+"""One forward pass through a model, and backward passes that bring what each LoRA
+weight needs.
+"""

@@ -26,8 +26,9 @@ def inspected(
 ) -> Iterator[None]:
     """Check passes that the host makes on a batch `x` within.
 
-    Errors are those of `Recorder.record`. What the first one returns goes to `check_targets`. Hooks
-    that the host leaves behind are removed, and where it fails, one more pass names the reason.
+    Errors are those of `Recorder.record`. What the first one returns goes to
+    `check_targets`. Hooks that the host leaves behind are removed, and where it fails,
+    one more pass names the reason.
     """
     model, blocks = recorder.model, recorder.blocks
     called: set[int] = set()
@@ -41,7 +42,8 @@ def inspected(
         check_logits(logits)
         if not differentiable:  # others may be of one example
             check_targets(logits)
-        # A pass for functional derivatives, of which there may be others, has no graph of its own.
+        # A pass for functional derivatives, of which there may be others, has no graph
+        # of its own.
         differentiable.append(logits.requires_grad)
 
     try:
@@ -59,9 +61,10 @@ def inspected(
         ]
         if silent:
             raise RuntimeError(
-                f"The batch does not use {len(silent)} of {len(blocks)} weights, such as "
-                f"{silent[0]}, but the backend needs all of them in every batch. Leave such layers "
-                'out with target_modules, or use hessian_structure="lowrank_kron".'
+                f"The batch does not use {len(silent)} of {len(blocks)} weights, such "
+                f"as {silent[0]}, but the backend needs all of them in every batch. "
+                "Leave such layers out with target_modules, or use "
+                'hessian_structure="lowrank_kron".'
             ) from error
         raise
     if called:

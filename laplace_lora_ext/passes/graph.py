@@ -1,4 +1,6 @@
-"""The graph of a forward pass, and backward passes that bring gradients to calls of layers."""
+"""The graph of a forward pass, and backward passes that bring gradients to calls of
+layers.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,28 @@ from laplace_lora_ext.models.running import Checkpoints
 from laplace_lora_ext.models.weights import Block, LinearRows, whole_parameters
 from laplace_lora_ext.passes.memory import OutOfMemory, attempt
 
-# Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
-# is done once a pass and layer counts. Measured on two cores by `python -m benchmarks cost`.
+# Rows that a backward pass should have: with fewer, products leave the machine half
+# idle, and what is done once a pass and layer counts. Measured on two cores by `python
+# -m benchmarks cost`.
 _ROWS = 512
 
 
 @dataclass
 class Layouts:
-    """What recorded passes have learnt of a model, so that they need not find it out again."""
+    """What recorded passes have learnt of a model, so that they need not find it out
+    again.
+    """
 
-    # The size of the largest batch that proved a site's rows to be each example's own. A site is
-    # the name of a LoRA layer, whose halves see the same rows, and which of how many calls of it.
+    # The size of the largest batch that proved a site's rows to be each example's own.
+    # A site is the name of a LoRA layer, whose halves see the same rows, and which of
+    # how many calls of it.
     proven: dict[tuple[str, int, int], int] = field(default_factory=dict)
-    examples_apart: bool = False  # rows of some batch were not each example's own, or none are seen
-    examples_together: bool = False  # those of some batch of several were each example's own
-    # How many seeds a backward pass may take at most: one where a kernel can't run under
-    # `torch.func.vmap`, fewer than before where memory did not suffice.
+    # Rows of some batch were not each example's own, or none are seen.
+    examples_apart: bool = False
+    # Those of some batch of several were each example's own.
+    examples_together: bool = False
+    # How many seeds a backward pass may take at most: one where a kernel can't run
+    # under `torch.func.vmap`, fewer than before where memory did not suffice.
     seeds_at_most: float = math.inf
     # Indices of the blocks without rows whose parameters any pass has used.
     reached: set[int] = field(default_factory=set)
@@ -44,12 +52,14 @@ class Layouts:
 
 def check_logits(logits: torch.Tensor) -> None:
     """Refuse logits that are not finite."""
-    # A finite sum says so many times faster, which tells for logits of a vocabulary; but sums of
-    # finite numbers may overflow.
+    # A finite sum says so many times faster, which tells for logits of a vocabulary;
+    # but sums of finite numbers may overflow.
     if torch.isfinite(logits.detach().sum()):
         return
     if not torch.isfinite(logits).all():
-        raise ValueError("non-finite logits: check the batch, and the model's precision")
+        raise ValueError(
+            "non-finite logits: check the batch, and the model's precision"
+        )
 
 
 def check_differentiable(requires_grad: bool) -> None:
@@ -77,19 +87,23 @@ class Call:
         # None once nobody asks for them: the graph has them too, or computes them anew.
         self.inputs: torch.Tensor | None = inputs
         self.version = _version(inputs)
-        self.node: Node | None = None  # of the graph, where gradients of the output pass
+        # Of the graph, where gradients of the output pass.
+        self.node: Node | None = None
         self.backward_pass: _Pass | None = None  # that runs now
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """What a backward pass brought to the calls of a block's layer, one entry for each call."""
+    """What a backward pass brought to the calls of a block's layer, one entry for each
+    call.
+    """
 
     index: int  # of the block
     seeds: slice
     calls: list[Call] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)
-    gradients: list[torch.Tensor] = field(default_factory=list)  # `(S, ...)`, of what they returned
+    # `(S, ...)`, of what they returned.
+    gradients: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -102,10 +116,11 @@ class OfParameter:
 
 
 class _Tap(torch.autograd.Function):
-    """Returns what a layer returned, and hands its input and its gradient to the backward pass.
+    """Returns what a layer returned, and hands its input and its gradient to the
+    backward pass.
 
-    The input is saved as autograd saves all that a backward pass needs: where a checkpointed layer
-    is computed anew, it is computed anew as well.
+    The input is saved as autograd saves all that a backward pass needs: where a
+    checkpointed layer is computed anew, it is computed anew as well.
     """
 
     @staticmethod
@@ -146,12 +161,15 @@ class _Tap(torch.autograd.Function):
                 _OutsideVmap.apply(gradient, arrive)
             else:
                 arrive(gradient[None])
-        # On to the layers before this one; nothing else that `forward` got has a gradient.
+        # On to the layers before this one; nothing else that `forward` got has a
+        # gradient.
         return gradient, None, None, None
 
 
 class Graph:
-    """Logits `(B, C)`, and the calls of layers and the whole parameters that they depend on."""
+    """Logits `(B, C)`, and the calls of layers and the whole parameters that they
+    depend on.
+    """
 
     def __init__(
         self,
@@ -165,15 +183,17 @@ class Graph:
         nodes = _nodes_behind(logits)
         leaves = {id(getattr(node, "variable", None)) for node in nodes}
         self.logits = logits
-        self.parameters = [parameter for parameter in parameters if id(parameter) in leaves]
+        self.parameters = [
+            parameter for parameter in parameters if id(parameter) in leaves
+        ]
         self.calls: list[list[Call]] = []
         for of_layer in calls:
             counting: list[Call] = []
             for call in of_layer:
                 if call.node in nodes:
                     counting.append(call)
-                # A node holds its call: together they would keep the graph, and all that it has
-                # saved, until Python's garbage collector comes by.
+                # A node holds its call: together they would keep the graph, and all
+                # that it has saved, until Python's garbage collector comes by.
                 call.node = None
             self.calls.append(counting)
         self._anchor = anchor
@@ -184,7 +204,8 @@ class Graph:
         """Say how many seeds one backward pass should take."""
         if self.parameters:  # their gradients are all in memory at the end of a pass
             return 1
-        # A layer with more rows than others, as of all tokens, makes up most of the time.
+        # A layer with more rows than others, as of all tokens, makes up most of the
+        # time.
         most_rows = 1
         for of_layer in self.calls:
             n_rows = sum(call.rows.numel() for call in of_layer)
@@ -203,11 +224,11 @@ class Graph:
     ) -> None:
         """Make backward passes with `(S, B, C)` vectors, `at_once` of them in each.
 
-        What arrives at each layer is delivered as soon as it is known, so that few gradients are in
-        memory at a time; what arrives at whole parameters, if it is asked for, after each pass.
-        Some kernels can't run under `torch.func.vmap`, such as those that write into their
-        arguments. Then seeds go one by one, from then on; half as many at once where memory does
-        not suffice.
+        What arrives at each layer is delivered as soon as it is known, so that few
+        gradients are in memory at a time; what arrives at whole parameters, if it is
+        asked for, after each pass. Some kernels can't run under `torch.func.vmap`, such
+        as those that write into their arguments. Then seeds go one by one, from then
+        on; half as many at once where memory does not suffice.
         """
         parameters = [] if deliver_whole is None else self.parameters
         if not any(self.calls) and not parameters:  # none has a gradient
@@ -226,7 +247,9 @@ class Graph:
         way: _Way,
         delivered: set[int],
     ) -> None:
-        """Bring some seeds, in as few passes as can be, to layers not yet `delivered` theirs."""
+        """Bring some seeds, in as few passes as can be, to layers not yet `delivered`
+        theirs.
+        """
         n_seeds = seeds.stop - seeds.start
         if n_seeds == 1:
             is_last = seeds.stop == len(vectors)
@@ -253,7 +276,8 @@ class Graph:
     def _batched(
         self, vectors: torch.Tensor, way: _Way, together: _Pass
     ) -> Sequence[torch.Tensor] | None:
-        """Back-propagate several seeds in one pass; None, and a note of it, if that is impossible.
+        """Back-propagate several seeds in one pass; None, and a note of it, if that is
+        impossible.
 
         Returns the gradients of parameters.
         """
@@ -265,7 +289,8 @@ class Graph:
 
         def run() -> Sequence[torch.Tensor]:
             with together, warnings.catch_warnings():
-                # Where an operation has no batching rule, vmap runs it once a seed: as good.
+                # Where an operation has no batching rule, vmap runs it once a seed: as
+                # good.
                 warnings.filterwarnings("ignore", "There is a performance drop")
                 _, *of_parameters = torch.func.vmap(grad)(vectors)
                 return of_parameters
@@ -291,8 +316,8 @@ class Graph:
         retain_graph: bool,
         create_graph: bool,
     ) -> Sequence[torch.Tensor]:
-        # Every call leads to the anchor, which needs no gradient itself: of layers, no gradient of
-        # anything has to be kept to the end of the pass.
+        # Every call leads to the anchor, which needs no gradient itself: of layers, no
+        # gradient of anything has to be kept to the end of the pass.
         _, *gradients = torch.autograd.grad(
             self.logits,
             [self._anchor, *parameters],
@@ -362,7 +387,8 @@ class _Pass:
             for call in of_layer:
                 call.backward_pass = None
         if kind is None:
-            for index in sorted(self._waiting):  # not all of the layer's calls had a gradient
+            # Not all of the layer's calls had a gradient.
+            for index in sorted(self._waiting):
                 self._finish(index)
 
     def arrive(
@@ -371,7 +397,9 @@ class _Pass:
         inputs: torch.Tensor,
         gradients: torch.Tensor,
     ) -> None:
-        """Take what has come to a call; deliver what has come to its layer, if that is all."""
+        """Take what has come to a call; deliver what has come to its layer, if that is
+        all.
+        """
         index = call.index
         if index in self.delivered:
             return
@@ -385,7 +413,8 @@ class _Pass:
             self._finish(index)
 
     def _finish(self, index: int) -> None:
-        # Stays true if the visitor fails, so that its error is not taken for one of vmap's.
+        # Stays true if the visitor fails, so that its error is not taken for one of
+        # vmap's.
         self.is_delivering = True
         self._deliver(self._waiting.pop(index))
         self.is_delivering = False
@@ -430,7 +459,9 @@ class _OutsideVmap(torch.autograd.Function):
 
 
 class Taps:
-    """Hooks on the blocks' layers, which note the calls of passes; `tapped` sets them."""
+    """Hooks on the blocks' layers, which note the calls of passes; `tapped` sets
+    them.
+    """
 
     def __init__(
         self,
@@ -445,8 +476,8 @@ class Taps:
         self._layouts = layouts
         self._keeps_inputs = keeps_inputs
         self._parameters = whole_parameters(blocks)
-        # What all backward passes are asked for. Weights of layers that are called require no
-        # gradient, and a pass goes no further than it must.
+        # What all backward passes are asked for. Weights of layers that are called
+        # require no gradient, and a pass goes no further than it must.
         self._anchor = torch.zeros((), requires_grad=True)
         self._calls: list[list[Call]] | None = None  # of the pass that runs now
         self._called: set[int] = set()
@@ -485,7 +516,8 @@ class Taps:
     ) -> torch.Tensor:
         """Note a call of a block's layer, and tap what it returned."""
         self._called.add(index)
-        if not torch.is_grad_enabled():  # as where an indexer of sparse attention picks keys
+        # As where an indexer of sparse attention picks keys.
+        if not torch.is_grad_enabled():
             refuse_reentrant()
             return output
         (inputs, *_) = args
@@ -496,7 +528,8 @@ class Taps:
         inputs = block.rows.multiplied(inputs)
         call = Call(index, block.name, inputs, output)
         tapped = _Tap.apply(output, self._anchor, inputs, call)
-        if self._calls is None:  # a checkpointed layer is computed anew for a backward pass
+        # A checkpointed layer is computed anew for a backward pass.
+        if self._calls is None:
             return tapped
         call.node = tapped.grad_fn
         if self.checkpoints.is_within and not self._keeps_inputs:
@@ -514,10 +547,12 @@ def tapped(
     checkpointed: bool = True,
     keeps_inputs: bool = False,
 ) -> Iterator[Taps]:
-    """Note calls of the blocks' layers within, in passes and where layers are computed anew.
+    """Note calls of the blocks' layers within, in passes and where layers are computed
+    anew.
 
-    With `checkpointed`, layers that the user's training checkpoints are so here too, and unless
-    `keeps_inputs` is asked for, the inputs of LoRA layers are computed anew with them.
+    With `checkpointed`, layers that the user's training checkpoints are so here too,
+    and unless `keeps_inputs` is asked for, the inputs of LoRA layers are computed anew
+    with them.
     """
     taps = Taps(model, blocks, layouts, keeps_inputs=keeps_inputs)
     with ExitStack() as hooks:
@@ -548,20 +583,23 @@ def refuse_reentrant() -> None:
 
 def _reentrant() -> NotImplementedError:
     return NotImplementedError(
-        "The model's own code uses reentrant checkpointing, which hides gradients from fits and "
-        "predictions: pass use_reentrant=False where it calls torch.utils.checkpoint."
+        "The model's own code uses reentrant checkpointing, which hides gradients from "
+        "fits and predictions: pass use_reentrant=False where it calls "
+        "torch.utils.checkpoint."
     )
 
 
 def _overwritten(layer: str) -> NotImplementedError:
     return NotImplementedError(
-        f"The model overwrites what the layer of {layer} was given: write x = x + y in place of "
-        "x += y, or leave the layer out with target_modules."
+        f"The model overwrites what the layer of {layer} was given: write x = x + y in "
+        "place of x += y, or leave the layer out with target_modules."
     )
 
 
 def _nodes_behind(result: torch.Tensor) -> set[Node]:
-    """Collect the nodes of the graph that a result comes from; refuse a reentrant checkpoint."""
+    """Collect the nodes of the graph that a result comes from; refuse a reentrant
+    checkpoint.
+    """
     # Without recursion: the graph of a deep model is deeper than Python's stack.
     nodes: set[Node] = set()
     waiting: list[Node | None] = [result.grad_fn]
@@ -569,7 +607,8 @@ def _nodes_behind(result: torch.Tensor) -> set[Node]:
         node = waiting.pop()
         if node is None or node in nodes:
             continue
-        if isinstance(node, CheckpointFunction._backward_cls):  # its gradients can't be asked for
+        # Its gradients can't be asked for.
+        if isinstance(node, CheckpointFunction._backward_cls):
             raise _reentrant()
         nodes.add(node)
         for before, _ in node.next_functions:
@@ -578,5 +617,7 @@ def _nodes_behind(result: torch.Tensor) -> set[Node]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Count the changes in place; inference tensors, which can't tell, count as unchanged."""
+    """Count the changes in place; inference tensors, which can't tell, count as
+    unchanged.
+    """
     return 0 if tensor.is_inference() else tensor._version

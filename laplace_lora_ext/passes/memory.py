@@ -1,4 +1,6 @@
-"""Batches that do not fit into memory: how much of one does, and what to do where nothing does."""
+"""Batches that do not fit into memory: how much of one does, and what to do where
+nothing does.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,16 @@ class OutOfMemory:
         n_tokens = _longest(example)
         advice: list[str] = []
         if not checkpointed_layers(model):
-            advice.append("switch on gradient checkpointing (model.gradient_checkpointing_enable)")
+            advice.append(
+                "switch on gradient checkpointing (model.gradient_checkpointing_enable)"
+            )
         if n_tokens is not None:
             advice.append("cut texts shorter")
         advice.append("load the base model in 4-bit (transformers.BitsAndBytesConfig)")
         what = "One example" if n_tokens is None else f"One text of {n_tokens} tokens"
         return torch.OutOfMemoryError(
-            f"{what} does not fit into the memory of {model.device}: {', or '.join(advice)}. "
-            f"({self.message})"
+            f"{what} does not fit into the memory of {model.device}: "
+            f"{', or '.join(advice)}. ({self.message})"
         )
 
     def of_batch(
@@ -49,12 +53,16 @@ class OutOfMemory:
         batch: Any,
         reason: str,
     ) -> torch.OutOfMemoryError:
-        """Make an error that a batch does not fit, and for what `reason` it is not divided."""
+        """Make an error that a batch does not fit, and for what `reason` it is not
+        divided.
+        """
         n_tokens = _longest(batch)
-        of_length = "" if n_tokens is None else f", the longest text of {n_tokens} tokens,"
+        of_length = (
+            "" if n_tokens is None else f", the longest text of {n_tokens} tokens,"
+        )
         return torch.OutOfMemoryError(
-            f"The batch{of_length} does not fit into the memory of {model.device}, and is not "
-            f"divided, since {reason}: pass smaller batches. ({self.message})"
+            f"The batch{of_length} does not fit into the memory of {model.device}, and "
+            f"is not divided, since {reason}: pass smaller batches. ({self.message})"
         )
 
 
@@ -62,7 +70,8 @@ class Memory:
     """Remembers how many rows of a layer fit into memory, in passes of one kind."""
 
     def __init__(self) -> None:
-        self._most_rows = math.inf  # to try; infinite as long as all that was tried did fit
+        # To try; infinite as long as all that was tried did fit.
+        self._most_rows = math.inf
         self._failure = OutOfMemory("")  # the last one
 
     @property
@@ -84,7 +93,9 @@ class Memory:
         n_rows: int,
         failure: OutOfMemory,
     ) -> None:
-        """Remember that examples of `n_rows` rows each did not fit: half of them may."""
+        """Remember that examples of `n_rows` rows each did not fit: half of them
+        may.
+        """
         half = max(1, n_examples // 2)
         # In rows, since later batches may have longer texts.
         self._most_rows = half * n_rows
@@ -105,12 +116,16 @@ def attempt(evaluate: Callable[[], Result]) -> Result | OutOfMemory:
 
 
 def is_shared(model: nn.Module) -> bool:
-    """Tell whether several ranks hold one model's weights, and so must make the same passes."""
+    """Tell whether several ranks hold one model's weights, and so must make the same
+    passes.
+    """
     return any(hasattr(weight, "full_tensor") for weight in model.parameters())
 
 
 def _longest(batch: Any) -> int | None:
-    """Count the tokens of a batch's longest text, padding left out; None where it has none."""
+    """Count the tokens of a batch's longest text, padding left out; None where it has
+    none.
+    """
     n_tokens = number_of_tokens(batch)
     if n_tokens is None or not isinstance(batch, Mapping):
         return n_tokens

@@ -1,9 +1,11 @@
-"""Proves that the rows of a pass are each example's own, by back-propagating some examples at once.
+"""Proves that the rows of a pass are each example's own, by back-propagating some
+examples at once.
 
-A layer's rows `(n, ..., d)` are taken for `(B, n / B, ..., d)`. Sizes don't show whether they are,
-but gradients do: those of some examples' logits must leave exactly nothing in the rows of all
-others. Seed s has the examples whose codeword has bit s. All codewords have equally many bits, so
-that for any two examples some seed has the first and not the second.
+A layer's rows `(n, ..., d)` are taken for `(B, n / B, ..., d)`. Sizes don't show
+whether they are, but gradients do: those of some examples' logits must leave exactly
+nothing in the rows of all others. Seed s has the examples whose codeword has bit s. All
+codewords have equally many bits, so that for any two examples some seed has the first
+and not the second.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from laplace_lora_ext.models.weights import Block, read
 from laplace_lora_ext.passes.graph import Arrived, Graph
 
 _Site = tuple[str, int, int]
-"""A LoRA layer, whose two halves see the same rows, and which of how many calls of it."""
+"""A LoRA layer, whose two halves see the same rows, and which of how many calls of
+it."""
 
 
 def is_proven(
@@ -30,12 +33,12 @@ def is_proven(
 ) -> bool:
     """Prove that the rows of a pass are each example's own, or find that they are not.
 
-    Texts are proven in the first batch, in the first one of two, four, eight and so on or more
-    examples, and in each until every layer has had a gradient. Sizes don't tell what rows other
-    batches have, such as those of images: each of them is proven.
+    Texts are proven in the first batch, in the first one of two, four, eight and so on
+    or more examples, and in each until every layer has had a gradient. Sizes don't tell
+    what rows other batches have, such as those of images: each of them is proven.
 
-    `known` maps sites of earlier passes to the size of the largest batch that proved them; this one
-    adds its own. A gradient that is not finite is a `ValueError`.
+    `known` maps sites of earlier passes to the size of the largest batch that proved
+    them; this one adds its own. A gradient that is not finite is a `ValueError`.
     """
     n_examples = positions.n_examples
     if n_examples == 1:
@@ -50,7 +53,8 @@ def is_proven(
         if not shape or shape[0] % n_examples:
             return False
     size = n_examples.bit_length()  # 2 for 2 and 3 examples, 3 for 4 to 7, and so on
-    # Which row a token has does not depend on what the text says, so that these stay proven.
+    # Which row a token has does not depend on what the text says, so that these stay
+    # proven.
     lasting: list[_Site] = []
     all_known = True
     for site, shape in shapes.items():
@@ -62,7 +66,8 @@ def is_proven(
             all_known = False
     if all_known:
         return True
-    # Passes of the proof are few: about log2 of the number of examples, and none in most batches.
+    # Passes of the proof are few: about log2 of the number of examples, and none in
+    # most batches.
     words = codewords(n_examples)
     reached = _reached(graph, blocks, positions, words)
     strays: list[torch.Tensor] = []  # whether seeds of some examples arrive at others
@@ -79,14 +84,18 @@ def is_proven(
 
 
 def codewords(n_examples: int) -> torch.Tensor:
-    """Choose the fewest seeds S that tell B examples apart, `(S, B)`: 4 for 6 and 5 for 10."""
-    # Half of the bits: of all words of a length, most have these, and none contains another.
+    """Choose the fewest seeds S that tell B examples apart, `(S, B)`: 4 for 6 and 5 for
+    10.
+    """
+    # Half of the bits: of all words of a length, most have these, and none contains
+    # another.
     size = 1
     while comb(size, size // 2) < n_examples:
         size += 1
     words = torch.zeros(size, n_examples, dtype=torch.bool)
     choices = combinations(range(size), size // 2)
-    for example, bits in zip(range(n_examples), choices, strict=False):  # some are left over
+    # Some are left over.
+    for example, bits in zip(range(n_examples), choices, strict=False):
         words[list(bits), example] = True
     return words
 
@@ -107,7 +116,9 @@ def _reached(
     positions: Positions,
     words: torch.Tensor,
 ) -> dict[_Site, torch.Tensor]:
-    """Find the rows of each site, `(S, B, rows)`, at which seeds of examples, `(S, B)`, arrive."""
+    """Find the rows of each site, `(S, B, rows)`, at which seeds of examples, `(S, B)`,
+    arrive.
+    """
     n_seeds, n_examples = words.shape
     reached: dict[_Site, torch.Tensor] = {}
     layers: list[str] = []  # that gradients came to
@@ -124,7 +135,8 @@ def _reached(
             site = sites[graph.calls[arrived.index].index(call)]
             layers.append(call.layer)
             finite.append(torch.isfinite(gradients).all())
-            # Exactly nothing, not little: no sum of other examples' numbers has gone in.
+            # Exactly nothing, not little: no sum of other examples' numbers has gone
+            # in.
             rows = gradients.detach().any(-1)
             rows = rows.reshape(len(rows), n_examples, -1)
             if site not in reached:
@@ -143,21 +155,27 @@ def _lasts(
     shape: torch.Size,
     positions: Positions,
 ) -> bool:
-    """Tell whether a later text batch of the same size has its rows in the same order."""
-    if not positions.is_text or "experts" in layer.split("."):  # a router picks their rows
+    """Tell whether a later text batch of the same size has its rows in the same
+    order.
+    """
+    # A router picks their rows.
+    if not positions.is_text or "experts" in layer.split("."):
         return False
-    # Rows of examples, or of all tokens in one dimension. Any others, such as windows, may be in
-    # another order next time.
+    # Rows of examples, or of all tokens in one dimension. Any others, such as windows,
+    # may be in another order next time.
     by_example = shape[0] in (positions.n_examples, positions.n_rows)
     return by_example or shape.numel() == positions.n_tokens
 
 
 def _is_conclusive(rows: torch.Tensor | None) -> bool:
-    """Tell whether gradients `(S, B, rows)` came, and not only where `(T, B)` has the same rows."""
+    """Tell whether gradients `(S, B, rows)` came, and not only where `(T, B)` has the
+    same rows.
+    """
     if rows is None:
         return False
     rows = rows.any(0)
-    # With as many positions as examples, (T, B) and (B, T) have the same row on the diagonal.
+    # With as many positions as examples, (T, B) and (B, T) have the same row on the
+    # diagonal.
     if rows.shape[0] == rows.shape[1]:
         diagonal = torch.eye(
             len(rows),

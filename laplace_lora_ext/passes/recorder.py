@@ -1,4 +1,6 @@
-"""Records passes of one model through its LoRA layers, and makes Jacobians of its logits."""
+"""Records passes of one model through its LoRA layers, and makes Jacobians of its
+logits.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ from laplace_lora_ext.passes.turns import Turns
 # What models raise on inputs that are no example, or not alone.
 _NO_EXAMPLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
 
-# Rows that go through a layer in one backward pass of all outputs, unless a single example has
-# more: on a CPU, where more are no faster, and on an accelerator.
+# Rows that go through a layer in one backward pass of all outputs, unless a single
+# example has more: on a CPU, where more are no faster, and on an accelerator.
 _ON_CPU = 768
 _ON_ACCELERATOR = 2**13
 
@@ -54,7 +56,8 @@ def every_output(logits: torch.Tensor) -> torch.Tensor:
 
 
 class Recorder:
-    """Records passes of a model through some blocks' layers, and remembers what they showed.
+    """Records passes of a model through some blocks' layers, and remembers what they
+    showed.
 
     A posterior makes one, for its fits and its predictions alike.
 
@@ -90,18 +93,20 @@ class Recorder:
     ) -> Iterator[Recording]:
         """Run the model on a batch and record the calls of the blocks' layers.
 
-        Where the rows of some layer were not each example's own, as in DeBERTa or where a router
-        picks them, or where no rows can be seen, examples are recorded one at a time. One whose
-        logits are others than in the batch is back-propagated through the batch.
+        Where the rows of some layer were not each example's own, as in DeBERTa or where
+        a router picks them, or where no rows can be seen, examples are recorded one at
+        a time. One whose logits are others than in the batch is back-propagated through
+        the batch.
 
-        With `create_graph`, gradients can be differentiated: torch's attention then runs without
-        its fused kernels, which have no second derivatives, and nothing is checkpointed. Otherwise
-        layers that the user's training checkpoints are checkpointed here too; who visits inputs
-        before gradients asks for their being kept.
+        With `create_graph`, gradients can be differentiated: torch's attention then
+        runs without its fused kernels, which have no second derivatives, and nothing is
+        checkpointed. Otherwise layers that the user's training checkpoints are
+        checkpointed here too; who visits inputs before gradients asks for their being
+        kept.
 
-        Within the `with` block the model is in evaluation mode, and no parameter requires grad. A
-        `RuntimeError` if the logits carry no gradient to the layers that were called; a
-        `ValueError` if a number is not finite.
+        Within the `with` block the model is in evaluation mode, and no parameter
+        requires grad. A `RuntimeError` if the logits carry no gradient to the layers
+        that were called; a `ValueError` if a number is not finite.
         """
         attention = unfused_attention() if create_graph else nullcontext()
         listening = tapped(
@@ -112,7 +117,8 @@ class Recorder:
             keeps_inputs=keeps_inputs,
         )
         check_in_place(without_rows(self.blocks), "A gradient in a whole matrix")
-        # Hooks come last, when `prepared` makes other threads wait: these must not be heard.
+        # Hooks come last, when `prepared` makes other threads wait: these must not be
+        # heard.
         with (
             self.model.prepared(whole_parameters(self.blocks)),
             torch.inference_mode(False),
@@ -125,19 +131,23 @@ class Recorder:
                 logits = whole.graph.logits
                 parts = partial(iter, [whole])
             else:
-                # A graph of the whole batch, which nothing is back-propagated through, is only
-                # needed where somebody differentiates the logits themselves.
+                # A graph of the whole batch, which nothing is back-propagated through,
+                # is only needed where somebody differentiates the logits themselves.
                 with torch.set_grad_enabled(create_graph):
                     logits = self.model(batch)
                 parts = partial(self._one_at_a_time, taps, batch, logits)
-            yield Recording(logits, self.blocks, parts, create_graph, self._warn_of_passes)
+            yield Recording(
+                logits, self.blocks, parts, create_graph, self._warn_of_passes
+            )
 
     def _whole(
         self,
         taps: Taps,
         batch: Any,
     ) -> Part | None:
-        """Record the batch as one part, unless its rows are not proven to be each example's own."""
+        """Record the batch as one part, unless its rows are not proven to be each
+        example's own.
+        """
         layouts = self.layouts
         # What one batch showed holds for the model. A single example needs no proof.
         if layouts.examples_apart and number_of_rows(batch) != 1:
@@ -158,12 +168,15 @@ class Recorder:
         batch: Any,
         logits: torch.Tensor,
     ) -> Iterator[Part]:
-        """Record each example by itself, or through the batch if it has other logits there."""
+        """Record each example by itself, or through the batch if it has other logits
+        there.
+        """
         of_batch = None
         for each in self._examples(batch, logits):
             number, example, own = each.number, each.inputs, each.logits
             graph = None
-            # The other examples' logits are the batch's own, and can't make a difference.
+            # The other examples' logits are the batch's own, and can't make a
+            # difference.
             alone = logits.detach().clone()
             try:
                 graph = taps.run(example)
@@ -174,8 +187,8 @@ class Recorder:
                 positions_alone = self.model.positions(example, len(graph.logits))
                 yield Part(graph, positions_alone, number, own)
             else:
-                # As where a model normalises a batch: the example is not the same alone. One graph
-                # of the batch serves all such examples.
+                # As where a model normalises a batch: the example is not the same
+                # alone. One graph of the batch serves all such examples.
                 of_batch = of_batch or taps.run(batch)
                 yield Part(of_batch, None, number, own)
             del graph  # before the next example is recorded
@@ -187,15 +200,16 @@ class Recorder:
             return
         self._has_warned = True
         warn(
-            f"{len(slow)} of {len(self.blocks)} matrices, such as {slow[0].name}, are of no linear "
-            "layer that is called: for their gradients each example takes a forward pass and "
-            f"{n_seeds} backward passes of its own. Leave them out with target_modules to have "
-            "whole batches at once."
+            f"{len(slow)} of {len(self.blocks)} matrices, such as {slow[0].name}, are "
+            "of no linear layer that is called: for their gradients each example takes "
+            f"a forward pass and {n_seeds} backward passes of its own. Leave them out "
+            "with target_modules to have whole batches at once."
         )
 
     @contextmanager
     def noting_calls(self, called: set[int]) -> Iterator[None]:
-        """Add to `called` the indices of blocks whose layers anybody's passes call within.
+        """Add to `called` the indices of blocks whose layers anybody's passes call
+        within.
 
         Of those without rows it adds the ones that recorded passes depend on.
         """
@@ -211,14 +225,18 @@ class Recorder:
         with ExitStack() as hooks:
             for index, block in enumerate(self.blocks):
                 if isinstance(block.rows, LinearRows):
-                    handle = block.rows.layer.register_forward_hook(partial(note, index))
+                    handle = block.rows.layer.register_forward_hook(
+                        partial(note, index)
+                    )
                     hooks.callback(handle.remove)
             yield
         called |= self.layouts.reached
         self.layouts.reached |= before
 
     def check_called(self, called: Collection[int]) -> None:
-        """Refuse a fit in which some layers were never called, and so have no curvature."""
+        """Refuse a fit in which some layers were never called, and so have no
+        curvature.
+        """
         silent: list[str] = []
         for index, block in enumerate(self.blocks):
             if index not in called:
@@ -226,11 +244,17 @@ class Recorder:
         if not silent:
             return
         n_blocks = len(self.blocks)
-        advice = "Leave such layers out with target_modules, or fit on data that use them."
+        advice = (
+            "Leave such layers out with target_modules, or fit on data that use them."
+        )
         if len(silent) == n_blocks:
-            advice = "A fused kernel may replace them: pass the model as it was before fusion."
+            advice = (
+                "A fused kernel may replace them: pass the model as it was before "
+                "fusion."
+            )
         raise RuntimeError(
-            f"No batch used {len(silent)} of {n_blocks} weights, such as {silent[0]}. {advice}"
+            f"No batch used {len(silent)} of {n_blocks} weights, such as {silent[0]}. "
+            f"{advice}"
         )
 
     def visit_jacobians(
@@ -242,12 +266,13 @@ class Recorder:
     ) -> torch.Tensor:
         """Make Jacobians block by block, by one forward and one batched backward pass.
 
-        `visit` receives a block's index and its Jacobian `(B, C, r, d)`, small side first, 0 where
-        the logits don't depend on the block. Only one is in memory at a time, unless examples come
-        one at a time; that all are finite is known at the end. The method returns the logits
-        `(B, C)`. With other `directions`, Jacobians are those of S combinations of the logits, in
-        place of C. With `enable_backprop`, Jacobians and logits are differentiable in the inputs.
-        Errors are those of `record`.
+        `visit` receives a block's index and its Jacobian `(B, C, r, d)`, small side
+        first, 0 where the logits don't depend on the block. Only one is in memory at a
+        time, unless examples come one at a time; that all are finite is known at the
+        end. The method returns the logits `(B, C)`. With other `directions`, Jacobians
+        are those of S combinations of the logits, in place of C. With
+        `enable_backprop`, Jacobians and logits are differentiable in the inputs. Errors
+        are those of `record`.
         """
         with self.record(batch, create_graph=enable_backprop) as recording:
             logits = recording.logits
@@ -270,7 +295,8 @@ class Recorder:
         directions: Directions = every_output,
         enable_backprop: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make Jacobians `(B, C, parameters)` of the logits in all weights, and the logits.
+        """Make Jacobians `(B, C, parameters)` of the logits in all weights, and the
+        logits.
 
         With other `directions` they are `(B, S, parameters)`.
         """
@@ -292,17 +318,19 @@ class Recorder:
         evaluate: Callable[[Any, slice], Any],
         n_examples: int | None = None,
     ) -> list[Any]:
-        """Predict a few examples at a time, or the whole batch where parts differ from it.
+        """Predict a few examples at a time, or the whole batch where parts differ from
+        it.
 
-        Windows of texts, say, lie in rows of their own: parts then have another number of logits
-        than of rows. Logits may also depend on the other examples, as where a model normalises a
-        batch.
+        Windows of texts, say, lie in rows of their own: parts then have another number
+        of logits than of rows. Logits may also depend on the other examples, as where a
+        model normalises a batch.
 
-        `evaluate` takes a part, and its place in the batch; what it returns has their logits
-        `f_mu`. `n_outputs` vectors are back-propagated at once. Where labels tell `n_examples`,
-        inputs with another number of rows stay undivided. Parts that do not fit into memory are
-        halved, and how much does fit is remembered; a `torch.OutOfMemoryError` says what to do
-        where one example does not, or the batch can't be divided.
+        `evaluate` takes a part, and its place in the batch; what it returns has their
+        logits `f_mu`. `n_outputs` vectors are back-propagated at once. Where labels
+        tell `n_examples`, inputs with another number of rows stay undivided. Parts that
+        do not fit into memory are halved, and how much does fit is remembered; a
+        `torch.OutOfMemoryError` says what to do where one example does not, or the
+        batch can't be divided.
         """
         n_rows = number_of_rows(batch)
         if n_rows is None or n_examples not in (None, n_rows):
@@ -312,7 +340,9 @@ class Recorder:
         if owners is not None:  # each token of a text has vectors of its own
             rows_of_example *= int(owners.bincount().max())
         at_most = max(1, self._at_once // max(1, rows_of_example))
-        parts = self._parts(batch, rows_of_example, at_most, self._of_predictions, evaluate)
+        parts = self._parts(
+            batch, rows_of_example, at_most, self._of_predictions, evaluate
+        )
         results: list[Any] = []
         for place, result in parts:
             results.append(result)
@@ -340,10 +370,12 @@ class Recorder:
         n_examples: int,
         evaluate: Callable[[Any, slice], Any],
     ) -> list[Any]:
-        """Learn from a batch with `n_examples` labels, at once or in parts that fit into memory.
+        """Learn from a batch with `n_examples` labels, at once or in parts that fit
+        into memory.
 
-        `evaluate` takes a part, and its place in the batch. Errors are those of `in_parts`. One
-        whose examples' logits depend on each other has no parts: what was learnt is of no use then.
+        `evaluate` takes a part, and its place in the batch. Errors are those of
+        `in_parts`. One whose examples' logits depend on each other has no parts: what
+        was learnt is of no use then.
         """
         if number_of_rows(batch) != n_examples:
             return [self._undivided(batch, evaluate, _NO_ROWS)]
@@ -364,7 +396,9 @@ class Recorder:
         memory: Memory,
         evaluate: Callable[[Any, slice], Any],
     ) -> Iterator[tuple[slice, Any]]:
-        """Evaluate one part of a batch after the other, each `at_most` so large, and as fits."""
+        """Evaluate one part of a batch after the other, each `at_most` so large, and as
+        fits.
+        """
         n_examples = number_of_rows(batch)
         assert n_examples is not None
         first = 0
@@ -383,7 +417,9 @@ class Recorder:
             elif size == 1:
                 raise result.of_example(self.model, part)
             elif is_shared(self.model):
-                raise result.of_batch(self.model, part, "ranks that share a model pass alike")
+                raise result.of_batch(
+                    self.model, part, "ranks that share a model pass alike"
+                )
             else:
                 memory.halve(size, rows_of_example, result)
 
@@ -416,7 +452,9 @@ class Recorder:
         with self.model.prepared(), torch.no_grad():
             whole = attempt(partial(self.model, batch))
             if isinstance(whole, OutOfMemory):
-                raise whole.of_batch(self.model, batch, "nothing shows that its parts are alike")
+                raise whole.of_batch(
+                    self.model, batch, "nothing shows that its parts are alike"
+                )
             if not self.model.agree(whole, of_parts(whole).to(whole)):
                 return True
         layouts.examples_together = True
@@ -427,7 +465,9 @@ class Recorder:
         batch: Any,
         whole: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute the logits of a batch, whose logits together are `whole`, by one example each."""
+        """Compute the logits of a batch, whose logits together are `whole`, by one
+        example each.
+        """
         alone = torch.full_like(whole, torch.nan)
         for example in self._examples(batch, whole):
             alone[example.logits] = self.model(example.inputs)
@@ -471,7 +511,9 @@ def _visit_rows(
 
 
 class _Jacobians(Visitor):
-    """Completes each block's Jacobian, whose examples and seeds may come one at a time."""
+    """Completes each block's Jacobian, whose examples and seeds may come one at a
+    time.
+    """
 
     def __init__(
         self,
@@ -485,7 +527,8 @@ class _Jacobians(Visitor):
         self._visit = visit
         self._incomplete: dict[int, torch.Tensor] = {}
         self._n_rows: Counter[int] = Counter()  # of them that are there, by block
-        self._sums: dict[int, torch.Tensor] = {}  # of complete ones, to see if they are finite
+        # Of complete ones, to see if they are finite.
+        self._sums: dict[int, torch.Tensor] = {}
 
     def gradients(self, gradients: Gradients) -> None:
         index = gradients.index
@@ -504,7 +547,9 @@ class _Jacobians(Visitor):
             self._complete(index, self._incomplete.pop(index))
 
     def finish(self) -> None:
-        """Complete the Jacobians that some or all gradients never reached; check all."""
+        """Complete the Jacobians that some or all gradients never reached; check
+        all.
+        """
         for index in range(len(self._blocks)):
             if index in self._incomplete:
                 self._complete(index, self._incomplete.pop(index))
@@ -513,15 +558,18 @@ class _Jacobians(Visitor):
         sums = read(list(self._sums.values()))
         for index, total in zip(self._sums, sums, strict=True):
             if not math.isfinite(total):
-                raise ValueError(f"Weight {self._blocks[index].name}: non-finite gradients")
+                raise ValueError(
+                    f"Weight {self._blocks[index].name}: non-finite gradients"
+                )
 
     def _complete(
         self,
         index: int,
         jacobian: torch.Tensor,
     ) -> None:
-        # Asking each block whether its numbers are finite would wait for an accelerator each time:
-        # a sum of numbers is finite only if they are, and all sums are read at once.
+        # Asking each block whether its numbers are finite would wait for an accelerator
+        # each time: a sum of numbers is finite only if they are, and all sums are read
+        # at once.
         self._sums[index] = jacobian.detach().sum()
         self._visit(index, self._blocks[index].small_side_first(jacobian))
 

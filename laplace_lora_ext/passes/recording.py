@@ -1,4 +1,6 @@
-"""A recorded batch: backward passes bring visitors inputs and gradients of layers by example."""
+"""A recorded batch: backward passes bring visitors inputs and gradients of layers by
+example.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from laplace_lora_ext.passes.graph import Arrived, Graph, OfParameter
 
 @dataclass(frozen=True)
 class RowPositions:
-    """Knows which positions the rows of a layer's calls are, one call after the other."""
+    """Knows which positions the rows of a layer's calls are, one call after the
+    other.
+    """
 
     lengths: list[int]  # how many of each call
     of_batch: Positions | None  # None where rows of other examples are among them
@@ -55,7 +59,9 @@ class RowPositions:
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call's inputs, in the statistics' dtype, of blocks whose layers were given the same."""
+    """One call's inputs, in the statistics' dtype, of blocks whose layers were given
+    the same.
+    """
 
     indices: list[int]  # of the blocks
     a: torch.Tensor  # `(B, T, n)`
@@ -82,7 +88,8 @@ class Gradients:
 class GradientsOfRows(Gradients):
     """A layer's inputs, and gradients of its outputs."""
 
-    a: torch.Tensor  # inputs `(B, T, n)`; T counts the positions of all calls of the layer
+    # Inputs `(B, T, n)`; T counts the positions of all calls of the layer.
+    a: torch.Tensor
     g: torch.Tensor  # gradients of outputs `(S, B, T, m)`
     positions: RowPositions
 
@@ -116,19 +123,24 @@ class Visitor:
 
 @dataclass(frozen=True)
 class Part:
-    """Examples that are back-propagated together: those of the batch, or one of them."""
+    """Examples that are back-propagated together: those of the batch, or one of
+    them.
+    """
 
     graph: Graph
-    positions: Positions | None  # None if the graph is of other examples too, and all rows count
+    # None if the graph is of other examples too, and all rows count.
+    positions: Positions | None
     example: int | None = None  # its number in the batch, if it is one
-    logits: torch.Tensor | None = None  # `(N,)` booleans: the example's own among the batch's
+    # `(N,)` booleans: the example's own among the batch's.
+    logits: torch.Tensor | None = None
 
     def vectors(self, of_batch: torch.Tensor) -> torch.Tensor:
         """Select or blank out the `(S, N, C)` vectors for the logits of the graph."""
         if self.logits is None:
             return of_batch
         if self.positions is None:  # the graph has the logits of the whole batch
-            # Zeros in place of the other examples' vectors: their logits get no gradient.
+            # Zeros in place of the other examples' vectors: their logits get no
+            # gradient.
             return of_batch * self.logits[:, None]
         return of_batch[:, self.logits]
 
@@ -148,9 +160,9 @@ class Part:
 class Recording:
     """A batch whose LoRA layers are recorded; `Recorder.record` makes it.
 
-    No parameter needs to require grad: the outputs of the first layers are the leaves of the
-    graph. Nothing is added to any `.grad`. Where examples come one at a time, all layers are
-    visited for one of them before the next one is recorded.
+    No parameter needs to require grad: the outputs of the first layers are the leaves
+    of the graph. Nothing is added to any `.grad`. Where examples come one at a time,
+    all layers are visited for one of them before the next one is recorded.
     """
 
     def __init__(
@@ -175,10 +187,11 @@ class Recording:
         weights: torch.Tensor | None = None,
         at_once: int | None = None,
     ) -> None:
-        """Back-propagate `(S, B, C)` vectors, and bring what each layer gets to a visitor.
+        """Back-propagate `(S, B, C)` vectors, and bring what each layer gets to a
+        visitor.
 
-        Gradients are scaled by `(S, B)` weights. A pass takes `at_once` vectors, by default one,
-        unless so few rows go through the layers that more are faster.
+        Gradients are scaled by `(S, B)` weights. A pass takes `at_once` vectors, by
+        default one, unless so few rows go through the layers that more are faster.
         """
         self._announce(len(vectors))
         for part in self._parts():
@@ -223,12 +236,15 @@ class Recording:
         visitor: Visitor,
         arrived: Arrived,
     ) -> None:
-        """Arrange a layer's inputs and gradients by example, join its calls, and scale."""
+        """Arrange a layer's inputs and gradients by example, join its calls, and
+        scale.
+        """
         block = self._blocks[arrived.index]
         seeds = arrived.seeds
         m, n = block.shape
-        # A layer that is called several times has one weight: its gradient is the sum over all
-        # calls, as over positions, so that calls are joined as if they were more positions.
+        # A layer that is called several times has one weight: its gradient is the sum
+        # over all calls, as over positions, so that calls are joined as if they were
+        # more positions.
         inputs: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         lengths: list[int] = []
@@ -238,7 +254,8 @@ class Recording:
                 gradients.append(g.reshape(len(g), part.n_examples, -1, m))
                 lengths.append(inputs[-1].shape[1])
             g = _joined(gradients).to(block.statistics_dtype)
-            # After the pass: in half precision, the weights of confident examples would underflow.
+            # After the pass: in half precision, the weights of confident examples would
+            # underflow.
             if weights is not None:
                 g = g * weights[seeds, :, None, None].to(g)
             visitor.gradients(
@@ -259,7 +276,8 @@ class Recording:
         visitor: Visitor,
         arrived: OfParameter,
     ) -> None:
-        """Bring a visitor the gradients of a parameter's matrices, but those that are all 0.
+        """Bring a visitor the gradients of a parameter's matrices, but those that are
+        all 0.
 
         Of many experts, an example reaches few.
         """
@@ -268,7 +286,9 @@ class Recording:
             if block.weight is arrived.parameter:
                 matrices[index] = block.matrix(arrived.gradients, n_leading=1)
         has_gradient = read([matrix.any() for matrix in matrices.values()])
-        for (index, matrix), is_reached in zip(matrices.items(), has_gradient, strict=True):
+        for (index, matrix), is_reached in zip(
+            matrices.items(), has_gradient, strict=True
+        ):
             if not is_reached:
                 continue
             block = self._blocks[index]
@@ -288,7 +308,8 @@ class Recording:
 
 def _joined(of_calls: list[torch.Tensor]) -> torch.Tensor:
     """Join the positions of several calls, one after the other."""
-    if len(of_calls) == 1:  # most layers are called once, and nothing needs to be copied
+    # Most layers are called once, and nothing needs to be copied.
+    if len(of_calls) == 1:
         return of_calls[0]
     return torch.cat(of_calls, dim=-2)
 
@@ -298,6 +319,8 @@ def _mathematics(
     block: Block,
     device: torch.device,
 ) -> Iterator[None]:
-    """Compute in full precision within, and name the block's layer where something goes wrong."""
+    """Compute in full precision within, and name the block's layer where something goes
+    wrong.
+    """
     with naming(f"weight {block.name}"), torch.autocast(device.type, enabled=False):
         yield

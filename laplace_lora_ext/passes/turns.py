@@ -1,4 +1,6 @@
-"""Rows of logits that share a text take turns, so that each has gradients of its own."""
+"""Rows of logits that share a text take turns, so that each has gradients of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class Turns:
     owners : torch.Tensor
         `(N,)`, the text of each row
     numbers : torch.Tensor
-        `(N,)`, in which turn each row has its vectors: its number among those of its text
+        `(N,)`, in which turn each row has its vectors: its number among those of its
+        text
     n_texts : int
         B
     n_turns : int
@@ -33,7 +36,9 @@ class Turns:
 
     @classmethod
     def of(cls, positions: Positions) -> Turns | None:
-        """Let the rows of a batch take turns; None where each is its example's only one."""
+        """Let the rows of a batch take turns; None where each is its example's only
+        one.
+        """
         owners = positions.owners_of_logits
         if owners is None:
             return None
@@ -50,7 +55,8 @@ class Turns:
         return (has_turn[:, None, :, None] * of_rows).flatten(0, 1)
 
     def seeds(self, of_rows: Seeds) -> Seeds:
-        """Spread seeds of rows over the turns, with weights `(turns S, B)` of the texts.
+        """Spread seeds of rows over the turns, with weights `(turns S, B)` of the
+        texts.
 
         Seeds with one weight for all rows belong together, and stay.
         """
@@ -62,6 +68,10 @@ class Turns:
         return Seeds(self.vectors(vectors), of_texts.transpose(1, 2).flatten(0, 1))
 
     def of_rows(self, of_texts: torch.Tensor) -> torch.Tensor:
-        """Take what is each row's, `(N, S, ...)`, from that of all turns, `(B, turns S, ...)`."""
+        """Take what is each row's, `(N, S, ...)`, from that of all turns, `(B, turns S,
+        ...)`.
+        """
         by_turn = of_texts.unflatten(1, (self.n_turns, -1))
-        return by_turn[self.owners.to(of_texts.device), self.numbers.to(of_texts.device)]
+        return by_turn[
+            self.owners.to(of_texts.device), self.numbers.to(of_texts.device)
+        ]

@@ -18,38 +18,47 @@ from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.swapping import Swapping
 from laplace_lora_ext.models.weights import are_in_place, called_with
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
-from laplace_lora_ext.predictive.distributions import Linearised, as_values, predictive_moments
+from laplace_lora_ext.predictive.distributions import (
+    Linearised,
+    as_values,
+    predictive_moments,
+)
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.processes.exchange import together
 
 PENALTIES = torch.logspace(-10, 1, 23, dtype=torch.float64)
-"""Penalties to choose from, in units of the largest squared singular value of the features."""
+"""Penalties to choose from, in units of the largest squared singular value of the
+features."""
 
 _MARGIN = math.log(2)  # how far a logarithm may lie beyond those learnt
 _ROUNDING = 1e-6  # ten times that of single precision
 _COMPONENTS = 64  # all there are up to ten classes
 _SWAPPED = "swapped"
-_DRAWS = 8  # for each example, where there are too many outputs for a backward pass each
+# For each example, where there are too many outputs for a backward pass each.
+_DRAWS = 8
 
-# The logarithm of a variance that is estimated from k draws is off by digamma(k / 2) - log(k / 2)
-# on average, and its variance is trigamma(k / 2) (Bartlett & Kendall, 1946).
+# The logarithm of a variance that is estimated from k draws is off by digamma(k / 2) -
+# log(k / 2) on average, and its variance is trigamma(k / 2) (Bartlett & Kendall, 1946).
 _HALF_OF_DRAWS = torch.tensor(_DRAWS / 2, dtype=torch.float64)
 _BIAS_OF_DRAWS = (torch.digamma(_HALF_OF_DRAWS) - _HALF_OF_DRAWS.log()).item()
 _NOISE_OF_DRAWS = torch.polygamma(1, _HALF_OF_DRAWS).item()
-# What moves with a model. What tells the posterior stays, to be compared with the present one.
+# What moves with a model. What tells the posterior stays, to be compared with the
+# present one.
 _REGRESSION = ("mean", "scale", "weights", "components", "offset", "lowest", "highest")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LearntVariance:
-    """Predicts the variances of a posterior's logits from features x `(B, p)` of a forward pass.
+    """Predicts the variances of a posterior's logits from features x `(B, p)` of a
+    forward pass.
 
-    Beside the C logits stands a last number f_0, which is always 0. For each two of them
+    Beside the C logits stands a last number f_0, which is always 0. For each two of
+    them
 
         log Var(f_j - f_k) = b_jk + ((x - mean) / scale) W c_jk
 
-    by ridge regression, at most a factor of 2 beyond the variances that it has learnt from. From
-    these differences follows the covariance of the logits.
+    by ridge regression, at most a factor of 2 beyond the variances that it has learnt
+    from. From these differences follows the covariance of the logits.
 
     Attributes
     ----------
@@ -60,7 +69,8 @@ class LearntVariance:
     weights : torch.Tensor
         `(p, q)`, W
     components : torch.Tensor
-        `(q, P)`, the c: the at most 64 leading principal components of the P = C (C + 1) / 2 pairs
+        `(q, P)`, the c: the at most 64 leading principal components of the P = C (C +
+        1) / 2 pairs
     offset : torch.Tensor
         `(P,)`, b: the mean logarithm of each variance
     lowest : torch.Tensor
@@ -72,7 +82,8 @@ class LearntVariance:
     curvature_scale : torch.Tensor
         of the same posterior
     r_squared : float
-        share of the variance of the logarithms that is explained when each example is left out
+        share of the variance of the logarithms that is explained when each example is
+        left out
     mean_error : float
         mean absolute error of the logarithms when each example is left out
     n_examples : int
@@ -93,7 +104,10 @@ class LearntVariance:
     n_examples: int
 
     def __repr__(self) -> str:
-        return f"LearntVariance(r_squared={self.r_squared:.3f}, n_examples={self.n_examples})"
+        return (
+            f"LearntVariance(r_squared={self.r_squared:.3f}, "
+            f"n_examples={self.n_examples})"
+        )
 
     @classmethod
     def of(
@@ -122,16 +136,19 @@ class LearntVariance:
         X = features.cpu().double()
         Y = log_variances.cpu().double()
         if len(X) < 3:
-            raise ValueError(f"Variances can't be learnt from {len(X)} examples: give more.")
+            raise ValueError(
+                f"Variances can't be learnt from {len(X)} examples: give more."
+            )
         mean = X.mean(0)
         scale = X.std(0, correction=0)
-        # What does not vary says nothing, and rounding makes no feature: divided by infinity, it
-        # counts as 0 wherever it is met later.
+        # What does not vary says nothing, and rounding makes no feature: divided by
+        # infinity, it counts as 0 wherever it is met later.
         varies = scale > 1e-6 * X.abs().amax(0)
         scale = torch.where(varies, scale, torch.inf)
         features = (X - mean) / scale
 
-        # Regress the leading principal components of the logarithms, in place of all pairs.
+        # Regress the leading principal components of the logarithms, in place of all
+        # pairs.
         offset = Y.mean(0)
         centred = Y - offset
         U, s, components = torch.linalg.svd(centred, full_matrices=False)
@@ -139,7 +156,8 @@ class LearntVariance:
         scores = U[:, :_COMPONENTS] * s[:_COMPONENTS]
         weights, residuals = ridge(features, scores)
 
-        # The errors of each example when it is left out, from the components back to all pairs.
+        # The errors of each example when it is left out, from the components back to
+        # all pairs.
         errors = centred - (scores - residuals) @ components
         # Logarithms that do not vary at all are explained perfectly, not 0 / 0.
         smallest = torch.finfo(X.dtype).tiny
@@ -148,7 +166,8 @@ class LearntVariance:
         mean_error = errors.abs().mean()
         in_range = Y
         if noise:
-            # Draws scatter beyond the range of the variances, which what the features explain has.
+            # Draws scatter beyond the range of the variances, which what the features
+            # explain has.
             in_range = offset + centred - errors
             # The mean of normal errors' absolute values, without those of the draws.
             mean_error = (2 / math.pi * mean_square).sqrt()
@@ -189,7 +208,8 @@ class LearntVariance:
         prior_precision: torch.Tensor,
         curvature_scale: torch.Tensor,
     ) -> bool:
-        """Tell whether these are the variances of a posterior with this prior and scale.
+        """Tell whether these are the variances of a posterior with this prior and
+        scale.
 
         Parameters
         ----------
@@ -204,13 +224,14 @@ class LearntVariance:
     def covariance(self, features: torch.Tensor) -> torch.Tensor:
         """Predict covariances `(B, C, C)` from features `(B, p)`.
 
-        The variances of logits and of their differences are those learnt; as they need not fit
-        together, the matrices may have negative eigenvalues.
+        The variances of logits and of their differences are those learnt; as they need
+        not fit together, the matrices may have negative eigenvalues.
         """
         standardised = (features - self.mean) / self.scale
         scores = standardised @ self.weights
         logs = self.offset + scores @ self.components
-        # Of other texts a regression may say anything: it is believed near what it has seen.
+        # Of other texts a regression may say anything: it is believed near what it has
+        # seen.
         logs = logs.clamp(self.lowest - _MARGIN, self.highest + _MARGIN)
         return covariances(logs.exp())
 
@@ -219,7 +240,9 @@ def _alike(
     now: torch.Tensor,
     then: torch.Tensor,
 ) -> bool:
-    """Tell whether numbers are the same, but for a model's move to another precision and place."""
+    """Tell whether numbers are the same, but for a model's move to another precision
+    and place.
+    """
     now = now.detach().cpu().double()
     then = then.cpu().double()
     if now.shape != then.shape:
@@ -231,12 +254,13 @@ def ridge(
     X: torch.Tensor,
     Y: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Regress centred targets `(N, q)` on centred features `(N, p)`, by the best of `PENALTIES`.
+    """Regress centred targets `(N, q)` on centred features `(N, p)`, by the best of
+    `PENALTIES`.
 
-    Returns the weights `(p, q)`, and the errors `(N, q)` of examples that are left out. The penalty
-    minimises the mean of their squares. With `X = U diag(s) Vᵀ` these errors follow from one fit:
-    `(y_n - ŷ_n) / (1 - h_n)`, where
-    `h_n = 1/N + Σ_k U_nk² s_k² / (s_k² + penalty)` is the leverage with a free intercept.
+    Returns the weights `(p, q)`, and the errors `(N, q)` of examples that are left out.
+    The penalty minimises the mean of their squares. With `X = U diag(s) Vᵀ` these
+    errors follow from one fit: `(y_n - ŷ_n) / (1 - h_n)`, where `h_n = 1/N + Σ_k U_nk²
+    s_k² / (s_k² + penalty)` is the leverage with a free intercept.
     """
     U, s, Vt = torch.linalg.svd(X, full_matrices=False)
     # As numpy's `matrix_rank`: what is smaller is rounding.
@@ -271,10 +295,12 @@ def ridge(
 
 
 def log_variances(f_var: torch.Tensor) -> torch.Tensor:
-    """Take the logarithms of the variances of C logits and of their differences, `(B, P)`.
+    """Take the logarithms of the variances of C logits and of their differences, `(B,
+    P)`.
 
     These are the differences of C + 1 numbers, the first of which is 0. Of covariances
-    `(B, C, C)`; a variance of 0 counts as the smallest that rounding leaves beside the others.
+    `(B, C, C)`; a variance of 0 counts as the smallest that rounding leaves beside the
+    others.
     """
     V = pad(f_var, (1, 0, 1, 0))  # with the number 0 in front
     n_numbers = V.shape[-1]
@@ -294,7 +320,8 @@ def log_variances(f_var: torch.Tensor) -> torch.Tensor:
 
 
 def covariances(variances: torch.Tensor) -> torch.Tensor:
-    """Turn variances `(B, P)`, in the order of `log_variances`, into covariances `(B, C, C)`.
+    """Turn variances `(B, P)`, in the order of `log_variances`, into covariances `(B,
+    C, C)`.
 
     With D_j0 = Var(f_j) and D_jk = Var(f_j - f_k): `V_jk = (D_j0 + D_k0 - D_jk) / 2`.
     """
@@ -356,9 +383,13 @@ def amortize(
     Parameters, result and errors are those of `LoRALaplace.amortize`.
     """
     if la.predicted_likelihood is not la.trained_likelihood:
-        raise ValueError(f"amortize is for classification and regression, not {la.likelihood}.")
+        raise ValueError(
+            f"amortize is for classification and regression, not {la.likelihood}."
+        )
     if isinstance(unlabelled, str) and unlabelled != _SWAPPED:
-        raise ValueError(f'unlabelled must be "swapped", data or None, not {unlabelled!r}.')
+        raise ValueError(
+            f'unlabelled must be "swapped", data or None, not {unlabelled!r}.'
+        )
     la.check_model()
     generator = generator or torch.Generator()
     # Weights are drawn where the model is, by a generator of that place.
@@ -369,7 +400,9 @@ def amortize(
         swapped = _swapping(la, loader, generator)
 
     def versions(batch: Any) -> Columns:
-        """Learn from K versions of each example: features `(B, K, p)` and logs `(B, K, P)`."""
+        """Learn from K versions of each example: features `(B, K, p)` and logs `(B, K,
+        P)`.
+        """
         pairs = [_learnt_from(la, batch, draws)]
         text = la.model.text(batch)
         if swapped is not None and text is not None:
@@ -378,7 +411,8 @@ def amortize(
         return torch.stack(features, dim=1), torch.stack(logs, dim=1)
 
     features, logs = over_loader(loader, versions, "[Variances]", progress_bar)
-    features = features.transpose(0, 1).flatten(0, 1)  # all examples, then all their copies
+    # All examples, then all their copies.
+    features = features.transpose(0, 1).flatten(0, 1)
     logs = logs.transpose(0, 1).flatten(0, 1)
     if unlabelled is not None and not isinstance(unlabelled, str):
         more_features, more_logs = over_loader(
@@ -451,9 +485,9 @@ def changes_of_logits(
 ) -> torch.Tensor:
     """Compute how drawn weights `(S, parameters)` change the linearised model's logits.
 
-    They are J (θ - θ*), `(S, B, C)`: central differences, by two forward passes a draw. The step is
-    the one that rounding and curvature leave the smallest error with, the cube root of the
-    precision of the model's numbers.
+    They are J (θ - θ*), `(S, B, C)`: central differences, by two forward passes a draw.
+    The step is the one that rounding and curvature leave the smallest error with, the
+    cube root of the precision of the model's numbers.
     """
     step = _precision(la.model) ** (1 / 3)
 
@@ -474,7 +508,9 @@ def _precision(model: LogitsModel) -> float:
     """Find the precision of the coarsest numbers that a model computes with."""
     dtypes = set()
     for parameter in model.parameters():
-        is_quantised = not parameter.is_floating_point() or parameter.dtype.itemsize == 1
+        is_quantised = (
+            not parameter.is_floating_point() or parameter.dtype.itemsize == 1
+        )
         dtypes.add(torch.bfloat16 if is_quantised else parameter.dtype)
     # What autocast computes in, if it is on, shows in a product alone.
     one = torch.ones(
@@ -492,16 +528,23 @@ def _precision(model: LogitsModel) -> float:
 def amortized_moments(la: Amortizable, x: Any) -> Moments:
     """Predict mean and learnt covariance of a batch's logits, by one forward pass.
 
-    A `ValueError` if nothing was learnt, or the fit or the prior precision has changed since.
+    A `ValueError` if nothing was learnt, or the fit or the prior precision has changed
+    since.
     """
     if isinstance(x, Moments):
-        raise ValueError('Moments hold no inputs: pass a batch for pred_type="amortized".')
+        raise ValueError(
+            'Moments hold no inputs: pass a batch for pred_type="amortized".'
+        )
     la.check_model()
     learnt = la.learnt_variance
     if learnt is None:
-        raise ValueError("No variance is learnt for this fit: call la.amortize(loader) first.")
+        raise ValueError(
+            "No variance is learnt for this fit: call la.amortize(loader) first."
+        )
     if not learnt.is_of(la.prior_precision, la.curvature_scale):
-        raise ValueError("The prior has changed since la.amortize(loader): call it again.")
+        raise ValueError(
+            "The prior has changed since la.amortize(loader): call it again."
+        )
     with torch.set_grad_enabled(la.enable_backprop):
         f_mu, features = _features(la, x)
         with torch.autocast(la.model.device.type, enabled=False):
@@ -512,7 +555,9 @@ def _features(
     la: Amortizable,
     inputs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute logits `(B, C)`, and features `(B, p)` that their variances are learnt from."""
+    """Compute logits `(B, C)`, and features `(B, p)` that their variances are learnt
+    from.
+    """
     with la.model.prepared():
         logits, hidden = logits_and_hidden_states(la.model, inputs)
     likelihood = la.predicted_likelihood

@@ -11,8 +11,8 @@ from laplace_lora_ext.messages import check_counts
 MOST = 8
 """Contrasts that are computed unless more are asked for: each takes a backward pass."""
 
-# Classes are left out that have less probability than this all together, at this temperature:
-# a posterior makes a model less sure.
+# Classes are left out that have less probability than this all together, at this
+# temperature: a posterior makes a model less sure.
 _LEFT_OUT = 1e-3
 _TEMPERATURE = 2.0
 
@@ -24,9 +24,9 @@ NO_CLASS = -1
 class Contrasts:
     """Chooses for each example which logits to compare with its most probable one.
 
-    They are those of the next most probable classes, by the model's own probabilities: until what
-    is left has less than 0.001 of the probability at twice the temperature, and at most 8. Nothing
-    depends on the other examples of a batch.
+    They are those of the next most probable classes, by the model's own probabilities:
+    until what is left has less than 0.001 of the probability at twice the temperature,
+    and at most 8. Nothing depends on the other examples of a batch.
 
     Parameters
     ----------
@@ -49,9 +49,11 @@ class Contrasts:
         return self.most(n_outputs) == n_outputs - 1
 
     def classes(self, logits: torch.Tensor) -> torch.Tensor:
-        """List the classes of each example, `(B, 1 + k)`: the most probable one, then others.
+        """List the classes of each example, `(B, 1 + k)`: the most probable one, then
+        others.
 
-        k is the largest number that an example needs; where one needs fewer, -1 follows.
+        k is the largest number that an example needs; where one needs fewer, -1
+        follows.
         """
         n_outputs = logits.shape[-1]
         order = logits.argsort(dim=-1, descending=True, stable=True)
@@ -61,7 +63,8 @@ class Contrasts:
         probabilities = (logits / _TEMPERATURE).softmax(-1)
         included = probabilities.gather(1, classes).cumsum(1)
         is_needed = torch.ones_like(classes, dtype=torch.bool)
-        # What is known of one class says the most of all others: one is always compared.
+        # What is known of one class says the most of all others: one is always
+        # compared.
         by_those_before = included[:, 1:-1]
         is_needed[:, 2:] = by_those_before < 1 - _LEFT_OUT
         n_needed = int(is_needed.sum(1).amax())
@@ -92,15 +95,17 @@ def completed(
     classes: torch.Tensor,
     n_outputs: int,
 ) -> torch.Tensor:
-    """Complete covariances `(B, k, k)` of contrasts to `(B, C, C)` of all, at the classes' places.
+    """Complete covariances `(B, k, k)` of contrasts to `(B, C, C)` of all, at the
+    classes' places.
 
-    Row and column of the most probable class are 0. So the matrices differ from those of the
-    logits, but say the same of every difference of two that is known.
+    Row and column of the most probable class are 0. So the matrices differ from those
+    of the logits, but say the same of every difference of two that is known.
 
-    The others are taken to be like the known ones: their variance is the mean of the known
-    variances, and the covariance of two of them the mean of the known covariances. Their covariance
-    with the known ones is that of one of several quantities that are all alike, predicted from the
-    others by their sum. Nothing of this makes a negative eigenvalue.
+    The others are taken to be like the known ones: their variance is the mean of the
+    known variances, and the covariance of two of them the mean of the known
+    covariances. Their covariance with the known ones is that of one of several
+    quantities that are all alike, predicted from the others by their sum. Nothing of
+    this makes a negative eigenvalue.
 
     Parameters
     ----------
@@ -116,7 +121,8 @@ def completed(
     sums = covariance.sum(2)
     trace = covariance.diagonal(dim1=1, dim2=2).sum(1)
     variance = trace / n_known
-    # Of one contrast nobody knows what it shares with another: logits alike share a half.
+    # Of one contrast nobody knows what it shares with another: logits alike share a
+    # half.
     n_pairs = n_known * (n_known - 1)
     mean = (sums.sum(1) - trace) / n_pairs.clamp_min(1)
     shared = torch.where(n_pairs > 0, mean, variance / 2)
@@ -149,7 +155,8 @@ def completed(
     down = rows[:, :, None]
     across = rows[:, None, :]
     V = table[examples, down, across]
-    # All that are not known have one row: what each of them has alone is on the diagonal.
+    # All that are not known have one row: what each of them has alone is on the
+    # diagonal.
     alone = variance - shared
     own = torch.where(rows == other, alone[:, None], 0)
     return V + torch.diag_embed(own)

@@ -22,10 +22,11 @@ NO_DATA = "The loader has no data. (A generator can be read once.)"
 
 
 class Sample:
-    """Keeps rows of what is computed batch by batch, drawn at random where there are too many.
+    """Keeps rows of what is computed batch by batch, drawn at random where there are
+    too many.
 
-    Each row has a random number, the same in every pass, and those with the smallest stay. So at
-    no time are there more than asked for and a batch.
+    Each row has a random number, the same in every pass, and those with the smallest
+    stay. So at no time are there more than asked for and a batch.
 
     Parameters
     ----------
@@ -47,11 +48,13 @@ class Sample:
     ) -> None:
         self.n_left_out = 0
         self._join = join
-        # Where examples are dealt in turn, this is all of a rank's if all ranks' are not too many.
+        # Where examples are dealt in turn, this is all of a rank's if all ranks' are
+        # not too many.
         self._at_most = sys.maxsize
         if at_most is not None:
             self._at_most = len(range(rank(), at_most, count()))
-        # Ranks that have the same data by mistake keep the same rows, so that this is noticed.
+        # Ranks that have the same data by mistake keep the same rows, so that this is
+        # noticed.
         self._generator = torch.Generator().manual_seed(0)
         self._parts: list[_Part] = []
         self._n_rows = 0  # of the parts
@@ -62,7 +65,9 @@ class Sample:
         places: torch.Tensor,
     ) -> None:
         """Take in the rows of a batch, and where they belong in the data."""
-        numbers = torch.rand(len(places), generator=self._generator, dtype=torch.float64)
+        numbers = torch.rand(
+            len(places), generator=self._generator, dtype=torch.float64
+        )
         self._parts.append(_Part(numbers, places, columns))
         self._n_rows += len(places)
         if self._n_rows > self._at_most:
@@ -85,7 +90,9 @@ class Sample:
 
     def columns(self) -> Columns | None:
         """Join what is kept; None where there was no batch."""
-        return self._join([part.columns for part in self._parts]) if self._parts else None
+        return (
+            self._join([part.columns for part in self._parts]) if self._parts else None
+        )
 
 
 class _Part(NamedTuple):
@@ -114,12 +121,13 @@ def over_loader(
 ) -> Columns:
     """Evaluate a function of each batch, in the data's order and each example once.
 
-    All ranks must call this, each with its own part of the data, and get the same, unless a rank is
-    to be `alone`. A share may be passed over several times. Loaders without data, and with labels
-    in some batches only, are refused by a `ValueError`; an error of a batch names it. A `sample`
-    keeps some of the examples.
+    All ranks must call this, each with its own part of the data, and get the same,
+    unless a rank is to be `alone`. A share may be passed over several times. Loaders
+    without data, and with labels in some batches only, are refused by a `ValueError`;
+    an error of a batch names it. A `sample` keeps some of the examples.
     """
-    # A share counts the batches of one pass: a given one is copied, to be passed over again.
+    # A share counts the batches of one pass: a given one is copied, to be passed over
+    # again.
     share = copy(loader) if isinstance(loader, Share) else Share(loader)
     kept = sample or Sample()
     with nullcontext() if alone else together():
@@ -140,14 +148,16 @@ def batch_by_batch(
     description: str = "",
     progress_bar: bool = False,
 ) -> Iterator[tuple[Result, torch.Tensor]]:
-    """Evaluate a function of each batch of a share; yield the result and its examples' places.
+    """Evaluate a function of each batch of a share; yield the result and its examples'
+    places.
 
-    `size` tells how many examples a result is of. Batches of which no example is to count, since
-    they only keep the ranks' passes alike, yield nothing.
+    `size` tells how many examples a result is of. Batches of which no example is to
+    count, since they only keep the ranks' passes alike, yield nothing.
     """
     for name, batch in named_batches(share.loader, description, progress_bar):
         with naming(name):
-            # Also of a batch that counts nowhere: ranks that share a model pass over it together.
+            # Also of a batch that counts nowhere: ranks that share a model pass over it
+            # together.
             result = evaluate(batch)
             places = share.places(size(result))
         if len(places):
@@ -169,8 +179,9 @@ def over_data_set(
 ) -> Columns:
     """Evaluate as `over_loader` does, on a data set that all ranks share.
 
-    Its longest texts come first: batches of alike lengths have little padding, and if memory does
-    not suffice, this shows at once. The columns are in the data set's own order.
+    Its longest texts come first: batches of alike lengths have little padding, and if
+    memory does not suffice, this shows at once. The columns are in the data set's own
+    order.
     """
     lengths = torch.tensor([_length(data[place]) for place in range(len(data))])
     order = lengths.argsort(descending=True, stable=True)

@@ -25,20 +25,21 @@ from laplace_lora_ext.predictive.moments import Moments, parts_for, semidefinite
 from laplace_lora_ext.predictive.numbers import NumberPrediction
 from laplace_lora_ext.processes.shards import Columns, Share, stacked
 
-_BATCHES = (Mapping, torch.Tensor, np.ndarray, tuple)  # and of moments, which are tuples
+# And of moments, which are tuples.
+_BATCHES = (Mapping, torch.Tensor, np.ndarray, tuple)
 
 
 class Prediction(NamedTuple):
     """Predictions for B examples and C classes, with entropies in nats.
 
-    Of K labels for each example, all of these are `(B, K)`: the probability of each label, whether
-    it is above one half, and what the draws say of it.
+    Of K labels for each example, all of these are `(B, K)`: the probability of each
+    label, whether it is above one half, and what the draws say of it.
 
     Attributes
     ----------
     probabilities : torch.Tensor
-        `(B, C)`; of tokens `(B, T, C)`, nan at padding, and all else `(B, T)`, with the label -100
-        there
+        `(B, C)`; of tokens `(B, T, C)`, nan at padding, and all else `(B, T)`, with the
+        label -100 there
     labels : torch.Tensor
         `(B,)`, the most probable class
     total_entropy : torch.Tensor
@@ -46,15 +47,15 @@ class Prediction(NamedTuple):
     aleatoric_entropy : torch.Tensor
         `(B,)`, mean entropy of the draws: doubt that all draws share
     epistemic_entropy : torch.Tensor
-        `(B,)`, the difference: mutual information of label and weights, the doubt that more
-        training data would reduce
+        `(B,)`, the difference: mutual information of label and weights, the doubt that
+        more training data would reduce
     label_variance : torch.Tensor
         `(B,)`, how much the probability of `labels` varies over the draws
 
     References
     ----------
-    Depeweg et al., "Decomposition of uncertainty in Bayesian deep learning for efficient and
-    risk-sensitive learning", ICML 2018.
+    Depeweg et al., "Decomposition of uncertainty in Bayesian deep learning for
+    efficient and risk-sensitive learning", ICML 2018.
     """
 
     probabilities: torch.Tensor
@@ -105,8 +106,8 @@ def predict(
 ) -> Prediction | NumberPrediction:
     """Predict class probabilities or numbers, and what else a decision needs.
 
-    Predictions are the mean of the members', which are alike in what they predict. Other
-    parameters, result and errors are those of `LoRALaplace.predict`.
+    Predictions are the mean of the members', which are alike in what they predict.
+    Other parameters, result and errors are those of `LoRALaplace.predict`.
     """
     first = members[0]
 
@@ -137,12 +138,15 @@ def predict(
         if generator is not None and state is not None:
             generator.set_state(state)  # the same draws for every batch
         by_link, draws = [], []
-        for f_mu, f_var in _moments_of_members(members, batch, link_approx, pred_type, n_contrasts):
+        for f_mu, f_var in _moments_of_members(
+            members, batch, link_approx, pred_type, n_contrasts
+        ):
             with torch.autocast(first.model.device.type, enabled=False):
                 by_link.append(link(f_mu, f_var).exp())
                 noise = shared_noise(f_mu, n_samples, generator)
                 draws.append(softmax_samples(f_mu, f_var, noise).exp())
-        # A mixture's probabilities are the mean of its members', and its draws are all theirs.
+        # A mixture's probabilities are the mean of its members', and its draws are all
+        # theirs.
         probabilities = torch.stack(by_link).mean(0)
         prediction = Prediction.of_draws(probabilities, torch.cat(draws))
         shown = first.predicted_likelihood.shown(probabilities)
@@ -156,7 +160,9 @@ def predict(
 def predict_numbers(
     members: Sequence[Amortizable], x: Any, pred_type: str = "glm"
 ) -> NumberPrediction:
-    """Predict numbers of a batch of inputs, by one posterior or the mixture of several."""
+    """Predict numbers of a batch of inputs, by one posterior or the mixture of
+    several.
+    """
     # Numbers have no link: "probit" stands for one that reads all moments.
     moments = _moments_of_members(members, x, "probit", pred_type, None)
     return NumberPrediction.of(list(moments), [_noise(member) for member in members])
@@ -193,13 +199,16 @@ def _over_examples(
         of_batch,
         description="[Predictions]",
         progress_bar=progress_bar,
-        alone=not Share(x).is_dealt,  # a rank's own batches are no other rank's business
+        # A rank's own batches are no other rank's business.
+        alone=not Share(x).is_dealt,
         sample=sample,
     )
 
 
 def _padded(parts: Sequence[Columns]) -> Columns:
-    """Join batches' columns `(B, T, ...)` of tokens, those of shorter texts with nan or -100."""
+    """Join batches' columns `(B, T, ...)` of tokens, those of shorter texts with nan or
+    -100.
+    """
     length = max(part[0].shape[1] for part in parts)
     alike: list[Columns] = []
     for part in parts:
@@ -237,16 +246,19 @@ def predict_proba(
     batch_size: int = 32,
     progress_bar: bool = False,
 ) -> np.ndarray:
-    """Predict class probabilities `(B, C)` for scikit-learn's tools, the same in every call.
+    """Predict class probabilities `(B, C)` for scikit-learn's tools, the same in every
+    call.
 
     Other parameters and errors are those of `LoRALaplace.predict_proba`.
     """
     first = members[0]
     if first.predicted_likelihood.is_gaussian:
         raise ValueError(
-            f"{first.likelihood} predicts numbers, which have no probabilities: use la.predict(x)."
+            f"{first.likelihood} predicts numbers, which have no probabilities: use "
+            "la.predict(x)."
         )
-    # Draws serve entropies too, which nobody asks for here: without "mc", one is enough.
+    # Draws serve entropies too, which nobody asks for here: without "mc", one is
+    # enough.
     n_samples = 1000 if link_approx == "mc" else 1
     prediction = predict(
         members,
@@ -277,6 +289,7 @@ def _moments_of_members(
     for member, part in zip(members, parts_for(members, x), strict=True):
         if pred_type == "amortized":
             part = amortized_moments(member, part)
-            if member.predicted_likelihood.is_gaussian:  # whose density needs a covariance
+            # Whose density needs a covariance.
+            if member.predicted_likelihood.is_gaussian:
                 part = part._replace(f_var=semidefinite(part.f_var))
         yield moments_for(member, part, link_approx, n_contrasts)

@@ -1,4 +1,6 @@
-"""Both predictives: Gaussian logits of the linearised model, and the network with drawn weights."""
+"""Both predictives: Gaussian logits of the linearised model, and the network with drawn
+weights.
+"""
 
 from __future__ import annotations
 
@@ -68,10 +70,11 @@ class Linearised(Protocol):
 def predictive_moments(
     la: Linearised, x: Any, *, joint: bool = False
 ) -> Moments | tuple[torch.Tensor, torch.Tensor]:
-    """Compute mean `(B, C)` and covariance `(B, C, C)` of the model's logits for a batch.
+    """Compute mean `(B, C)` and covariance `(B, C, C)` of the model's logits for a
+    batch.
 
-    Neither link, noise nor `logit_scale` is in them. With `joint` a pair of tensors, `(B * C,)` and
-    `(B * C, B * C)`.
+    Neither link, noise nor `logit_scale` is in them. With `joint` a pair of tensors,
+    `(B * C,)` and `(B * C, B * C)`.
     """
     f_mu, f_var = _of_all_logits(la, x, joint)
     if joint:
@@ -110,7 +113,9 @@ def moments_for(
 
 
 def of_classes(likelihood: Likelihood, moments: Moments) -> Moments:
-    """Make moments of the logits of classes, which links take, of those of a model's logits."""
+    """Make moments of the logits of classes, which links take, of those of a model's
+    logits.
+    """
     f_mu, f_var = moments
     return Moments(likelihood.class_logits(f_mu), likelihood.class_covariance(f_var))
 
@@ -121,12 +126,14 @@ def moments_of_model(
     link_approx: str,
     n_contrasts: int | None = None,
 ) -> Moments:
-    """Compute moments of a batch as a link needs them, by as few backward passes as it can.
+    """Compute moments of a batch as a link needs them, by as few backward passes as it
+    can.
 
-    Given `Moments` serve every link, unless they are those of differences. Links that only see
-    differences of logits get those from the most probable logit, by a pass for each of `Contrasts`.
-    All other links get all logits, by C passes. The logits are the model's, which `logit_scale` has
-    not multiplied. Labels become two classes each: `(B, K, 2)` and `(B, K, 2, 2)`.
+    Given `Moments` serve every link, unless they are those of differences. Links that
+    only see differences of logits get those from the most probable logit, by a pass for
+    each of `Contrasts`. All other links get all logits, by C passes. The logits are the
+    model's, which `logit_scale` has not multiplied. Labels become two classes each:
+    `(B, K, 2)` and `(B, K, 2, 2)`.
     """
     if not sees_differences(la, link_approx):
         of_all = Moments(*_of_all_logits(la, X))
@@ -142,7 +149,9 @@ def moments_of_model(
 
 
 def sees_differences(la: Linearised, link_approx: str) -> bool:
-    """Tell whether a link of a posterior's outputs sees nothing but differences of two."""
+    """Tell whether a link of a posterior's outputs sees nothing but differences of
+    two.
+    """
     is_softmax = la.predicted_likelihood.sees_differences and la.n_outputs > 1
     return is_softmax and link_approx in OF_DIFFERENCES
 
@@ -150,12 +159,14 @@ def sees_differences(la: Linearised, link_approx: str) -> bool:
 def _of_all_logits(
     la: Linearised, X: Any, joint: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute mean and covariance of a batch's logits; moments of differences are refused."""
+    """Compute mean and covariance of a batch's logits; moments of differences are
+    refused.
+    """
     if isinstance(X, DifferenceMoments):
         raise ValueError(
-            'These moments tell of differences of logits alone, which the links "mean_field" and '
-            '"mc" read. For all else pass the batch, or moments of predictive_statistics with '
-            f"n_contrasts={la.n_outputs - 1}."
+            "These moments tell of differences of logits alone, which the links "
+            '"mean_field" and "mc" read. For all else pass the batch, or moments of '
+            f"predictive_statistics with n_contrasts={la.n_outputs - 1}."
         )
     return _moments(la, X, joint)
 
@@ -166,13 +177,17 @@ def _moments(
     joint: bool = False,
     directions: Directions = every_output,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute mean and covariance of a batch's logits, or of combinations; `Moments` pass."""
+    """Compute mean and covariance of a batch's logits, or of combinations; `Moments`
+    pass.
+    """
     if not isinstance(X, Moments):
         la.check_model()
         with torch.set_grad_enabled(la.enable_backprop):
             return la.moments(X, joint, directions)
     if joint:
-        raise ValueError("Moments hold no covariance between examples: pass the inputs.")
+        raise ValueError(
+            "Moments hold no covariance between examples: pass the inputs."
+        )
     dtype = la.blocks[0].statistics_dtype
     # A copy, since some links change them in place.
     return X.to(la.model.device, dtype, copy=True)
@@ -192,7 +207,8 @@ def functional_samples(
         f_var = uncorrelated(f_var)
     noise = shared_noise(f_mu, n_samples, generator)
     with torch.autocast(f_mu.device.type, enabled=False):
-        # Unlike the host's Cholesky factor, a symmetric root of a singular covariance exists.
+        # Unlike the host's Cholesky factor, a symmetric root of a singular covariance
+        # exists.
         return gaussian_samples(f_mu, f_var, noise)
 
 
@@ -247,6 +263,8 @@ def mean_probabilities(
     generator: torch.Generator | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """Average probabilities of classes, `(B, C)` or `(B, K, 2)`, over draws of the weights."""
+    """Average probabilities of classes, `(B, C)` or `(B, K, 2)`, over draws of the
+    weights.
+    """
     samples = network_samples(la, X, n_samples, generator, **model_kwargs)
     return la.trained_likelihood.class_logits(samples).softmax(-1).mean(0)

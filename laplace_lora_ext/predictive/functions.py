@@ -26,7 +26,9 @@ class DrawableFunctions(Drawable, Protocol):
 
 
 class _Drawn(NamedTuple):
-    """Logits of a few examples: the model's `(B, C)`, and those of functions `(B, S, C)`."""
+    """Logits of a few examples: the model's `(B, C)`, and those of functions `(B, S,
+    C)`.
+    """
 
     f_mu: torch.Tensor
     of_functions: torch.Tensor
@@ -48,11 +50,12 @@ class Functions:
 
     @exclusive
     def linearised(self, batch: Any) -> torch.Tensor:
-        """Compute logits `(S, B, C)` of the linearised model, by one set of Jacobians for all.
+        """Compute logits `(S, B, C)` of the linearised model, by one set of Jacobians
+        for all.
 
-        Each function is s (f(θ*) + J (θ - θ*)), with `logit_scale` s: over many draws, mean and
-        covariance are those of `predictive_moments`, scaled by s, also between examples and between
-        batches.
+        Each function is s (f(θ*) + J (θ - θ*)), with `logit_scale` s: over many draws,
+        mean and covariance are those of `predictive_moments`, scaled by s, also between
+        examples and between batches.
         """
         la = self.la
         la.check_model()
@@ -80,7 +83,9 @@ class Functions:
 
     @exclusive
     def sampled(self, batch: Any) -> torch.Tensor:
-        """Compute scaled logits `(S, B, C)` of the network with drawn weights for its own."""
+        """Compute scaled logits `(S, B, C)` of the network with drawn weights for its
+        own.
+        """
         la = self.la
         la.check_model()
         logits = []

@@ -1,4 +1,6 @@
-"""Links: from mean m `(B, C)` and covariance S `(B, C, C)` of logits to log-probabilities."""
+"""Links: from mean m `(B, C)` and covariance S `(B, C, C)` of logits to
+log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,22 @@ from collections.abc import Callable
 import torch
 
 from laplace_lora_ext.messages import check_counts
-from laplace_lora_ext.predictive.moments import centred, gaussian_samples, standard_normal
+from laplace_lora_ext.predictive.moments import (
+    centred,
+    gaussian_samples,
+    standard_normal,
+)
 
-# At 0 a logistic function is as steep as the normal distribution function of variance 8 / π.
+# At 0 a logistic function is as steep as the normal distribution function of variance 8
+# / π.
 _PROBIT = math.pi / 8
 
 Link = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Turns mean and covariance into log-probabilities `(B, C)`."""
 
 DEFAULT_LINK = "mean_field"
-"""The link of all that chooses one by itself; a bare call of a posterior keeps the host's."""
+"""The link of all that chooses one by itself; a bare call of a posterior keeps the
+host's."""
 
 OF_DIFFERENCES = frozenset({"mean_field", "mc"})
 """Links that only see differences of logits, as a softmax does."""
@@ -38,7 +46,8 @@ def monte_carlo(
     f_var: torch.Tensor,
     noise: torch.Tensor,
 ) -> torch.Tensor:
-    """Average probabilities over samples of the logits; with many, this is the exact integral.
+    """Average probabilities over samples of the logits; with many, this is the exact
+    integral.
 
     `noise` holds standard normal numbers, as for `gaussian_samples`.
     """
@@ -65,21 +74,22 @@ def mean_field(
 ) -> torch.Tensor:
     """Approximate the logarithm of the mean softmax of Gaussian logits by mean fields.
 
-    A softmax only depends on differences of logits: `p_k = 1 / Σ_j exp(-(f_k - f_j))`. Each
-    difference is Gaussian. We replace it by its mean, shrunk by its own variance just as the probit
-    approximation shrinks the one logit of two classes:
+    A softmax only depends on differences of logits: `p_k = 1 / Σ_j exp(-(f_k - f_j))`.
+    Each difference is Gaussian. We replace it by its mean, shrunk by its own variance
+    just as the probit approximation shrinks the one logit of two classes:
 
         p_k ∝ 1 / Σ_j exp(-(m_k - m_j) / √(1 + π/8 (S_kk + S_jj - 2 S_kj)))
 
-    What all logits of an example share drops out, as in the exact integral. For two classes this is
-    the probit approximation, and keeps the most probable class. Without variance it is the softmax.
+    What all logits of an example share drops out, as in the exact integral. For two
+    classes this is the probit approximation, and keeps the most probable class. Without
+    variance it is the softmax.
 
     References
     ----------
-    Lu, Ie & Sha, "Mean-field approximation to Gaussian-softmax integral with application to
-    uncertainty estimation", arXiv:2006.07584 (2020).
-    MacKay, "The evidence framework applied to classification networks", Neural Computation 4
-    (1992), for two classes.
+    Lu, Ie & Sha, "Mean-field approximation to Gaussian-softmax integral with
+    application to uncertainty estimation", arXiv:2006.07584 (2020). MacKay, "The
+    evidence framework applied to classification networks", Neural Computation 4 (1992),
+    for two classes.
     """
     variance = f_var.diagonal(dim1=-2, dim2=-1)
     of_both = variance[..., :, None] + variance[..., None, :]
@@ -89,7 +99,8 @@ def mean_field(
     of_difference = of_difference.clamp_min(0)
     shrunk = difference / (1 + _PROBIT * of_difference).sqrt()
     log_p = -torch.logsumexp(-shrunk, dim=-1)
-    # The p_k above do not sum to 1 for three classes or more: the last step divides by their sum.
+    # The p_k above do not sum to 1 for three classes or more: the last step divides by
+    # their sum.
     return log_p.log_softmax(-1)
 
 
@@ -97,7 +108,9 @@ def sampled(
     n_samples: int,
     generator: torch.Generator | None,
 ) -> Link:
-    """Make a link of samples, with separate noise for each example, drawn anew in every call."""
+    """Make a link of samples, with separate noise for each example, drawn anew in every
+    call.
+    """
 
     def link(
         f_mu: torch.Tensor,
@@ -113,7 +126,9 @@ def own_links(
     n_samples: int,
     generator: torch.Generator | None,
 ) -> dict[str, Link]:
-    """Make this library's links, by name; "mc" has the same noise for all examples of a batch."""
+    """Make this library's links, by name; "mc" has the same noise for all examples of a
+    batch.
+    """
 
     def sampled_alike(
         f_mu: torch.Tensor,

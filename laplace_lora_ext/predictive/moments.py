@@ -1,4 +1,6 @@
-"""Gaussian logits: what a posterior says about a batch, and samples of it, singular or not."""
+"""Gaussian logits: what a posterior says about a batch, and samples of it, singular or
+not.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from torch.nn.functional import pad
 class Moments(NamedTuple):
     """Mean and covariance of the logits of N examples under the linearised model.
 
-    A Laplace approximation takes them in place of a batch, with `pred_type="glm"`. They are those
-    of the model itself: what predicts by them multiplies the logits by its `logit_scale`.
+    A Laplace approximation takes them in place of a batch, with `pred_type="glm"`. They
+    are those of the model itself: what predicts by them multiplies the logits by its
+    `logit_scale`.
 
     Attributes
     ----------
@@ -51,7 +54,8 @@ class Moments(NamedTuple):
 class DifferenceMoments(Moments):
     """Moments that tell of differences of logits alone, and not of all of them exactly.
 
-    They serve the links "mean_field" and "mc"; whatever reads a logit by itself is refused.
+    They serve the links "mean_field" and "mc"; whatever reads a logit by itself is
+    refused.
     """
 
     __slots__ = ()
@@ -72,7 +76,9 @@ def joined_moments(parts: Sequence[Moments]) -> Moments:
 
 
 class MixtureMoments(NamedTuple):
-    """Gaussian logits of N examples under each member; a mixture takes them in place of a batch."""
+    """Gaussian logits of N examples under each member; a mixture takes them in place of
+    a batch.
+    """
 
     members: tuple[Moments, ...]
 
@@ -87,7 +93,9 @@ def parts_for(
     members: Sequence[object],
     x: Any,
 ) -> Sequence[Any]:
-    """Say what each member predicts: the same batch, or its own moments of `MixtureMoments`."""
+    """Say what each member predicts: the same batch, or its own moments of
+    `MixtureMoments`.
+    """
     if isinstance(x, MixtureMoments):
         return x.members
     return [x] * len(members)
@@ -97,21 +105,25 @@ def mixed(
     means: torch.Tensor,
     covariances: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute moments of a mixture of Gaussians `(M, ..., C)`, by variances or covariances."""
+    """Compute moments of a mixture of Gaussians `(M, ..., C)`, by variances or
+    covariances.
+    """
     mean = means.mean(0)
     apart = means - mean
     if covariances.ndim == means.ndim:
         between = apart.square()
     else:
         between = apart[..., :, None] * apart[..., None, :]
-    # The law of total variance: what each member has, and how far apart their means are.
+    # The law of total variance: what each member has, and how far apart their means
+    # are.
     return mean, (covariances + between).mean(0)
 
 
 def centred(f_var: torch.Tensor) -> torch.Tensor:
     """Remove from covariances `(B, C, C)` what all logits of an example share.
 
-    That is J V J with J = I - 11ᵀ/C. Variances of differences of two logits stay as they are.
+    That is J V J with J = I - 11ᵀ/C. Variances of differences of two logits stay as
+    they are.
     """
     rows = f_var - f_var.mean(-1, keepdim=True)
     return rows - rows.mean(-2, keepdim=True)
@@ -126,8 +138,9 @@ def uncorrelated(f_var: torch.Tensor) -> torch.Tensor:
 class _SymmetricRoot(torch.autograd.Function):
     """The root S solves `S S = V`; its differential solves `S dS + dS S = dV`.
 
-    In the eigenbasis of S this divides by sums of its eigenvalues. Unlike the derivative of an
-    eigendecomposition, which divides by differences, it is finite where eigenvalues coincide.
+    In the eigenbasis of S this divides by sums of its eigenvalues. Unlike the
+    derivative of an eigendecomposition, which divides by differences, it is finite
+    where eigenvalues coincide.
     """
 
     @staticmethod
@@ -165,7 +178,9 @@ class _SymmetricRoot(torch.autograd.Function):
 
 
 def square_root(covariance: torch.Tensor) -> torch.Tensor:
-    """Take symmetric square roots `(..., C, C)`, differentiable once even if V is singular."""
+    """Take symmetric square roots `(..., C, C)`, differentiable once even if V is
+    singular.
+    """
     return _SymmetricRoot.apply(covariance)  # pyright: ignore[reportReturnType]
 
 
@@ -182,8 +197,8 @@ def gaussian_samples(
 ) -> torch.Tensor:
     """Turn noise into reparametrised samples `(S, B, C)` of logits.
 
-    `noise` holds standard normal numbers: `(S, B, C)`, or `(S, 1, C)` for all examples alike. There
-    may be more dimensions than one before C.
+    `noise` holds standard normal numbers: `(S, B, C)`, or `(S, 1, C)` for all examples
+    alike. There may be more dimensions than one before C.
     """
     root = square_root(f_var)
     noise = noise.to(f_mu.device)
@@ -197,7 +212,9 @@ def standard_normal(
     like: torch.Tensor,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    """Draw standard normal numbers in the dtype of `like`, on the generator's device."""
+    """Draw standard normal numbers in the dtype of `like`, on the generator's
+    device.
+    """
     device = like.device if generator is None else generator.device
     return torch.randn(
         shape,

@@ -1,4 +1,6 @@
-"""Predictions of numbers: normal distributions, or mixtures of them, and how good they are."""
+"""Predictions of numbers: normal distributions, or mixtures of them, and how good they
+are.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,17 @@ _HALVINGS = 100  # of an interval, until float64 has no number within
 class NumberPrediction(NamedTuple):
     """Predictions of C numbers for each of B examples.
 
-    What is predicted are targets as they will be measured, with their noise: a normal distribution,
-    and of a mixture of M posteriors the mean of theirs. A posterior alone has M = 1. Rewards have
-    no noise, since nobody measures them.
+    What is predicted are targets as they will be measured, with their noise: a normal
+    distribution, and of a mixture of M posteriors the mean of theirs. A posterior alone
+    has M = 1. Rewards have no noise, since nobody measures them.
 
     Attributes
     ----------
     mean : torch.Tensor
         `(B, C)`
     epistemic_std : torch.Tensor
-        `(B, C)`, standard deviation of the model's own outputs under the posterior: doubt that more
-        training data would reduce
+        `(B, C)`, standard deviation of the model's own outputs under the posterior:
+        doubt that more training data would reduce
     total_std : torch.Tensor
         `(B, C)`, standard deviation of targets: the same with the noise
     means : torch.Tensor
@@ -78,15 +80,19 @@ class NumberPrediction(NamedTuple):
         return _deviations(self.covariances)
 
     def quantile(self, level: float) -> torch.Tensor:
-        """Find the numbers `(B, C)` that targets lie below with a probability of `level`.
+        """Find the numbers `(B, C)` that targets lie below with a probability of
+        `level`.
 
         A `ValueError` if the level is not between 0 and 1.
         """
         if not 0 < level < 1:
-            raise ValueError(f"A quantile's level must be between 0 and 1, not {level}.")
+            raise ValueError(
+                f"A quantile's level must be between 0 and 1, not {level}."
+            )
         z = torch.special.ndtri(torch.tensor(level, dtype=torch.float64))
         of_members = self.means + self.stds * z.to(self.means)
-        low, high = of_members.aminmax(dim=1)  # a mixture's quantile lies between its members'
+        # A mixture's quantile lies between its members'.
+        low, high = of_members.aminmax(dim=1)
         if self.means.shape[1] == 1:
             return low
         for _ in range(_HALVINGS):
@@ -100,9 +106,11 @@ class NumberPrediction(NamedTuple):
         self,
         coverage: float = 0.9,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Find bounds `(B, C)` that targets lie between with a probability of `coverage`.
+        """Find bounds `(B, C)` that targets lie between with a probability of
+        `coverage`.
 
-        As many lie below as above. A `ValueError` if the coverage is not between 0 and 1.
+        As many lie below as above. A `ValueError` if the coverage is not between 0 and
+        1.
         """
         if not 0 < coverage < 1:
             raise ValueError(f"coverage must be between 0 and 1, not {coverage}.")
@@ -115,21 +123,26 @@ class NumberPrediction(NamedTuple):
         return torch.special.ndtr(standardised).mean(1)
 
     def log_density(self, targets: torch.Tensor) -> torch.Tensor:
-        """Compute the log-density `(B,)` of targets `(B, C)`, in nats, all C numbers together."""
-        log_densities = gaussian_log_density(self.means, self.covariances, targets[:, None])
+        """Compute the log-density `(B,)` of targets `(B, C)`, in nats, all C numbers
+        together.
+        """
+        log_densities = gaussian_log_density(
+            self.means, self.covariances, targets[:, None]
+        )
         return log_densities.logsumexp(1) - math.log(log_densities.shape[1])
 
     def crps(self, targets: torch.Tensor) -> torch.Tensor:
         """Compute the continuous ranked probability score `(B, C)` of targets `(B, C)`.
 
-        It is `∫ (F(x) - [x ≥ y])² dx` with the distribution function F, in the targets' own unit:
-        the absolute error of a prediction that is sure.
+        It is `∫ (F(x) - [x ≥ y])² dx` with the distribution function F, in the targets'
+        own unit: the absolute error of a prediction that is sure.
 
         References
         ----------
-        Grimit, Gneiting, Berrocal & Johnson, "The continuous ranked probability score for circular
-        variables and its application to mesoscale forecast ensemble verification", Quarterly
-        Journal of the Royal Meteorological Society 132 (2006), for mixtures.
+        Grimit, Gneiting, Berrocal & Johnson, "The continuous ranked probability score
+        for circular variables and its application to mesoscale forecast ensemble
+        verification", Quarterly Journal of the Royal Meteorological Society 132 (2006),
+        for mixtures.
         """
         means, stds = self.means, self.stds
         to_target = _mean_distance(means - targets[:, None], stds).mean(1)

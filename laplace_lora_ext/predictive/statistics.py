@@ -17,31 +17,38 @@ from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.recorder import Recorder, every_output
 from laplace_lora_ext.predictive.contrasts import NO_CLASS, Contrasts, completed
 from laplace_lora_ext.predictive.data_sets import Columns
-from laplace_lora_ext.predictive.moments import DifferenceMoments, MixtureMoments, Moments
+from laplace_lora_ext.predictive.moments import (
+    DifferenceMoments,
+    MixtureMoments,
+    Moments,
+)
 from laplace_lora_ext.processes.shards import stacked
 
-_AT_ONCE = 64  # examples whose projections are weighted: moments need the memory of a copy
+# Examples whose projections are weighted: moments need the memory of a copy.
+_AT_ONCE = 64
 
 
 @dataclass(eq=False, repr=False)
 class PredictiveStatistics:
     """Logits of a data set and their Jacobians in the eigenbasis of a fitted curvature.
 
-    z are projections of the Jacobians on the eigenvectors that the curvature keeps, and R inner
-    products of what remains of the Jacobians. The covariance of an example's logits is
+    z are projections of the Jacobians on the eigenvectors that the curvature keeps, and
+    R inner products of what remains of the Jacobians. The covariance of an example's
+    logits is
 
         f_var = Σ_e z_e z_eᵀ / (e + λ) + Σ_f R_f / (f + λ)
 
-    for any prior precision λ, with the eigenvalues e and f of the `Spectrum`. All terms are
-    positive semi-definite, so nothing cancels.
+    for any prior precision λ, with the eigenvalues e and f of the `Spectrum`. All terms
+    are positive semi-definite, so nothing cancels.
 
-    With more than nine classes they are, unless more are asked for, of at most 8 contrasts: how far
-    other logits are from the most probable one, `f_j - f_top`. The covariance is then completed
-    (see `completed`), and tells of differences of logits alone.
+    With more than nine classes they are, unless more are asked for, of at most 8
+    contrasts: how far other logits are from the most probable one, `f_j - f_top`. The
+    covariance is then completed (see `completed`), and tells of differences of logits
+    alone.
 
-    An example takes `C + D (E + F D)` numbers, where D is C or the number of contrasts, E the sum
-    of r k over the blocks and F that of r: in float32, for 128 blocks of r 8 and rank 10, 229 kB
-    with four classes and 590 kB with ten or more.
+    An example takes `C + D (E + F D)` numbers, where D is C or the number of contrasts,
+    E the sum of r k over the blocks and F that of r: in float32, for 128 blocks of r 8
+    and rank 10, 229 kB with four classes and 590 kB with ten or more.
 
     Parameters
     ----------
@@ -58,8 +65,9 @@ class PredictiveStatistics:
     targets : torch.Tensor, optional
         `(N,)` labels or `(N, C)` numbers, if the data had any
     classes : torch.Tensor, optional
-        `(N, 1 + D)`, which classes contrasts are of: the most probable one, and those that are
-        compared with it, or -1 where an example needs fewer; None where all logits are known
+        `(N, 1 + D)`, which classes contrasts are of: the most probable one, and those
+        that are compared with it, or -1 where an example needs fewer; None where all
+        logits are known
     n_left_out : int, default=0
         examples of the data that were not kept, since only some were asked for
 
@@ -147,15 +155,16 @@ class PredictiveStatistics:
         Parameters
         ----------
         prior_precision : float or torch.Tensor
-            λ, a scalar, or `(blocks,)` with one for each block; the covariance is differentiable
-            in it. `inf` holds a block at its MAP value: with `inf` for all blocks but those of the
-            first k layers, you get the moments of a posterior over only these layers
+            λ, a scalar, or `(blocks,)` with one for each block; the covariance is
+            differentiable in it. `inf` holds a block at its MAP value: with `inf` for
+            all blocks but those of the first k layers, you get the moments of a
+            posterior over only these layers
 
         Returns
         -------
         Moments
-            f_mu, `(N, C)`, and f_var, `(N, C, C)`; of contrasts `DifferenceMoments`, which serve
-            the links "mean_field" and "mc"
+            f_mu, `(N, C)`, and f_var, `(N, C, C)`; of contrasts `DifferenceMoments`,
+            which serve the links "mean_field" and "mc"
         """
         deltas = as_tensor(prior_precision).to(self.spectrum.leading)
         leading, remaining = self.spectrum.shifted(self.scale, deltas)
@@ -203,8 +212,8 @@ class MixtureStatistics:
                 continue
             if not torch.equal(first, member.targets):
                 raise ValueError(
-                    "The members read the data in other orders: pass a loader that does not "
-                    "shuffle."
+                    "The members read the data in other orders: pass a loader that "
+                    "does not shuffle."
                 )
 
     @property
@@ -314,7 +323,8 @@ def statistics_of_batch(
             targets = la.trained_likelihood.check_targets(y[place], f_mu)
             targets = targets.to(device)
         if contrasts is not None:
-            # Batches need different numbers of contrasts; the columns have places for all.
+            # Batches need different numbers of contrasts; the columns have places for
+            # all.
             n_missing = n_directions - projections.shape[1]
             projections = pad(projections, (0, 0, 0, n_missing))
             products = pad(products, (0, n_missing, 0, n_missing))
@@ -336,7 +346,9 @@ def statistics_of_batch(
 
 
 def _projected(block: DecomposedBlock, jacobian: torch.Tensor) -> _OfBlock:
-    """Project Jacobians `(B, C, r, d)` on a block's eigenvectors; multiply what remains."""
+    """Project Jacobians `(B, C, r, d)` on a block's eigenvectors; multiply what
+    remains.
+    """
     leading, remainder = block.project(jacobian)
     by_row = remainder.transpose(1, 2)  # (B, r, C, d)
     if not block.n_left_out:

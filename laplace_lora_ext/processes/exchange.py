@@ -39,13 +39,14 @@ def rank() -> int:
 def together() -> Iterator[None]:
     """Let all ranks fail in this block, before they leave it, if one does.
 
-    The others notice at their next exchange, or when the process group's time limit runs out, and
-    raise a `RankError` with the message of a rank that failed.
+    The others notice at their next exchange, or when the process group's time limit
+    runs out, and raise a `RankError` with the message of a rank that failed.
     """
     if count() == 1 or _TOGETHER.get():
         yield
         return
-    # Only the outermost block tells of errors: one exchange for each of the others' would not do.
+    # Only the outermost block tells of errors: one exchange for each of the others'
+    # would not do.
     token = _TOGETHER.set(True)
     try:
         yield

@@ -1,7 +1,9 @@
-"""Decides which examples of a data set are held out, and which of them this process passes over.
+"""Decides which examples of a data set are held out, and which of them this process
+passes over.
 
-Samplers for several processes repeat examples, so that all of them get equally many, and sums would
-count these twice. So the data of such a loader are dealt anew, each example once.
+Samplers for several processes repeat examples, so that all of them get equally many,
+and sums would count these twice. So the data of such a loader are dealt anew, each
+example once.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ _OWN = 2**40  # more examples than any rank has
 _BATCH_SIZE = 8  # where the loader has batches of many sizes
 _ROUNDING = 1e-6  # relative difference of sums over the same data in other batches
 
-# Modules whose samplers give all examples, each once. Samplers of the user's own may draw some.
+# Modules whose samplers give all examples, each once. Samplers of the user's own may
+# draw some.
 _GIVES_ALL = ("torch.utils.data", "accelerate", "transformers")
 
 
 class Share:
     """The part of a loader's examples that this rank passes over.
 
-    Where a `DistributedSampler` or Accelerate divides the loader's data, rank r of R gets the
-    examples r, r + R, ... Any other loader's examples are the rank's own.
+    Where a `DistributedSampler` or Accelerate divides the loader's data, rank r of R
+    gets the examples r, r + R, ... Any other loader's examples are the rank's own.
 
     Attributes
     ----------
@@ -58,13 +61,16 @@ class Share:
             self._deal(loader)
 
     def _deal(self, loader: DataLoader) -> None:
-        """Put this rank's examples, each once, in place of what the loader's sampler gives it."""
+        """Put this rank's examples, each once, in place of what the loader's sampler
+        gives it.
+        """
         examples = examples_of(loader)
         batch_size = _size_of_batches(loader)
         own = torch.arange(len(examples))[rank() :: count()]
         batches = [batch for batch in own.split(batch_size) if len(batch)]
-        # Ranks that share one model must all make the same number of passes: a rank that has fewer
-        # batches passes over the first example again, which then counts nowhere.
+        # Ranks that share one model must all make the same number of passes: a rank
+        # that has fewer batches passes over the first example again, which then counts
+        # nowhere.
         most_batches = math.ceil(len(examples) / (count() * batch_size))
         n_idle = most_batches - len(batches)
         indices = [examples[batch].tolist() for batch in batches]
@@ -84,10 +90,11 @@ class Share:
         loader: Any,
         stride: int = 1,
     ) -> Share:
-        """Make a share with its batches in memory: each pass sees the same data in the same order.
+        """Make a share with its batches in memory: each pass sees the same data in the
+        same order.
 
-        Loaders may shuffle, draw examples or make them at random, and a generator ends. With a
-        stride above 1 there is but every second, third... batch.
+        Loaders may shuffle, draw examples or make them at random, and a generator ends.
+        With a stride above 1 there is but every second, third... batch.
         """
         share = cls(loader)
         share.loader = copied(islice(share.loader, 0, None, stride))
@@ -95,7 +102,9 @@ class Share:
         return share
 
     def places(self, n_examples: int) -> torch.Tensor:
-        """Return places of the next batch's examples in the whole data; none where none counts."""
+        """Return places of the next batch's examples in the whole data; none where none
+        counts.
+        """
         batch = self._n_batches
         first = self._n_examples
         self._n_batches += 1
@@ -107,14 +116,16 @@ class Share:
         is_idle = len(places) == 0
         if not is_idle and len(places) != n_examples:
             raise ValueError(
-                f"The collator made {n_examples} examples of {len(places)}: with several "
-                "processes, it must return one for each."
+                f"The collator made {n_examples} examples of {len(places)}: with "
+                "several processes, it must return one for each."
             )
         return places
 
 
 def copied(batches: Iterable[Any]) -> list[Any]:
-    """Copy batches to keep: a tensor as a worker process sends it would hold a file open."""
+    """Copy batches to keep: a tensor as a worker process sends it would hold a file
+    open.
+    """
     return [deepcopy(batch) for batch in batches]
 
 
@@ -141,10 +152,11 @@ def total_size(loader: Any, otherwise: int) -> int:
 
 
 def examples_of(loader: Any) -> torch.Tensor:
-    """Find the examples that a loader gives: `(N,)` indices, in their order in the data set.
+    """Find the examples that a loader gives: `(N,)` indices, in their order in the data
+    set.
 
-    Other examples of the data set may be validation or test data. With several processes, a sampler
-    of the user's own is refused by a `ValueError`.
+    Other examples of the data set may be validation or test data. With several
+    processes, a sampler of the user's own is refused by a `ValueError`.
     """
     for sampler in _samplers(loader):
         if isinstance(sampler, SubsetRandomSampler):
@@ -153,11 +165,11 @@ def examples_of(loader: Any) -> torch.Tensor:
             continue
         if count() > 1:
             raise ValueError(
-                "With several processes, a sampler of your own hides which examples are used: "
-                "pass a DataLoader of a torch.utils.data.Subset."
+                "With several processes, a sampler of your own hides which examples "
+                "are used: pass a DataLoader of a torch.utils.data.Subset."
             )
-        # A sampler gives examples, or as a batch sampler lists of them. A copy is asked, since one
-        # that remembers where it was would go on from there.
+        # A sampler gives examples, or as a batch sampler lists of them. A copy is
+        # asked, since one that remembers where it was would go on from there.
         given: set[int] = set()
         for example_or_batch in copy(sampler):
             given.update(np.atleast_1d(example_or_batch).tolist())
@@ -175,23 +187,27 @@ def check_divisible(
     held_out: float,
     parts: int = 1,
 ) -> None:
-    """Refuse, by a `ValueError`, shares and data of which `divided` can't hold out parts."""
+    """Refuse, by a `ValueError`, shares and data of which `divided` can't hold out
+    parts.
+    """
     if not 0 < held_out < 1:
         raise ValueError(f"held_out must be between 0 and 1, not {held_out}.")
     if not isinstance(getattr(loader, "dataset", None), Sized):
         raise ValueError(
-            "To hold out examples, their number must be known: pass a DataLoader whose data set "
-            "has a length."
+            "To hold out examples, their number must be known: pass a DataLoader whose "
+            "data set has a length."
         )
     if count() > 1 and not Share(loader).is_dealt:
         raise ValueError(
-            "To hold out examples of all ranks, pass a loader with a DistributedSampler, or "
-            "accelerator.prepare(loader)."
+            "To hold out examples of all ranks, pass a loader with a "
+            "DistributedSampler, or accelerator.prepare(loader)."
         )
     n_examples = len(examples_of(loader))
     sizes = _sizes_of_parts(n_examples, held_out, parts)
     if min(sizes) == 0 or max(sizes) == n_examples:
-        raise ValueError(f"{n_examples} examples are too few to hold out a share of {held_out:g}.")
+        raise ValueError(
+            f"{n_examples} examples are too few to hold out a share of {held_out:g}."
+        )
 
 
 def divided(
@@ -201,13 +217,14 @@ def divided(
     generator: torch.Generator | None = None,
     parts: int = 1,
 ) -> Iterator[tuple[Any, Any]]:
-    """Divide a loader's examples, each time holding out others; all in the data's order.
+    """Divide a loader's examples, each time holding out others; all in the data's
+    order.
 
-    Yields pairs of the rest and a share of the examples, both as `chosen` makes them. Examples that
-    the loader's sampler leaves out are not used. Without a generator, every call holds out the
-    same. Groups `(N,)` of the examples, such as their classes, are each held out in proportion, and
-    never to the last example: with many groups of one example, fewer are held out. Refuses what
-    `check_divisible` does.
+    Yields pairs of the rest and a share of the examples, both as `chosen` makes them.
+    Examples that the loader's sampler leaves out are not used. Without a generator,
+    every call holds out the same. Groups `(N,)` of the examples, such as their classes,
+    are each held out in proportion, and never to the last example: with many groups of
+    one example, fewer are held out. Refuses what `check_divisible` does.
     """
     check_divisible(loader, held_out, parts)
     data = loader.dataset
@@ -217,7 +234,8 @@ def divided(
     if generator is None:
         generator = torch.Generator().manual_seed(0)
     _, numbers, sizes = groups.unique(return_inverse=True, return_counts=True)
-    waiting: list[int] = of_first(_mixed(numbers, generator)).tolist()  # those not held out yet
+    # Those not held out yet.
+    waiting: list[int] = of_first(_mixed(numbers, generator)).tolist()
     for size in _sizes_of_parts(len(places), held_out, parts):
         n_left = sizes.tolist()  # of each group, for the rest to learn from
         held: list[int] = []
@@ -232,8 +250,8 @@ def divided(
         waiting = passed_over
         if not held:
             raise ValueError(
-                f"No class has examples enough, among {len(places)}, to hold out one and learn "
-                "from another."
+                f"No class has examples enough, among {len(places)}, to hold out one "
+                "and learn from another."
             )
         rest = sorted(set(range(len(places))) - set(held))
         to_learn = chosen(data, places[rest].tolist())
@@ -260,8 +278,8 @@ def _mixed(
 ) -> torch.Tensor:
     """Order examples at random, so that every stretch has its share of each group.
 
-    Systematic sampling: a group's k-th of m examples is at (k + u) / m of the order, where u is
-    random and the same for the whole group.
+    Systematic sampling: a group's k-th of m examples is at (k + u) / m of the order,
+    where u is random and the same for the whole group.
     """
     order = torch.randperm(len(groups), generator=generator)
     groups = groups[order]
@@ -299,7 +317,9 @@ def in_order(
     """Load a data set, each example once and in order, which all processes share."""
     # By its sampler a `Share` knows that the data are to be dealt.
     sampler = DistributedSampler(examples, shuffle=False) if count() > 1 else None
-    return DataLoader(examples, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn)
+    return DataLoader(
+        examples, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn
+    )
 
 
 def in_order_like(loader: DataLoader, examples: Any) -> DataLoader:
@@ -313,7 +333,9 @@ def in_order_like(loader: DataLoader, examples: Any) -> DataLoader:
 
 @dataclass(frozen=True)
 class _OfRank:
-    """Holds what one rank has to join: places `(n,)`, and columns `(n, ...)` if it has data."""
+    """Holds what one rank has to join: places `(n,)`, and columns `(n, ...)` if it has
+    data.
+    """
 
     places: torch.Tensor
     columns: Columns | None
@@ -333,9 +355,9 @@ def joined(
 ) -> Columns | None:
     """Join the ranks' tensors: one row for each example, in the data's order.
 
-    Takes the places `(n,)` of this rank's examples, and columns `(n, ...)`, None on a rank without
-    data; None if no rank has data. Ranks with the same data, or of which only some have labels, are
-    refused by a `ValueError`.
+    Takes the places `(n,)` of this rank's examples, and columns `(n, ...)`, None on a
+    rank without data; None if no rank has data. Ranks with the same data, or of which
+    only some have labels, are refused by a `ValueError`.
     """
     if count() == 1:
         return columns
@@ -355,14 +377,17 @@ def stacked(parts: Iterable[Columns]) -> Columns:
     parts = list(parts)
     n_columns = {len(columns) for columns in parts}
     if len(n_columns) > 1:
-        raise ValueError("Some batches have labels and others have none: give all or none labels.")
+        raise ValueError(
+            "Some batches have labels and others have none: give all or none labels."
+        )
     columns = list(zip(*parts, strict=True))
     for column in columns:
         shapes = {tuple(part.shape[1:]) for part in column}
         if len(shapes) > 1:
             raise ValueError(
-                f"Batches have examples of unlike shapes, {sorted(shapes)}, as where texts have "
-                "unequal numbers of choices: pass those with equally many in a loader of their own."
+                f"Batches have examples of unlike shapes, {sorted(shapes)}, as where "
+                "texts have unequal numbers of choices: pass those with equally many "
+                "in a loader of their own."
             )
     return tuple(torch.cat(column) for column in columns)
 
@@ -380,8 +405,9 @@ def refuse_copies(totals: Sequence[tuple[int, float]]) -> None:
         is_same_total = abs(total - other_total) <= _ROUNDING * abs(total)
         if number > 0 and is_same_number and is_same_total:
             raise ValueError(
-                f"Ranks {first} and {second} have the same {number} examples: give each rank its "
-                "own shard, with a DistributedSampler or accelerator.prepare(loader)."
+                f"Ranks {first} and {second} have the same {number} examples: give "
+                "each rank its own shard, with a DistributedSampler or "
+                "accelerator.prepare(loader)."
             )
 
 
@@ -399,9 +425,9 @@ def _is_divided(loader: Any) -> bool:
     is_stream = isinstance(getattr(loader, "dataset", None), IterableDatasetShard)
     if is_stream or isinstance(loader, DataLoaderDispatcher):
         raise ValueError(
-            "Accelerate repeats examples where it shards an iterable data set or dispatches "
-            "batches, and they would count twice: give each rank a loader of its own, without "
-            "accelerator.prepare."
+            "Accelerate repeats examples where it shards an iterable data set or "
+            "dispatches batches, and they would count twice: give each rank a loader "
+            "of its own, without accelerator.prepare."
         )
     for sampler in _samplers(loader):
         of_accelerate = getattr(sampler, "num_processes", None)
@@ -410,8 +436,8 @@ def _is_divided(loader: Any) -> bool:
             continue
         if n_processes != count():
             raise ValueError(
-                f"The loader divides its data among {n_processes} processes, and there are "
-                f"{count()}."
+                f"The loader divides its data among {n_processes} processes, and there "
+                f"are {count()}."
             )
         return True
     return False
@@ -421,6 +447,7 @@ def _size_of_batches(loader: Any) -> int:
     """Return the size of one rank's batches."""
     batches = loader.batch_sampler
     size = getattr(batches, "batch_size", None) or loader.batch_size or _BATCH_SIZE
-    if getattr(batches, "split_batches", False):  # Accelerate's: a batch is that of all ranks
+    # Accelerate's: a batch is that of all ranks.
+    if getattr(batches, "split_batches", False):
         size //= count()
     return max(1, size)

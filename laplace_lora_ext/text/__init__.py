@@ -1,1 +1,3 @@
-"""Predicts free text: scores under drawn weights, choices of the prior by them, generation."""
+"""Predicts free text: scores under drawn weights, choices of the prior by them,
+generation.
+"""

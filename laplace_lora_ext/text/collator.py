@@ -14,7 +14,8 @@ from laplace_lora_ext.models.choices import SCORE_MASK
 
 @dataclass
 class DataCollatorForChoices:
-    """Joins prompts and the texts of their choices to batches, for a model that reads texts once.
+    """Joins prompts and the texts of their choices to batches, for a model that reads
+    texts once.
 
     Parameters
     ----------
@@ -37,14 +38,15 @@ class DataCollatorForChoices:
         Parameters
         ----------
         features : sequence of Mapping
-            "prompt", a text, "choices", as many texts in each example, which stand behind the
-            prompt as they are, with a space in front where they need one, and perhaps "labels", the
-            number of the right one
+            "prompt", a text, "choices", as many texts in each example, which stand
+            behind the prompt as they are, with a space in front where they need one,
+            and perhaps "labels", the number of the right one
 
         Returns
         -------
         BatchEncoding
-            `input_ids`, `attention_mask` and `score_mask`, `(B, K, T)`, and perhaps `labels` `(B,)`
+            `input_ids`, `attention_mask` and `score_mask`, `(B, K, T)`, and perhaps
+            `labels` `(B,)`
 
         Raises
         ------
@@ -61,8 +63,8 @@ class DataCollatorForChoices:
             rows += [(prompt, answer) for answer in answers]
         if len(numbers) > 1:
             raise ValueError(
-                f"The examples of a batch have {sorted(numbers)} choices: put those with equally "
-                "many into batches of their own."
+                f"The examples of a batch have {sorted(numbers)} choices: put those "
+                "with equally many into batches of their own."
             )
         length = max(len(prompt) + len(answer) for prompt, answer in rows)
         padding = self.tokenizer.pad_token_id
@@ -84,7 +86,9 @@ class DataCollatorForChoices:
         for key, value in batch.items():
             by_example[key] = value.unflatten(0, (len(features), -1))
         if "labels" in features[0]:
-            by_example["labels"] = torch.tensor([feature["labels"] for feature in features])
+            by_example["labels"] = torch.tensor(
+                [feature["labels"] for feature in features]
+            )
         return BatchEncoding(by_example)
 
     def _prompt(
@@ -106,5 +110,7 @@ class DataCollatorForChoices:
     def _tokens(self, choice: str) -> list[int]:
         tokens = self.tokenizer(choice, add_special_tokens=False)["input_ids"]
         if not tokens:
-            raise ValueError(f"The choice {choice!r} has no token: give each choice a text.")
+            raise ValueError(
+                f"The choice {choice!r} has no token: give each choice a text."
+            )
         return tokens

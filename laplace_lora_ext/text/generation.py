@@ -1,4 +1,6 @@
-"""Writes texts with transformers' own `generate`, by the posterior predictive of each token."""
+"""Writes texts with transformers' own `generate`, by the posterior predictive of each
+token.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from laplace_lora_ext.text.scores import (
 
 Inputs = dict[str, torch.Tensor]
 
-# What makes several texts of a prompt, or calls the model otherwise than token by token.
+# What makes several texts of a prompt, or calls the model otherwise than token by
+# token.
 _REFUSED = (
     "num_beams",
     "num_return_sequences",
@@ -42,7 +45,8 @@ _REFUSED = (
     "assistant_model",
 )
 
-_CACHES = ("cache", "past_key_values", "cache_params")  # what transformers' versions call theirs
+# What transformers' versions call theirs.
+_CACHES = ("cache", "past_key_values", "cache_params")
 _STATES = ("state", "mems", "past_buckets_states")  # other things that models keep
 
 
@@ -52,11 +56,11 @@ class GeneratedText(NamedTuple):
     Attributes
     ----------
     sequences : torch.Tensor
-        `(B, T)` tokens, the prompts first, padded on the right; what an encoder-decoder's decoder
-        reads and writes
+        `(B, T)` tokens, the prompts first, padded on the right; what an
+        encoder-decoder's decoder reads and writes
     scores : TextScores
-        of the generated tokens, under the same draws; an encoder-decoder's have no place for the
-        first token of `sequences`, which nothing predicts
+        of the generated tokens, under the same draws; an encoder-decoder's have no
+        place for the first token of `sequences`, which nothing predicts
     outputs : list
         what transformers' `generate` returned for each text
     """
@@ -78,8 +82,8 @@ def generate_texts(
 ) -> GeneratedText:
     """Write texts, choosing each next token by the posterior predictive.
 
-    Members share the draws, and without any the mixture of their trained models writes. Other
-    parameters, result and errors are those of `LowRankKronLoRALaplace.generate`.
+    Members share the draws, and without any the mixture of their trained models writes.
+    Other parameters, result and errors are those of `LowRankKronLoRALaplace.generate`.
     """
     posteriors = writers_of(members)
     model = posteriors[0].model
@@ -99,7 +103,9 @@ def generate_texts(
 
 @dataclass(frozen=True)
 class _Written:
-    """Holds texts `(B, T)`, a batch of them to score, and what `generate` returned for each."""
+    """Holds texts `(B, T)`, a batch of them to score, and what `generate` returned for
+    each.
+    """
 
     sequences: torch.Tensor
     batch: Inputs  # with labels on what was written
@@ -112,7 +118,9 @@ def _written(
     device: torch.device,
     generation_kwargs: dict[str, Any],
 ) -> _Written:
-    """Continue each prompt by the mixture of writers, or without any by the model itself."""
+    """Continue each prompt by the mixture of writers, or without any by the model
+    itself.
+    """
     options = _Options(transformer, generation_kwargs)
     generate = _checked_generate(transformer, options)
     prompts = _prompts(transformer, options, device)
@@ -167,7 +175,9 @@ def _batch_of_continued(
 
 
 class _Options:
-    """Looks up options where `generate` does: in its arguments, then in the configurations."""
+    """Looks up options where `generate` does: in its arguments, then in the
+    configurations.
+    """
 
     def __init__(
         self,
@@ -210,17 +220,21 @@ def _checked_generate(
     transformer: Any,
     options: _Options,
 ) -> Callable[..., Any]:
-    """Return a model's `generate`, unless it or an option writes otherwise than token by token."""
+    """Return a model's `generate`, unless it or an option writes otherwise than token
+    by token.
+    """
     if transformer.generate.__module__.startswith("transformers.models."):
         raise NotImplementedError(
-            f"{type(transformer).__name__} has a generate of its own, whose texts the posterior "
-            "can't follow: let the model write, and score what it wrote with la.score(batch)."
+            f"{type(transformer).__name__} has a generate of its own, whose texts the "
+            "posterior can't follow: let the model write, and score what it wrote with "
+            "la.score(batch)."
         )
     refused = [name for name in _REFUSED if options.find(name) not in (None, 1)]
     if refused:
         raise NotImplementedError(
-            "generate writes one text a prompt, token by token from the first one on: leave out "
-            f"{', '.join(refused)}, or pass 1 where the model's own default is another number."
+            "generate writes one text a prompt, token by token from the first one on: "
+            f"leave out {', '.join(refused)}, or pass 1 where the model's own default "
+            "is another number."
         )
     return transformer.generate
 
@@ -230,7 +244,9 @@ def _prompts(
     options: _Options,
     device: torch.device,
 ) -> Inputs:
-    """Select what the model is to continue: the tensors that are no options of `generate`."""
+    """Select what the model is to continue: the tensors that are no options of
+    `generate`.
+    """
     arguments = inspect.signature(vars(GenerationMixin)["generate"]).parameters
     known = vars(GenerationConfig()).keys() | arguments.keys()
     prompts = {
@@ -240,18 +256,24 @@ def _prompts(
     }
     main = _main_input(transformer)
     if main not in prompts or prompts[main].ndim < 2:
-        raise ValueError(f"Pass {main}, a row for each text, as a tokenizer or processor makes it.")
+        raise ValueError(
+            f"Pass {main}, a row for each text, as a tokenizer or processor makes it."
+        )
     others = sorted(prompts.keys() - {main, "attention_mask"})
     if others:
         raise NotImplementedError(
-            f"generate continues plain texts, without {', '.join(others)}: leave these out, or let "
-            "the model write, and score what it wrote with la.score(batch)."
+            f"generate continues plain texts, without {', '.join(others)}: leave these "
+            "out, or let the model write, and score what it wrote with la.score(batch)."
         )
     if main == "input_ids" and "attention_mask" not in prompts:
         prompts["attention_mask"] = _mask_of(prompts["input_ids"], options)
-    if not transformer.config.is_encoder_decoder and not prompts["attention_mask"][:, -1].all():
+    if (
+        not transformer.config.is_encoder_decoder
+        and not prompts["attention_mask"][:, -1].all()
+    ):
         raise ValueError(
-            "A prompt ends with padding, after which nothing can be written: pad on the left."
+            "A prompt ends with padding, after which nothing can be written: pad on "
+            "the left."
         )
     return prompts
 
@@ -278,10 +300,11 @@ def _mask_of(
 def _predictive(
     transformer: PreTrainedModel, writers: Sequence[Draw], prompt: Inputs
 ) -> Iterator[None]:
-    """Replace the model's logits by log-probabilities of a mixture of writers, for one text.
+    """Replace the model's logits by log-probabilities of a mixture of writers, for one
+    text.
 
-    Everything in `generate` that acts on logits then sees these. A `LogitsProcessor` would come
-    after transformers' own ones, and allow again what they forbid.
+    Everything in `generate` that acts on logits then sees these. A `LogitsProcessor`
+    would come after transformers' own ones, and allow again what they forbid.
     """
     if not writers:
         yield
@@ -294,7 +317,9 @@ def _predictive(
 
 
 class _Mixture:
-    """Lets writers read what the model reads, and puts their log-probabilities in its place."""
+    """Lets writers read what the model reads, and puts their log-probabilities in its
+    place.
+    """
 
     def __init__(self, writers: Sequence[_Writer]) -> None:
         self._writers = writers
@@ -307,7 +332,9 @@ class _Mixture:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Run the writers before the model itself, while its cache still is what they know."""
+        """Run the writers before the model itself, while its cache still is what they
+        know.
+        """
         # The writers' own passes are through the same model.
         if self._is_reading:
             return
@@ -316,7 +343,8 @@ class _Mixture:
             log_p = torch.tensor(-math.inf)
             for writer in self._writers:
                 logits = writer.logits(args, kwargs)
-                # One after the other: logits of a vocabulary are large, and of draws many.
+                # One after the other: logits of a vocabulary are large, and of draws
+                # many.
                 log_p = torch.logaddexp(log_p.to(logits), logits.log_softmax(-1))
             self._log_p = log_p - math.log(len(self._writers))
         finally:
@@ -365,8 +393,9 @@ class _Writer:
             self._has_begun = True
         if _size(cache) != _size(self._cache):
             raise NotImplementedError(
-                "An option of generate reads other texts in turn or changes the cache, which draws "
-                "can't follow: leave that option out, or pass use_cache=False."
+                "An option of generate reads other texts in turn or changes the cache, "
+                "which draws can't follow: leave that option out, or pass "
+                "use_cache=False."
             )
         own: dict[str, Any] = {}
         if name is not None:

@@ -1,4 +1,5 @@
-"""Chooses the prior precision by draws: how far these may change tokens, or how well they fit.
+"""Chooses the prior precision by draws: how far these may change tokens, or how well
+they fit.
 
 Noise and data are the same at every prior precision: a loader is read once.
 """
@@ -17,18 +18,25 @@ from laplace_lora_ext.processes.shards import Share, total_size
 from laplace_lora_ext.text.scores import Draw, Reader, drawn, trained
 from laplace_lora_ext.tuning.agreement import broadest, check_max_change
 from laplace_lora_ext.tuning.gridsearch import grid_of_priors, search_grid, warn_of_ends
-from laplace_lora_ext.tuning.method import Tunable, TuningHistory, TuningMethod, draw_seed
+from laplace_lora_ext.tuning.method import (
+    Tunable,
+    TuningHistory,
+    TuningMethod,
+    draw_seed,
+)
 from laplace_lora_ext.tuning.second_training import SecondTraining
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenAgreement(TuningMethod):
-    """Take the broadest posterior whose draws still agree with the model on the training texts.
+    """Take the broadest posterior whose draws still agree with the model on the
+    training texts.
 
-    `laplace_lora_ext.Agreement` for tokens. At each labelled token, it takes the total variation
-    distance between a draw's distribution and the model's, `½ Σ_v |p_v - p*_v|`, and chooses the
-    prior precision at which the mean distance is `max_change`. Labels only say which tokens count.
-    A text takes about ten times `1 + n_samples` forward passes.
+    `laplace_lora_ext.Agreement` for tokens. At each labelled token, it takes the total
+    variation distance between a draw's distribution and the model's, `½ Σ_v |p_v -
+    p*_v|`, and chooses the prior precision at which the mean distance is `max_change`.
+    Labels only say which tokens count. A text takes about ten times `1 + n_samples`
+    forward passes.
 
     Parameters
     ----------
@@ -51,8 +59,8 @@ class TokenAgreement(TuningMethod):
     Raises
     ------
     ValueError
-        If `max_change` is not between 0 and 1, `max_examples` is below 1, or the data are empty
-        or without labels.
+        If `max_change` is not between 0 and 1, `max_examples` is below 1, or the data
+        are empty or without labels.
 
     Warns
     -----
@@ -95,8 +103,9 @@ def _refuse_kinds(method: TuningMethod) -> None:
     """Refuse a prior for each kind, since every prior that is tried takes passes."""
     if method.prior_structure == "kind":
         raise NotImplementedError(
-            f'{type(method).__name__} tries one common factor: pass prior_structure="scalar", or '
-            'choose a prior for each kind by method="marglik" and pass it as init_prior_prec.'
+            f"{type(method).__name__} tries one common factor: pass "
+            'prior_structure="scalar", or choose a prior for each kind by '
+            'method="marglik" and pass it as init_prior_prec.'
         )
 
 
@@ -105,7 +114,9 @@ def _distances_to_model(
     draws: Sequence[Draw],
     batch: Any,
 ) -> Columns:
-    """Sum the draws' mean distances over each text's labelled tokens, and count the tokens."""
+    """Sum the draws' mean distances over each text's labelled tokens, and count the
+    tokens.
+    """
     model = la.model
     parts = model.parts(batch)
     of_trained = Reader(trained(la), batch, parts)
@@ -126,10 +137,12 @@ def _distances_to_model(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenGridSearch(TuningMethod):
-    """Take the prior precision of a grid that makes the tokens of validation texts most likely.
+    """Take the prior precision of a grid that makes the tokens of validation texts most
+    likely.
 
-    The loss is the mean negative log-likelihood of a labelled token under the mixture over draws.
-    A text takes `grid_size * (1 + n_samples)` forward passes, 143 by default.
+    The loss is the mean negative log-likelihood of a labelled token under the mixture
+    over draws. A text takes `grid_size * (1 + n_samples)` forward passes, 143 by
+    default.
 
     Parameters
     ----------
@@ -211,7 +224,9 @@ class TokenGridSearch(TuningMethod):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSecondTraining(SecondTraining):
-    """Train again as `laplace_lora_ext.SecondTraining`, and let a `TokenGridSearch` choose."""
+    """Train again as `laplace_lora_ext.SecondTraining`, and let a `TokenGridSearch`
+    choose.
+    """
 
     search: Callable[..., TuningMethod] = TokenGridSearch
 
@@ -220,6 +235,8 @@ def _mean_over_tokens(
     share: Share,
     of_batch: Callable[[Any], Columns],
 ) -> float:
-    """Average over all tokens and processes, given sums and counts `(B,)` of a batch's texts."""
+    """Average over all tokens and processes, given sums and counts `(B,)` of a batch's
+    texts.
+    """
     sums, counts = over_loader(share, of_batch)
     return sums.sum().item() / counts.sum().item()

@@ -1,4 +1,6 @@
-"""Scores texts: log-probabilities and entropies under a mixture over draws of the weights."""
+"""Scores texts: log-probabilities and entropies under a mixture over draws of the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,9 @@ class TextScores(NamedTuple):
     labelled : torch.Tensor
         `(B, T)` booleans
     log_prob : torch.Tensor
-        `(B,)`, log-probability of all of a text's labels together under the mixture over draws.
-        A draw is one model for the whole text, so this is not the sum over tokens
+        `(B,)`, log-probability of all of a text's labels together under the mixture
+        over draws. A draw is one model for the whole text, so this is not the sum over
+        tokens
     """
 
     tokens: Scores
@@ -91,8 +94,8 @@ def writers_of(members: Sequence[Drawable]) -> list[Writer]:
     writers = [member for member in members if _writes(member)]
     if len(writers) < len(members):
         raise ValueError(
-            'Texts are scored and written with the likelihood "language_modeling" alone: of '
-            "classes, use la.predict(batch)."
+            'Texts are scored and written with the likelihood "language_modeling" '
+            "alone: of classes, use la.predict(batch)."
         )
     return writers
 
@@ -101,7 +104,9 @@ def labelled_tokens(
     member: Writer,
     batch: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the trained model's logits `(N, V)`, and find the labelled tokens `(N,)`."""
+    """Compute the trained model's logits `(N, V)`, and find the labelled tokens
+    `(N,)`.
+    """
     member.check_model()
     with member.model.prepared():
         f = member.model(batch)
@@ -114,7 +119,9 @@ def _tokens_of(
     f: torch.Tensor,
     part: Part | None = None,
 ) -> torch.Tensor:
-    """Find the tokens `(N,)` that logits `(N, V)` of a batch, or a part of it, are to predict."""
+    """Find the tokens `(N,)` that logits `(N, V)` of a batch, or a part of it, are to
+    predict.
+    """
     check_logits(f)
     return member.trained_likelihood.check_targets(member.model.targets(batch, part), f)
 
@@ -128,7 +135,8 @@ def score_texts(
     n_samples: int = 10,
     generator: torch.Generator | None = None,
 ) -> TextScores:
-    """Score how likely texts are, and how uncertain the model is of each of their tokens.
+    """Score how likely texts are, and how uncertain the model is of each of their
+    tokens.
 
     Members share the draws. Other parameters, result and errors are those of
     `LowRankKronLoRALaplace.score`.
@@ -146,7 +154,8 @@ def draw_logits(
     n_samples: int = 10,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Compute logits `(S, N, V)` of S draws at the N labelled tokens, for measures of one's own.
+    """Compute logits `(S, N, V)` of S draws at the N labelled tokens, for measures of
+    one's own.
 
     Without draws they are those of each member's trained model.
     """
@@ -162,25 +171,34 @@ def draw_logits(
 
 
 class Draw(NamedTuple):
-    """Holds a posterior, and LoRA weights in place of its own: one model that reads texts."""
+    """Holds a posterior, and LoRA weights in place of its own: one model that reads
+    texts.
+    """
 
     posterior: Writer
     weights: Values
 
-    def logits(self, batch: Mapping[str, Any], part: Part | None = None) -> torch.Tensor:
+    def logits(
+        self, batch: Mapping[str, Any], part: Part | None = None
+    ) -> torch.Tensor:
         """Compute logits `(N, V)` at the labelled tokens, or at a part of them."""
         model = self.posterior.model
         with model.prepared():
-            return called_with(model, self.posterior.blocks, self.weights, batch, part=part)
+            return called_with(
+                model, self.posterior.blocks, self.weights, batch, part=part
+            )
 
 
 class Reader:
     """One model, and one batch of which it reads a part at a time.
 
-    Where there are several parts, only the first one runs the layers before the output layer.
+    Where there are several parts, only the first one runs the layers before the output
+    layer.
     """
 
-    def __init__(self, draw: Draw, batch: Mapping[str, Any], parts: Sequence[Part]) -> None:
+    def __init__(
+        self, draw: Draw, batch: Mapping[str, Any], parts: Sequence[Part]
+    ) -> None:
         self._draw = draw
         self._batch = batch
         transformer = draw.posterior.model.transformer
@@ -268,14 +286,20 @@ class TokenScores(NamedTuple):
 
     def placed(self) -> Scores:
         """Put the scores where the tokens are in the texts, `(B, T)`."""
-        return Scores._make(_placed(numbers, self.labelled) for numbers in self.by_token)
+        return Scores._make(
+            _placed(numbers, self.labelled) for numbers in self.by_token
+        )
 
     def whole(self) -> torch.Tensor:
-        """Compute the log-probability `(S, B)` of all these tokens of a text under each draw.
+        """Compute the log-probability `(S, B)` of all these tokens of a text under each
+        draw.
 
-        A draw is one model of the whole text, so its tokens' probabilities are multiplied first.
+        A draw is one model of the whole text, so its tokens' probabilities are
+        multiplied first.
         """
-        return torch.stack([_placed(of_draw, self.labelled).sum(1) for of_draw in self.by_draw])
+        return torch.stack(
+            [_placed(of_draw, self.labelled).sum(1) for of_draw in self.by_draw]
+        )
 
 
 def score(
@@ -296,10 +320,10 @@ def score_tokens(
 ) -> TokenScores:
     """Score tokens by the logits of draws, one draw at a time.
 
-    Takes logits `(N, V)` of the trained model at the labelled tokens, one text after the other,
-    those of each draw, the labels `(N,)`, and booleans `(B, T)`, N of which are true. Without draws
-    the trained model itself is scored. The memory is that of a few draws' logits, however many
-    draws there are.
+    Takes logits `(N, V)` of the trained model at the labelled tokens, one text after
+    the other, those of each draw, the labels `(N,)`, and booleans `(B, T)`, N of which
+    are true. Without draws the trained model itself is scored. The memory is that of a
+    few draws' logits, however many draws there are.
     """
     of_map = _predicted(f, tokens)
     n_draws = 0
@@ -339,7 +363,9 @@ def score_tokens(
 
 
 def of_texts(parts: Sequence[TokenScores]) -> TextScores:
-    """Put the scores of parts, which share no token, where their tokens are in the texts."""
+    """Put the scores of parts, which share no token, where their tokens are in the
+    texts.
+    """
     tokens = parts[0].placed()
     whole = parts[0].whole()
     labelled = parts[0].labelled
@@ -363,7 +389,9 @@ def _placed(
     numbers: torch.Tensor,
     labelled: torch.Tensor,
 ) -> torch.Tensor:
-    """Put numbers of the N labelled tokens where these are in texts `(B, T)`, and 0 elsewhere."""
+    """Put numbers of the N labelled tokens where these are in texts `(B, T)`, and 0
+    elsewhere.
+    """
     return numbers.new_zeros(labelled.shape).masked_scatter(labelled, numbers)
 
 
@@ -379,7 +407,9 @@ def _predicted(
     logits: torch.Tensor,
     tokens: torch.Tensor,
 ) -> _Predicted:
-    """Compute probabilities from logits `(N, V)`, and what they say of the labels `(N,)`."""
+    """Compute probabilities from logits `(N, V)`, and what they say of the labels
+    `(N,)`.
+    """
     log_p = logits.log_softmax(-1)
     p = log_p.exp()
     log_prob = log_p.gather(-1, tokens[:, None]).squeeze(-1)

@@ -22,27 +22,31 @@ _TRAINS = "second_training"
 
 
 class LaplaceCallback(TrainerCallback):
-    """Fits a posterior around a trainer's model, tunes its prior, and saves it with the adapter.
+    """Fits a posterior around a trainer's model, tunes its prior, and saves it with the
+    adapter.
 
-    It does not affect training: weights, gradients, modes and random states stay as they were. The
-    figures become an entry of `trainer.state.log_history`, and of the trainer's reports if you pass
-    `trainer`. A model that can't be fitted is refused before training begins.
+    It does not affect training: weights, gradients, modes and random states stay as
+    they were. The figures become an entry of `trainer.state.log_history`, and of the
+    trainer's reports if you pass `trainer`. A model that can't be fitted is refused
+    before training begins.
 
-    The likelihood is the plain one, whatever loss the trainer has (label smoothing, class weights).
+    The likelihood is the plain one, whatever loss the trainer has (label smoothing,
+    class weights).
 
     Parameters
     ----------
     likelihood : str, optional
         as for `laplace_lora_ext.Laplace`
-    method : {"agreement", "marglik", "gridsearch", "val_gd", "second_training"}, optional
-        as for `optimize_prior_precision`; "agreement" if omitted.
-        "gridsearch" and "val_gd" need evaluation data, "second_training" the trainer
+    method : str, optional
+        "agreement" (the default), "marglik", "gridsearch", "val_gd" or
+        "second_training", as for `optimize_prior_precision`. "gridsearch" and "val_gd"
+        need evaluation data, "second_training" the trainer
     trainer : transformers.Trainer, optional
         to report the figures with its `log`, and to train again:
         `trainer.add_callback(LaplaceCallback(trainer=trainer))`
     **options
-        for `laplace_lora_ext.Laplace`, such as `class_token_ids` and `backend_kwargs`; the
-        `tokenizer` of `class_texts` is the trainer's unless you pass one
+        for `laplace_lora_ext.Laplace`, such as `class_token_ids` and `backend_kwargs`;
+        the `tokenizer` of `class_texts` is the trainer's unless you pass one
 
     Attributes
     ----------
@@ -81,16 +85,19 @@ class LaplaceCallback(TrainerCallback):
     ) -> None:
         """Refuse what could not be fitted in the end."""
         tokenizer = kwargs.get("processing_class")
-        # Made for its checks alone: hours of training would come before the same error otherwise.
+        # Made for its checks alone: hours of training would come before the same error
+        # otherwise.
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fit will warn
             Laplace(kwargs["model"], **with_tokenizer(tokenizer, self._settings))
         if not isinstance(kwargs["train_dataloader"].dataset, Sized):
-            raise ValueError("A posterior needs all training data: give these a length.")
+            raise ValueError(
+                "A posterior needs all training data: give these a length."
+            )
         if "val_loader" in self._needed and not args.do_eval:
             raise ValueError(
-                f'method="{self._method}" needs validation data: give the trainer an eval_dataset '
-                "and an eval_strategy."
+                f'method="{self._method}" needs validation data: give the trainer an '
+                "eval_dataset and an eval_strategy."
             )
 
     def on_train_end(
@@ -105,7 +112,8 @@ class LaplaceCallback(TrainerCallback):
         if kwargs.get("eval_dataloader") is not None:
             data["val_loader"] = _once(kwargs["eval_dataloader"], args)
         shown = state.is_world_process_zero and not args.disable_tqdm
-        # Whoever trains on in this process gets the random numbers of a run without the callback.
+        # Whoever trains on in this process gets the random numbers of a run without the
+        # callback.
         with same_random_states():
             settings = with_tokenizer(kwargs.get("processing_class"), self._settings)
             la = Laplace(kwargs["model"], **settings)
@@ -139,7 +147,9 @@ class LaplaceCallback(TrainerCallback):
 
 
 def _once(loader: DataLoader, args: Any) -> DataLoader:
-    """Give a trainer's loader each example once and in order, in batches of evaluation."""
+    """Give a trainer's loader each example once and in order, in batches of
+    evaluation.
+    """
     return in_order(loader.dataset, args.per_device_eval_batch_size, loader.collate_fn)
 
 
@@ -161,7 +171,9 @@ def eval_figures(
 
 
 def _nll_of_tokens(la: Any, loader: DataLoader) -> float:
-    """Compute the mean negative log-likelihood of a token under the posterior predictive."""
+    """Compute the mean negative log-likelihood of a token under the posterior
+    predictive.
+    """
 
     def of_texts(batch: Any) -> Columns:
         scores = la.score(batch)

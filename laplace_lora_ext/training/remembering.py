@@ -23,17 +23,18 @@ class Penalising(Protocol):
 class Remember(TrainerCallback):
     """Makes a trainer's model remember the data that posteriors were fitted to.
 
-    To the loss of the new data comes the posteriors' `penalty`: with it, training finds the mode of
-    the posterior of all data, as far as the old data's is a Gaussian (Kirkpatrick et al.,
-    "Overcoming catastrophic forgetting in neural networks", PNAS 2017; Ritter, Botev & Barber,
-    "Online structured Laplace approximations for overcoming catastrophic forgetting", NeurIPS
-    2018). Its gradient is added before each step of the optimizer, after gradients were clipped; so
-    the loss that the trainer logs is that of the new data alone.
+    To the loss of the new data comes the posteriors' `penalty`: with it, training finds
+    the mode of the posterior of all data, as far as the old data's is a Gaussian
+    (Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks", PNAS
+    2017; Ritter, Botev & Barber, "Online structured Laplace approximations for
+    overcoming catastrophic forgetting", NeurIPS 2018). Its gradient is added before
+    each step of the optimizer, after gradients were clipped; so the loss that the
+    trainer logs is that of the new data alone.
 
         trainer.add_callback(Remember(la))
 
-    It has been tried on few tasks, and is for old data that can't be kept: where some can, training
-    on these again (replay) is the better choice.
+    It has been tried on few tasks, and is for old data that can't be kept: where some
+    can, training on these again (replay) is the better choice.
 
     Parameters
     ----------
@@ -42,14 +43,14 @@ class Remember(TrainerCallback):
     weight : float, default=1
         of the penalties; 1 counts each old example as much as each new one
     n_data : int, optional
-        new examples, of which the trainer's loss is the mean; by default as many as its data set
-        has
+        new examples, of which the trainer's loss is the mean; by default as many as its
+        data set has
 
     Raises
     ------
     ValueError
-        Without a posterior, for a weight that is not positive, and before the training if its data
-        have no length or it is one in float16, whose gradients are scaled.
+        Without a posterior, for a weight that is not positive, and before the training
+        if its data have no length or it is one in float16, whose gradients are scaled.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class Remember(TrainerCallback):
     ) -> None:
         """Count the new examples; refuse what can't be penalised."""
         if args.fp16:
-            raise ValueError("Gradients in float16 are scaled: train in bfloat16 or float32.")
+            raise ValueError(
+                "Gradients in float16 are scaled: train in bfloat16 or float32."
+            )
         data_set = kwargs["train_dataloader"].dataset
         if self._asked is None:
             if not isinstance(data_set, Sized):
@@ -89,7 +92,9 @@ class Remember(TrainerCallback):
         control: Any,
         **kwargs: Any,
     ) -> None:
-        """Add the penalties' gradient to that of the loss, a mean over the new examples."""
+        """Add the penalties' gradient to that of the loss, a mean over the new
+        examples.
+        """
         assert self._n_data is not None  # since training has begun
         for la in self._posteriors:
             of_blocks = {id(block.weight): block.weight for block in la.blocks}

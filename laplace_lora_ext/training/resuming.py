@@ -1,7 +1,8 @@
 """Trains with a trainer, or reads what an interrupted run has trained already.
 
-A mark in a training's folder says whose it is, and once the training has ended what its log is. So
-do marks in its checkpoints: a folder may hold those of other runs, and may have been copied since.
+A mark in a training's folder says whose it is, and once the training has ended what its
+log is. So do marks in its checkpoints: a folder may hold those of other runs, and may
+have been copied since.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from uuid import uuid4
 
 from transformers import TrainerCallback
 
-from laplace_lora_ext.models.adapters import find_peft_model, read_adapter, write_adapter
+from laplace_lora_ext.models.adapters import (
+    find_peft_model,
+    read_adapter,
+    write_adapter,
+)
 from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.training.trainers import train
 
@@ -84,7 +89,8 @@ def train_or_read(
     folder: Path,
     resume: bool,
 ) -> Log:
-    """Train the active adapter as `train` does and save it; to resume, go on where a run stopped.
+    """Train the active adapter as `train` does and save it; to resume, go on where a
+    run stopped.
 
     Returns the training's log.
     """
@@ -96,14 +102,16 @@ def train_or_read(
     mark, checkpoint = of_first((mark, checkpoint))
     if mark is not None and mark.n_examples != len(examples):
         raise ValueError(
-            f"{folder} is of a training on {mark.n_examples} examples, not {len(examples)}: "
-            "resume with the same held_out and data, or train anew without resuming."
+            f"{folder} is of a training on {mark.n_examples} examples, not "
+            f"{len(examples)}: resume with the same held_out and data, or train anew "
+            "without resuming."
         )
     # The training had ended: there is nothing left but to read what it learnt.
     if mark is not None and mark.log is not None:
         read_adapter(model, adapter, folder)
         return mark.log
-    # A name that no other run has: checkpoints of an earlier one may lie in the same folder.
+    # A name that no other run has: checkpoints of an earlier one may lie in the same
+    # folder.
     if mark is None:
         mark = Mark(of_first(uuid4().hex), len(examples))
         if trainer.args.should_save:

@@ -1,4 +1,6 @@
-"""Trains in stages: the first holds out texts that choose the prior, a short one learns them."""
+"""Trains in stages: the first holds out texts that choose the prior, a short one learns
+them.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ SECOND_STAGE = 0.25
 _MEMBER = "member_{}"  # adapters of a mixture but the first, which is the user's
 
 Train = Callable[[nn.Module, Dataset, float], object]
-"""Trains a model's active adapter on examples, for a share of the steps of a whole training."""
+"""Trains a model's active adapter on examples, for a share of the steps of a whole
+training."""
 
 Done = TypeVar("Done")
 
@@ -89,7 +92,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Stages:
-    """Lists what is trained: all members without the held-out examples, then all on everything.
+    """Lists what is trained: all members without the held-out examples, then all on
+    everything.
 
     Parameters
     ----------
@@ -159,8 +163,12 @@ class Members:
         self._activate = [active_again(model)]
 
     def add(self) -> None:
-        """Add an untrained adapter like the active one; torch's random state decides its values."""
-        add_fresh_adapter(find_peft_model(self.model), _MEMBER.format(len(self._activate)))
+        """Add an untrained adapter like the active one; torch's random state decides
+        its values.
+        """
+        add_fresh_adapter(
+            find_peft_model(self.model), _MEMBER.format(len(self._activate))
+        )
         self._activate.append(active_again(self.model))
 
     def run(
@@ -204,7 +212,8 @@ def choose_priors(
             _with_kinds(la, _of_member(held_out, number), progress_bar)
             for number, la in enumerate(posteriors)
         ]
-    # A mixture wants another prior than each of its members: it is less sure than they are.
+    # A mixture wants another prior than each of its members: it is less sure than they
+    # are.
     together = joined(posteriors)
     if len(posteriors) > 1 and posteriors[0].trained_likelihood.is_gaussian:
         # A mixture's noise is that of its members, which each chooses for itself.
@@ -212,7 +221,8 @@ def choose_priors(
         for member, val_loader in zip(together.members, val_loaders, strict=True):
             member.optimize_prior_precision(method="gridsearch", val_loader=val_loader)
         together = joined(together.members)
-    # Texts that are written have no link, and all others are predicted with the default one.
+    # Texts that are written have no link, and all others are predicted with the default
+    # one.
     history = together.optimize_prior_precision(
         method="gridsearch", val_loader=held_out, progress_bar=progress_bar
     )
@@ -224,20 +234,25 @@ def _with_kinds(
     held_out: Any,
     progress_bar: bool,
 ) -> LoRALaplace:
-    """Let held-out examples choose how the prior precisions of a member's kinds of weight differ.
+    """Let held-out examples choose how the prior precisions of a member's kinds of
+    weight differ.
 
     A mixture has but a common factor of its members' prior precisions.
     """
     if len(Kinds.of(la.blocks)) == 1 or la.likelihood == "language_modeling":
         return la
     la = copy(la)
-    search = GridSearch(val_loader=held_out, optimize_scale=False, progress_bar=progress_bar)
+    search = GridSearch(
+        val_loader=held_out, optimize_scale=False, progress_bar=progress_bar
+    )
     la.optimize_prior_precision(method=search)
     return la
 
 
 def _of_member(held_out: Any, number: int) -> Any:
-    """Take a member's own statistics, if the held-out examples are given as statistics."""
+    """Take a member's own statistics, if the held-out examples are given as
+    statistics.
+    """
     if isinstance(held_out, MixtureStatistics):
         return held_out.members[number]
     return held_out
@@ -252,7 +267,9 @@ def with_choice(
     posteriors: Sequence[LoRALaplace],
     choice: Choice,
 ) -> list[LoRALaplace]:
-    """Copy posteriors, and give the copies what was chosen for other fits of the same members."""
+    """Copy posteriors, and give the copies what was chosen for other fits of the same
+    members.
+    """
     copies = [copy(la) for la in posteriors]
     for la, hyperparameters in zip(copies, choice.hyperparameters, strict=True):
         la.hyperparameters = hyperparameters
@@ -276,7 +293,8 @@ class _Training:
         check_divisible(self.loader, stages.held_out)
         everything = taken(self.loader)
         groups = self._groups(everything, stages.held_out)
-        # Once for all members: only what none of them has learnt can judge their mixture.
+        # Once for all members: only what none of them has learnt can judge their
+        # mixture.
         ((rest, held),) = divided(self.loader, stages.held_out, groups, self.generator)
         validation = self.batches_of(held)
 
@@ -293,7 +311,8 @@ class _Training:
             for _ in range(1, stages.members):
                 members.add()
             firsts = members.run(stages.first, first_stage)
-            # Now: the second stage changes the weights that these posteriors are around.
+            # Now: the second stage changes the weights that these posteriors are
+            # around.
             choice = choose_priors(firsts, validation, self.progress_bar)
             seconds = members.run(stages.second, second_stage)
         return joined(with_choice(seconds, choice)), choice.history
@@ -303,7 +322,9 @@ class _Training:
         everything: Any,
         held_out: float,
     ) -> torch.Tensor:
-        """Find which examples are alike, and refuse what could not be fitted in the end."""
+        """Find which examples are alike, and refuse what could not be fitted in the
+        end.
+        """
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fits will warn
             batches = self.batches_of(everything)
@@ -313,9 +334,9 @@ class _Training:
             groups = groups_of(la, batches, held_out)
         if not is_untrained(la.blocks):
             warn(
-                "The adapter looks trained: its lora_B is not 0. If it knows these texts, held-out "
-                "ones are no test, and the prior precision becomes too large. Begin with a new "
-                "adapter."
+                "The adapter looks trained: its lora_B is not 0. If it knows these "
+                "texts, held-out ones are no test, and the prior precision becomes too "
+                "large. Begin with a new adapter."
             )
         return groups
 
@@ -338,38 +359,39 @@ def train_in_stages(
 ) -> Any:
     """Train a calibrated model, in place of `trainer.train()`, at 1.05 times its cost.
 
-    The first stage trains without a share of the texts, which then choose the prior precision and
-    the scale of the logits; the second trains the same adapter on all texts for a quarter of the
-    steps, with an optimizer and a schedule of its own, and keeps both. No label is lost. With few
-    texts the first stage may leave a poor model that the second does not mend: compare its accuracy
-    once.
+    The first stage trains without a share of the texts, which then choose the prior
+    precision and the scale of the logits; the second trains the same adapter on all
+    texts for a quarter of the steps, with an optimizer and a schedule of its own, and
+    keeps both. No label is lost. With few texts the first stage may leave a poor model
+    that the second does not mend: compare its accuracy once.
 
-    Callbacks, logs, evaluations and checkpoints of the trainer work in both stages. The adapter and
-    the posterior end in its `output_dir`, checkpoints of the first stage in "stage_1" there, and
-    the posterior's figures in `trainer.state.log_history`, with the logs of all stages. After each
-    training the random states are those of the trainer's seed.
+    Callbacks, logs, evaluations and checkpoints of the trainer work in both stages. The
+    adapter and the posterior end in its `output_dir`, checkpoints of the first stage in
+    "stage_1" there, and the posterior's figures in `trainer.state.log_history`, with
+    the logs of all stages. After each training the random states are those of the
+    trainer's seed.
 
     Parameters
     ----------
     trainer : transformers.Trainer
-        or a subclass, such as TRL's `SFTTrainer` and `RewardTrainer`, with a PEFT model and a
-        `train_dataset` that has a length
+        or a subclass, such as TRL's `SFTTrainer` and `RewardTrainer`, with a PEFT model
+        and a `train_dataset` that has a length
     held_out : float, default=0.2
-        the share of the texts that the first stage holds out, between 0 and 1: of each class as
-        of all, but never its last text, and of numbers by quantiles
+        the share of the texts that the first stage holds out, between 0 and 1: of each
+        class as of all, but never its last text, and of numbers by quantiles
     members : int, default=1
-        how many adapters to train on the same base model. All hold out the same texts, which choose
-        the prior of their mixture; each costs as much as the first
+        how many adapters to train on the same base model. All hold out the same texts,
+        which choose the prior of their mixture; each costs as much as the first
     likelihood : str, optional
-        as for `laplace_lora_ext.Laplace`; of a reward trainer "reward_modeling", and of a language
-        model without `class_token_ids` and `class_texts` "language_modeling"; with batches of
-        choices pass "classification"
+        as for `laplace_lora_ext.Laplace`; of a reward trainer "reward_modeling", and of
+        a language model without `class_token_ids` and `class_texts`
+        "language_modeling"; with batches of choices pass "classification"
     resume_from_checkpoint : bool, default=False
         go on after an interruption, in whichever stage it was
     progress_bar : bool, default=False
     **options
-        for the Laplace class, such as `class_token_ids` and `backend_kwargs`; the `tokenizer` of
-        `class_texts` is the trainer's unless you pass one
+        for the Laplace class, such as `class_token_ids` and `backend_kwargs`; the
+        `tokenizer` of `class_texts` is the trainer's unless you pass one
 
     Returns
     -------
@@ -379,8 +401,8 @@ def train_in_stages(
     Raises
     ------
     ValueError
-        Before any training: if the trainer's data can't be divided, no class has a second text, or
-        the model or a batch does not suit the likelihood.
+        Before any training: if the trainer's data can't be divided, no class has a
+        second text, or the model or a batch does not suit the likelihood.
     """
     check_trainer(trainer)
     stages = Stages(held_out, members)
@@ -392,7 +414,11 @@ def train_in_stages(
 
     def train(stage: Stage, examples: Any) -> None:
         entries = train_or_read(
-            trainer, examples, stage.share, output / stage.folder, resume_from_checkpoint
+            trainer,
+            examples,
+            stage.share,
+            output / stage.folder,
+            resume_from_checkpoint,
         )
         log.extend(entry | {"stage": stage.name} for entry in entries)
         # Whether it has been trained now, or before it was interrupted.
@@ -435,9 +461,10 @@ def in_stages(
     Parameters
     ----------
     train : callable
-        `train(model, data_set, share)` trains the active adapter on the data set, for that share of
-        a whole training's steps, with a new optimizer and schedule. The data set is a
-        `torch.utils.data.Subset`, or what the `select` of a `datasets.Dataset` returns
+        `train(model, data_set, share)` trains the active adapter on the data set, for
+        that share of a whole training's steps, with a new optimizer and schedule. The
+        data set is a `torch.utils.data.Subset`, or what the `select` of a
+        `datasets.Dataset` returns
     model : torch.nn.Module
         with an adapter to be trained; for several members a `PeftModel`
     train_loader : DataLoader

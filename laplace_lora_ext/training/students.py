@@ -1,4 +1,6 @@
-"""Trains a student: an adapter that learns a posterior's probabilities and needs no posterior."""
+"""Trains a student: an adapter that learns a posterior's probabilities and needs no
+posterior.
+"""
 
 from __future__ import annotations
 
@@ -95,23 +97,30 @@ def distill(
     peft_model = find_peft_model(model)
     likelihood = first.predicted_likelihood
     if likelihood.is_gaussian or likelihood is not first.trained_likelihood:
-        raise ValueError(f"A student learns class probabilities, and {first.likelihood} has none.")
+        raise ValueError(
+            f"A student learns class probabilities, and {first.likelihood} has none."
+        )
     if first.likelihood == TOKENS:
         raise NotImplementedError(
-            'A student learns one distribution a text, and the likelihood "token_classification" '
-            "has one a token: use la.amortize."
+            "A student learns one distribution a text, and the likelihood "
+            '"token_classification" has one a token: use la.amortize.'
         )
     if find_peft_model(trainer.model) is not peft_model:
-        raise ValueError("Pass the trainer of the posterior's model: this one has another.")
+        raise ValueError(
+            "Pass the trainer of the posterior's model: this one has another."
+        )
     folder = Path(trainer.args.output_dir)
     with restored(trainer), own_adapter_back(peft_model):
         _add_student(peft_model, first.blocks[0].adapter, adapter_name)
-        # A head of its own can be scaled once for all; what has none learns its scale by training.
+        # A head of its own can be scaled once for all; what has none learns its scale
+        # by training.
         head = _head(peft_model, adapter_name, model.output_size)
         records: list[Record] = []
         logits: list[torch.Tensor] = []
         batches = _texts(model, trainer, unlabelled, generator)
-        for batch in tqdm.tqdm(batches, "[Teacher's probabilities]", disable=not progress_bar):
+        for batch in tqdm.tqdm(
+            batches, "[Teacher's probabilities]", disable=not progress_bar
+        ):
             records += _taught(la, batch)
             if head:
                 with model.prepared(), torch.no_grad():
@@ -145,7 +154,9 @@ def _head(
     adapter: str,
     n_outputs: int,
 ) -> list[nn.Parameter]:
-    """List an adapter's own weights of the layer that makes the logits, if it has any."""
+    """List an adapter's own weights of the layer that makes the logits, if it has
+    any.
+    """
     head: list[nn.Parameter] = []
     for name, weight in model.named_parameters():
         is_own = f".modules_to_save.{adapter}." in name
@@ -159,14 +170,17 @@ def _best_scale(
     logits: torch.Tensor,
     probabilities: torch.Tensor,
 ) -> float:
-    """Find the factor with which logits are nearest to probabilities, both `(N, ..., C)`."""
+    """Find the factor with which logits are nearest to probabilities, both `(N, ...,
+    C)`.
+    """
 
     def divergence(log_scale: float) -> float:
         scaled = logits * math.exp(log_scale)
         log_p = scaled.log_softmax(-1)
         return kl_div(log_p, probabilities, reduction="batchmean").item()
 
-    # A posterior may be far less sure than its model, and surer by its `logit_scale` alone.
+    # A posterior may be far less sure than its model, and surer by its `logit_scale`
+    # alone.
     bounds = (-math.log(1e3), math.log(100))
     result = cast(OptimizeResult, minimize_scalar(divergence, bounds=bounds))
     return math.exp(result["x"])
@@ -185,7 +199,8 @@ def _scale_and_freeze(
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
     """Switch dropout off within, whatever mode the model is in."""
-    # By their rates rather than by evaluation mode, which a trainer leaves at each step.
+    # By their rates rather than by evaluation mode, which a trainer leaves at each
+    # step.
     rates: dict[nn.Dropout, float] = {}
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -206,7 +221,9 @@ def _texts(
 ) -> Iterator[Any]:
     """Yield batches without labels: training texts, and more."""
     if isinstance(unlabelled, str) and unlabelled != "swapped":
-        raise ValueError(f'unlabelled must be "swapped", texts or None, not {unlabelled!r}.')
+        raise ValueError(
+            f'unlabelled must be "swapped", texts or None, not {unlabelled!r}.'
+        )
     training = list(_inputs(model, loader_of(trainer, trainer.train_dataset)))
     yield from training
     if isinstance(unlabelled, str):
@@ -227,7 +244,9 @@ def _swapped(
     batches: Sequence[Any],
     generator: torch.Generator,
 ) -> Iterator[Any]:
-    """Yield copies of batches with tokens of other batches, where a model reads tokens."""
+    """Yield copies of batches with tokens of other batches, where a model reads
+    tokens.
+    """
     texts: list[Any] = []
     for batch in batches:
         text = model.text(batch)
@@ -263,8 +282,8 @@ def _with_other_tokens(
 
     The trained models decide it: `probabilities` share out the rest among the answers.
     """
-    # Without them, a student that shares its probability among the answers alone would no more
-    # begin with an answer than with any other token.
+    # Without them, a student that shares its probability among the answers alone would
+    # no more begin with an answer than with any other token.
     of_members: list[torch.Tensor] = []
     for member in members:
         with member.model.prepared():
@@ -302,8 +321,8 @@ def _teaching(
 ) -> Iterator[None]:
     """Give a trainer's steps a student's loss within, and batches of taught texts.
 
-    What its training reads is changed while it makes its loader and in a step alone, so that
-    evaluations between the steps have the user's own loss, collator and columns.
+    What its training reads is changed while it makes its loader and in a step alone, so
+    that evaluations between the steps have the user's own loss, collator and columns.
     """
     padding = pad_token(model.transformer) or 0
     students: dict[int, LogitsModel] = {}
@@ -342,7 +361,8 @@ def _teaching(
             trainer,
             compute_loss=compute_loss,
             compute_loss_func=None,
-            # With both, the trainer divides the loss by the number of accumulated steps.
+            # With both, the trainer divides the loss by the number of accumulated
+            # steps.
             model_accepts_loss_kwargs=False,
             loss_is_scaled_for_ga=False,
         ):
@@ -373,9 +393,13 @@ def _padded(
     values: Sequence[torch.Tensor],
     fill: int,
 ) -> torch.Tensor:
-    """Stack texts of unlike lengths, padded behind: `(T, ...)`, or choices `(K, T)` of each."""
+    """Stack texts of unlike lengths, padded behind: `(T, ...)`, or choices `(K, T)` of
+    each.
+    """
     is_of_choices = values[0].ndim == 2 and len({len(value) for value in values}) == 1
     if not is_of_choices:
         return pad_sequence(list(values), batch_first=True, padding_value=fill)
-    by_place = pad_sequence([value.mT for value in values], batch_first=True, padding_value=fill)
+    by_place = pad_sequence(
+        [value.mT for value in values], batch_first=True, padding_value=fill
+    )
     return by_place.mT

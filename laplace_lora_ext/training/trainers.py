@@ -27,14 +27,21 @@ _COLLECTIONS = (list, set, deque)
 
 def check_trainer(trainer: Any) -> None:
     """Refuse what can't train again as it has trained, by a `ValueError`."""
-    if not any(weight.requires_grad for weight in find_peft_model(trainer.model).parameters()):
-        raise ValueError("The trainer's model is frozen: load its adapter with is_trainable=True.")
+    if not any(
+        weight.requires_grad for weight in find_peft_model(trainer.model).parameters()
+    ):
+        raise ValueError(
+            "The trainer's model is frozen: load its adapter with is_trainable=True."
+        )
     if trainer.model_init is not None:
-        raise ValueError("model_init makes a new model in each training: give the trainer a model.")
+        raise ValueError(
+            "model_init makes a new model in each training: give the trainer a model."
+        )
     if trainer.optimizer is not None and not trainer.state.global_step:
         raise ValueError(
-            "The trainer was given an optimizer, but each training needs one of its own: choose it "
-            "in the arguments (optim, learning_rate), or pass optimizer_cls_and_kwargs."
+            "The trainer was given an optimizer, but each training needs one of its "
+            "own: choose it in the arguments (optim, learning_rate), or pass "
+            "optimizer_cls_and_kwargs."
         )
 
 
@@ -42,7 +49,9 @@ def with_tokenizer(
     tokenizer: Any,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Complete options for the Laplace class: `class_texts` have the trainer's tokenizer."""
+    """Complete options for the Laplace class: `class_texts` have the trainer's
+    tokenizer.
+    """
     completed = dict(options)
     if completed.get("class_texts") is not None and completed.get("tokenizer") is None:
         completed["tokenizer"] = tokenizer
@@ -52,7 +61,8 @@ def with_tokenizer(
 def loader_of(trainer: Any, examples: Any) -> DataLoader:
     """Make a trainer's batches of some examples, each once and in order.
 
-    They have the columns and the collator of training, and the batch size of evaluation.
+    They have the columns and the collator of training, and the batch size of
+    evaluation.
     """
     # The trainer makes the loader, since it alone knows which columns its model takes.
     before = trainer.train_dataset
@@ -65,8 +75,8 @@ def loader_of(trainer: Any, examples: Any) -> DataLoader:
         trainer.train_dataset = before
     if len(of_training.dataset) != len(examples):
         raise ValueError(
-            "The trainer can't train on some of its examples: its get_train_dataloader must read "
-            "self.train_dataset."
+            "The trainer can't train on some of its examples: its get_train_dataloader "
+            "must read self.train_dataset."
         )
     return in_order(
         of_training.dataset,
@@ -84,9 +94,9 @@ def train(
 ) -> None:
     """Train a trainer's model with an optimizer and a schedule of their own.
 
-    It trains on some of its training data, for a share of the steps of a training on all of them,
-    with checkpoints in a folder; one of these is where to go on. Its arguments and data are the
-    user's again afterwards, also after an error.
+    It trains on some of its training data, for a share of the steps of a training on
+    all of them, with checkpoints in a folder; one of these is where to go on. Its
+    arguments and data are the user's again afterwards, also after an error.
     """
     args = trainer.args
     data = trainer.train_dataset
@@ -97,7 +107,9 @@ def train(
     # A wrapper knows the weights that were trained before.
     trainer.model_wrapped = trainer.model
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        trainer.train(
+            resume_from_checkpoint=None if checkpoint is None else str(checkpoint)
+        )
     finally:
         trainer.args = args
         trainer.train_dataset = data
@@ -133,11 +145,14 @@ def _forget_optimizer(trainer: Any) -> None:
 
 
 def _load_best(trainer: Any) -> None:
-    """Load the best checkpoint, if there is one, where the trainer itself reads another adapter."""
+    """Load the best checkpoint, if there is one, where the trainer itself reads another
+    adapter.
+    """
     model = find_peft_model(trainer.model)
     adapter = str(model.active_adapter)
     best = trainer.state.best_model_checkpoint
-    # The trainer has read "default", which PEFT saves beside the other adapters' folders.
+    # The trainer has read "default", which PEFT saves beside the other adapters'
+    # folders.
     if best is not None and adapter != "default":
         read_adapter(model, adapter, Path(best))
 
@@ -147,14 +162,17 @@ def with_attributes(
     trainer: Any,
     **values: Any,
 ) -> Iterator[None]:
-    """Give a trainer some attributes within; afterwards it has those that it had, if any."""
+    """Give a trainer some attributes within; afterwards it has those that it had, if
+    any.
+    """
     attributes = vars(trainer)
     before = {name: attributes[name] for name in values if name in attributes}
     attributes.update(values)
     try:
         yield
     finally:
-        # A trainer's methods are its class's: an attribute put back would hide later changes.
+        # A trainer's methods are its class's: an attribute put back would hide later
+        # changes.
         for name in values:
             del attributes[name]
         attributes.update(before)
@@ -162,7 +180,8 @@ def with_attributes(
 
 @contextmanager
 def restored(trainer: Any) -> Iterator[None]:
-    """Leave a trainer, its callbacks, its model's mode and all random states as they were.
+    """Leave a trainer, its callbacks, its model's mode and all random states as they
+    were.
 
     Within, callbacks that fit posteriors take no part.
     """
@@ -185,10 +204,11 @@ def restored(trainer: Any) -> Iterator[None]:
 
 
 class _Contents:
-    """Remembers what a trainer holds, in attributes, dictionaries, lists and sets at any depth.
+    """Remembers what a trainer holds, in attributes, dictionaries, lists and sets at
+    any depth.
 
-    Of its state, arguments, callbacks and accelerator, and of other data classes, attributes count;
-    other objects and the data do not.
+    Of its state, arguments, callbacks and accelerator, and of other data classes,
+    attributes count; other objects and the data do not.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -246,7 +266,8 @@ def groups_of(
     loader: DataLoader,
     held_out: float,
 ) -> torch.Tensor:
-    """Number the groups `(N,)` of a loader's examples: their classes, or quantiles of targets.
+    """Number the groups `(N,)` of a loader's examples: their classes, or quantiles of
+    targets.
 
     The loader gives each example once and in order.
     """
@@ -262,7 +283,8 @@ def groups_of(
 
     with same_random_states():
         (targets,) = over_loader(loader, targets_of)
-    # What is held out is whole examples of the data set, and these may be whole batches.
+    # What is held out is whole examples of the data set, and these may be whole
+    # batches.
     if len(targets) != n_examples:
         return one_group
     return la.trained_likelihood.groups(targets, held_out)

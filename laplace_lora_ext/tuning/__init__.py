@@ -22,7 +22,8 @@ METHODS: dict[str, type[TuningMethod]] = {
 }
 
 PREDICTIONS = {"pred_type", "link_approx", "n_samples"}
-"""How predictions are made: "marglik" needs none, and ignores these options as the host does."""
+"""How predictions are made: "marglik" needs none, and ignores these options as the host
+does."""
 
 
 def build(
@@ -30,16 +31,21 @@ def build(
     options: Mapping[str, Any],
     methods: Mapping[str, type[TuningMethod]] = METHODS,
 ) -> TuningMethod:
-    """Build a method from a key of `methods` and the object's fields; an object stays itself.
+    """Build a method from a key of `methods` and the object's fields; an object stays
+    itself.
 
     Unknown methods and options, and missing ones, are refused by a `ValueError`.
     """
     if isinstance(method, TuningMethod):
         if options:
-            raise ValueError(f"Pass {', '.join(options)} to {type(method).__name__} itself.")
+            raise ValueError(
+                f"Pass {', '.join(options)} to {type(method).__name__} itself."
+            )
         return method
     if method == "marglik":
-        options = {name: value for name, value in options.items() if name not in PREDICTIONS}
+        options = {
+            name: value for name, value in options.items() if name not in PREDICTIONS
+        }
     needed = required_data(method, methods)
     known = [field.name for field in fields(methods[method])]
     lacks_data = not set(needed) <= options.keys()

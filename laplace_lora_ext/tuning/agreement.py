@@ -15,7 +15,11 @@ from scipy.optimize import brentq
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.data_sets import over_loader
 from laplace_lora_ext.predictive.distributions import of_classes, predictive_moments
-from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, standard_normal
+from laplace_lora_ext.predictive.moments import (
+    Moments,
+    gaussian_samples,
+    standard_normal,
+)
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.processes.shards import Share
@@ -40,68 +44,71 @@ _HELD = 1e30  # a prior precision that holds weights at their MAP values
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Agreement(TuningMethod):
-    """Take the broadest posterior whose draws still agree with the model on the training data.
+    """Take the broadest posterior whose draws still agree with the model on the
+    training data.
 
-    Each draw from the posterior has class probabilities of its own. Their mean total variation
-    distance from the model's, `½ Σ_c |p_c - p*_c|`, measures how much a draw changes predictions
-    on the training data. The method takes the smallest prior precision at which it is `max_change`.
-    Labels are not used, so memorised noise goes unnoticed, and leaves the posterior too narrow.
-    `benchmarks/README.md` has the figures.
+    Each draw from the posterior has class probabilities of its own. Their mean total
+    variation distance from the model's, `½ Σ_c |p_c - p*_c|`, measures how much a draw
+    changes predictions on the training data. The method takes the smallest prior
+    precision at which it is `max_change`. Labels are not used, so memorised noise goes
+    unnoticed, and leaves the posterior too narrow. `benchmarks/README.md` has the
+    figures.
 
-    Of numbers, what a draw predicts is a normal distribution with the noise σ around its own
-    outputs, and its distance from the model's is `2 Φ(d / 2) - 1`, where d is how far the outputs
-    are apart, in units of σ. Under the posterior `d = |J (θ - θ*)| / σ` has moments that depend on
-    the prior precision λ and the noise by `λ σ²` alone. So the search is for `λ σ²` and has no
-    unit; then the training residuals and the parameters that the data determine choose σ:
-    `σ² = Σ r² / (n C - Σ e / (e + λ σ²))`, with the eigenvalues e of the curvature at a noise of 1.
-    For one number the mean distance is `E 2/π arctan(√v / 2)`, where v is the variance of an
-    output relative to σ². The mean of v is the number of determined parameters for each target, 1
-    at most: so 0.1 means a tenth of a parameter, and more than 0.3 can hardly be reached.
+    Of numbers, what a draw predicts is a normal distribution with the noise σ around
+    its own outputs, and its distance from the model's is `2 Φ(d / 2) - 1`, where d is
+    how far the outputs are apart, in units of σ. Under the posterior `d = |J (θ - θ*)|
+    / σ` has moments that depend on the prior precision λ and the noise by `λ σ²` alone.
+    So the search is for `λ σ²` and has no unit; then the training residuals and the
+    parameters that the data determine choose σ: `σ² = Σ r² / (n C - Σ e / (e + λ σ²))`,
+    with the eigenvalues e of the curvature at a noise of 1. For one number the mean
+    distance is `E 2/π arctan(√v / 2)`, where v is the variance of an output relative to
+    σ². The mean of v is the number of determined parameters for each target, 1 at most:
+    so 0.1 means a tenth of a parameter, and more than 0.3 can hardly be reached.
 
     Parameters
     ----------
     init_prior_prec : float or torch.Tensor, default=1.0
         where the search starts; one common factor of several numbers is chosen
     prior_structure : {"scalar", "kind", "layerwise", "diag"}, optional
-        as for `TuningMethod`. With "kind", the draws of each kind of weight by themselves change
-        predictions as much as those of any other
+        as for `TuningMethod`. With "kind", the draws of each kind of weight by
+        themselves change predictions as much as those of any other
     progress_bar : bool, default=False
     train_loader : DataLoader, iterable or PredictiveStatistics
-        the data of the fit, or texts like them; labels are not used: the residuals of numbers are
-        those of the fit. With "lowrank_kron" they
-        pass through the model once, or not at all if you pass
-        `la.predictive_statistics(train_loader)`
+        the data of the fit, or texts like them; labels are not used: the residuals of
+        numbers are those of the fit. With "lowrank_kron" they pass through the model
+        once, or not at all if you pass `la.predictive_statistics(train_loader)`
     max_change : float, default=0.1
         between 0 and 1: the distance that is allowed on average
     n_samples : int, default=100
         draws for each example, the same for every prior precision
     max_examples : int, default=2000
-        from a loader of a larger data set this many are drawn at random, and only they pass through
-        the model; all of an iterable do. The distance is an average, so its error falls with the
-        square root of their number
+        from a loader of a larger data set this many are drawn at random, and only they
+        pass through the model; all of an iterable do. The distance is an average, so
+        its error falls with the square root of their number
     max_bytes : int, default=2**32
-        how much memory the statistics of "lowrank_kron" may take in each process. Where those of
-        all examples take more, as many as fit are drawn at random
+        how much memory the statistics of "lowrank_kron" may take in each process. Where
+        those of all examples take more, as many as fit are drawn at random
     generator : torch.Generator, optional
         for the draws and the examples; if omitted, every call uses the same
 
     Raises
     ------
     ValueError
-        If `max_change` is not between 0 and 1, there are no data, or a regression's residuals tell
-        of no noise.
+        If `max_change` is not between 0 and 1, there are no data, or a regression's
+        residuals tell of no noise.
 
     Warns
     -----
     UserWarning
-        If no prior precision within a factor of 1e8 of the start has this change, or examples are
-        left out for `max_bytes`.
+        If no prior precision within a factor of 1e8 of the start has this change, or
+        examples are left out for `max_bytes`.
 
     References
     ----------
-    Shi et al., "Training-free Bayesianization for low-rank adapters of large language models",
-    arXiv:2412.05723: the most noise that changes next to no prediction. There the noise is
-    isotropic, and what changes is the most probable class of the mean of ten draws.
+    Shi et al., "Training-free Bayesianization for low-rank adapters of large language
+    models", arXiv:2412.05723: the most noise that changes next to no prediction. There
+    the noise is isotropic, and what changes is the most probable class of the mean of
+    ten draws.
     """
 
     train_loader: Iterable[Any] | PredictiveStatistics
@@ -124,15 +131,20 @@ class Agreement(TuningMethod):
         seed = 0 if self.generator is None else draw_seed(self.generator)
         seed = of_first(seed)  # all ranks draw alike
         data = drawn(self.train_loader, self.max_examples, seed)
-        statistics = statistics_within(la, data, self.max_bytes, seed, self.progress_bar)
+        statistics = statistics_within(
+            la, data, self.max_bytes, seed, self.progress_bar
+        )
         moments = _moments_along(la, data) if statistics is None else statistics.moments
 
         def change(prior_precision: torch.Tensor) -> float:
-            # The same draws at every prior precision: then the change falls with it smoothly.
+            # The same draws at every prior precision: then the change falls with it
+            # smoothly.
             draws = torch.Generator().manual_seed(seed)
             scaled = moments(prior_precision).scaled(la.logit_scale).to("cpu")
             if is_gaussian:
-                return _mean_change(scaled, self.n_samples, draws, _distances_of_numbers)
+                return _mean_change(
+                    scaled, self.n_samples, draws, _distances_of_numbers
+                )
             of_all = of_classes(la.trained_likelihood, scaled)
             return _mean_change(of_all, self.n_samples, draws, _distances_of_classes)
 
@@ -149,10 +161,11 @@ class Agreement(TuningMethod):
         kinds: Kinds,
         change: Callable[[torch.Tensor], float],
     ) -> torch.Tensor:
-        """Find the prior precision `(blocks,)` at which each kind by itself has the allowed change.
+        """Find the prior precision `(blocks,)` at which each kind by itself has the
+        allowed change.
 
-        One distance can't tell two prior precisions. So each kind has an equal part in it, and then
-        a common factor makes it what is allowed of all kinds together.
+        One distance can't tell two prior precisions. So each kind has an equal part in
+        it, and then a common factor makes it what is allowed of all kinds together.
         """
         start = start.expand(len(kinds.places)).clone()
         balanced = start.clone()
@@ -170,12 +183,15 @@ def _change_by_some(
     is_drawn: torch.Tensor,
     prior_precision: torch.Tensor,
 ) -> float:
-    """Measure the change by draws of some blocks, while all others stay at their MAP values."""
+    """Measure the change by draws of some blocks, while all others stay at their MAP
+    values.
+    """
     return change(torch.where(is_drawn, prior_precision, _HELD))
 
 
 Distances = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Total variation distances `(S, N, ...)` of drawn outputs `(S, N, ..., C)` from the model's."""
+"""Total variation distances `(S, N, ...)` of drawn outputs `(S, N, ..., C)` from the
+model's."""
 
 
 def _distances_of_classes(drawn: torch.Tensor, f_mu: torch.Tensor) -> torch.Tensor:
@@ -183,7 +199,9 @@ def _distances_of_classes(drawn: torch.Tensor, f_mu: torch.Tensor) -> torch.Tens
 
 
 def _distances_of_numbers(drawn: torch.Tensor, f_mu: torch.Tensor) -> torch.Tensor:
-    """Compare normal distributions of variance 1, which overlap by what is beyond the middle."""
+    """Compare normal distributions of variance 1, which overlap by what is beyond the
+    middle.
+    """
     apart = torch.linalg.vector_norm(drawn - f_mu, dim=-1)
     return torch.special.erf(apart / math.sqrt(8))  # 2 Φ(d / 2) - 1
 
@@ -191,9 +209,11 @@ def _distances_of_numbers(drawn: torch.Tensor, f_mu: torch.Tensor) -> torch.Tens
 def _mean_change(
     moments: Moments, n_samples: int, generator: torch.Generator, distances: Distances
 ) -> float:
-    """Average the total variation distance of draws from the model, over draws and examples.
+    """Average the total variation distance of draws from the model, over draws and
+    examples.
 
-    Of labels, the moments are those of two classes each, and the average is over labels, too.
+    Of labels, the moments are those of two classes each, and the average is over
+    labels, too.
     """
     n_logits = moments.f_mu[0].numel()
     at_once = max(1, _CHUNK // (n_samples * n_logits))
@@ -207,7 +227,8 @@ def _mean_change(
 
 
 def _with_noise(la: Tunable, history: TuningHistory) -> TuningHistory:
-    """Give a posterior the noise of its residuals, where its prior is that of a noise of 1.
+    """Give a posterior the noise of its residuals, where its prior is that of a noise
+    of 1.
 
     The prior precisions of the history become those of the same noise.
     """
@@ -223,7 +244,9 @@ def _with_noise(la: Tunable, history: TuningHistory) -> TuningHistory:
 
 
 def check_max_change(max_change: float) -> None:
-    """Refuse a change that is no distance between distributions, or that is the largest."""
+    """Refuse a change that is no distance between distributions, or that is the
+    largest.
+    """
     if not 0 < max_change < 1:
         raise ValueError(f"max_change must be between 0 and 1, not {max_change}.")
 
@@ -235,7 +258,8 @@ def broadest(
     change: Callable[[torch.Tensor], float],
     progress_bar: bool,
 ) -> TuningHistory:
-    """Choose the factor of a prior precision at which draws change predictions as is allowed.
+    """Choose the factor of a prior precision at which draws change predictions as is
+    allowed.
 
     `change` is the mean distance under a prior precision.
     """
@@ -255,19 +279,23 @@ def broadest(
     la.prior_precision = math.exp(log_factor) * start
     if abs(log_factor) > 0.99 * _FARTHEST:
         warn(
-            f"No prior precision within a factor of 1e8 changes the predictions by "
+            "No prior precision within a factor of 1e8 changes the predictions by "
             f"{max_change:g} on average: at {la.prior_precision.mean().item():.3g} the "
-            f"change is {builder.objectives[-1]:.3g}. Check that the adapter is trained."
+            f"change is {builder.objectives[-1]:.3g}. Check that the adapter is "
+            "trained."
         )
     return builder.history()
 
 
 def _falling_root(excess: Callable[[float], float]) -> float:
-    """Find where a falling function of a factor's logarithm passes 0, or the farthest place."""
+    """Find where a falling function of a factor's logarithm passes 0, or the farthest
+    place.
+    """
     here = 0.0
     is_above = excess(here) > 0
     stride = _STRIDE if is_above else -_STRIDE
-    # Each evaluation may take a pass: walk in decades until the root lies between two of them.
+    # Each evaluation may take a pass: walk in decades until the root lies between two
+    # of them.
     while abs(here) < _FARTHEST:
         there = max(-_FARTHEST, min(here + stride, _FARTHEST))
         if (excess(there) > 0) != is_above:
@@ -278,11 +306,14 @@ def _falling_root(excess: Callable[[float], float]) -> float:
     return here
 
 
-def _moments_along(la: Tunable, loader: Iterable[Any]) -> Callable[[torch.Tensor], Moments]:
-    """Make a function from a prior precision to the data's moments, for structures in general.
+def _moments_along(
+    la: Tunable, loader: Iterable[Any]
+) -> Callable[[torch.Tensor], Moments]:
+    """Make a function from a prior precision to the data's moments, for structures in
+    general.
 
-    The loader is read once. The data pass through the model at every prior precision, which `la`
-    is left with.
+    The loader is read once. The data pass through the model at every prior precision,
+    which `la` is left with.
     """
     data = Share.read_once(loader)
 

@@ -13,7 +13,12 @@ import tqdm
 
 from laplace_lora_ext.curvature.factors import LinAlgError
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.predictive.data_sets import NO_DATA, Columns, batch_by_batch, over_loader
+from laplace_lora_ext.predictive.data_sets import (
+    NO_DATA,
+    Columns,
+    batch_by_batch,
+    over_loader,
+)
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, own_links
 from laplace_lora_ext.predictive.statistics import (
     MixtureStatistics,
@@ -51,41 +56,47 @@ _BYTES = 2**28  # of statistics that wait to be scored together
 class GridSearch(TuningMethod):
     """Try a grid of scalars, or of factors of `init_prior_prec`, on validation data.
 
-    With each prior precision, the search tries scales of the logits from 0.2 to 20, by the same
-    Gaussian logits, and chooses the best pair: `la.prior_precision` and `la.logit_scale`. One more
-    point, far beyond the grid, has no variance to speak of: that is temperature scaling. So the
-    pair is no worse on the validation data than the best prior or the best temperature alone, by
-    the loss with a penalty of 2 (log scale)², which keeps few examples from asking for much.
+    With each prior precision, the search tries scales of the logits from 0.2 to 20, by
+    the same Gaussian logits, and chooses the best pair: `la.prior_precision` and
+    `la.logit_scale`. One more point, far beyond the grid, has no variance to speak of:
+    that is temperature scaling. So the pair is no worse on the validation data than the
+    best prior or the best temperature alone, by the loss with a penalty of 2 (log
+    scale)², which keeps few examples from asking for much.
 
-    Of a regression it chooses `la.sigma_noise` along with the prior precision λ. The grid is then
-    of λ sigma_noise² in units of the mean squared slope of an output in the weights: how much less
-    the prior lets an output vary than the noise does. So targets may have any unit.
+    Of a regression it chooses `la.sigma_noise` along with the prior precision λ. The
+    grid is then of λ sigma_noise² in units of the mean squared slope of an output in
+    the weights: how much less the prior lets an output vary than the noise does. So
+    targets may have any unit.
 
     Parameters
     ----------
     init_prior_prec : float or torch.Tensor
         several numbers are a base that the grid multiplies; a single number is ignored
     prior_structure : {"scalar", "kind", "layerwise", "diag"}, optional
-        as for `TuningMethod`. With "kind", the grid has all combinations of 25 prior precisions of
-        two kinds, or of 8 of three; it is the default where one pass serves them all
+        as for `TuningMethod`. With "kind", the grid has all combinations of 25 prior
+        precisions of two kinds, or of 8 of three; it is the default where one pass
+        serves them all
     progress_bar : bool, default=False
     val_loader : DataLoader, iterable or PredictiveStatistics
-        validation data with labels. With "lowrank_kron" and "glm" they pass through the model only
-        once, and with their statistics not at all. In that pass, each example's loss is summed at
-        every point of the grid, so that the memory does not grow with their number
+        validation data with labels. With "lowrank_kron" and "glm" they pass through the
+        model only once, and with their statistics not at all. In that pass, each
+        example's loss is summed at every point of the grid, so that the memory does not
+        grow with their number
     pred_type : {"glm", "nn"}
         which predictions to score
     link_approx : {"mean_field", "probit", "mc", "bridge", "bridge_norm"}, optional
-        link for the predictions to score: choose the one that you predict with. By default
-        "mean_field", or "mc" with `pred_type="nn"`, which has no other
+        link for the predictions to score: choose the one that you predict with. By
+        default "mean_field", or "mc" with `pred_type="nn"`, which has no other
     n_samples : int, default=100
     loss : torchmetrics.Metric or callable, optional
-        takes outputs and targets, and of a regression means, variances and targets, of all
-        examples at once, whose statistics are kept for it; by default the negative log-likelihood
+        takes outputs and targets, and of a regression means, variances and targets, of
+        all examples at once, whose statistics are kept for it; by default the negative
+        log-likelihood
     optimize_scale : bool, default=True
-        False chooses the prior precision alone, at the present `logit_scale` or `sigma_noise`, and
-        without the point beyond the grid. So do a `loss`, drawn weights ("nn"), bridges, which
-        have no temperature as their limit, and mixtures of regressions
+        False chooses the prior precision alone, at the present `logit_scale` or
+        `sigma_noise`, and without the point beyond the grid. So do a `loss`, drawn
+        weights ("nn"), bridges, which have no temperature as their limit, and mixtures
+        of regressions
     log_prior_prec_min : float, default=-4
         logarithm of the grid's first prior precision, to the base `log_prior_prec_base`
     log_prior_prec_max : float, default=4
@@ -97,14 +108,14 @@ class GridSearch(TuningMethod):
     Raises
     ------
     ValueError
-        If the data are empty, have no labels or are statistics of another fit, or the loss is not
-        a number.
+        If the data are empty, have no labels or are statistics of another fit, or the
+        loss is not a number.
 
     Warns
     -----
     UserWarning
-        If no prior precision of three or more is better than the first or, at a fixed scale, the
-        last.
+        If no prior precision of three or more is better than the first or, at a fixed
+        scale, the last.
     """
 
     val_loader: Iterable[Any] | PredictiveStatistics
@@ -146,7 +157,8 @@ class GridSearch(TuningMethod):
         size, power = self.grid_size, self.log_prior_prec_base
         base = self._start(la) if self._is_base else None
         kinds = self._kinds(la)
-        # A grid over kinds has many points: by default only where one pass serves them all.
+        # A grid over kinds has many points: by default only where one pass serves them
+        # all.
         is_asked_for = self.prior_structure is not None
         in_one_pass = self.pred_type == "glm" and la.statistics_by_batch() is not None
         if kinds is None or not (is_asked_for or in_one_pass):
@@ -162,7 +174,9 @@ class GridSearch(TuningMethod):
         if first.trained_likelihood.is_gaussian:
             # The noise of a mixture is that of its members.
             is_single = len(la.members) == 1
-            return WithNoise(first.n_outputs) if is_single else PriorAlone(self._outputs)
+            return (
+                WithNoise(first.n_outputs) if is_single else PriorAlone(self._outputs)
+            )
         if self._link not in own_links(1, None):
             return PriorAlone(self._outputs)
         return WithLogitScale(self._link, self.n_samples, self._seed())
@@ -182,8 +196,8 @@ class GridSearch(TuningMethod):
     ) -> GridLosses | None:
         """Sum the loss at every point of the grid in one pass, and keep no statistics.
 
-        None where that can't be: given statistics are kept anyway, and some predictions need the
-        model at every point.
+        None where that can't be: given statistics are kept anyway, and some predictions
+        need the model at every point.
         """
         is_given = isinstance(self.val_loader, PredictiveStatistics | MixtureStatistics)
         if is_given or self.pred_type != "glm":
@@ -205,7 +219,9 @@ class GridSearch(TuningMethod):
         grid: torch.Tensor,
         score: Score,
     ) -> GridLosses:
-        """Sum the loss at each point of the grid, which the posterior's prior is set to."""
+        """Sum the loss at each point of the grid, which the posterior's prior is set
+        to.
+        """
         terms_of_all = self._terms(la, score)
         sums = torch.zeros(len(grid), score.size, dtype=torch.float64)
         n_examples = 0
@@ -217,7 +233,8 @@ class GridSearch(TuningMethod):
                 n_examples = len(terms)
                 sums[index] = terms.sum(0)
             except LinAlgError:
-                sums[index] = math.inf  # as the host does, for a matrix that is not a covariance
+                # As the host does, for a matrix that is not a covariance.
+                sums[index] = math.inf
         return GridLosses(grid, sums, n_examples, score)
 
     def _terms(
@@ -248,7 +265,9 @@ class GridSearch(TuningMethod):
         la: Predictor,
         grid: torch.Tensor,
     ) -> Iterator[float]:
-        """Compute the user's own loss at each point, to which the posterior's prior is set."""
+        """Compute the user's own loss at each point, to which the posterior's prior is
+        set.
+        """
         assert self.loss is not None
         predictions = self._predictions(la)
         device = la.members[0].model.device
@@ -258,10 +277,12 @@ class GridSearch(TuningMethod):
                 *outputs, targets = (column.to(device) for column in predictions())
                 yield _evaluated(self.loss, _shown(la, outputs), targets)
             except LinAlgError:
-                yield math.inf  # as the host does, for a matrix that is not a covariance
+                # As the host does, for a matrix that is not a covariance.
+                yield math.inf
 
     def _predictions(self, la: Predictor) -> Callable[[], Columns]:
-        """Make a function that predicts all validation data at the present prior precision.
+        """Make a function that predicts all validation data at the present prior
+        precision.
 
         It returns outputs and targets.
         """
@@ -297,8 +318,8 @@ class GridSearch(TuningMethod):
 class _Sums:
     """Sums of a score over examples at every point of a grid; the examples are let go.
 
-    They wait until there are `_ROWS` or `_BYTES` of them, so that a point is not predicted more
-    often than needed.
+    They wait until there are `_ROWS` or `_BYTES` of them, so that a point is not
+    predicted more often than needed.
 
     Parameters
     ----------
@@ -334,8 +355,8 @@ class _Sums:
     def losses(self, is_dealt: bool) -> GridLosses:
         """Add up the sums of all ranks.
 
-        A `ValueError` if there are no examples, or, unless the ranks were dealt one data set, if
-        two ranks have the same.
+        A `ValueError` if there are no examples, or, unless the ranks were dealt one
+        data set, if two ranks have the same.
         """
         self._take_in()
         of_ranks = gathered((self._n_examples, self._squares, self._sums))
@@ -403,7 +424,9 @@ def _shown(
     la: Predictor,
     outputs: Sequence[torch.Tensor],
 ) -> Sequence[torch.Tensor]:
-    """Take what a user's own loss reads of outputs: of labels the probability of each."""
+    """Take what a user's own loss reads of outputs: of labels the probability of
+    each.
+    """
     likelihood = la.members[0].trained_likelihood
     return [likelihood.shown(output) for output in outputs]
 
@@ -428,7 +451,9 @@ def grid_of_priors(
     power: float,
     base: torch.Tensor | None,
 ) -> torch.Tensor:
-    """List powers of a number as `(size,)` prior precisions, or of a base, `(size, blocks)`."""
+    """List powers of a number as `(size,)` prior precisions, or of a base, `(size,
+    blocks)`.
+    """
     # In float32, whatever the default is.
     grid = torch.logspace(low, high, size, base=power, dtype=torch.float32)
     if base is None:
@@ -467,15 +492,18 @@ def record_grid(
 
 
 def warn_of_ends(la: Predictor, history: TuningHistory) -> None:
-    """Warn where nothing is better than the first or the last prior precision of a grid."""
+    """Warn where nothing is better than the first or the last prior precision of a
+    grid.
+    """
     losses = history.objective
     best = losses.min()
     if len(losses) < 3 or (losses == best).all():
         return  # a grid without a middle, or one of which `check_grid` has warned
     is_regression = la.members[0].trained_likelihood.is_gaussian
     noise = ""
-    # Where both ends are as good, the first is taken, and spoken of. If a scale or a noise was
-    # chosen too, the last is no fault: without variance, that number does all that is needed.
+    # Where both ends are as good, the first is taken, and spoken of. If a scale or a
+    # noise was chosen too, the last is no fault: without variance, that number does all
+    # that is needed.
     is_fixed = history.logit_scale is None and history.sigma_noise is None
     is_near_last = torch.isclose(losses[-1], best, rtol=_EQUAL, atol=0.0)
     is_last = is_fixed and is_near_last and losses.argmin() > 0
@@ -485,21 +513,21 @@ def warn_of_ends(la: Predictor, history: TuningHistory) -> None:
         if is_regression:
             noise = " With regression, sigma_noise may be too large instead."
         warn(
-            f"The best prior precision of the grid is the last, {last:.3g}: there is nothing to "
-            "broaden. Predictions of these data are best without variance of the weights, since "
-            "the model is as sure as it should be, or less, or since it was trained on these data: "
-            f"no posterior makes it surer.{noise} If a larger prior precision may be better still, "
-            "raise log_prior_prec_max."
+            f"The best prior precision of the grid is the last, {last:.3g}: there is "
+            "nothing to broaden. Predictions of these data are best without variance "
+            "of the weights, since the model is as sure as it should be, or less, or "
+            f"since it was trained on these data: no posterior makes it surer.{noise} "
+            "If a larger prior precision may be better still, raise log_prior_prec_max."
         )
     elif is_first:
         first = _middle(history.prior_precision[0])
         if is_regression and is_fixed:
             noise = " With regression, sigma_noise may be too small instead."
         warn(
-            f"The best prior precision of the grid is the first, {first:.3g}: still more variance "
-            "might be better. The model is far too sure of these data, or knows nothing of them: "
-            f"check that it is trained, and with these labels.{noise} If it is, lower "
-            "log_prior_prec_min."
+            f"The best prior precision of the grid is the first, {first:.3g}: still "
+            "more variance might be better. The model is far too sure of these data, "
+            "or knows nothing of them: check that it is trained, and with these "
+            f"labels.{noise} If it is, lower log_prior_prec_min."
         )
 
 

@@ -9,7 +9,8 @@ import torch
 
 from laplace_lora_ext.models.weights import Block
 
-# Points of a grid over several kinds, whose number is to the power of the kinds: 25 by 25.
+# Points of a grid over several kinds, whose number is to the power of the kinds: 25 by
+# 25.
 _POINTS = 625
 
 
@@ -56,7 +57,8 @@ class Kinds:
     ) -> torch.Tensor:
         """List powers of a number for each kind, in all combinations, `(T, blocks)`.
 
-        Several kinds have fewer than `size` points each, so that there are 625 together at most.
+        Several kinds have fewer than `size` points each, so that there are 625 together
+        at most.
         """
         n_kinds = len(self)
         if n_kinds > 1:

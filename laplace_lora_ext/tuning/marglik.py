@@ -23,7 +23,8 @@ _WINDOW = 10  # steps over which the evidence must be steady
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Marglik(TuningMethod):
-    """Maximise the evidence (log marginal likelihood) of the training data, without any data.
+    """Maximise the evidence (log marginal likelihood) of the training data, without any
+    data.
 
     Parameters
     ----------
@@ -37,7 +38,8 @@ class Marglik(TuningMethod):
     lr : float, default=0.1
         first step in the logarithm of the prior precision
     tolerance : float, default=1e-3
-        stop when the evidence varies by less than this over ten steps, in nats; 0 takes all steps
+        stop when the evidence varies by less than this over ten steps, in nats; 0 takes
+        all steps
     optimize_sigma_noise : bool, default=False
         for regression: let the evidence choose `sigma_noise` too
 
@@ -48,9 +50,9 @@ class Marglik(TuningMethod):
 
     Notes
     -----
-    The evidence at the trained weights often chooses a smaller prior precision, hence a broader
-    posterior, than validation data would. With a layerwise prior it may raise a block's prior
-    precision without bound, so that the block stays at its MAP value.
+    The evidence at the trained weights often chooses a smaller prior precision, hence a
+    broader posterior, than validation data would. With a layerwise prior it may raise a
+    block's prior precision without bound, so that the block stays at its MAP value.
 
     References
     ----------
@@ -81,11 +83,12 @@ class Marglik(TuningMethod):
         prior: Searched,
         log_noise: torch.Tensor | None,
     ) -> TuningHistory:
-        """Climb the evidence in the logarithms of the prior precision and perhaps of the noise.
+        """Climb the evidence in the logarithms of the prior precision and perhaps of
+        the noise.
 
-        The evidence is smooth, has no noise and, for a layerwise prior, is a sum of functions of
-        one variable each. That suits Rprop (Riedmiller & Braun, ICNN 1993), which adapts each
-        variable's step to the signs of its slopes.
+        The evidence is smooth, has no noise and, for a layerwise prior, is a sum of
+        functions of one variable each. That suits Rprop (Riedmiller & Braun, ICNN
+        1993), which adapts each variable's step to the signs of its slopes.
         """
         logarithms = [prior.logarithms]
         if log_noise is not None:
@@ -108,7 +111,8 @@ class Marglik(TuningMethod):
         )
         for step, value in steps:
             builder.add(step, -value.item(), prior.value())
-            recent = builder.objectives[-_WINDOW - 1 :]  # ten steps lie between eleven values
+            # Ten steps lie between eleven values.
+            recent = builder.objectives[-_WINDOW - 1 :]
             if len(recent) > _WINDOW:
                 spread = max(recent) - min(recent)
                 if spread < self.tolerance:
@@ -116,7 +120,8 @@ class Marglik(TuningMethod):
         else:
             if self.tolerance > 0:
                 warn(
-                    f"The evidence has not converged in {self.n_steps} steps: it varied by "
-                    f"{spread:.3g} nats over the last ten. Raise n_steps or lr."
+                    f"The evidence has not converged in {self.n_steps} steps: it "
+                    f"varied by {spread:.3g} nats over the last ten. Raise n_steps or "
+                    "lr."
                 )
         return builder.history()

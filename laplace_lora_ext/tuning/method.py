@@ -1,4 +1,6 @@
-"""What all methods to choose a prior precision share: options, a start, a history, a descent."""
+"""What all methods to choose a prior precision share: options, a start, a history, a
+descent.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Fitted(Linearised, Protocol):
 
 
 class Predictor(Protocol):
-    """A posterior or a mixture of several, whose predictions depend on a prior precision."""
+    """A posterior or a mixture of several, whose predictions depend on a prior
+    precision.
+    """
 
     @property
     def members(self) -> Sequence[Fitted]: ...
@@ -147,14 +151,16 @@ class TuningHistory:
     step : torch.Tensor
         `(T,)` number of the step, or of the point of a grid
     objective : torch.Tensor
-        `(T,)`, float64: the loss, with the penalty of the scale, or the log marginal likelihood
+        `(T,)`, float64: the loss, with the penalty of the scale, or the log marginal
+        likelihood
     prior_precision : torch.Tensor
         `(T, 1)`, `(T, blocks)` or `(T, parameters)`, where the objective was evaluated
     logit_scale : torch.Tensor, optional
-        `(T,)`, float64: the best scale of the logits at each prior precision; None where the method
-        chooses none
+        `(T,)`, float64: the best scale of the logits at each prior precision; None
+        where the method chooses none
     sigma_noise : torch.Tensor, optional
-        `(T,)`, float64: the noise of a regression at each prior precision, as `logit_scale`
+        `(T,)`, float64: the noise of a regression at each prior precision, as
+        `logit_scale`
     posteriors : tuple of LoRALaplace
         those that the method has fitted to other trainings
     """
@@ -168,7 +174,10 @@ class TuningHistory:
 
     def __repr__(self) -> str:
         low, high = (value.item() for value in self.prior_precision.aminmax())
-        return f"TuningHistory({len(self.step)} prior precisions from {low:.3g} to {high:.3g})"
+        return (
+            f"TuningHistory({len(self.step)} prior precisions from {low:.3g} "
+            f"to {high:.3g})"
+        )
 
 
 class HistoryBuilder:
@@ -190,7 +199,9 @@ class HistoryBuilder:
         row = prior_precision.detach().flatten().cpu()
         if math.isnan(objective):
             span = f"from {row.min().item():.3g} to {row.max().item():.3g}"
-            raise ValueError(f"The objective is not a number at prior precisions {span}.")
+            raise ValueError(
+                f"The objective is not a number at prior precisions {span}."
+            )
         self.objectives.append(objective)
         self._steps.append(step)
         self._rows.append(row)
@@ -205,25 +216,30 @@ class HistoryBuilder:
 
 
 def check_grid(history: TuningHistory) -> None:
-    """Refuse losses that are finite nowhere on a grid; warn of those that are the same."""
+    """Refuse losses that are finite nowhere on a grid; warn of those that are the
+    same.
+    """
     losses = history.objective
     if not losses.isfinite().any():
         raise ValueError("The validation loss is finite nowhere on the grid: check it.")
     if len(losses) > 1 and (losses == losses[0]).all():
         warn(
-            "The validation loss is the same at every point of the grid. Pass a loss that depends "
-            "on the predictive variance; the mean squared error of the mean, for one, does not."
+            "The validation loss is the same at every point of the grid. Pass a loss "
+            "that depends on the predictive variance; the mean squared error of the "
+            "mean, for one, does not."
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Searched:
-    """A prior precision that a descent changes: logarithms of its numbers, or of factors of them.
+    """A prior precision that a descent changes: logarithms of its numbers, or of
+    factors of them.
 
     Attributes
     ----------
     logarithms : torch.Tensor
-        the leaves of the descent; one for each kind of weight, or as many as the start has numbers
+        the leaves of the descent; one for each kind of weight, or as many as the start
+        has numbers
     start : torch.Tensor
         what the factors multiply
     kinds : Kinds or None
@@ -243,16 +259,18 @@ class Searched:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TuningMethod:
-    """A method to choose the prior precision: its fields are options; call it with a posterior.
+    """A method to choose the prior precision: its fields are options; call it with a
+    posterior.
 
     Parameters
     ----------
     init_prior_prec : float or torch.Tensor, default=1.0
         where the search starts. Several numbers also determine the structure
     prior_structure : {"scalar", "kind", "layerwise", "diag"}, optional
-        one prior precision, one for each kind of weight (LoRA, heads, others), one for each block,
-        or, with "diag" curvature, one for each weight. By default "kind" where there are several
-        kinds, as heads want a much smaller one than LoRA weights, and otherwise "scalar"
+        one prior precision, one for each kind of weight (LoRA, heads, others), one for
+        each block, or, with "diag" curvature, one for each weight. By default "kind"
+        where there are several kinds, as heads want a much smaller one than LoRA
+        weights, and otherwise "scalar"
     progress_bar : bool, default=False
     """
 
@@ -264,13 +282,17 @@ class TuningMethod:
         counts = {name: getattr(self, name) for name in _COUNTS if hasattr(self, name)}
         check_counts(**counts)
         if self.prior_structure not in (None, *_STRUCTURES):
-            raise ValueError(f"prior_structure {self.prior_structure!r} is none of {_STRUCTURES}.")
+            raise ValueError(
+                f"prior_structure {self.prior_structure!r} is none of {_STRUCTURES}."
+            )
 
     @exclusive  # no thread predicts by a prior precision that is only tried
     @torch.inference_mode(False)  # what is kept must not be inference tensors
     @torch.enable_grad()
     def __call__(self, la: Tunable) -> TuningHistory:
-        """Choose the prior precision of a fitted `LoRALaplace`; an error restores the old one."""
+        """Choose the prior precision of a fitted `LoRALaplace`; an error restores the
+        old one.
+        """
         before = la.hyperparameters
         try:
             with together():
@@ -278,12 +300,15 @@ class TuningMethod:
                 if rank() == 0:
                     self.remark(la, history)
                 return history
-        except BaseException:  # an interrupted search has a prior that is only tried, too
+        # An interrupted search has a prior that is only tried, too.
+        except BaseException:
             la.hyperparameters = before
             raise
 
     def choose(self, la: Tunable) -> TuningHistory:
-        """Choose without a remark and without undoing errors, for a method that asks this one."""
+        """Choose without a remark and without undoing errors, for a method that asks
+        this one.
+        """
         method = self
         if rank() > 0:  # one bar on the screen is enough
             method = replace(self, progress_bar=False)
@@ -322,11 +347,15 @@ class TuningMethod:
         if len(members) > 1:  # a mixture has a common factor alone
             return None
         kinds = Kinds.of(members[0].blocks)
-        by_default = self.prior_structure is None and not self._is_base and len(kinds) > 1
+        by_default = (
+            self.prior_structure is None and not self._is_base and len(kinds) > 1
+        )
         return kinds if by_default or self.prior_structure == "kind" else None
 
     def _searched(self, la: Tunable) -> Searched:
-        """Set the prior to where the search starts, and return what a descent changes of it."""
+        """Set the prior to where the search starts, and return what a descent changes
+        of it.
+        """
         start = self._start(la)
         kinds = self._kinds(la)
         if kinds is None:
@@ -334,7 +363,8 @@ class TuningMethod:
         return Searched(start.new_zeros(len(kinds)).requires_grad_(), start, kinds)
 
     def _start(self, la: Tunable) -> torch.Tensor:
-        """Set the prior to where the search starts: `(1,)`, `(blocks,)` or `(parameters,)`.
+        """Set the prior to where the search starts: `(1,)`, `(blocks,)` or
+        `(parameters,)`.
 
         It is returned in float64.
         """
@@ -366,12 +396,14 @@ def descent(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Follow the gradient of a loss, whose leaves `logarithms` change in place.
 
-    Yields each step's number, and the loss before it; the next iteration takes the step.
+    Yields each step's number, and the loss before it; the next iteration takes the
+    step.
     """
     for step in tqdm.trange(n_steps, desc=description, disable=not progress_bar):
         optimizer.zero_grad()
         value = loss()
-        # The caller comes first: it may measure where the loss is, or stop without this step.
+        # The caller comes first: it may measure where the loss is, or stop without this
+        # step.
         yield step, value
         value.backward()
         optimizer.step()

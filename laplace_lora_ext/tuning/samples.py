@@ -1,4 +1,6 @@
-"""Which examples a method sees that needs them many times: as many as there is memory for."""
+"""Which examples a method sees that needs them many times: as many as there is memory
+for.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import count, rank
-from laplace_lora_ext.processes.shards import Share, chosen, data_size, examples_of, in_order_like
+from laplace_lora_ext.processes.shards import (
+    Share,
+    chosen,
+    data_size,
+    examples_of,
+    in_order_like,
+)
 from laplace_lora_ext.tuning.method import Tunable
 
 MOST_BYTES = 2**32
@@ -24,7 +32,9 @@ def drawn(
     n_examples: int,
     seed: int,
 ) -> Any:
-    """Draw examples from a larger loader, where they can be drawn before any pass; or return it."""
+    """Draw examples from a larger loader, where they can be drawn before any pass; or
+    return it.
+    """
     if isinstance(loader, PredictiveStatistics) or data_size(loader) is None:
         return loader
     if count() > 1 and not Share(loader).is_dealt:
@@ -32,7 +42,8 @@ def drawn(
     examples = examples_of(loader)
     if len(examples) <= n_examples:
         return loader
-    assert isinstance(loader, DataLoader)  # nothing else tells how large its data set is
+    # Nothing else tells how large its data set is.
+    assert isinstance(loader, DataLoader)
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
     some = examples[order[:n_examples]]
     return in_order_like(loader, chosen(loader.dataset, some.tolist()))
@@ -46,7 +57,8 @@ def statistics_within(
     progress_bar: bool,
     link_approx: str = DEFAULT_LINK,
 ) -> PredictiveStatistics | None:
-    """Pass over data for statistics of at most so many bytes, and warn of what is left out.
+    """Pass over data for statistics of at most so many bytes, and warn of what is left
+    out.
 
     Returns given statistics as they are, and None for a structure without any.
     """
@@ -68,8 +80,8 @@ def statistics_within(
     if n_left_out and rank() == 0:
         n_all = len(statistics) + n_left_out
         warn(
-            f"The prior precision is chosen by {len(statistics):,} of {n_all:,} examples, drawn at "
-            f"random: statistics of all would take {n_all * of_example:,} bytes, more than "
-            f"max_bytes={max_bytes:,}."
+            f"The prior precision is chosen by {len(statistics):,} of {n_all:,} "
+            "examples, drawn at random: statistics of all would take "
+            f"{n_all * of_example:,} bytes, more than max_bytes={max_bytes:,}."
         )
     return statistics

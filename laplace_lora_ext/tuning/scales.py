@@ -1,4 +1,6 @@
-"""What a grid search sums over validation data, to choose a scale along with the prior."""
+"""What a grid search sums over validation data, to choose a scale along with the
+prior.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,11 @@ LOGIT_SCALES = np.append(5.0**_QUARTERS, 20.0)
 """Scales of the logits at which losses are summed, from 0.2 to 20; 1 is one of them."""
 
 PENALTY = 2.0
-"""Times the squared logarithm of the scale: what is added to the summed loss, in nats."""
+"""Times the squared logarithm of the scale: what is added to the summed loss, in
+nats."""
 
-_AROUND = 2  # scales on both sides of the best one, through whose losses a polynomial goes
+# Scales on both sides of the best one, through whose losses a polynomial goes.
+_AROUND = 2
 
 
 class Best(NamedTuple):
@@ -70,7 +74,8 @@ class Score(Protocol):
         x: Any,
         targets: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute each example's numbers `(N, K)`, in float64, at the present prior precision.
+        """Compute each example's numbers `(N, K)`, in float64, at the present prior
+        precision.
 
         `x` is a batch of inputs, or moments of one.
         """
@@ -81,19 +86,22 @@ class Score(Protocol):
         sums: torch.Tensor,
         n_examples: int,
     ) -> Best:
-        """Find the best loss at a prior precision by the sums `(K,)` of all examples' numbers."""
+        """Find the best loss at a prior precision by the sums `(K,)` of all examples'
+        numbers.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class PriorAlone:
-    """Scores predictions as they are: an example's one number is its negative log-likelihood.
+    """Scores predictions as they are: an example's one number is its negative
+    log-likelihood.
 
     Parameters
     ----------
     predict : callable
-        takes the posterior and inputs or moments; returns probabilities, or of numbers means and
-        variances
+        takes the posterior and inputs or moments; returns probabilities, or of numbers
+        means and variances
     """
 
     predict: Callable[[Predictor, Any], Columns]
@@ -124,14 +132,16 @@ class PriorAlone:
 
 @dataclass(frozen=True)
 class WithLogitScale:
-    """Scores `link(s f, s² V)` of Gaussian logits, at several scales s from the same moments.
+    """Scores `link(s f, s² V)` of Gaussian logits, at several scales s from the same
+    moments.
 
-    An example's numbers are its negative log-likelihoods, one for each of `LOGIT_SCALES`. Without a
-    variance, s is the inverse of a temperature, and s = 1 is the prior alone: what is best of all
-    priors and scales is no worse than either.
+    An example's numbers are its negative log-likelihoods, one for each of
+    `LOGIT_SCALES`. Without a variance, s is the inverse of a temperature, and s = 1 is
+    the prior alone: what is best of all priors and scales is no worse than either.
 
-    Few examples say little of s: thirty that are all right would ask for a very large one. So
-    `PENALTY (log s)²` is added to the summed loss, as by a log-normal prior around 1.
+    Few examples say little of s: thirty that are all right would ask for a very large
+    one. So `PENALTY (log s)²` is added to the summed loss, as by a log-normal prior
+    around 1.
 
     Parameters
     ----------
@@ -158,7 +168,9 @@ class WithLogitScale:
         noise = torch.Generator()
         link = own_links(self.n_samples, noise)[self.link_approx]
         parts = zip(la.members, parts_for(la.members, x), strict=True)
-        moments = [moments_of_model(member, part, self.link_approx) for member, part in parts]
+        moments = [
+            moments_of_model(member, part, self.link_approx) for member, part in parts
+        ]
         targets = targets.to(moments[0].f_mu.device)
         columns = []
         for scale in LOGIT_SCALES:
@@ -191,7 +203,8 @@ class WithLogitScale:
         first = np.clip(middle - _AROUND, 0, last - 2 * _AROUND)
         near = slice(first, first + 2 * _AROUND + 1)
         if np.isfinite(losses[near]).all():
-            # The loss is smooth in log s. Through five points a quartic is exact to 1e-4 or better.
+            # The loss is smooth in log s. Through five points a quartic is exact to
+            # 1e-4 or better.
             quartic = Polynomial.fit(logs[near], losses[near], deg=2 * _AROUND)
             # Beyond its neighbours the quartic knows less than the losses themselves.
             low = logs[max(middle - 1, 0)]
@@ -207,16 +220,17 @@ class WithLogitScale:
 
 @dataclass(frozen=True)
 class WithNoise:
-    """Scores numbers by the density of their targets, at the noise that suits them best.
+    """Scores numbers by the density of their targets, at the noise that suits them
+    best.
 
-    The grid is of ρ = λ σ², with prior precision λ and noise σ, and the posterior has a noise of 1
-    meanwhile. Then the covariance of an example's outputs is σ² V with a V that σ is not in, and
-    with residuals r its negative log-likelihood is
+    The grid is of ρ = λ σ², with prior precision λ and noise σ, and the posterior has a
+    noise of 1 meanwhile. Then the covariance of an example's outputs is σ² V with a V
+    that σ is not in, and with residuals r its negative log-likelihood is
 
         ½ log det(2π σ² (I + V)) + ½ rᵀ (I + V)⁻¹ r / σ²
 
-    An example's numbers are `rᵀ (I + V)⁻¹ r` and `log det(I + V)`. The best σ² is the mean of the
-    first, for each output.
+    An example's numbers are `rᵀ (I + V)⁻¹ r` and `log det(I + V)`. The best σ² is the
+    mean of the first, for each output.
 
     Parameters
     ----------
@@ -237,7 +251,9 @@ class WithNoise:
         residuals = targets.to(V) - f_mu.double()
         identity = torch.eye(self.n_outputs).to(V)
         root = torch.linalg.cholesky(identity + V)
-        whitened = torch.linalg.solve_triangular(root, residuals[..., None], upper=False)
+        whitened = torch.linalg.solve_triangular(
+            root, residuals[..., None], upper=False
+        )
         squares = whitened.square().sum((-2, -1))
         diagonal = root.diagonal(dim1=-2, dim2=-1)
         log_det = 2 * diagonal.log().sum(-1)
@@ -253,8 +269,9 @@ class WithNoise:
         variance = squares / n_numbers
         if variance == 0:
             raise ValueError(
-                "The validation targets are predicted without any error, which leaves no noise to "
-                "choose: check that they are not the model's own, or pass optimize_scale=False."
+                "The validation targets are predicted without any error, which leaves "
+                "no noise to choose: check that they are not the model's own, or pass "
+                "optimize_scale=False."
             )
         # At the best variance the squares over it are one for each number.
         of_noise = n_numbers * (math.log(2 * math.pi * variance) + 1)
@@ -269,7 +286,8 @@ class GridLosses:
     Attributes
     ----------
     grid : torch.Tensor
-        `(T,)` or `(T, blocks)` prior precisions; if a noise is chosen too, for a noise of 1
+        `(T,)` or `(T, blocks)` prior precisions; if a noise is chosen too, for a noise
+        of 1
     sums : torch.Tensor
         `(T, K)`, float64
     n_examples : int

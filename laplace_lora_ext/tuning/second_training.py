@@ -25,7 +25,12 @@ from laplace_lora_ext.processes.shards import (
     in_order_like,
     taken,
 )
-from laplace_lora_ext.training.trainers import check_trainer, groups_of, loader_of, restored
+from laplace_lora_ext.training.trainers import (
+    check_trainer,
+    groups_of,
+    loader_of,
+    restored,
+)
 from laplace_lora_ext.training.trainers import train as train_with
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.method import Tunable, TuningHistory, TuningMethod
@@ -36,42 +41,46 @@ _NAME = "second_training_{}"  # of adapters that a trainer trains
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SecondTraining(TuningMethod):
-    """Train again without some of the examples, and let these choose the prior precision.
+    """Train again without some of the examples, and let these choose the prior
+    precision.
 
-    The posterior of that other training is fitted to the rest of the data. The prior precision that
-    predicts the held-out examples best then serves the model of all examples, which stays as it is.
-    Held-out labels show what no method can read off the trained weights, such as noise that a model
-    has memorised.
+    The posterior of that other training is fitted to the rest of the data. The prior
+    precision that predicts the held-out examples best then serves the model of all
+    examples, which stays as it is. Held-out labels show what no method can read off the
+    trained weights, such as noise that a model has memorised.
 
-    With few held-out examples the choice is largely chance. Several trainings each hold out other
-    examples and choose together: five, with a fifth held out, are a full cross-validation.
+    With few held-out examples the choice is largely chance. Several trainings each hold
+    out other examples and choose together: five, with a fifth held out, are a full
+    cross-validation.
 
-    The other posteriors are in the history: `LaplaceMixture([la, *history.posteriors])` often has
-    a lower NLL than each alone.
+    The other posteriors are in the history: `LaplaceMixture([la, *history.posteriors])`
+    often has a lower NLL than each alone.
 
     Parameters
     ----------
     trainer : transformers.Trainer, optional
-        the one that has trained the model. It trains a new adapter of the same configuration on
-        the same base model, "second_training_0" and so on, with another seed and its checkpoints in
-        a folder of that name in its `output_dir`. The adapter stays in the model, and yours active
+        the one that has trained the model. It trains a new adapter of the same
+        configuration on the same base model, "second_training_0" and so on, with
+        another seed and its checkpoints in a folder of that name in its `output_dir`.
+        The adapter stays in the model, and yours active
     train : callable, optional
-        in place of a trainer: takes a data set, trains another adapter on it as the fitted one was
-        trained, from the same start, and returns the model with that adapter active. This may be
-        the fitted model with an adapter added. The data set is a `torch.utils.data.Subset`, or what
-        the `select` of a `datasets.Dataset` returns
+        in place of a trainer: takes a data set, trains another adapter on it as the
+        fitted one was trained, from the same start, and returns the model with that
+        adapter active. This may be the fitted model with an adapter added. The data set
+        is a `torch.utils.data.Subset`, or what the `select` of a `datasets.Dataset`
+        returns
     train_loader : DataLoader, optional
-        the data of the fit; by default the trainer's. Examples that its sampler leaves out are not
-        used
+        the data of the fit; by default the trainer's. Examples that its sampler leaves
+        out are not used
     held_out : float, default=0.2
-        the share of the examples to hold out, between 0 and 1: of each class as of all, but never
-        its last example, and of numbers by quantiles
+        the share of the examples to hold out, between 0 and 1: of each class as of all,
+        but never its last example, and of numbers by quantiles
     trainings : int, default=1
         how many times to train, each time with other examples held out
     search : callable, optional
-        takes `val_loader` and the options of `TuningMethod`, and returns the method that chooses:
-        by default `GridSearch`. For several trainings it must try the same prior precisions, as a
-        grid search does
+        takes `val_loader` and the options of `TuningMethod`, and returns the method
+        that chooses: by default `GridSearch`. For several trainings it must try the
+        same prior precisions, as a grid search does
     generator : torch.Generator, optional
         for the examples to hold out; if omitted, every call holds out the same
     init_prior_prec : float or torch.Tensor, default=1.0
@@ -83,10 +92,11 @@ class SecondTraining(TuningMethod):
     Raises
     ------
     ValueError
-        If there is not either a trainer or `train` with a `train_loader`; if `held_out` is not
-        between 0 and 1, `trainings` below 1 or more than there are shares of that size, the data
-        have no length or too few examples, a training ends with the LoRA weights of the fitted
-        model, or the searches of several trainings tried other prior precisions.
+        If there is not either a trainer or `train` with a `train_loader`; if `held_out`
+        is not between 0 and 1, `trainings` below 1 or more than there are shares of
+        that size, the data have no length or too few examples, a training ends with the
+        LoRA weights of the fitted model, or the searches of several trainings tried
+        other prior precisions.
     TypeError
         If `train` returns no model.
     """
@@ -104,13 +114,14 @@ class SecondTraining(TuningMethod):
         has_function = self.train is not None and self.train_loader is not None
         if has_function == (self.trainer is not None):
             raise ValueError(
-                "A second training needs either the trainer that has trained the model, or train, "
-                "a function that trains another model, and train_loader."
+                "A second training needs either the trainer that has trained the "
+                "model, or train, a function that trains another model, and "
+                "train_loader."
             )
         if self.trainings * self.held_out > 1:
             raise ValueError(
-                f"{self.trainings} trainings can't each hold out another {self.held_out:g} of the "
-                "examples: lower held_out or trainings."
+                f"{self.trainings} trainings can't each hold out another "
+                f"{self.held_out:g} of the examples: lower held_out or trainings."
             )
 
     def _search(self, la: Tunable) -> TuningHistory:
@@ -118,14 +129,19 @@ class SecondTraining(TuningMethod):
         loader = self._loader()
         check_divisible(loader, self.held_out, self.trainings)
         groups = groups_of(la, self._batches(taken(loader), loader), self.held_out)
-        divisions = divided(loader, self.held_out, groups, self.generator, self.trainings)
+        divisions = divided(
+            loader, self.held_out, groups, self.generator, self.trainings
+        )
         others = []
         with own_adapter_back(la.model) as activate:
             for number, (rest, held) in enumerate(divisions):
                 posterior = self._around_another_training(la, rest, number)
-                # A posterior's passes choose its own adapter; what is active now is the user's.
+                # A posterior's passes choose its own adapter; what is active now is the
+                # user's.
                 activate()
-                posterior.fit(self._batches(rest, loader), progress_bar=self.progress_bar)
+                posterior.fit(
+                    self._batches(rest, loader), progress_bar=self.progress_bar
+                )
                 search = self._search_on(self._batches(held, loader))
                 history = search.choose(posterior)
                 others.append(_Training(posterior, search, history, len(held)))
@@ -170,14 +186,18 @@ class SecondTraining(TuningMethod):
         rest: Dataset,
         number: int,
     ) -> Any:
-        """Train another adapter, and make a posterior of the same kind around it, without a fit."""
+        """Train another adapter, and make a posterior of the same kind around it,
+        without a fit.
+        """
         if self.trainer is not None:
             model = self._from_trainer(la, rest, number)
         else:
             assert self.train is not None
             model = self.train(rest)
         if not isinstance(model, nn.Module):
-            raise TypeError(f"train must return the model it has trained, not {model!r}.")
+            raise TypeError(
+                f"train must return the model it has trained, not {model!r}."
+            )
         # A function of the user's own may have trained the fitted adapter itself.
         la.check_model()
         other = la.for_model(model)
@@ -185,9 +205,10 @@ class SecondTraining(TuningMethod):
         other_weights = flattened(other.blocks, la.model.device)
         if torch.equal(fitted_weights, other_weights.to(fitted_weights.dtype)):
             raise ValueError(
-                "train has returned the LoRA weights of the fitted model, which has seen the "
-                "held-out examples: train another adapter in each call, on the given examples "
-                "alone, and return the model with that adapter active."
+                "train has returned the LoRA weights of the fitted model, which has "
+                "seen the held-out examples: train another adapter in each call, on "
+                "the given examples alone, and return the model with that adapter "
+                "active."
             )
         return other
 
@@ -200,11 +221,14 @@ class SecondTraining(TuningMethod):
         """Let the trainer train a new adapter of the fitted model."""
         model = find_peft_model(la.model)
         if find_peft_model(self.trainer.model) is not model:
-            raise ValueError("Pass the trainer of the posterior's model: this one has another.")
+            raise ValueError(
+                "Pass the trainer of the posterior's model: this one has another."
+            )
         fitted_adapter = la.blocks[0].adapter
         new_adapter = _NAME.format(number)
         with restored(self.trainer):
-            # Not the seed of the first training, whose weights the new ones would begin with.
+            # Not the seed of the first training, whose weights the new ones would begin
+            # with.
             set_seed(self.trainer.args.seed + 1 + number)
             if model.active_adapter != fitted_adapter:
                 model.set_adapter(fitted_adapter)
@@ -216,7 +240,9 @@ class SecondTraining(TuningMethod):
 
 @dataclass(frozen=True)
 class _Training:
-    """Holds another training's posterior, and what its held-out examples have chosen."""
+    """Holds another training's posterior, and what its held-out examples have
+    chosen.
+    """
 
     posterior: Any
     search: TuningMethod
@@ -230,8 +256,8 @@ def _of_all(la: Tunable, trainings: Sequence[_Training]) -> TuningHistory:
     for other in others:
         if not torch.equal(_points(other), _points(first)):
             raise ValueError(
-                "The searches of several trainings must try the same prior precisions: use "
-                "GridSearch."
+                "The searches of several trainings must try the same prior precisions: "
+                "use GridSearch."
             )
     if isinstance(first, GridHistory):
         losses = first.losses
@@ -240,12 +266,20 @@ def _of_all(la: Tunable, trainings: Sequence[_Training]) -> TuningHistory:
             losses = losses + other.losses
         return losses.choose(la)
     objectives = torch.stack([training.history.objective for training in trainings])
-    sizes = torch.tensor([training.n_held_out for training in trainings], dtype=objectives.dtype)
+    sizes = torch.tensor(
+        [training.n_held_out for training in trainings], dtype=objectives.dtype
+    )
     history = replace(first, objective=(sizes / sizes.sum()) @ objectives)
     la.prior_precision = history.prior_precision[history.objective.argmin()]
     return history
 
 
 def _points(history: TuningHistory) -> torch.Tensor:
-    """Return the prior precisions that were tried; of a grid, those before any noise."""
-    return history.losses.grid if isinstance(history, GridHistory) else history.prior_precision
+    """Return the prior precisions that were tried; of a grid, those before any
+    noise.
+    """
+    return (
+        history.losses.grid
+        if isinstance(history, GridHistory)
+        else history.prior_precision
+    )

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.predictive.distributions import of_classes
-from laplace_lora_ext.predictive.links import DEFAULT_LINK, Link, mean_field, probit, sampled
+from laplace_lora_ext.predictive.links import (
+    DEFAULT_LINK,
+    Link,
+    mean_field,
+    probit,
+    sampled,
+)
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import (
@@ -33,10 +39,12 @@ _ROWS = 256  # examples whose logits it samples at once
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ValGD(TuningMethod):
-    """Follow the gradient of the validation data's negative log-likelihood, for "lowrank_kron".
+    """Follow the gradient of the validation data's negative log-likelihood, for
+    "lowrank_kron".
 
-    Of a regression the gradient is in the logarithm of `la.sigma_noise`, too, from the best noise
-    of the start on. The prior precision is then relative to the noise, as for `GridSearch`.
+    Of a regression the gradient is in the logarithm of `la.sigma_noise`, too, from the
+    best noise of the start on. The prior precision is then relative to the noise, as
+    for `GridSearch`.
 
     Parameters
     ----------
@@ -46,10 +54,11 @@ class ValGD(TuningMethod):
         as for `TuningMethod`
     progress_bar : bool, default=False
     val_loader : DataLoader, iterable or PredictiveStatistics
-        validation data with labels. They pass through the model only once, and with their
-        statistics not at all
+        validation data with labels. They pass through the model only once, and with
+        their statistics not at all
     link_approx : {"mean_field", "probit", "mc"}, default="mean_field"
-        link for the predictions to score: choose the one that you predict with. The paper's is "mc"
+        link for the predictions to score: choose the one that you predict with. The
+        paper's is "mc"
     n_samples : int, default=100
         samples of the logits, with "mc"
     n_steps : int, default=1000
@@ -58,8 +67,8 @@ class ValGD(TuningMethod):
     batch_size : int, default=4
         examples in a minibatch
     max_bytes : int, default=2**32
-        how much memory the statistics may take in each process. Where those of all examples take
-        more, as many as fit are drawn at random, the same in every call
+        how much memory the statistics may take in each process. Where those of all
+        examples take more, as many as fit are drawn at random, the same in every call
     generator : torch.Generator, optional
         for minibatches and samples
 
@@ -93,8 +102,8 @@ class ValGD(TuningMethod):
         super().__post_init__()
         if self.link_approx not in ("mc", *_SMOOTH):
             raise ValueError(
-                'method="val_gd" needs one of the links "mc", "probit" and "mean_field", not '
-                f"{self.link_approx!r}."
+                'method="val_gd" needs one of the links "mc", "probit" and '
+                f'"mean_field", not {self.link_approx!r}.'
             )
 
     def _search(self, la: Tunable) -> TuningHistory:
@@ -104,14 +113,22 @@ class ValGD(TuningMethod):
             prior = replace(prior, start=prior.start * unit_of_priors(la))
             la.sigma_noise = 1.0
         statistics = statistics_within(
-            la, self.val_loader, self.max_bytes, _SEED, self.progress_bar, self.link_approx
+            la,
+            self.val_loader,
+            self.max_bytes,
+            _SEED,
+            self.progress_bar,
+            self.link_approx,
         )
         if statistics is None:
             raise NotImplementedError(
-                'method="val_gd" needs hessian_structure="lowrank_kron": use "gridsearch" instead.'
+                'method="val_gd" needs hessian_structure="lowrank_kron": use '
+                '"gridsearch" instead.'
             )
-        with torch.autocast(statistics.f_mu.device.type, enabled=False):  # of the backward pass
-            log_noise = torch.zeros((), dtype=torch.float64)  # of classes, which have none
+        # Of the backward pass.
+        with torch.autocast(statistics.f_mu.device.type, enabled=False):
+            # Of classes, which have none.
+            log_noise = torch.zeros((), dtype=torch.float64)
             if is_gaussian:
                 log_noise = _best_log_noise(la, statistics, prior).requires_grad_()
             history = self._descend(la, statistics, prior, log_noise)
@@ -146,11 +163,13 @@ class ValGD(TuningMethod):
         prior: Searched,
         log_noise: torch.Tensor,
     ) -> TuningHistory:
-        """Descend along stochastic gradients in the logarithms of prior precision and noise.
+        """Descend along stochastic gradients in the logarithms of prior precision and
+        noise.
 
-        Unlike the paper's constant step size, this one falls to 0 along half a cosine, so that the
-        last steps average over minibatches. The history is the loss of the whole set before the
-        first step and 20 times on the way, always with the same draws.
+        Unlike the paper's constant step size, this one falls to 0 along half a cosine,
+        so that the last steps average over minibatches. The history is the loss of the
+        whole set before the first step and 20 times on the way, always with the same
+        draws.
         """
         targets = statistics.required_targets()
         builder = HistoryBuilder()
@@ -159,20 +178,29 @@ class ValGD(TuningMethod):
         if log_noise.requires_grad:
             leaves.append(log_noise)
         optimizer = torch.optim.Adam(leaves, lr=self.lr)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.n_steps)
-        seed = draw_seed(self.generator)  # of measurements, which so change no minibatch
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer, T_max=self.n_steps
+        )
+        # Of measurements, which so change no minibatch.
+        seed = draw_seed(self.generator)
         minibatches = _minibatches(len(statistics), self.batch_size, self.generator)
 
-        def losses(places: torch.Tensor | slice, generator: torch.Generator | None) -> torch.Tensor:
-            f_mu, f_var = statistics[places].moments(prior.value()).scaled(la.logit_scale)
+        def losses(
+            places: torch.Tensor | slice, generator: torch.Generator | None
+        ) -> torch.Tensor:
+            f_mu, f_var = (
+                statistics[places].moments(prior.value()).scaled(la.logit_scale)
+            )
             noise = log_noise.exp()
-            # The prior is that of a noise of 1: then all variances are relative to the noise's.
+            # The prior is that of a noise of 1: then all variances are relative to the
+            # noise's.
             moments = Moments(f_mu, noise.square().to(f_var) * f_var)
             return self._losses(la, moments, targets[places], noise, generator)
 
         @torch.no_grad()
         def measure(step: int) -> None:
-            # Without the noise of minibatches and of other draws, steps can be compared.
+            # Without the noise of minibatches and of other draws, steps can be
+            # compared.
             draws = torch.Generator().manual_seed(seed)
             starts = range(0, len(statistics), _ROWS)
             parts = [losses(slice(i, i + _ROWS), draws) for i in starts]
@@ -194,7 +222,9 @@ class ValGD(TuningMethod):
             progress_bar=self.progress_bar,
         )
         for step, _ in steps:
-            if step:  # the first step is still to be taken, and torch wants it before the schedule
+            # The first step is still to be taken, and torch wants it before the
+            # schedule.
+            if step:
                 schedule.step()
             if step % every == 0:
                 measure(step)
@@ -205,8 +235,12 @@ class ValGD(TuningMethod):
         return replace(history, sigma_noise=torch.tensor(noises, dtype=torch.float64))
 
 
-def _best_log_noise(la: Tunable, statistics: PredictiveStatistics, prior: Searched) -> torch.Tensor:
-    """Find the logarithm of the noise that suits the start best, `()`; the data's own scale."""
+def _best_log_noise(
+    la: Tunable, statistics: PredictiveStatistics, prior: Searched
+) -> torch.Tensor:
+    """Find the logarithm of the noise that suits the start best, `()`; the data's own
+    scale.
+    """
     score = WithNoise(la.n_outputs)
     moments = statistics.moments(prior.value().detach())
     sums = score.terms(la, moments, statistics.required_targets()).sum(0)

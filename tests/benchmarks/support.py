@@ -1,4 +1,6 @@
-"""What tests of several parts of the lab share: runs, small models, and made-up rows of tasks."""
+"""What tests of several parts of the lab share: runs, small models, and made-up rows of
+tasks.
+"""
 
 import json
 from collections.abc import Mapping
@@ -97,7 +99,9 @@ def small_shape(**changes: Any) -> Shape:
 
 
 def save_tiny_models(folder: Path) -> dict[bool, Path]:
-    """Save a causal language model and an encoder; return their folders by `is_prompt`."""
+    """Save a causal language model and an encoder; return their folders by
+    `is_prompt`.
+    """
     torch.manual_seed(0)
     shape = {
         "vocab_size": 200,
@@ -109,7 +113,9 @@ def save_tiny_models(folder: Path) -> dict[bool, Path]:
         "pad_token_id": 1,
     }
     decoder = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
-    encoder = transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**shape))
+    encoder = transformers.RobertaForSequenceClassification(
+        transformers.RobertaConfig(**shape)
+    )
     decoder.save_pretrained(folder / "decoder")
     encoder.save_pretrained(folder / "encoder")
     # As Gemma's tokenizer does.
@@ -172,7 +178,8 @@ ARC_ROWS = [
     arc_row("Five?", [*FRUIT, "ice"], "E", labels="ABCDE"),
 ]
 FRUIT_PROMPT = (
-    f"{SELECT} What grows? Choices: A. a pear. B. a stone. C. a spoon. D. a lamp. Answer:"
+    f"{SELECT} What grows? Choices: A. a pear. B. a stone. C. a spoon. D. a lamp. "
+    "Answer:"
 )
 # The questions with three and five choices are left out.
 ARC_EXAMPLES = [(FRUIT_PROMPT, 2), (FRUIT_PROMPT, 1)]
@@ -187,10 +194,17 @@ OPENBOOKQA_ROWS = [
         "answerKey": "B",
     }
 ]
-OPENBOOKQA_PROMPT = f"{SELECT} To sleep one Choices: A. runs. B. lies. C. eats. D. sits. Answer:"
+OPENBOOKQA_PROMPT = (
+    f"{SELECT} To sleep one Choices: A. runs. B. lies. C. eats. D. sits. Answer:"
+)
 BOOLQ_ROWS = [
     # As SuperGLUE has it, and as the original data have it.
-    {"question": "is ice cold", "passage": "Ice is frozen water.", "label": 1, "idx": 0},
+    {
+        "question": "is ice cold",
+        "passage": "Ice is frozen water.",
+        "label": 1,
+        "idx": 0,
+    },
     {"question": "is ice cold", "passage": "Ice is frozen water", "answer": False},
 ]
 BOOLQ_PAIRS = [
@@ -198,7 +212,8 @@ BOOLQ_PAIRS = [
     (("Ice is frozen water", "is ice cold"), 0),
 ]
 BOOLQ_PROMPT = (
-    "Answer the question with only True or False: is ice cold Context: Ice is frozen water."
+    "Answer the question with only True or False: is ice cold "
+    "Context: Ice is frozen water."
 )
 PROMPTS = (WINOGRANDE_PROMPT, FRUIT_PROMPT, OPENBOOKQA_PROMPT, BOOLQ_PROMPT)
 PAIR_ROWS = [

@@ -13,7 +13,8 @@ from tests.benchmarks.support import run
 def experiment(tmp_path, capsys, tiny_models, monkeypatch):
     """Runs on made-up intents, with a tiny encoder."""
     encoder = tmp_path / "encoder"
-    for part in (transformers.AutoModel, transformers.AutoTokenizer):  # without the saved head
+    # Without the saved head.
+    for part in (transformers.AutoModel, transformers.AutoTokenizer):
         part.from_pretrained(tiny_models[False]).save_pretrained(encoder)
     monkeypatch.setattr("benchmarks.tasks.intents.encoder_folder", lambda: encoder)
     folder = tmp_path / "clinc" / "clinc_oos" / "plus"
@@ -47,7 +48,9 @@ def experiment(tmp_path, capsys, tiny_models, monkeypatch):
     return measure
 
 
-def test_some_contrasts_stand_beside_all_under_the_chosen_and_broader_posteriors(experiment):
+def test_some_contrasts_stand_beside_all_under_the_chosen_and_broader_posteriors(
+    experiment,
+):
     of_all, of_some = experiment(n_intents=12)
     assert [row["broader"] for row in of_all] == list(BROADER)
     for exact, some in zip(of_all, of_some, strict=True):

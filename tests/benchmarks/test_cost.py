@@ -1,4 +1,6 @@
-"""The experiment on costs at its smallest, its rivals, and what becomes of those that fail."""
+"""The experiment on costs at its smallest, its rivals, and what becomes of those that
+fail.
+"""
 
 import pytest
 import torch
@@ -53,7 +55,8 @@ def test_the_benchmark_writes_table_figures_and_plot(tmp_path, capsys):
         assert row["repetitions"] == len(row["seconds"]) == 2
         assert row["in_bare_loops"] > 0
     assert rows["bare", "fit"]["in_bare_loops"] == 1
-    # Per layer, two dense factors of each of lora_A and lora_B, with q and v: 32 and 8 wide.
+    # Per layer, two dense factors of each of lora_A and lora_B, with q and v: 32 and 8
+    # wide.
     kept = rows["stock_kron", "fit"]["posterior_megabytes"]
     assert kept == 4 * 4 * (32**2 + 8**2) / 1e6
     assert 0 < rows["lowrank_kron", "fit"]["posterior_megabytes"] < 0.02

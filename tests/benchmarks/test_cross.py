@@ -30,5 +30,6 @@ def test_every_curvature_meets_every_prior(tmp_path, capsys, tiny_models):
     assert set(found) == of_model | set(product(CURVATURES, priors))
     for curvature in CURVATURES:
         best = found[curvature, BY_TEST.key]["nll"]
-        # The test texts' own choice is the best of the grid, which the held-out fifth shares.
+        # The test texts' own choice is the best of the grid, which the held-out fifth
+        # shares.
         assert best <= found[curvature, BY_HELD_OUT.key]["nll"]

@@ -34,15 +34,22 @@ def row(
 
 
 def written(folder, task, train, temperatures, gain):
-    """Write a run of two classes: by seed, the temperature's NLL; MAP's is 1 above it."""
+    """Write a run of two classes: by seed, the temperature's NLL; MAP's is 1 above
+    it.
+    """
     rows = []
     for seed, nll in temperatures.items():
         rows.append(row("staged_map_1", "", seed, nll + 1))
         rows.append(row("staged_map_1", "held_out_temperature", seed, nll, chosen=2.0))
-        rows.append(row("staged_1", "held_out", seed, nll - gain * (1 + seed), "mean_field"))
+        rows.append(
+            row("staged_1", "held_out", seed, nll - gain * (1 + seed), "mean_field")
+        )
         rows.append(row("unheard_of", "", seed, 99.0))
     folder.mkdir()
-    figures = {"methods": rows, "task": {"name": task, "classes": ["a", "b"], "train": train}}
+    figures = {
+        "methods": rows,
+        "task": {"name": task, "classes": ["a", "b"], "train": train},
+    }
     (folder / "stages.json").write_text(json.dumps(figures), encoding="utf-8")
     return folder
 
@@ -83,9 +90,15 @@ def test_paired_differences_and_goals_by_task(tmp_path, capsys):
     assert goals[ours]["lower_where_overconfident"] == pytest.approx(0.14 / 3)
     assert goals[ours]["lower_under_a_shift"] == pytest.approx(0.28 / 3)
     assert goals["staged_map_1"]["nll_not_behind"] == 0
-    sizes = {(each["task"], each["name"], each["texts_a_class"]): each for each in figures["nll"]}
+    sizes = {
+        (each["task"], each["name"], each["texts_a_class"]): each
+        for each in figures["nll"]
+    }
     assert sizes["second", ours, 20]["nll"] == 0.5
-    signs = {(each["task"], each["name"], each["texts_a_class"]): each for each in figures["auroc"]}
+    signs = {
+        (each["task"], each["name"], each["texts_a_class"]): each
+        for each in figures["auroc"]
+    }
     # Those of texts without a class alone.
     assert signs["second", ours, 20]["entropy"] == pytest.approx(0.05)
     assert signs["second", ours, 20]["maximum"] == 0.5
@@ -94,14 +107,18 @@ def test_paired_differences_and_goals_by_task(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("place", "change"), [(0, {"ece": 0.0}), (1, {"chosen": 0.5})])
-def test_a_task_whose_model_is_less_sure_than_right_is_no_gain(tmp_path, capsys, place, change):
+def test_a_task_whose_model_is_less_sure_than_right_is_no_gain(
+    tmp_path, capsys, place, change
+):
     # MAP's ECE is below the temperature's, or a temperature below 1 lowers it.
     folder = written(tmp_path / "one", "first", 20, {0: 3.0}, gain=0.1)
     figures = json.loads((folder / "stages.json").read_text(encoding="utf-8"))
     figures["methods"][place] |= change
     (folder / "stages.json").write_text(json.dumps(figures), encoding="utf-8")
     goals = run(capsys, tmp_path / "out", "evidence", runs=[folder]).figures["goals"]
-    (ours,) = (each for each in goals if each["name"] == "staged_1, held_out, mean_field")
+    (ours,) = (
+        each for each in goals if each["name"] == "staged_1, held_out, mean_field"
+    )
     assert ours["overconfident"] == 0
     assert ours["lower_where_overconfident"] is None
 

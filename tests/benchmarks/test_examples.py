@@ -25,5 +25,7 @@ def test_every_cell_runs_after_the_others(path, tiny_models, tmp_path, monkeypat
         for number, cell in enumerate(cells):
             if cell["cell_type"] == "code":
                 assert cell["execution_count"]
-                code = compile("".join(cell["source"]), f"{path.name}, cell {number}", "exec")
+                code = compile(
+                    "".join(cell["source"]), f"{path.name}, cell {number}", "exec"
+                )
                 exec(code, names)

@@ -124,7 +124,8 @@ def test_a_temperature_is_recovered():
     logits = 3 * torch.randn(20000, 4)
     labels = torch.distributions.Categorical(logits=logits / 2.5).sample()
     assert fit_temperature(logits, labels) == pytest.approx(2.5, rel=0.05)
-    # The mean of two members is fitted, not each: opposite logits cancel at any temperature.
+    # The mean of two members is fitted, not each: opposite logits cancel at any
+    # temperature.
     alike = torch.stack([logits, logits])
     assert fit_temperature(alike, labels) == pytest.approx(2.5, rel=0.05)
     noise = torch.randn(logits.shape)

@@ -35,7 +35,9 @@ def number_of(example):
     return example.label
 
 
-def test_training_targets_have_mean_0_and_deviation_1_and_no_molecule_is_drawn_twice(data):
+def test_training_targets_have_mean_0_and_deviation_1_and_no_molecule_is_drawn_twice(
+    data,
+):
     options = parsed("molecules", data=data, train_examples=20, test_examples=100)
     task, unit = read(options, 3)
     targets = [number_of(example) for example in task.train]
@@ -59,11 +61,16 @@ def test_more_training_molecules_than_there_are_are_refused(data):
         read(parsed("molecules"), 0)
 
 
-def test_every_method_is_measured_for_each_seed(data, tmp_path, capsys, tiny_models, monkeypatch):
+def test_every_method_is_measured_for_each_seed(
+    data, tmp_path, capsys, tiny_models, monkeypatch
+):
     encoder = tmp_path / "encoder"
-    for part in (transformers.AutoModel, transformers.AutoTokenizer):  # without the saved head
+    # Without the saved head.
+    for part in (transformers.AutoModel, transformers.AutoTokenizer):
         part.from_pretrained(tiny_models[False]).save_pretrained(encoder)
-    monkeypatch.setattr("benchmarks.experiments.molecules.encoder_folder", lambda: encoder)
+    monkeypatch.setattr(
+        "benchmarks.experiments.molecules.encoder_folder", lambda: encoder
+    )
     finished = run(
         capsys,
         tmp_path / "results",
@@ -81,7 +88,8 @@ def test_every_method_is_measured_for_each_seed(data, tmp_path, capsys, tiny_mod
     ]
     for of_mean, of_model, *posteriors, _ in (rows[:5], rows[5:]):
         assert of_mean["total_std"] == 1
-        # By its noise of standard deviation 1 alone, the NLL is that of a standard normal.
+        # By its noise of standard deviation 1 alone, the NLL is that of a standard
+        # normal.
         nll = (math.log(2 * math.pi) + of_mean["rmse"] ** 2) / 2
         assert of_mean["nll"] == pytest.approx(nll, rel=1e-5)
         assert of_model["epistemic_std"] == 0

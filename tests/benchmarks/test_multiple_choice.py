@@ -38,7 +38,9 @@ def data(tmp_path) -> Path:
 
 @pytest.mark.parametrize("task", MULTIPLE_CHOICE, ids=lambda task: task.name)
 def test_each_question_has_four_choices_and_stays_the_same(task, data, tiny_models):
-    options = parsed("stages --quiet", task=task.name, data=data, model=tiny_models[True])
+    options = parsed(
+        "stages --quiet", task=task.name, data=data, model=tiny_models[True]
+    )
     read = TASKS[task.name].read(options, 0)
     assert (len(read.train), len(read.test)) == (24, 8)
     assert read == TASKS[task.name].read(options, 0)
@@ -51,7 +53,11 @@ def test_each_question_has_four_choices_and_stays_the_same(task, data, tiny_mode
         assert read.train[0].choices == tuple(f" {choice}" for choice in CHOICES)
         tokens = [int(row.sum()) for row in batch["score_mask"][0]]
         expected = [
-            len(pretrained.tokenizer(f" {choice}", add_special_tokens=False)["input_ids"])
+            len(
+                pretrained.tokenizer(f" {choice}", add_special_tokens=False)[
+                    "input_ids"
+                ]
+            )
             for choice in CHOICES
         ]
         assert tokens == expected
@@ -82,7 +88,8 @@ def test_stages_run_on_choices_of_several_tokens(data, tiny_models, tmp_path, ca
     rows = {(row["method"], row["prior"]): row for row in finished.figures["methods"]}
     assert ("staged_1", "held_out") in rows
     assert ("staged_1_student", "training_texts") in rows
-    # Long choices are far less probable than short ones to a model that has learnt nothing.
+    # Long choices are far less probable than short ones to a model that has learnt
+    # nothing.
     assert all(0 < row["nll"] < 100 for row in rows.values())
     shifted = rows["staged_1", "held_out"]["shifted"]
     assert set(shifted) == {"ARC-Easy", "ARC-Challenge"}

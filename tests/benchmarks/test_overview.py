@@ -35,7 +35,9 @@ def written(
     losses: dict[int, float],
     kind: str = "calibration",
 ):
-    """Write a run of two methods on a task: an NLL of MAP for each seed, half of it for ours."""
+    """Write a run of two methods on a task: an NLL of MAP for each seed, half of it for
+    ours.
+    """
     rows = []
     for seed, nll in losses.items():
         ours = {**OURS, "seed": seed, "nll": max(1.0, nll / 2), "regret": nll}

@@ -1,4 +1,6 @@
-"""Rivals that predict with sampled weights: their noise, their trainings, and what they leave."""
+"""Rivals that predict with sampled weights: their noise, their trainings, and what they
+leave.
+"""
 
 import copy
 
@@ -10,7 +12,13 @@ from torch.utils.data import DataLoader
 
 from benchmarks.fine_tuning import TRAIN, fine_tune
 from benchmarks.methods import METHODS, sampled
-from benchmarks.methods.sampled import DEVIATION, BLoB, IVONLoRA, noise_basis, training_free
+from benchmarks.methods.sampled import (
+    DEVIATION,
+    BLoB,
+    IVONLoRA,
+    noise_basis,
+    training_free,
+)
 from benchmarks.models import AdaptedModel
 from tests.support.models import lora_model, ragged_batches
 
@@ -50,7 +58,8 @@ def test_noise_of_tfb_is_isotropic_in_the_columns_of_lora_b(shape):
     effect = B @ noise_basis(B)  # on independent standard normal numbers
     U = torch.linalg.svd(B, full_matrices=False).U
     torch.testing.assert_close(effect @ effect.mT, U @ U.mT)
-    assert noise_basis(torch.zeros(7, 3)).count_nonzero() == 0  # none where B reads nothing
+    # None where B reads nothing.
+    assert noise_basis(torch.zeros(7, 3)).count_nonzero() == 0
     # Of rank 1 there is one direction.
     B = torch.randn(7, 1) @ torch.randn(1, 3)
     effect = B @ noise_basis(B)
@@ -138,7 +147,10 @@ def test_ivons_learning_rate_is_not_rescaled(prepared):
     (first, *_) = model.retrained(IVONLoRA(learning_rate=1.0)).checkpoints.values()
     (other, *_) = model.retrained(IVONLoRA(learning_rate=2.0)).checkpoints.values()
     moved = max(
-        float((first[name] - other[name]).abs().max()) for name in first if "lora_A" in name
+        float((first[name] - other[name]).abs().max())
+        for name in first
+        if "lora_A" in name
     )
-    # A step is the rate times a clipped 1e-3; rescaled by the first Hessian it would be 3e-7.
+    # A step is the rate times a clipped 1e-3; rescaled by the first Hessian it would be
+    # 3e-7.
     assert moved > 1e-5

@@ -25,7 +25,13 @@ def test_every_series_at_small_sizes(tmp_path, capsys):
     of_classes = [row for row in rows if row["against"] == "classes"]
     names = {row["name"] for row in of_classes}
     assert len(of_classes) == 3 * len(names)
-    expected = {"forward pass", "fit", "search", "exact prediction", "prediction by contrasts"}
+    expected = {
+        "forward pass",
+        "fit",
+        "search",
+        "exact prediction",
+        "prediction by contrasts",
+    }
     assert expected < names
     forward = {row["size"]: row for row in of_classes if row["name"] == "forward pass"}
     assert [row["forward_passes"] for row in forward.values()] == [1, 1, 1]
@@ -34,7 +40,9 @@ def test_every_series_at_small_sizes(tmp_path, capsys):
         assert row["seconds"] == pytest.approx(seconds)
 
     of_lengths = {
-        (row["name"], row["size"]) for row in rows if row["against"] == "tokens of a text"
+        (row["name"], row["size"])
+        for row in rows
+        if row["against"] == "tokens of a text"
     }
     assert of_lengths == {
         (name + way, size)

@@ -21,7 +21,9 @@ def small(tiny_models, tmp_path):
     }
 
 
-def test_every_setting_trains_and_predicts_what_is_held_out(tmp_path, capsys, tiny_models):
+def test_every_setting_trains_and_predicts_what_is_held_out(
+    tmp_path, capsys, tiny_models
+):
     finished = run(
         capsys,
         tmp_path / "results",

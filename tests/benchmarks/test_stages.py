@@ -1,4 +1,6 @@
-"""The experiment on training in stages at its smallest; its mixtures are those of `in_stages`."""
+"""The experiment on training in stages at its smallest; its mixtures are those of
+`in_stages`.
+"""
 
 import json
 
@@ -8,7 +10,14 @@ import transformers
 
 import laplace_lora_ext
 from benchmarks.experiments.stages import Seconds, Trial
-from benchmarks.fine_tuning import MEMBER_SEEDS, TEST, TRAIN, fine_tune, prepare, untrained
+from benchmarks.fine_tuning import (
+    MEMBER_SEEDS,
+    TEST,
+    TRAIN,
+    fine_tune,
+    prepare,
+    untrained,
+)
 from benchmarks.methods.method import labels_of
 from benchmarks.methods.priors import geometric_mean
 from benchmarks.options import Stages
@@ -90,15 +99,18 @@ def test_every_row_is_measured_and_every_training_is_shared(options, tmp_path, c
         assert 0 < row["nll"] < 10
         assert 0 <= row["aurc"] <= 1
         of_shifted = row["shifted"]["matplotlib"]
-        assert set(of_shifted["auroc"]) == {"entropy", "maximum"} | SIGNS.get(keys, set())
+        assert set(of_shifted["auroc"]) == {"entropy", "maximum"} | SIGNS.get(
+            keys, set()
+        )
         assert of_shifted["auroc"]["entropy"] == of_shifted["shift_auroc"]
         # Its texts have labels, of another library.
         assert 0 < of_shifted["nll"] < 10
     assert rows["staged_2", "held_out"]["trainings"] == pytest.approx(2.1)
     ordinary = 1
-    staged = 2 * 2  # two stages of two members; the first of the second is a second training too
-    # No smoothing is the first member's first stage; any other amount has a first stage of its
-    # own, and a second one if held-out texts choose it.
+    # Two stages of two members; the first of the second is a second training too.
+    staged = 2 * 2
+    # No smoothing is the first member's first stage; any other amount has a first stage
+    # of its own, and a second one if held-out texts choose it.
     smoothed = 1
     if rows["label_smoothing", "held_out"]["chosen"] > 0:
         smoothed = 2
@@ -163,10 +175,14 @@ def test_a_head_has_the_prior_of_the_same_second_training(of_encoder):
         trial.train(model, list(examples), 0.8, 1)
         return model
 
-    la.optimize_prior_precision(method="second_training", train=train, train_loader=batches)
+    la.optimize_prior_precision(
+        method="second_training", train=train, train_loader=batches
+    )
     assert measured["chosen"] == pytest.approx(geometric_mean(la.prior_precision))
     test = pretrained.data[TEST]
-    predictions = [la(batch, link_approx="mean_field") for batch in pretrained.loader(test)]
+    predictions = [
+        la(batch, link_approx="mean_field") for batch in pretrained.loader(test)
+    ]
     nll = negative_log_likelihood(torch.cat(predictions).detach(), labels_of(test))
     assert measured["nll"] == pytest.approx(nll, rel=1e-5)
 
@@ -175,7 +191,10 @@ def write_grammar(data):
     """Write sentences of two classes, some of them wrong."""
     task = PAPER_TASKS["cola"]
     rows = [
-        {"sentence": f"It {'rains' if number % 2 else 'rain'} {number}.", "label": label}
+        {
+            "sentence": f"It {'rains' if number % 2 else 'rain'} {number}.",
+            "label": label,
+        }
         for number in range(24)
         for label in (number % 2, (number // 5) % 2)
     ]
@@ -209,7 +228,9 @@ def test_a_mixture_is_that_of_in_stages(options):
     )
     test = pretrained.data[TEST]
     batches = pretrained.loader(test)
-    predictions = [mixture(batch, link_approx="mean_field").detach() for batch in batches]
+    predictions = [
+        mixture(batch, link_approx="mean_field").detach() for batch in batches
+    ]
     nll = negative_log_likelihood(torch.cat(predictions), labels_of(test))
     rows = {(row["method"], row["prior"]): row for row in trial.in_stages(members=2)}
     assert rows["staged_2", "held_out"]["nll"] == pytest.approx(nll, rel=1e-6)

@@ -17,7 +17,8 @@ from benchmarks.tasks.paper_prompts import LETTERS
 from benchmarks.tasks.task import Example
 from tests.benchmarks.support import PROMPTS, ROWS, parsed, pool, write_task
 
-# Of each task of balanced classes, how many it has, and how many files of a library it needs.
+# Of each task of balanced classes, how many it has, and how many files of a library it
+# needs.
 BALANCED = [
     ("submodules", 12, 150),
     ("exceptions", 4, 20),
@@ -89,7 +90,9 @@ def test_texts_of_an_unseen_library_have_labels_and_are_none_of_the_others():
     assert 0 < len(unseen) <= 12
     for one in unseen:
         assert 0 <= one.label < len(task.classes)
-    assert not {one.text for one in unseen} & {one.text for one in (*task.train, *task.test)}
+    assert not {one.text for one in unseen} & {
+        one.text for one in (*task.train, *task.test)
+    }
     # They come from one library, which the others leave out.
     of_unseen = set(SECTION_OF.find(["sklearn"], options, 0))
     assert {(task.classes[one.label], one.text) for one in unseen} <= of_unseen
@@ -132,7 +135,9 @@ def test_rows_of_a_folder_and_of_the_hub_become_the_papers_prompts_and_pairs(
         asked.append((dataset, configuration, split))
         return rows
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setitem(
+        sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset)
+    )
     of_folder = read_paper_task(name, tmp_path)
     of_hub = read_paper_task(name)
     assert of_folder.test == expected[:1]
@@ -155,7 +160,11 @@ def write_intents(folder):
     """Write CLINC's two splits: two domains of two intents, and texts out of scope."""
     folder = folder / "clinc" / "clinc_oos" / "plus"
     folder.mkdir(parents=True)
-    intents = {"travel": ["visa", "flight"], "banking": ["balance", "transfer"], "oos": ["oos"]}
+    intents = {
+        "travel": ["visa", "flight"],
+        "banking": ["balance", "transfer"],
+        "oos": ["oos"],
+    }
     for split in ("train", "test"):
         rows = [
             {"text": f"{split} {intent} {number}", "intent": intent, "domain": domain}
@@ -184,7 +193,10 @@ def test_intents_come_from_their_own_splits_and_others_are_foreign(tmp_path):
     assert {one.text.split()[0] for one in task.train} == {"train"}
     assert {one.text.split()[0] for one in task.test} == {"test"}
     assert {one.text.split()[1] for one in task.shifted["oos"]} == {"oos"}
-    assert {one.text.split()[1] for one in task.shifted["other domains"]} == {"balance", "transfer"}
+    assert {one.text.split()[1] for one in task.shifted["other domains"]} == {
+        "balance",
+        "transfer",
+    }
     assert list(read(0, "clinc150").shifted) == ["oos", "typos"]
     for right, typed in zip(task.test, task.shifted["typos"], strict=True):
         assert typed.label == right.label

@@ -91,7 +91,9 @@ def test_qualities_of_the_model_its_temperature_and_its_posterior(la):
     tokens = torch.cat([tokens for _, tokens in pairs])
     is_right = logits.argmax(-1) == tokens
     assert of_model["tokens"] == len(tokens)
-    assert of_model["nll"] == pytest.approx(cross_entropy(logits, tokens).item(), rel=1e-5)
+    assert of_model["nll"] == pytest.approx(
+        cross_entropy(logits, tokens).item(), rel=1e-5
+    )
     assert of_model["token_accuracy"] == is_right.double().mean().item()
     predictor = scaled(la, batches)
     assert predictor.temperature > 1
@@ -110,6 +112,7 @@ def test_noise_of_tfb_changes_next_to_no_token(la):
         f, drawn, _ = predictor(batch)
         p = f.softmax(-1)
         mixture = torch.stack([logits.softmax(-1) for logits in drawn]).mean(0)
-        assert torch.equal(mixture.argmax(-1), f.argmax(-1))  # of 20 tokens, one would be 5 %
+        # Of 20 tokens, one would be 5 %.
+        assert torch.equal(mixture.argmax(-1), f.argmax(-1))
         moved.append((mixture - p).abs().max())
     assert max(moved) > 1e-4

@@ -1,4 +1,6 @@
-"""Examples of every kind, each a batch of one without padding, and batches of several of them."""
+"""Examples of every kind, each a batch of one without padding, and batches of several
+of them.
+"""
 
 from collections.abc import Sequence
 
@@ -132,7 +134,9 @@ def together(
     side: str,
     length: int | None = None,
 ) -> Example:
-    """Make a batch, texts padded on a side to a length, by default that of the longest."""
+    """Make a batch, texts padded on a side to a length, by default that of the
+    longest.
+    """
     keys = list(dict.fromkeys(key for example in examples for key in example))
     batch = {}
     for key in keys:

@@ -1,6 +1,8 @@
-"""Tiny models of many families with random weights, and what the library makes of each of them.
+"""Tiny models of many families with random weights, and what the library makes of each
+of them.
 
-`tests/library/test_compatibility.py` proves what `python -m tests.compatibility.tables` prints.
+`tests/library/test_compatibility.py` proves what `python -m tests.compatibility.tables`
+prints.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +36,7 @@ RIGHT = "answer tokens, right"
 LEFT = "answer tokens, left"
 COLUMNS = (CLASSIFIER, RIGHT, LEFT)
 
-# --- settings of several families ----------------------------------------------------------------
+# --- settings of several families -----------------------------------------------------
 
 _TOKENS = {
     "vocab_size": VOCABULARY,
@@ -100,10 +102,11 @@ _QWEN_VISION = {
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's models are made of, and what is expected of each column, if not "exact".
+    """What a family's models are made of, and what is expected of each column, if not
+    "exact".
 
-    Models and configuration are classes of transformers, `config` without "Config". The data type
-    is float32 where the model's own attention masks overflow in float64.
+    Models and configuration are classes of transformers, `config` without "Config". The
+    data type is float32 where the model's own attention masks overflow in float64.
     """
 
     config: str
@@ -121,7 +124,9 @@ class Family:
         return MISSING if kind is None else self.outcomes.get(column, EXACT)
 
     def model(self, column: str) -> nn.Module:
-        """Make a model with random weights and adapters of rank 2, in evaluation mode."""
+        """Make a model with random weights and adapters of rank 2, in evaluation
+        mode.
+        """
         torch.manual_seed(0)
         make_config = getattr(transformers, f"{self.config}Config")
         config = make_config(**self.settings, num_labels=3)
@@ -172,7 +177,7 @@ def _of_videos(n: int) -> list[Example]:
     return of_images(n, 2, 3, 8, 8)
 
 
-# --- the families --------------------------------------------------------------------------------
+# --- the families ---------------------------------------------------------------------
 
 _BOTH = ("ForSequenceClassification", "ForCausalLM")
 _SEQUENCE = "ForSequenceClassification"
@@ -185,7 +190,10 @@ FAMILIES = {
     "Gemma": _family("Gemma", _GROUPED, *_BOTH),
     "Gemma 2": _family("Gemma2", _GROUPED, *_BOTH, dtype=torch.float32),
     "Gemma 3": Family(
-        "Gemma3Text", _GROUPED, "Gemma3TextForSequenceClassification", "Gemma3ForCausalLM"
+        "Gemma3Text",
+        _GROUPED,
+        "Gemma3TextForSequenceClassification",
+        "Gemma3ForCausalLM",
     ),
     "Phi-3": _family("Phi3", _GROUPED, *_BOTH),
     "SmolLM3": _family("SmolLM3", _GROUPED, *_BOTH),
@@ -237,7 +245,9 @@ FAMILIES = {
     ),
     "BERT": _family("Bert", _TEXT, _SEQUENCE),
     "RoBERTa": _family("Roberta", _TEXT, _SEQUENCE),
-    "RoBERTa as decoder": _family("Roberta", {**_TEXT, "is_decoder": True}, "ForCausalLM"),
+    "RoBERTa as decoder": _family(
+        "Roberta", {**_TEXT, "is_decoder": True}, "ForCausalLM"
+    ),
     "DistilBERT": _family("DistilBert", {**_TEXT, "hidden_dim": 12}, _SEQUENCE),
     "DeBERTa-v2": _family(
         "DebertaV2",
@@ -252,7 +262,9 @@ FAMILIES = {
     "ELECTRA": _family("Electra", {**_TEXT, "embedding_size": 8}, _SEQUENCE),
     "ALBERT": _family("Albert", {**_TEXT, "embedding_size": 8}, _SEQUENCE),
     "ModernBERT": _family("ModernBert", {**_TEXT, "cls_token_id": 1}, _SEQUENCE),
-    "ModernBERT as decoder": _family("ModernBertDecoder", {**_TEXT, "cls_token_id": 1}, *_BOTH),
+    "ModernBERT as decoder": _family(
+        "ModernBertDecoder", {**_TEXT, "cls_token_id": 1}, *_BOTH
+    ),
     "XLNet": _family(
         "XLNet",
         {
@@ -315,7 +327,9 @@ FAMILIES = {
         targets=["q_proj", "k_proj", "v_proj", "o_proj"],
     ),
     "Qwen2-MoE": _family(
-        "Qwen2Moe", {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 6}, *_BOTH
+        "Qwen2Moe",
+        {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 6},
+        *_BOTH,
     ),
     "Qwen3-MoE": _family(
         "Qwen3Moe",

@@ -1,4 +1,6 @@
-"""Kinds of adapters, precisions and wrappers, and what the library makes of each of them."""
+"""Kinds of adapters, precisions and wrappers, and what the library makes of each of
+them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +23,11 @@ EXACT = "exact"
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, and what is expected of it; `refusal` is a pattern of the error's message.
+    """A model, and what is expected of it; `refusal` is a pattern of the error's
+    message.
 
-    An older PEFT or torch, which has no such thing, raises `ValueError` or `AttributeError`.
+    An older PEFT or torch, which has no such thing, raises `ValueError` or
+    `AttributeError`.
     """
 
     model: Callable[[], nn.Module]
@@ -33,7 +37,8 @@ class Kind:
     def batches(self) -> Batches:
         """Make batches of five examples, one and four.
 
-        DoRA's identity of `lora_A` has five rows, too, and must not count as an example.
+        DoRA's identity of `lora_A` has five rows, too, and must not count as an
+        example.
         """
         generator = torch.Generator().manual_seed(1)
         batches = []
@@ -44,7 +49,7 @@ class Kind:
         return batches
 
 
-# --- adapters ------------------------------------------------------------------------------------
+# --- adapters -------------------------------------------------------------------------
 
 
 def with_dora() -> nn.Module:
@@ -151,15 +156,21 @@ ADAPTERS = {
             alpha_pattern={"second": 1},
         )
     ),
-    "PiSSA, OLoRA and other beginnings": Kind(partial(plain_model, init_lora_weights="olora")),
+    "PiSSA, OLoRA and other beginnings": Kind(
+        partial(plain_model, init_lora_weights="olora")
+    ),
     "LoRA with a bias": Kind(with_bias, "exact, the bias held"),
     'bias="lora_only"': Kind(with_lora_only_biases, "exact, the biases held"),
     "add_weighted_adapter": Kind(with_weighted),
     "LoRA-FA": Kind(with_frozen_a, "exact, over B alone"),
     "DoRA": Kind(with_dora, "exact, the magnitude held"),
     "beside an inactive adapter": Kind(with_inactive),
-    "two active adapters": Kind(with_two_active, "refused", "default, second.*set_adapter"),
-    "merged": Kind(merged, "refused until unmerged", "first is merged .*unmerge_adapter"),
+    "two active adapters": Kind(
+        with_two_active, "refused", "default, second.*set_adapter"
+    ),
+    "merged": Kind(
+        merged, "refused until unmerged", "first is merged .*unmerge_adapter"
+    ),
     "VeRA": _other(peft.VeraConfig, rf"{_NO_LORA}.*VERA.*{_BY_LORA}", _CONVERTIBLE),
     "LoHa": _other(peft.LoHaConfig, rf"{_NO_LORA}.*LOHA.*{_BY_LORA}", _CONVERTIBLE),
     "LoKr": _other(peft.LoKrConfig, rf"{_NO_LORA}.*LOKR.*{_BY_LORA}", _CONVERTIBLE),
@@ -167,7 +178,7 @@ ADAPTERS = {
     "OFT": _other(peft.OFTConfig, rf"{_NO_LORA}.*OFT", oft_block_size=1, r=0),
 }
 
-# --- wrappers, around `lora_model("bert")` -------------------------------------------------------
+# --- wrappers, around `lora_model("bert")` --------------------------------------------
 
 
 def bert() -> nn.Module:
@@ -253,14 +264,15 @@ WRAPPERS = {
 }
 
 
-# --- precisions ----------------------------------------------------------------------------------
+# --- precisions -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Precision:
     """Data types of a model, and how far its covariances may be from those of float64.
 
-    The bound is relative to the largest number, and twice the largest difference measured.
+    The bound is relative to the largest number, and twice the largest difference
+    measured.
     """
 
     base: torch.dtype

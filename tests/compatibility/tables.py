@@ -25,7 +25,10 @@ def tables() -> Iterator[str]:
 
 
 def _covariances() -> dict[str, str]:
-    bounds = {name: f"{precision.bound:g} of float64" for name, precision in PRECISIONS.items()}
+    bounds = {
+        name: f"{precision.bound:g} of float64"
+        for name, precision in PRECISIONS.items()
+    }
     single = f"{BOUNDS[torch.float32]:g} (float32)"
     half = f"{BOUNDS[torch.bfloat16]:g} (bfloat16)"
     for name in QUANTIZERS:

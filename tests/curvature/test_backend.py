@@ -57,7 +57,9 @@ def test_regression_has_the_curvature_of_the_squared_error():
 
 @pytest.mark.parametrize("backend", [LowRankKronGGN, LowRankKronEF])
 def test_the_exact_fisher_and_the_empirical_fisher_of_one_example(backend):
-    """At T = 1 and one datum the Kronecker form of "gradient" is exact for a rank-one Fisher."""
+    """At T = 1 and one datum the Kronecker form of "gradient" is exact for a rank-one
+    Fisher.
+    """
     model = lora_model("bert", n_labels=2).eval()
     (batch,) = ragged_batches(
         lengths=[1],
@@ -80,8 +82,8 @@ def test_the_exact_fisher_and_the_empirical_fisher_of_one_example(backend):
         rank=100,
     )
     H = la.H.to_matrix()
-    # A rank-one block vec(G) vec(G)ᵀ of a rank-one G is a Kronecker product: lora_A, lora_B
-    # at a single position.
+    # A rank-one block vec(G) vec(G)ᵀ of a rank-one G is a Kronecker product: lora_A,
+    # lora_B at a single position.
     start = 0
     for _, layer in lora_layers(model):
         end = start + layer.weight.numel()
@@ -93,7 +95,7 @@ def test_the_exact_fisher_and_the_empirical_fisher_of_one_example(backend):
         start = end
 
 
-# --- drawn labels --------------------------------------------------------------------------------
+# --- drawn labels ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
@@ -101,7 +103,12 @@ def test_monte_carlo_fisher_follows_the_seed_and_approaches_the_exact_one(struct
     def curvature(**settings):
         if structure == "lowrank_kron":
             settings["rank"] = 100
-        la = make(lora_model("bert"), structure, backend=LowRankKronGGN, backend_kwargs=settings)
+        la = make(
+            lora_model("bert"),
+            structure,
+            backend=LowRankKronGGN,
+            backend_kwargs=settings,
+        )
         la.fit(ragged_batches())
         return la.H.to_matrix() if structure == "lowrank_kron" else la.H
 

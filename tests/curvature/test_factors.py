@@ -1,4 +1,6 @@
-"""Kronecker factors: the streaming low-rank update against optimal and dense factors."""
+"""Kronecker factors: the streaming low-rank update against optimal and dense
+factors.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from laplace_lora_ext.curvature.factors import DenseFactor, Factor, LowRankFactor, StreamingUpdates
+from laplace_lora_ext.curvature.factors import (
+    DenseFactor,
+    Factor,
+    LowRankFactor,
+    StreamingUpdates,
+)
 
 
 def decaying_rows(
@@ -15,7 +22,8 @@ def decaying_rows(
     power: float = 1.0,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Draw `(n, d)` rows, of which direction i has the standard deviation `i ** -power`.
+    """Draw `(n, d)` rows, of which direction i has the standard deviation `i **
+    -power`.
 
     Rows of activations and gradients have eigenvalues that decay like this.
     """
@@ -101,7 +109,9 @@ def test_an_eigendecomposition_that_does_not_converge_is_done_otherwise(monkeypa
 @pytest.mark.parametrize("power", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize("d", [60, 400])
 def test_streaming_keeps_the_energy_of_the_optimal_factor(d, power, dtype):
-    """Many rows at once go through subspace iteration, few through an eigendecomposition."""
+    """Many rows at once go through subspace iteration, few through an
+    eigendecomposition.
+    """
     rows = decaying_rows(1500, d, power, dtype)
     eigenvalues = torch.linalg.eigvalsh((rows.T @ rows).double())
     optimal = eigenvalues[-10:].sum()

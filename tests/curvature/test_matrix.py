@@ -23,13 +23,17 @@ CPU = torch.device("cpu")
 
 
 def random_kron(shapes, rank, tail, n_rows) -> LowRankKron:
-    """Make blocks (r, d) and (d, r) in turn, of given sizes (r, d), from random rows."""
+    """Make blocks (r, d) and (d, r) in turn, of given sizes (r, d), from random
+    rows.
+    """
     noise = generator()
     blocks = []
     for index, (small, large) in enumerate(shapes):
         small_output = index % 2 == 0
         shape = (small, large) if small_output else (large, small)
-        block = KroneckerBlock.zeros(shape, small_output, rank, tail, CPU, torch.float64)
+        block = KroneckerBlock.zeros(
+            shape, small_output, rank, tail, CPU, torch.float64
+        )
         for factor in (block.output_factor, block.input_factor):
             rows = torch.randn(n_rows, factor.size, generator=noise)
             StreamingUpdates().add(factor, rows.double())
@@ -39,7 +43,9 @@ def random_kron(shapes, rank, tail, n_rows) -> LowRankKron:
 
 
 def factor_matrix(factor: Factor) -> torch.Tensor:
-    """Build a factor from its columns and trace, by none of the operations that it offers."""
+    """Build a factor from its columns and trace, by none of the operations that it
+    offers.
+    """
     if isinstance(factor, DenseFactor):
         return factor.matrix
     values, vectors = torch.linalg.eigh(factor.columns @ factor.columns.T)
@@ -79,7 +85,9 @@ def matrix_of(kron: LowRankKron) -> torch.Tensor:
     layerwise=st.booleans(),
     scale=st.floats(0.1, 10),
 )
-def test_decomposed_operations_equal_dense_ones(shapes, rank, tail, n_rows, layerwise, scale):
+def test_decomposed_operations_equal_dense_ones(
+    shapes, rank, tail, n_rows, layerwise, scale
+):
     kron = random_kron(shapes, rank, tail, n_rows)
     sizes = torch.tensor([m * n for m, n in shapes])
     deltas = torch.rand(len(shapes) if layerwise else 1).double() + 0.1
@@ -127,7 +135,9 @@ def test_gradient_in_the_prior_precision_is_that_of_finite_differences():
         generator=generator(1),
     ).double()
 
-    def determinant_and_square_form(delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def determinant_and_square_form(
+        delta: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         P = kron + delta
         return P.logdet(), P.inv_square_form(W)
 
@@ -135,7 +145,8 @@ def test_gradient_in_the_prior_precision_is_that_of_finite_differences():
 
 
 def test_nothing_cancels_at_a_tiny_prior_precision_in_float32():
-    # The weights lie within the kept directions, where the curvature is 1e8 times the prior.
+    # The weights lie within the kept directions, where the curvature is 1e8 times the
+    # prior.
     input_factor = {
         "columns": 1e4 * torch.eye(50)[:, :3],
         "trace": torch.tensor(3e8, dtype=torch.float64),

@@ -1,6 +1,8 @@
-"""An accelerator that is made of Python: tensors of main memory that mix with no others.
+"""An accelerator that is made of Python: tensors of main memory that mix with no
+others.
 
-`install` is for a process of its own, since PyTorch knows one such kind of device for good.
+`install` is for a process of its own, since PyTorch knows one such kind of device for
+good.
 """
 
 from __future__ import annotations
@@ -123,7 +125,8 @@ def install() -> None:
     for name, make in _MADE.items():
         library.impl(name, partial(_made, make), "PrivateUse1")
     library.impl("_copy_from", _copy, "PrivateUse1")
-    torch.__future__.set_swap_module_params_on_conversion(True)  # `to` keeps the parameters
+    # `to` keeps the parameters.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     _kept.extend([library, hook, guard])
     run = torch.autograd._engine_run_backward
 
@@ -161,14 +164,20 @@ def _device_of(
     kwargs: Any,
     ours: list[Pretended],
 ) -> torch.device:
-    """Where an operation runs; a `RuntimeError` if its tensors are on several devices."""
+    """Where an operation runs; a `RuntimeError` if its tensors are on several
+    devices.
+    """
     name = function._schema.name.removeprefix("aten::")
     if name == "copy_":
         return args[0].device
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     # As on CUDA, numbers by themselves and indices may be on the CPU.
-    devices = {tensor.device for tensor in tensors if tensor.dim() or tensor.device.type != "cpu"}
+    devices = {
+        tensor.device
+        for tensor in tensors
+        if tensor.dim() or tensor.device.type != "cpu"
+    }
     if name.lstrip("_").startswith("index"):
         accelerators = {device for device in devices if device.type != "cpu"}
         devices = accelerators | {tensors[0].device}

@@ -16,7 +16,13 @@ from torch.testing import assert_close
 
 from tests.library.pretended_device import NAME, install
 from tests.support.dense import EXACT
-from tests.support.models import CLASS_TOKEN_IDS, lora_model, pairs, ragged_batches, with_lora
+from tests.support.models import (
+    CLASS_TOKEN_IDS,
+    lora_model,
+    pairs,
+    ragged_batches,
+    with_lora,
+)
 from tests.support.posteriors import generator, make
 
 CPU = "cpu"
@@ -77,7 +83,7 @@ def assert_equal(found: Outcomes, expected: Outcomes) -> None:
         )
 
 
-# --- classifiers ---------------------------------------------------------------------------------
+# --- classifiers ----------------------------------------------------------------------
 
 
 def predictions(la: Any, X: torch.Tensor) -> Outcomes:
@@ -206,14 +212,17 @@ def test_a_posterior_follows_layers_to_several_devices(structure):
     assert_equal(found, expected)
 
 
-# --- language models -----------------------------------------------------------------------------
+# --- language models ------------------------------------------------------------------
 
 
 def dispatched() -> nn.Module:
-    """Make a language model with Accelerate's hooks, the second half of which is elsewhere."""
+    """Make a language model with Accelerate's hooks, the second half of which is
+    elsewhere.
+    """
     model = lora_model("gpt2")
     base = model.get_base_model().to(CPU)
-    base.lm_head.weight = nn.Parameter(base.lm_head.weight.detach().clone())  # tied otherwise
+    # Tied otherwise.
+    base.lm_head.weight = nn.Parameter(base.lm_head.weight.detach().clone())
     for module in (base.transformer.h[1], base.transformer.ln_f, base.lm_head):
         hook = AlignDevicesHook(FIRST, skip_keys=["past_key_values"])
         add_hook_to_module(module.to(FIRST), hook)

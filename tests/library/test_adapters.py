@@ -9,7 +9,13 @@ from torch.testing import assert_close
 
 import laplace_lora_ext
 from tests.compatibility.kinds import with_dora, with_frozen_a
-from tests.support.models import base_model, lora_model, pairs, plain_model, ragged_batches
+from tests.support.models import (
+    base_model,
+    lora_model,
+    pairs,
+    plain_model,
+    ragged_batches,
+)
 from tests.support.posteriors import STRUCTURES, fitted, make, sizes
 
 
@@ -23,7 +29,9 @@ def test_doras_identity_is_no_input_of_expand_and_hosts_backends_are_refused():
     of_first_A = la.H_facs.blocks[0]
     assert_close(of_first_A.input_factor.trace, X.square().sum())
     for structure in ("kron", "diag", "full"):
-        with pytest.raises(NotImplementedError, match=r"don't support DoRA.*first\.lora_A"):
+        with pytest.raises(
+            NotImplementedError, match=r"don't support DoRA.*first\.lora_A"
+        ):
             make(model, structure, backend=CurvlinopsGGN)
 
 
@@ -51,7 +59,9 @@ def test_a_posterior_over_b_alone_is_saved_and_loaded(structure, tmp_path):
     loaded = PeftModel.from_pretrained(base, tmp_path)  # for inference
     again = laplace_lora_ext.from_pretrained(loaded, tmp_path)
     assert [block.name for block in again.blocks] == [block.name for block in la.blocks]
-    assert not any(p.requires_grad for name, p in loaded.named_parameters() if "lora_" in name)
+    assert not any(
+        p.requires_grad for name, p in loaded.named_parameters() if "lora_" in name
+    )
     batch, *_ = ragged_batches()
     assert_close(again(batch), la(batch))
     if structure == "lowrank_kron":
@@ -80,5 +90,7 @@ def test_a_posterior_over_b_alone_is_guarded_against_another_a(structure):
     batch, *_ = ragged_batches()
     with torch.no_grad():
         la.blocks[0].owner.lora_A["default"].weight.add_(1e-3)
-    with pytest.raises(RuntimeError, match=r"query\.lora_A\.weight differs from that of the fit"):
+    with pytest.raises(
+        RuntimeError, match=r"query\.lora_A\.weight differs from that of the fit"
+    ):
         la(batch)

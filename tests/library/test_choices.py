@@ -34,7 +34,12 @@ from tests.support.dense import (
     gradient_blocks,
     softmax_fisher,
 )
-from tests.support.models import CLASS_TOKEN_IDS, lora_model, ragged_batches, without_labels
+from tests.support.models import (
+    CLASS_TOKEN_IDS,
+    lora_model,
+    ragged_batches,
+    without_labels,
+)
 from tests.support.posteriors import GRID, STRUCTURES, another_training, make
 from tests.support.texts import encoder_decoder
 from tests.support.trainers import trainer_of
@@ -102,7 +107,9 @@ def quietly(call: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("make_case", CASES)
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
-def test_curvature_evidence_and_predictions_are_those_of_dense_algebra(structure, make_case, side):
+def test_curvature_evidence_and_predictions_are_those_of_dense_algebra(
+    structure, make_case, side
+):
     model, case = lora_model("gpt2"), make_case(side)
     options = dict(case.options)
     if structure == "lowrank_kron":
@@ -142,7 +149,9 @@ def test_choices_of_one_token_are_class_tokens(structure):
     quietly(lambda: plain.fit(batches))
     quietly(lambda: of_choices.fit(choices))
     close = {"rtol": 1e-10, "atol": 1e-12}
-    assert_close(of_choices.log_marginal_likelihood(), plain.log_marginal_likelihood(), **close)
+    assert_close(
+        of_choices.log_marginal_likelihood(), plain.log_marginal_likelihood(), **close
+    )
     for batch, of_batch in zip(batches, choices, strict=True):
         expected = plain(batch, link_approx="mean_field")
         assert_close(of_choices(of_batch, link_approx="mean_field"), expected, **close)
@@ -173,7 +182,11 @@ def test_padding_changes_nothing(make_case, kfac_approx):
     evidences = []
     for side in ("right", "left"):
         case = make_case(side)
-        la = make(lora_model("gpt2"), backend_kwargs={"kfac_approx": kfac_approx}, **case.options)
+        la = make(
+            lora_model("gpt2"),
+            backend_kwargs={"kfac_approx": kfac_approx},
+            **case.options,
+        )
         quietly(lambda la=la, case=case: la.fit(case.batches))
         evidences.append(la.log_marginal_likelihood())
     assert_close(evidences[0], evidences[1], **EXACT)
@@ -187,7 +200,10 @@ def test_every_method_takes_them(make_case):
     for method, data in (
         ("agreement", {"train_loader": case.batches}),
         ("marglik", {"n_steps": 2}),
-        ("gridsearch", {"val_loader": case.batches, "link_approx": "mean_field", **GRID}),
+        (
+            "gridsearch",
+            {"val_loader": case.batches, "link_approx": "mean_field", **GRID},
+        ),
         ("val_gd", {"val_loader": case.batches, "n_steps": 2}),
     ):
         la.prior_precision = 1.0
@@ -217,7 +233,9 @@ def test_files_and_mixtures_know_the_answers(make_case, tmp_path):
     assert loaded.model.class_token_ids == case.options.get("class_token_ids")
     inputs = without_labels(case.batches[0])
     assert torch.equal(loaded(inputs), la(inputs))
-    with pytest.raises(ValueError, match="normalised was True at the fit, and now is False"):
+    with pytest.raises(
+        ValueError, match="normalised was True at the fit, and now is False"
+    ):
         laplace_lora_ext.from_pretrained(model, tmp_path, normalised=False)
 
     other = make(another_training("gpt2").eval(), **case.options)
@@ -250,18 +268,26 @@ def test_encoder_decoders_write_them(kind, structure):
             decoded = torch.tensor([[start, *answer]])
             output = model(input_ids=torch.tensor([prompt]), decoder_input_ids=decoded)
             log_p = output.logits[0].log_softmax(-1)
-            logits.append(torch.stack([log_p[n, token] for n, token in enumerate(answer)]).sum())
+            logits.append(
+                torch.stack([log_p[n, token] for n, token in enumerate(answer)]).sum()
+            )
         return torch.stack(logits)
 
     prompts = [prompt for batch in case.batches for prompt in prompts_of(batch)]
     logits, Js = alone(copy.deepcopy(model).eval(), logits_of, prompts)
     y = torch.cat([batch["labels"] for batch in case.batches])
-    assert_close(la.loss, cross_entropy(logits, y, reduction="sum"), rtol=1e-5, atol=1e-5)
+    assert_close(
+        la.loss, cross_entropy(logits, y, reduction="sum"), rtol=1e-5, atol=1e-5
+    )
     if structure == "full":
         expected = exact_ggn(Js, softmax_fisher(logits))
-        assert_close(la.H, expected.to(la.H), rtol=1e-4, atol=1e-5 * expected.max().item())
+        assert_close(
+            la.H, expected.to(la.H), rtol=1e-4, atol=1e-5 * expected.max().item()
+        )
     moments = la.predictive_moments(without_labels(case.batches[0]))
-    assert_close(moments.f_mu, logits[: len(moments.f_mu)].to(moments.f_mu), rtol=1e-5, atol=1e-5)
+    assert_close(
+        moments.f_mu, logits[: len(moments.f_mu)].to(moments.f_mu), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_unequal_numbers_of_choices_are_fitted_and_not_compared():
@@ -274,7 +300,10 @@ def test_unequal_numbers_of_choices_are_fitted_and_not_compared():
     la = make(lora_model("gpt2"))
     quietly(lambda: la.fit(loader))
     for of_batch, n_choices in zip(loader, (4, 3), strict=True):
-        assert la(without_labels(of_batch), link_approx="mean_field").shape == (4, n_choices)
+        assert la(without_labels(of_batch), link_approx="mean_field").shape == (
+            4,
+            n_choices,
+        )
     with pytest.raises(ValueError, match="unequal numbers of choices"):
         la.optimize_prior_precision(method="gridsearch", val_loader=loader, **GRID)
 
@@ -289,7 +318,7 @@ def test_nothing_is_printed_and_no_name_is_out_of_date(caplog, capsys):
     assert not caplog.records
 
 
-# --- trainers ------------------------------------------------------------------------------------
+# --- trainers -------------------------------------------------------------------------
 
 
 class OfAnswers(Trainer):
@@ -343,7 +372,9 @@ def test_stages_train_and_fit_them(make_case, tmp_path):
         if "lora_B" in name:
             nn.init.zeros_(weight)
     la = quietly(
-        lambda: train_in_stages(trainer, likelihood="classification", held_out=0.3, **case.options)
+        lambda: train_in_stages(
+            trainer, likelihood="classification", held_out=0.3, **case.options
+        )
     )
     assert la.n_data == len(trainer.train_dataset)
     assert la.model.class_token_ids == case.options.get("class_token_ids")

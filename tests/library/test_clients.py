@@ -1,4 +1,6 @@
-"""The guide to other libraries, each of its blocks run with the library that it is about."""
+"""The guide to other libraries, each of its blocks run with the library that it is
+about.
+"""
 
 import re
 from functools import partial
@@ -36,7 +38,9 @@ def run(
     return names
 
 
-def test_the_ensembles_of_lm_polygraph_are_draws_and_without_any_the_trained_model(tmp_path):
+def test_the_ensembles_of_lm_polygraph_are_draws_and_without_any_the_trained_model(
+    tmp_path,
+):
     write_adapter(tmp_path, "gpt2")
     writer = fitted_text(prior_precision=20.0)
     names = run(

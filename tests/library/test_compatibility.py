@@ -63,7 +63,9 @@ def examples_of(family: Family) -> list[Example]:
     for example in family.examples(N):
         in_dtype = {}
         for key, value in example.items():
-            in_dtype[key] = value.to(family.dtype) if value.is_floating_point() else value
+            in_dtype[key] = (
+                value.to(family.dtype) if value.is_floating_point() else value
+            )
         examples.append(in_dtype)
     return examples
 
@@ -123,7 +125,8 @@ def test_each_family_has_the_outcome_of_the_table(family: Family, column: str):
     H = torch.block_diag(*blocks)
     places = torch.cat([matrix.flatten() for matrix in matrix_places(model)])
     covariance = block_diagonal_covariance(blocks, Js[..., places])
-    tolerance = 1e-5 if family.dtype is torch.float64 else 5e-3  # of norms that run in float32
+    # Of norms that run in float32.
+    tolerance = 1e-5 if family.dtype is torch.float64 else 5e-3
     assert apart(f_mu, expected) < tolerance
     assert apart(la.H.to_matrix().double(), H) < tolerance
     assert apart(f_var, covariance) < tolerance

@@ -1,4 +1,6 @@
-"""With rank >= d nothing is approximated but the Kronecker form: equality with dense formulas."""
+"""With rank >= d nothing is approximated but the Kronecker form: equality with dense
+formulas.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,12 +38,14 @@ from tests.support.posteriors import KFAC_APPROX, fitted, make, sizes, stock
 
 EXACT = {"rtol": 1e-6, "atol": 1e-9}
 
-# --- dense Kronecker blocks ----------------------------------------------------------------------
+# --- dense Kronecker blocks -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """An example as a batch of one, which of its positions `(T,)` count, and its label."""
+    """An example as a batch of one, which of its positions `(T,)` count, and its
+    label.
+    """
 
     inputs: dict[str, torch.Tensor]
     is_valid: torch.Tensor
@@ -54,7 +58,8 @@ def dense_examples(
     batches: Sequence[Mapping],
 ) -> Iterator[Labelled]:
     """Take each example without padding, where that is the same function."""
-    # A BERT that is padded on the left counts positions, and pools, from the padding on.
+    # A BERT that is padded on the left counts positions, and pools, from the padding
+    # on.
     keeps_padding = kind == "bert" and side == "left"
     for batch in batches:
         for row, label in enumerate(batch["labels"]):
@@ -70,7 +75,8 @@ def dense_examples(
 def inputs_and_gradients(
     model: nn.Module, inputs: Mapping[str, torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Find inputs `(T, n)` and derivatives of the logits `(C, T, m)` of each LoRA layer.
+    """Find inputs `(T, n)` and derivatives of the logits `(C, T, m)` of each LoRA
+    layer.
 
     The derivatives are those in shifts of the layers' outputs.
     """
@@ -115,7 +121,8 @@ def expand_blocks(
     for example in examples:
         H = softmax_fisher(logits_of(model, example.inputs).detach())
         values, vectors = torch.linalg.eigh(H)
-        root = vectors * values.clamp_min(0).sqrt()  # (C, C), another factor than the library's
+        # (C, C), another factor than the library's.
+        root = vectors * values.clamp_min(0).sqrt()
         of_layers = inputs_and_gradients(model, example.inputs)
         for index, (a, g) in enumerate(of_layers):
             a = a[example.is_valid]
@@ -221,11 +228,12 @@ def test_paper_settings_are_those_of_the_paper():
     assert all(block.normalizer == n_positions for block in la.H_facs.blocks)
 
 
-# --- batches that are no rows of tokens ----------------------------------------------------------
+# --- batches that are no rows of tokens -----------------------------------------------
 
 
 class Choices(nn.Module):
-    """Scores each of an example's K answers, of several tokens, by its summed log-probability.
+    """Scores each of an example's K answers, of several tokens, by its summed
+    log-probability.
 
     A batch has `input_ids`, `attention_mask` and `is_answer`, all `(B, K, T)`.
     """

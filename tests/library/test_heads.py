@@ -12,7 +12,13 @@ from laplace_lora_ext.models.weights import Block
 from tests.support.dense import evidence, exact_ggn, softmax_fisher
 from tests.support.heads import CASES, PARTS, Case, dense_of, plain, trained, weights_of
 from tests.support.models import TwoLinear, base_model, lora_model, ragged_batches
-from tests.support.posteriors import count_forward_passes, fitted, generator, make, stock
+from tests.support.posteriors import (
+    count_forward_passes,
+    fitted,
+    generator,
+    make,
+    stock,
+)
 
 EXACT = {"rtol": 1e-8, "atol": 1e-11}
 
@@ -58,7 +64,9 @@ def kronecker_blocks(
     Js: torch.Tensor,
     H: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Compute `Σ G Gᵀ ⊗ Σ Gᵀ G / Σ ‖G‖²` of each weight, a bias being a matrix of one column."""
+    """Compute `Σ G Gᵀ ⊗ Σ Gᵀ G / Σ ‖G‖²` of each weight, a bias being a matrix of one
+    column.
+    """
     blocks = []
     weights = weights_of(model).values()
     sizes = [weight.numel() for weight in weights]
@@ -71,7 +79,7 @@ def kronecker_blocks(
     return blocks
 
 
-# --- exactness -----------------------------------------------------------------------------------
+# --- exactness ------------------------------------------------------------------------
 
 
 @cases
@@ -160,7 +168,7 @@ def test_the_hosts_kron_is_stock_krons_over_the_same_weights():
         assert_close(ours[0], of_host[0], **EXACT)
 
 
-# --- everything else -----------------------------------------------------------------------------
+# --- everything else ------------------------------------------------------------------
 
 
 def test_lora_alone_is_the_default():
@@ -255,7 +263,7 @@ def test_another_posterior_of_the_same_choice_has_the_same_heads():
     assert names_of(other) == names_of(la)
 
 
-# --- selected ------------------------------------------------------------------------------------
+# --- selected -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,7 +272,9 @@ def test_another_posterior_of_the_same_choice_has_the_same_heads():
         pytest.param(["classifier"], ["dense", "out_proj"], id="what PEFT wraps"),
         pytest.param("classifier", ["dense", "out_proj"], id="a single name"),
         pytest.param(["classifier.out_proj"], ["out_proj"], id="a layer within"),
-        pytest.param(["out_proj", "dense"], ["dense", "out_proj"], id="names of layers"),
+        pytest.param(
+            ["out_proj", "dense"], ["dense", "out_proj"], id="names of layers"
+        ),
         pytest.param([], [], id="no name"),
     ],
 )
@@ -290,7 +300,7 @@ def test_what_is_frozen_in_a_head_is_left_out_unless_all_of_it_is():
     assert len(every) == 4
 
 
-# --- refused -------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------
 
 
 class WithNorm(nn.Module):
@@ -306,7 +316,9 @@ class WithNorm(nn.Module):
 
 
 def with_norm() -> nn.Module:
-    return trained(WithNorm(), LoraConfig(target_modules=["encoder"], modules_to_save=["head"]))
+    return trained(
+        WithNorm(), LoraConfig(target_modules=["encoder"], modules_to_save=["head"])
+    )
 
 
 def too_large() -> nn.Module:
@@ -315,7 +327,9 @@ def too_large() -> nn.Module:
         nn.Linear(6, 2100),
         nn.Linear(2100, 2100),
     )
-    return get_peft_model(layers, LoraConfig(target_modules=["0"], modules_to_save=["2"]))
+    return get_peft_model(
+        layers, LoraConfig(target_modules=["0"], modules_to_save=["2"])
+    )
 
 
 def headless() -> nn.Module:
@@ -333,11 +347,19 @@ def tied() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "selection", "message"),
     [
-        (plain, ["score"], r"no modules_to_save score: it has .*head\.0, .*head\.2, .*head\.4\."),
+        (
+            plain,
+            ["score"],
+            r"no modules_to_save score: it has .*head\.0, .*head\.2, .*head\.4\.",
+        ),
         (headless, True, "trained without any: leave it out"),
         (headless, ["head"], "no modules_to_save head: it has none"),
         (with_norm, True, r"head\.0\.weight is a weight of LayerNorm, .* name these"),
-        (too_large, True, r"2,100 x 2,100, .* factor has 2,100 x 2,100 numbers \(17 MiB\)"),
+        (
+            too_large,
+            True,
+            r"2,100 x 2,100, .* factor has 2,100 x 2,100 numbers \(17 MiB\)",
+        ),
         (tied, True, r"share weights: .* leave out \S*head\S*\.4\.weight"),
     ],
 )
@@ -355,11 +377,13 @@ def test_the_hosts_kron_refuses_a_layer_without_its_bias():
     model = lora_model("bert")
     model.base_model.classifier.modules_to_save["default"].bias.requires_grad_(False)
     la = make(model, "kron", modules_to_save=True)
-    with pytest.raises(NotImplementedError, match=r"biases of 1 layers .*classifier\S*\.weight"):
+    with pytest.raises(
+        NotImplementedError, match=r"biases of 1 layers .*classifier\S*\.weight"
+    ):
         la.fit(ragged_batches())
 
 
-# --- regression: the calls of a surrogate for Bayesian optimisation -------------------------------
+# --- regression: the calls of a surrogate for Bayesian optimisation -------------------
 
 
 def test_the_calls_of_a_surrogate_with_a_head_of_three_layers():

@@ -19,7 +19,9 @@ def assert_same_posterior(first, second):
         second.H.to_matrix(),
         **CLOSE,
     )
-    assert_close(first.log_marginal_likelihood(), second.log_marginal_likelihood(), **CLOSE)
+    assert_close(
+        first.log_marginal_likelihood(), second.log_marginal_likelihood(), **CLOSE
+    )
     assert first.n_data == second.n_data
 
 

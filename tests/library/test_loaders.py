@@ -37,7 +37,9 @@ Y = torch.zeros(4)
     ],
 )
 def test_a_batch_that_is_neither_a_mapping_nor_a_pair_is_refused(la, batch):
-    with pytest.raises(TypeError, match=rf"a pair \(X, y\), not {type(batch).__name__}"):
+    with pytest.raises(
+        TypeError, match=rf"a pair \(X, y\), not {type(batch).__name__}"
+    ):
         la.fit([batch])
 
 
@@ -83,7 +85,9 @@ def generator() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     yield from four_and_two()
 
 
-@pytest.mark.parametrize("make_loader", [data_set, data_set_of_batches, stream, generator])
+@pytest.mark.parametrize(
+    "make_loader", [data_set, data_set_of_batches, stream, generator]
+)
 def test_what_is_seen_whole_is_counted_without_a_warning(la, make_loader):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "The loader gave")

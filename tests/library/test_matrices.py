@@ -1,4 +1,6 @@
-"""Adapters of any kind: equality with dense formulas at full rank, draws, files and refusals."""
+"""Adapters of any kind: equality with dense formulas at full rank, draws, files and
+refusals.
+"""
 
 import copy
 import warnings
@@ -55,7 +57,7 @@ def moments_of(
     return f_mu, f_var
 
 
-# --- exactness -----------------------------------------------------------------------------------
+# --- exactness ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
@@ -79,11 +81,15 @@ def test_curvature_covariances_and_evidence_are_the_dense_ones(case, structure):
     covariance = J @ torch.linalg.inv(H + prior.diag()) @ J.mT
     f_mu, f_var = moments_of(la, case)
     assert_close(f_mu, expected.logits, rtol=case.tolerance, atol=case.tolerance)
-    assert_close(f_var, covariance, rtol=0, atol=case.tolerance * covariance.abs().max().item())
+    assert_close(
+        f_var, covariance, rtol=0, atol=case.tolerance * covariance.abs().max().item()
+    )
 
     log_likelihood = -cross_entropy(expected.logits, case.labels(), reduction="sum")
     log_evidence = evidence(H, log_likelihood, expected.mean, prior)
-    assert_close(la.log_marginal_likelihood(), log_evidence, rtol=case.tolerance, atol=0)
+    assert_close(
+        la.log_marginal_likelihood(), log_evidence, rtol=case.tolerance, atol=0
+    )
 
 
 def test_a_batch_of_one_and_a_checkpointed_model_give_the_same():
@@ -135,14 +141,16 @@ def test_gradients_in_the_inputs_are_those_of_differences():
     assert_close((gradient * direction).sum(), expected.detach(), rtol=1e-6, atol=0)
 
 
-# --- draws and files -----------------------------------------------------------------------------
+# --- draws and files ------------------------------------------------------------------
 
 
 def test_draws_are_adapters_and_a_posterior_survives_a_file(case, tmp_path):
     la = fitted(case)
     la.prior_precision = 50.0
     inputs = case.inputs(case.batches[0])
-    drawn = la.predictive_samples(inputs, pred_type="nn", n_samples=2, generator=generator())
+    drawn = la.predictive_samples(
+        inputs, pred_type="nn", n_samples=2, generator=generator()
+    )
     folders = la.sample_adapters(2, tmp_path / "draws", generator())
     for of_draw, folder in zip(drawn, folders, strict=True):
         model = copy.deepcopy(case.model)
@@ -161,7 +169,11 @@ def test_draws_are_adapters_and_a_posterior_survives_a_file(case, tmp_path):
 
 def test_a_posterior_of_some_experts_leaves_the_others_as_they_are():
     case = of_experts("Mixtral")
-    names = [block.known_as for block in find_blocks(case.model) if block.name.endswith("[1]")]
+    names = [
+        block.known_as
+        for block in find_blocks(case.model)
+        if block.name.endswith("[1]")
+    ]
     la = fitted(case, weight_names=names)
     assert la.n_params == sum(block.values.numel() for block in la.blocks)
     before = {name: weight.detach().clone() for name, weight in case.weights().items()}
@@ -173,7 +185,9 @@ def test_a_posterior_of_some_experts_leaves_the_others_as_they_are():
 
 def test_the_model_stays_as_it_was(case):
     before = {name: weight.clone() for name, weight in case.model.state_dict().items()}
-    flags = {name: weight.requires_grad for name, weight in case.model.named_parameters()}
+    flags = {
+        name: weight.requires_grad for name, weight in case.model.named_parameters()
+    }
     la = fitted(case)
     inputs = case.inputs(case.batches[0])
     la(inputs)
@@ -186,7 +200,7 @@ def test_the_model_stays_as_it_was(case):
         assert torch.equal(after[name], weight), name
 
 
-# --- what they cost ------------------------------------------------------------------------------
+# --- what they cost -------------------------------------------------------------------
 
 
 def test_each_example_takes_a_pass_of_its_own_which_is_said_once():
@@ -199,7 +213,9 @@ def test_each_example_takes_a_pass_of_its_own_which_is_said_once():
         la.fit(case.batches)
     n_examples = sum(len(batch["labels"]) for batch in case.batches)
     assert len(passes) == 2 * (n_examples + len(case.batches))
-    (ours,) = [str(each.message) for each in caught if "no linear layer" in str(each.message)]
+    (ours,) = [
+        str(each.message) for each in caught if "no linear layer" in str(each.message)
+    ]
     assert "2 of 6 matrices, such as base_model" in ours
     assert "a forward pass and 2 backward passes of its own" in ours  # of three classes
 
@@ -214,7 +230,9 @@ def test_linear_layers_alone_run_in_batches():
 
 def test_experts_that_no_text_reaches_have_no_curvature():
     case = of_experts("Qwen3Moe")
-    one = {key: value[:1, :1] for key, value in case.batches[0].items() if key != "labels"}
+    one = {
+        key: value[:1, :1] for key, value in case.batches[0].items() if key != "labels"
+    }
     one["labels"] = case.batches[0]["labels"][:1]
     la = fitted(Case(case.model, [one], {}))
     traces = [
@@ -222,12 +240,13 @@ def test_experts_that_no_text_reaches_have_no_curvature():
         for block, of_block in zip(la.blocks, la.H_facs.blocks, strict=True)
         if ".experts." in block.name
     ]
-    # A token takes two of three experts in each of two layers; each has two matrices, of A and B.
+    # A token takes two of three experts in each of two layers; each has two matrices,
+    # of A and B.
     assert sum(trace == 0 for trace in traces) == 8
     assert torch.isfinite(la(one)).all()
 
 
-# --- which take part -----------------------------------------------------------------------------
+# --- which take part ------------------------------------------------------------------
 
 
 def names(
@@ -282,14 +301,18 @@ def test_magnitudes_take_part_where_asked_for():
     assert_close(la.H.to_matrix(), expected, rtol=1e-9, atol=1e-12)
 
 
-# --- refused -------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------
 
 
 def test_what_needs_rows_is_refused_by_name():
     case = of_embedding()
-    with pytest.raises(NotImplementedError, match=r"kfac_approx='expand'.*lora_embedding_A.*Use"):
+    with pytest.raises(
+        NotImplementedError, match=r"kfac_approx='expand'.*lora_embedding_A.*Use"
+    ):
         make(case.model, backend_kwargs={"kfac_approx": "expand"})
-    with pytest.raises(NotImplementedError, match=r"backends see.*lora_embedding_A.*leave these"):
+    with pytest.raises(
+        NotImplementedError, match=r"backends see.*lora_embedding_A.*leave these"
+    ):
         make(case.model, "kron")
     make(case.model, "kron", target_modules=["query"])
 
@@ -297,5 +320,7 @@ def test_what_needs_rows_is_refused_by_name():
 def test_weights_that_processes_share_among_them_are_refused():
     model = lora_model("bert", target_modules=["word_embeddings"])
     model.base_model.model.bert.embeddings.word_embeddings.tp_layer = nn.Identity()
-    with pytest.raises(NotImplementedError, match=r"word_embeddings \(Embedding\).*target_modules"):
+    with pytest.raises(
+        NotImplementedError, match=r"word_embeddings \(Embedding\).*target_modules"
+    ):
         find_blocks(model)

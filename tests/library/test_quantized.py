@@ -1,4 +1,6 @@
-"""Quantized bases: curvature and covariances are those of the quantized model's own gradients."""
+"""Quantized bases: curvature and covariances are those of the quantized model's own
+gradients.
+"""
 
 import pytest
 import torch
@@ -49,7 +51,11 @@ def test_posterior_of_a_quantized_base(name, dtype):
     la.fit(batches)
     found = la.predictive_moments(batches[0])
     keep_derivatives(model.modules())  # of the reference, too
-    examples = [as_padded(batch, row) for batch in batches for row in range(len(batch["labels"]))]
+    examples = [
+        as_padded(batch, row)
+        for batch in batches
+        for row in range(len(batch["labels"]))
+    ]
     logits, Js = alone(model, logits_of, examples)
     logits = logits.double()
     Js = Js.double()
@@ -71,8 +77,8 @@ def test_evaluating_a_four_bit_base_changes_no_gradient(dtype):
     inputs = {key: value for key, value in batches[0].items() if key != "labels"}
 
     def evaluate() -> None:
-        # On some CPUs this packs the weights for an operation without a derivative, and rounds
-        # their scales the first time.
+        # On some CPUs this packs the weights for an operation without a derivative, and
+        # rounds their scales the first time.
         with torch.no_grad():
             model(**inputs)
 
@@ -86,4 +92,6 @@ def test_evaluating_a_four_bit_base_changes_no_gradient(dtype):
     torch.testing.assert_close(la.predictive_moments(batches[0]), expected)
     evaluate()
     la.fit(batches)
-    torch.testing.assert_close(la.log_marginal_likelihood(), evidence, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        la.log_marginal_likelihood(), evidence, rtol=1e-5, atol=0
+    )

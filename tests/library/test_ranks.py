@@ -8,7 +8,14 @@ from torch.utils.data import DataLoader
 
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import GRID, STRUCTURES, generator, make
-from tests.support.ranks import Texts, accelerated, assert_alike, failures, on_ranks, strided_loader
+from tests.support.ranks import (
+    Texts,
+    accelerated,
+    assert_alike,
+    failures,
+    on_ranks,
+    strided_loader,
+)
 
 CLOSE = {"rtol": 1e-7, "atol": 1e-10}
 IN_FLOAT32 = {"rtol": 1e-4, "atol": 1e-6}
@@ -24,7 +31,7 @@ def fitted(structure: str = "lowrank_kron"):
     return la
 
 
-# --- choices of the prior precision --------------------------------------------------------------
+# --- choices of the prior precision ---------------------------------------------------
 
 
 def by_agreement(la, data):
@@ -146,7 +153,7 @@ def test_losses_of_a_users_own_choose_alike_on_all_ranks():
     assert_alike(on_ranks(job, 2), job(0), **CLOSE)
 
 
-# --- fits and predictions ------------------------------------------------------------------------
+# --- fits and predictions -------------------------------------------------------------
 
 
 def by_a_sampler(rank):
@@ -162,8 +169,12 @@ def by_accelerate_uneven(rank):
     return accelerated(rank, 2, loader, even_batches=False)
 
 
-@pytest.mark.parametrize("make_loader", [by_a_sampler, by_accelerate, by_accelerate_uneven])
-def test_fits_and_statistics_are_those_of_one_process_in_the_order_of_the_data(make_loader):
+@pytest.mark.parametrize(
+    "make_loader", [by_a_sampler, by_accelerate, by_accelerate_uneven]
+)
+def test_fits_and_statistics_are_those_of_one_process_in_the_order_of_the_data(
+    make_loader,
+):
     def facts(loader):
         la = make(lora_model("bert"), backend_kwargs={"rank": 100})
         la.fit(loader)

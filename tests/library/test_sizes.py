@@ -1,4 +1,6 @@
-"""What is never built: a d x d matrix of a large factor, and a Jacobian of all parameters."""
+"""What is never built: a d x d matrix of a large factor, and a Jacobian of all
+parameters.
+"""
 
 from collections import Counter
 
@@ -21,13 +23,16 @@ PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "mv", "dot"}
 
 
 class NewTensors(TorchDispatchMode):
-    """Operations, and shapes of all tensors that they make, views of their inputs left out."""
+    """Operations, and shapes of all tensors that they make, views of their inputs left
+    out.
+    """
 
     def __init__(self, weights=()) -> None:
         super().__init__()
         self.shapes: set[tuple[int, ...]] = set()
         self.calls: Counter[str] = Counter()
-        # Numbers through layer norms, in proportion to the vectors that pass back at once.
+        # Numbers through layer norms, in proportion to the vectors that pass back at
+        # once.
         self.backward = 0
         # Shapes of products' operands, the model's weights left out.
         self.operands: set[tuple[int, ...]] = set()
@@ -71,7 +76,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def bare_loop(la, batch, seeds):
-    """Run one forward and as many backward passes as there are seeds, and nothing else."""
+    """Run one forward and as many backward passes as there are seeds, and nothing
+    else.
+    """
     weights = [block.weight for block in la.blocks]
     with NewTensors() as made, la.model.prepared(weights):
         logits = la.model(batch)
@@ -154,7 +161,8 @@ def seeds_at_once(request, monkeypatch) -> int:
 
 @pytest.fixture(params=["gradient", "expand"])
 def wide(request):
-    """Make a posterior whose large factors are larger than all else, and texts to fit it to.
+    """Make a posterior whose large factors are larger than all else, and texts to fit
+    it to.
 
     It has been fitted once, when it finds out whose rows are whose.
     """
@@ -171,20 +179,25 @@ def wide(request):
 
 
 def test_a_fit_takes_few_passes_and_makes_no_large_tensor(wide, seeds_at_once):
-    """A guard against slips: counts of passes and sizes, which are the same on any machine."""
+    """A guard against slips: counts of passes and sizes, which are the same on any
+    machine.
+    """
     la, batches = wide
     forwards = count_forward_passes(la)
     with NewTensors(la.model.parameters()) as made:
         la.fit(batches)
     assert len(forwards) == len(batches)
     n_seeds = N_CLASSES - 1
-    assert n_backward_passes(made, la, batches) == len(batches) * n_seeds / seeds_at_once
+    assert (
+        n_backward_passes(made, la, batches) == len(batches) * n_seeds / seeds_at_once
+    )
     assert_no_product_of_two_large_sides(made)
 
     seeds = torch.eye(N_CLASSES)[:n_seeds]
     largest_of_model = bare_loop(la, batches[0], seeds).largest
     factors = la.backend.zeros().nbytes // 4
-    # Rows wait until they are as many numbers as the factors, and then stand beside these.
+    # Rows wait until they are as many numbers as the factors, and then stand beside
+    # these.
     waiting = factors + seeds_at_once * gradients_of_four(la)
     assert made.largest <= max(seeds_at_once * largest_of_model, waiting + factors)
 
@@ -223,12 +236,16 @@ def assert_no_product_of_two_large_sides(made: NewTensors) -> None:
 
 
 def gradients_of_four(la) -> int:
-    """Count the numbers of four examples' gradients in the largest weight, for one seed."""
+    """Count the numbers of four examples' gradients in the largest weight, for one
+    seed.
+    """
     return 4 * max(block.weight.numel() for block in la.blocks)
 
 
 def test_the_posterior_of_a_7b_adapter_takes_65_mb_at_most():
-    """Query and value of 32 layers, width 4096, r 8, rank 10: sums and eigenvectors together."""
+    """Query and value of 32 layers, width 4096, r 8, rank 10: sums and eigenvectors
+    together.
+    """
     torch.manual_seed(0)
     blocks = []
     for shape in [(8, 4096), (4096, 8)] * 64:

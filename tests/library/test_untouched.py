@@ -1,4 +1,6 @@
-"""Nothing but the posterior changes: not the model, not torch's state, also after an exception."""
+"""Nothing but the posterior changes: not the model, not torch's state, also after an
+exception.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,13 +11,19 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tests.support.models import laplace_keywords, lora_model, pairs, plain_model, ragged_batches
+from tests.support.models import (
+    laplace_keywords,
+    lora_model,
+    pairs,
+    plain_model,
+    ragged_batches,
+)
 from tests.support.posteriors import STRUCTURES, generator, make
 from tests.support.snapshots import Snapshot, half_trained
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
-# --- construction and fit ------------------------------------------------------------------------
+# --- construction and fit -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("structure", [*STRUCTURES, "expand"])
@@ -46,7 +54,7 @@ def test_a_failing_construction_leaves_everything():
     before.assert_equal(model)
 
 
-# --- uses of a posterior -------------------------------------------------------------------------
+# --- uses of a posterior --------------------------------------------------------------
 
 # Each is given a batch's inputs and a loader.
 
@@ -196,7 +204,7 @@ def test_a_failing_prediction_leaves_everything(structure, use):
     assert torch.equal(la(X), expected)
 
 
-# --- without gradients ---------------------------------------------------------------------------
+# --- without gradients ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -240,7 +248,8 @@ def test_construction_fit_predictions_and_tuning_are_the_same_without_gradients(
     before = Snapshot(model)
     with mode():
         la = make(model, structure)
-        la.fit(kind.batches())  # tensors made here are inference tensors in inference mode
+        # Tensors made here are inference tensors in inference mode.
+        la.fit(kind.batches())
         X = kind.inputs(kind.batches()[0])
         prediction = la(X)
         la(X, pred_type="nn", link_approx="mc", n_samples=2)

@@ -43,7 +43,9 @@ def test_averaged_adapters_are_the_sampled_networks_prediction(kind, tmp_path):
     before = copy.deepcopy(la.model.state_dict())
     folders = la.sample_adapters(3, tmp_path / "samples", generator=generator())
     assert [folder.name for folder in folders] == ["sample_0", "sample_1", "sample_2"]
-    draws = torch.stack([probabilities(reloaded(kind, folder), batch) for folder in folders])
+    draws = torch.stack(
+        [probabilities(reloaded(kind, folder), batch) for folder in folders]
+    )
     assert not torch.allclose(draws[0], draws[1], atol=1e-4)
     expected = la(
         batch,
@@ -88,7 +90,7 @@ def test_weights_outside_the_posterior_stay_at_their_map_value(tmp_path):
         assert torch.equal(value, trained[name]) != takes_part, name
 
 
-# --- adapters beside another ---------------------------------------------------------------------
+# --- adapters beside another ----------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:The model has modules that are named 'weight'")
@@ -101,7 +103,9 @@ def test_a_fresh_adapter_trains_what_the_other_one_does(adapter):
     for name, weight in model.named_parameters():
         if "lora_A" in name:
             weight.requires_grad_(False)  # as LoRA-FA
-    expected = [name.replace(".default", f".{adapter}") for name in trained_names(model)]
+    expected = [
+        name.replace(".default", f".{adapter}") for name in trained_names(model)
+    ]
     add_fresh_adapter(model, adapter)
     assert trained_names(model) == expected
 

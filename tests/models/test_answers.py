@@ -45,7 +45,9 @@ def alone(
     batch: Mapping,
     **more: Any,
 ) -> torch.Tensor:
-    """Compute each row alone, without padding, all of the vocabulary at all positions."""
+    """Compute each row alone, without padding, all of the vocabulary at all
+    positions.
+    """
     logits = []
     for row in range(len(batch["input_ids"])):
         inputs = unpadded(batch, row) | more
@@ -56,7 +58,9 @@ def alone(
 @pytest.mark.parametrize("padded_to", [7, 12])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama"])
-def test_logits_are_those_after_the_last_real_token_of_the_unpadded_sequence(kind, side, padded_to):
+def test_logits_are_those_after_the_last_real_token_of_the_unpadded_sequence(
+    kind, side, padded_to
+):
     model = causal_model(kind)
     (batch,) = ragged_batches(batch_size=8, padding_side=side, padded_to=padded_to)
     expected = alone(model, batch)
@@ -161,7 +165,9 @@ def test_logits_of_an_image_before_the_text_are_refused():
     ids=str,
 )
 def test_class_tokens_are_two_or_more_distinct_tokens_of_the_vocabulary(ids):
-    with pytest.raises(ValueError, match="two or more distinct tokens of the model's vocabulary"):
+    with pytest.raises(
+        ValueError, match="two or more distinct tokens of the model's vocabulary"
+    ):
         LogitsModel(lora_model("gpt2"), ids)
 
 
@@ -180,7 +186,9 @@ def test_class_tokens_are_two_or_more_distinct_tokens_of_the_vocabulary(ids):
     ids=repr,
 )
 def test_what_is_no_number_of_a_token_is_refused_by_what_it_is(ids):
-    message = re.escape(f"must be numbers of tokens, not {ids!r}") + ".*convert_tokens_to_ids"
+    message = (
+        re.escape(f"must be numbers of tokens, not {ids!r}") + ".*convert_tokens_to_ids"
+    )
     for build in (LogitsModel, laplace_lora_ext.Laplace):
         with pytest.raises(ValueError, match=message):
             build(lora_model("gpt2"), class_token_ids=ids)
@@ -203,14 +211,18 @@ def test_tokens_beyond_a_trimmed_output_layer_are_named():
     model.lm_head = nn.Linear(16, 40, bias=False)
     model.lm_head.weight.data.copy_(kept)
     for each in (model, OfBatches(model)):
-        with pytest.raises(ValueError, match=r"\[11, 23, 42\] go beyond .* only 40 tokens"):
+        with pytest.raises(
+            ValueError, match=r"\[11, 23, 42\] go beyond .* only 40 tokens"
+        ):
             LogitsModel(each, CLASS_TOKEN_IDS)(batch)
         LogitsModel(each, [11, 39])(batch)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("batch_size", [3, 8])
-def test_answers_that_the_model_hardly_gives_are_warned_of_once_after_a_fit(structure, batch_size):
+def test_answers_that_the_model_hardly_gives_are_warned_of_once_after_a_fit(
+    structure, batch_size
+):
     model = lora_model("gpt2").eval()
     batches = ragged_batches(batch_size=batch_size)
     la = make(model, structure, class_token_ids=CLASS_TOKEN_IDS)
@@ -222,7 +234,9 @@ def test_answers_that_the_model_hardly_gives_are_warned_of_once_after_a_fit(stru
     probabilities = torch.cat([of_all_tokens(batch).softmax(-1) for batch in batches])
     mean = probabilities[:, CLASS_TOKEN_IDS].sum(-1).mean()
     assert mean < 0.06
-    assert f"have only {100 * mean:.2g} % of the model's probability together" in message
+    assert (
+        f"have only {100 * mean:.2g} % of the model's probability together" in message
+    )
 
 
 def test_answers_that_the_model_gives_are_not_warned_of():
@@ -234,7 +248,7 @@ def test_answers_that_the_model_gives_are_not_warned_of():
         la.fit(ragged_batches())
 
 
-def test_a_causal_language_model_needs_class_tokens_which_may_be_the_first_and_the_last():
+def test_a_causal_language_model_needs_class_tokens_which_may_be_first_and_last():
     model = lora_model("gpt2").eval()
     batch, *_ = ragged_batches()
     with pytest.raises(ValueError, match="pass class_token_ids"):
@@ -256,7 +270,7 @@ def test_prompts_that_end_in_their_answers_are_warned_of():
         model(batch)
 
 
-# --- encoder-decoders ----------------------------------------------------------------------------
+# --- encoder-decoders -----------------------------------------------------------------
 
 
 def test_an_encoder_decoder_answers_after_its_start_token():
@@ -278,7 +292,7 @@ def test_an_encoder_decoder_answers_after_what_the_batch_gives():
     assert_close(found, expected, **EXACT)
 
 
-# --- masked language models ----------------------------------------------------------------------
+# --- masked language models -----------------------------------------------------------
 
 MASK = 7
 
@@ -317,7 +331,9 @@ def test_each_text_of_a_masked_language_model_has_one_mask_token(n_masks):
     batch = texts_without_a_mask_token((7, 7))
     batch["input_ids"][0, 0] = MASK
     batch["input_ids"][1, :n_masks] = MASK
-    with pytest.raises(ValueError, match=rf"one mask token 7, but .* have \[1, {n_masks}\]"):
+    with pytest.raises(
+        ValueError, match=rf"one mask token 7, but .* have \[1, {n_masks}\]"
+    ):
         model(batch)
 
 

@@ -65,7 +65,7 @@ def without(
     return {key: value for key, value in batch.items() if key != left_out}
 
 
-# --- mappings, pairs and keywords ----------------------------------------------------------------
+# --- mappings, pairs and keywords -----------------------------------------------------
 
 
 def read_only(batch: dict[str, Any]) -> MappingProxyType:
@@ -73,7 +73,9 @@ def read_only(batch: dict[str, Any]) -> MappingProxyType:
 
 
 @pytest.mark.parametrize("mapping", [dict, UserDict, BatchEncoding, read_only])
-def test_every_mapping_and_a_pair_give_the_same_and_are_left_as_they_were(bert, mapping):
+def test_every_mapping_and_a_pair_give_the_same_and_are_left_as_they_were(
+    bert, mapping
+):
     batches = ragged_batches()
     wrapped = [mapping(batch) for batch in batches]
     before = dict(wrapped[0])
@@ -156,7 +158,9 @@ class OfNamedInputs(Answering):
 
 @pytest.mark.parametrize("wrapper", [OfKeywords, OfKeywordsAlone, OfNamedInputs])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_wrapper_whose_forward_takes_keywords_gives_what_class_tokens_give(structure, wrapper):
+def test_a_wrapper_whose_forward_takes_keywords_gives_what_class_tokens_give(
+    structure, wrapper
+):
     model = lora_model("gpt2").eval()
     batches = ragged_batches()
     expected = make(model, structure, class_token_ids=CLASS_TOKEN_IDS)
@@ -203,7 +207,7 @@ def test_a_model_may_be_called_as_transformers_models_are(kind):
     assert torch.equal(model(**batch), model(batch))
 
 
-# --- labels that are none, batches that are empty ------------------------------------------------
+# --- labels that are none, batches that are empty -------------------------------------
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -220,7 +224,9 @@ def test_labels_that_are_none_are_no_labels(structure):
         if structure == "lowrank_kron":
             assert la.predictive_statistics([given]).targets is None
     for given in (unlabelled, (inputs, None)):
-        with pytest.raises(ValueError, match=r"batch 1: No labels .*\['attention_mask', 'input_"):
+        with pytest.raises(
+            ValueError, match=r"batch 1: No labels .*\['attention_mask', 'input_"
+        ):
             la.fit([batch, given])
     with pytest.raises(TypeError, match="not Tensor without labels"):
         la.model.split((inputs["input_ids"], None))
@@ -251,7 +257,7 @@ def test_batches_keep_their_numbers_where_empty_ones_are_left_out():
     assert names == ["batch 0", "batch 4", "batch 5"]
 
 
-# --- several texts in a row ----------------------------------------------------------------------
+# --- several texts in a row -----------------------------------------------------------
 
 RESTARTING = torch.tensor(
     [
@@ -321,7 +327,9 @@ IN_ORDER = torch.arange(7)
 def test_several_texts_in_a_row_are_refused_by_what_shows_them(key, numbers, kind):
     (batch,) = ragged_batches(lengths=(7, 7, 7))
     model = adapted(kind, pad=None)
-    with pytest.raises(NotImplementedError, match=f"as {key} shows: give each text a row of its"):
+    with pytest.raises(
+        NotImplementedError, match=f"as {key} shows: give each text a row of its"
+    ):
         model(batch | {key: numbers})
     embedded = without(batch, "input_ids")
     embedded["inputs_embeds"] = torch.randn(3, 7, 12).double()
@@ -353,7 +361,7 @@ def test_packed_texts_of_supervised_fine_tuning_are_refused_and_one_text_is_not(
         model(packed)
 
 
-# --- texts that a model would read in another way ------------------------------------------------
+# --- texts that a model would read in another way -------------------------------------
 
 
 def packed_with_a_mask_of_ones(
@@ -454,7 +462,7 @@ def test_a_padding_token_inside_of_a_text_is_not_refused():
     assert torch.equal(model({"input_ids": ids}), model(batch))
 
 
-# --- padding on the left -------------------------------------------------------------------------
+# --- padding on the left --------------------------------------------------------------
 
 
 def test_what_lies_by_position_comes_with_its_tokens_and_nothing_else_does():
@@ -465,7 +473,9 @@ def test_what_lies_by_position_comes_with_its_tokens_and_nothing_else_does():
     features = torch.randn(3, 7, 2)
     more = {"token_type_ids": types, "decoder_x": types, "pixel_values": features}
     moved = text_first(batch | more)
-    assert moved["attention_mask"].tolist() == [[1] * n + [0] * (7 - n) for n in lengths]
+    assert moved["attention_mask"].tolist() == [
+        [1] * n + [0] * (7 - n) for n in lengths
+    ]
     assert torch.equal(moved["token_type_ids"][is_real.flip(1)], types[is_real])
     assert moved["decoder_x"] is types
     assert moved["pixel_values"] is features

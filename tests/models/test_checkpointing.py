@@ -1,4 +1,6 @@
-"""Layers that the user's training checkpoints are checkpointed in recorded passes too."""
+"""Layers that the user's training checkpoints are checkpointed in recorded passes
+too.
+"""
 
 import weakref
 from functools import partial
@@ -14,7 +16,13 @@ from transformers import BertConfig, BertForSequenceClassification
 from laplace_lora_ext.models.running import checkpointed_layers
 from laplace_lora_ext.passes.graph import Graph
 from tests.support.dense import EXACT
-from tests.support.models import TARGET_MODULES, lora_model, pairs, ragged_batches, with_lora
+from tests.support.models import (
+    TARGET_MODULES,
+    lora_model,
+    pairs,
+    ragged_batches,
+    with_lora,
+)
 from tests.support.posteriors import KFAC_APPROX, STRUCTURES, fitted, make
 
 KINDS = list(TARGET_MODULES)
@@ -33,7 +41,9 @@ def enable(
 def forward_passes_of(layer: nn.Module) -> list[int]:
     """Make a list that gets an entry each time a layer computes its attention."""
     calls: list[int] = []
-    attention = next(module for module in layer.modules() if "Attention" in type(module).__name__)
+    attention = next(
+        module for module in layer.modules() if "Attention" in type(module).__name__
+    )
     attention.register_forward_hook(lambda *_: calls.append(1))
     return calls
 
@@ -51,7 +61,9 @@ def test_checkpointed_passes_give_the_same_numbers(kind, use_reentrant, kfac_app
     la = fitted(kind, model=model, rank=100, kfac_approx=kfac_approx)
     assert len(calls) > len(ragged_batches())  # computed anew
     assert_close(la.H.to_matrix(), plain.H.to_matrix())
-    assert la.log_marginal_likelihood() == pytest.approx(plain.log_marginal_likelihood().item())
+    assert la.log_marginal_likelihood() == pytest.approx(
+        plain.log_marginal_likelihood().item()
+    )
     batch = ragged_batches()[0]
     for link_approx in ("mean_field", "probit"):
         expected = plain(batch, link_approx=link_approx)
@@ -87,8 +99,12 @@ def test_dropout_of_checkpointed_layers_stays_off():
 
 
 @pytest.mark.parametrize("is_checkpointed", [True, False])
-def test_inputs_of_layers_are_computed_anew_with_their_activations(monkeypatch, is_checkpointed):
-    """What LoRA layers are given is gone after a forward pass where layers are checkpointed."""
+def test_inputs_of_layers_are_computed_anew_with_their_activations(
+    monkeypatch, is_checkpointed
+):
+    """What LoRA layers are given is gone after a forward pass where layers are
+    checkpointed.
+    """
     inputs: list[weakref.ref] = []
     alive: list[int] = []
     initialise = Graph.__init__
@@ -102,7 +118,9 @@ def test_inputs_of_layers_are_computed_anew_with_their_activations(monkeypatch, 
         enable(model)
     for name, layer in model.named_modules():
         if name.endswith("lora_A.default"):
-            layer.register_forward_hook(lambda _, args, __: inputs.append(weakref.ref(args[0])))
+            layer.register_forward_hook(
+                lambda _, args, __: inputs.append(weakref.ref(args[0]))
+            )
     monkeypatch.setattr(Graph, "__init__", note)
     fitted("gpt2", ragged_batches()[:1], model=model)
     assert inputs
@@ -172,7 +190,9 @@ def test_a_model_that_checkpoints_in_its_own_code_gives_the_same_numbers(kfac_ap
 )
 def test_reentrant_checkpointing_in_a_models_own_code_is_refused(layers, structure):
     la = make(with_lora(Checkpointing(use_reentrant=True), *layers), structure)
-    with pytest.raises(NotImplementedError, match=r"reentrant.*pass use_reentrant=False"):
+    with pytest.raises(
+        NotImplementedError, match=r"reentrant.*pass use_reentrant=False"
+    ):
         la.fit(pairs())
     assert la.n_data == 0
 

@@ -84,12 +84,14 @@ def test_answers_of_all_texts_are_choices_of_each(side, normalised):
             assert_close(of_answers({"input_ids": ids}), expected, **EXACT)
 
 
-def test_an_adapter_in_the_output_layer_takes_part_and_only_places_that_count_are_read():
+def test_an_adapter_in_the_output_layer_takes_part_and_only_what_counts_is_read():
     model = llama_with_output_layer().eval()
     (batch,) = ragged_batches(batch_size=8)
     calls = record_calls(model.base_model.model)
     seen = []
-    model.base_model.model.lm_head.register_forward_hook(lambda *args: seen.append(args[-1].shape))
+    model.base_model.model.lm_head.register_forward_hook(
+        lambda *args: seen.append(args[-1].shape)
+    )
     found = LogitsModel(model, ANSWERS)(batch)
     assert seen == [(8 * len(ANSWERS), 3, VOCABULARY)]
     # The last token of an answer is predicted, and never read.
@@ -191,7 +193,7 @@ def test_log_probabilities_leave_room_for_all_that_begins_otherwise():
     assert_close(log_p[:, :-1].softmax(-1), of_answers(batch).softmax(-1), **EXACT)
 
 
-# --- prompts that are read once ------------------------------------------------------------------
+# --- prompts that are read once -------------------------------------------------------
 
 
 def tokens_read(model: Any) -> list[int]:
@@ -235,7 +237,9 @@ def test_prompts_are_read_once_where_that_changes_nothing(family):
     for weight in lora:
         weight.requires_grad_()
     for batch in batches:
-        vectors = torch.randn(4, len(ANSWERS), generator=torch.Generator().manual_seed(0))
+        vectors = torch.randn(
+            4, len(ANSWERS), generator=torch.Generator().manual_seed(0)
+        )
         gradients = []
         for each in (plain, sharing):
             logits = each(batch)
@@ -314,7 +318,9 @@ def test_a_kind_of_batch_is_proven_before_it_is_trusted():
 @pytest.mark.parametrize(("kfac_approx", "n_passes"), [("gradient", 2), ("expand", 1)])
 def test_only_statistics_that_count_no_positions_share_prompts(kfac_approx, n_passes):
     model = lora_model("gpt2")
-    la = make(model, class_token_ids=ANSWERS, backend_kwargs={"kfac_approx": kfac_approx})
+    la = make(
+        model, class_token_ids=ANSWERS, backend_kwargs={"kfac_approx": kfac_approx}
+    )
     batch, *_ = ragged_batches(batch_size=4)
     read = tokens_read(model)
     la.model(batch)  # in training, with dropout
@@ -326,7 +332,7 @@ def test_only_statistics_that_count_no_positions_share_prompts(kfac_approx, n_pa
     assert len(read) == n_passes
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------
 
 
 def altered(change: Any) -> dict[str, torch.Tensor]:
@@ -367,7 +373,10 @@ def of_texts(batch: dict[str, torch.Tensor]) -> None:
         (without_counting, "Choice 2 of text 1 has no token that counts"),
         (counting_padding, "is padding, or the first of its text"),
         (counting_the_first, "counts token 0 of choice 1 of text 0"),
-        (of_another_shape, "score_mask has shape .* say for each token whether it counts"),
+        (
+            of_another_shape,
+            "score_mask has shape .* say for each token whether it counts",
+        ),
         (of_one_choice, "two choices or more, not"),
         (of_texts, "must be of shape .texts, choices, tokens."),
     ],
@@ -384,7 +393,9 @@ def test_a_batch_has_choices_or_the_posterior_answers():
     choices, _ = batches_of_own_choices()
     with pytest.raises(ValueError, match="leave out class_token_ids and class_texts"):
         make(model, class_token_ids=ANSWERS).fit([choices])
-    with pytest.raises(ValueError, match=r"pass class_token_ids, .*class_texts.*score_mask"):
+    with pytest.raises(
+        ValueError, match=r"pass class_token_ids, .*class_texts.*score_mask"
+    ):
         make(model).fit(ragged_batches())
     with pytest.raises(ValueError, match="normalised=True takes means"):
         make(lora_model("bert"), normalised=True)
@@ -420,7 +431,7 @@ def test_a_masked_language_model_answers_with_one_token():
         LogitsModel(built("BertForMaskedLM"), ANSWERS, mask_token_id=7)
 
 
-# --- texts ---------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -431,7 +442,9 @@ def tokenizer(tmp_path):
 
 def test_class_texts_are_tokenized_as_they_stand(tokenizer):
     texts = ["which one", "which", "A B C"]
-    la = laplace_lora_ext.Laplace(lora_model("gpt2"), class_texts=texts, tokenizer=tokenizer)
+    la = laplace_lora_ext.Laplace(
+        lora_model("gpt2"), class_texts=texts, tokenizer=tokenizer
+    )
     assert la.likelihood == "classification"
     expected = [[WORDS.index(word) for word in text.split()] for text in texts]
     assert la.model.class_token_ids == expected
@@ -447,7 +460,9 @@ def test_class_texts_are_tokenized_as_they_stand(tokenizer):
 )
 def test_class_texts_that_are_none_are_refused(texts, message, tokenizer):
     with pytest.raises(ValueError, match=message):
-        laplace_lora_ext.Laplace(lora_model("gpt2"), class_texts=texts, tokenizer=tokenizer)
+        laplace_lora_ext.Laplace(
+            lora_model("gpt2"), class_texts=texts, tokenizer=tokenizer
+        )
 
 
 @pytest.mark.parametrize(
@@ -459,7 +474,9 @@ def test_class_texts_that_are_none_are_refused(texts, message, tokenizer):
 )
 def test_class_texts_need_a_tokenizer_and_no_tokens(others, message):
     with pytest.raises(ValueError, match=message):
-        laplace_lora_ext.Laplace(lora_model("gpt2"), class_texts=["which", "A"], **others)
+        laplace_lora_ext.Laplace(
+            lora_model("gpt2"), class_texts=["which", "A"], **others
+        )
 
 
 def test_a_collator_makes_batches_of_choices(tokenizer):
@@ -488,4 +505,6 @@ def test_a_collator_makes_batches_of_choices(tokenizer):
     with pytest.raises(ValueError, match="has no token"):
         DataCollatorForChoices(tokenizer)([features[0] | {"choices": ["A", ""]}])
     with pytest.raises(ValueError, match=r"have \[2, 3\] choices"):
-        DataCollatorForChoices(tokenizer)([features[0], features[1] | {"choices": ["A", "B", "C"]}])
+        DataCollatorForChoices(tokenizer)(
+            [features[0], features[1] | {"choices": ["A", "B", "C"]}]
+        )

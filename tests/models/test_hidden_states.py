@@ -30,7 +30,8 @@ def layer_named(
     (layer,) = (
         module
         for name, module in model.named_modules()
-        if name.endswith(ending) and "original" not in name  # PEFT's own copy of the head
+        # PEFT's own copy of the head.
+        if name.endswith(ending) and "original" not in name
     )
     return layer
 
@@ -92,7 +93,9 @@ def head_beside_an_adapter() -> nn.Module:
         ),
     ],
 )
-def test_the_output_layer_makes_the_logits_of_what_it_read(make_model, output_layer, padding_side):
+def test_the_output_layer_makes_the_logits_of_what_it_read(
+    make_model, output_layer, padding_side
+):
     plain = make_model()
     model = LogitsModel(plain)
     for batch in ragged_batches(padding_side=padding_side):
@@ -132,7 +135,9 @@ def masked_bert() -> LogitsModel:
         pytest.param(masked_bert, "decoder", id="BERT"),
     ],
 )
-def test_a_language_models_is_read_where_it_answers(make_model, output_layer, padding_side):
+def test_a_language_models_is_read_where_it_answers(
+    make_model, output_layer, padding_side
+):
     model = make_model()
     place = -2 if padding_side == "left" else 1  # in the shortest text too
     for batch in ragged_batches(padding_side=padding_side):
@@ -147,7 +152,9 @@ def test_a_language_models_is_read_where_it_answers(make_model, output_layer, pa
 
 
 class Router(nn.Module):
-    """A layer with a matrix for a weight that returns more than a tensor, or nothing of a batch."""
+    """A layer with a matrix for a weight that returns more than a tensor, or nothing of
+    a batch.
+    """
 
     def __init__(self, output: Any) -> None:
         super().__init__()

@@ -42,7 +42,9 @@ def test_a_partly_compiled_model_has_the_posterior_of_the_model_as_it_was(struct
     bert.encoder = torch.compile(bert.encoder)
     before = [dict(vars(module)) for module in model.modules()]
     expected = fitted(structure=structure).predictive_moments(batch)
-    with pytest.warns(UserWarning, match="The model is compiled: fits and predictions run it eag"):
+    with pytest.warns(
+        UserWarning, match="The model is compiled: fits and predictions run it eag"
+    ):
         la = fitted(model=model, structure=structure)
     found = la.predictive_moments(batch)
     assert_close(found, expected, rtol=1e-12, atol=1e-15)

@@ -1,4 +1,6 @@
-"""A batch in, logits of its classes out: labels, outputs, and a model that is left as it was."""
+"""A batch in, logits of its classes out: labels, outputs, and a model that is left as
+it was.
+"""
 
 from collections import namedtuple
 from types import SimpleNamespace
@@ -47,7 +49,7 @@ def test_a_tensor_and_keyword_arguments_are_passed_on_as_they_are():
     assert spy.calls == [((X,), {"flag": 1})]
 
 
-# --- labels --------------------------------------------------------------------------------------
+# --- labels ---------------------------------------------------------------------------
 
 
 def test_split_gives_inputs_and_labels():
@@ -68,12 +70,14 @@ def test_missing_labels_are_refused_by_batch_and_say_which_keys_there_are(struct
     la = make(lora_model("bert"), structure)
     batches = ragged_batches()
     del batches[1]["labels"]
-    message = r"batch 1: No labels 'labels'.*\['attention_mask', 'input_ids'\].*dict_key_y"
+    message = (
+        r"batch 1: No labels 'labels'.*\['attention_mask', 'input_ids'\].*dict_key_y"
+    )
     with pytest.raises(ValueError, match=message):
         la.fit(batches)
 
 
-# --- outputs -------------------------------------------------------------------------------------
+# --- outputs --------------------------------------------------------------------------
 
 Output = namedtuple("Output", ["logits", "hidden_states"])
 
@@ -84,7 +88,9 @@ Output = namedtuple("Output", ["logits", "hidden_states"])
         pytest.param(LOGITS, id="tensor"),
         pytest.param((LOGITS, "more"), id="tuple"),
         pytest.param(SimpleNamespace(logits=LOGITS), id="attribute"),
-        pytest.param(SimpleNamespace(logits=(LOGITS, "more")), id="attribute with a tuple"),
+        pytest.param(
+            SimpleNamespace(logits=(LOGITS, "more")), id="attribute with a tuple"
+        ),
         pytest.param(Output(logits=LOGITS, hidden_states=()), id="named tuple"),
         pytest.param(LOGITS.bfloat16(), id="bfloat16"),
     ],

@@ -4,7 +4,13 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model, inject_adapter_in_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+    inject_adapter_in_model,
+)
 from torch import nn
 from torch.nn.utils import prune
 
@@ -34,7 +40,7 @@ def names(blocks: list[Block]) -> list[str]:
     return [block.name for block in blocks]
 
 
-# --- found ---------------------------------------------------------------------------------------
+# --- found ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "gpt_neox"])
@@ -66,7 +72,7 @@ def test_an_adapter_loaded_for_inference_gives_the_same_posterior(kind, tmp_path
     assert torch.equal(found(batch), expected(batch))
 
 
-# --- selected ------------------------------------------------------------------------------------
+# --- selected -------------------------------------------------------------------------
 
 
 OF_VALUES = [name for name in IN_PEFT if "value" in name]
@@ -126,8 +132,12 @@ def test_selection_speaks_pefts_words(bert, selection, expected):
     [{"target_modules": ["key"]}, {"layers_to_transform": [7]}],
     ids=str,
 )
-def test_a_selection_that_matches_nothing_is_refused_and_says_what_there_is(bert, selection):
-    with pytest.raises(ValueError, match=r"No LoRA layer matches.*layer\.0\.attention\.self"):
+def test_a_selection_that_matches_nothing_is_refused_and_says_what_there_is(
+    bert, selection
+):
+    with pytest.raises(
+        ValueError, match=r"No LoRA layer matches.*layer\.0\.attention\.self"
+    ):
         find_blocks(bert, **selection)
 
 
@@ -135,13 +145,15 @@ def test_a_weight_takes_part_by_its_name_whether_or_not_it_requires_grad(bert):
     frozen, other = find_blocks(bert)[:2]
     frozen.weight.requires_grad_(False)
     named = [frozen.known_as]
-    assert [block.name for block in find_blocks(bert, weight_names=named)] == [frozen.name]
+    assert [block.name for block in find_blocks(bert, weight_names=named)] == [
+        frozen.name
+    ]
     assert other.weight.requires_grad
     with pytest.raises(ValueError, match=r"none of the weights elsewhere.*layer\.0"):
         find_blocks(bert, weight_names=["elsewhere"])
 
 
-# --- refused -------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------
 
 
 def disable(model: PeftModel) -> None:
@@ -202,7 +214,7 @@ def test_what_can_not_take_part_is_refused_by_name(model, message):
         find_blocks(model())
 
 
-# --- warned of -----------------------------------------------------------------------------------
+# --- warned of ------------------------------------------------------------------------
 
 
 def test_biases_that_stay_fixed_are_listed_once():
@@ -211,7 +223,8 @@ def test_biases_that_stay_fixed_are_listed_once():
     (ours,) = [warning for warning in caught if "lora_B" in str(warning.message)]
     text = str(ours.message)
     assert text.count("lora_B.default.bias") == 4
-    assert "modules_to_save" not in text  # a head, as PEFT trains it beside every classifier's LoRA
+    # A head, as PEFT trains it beside every classifier's LoRA.
+    assert "modules_to_save" not in text
     assert "lora_A.default.weight" not in text
     assert ours.filename == __file__
 

@@ -107,7 +107,7 @@ def test_rewards_have_the_curvature_of_preferences():
     assert_close(la.H.to_matrix(), H, **EXACT)
 
 
-# --- batches of TRL ------------------------------------------------------------------------------
+# --- batches of TRL -------------------------------------------------------------------
 
 
 def first_preferred() -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from tests.support.posteriors import STRUCTURES, fitted, make
 
 RANK = {"backend_kwargs": {"rank": 3}}
 
-# --- uses of a posterior -------------------------------------------------------------------------
+# --- uses of a posterior --------------------------------------------------------------
 
 
 def predict(la, batches):
@@ -61,7 +61,7 @@ of_every_use = pytest.mark.parametrize(
     ],
 )
 
-# --- parts of its model --------------------------------------------------------------------------
+# --- parts of its model ---------------------------------------------------------------
 
 
 def bert(model) -> nn.Module:
@@ -94,15 +94,21 @@ def only_values(structure: str = "lowrank_kron", **keywords):
     return fitted(structure=structure, target_modules=["value"], **keywords)
 
 
-# --- what is a change ----------------------------------------------------------------------------
+# --- what is a change -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (adapter, r"value\.lora_B\.default\.weight have changed since the fit: fit again"),
-        (head, r"classifier\.modules_to_save\.weight differs from that of the fit: fit again"),
+        (
+            adapter,
+            r"value\.lora_B\.default\.weight have changed since the fit: fit again",
+        ),
+        (
+            head,
+            r"classifier\.modules_to_save\.weight differs from that of the fit",
+        ),
         (base, r"output\.dense\.weight differs from that of the fit"),
         (outside, r"query\.lora_B\.weight differs from that of the fit"),
     ],
@@ -152,7 +158,9 @@ def replace(model):
         (replace, r"lost weights of the posterior: .*query\.lora_A"),
     ],
 )
-def test_an_adapter_that_does_not_run_is_named_and_can_not_be_fitted(change, message, use):
+def test_an_adapter_that_does_not_run_is_named_and_can_not_be_fitted(
+    change, message, use
+):
     la = fitted()
     change(la.model.model)
     batches = ragged_batches()
@@ -175,7 +183,10 @@ def replace_weight(model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (scale, r"query\.lora_A.*was \(\[2, 12\], 2\.0\) at the fit, and now is .*6\.0"),
+        (
+            scale,
+            r"query\.lora_A.*was \(\[2, 12\], 2\.0\) at the fit, and now is .*6\.0",
+        ),
         (replace_weight, r"bert\.pooler\.dense\.weight differs from that of the fit"),
     ],
 )
@@ -190,9 +201,13 @@ def test_a_scaling_outside_the_posterior_counts_as_well(tmp_path):
     la = only_values()
     la.save_pretrained(tmp_path)
     scale(la.model.model)
-    with pytest.raises(RuntimeError, match=r"scaling of .*self\.query was 2\.0 at the fit"):
+    with pytest.raises(
+        RuntimeError, match=r"scaling of .*self\.query was 2\.0 at the fit"
+    ):
         la(ragged_batches()[0])
-    with pytest.raises(ValueError, match=r"scaling of .*self\.query was 2\.0 at the fit"):
+    with pytest.raises(
+        ValueError, match=r"scaling of .*self\.query was 2\.0 at the fit"
+    ):
         from_pretrained(la.model.model, tmp_path)
 
 
@@ -206,13 +221,17 @@ def test_running_averages_that_move_after_the_fit_are_named(tmp_path):
     la(X)
     la.save_pretrained(tmp_path)
     model.train()(X)
-    with pytest.raises(RuntimeError, match=r"0\.running_mean differs from that of the fit"):
+    with pytest.raises(
+        RuntimeError, match=r"0\.running_mean differs from that of the fit"
+    ):
         la(X)
-    with pytest.raises(ValueError, match=r"0\.running_mean differs from that of the fit"):
+    with pytest.raises(
+        ValueError, match=r"0\.running_mean differs from that of the fit"
+    ):
         from_pretrained(model, tmp_path)
 
 
-# --- what is no change ---------------------------------------------------------------------------
+# --- what is no change ----------------------------------------------------------------
 
 
 def test_an_adapter_may_be_merged_and_unmerged():
@@ -229,12 +248,15 @@ def test_an_adapter_may_be_merged_and_unmerged():
 def active_of(model):
     """Read what is active in each layer, and what requires grad."""
     active = [
-        module.active_adapters for module in model.modules() if hasattr(module, "active_adapters")
+        module.active_adapters
+        for module in model.modules()
+        if hasattr(module, "active_adapters")
     ]
     return active, [parameter.requires_grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("target", ["query", "intermediate.dense"])  # in its layers, or not
+# In its layers, or not.
+@pytest.mark.parametrize("target", ["query", "intermediate.dense"])
 @pytest.mark.parametrize(
     "active",
     ["other", ["default", "other"]],
@@ -269,7 +291,7 @@ def test_a_posterior_runs_its_own_adapter_whichever_is_active(use, target, activ
     la(batches[0])
 
 
-# --- states --------------------------------------------------------------------------------------
+# --- states ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -311,7 +333,7 @@ def test_a_state_of_other_answers_is_not_loaded():
         other.load_state_dict(la.state_dict())
 
 
-def test_a_state_is_loaded_under_another_name_of_the_adapter_and_another_precision_of_the_base():
+def test_a_state_is_loaded_under_another_adapter_name_and_precision_of_the_base():
     model = lora_model("bert", torch.float32)
     la = fitted(model=model)
     config = LoraConfig(
@@ -336,7 +358,9 @@ def test_a_state_is_loaded_under_another_name_of_the_adapter_and_another_precisi
 
 
 def test_a_base_with_weights_that_are_subnormal_in_float16_is_the_same_there(tmp_path):
-    """Numbers there are 6e-8 apart, so that rounding moves small ones by much of their size."""
+    """Numbers there are 6e-8 apart, so that rounding moves small ones by much of their
+    size.
+    """
     model = lora_model("bert", torch.float32)
     embeddings = bert(model).embeddings
     small = torch.tensor([5.1e-7, -8.7e-8, 2e-8])
@@ -355,7 +379,9 @@ def test_a_base_with_weights_that_are_subnormal_in_float16_is_the_same_there(tmp
 
 
 @pytest.mark.parametrize("trained", [None, ["wte"]])
-def test_resized_and_tied_embeddings_under_another_name_of_the_adapter(trained, tmp_path):
+def test_resized_and_tied_embeddings_under_another_name_of_the_adapter(
+    trained, tmp_path
+):
     def resized():
         torch.manual_seed(0)
         base = base_model("gpt2")
@@ -386,5 +412,7 @@ def test_resized_and_tied_embeddings_under_another_name_of_the_adapter(trained, 
     assert {block.adapter for block in loaded.blocks} == {"served"}
     assert_close(loaded(batch), la(batch), rtol=1e-6, atol=1e-9)
     served.get_input_embeddings().weight.data[0] += 0.1
-    with pytest.raises(RuntimeError, match=r"(wte|lm_head).*weight differs from that of the fit"):
+    with pytest.raises(
+        RuntimeError, match=r"(wte|lm_head).*weight differs from that of the fit"
+    ):
         loaded(batch)

@@ -4,7 +4,9 @@ import accelerate
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -55,7 +57,9 @@ def predict_by_draws(la, **keywords) -> None:
 def test_offloaded_weights(tmp_path, where, structure, kind):
     model = lora_model(kind)
     if where == "disk":
-        accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+        accelerate.disk_offload(
+            model, str(tmp_path), execution_device=torch.device("cpu")
+        )
     else:
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     before = settings_of(model)
@@ -64,7 +68,9 @@ def test_offloaded_weights(tmp_path, where, structure, kind):
     expected = facts(build(lora_model(kind), structure, kind))
     assert_close(facts(la), expected, **EXACT)
     assert settings_of(model) == before
-    with pytest.raises(NotImplementedError, match="A draw of the weights needs whole LoRA weights"):
+    with pytest.raises(
+        NotImplementedError, match="A draw of the weights needs whole LoRA weights"
+    ):
         predict_by_draws(la)
 
 
@@ -89,7 +95,9 @@ def test_data_parallel(structure):
 
 
 def sharded(structure: str, leave_out: bool = False, model: nn.Module | None = None):
-    """Make a posterior of a model that FSDP2 shards, perhaps without the LoRA weights."""
+    """Make a posterior of a model that FSDP2 shards, perhaps without the LoRA
+    weights.
+    """
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp, "fully_shard"):
         pytest.skip("this torch has no FSDP2")
@@ -98,7 +106,9 @@ def sharded(structure: str, leave_out: bool = False, model: nn.Module | None = N
     mesh = init_device_mesh("cpu", (2,))
     left_out = set()
     if leave_out:
-        left_out = {weight for name, weight in model.named_parameters() if "lora_" in name}
+        left_out = {
+            weight for name, weight in model.named_parameters() if "lora_" in name
+        }
     # Layers first: what is sharded already is no part of the whole model's shards.
     for part in (*model.base_model.model.bert.encoder.layer, model):
         fsdp.fully_shard(part, mesh=mesh, ignored_params=left_out)
@@ -132,7 +142,9 @@ def checkpoint_by_wrappers(layers) -> None:
         layer.attention = checkpoint_wrapper(layer.attention)
 
 
-@pytest.mark.parametrize("switch_on", [checkpoint_by_the_models_own, checkpoint_by_wrappers])
+@pytest.mark.parametrize(
+    "switch_on", [checkpoint_by_the_models_own, checkpoint_by_wrappers]
+)
 @pytest.mark.parametrize("structure", REACHABLE)
 def test_sharded_weights_of_checkpointed_layers(structure, switch_on):
     def job(_):
@@ -145,7 +157,8 @@ def test_sharded_weights_of_checkpointed_layers(structure, switch_on):
         result = facts(la)
         before = len(calls)
         la(ragged_batches()[0])
-        # Once more for each of three logits' backward passes, which sharded weights take in turn.
+        # Once more for each of three logits' backward passes, which sharded weights
+        # take in turn.
         assert len(calls) - before == 1 + 3
         return result
 

@@ -17,7 +17,9 @@ FIRST_WORD = 20  # tokens below have a meaning
 
 
 def texts(padding_side: str = "right") -> dict[str, torch.Tensor]:
-    """Make texts of 8 to 24 tokens that begin with a prompt and stop with a token for the end."""
+    """Make texts of 8 to 24 tokens that begin with a prompt and stop with a token for
+    the end.
+    """
     ids = torch.randint(
         FIRST_WORD,
         60,
@@ -48,13 +50,17 @@ def swapped(
     model: nn.Module | None = None,
     seed: int = 0,
 ) -> torch.Tensor:
-    """Swap tokens of a batch for those of some texts, by default of the batch itself."""
+    """Swap tokens of a batch for those of some texts, by default of the batch
+    itself.
+    """
     swapping = Swapping(texts or [batch], model, generator(seed))
     return swapping(batch)["input_ids"]
 
 
 @pytest.mark.parametrize("padding_side", ["right", "left"])
-def test_three_tenths_of_what_is_no_prompt_are_swapped_for_tokens_of_texts(padding_side):
+def test_three_tenths_of_what_is_no_prompt_are_swapped_for_tokens_of_texts(
+    padding_side,
+):
     batch = texts(padding_side)
     first = {key: value[:25] for key, value in batch.items()}
     second = {key: value[25:] for key, value in batch.items()}

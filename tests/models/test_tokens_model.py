@@ -8,12 +8,17 @@ from transformers import FSMTConfig, FSMTForConditionalGeneration
 
 from laplace_lora_ext.models.tokens_model import TokensModel
 from tests.support.models import VOCABULARY, lora_model, ragged_batches
-from tests.support.texts import encoder_decoder, pairs_of_texts, text_batches, token_logits
+from tests.support.texts import (
+    encoder_decoder,
+    pairs_of_texts,
+    text_batches,
+    token_logits,
+)
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 NO_LABEL = -100
 
-# --- decoders ------------------------------------------------------------------------------------
+# --- decoders -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -64,14 +69,17 @@ def test_the_output_layer_runs_for_labelled_tokens_alone():
     model = lora_model("gpt2").eval()
     n_positions = []
     layer = model.get_output_embeddings()
-    layer.register_forward_hook(lambda _, args, output: n_positions.append(output.shape[1]))
+    layer.register_forward_hook(
+        lambda _, args, output: n_positions.append(output.shape[1])
+    )
     (batch,) = text_batches(batch_size=6, padded_to=20)
     TokensModel(model)(batch)
-    assert n_positions == [5]  # the longest text has seven tokens, of which two are its prompt
+    # The longest text has seven tokens, of which two are its prompt.
+    assert n_positions == [5]
     assert len(layer._forward_pre_hooks) == 0
 
 
-# --- encoder-decoders ----------------------------------------------------------------------------
+# --- encoder-decoders -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
@@ -100,7 +108,9 @@ def test_labels_of_an_encoder_decoder_are_predicted_at_their_own_place(kind):
     assert_has_the_loss_of_training(model, batch)
     adapted = TokensModel(model)
     # Collators hand over what the decoder reads, where they are given the model.
-    shifted = model.get_base_model().prepare_decoder_input_ids_from_labels(batch["labels"])
+    shifted = model.get_base_model().prepare_decoder_input_ids_from_labels(
+        batch["labels"]
+    )
     of_collator = batch | {"decoder_input_ids": shifted}
     assert_close(adapted(of_collator), adapted(batch))
 
@@ -170,7 +180,7 @@ def test_an_embedding_that_is_also_the_output_layer_and_labels_that_a_model_writ
     assert_close(found, everything[labels != NO_LABEL])
 
 
-# --- refused -------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------
 
 
 def six_texts(**changes: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,4 +1,6 @@
-"""Numbers that are not finite, layers that are not called, logits without a gradient."""
+"""Numbers that are not finite, layers that are not called, logits without a
+gradient.
+"""
 
 from collections.abc import Mapping
 
@@ -39,7 +41,8 @@ WAYS = [
 
 
 class Broken(nn.Module):
-    """With finite logits whose derivative, 0 times the root's slope at 0, is not; or others.
+    """With finite logits whose derivative, 0 times the root's slope at 0, is not; or
+    others.
 
     "hidden" is an activation that the logits do not show, since a `tanh` makes it 1.
     """
@@ -71,7 +74,9 @@ class Broken(nn.Module):
     ],
 )
 @pytest.mark.parametrize(("structure", "settings"), WAYS)
-def test_what_is_not_finite_is_named_and_does_no_harm(structure, settings, kind, message):
+def test_what_is_not_finite_is_named_and_does_no_harm(
+    structure, settings, kind, message
+):
     model = with_lora(Broken(), "first", "second")
     X, y = pairs()[0]
     la = make(model, structure, **settings)
@@ -169,7 +174,11 @@ class TextsAndImages(nn.Module):
         self.images = nn.Linear(5, 3)
 
     def forward(self, batch: Mapping) -> torch.Tensor:
-        of_parts = [getattr(self, part)(x).tanh() for part, x in batch.items() if part != "zeros"]
+        of_parts = [
+            getattr(self, part)(x).tanh()
+            for part, x in batch.items()
+            if part != "zeros"
+        ]
         return sum(of_parts, batch["zeros"])
 
 
@@ -217,7 +226,9 @@ def hooks_of(model: nn.Module) -> list[dict]:
     ("factor", "message"),
     [(1, "somebody else's"), (torch.nan, "non-finite logits")],
 )
-def test_where_a_pass_of_somebody_else_fails_no_hook_is_left_and_the_reason_named(factor, message):
+def test_where_a_pass_of_somebody_else_fails_no_hook_is_left_and_the_reason_named(
+    factor, message
+):
     """Their code may meet numbers that are not finite before any logits are there."""
     model = LogitsModel(plain_model())
     X, _ = pairs()[0]

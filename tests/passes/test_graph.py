@@ -1,4 +1,6 @@
-"""Models that overwrite or hook what their layers see, and kernels that no batched pass takes."""
+"""Models that overwrite or hook what their layers see, and kernels that no batched pass
+takes.
+"""
 
 import gc
 import math
@@ -114,7 +116,9 @@ def attention_backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """Write into its arguments, as FlashAttention 2 does, which `torch.func.vmap` refuses."""
+    """Write into its arguments, as FlashAttention 2 does, which `torch.func.vmap`
+    refuses.
+    """
     scale = q.shape[-1] ** -0.5
     weights = (scale * q @ k.mT).softmax(-1)
     dv.copy_(weights.mT @ dout)

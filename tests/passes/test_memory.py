@@ -25,11 +25,14 @@ _MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 @dataclass
 class Machine:
-    """Holds so many rows of activations in a forward, and of gradients in a backward pass."""
+    """Holds so many rows of activations in a forward, and of gradients in a backward
+    pass.
+    """
 
     forward: float = torch.inf
     backward: float = torch.inf
-    tried: list[int] = field(default_factory=list)  # rows of forward passes with a graph
+    # Rows of forward passes with a graph.
+    tried: list[int] = field(default_factory=list)
     graphs: list[weakref.ref] = field(default_factory=list)  # what they hold
     alive: list[int] = field(default_factory=list)  # of these, when another one begins
 
@@ -103,7 +106,9 @@ def test_a_batch_that_does_not_fit_is_learnt_and_predicted_in_parts(structure, w
 
 
 def test_no_part_is_added_twice():
-    """The last layers have had their gradients when a backward pass fails on its way to others."""
+    """The last layers have had their gradients when a backward pass fails on its way to
+    others.
+    """
     model = lora_model("bert")
     machine = Machine()
 
@@ -116,7 +121,8 @@ def test_no_part_is_added_twice():
     model.base_model.model.bert.encoder.layer[1].register_forward_pre_hook(limit)
     batches = ragged_batches(batch_size=8)
     la = make(model, backend_kwargs={"rank": 100})
-    la.fit(batches)  # texts are proven once: later ones are not, before layers are visited
+    # Texts are proven once: later ones are not, before layers are visited.
+    la.fit(batches)
     whole = la.H_facs
     machine.tried.clear()
     machine.backward = 2
@@ -191,9 +197,13 @@ def test_examples_that_depend_on_each_other_are_not_divided():
     la.fit(batches)
     machine = model.machine
     machine.forward = 5
-    with pytest.raises(torch.OutOfMemoryError, match="depend on each other: pass smaller batches"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match="depend on each other: pass smaller batches"
+    ):
         la.fit(batches)
-    with pytest.raises(torch.OutOfMemoryError, match="depend on each other: pass smaller batches"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match="depend on each other: pass smaller batches"
+    ):
         make(model).fit(batches)  # of which no batch has been proven
 
 
@@ -217,7 +227,9 @@ def test_one_text_that_does_not_fit_is_told_with_its_length(checkpointed):
     with pytest.raises(torch.OutOfMemoryError) as error:
         la.fit(batches)
     message = str(error.value)
-    assert message.startswith("One text of 4 tokens does not fit into the memory of cpu: ")
+    assert message.startswith(
+        "One text of 4 tokens does not fit into the memory of cpu: "
+    )
     assert ("gradient checkpointing" in message) is not checkpointed
     assert "cut texts shorter, or load the base model in 4-bit" in message
     assert _MESSAGE in message
@@ -240,7 +252,9 @@ def test_a_batch_without_a_row_for_each_label_is_not_divided():
     mask = torch.tensor([1, 1, 1, 0, 1, 0]).bool()
     la = make(OfMask())
     model.machine.forward = 3
-    with pytest.raises(torch.OutOfMemoryError, match="have a row for each example: pass smaller"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match="have a row for each example: pass smaller"
+    ):
         la.fit([({"rows": X, "mask": mask}, y[mask])])
 
 

@@ -20,7 +20,7 @@ from tests.support.models import (
 )
 from tests.support.posteriors import count_forward_passes, make
 
-# --- layouts that the first batch does not show --------------------------------------------------
+# --- layouts that the first batch does not show ---------------------------------------
 
 
 class Texts(nn.Module):
@@ -47,7 +47,9 @@ class Router(Texts):
 
 
 class OneExpert(nn.Module):
-    """Odd tokens go to a layer, whose name says that it is routed to, and others nowhere."""
+    """Odd tokens go to a layer, whose name says that it is routed to, and others
+    nowhere.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +105,8 @@ def at_positions(*positions: int) -> dict[str, torch.Tensor]:
 
 
 CASES = [
-    # At first each text has as many as any other, in order, and as many as there are texts.
+    # At first each text has as many as any other, in order, and as many as there are
+    # texts.
     pytest.param(
         Router,
         None,
@@ -162,7 +165,9 @@ class OfTokens(nn.Module):
 
 
 @pytest.mark.parametrize(("way", "target_modules", "batches"), CASES)
-def test_what_the_first_batch_could_not_prove_is_proven_later(way, target_modules, batches):
+def test_what_the_first_batch_could_not_prove_is_proven_later(
+    way, target_modules, batches
+):
     model = with_lora(way(), "one", "two")
     la = make(model, target_modules=target_modules)
     for batch in batches:
@@ -172,12 +177,14 @@ def test_what_the_first_batch_could_not_prove_is_proven_later(way, target_module
         torch.testing.assert_close(Js, expected, rtol=1e-9, atol=1e-12)
 
 
-# --- when a proof is made ------------------------------------------------------------------------
+# --- when a proof is made -------------------------------------------------------------
 
 
 @pytest.fixture
 def passes(monkeypatch):
-    """A list that gets an entry at each backward pass; small models take all seeds at once."""
+    """A list that gets an entry at each backward pass; small models take all seeds at
+    once.
+    """
     calls = []
     grad = torch.autograd.grad
 

@@ -72,7 +72,9 @@ class SharedRows(nn.Module):
     ],
 )
 @pytest.mark.parametrize("number", [1, 2])
-def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(kind, layers, number):
+def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(
+    kind, layers, number
+):
     model = with_lora(kind(), *layers)
     ((X, _),) = pairs()
     combined = torch.randn(number, len(X), 3, generator=generator(5)).double()
@@ -102,7 +104,7 @@ def test_a_prediction_within_a_function_of_the_users_own_is_no_checkpoint():
     torch.testing.assert_close(Predicting.apply(X, la), la(X))
 
 
-# --- batches in parts ----------------------------------------------------------------------------
+# --- batches in parts -----------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Each example's rows are found, however a model lays them out, mixes, routes or shares them."""
+"""Each example's rows are found, however a model lays them out, mixes, routes or shares
+them.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,17 +26,20 @@ from tests.support.posteriors import (
     make,
 )
 
-# At full rank nothing is left out of a factor, so that the curvature is the same in any order.
+# At full rank nothing is left out of a factor, so that the curvature is the same in any
+# order.
 FULL_RANK = {"rank": 100}
 Forward = Callable[[Any, Any], torch.Tensor]
 Batch = dict[str, torch.Tensor]
 
 
-# --- models --------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------
 
 
 class Two(nn.Module):
-    """An embedding, a layer from five numbers to five, one to three, and what is done with them."""
+    """An embedding, a layer from five numbers to five, one to three, and what is done
+    with them.
+    """
 
     def __init__(self, run: Forward) -> None:
         super().__init__()
@@ -182,7 +187,9 @@ def both_ways(
 
 
 def shared(*leading: int) -> Forward:
-    """Rows without a batch dimension go through the layer of the inputs, as in DeBERTa."""
+    """Rows without a batch dimension go through the layer of the inputs, as in
+    DeBERTa.
+    """
 
     def run(
         m: Any,
@@ -249,7 +256,9 @@ def unequal_windows(
     """Windows of two positions, as many as a text has before its zeros."""
     lengths = (x[..., 0] != 0).sum(1)
     counts = (lengths + 1) // 2
-    of_texts = [text.unflatten(0, (-1, 2))[:n] for text, n in zip(x, counts, strict=True)]
+    of_texts = [
+        text.unflatten(0, (-1, 2))[:n] for text, n in zip(x, counts, strict=True)
+    ]
     rows = hidden(m, torch.cat(of_texts)).mean(1)
     means = [of_text.mean(0) for of_text in rows.split(counts.tolist())]
     return m.second(torch.stack(means))
@@ -290,7 +299,7 @@ def images_in_texts(m: Any, batch: Batch) -> torch.Tensor:
     return m.second(x.tanh().mean(1))
 
 
-# --- inputs --------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------
 
 
 def numbers(*sizes: tuple[int, int]) -> list[torch.Tensor]:
@@ -404,7 +413,7 @@ COUNTS = (
 )
 
 
-# --- curvature and covariance --------------------------------------------------------------------
+# --- curvature and covariance ---------------------------------------------------------
 
 
 def checked(
@@ -553,7 +562,7 @@ def test_factors_of_expand_are_those_of_batches_of_one(run):
     torch.testing.assert_close(found, expected, **EXACT)
 
 
-# --- masks ---------------------------------------------------------------------------------------
+# --- masks ----------------------------------------------------------------------------
 
 
 def padded(joined: int) -> Forward:
@@ -654,7 +663,7 @@ def test_a_mask_beside_features_counts_no_padding_as_positions(
         matrix(adapted(without_mask), [batch], "expand")
 
 
-# --- passes --------------------------------------------------------------------------------------
+# --- passes ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("run", [by_example, shared(3), contrast])
@@ -679,7 +688,9 @@ def test_jacobians_are_differentiable_in_the_inputs(run):
     ],
 )
 def test_an_example_comes_alone_or_through_the_batch(run, n_passes):
-    """The batch's own pass, one of each example, and another one of the batch if it is needed."""
+    """The batch's own pass, one of each example, and another one of the batch if it is
+    needed.
+    """
     la = checked(adapted(run), numbers((4, 3)))
     calls = count_forward_passes(la)  # that come to an end
     la.fit([sequences(4, 3)])

@@ -31,11 +31,13 @@ LINKS = ["mean_field", "probit", "mc", "bridge"]
 AMORTIZED = {"pred_type": "amortized"}
 
 
-# --- against exact predictions -------------------------------------------------------------------
+# --- against exact predictions --------------------------------------------------------
 
 
 class Exponential(nn.Module):
-    """The logits' variances are proportional to exp(2 x_0), which the output layer reads."""
+    """The logits' variances are proportional to exp(2 x_0), which the output layer
+    reads.
+    """
 
     def __init__(self, n_outputs: int = 3) -> None:
         super().__init__()
@@ -156,7 +158,7 @@ def test_a_prediction_is_one_forward_pass(kind, monkeypatch):
     assert len(passes) == len(LINKS) + 3
 
 
-# --- many outputs --------------------------------------------------------------------------------
+# --- many outputs ---------------------------------------------------------------------
 
 
 def test_changes_of_logits_are_those_of_the_linearised_model():
@@ -164,7 +166,9 @@ def test_changes_of_logits_are_those_of_the_linearised_model():
     batch = ragged_batches()[0]
     drawn = la.sample(4, generator())
     found = changes_of_logits(la, batch, drawn)
-    expected = Functions(la, drawn).linearised(batch) - la.predictive_moments(batch).f_mu
+    expected = (
+        Functions(la, drawn).linearised(batch) - la.predictive_moments(batch).f_mu
+    )
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
@@ -192,7 +196,7 @@ def test_many_outputs_learn_from_draws(monkeypatch):
     assert torch.equal(again.weights, learnt.weights)
 
 
-# --- what it learns from -------------------------------------------------------------------------
+# --- what it learns from --------------------------------------------------------------
 
 
 def test_what_it_learns_from_and_that_copies_are_seeded():
@@ -214,7 +218,10 @@ def test_texts_without_labels_are_learnt_from_like_others():
     la = fitted()
     batches = ragged_batches()
     more = ragged_batches(seed=7)
-    unlabelled = [{key: value for key, value in batch.items() if key != "labels"} for batch in more]
+    unlabelled = [
+        {key: value for key, value in batch.items() if key != "labels"}
+        for batch in more
+    ]
     found = la.amortize(batches, unlabelled)
     both = la.amortize([*batches, *more], None)
     torch.testing.assert_close(found.weights.abs(), both.weights.abs())
@@ -259,7 +266,7 @@ def test_it_belongs_to_a_fit_and_a_prior():
         la.predict(batch, **AMORTIZED)
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------
 
 PACKED = {
     "input_ids": torch.ones(1, 4).long(),
@@ -347,7 +354,7 @@ def test_weights_that_have_changed_are_refused():
         la.amortize(batches)
 
 
-# --- files ---------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------
 
 
 def test_it_is_saved_with_the_posterior(tmp_path):

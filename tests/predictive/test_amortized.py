@@ -1,4 +1,6 @@
-"""The regression behind learnt variances, against brute force and against covariances."""
+"""The regression behind learnt variances, against brute force and against
+covariances.
+"""
 
 import pytest
 import torch
@@ -35,7 +37,7 @@ def learnt_from(
     return LearntVariance.of(X, logs, ONE, ONE)
 
 
-# --- the ridge regression ------------------------------------------------------------------------
+# --- the ridge regression -------------------------------------------------------------
 
 
 def weights_of(X, Y, penalty):
@@ -49,7 +51,9 @@ def weights_of(X, Y, penalty):
 
 
 def by_brute_force(X, Y, penalty):
-    """Errors of each example, by as many regressions with a free intercept as there are."""
+    """Errors of each example, by as many regressions with a free intercept as there
+    are.
+    """
     errors = []
     for n in range(len(X)):
         rest = torch.arange(len(X)) != n
@@ -78,13 +82,14 @@ def test_examples_that_are_left_out_against_as_many_regressions(n, noise):
         key=lambda penalty: errors_of[penalty].square().mean(),
     )
     weights, errors = ridge(X, Y)
-    # The smallest penalty leaves 1e-10 of the leverage, to which rounding adds up to 1e-15.
+    # The smallest penalty leaves 1e-10 of the leverage, to which rounding adds up to
+    # 1e-15.
     torch.testing.assert_close(errors, errors_of[best], rtol=1e-4, atol=1e-6)
     expected = weights_of(X, Y, best)
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-8)
 
 
-# --- variances of outputs and of their differences -----------------------------------------------
+# --- variances of outputs and of their differences ------------------------------------
 
 
 def test_links_see_the_variances_of_differences_even_if_no_covariance_has_them():
@@ -128,7 +133,7 @@ def test_a_covariance_comes_back_from_its_variances_and_may_be_zero(
     torch.testing.assert_close(covariances(logs.exp()), of_first)
 
 
-# --- what is learnt ------------------------------------------------------------------------------
+# --- what is learnt -------------------------------------------------------------------
 
 
 def linear_in_features(
@@ -143,7 +148,8 @@ def linear_in_features(
     return X, X @ weights + randn(n_pairs, seed=6)
 
 
-@pytest.mark.parametrize("n_outputs", [1, 3, 12])  # of twelve, 64 components are kept of 78
+# Of twelve, 64 components are kept of 78.
+@pytest.mark.parametrize("n_outputs", [1, 3, 12])
 def test_what_is_linear_in_the_features_is_learnt_exactly(
     n_outputs,
 ):

@@ -1,4 +1,6 @@
-"""With many classes, predictions compare the classes that matter, and guess the others."""
+"""With many classes, predictions compare the classes that matter, and guess the
+others.
+"""
 
 from itertools import permutations, product
 
@@ -13,10 +15,17 @@ from laplace_lora_ext.predictive.links import mean_field
 from laplace_lora_ext.predictive.moments import DifferenceMoments
 from laplace_lora_ext.predictive.statistics import joined_statistics
 from tests.support.models import lora_model, ragged_batches, without_labels
-from tests.support.posteriors import GRID, fitted, generator, some_precision, validation_loss
+from tests.support.posteriors import (
+    GRID,
+    fitted,
+    generator,
+    some_precision,
+    validation_loss,
+)
 
 N_CLASSES = 14
-SURE = 80.0  # factor of the head's weights, for texts that differ in how sure the model is
+# Factor of the head's weights, for texts that differ in how sure the model is.
+SURE = 80.0
 
 
 FIXED = {"optimize_scale": False} | GRID
@@ -38,7 +47,9 @@ def batches_of(n_classes: int = N_CLASSES, **keywords):
 
 
 def classes_that_matter(logits: torch.Tensor) -> list[list[int]]:
-    """The most probable class of each example, then others until 0.001 of probability is left."""
+    """The most probable class of each example, then others until 0.001 of probability
+    is left.
+    """
     chosen = []
     for row in logits:
         p = (row / 2).softmax(-1)
@@ -71,7 +82,7 @@ def covariance_of_contrasts(
     return (of_j - of_top).item()
 
 
-# --- which classes --------------------------------------------------------------------------------
+# --- which classes --------------------------------------------------------------------
 
 
 def test_classes_are_compared_until_little_probability_is_left():
@@ -96,7 +107,7 @@ def test_as_many_are_compared_as_are_asked_for(n_contrasts):
     assert torch.equal(found, order[:, : 1 + n_contrasts])
 
 
-# --- predictions ----------------------------------------------------------------------------------
+# --- predictions ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
@@ -108,7 +119,9 @@ def test_all_contrasts_are_exact(link, structure):
     exact = la(la.predictive_moments(batch), generator=generator(), **options)
     found = la(batch, n_contrasts=N_CLASSES - 1, generator=generator(), **options)
     torch.testing.assert_close(found, exact)
-    decided = la.predict(batch, link, n_contrasts=50, generator=generator(), n_samples=50)
+    decided = la.predict(
+        batch, link, n_contrasts=50, generator=generator(), n_samples=50
+    )
     torch.testing.assert_close(decided.probabilities, exact)
     if link == "mean_field":
         proba = torch.from_numpy(la.predict_proba(batch, n_contrasts=50))
@@ -132,7 +145,10 @@ def test_known_contrasts_are_exact_and_others_alike():
                 assert variance_of(f_var, j, k) == pytest.approx(expected, abs=1e-9)
             variances = [variance_of(of_all, j, top) for j in known]
             mean = sum(variances) / len(variances)
-            shared = [covariance_of_contrasts(of_all, j, k, top) for j, k in permutations(known, 2)]
+            shared = [
+                covariance_of_contrasts(of_all, j, k, top)
+                for j, k in permutations(known, 2)
+            ]
             # Of one contrast nobody knows what it shares with others.
             mean_shared = mean / 2
             if shared:
@@ -167,7 +183,7 @@ def test_what_is_completed_is_a_covariance(n_known):
     assert not nothing.any()
 
 
-# --- statistics and searches ----------------------------------------------------------------------
+# --- statistics and searches ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_contrasts", [None, 3])
@@ -175,11 +191,15 @@ def test_what_is_completed_is_a_covariance(n_known):
 def test_statistics_of_contrasts_predict_as_a_batch_does(prior, n_contrasts):
     la = with_classes()
     batches = batches_of()
-    statistics = la.predictive_statistics(batches, dtype=torch.float64, n_contrasts=n_contrasts)
+    statistics = la.predictive_statistics(
+        batches, dtype=torch.float64, n_contrasts=n_contrasts
+    )
     la.prior_precision = some_precision(la, prior)
     moments = statistics.moments(la.prior_precision)
     found = la(moments, link_approx="mean_field")
-    expected = [la(each, link_approx="mean_field", n_contrasts=n_contrasts) for each in batches]
+    expected = [
+        la(each, link_approx="mean_field", n_contrasts=n_contrasts) for each in batches
+    ]
     torch.testing.assert_close(found, torch.cat(expected))
 
     index = torch.tensor([5, 0])
@@ -224,7 +244,9 @@ def test_few_classes_are_all_known(n_classes):
 def test_all_contrasts_make_statistics_that_serve_every_link():
     la = with_classes(prior_precision=0.5)
     batch = batches_of()[0]
-    statistics = la.predictive_statistics([batch], dtype=torch.float64, n_contrasts=N_CLASSES - 1)
+    statistics = la.predictive_statistics(
+        [batch], dtype=torch.float64, n_contrasts=N_CLASSES - 1
+    )
     moments = statistics.moments(0.5)
     torch.testing.assert_close(moments.f_var, la.predictive_moments(batch).f_var)
     found = la(moments, link_approx="probit")
@@ -237,7 +259,9 @@ def searched(la, method, val_loader, **options):
         options |= {"n_steps": 20, "generator": generator()}
     else:
         options |= FIXED
-    history = la.optimize_prior_precision(method=method, val_loader=val_loader, **options)
+    history = la.optimize_prior_precision(
+        method=method, val_loader=val_loader, **options
+    )
     return history.objective
 
 
@@ -257,7 +281,9 @@ def test_searches_take_statistics_of_what_their_link_reads(link, method):
     torch.testing.assert_close(losses, of_statistics, rtol=1e-5, atol=1e-5)
     if link == "mean_field" and method == "gridsearch":
         grid = torch.logspace(-2, 2, 7)
-        direct = [validation_loss(la, point, batches, link_approx=link) for point in grid]
+        direct = [
+            validation_loss(la, point, batches, link_approx=link) for point in grid
+        ]
         direct = torch.tensor(direct).double()
         torch.testing.assert_close(losses, direct, rtol=1e-4, atol=1e-4)
 
@@ -279,7 +305,9 @@ def test_a_link_that_reads_each_logit_refuses_differences():
         with pytest.raises(ValueError, match="n_contrasts=13"):
             la(part, link_approx="mc", diagonal_output=True)
     for method in ("gridsearch", "val_gd"):
-        with pytest.raises(ValueError, match=r"'probit' reads each by itself.*n_contrasts=13"):
+        with pytest.raises(
+            ValueError, match=r"'probit' reads each by itself.*n_contrasts=13"
+        ):
             searched(la, method, statistics, link_approx="probit")
     with pytest.raises(ValueError, match="n_contrasts must be at least 1"):
         la(batches[0], link_approx="mean_field", n_contrasts=0)

@@ -1,4 +1,6 @@
-"""Decisions have the link's probabilities; `tests/test_mixture.py` has entropies and variances."""
+"""Decisions have the link's probabilities; `tests/test_mixture.py` has entropies and
+variances.
+"""
 
 import numpy as np
 import pytest
@@ -82,7 +84,9 @@ def test_probabilities_for_scikit_learn_are_an_array_and_no_single_draw():
 
 def test_regression_has_no_classes():
     la, X = plain_regression()
-    with pytest.raises(ValueError, match=r"regression predicts numbers.*la\.predict\(x\)"):
+    with pytest.raises(
+        ValueError, match=r"regression predicts numbers.*la\.predict\(x\)"
+    ):
         la.predict_proba(X)
 
 
@@ -92,7 +96,9 @@ def entropy(p: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_epistemic_entropy_is_what_bald_asks_for(structure):
-    """The information of a label on the weights, `H(E p) - E H(p)` (Houlsby et al., 2011)."""
+    """The information of a label on the weights, `H(E p) - E H(p)` (Houlsby et al.,
+    2011).
+    """
     la = fitted(structure=structure, prior_precision=0.3)
     pool = ragged_batches()
     decision = la.predict(pool, n_samples=20_000, generator=generator())

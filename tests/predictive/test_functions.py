@@ -1,4 +1,6 @@
-"""Drawn functions: each is one for all batches, and together they vary as the posterior says."""
+"""Drawn functions: each is one for all batches, and together they vary as the posterior
+says.
+"""
 
 import pytest
 import torch
@@ -44,9 +46,13 @@ def test_a_sampled_function_is_the_network_with_drawn_weights():
 def test_joint_samples_have_the_joint_covariance():
     la, X = plain_regression()
     mean, covariance = la.predictive_moments(X[:4], joint=True)
-    samples = la.functional_samples(X[:4], n_samples=20_000, generator=generator(), joint=True)
+    samples = la.functional_samples(
+        X[:4], n_samples=20_000, generator=generator(), joint=True
+    )
     flat = samples.flatten(1)
-    torch.testing.assert_close(flat.mean(0), mean, rtol=0, atol=0.05 * covariance.max().sqrt())
+    torch.testing.assert_close(
+        flat.mean(0), mean, rtol=0, atol=0.05 * covariance.max().sqrt()
+    )
     of_samples = torch.corrcoef(flat.T)
     deviation = covariance.diagonal().sqrt()
     expected = covariance / torch.outer(deviation, deviation)

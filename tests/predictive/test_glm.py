@@ -1,4 +1,6 @@
-"""The linearised predictive and its samples, for all structures, and networks of drawn weights."""
+"""The linearised predictive and its samples, for all structures, and networks of drawn
+weights.
+"""
 
 import inspect
 
@@ -32,7 +34,7 @@ def rows_of(example: int, n_outputs: int) -> slice:
     return slice(example * n_outputs, (example + 1) * n_outputs)
 
 
-# --- moments -------------------------------------------------------------------------------------
+# --- moments --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -118,7 +120,7 @@ def test_moments_take_the_place_of_a_batch(link_approx):
         la.predictive_moments(moments, joint=True)
 
 
-# --- samples -------------------------------------------------------------------------------------
+# --- samples --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("diagonal_output", [False, True])
@@ -187,7 +189,7 @@ def test_a_generator_seeds_every_prediction(pred_type):
         assert not torch.equal(draw(seed=0), draw(seed=1))
 
 
-# --- networks of drawn weights -------------------------------------------------------------------
+# --- networks of drawn weights --------------------------------------------------------
 
 
 def test_nn_predictions_are_those_of_models_with_sampled_weights():
@@ -202,7 +204,9 @@ def test_nn_predictions_are_those_of_models_with_sampled_weights():
     for _ in range(3):
         (sample,) = la.sample(1, draws)
         weights = {}
-        for name, part, block in zip(names, sample.split(sizes), la.blocks, strict=True):
+        for name, part, block in zip(
+            names, sample.split(sizes), la.blocks, strict=True
+        ):
             weights[name] = part.reshape(block.weight.shape)
         output = torch.func.functional_call(model, weights, (), inputs)
         expected.append(output.logits)

@@ -1,4 +1,6 @@
-"""Links: exact limits, symmetries, and bounds on their distance from the integral; samples."""
+"""Links: exact limits, symmetries, and bounds on their distance from the integral;
+samples.
+"""
 
 import math
 
@@ -49,7 +51,7 @@ def some_moments(
     return Moments(f_mu, scale * root @ root.mT)
 
 
-# --- links against their definitions -------------------------------------------------------------
+# --- links against their definitions --------------------------------------------------
 
 
 def test_probit_shrinks_each_logit_by_its_own_variance():
@@ -86,14 +88,15 @@ def test_samples_are_shared_by_a_batch_as_the_host_draws_them_or_each_examples_o
     second = own(same_mu, same_var)
     assert not torch.allclose(first[0], first[2])
     assert not torch.allclose(first, second)  # drawn anew at every call
-    # The host multiplies its root with one matrix of a row an output and a column a sample.
+    # The host multiplies its root with one matrix of a row an output and a column a
+    # sample.
     host = randn(4, 9)
     noise = shared_noise(f_mu, 9, generator())
     assert noise.shape == (9, 1, 4)
     assert torch.equal(noise[:, 0], host.T)
 
 
-# --- mean field ----------------------------------------------------------------------------------
+# --- mean field -----------------------------------------------------------------------
 
 
 def test_what_all_logits_share_plays_no_part():
@@ -166,7 +169,9 @@ def test_extreme_moments_give_finite_logarithms_and_gradients(mean, variance):
 
 
 def test_a_variance_that_rounding_has_made_negative_counts_as_none():
-    """Of a large variance that all logits share, float32 leaves differences of either sign."""
+    """Of a large variance that all logits share, float32 leaves differences of either
+    sign.
+    """
     f_mu = torch.tensor([[1.0, 0.5, -1.0], [0.0, 0.0, 3.0]])
     f_var = torch.full((2, 3, 3), 1e8)
     f_var[:, [0, 1], [1, 0]] += 16
@@ -175,14 +180,16 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
     torch.testing.assert_close(found, f_mu.softmax(-1))
 
 
-# --- samples -------------------------------------------------------------------------------------
+# --- samples --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 4])
 def test_roots_and_samples_of_singular_covariances_and_their_gradients(
     rank,
 ):
-    """Gradients in directions that keep the null space, as those of a prior precision do."""
+    """Gradients in directions that keep the null space, as those of a prior precision
+    do.
+    """
     torch.manual_seed(0)
     factor = torch.randn(3, 4, rank).double()
     f_mu = torch.randn(3, 4).double()

@@ -1,4 +1,6 @@
-"""Predictions of numbers: normal distributions and mixtures of them, by independent integrals."""
+"""Predictions of numbers: normal distributions and mixtures of them, by independent
+integrals.
+"""
 
 import numpy as np
 import pytest
@@ -100,7 +102,9 @@ def ranked_probability_score(
     stds: np.ndarray,
     target: float,
 ) -> float:
-    """Integrate the squared distance of a mixture's distribution function from the target's."""
+    """Integrate the squared distance of a mixture's distribution function from the
+    target's.
+    """
 
     def squared(x: float) -> float:
         return (norm.cdf(x, means, stds).mean() - (x >= target)) ** 2

@@ -1,4 +1,6 @@
-"""Which examples of a loader each rank passes over: all ranks together each of them once."""
+"""Which examples of a loader each rank passes over: all ranks together each of them
+once.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from tests.support.ranks import accelerated, failures, on_ranks
 SIZES = [1, 2, 5, 8, 9, 11, 12, 13]
 NO_EXAMPLES = torch.empty(0).long()
 
-# --- loaders that are dealt to ranks -------------------------------------------------------------
+# --- loaders that are dealt to ranks --------------------------------------------------
 
 
 def numbered(
@@ -195,7 +197,7 @@ def test_a_share_that_is_read_once_gives_every_pass_the_same():
     assert first != list(range(40))
 
 
-# --- other loaders -------------------------------------------------------------------------------
+# --- other loaders --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,7 @@ def test_other_loaders_give_a_rank_its_own():
     assert not Share(numbered(5, sampler=of_one_process)).is_dealt
 
 
-# --- refused -------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------
 
 
 class Stream(IterableDataset):
@@ -334,7 +336,7 @@ def test_what_would_count_twice_is_refused(make_loader, message):
         assert message in error
 
 
-# --- ranks without data --------------------------------------------------------------------------
+# --- ranks without data ---------------------------------------------------------------
 
 
 def test_a_rank_without_data_or_labels():
@@ -367,7 +369,7 @@ def test_labels_of_some_ranks_alone_are_refused():
     assert failures(on_ranks(job, 2)) == [message] * 2
 
 
-# --- examples that a sampler leaves out ----------------------------------------------------------
+# --- examples that a sampler leaves out -----------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -404,7 +406,7 @@ def test_examples_that_a_sampler_leaves_out_are_no_part_of_the_data(loader, exam
     assert examples_of(loader).tolist() == examples
 
 
-# --- held out ------------------------------------------------------------------------------------
+# --- held out -------------------------------------------------------------------------
 
 
 def held_out(

@@ -1,7 +1,7 @@
 """Curvature, Jacobians and posteriors by means that share no code with the library.
 
-Everything is dense: exact Jacobians by `torch.func.jacrev`, the Fisher at the logits from its
-formula, and matrices of all weights that are inverted as they stand.
+Everything is dense: exact Jacobians by `torch.func.jacrev`, the Fisher at the logits
+from its formula, and matrices of all weights that are inverted as they stand.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from tests.support.models import CLASS_TOKEN_IDS
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 """How close float64 comes."""
 
-# --- models --------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------
 
 
 def unpadded(
@@ -56,7 +56,9 @@ def lora_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def lora_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Find LoRA weights of linear layers and convolutions, in the order of the parameters."""
+    """Find LoRA weights of linear layers and convolutions, in the order of the
+    parameters.
+    """
     of_layers = {id(layer.weight) for _, layer in lora_layers(model)}
     return {
         name: weight.detach()
@@ -66,10 +68,11 @@ def lora_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def matrix_places(model: nn.Module) -> list[torch.Tensor]:
-    """Number the LoRA weights in the order of the parameters, and cut them into matrices `(m, n)`.
+    """Number the LoRA weights in the order of the parameters, and cut them into
+    matrices `(m, n)`.
 
-    PEFT holds all experts' factors in one weight: of A one expert's rows after the other's, and of
-    B the experts' columns in turn.
+    PEFT holds all experts' factors in one weight: of A one expert's rows after the
+    other's, and of B the experts' columns in turn.
     """
     n_experts: dict[int, int] = {}
     for layer in model.modules():
@@ -127,11 +130,14 @@ def alone(
     logits_of: Callable[[nn.Module, Any], torch.Tensor],
     examples: Sequence[Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`, one example at a time.
+    """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`, one example at a
+    time.
 
     It does so without vmap, which kernels may lack.
     """
-    weights = [p.requires_grad_() for name, p in model.named_parameters() if "lora_" in name]
+    weights = [
+        p.requires_grad_() for name, p in model.named_parameters() if "lora_" in name
+    ]
 
     def row_of(logit: torch.Tensor) -> torch.Tensor:
         gradients = torch.autograd.grad(
@@ -160,7 +166,7 @@ def _logits(output: Any) -> torch.Tensor:
     return logits[:, -1, CLASS_TOKEN_IDS]
 
 
-# --- curvature -----------------------------------------------------------------------------------
+# --- curvature ------------------------------------------------------------------------
 
 
 def softmax_fisher(logits: torch.Tensor) -> torch.Tensor:
@@ -169,7 +175,8 @@ def softmax_fisher(logits: torch.Tensor) -> torch.Tensor:
     log_p = logits.double().log_softmax(-1)
     p = log_p.exp()
     itself = torch.eye(n_classes).bool()
-    # 1 - p cancels where p is near 1: the sum of the other classes' probabilities does not.
+    # 1 - p cancels where p is near 1: the sum of the other classes' probabilities does
+    # not.
     log_others = log_p[..., None, :].expand(*log_p.shape, n_classes)
     log_others = log_others.masked_fill(itself, -torch.inf).logsumexp(-1)
     variances = p * log_others.exp()
@@ -187,7 +194,9 @@ def exact_ggn(
     Js: torch.Tensor,
     H: torch.Tensor,
 ) -> torch.Tensor:
-    """Sum `J_bᵀ H_b J_b` over Jacobians `(B, C, parameters)` and Fishers at the logits."""
+    """Sum `J_bᵀ H_b J_b` over Jacobians `(B, C, parameters)` and Fishers at the
+    logits.
+    """
     return torch.einsum("bcp,bcd,bdq->pq", Js, H, Js)
 
 
@@ -201,7 +210,8 @@ def gradient_blocks(
     for places in matrix_places(model):
         J = Js[..., places]
         weighted = torch.einsum("bcd,bdij->bcij", H, J)
-        # Both factors sum over examples and over pairs of logits, weighted by the Fisher.
+        # Both factors sum over examples and over pairs of logits, weighted by the
+        # Fisher.
         F_out = torch.einsum("bcij,bckj->ik", J, weighted)
         F_in = torch.einsum("bcij,bcik->jk", J, weighted)
         block = torch.kron(F_out, F_in)
@@ -233,7 +243,9 @@ def block_diagonal_covariance(
     blocks: Sequence[torch.Tensor],
     Js: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute `(N, C, C)` covariances of logits from their Jacobians, at a prior precision of 1."""
+    """Compute `(N, C, C)` covariances of logits from their Jacobians, at a prior
+    precision of 1.
+    """
     parts = Js.split(
         [len(block) for block in blocks],
         dim=-1,
@@ -245,7 +257,7 @@ def block_diagonal_covariance(
     return covariance
 
 
-# --- posteriors ----------------------------------------------------------------------------------
+# --- posteriors -----------------------------------------------------------------------
 
 
 def evidence(H, log_likelihood, mean, prior_precision) -> torch.Tensor:
@@ -262,10 +274,12 @@ def assert_exact(
     inputs: Sequence[Any],
     fisher_of: Callable[[torch.Tensor], torch.Tensor] = softmax_fisher,
 ) -> None:
-    """Compare a posterior's curvature, means and covariances, at a prior precision of 1.
+    """Compare a posterior's curvature, means and covariances, at a prior precision of
+    1.
 
-    The inputs are those that it was fitted to. Its structure is any but the host's Kron, and it may
-    be over some of the model's LoRA weights alone. `fisher_of` logits is the likelihood's.
+    The inputs are those that it was fitted to. Its structure is any but the host's
+    Kron, and it may be over some of the model's LoRA weights alone. `fisher_of` logits
+    is the likelihood's.
     """
     takes_part = _takes_part(la, model)
     Js = torch.cat([jacobians(model, X) for X in inputs])
@@ -297,7 +311,9 @@ def _takes_part(
     la: Any,
     model: nn.Module,
 ) -> torch.Tensor:
-    """Tell for each number of the model's LoRA weights whether the posterior is over it."""
+    """Tell for each number of the model's LoRA weights whether the posterior is over
+    it.
+    """
     of_posterior = {id(block.weight) for block in la.blocks}
     parameters = dict(model.named_parameters())
     parts = [

@@ -9,7 +9,13 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
-from tests.support.models import N_CLASSES, VOCABULARY, lora_model, pairs, ragged_batches
+from tests.support.models import (
+    N_CLASSES,
+    VOCABULARY,
+    lora_model,
+    pairs,
+    ragged_batches,
+)
 
 PARTS = ("lora_", ".modules_to_save.default.")
 """What is in the names of the adapter's weights, heads included."""
@@ -24,7 +30,8 @@ class WithHead(nn.Module):
         n_inputs: int = 5,
     ) -> None:
         super().__init__()
-        # Before the encoder: blocks come in the order of the parameters, whatever their kind.
+        # Before the encoder: blocks come in the order of the parameters, whatever their
+        # kind.
         self.head = nn.Sequential(
             nn.Linear(6, 4),
             nn.Tanh(),
@@ -46,7 +53,9 @@ def plain(n_outputs: int = N_CLASSES) -> PeftModel:
 
 
 def classifier(name: str, *target_modules: str) -> PeftModel:
-    """Make a classifier of transformers with one layer, whose head PEFT trains by itself."""
+    """Make a classifier of transformers with one layer, whose head PEFT trains by
+    itself.
+    """
     torch.manual_seed(0)
     family = name.partition("For")[0]
     config = getattr(transformers, f"{family}Config")(
@@ -85,7 +94,9 @@ class Case:
         examples: list[Any] = []
         for batch in self.batches:
             if isinstance(batch, Mapping):
-                for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+                for ids, mask in zip(
+                    batch["input_ids"], batch["attention_mask"], strict=True
+                ):
                     examples.append({"input_ids": ids[mask.bool()][None]})
             else:
                 examples += list(batch[0].split(1))
@@ -93,14 +104,17 @@ class Case:
 
     def labels(self) -> torch.Tensor:
         """Join the labels of all batches."""
-        of_batches = [b["labels"] if isinstance(b, Mapping) else b[1] for b in self.batches]
+        of_batches = [
+            b["labels"] if isinstance(b, Mapping) else b[1] for b in self.batches
+        ]
         return torch.cat(of_batches)
 
 
 CASES = {
     "one layer with a bias": Case(lambda: lora_model("bert").eval(), ragged_batches()),
     "two layers with biases": Case(
-        lambda: classifier("RobertaForSequenceClassification", "query", "value"), ragged_batches()
+        lambda: classifier("RobertaForSequenceClassification", "query", "value"),
+        ragged_batches(),
     ),
     "three layers of a plain module": Case(plain, pairs(2)),
     "a layer that all tokens go through": Case(
@@ -128,7 +142,9 @@ def dense(
 
     def logits(weights: dict[str, torch.Tensor]) -> torch.Tensor:
         if isinstance(example, Mapping):
-            return torch.func.functional_call(model, weights, (), dict(example)).logits[0]
+            return torch.func.functional_call(model, weights, (), dict(example)).logits[
+                0
+            ]
         return torch.func.functional_call(model, weights, (example,))[0]
 
     of_weights = torch.func.jacrev(logits)(weights)

@@ -1,4 +1,6 @@
-"""Models whose adapters are no plain linear layers, and dense calculus in all their matrices."""
+"""Models whose adapters are no plain linear layers, and dense calculus in all their
+matrices.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,14 +26,17 @@ Batch = Any
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how to call it, and batches; `matrices` cut a parameter into matrices `(m, n)`."""
+    """A model, how to call it, and batches; `matrices` cut a parameter into matrices
+    `(m, n)`.
+    """
 
     model: nn.Module
     batches: list[Batch]
     keywords: Mapping[str, Any]
     n_experts: int = 1
     tolerance: float = 1e-9  # norms of some models run in float32
-    names: Sequence[str] = ("lora_",)  # what is in the names of the weights that take part
+    # What is in the names of the weights that take part.
+    names: Sequence[str] = ("lora_",)
     but: str = "lora_magnitude"  # and what is not
     by_differences: bool = False  # whether Jacobians are finite differences
 
@@ -49,7 +54,9 @@ class Case:
 
     def logits(self, inputs: Any) -> torch.Tensor:
         """Compute logits `(B, C)` by the model's plain output."""
-        output = self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)
+        output = (
+            self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)
+        )
         logits = getattr(output, "logits", output)
         # Of a language model, whose answer is after the last token.
         if logits.ndim == 3:
@@ -72,14 +79,19 @@ class Case:
         name: str,
         tensor: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Cut `(..., *shape of the weight)` into matrices `(..., m, n)`, one for each expert."""
+        """Cut `(..., *shape of the weight)` into matrices `(..., m, n)`, one for each
+        expert.
+        """
         if self.n_experts > 1 and ".experts." in name:
             if "lora_A" in name:
                 # One expert's rows follow each other.
                 n_rows = tensor.shape[-2] // self.n_experts
                 return list(tensor.split(n_rows, dim=-2))
             # The experts' columns alternate.
-            return [tensor[..., expert :: self.n_experts] for expert in range(self.n_experts)]
+            return [
+                tensor[..., expert :: self.n_experts]
+                for expert in range(self.n_experts)
+            ]
         shape = self.weights()[name].shape
         m = shape.numel() if "magnitude" in name else shape[0]
         n = shape.numel() // m
@@ -145,7 +157,9 @@ def _gradients(
     example: Any,
     weights: list[nn.Parameter],
 ) -> list[torch.Tensor]:
-    """Compute Jacobians `(C, *shape)` of one example by plain automatic differentiation."""
+    """Compute Jacobians `(C, *shape)` of one example by plain automatic
+    differentiation.
+    """
     before = [weight.requires_grad for weight in weights]
     for weight in weights:
         weight.requires_grad_()
@@ -197,7 +211,7 @@ def _examples(inputs: Any) -> list[Any]:
     return [dict(zip(inputs, rows, strict=True)) for rows in zip(*by_key, strict=True)]
 
 
-# --- cases ---------------------------------------------------------------------------------------
+# --- cases ----------------------------------------------------------------------------
 
 
 def drawn(model: nn.Module) -> nn.Module:

@@ -1,4 +1,6 @@
-"""Small models with trained-looking LoRA adapters, and batches of ragged lengths for them."""
+"""Small models with trained-looking LoRA adapters, and batches of ragged lengths for
+them.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -38,7 +40,9 @@ def base_model(
     hidden_size: int = 12,
     attention: str = "eager",
 ) -> nn.Module:
-    """Initialise a two-layer model at random: "bert" classifies, the others are causal LMs."""
+    """Initialise a two-layer model at random: "bert" classifies, the others are causal
+    LMs.
+    """
     tokens = {
         "vocab_size": VOCABULARY,
         "bos_token_id": 0,
@@ -104,7 +108,9 @@ def lora_model(
     attention: str = "eager",
     **lora_config: object,
 ) -> PeftModel:
-    """Make a PEFT model with a rank-2 adapter whose `lora_B`, or A of an embedding, is not 0."""
+    """Make a PEFT model with a rank-2 adapter whose `lora_B`, or A of an embedding, is
+    not 0.
+    """
     torch.manual_seed(0)
     settings = {
         "task_type": "SEQ_CLS" if kind == "bert" else "CAUSAL_LM",
@@ -145,7 +151,9 @@ def llama() -> LlamaForCausalLM:
 
 
 def image_first() -> nn.Module:
-    """Make a tiny GIT, whose decoder reads the five positions of an image before the text."""
+    """Make a tiny GIT, whose decoder reads the five positions of an image before the
+    text.
+    """
     torch.manual_seed(0)
     vision = {
         "image_size": 8,
@@ -260,7 +268,9 @@ class Detour(nn.Module):
 
 
 class Sorting(Detour):
-    """A layer without gradients, as the indexers of sparse attention are, and one with them."""
+    """A layer without gradients, as the indexers of sparse attention are, and one with
+    them.
+    """
 
     def __init__(self, with_gradients: bool = True) -> None:
         super().__init__()
@@ -290,7 +300,9 @@ class OfBatches(nn.Module):
 
 
 class OfMapping(nn.Module):
-    """A module of one mapping, which may also be called with the mapping's keys as keywords."""
+    """A module of one mapping, which may also be called with the mapping's keys as
+    keywords.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -350,7 +362,9 @@ def sequences(
     n: int = 4,
     length: int = 3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make inputs `(n, length, 5)` and labels for models that average over positions."""
+    """Make inputs `(n, length, 5)` and labels for models that average over
+    positions.
+    """
     generator = torch.Generator().manual_seed(1)
     X = torch.randn(n, length, 5, generator=generator).double()
     y = torch.arange(n) % 3

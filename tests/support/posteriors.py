@@ -11,7 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_lora_ext.models.logits_model import LogitsModel
-from tests.support.models import laplace_keywords, lora_model, plain_model, ragged_batches
+from tests.support.models import (
+    laplace_keywords,
+    lora_model,
+    plain_model,
+    ragged_batches,
+)
 
 STRUCTURES = ["lowrank_kron", "kron", "diag", "full"]
 KFAC_APPROX = ["gradient", "expand"]
@@ -54,7 +59,9 @@ def fitted(
     kfac_approx: str = "gradient",
     **keywords: Any,
 ):
-    """Fit a posterior of a classifier, by default of `lora_model(kind)` on `ragged_batches()`."""
+    """Fit a posterior of a classifier, by default of `lora_model(kind)` on
+    `ragged_batches()`.
+    """
     if structure == "lowrank_kron":
         settings = {
             "rank": rank,
@@ -72,7 +79,9 @@ def fitted(
 
 
 def plain_regression(n_outputs: int = 2, structure: str = "lowrank_kron"):
-    """Fit a posterior of a plain module to twelve examples, and return their inputs too."""
+    """Fit a posterior of a plain module to twelve examples, and return their inputs
+    too.
+    """
     model = plain_model(n_outputs).requires_grad_(False)
     X = torch.randn(12, 5, generator=generator()).double()
     y = torch.randn(
@@ -86,7 +95,9 @@ def plain_regression(n_outputs: int = 2, structure: str = "lowrank_kron"):
 
 
 def overconfident(**keywords: Any):
-    """Fit a posterior, and make texts of which its model is right about three in four."""
+    """Fit a posterior, and make texts of which its model is right about three in
+    four.
+    """
     la = fitted(**keywords)
     classifier = la.model.model.base_model.classifier.modules_to_save["default"]
     classifier.weight.data.mul_(20)
@@ -127,7 +138,9 @@ def count_forward_passes(la) -> list[int]:
 
 
 def validation_loss(la, prior_precision, batches, **predictions: Any) -> float:
-    """Compute the negative log-likelihood at a prior precision, by predictions from the inputs."""
+    """Compute the negative log-likelihood at a prior precision, by predictions from the
+    inputs.
+    """
     la.prior_precision = prior_precision
     metric = RunningNLLMetric()
     for batch in batches:
@@ -156,7 +169,9 @@ def stock(
     batches: list[dict[str, torch.Tensor]],
     parts: Sequence[str] = ("lora_",),
 ):
-    """Fit the host's own posterior over weights with one of these parts in their names."""
+    """Fit the host's own posterior over weights with one of these parts in their
+    names.
+    """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(part in name for part in parts))
     wrapper = LogitsModel(model, **laplace_keywords(kind))

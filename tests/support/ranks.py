@@ -24,10 +24,11 @@ def on_ranks(
     *arguments: Any,
     time_limit: float = 60,
 ) -> list[Any]:
-    """Run `job(rank, *arguments)` on each rank; find what it returns, or the error that it raises.
+    """Run `job(rank, *arguments)` on each rank; find what it returns, or the error that
+    it raises.
 
-    No rank waits longer for another than the limit, in seconds. The processes are forked, which
-    spares them the imports.
+    No rank waits longer for another than the limit, in seconds. The processes are
+    forked, which spares them the imports.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -111,9 +112,13 @@ def strided_loader(
     n: int = 11,
     batch_size: int = 2,
 ) -> DataLoader:
-    """Load texts of this rank by a `DistributedSampler`, or all where there is one process."""
+    """Load texts of this rank by a `DistributedSampler`, or all where there is one
+    process.
+    """
     texts = Texts(n)
-    sampler = DistributedSampler(texts, shuffle=False) if dist.is_initialized() else None
+    sampler = (
+        DistributedSampler(texts, shuffle=False) if dist.is_initialized() else None
+    )
     return DataLoader(texts, batch_size=batch_size, sampler=sampler)
 
 

@@ -47,7 +47,9 @@ class Snapshot:
         parameters = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
         modules = dict(model.named_modules())
-        self.parameters = {name: Parameter.of(each) for name, each in parameters.items()}
+        self.parameters = {
+            name: Parameter.of(each) for name, each in parameters.items()
+        }
         self.buffers = {name: buffer.clone() for name, buffer in buffers.items()}
         self.training = {name: module.training for name, module in modules.items()}
         self.attributes = {name: set(vars(module)) for name, module in modules.items()}
@@ -87,7 +89,9 @@ def _hooks_of(module: nn.Module) -> dict[str, dict]:
 
 
 def half_trained(model: nn.Module) -> nn.Module:
-    """Leave a model unlike any default: mixed modes, some gradients, odd flags, a user's hooks."""
+    """Leave a model unlike any default: mixed modes, some gradients, odd flags, a
+    user's hooks.
+    """
     generator = torch.Generator().manual_seed(3)
     model.train()
     for index, module in enumerate(model.modules()):

@@ -1,4 +1,6 @@
-"""Batches of texts as collators of supervised fine-tuning make them, and what they come to."""
+"""Batches of texts as collators of supervised fine-tuning make them, and what they come
+to.
+"""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +24,9 @@ def text_batches(
     lengths: Sequence[int] = LENGTHS,
     **ragged: Any,
 ) -> list[dict[str, Any]]:
-    """Make `ragged_batches` with labels on all real tokens but the first two, the prompt."""
+    """Make `ragged_batches` with labels on all real tokens but the first two, the
+    prompt.
+    """
     batches = ragged_batches(lengths, **ragged)
     for batch in batches:
         is_real = batch["attention_mask"].bool()
@@ -86,7 +90,9 @@ def drawn_models(
     n_samples: int,
     seed: torch.Generator,
 ) -> list[nn.Module]:
-    """Copy a model with weights that dense algebra draws, as a generator makes `score` do."""
+    """Copy a model with weights that dense algebra draws, as a generator makes `score`
+    do.
+    """
     of_blocks = la.prior_precision.expand(len(la.blocks))
     prior = of_blocks.repeat_interleave(torch.tensor(sizes(la)))
     root = dense.power(
@@ -115,7 +121,9 @@ def token_logits(
     model: Callable[..., Any],
     batches: Sequence[Mapping[str, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute logits `(N, V)` that predict labelled tokens `(N,)`, each text by itself."""
+    """Compute logits `(N, V)` that predict labelled tokens `(N,)`, each text by
+    itself.
+    """
     logits = []
     labels = []
     for batch in batches:

@@ -22,7 +22,9 @@ def trainer_of(
     eval_data: Any = None,
     **settings: Any,
 ) -> Trainer:
-    """Make a trainer of a tiny encoder with twenty texts, whose training has five steps."""
+    """Make a trainer of a tiny encoder with twenty texts, whose training has five
+    steps.
+    """
     gc.freeze()  # what is there now: accelerate collects garbage before each training
     defaults: dict[str, Any] = {
         "max_steps": 5,
@@ -51,12 +53,15 @@ def trainer_of(
 
 
 class Watch(TrainerCallback):
-    """Remembers each training's data, and of each step its learning rate and optimizer's memory."""
+    """Remembers each training's data, and of each step its learning rate and
+    optimizer's memory.
+    """
 
     def __init__(self) -> None:
         data: list[Any] = []
         steps: list[list[tuple[float, int]]] = []
-        # Not among its attributes, which are restored after a training that leaves no trace.
+        # Not among its attributes, which are restored after a training that leaves no
+        # trace.
         self._seen = lambda: (data, steps)
 
     @property

@@ -1,4 +1,6 @@
-"""Generated texts, against a loop over drawn models without caches, and the models' own."""
+"""Generated texts, against a loop over drawn models without caches, and the models'
+own.
+"""
 
 from typing import Any, NamedTuple
 
@@ -48,7 +50,7 @@ SAMPLING = {
 BROAD = 20.0
 
 
-# --- what writes ---------------------------------------------------------------------------------
+# --- what writes ----------------------------------------------------------------------
 
 
 class Writer(NamedTuple):
@@ -120,11 +122,13 @@ def writer(kind: str) -> Writer:
     return continuer(kind)
 
 
-# --- texts ---------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------
 
 
 def continued(models, given, begun):
-    """Tokens that a mixture of models writes after others, and their log-probabilities."""
+    """Tokens that a mixture of models writes after others, and their
+    log-probabilities.
+    """
     tokens = begun
     written = "decoder_input_ids" if given else "input_ids"
     log_probs = []
@@ -310,7 +314,7 @@ def test_draws_are_seeded_and_the_model_stays_as_it_was():
     before.assert_equal(model, random_state=False)
 
 
-# --- what can't be continued ---------------------------------------------------------------------
+# --- what can't be continued ----------------------------------------------------------
 
 PROMPTS = torch.tensor([[7, 8, 9], [5, 6, 0]])  # padded on the right
 REFUSED = [

@@ -60,11 +60,13 @@ def layerwise_prior(la):
     return torch.linspace(0.5, 2, len(la.blocks)).double()
 
 
-# --- agreement -----------------------------------------------------------------------------------
+# --- agreement ------------------------------------------------------------------------
 
 
 def change(la):
-    """Mean total variation distance of the draws from the model, by copies with drawn weights."""
+    """Mean total variation distance of the draws from the model, by copies with drawn
+    weights.
+    """
     (batch,) = text_batches(batch_size=6)
     places = la.model.targets(batch) != -100
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
@@ -84,7 +86,9 @@ def change(la):
 
 @pytest.mark.parametrize("max_change", [0.005, 0.02])
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_the_chosen_posterior_changes_tokens_as_much_as_is_allowed(layerwise, max_change):
+def test_the_chosen_posterior_changes_tokens_as_much_as_is_allowed(
+    layerwise, max_change
+):
     la = fitted_text()
     base = layerwise_prior(la)
     start = {"init_prior_prec": base} if layerwise else {}
@@ -112,7 +116,7 @@ def test_of_many_texts_some_batches_choose():
     assert torch.equal(chosen, la.prior_precision)
 
 
-# --- search on a grid ----------------------------------------------------------------------------
+# --- search on a grid -----------------------------------------------------------------
 
 
 def direct(la, prior_precision):
@@ -149,7 +153,9 @@ def test_the_losses_of_a_grid_are_those_of_scores_and_the_least_is_chosen(
     best = history.prior_precision[history.objective.argmin()]
     torch.testing.assert_close(la.prior_precision, best.to(la.prior_precision))
     losses = [direct(la, point) for point in history.prior_precision]
-    torch.testing.assert_close(history.objective, torch.stack(losses), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        history.objective, torch.stack(losses), rtol=1e-10, atol=0
+    )
 
 
 def test_neither_batches_nor_the_models_mode_matter():
@@ -170,7 +176,7 @@ def test_neither_batches_nor_the_models_mode_matter():
     torch.testing.assert_close(on_the_left, expected, rtol=1e-9, atol=0)
 
 
-# --- several processes ---------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -241,7 +247,7 @@ def test_of_divided_texts_every_second_batch_is_taken():
     assert_alike(both, method(la).objective)
 
 
-# --- data ----------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------
 
 
 class Drawn(torch.utils.data.IterableDataset):

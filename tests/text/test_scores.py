@@ -70,7 +70,7 @@ def test_without_draws_that_differ_nothing_is_epistemic():
         assert found.sums.log_prob[0].item() == pytest.approx(found.log_prob[0].item())
 
 
-def test_a_token_that_is_impossible_adds_nothing_and_one_that_is_not_a_number_is_refused():
+def test_an_impossible_token_adds_nothing_and_one_that_is_not_a_number_is_refused():
     f = some_logits()[0]
     f[:, 5] = -math.inf
     found = score(f, [f], TOKENS, LABELLED)

@@ -1,4 +1,6 @@
-"""Training that remembers: a penalty, its gradient in a trainer's steps, and a fit after a fit."""
+"""Training that remembers: a penalty, its gradient in a trainer's steps, and a fit
+after a fit.
+"""
 
 import pytest
 import torch
@@ -53,7 +55,9 @@ def test_the_penalty_is_a_quadratic_form_with_its_gradient(structure):
 
 
 def test_a_posterior_of_the_past_is_the_prior_of_the_next_fit():
-    """With the weights where they were, two fits one after the other are one of all data."""
+    """With the weights where they were, two fits one after the other are one of all
+    data.
+    """
     first, second = ragged_batches()[:1], ragged_batches()[1:]
     past = fitted(batches=first)
     la = fitted(batches=second)
@@ -62,7 +66,10 @@ def test_a_posterior_of_the_past_is_the_prior_of_the_next_fit():
     assert la.n_data == whole.n_data
     torch.testing.assert_close(la.loss, whole.loss)
     torch.testing.assert_close(
-        la.log_marginal_likelihood(), whole.log_marginal_likelihood(), rtol=1e-6, atol=1e-6
+        la.log_marginal_likelihood(),
+        whole.log_marginal_likelihood(),
+        rtol=1e-6,
+        atol=1e-6,
     )
 
 
@@ -109,7 +116,9 @@ class Gradients(TrainerCallback):
 
 
 def gradients_of_training(folder, callbacks, **arguments):
-    """Train two steps from the same weights, away from the posterior; return what steps got."""
+    """Train two steps from the same weights, away from the posterior; return what steps
+    got.
+    """
     la = fitted()
     for block in la.blocks:
         block.weight.requires_grad_()

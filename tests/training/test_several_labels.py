@@ -1,4 +1,6 @@
-"""Trainers of several labels: their losses, stages, second trainings and the callback."""
+"""Trainers of several labels: their losses, stages, second trainings and the
+callback.
+"""
 
 import copy
 import warnings
@@ -25,7 +27,9 @@ N_LABELS = 3
 
 
 class Labelled(Texts):
-    """Texts with three labels each, numbers 0 and 1: each class of `Texts` lacks one of them."""
+    """Texts with three labels each, numbers 0 and 1: each class of `Texts` lacks one of
+    them.
+    """
 
     def __getitem__(self, number):
         text = dict(super().__getitem__(number))
@@ -52,7 +56,9 @@ def classifier():
 
 
 def trainer_of_labels(folder, *callbacks, model=None, **settings):
-    return trainer_of(folder, *callbacks, model=model or classifier(), data=Labelled(N), **settings)
+    return trainer_of(
+        folder, *callbacks, model=model or classifier(), data=Labelled(N), **settings
+    )
 
 
 def batch_of(trainer):
@@ -66,7 +72,9 @@ def logits_of(model, batch):
 
 
 class PositivesCount(BCEWithLogitsLoss):
-    """The loss of a trainer whose labels are rare, which counts the texts that it has seen."""
+    """The loss of a trainer whose labels are rare, which counts the texts that it has
+    seen.
+    """
 
     def __init__(self):
         super().__init__(pos_weight=torch.tensor([1.0, 4.0, 20.0]))
@@ -85,7 +93,8 @@ def by_second_training(trainer):
     return la
 
 
-# Steps of four texts: 4 and 1 in stages, 5 and 4 where a second training holds out a fifth.
+# Steps of four texts: 4 and 1 in stages, 5 and 4 where a second training holds out a
+# fifth.
 @pytest.mark.parametrize(
     ("posterior_of", "n_texts"), [(train_in_stages, 20), (by_second_training, 36)]
 )
@@ -105,7 +114,9 @@ def test_weights_of_positives_move_the_weights_and_not_the_likelihood(
 
     batch = batch_of(trainer)
     logits = logits_of(model, batch)
-    expected = binary_cross_entropy_with_logits(logits, batch["labels"], reduction="sum")
+    expected = binary_cross_entropy_with_logits(
+        logits, batch["labels"], reduction="sum"
+    )
     torch.testing.assert_close(la.loss.float(), expected, rtol=1e-4, atol=1e-4)
     posterior_of(trainer_of_labels(tmp_path / "plain", model=plain))
     of_plain = logits_of(plain, batch)
@@ -154,11 +165,15 @@ def test_the_callback_fits_saves_and_measures_several_labels(method, tmp_path):
     torch.testing.assert_close(
         read(batch, link_approx="mean_field"), la(batch, link_approx="mean_field")
     )
-    (entry,) = [each for each in trainer.state.log_history if "laplace_evidence" in each]
+    (entry,) = [
+        each for each in trainer.state.log_history if "laplace_evidence" in each
+    ]
     assert entry["laplace_evidence"] == la.log_marginal_likelihood().item()
     held_out = trainer.data_collator(list(trainer.eval_dataset))
     p = la(held_out, link_approx="mean_field")
     labels = held_out["labels"]
     nll = -torch.where(labels > 0, p, 1 - p).log().mean().item()
     assert entry["eval_laplace_nll"] == pytest.approx(nll, rel=1e-4)
-    assert entry["eval_laplace_ece"] == pytest.approx(compare(la, [held_out]).posterior["ece"])
+    assert entry["eval_laplace_ece"] == pytest.approx(
+        compare(la, [held_out]).posterior["ece"]
+    )

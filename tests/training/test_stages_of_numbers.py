@@ -1,4 +1,6 @@
-"""Numbers of any unit, trained in stages: how well targets that no text tells of are predicted."""
+"""Numbers of any unit, trained in stages: how well targets that no text tells of are
+predicted.
+"""
 
 import math
 
@@ -48,8 +50,9 @@ def test_noise_of_any_size_is_found_by_the_held_out_texts(tmp_path, mean, deviat
     tests = DataLoader(texts_with(targets[N_TRAIN:], first=N_TRAIN), batch_size=50)
     found = compare(la, tests).posterior
     entropy = math.log(deviation) + (1 + math.log(2 * math.pi)) / 2  # 3.72 and -1.58
-    # Both what the test texts' mean square and what twelve held-out texts say of the variance vary:
-    # by √(2 / n) of it, of which the NLL takes half, and the square of the second, too.
+    # Both what the test texts' mean square and what twelve held-out texts say of the
+    # variance vary: by √(2 / n) of it, of which the NLL takes half, and the square of
+    # the second, too.
     error = math.sqrt(2 / N_TEST) / 2 + math.sqrt(2 / 12) / 2
     assert abs(found["nll"] - entropy) < 2 * error
     assert found["coverage"] > 0.7

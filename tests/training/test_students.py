@@ -124,7 +124,7 @@ def divergence(targets, log_p):
     return of_classes.sum(-1).mean().item()
 
 
-# --- what is learnt ------------------------------------------------------------------------------
+# --- what is learnt -------------------------------------------------------------------
 
 
 def test_its_own_probabilities_are_the_posteriors(tmp_path):
@@ -251,7 +251,10 @@ def test_a_head_of_its_own_has_the_best_temperature(tmp_path, kind):
     assert of_head == pytest.approx([best, best], rel=2e-3)
     assert set(of_lora) == {1.0}
     after = weights_of(trainer.model, "student")
-    stay = [torch.equal(first, last) for first, last in zip(begun["student"], after, strict=True)]
+    stay = [
+        torch.equal(first, last)
+        for first, last in zip(begun["student"], after, strict=True)
+    ]
     assert sum(stay) == 2  # the head; a step has changed all LoRA weights
 
 
@@ -274,11 +277,13 @@ def test_a_mixture_teaches_its_mean(tmp_path):
     assert divergence(targets, log_probs(trainer.model, batch)) < 0.1
 
 
-# --- how it trains -------------------------------------------------------------------------------
+# --- how it trains --------------------------------------------------------------------
 
 
 def dropouts(model):
-    return [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    return [
+        module for module in model.modules() if isinstance(module, torch.nn.Dropout)
+    ]
 
 
 def test_it_learns_without_dropout(tmp_path):
@@ -378,7 +383,7 @@ def test_accumulated_steps_are_divided_whatever_loss_the_user_has(
         torch.testing.assert_close(one, other)
 
 
-# --- what fails ----------------------------------------------------------------------------------
+# --- what fails -----------------------------------------------------------------------
 
 
 def test_what_fails_leaves_nothing_behind(tmp_path):

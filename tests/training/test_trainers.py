@@ -33,7 +33,9 @@ from tests.support.trainers import N, trainer_of
 
 
 def rows():
-    texts = [{name: value.tolist() for name, value in text.items()} for text in Texts(N)]
+    texts = [
+        {name: value.tolist() for name, value in text.items()} for text in Texts(N)
+    ]
     return Dataset.from_list([text | {"origin": "a book"} for text in texts])
 
 
@@ -103,7 +105,9 @@ def test_afterwards_a_trainer_and_its_callbacks_are_as_before(
     keeping = Keeping()
     trainer = trainer_of(tmp_path, keeping, max_steps=2, disable_tqdm=False)
     trainer.train()
-    (bar,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, ProgressCallback))
+    (bar,) = (
+        c for c in trainer.callback_handler.callbacks if isinstance(c, ProgressCallback)
+    )
     bar.training_bar = "of the training that goes on"
     trainer.own_figures = {"train": defaultdict(list, loss=[1.0])}
 

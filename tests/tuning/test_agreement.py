@@ -17,7 +17,9 @@ METHOD = "agreement"
 
 
 def change(la, batches, n_samples: int = 20_000) -> float:
-    """Mean total variation distance of draws from the model, by sampling and one text at a time."""
+    """Mean total variation distance of draws from the model, by sampling and one text
+    at a time.
+    """
     torch.manual_seed(1)
     distances = []
     for batch in batches:
@@ -114,7 +116,9 @@ def test_data_that_can_be_read_once_are_the_same_at_every_prior_precision(
     la = fitted(structure=structure)
 
     def objective(data):
-        history = la.optimize_prior_precision(method=METHOD, train_loader=data, n_samples=50)
+        history = la.optimize_prior_precision(
+            method=METHOD, train_loader=data, n_samples=50
+        )
         return history.objective
 
     once = iter(ragged_batches())

@@ -1,4 +1,6 @@
-"""Methods by name and as objects: their options, where they start, and what a failure leaves."""
+"""Methods by name and as objects: their options, where they start, and what a failure
+leaves.
+"""
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -138,7 +140,10 @@ def test_options_of_others_are_refused_and_named(name):
     assert foreign
     assert not ignored - of_all.keys()
     for option in foreign:
-        message = rf'method="{name}" needs .*got .*{option}.*; its options are .*prior_structure'
+        message = (
+            rf'method="{name}" needs .*got .*{option}.*; '
+            "its options are .*prior_structure"
+        )
         options = OPTIONS[name] | {option: of_all[option]}
         with pytest.raises(ValueError, match=message):
             la.optimize_prior_precision(method=name, **options)

@@ -35,7 +35,9 @@ def test_gridsearch_scales_a_layerwise_prior(validation):
         **PRIORS_ALONE,
     )
     factors = torch.logspace(-2, 2, 7)
-    torch.testing.assert_close(history.prior_precision, factors[:, None].double() * base)
+    torch.testing.assert_close(
+        history.prior_precision, factors[:, None].double() * base
+    )
     losses = []
     for factor in factors:
         loss = validation_loss(
@@ -86,7 +88,9 @@ CASES = {
     ),
 }
 for structure in STRUCTURES:
-    CASES[f"drawn networks, {structure}"] = Case(SAMPLED, posterior={"structure": structure})
+    CASES[f"drawn networks, {structure}"] = Case(
+        SAMPLED, posterior={"structure": structure}
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -125,7 +129,9 @@ def test_a_regression_is_chosen_by_the_density_of_its_targets(structure, n_outpu
         grid_size=7,
         optimize_scale=False,
     )
-    for point, objective in zip(history.prior_precision, history.objective, strict=True):
+    for point, objective in zip(
+        history.prior_precision, history.objective, strict=True
+    ):
         la.prior_precision = point
         f_mu, f_var = la(X)
         noise = 0.25 * torch.eye(n_outputs).double()
@@ -278,7 +284,9 @@ def test_data_that_can_be_read_once_are_the_same_at_every_point(structure, predi
 
 @pytest.mark.parametrize("link", ["mean_field", "probit", "bridge"])
 @pytest.mark.parametrize("rows", [4, 256])  # several times, and all at the end
-def test_losses_that_are_summed_in_one_pass_are_those_of_kept_statistics(link, rows, monkeypatch):
+def test_losses_that_are_summed_in_one_pass_are_those_of_kept_statistics(
+    link, rows, monkeypatch
+):
     la = fitted(dtype=torch.float64)
     batches = [*ragged_batches(seed=7), *ragged_batches(seed=8)]
     statistics = la.predictive_statistics(batches)
@@ -297,7 +305,9 @@ def test_losses_that_are_summed_in_one_pass_are_those_of_kept_statistics(link, r
 
 
 @pytest.mark.parametrize("limit", ["_ROWS", "_BYTES"])
-def test_a_search_keeps_no_statistics_of_examples_that_it_has_scored(limit, monkeypatch):
+def test_a_search_keeps_no_statistics_of_examples_that_it_has_scored(
+    limit, monkeypatch
+):
     la = fitted()
     batches = ragged_batches(seed=7, batch_size=2)
     n_bytes = max(la.predictive_statistics([batch]).nbytes for batch in batches)

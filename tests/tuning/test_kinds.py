@@ -74,7 +74,9 @@ def test_a_grid_search_tries_all_pairs_in_one_pass_and_takes_the_best():
     la = with_head()
     validation = pairs(2, n=5)
     passes = count_forward_passes(la)
-    history = la.optimize_prior_precision(method="gridsearch", val_loader=validation, **GRID)
+    history = la.optimize_prior_precision(
+        method="gridsearch", val_loader=validation, **GRID
+    )
     assert len(passes) == len(validation)
     axis = 10.0 ** torch.arange(-2, 3).double()
     expected = {}
@@ -108,9 +110,13 @@ def test_statistics_that_are_given_serve_all_pairs():
     validation = pairs(2, n=5)
     statistics = la.predictive_statistics(validation, dtype=torch.float64)
     passes = count_forward_passes(la)
-    given = la.optimize_prior_precision(method="gridsearch", val_loader=statistics, **GRID)
+    given = la.optimize_prior_precision(
+        method="gridsearch", val_loader=statistics, **GRID
+    )
     assert not passes
-    again = la.optimize_prior_precision(method="gridsearch", val_loader=validation, **GRID)
+    again = la.optimize_prior_precision(
+        method="gridsearch", val_loader=validation, **GRID
+    )
     assert_close(given.objective, again.objective, rtol=1e-5, atol=1e-6)
 
 
@@ -142,7 +148,9 @@ def test_draws_of_each_kind_change_predictions_alike(structure):
 
 
 def change(la, data) -> float:
-    """Measure the mean total variation distance of draws from the model, by other draws."""
+    """Measure the mean total variation distance of draws from the model, by other
+    draws.
+    """
     distances = []
     for X, _ in data:
         f_mu, f_var = la.predictive_moments(X)
@@ -178,7 +186,9 @@ def test_numbers_to_start_from_keep_their_structure():
     search = GridSearch(val_loader=pairs(2), init_prior_prec=start, **GRID)
     history = la.optimize_prior_precision(method=search)
     assert len(history.objective) == GRID["grid_size"]
-    both = GridSearch(val_loader=pairs(2), init_prior_prec=start, prior_structure="kind", **GRID)
+    both = GridSearch(
+        val_loader=pairs(2), init_prior_prec=start, prior_structure="kind", **GRID
+    )
     history = la.optimize_prior_precision(method=both)
     assert len(history.objective) == GRID["grid_size"] ** 2
 
@@ -204,7 +214,7 @@ def names_of(la) -> list[str]:
     return [block.name for block in la.blocks]
 
 
-# --- trainings -----------------------------------------------------------------------------------
+# --- trainings ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("members", [1, 2])

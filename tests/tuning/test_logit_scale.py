@@ -31,7 +31,7 @@ def without_labels(batch):
     return {key: value for key, value in batch.items() if key != "labels"}
 
 
-# --- predictions ---------------------------------------------------------------------------------
+# --- predictions ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -48,7 +48,8 @@ def test_a_link_gets_scaled_logits(link, structure):
     for x in (batch, Moments(f_mu, f_var)):
         torch.manual_seed(0)
         torch.testing.assert_close(la(x, **options), expected, rtol=1e-12, atol=1e-14)
-    assert torch.equal(la.predictive_moments(batch).f_var, f_var)  # of the model's own logits
+    # Of the model's own logits.
+    assert torch.equal(la.predictive_moments(batch).f_var, f_var)
 
 
 def test_without_variance_it_is_the_inverse_of_a_temperature():
@@ -60,7 +61,9 @@ def test_without_variance_it_is_the_inverse_of_a_temperature():
     for link in ("probit", "mean_field", "mc"):
         torch.testing.assert_close(la(batch, link_approx=link), expected)
     torch.testing.assert_close(la.predict(batch).probabilities, expected)
-    torch.testing.assert_close(la(batch, pred_type="nn", generator=generator()), expected)
+    torch.testing.assert_close(
+        la(batch, pred_type="nn", generator=generator()), expected
+    )
 
 
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
@@ -86,14 +89,18 @@ def test_a_function_is_of_scaled_logits(pred_type):
     batch = without_labels(ragged_batches()[0])
     expected = SCALE * la.function(seed=1, pred_type=pred_type)(batch)
     la.logit_scale = SCALE
-    torch.testing.assert_close(la.function(seed=1, pred_type=pred_type)(batch), expected)
+    torch.testing.assert_close(
+        la.function(seed=1, pred_type=pred_type)(batch), expected
+    )
 
 
 def test_decisions_draw_scaled_logits():
     la = fitted()
     batch = ragged_batches()[0]
     f_mu, f_var = la.predictive_moments(batch)
-    expected = la.predict(Moments(SCALE * f_mu, SCALE**2 * f_var), generator=generator())
+    expected = la.predict(
+        Moments(SCALE * f_mu, SCALE**2 * f_var), generator=generator()
+    )
     la.logit_scale = SCALE
     found = la.predict(batch, generator=generator())
     torch.testing.assert_close(tuple(found), tuple(expected))
@@ -139,10 +146,14 @@ def test_what_is_no_scale_is_refused(value):
 
 def test_where_there_are_no_logits_it_names_what_to_use():
     la, _ = plain_regression()
-    with pytest.raises(ValueError, match="regression has no logit_scale: use sigma_noise"):
+    with pytest.raises(
+        ValueError, match="regression has no logit_scale: use sigma_noise"
+    ):
         la.logit_scale = 2
     text = fitted_text()
-    with pytest.raises(ValueError, match="language_modeling has no logit_scale: use the temp"):
+    with pytest.raises(
+        ValueError, match="language_modeling has no logit_scale: use the temp"
+    ):
         text.logit_scale = 2
     la.logit_scale = text.logit_scale = 1
 
@@ -181,7 +192,7 @@ def test_drawn_adapters_lack_it_which_is_said(tmp_path):
         la.sample_adapters(1, tmp_path)
 
 
-# --- mixtures ------------------------------------------------------------------------------------
+# --- mixtures -------------------------------------------------------------------------
 
 
 def two():
@@ -217,7 +228,7 @@ def test_a_mixture_chooses_by_the_mean_of_its_members():
     torch.testing.assert_close(again.objective, history.objective, rtol=1e-6, atol=0)
 
 
-# --- the choice ----------------------------------------------------------------------------------
+# --- the choice -----------------------------------------------------------------------
 
 
 def penalty_of(scale: float, batches) -> float:
@@ -381,7 +392,9 @@ def test_a_descent_scores_the_present_scale():
 def test_a_search_that_fails_leaves_the_scale_as_it_was(monkeypatch):
     la = fitted()
     la.logit_scale = SCALE
-    monkeypatch.setattr("laplace_lora_ext.tuning.scales.GridLosses.choose", lambda *_: 1 / 0)
+    monkeypatch.setattr(
+        "laplace_lora_ext.tuning.scales.GridLosses.choose", lambda *_: 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         GridSearch(val_loader=ragged_batches(seed=7), **GRID)(la)
     assert la.logit_scale == SCALE

@@ -20,7 +20,9 @@ def differentiable(value) -> torch.Tensor:
 
 
 def slope(value: torch.Tensor) -> float:
-    """The steepest slope of an evidence that was back-propagated, in nats in a factor of e."""
+    """The steepest slope of an evidence that was back-propagated, in nats in a factor
+    of e.
+    """
     return (value.grad * value).abs().max().item()
 
 
@@ -120,7 +122,9 @@ OF_BLOCKS = [(structure, "layerwise") for structure in STRUCTURES]
 
 
 @pytest.mark.parametrize(("structure", "prior"), [*OF_BLOCKS, ("diag", "diagonal")])
-def test_fifty_steps_of_a_users_own_on_the_evidence_are_those_on_a_dense_one(structure, prior):
+def test_fifty_steps_of_a_users_own_on_the_evidence_are_those_on_a_dense_one(
+    structure, prior
+):
     la = fitted(structure=structure)
     n_weights = n_weights_of(prior, la)
     H = dense_curvature(la, structure)

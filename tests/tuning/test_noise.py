@@ -62,17 +62,20 @@ def test_parameters_that_data_determine_are_counted_by_eigenvalues(structure):
     la, _ = plain_regression(2, structure)
     la.prior_precision = 0.3
     P = la.posterior_precision
-    matrix = P.to_matrix() if hasattr(P, "to_matrix") else P.diag() if P.ndim == 1 else P
+    matrix = (
+        P.to_matrix() if hasattr(P, "to_matrix") else P.diag() if P.ndim == 1 else P
+    )
     eigenvalues = torch.linalg.eigvalsh(matrix)
     expected = (1 - 0.3 / eigenvalues).sum().item()
     assert n_determined(la) == pytest.approx(expected, rel=1e-6)
     assert la.sigma_noise.item() == 0.5
-    trace = ((eigenvalues - 0.3) * 0.25).sum().item()  # of the curvature at a noise of 1
+    # Of the curvature at a noise of 1.
+    trace = ((eigenvalues - 0.3) * 0.25).sum().item()
     assert unit_of_priors(la) == pytest.approx(trace / (12 * 2), rel=1e-6)
     assert la.prior_precision.item() == pytest.approx(0.3)
 
 
-# --- by the gradient of validation data ----------------------------------------------------------
+# --- by the gradient of validation data -----------------------------------------------
 
 
 @pytest.mark.parametrize("n_outputs", [1, 2])
@@ -87,14 +90,18 @@ def test_a_descent_ends_where_neither_prior_nor_noise_could_be_better(n_outputs,
     batches = [(X, la.function(0)(X).detach() + noise)]
     statistics = la.predictive_statistics(batches, dtype=torch.float64)
     la.sigma_noise = 1.0
-    method = ValGD(val_loader=statistics, batch_size=60, n_steps=500, generator=generator())
+    method = ValGD(
+        val_loader=statistics, batch_size=60, n_steps=500, generator=generator()
+    )
     history = method(la)
     lowest = history.objective.min().item()
     assert lowest < history.objective[0].item()
     for step in (0, 10, history.objective.argmin()):
         la.sigma_noise = history.sigma_noise[step].item()
         la.prior_precision = history.prior_precision[step]
-        assert loss_of(la, batches) == pytest.approx(history.objective[step].item(), rel=1e-6)
+        assert loss_of(la, batches) == pytest.approx(
+            history.objective[step].item(), rel=1e-6
+        )
     best = la.hyperparameters
     for factor in (0.9, 1.1):
         la.hyperparameters = best
@@ -106,14 +113,18 @@ def test_a_descent_ends_where_neither_prior_nor_noise_could_be_better(n_outputs,
     assert best.sigma_noise.item() == pytest.approx(scale, rel=0.3)
 
 
-# --- by agreement --------------------------------------------------------------------------------
+# --- by agreement ---------------------------------------------------------------------
 
 
 def mean_distance(la, X, n_samples: int = 20_000) -> float:
-    """Average the total variation distance of draws' normal distributions from the model's."""
+    """Average the total variation distance of draws' normal distributions from the
+    model's.
+    """
     torch.manual_seed(1)
     _, f_var = la(X)
-    drawn = torch.distributions.MultivariateNormal(torch.zeros(f_var.shape[-1]).double(), f_var)
+    drawn = torch.distributions.MultivariateNormal(
+        torch.zeros(f_var.shape[-1]).double(), f_var
+    )
     apart = drawn.sample((n_samples,)).norm(dim=-1) / la.sigma_noise
     standard = torch.distributions.Normal(0, 1)
     return (2 * standard.cdf(apart / 2) - 1).mean().item()
@@ -128,7 +139,9 @@ def residuals_of(la, X, n_outputs: int):
 @pytest.mark.parametrize("n_outputs", [1, 2])
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("max_change", [0.05, 0.1])
-def test_draws_of_numbers_change_by_as_much_as_is_allowed(structure, n_outputs, max_change):
+def test_draws_of_numbers_change_by_as_much_as_is_allowed(
+    structure, n_outputs, max_change
+):
     la, X = plain_regression(n_outputs, structure)
     method = Agreement(
         train_loader=[X], max_change=max_change, n_samples=5_000, generator=generator()
@@ -139,7 +152,9 @@ def test_draws_of_numbers_change_by_as_much_as_is_allowed(structure, n_outputs, 
     assert history.sigma_noise[-1] == pytest.approx(la.sigma_noise.item())
     # The parameters that the data determine, by all eigenvalues.
     P = la.posterior_precision
-    matrix = P.to_matrix() if hasattr(P, "to_matrix") else P.diag() if P.ndim == 1 else P
+    matrix = (
+        P.to_matrix() if hasattr(P, "to_matrix") else P.diag() if P.ndim == 1 else P
+    )
     determined = (1 - la.prior_precision / torch.linalg.eigvalsh(matrix)).sum()
     squares = residuals_of(la, X, n_outputs).square().sum()
     expected = (squares / (12 * n_outputs - determined)).sqrt()
@@ -179,7 +194,9 @@ def test_agreement_prefers_no_unit(unit, sigma_noise):
     y = unit * torch.randn(12, 1, generator=generator(1)).double()
     la.fit([(X, y)])
     Agreement(train_loader=[X])(la)
-    assert la.sigma_noise.item() == pytest.approx(unit * expected.sigma_noise.item(), rel=0.01)
+    assert la.sigma_noise.item() == pytest.approx(
+        unit * expected.sigma_noise.item(), rel=0.01
+    )
     found, wanted = la.predict(X), expected.predict(X)
     ratio = found.epistemic_std / (unit * wanted.epistemic_std)
     assert ratio.mean().item() == pytest.approx(1, rel=0.1)
@@ -193,11 +210,13 @@ def test_residuals_that_tell_of_no_noise_are_refused():
         Agreement(train_loader=[X])(la)
     assert la.sigma_noise.item() == 0.5
     la, X = plain_regression(2)
-    with pytest.raises(ValueError, match=r"have 24 targets, which leaves none.*second_training"):
+    with pytest.raises(
+        ValueError, match=r"have 24 targets, which leaves none.*second_training"
+    ):
         Agreement(train_loader=[X], max_change=0.6)(la)
 
 
-# --- refused -------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------
 
 
 def test_targets_without_any_error_are_refused():

@@ -1,4 +1,6 @@
-"""How much memory a method's statistics may take, and what is left out where that is too little."""
+"""How much memory a method's statistics may take, and what is left out where that is
+too little.
+"""
 
 import re
 import warnings
@@ -32,7 +34,9 @@ def val_gd(la, data, **options):
 
 
 METHODS = pytest.mark.parametrize("choose", [agreement, val_gd])
-DATA = pytest.mark.parametrize("make", [loader, lambda: list(loader())], ids=["loader", "list"])
+DATA = pytest.mark.parametrize(
+    "make", [loader, lambda: list(loader())], ids=["loader", "list"]
+)
 
 
 def watched(la) -> list:
@@ -57,7 +61,10 @@ def test_statistics_take_no_more_memory_than_is_allowed(choose, make):
     kept = watched(la)
     n_texts = []
     la.model.register_forward_hook(lambda _, __, logits: n_texts.append(len(logits)))
-    message = rf"by 11 of 30 examples.* all would take {30 * of_example:,} bytes.*={max_bytes:,}"
+    message = (
+        rf"by 11 of 30 examples.* all would take {30 * of_example:,} bytes.*"
+        f"={max_bytes:,}"
+    )
     with pytest.warns(UserWarning, match=message) as warned:
         history = choose(la, make(), max_bytes=max_bytes)
     assert len([one for one in warned if "max_bytes" in str(one.message)]) == 1
@@ -94,11 +101,15 @@ def test_nothing_changes_where_all_statistics_fit(choose, make):
     [
         pytest.param(lambda: (fitted(), ragged_batches()), id="classes"),
         pytest.param(
-            lambda: (fitted(backend_kwargs={"tail": False}), ragged_batches()), id="no tail"
+            lambda: (fitted(backend_kwargs={"tail": False}), ragged_batches()),
+            id="no tail",
         ),
         pytest.param(
             lambda: (
-                fitted(model=lora_model("bert", n_labels=14), batches=ragged_batches(n_classes=14)),
+                fitted(
+                    model=lora_model("bert", n_labels=14),
+                    batches=ragged_batches(n_classes=14),
+                ),
                 ragged_batches(n_classes=14),
             ),
             id="contrasts",
@@ -135,7 +146,9 @@ def test_one_example_that_takes_more_is_refused(choose):
     la = fitted()
     before = la.prior_precision
     size = la.bytes_of_statistics()
-    message = re.escape(f"one example take {size:,} bytes, more than max_bytes={size - 1:,}.")
+    message = re.escape(
+        f"one example take {size:,} bytes, more than max_bytes={size - 1:,}."
+    )
     with pytest.raises(ValueError, match=message):
         choose(la, ragged_batches(), max_bytes=size - 1)
     assert torch.equal(la.prior_precision, before)
@@ -177,7 +190,7 @@ def test_a_sample_holds_never_more_than_asked_for_and_every_row_has_the_same_cha
     assert (counts - n_kept / 4).abs().max() < 3 * 7
 
 
-# --- several processes ---------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------
 
 
 @METHODS

@@ -100,7 +100,9 @@ def test_it_takes_over_what_the_held_out_examples_choose(
         other.prior_precision.double(),
     )
     torch.testing.assert_close(history.objective, expected.objective)
-    assert all(torch.equal(la.model.state_dict()[name], before[name]) for name in before)
+    assert all(
+        torch.equal(la.model.state_dict()[name], before[name]) for name in before
+    )
 
 
 def test_several_trainings_ask_every_example_and_choose_together():
@@ -112,7 +114,9 @@ def test_several_trainings_ask_every_example_and_choose_together():
         taken = list(examples.indices)
         held_out.append([place for place in range(N) if place not in taken])
         model = another_training()
-        model.base_model.model.classifier.modules_to_save.default.weight.data *= 1 + len(others)
+        model.base_model.model.classifier.modules_to_save.default.weight.data *= (
+            1 + len(others)
+        )
         others.append((model, taken))
         return model
 
@@ -125,7 +129,8 @@ def test_several_trainings_ask_every_example_and_choose_together():
     assert sorted(place for places in held_out for place in places) == list(range(N))
     assert sorted(map(len, held_out)) == [2, 2, 2, 2, 3]
 
-    # All held-out examples, each by the posterior that has not seen it, at one prior and scale.
+    # All held-out examples, each by the posterior that has not seen it, at one prior
+    # and scale.
     def penalised_loss(point):
         loss = 2 * history.logit_scale[point].log().item() ** 2 / N
         for posterior, places in zip(posteriors, held_out, strict=True):
@@ -148,7 +153,9 @@ def test_several_trainings_ask_every_example_and_choose_together():
         other.fit(loader(Subset(Texts(N), taken)))
         posteriors.append(other)
     for point in (0, 40, 60, 100):
-        assert history.objective[point].item() == pytest.approx(penalised_loss(point), rel=1e-4)
+        assert history.objective[point].item() == pytest.approx(
+            penalised_loss(point), rel=1e-4
+        )
     best = history.objective.argmin()
     assert la.prior_precision.item() == history.prior_precision[best].item()
     assert la.logit_scale == history.logit_scale[best].item() != 1
