@@ -233,26 +233,31 @@ class LoRALaplace(ParametricLaplace):
         self.trained_likelihood = self.problem.trained
         self.predicted_likelihood = self.problem.predicted
         self._fit: Fit | NoFit = NoFit(places_of(self.blocks, self.model.device))
-        backend_kwargs = self.problem.backend_kwargs(backend, backend_kwargs or {})
-        if issubclass(backend, LowRankKronInterface):
-            backend_kwargs = {"recorder": self.recorder, **backend_kwargs}
-        else:
-            check_known_to_host(self.blocks)
         with self._prepared():  # the host collects the parameters that require grad
             super().__init__(
                 self.model,
                 self.problem.name_for_host,
                 dict_key_y=dict_key_y,
                 backend=backend,
-                backend_kwargs=backend_kwargs,
+                backend_kwargs=self._options_of(backend, backend_kwargs or {}),
                 **kwargs,
             )
         self._logit_scale = 1.0
         self.likelihood = self.problem.name  # as the backend and files know it
         if issubclass(backend, LowRankKronInterface):
-            self.backend  # noqa: B018 - refuses wrong `backend_kwargs` now rather than in `fit`
+            self.backend  # noqa: B018 - refuses wrong options now, and not in `fit`
         # As the host has it before a fit.
         self._fit = replace(self._fit, mean=self.prior_mean)
+
+    def _options_of(
+        self, backend: type[CurvatureInterface], given: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Complete the options of a backend, which our own needs a recorder for."""
+        options = self.problem.backend_kwargs(backend, given)
+        if issubclass(backend, LowRankKronInterface):
+            return {"recorder": self.recorder, **options}
+        check_known_to_host(self.blocks)
+        return options
 
     @property
     def members(self) -> Sequence[LoRALaplace]:

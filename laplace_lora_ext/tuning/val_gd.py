@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,7 +131,8 @@ class ValGD(TuningMethod):
             log_noise = torch.zeros((), dtype=torch.float64)
             if is_gaussian:
                 log_noise = _best_log_noise(la, statistics, prior).requires_grad_()
-            history = self._descend(la, statistics, prior, log_noise)
+            losses = _Losses(la, statistics, prior, log_noise, self._link)
+            history = self._descend(losses, prior)
         best = history.objective.argmin()
         if history.sigma_noise is not None:
             la.sigma_noise = history.sigma_noise[best].item()
@@ -141,39 +142,19 @@ class ValGD(TuningMethod):
     def _link(self, generator: torch.Generator | None) -> Link:
         return _SMOOTH.get(self.link_approx) or sampled(self.n_samples, generator)
 
-    def _losses(
-        self,
-        la: Tunable,
-        moments: Moments,
-        targets: torch.Tensor,
-        noise: torch.Tensor,
-        generator: torch.Generator | None,
-    ) -> torch.Tensor:
-        """Compute negative log-likelihoods `(B,)`; those of classes are by the link."""
-        likelihood = la.trained_likelihood
-        if likelihood.is_gaussian:
-            return likelihood.nll(moments, targets, noise)
-        f_mu, f_var = of_classes(likelihood, moments)
-        return likelihood.nll([self._link(generator)(f_mu, f_var)], targets, noise)
-
     def _descend(
         self,
-        la: Tunable,
-        statistics: PredictiveStatistics,
+        losses: _Losses,
         prior: Searched,
-        log_noise: torch.Tensor,
     ) -> TuningHistory:
-        """Descend along stochastic gradients in the logarithms of prior precision and
-        noise.
+        """Descend along stochastic gradients in the logarithms of prior and noise.
 
         Unlike the paper's constant step size, this one falls to 0 along half a cosine,
         so that the last steps average over minibatches. The history is the loss of the
         whole set before the first step and 20 times on the way, always with the same
         draws.
         """
-        targets = statistics.required_targets()
-        builder = HistoryBuilder()
-        noises: list[float] = []
+        log_noise = losses.log_noise
         leaves = [prior.logarithms]
         if log_noise.requires_grad:
             leaves.append(log_noise)
@@ -183,34 +164,18 @@ class ValGD(TuningMethod):
         )
         # Of measurements, which so change no minibatch.
         seed = draw_seed(self.generator)
-        minibatches = _minibatches(len(statistics), self.batch_size, self.generator)
+        n_examples = len(losses.statistics)
+        minibatches = _minibatches(n_examples, self.batch_size, self.generator)
+        builder = HistoryBuilder()
+        noises: list[float] = []
 
-        def losses(
-            places: torch.Tensor | slice, generator: torch.Generator | None
-        ) -> torch.Tensor:
-            f_mu, f_var = (
-                statistics[places].moments(prior.value()).scaled(la.logit_scale)
-            )
-            noise = log_noise.exp()
-            # The prior is that of a noise of 1: then all variances are relative to the
-            # noise's.
-            moments = Moments(f_mu, noise.square().to(f_var) * f_var)
-            return self._losses(la, moments, targets[places], noise, generator)
-
-        @torch.no_grad()
         def measure(step: int) -> None:
-            # Without the noise of minibatches and of other draws, steps can be
-            # compared.
-            draws = torch.Generator().manual_seed(seed)
-            starts = range(0, len(statistics), _ROWS)
-            parts = [losses(slice(i, i + _ROWS), draws) for i in starts]
-            mean = torch.cat(parts).double().mean().item()
-            noise = log_noise.exp().item()
-            builder.add(step, mean, prior.value() / noise**2)
+            noise = log_noise.detach().exp().item()
+            builder.add(step, losses.of_all(seed), prior.value().detach() / noise**2)
             noises.append(noise)
 
         def loss() -> torch.Tensor:
-            return losses(next(minibatches), self.generator).mean()
+            return losses.of(next(minibatches), self.generator).mean()
 
         every = max(1, self.n_steps // _CHECKPOINTS)
         steps = descent(
@@ -222,8 +187,7 @@ class ValGD(TuningMethod):
             progress_bar=self.progress_bar,
         )
         for step, _ in steps:
-            # The first step is still to be taken, and torch wants it before the
-            # schedule.
+            # Torch wants the first step before the schedule's, and it comes later.
             if step:
                 schedule.step()
             if step % every == 0:
@@ -233,6 +197,44 @@ class ValGD(TuningMethod):
         if not log_noise.requires_grad:
             return history
         return replace(history, sigma_noise=torch.tensor(noises, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class _Losses:
+    """Negative log-likelihoods of validation data, for the present prior and noise."""
+
+    la: Tunable
+    statistics: PredictiveStatistics
+    prior: Searched
+    log_noise: torch.Tensor  # ()
+    link: Callable[[torch.Generator | None], Link]  # that draws from a generator
+
+    def of(
+        self, places: torch.Tensor | slice, generator: torch.Generator | None
+    ) -> torch.Tensor:
+        """Compute the losses of these examples, `(B,)`."""
+        moments = self.statistics[places].moments(self.prior.value())
+        f_mu, f_var = moments.scaled(self.la.logit_scale)
+        noise = self.log_noise.exp()
+        # The prior is that of a noise of 1: then all variances are relative to the
+        # noise's.
+        moments = Moments(f_mu, noise.square().to(f_var) * f_var)
+        targets = self.statistics.required_targets()[places]
+        likelihood = self.la.trained_likelihood
+        if likelihood.is_gaussian:
+            return likelihood.nll(moments, targets, noise)
+        f_mu, f_var = of_classes(likelihood, moments)
+        probabilities = self.link(generator)(f_mu, f_var)
+        return likelihood.nll([probabilities], targets, noise)
+
+    @torch.no_grad()
+    def of_all(self, seed: int) -> float:
+        """Compute the mean over all examples, with the same draws in every call."""
+        # Without the noise of minibatches and of other draws, steps can be compared.
+        draws = torch.Generator().manual_seed(seed)
+        starts = range(0, len(self.statistics), _ROWS)
+        parts = [self.of(slice(i, i + _ROWS), draws) for i in starts]
+        return torch.cat(parts).double().mean().item()
 
 
 def _best_log_noise(
