@@ -1,5 +1,4 @@
-"""Pages of the site that are made at each build, so that they can't fall behind the
-repository.
+"""Pages that each build of the site makes anew, from the repository as it is.
 
 Documents that live elsewhere in the repository keep their paths, and so their links.
 The reference lists every public name; the page of errors and warnings ends with every
@@ -51,15 +50,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the package's messages where a page asks for them; links to guides lose their
-    folder.
+    """Put the package's messages where a page asks for them, and mend links to guides.
+
+    Guides stand in the site's own folder, and so their links lose `docs/`.
     """
     markdown = markdown.replace("](docs/", "](")
-    return (
-        markdown.replace(MESSAGES, "\n".join(messages()))
-        if MESSAGES in markdown
-        else markdown
-    )
+    if MESSAGES not in markdown:
+        return markdown
+    return markdown.replace(MESSAGES, "\n".join(messages()))
 
 
 def reference() -> str:
