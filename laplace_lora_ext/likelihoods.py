@@ -20,6 +20,7 @@ from laplace_lora_ext.messages import warn
 
 _ROUNDING = 1e-2  # of probabilities in half precision
 _MANY = 16  # numbers that are all from 0 to 1 are hardly logits
+_DRAWN_AT_ONCE = 64  # rows of logits, of which draws take several copies in float64
 
 IGNORED = -100
 """transformers' label for a token that does not count."""
@@ -127,8 +128,7 @@ class Classification(_AsItIs):
         generator: torch.Generator,
     ) -> Seeds:
         """Compute slopes of the loss at targets that are drawn from the model."""
-        p = logits.softmax(-1)
-        y = _drawn(p.expand(num_samples, -1, -1), generator)
+        y = _drawn(logits, uniform_numbers(num_samples, len(logits), generator))
         vectors, weights = _gradients_at(logits, y)
         return Seeds(vectors, weights / num_samples**0.5)
 
@@ -506,10 +506,8 @@ class TokenClassification(Classification):
         G_tᵀ]`, the sum of its tokens' exact Fishers, for the price of one backward
         pass.
         """
-        vectors = logits.softmax(-1).repeat(num_samples, 1, 1)
-        tokens = _drawn(vectors, generator)
-        # In place: a copy of the vocabulary's probabilities may not fit into memory.
-        _subtract_one_at(vectors, tokens)
+        y = _drawn(logits, uniform_numbers(num_samples, len(logits), generator))
+        vectors = logits.softmax(-1) - one_hot(y, logits.shape[-1])
         weights = logits.new_full((num_samples, 1), num_samples**-0.5)
         return Seeds(vectors, weights)
 
@@ -537,41 +535,37 @@ class TokenClassification(Classification):
         them.
         """
         labels = self.as_targets(y.to(logits.device), logits.dtype)
-        n_outputs = logits.shape[-1]
-        if n_outputs < 2:
-            raise ValueError(
-                "labels of tokens need at least two classes, and the model has one "
-                "output: return [0, f] for a single logit f"
-            )
-        if labels.min() < 0 or labels.max() >= n_outputs:
-            raise ValueError(
-                f"labels must be {IGNORED} or from 0 to {n_outputs - 1}, but range "
-                f"from {labels.min()} to {labels.max()}"
-            )
+        _check_labels_of_tokens(labels, logits.shape[-1])
         return labels
 
 
-class LanguageModeling(TokenClassification):
-    """Softmax over a vocabulary and cross-entropy, at every labelled token of a text.
+class LabelsOfTokens(NamedTuple):
+    """Labels of N tokens: those of the data, and S others that a model draws for each.
 
-    Logits are `(N, V)`, and targets `(B, T)` tokens.
+    Attributes
+    ----------
+    own : torch.Tensor
+        `(N,)`, those of the data
+    numbers : torch.Tensor
+        `(S, N)`, from 0 to 1, which choose among a model's labels: whichever tokens are
+        looked at together, the same labels are drawn
     """
 
-    def exact_seeds(self, logits: torch.Tensor) -> Seeds:
-        raise NotImplementedError(
-            f"The exact Fisher would take {logits.shape[-1] - 1} backward passes a "
-            "token: keep stochastic=True, and raise num_samples for less noise."
-        )
+    own: torch.Tensor
+    numbers: torch.Tensor
 
-    def empirical_seeds(
-        self,
-        logits: torch.Tensor,
-        y: torch.Tensor,
-    ) -> Seeds:
-        """Compute the slope of a text's whole loss, one for each text."""
-        vectors = logits.softmax(-1)[None]
-        _subtract_one_at(vectors, y[None])
-        return Seeds(vectors, logits.new_ones(1, 1))
+    def of(self, rows: torch.Tensor) -> LabelsOfTokens:
+        """Select the labels of some tokens, `(N,)` booleans or an index."""
+        return LabelsOfTokens(self.own[rows], self.numbers[:, rows])
+
+    def under(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the labels `(N, 1 + S)`, their own first, given logits `(N, V)`."""
+        own = self.own.to(logits.device)
+        _check_labels_of_tokens(own, logits.shape[-1])
+        if not len(self.numbers):
+            return own[:, None]
+        drawn = _drawn(logits.detach(), self.numbers.to(logits.device))
+        return torch.cat([own[None], drawn]).T
 
 
 Likelihood = Classification | Regression
@@ -585,7 +579,7 @@ LIKELIHOODS: dict[str, Likelihood] = {
     "regression": Regression(),
     MULTI_LABEL: MultiLabel(),
     TOKENS: TokenClassification(),
-    "language_modeling": LanguageModeling(),
+    "language_modeling": TokenClassification(),
 }
 
 
@@ -609,28 +603,52 @@ def _warn_of_probabilities(link: str) -> None:
     )
 
 
-def _drawn(
-    probabilities: torch.Tensor,
+def uniform_numbers(
+    n_draws: int,
+    n_tokens: int,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Draw `(S, N)` labels of `(S, N, V)` probabilities."""
-    # One label a row: several at once would add up probabilities, and lose the
-    # improbable words.
-    y = torch.multinomial(probabilities.flatten(0, 1), 1, generator=generator)
-    return y.reshape(probabilities.shape[:2])
-
-
-def _subtract_one_at(
-    vectors: torch.Tensor,
-    y: torch.Tensor,
-) -> None:
-    """Compute `vectors - onehot(y)` in place, of `(S, N, V)` vectors and `(S, N)`
-    labels.
+    """Draw `(S, N)` numbers from 0 to 1, which `_drawn` takes, on the generator's
+    device.
     """
-    # In place, since vectors of a vocabulary are the largest of all tensors.
-    labels = y[..., None]
-    ones = torch.ones_like(labels, dtype=vectors.dtype)
-    vectors.scatter_add_(-1, labels, -ones)
+    return torch.rand(
+        (n_draws, n_tokens),
+        generator=generator,
+        device=generator.device,
+        dtype=torch.float64,
+    )
+
+
+def _drawn(
+    logits: torch.Tensor,
+    numbers: torch.Tensor,
+) -> torch.Tensor:
+    """Draw `(S, N)` labels of logits `(N, V)`, each by one of the numbers `(S, N)`."""
+    labels: list[torch.Tensor] = []
+    by_row = numbers.T.contiguous()
+    for some, of_some in zip(
+        logits.split(_DRAWN_AT_ONCE), by_row.split(_DRAWN_AT_ONCE), strict=True
+    ):
+        # In float64: other sums would lose the improbable words.
+        cumulative = some.double().softmax(-1).cumsum(-1)
+        heights = of_some * cumulative[:, -1:]
+        labels.append(torch.searchsorted(cumulative, heights, right=True))
+    last = logits.shape[-1] - 1
+    return torch.cat(labels).clamp_max(last).T
+
+
+def _check_labels_of_tokens(labels: torch.Tensor, n_outputs: int) -> None:
+    """Refuse labels that are no classes of a model with so many outputs."""
+    if n_outputs < 2:
+        raise ValueError(
+            "labels of tokens need at least two classes, and the model has one "
+            "output: return [0, f] for a single logit f"
+        )
+    if labels.min() < 0 or labels.max() >= n_outputs:
+        raise ValueError(
+            f"labels must be {IGNORED} or from 0 to {n_outputs - 1}, but range "
+            f"from {labels.min()} to {labels.max()}"
+        )
 
 
 def _gradients_at(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -18,10 +19,12 @@ from transformers import (
 
 import laplace_lora_ext
 import tests.support.dense as dense
-from laplace_lora_ext.curvature.backend import LowRankKronEF
+from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from laplace_lora_ext.models import tokens_model
+from laplace_lora_ext.passes import graph
 from laplace_lora_ext.saving import write_state
-from tests.support.models import VOCABULARY, lora_model
+from tests.support.dense import EXACT
+from tests.support.models import VOCABULARY, llama, lora_model
 from tests.support.posteriors import (
     count_forward_passes,
     generator,
@@ -292,11 +295,100 @@ def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(
     )
 
 
+class RowsOfTheVocabulary(TorchDispatchMode):
+    """Keeps how many rows of a vocabulary the largest new tensor has that has any."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.weights = {weight.data_ptr() for weight in model.parameters()}
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else [output]:
+            if not isinstance(tensor, torch.Tensor) or not tensor.ndim:
+                continue
+            is_of_weight = tensor.data_ptr() in self.weights
+            if tensor.shape[-1] == VOCABULARY and not is_of_weight:
+                self.most = max(self.most, tensor.shape[:-1].numel())
+        return output
+
+
+LONG = {"lengths": (21, 18, 12, 26, 3, 20), "batch_size": 6, "padded_to": 26}
+
+
+@pytest.mark.parametrize("backend", [LowRankKronGGN, LowRankKronEF])
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "llama"])
+def test_a_fit_in_parts_is_the_same_and_holds_few_rows_of_the_vocabulary(
+    kind, backend, monkeypatch
+):
+    model = model_that_writes(kind)
+
+    def fit():
+        la = make(
+            model,
+            likelihood="language_modeling",
+            backend=backend,
+            backend_kwargs={"rank": FULL_RANK},
+        )
+        with RowsOfTheVocabulary(model) as rows:
+            la.fit(text_batches(**LONG))
+        return la, rows.most
+
+    # One seed at a time: several have as many times the rows.
+    monkeypatch.setattr(graph, "_ROWS", 1)
+    expected, n_at_once = fit()
+    assert n_at_once > 80
+    monkeypatch.setattr(tokens_model, "MOST_ROWS", 12)
+    la, n_in_parts = fit()
+    assert n_in_parts == 12
+    torch.testing.assert_close(la.H.to_matrix(), expected.H.to_matrix(), **EXACT)
+    torch.testing.assert_close(la.loss, expected.loss, **EXACT)
+
+
+@pytest.mark.parametrize("ragged", PADDINGS)
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2", "embedding"])
+def test_draws_of_a_fit_do_not_depend_on_its_parts(kind, ragged, monkeypatch):
+    """Also where the output layer has LoRA weights, and where texts come one at a
+    time.
+    """
+    model = model_that_writes(kind)
+    batches = text_batches(**ragged)
+    layer_calls: list[int] = []
+
+    def note_call(*_):
+        layer_calls.append(1)
+
+    def fit():
+        layer_calls.clear()
+        la = fitted_text(model, batches, rank=FULL_RANK)
+        return la, len(layer_calls)
+
+    (first_layer, *_) = [
+        module for name, module in model.named_modules() if name.endswith(".0")
+    ]
+    with first_layer.register_forward_hook(note_call):
+        expected, n_calls = fit()
+        monkeypatch.setattr(tokens_model, "MOST_ROWS", 3)
+        la, n_calls_in_parts = fit()
+    # The layers before the output layer run as often.
+    assert n_calls_in_parts == n_calls > 0
+    torch.testing.assert_close(la.H.to_matrix(), expected.H.to_matrix(), **EXACT)
+    torch.testing.assert_close(la.loss, expected.loss, **EXACT)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
 def model_that_writes(kind):
     """A tiny model in float64; Gemma 2 caps its logits behind the output layer."""
     if kind == "gpt2":
         return lora_model(kind).eval()
+    if kind == "embedding":
+        return lora_model("gpt2", target_modules=["c_attn", "wte"]).eval()
     torch.manual_seed(0)
+    if kind == "llama":
+        base = llama()
+        base.gradient_checkpointing_enable()
+        return with_lora(base, ["q_proj", "down_proj"])
     if kind == "t5":
         config = T5Config(
             vocab_size=VOCABULARY,
@@ -341,7 +433,7 @@ def test_settings_that_do_not_fit_are_refused():
         likelihood="language_modeling",
         backend_kwargs={"stochastic": False},
     )
-    with pytest.raises(NotImplementedError, match="59 backward passes a token"):
+    with pytest.raises(NotImplementedError, match="a backward pass for each word"):
         la.fit(text_batches())
     # Without answers, a model waits for batches that bring choices.
     of_choices = make(model)

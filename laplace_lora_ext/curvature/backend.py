@@ -17,10 +17,18 @@ from torch import nn
 from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.factors import StreamingUpdates
 from laplace_lora_ext.curvature.matrix import LowRankKron
-from laplace_lora_ext.likelihoods import LIKELIHOODS, Seeds
+from laplace_lora_ext.curvature.outputs import LabelLogProbs, Logits, Outputs
+from laplace_lora_ext.likelihoods import (
+    IGNORED,
+    LIKELIHOODS,
+    LabelsOfTokens,
+    Seeds,
+    uniform_numbers,
+)
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
+from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.models.weights import read, without_rows
 from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.passes.recording import (
@@ -241,6 +249,17 @@ class LowRankKronInterface(CurvatureInterface):
         """Choose what to back-propagate for the Fisher of a batch."""
         raise NotImplementedError
 
+    def numbers(self, n_tokens: int) -> torch.Tensor:
+        """Draw numbers `(S, N)` that choose labels of tokens; none by default."""
+        return torch.empty((0, n_tokens), device=self.model.device)
+
+    def outputs(self, y: torch.Tensor) -> Outputs:
+        """Choose what the passes of a batch with labels `y` end in."""
+        if not isinstance(self.model, TokensModel):
+            return Logits(self.model, self._likelihood, y, self.seeds)
+        own = y[y != IGNORED]
+        return LabelLogProbs(self.model, LabelsOfTokens(own, self.numbers(len(own))))
+
     def zeros(self) -> LowRankKron:
         """Make empty sums, to which `accumulate` adds batches."""
         sums: list[KroneckerBlock] = []
@@ -273,20 +292,22 @@ class LowRankKronInterface(CurvatureInterface):
         # Rows may wait until they take as much memory as the sums that they go into.
         updates = StreamingUpdates(H.nbytes)
         statistics = KFAC_APPROX[self.kfac_approx](H.blocks, updates)
-        with self.recorder.record(x, keeps_inputs=statistics.sees_inputs) as recording:
-            logits = recording.logits.detach()
-            y = self._likelihood.check_targets(y, logits)
-            seeds = self.seeds(logits, y)
-            turns = Turns.of(self.model.positions(x, len(logits)))
+        outputs = self.outputs(y)
+        with self.recorder.record(
+            x, outputs=outputs.compute, keeps_inputs=statistics.sees_inputs
+        ) as recording:
+            numbers = recording.logits.detach()
+            seeds, loss = outputs.seeds_and_loss(numbers)
+            turns = Turns.of(self.model.positions(x, len(numbers)))
             if turns is not None:  # of tokens, each has a curvature of its own
                 seeds = turns.seeds(seeds)
             recording.backward(seeds.vectors, statistics, weights=seeds.weights)
-            with torch.autocast(logits.device.type, enabled=False):
+            with torch.autocast(numbers.device.type, enabled=False):
                 updates.finish()
             # Once a batch: a look at a number on an accelerator waits for all work
             # there.
             self._check_finite(H)
-            return self._likelihood.loss(logits, y)
+            return loss
 
     def _check_finite(self, H: LowRankKron) -> None:
         """Refuse sums that are not finite, and name the layer."""
@@ -413,13 +434,27 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
             return self._sampled_seeds(logits)
         return self._likelihood.exact_seeds(logits)
 
+    def numbers(self, n_tokens: int) -> torch.Tensor:
+        """Draw as many numbers `(S, N)` as labels; the exact Fisher is refused."""
+        if self.stochastic is False:
+            raise NotImplementedError(
+                "The exact Fisher would take a backward pass for each word of the "
+                "vocabulary at each token: keep stochastic=True, and raise num_samples "
+                "for less noise."
+            )
+        generator = self._generator(self.model.device)
+        return uniform_numbers(self.num_samples, n_tokens, generator)
+
     def _sampled_seeds(self, logits: torch.Tensor) -> Seeds:
-        """Draw labels by a generator of this batch's own."""
+        generator = self._generator(logits.device)
+        return self._likelihood.sampled_seeds(logits, self.num_samples, generator)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """Make a generator of this batch's own, to draw labels."""
         # Numpy mixes the three well, so that no two batches or processes draw alike.
         entropy = np.random.SeedSequence([self.seed, rank(), self.n_before])
         (seed,) = entropy.generate_state(1)
-        generator = torch.Generator(logits.device).manual_seed(int(seed))
-        return self._likelihood.sampled_seeds(logits, self.num_samples, generator)
+        return torch.Generator(device).manual_seed(int(seed))
 
     def _get_mc_functional_fisher(self, f: torch.Tensor) -> torch.Tensor:
         """Draw a Fisher `(B, C, C)` of the logits, as the host does under this name."""

@@ -183,6 +183,12 @@ class LogitsModel(nn.Module):
             return self(batch).log_softmax(-1)
         return self._answers.log_probs(self._inputs(batch), self._call)
 
+    def summary(self, batch: Any) -> torch.Tensor:
+        """Compute what tells whether examples have other logits in a batch than by
+        themselves: the logits.
+        """
+        return self(batch)
+
     def share_prompts(self) -> None:
         """Read what the choices of a text share once from now on, where that changes
         nothing.

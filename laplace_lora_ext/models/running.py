@@ -196,6 +196,13 @@ def keep_derivatives(modules: Iterable[nn.Module]) -> None:
             layer.state_dict()  # which unpacks
 
 
+def is_shared(model: nn.Module) -> bool:
+    """Tell whether several ranks hold one model's weights, and so must make the same
+    passes.
+    """
+    return any(hasattr(weight, "full_tensor") for weight in model.parameters())
+
+
 # --- PEFT's attention -----------------------------------------------------------------
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import PreTrainedModel
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
-from laplace_lora_ext.likelihoods import IGNORED
+from laplace_lora_ext.likelihoods import IGNORED, LabelsOfTokens
 from laplace_lora_ext.models.answers import (
     DECODER_INPUTS,
     first_places,
@@ -24,7 +26,7 @@ from laplace_lora_ext.models.answers import (
 )
 from laplace_lora_ext.models.batches import Positions, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import forwards_replaced
+from laplace_lora_ext.models.running import forwards_replaced, is_shared
 
 MOST_ROWS = 1024
 """Most rows of a vocabulary's logits that a part of a batch has."""
@@ -85,6 +87,45 @@ class TokensModel(LogitsModel):
         logits = self._at(labelled, self._inputs(batch), **model_kwargs)
         self.output_size = logits.shape[-1]
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
+
+    def log_probs_of(self, batch: Any, labels: LabelsOfTokens) -> torch.Tensor:
+        """Compute log-probabilities `(N, 1 + S)` of labels of the labelled tokens.
+
+        Of more than `MOST_ROWS` tokens the logits are computed in parts, and none are
+        kept: a backward pass computes those of one part after the other anew. Models
+        that several ranks share are read at once, since ranks must make the same
+        passes.
+        """
+        parts = self.parts(batch)
+        if len(parts) == 1 or is_shared(self):
+            return _read(partial(self, batch), labels)()
+        labelled = self.targets(batch) != IGNORED
+        remembered = Remembered(self.transformer)
+
+        def logits(part: Part) -> torch.Tensor:
+            with remembered.running():
+                return self(batch, part=part)
+
+        # The layers before the output layer run here, and never again.
+        logits(Part(first=0, size=1))
+        rows: list[torch.Tensor] = []
+        log_probs: list[torch.Tensor] = []
+        for part in parts:
+            is_of_part = part.of(labelled)[labelled]
+            read = _read(partial(logits, part), labels.of(is_of_part))
+            # A model's hooks are to see whole passes.
+            with set_checkpoint_early_stop(False):
+                log_probs.append(checkpoint(read, use_reentrant=False))
+            rows.append(is_of_part.nonzero()[:, 0])
+        in_order = torch.cat(rows).argsort()
+        return torch.cat(log_probs)[in_order.to(self.device)]
+
+    def summary(self, batch: Any) -> torch.Tensor:
+        """Compute log-probabilities `(N, 1)` of the labels, in parts."""
+        own = self.targets(batch)
+        own = own[own != IGNORED]
+        none_drawn = torch.empty((0, len(own)), device=own.device)
+        return self.log_probs_of(batch, LabelsOfTokens(own, none_drawn))
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
         """Return the batch, and the tokens `(B, T)` that the logits at each place
@@ -236,6 +277,26 @@ class Remembered:
         with forwards_replaced(self._children, remembered):
             yield
         self._is_known = True
+
+
+def _read(
+    logits: Callable[[], torch.Tensor],
+    labels: LabelsOfTokens,
+) -> Callable[[], torch.Tensor]:
+    """Make a function that reads log-probabilities `(N, 1 + S)` of labels off logits
+    `(N, V)`.
+
+    However often it is called, the labels are those that its first call has drawn.
+    """
+    found: list[torch.Tensor] = []
+
+    def read() -> torch.Tensor:
+        of_vocabulary = logits()
+        if not found:
+            found.append(labels.under(of_vocabulary))
+        return of_vocabulary.log_softmax(-1).gather(1, found[0])
+
+    return read
 
 
 def _decoder_input_ids(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def inspected(
             yield
     except Exception as error:
         with tapped(model, blocks, recorder.layouts) as taps:
-            graph = taps.run(x)
+            graph = taps.run(partial(model, x))
         of_blocks = zip(blocks, graph.calls, strict=True)
         silent = [
             block.name

@@ -465,13 +465,11 @@ class Taps:
 
     def __init__(
         self,
-        model: LogitsModel,
         blocks: Sequence[Block],
         layouts: Layouts,
         *,
         keeps_inputs: bool,
     ) -> None:
-        self._model = model
         self._blocks = blocks
         self._layouts = layouts
         self._keeps_inputs = keeps_inputs
@@ -483,12 +481,14 @@ class Taps:
         self._called: set[int] = set()
         self.checkpoints = Checkpoints()
 
-    def run(self, batch: Any) -> Graph:
-        """Call the model on a batch; errors are those of `Recorder.record`."""
+    def run(self, compute: Callable[[], torch.Tensor]) -> Graph:
+        """Compute logits by calls of the model; errors are those of
+        `Recorder.record`.
+        """
         calls: list[list[Call]] = [[] for _ in self._blocks]
         self._calls, self._called = calls, set()
         try:
-            logits = self._model(batch)
+            logits = compute()
         finally:
             self._calls = None
         check_logits(logits)
@@ -554,7 +554,7 @@ def tapped(
     and unless `keeps_inputs` is asked for, the inputs of LoRA layers are computed anew
     with them.
     """
-    taps = Taps(model, blocks, layouts, keeps_inputs=keeps_inputs)
+    taps = Taps(blocks, layouts, keeps_inputs=keeps_inputs)
     with ExitStack() as hooks:
         for index, block in enumerate(blocks):
             if not isinstance(block.rows, LinearRows):

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
-from torch import nn
 
 from laplace_lora_ext.models.batches import number_of_tokens
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -113,13 +112,6 @@ def attempt(evaluate: Callable[[], Result]) -> Result | OutOfMemory:
     # Only here, where the error has gone, does nothing hold the graph that did not fit.
     clear_device_cache(garbage_collection=True)
     return failure
-
-
-def is_shared(model: nn.Module) -> bool:
-    """Tell whether several ranks hold one model's weights, and so must make the same
-    passes.
-    """
-    return any(hasattr(weight, "full_tensor") for weight in model.parameters())
 
 
 def _longest(batch: Any) -> int | None:

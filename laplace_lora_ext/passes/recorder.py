@@ -17,7 +17,7 @@ import torch
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import number_of_rows, number_of_tokens, part_of
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import unfused_attention
+from laplace_lora_ext.models.running import is_shared, unfused_attention
 from laplace_lora_ext.models.weights import (
     Block,
     LinearRows,
@@ -27,7 +27,7 @@ from laplace_lora_ext.models.weights import (
     without_rows,
 )
 from laplace_lora_ext.passes.graph import Layouts, Taps, refuse_reentrant, tapped
-from laplace_lora_ext.passes.memory import Memory, OutOfMemory, attempt, is_shared
+from laplace_lora_ext.passes.memory import Memory, OutOfMemory, attempt
 from laplace_lora_ext.passes.proof import is_proven
 from laplace_lora_ext.passes.recording import Gradients, Part, Recording, Visitor
 from laplace_lora_ext.passes.turns import Turns
@@ -46,6 +46,10 @@ _DEPENDENT = "its examples' logits depend on each other"
 
 Directions = Callable[[torch.Tensor], torch.Tensor]
 """Takes logits `(B, C)`, and returns vectors `(S, B, C)` to back-propagate."""
+
+Outputs = Callable[[Any, torch.Tensor | None], torch.Tensor]
+"""Computes what is back-propagated from, `(B, C)`: of a batch, or of one of its
+examples, whose rows `(B,)` booleans mark."""
 
 
 def every_output(logits: torch.Tensor) -> torch.Tensor:
@@ -88,10 +92,14 @@ class Recorder:
         self,
         batch: Any,
         *,
+        outputs: Outputs | None = None,
         create_graph: bool = False,
         keeps_inputs: bool = False,
     ) -> Iterator[Recording]:
         """Run the model on a batch and record the calls of the blocks' layers.
+
+        What is back-propagated from are the model's logits, unless other `outputs` are
+        given.
 
         Where the rows of some layer were not each example's own, as in DeBERTa or where
         a router picks them, or where no rows can be seen, examples are recorded one at
@@ -116,6 +124,7 @@ class Recorder:
             checkpointed=not create_graph,
             keeps_inputs=keeps_inputs,
         )
+        compute = self._logits if outputs is None else outputs
         check_in_place(without_rows(self.blocks), "A gradient in a whole matrix")
         # Hooks come last, when `prepared` makes other threads wait: these must not be
         # heard.
@@ -126,7 +135,7 @@ class Recorder:
             attention,
             listening as taps,
         ):
-            whole = self._whole(taps, batch)
+            whole = self._whole(taps, batch, compute)
             if whole is not None:
                 logits = whole.graph.logits
                 parts = partial(iter, [whole])
@@ -134,16 +143,20 @@ class Recorder:
                 # A graph of the whole batch, which nothing is back-propagated through,
                 # is only needed where somebody differentiates the logits themselves.
                 with torch.set_grad_enabled(create_graph):
-                    logits = self.model(batch)
-                parts = partial(self._one_at_a_time, taps, batch, logits)
+                    logits = compute(batch, None)
+                parts = partial(self._one_at_a_time, taps, batch, logits, compute)
             yield Recording(
                 logits, self.blocks, parts, create_graph, self._warn_of_passes
             )
+
+    def _logits(self, batch: Any, own: torch.Tensor | None) -> torch.Tensor:
+        return self.model(batch)
 
     def _whole(
         self,
         taps: Taps,
         batch: Any,
+        outputs: Outputs,
     ) -> Part | None:
         """Record the batch as one part, unless its rows are not proven to be each
         example's own.
@@ -152,7 +165,7 @@ class Recorder:
         # What one batch showed holds for the model. A single example needs no proof.
         if layouts.examples_apart and number_of_rows(batch) != 1:
             return None
-        graph = taps.run(batch)
+        graph = taps.run(partial(outputs, batch, None))
         positions = self.model.positions(batch, len(graph.logits))
         if positions.n_examples > 1 and graph.parameters:
             return None
@@ -167,6 +180,7 @@ class Recorder:
         taps: Taps,
         batch: Any,
         logits: torch.Tensor,
+        outputs: Outputs,
     ) -> Iterator[Part]:
         """Record each example by itself, or through the batch if it has other logits
         there.
@@ -179,7 +193,7 @@ class Recorder:
             # difference.
             alone = logits.detach().clone()
             try:
-                graph = taps.run(example)
+                graph = taps.run(partial(outputs, example, own))
                 alone[own] = graph.logits.detach()
             except _NO_EXAMPLE:  # it may only exist in the batch
                 alone.fill_(torch.nan)
@@ -189,7 +203,7 @@ class Recorder:
             else:
                 # As where a model normalises a batch: the example is not the same
                 # alone. One graph of the batch serves all such examples.
-                of_batch = of_batch or taps.run(batch)
+                of_batch = of_batch or taps.run(partial(outputs, batch, None))
                 yield Part(of_batch, None, number, own)
             del graph  # before the next example is recorded
 
@@ -450,7 +464,7 @@ class Recorder:
         if layouts.examples_together and not layouts.examples_apart:
             return False
         with self.model.prepared(), torch.no_grad():
-            whole = attempt(partial(self.model, batch))
+            whole = attempt(partial(self.model.summary, batch))
             if isinstance(whole, OutOfMemory):
                 raise whole.of_batch(
                     self.model, batch, "nothing shows that its parts are alike"
@@ -470,7 +484,7 @@ class Recorder:
         """
         alone = torch.full_like(whole, torch.nan)
         for example in self._examples(batch, whole):
-            alone[example.logits] = self.model(example.inputs)
+            alone[example.logits] = self.model.summary(example.inputs)
         return alone
 
     def _examples(
