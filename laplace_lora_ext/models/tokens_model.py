@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +25,12 @@ from laplace_lora_ext.models.answers import (
     start_token,
     without_cache,
 )
-from laplace_lora_ext.models.batches import Positions, text_first
+from laplace_lora_ext.models.batches import (
+    Positions,
+    number_of_rows,
+    part_of,
+    text_first,
+)
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import forwards_replaced, is_shared
 
@@ -92,12 +98,10 @@ class TokensModel(LogitsModel):
         """Compute log-probabilities `(N, 1 + S)` of labels of the labelled tokens.
 
         Of more than `MOST_ROWS` tokens the logits are computed in parts, and none are
-        kept: a backward pass computes those of one part after the other anew. Models
-        that several ranks share are read at once, since ranks must make the same
-        passes.
+        kept: a backward pass computes those of one part after the other anew.
         """
         parts = self.parts(batch)
-        if len(parts) == 1 or is_shared(self):
+        if len(parts) == 1:
             return _read(partial(self, batch), labels)()
         labelled = self.targets(batch) != IGNORED
         remembered = Remembered(self.transformer)
@@ -133,15 +137,41 @@ class TokensModel(LogitsModel):
         """
         return batch, self.targets(batch)
 
+    def by_texts(self, batch: Any) -> list[Any]:
+        """Divide a batch into as few batches as have at most `MOST_ROWS` labelled
+        tokens each.
+
+        Only a text by itself may have more, see `parts`.
+        """
+        labelled = self.targets(batch) != IGNORED
+        n_texts = len(labelled)
+        if number_of_rows(batch) != n_texts or is_shared(self):
+            return [batch]
+        starts = [0]
+        n_tokens = 0  # from the last start on
+        for text, n_more in enumerate(labelled.sum(1).tolist()):
+            # Texts without any label are no batch by themselves.
+            if n_tokens > 0 and n_more > 0 and n_tokens + n_more > MOST_ROWS:
+                starts.append(text)
+                n_tokens = 0
+            n_tokens += n_more
+        return [
+            part_of(batch, slice(start, stop), n_texts)
+            for start, stop in pairwise([*starts, n_texts])
+        ]
+
     def parts(self, batch: Any) -> list[Part]:
         """Divide a batch's labelled tokens: logits of a part have at most `MOST_ROWS`
         rows.
 
-        Of more texts than that, a part has a token of each.
+        Of more texts than that, a part has a token of each. Models that several ranks
+        share are read at once, since ranks must make the same passes.
         """
         labelled = self.targets(batch) != IGNORED
-        size = max(1, MOST_ROWS // len(labelled))
         most = int(labelled.sum(1).max())
+        if is_shared(self):
+            return [Part(first=0, size=most)]
+        size = max(1, MOST_ROWS // len(labelled))
         return [Part(first, size) for first in range(0, most, size)]
 
     def targets(self, batch: Any, part: Part | None = None) -> torch.Tensor:

@@ -92,7 +92,10 @@ class TokenAgreement(TuningMethod):
             draws = [Draw(la, weights) for weights in drawn(la, self.n_samples, seed)]
 
             def distances(batch: Any) -> Columns:
-                return _distances_to_model(la, draws, batch)
+                parts = la.model.by_texts(batch)
+                of_parts = [_distances_to_model(la, draws, part) for part in parts]
+                sums, counts = zip(*of_parts, strict=True)
+                return torch.cat(sums), torch.cat(counts)
 
             return _mean_over_tokens(share, distances)
 

@@ -253,10 +253,24 @@ def scores_under(
     batch: Mapping[str, Any],
     draws: Iterable[Draw],
 ) -> TextScores:
-    """Score texts under given draws, a part of their tokens at a time."""
-    first = members[0]
+    """Score texts under given draws: a few texts at a time, or a part of a long one's
+    tokens.
+    """
     for member in members:
         member.check_model()
+    batches = members[0].model.by_texts(batch)
+    if len(batches) > 1:
+        draws = list(draws)  # all batches are read with them
+    return _of_batches([_of_batch(members, part, draws) for part in batches])
+
+
+def _of_batch(
+    members: Sequence[Writer],
+    batch: Mapping[str, Any],
+    draws: Iterable[Draw],
+) -> TextScores:
+    """Score the texts of a batch, a part of their tokens at a time."""
+    first = members[0]
     parts = first.model.parts(batch)
     of_trained = [Reader(trained(member), batch, parts) for member in members]
     of_draws: Iterable[Reader] = (Reader(draw, batch, parts) for draw in draws)
@@ -383,6 +397,21 @@ def of_texts(parts: Sequence[TokenScores]) -> TextScores:
         labelled=labelled,
         log_prob=whole.logsumexp(0) - math.log(len(whole)),
     )
+
+
+def _of_batches(batches: Sequence[TextScores]) -> TextScores:
+    """Join the scores of batches, whose texts are equally long with their padding."""
+    return TextScores(
+        tokens=_joined([scores.tokens for scores in batches]),
+        sums=_joined([scores.sums for scores in batches]),
+        means=_joined([scores.means for scores in batches]),
+        labelled=torch.cat([scores.labelled for scores in batches]),
+        log_prob=torch.cat([scores.log_prob for scores in batches]),
+    )
+
+
+def _joined(batches: Sequence[Scores]) -> Scores:
+    return Scores._make(torch.cat(numbers) for numbers in zip(*batches, strict=True))
 
 
 def _placed(

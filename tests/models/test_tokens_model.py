@@ -6,6 +6,7 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from transformers import FSMTConfig, FSMTForConditionalGeneration
 
+from laplace_lora_ext.models import tokens_model
 from laplace_lora_ext.models.tokens_model import TokensModel
 from tests.support.models import VOCABULARY, lora_model, ragged_batches
 from tests.support.texts import (
@@ -49,6 +50,30 @@ def test_a_texts_first_token_is_predicted_by_nothing_and_by_no_padding(side):
     assert len(expected) == n_predicted
     assert adapted.labelled(batch).sum() == n_predicted
     assert_close(adapted(batch), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("n_labels", "sizes"),
+    [
+        ((2, 4, 1, 6, 0, 0), [2, 1, 3]),
+        ((0, 9, 0, 3, 3, 0), [3, 3]),
+        ((1, 1, 1, 1, 1, 1), [6]),
+        ((9, 7, 0, 8, 9, 7), [1, 2, 1, 1, 1]),
+    ],
+)
+def test_batches_have_few_labelled_tokens_or_one_text_with_any(
+    n_labels, sizes, monkeypatch
+):
+    monkeypatch.setattr(tokens_model, "MOST_ROWS", 6)
+    (batch,) = text_batches(lengths=(12,) * 6, batch_size=6, padded_to=12)
+    for labels, number in zip(batch["labels"], n_labels, strict=True):
+        labels[2 + number :] = NO_LABEL
+    batch["given"] = ["as it is"] * 2
+    parts = TokensModel(lora_model("gpt2").eval()).by_texts(batch)
+    assert [len(part["labels"]) for part in parts] == sizes
+    for key in ("input_ids", "attention_mask", "labels"):
+        assert torch.equal(torch.cat([part[key] for part in parts]), batch[key])
+    assert all(part["given"] == batch["given"] for part in parts)
 
 
 def test_a_gap_in_a_text_predicts_what_follows_as_in_training():
