@@ -6,10 +6,10 @@ import math
 import statistics
 import sys
 import textwrap
-import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.benchmark import timer  # waits for an accelerator
 
 from benchmarks.options import Run
 
 BYTES_PER_MEGABYTE = 1e6
-SECONDS_BETWEEN_SAMPLES = 0.002
 SHORTEST_CALL = 1e-9  # seconds; a clock may say that a call took none
 REASON_LENGTH = 200
 SHARE_OF_LIMIT = 1 / 4  # for one call's repetitions, since others have to come after
@@ -70,43 +71,58 @@ class Memory:
 
 @contextmanager
 def peak_memory(device: str) -> Iterator[Memory]:
-    """Measure by how much a block raises this process's memory at its peak.
+    """Measure how much memory the tensors of a block take at their peak.
 
-    On a CUDA device PyTorch's allocator knows. On a CPU a thread reads the resident set
-    size every two milliseconds: the system's own high-water mark includes the time
-    before the block, and a process inherits it from its parent.
+    On a CUDA device PyTorch's allocator knows. On a CPU tensors are counted: what the
+    process has in memory says less, since the C library keeps what was freed.
     """
     memory = Memory()
-    before = megabytes_in_use(device)
     if torch.device(device).type == "cuda":
+        before = megabytes_in_use(device)
         torch.cuda.reset_peak_memory_stats()
         yield memory
         peak = torch.cuda.max_memory_allocated() / BYTES_PER_MEGABYTE
         memory.megabytes = peak - before
         return
-    watcher = _ResidentSize()
-    watcher.start()
-    try:
+    gc.collect()
+    with _NewTensors() as tensors:
         yield memory
-    finally:
-        watcher.done.set()
-    memory.megabytes = max(before, watcher.peak) - before
+    memory.megabytes = tensors.peak / BYTES_PER_MEGABYTE
 
 
-class _ResidentSize(threading.Thread):
-    """Watches how many megabytes this process has in memory."""
+class _NewTensors(TorchDispatchMode):
+    """Counts the bytes of tensors that are made, as long as they are there."""
 
     def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.done = threading.Event()
-        self.peak = 0.0
+        super().__init__()
+        self.peak = 0
+        self._bytes: dict[int, int] = {}  # of each storage, by its address
 
-    def run(self) -> None:
-        """Look again and again until it is done."""
-        process = psutil.Process()
-        while not self.done.wait(SECONDS_BETWEEN_SAMPLES):
-            resident = process.memory_info().rss / BYTES_PER_MEGABYTE
-            self.peak = max(self.peak, resident)
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage.data_ptr() for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            address = storage.data_ptr()
+            # A view, or written to its place.
+            if not address or address in given or address in self._bytes:
+                continue
+            self._bytes[address] = storage.nbytes()
+            weakref.finalize(storage, self._bytes.pop, address, None)
+        self.peak = max(self.peak, sum(self._bytes.values()))
+        return result
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    """Find the storages of all tensors in nested values."""
+    for value in tree_leaves(values):
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            yield value.untyped_storage()
 
 
 def megabytes_in_use(device: str) -> float:

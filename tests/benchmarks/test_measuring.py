@@ -5,8 +5,9 @@ import time
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
+import torch
 
-from benchmarks.measuring import Message, run_alone, run_limited
+from benchmarks.measuring import Message, peak_memory, run_alone, run_limited
 
 
 def sleep_after_message(seconds):
@@ -42,3 +43,17 @@ def test_a_process_of_its_own_returns_or_raises_what_a_call_would():
         run_alone(fail, "its own words")
     with pytest.raises(BrokenProcessPool):
         run_alone(leave)
+
+
+def test_the_peak_is_that_of_tensors_that_are_there_together():
+    of_float = 4e-6  # megabytes
+    given = torch.zeros(1_000)
+    with peak_memory("cpu") as memory:
+        first = torch.zeros(5_000)
+        first.add_(given.mean()).view(50, 100)  # in place, and a view
+        del first
+        torch.zeros(2_000)
+        second = torch.zeros(4_000, requires_grad=True)
+        # Beside it the result, which the graph keeps, and the gradient.
+        second.exp().sum().backward()
+    assert memory.megabytes == pytest.approx(12_000 * of_float, rel=0.01)
