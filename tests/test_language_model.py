@@ -8,11 +8,17 @@ import math
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    BertModel,
+    EncoderDecoderModel,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2LMHeadModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -252,7 +258,7 @@ def test_a_score_takes_a_pass_a_draw_and_one_more(n_samples):
 
 
 @pytest.mark.parametrize("ragged", PADDINGS)
-@pytest.mark.parametrize("kind", ["gpt2", "t5", "gemma2"])
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "gemma2", "two models", "behind"])
 def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(
     kind, ragged, monkeypatch
 ):
@@ -291,9 +297,7 @@ def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(
     # draw.
     n_batches = sum(map(n_batches_of_texts, text_batches(**ragged)))
     assert len(layer_calls) == 5 * n_batches
-    assert all(
-        "forward" not in vars(child) for child in la.model.transformer.children()
-    )
+    assert all("forward" not in vars(module) for module in model.modules())
 
 
 def n_batches_of_texts(batch):
@@ -360,7 +364,9 @@ def test_a_fit_in_parts_is_the_same_and_holds_few_rows_of_the_vocabulary(
 
 
 @pytest.mark.parametrize("ragged", PADDINGS)
-@pytest.mark.parametrize("kind", ["gpt2", "gemma2", "embedding"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "gemma2", "embedding", "two models", "behind"]
+)
 def test_draws_of_a_fit_do_not_depend_on_its_parts(kind, ragged, monkeypatch):
     """Also where the output layer has LoRA weights, and where texts come one at a
     time.
@@ -391,10 +397,39 @@ def test_draws_of_a_fit_do_not_depend_on_its_parts(kind, ragged, monkeypatch):
     assert all("forward" not in vars(module) for module in model.modules())
 
 
+def test_a_model_that_overwrites_what_is_remembered_is_refused(monkeypatch):
+    model = lora_model("gpt2").eval()
+    la = fitted_text(model)
+    monkeypatch.setattr(tokens_model, "MOST_ROWS", 2)
+
+    def overwrite(_, inputs):
+        with torch.no_grad():
+            inputs[0].mul_(2)
+
+    output_layer = model.get_output_embeddings()
+    output_layer.register_forward_pre_hook(overwrite, prepend=True)
+    with pytest.raises(NotImplementedError, match="x = x"):
+        la.score(text_batches()[0])
+
+
+class WithModuleBehind(GPT2LMHeadModel):
+    """A model with another module behind its output layer."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = self.behind(output.logits)
+        return output
+
+
 def model_that_writes(kind):
     """A tiny model in float64; Gemma 2 caps its logits behind the output layer."""
     if kind == "gpt2":
         return lora_model(kind).eval()
+    if kind == "behind":
+        model = lora_model("gpt2")
+        model.get_base_model().__class__ = WithModuleBehind
+        model.get_base_model().behind = nn.Linear(VOCABULARY, VOCABULARY).double()
+        return model.eval()
     if kind == "embedding":
         return lora_model("gpt2", target_modules=["c_attn", "wte"]).eval()
     torch.manual_seed(0)
@@ -402,6 +437,23 @@ def model_that_writes(kind):
         base = llama()
         base.gradient_checkpointing_enable()
         return with_lora(base, ["q_proj", "down_proj"])
+    if kind == "two models":
+        sizes = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 8,
+            "intermediate_size": 12,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
+        base = EncoderDecoderModel(
+            encoder=BertModel(BertConfig(**sizes)),
+            decoder=BertLMHeadModel(
+                BertConfig(**sizes, is_decoder=True, add_cross_attention=True)
+            ),
+        )
+        base.config.decoder_start_token_id = 1
+        base.config.pad_token_id = 0
+        return with_lora(base, ["query"])
     if kind == "t5":
         config = T5Config(
             vocab_size=VOCABULARY,

@@ -5,7 +5,7 @@ labelled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import PreTrainedModel
 from transformers.models.bart.modeling_bart import shift_tokens_right
@@ -275,22 +276,20 @@ class Remembered:
     """
 
     def __init__(self, transformer: PreTrainedModel) -> None:
-        layer = transformer.get_output_embeddings()
-        self._children = [
-            child
-            for child in transformer.children()
-            if isinstance(layer, nn.Module)
-            and all(part is not layer for part in child.modules())
-        ]
-        self._outputs: list[Any] = []  # of all calls of the children in a pass
+        self._layer = transformer.get_output_embeddings()
+        self._others: list[nn.Module] = []
+        if isinstance(self._layer, nn.Module):
+            self._others = _modules_beside(self._layer, transformer)
+        self._outputs: list[_Output] = []  # of all calls of the others in a pass
         self._is_known = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Note what the children return in the first pass within, and return it in
+        """Note what other modules return in the first pass within, and return it in
         later ones.
         """
         calls = iter(self._outputs)
+        is_behind = False
 
         def remembered(
             _: nn.Module,
@@ -298,15 +297,62 @@ class Remembered:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
+            if is_behind:
+                return forward(*args, **kwargs)
             if self._is_known:
-                return next(calls)
+                return next(calls).unchanged()
             output = forward(*args, **kwargs)
-            self._outputs.append(output)
+            self._outputs.append(_Output(output, _versions(output)))
             return output
 
-        with forwards_replaced(self._children, remembered):
+        def note(*_: Any) -> None:
+            nonlocal is_behind
+            is_behind = True
+
+        with ExitStack() as hooks:
+            if isinstance(self._layer, nn.Module):
+                hooks.callback(self._layer.register_forward_hook(note).remove)
+            hooks.enter_context(forwards_replaced(self._others, remembered))
             yield
         self._is_known = True
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What a module returned, and how often its tensors had been changed by then."""
+
+    value: Any
+    versions: list[int]
+
+    def unchanged(self) -> Any:
+        """Return the value; refuse one that the model has overwritten since."""
+        if _versions(self.value) != self.versions:
+            raise NotImplementedError(
+                "The model overwrites what its modules return before the output layer: "
+                "write x = x * y in place of x *= y in its forward pass, or pass "
+                "batches with fewer labelled tokens."
+            )
+        return self.value
+
+
+def _versions(value: Any) -> list[int]:
+    versions: list[int] = []
+    for leaf in tree_leaves(value):
+        # Tensors of inference mode can't tell.
+        if isinstance(leaf, torch.Tensor) and not leaf.is_inference():
+            versions.append(leaf._version)
+    return versions
+
+
+def _modules_beside(layer: nn.Module, module: nn.Module) -> list[nn.Module]:
+    """List the largest modules within another one that do not contain a layer."""
+    beside: list[nn.Module] = []
+    for child in module.children():
+        if all(part is not layer for part in child.modules()):
+            beside.append(child)
+        elif child is not layer:
+            beside += _modules_beside(layer, child)
+    return beside
 
 
 def _read(
