@@ -268,7 +268,12 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             check_counts(max_examples=max_examples)
         sample = Sample(max_examples)
         columns = over_loader(
-            loader, of_batch, "[Predictive statistics]", progress_bar, sample=sample
+            loader,
+            of_batch,
+            "[Predictive statistics]",
+            progress_bar,
+            sample=sample,
+            owners=self.model.owners,
         )
         statistics = PredictiveStatistics.of_columns(
             tuple(column.to(device) for column in columns),

@@ -184,11 +184,14 @@ def compare(
     -------
     Comparison
     """
+    first = la.members[0]
     evaluate = partial(_numbers, la)
-    if not la.members[0].trained_likelihood.is_gaussian:
+    if not first.trained_likelihood.is_gaussian:
         evaluate = partial(_classes, la, link_approx)
-    *predictions, targets = over_loader(loader, evaluate, "[Comparing]", progress_bar)
-    if la.members[0].trained_likelihood.is_gaussian:
+    *predictions, targets = over_loader(
+        loader, evaluate, "[Comparing]", progress_bar, owners=first.model.owners
+    )
+    if first.trained_likelihood.is_gaussian:
         return Comparison(*map(_mean_figures, predictions))
     # Each of an example's labels is a classification into two classes.
     if targets.ndim > 1:

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import (
     BertForTokenClassification,
     GPT2Config,
@@ -41,6 +44,7 @@ from tests.support.models import (
     without_labels,
 )
 from tests.support.posteriors import PRIORS_ALONE, generator, make
+from tests.support.ranks import assert_alike, failures, on_ranks
 
 TOKENS = "token_classification"
 EXACTLY = {"backend_kwargs": {"rank": 200, "stochastic": False}}
@@ -340,6 +344,107 @@ def test_steps_of_a_reasoning_have_two_classes():
     expected = gradient_curvature(la.model.model, Js, softmax_fisher(f))
     torch.testing.assert_close(la.H.to_matrix(), expected, **EXACT)
     assert la(data[0]).shape == (3, 7, 2)
+
+
+# --- several processes ----------------------------------------------------------------
+
+
+class LabelledTexts(Dataset):
+    """Texts with labels of tokens, each by itself and without padding."""
+
+    def __init__(self, n_texts: int) -> None:
+        (whole,) = batches(batch_size=8)
+        whole["labels"][3] = IGNORED
+        self.texts = []
+        for row in range(n_texts):
+            is_real = whole["attention_mask"][row].bool()
+            text = {key: value[row][is_real] for key, value in whole.items()}
+            self.texts.append(text)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.texts[index]
+
+
+def padded(texts):
+    """Pad texts to the longest of them, so that batches have widths of their own."""
+    values = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
+    return {
+        key: pad_sequence([text[key] for text in texts], True, value)
+        for key, value in values.items()
+    }
+
+
+def dealt_loader(n_texts=5):
+    texts = LabelledTexts(n_texts)
+    sampler = (
+        DistributedSampler(texts, shuffle=False) if dist.is_initialized() else None
+    )
+    return DataLoader(texts, batch_size=2, sampler=sampler, collate_fn=padded)
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+def test_several_processes_that_share_texts_do_as_one_does(structure):
+    def job(_):
+        loader = dealt_loader()
+        la = fitted(structure=structure, data=loader)
+        la.optimize_prior_precision(
+            method="agreement", train_loader=loader, max_change=0.05
+        )
+        by_agreement = la.prior_precision
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # random models want the broadest prior
+            la.optimize_prior_precision(
+                method="gridsearch", val_loader=loader, **PRIORS_ALONE
+            )
+        learnt = la.amortize(loader, unlabelled=None)
+        found = compare(la, loader)
+        prediction = la.predict(loader, generator=generator())
+        assert prediction.labels.shape == (5, 7)
+        return (
+            la.n_data,
+            la.loss,
+            la.log_marginal_likelihood(),
+            by_agreement,
+            la.prior_precision,
+            learnt.weights.norm(),
+            found.trained,
+            found.posterior,
+            torch.nan_to_num(prediction.probabilities),
+            prediction.labels,
+        )
+
+    assert_alike(on_ranks(job, 2), job(0), rtol=1e-5, atol=1e-6)
+
+
+def test_statistics_of_several_processes_have_the_rows_of_texts_in_their_order():
+    def job(_):
+        la = fitted(data=dealt_loader())
+        statistics = la.predictive_statistics(dealt_loader(), dtype=torch.float64)
+        return statistics.f_mu, statistics.targets, statistics.moments(3.0).f_var
+
+    f, _, y = tokens_of(token_classifier(), [padded(LabelledTexts(5).texts)])
+    results = on_ranks(job, 2)
+    for f_mu, targets, _ in results:
+        torch.testing.assert_close(f_mu, f, **EXACT)
+        assert torch.equal(targets, y)
+    assert_alike(results, job(0), **EXACT)
+
+
+def test_a_collator_that_makes_texts_of_its_own_is_refused_by_their_number():
+    def twice(texts):
+        return padded([*texts, *texts])
+
+    def job(_):
+        la = fitted(data=dealt_loader())
+        loader = dealt_loader()
+        loader.collate_fn = twice
+        la.predictive_statistics(loader)
+
+    for message in failures(on_ranks(job, 2)):
+        assert "The collator did not make 2 examples of 2" in message
 
 
 # --- bad input ------------------------------------------------------------------------

@@ -410,7 +410,9 @@ def amortize(
         features, logs = zip(*pairs, strict=True)
         return torch.stack(features, dim=1), torch.stack(logs, dim=1)
 
-    features, logs = over_loader(loader, versions, "[Variances]", progress_bar)
+    features, logs = over_loader(
+        loader, versions, "[Variances]", progress_bar, owners=la.model.owners
+    )
     # All examples, then all their copies.
     features = features.transpose(0, 1).flatten(0, 1)
     logs = logs.transpose(0, 1).flatten(0, 1)
@@ -420,6 +422,7 @@ def amortize(
             lambda batch: _learnt_from(la, batch, draws),
             "[Variances, unlabelled]",
             progress_bar,
+            owners=la.model.owners,
         )
         features = torch.cat([features, more_features])
         logs = torch.cat([logs, more_logs])
@@ -430,8 +433,7 @@ def amortize(
         curvature_scale=la.curvature_scale,
         noise=_NOISE_OF_DRAWS if _draws(la) else 0.0,
     )
-    dtype = la.blocks[0].statistics_dtype
-    la.learnt_variance = learnt.to(la.model.device, dtype)
+    la.learnt_variance = learnt.to(la.model.device, la.blocks[0].statistics_dtype)
     return la.learnt_variance
 
 

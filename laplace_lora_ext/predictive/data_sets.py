@@ -18,7 +18,15 @@ from laplace_lora_ext.processes.shards import Columns, Share, in_order, joined, 
 
 Result = TypeVar("Result")
 
+Owners = Callable[[Any], torch.Tensor | None]
+"""Says of a batch which of its examples each row of a result is of, `(N,)`; None where
+each is an example's only one."""
+
 NO_DATA = "The loader has no data. (A generator can be read once.)"
+
+
+def own_rows(_: Any) -> None:
+    """Say of any batch that each row is an example's only one."""
 
 
 class Sample:
@@ -33,7 +41,7 @@ class Sample:
     at_most : int, optional
         rows of all ranks together; by default all are kept
     join : callable, default=stacked
-        joins the columns of batches
+        joins the columns of batches, and those of ranks
 
     Attributes
     ----------
@@ -47,7 +55,7 @@ class Sample:
         join: Callable[[Sequence[Columns]], Columns] = stacked,
     ) -> None:
         self.n_left_out = 0
-        self._join = join
+        self.join = join
         # Where examples are dealt in turn, this is all of a rank's if all ranks' are
         # not too many.
         self._at_most = sys.maxsize
@@ -91,7 +99,7 @@ class Sample:
     def columns(self) -> Columns | None:
         """Join what is kept; None where there was no batch."""
         return (
-            self._join([part.columns for part in self._parts]) if self._parts else None
+            self.join([part.columns for part in self._parts]) if self._parts else None
         )
 
 
@@ -118,24 +126,28 @@ def over_loader(
     progress_bar: bool = False,
     alone: bool = False,
     sample: Sample | None = None,
+    owners: Owners = own_rows,
 ) -> Columns:
     """Evaluate a function of each batch, in the data's order and each example once.
 
     All ranks must call this, each with its own part of the data, and get the same,
     unless a rank is to be `alone`. A share may be passed over several times. Loaders
     without data, and with labels in some batches only, are refused by a `ValueError`;
-    an error of a batch names it. A `sample` keeps some of the examples.
+    an error of a batch names it. A `sample` keeps some of the rows, which are examples
+    unless `owners` say whose they are.
     """
     # A share counts the batches of one pass: a given one is copied, to be passed over
     # again.
     share = copy(loader) if isinstance(loader, Share) else Share(loader)
     kept = sample or Sample()
     with nullcontext() if alone else together():
-        passed = batch_by_batch(share, evaluate, _rows, description, progress_bar)
+        passed = batch_by_batch(
+            share, evaluate, _rows, description, progress_bar, owners
+        )
         for columns, places in passed:
             kept.add(columns, places)
         own = kept.columns()
-        of_all = own if alone else joined(kept.places(), own)
+        of_all = own if alone else joined(kept.places(), own, kept.join)
     if of_all is None:
         raise ValueError(NO_DATA)
     return of_all
@@ -147,19 +159,20 @@ def batch_by_batch(
     size: Callable[[Result], int],
     description: str = "",
     progress_bar: bool = False,
+    owners: Owners = own_rows,
 ) -> Iterator[tuple[Result, torch.Tensor]]:
-    """Evaluate a function of each batch of a share; yield the result and its examples'
+    """Evaluate a function of each batch of a share; yield the result and its rows'
     places.
 
-    `size` tells how many examples a result is of. Batches of which no example is to
-    count, since they only keep the ranks' passes alike, yield nothing.
+    `size` tells how many rows a result has. Batches of which no example is to count,
+    since they only keep the ranks' passes alike, yield nothing.
     """
     for name, batch in named_batches(share.loader, description, progress_bar):
         with naming(name):
             # Also of a batch that counts nowhere: ranks that share a model pass over it
             # together.
             result = evaluate(batch)
-            places = share.places(size(result))
+            places = share.places(size(result), owners(batch))
         if len(places):
             yield result, places
 

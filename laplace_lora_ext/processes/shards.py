@@ -56,7 +56,7 @@ class Share:
         self.size = data_size(loader)
         self._dealt_places: list[torch.Tensor] = []  # of each batch's examples
         self._n_batches = 0  # that `places` was asked for
-        self._n_examples = 0
+        self._n_rows = 0
         if self.is_dealt:
             self._deal(loader)
 
@@ -101,25 +101,40 @@ class Share:
         share._dealt_places = share._dealt_places[::stride]
         return share
 
-    def places(self, n_examples: int) -> torch.Tensor:
-        """Return places of the next batch's examples in the whole data; none where none
+    def places(
+        self,
+        n_rows: int,
+        owners: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return places of the next batch's rows in the whole data; none where none
         counts.
+
+        A row is an example, unless `owners` `(n_rows,)` say which of the batch's
+        examples each is of, as of texts whose tokens have rows. An example's rows share
+        its place.
         """
         batch = self._n_batches
-        first = self._n_examples
+        first = self._n_rows
         self._n_batches += 1
-        self._n_examples += n_examples
+        self._n_rows += n_rows
         if not self.is_dealt:
             # Data of a rank's own come after those of the ranks before it.
-            return rank() * _OWN + first + torch.arange(n_examples)
+            return rank() * _OWN + first + torch.arange(n_rows)
         places = self._dealt_places[batch]
         is_idle = len(places) == 0
-        if not is_idle and len(places) != n_examples:
+        if is_idle:
+            return places
+        n_examples = len(places)
+        if owners is None:
+            is_as_many = n_rows == n_examples
+        else:  # the last examples may have no row
+            is_as_many = int(owners.max()) < n_examples
+        if not is_as_many:
             raise ValueError(
-                f"The collator made {n_examples} examples of {len(places)}: with "
-                "several processes, it must return one for each."
+                f"The collator did not make {n_examples} examples of {n_examples}: "
+                "with several processes, it must return one for each."
             )
-        return places
+        return places if owners is None else places[owners.cpu()]
 
 
 def copied(batches: Iterable[Any]) -> list[Any]:
@@ -352,12 +367,14 @@ class _OfRank:
 def joined(
     places: torch.Tensor,
     columns: Columns | None,
+    join: Callable[[Sequence[Columns]], Columns] | None = None,
 ) -> Columns | None:
-    """Join the ranks' tensors: one row for each example, in the data's order.
+    """Join the ranks' tensors: their rows in the data's order.
 
-    Takes the places `(n,)` of this rank's examples, and columns `(n, ...)`, None on a
-    rank without data; None if no rank has data. Ranks with the same data, or of which
-    only some have labels, are refused by a `ValueError`.
+    Takes the places `(n,)` of this rank's rows, and columns `(n, ...)`, None on a rank
+    without data; None if no rank has data. `join`, by default `stacked`, joins the
+    columns of ranks. Ranks with the same data, or of which only some have labels, are
+    refused by a `ValueError`.
     """
     if count() == 1:
         return columns
@@ -368,8 +385,10 @@ def joined(
     with_data = [each.columns for each in of_ranks if each.columns is not None]
     if not with_data:
         return None
-    order = torch.cat([each.places for each in of_ranks]).argsort()
-    return tuple(column[order.to(column.device)] for column in stacked(with_data))
+    # The rows of one example stay in their order.
+    order = torch.cat([each.places for each in of_ranks]).argsort(stable=True)
+    of_all = (join or stacked)(with_data)
+    return tuple(column[order.to(column.device)] for column in of_all)
 
 
 def stacked(parts: Iterable[Columns]) -> Columns:

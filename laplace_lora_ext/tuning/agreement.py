@@ -322,7 +322,7 @@ def _moments_along(
 
     def of_batches(prior_precision: torch.Tensor) -> Moments:
         la.prior_precision = prior_precision
-        f_mu, f_var = over_loader(data, of_batch)
+        f_mu, f_var = over_loader(data, of_batch, owners=la.model.owners)
         return Moments(f_mu, f_var)
 
     return of_batches

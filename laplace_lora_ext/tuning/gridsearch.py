@@ -208,7 +208,12 @@ class GridSearch(TuningMethod):
         sums = _Sums(la, grid, score)
         share = Share(self.val_loader)
         for statistics, _ in batch_by_batch(
-            share, statistics_of, len, "[Predictive statistics]", self.progress_bar
+            share,
+            statistics_of,
+            len,
+            "[Predictive statistics]",
+            self.progress_bar,
+            la.members[0].model.owners,
         ):
             sums.add(statistics)
         return sums.losses(share.is_dealt)
@@ -247,12 +252,13 @@ class GridSearch(TuningMethod):
         if statistics is not None:
             return lambda: _scored(la, statistics, score)
         data = Share.read_once(self.val_loader)
+        model = la.members[0].model
 
         def of_batch(batch: Any) -> Columns:
-            X, y = la.members[0].model.split(batch)
+            X, y = model.split(batch)
             return (score.terms(la, X, _checked(la, y)),)
 
-        return lambda: over_loader(data, of_batch)[0]
+        return lambda: over_loader(data, of_batch, owners=model.owners)[0]
 
     def _statistics(self, la: Predictor) -> Statistics | None:
         """Pass over the validation data for their statistics, or take given ones."""
@@ -289,7 +295,11 @@ class GridSearch(TuningMethod):
         statistics = self._statistics(la)
         if statistics is None:
             data = Share.read_once(self.val_loader)
-            return lambda: over_loader(data, lambda batch: self._of_batch(la, batch))
+            return lambda: over_loader(
+                data,
+                lambda batch: self._of_batch(la, batch),
+                owners=la.members[0].model.owners,
+            )
         targets = statistics.required_targets()
         return lambda: (*self._of_statistics(la, statistics), targets)
 
