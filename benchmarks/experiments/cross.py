@@ -4,8 +4,8 @@ It tells whether the curvature or the prior makes a Laplace approximation look g
 bad.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from benchmarks.methods.priors import (
     BY_TRAINING,
     NO_PRIOR,
     Prediction,
-    Predicts,
     Prior,
     geometric_mean,
     predictor_of,
@@ -30,7 +29,8 @@ from laplace_lora_ext.metrics import negative_log_likelihood
 HELD_OUT = 0.2
 HELD = "held-out texts"
 LINK = "mean_field"
-CURVATURES = ("kron", "lowrank_kron_paper", "lowrank_kron")
+CURVATURES = ("diag", "kron", "lowrank_kron_paper", "lowrank_kron")
+HEAD = "head"  # of encoders: a prompt's answers have none
 EVIDENCES = ("marglik_scalar", "marglik_layerwise")
 BY_HELD_OUT = Prior("held_out", "held-out fifth")
 BY_TEST = Prior("test", "the test texts themselves")
@@ -45,17 +45,10 @@ def run(options: Cross) -> Iterator[Result]:
         pretrained = prepare(options, seed)
         trial = Trial(pretrained, options, seed)
         rows += trial.without_posterior()
-        for key in CURVATURES:
+        keys = (*CURVATURES, HEAD) if pretrained.has_head else CURVATURES
+        for key in keys:
             rows += trial.with_curvature(METHODS[key])
             yield figures_of(pretrained, rows), text_of(pretrained, rows, FIGURES)
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A prior precision, and who chose it."""
-
-    prior: Prior
-    prior_precision: torch.Tensor
 
 
 class Trial:
@@ -98,39 +91,23 @@ class Trial:
         say(self.options, f"Seed {self.seed}: {method.title}")
         la = method.build(self.model)
         la.fit(self.pretrained.loader(self.rest), progress_bar=not self.options.quiet)
-        predicts = predictor_of(la, self.loaders)
-        for chosen in (*self._by_evidence(la), *self._by_labels(predicts)):
-            prediction = Prediction(
-                probabilities=predicts.probabilities(chosen.prior_precision, LINK),
-                prior=chosen.prior,
-                link=LINK,
-                chosen=geometric_mean(chosen.prior_precision),
-            )
-            yield self._row(method, prediction)
-
-    def _by_evidence(self, la: Any) -> Iterator[Chosen]:
-        for key in EVIDENCES:
-            prior = BY_TRAINING[key]
-            yield Chosen(prior, prior.choose(la, None))
-
-    def _by_labels(self, predicts: Predicts) -> list[Chosen]:
-        """Choose what predicts the held-out texts best, and what predicts the test
-        texts best.
-        """
-        labels = {HELD: self.held_labels, TEST: self.tests.labels[TEST]}
-        losses: dict[str, list[float]] = {name: [] for name in labels}
+        by_evidence = [BY_TRAINING[key] for key in EVIDENCES]
         grid = torch.logspace(-2, 4, self.options.grid_size)[:, None]
-        for prior_precision in grid:
-            probabilities = predicts.probabilities(prior_precision, LINK)
-            for name, of_name in labels.items():
-                losses[name].append(
-                    negative_log_likelihood(probabilities[name], of_name)
-                )
-        choices = []
-        for prior, name in ((BY_HELD_OUT, HELD), (BY_TEST, TEST)):
-            best = torch.tensor(losses[name]).argmin()
-            choices.append(Chosen(prior, grid[best]))
-        return choices
+        tried = [*(prior.choose(la, None) for prior in by_evidence), *grid]
+        # All of them at once: a stock curvature takes passes for its predictions.
+        predicted = predictor_of(la, self.loaders).of_each(tried, LINK)
+        predictions = [
+            Prediction(probabilities, link=LINK, chosen=geometric_mean(prior_precision))
+            for probabilities, prior_precision in zip(predicted, tried, strict=True)
+        ]
+        of_grid = predictions[len(by_evidence) :]
+        chosen: dict[Prior, Prediction] = {}
+        for prior, prediction in zip(by_evidence, predictions, strict=False):
+            chosen[prior] = prediction
+        chosen[BY_HELD_OUT] = _best(of_grid, HELD, self.held_labels)
+        chosen[BY_TEST] = _best(of_grid, TEST, self.tests.labels[TEST])
+        for prior, prediction in chosen.items():
+            yield self._row(method, replace(prediction, prior=prior))
 
     def _row(self, method: Any, prediction: Prediction) -> Row:
         measured = {
@@ -144,3 +121,14 @@ class Trial:
         return self.tests.row(
             method, of_tests, Costs(predict_seconds=0.0, forward_passes=0.0)
         )
+
+
+def _best(
+    predictions: Sequence[Prediction], name: str, labels: torch.Tensor
+) -> Prediction:
+    """Find the prediction with the least NLL of a data set."""
+
+    def loss(prediction: Prediction) -> float:
+        return negative_log_likelihood(prediction.probabilities[name], labels)
+
+    return min(predictions, key=loss)

@@ -29,6 +29,7 @@ ALL: tuple[Method, ...] = (
     Posterior(
         "last_layer", "Last layer (LLLA)", posteriors.of_last_layer, on_training=True
     ),
+    Posterior("head", "Head alone", posteriors.of_head),
     Posterior("diag", "Stock diag", LORA_DIAG),
     Posterior("kron", "Stock Kron", LORA_KRON),
     Posterior("stock_diag", "Stock diag", STOCK_DIAG),

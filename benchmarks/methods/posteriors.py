@@ -47,6 +47,13 @@ def of_last_layer(model: AdaptedModel) -> Any:
     return over_lora(model, layers_to_transform=[last_layer])
 
 
+def of_head(model: AdaptedModel) -> Any:
+    """Make last-layer Laplace: over an encoder's head alone, without LoRA weights."""
+    everything = over_lora(model, modules_to_save=True)
+    names = [block.known_as for block in everything.blocks if block.kind == "head"]
+    return over_lora(model, weight_names=names)
+
+
 def stock(
     model: AdaptedModel,
     structure: str,

@@ -1,6 +1,6 @@
 """Ways to choose a prior precision by training texts, and what it then predicts."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from benchmarks.methods.method import Loaders, Probabilities
 from benchmarks.methods.sampled import MOST_CHANGED, SAMPLES
 from laplace_lora_ext import PredictiveStatistics
 from laplace_lora_ext.metrics import negative_log_likelihood
-from laplace_lora_ext.predictive.moments import gaussian_samples
+from laplace_lora_ext.predictive.moments import Moments, gaussian_samples
 
 LINKS = ("probit", "mean_field")
 STRUCTURES = ("scalar", "layerwise")
@@ -145,6 +145,14 @@ class Predicts(Protocol):
         """Predict every data set."""
         ...
 
+    def of_each(
+        self,
+        prior_precisions: Sequence[torch.Tensor],
+        link: str,
+    ) -> list[Probabilities]:
+        """Predict every data set with each of several prior precisions."""
+        ...
+
     def regret(
         self, prior_precision: torch.Tensor, link: str, labels: torch.Tensor
     ) -> float | None:
@@ -166,6 +174,14 @@ class FromStatistics:
     ) -> Probabilities:
         """Predict every data set."""
         return {name: self._of(name, prior_precision, link) for name in self.statistics}
+
+    def of_each(
+        self,
+        prior_precisions: Sequence[torch.Tensor],
+        link: str,
+    ) -> list[Probabilities]:
+        """Predict every data set with each of several prior precisions."""
+        return [self.probabilities(each, link) for each in prior_precisions]
 
     def regret(
         self,
@@ -190,10 +206,10 @@ class FromStatistics:
 
 @dataclass(frozen=True)
 class FromBatches:
-    """Predicts with passes over the data for every prior precision and link."""
+    """Predicts with passes over the data, the same for several prior precisions."""
 
     la: Any
-    loaders: Loaders
+    loaders: Mapping[str, Iterable[Any]]
 
     def probabilities(
         self,
@@ -201,11 +217,38 @@ class FromBatches:
         link: str,
     ) -> Probabilities:
         """Predict every data set."""
-        self.la.prior_precision = prior_precision
-        return {
-            name: torch.cat([probabilities(self.la, batch, link) for batch in loader])
-            for name, loader in self.loaders.items()
-        }
+        (predicted,) = self.of_each([prior_precision], link)
+        return predicted
+
+    def of_each(
+        self,
+        prior_precisions: Sequence[torch.Tensor],
+        link: str,
+    ) -> list[Probabilities]:
+        """Predict every data set with each of several prior precisions."""
+        predicted: list[Probabilities] = [{} for _ in prior_precisions]
+        for name, loader in self.loaders.items():
+            of_batches = [
+                self._of_batch(batch, prior_precisions, link) for batch in loader
+            ]
+            for number, of_prior in enumerate(predicted):
+                of_prior[name] = torch.cat([parts[number] for parts in of_batches])
+        return predicted
+
+    def _of_batch(
+        self,
+        batch: Any,
+        prior_precisions: Sequence[torch.Tensor],
+        link: str,
+    ) -> list[torch.Tensor]:
+        """Predict a batch with each prior precision, which change no Jacobian."""
+        Js, f_mu = self.la.recorder.jacobians(self.la.model.unlabelled(batch))
+        predicted = []
+        for prior_precision in prior_precisions:
+            self.la.prior_precision = prior_precision
+            moments = Moments(f_mu, self.la.functional_variance(Js))
+            predicted.append(probabilities(self.la, moments, link))
+        return predicted
 
     def regret(
         self,
