@@ -2,7 +2,7 @@
 checkpoints.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from benchmarks.models import (
 )
 from benchmarks.options import SeveralSeeds
 from benchmarks.tasks import TASKS
-from benchmarks.tasks.task import Example, Task
+from benchmarks.tasks.task import UNLABELLED, Example, Task
 from benchmarks.training import (
     Checkpoints,
     Hyperparameters,
@@ -74,8 +74,11 @@ class Pretrained:
                 torch_dtype=dtype,
             )
         else:
+            classifier = transformers.AutoModelForSequenceClassification
+            if self.task.labels_words:
+                classifier = transformers.AutoModelForTokenClassification
             model = load_model(
-                transformers.AutoModelForSequenceClassification,
+                classifier,
                 self.folder,
                 torch_dtype=dtype,
                 num_labels=len(self.task.classes),
@@ -85,12 +88,14 @@ class Pretrained:
     @property
     def task_type(self) -> TaskType:
         """What PEFT is told of the model."""
-        return TaskType.CAUSAL_LM if self.task.is_prompt else TaskType.SEQ_CLS
+        if self.task.is_prompt:
+            return TaskType.CAUSAL_LM
+        return TaskType.TOKEN_CLS if self.task.labels_words else TaskType.SEQ_CLS
 
     @property
     def has_head(self) -> bool:
         """Whether a head is trained beside the LoRA weights."""
-        return self.task_type == TaskType.SEQ_CLS
+        return not self.task.is_prompt
 
     @property
     def class_token_ids(self) -> list[int] | None:
@@ -152,6 +157,8 @@ class Pretrained:
         text = example.text
         if example.choices is not None:
             return {"prompt": text, "choices": list(example.choices)}
+        if example.word_labels is not None:
+            return self._record_of_words(example)
         texts = [text] if isinstance(text, str) else text
         record = self.tokenizer(
             *texts,
@@ -160,6 +167,27 @@ class Pretrained:
             return_token_type_ids=False,
         )
         return dict(record)
+
+    def _record_of_words(self, example: Example) -> dict[str, Any]:
+        """Tokenize a text whose words have classes, which their first tokens get."""
+        assert isinstance(example.text, str)
+        assert example.word_labels is not None
+        record = self.tokenizer(
+            example.text.split(),
+            is_split_into_words=True,
+            truncation=True,
+            max_length=self.hyperparameters.maximum_length,
+            return_token_type_ids=False,
+        )
+        labels = []
+        before = None
+        for word in record.word_ids():
+            if word is None or word == before:
+                labels.append(UNLABELLED)
+            else:
+                labels.append(example.word_labels[word])
+            before = word
+        return {**record, "labels": labels}
 
     def prediction_loader(self, records: Records) -> DataLoader:
         """Make batches to be predicted, of a size for the device."""
@@ -200,6 +228,8 @@ class Pretrained:
             return DataCollatorForChoices(
                 self.tokenizer, self.hyperparameters.maximum_length
             )
+        if self.task.labels_words:
+            return transformers.DataCollatorForTokenClassification(self.tokenizer)
         return transformers.DataCollatorWithPadding(self.tokenizer)
 
     def train_or_read(
@@ -216,9 +246,10 @@ class Pretrained:
         followed = recipe or Recipe()
 
         def loss_of(batch: Any) -> torch.Tensor:
+            labels = batch["labels"]
             return cross_entropy(
                 model(batch),
-                batch["labels"],
+                labels[labels != UNLABELLED],
                 label_smoothing=followed.label_smoothing,
             )
 
@@ -245,13 +276,15 @@ def _length(record: dict[str, Any]) -> int:
     return len(tokens_or_characters)
 
 
-def prepare(options: SeveralSeeds, seed: int) -> Pretrained:
+def prepare(
+    options: SeveralSeeds, seed: int, tasks: Mapping[str, Any] = TASKS
+) -> Pretrained:
     """Read the task that the options ask for, and find its model."""
-    if options.task not in TASKS:
+    if options.task not in tasks:
         raise SystemExit(
-            f"Unknown task {options.task!r}; there are {', '.join(TASKS)}."
+            f"Unknown task {options.task!r}; there are {', '.join(tasks)}."
         )
-    source = TASKS[options.task]
+    source = tasks[options.task]
     task = source.read(options, seed)
     folder = source.model(options)
     changes: dict[str, Any] = {}
@@ -333,6 +366,7 @@ def fine_tune(
     adapted = AdaptedModel(
         model,
         pretrained.class_token_ids,
+        labels_words=pretrained.task.labels_words,
         another=another,
         retrained=retrained,
     )

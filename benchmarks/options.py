@@ -177,6 +177,19 @@ class Molecules(SeveralSeeds):
 
 
 @dataclass(frozen=True)
+class Tokens(SeveralSeeds):
+    """Labels of tokens: do posteriors help where each has its own? Half an hour a
+    seed.
+    """
+
+    task: str = option(
+        "signatures",
+        "which of eight types does each parameter of a function have",
+        choices=("signatures",),
+    )
+
+
+@dataclass(frozen=True)
 class Text(Reading):
     """Free text by a pretrained language model (extra llm): half an hour a seed."""
 

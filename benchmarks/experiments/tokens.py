@@ -158,7 +158,7 @@ def text_of(
     """Put the figures in words and a table."""
     task = pretrained.task
     shown = [dict(row) for row in rows]
-    columns = list(FIGURES)
+    columns: list[str] = list(FIGURES)
     for name in task.shifted:
         for figure, title in (
             ("nll", f"NLL of {name}"),

@@ -10,6 +10,7 @@ from benchmarks.tasks import (
     names,
     numpydoc,
     paper,
+    signatures,
 )
 
 # The experiments' settings were chosen on these. The last three had been kept for the
@@ -32,3 +33,6 @@ KEPT = (
 )
 OF_DATA = (*intents.INTENTS, *multiple_choice.MULTIPLE_CHOICE)  # that a folder holds
 TASKS = {task.name: task for task in (*CHOSEN_ON, *KEPT, *OF_DATA)} | paper.PAPER_TASKS
+# Their classes are those of words.
+OF_WORDS = (signatures.PARAMETER_TYPES,)
+WORD_TASKS = {task.name: task for task in OF_WORDS}

@@ -109,14 +109,18 @@ def described(
             description = first_paragraph(entry.text)
             if len(description.split()) < MINIMUM_WORDS:
                 continue
-            first_word = re.split(r"[,;\s]", entry.type)[0].strip("`")
             yield Parameter(
                 name=entry.name,
-                type=first_word,
+                type=first_word_of(entry.type),
                 description=description,
                 summary=summary,
                 file=file,
             )
+
+
+def first_word_of(written: str) -> str:
+    """Return the first word of a type as a docstring has it, a key of `TYPES`."""
+    return re.split(r"[,;\s]", written)[0].strip("`")
 
 
 def find_types(

@@ -1,6 +1,4 @@
-"""A task of labels of tokens: which type does each parameter of a function have, by the
-names alone?
-"""
+"""A task of labels of tokens: which type each parameter of a function has, by names."""
 
 import ast
 import random

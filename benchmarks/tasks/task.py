@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 from benchmarks.options import TextRun
 
 Side = Literal["left", "right"]
+UNLABELLED = -100  # of a word without a label, as transformers has it
 
 
 class Example(NamedTuple):
@@ -14,12 +15,22 @@ class Example(NamedTuple):
     right.
 
     Of a regression the label is the number to predict.
-    A prompt may have choices of its own, texts that stand behind it.
+    A prompt may have choices of its own, texts that stand behind it. Each word of a
+    text, between spaces, may have a class of its own.
     """
 
     text: str | tuple[str, str]
     label: float | None
     choices: tuple[str, ...] | None = None
+    word_labels: tuple[int, ...] | None = None
+
+    @property
+    def labelled_words(self) -> tuple[str, ...]:
+        """The words that have a class."""
+        assert isinstance(self.text, str)
+        assert self.word_labels is not None
+        pairs = zip(self.text.split(), self.word_labels, strict=True)
+        return tuple(word for word, label in pairs if label != UNLABELLED)
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,11 @@ class Task:
     def has_choices(self) -> bool:
         """Whether each prompt has choices of its own."""
         return self.train[0].choices is not None
+
+    @property
+    def labels_words(self) -> bool:
+        """Whether classes are those of words."""
+        return self.train[0].word_labels is not None
 
 
 class Sizes(NamedTuple):
