@@ -1,5 +1,4 @@
-"""What to measure, label or try next: acquisition functions of predictions and of drawn
-functions.
+"""Choose what to measure, label or try next: acquisition functions.
 
 Pure functions of moments, probabilities or samples, and `acquire`, which applies one to
 a pool.
@@ -91,8 +90,7 @@ def thompson(
     functions: torch.Tensor,
     n: int,
 ) -> torch.Tensor:
-    """Choose what each function in turn takes for the best of those that are not yet
-    chosen.
+    """Choose, for each function in turn, the best candidate that is still free.
 
     Parameters
     ----------
@@ -122,8 +120,9 @@ def entropy(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def margin(probabilities: torch.Tensor) -> torch.Tensor:
-    """Compute how near the second class comes to the first, `(N,)`: 1 if both are as
-    probable.
+    """Compute how near the second class comes to the first, `(N,)`.
+
+    It is 1 where both are as probable.
     """
     largest = probabilities.topk(2, dim=-1).values
     first, second = largest.unbind(-1)
@@ -228,9 +227,7 @@ def _joint_entropies(
 def _thinned(
     outcomes: torch.Tensor, shares: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw outcomes by their probabilities; each then stands for the inverse of its
-    own.
-    """
+    """Draw outcomes by their probabilities, with the inverse as their weights."""
     weights = outcomes.mean(1) * shares
     count = _OUTCOMES // 2
     drawn = torch.multinomial(weights, count, replacement=True, generator=generator)
@@ -270,9 +267,7 @@ OF_NUMBERS = ("expected_improvement", "upper_confidence_bound", "thompson")
 
 @dataclass(frozen=True)
 class Acquisition:
-    """What to choose from a pool by; the fields are the options of
-    `LoRALaplace.acquire`.
-    """
+    """How to choose from a pool; the fields are options of `LoRALaplace.acquire`."""
 
     by: str
     best: float | None = None
@@ -381,9 +376,7 @@ class Acquisition:
         pool: Iterable[Any],
         n_samples: int,
     ) -> torch.Tensor:
-        """Draw functions, and compute their logits or numbers `(S, N, C)` of the whole
-        pool.
-        """
+        """Draw functions, and compute their outputs `(S, N, C)` for the pool."""
         drawn: list[Functions] = []
         members = la.members
         n_each, n_left = divmod(n_samples, len(members))

@@ -56,8 +56,9 @@ def Laplace(  # noqa: N802
     hessian_structure: str = "lowrank_kron",
     **options: Any,
 ) -> Any:
-    """Make a posterior over LoRA weights as `laplace.Laplace` does, with an optional
-    likelihood.
+    """Make a posterior over LoRA weights as `laplace.Laplace` does.
+
+    The likelihood is optional.
 
     Parameters
     ----------

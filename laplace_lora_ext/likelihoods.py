@@ -1,6 +1,4 @@
-"""Says for each likelihood what to back-propagate from logits, the loss, and what
-targets are.
-"""
+"""Likelihoods: what each back-propagates from logits, its loss, and its targets."""
 
 from __future__ import annotations
 
@@ -27,8 +25,9 @@ IGNORED = -100
 
 
 class Seeds(NamedTuple):
-    """Vectors to back-propagate: sample b has the Fisher `Σ_s (w_sb v_sb) (w_sb
-    v_sb)ᵀ`.
+    """Vectors to back-propagate, and their weights.
+
+    Sample b has the Fisher `Σ_s (w_sb v_sb) (w_sb v_sb)ᵀ`.
 
     The vectors have entries of order one, so that none underflows in a half-precision
     backward pass. The weights, which can be tiny for a confident sample, scale the
@@ -52,16 +51,12 @@ class Seeds(NamedTuple):
 
 
 class _AsItIs:
-    """Predicts what the logits themselves stand for: one number for each class or
-    output.
-    """
+    """Predicts a number for each class or output, as the logits stand."""
 
     draws_labels = False  # by default, whatever the number of classes
 
     def class_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Make logits of classes, whose softmax over the last dimension gives
-        probabilities.
-        """
+        """Make logits whose softmax over the last dimension gives probabilities."""
         return logits
 
     def class_covariance(self, f_var: torch.Tensor) -> torch.Tensor:
@@ -273,8 +268,9 @@ class Regression(_AsItIs):
         y: torch.Tensor,
         sigma_noise: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute it as of classes; a `torch.linalg.LinAlgError` if rounding left no
-        covariance.
+        """Compute negative log-densities of targets.
+
+        A `torch.linalg.LinAlgError` if rounding left no covariance.
         """
         f_mu, f_var = predicted
         if f_var.ndim == f_mu.ndim:
@@ -363,8 +359,7 @@ class MultiLabel(Classification):
         num_samples: int,
         generator: torch.Generator,
     ) -> Seeds:
-        """Compute slopes of the loss at targets drawn from the model, of all labels at
-        once.
+        """Compute slopes of the loss at drawn targets, of all labels at once.
 
         The slope in a label's logit averages 0 and is independent of every other
         label's.
@@ -386,9 +381,7 @@ class MultiLabel(Classification):
         logits: torch.Tensor,
         y: torch.Tensor,
     ) -> Seeds:
-        """Compute `p - y` for `(S, B, K)` targets, as vectors whose largest entry is
-        1.
-        """
+        """Compute `p - y` for `(S, B, K)` targets, scaled to a largest entry of 1."""
         # 1 - p cancels where p is near 1: the sigmoid of -f does not.
         of_not = logits.sigmoid()
         of_yes = -(-logits).sigmoid()
@@ -411,9 +404,7 @@ class MultiLabel(Classification):
         y: torch.Tensor,
         sigma_noise: torch.Tensor,
     ) -> torch.Tensor:
-        """Sum over an example's labels, given the log-probabilities `(B, K, 2)` of both
-        classes.
-        """
+        """Sum an example's losses, given log-probabilities `(B, K, 2)`."""
         (log_p,) = predicted
         labels = y.long()[..., None]
         of_labels = log_p.gather(-1, labels)[..., 0]
@@ -424,8 +415,9 @@ class MultiLabel(Classification):
         y: torch.Tensor,
         share: float,
     ) -> torch.Tensor:
-        """Number examples by the rarest label that they have; those without any are
-        alike, too.
+        """Number examples by their rarest label, to divide them evenly.
+
+        Those without any label are a group, too.
         """
         has = self.as_targets(y, torch.float64) > 0
         n_labels = has.shape[1]
@@ -498,8 +490,7 @@ class TokenClassification(Classification):
         num_samples: int,
         generator: torch.Generator,
     ) -> Seeds:
-        """Compute slopes of the loss at labels drawn from the model, given the text
-        itself.
+        """Compute slopes of the loss at drawn labels, given the text itself.
 
         The slope in a token's logits averages 0 and is independent of every other
         token's. So the gradient G of a text's whole loss has `E[G Gᵀ] = Σ_t E[G_t
@@ -531,9 +522,7 @@ class TokenClassification(Classification):
         y: torch.Tensor,
         logits: torch.Tensor,
     ) -> torch.Tensor:
-        """Find the labels of the labelled tokens, `(N,)`, on the logits' device; check
-        them.
-        """
+        """Return checked labels `(N,)` of labelled tokens, on the logits' device."""
         labels = self.as_targets(y.to(logits.device), logits.dtype)
         _check_labels_of_tokens(labels, logits.shape[-1])
         return labels
@@ -608,9 +597,7 @@ def uniform_numbers(
     n_tokens: int,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Draw `(S, N)` numbers from 0 to 1, which `_drawn` takes, on the generator's
-    device.
-    """
+    """Draw `(S, N)` numbers from 0 to 1 on the generator's device, for `_drawn`."""
     return torch.rand(
         (n_draws, n_tokens),
         generator=generator,
@@ -655,8 +642,9 @@ def _gradients_at(
     logits: torch.Tensor,
     y: torch.Tensor,
 ) -> Seeds:
-    """Compute `p - onehot(y)` for `(S, B)` labels, as a vector of order one and a
-    weight.
+    """Compute `p - onehot(y)` for `(S, B)` labels, as vectors and weights.
+
+    A vector's entries are of order one, however small the slope.
 
     The label has the largest entry, `-(1 - p_y)`. Computing it and its ratio to the
     other entries from the log-probabilities of the other classes avoids cancellation.

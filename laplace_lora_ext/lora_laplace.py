@@ -1,6 +1,4 @@
-"""Laplace approximations over LoRA weights: the host's classes, fitted through a model
-adapter.
-"""
+"""Posteriors over LoRA weights: the host's classes, fitted through an adapter."""
 
 from __future__ import annotations
 
@@ -265,9 +263,7 @@ class LoRALaplace(ParametricLaplace):
         return [self]
 
     def for_model(self, model: nn.Module) -> LoRALaplace:
-        """Make a posterior of the same class and options for another model, not
-        fitted.
-        """
+        """Make an unfitted posterior of the same options for another model."""
         of_host = [
             "sigma_noise",
             "prior_mean",
@@ -305,9 +301,7 @@ class LoRALaplace(ParametricLaplace):
         )
 
     def _prepared(self) -> AbstractContextManager[None]:
-        """Put the model in evaluation mode, with gradients for the LoRA weights
-        alone.
-        """
+        """Evaluate the model, with gradients for the LoRA weights alone."""
         return self.model.prepared([block.weight for block in self.blocks])
 
     @property
@@ -463,8 +457,7 @@ class LoRALaplace(ParametricLaplace):
             raise ValueError(f"The prior has another base model: {differing} differs.")
 
     def _distance(self, prior: LoRALaplace) -> torch.Tensor:
-        """Compute the squared distance of the present weights from a prior's mean,
-        `()`.
+        """Compute the squared distance `()` of the weights from a prior's mean.
 
         It is that under the curvature alone, without the prior's own prior.
         """
@@ -496,9 +489,7 @@ class LoRALaplace(ParametricLaplace):
         """Let the host start without a fit, rather than with zeros that predict."""
 
     def check_model(self) -> None:
-        """Move the posterior to where its model is; refuse one that has changed since
-        the fit.
-        """
+        """Move the posterior to its model; refuse a model that has changed."""
         super()._check_H_init()
         if isinstance(self._fit, Fit):
             check_same(self.model, self.blocks, self._fit.model, self._fit.mean)
@@ -510,9 +501,7 @@ class LoRALaplace(ParametricLaplace):
 
     @torch.inference_mode(False)
     def _move_with_model(self) -> None:
-        """Move the posterior and its prior to where the model's LoRA weights are
-        now.
-        """
+        """Move the posterior and its prior to the model's LoRA weights."""
         if self._fit.places == places_of(self.blocks, self.model.device):
             return
         self._backend = None  # the host's keeps buffers that the model has replaced
@@ -598,9 +587,7 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def curvature_scale(self) -> torch.Tensor:
-        """Factor of the curvature beside the prior, `()`: 1 / (sigma_noise²
-        temperature).
-        """
+        """Factor `()` of the curvature: 1 / (sigma_noise² temperature)."""
         return self._H_factor
 
     @exclusive
@@ -623,9 +610,7 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def scatter(self) -> torch.Tensor:
-        """Squared distance of the weights from the prior mean under the prior, in
-        float64.
-        """
+        """Squared distance from the prior mean under the prior, in float64."""
         squares = (self.mean - self.prior_mean).double().square()
         if len(self.prior_precision) < self.n_params:
             of_blocks = squares.split(self._sizes)
@@ -640,8 +625,9 @@ class LoRALaplace(ParametricLaplace):
         verbose: bool = False,
         **options: Any,
     ) -> TuningHistory:
-        """Choose the prior precision; if anything goes wrong, it and the noise stay as
-        they were.
+        """Choose the prior precision.
+
+        If anything goes wrong, it and the noise stay as they were.
 
         Parameters
         ----------
@@ -686,8 +672,7 @@ class LoRALaplace(ParametricLaplace):
         link_approx: str = DEFAULT_LINK,
         max_examples: int | None = None,
     ) -> PredictiveStatistics | None:
-        """Pass over a data set for its statistics, or take given ones; None if there
-        are none.
+        """Compute a data set's statistics, or take given ones; None if there are none.
 
         Parameters
         ----------
@@ -701,17 +686,13 @@ class LoRALaplace(ParametricLaplace):
         return None
 
     def bytes_of_statistics(self, link_approx: str = DEFAULT_LINK) -> int | None:
-        """Count the most memory that statistics of one example take; None if there are
-        none.
-        """
+        """Count the most bytes that an example's statistics take; None without any."""
         return None
 
     def statistics_by_batch(
         self, link_approx: str = DEFAULT_LINK
     ) -> Callable[[Any], PredictiveStatistics] | None:
-        """Make a function from a batch to its statistics; None for a structure without
-        any.
-        """
+        """Make a function from a batch to its statistics; None without any."""
         return None
 
     # --- predictions ------------------------------------------------------------------
@@ -730,8 +711,7 @@ class LoRALaplace(ParametricLaplace):
         n_contrasts: int | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Predict a batch, as the host does; `generator` seeds everything that is
-        sampled.
+        """Predict a batch as the host does; `generator` seeds all draws.
 
         Parameters
         ----------
@@ -887,8 +867,7 @@ class LoRALaplace(ParametricLaplace):
         batch_size: int = 32,
         progress_bar: bool = False,
     ) -> Prediction | NumberPrediction:
-        """Predict classes or numbers, and what else a decision needs, of a batch or a
-        data set.
+        """Predict a batch or a data set, with what a decision needs.
 
         Of numbers, the prediction is of targets with their noise: `total_std`,
         quantiles and intervals have `sigma_noise` in them, and `epistemic_std` has not.
@@ -955,8 +934,9 @@ class LoRALaplace(ParametricLaplace):
         batch_size: int = 32,
         progress_bar: bool = False,
     ) -> np.ndarray:
-        """Predict class probabilities `(B, C)` for scikit-learn's tools, the same in
-        every call.
+        """Predict class probabilities `(B, C)`, the same in every call.
+
+        For scikit-learn's tools.
 
         Parameters and errors are those of `predict`; nothing is drawn but for the link
         "mc". A likelihood without classes is refused by a `ValueError`.
@@ -1020,8 +1000,7 @@ class LoRALaplace(ParametricLaplace):
     def predictive_moments(
         self, x: Any, *, joint: bool = False
     ) -> Moments | tuple[torch.Tensor, torch.Tensor]:
-        """Compute mean `(B, C)` and covariance `(B, C, C)` of the model's logits for a
-        batch.
+        """Compute mean `(B, C)` and covariance `(B, C, C)` of a batch's logits.
 
         Neither link, noise nor `logit_scale` is in them: `la(moments)` applies these.
 
@@ -1199,8 +1178,7 @@ class LoRALaplace(ParametricLaplace):
         return super().square_norm(value)
 
     def penalty(self, weight: float = 1.0) -> torch.Tensor:
-        """Compute how improbable the model's present weights are, to train on without
-        forgetting.
+        """Compute how improbable the present weights are, to train and remember.
 
         Parameters
         ----------
@@ -1319,8 +1297,9 @@ class LoRALaplace(ParametricLaplace):
         generator: torch.Generator | None = None,
         **kwargs: Any,
     ) -> list[Path]:
-        """Write draws from the posterior as LoRA adapters, for instance for a
-        multi-adapter server.
+        """Write draws from the posterior as LoRA adapters.
+
+        For a multi-adapter server, say.
 
         The mean of their softmax probabilities is the prediction of `pred_type="nn"`
         with as many samples and a generator in the same state, if `logit_scale`
@@ -1530,9 +1509,7 @@ def _warn_of_weights(
     model: nn.Module,
     blocks: Sequence[Block],
 ) -> None:
-    """Warn of weights that were trained and have no part, and of some that were not
-    trained.
-    """
+    """Warn of trained weights without a part, and of untrained ones with one."""
     warn_of_other_trainable(model, blocks)
     if is_untrained(blocks):
         warn("Every lora_B weight is 0: the adapter looks untrained. Train it first.")

@@ -85,8 +85,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         n_samples: int = 10,
         generator: torch.Generator | None = None,
     ) -> TextScores:
-        """Score how likely texts are, and how uncertain the model is of each of their
-        tokens.
+        """Score how likely texts are, and how uncertain each of their tokens is.
 
         Parameters
         ----------
@@ -120,8 +119,9 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         n_samples: int = 10,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Compute logits `(S, N, V)` of S draws at N labelled tokens, for measures of
-        one's own.
+        """Compute logits `(S, N, V)` of S draws at N labelled tokens.
+
+        For measures of one's own.
 
         Parameters are those of `score`. Without draws they are the trained model's, or
         each member's.
@@ -172,9 +172,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         )
 
     def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the trained model's logits `(N, V)`, and find the labelled tokens
-        `(N,)`.
-        """
+        """Compute the model's logits `(N, V)`, and find the labelled tokens `(N,)`."""
         (writer,) = writers_of(self.members)
         return labelled_tokens(writer, batch)
 
@@ -376,7 +374,5 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return n_numbers * torch.float32.itemsize + n_wide * torch.int64.itemsize
 
     def _contrasts_for(self, link_approx: str) -> int | None:
-        """Say how many contrasts statistics need for a link: None for as many as
-        matter.
-        """
+        """Count the contrasts that a link needs; None for as many as matter."""
         return None if sees_differences(self, link_approx) else self.n_outputs

@@ -30,9 +30,7 @@ def naming(where: str) -> Iterator[None]:
 
 
 def warn(message: str) -> None:
-    """Warn at the user's line: the innermost one outside this library, the host and
-    torch.
-    """
+    """Warn at the user's line, outside of this library, the host and torch."""
     frame = sys._getframe()
     level = 1
     while frame.f_back is not None and _package_of(frame) in _OURS:
@@ -58,18 +56,14 @@ def check_single(
     value: Any,
     instead: str,
 ) -> None:
-    """Refuse several numbers, or none, where there is to be one; `instead` says what to
-    do.
-    """
+    """Refuse all but one number; `instead` says what to do."""
     number = value.numel() if isinstance(value, torch.Tensor) else np.size(value)
     if number != 1:
         raise ValueError(f"{name} must be one number, not {number}: {instead}.")
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Refuse numbers that are not positive and finite; of them, no curvature makes a
-    Gaussian.
-    """
+    """Refuse numbers that make no Gaussian: negative, 0 or infinite ones."""
     if not isinstance(value, Real | torch.Tensor):
         return  # the host refuses it
     numbers = torch.as_tensor(value, device=getattr(value, "device", "cpu")).detach()

@@ -27,8 +27,7 @@ COVERAGE = 0.9
 def quality(
     probabilities: torch.Tensor, labels: torch.Tensor, n_bins: int = N_BINS
 ) -> dict[str, float]:
-    """Measure accuracy, negative log-likelihood, expected calibration error and Brier
-    score.
+    """Measure accuracy, negative log-likelihood, ECE and Brier score.
 
     Parameters
     ----------
@@ -128,8 +127,7 @@ def _mean_figures(of_examples: torch.Tensor) -> dict[str, float]:
 
 
 class Comparison(NamedTuple):
-    """Figures of the trained model and of its posterior on the same data; printed, a
-    table.
+    """Figures of a trained model beside its posterior's; printed, a table.
 
     Attributes
     ----------
@@ -162,8 +160,7 @@ def compare(
     link_approx: str = DEFAULT_LINK,
     progress_bar: bool = False,
 ) -> Comparison:
-    """Measure the trained model and its posterior side by side: `print(compare(la,
-    loader))`.
+    """Measure the trained model beside its posterior: `print(compare(la, loader))`.
 
     Of several labels, the figures are means over all labels of all examples. Of
     numbers, the trained model has the noise alone, `la.sigma_noise`, and the posterior
@@ -207,9 +204,7 @@ def _classes(
     link_approx: str,
     batch: Any,
 ) -> Columns:
-    """Predict probabilities by the trained model and by every posterior there is; and
-    labels.
-    """
+    """Predict probabilities by the model and every posterior; return labels."""
     model = la.members[0].model
     likelihood = la.members[0].trained_likelihood
     X, y = model.split(batch)
@@ -225,9 +220,7 @@ def _classes(
 
 
 def _numbers(la: Any, batch: Any) -> Columns:
-    """Compute figures of examples under the trained model and every posterior; and
-    targets.
-    """
+    """Compute figures by the model and every posterior; return targets."""
     first = la.members[0]
     X, y = first.model.split(batch)
     with first.model.prepared(), torch.no_grad():
@@ -243,9 +236,7 @@ def _numbers(la: Any, batch: Any) -> Columns:
 
 
 def _pred_types(la: Any) -> list[str]:
-    """List how a posterior can predict: exactly, and by learnt variances where they are
-    its own.
-    """
+    """List how a posterior predicts: exactly, and by its learnt variances."""
     for member in la.members:
         learnt = member.learnt_variance
         if learnt is None or not learnt.is_of(

@@ -103,8 +103,7 @@ class LaplaceMixture:
 
     @exclusive
     def __call__(self, x: Any, **options: Any) -> Any:
-        """Average the members' probabilities, `(B, C)`, or compute the moments of their
-        mixture.
+        """Average the members' probabilities `(B, C)`, or mix their moments.
 
         Parameters
         ----------
@@ -144,8 +143,7 @@ class LaplaceMixture:
         batch_size: int = 32,
         progress_bar: bool = False,
     ) -> Prediction | NumberPrediction:
-        """Predict classes or numbers, and what else a decision needs, of a batch or a
-        data set.
+        """Predict a batch or a data set, with what a decision needs.
 
         Parameters and errors are those of `LoRALaplace.predict`; each member has
         `n_samples` draws.
@@ -174,8 +172,9 @@ class LaplaceMixture:
         batch_size: int = 32,
         progress_bar: bool = False,
     ) -> np.ndarray:
-        """Predict class probabilities `(B, C)` for scikit-learn's tools, the same in
-        every call.
+        """Predict class probabilities `(B, C)`, the same in every call.
+
+        For scikit-learn's tools.
 
         Parameters and errors are those of `LoRALaplace.predict_proba`.
         """
@@ -216,8 +215,9 @@ class LaplaceMixture:
         loader: Any,
         **options: Any,
     ) -> list[LearntVariance]:
-        """Let each member learn its variances; arguments are those of
-        `LoRALaplace.amortize`.
+        """Let each member learn its variances.
+
+        Arguments are those of `LoRALaplace.amortize`.
         """
         return [member.amortize(loader, **options) for member in self.members]
 
@@ -269,8 +269,7 @@ class LaplaceMixture:
         n_samples: int = 10,
         generator: torch.Generator | None = None,
     ) -> TextScores:
-        """Score how likely texts are, and how uncertain the members are of each of
-        their tokens.
+        """Score how likely texts are, and how uncertain each of their tokens is.
 
         Parameters, result and errors are those of `LowRankKronLoRALaplace.score`.
         """
@@ -282,8 +281,9 @@ class LaplaceMixture:
         n_samples: int = 10,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Compute logits `(S, N, V)` of S draws at N labelled tokens, for measures of
-        one's own.
+        """Compute logits `(S, N, V)` of S draws at N labelled tokens.
+
+        For measures of one's own.
 
         Parameters are those of `score`. Without draws they are each member's.
         """
@@ -296,8 +296,7 @@ class LaplaceMixture:
         generator: torch.Generator | None = None,
         **generation_kwargs: Any,
     ) -> GeneratedText:
-        """Write texts, choosing each next token by the mean of the members'
-        predictives.
+        """Write texts, each token by the mean of the members' predictives.
 
         `n_samples` and `generator` are as for `score`, and `**generation_kwargs`,
         result and errors as for `LowRankKronLoRALaplace.generate`.
@@ -355,8 +354,7 @@ class LaplaceMixture:
     def optimize_prior_precision(
         self, method: str | TuningMethod = "gridsearch", **options: Any
     ) -> TuningHistory:
-        """Choose the common factors of the members' prior precisions and scales of the
-        logits.
+        """Choose common factors of the members' prior precisions and scales.
 
         Parameters
         ----------
@@ -393,8 +391,9 @@ class LaplaceMixture:
         generator: torch.Generator | None = None,
         **kwargs: Any,
     ) -> list[Path]:
-        """Write draws as LoRA adapters, divided among the members, the first ones
-        getting the rest.
+        """Write draws as LoRA adapters, divided evenly among the members.
+
+        The first members get what is left over.
 
         Parameters and errors are those of `LoRALaplace.sample_adapters`.
         """
@@ -404,8 +403,7 @@ class LaplaceMixture:
 
     @exclusive
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the members' adapters and posteriors, each into a folder of its
-        adapter's name.
+        """Write each member's adapter and posterior into a folder of its name.
 
         Raises
         ------
@@ -477,8 +475,7 @@ class LaplaceMixture:
     def statistics_of(
         self, loader: Any, progress_bar: bool, link_approx: str = DEFAULT_LINK
     ) -> MixtureStatistics | None:
-        """Pass over a data set for statistics, or take given ones; None if a member has
-        none.
+        """Compute a data set's statistics, or take given ones; None without any.
 
         Parameters are those of `LoRALaplace.statistics_of`.
         """
@@ -497,9 +494,7 @@ class LaplaceMixture:
     def statistics_by_batch(
         self, link_approx: str = DEFAULT_LINK
     ) -> Callable[[Any], MixtureStatistics] | None:
-        """Make a function from a batch to its statistics; None where a member has
-        none.
-        """
+        """Make a function from a batch to its statistics; None without any."""
         by_member = [member.statistics_by_batch(link_approx) for member in self.members]
         functions = [function for function in by_member if function is not None]
         if len(functions) < len(by_member):
@@ -541,9 +536,7 @@ class LaplaceMixture:
 
 
 def _check_alike(members: Sequence[LoRALaplace]) -> None:
-    """Refuse posteriors whose predictions have no mean, or that are around several base
-    models.
-    """
+    """Refuse members whose predictions have no mean, or of several base models."""
     facts = [
         (
             member.likelihood,

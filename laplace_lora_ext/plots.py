@@ -115,9 +115,7 @@ def outcomes(
 
 
 def _of_each_label(prediction: Prediction) -> Prediction:
-    """Turn the predictions of K labels for each example into those of two classes
-    each.
-    """
+    """Turn predictions of K labels into those of two classes each."""
     flat = Prediction._make(column.flatten() for column in prediction)
     p = flat.probabilities
     return flat._replace(probabilities=torch.stack([1 - p, p], dim=-1))

@@ -1,6 +1,4 @@
-"""What depends on the likelihood: one object for each, which a posterior chooses by its
-name.
-"""
+"""What depends on the likelihood: an object for each, chosen by its name."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ class Problem:
     def backend_kwargs(
         self, backend: type[CurvatureInterface], given: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Complete the user's options of a backend, and refuse those that don't
-        suit.
-        """
+        """Complete the user's options of a backend, and refuse unsuitable ones."""
         return dict(given)
 
     def check_logit_scale(self, value: float) -> None:
@@ -87,15 +83,11 @@ class Problem:
             )
 
     def backend(self, backend: type[CurvatureInterface]) -> type[CurvatureInterface]:
-        """Choose the class that computes the likelihood's curvature as a backend
-        does.
-        """
+        """Choose the class that computes this likelihood's curvature."""
         return backend
 
     def check_model(self, model: LogitsModel) -> None:
-        """Refuse a model that was trained for another likelihood, as its configuration
-        says.
-        """
+        """Refuse a model whose configuration names another likelihood."""
         if self.of_other and model.problem_type == self.of_other:
             raise ValueError(
                 f'The likelihood "{self.name}" does not fit the model, whose '
@@ -105,9 +97,7 @@ class Problem:
             )
 
     def check_linearised(self) -> None:
-        """Refuse predictions of the linearised model where there are too many
-        outputs.
-        """
+        """Refuse predictions of the linearised model where outputs are too many."""
 
 
 LIKELIHOOD_OF = {
@@ -196,9 +186,7 @@ class _LanguageModeling(Problem):
 
 
 class _TokenClassification(Problem):
-    """Labels of tokens: a text is one of the data, and each of its labels counts by
-    itself.
-    """
+    """Labels of tokens: data are texts, and each of their labels counts."""
 
     def backend(self, backend: type[CurvatureInterface]) -> type[CurvatureInterface]:
         if issubclass(backend, LowRankKronInterface):

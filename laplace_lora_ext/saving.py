@@ -33,9 +33,7 @@ def write_state(
     state: Mapping[str, Any],
     folder: str | Path,
 ) -> None:
-    """Write the state of a posterior into a folder, which is made if it does not
-    exist.
-    """
+    """Write a posterior's state into a folder, which is made if need be."""
     tensors: dict[int, tuple[str, torch.Tensor]] = {}
     content = json.dumps(_plain(state, tensors))
     # Copies: safetensors refuses tensors that share memory or have gaps in it.
@@ -74,8 +72,9 @@ def read_state(folder: str | Path) -> dict[str, Any]:
 
 
 def write_sealed(path: Path, content: bytes) -> None:
-    """Write a file with a checksum over all of it, in place of the `UNKNOWN` one in its
-    JSON.
+    """Write a file with a checksum over all of it, in its JSON.
+
+    It takes the place of `UNKNOWN`.
     """
     checksum = hashlib.sha256(content).hexdigest().encode()
     # As long as what it stands for: offsets of tensors in the file stay right.
@@ -84,8 +83,7 @@ def write_sealed(path: Path, content: bytes) -> None:
 
 
 def read_sealed(path: Path, what: str) -> bytes:
-    """Read what `write_sealed` wrote, to the last byte; a `ValueError` for any other
-    content.
+    """Read what `write_sealed` wrote; a `ValueError` for any other content.
 
     `what` the file should hold is for the message.
     """
@@ -116,8 +114,7 @@ def _plain(
     value: Any,
     tensors: dict[int, tuple[str, torch.Tensor]],
 ) -> Any:
-    """Turn a value into what JSON gives back; `tensors` gets the tensors, by ids, with
-    names.
+    """Turn a value into what JSON gives back; `tensors` gets its tensors.
 
     Dictionaries of one key stand for what JSON does not know: tensors, tuples, and
     dictionaries that have a single key, or keys that are no text.
@@ -156,9 +153,7 @@ def class_name(state: Mapping[str, Any]) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """Put lists in place of tuples and tensors: which of them a user wrote does not
-    matter.
-    """
+    """Turn tuples and tensors into lists: users may write any of them."""
     if isinstance(value, dict):
         return {key: _comparable(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -206,8 +201,9 @@ def sample_adapters(
     generator: torch.Generator | None = None,
     **kwargs: Any,
 ) -> list[Path]:
-    """Write draws as LoRA adapters, divided among posteriors, the first ones getting
-    the rest.
+    """Write draws as LoRA adapters, divided evenly among posteriors.
+
+    The first posteriors get what is left over.
 
     Parameters and errors are those of `LoRALaplace.sample_adapters`.
     """

@@ -1,6 +1,4 @@
-"""The host's structures over LoRA weights, each registered with the host by its
-`_key`.
-"""
+"""The host's structures over LoRA weights, which the host finds by `_key`."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ class DiagLoRALaplace(LoRALaplace, DiagLaplace):
 
 
 class FullLoRALaplace(LoRALaplace, FullLaplace):
-    """The host's `FullLaplace` over LoRA weights: one dense matrix, for small
-    adapters.
-    """
+    """The host's dense `FullLaplace` over LoRA weights, for small adapters."""
 
     _key = ("lora", "full")
     _structure: ClassVar[type[Structure[Any, Any]]] = FullStructure

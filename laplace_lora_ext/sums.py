@@ -25,9 +25,7 @@ _GUESS = 0.99  # a loss from this share of the labels' entropy on is chance
 
 @dataclass(frozen=True)
 class Seen:
-    """Counts labels and answers beside the sums, to warn of them once all are
-    summed.
-    """
+    """Counts labels and answers beside the sums, for warnings at the end."""
 
     answered: float = 0.0  # probability of all answers together, summed over texts
     n_texts: int = 0  # that have answers
@@ -41,9 +39,7 @@ class Seen:
         y: torch.Tensor,
         answered: Sequence[torch.Tensor],
     ) -> Seen:
-        """Look at the labels of a batch, and at what `LogitsModel.weighing_answers`
-        gave.
-        """
+        """Look at a batch's labels, and at what `weighing_answers` gave."""
         are_classes = y.ndim == 1 and not y.is_floating_point()
         are_binary = (y == 0) | (y == 1)
         total = 0.0
@@ -69,8 +65,7 @@ class Seen:
         )
 
     def warn(self, likelihood: str, loss: float) -> None:
-        """Warn of answers that the model hardly gives, of chance, and of classes as
-        numbers.
+        """Warn of rare answers, of chance, and of classes taken for numbers.
 
         `loss` is the mean of the texts that these are seen of.
         """
@@ -99,9 +94,7 @@ class Seen:
             )
 
     def _loss_of_chance(self, likelihood: str) -> float:
-        """Compute the entropy of the labels; of pairs, whose order means nothing, a
-        coin's.
-        """
+        """Compute the labels' entropy, or a coin's: pairs' order means nothing."""
         if likelihood == "reward_modeling":
             return math.log(2)
         if likelihood != "classification":
@@ -134,8 +127,7 @@ def sums_over(
     n_before: int,
     progress_bar: bool,
 ) -> Sums:
-    """Sum the batches of a loader, and of all ranks' loaders, counting each example
-    once.
+    """Sum batches of all ranks' loaders, counting each example once.
 
     The curvature goes on from the sums `before`, of `n_before` examples, which stay as
     they are: a fit in parts sums as one fit does. Loss and `n_data` are of the loader

@@ -1,6 +1,4 @@
-"""Arguments of the commands, for `transformers.HfArgumentParser`: one dataclass
-each.
-"""
+"""Arguments of the commands, a dataclass each, for `transformers.HfArgumentParser`."""
 
 from __future__ import annotations
 
@@ -43,8 +41,7 @@ class ModelArguments:
 
 @dataclass(kw_only=True)
 class CalibrateArguments(ModelArguments):
-    """Fit a posterior around an adapter, choose its prior, and save it beside the
-    adapter.
+    """Fit a posterior around an adapter, choose its prior, and save it beside it.
 
     laplace-lora calibrate --adapter out/ --train train.jsonl --validation
     validation.jsonl
@@ -62,8 +59,7 @@ class CalibrateArguments(ModelArguments):
 
 @dataclass(kw_only=True)
 class PredictArguments(ModelArguments):
-    """Predict texts with a posterior that `calibrate` has saved, a line of JSON for
-    each.
+    """Predict texts with a posterior that `calibrate` has saved, as lines of JSON.
 
     laplace-lora predict --adapter out/ --data new.jsonl --output predictions.jsonl
     """

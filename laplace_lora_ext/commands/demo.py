@@ -1,6 +1,4 @@
-"""Shows in two minutes what a posterior is for: which section of a docstring is a text
-from.
-"""
+"""Show in two minutes what a posterior is for, on sections of docstrings."""
 
 from __future__ import annotations
 
@@ -111,9 +109,7 @@ def demo(arguments: DemoArguments) -> None:
 
 
 def paragraphs(libraries: Sequence[str]) -> Iterator[Text]:
-    """Find paragraphs of prose in the docstrings of installed libraries, which are not
-    imported.
-    """
+    """Find prose in docstrings of installed libraries, without importing them."""
     for library in libraries:
         for path in source_files(library):
             with warnings.catch_warnings():
@@ -198,9 +194,7 @@ def batches(tokenizer: Any, texts: Sequence[Text]) -> DataLoader:
 
 
 def adapted_encoder() -> tuple[nn.Module, Any]:
-    """Load MiniLM from its installed package, with fresh LoRA weights and a fresh
-    head.
-    """
+    """Load MiniLM from its package, with fresh LoRA weights and a fresh head."""
     found = importlib.util.find_spec(ENCODER)
     if found is None or not found.submodule_search_locations:
         raise UsageError(
@@ -217,9 +211,7 @@ def adapted_encoder() -> tuple[nn.Module, Any]:
 
 
 class Training:
-    """Trains on some of the texts, and remembers the temperature of those that were
-    left out.
-    """
+    """Trains on some of the texts, and keeps the temperature of the others."""
 
     def __init__(self, loader: DataLoader, seed: int) -> None:
         self._loader = loader

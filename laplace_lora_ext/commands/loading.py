@@ -1,6 +1,4 @@
-"""Loads an adapter with its base model, tokenizer and classes, by PEFT's Auto
-classes.
-"""
+"""Load an adapter with its base model, tokenizer and classes."""
 
 from __future__ import annotations
 
@@ -163,9 +161,7 @@ def _settings_of(arguments: ModelArguments, config: PeftConfig) -> dict[str, Any
 def _tokenizer(
     arguments: ModelArguments, config: PeftConfig
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the adapter's folder or, where it has none, of the base
-    model.
-    """
+    """Load the adapter's tokenizer or, where it has none, the base model's."""
     for place in (arguments.adapter, config.base_model_name_or_path):
         try:
             tokenizer = AutoTokenizer.from_pretrained(place)
@@ -181,8 +177,9 @@ def _tokenizer(
 
 
 def _number_of_classes(arguments: ModelArguments) -> int:
-    """Read off the saved head how many classes there are: configurations of adapters
-    don't say.
+    """Read the number of classes off the saved head.
+
+    Configurations of adapters don't have it.
     """
     weights = load_peft_weights(arguments.adapter, device="cpu")
     heads = [

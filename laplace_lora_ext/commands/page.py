@@ -1,6 +1,4 @@
-"""One page of HTML without any outside file: a table, pictures, and the texts to look
-at first.
-"""
+"""One page of HTML that needs no other file: a table, pictures, and texts to check."""
 
 from __future__ import annotations
 

@@ -29,9 +29,7 @@ _POSTERIOR = "laplace_posterior.safetensors"
 
 
 def calibrate(arguments: CalibrateArguments) -> None:
-    """Fit, choose the prior, save, and print the trained model and its posterior side
-    by side.
-    """
+    """Fit, choose the prior, save, and print the model beside its posterior."""
     folder = Path(arguments.output or arguments.adapter)
     check_new(
         str(folder / _POSTERIOR), arguments.overwrite, "pass --overwrite to replace it"
@@ -105,9 +103,7 @@ def predict(arguments: PredictArguments) -> None:
 
 
 def _keep_whole_lines(output: Path) -> int:
-    """Cut off a last line that an interruption has left unfinished; count the
-    others.
-    """
+    """Cut off an unfinished last line, and count the others."""
     written = output.read_bytes()
     whole = written[: written.rfind(b"\n") + 1]
     if whole != written:

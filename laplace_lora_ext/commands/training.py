@@ -10,9 +10,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArg
 
 
 class Bar(ProgressCallback):
-    """Shows the steps of a training alone: transformers' own bar writes seconds and
-    losses.
-    """
+    """Shows the steps of a training, without transformers' seconds and losses."""
 
     def on_log(
         self,
@@ -28,9 +26,7 @@ def trainer_with_bar(
     examples: Dataset[Any],
     **options: Any,
 ) -> Trainer:
-    """Make a trainer of a model for some examples; options are as for
-    `transformers.Trainer`.
-    """
+    """Make a trainer that shows a bar; options are `transformers.Trainer`'s."""
     trainer = Trainer(model, arguments, train_dataset=examples, **options)
     # One of these is there; which one depends on the verbosity of transformers.
     trainer.remove_callback(PrinterCallback)

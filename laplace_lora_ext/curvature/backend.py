@@ -1,6 +1,4 @@
-"""The host's curvature interface for LoRA weights: passes give (a, g), statistics sum
-them.
-"""
+"""The host's curvature interface for LoRA weights."""
 
 from __future__ import annotations
 
@@ -96,8 +94,9 @@ class Expand(KfacApprox):
 
 
 class Gradient(KfacApprox):
-    """`F_out = Σ G Gᵀ` and `F_in = Σ Gᵀ G / Σ ‖G‖²` with `G = Σ_t g_t a_tᵀ` of a sample
-    and seed.
+    """Sums the whole gradient `G = Σ_t g_t a_tᵀ` of each sample and seed.
+
+    `F_out = Σ G Gᵀ` and `F_in = Σ Gᵀ G / Σ ‖G‖²`.
 
     One step of power iteration from the identity towards the Kronecker product nearest
     to the exact block (Van Loan & Pitsianis, 1993); its trace is exact. G is the
@@ -147,8 +146,9 @@ KFAC_APPROX: dict[str, type[KfacApprox]] = {"expand": Expand, "gradient": Gradie
 
 
 class LowRankKronInterface(CurvatureInterface):
-    """Curvature of LoRA weights, one Kronecker-factored block each, large factors
-    low-rank.
+    """Curvature of LoRA weights, a Kronecker-factored block for each.
+
+    Large factors are low-rank.
 
     Parameters
     ----------
@@ -281,8 +281,7 @@ class LowRankKronInterface(CurvatureInterface):
         x: Any,
         y: torch.Tensor,
     ) -> torch.Tensor:
-        """Add the curvature of a batch to `H`, and return the batch's negative
-        log-likelihood.
+        """Add the curvature of a batch to `H`, and return the batch's summed loss.
 
         An error leaves sums that are of no use. Refused are labels that don't fit the
         logits, and numbers that are not finite (`ValueError`), a mask that "expand"
@@ -328,8 +327,9 @@ class LowRankKronInterface(CurvatureInterface):
         N: int | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, LowRankKron]:
-        """Compute loss and curvature of one batch; sums normalise themselves, whatever
-        `N` is.
+        """Compute loss and curvature of one batch.
+
+        The sums normalise themselves, whatever `N` is.
         """
         H = self.zeros()
         loss = self.accumulate(H, x, y)
@@ -340,9 +340,7 @@ class LowRankKronInterface(CurvatureInterface):
         x: Any,
         enable_backprop: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make Jacobians `(B, C, parameters)` of the logits in all weights, and the
-        logits.
-        """
+        """Make Jacobians `(B, C, parameters)` of the logits, and the logits."""
         return self.recorder.jacobians(x, enable_backprop=enable_backprop)
 
     def gradients(
@@ -350,9 +348,7 @@ class LowRankKronInterface(CurvatureInterface):
         x: Any,
         y: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make gradients of each example's loss, `(B, parameters)`, and the loss of the
-        batch.
-        """
+        """Make gradients `(B, parameters)` of each example's loss, and sum the loss."""
         Js, f = self.jacobians(x)
         y = self._likelihood.check_targets(y, f)
         (slopes,) = self._likelihood.empirical_seeds(f, y).dense()
@@ -409,9 +405,7 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Collect those of all backends, and of drawing labels where any may be
-        drawn.
-        """
+        """Collect the settings of all backends, and how labels are drawn."""
         settings = super().settings | {"stochastic": self.stochastic}
         if self.stochastic is not False:
             settings |= {"num_samples": self.num_samples, "seed": self.seed}
@@ -422,9 +416,7 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         logits: torch.Tensor,
         y: torch.Tensor,
     ) -> Seeds:
-        """Choose those of the exact Fisher, or draw labels where there are many
-        classes.
-        """
+        """Choose seeds of the exact Fisher, or draw labels where classes are many."""
         draws = self.stochastic
         if draws is None:
             n_outputs = logits.shape[-1]
@@ -461,16 +453,12 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         return _fisher(self._sampled_seeds(f))
 
     def _get_functional_hessian(self, f: torch.Tensor) -> torch.Tensor:
-        """Compute the exact Fisher `(B, C, C)` of the logits, under the host's name for
-        it.
-        """
+        """Compute the exact Fisher `(B, C, C)` of the logits, as the host names it."""
         return _fisher(self._likelihood.exact_seeds(f))
 
 
 class LowRankKronEF(LowRankKronInterface, EFInterface):
-    """The empirical Fisher: gradients at the labels, one forward and one backward
-    pass.
-    """
+    """The empirical Fisher: gradients at the labels, by one backward pass."""
 
     def seeds(
         self,
@@ -482,8 +470,9 @@ class LowRankKronEF(LowRankKronInterface, EFInterface):
 
 
 class MultiLabelCurvlinopsGGN(CurvlinopsGGN):
-    """curvlinops' GGN for several labels: the host's class knows softmax and squares
-    alone.
+    """Curvlinops' GGN for several labels.
+
+    The host's class knows softmax and squares alone.
 
     Parameters are those of the host's class.
     """

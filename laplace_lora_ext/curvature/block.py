@@ -37,9 +37,7 @@ class KroneckerBlock:
         device: torch.device,
         dtype: torch.dtype,
     ) -> KroneckerBlock:
-        """Make empty sums for a weight of the given shape, one side of which is the
-        LoRA rank.
-        """
+        """Make empty sums for a weight, one side of which is the LoRA rank."""
         m, n = shape
         normalizer = torch.zeros((), device=device, dtype=torch.float64)
         if small_output:
@@ -73,9 +71,7 @@ class KroneckerBlock:
         }
 
     def copy(self) -> KroneckerBlock:
-        """Copy the block; its tensors, which updates replace rather than change, are
-        shared.
-        """
+        """Copy the block, but not its tensors, which updates replace."""
         return KroneckerBlock(
             copy(self.output_factor), copy(self.input_factor), self.normalizer
         )
@@ -169,8 +165,7 @@ class DecomposedBlock:
         self,
         delta: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute `(r, k)` eigenvalues on `Q ⊗ U` and `(r,)` on its complement, plus
-        `delta`.
+        """Compute eigenvalues plus `delta`: `(r, k)` on `Q ⊗ U`, `(r,)` beside it.
 
         Their precision is the higher of `delta`'s and the block's.
         """
@@ -191,8 +186,7 @@ class DecomposedBlock:
         self,
         weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute coordinates of `(..., r, d)` weights on `Q ⊗ U`, `(..., r, k)`, and
-        what is left.
+        """Project `(..., r, d)` weights on `Q ⊗ U`; return coordinates and remainder.
 
         The remainder, `(..., r, d)`, is orthogonal to U, and in the basis Q.
         """
@@ -209,9 +203,7 @@ class DecomposedBlock:
         delta: torch.Tensor,
         exponent: float,
     ) -> torch.Tensor:
-        """Multiply each of the `(..., r, d)` weights by `(block + delta I) **
-        exponent`.
-        """
+        """Multiply `(..., r, d)` weights by `(block + delta I) ** exponent`."""
         leading, remainder = self.project(weights)
         on_leading, on_remainder = self.eigenvalues(delta)
         leading = leading * on_leading.pow(exponent)
@@ -224,8 +216,9 @@ class DecomposedBlock:
         weights: torch.Tensor,
         delta: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute `W_a (block + delta I)⁻¹ W_bᵀ` of all pairs: `(..., K, r, d)` to
-        `(..., K, K)`.
+        """Compute `W_a (block + delta I)⁻¹ W_bᵀ` of all pairs.
+
+        From `(..., K, r, d)` to `(..., K, K)`.
 
         Both parts are sums of squares, so the result is positive semi-definite and
         nothing cancels, however small `delta` is.

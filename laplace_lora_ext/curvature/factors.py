@@ -1,5 +1,4 @@
-"""The two kinds of Kronecker factor, a small dense one and a large low-rank one, and
-their updates.
+"""Kronecker factors, small dense ones and large low-rank ones, and their updates.
 
 Both sum outer products of rows that arrive batch by batch, and share a vocabulary: `+`
 and `eigendecomposition`.
@@ -114,18 +113,14 @@ class LowRankFactor:
         return min(2 * self.rank, self.size)
 
     def __add__(self, other: Factor) -> LowRankFactor:
-        """Merge by the streaming update: append the other's columns, and keep the
-        leading ones.
-        """
+        """Merge two factors: append columns, and keep the leading ones."""
         assert isinstance(other, LowRankFactor)
         columns = torch.cat([self.columns, other.columns], dim=1)
         trace = self.trace + other.trace
         return LowRankFactor(_leading(columns, self.width), trace, self.rank, self.tail)
 
     def eigendecomposition(self) -> Eigendecomposition:
-        """Compute the leading `rank` eigenvectors, and the mean of the other
-        eigenvalues.
-        """
+        """Compute the leading `rank` eigenvectors, and the others' mean eigenvalue."""
         columns = self.columns.double()
         vectors, singular_values, _ = torch.linalg.svd(columns, full_matrices=False)
         vectors = vectors[:, : self.rank]
@@ -168,8 +163,9 @@ class StreamingUpdates:
         factor: Factor,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Add `rowsᵀ rows`, of rows `(n, d)`, now or at the next `finish`; its trace in
-        float64.
+        """Add `rowsᵀ rows`, of rows `(n, d)`, now or at the next `finish`.
+
+        Its trace is summed in float64.
         """
         if isinstance(factor, DenseFactor):
             product = rows.mT @ rows
@@ -261,9 +257,7 @@ def _start(
 
 
 def _eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ascending eigenvalues and eigenvectors of a semi-definite matrix, in
-    float64.
-    """
+    """Decompose a semi-definite matrix in float64, in ascending order."""
     matrix = matrix.double()
     try:
         return torch.linalg.eigh(matrix)

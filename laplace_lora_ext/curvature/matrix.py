@@ -1,5 +1,4 @@
-"""Block-diagonal curvature from Kronecker factors, the large ones of which are
-low-rank.
+"""Block-diagonal curvature from Kronecker factors, the large ones low-rank.
 
 Data are summed into a `LowRankKron`; a prior is added to a `LowRankKronDecomposed`.
 """
@@ -20,9 +19,7 @@ _ROUNDING = 1e-6
 
 
 class LowRankKron:
-    """Sum form of a block-diagonal curvature: a Kronecker-factored block for each LoRA
-    weight.
-    """
+    """Block-diagonal curvature as sums, a Kronecker-factored block for each weight."""
 
     def __init__(self, blocks: Sequence[KroneckerBlock]) -> None:
         self.blocks = list(blocks)
@@ -33,9 +30,7 @@ class LowRankKron:
         state: list[dict[str, Any]],
         places: Sequence[tuple[torch.device, torch.dtype]],
     ) -> LowRankKron:
-        """Rebuild what `state_dict` returned, each block on its device and in its
-        precision.
-        """
+        """Rebuild what `state_dict` returned, each block on its own device."""
         blocks: list[KroneckerBlock] = []
         for of_block, (device, dtype) in zip(state, places, strict=True):
             blocks.append(KroneckerBlock.from_state_dict(of_block, device, dtype))
@@ -92,9 +87,7 @@ class Spectrum(NamedTuple):
     n_blocks: int
 
     def equals(self, other: Spectrum) -> bool:
-        """Tell whether both are of one curvature, maybe on other devices or in other
-        precisions.
-        """
+        """Tell whether both are of one curvature, in any place and precision."""
         mine = torch.cat([self.leading, self.remaining]).cpu()
         its = torch.cat([other.leading, other.remaining]).cpu()
         if mine.shape != its.shape:
@@ -107,8 +100,7 @@ class Spectrum(NamedTuple):
         scale: float | torch.Tensor,
         deltas: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute leading and remaining eigenvalues of `scale * curvature + deltas *
-        I`.
+        """Compute all eigenvalues of `scale * curvature + deltas * I`.
 
         `deltas` are `()`, `(1,)` or `(blocks,)`, and give the result its dtype.
         """
@@ -124,17 +116,14 @@ class Spectrum(NamedTuple):
         scale: float | torch.Tensor,
         deltas: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute the log-determinant of `scale * curvature + deltas * I`, in
-        float64.
-        """
+        """Compute log det(`scale * curvature + deltas * I`) in float64."""
         leading, remaining = self.shifted(scale, deltas.double())
         of_remaining = self.multiplicity * remaining.log()
         return leading.log().sum() + of_remaining.sum()
 
 
 class LowRankKronDecomposed:
-    """Decomposed form of `LowRankKron`, to which a scalar or layerwise prior can be
-    added.
+    """`LowRankKron` in eigenvectors, to which a prior precision can be added.
 
     It has the methods of `laplace.utils.matrix.KronDecomposed`.
 
@@ -184,9 +173,7 @@ class LowRankKronDecomposed:
         )
 
     def __add__(self, deltas: float | torch.Tensor) -> LowRankKronDecomposed:
-        """Add a multiple of the identity: a scalar, or `(blocks,)` one for each
-        block.
-        """
+        """Add a multiple of the identity: a scalar, or `(blocks,)`."""
         return LowRankKronDecomposed(self.blocks, self.deltas + deltas)
 
     def __mul__(self, scalar: float | torch.Tensor) -> LowRankKronDecomposed:
@@ -243,9 +230,7 @@ class LowRankKronDecomposed:
         self,
         W: torch.Tensor,
     ) -> Iterator[tuple[DecomposedBlock, torch.Tensor, torch.Tensor]]:
-        """Yield each block, its delta, and its part of `W`, `(..., r, d)` on its
-        device.
-        """
+        """Yield each block, its delta, and its part `(..., r, d)` of `W`."""
         n_params = [block.n_params for block in self.blocks]
         parts = W.split(n_params, dim=-1)
         for block, delta, part in zip(self.blocks, self.deltas, parts, strict=True):

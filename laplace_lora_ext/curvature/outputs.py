@@ -1,6 +1,4 @@
-"""What passes of a batch end in, what is back-propagated from there, and the batch's
-loss.
-"""
+"""What a batch's passes end in: its seeds, and its loss."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The structures of a curvature: how each starts, takes a batch, decomposes, and is
-packed.
+"""Structures of a curvature: how each starts, takes a batch, and is packed.
 
 A structure's *sums* are what batches add to, and what files hold. Its *curvature* is
 made of them once all data are summed, and takes a prior.
@@ -42,8 +41,7 @@ CurvatureT = TypeVar("CurvatureT")
 
 @dataclass(frozen=True)
 class Structure(Generic[SumsT, CurvatureT]):
-    """A structure over the LoRA weights of one model, with the backend that computes
-    it.
+    """A structure over one model's LoRA weights, with the backend that computes it.
 
     Attributes
     ----------
@@ -82,9 +80,7 @@ class Structure(Generic[SumsT, CurvatureT]):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Say what the curvature depends on besides model, data and the user's
-        settings.
-        """
+        """Collect what the curvature depends on, beside model, data and user."""
         return {}
 
     def zeros(self) -> SumsT:
@@ -98,8 +94,7 @@ class Structure(Generic[SumsT, CurvatureT]):
         y: torch.Tensor,
         n_before: int,
     ) -> tuple[torch.Tensor, SumsT]:
-        """Add a batch: return its loss, and the sums with it; the given ones stay as
-        they are.
+        """Return a batch's loss, and new sums with the batch.
 
         Labels that don't fit and numbers that are not finite are refused. Labels that
         are drawn depend on how many examples, `n_before`, came before. A batch that

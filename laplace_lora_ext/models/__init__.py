@@ -1,3 +1,1 @@
-"""All that is known of transformers and PEFT: a batch in, logits out, and the LoRA
-weights.
-"""
+"""All that is known of transformers and PEFT: models, batches, LoRA weights."""

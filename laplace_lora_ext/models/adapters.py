@@ -1,6 +1,4 @@
-"""Adapters of one PEFT model: which is active, new ones on the same base, and files of
-them.
-"""
+"""Adapters of one PEFT model: the active one, new ones, and files of them."""
 
 from __future__ import annotations
 
@@ -35,8 +33,9 @@ def own_weights(
 
 
 def active_again(model: nn.Module) -> Callable[[], None]:
-    """Return a function that activates the present adapter again, and what is trainable
-    now.
+    """Return a function that activates the present adapter again.
+
+    What is trainable now is trainable then.
     """
     active = {
         peft_model: peft_model.active_adapter for peft_model in _peft_models(model)
@@ -58,8 +57,9 @@ def active_again(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def own_adapter_back(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Make the user's adapter active again at the end; an error removes adapters added
-    within.
+    """Activate the user's adapter again at the end.
+
+    An error removes adapters that were added within.
 
     Yields a function that makes it active in between.
     """
@@ -80,8 +80,7 @@ def own_adapter_back(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
-    """Add an untrained adapter of the active one's configuration, and make it the
-    active one.
+    """Add an untrained adapter like the active one, and activate it.
 
     Torch's random state decides its values. What is frozen in the other one, as
     `lora_A` in LoRA-FA, is frozen here too. Refused are a name that is taken, and an
@@ -128,8 +127,9 @@ def read_adapter(
     adapter: str,
     directory: Path,
 ) -> None:
-    """Give an adapter the weights that `write_adapter`, or a trainer, saved in a
-    directory.
+    """Load an adapter's weights from a directory.
+
+    `write_adapter` has written it, or a trainer.
     """
     weights = load_peft_weights(str(_folder_of(adapter, directory)), device="cpu")
     set_peft_model_state_dict(model, weights, adapter)
@@ -154,9 +154,7 @@ def new_folders(
     directory: str | Path,
     n_samples: int,
 ) -> list[Path]:
-    """Name new folders, one for each sample; `FileExistsError` if there is one
-    already.
-    """
+    """Name new folders, one a sample; `FileExistsError` if one is there."""
     # With leading zeros, names sort as numbers do.
     digits = len(str(n_samples - 1))
     folders = [

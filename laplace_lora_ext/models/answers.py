@@ -1,6 +1,4 @@
-"""Where a language model's logits are read: those of its answers, or at any places of
-texts.
-"""
+"""Where a language model's logits are read: at answers, or anywhere in texts."""
 
 from __future__ import annotations
 
@@ -68,27 +66,24 @@ class Answers:
         inputs: Any,
         call: Callable[..., Any],
     ) -> torch.Tensor:
-        """Compute log-probabilities `(B, C + 1)` of the answers, and of all else
-        together.
+        """Compute log-probabilities `(B, C + 1)` of the answers, and of all else.
 
         Where each batch brings its own answers, they are `(B, C)`, of these alone.
         """
         raise NotImplementedError
 
     def warn_if_answered(self, inputs: Any) -> None:
-        """Warn if every text already ends with an answer, which a prompt should leave
-        out.
+        """Warn if every text already ends with an answer.
+
+        A prompt should leave it out.
         """
 
     def share_prompts(self) -> None:
-        """Read what the choices of a text share once from now on, where that changes
-        nothing.
-        """
+        """Read what a text's choices share once from now on, where that is exact."""
 
     @contextmanager
     def weighing(self) -> Iterator[list[torch.Tensor]]:
-        """Yield where the first pass within puts the probability `(B,)` of all answers
-        together.
+        """Yield the probability `(B,)` of all answers, from the first pass within.
 
         Of answers of several tokens that of their first ones counts. Later passes may
         be of other examples, or within `torch.func.vmap`.
@@ -104,9 +99,7 @@ class Answers:
         logits: torch.Tensor,
         tokens: Sequence[int],
     ) -> None:
-        """Note the probability of some tokens of a vocabulary's logits `(B, V)`, if
-        asked to.
-        """
+        """Note the probability of some tokens, given logits `(B, V)`, if asked to."""
         if self._weighed is not None and not self._weighed:
             of_answers, _ = divided(logits.detach(), tokens)
             self._weighed.append(of_answers.exp().sum(-1))
@@ -175,9 +168,7 @@ class AnswerTokens(Answers):
         call: Callable[..., Any],
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Compute logits `(B, V)` of the whole vocabulary where the answers are
-        read.
-        """
+        """Compute the vocabulary's logits `(B, V)` where the answers are read."""
         model_kwargs = without_cache(self._transformer, inputs) | kwargs
         text_with_answer = inputs
         if self._decodes:
@@ -197,8 +188,9 @@ class AnswerTokens(Answers):
         return logits
 
     def warn_if_answered(self, inputs: Any) -> None:
-        """Warn if every text already ends with an answer, which a prompt should leave
-        out.
+        """Warn if every text already ends with an answer.
+
+        A prompt should leave it out.
         """
         comes_last = not self._decodes and self.mask_token_id is None
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
@@ -233,8 +225,7 @@ def divided(
     logits: torch.Tensor,
     tokens: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide log-probabilities of logits `(B, V)`: of tokens `(B, C)`, and of all
-    others `(B, 1)`.
+    """Divide log-probabilities `(B, V)` into tokens' `(B, C)` and others' `(B, 1)`.
 
     They are in float32 or better.
     """
@@ -289,9 +280,7 @@ def is_masked(transformer: PreTrainedModel) -> bool:
 
 
 def decoder_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Select what an encoder-decoder's decoder reads, under the names of other models'
-    inputs.
-    """
+    """Select a decoder's inputs, under the names of other models' inputs."""
     prefix = "decoder_"
     text: dict[str, Any] = {}
     for key, value in inputs.items():
@@ -301,8 +290,9 @@ def decoder_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_places(places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index the true ones among places `(N, T)` in order, as many as any row has: `(N,
-    M)`.
+    """Index the true places of `(N, T)` booleans, in order: `(N, M)`.
+
+    M is the largest number that a row has.
 
     Also returns which of the index are true ones, `(N, M)`.
     """
@@ -374,9 +364,7 @@ def decoder_start(
     transformer: PreTrainedModel,
     inputs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Give the decoder a start token for each text, unless the batch has a decoder
-    input.
-    """
+    """Give the decoder a start token for each text, unless it has an input."""
     if any(inputs.get(key) is not None for key in DECODER_INPUTS):
         return {}
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
@@ -387,9 +375,7 @@ def decoder_start(
 
 
 def start_token(transformer: PreTrainedModel) -> int:
-    """Return the token that an encoder-decoder's second text begins with; an error if
-    none.
-    """
+    """Return the token that starts an encoder-decoder's answer; an error if none."""
     for config in (transformer.config, transformer.generation_config):
         start = getattr(config, "decoder_start_token_id", None)
         if start is not None:

@@ -36,9 +36,7 @@ def moved(
     device: torch.device,
     *left_out: str,
 ) -> Any:
-    """Copy a batch to a device without some of its keys, as a dictionary or a
-    BatchEncoding.
-    """
+    """Copy a batch without some keys to a device, keeping its type."""
     _check_collated(batch)
     inputs: dict[str, Any] = {}
     for key, value in batch.items():
@@ -57,9 +55,7 @@ def part_of(
     place: slice,
     n_examples: int,
 ) -> Any:
-    """Take inputs of some examples; what has not as many rows as examples stays as it
-    is.
-    """
+    """Take inputs of some examples; what has no row for each stays as it is."""
     if isinstance(inputs, Mapping):
         return {key: part_of(value, place, n_examples) for key, value in inputs.items()}
     has_rows = isinstance(inputs, torch.Tensor) and inputs.ndim > 0
@@ -70,9 +66,7 @@ def part_of(
 
 
 def number_of_rows(x: Any) -> int | None:
-    """Count the rows of a batch's tensors; None where they have none, or unequal
-    numbers.
-    """
+    """Count the rows of a batch's tensors; None if numbers differ."""
     _check_collated(x)
     values = x.values() if isinstance(x, Mapping) else [x]
     lengths: set[int | None] = set()
@@ -172,9 +166,7 @@ def _restarts(
     positions: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> bool:
-    """Tell whether positions fall within a row, as they do where another text
-    begins.
-    """
+    """Tell whether positions restart within a row, where another text begins."""
     falls = positions.diff() < 0
     if mask is None or mask.ndim != positions.ndim:
         return bool(falls.any())
@@ -262,8 +254,7 @@ class Positions(NamedTuple):
         return examples[..., self.owners_of_logits.to(examples.device)]
 
     def valid(self, n_positions: int) -> torch.Tensor | None:
-        """Return the `(B, n_positions)` mask of a layer that sees so many positions of
-        an example.
+        """Return a layer's mask `(B, n_positions)` of real tokens.
 
         None where all of them are valid, as after pooling. A `NotImplementedError` if
         the batch is padded and the layer's positions are not those of the mask.
@@ -313,9 +304,7 @@ def positions_of(
 
 
 def _rows(inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return a tensor with one number for each token, in the rows of a model's
-    input.
-    """
+    """Return a tensor with one number a token, in the rows of a model's input."""
     if inputs.get("input_ids") is not None:
         return inputs["input_ids"]
     if inputs.get("inputs_embeds") is not None:
@@ -331,9 +320,7 @@ def _is_text(
     inputs: Mapping[str, Any],
     n_examples: int,
 ) -> bool:
-    """Tell whether there are tokens, and no tensor beside them but masks and the
-    like.
-    """
+    """Tell whether a batch has tokens, and beside them masks and the like alone."""
     tokens = inputs.get("input_ids")
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
         return False
@@ -347,9 +334,7 @@ def _is_text(
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """Return the tensor of logits in what a model returns; `TypeError` if there is
-    none.
-    """
+    """Find the logits in what a model returns; `TypeError` if there are none."""
     logits = getattr(output, "logits", output)
     if isinstance(logits, (tuple, list)) and logits:
         logits = logits[0]

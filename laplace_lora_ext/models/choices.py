@@ -1,6 +1,4 @@
-"""Answers of several tokens: each stands behind its prompt, and its log-probabilities
-add up.
-"""
+"""Answers of several tokens behind a prompt, whose log-probabilities add up."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ _ROUNDING_OF_HALF = 0.02  # relative, whatever the precision
 
 @dataclass(frozen=True)
 class _Rows:
-    """What a model reads of a batch: a row for each of K choices of B texts, padded
-    behind.
-    """
+    """A model's rows: K choices of each of B texts, padded behind."""
 
     inputs: dict[str, Any]  # tensors `(B K, ...)`, and what is no tensor of rows
     # `(B K, T)` tokens that logits at their places predict, or `IGNORED`.
@@ -78,9 +74,7 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Divided:
-    """The same rows, divided into what the choices of a text share, and what stands
-    behind it.
-    """
+    """The same rows, divided into what a text's choices share, and the rest."""
 
     prompts: dict[str, torch.Tensor]  # C tokens of each text, `(B, C)`
     ends: torch.Tensor  # `(B,)` how many of them are real
@@ -187,9 +181,7 @@ class Choices(Answers):
         self._shares_prompts = True
 
     def _may_share(self, kwargs: Mapping[str, Any]) -> bool:
-        """Tell whether the model may read a prompt once, as far as is known before a
-        pass.
-        """
+        """Tell whether a prompt may be read once, as far as is known before a pass."""
         transformer = self._transformer
         if not self._shares_prompts or transformer is None or self._decodes or kwargs:
             return False
@@ -211,9 +203,7 @@ class Choices(Answers):
 
     @property
     def _cache(self) -> str | None:
-        """Name the cache of keys and values that a decoder takes; None if it takes
-        none.
-        """
+        """Name the cache of keys and values that a decoder takes; None without one."""
         assert self._transformer is not None
         parameters = inspect.signature(self._transformer.forward).parameters
         return next((name for name in _CACHES if name in parameters), None)
@@ -242,8 +232,9 @@ class Choices(Answers):
         call: Callable[..., Any],
         **kwargs: Any,
     ) -> _Scores | None:
-        """Read each prompt once, and each choice behind it; None if the cache is not
-        plain.
+        """Read each prompt once, and choices behind it; None if that is impossible.
+
+        A cache may not be plain.
         """
         index = (parts.ends - 1)[:, None]
         _, n_positions = parts.prompts["input_ids"].shape
@@ -305,9 +296,7 @@ class Choices(Answers):
         return _Scores(log_p, at_first)
 
     def _divided(self, rows: _Rows) -> _Divided | None:
-        """Divide rows at the end of what the choices of each text share, if there is
-        any.
-        """
+        """Divide rows behind what each text's choices share; None if nothing is."""
         # Of other inputs nobody knows which belong to the prompt alone.
         if not rows.inputs.keys() <= {"input_ids", "attention_mask"}:
             return None
@@ -414,8 +403,7 @@ class Choices(Answers):
 
 
 class AnswerTexts(Answers):
-    """The answers of a language model, several tokens for some classes, the same for
-    all texts.
+    """A language model's answers, of several tokens, the same for all texts.
 
     Each answer is read behind the prompt, or in an encoder-decoder by the decoder, as a
     choice of `Choices`. There must be two or more distinct answers of one or more
@@ -479,8 +467,7 @@ class AnswerTexts(Answers):
         inputs: Any,
         call: Callable[..., Any],
     ) -> torch.Tensor:
-        """Compute log-probabilities `(B, C + 1)` of the answers, and of all else
-        together.
+        """Compute log-probabilities `(B, C + 1)` of the answers, and of all else.
 
         All else are texts that begin with other tokens than any answer.
         """
@@ -607,9 +594,7 @@ def _listed(class_token_ids: Any) -> list[Any]:
 
 
 def _as_sequence(answer: Any) -> list[int] | None:
-    """Return an answer's tokens, of which there may be one; None if they are no whole
-    numbers.
-    """
+    """Return an answer's tokens, one or more; None if they are no whole numbers."""
     tokens = answer if isinstance(answer, list | tuple | torch.Tensor) else [answer]
     try:
         return [operator.index(token) for token in tokens]
@@ -621,8 +606,7 @@ def _flattened(
     inputs: Mapping[str, Any],
     choices: torch.Tensor,
 ) -> dict[str, Any]:
-    """Give each of the choices `(B, K, T)` a row of its own, with all that its text
-    has.
+    """Give each of the choices `(B, K, T)` a row, with all that its text has.
 
     What lies by choice has the shape of the choices, or of an encoder's texts of them.
     """
@@ -695,9 +679,7 @@ def _shared_ends(rows: _Rows) -> torch.Tensor:
 
 
 def _is_plain(cache: Cache) -> bool:
-    """Tell whether a cache keeps all that it is given, in tensors that gradients
-    follow.
-    """
+    """Tell whether a cache keeps everything, in tensors that gradients follow."""
     layers = getattr(cache, "layers", [])
     # Others forget, or write in place.
     names = {type(layer).__name__ for layer in layers}
@@ -705,9 +687,7 @@ def _is_plain(cache: Cache) -> bool:
 
 
 def _has_row_and_place(value: Any, shape: torch.Size) -> bool:
-    """Tell whether something is a tensor with a row for each text and a column for each
-    token.
-    """
+    """Tell whether a value is a tensor with a number for each token."""
     return isinstance(value, torch.Tensor) and value.shape[:2] == shape
 
 
@@ -715,9 +695,7 @@ def _log_probs(
     logits: torch.Tensor,
     tokens: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute log-probabilities `(N, M, K)` of tokens by logits `(N, M, V)`; 0 of
-    `IGNORED`.
-    """
+    """Compute tokens' log-probabilities `(N, M, K)`; those of `IGNORED` are 0."""
     counts = tokens != IGNORED
     tokens = tokens.where(counts, 0)
     vocabulary = logits.shape[-1]
@@ -736,9 +714,7 @@ def _agree(
     others: torch.Tensor,
     dtype: torch.dtype,
 ) -> bool:
-    """Tell whether two computations of logits differ by rounding in a model's precision
-    alone.
-    """
+    """Tell whether two computations of logits differ by rounding alone."""
     rounding = min(_ROUNDING * torch.finfo(dtype).eps, _ROUNDING_OF_HALF)
     difference = (logits - others).abs().max()
     return bool(difference <= rounding * others.abs().max())
@@ -762,8 +738,7 @@ def _continued(
     text: Mapping[str, Any],
     answers: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """Put K answers behind the last real token of texts `(B, T)`, and mark them: `(B,
-    K, T + L)`.
+    """Put K answers behind the real tokens of texts, and mark them: `(B, K, T + L)`.
 
     What is no tensor of tokens stays as it is.
     """

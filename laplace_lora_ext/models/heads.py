@@ -52,9 +52,7 @@ class HeadWeight:
         return weight
 
     def is_named(self, name: str) -> bool:
-        """Tell whether a name in `modules_to_save` is that of the layer, or of what it
-        is in.
-        """
+        """Tell whether a name in `modules_to_save` is this layer's or its module's."""
         # PEFT compares the ends of names, too.
         module = self.head
         if module.endswith(name):

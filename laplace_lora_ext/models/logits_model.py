@@ -1,6 +1,4 @@
-"""Everything that is known about models and batches: a batch in, logits of its classes
-out.
-"""
+"""A model and its batches: logits of classes, inputs and labels."""
 
 from __future__ import annotations
 
@@ -55,8 +53,9 @@ _LAST = 8
 
 
 class LogitsModel(nn.Module):
-    """A model that maps a batch to the logits of its classes, `(B, C)`, in float32 or
-    better.
+    """A model that maps a batch to its classes' logits `(B, C)`.
+
+    They are in float32 or better.
 
     A transformers model, bare or within PEFT's, DistributedDataParallel's or
     torch.compile's wrapper, is called with a batch's keys as keyword arguments, and so
@@ -129,8 +128,7 @@ class LogitsModel(nn.Module):
 
     @property
     def class_token_ids(self) -> ClassTokens | None:
-        """The tokens of a language model's answers, one a class, or several; None if it
-        has none.
+        """A language model's answers, one token a class, or several; or None.
 
         Other models have none, and neither have those whose batches bring choices.
         """
@@ -184,14 +182,11 @@ class LogitsModel(nn.Module):
         return self._answers.log_probs(self._inputs(batch), self._call)
 
     def summary(self, batch: Any) -> torch.Tensor:
-        """Compute what tells whether examples have other logits in a batch than by
-        themselves: the logits.
-        """
+        """Compute what shows whether examples depend on each other: the logits."""
         return self(batch)
 
     def share_prompts(self) -> None:
-        """Read what the choices of a text share once from now on, where that changes
-        nothing.
+        """Read what a text's choices share once from now on, where that is exact.
 
         LoRA layers are then called twice a pass, with a text's rows divided among both
         calls.
@@ -200,16 +195,13 @@ class LogitsModel(nn.Module):
             self._answers.share_prompts()
 
     def weighing_answers(self) -> AbstractContextManager[list[torch.Tensor]]:
-        """Weigh answers as `Answers.weighing`; without `class_token_ids` there are
-        none.
-        """
+        """Weigh answers as `Answers.weighing` does; without answers, nothing."""
         if self._answers is None:
             return nullcontext([])
         return self._answers.weighing()
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
-        """Split a training batch, a mapping or a pair `(X, y)`, into inputs and its
-        labels.
+        """Split a training batch, a mapping or `(X, y)`, into inputs and labels.
 
         The labels are on the model's device.
         """
@@ -228,9 +220,7 @@ class LogitsModel(nn.Module):
         )
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
-        """Split a batch as `split`; of one without labels, or with None there, they are
-        None.
-        """
+        """Split a batch as `split` does; labels that are missing are None."""
         if isinstance(batch, torch.Tensor):
             return batch, None
         if isinstance(batch, Mapping):
@@ -254,9 +244,7 @@ class LogitsModel(nn.Module):
         return positions_of(rows, n_examples, self.device)
 
     def owners(self, batch: Any) -> torch.Tensor | None:
-        """Say which example each row of logits belongs to, `(N,)`; None where each has
-        one.
-        """
+        """Number each logit's example, `(N,)`; None where each example has one."""
         return None
 
     def unlabelled(self, inputs: Any) -> Any:
@@ -264,9 +252,7 @@ class LogitsModel(nn.Module):
         return inputs
 
     def in_places(self, rows: torch.Tensor, batch: Any, dim: int = 0) -> torch.Tensor:
-        """Arrange rows of predictions, along a dimension, as the batch has their
-        examples.
-        """
+        """Arrange rows of predictions as the batch has their examples."""
         return rows
 
     def inputs(self, batch: Any) -> Any:
@@ -275,9 +261,7 @@ class LogitsModel(nn.Module):
         return X
 
     def text(self, batch: Any) -> Any:
-        """Return inputs of a batch of texts with `input_ids` `(B, T)`; None for any
-        other one.
-        """
+        """Return inputs with `input_ids` `(B, T)`; None for a batch without texts."""
         inputs = self._inputs(self.inputs(batch))
         if not isinstance(inputs, Mapping):
             return None
@@ -298,15 +282,12 @@ class LogitsModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where batches go, and logits come: the device of the model's first
-        parameter.
-        """
+        """Device of batches and logits: that of the first parameter."""
         return device_of(self.model)
 
     @contextmanager
     def prepared(self, trainable: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-        """Keep the model in evaluation mode, with gradients for the given parameters
-        alone.
+        """Evaluate the model, with gradients for the given parameters alone.
 
         `adapter` is the only active one, other threads wait, and compiled modules run
         eagerly. On leaving, also by an exception, the user's adapter is active again,
@@ -343,9 +324,7 @@ class LogitsModel(nn.Module):
                     flags.set(flags.requires_grad, flags.grad)
 
     def _inputs(self, batch: Any) -> Any:
-        """Return the batch without its labels on the model's device, of the same type
-        as before.
-        """
+        """Return a batch without labels on the model's device, of the same type."""
         if isinstance(batch, torch.Tensor):
             batch = batch.to(self.device)
             is_tokens = batch.ndim == 2 and not batch.is_floating_point()
@@ -367,8 +346,7 @@ class LogitsModel(nn.Module):
         return self.model(inputs, **kwargs)
 
     def _takes_keywords(self, inputs: Mapping[str, Any]) -> bool:
-        """Tell whether the model takes a mapping's keys as keyword arguments, not the
-        mapping.
+        """Tell whether the model takes a mapping's keys as keyword arguments.
 
         Other modules than transformers' do if their forward pass takes nothing by
         position, or its first place, of several, is one of the keys', as in
@@ -465,8 +443,7 @@ class _LayerCall:
 def logits_and_hidden_states(
     model: LogitsModel, batch: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute logits `(B, C)` in one pass, and what the layer that made them was given,
-    `(B, d)`.
+    """Compute logits `(B, C)` and their layer's inputs `(B, d)` in one pass.
 
     That layer is a language model's output layer, or else the linear layer whose
     outputs are the logits, at the positions where they are read: in a head of several
@@ -506,9 +483,7 @@ def logits_and_hidden_states(
 
 
 def _output_layer(model: LogitsModel) -> nn.Module | None:
-    """Find the layer that makes a language model's logits, if its answers are the
-    classes.
-    """
+    """Find the layer that makes a language model's answers' logits."""
     if model.transformer is None or not model.has_answers:
         return None
     layer = model.transformer.get_output_embeddings()
@@ -516,9 +491,7 @@ def _output_layer(model: LogitsModel) -> nn.Module | None:
 
 
 def _layers_with_matrices(model: nn.Module) -> list[nn.Module]:
-    """List the modules with a matrix for a weight, among them LoRA's around such
-    layers.
-    """
+    """List modules that have a matrix, such as LoRA's around linear layers."""
     layers = []
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -530,9 +503,7 @@ def _layers_with_matrices(model: nn.Module) -> list[nn.Module]:
 def _hidden_states(
     call: _LayerCall, logits: torch.Tensor, is_output_layer: bool
 ) -> torch.Tensor | None:
-    """Return what a layer was given where it made the logits `(B, C)`; None if it made
-    others.
-    """
+    """Return the inputs of a layer if it made the logits `(B, C)`, else None."""
     n_examples, n_outputs = logits.shape
     rows = call.output.shape[:-1]
     if call.inputs.shape[:-1] != rows or not rows or rows[0] % n_examples:
@@ -559,8 +530,7 @@ def _hidden_states(
 def _hidden_states_of_tokens(
     calls: Iterable[_LayerCall], by_place: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return what a layer was given where it made logits of tokens; None if none made
-    them.
+    """Return the inputs of a layer if it made tokens' logits, else None.
 
     The logits are `(B, T, C)`, nan where no row of logits is.
     """
@@ -579,17 +549,13 @@ def _hidden_states_of_tokens(
 
 
 def find_transformer(model: nn.Module) -> PreTrainedModel | None:
-    """Return the transformers model that a model is, apart from wrappers, if it is
-    one.
-    """
+    """Find the transformers model within wrappers, if there is one."""
     inner = unwrapped(model)
     return inner if isinstance(inner, PreTrainedModel) else None
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return what is within PEFT's, DistributedDataParallel's or torch.compile's
-    wrappers.
-    """
+    """Return what PEFT's, torch.compile's or data parallel wrappers hold."""
     while not isinstance(model, PreTrainedModel):
         if isinstance(model, PeftModel):
             inner = model.get_base_model()

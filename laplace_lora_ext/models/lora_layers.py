@@ -59,8 +59,7 @@ def find_blocks(
     weight_names: Collection[str] | None = None,
     modules_to_save: Selection = False,
 ) -> list[Block]:
-    """Find the weights of the active adapter to be treated, in the order of the model's
-    parameters.
+    """Find the active adapter's weights, in the order of the model's parameters.
 
     They are those of its LoRA layers and, with `modules_to_save`, weights and biases of
     its heads.
@@ -101,9 +100,7 @@ def find_blocks(
 
 
 def adapter_layers(model: nn.Module) -> dict[str, BaseTunerLayer]:
-    """Find PEFT's layers of LoRA and of trainable tokens, by their names without
-    wrappers'.
-    """
+    """Find PEFT's layers of LoRA and trainable tokens by name, without wrappers."""
     layers: dict[str, BaseTunerLayer] = {}
     kinds = (lora.LoraLayer,)
     if TrainableTokensLayer is not None:
@@ -222,8 +219,9 @@ def _matrices(
 
 
 def _adapted(name: str, layer: BaseTunerLayer) -> str:
-    """Name a layer by what it adapts: of one module there may be several around each
-    other.
+    """Name a layer by what it adapts.
+
+    One module may have several around each other.
     """
     if not _adapts_parameter(layer):
         return name
@@ -233,9 +231,7 @@ def _adapted(name: str, layer: BaseTunerLayer) -> str:
 
 
 def _parameter_of(layer: Any) -> tuple[str, int]:
-    """Name the parameter that a layer of PEFT's adapts, and say of how many experts it
-    is.
-    """
+    """Name the parameter that a layer adapts, and count its experts."""
     return layer.parameter_name, layer.num_experts
 
 
@@ -270,9 +266,7 @@ def _has_small_output(
     m: int,
     n: int,
 ) -> bool:
-    """Tell whether the output's side is the small one, the adapter's rank where there
-    is one.
-    """
+    """Tell whether the output side is the small one, such as the rank."""
     if part in ("lora_A", "lora_embedding_A"):
         return True
     if part in ("lora_B", "lora_embedding_B"):
@@ -285,9 +279,7 @@ def _adapts_parameter(layer: BaseTunerLayer) -> bool:
 
 
 def _within_attention(layers: Layers) -> set[int]:
-    """Find the layers that PEFT puts into an attention module, which never calls them;
-    by `id`.
-    """
+    """Find, by `id`, layers within an attention module, which never calls them."""
     within: set[int] = set()
     for layer in layers.values():
         if ATTENTION is not None and isinstance(layer, ATTENTION):
@@ -317,8 +309,9 @@ def _unsupported(name: str, layer: BaseTunerLayer) -> NotImplementedError:
 
 
 def check_known_to_host(blocks: Sequence[Block]) -> None:
-    """Refuse what the host's backends can't see, and DoRA, whose every call is no
-    input.
+    """Refuse what the host's backends can't see, and DoRA.
+
+    No call of a DoRA layer has its weight's input.
     """
     unseen = [block.name for block in without_rows(blocks)]
     if unseen:
@@ -341,8 +334,9 @@ def check_known_to_host(blocks: Sequence[Block]) -> None:
 
 
 def is_untrained(blocks: Sequence[Block]) -> bool:
-    """Tell whether all matrices are 0 that PEFT initialises so: `lora_B`, or A of
-    embeddings.
+    """Tell whether the matrices that start at 0 are still there.
+
+    `lora_B`, or A of embeddings.
     """
     at_first = [
         b for b in blocks if ".lora_B." in b.name or ".lora_embedding_A." in b.name
@@ -354,9 +348,7 @@ def warn_of_other_trainable(
     model: nn.Module,
     blocks: Sequence[Block],
 ) -> None:
-    """Warn of trainable parameters that are neither in blocks nor a head, and so stay
-    fixed.
-    """
+    """Warn of trainable parameters that stay fixed, neither in blocks nor a head."""
     in_posterior = {id(block.weight) for block in blocks}
     others: list[str] = []
     for name, parameter in model.named_parameters():
@@ -374,9 +366,7 @@ def warn_of_other_trainable(
 
 
 def find_idle(layers: Layers) -> str | None:
-    """Find a LoRA layer that takes no part in passes, and say why; None if there is
-    none.
-    """
+    """Find a LoRA layer that takes no part in passes, and say why; None if all do."""
     for name, layer in layers.items():
         if layer.merged:
             return (
@@ -396,9 +386,7 @@ def _adapters_of(layer: BaseTunerLayer) -> set[str]:
 
 
 def _check_reachable(model: nn.Module) -> None:
-    """Refuse FSDP1 and ZeRO-3, which hide weights from their modules
-    (`NotImplementedError`).
-    """
+    """Refuse FSDP1 and ZeRO-3, which hide weights (`NotImplementedError`)."""
     is_fsdp1 = any(
         type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()
     )
@@ -430,9 +418,7 @@ def _check_any(model: nn.Module, layers: Layers) -> None:
 
 
 def _is_convertible(model: nn.Module) -> bool:
-    """Tell whether PEFT's `convert_to_lora` takes a model with another kind of
-    adapter.
-    """
+    """Tell whether PEFT's `convert_to_lora` takes a model's adapter."""
     layers = [
         module for module in model.modules() if isinstance(module, BaseTunerLayer)
     ]
@@ -449,9 +435,7 @@ def _selected(
     target_modules: str | Sequence[str] | None,
     layers_to_transform: int | Iterable[int] | None,
 ) -> Layers:
-    """Select the layers that `peft.LoraConfig` would choose by name; an error if
-    none.
-    """
+    """Select layers as `peft.LoraConfig` does by name; an error if none."""
     if target_modules is None and layers_to_transform is None:
         return layers
     if target_modules is None:  # PEFT reads layer indices only beside names of modules
@@ -508,9 +492,7 @@ def _named(
     adapter: str,
     weight_names: Collection[str],
 ) -> list[Block]:
-    """Make the blocks of some weights, trained or not; an error if there is none of
-    them.
-    """
+    """Make blocks of weights, trained or not; an error if there are none."""
     of_attention = _within_attention(layers)
     blocks: list[Block] = []
     for name, layer in layers.items():
@@ -540,9 +522,7 @@ def _check_own(
     model: nn.Module,
     blocks: Sequence[Block],
 ) -> None:
-    """Refuse weights that several layers share: a hook on one of them does not see
-    all.
-    """
+    """Refuse weights that several layers share, of which a hook sees one."""
     holders: Counter[int] = Counter()
     for module in model.modules():
         holders.update(id(weight) for weight in module._parameters.values())

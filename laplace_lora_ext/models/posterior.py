@@ -9,9 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """All that a search may change of a posterior, under the names of its
-    attributes.
-    """
+    """What a search may change of a posterior, named as its attributes."""
 
     prior_precision: torch.Tensor
     sigma_noise: torch.Tensor

@@ -15,8 +15,7 @@ _KEYS = ("input_ids", "attention_mask")
 
 
 class PreferenceModel(LogitsModel):
-    """A model with one output that also scores pairs, for the likelihood
-    "reward_modeling".
+    """A model with one output that scores pairs, too, for "reward_modeling".
 
     A transformers sequence classifier with one label maps texts `(B, T)` to rewards
     `(B, 1)`, and pairs `(B, 2, T)` to rewards `(B, 2)`: the logits of preferring the
@@ -28,9 +27,7 @@ class PreferenceModel(LogitsModel):
     """
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
-        """Split a batch as any model; TRL's batches become pairs whose first text is
-        preferred.
-        """
+        """Split a batch; of TRL's, make pairs whose first text is preferred."""
         if not isinstance(batch, Mapping) or batch.get(self.dict_key_y) is not None:
             return super().split_if_labelled(batch)
         pairs = self._pairs(batch)

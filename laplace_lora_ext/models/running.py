@@ -1,5 +1,4 @@
-"""Runs models in passes of our own: one thread at a time, eagerly, with exact
-gradients.
+"""Run models in passes of our own: in one thread, eagerly, with exact gradients.
 
 Layers that the user's training checkpoints are checkpointed here, too.
 """
@@ -48,8 +47,9 @@ LOCK = RLock()
 
 
 def exclusive(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make other threads wait while a method runs, and set aside a default device but
-    the CPU.
+    """Make other threads wait for a method, and set aside a default device.
+
+    The CPU as default device stays.
     """
 
     @wraps(method)
@@ -66,9 +66,7 @@ def exclusive(method: Callable[Arguments, Result]) -> Callable[Arguments, Result
 def without_autocast(
     method: Callable[Concatenate[Self, Arguments], Result],
 ) -> Callable[Concatenate[Self, Arguments], Result]:
-    """Shield a method of an object with a `_device` from the user's
-    `torch.autocast`.
-    """
+    """Shield a method of an object with a `_device` from `torch.autocast`."""
 
     @wraps(method)
     def wrapped(
@@ -116,9 +114,7 @@ def kept(value: Any) -> Any:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Tell whether a module within runs compiled code, which calls no LoRA layers as
-    modules.
-    """
+    """Tell whether a module holds compiled code, which calls no LoRA layers."""
     for module in model.modules():
         is_wrapper = "_orig_mod" in module._modules  # of torch.compile(module)
         is_compiled_in_place = vars(module).get("_compiled_call_impl") is not None
@@ -143,9 +139,7 @@ def forwards_replaced(
     modules: Sequence[nn.Module],
     other: Callable[..., Any],
 ) -> Iterator[None]:
-    """Within, call `other(module, forward, *args, **kwargs)` for the `forward` of each
-    module.
-    """
+    """Call `other(module, forward, *args, **kwargs)` for modules' `forward` within."""
     # Others, such as accelerate, may have put a function of their own in its place.
     before = [vars(module).get("forward") for module in modules]
     for module in modules:
@@ -161,9 +155,7 @@ def forwards_replaced(
 
 
 def unfused_attention() -> AbstractContextManager[object]:
-    """Let torch's attention run without fused kernels, which have no second
-    derivatives.
-    """
+    """Let attention run unfused: fused kernels have no second derivatives."""
     attention = getattr(torch.nn, "attention", None)
     if attention is not None and hasattr(attention, "sdpa_kernel"):
         return attention.sdpa_kernel(attention.SDPBackend.MATH)
@@ -174,8 +166,7 @@ def unfused_attention() -> AbstractContextManager[object]:
 
 
 def keep_derivatives(modules: Iterable[nn.Module]) -> None:
-    """Let gradients pass through four-bit layers of bitsandbytes, while the model
-    evaluates.
+    """Let gradients pass through bitsandbytes' four-bit layers in evaluation.
 
     On some CPUs (AVX-512 with bfloat16) such a layer packs its weights when it
     evaluates without gradients, for an operation that has no derivative: gradients of
@@ -197,9 +188,7 @@ def keep_derivatives(modules: Iterable[nn.Module]) -> None:
 
 
 def is_shared(model: nn.Module) -> bool:
-    """Tell whether several ranks hold one model's weights, and so must make the same
-    passes.
-    """
+    """Tell whether ranks share a model's weights, and must make the same passes."""
     return any(hasattr(weight, "full_tensor") for weight in model.parameters())
 
 
@@ -273,9 +262,7 @@ def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
 
 
 class Checkpoints:
-    """Lets layers keep their inputs alone for backward passes, which compute the rest
-    anew.
-    """
+    """Lets layers keep their inputs alone, to compute the rest anew backwards."""
 
     def __init__(self) -> None:
         self._n_open = 0

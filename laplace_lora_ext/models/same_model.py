@@ -48,8 +48,9 @@ class Weight(NamedTuple):
     sample: torch.Tensor
 
     def equals(self, other: Weight) -> bool:
-        """Tell whether both hold the same numbers, apart from rounding by casts or by
-        merging.
+        """Tell whether both hold the same numbers, but for rounding.
+
+        Casts round, and so does merging.
         """
         if self.shape != other.shape or self.sample.shape != other.sample.shape:
             return False
@@ -150,9 +151,7 @@ class ModelState:
         }
 
     def differing_base(self, other: ModelState) -> str | None:
-        """Name a weight in which the base models of two adapters differ; None if there
-        is none.
-        """
+        """Name a weight in which two base models differ; None if there is none."""
         mine = self.base_weights()
         its = other.base_weights()
         for name in sorted(mine.keys() | its.keys()):
@@ -163,9 +162,7 @@ class ModelState:
         return None
 
     def difference(self, now: ModelState) -> str | None:
-        """Say what has changed, in a sentence without its full stop; None if nothing
-        has.
-        """
+        """Say what has changed, in a sentence without a full stop; None if nothing."""
         facts_before = self._facts()
         facts_now = now._facts()
         for what in facts_before | facts_now:
@@ -195,9 +192,7 @@ def check_runs(
     model: LogitsModel,
     blocks: Sequence[Block],
 ) -> None:
-    """Refuse a model whose LoRA layers are merged, disabled or gone, by a
-    `RuntimeError`.
-    """
+    """Refuse LoRA layers that are merged, disabled or gone (`RuntimeError`)."""
     # By identity: PEFT may have put another weight under the same name.
     present: set[int] = set()
     for module in model.model.modules():
@@ -222,8 +217,9 @@ def check_same(
     fitted: ModelState,
     mean: torch.Tensor,
 ) -> None:
-    """Refuse a model that has changed since a fit, by a `RuntimeError` that names what
-    has.
+    """Refuse a model that has changed since a fit, and name what has.
+
+    By a `RuntimeError`.
 
     `mean`, `(parameters,)`, are the LoRA weights of the fit, compared in their present
     precision.
@@ -245,9 +241,7 @@ def first_changed(
     blocks: Sequence[Block],
     mean: torch.Tensor,
 ) -> Block | None:
-    """Find the first LoRA weight whose present values, in their precision, are not a
-    fit's.
-    """
+    """Find the first LoRA weight whose values are no longer a fit's."""
     differences: list[torch.Tensor] = []
     end = 0
     for block in blocks:
@@ -268,9 +262,7 @@ def hashes(
     model: LogitsModel,
     blocks: Sequence[Block],
 ) -> dict[str, str]:
-    """Hash what a fit depends on: fits of two processes belong together where these are
-    equal.
-    """
+    """Hash what a fit depends on: two fits with equal hashes belong together."""
     # Every rank tells all others: hashes are short, however many weights there are.
     weights = flattened(blocks, torch.device("cpu")).double().numpy()
     state = ModelState.of(model, blocks)
@@ -289,9 +281,7 @@ def _other_weights(
     model: nn.Module,
     blocks: Sequence[Block],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights of base model, head and other LoRA layers, by name; see
-    `ModelState`.
-    """
+    """Yield all other weights by name: the base's, heads and other adapters."""
     modules = dict(model.named_modules())
     for module in modules.values():
         if hasattr(type(module), "reshard"):

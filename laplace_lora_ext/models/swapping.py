@@ -86,9 +86,7 @@ class Swapping:
 
 
 def _special_tokens(transformer: PreTrainedModel) -> set[int]:
-    """Find tokens that a configuration names, as those of padding, a text's end, or
-    images.
-    """
+    """Find a configuration's special tokens: padding, a text's end, images."""
     settings = transformer.config.to_dict() | text_config(transformer).to_dict()
     tokens: set[int] = set()
     for name, value in settings.items():

@@ -13,8 +13,9 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 
 
 class TokenLabelsModel(LogitsModel):
-    """A model that maps a batch of texts to the logits `(N, C)` of its tokens, text
-    after text.
+    """A model that maps texts to the logits `(N, C)` of their tokens.
+
+    They come one text after the other.
 
     The tokens are those with a label other than -100; of a batch without labels, all
     that `attention_mask` marks. The model itself returns `(B, T, C)`, a row for each
@@ -25,8 +26,7 @@ class TokenLabelsModel(LogitsModel):
     """
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
-        """Split a batch as any model, but keep labels in the inputs: they say which
-        tokens count.
+        """Split a batch, but keep labels in the inputs: they say which tokens count.
 
         A `ValueError` if labels are no whole numbers `(B, T)`, all -100, or at padding.
         """
@@ -66,8 +66,7 @@ class TokenLabelsModel(LogitsModel):
         return torch.ones(tokens.shape, dtype=torch.bool, device=self.device)
 
     def in_places(self, rows: torch.Tensor, batch: Any, dim: int = 0) -> torch.Tensor:
-        """Put rows, N along a dimension, where their tokens are, `(B, T)` along two
-        dimensions.
+        """Put rows where their tokens are: N along one dimension, `(B, T)` along two.
 
         Elsewhere is nan, and in whole numbers -100.
         """
@@ -85,9 +84,7 @@ class TokenLabelsModel(LogitsModel):
         return self.places(batch).nonzero()[:, 0]
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
-        """Describe the rows of a batch of texts, which have a row of logits for each
-        token.
-        """
+        """Describe the rows of texts, each of which has logits for each token."""
         # `n_examples` are the rows of logits.
         places = self.places(batch)
         of_texts = super().positions(self.unlabelled(batch), len(places))

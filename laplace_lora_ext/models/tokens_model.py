@@ -1,6 +1,4 @@
-"""Language models on texts: logits of the whole vocabulary wherever a token is
-labelled.
-"""
+"""Language models on texts: logits of the vocabulary at every labelled token."""
 
 from __future__ import annotations
 
@@ -53,8 +51,7 @@ class Part:
 
 
 class TokensModel(LogitsModel):
-    """A language model that maps a batch of texts to the logits `(N, V)` of its
-    labelled tokens.
+    """A language model that maps texts to logits `(N, V)` of labelled tokens.
 
     Batches are those of supervised fine-tuning: mappings with `input_ids`,
     `attention_mask` and `labels`, -100 where there is none. The logits that predict a
@@ -83,8 +80,9 @@ class TokensModel(LogitsModel):
         part: Part | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor:
-        """Compute logits `(N, V)` of the labelled tokens, or a part, one text after the
-        other.
+        """Compute logits `(N, V)` of labelled tokens, or of a part of them.
+
+        They come one text after the other.
 
         They are in float32 or better.
         """
@@ -133,14 +131,13 @@ class TokensModel(LogitsModel):
         return self.log_probs_of(batch, LabelsOfTokens(own, none_drawn))
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
-        """Return the batch, and the tokens `(B, T)` that the logits at each place
-        predict.
-        """
+        """Return the batch, and the tokens `(B, T)` that its logits predict."""
         return batch, self.targets(batch)
 
     def by_texts(self, batch: Any) -> list[Any]:
-        """Divide a batch into as few batches as have at most `MOST_ROWS` labelled
-        tokens each.
+        """Divide a batch by texts, into parts of at most `MOST_ROWS` labels each.
+
+        A text with more labels is a part of its own.
 
         Only a text by itself may have more, see `parts`.
         """
@@ -162,8 +159,7 @@ class TokensModel(LogitsModel):
         ]
 
     def parts(self, batch: Any) -> list[Part]:
-        """Divide a batch's labelled tokens: logits of a part have at most `MOST_ROWS`
-        rows.
+        """Divide a batch's labelled tokens into parts of `MOST_ROWS` at most.
 
         Of more texts than that, a part has a token of each. Models that several ranks
         share are read at once, since ranks must make the same passes.
@@ -176,8 +172,7 @@ class TokensModel(LogitsModel):
         return [Part(first, size) for first in range(0, most, size)]
 
     def targets(self, batch: Any, part: Part | None = None) -> torch.Tensor:
-        """Return tokens `(B, T)` that the logits at each place predict, -100 where none
-        is.
+        """Return the tokens `(B, T)` that logits at each place predict, or -100.
 
         Of a part, the tokens of others are -100 too.
 
@@ -215,9 +210,7 @@ class TokensModel(LogitsModel):
         return predicting if self.is_encoder_decoder else predicting.roll(1, dims=1)
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
-        """Describe the rows of a batch of texts, which have a row of logits for each
-        label.
-        """
+        """Describe the rows of texts, each of which has logits for each label."""
         targets = self.targets(batch)
         owners = (targets != IGNORED).nonzero()[:, 0]
         # `n_examples` are the rows of logits.
@@ -268,8 +261,7 @@ class TokensModel(LogitsModel):
 
 
 class Remembered:
-    """What a language model returned before its output layer, so that only this runs
-    again.
+    """What modules before the output layer returned, so that it alone runs again.
 
     It is of one batch and one set of weights. What a model does behind the layer, such
     as capping its logits, it does again too.
@@ -285,9 +277,7 @@ class Remembered:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Note what other modules return in the first pass within, and return it in
-        later ones.
-        """
+        """Note what modules return in the first pass, and return it in later ones."""
         calls = iter(self._outputs)
         is_behind = False
 
@@ -359,8 +349,7 @@ def _read(
     logits: Callable[[], torch.Tensor],
     labels: LabelsOfTokens,
 ) -> Callable[[], torch.Tensor]:
-    """Make a function that reads log-probabilities `(N, 1 + S)` of labels off logits
-    `(N, V)`.
+    """Make a function that reads labels' log-probabilities `(N, 1 + S)`.
 
     However often it is called, the labels are those that its first call has drawn.
     """
@@ -379,9 +368,7 @@ def _decoder_input_ids(
     transformer: PreTrainedModel,
     labels: torch.Tensor,
 ) -> torch.Tensor:
-    """Make what the decoder reads where it is to predict labels `(B, T)`, as the model
-    itself.
-    """
+    """Make a decoder's inputs that predict labels `(B, T)`, as the model does."""
     prepare = getattr(transformer, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
         return prepare(labels.clone())  # FSMT's writes padding tokens into them

@@ -1,6 +1,4 @@
-"""Trained weights: their names, where they are, and a model with others in their
-place.
-"""
+"""Trained weights: names, places, and a model with others in their place."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ _MANY_NAMES = 2**16
 
 @dataclass(frozen=True)
 class LinearRows:
-    """Rows that hooks on a linear layer see: its inputs, and gradients of its
-    outputs.
-    """
+    """Rows that hooks on a linear layer see: inputs, and gradients of outputs."""
 
     layer: nn.Linear
     # Layers of one site see rows of the same examples at the same places, as the two
@@ -48,9 +44,7 @@ class LinearRows:
     of_bias: bool = False  # which is a matrix `(m, 1)` that multiplies ones
 
     def multiplied(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the rows `(..., n)` that the weight multiplies, of what the layer was
-        given.
-        """
+        """Return the rows `(..., n)` that the weight multiplies, given the inputs."""
         if self.of_bias:
             return inputs.new_ones(*inputs.shape[:-1], 1)
         return inputs
@@ -58,18 +52,14 @@ class LinearRows:
 
 @dataclass(frozen=True)
 class WholeGradient:
-    """No rows, as no hook sees any: only the gradient of the parameter, one example at
-    a time.
-    """
+    """No rows, but a parameter's whole gradient, one example at a time."""
 
     site: str  # the name of PEFT's layer
 
 
 @dataclass(frozen=True)
 class View:
-    """A matrix as a part of a parameter, such as one of many experts, or all of it
-    reshaped.
-    """
+    """A matrix as a part of a parameter, such as an expert, or all of it reshaped."""
 
     shape: tuple[int, ...]  # what the parameter is reshaped to
     # Along which there are several matrices, counted from the last one.
@@ -90,9 +80,7 @@ class View:
         parameters: torch.Tensor,
         n_leading: int = 0,
     ) -> torch.Tensor:
-        """Cut the matrices `(..., m, n)` out of tensors `(..., *shape of the
-        parameter)`.
-        """
+        """Cut the matrices `(..., m, n)` out of tensors of the parameter's shape."""
         reshaped = parameters.reshape(*parameters.shape[:n_leading], *self.shape)
         return reshaped if self.axis is None else reshaped.select(self.axis, self.place)
 
@@ -117,16 +105,12 @@ class Block:
 
     @property
     def known_as(self) -> str:
-        """Name of the weight, which does not depend on wrappers and on the adapter's
-        name.
-        """
+        """Name of the weight, without wrappers and the adapter's name."""
         return bare_name(self.name)
 
     @property
     def weight(self) -> torch.Tensor:
-        """The parameter itself, which may be sharded or offloaded, or hold more
-        matrices.
-        """
+        """The parameter, which may be sharded, offloaded, or hold more matrices."""
         weight = self.module._parameters[self.parameter]
         assert weight is not None
         return weight
@@ -136,9 +120,7 @@ class Block:
         parameters: torch.Tensor,
         n_leading: int = 0,
     ) -> torch.Tensor:
-        """Cut the matrices `(..., m, n)` out of tensors with the shape of the
-        parameter.
-        """
+        """Cut the matrices `(..., m, n)` out of tensors of the parameter's shape."""
         return parameters if self.view is None else self.view.of(parameters, n_leading)
 
     @property
@@ -193,8 +175,7 @@ def places_of(
     blocks: Sequence[Block],
     device: torch.device,
 ) -> list[Place]:
-    """Say where a posterior belongs: first what is over all blocks, then what is of
-    each.
+    """List a posterior's devices: that of all blocks together, then each block's.
 
     The former belongs on the model's `device`.
     """
@@ -214,9 +195,7 @@ def strip_wrappers(name: str) -> str:
 
 
 def owner_of(name: str) -> str | None:
-    """Return the adapter that a weight of this name belongs to; None for the base
-    model's.
-    """
+    """Return the name of a weight's adapter; None for the base model's weights."""
     match = _OF_ADAPTER.search(name)
     return None if match is None else match[2]
 
@@ -227,9 +206,7 @@ def without_adapter(name: str) -> str:
 
 
 def is_of_base(name: str) -> bool:
-    """Tell whether a weight is the base model's, by a name that `without_adapter`
-    returned.
-    """
+    """Tell whether a name from `without_adapter` is that of a base weight."""
     return _OF_ANY_ADAPTER.search(name) is None
 
 
@@ -293,9 +270,7 @@ def check_in_place(blocks: Sequence[Block], purpose: str) -> None:
 
 
 def are_in_place(blocks: Sequence[Block]) -> bool:
-    """Tell whether weights are whole and in memory, rather than sharded or
-    offloaded.
-    """
+    """Tell whether weights are whole and in memory, not sharded or offloaded."""
     for block in blocks:
         is_sharded = hasattr(block.weight, "full_tensor")
         if block.weight.is_meta or is_sharded:
@@ -304,8 +279,9 @@ def are_in_place(blocks: Sequence[Block]) -> bool:
 
 
 def check_with_biases(blocks: Sequence[Block]) -> None:
-    """Refuse weights without their layer's bias, which the host takes for a part of all
-    of them.
+    """Refuse weights without their layer's bias.
+
+    The host takes biases for parts of all weights.
     """
     of_blocks = {id(block.weight) for block in blocks}
     without = []
@@ -351,9 +327,7 @@ def called_with(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a module with other LoRA weights in place of its own, which stay as they
-    are.
-    """
+    """Call a module with other LoRA weights for its own, which stay as they are."""
     others = parameters_with(blocks, values)
     weights: dict[str, torch.Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -381,9 +355,7 @@ def read(numbers: Sequence[torch.Tensor]) -> list[float]:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return where a module computes: where its first parameter is, or is fetched
-    to.
-    """
+    """Return the device where a module's first parameter is, or is fetched to."""
     device = next(module.parameters()).device
     if device.type != "meta":
         return device
@@ -395,9 +367,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def _offloading(module: nn.Module) -> AlignDevicesHook | None:
-    """Find what fetches a module's weights before a pass, and sends them back after
-    it.
-    """
+    """Find what fetches a module's weights before a pass, if anything does."""
     hook = getattr(module, "_hf_hook", None)
     hooks = hook.hooks if isinstance(hook, SequentialHook) else [hook]
     for each in hooks:

@@ -1,3 +1,1 @@
-"""One forward pass through a model, and backward passes that bring what each LoRA
-weight needs.
-"""
+"""One forward pass, and backward passes that bring what each LoRA weight needs."""

@@ -1,6 +1,4 @@
-"""The graph of a forward pass, and backward passes that bring gradients to calls of
-layers.
-"""
+"""Graphs of forward passes, and backward passes that bring gradients to layers."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ _ROWS = 512
 
 @dataclass
 class Layouts:
-    """What recorded passes have learnt of a model, so that they need not find it out
-    again.
-    """
+    """What passes have learnt of a model, so that later ones need not."""
 
     # The size of the largest batch that proved a site's rows to be each example's own.
     # A site is the name of a LoRA layer, whose halves see the same rows, and which of
@@ -94,9 +90,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Arrived:
-    """What a backward pass brought to the calls of a block's layer, one entry for each
-    call.
-    """
+    """What a backward pass brought to a block's layer, an entry for each call."""
 
     index: int  # of the block
     seeds: slice
@@ -116,8 +110,7 @@ class OfParameter:
 
 
 class _Tap(torch.autograd.Function):
-    """Returns what a layer returned, and hands its input and its gradient to the
-    backward pass.
+    """Hands a layer's input and gradient to the backward pass.
 
     The input is saved as autograd saves all that a backward pass needs: where a
     checkpointed layer is computed anew, it is computed anew as well.
@@ -167,9 +160,7 @@ class _Tap(torch.autograd.Function):
 
 
 class Graph:
-    """Logits `(B, C)`, and the calls of layers and the whole parameters that they
-    depend on.
-    """
+    """Logits `(B, C)`, with the calls and parameters that they depend on."""
 
     def __init__(
         self,
@@ -247,9 +238,7 @@ class Graph:
         way: _Way,
         delivered: set[int],
     ) -> None:
-        """Bring some seeds, in as few passes as can be, to layers not yet `delivered`
-        theirs.
-        """
+        """Bring some seeds to layers not yet `delivered` theirs, in few passes."""
         n_seeds = seeds.stop - seeds.start
         if n_seeds == 1:
             is_last = seeds.stop == len(vectors)
@@ -276,8 +265,9 @@ class Graph:
     def _batched(
         self, vectors: torch.Tensor, way: _Way, together: _Pass
     ) -> Sequence[torch.Tensor] | None:
-        """Back-propagate several seeds in one pass; None, and a note of it, if that is
-        impossible.
+        """Back-propagate several seeds in one pass; None if that is impossible.
+
+        The layouts remember that.
 
         Returns the gradients of parameters.
         """
@@ -397,9 +387,7 @@ class _Pass:
         inputs: torch.Tensor,
         gradients: torch.Tensor,
     ) -> None:
-        """Take what has come to a call; deliver what has come to its layer, if that is
-        all.
-        """
+        """Take what came to a call; deliver what its layer got, once that is all."""
         index = call.index
         if index in self.delivered:
             return
@@ -459,9 +447,7 @@ class _OutsideVmap(torch.autograd.Function):
 
 
 class Taps:
-    """Hooks on the blocks' layers, which note the calls of passes; `tapped` sets
-    them.
-    """
+    """Hooks on the blocks' layers that note calls; `tapped` sets them."""
 
     def __init__(
         self,
@@ -482,9 +468,7 @@ class Taps:
         self.checkpoints = Checkpoints()
 
     def run(self, compute: Callable[[], torch.Tensor]) -> Graph:
-        """Compute logits by calls of the model; errors are those of
-        `Recorder.record`.
-        """
+        """Compute logits by the model; errors are those of `Recorder.record`."""
         calls: list[list[Call]] = [[] for _ in self._blocks]
         self._calls, self._called = calls, set()
         try:
@@ -547,8 +531,7 @@ def tapped(
     checkpointed: bool = True,
     keeps_inputs: bool = False,
 ) -> Iterator[Taps]:
-    """Note calls of the blocks' layers within, in passes and where layers are computed
-    anew.
+    """Note calls of the blocks' layers within, also where they are recomputed.
 
     With `checkpointed`, layers that the user's training checkpoints are so here too,
     and unless `keeps_inputs` is asked for, the inputs of LoRA layers are computed anew
@@ -597,9 +580,7 @@ def _overwritten(layer: str) -> NotImplementedError:
 
 
 def _nodes_behind(result: torch.Tensor) -> set[Node]:
-    """Collect the nodes of the graph that a result comes from; refuse a reentrant
-    checkpoint.
-    """
+    """Collect a result's nodes of the graph; refuse a reentrant checkpoint."""
     # Without recursion: the graph of a deep model is deeper than Python's stack.
     nodes: set[Node] = set()
     waiting: list[Node | None] = [result.grad_fn]
@@ -617,7 +598,5 @@ def _nodes_behind(result: torch.Tensor) -> set[Node]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Count the changes in place; inference tensors, which can't tell, count as
-    unchanged.
-    """
+    """Count changes in place; inference tensors, which can't tell, have none."""
     return 0 if tensor.is_inference() else tensor._version

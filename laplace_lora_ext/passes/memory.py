@@ -1,6 +1,4 @@
-"""Batches that do not fit into memory: how much of one does, and what to do where
-nothing does.
-"""
+"""How much of a batch fits into memory, and what to say where nothing does."""
 
 from __future__ import annotations
 
@@ -52,8 +50,9 @@ class OutOfMemory:
         batch: Any,
         reason: str,
     ) -> torch.OutOfMemoryError:
-        """Make an error that a batch does not fit, and for what `reason` it is not
-        divided.
+        """Make the error for a batch that does not fit and is not divided.
+
+        `reason` says why it is not.
         """
         n_tokens = _longest(batch)
         of_length = (
@@ -92,9 +91,7 @@ class Memory:
         n_rows: int,
         failure: OutOfMemory,
     ) -> None:
-        """Remember that examples of `n_rows` rows each did not fit: half of them
-        may.
-        """
+        """Remember that examples of `n_rows` rows each did not fit: half may."""
         half = max(1, n_examples // 2)
         # In rows, since later batches may have longer texts.
         self._most_rows = half * n_rows
@@ -115,9 +112,7 @@ def attempt(evaluate: Callable[[], Result]) -> Result | OutOfMemory:
 
 
 def _longest(batch: Any) -> int | None:
-    """Count the tokens of a batch's longest text, padding left out; None where it has
-    none.
-    """
+    """Count the tokens of the longest text, without padding; None without texts."""
     n_tokens = number_of_tokens(batch)
     if n_tokens is None or not isinstance(batch, Mapping):
         return n_tokens

@@ -1,5 +1,4 @@
-"""Proves that the rows of a pass are each example's own, by back-propagating some
-examples at once.
+"""Prove that rows are each example's own, by gradients of some examples.
 
 A layer's rows `(n, ..., d)` are taken for `(B, n / B, ..., d)`. Sizes don't show
 whether they are, but gradients do: those of some examples' logits must leave exactly
@@ -84,8 +83,9 @@ def is_proven(
 
 
 def codewords(n_examples: int) -> torch.Tensor:
-    """Choose the fewest seeds S that tell B examples apart, `(S, B)`: 4 for 6 and 5 for
-    10.
+    """Choose the fewest seeds `(S, B)` that tell B examples apart.
+
+    4 seeds for 6 examples, and 5 for 10.
     """
     # Half of the bits: of all words of a length, most have these, and none contains
     # another.
@@ -116,9 +116,7 @@ def _reached(
     positions: Positions,
     words: torch.Tensor,
 ) -> dict[_Site, torch.Tensor]:
-    """Find the rows of each site, `(S, B, rows)`, at which seeds of examples, `(S, B)`,
-    arrive.
-    """
+    """Find the rows `(S, B, rows)` of each site that examples' seeds reach."""
     n_seeds, n_examples = words.shape
     reached: dict[_Site, torch.Tensor] = {}
     layers: list[str] = []  # that gradients came to
@@ -155,9 +153,7 @@ def _lasts(
     shape: torch.Size,
     positions: Positions,
 ) -> bool:
-    """Tell whether a later text batch of the same size has its rows in the same
-    order.
-    """
+    """Tell whether later batches of this size have rows in the same order."""
     # A router picks their rows.
     if not positions.is_text or "experts" in layer.split("."):
         return False
@@ -168,9 +164,7 @@ def _lasts(
 
 
 def _is_conclusive(rows: torch.Tensor | None) -> bool:
-    """Tell whether gradients `(S, B, rows)` came, and not only where `(T, B)` has the
-    same rows.
-    """
+    """Tell whether gradients came, at rows that tell layouts apart."""
     if rows is None:
         return False
     rows = rows.any(0)

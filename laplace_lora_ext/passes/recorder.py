@@ -1,6 +1,4 @@
-"""Records passes of one model through its LoRA layers, and makes Jacobians of its
-logits.
-"""
+"""Record passes of one model through its weights, and make Jacobians."""
 
 from __future__ import annotations
 
@@ -60,8 +58,7 @@ def every_output(logits: torch.Tensor) -> torch.Tensor:
 
 
 class Recorder:
-    """Records passes of a model through some blocks' layers, and remembers what they
-    showed.
+    """Records passes through some blocks' layers, and remembers what they showed.
 
     A posterior makes one, for its fits and its predictions alike.
 
@@ -158,9 +155,7 @@ class Recorder:
         batch: Any,
         outputs: Outputs,
     ) -> Part | None:
-        """Record the batch as one part, unless its rows are not proven to be each
-        example's own.
-        """
+        """Record a batch at once, unless its rows aren't proven each example's own."""
         layouts = self.layouts
         # What one batch showed holds for the model. A single example needs no proof.
         if layouts.examples_apart and number_of_rows(batch) != 1:
@@ -182,9 +177,7 @@ class Recorder:
         logits: torch.Tensor,
         outputs: Outputs,
     ) -> Iterator[Part]:
-        """Record each example by itself, or through the batch if it has other logits
-        there.
-        """
+        """Record each example by itself, or within the batch if its logits differ."""
         of_batch = None
         for each in self._examples(batch, logits):
             number, example, own = each.number, each.inputs, each.logits
@@ -222,8 +215,7 @@ class Recorder:
 
     @contextmanager
     def noting_calls(self, called: set[int]) -> Iterator[None]:
-        """Add to `called` the indices of blocks whose layers anybody's passes call
-        within.
+        """Add to `called` the indices of blocks that any passes within call.
 
         Of those without rows it adds the ones that recorded passes depend on.
         """
@@ -248,9 +240,7 @@ class Recorder:
         self.layouts.reached |= before
 
     def check_called(self, called: Collection[int]) -> None:
-        """Refuse a fit in which some layers were never called, and so have no
-        curvature.
-        """
+        """Refuse a fit whose layers were never called, and so have no curvature."""
         silent: list[str] = []
         for index, block in enumerate(self.blocks):
             if index not in called:
@@ -309,8 +299,7 @@ class Recorder:
         directions: Directions = every_output,
         enable_backprop: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make Jacobians `(B, C, parameters)` of the logits in all weights, and the
-        logits.
+        """Make Jacobians `(B, C, parameters)` of the logits, and the logits.
 
         With other `directions` they are `(B, S, parameters)`.
         """
@@ -332,8 +321,7 @@ class Recorder:
         evaluate: Callable[[Any, slice], Any],
         n_examples: int | None = None,
     ) -> list[Any]:
-        """Predict a few examples at a time, or the whole batch where parts differ from
-        it.
+        """Predict a few examples at a time, or all where parts would differ.
 
         Windows of texts, say, lie in rows of their own: parts then have another number
         of logits than of rows. Logits may also depend on the other examples, as where a
@@ -384,8 +372,7 @@ class Recorder:
         n_examples: int,
         evaluate: Callable[[Any, slice], Any],
     ) -> list[Any]:
-        """Learn from a batch with `n_examples` labels, at once or in parts that fit
-        into memory.
+        """Learn from a batch with `n_examples` labels, in parts that fit into memory.
 
         `evaluate` takes a part, and its place in the batch. Errors are those of
         `in_parts`. One whose examples' logits depend on each other has no parts: what
@@ -410,9 +397,7 @@ class Recorder:
         memory: Memory,
         evaluate: Callable[[Any, slice], Any],
     ) -> Iterator[tuple[slice, Any]]:
-        """Evaluate one part of a batch after the other, each `at_most` so large, and as
-        fits.
-        """
+        """Evaluate a batch in parts of `at_most` examples, or as many as fit."""
         n_examples = number_of_rows(batch)
         assert n_examples is not None
         first = 0
@@ -479,9 +464,7 @@ class Recorder:
         batch: Any,
         whole: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute the logits of a batch, whose logits together are `whole`, by one
-        example each.
-        """
+        """Compute a batch's logits, which are `whole` together, example by example."""
         alone = torch.full_like(whole, torch.nan)
         for example in self._examples(batch, whole):
             alone[example.logits] = self.model.summary(example.inputs)
@@ -525,9 +508,7 @@ def _visit_rows(
 
 
 class _Jacobians(Visitor):
-    """Completes each block's Jacobian, whose examples and seeds may come one at a
-    time.
-    """
+    """Completes each block's Jacobian from examples and seeds in turn."""
 
     def __init__(
         self,
@@ -561,9 +542,7 @@ class _Jacobians(Visitor):
             self._complete(index, self._incomplete.pop(index))
 
     def finish(self) -> None:
-        """Complete the Jacobians that some or all gradients never reached; check
-        all.
-        """
+        """Complete Jacobians that some gradients never reached; check all."""
         for index in range(len(self._blocks)):
             if index in self._incomplete:
                 self._complete(index, self._incomplete.pop(index))

@@ -1,6 +1,4 @@
-"""A recorded batch: backward passes bring visitors inputs and gradients of layers by
-example.
-"""
+"""Recorded batches: backward passes bring visitors what each example gave."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ from laplace_lora_ext.passes.graph import Arrived, Graph, OfParameter
 
 @dataclass(frozen=True)
 class RowPositions:
-    """Knows which positions the rows of a layer's calls are, one call after the
-    other.
-    """
+    """Where the rows of a layer's calls stand in texts, one call after another."""
 
     lengths: list[int]  # how many of each call
     of_batch: Positions | None  # None where rows of other examples are among them
@@ -59,8 +55,9 @@ class RowPositions:
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call's inputs, in the statistics' dtype, of blocks whose layers were given
-    the same.
+    """One call's inputs, for all blocks that were given them.
+
+    They are in the statistics' dtype.
     """
 
     indices: list[int]  # of the blocks
@@ -123,9 +120,7 @@ class Visitor:
 
 @dataclass(frozen=True)
 class Part:
-    """Examples that are back-propagated together: those of the batch, or one of
-    them.
-    """
+    """Examples that are back-propagated together: all of a batch, or one."""
 
     graph: Graph
     # None if the graph is of other examples too, and all rows count.
@@ -187,8 +182,7 @@ class Recording:
         weights: torch.Tensor | None = None,
         at_once: int | None = None,
     ) -> None:
-        """Back-propagate `(S, B, C)` vectors, and bring what each layer gets to a
-        visitor.
+        """Back-propagate `(S, B, C)` vectors, and bring visitors what layers get.
 
         Gradients are scaled by `(S, B)` weights. A pass takes `at_once` vectors, by
         default one, unless so few rows go through the layers that more are faster.
@@ -236,9 +230,7 @@ class Recording:
         visitor: Visitor,
         arrived: Arrived,
     ) -> None:
-        """Arrange a layer's inputs and gradients by example, join its calls, and
-        scale.
-        """
+        """Arrange a layer's inputs and gradients by example, joined and scaled."""
         block = self._blocks[arrived.index]
         seeds = arrived.seeds
         m, n = block.shape
@@ -276,8 +268,7 @@ class Recording:
         visitor: Visitor,
         arrived: OfParameter,
     ) -> None:
-        """Bring a visitor the gradients of a parameter's matrices, but those that are
-        all 0.
+        """Bring a visitor the gradients of a parameter's matrices that are not 0.
 
         Of many experts, an example reaches few.
         """
@@ -319,8 +310,6 @@ def _mathematics(
     block: Block,
     device: torch.device,
 ) -> Iterator[None]:
-    """Compute in full precision within, and name the block's layer where something goes
-    wrong.
-    """
+    """Compute in full precision, and name the layer where something goes wrong."""
     with naming(f"weight {block.name}"), torch.autocast(device.type, enabled=False):
         yield

@@ -1,6 +1,4 @@
-"""Rows of logits that share a text take turns, so that each has gradients of its
-own.
-"""
+"""Turns of logits that share a text, so that each has gradients of its own."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ class Turns:
 
     @classmethod
     def of(cls, positions: Positions) -> Turns | None:
-        """Let the rows of a batch take turns; None where each is its example's only
-        one.
-        """
+        """Let the rows of a batch take turns; None where each text has one row."""
         owners = positions.owners_of_logits
         if owners is None:
             return None
@@ -55,8 +51,7 @@ class Turns:
         return (has_turn[:, None, :, None] * of_rows).flatten(0, 1)
 
     def seeds(self, of_rows: Seeds) -> Seeds:
-        """Spread seeds of rows over the turns, with weights `(turns S, B)` of the
-        texts.
+        """Spread seeds of rows over turns, with weights `(turns S, B)` of texts.
 
         Seeds with one weight for all rows belong together, and stay.
         """
@@ -68,9 +63,7 @@ class Turns:
         return Seeds(self.vectors(vectors), of_texts.transpose(1, 2).flatten(0, 1))
 
     def of_rows(self, of_texts: torch.Tensor) -> torch.Tensor:
-        """Take what is each row's, `(N, S, ...)`, from that of all turns, `(B, turns S,
-        ...)`.
-        """
+        """Take each row's part `(N, S, ...)` of all turns' `(B, turns S, ...)`."""
         by_turn = of_texts.unflatten(1, (self.n_turns, -1))
         return by_turn[
             self.owners.to(of_texts.device), self.numbers.to(of_texts.device)

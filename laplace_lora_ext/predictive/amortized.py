@@ -49,8 +49,7 @@ _REGRESSION = ("mean", "scale", "weights", "components", "offset", "lowest", "hi
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LearntVariance:
-    """Predicts the variances of a posterior's logits from features x `(B, p)` of a
-    forward pass.
+    """Predicts variances of logits from features x `(B, p)` of a forward pass.
 
     Beside the C logits stands a last number f_0, which is always 0. For each two of
     them
@@ -208,8 +207,7 @@ class LearntVariance:
         prior_precision: torch.Tensor,
         curvature_scale: torch.Tensor,
     ) -> bool:
-        """Tell whether these are the variances of a posterior with this prior and
-        scale.
+        """Tell whether these are variances of a posterior with this prior and scale.
 
         Parameters
         ----------
@@ -240,8 +238,9 @@ def _alike(
     now: torch.Tensor,
     then: torch.Tensor,
 ) -> bool:
-    """Tell whether numbers are the same, but for a model's move to another precision
-    and place.
+    """Tell whether numbers are the same, but for a model's move.
+
+    Moves change device and precision.
     """
     now = now.detach().cpu().double()
     then = then.cpu().double()
@@ -254,8 +253,9 @@ def ridge(
     X: torch.Tensor,
     Y: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Regress centred targets `(N, q)` on centred features `(N, p)`, by the best of
-    `PENALTIES`.
+    """Regress centred targets `(N, q)` on features `(N, p)`.
+
+    The best of `PENALTIES` is chosen.
 
     Returns the weights `(p, q)`, and the errors `(N, q)` of examples that are left out.
     The penalty minimises the mean of their squares. With `X = U diag(s) Vᵀ` these
@@ -295,8 +295,7 @@ def ridge(
 
 
 def log_variances(f_var: torch.Tensor) -> torch.Tensor:
-    """Take the logarithms of the variances of C logits and of their differences, `(B,
-    P)`.
+    """Take log-variances `(B, P)` of C logits and of their differences.
 
     These are the differences of C + 1 numbers, the first of which is 0. Of covariances
     `(B, C, C)`; a variance of 0 counts as the smallest that rounding leaves beside the
@@ -320,8 +319,9 @@ def log_variances(f_var: torch.Tensor) -> torch.Tensor:
 
 
 def covariances(variances: torch.Tensor) -> torch.Tensor:
-    """Turn variances `(B, P)`, in the order of `log_variances`, into covariances `(B,
-    C, C)`.
+    """Turn variances `(B, P)`, ordered as by `log_variances`, into covariances.
+
+    They are `(B, C, C)`.
 
     With D_j0 = Var(f_j) and D_jk = Var(f_j - f_k): `V_jk = (D_j0 + D_k0 - D_jk) / 2`.
     """
@@ -400,9 +400,7 @@ def amortize(
         swapped = _swapping(la, loader, generator)
 
     def versions(batch: Any) -> Columns:
-        """Learn from K versions of each example: features `(B, K, p)` and logs `(B, K,
-        P)`.
-        """
+        """Learn from K versions of each example: features and log-variances."""
         pairs = [_learnt_from(la, batch, draws)]
         text = la.model.text(batch)
         if swapped is not None and text is not None:
@@ -557,9 +555,7 @@ def _features(
     la: Amortizable,
     inputs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute logits `(B, C)`, and features `(B, p)` that their variances are learnt
-    from.
-    """
+    """Compute logits `(B, C)`, and features `(B, p)` to learn variances from."""
     with la.model.prepared():
         logits, hidden = logits_and_hidden_states(la.model, inputs)
     likelihood = la.predicted_likelihood

@@ -49,8 +49,7 @@ class Contrasts:
         return self.most(n_outputs) == n_outputs - 1
 
     def classes(self, logits: torch.Tensor) -> torch.Tensor:
-        """List the classes of each example, `(B, 1 + k)`: the most probable one, then
-        others.
+        """List each example's classes `(B, 1 + k)`, the most probable one first.
 
         k is the largest number that an example needs; where one needs fewer, -1
         follows.
@@ -95,8 +94,7 @@ def completed(
     classes: torch.Tensor,
     n_outputs: int,
 ) -> torch.Tensor:
-    """Complete covariances `(B, k, k)` of contrasts to `(B, C, C)` of all, at the
-    classes' places.
+    """Complete contrasts' covariances `(B, k, k)` to those of all C classes.
 
     Row and column of the most probable class are 0. So the matrices differ from those
     of the logits, but say the same of every difference of two that is known.

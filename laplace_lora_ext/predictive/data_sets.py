@@ -30,8 +30,7 @@ def own_rows(_: Any) -> None:
 
 
 class Sample:
-    """Keeps rows of what is computed batch by batch, drawn at random where there are
-    too many.
+    """Keeps rows of batches, drawn at random where there are too many.
 
     Each row has a random number, the same in every pass, and those with the smallest
     stay. So at no time are there more than asked for and a batch.
@@ -161,8 +160,7 @@ def batch_by_batch(
     progress_bar: bool = False,
     owners: Owners = own_rows,
 ) -> Iterator[tuple[Result, torch.Tensor]]:
-    """Evaluate a function of each batch of a share; yield the result and its rows'
-    places.
+    """Evaluate a function batch by batch; yield results and their rows' places.
 
     `size` tells how many rows a result has. Batches of which no example is to count,
     since they only keep the ranks' passes alike, yield nothing.

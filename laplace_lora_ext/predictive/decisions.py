@@ -160,9 +160,7 @@ def predict(
 def predict_numbers(
     members: Sequence[Amortizable], x: Any, pred_type: str = "glm"
 ) -> NumberPrediction:
-    """Predict numbers of a batch of inputs, by one posterior or the mixture of
-    several.
-    """
+    """Predict numbers of a batch, by one posterior or a mixture of several."""
     # Numbers have no link: "probit" stands for one that reads all moments.
     moments = _moments_of_members(members, x, "probit", pred_type, None)
     return NumberPrediction.of(list(moments), [_noise(member) for member in members])
@@ -206,9 +204,7 @@ def _over_examples(
 
 
 def _padded(parts: Sequence[Columns]) -> Columns:
-    """Join batches' columns `(B, T, ...)` of tokens, those of shorter texts with nan or
-    -100.
-    """
+    """Join batches' columns `(B, T, ...)`, shorter texts padded by nan or -100."""
     length = max(part[0].shape[1] for part in parts)
     alike: list[Columns] = []
     for part in parts:
@@ -246,8 +242,9 @@ def predict_proba(
     batch_size: int = 32,
     progress_bar: bool = False,
 ) -> np.ndarray:
-    """Predict class probabilities `(B, C)` for scikit-learn's tools, the same in every
-    call.
+    """Predict class probabilities `(B, C)`, the same in every call.
+
+    For scikit-learn's tools.
 
     Other parameters and errors are those of `LoRALaplace.predict_proba`.
     """

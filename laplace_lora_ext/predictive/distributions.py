@@ -1,6 +1,4 @@
-"""Both predictives: Gaussian logits of the linearised model, and the network with drawn
-weights.
-"""
+"""Predictives: Gaussian logits by linearisation, and networks with drawn weights."""
 
 from __future__ import annotations
 
@@ -70,8 +68,7 @@ class Linearised(Protocol):
 def predictive_moments(
     la: Linearised, x: Any, *, joint: bool = False
 ) -> Moments | tuple[torch.Tensor, torch.Tensor]:
-    """Compute mean `(B, C)` and covariance `(B, C, C)` of the model's logits for a
-    batch.
+    """Compute mean `(B, C)` and covariance `(B, C, C)` of a batch's logits.
 
     Neither link, noise nor `logit_scale` is in them. With `joint` a pair of tensors,
     `(B * C,)` and `(B * C, B * C)`.
@@ -113,9 +110,7 @@ def moments_for(
 
 
 def of_classes(likelihood: Likelihood, moments: Moments) -> Moments:
-    """Make moments of the logits of classes, which links take, of those of a model's
-    logits.
-    """
+    """Turn a model's moments into those of classes' logits, as links take them."""
     f_mu, f_var = moments
     return Moments(likelihood.class_logits(f_mu), likelihood.class_covariance(f_var))
 
@@ -126,8 +121,7 @@ def moments_of_model(
     link_approx: str,
     n_contrasts: int | None = None,
 ) -> Moments:
-    """Compute moments of a batch as a link needs them, by as few backward passes as it
-    can.
+    """Compute a batch's moments for a link, by as few passes as it needs.
 
     Given `Moments` serve every link, unless they are those of differences. Links that
     only see differences of logits get those from the most probable logit, by a pass for
@@ -149,9 +143,7 @@ def moments_of_model(
 
 
 def sees_differences(la: Linearised, link_approx: str) -> bool:
-    """Tell whether a link of a posterior's outputs sees nothing but differences of
-    two.
-    """
+    """Tell whether a link sees nothing of outputs but their differences."""
     is_softmax = la.predicted_likelihood.sees_differences and la.n_outputs > 1
     return is_softmax and link_approx in OF_DIFFERENCES
 
@@ -159,9 +151,7 @@ def sees_differences(la: Linearised, link_approx: str) -> bool:
 def _of_all_logits(
     la: Linearised, X: Any, joint: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute mean and covariance of a batch's logits; moments of differences are
-    refused.
-    """
+    """Compute moments of a batch's logits; refuse those of differences."""
     if isinstance(X, DifferenceMoments):
         raise ValueError(
             "These moments tell of differences of logits alone, which the links "
@@ -177,9 +167,7 @@ def _moments(
     joint: bool = False,
     directions: Directions = every_output,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute mean and covariance of a batch's logits, or of combinations; `Moments`
-    pass.
-    """
+    """Compute moments of a batch's logits, or of combinations; `Moments` pass."""
     if not isinstance(X, Moments):
         la.check_model()
         with torch.set_grad_enabled(la.enable_backprop):
@@ -263,8 +251,6 @@ def mean_probabilities(
     generator: torch.Generator | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """Average probabilities of classes, `(B, C)` or `(B, K, 2)`, over draws of the
-    weights.
-    """
+    """Average probabilities `(B, C)` or `(B, K, 2)` over draws of the weights."""
     samples = network_samples(la, X, n_samples, generator, **model_kwargs)
     return la.trained_likelihood.class_logits(samples).softmax(-1).mean(0)

@@ -26,9 +26,7 @@ class DrawableFunctions(Drawable, Protocol):
 
 
 class _Drawn(NamedTuple):
-    """Logits of a few examples: the model's `(B, C)`, and those of functions `(B, S,
-    C)`.
-    """
+    """Logits of a few examples: the model's `(B, C)`, and draws' `(B, S, C)`."""
 
     f_mu: torch.Tensor
     of_functions: torch.Tensor
@@ -50,8 +48,7 @@ class Functions:
 
     @exclusive
     def linearised(self, batch: Any) -> torch.Tensor:
-        """Compute logits `(S, B, C)` of the linearised model, by one set of Jacobians
-        for all.
+        """Compute the linearised model's logits `(S, B, C)`, by one set of Jacobians.
 
         Each function is s (f(θ*) + J (θ - θ*)), with `logit_scale` s: over many draws,
         mean and covariance are those of `predictive_moments`, scaled by s, also between
@@ -83,9 +80,7 @@ class Functions:
 
     @exclusive
     def sampled(self, batch: Any) -> torch.Tensor:
-        """Compute scaled logits `(S, B, C)` of the network with drawn weights for its
-        own.
-        """
+        """Compute scaled logits `(S, B, C)` of the network with drawn weights."""
         la = self.la
         la.check_model()
         logits = []

@@ -1,6 +1,4 @@
-"""Links: from mean m `(B, C)` and covariance S `(B, C, C)` of logits to
-log-probabilities.
-"""
+"""Links: from mean m and covariance S of logits to log-probabilities."""
 
 from __future__ import annotations
 
@@ -46,8 +44,7 @@ def monte_carlo(
     f_var: torch.Tensor,
     noise: torch.Tensor,
 ) -> torch.Tensor:
-    """Average probabilities over samples of the logits; with many, this is the exact
-    integral.
+    """Average probabilities over samples of logits; many give the exact integral.
 
     `noise` holds standard normal numbers, as for `gaussian_samples`.
     """
@@ -108,9 +105,7 @@ def sampled(
     n_samples: int,
     generator: torch.Generator | None,
 ) -> Link:
-    """Make a link of samples, with separate noise for each example, drawn anew in every
-    call.
-    """
+    """Make a link of samples, each example's own, drawn anew in every call."""
 
     def link(
         f_mu: torch.Tensor,
@@ -126,9 +121,7 @@ def own_links(
     n_samples: int,
     generator: torch.Generator | None,
 ) -> dict[str, Link]:
-    """Make this library's links, by name; "mc" has the same noise for all examples of a
-    batch.
-    """
+    """Make this library's links by name; "mc" gives a batch the same noise."""
 
     def sampled_alike(
         f_mu: torch.Tensor,

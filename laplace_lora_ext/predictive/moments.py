@@ -1,6 +1,4 @@
-"""Gaussian logits: what a posterior says about a batch, and samples of it, singular or
-not.
-"""
+"""Gaussian logits: a posterior's moments for a batch, and samples of them."""
 
 from __future__ import annotations
 
@@ -76,9 +74,7 @@ def joined_moments(parts: Sequence[Moments]) -> Moments:
 
 
 class MixtureMoments(NamedTuple):
-    """Gaussian logits of N examples under each member; a mixture takes them in place of
-    a batch.
-    """
+    """Gaussian logits of N examples by each member, in place of a batch."""
 
     members: tuple[Moments, ...]
 
@@ -93,9 +89,7 @@ def parts_for(
     members: Sequence[object],
     x: Any,
 ) -> Sequence[Any]:
-    """Say what each member predicts: the same batch, or its own moments of
-    `MixtureMoments`.
-    """
+    """Give each member what it predicts: the batch, or its own moments."""
     if isinstance(x, MixtureMoments):
         return x.members
     return [x] * len(members)
@@ -105,9 +99,7 @@ def mixed(
     means: torch.Tensor,
     covariances: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute moments of a mixture of Gaussians `(M, ..., C)`, by variances or
-    covariances.
-    """
+    """Compute the moments of a mixture of Gaussians, `(M, ..., C)`."""
     mean = means.mean(0)
     apart = means - mean
     if covariances.ndim == means.ndim:
@@ -178,8 +170,9 @@ class _SymmetricRoot(torch.autograd.Function):
 
 
 def square_root(covariance: torch.Tensor) -> torch.Tensor:
-    """Take symmetric square roots `(..., C, C)`, differentiable once even if V is
-    singular.
+    """Take symmetric square roots `(..., C, C)`, differentiable once.
+
+    V may be singular.
     """
     return _SymmetricRoot.apply(covariance)  # pyright: ignore[reportReturnType]
 
@@ -212,9 +205,7 @@ def standard_normal(
     like: torch.Tensor,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    """Draw standard normal numbers in the dtype of `like`, on the generator's
-    device.
-    """
+    """Draw normal numbers in the dtype of `like`, on the generator's device."""
     device = like.device if generator is None else generator.device
     return torch.randn(
         shape,

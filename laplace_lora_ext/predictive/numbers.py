@@ -1,6 +1,4 @@
-"""Predictions of numbers: normal distributions, or mixtures of them, and how good they
-are.
-"""
+"""Predictions of numbers: normal distributions, their mixtures, and measures."""
 
 from __future__ import annotations
 
@@ -80,8 +78,7 @@ class NumberPrediction(NamedTuple):
         return _deviations(self.covariances)
 
     def quantile(self, level: float) -> torch.Tensor:
-        """Find the numbers `(B, C)` that targets lie below with a probability of
-        `level`.
+        """Find numbers `(B, C)` that targets lie below with probability `level`.
 
         A `ValueError` if the level is not between 0 and 1.
         """
@@ -106,8 +103,7 @@ class NumberPrediction(NamedTuple):
         self,
         coverage: float = 0.9,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Find bounds `(B, C)` that targets lie between with a probability of
-        `coverage`.
+        """Find bounds `(B, C)` that hold targets with probability `coverage`.
 
         As many lie below as above. A `ValueError` if the coverage is not between 0 and
         1.
@@ -123,8 +119,9 @@ class NumberPrediction(NamedTuple):
         return torch.special.ndtr(standardised).mean(1)
 
     def log_density(self, targets: torch.Tensor) -> torch.Tensor:
-        """Compute the log-density `(B,)` of targets `(B, C)`, in nats, all C numbers
-        together.
+        """Compute the log-density `(B,)` of targets `(B, C)`, in nats.
+
+        It is that of all C numbers together.
         """
         log_densities = gaussian_log_density(
             self.means, self.covariances, targets[:, None]

@@ -346,9 +346,7 @@ def statistics_of_batch(
 
 
 def _projected(block: DecomposedBlock, jacobian: torch.Tensor) -> _OfBlock:
-    """Project Jacobians `(B, C, r, d)` on a block's eigenvectors; multiply what
-    remains.
-    """
+    """Project Jacobians `(B, C, r, d)` on eigenvectors; multiply what remains."""
     leading, remainder = block.project(jacobian)
     by_row = remainder.transpose(1, 2)  # (B, r, C, d)
     if not block.n_left_out:

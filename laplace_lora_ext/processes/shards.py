@@ -1,5 +1,4 @@
-"""Decides which examples of a data set are held out, and which of them this process
-passes over.
+"""Which examples of a data set this process reads, and which are held out.
 
 Samplers for several processes repeat examples, so that all of them get equally many,
 and sums would count these twice. So the data of such a loader are dealt anew, each
@@ -61,9 +60,7 @@ class Share:
             self._deal(loader)
 
     def _deal(self, loader: DataLoader) -> None:
-        """Put this rank's examples, each once, in place of what the loader's sampler
-        gives it.
-        """
+        """Deal this rank its examples, each once, in place of a sampler's."""
         examples = examples_of(loader)
         batch_size = _size_of_batches(loader)
         own = torch.arange(len(examples))[rank() :: count()]
@@ -90,8 +87,7 @@ class Share:
         loader: Any,
         stride: int = 1,
     ) -> Share:
-        """Make a share with its batches in memory: each pass sees the same data in the
-        same order.
+        """Read the share's batches into memory, so that all passes see the same.
 
         Loaders may shuffle, draw examples or make them at random, and a generator ends.
         With a stride above 1 there is but every second, third... batch.
@@ -106,8 +102,7 @@ class Share:
         n_rows: int,
         owners: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return places of the next batch's rows in the whole data; none where none
-        counts.
+        """Return places in the whole data of the next batch's rows that count.
 
         A row is an example, unless `owners` `(n_rows,)` say which of the batch's
         examples each is of, as of texts whose tokens have rows. An example's rows share
@@ -138,9 +133,7 @@ class Share:
 
 
 def copied(batches: Iterable[Any]) -> list[Any]:
-    """Copy batches to keep: a tensor as a worker process sends it would hold a file
-    open.
-    """
+    """Copy batches to keep: tensors of worker processes hold files open."""
     return [deepcopy(batch) for batch in batches]
 
 
@@ -167,8 +160,7 @@ def total_size(loader: Any, otherwise: int) -> int:
 
 
 def examples_of(loader: Any) -> torch.Tensor:
-    """Find the examples that a loader gives: `(N,)` indices, in their order in the data
-    set.
+    """Find the indices `(N,)` of the examples that a loader gives, in order.
 
     Other examples of the data set may be validation or test data. With several
     processes, a sampler of the user's own is refused by a `ValueError`.
@@ -202,9 +194,7 @@ def check_divisible(
     held_out: float,
     parts: int = 1,
 ) -> None:
-    """Refuse, by a `ValueError`, shares and data of which `divided` can't hold out
-    parts.
-    """
+    """Refuse shares and data that `divided` can't divide (`ValueError`)."""
     if not 0 < held_out < 1:
         raise ValueError(f"held_out must be between 0 and 1, not {held_out}.")
     if not isinstance(getattr(loader, "dataset", None), Sized):
@@ -232,8 +222,7 @@ def divided(
     generator: torch.Generator | None = None,
     parts: int = 1,
 ) -> Iterator[tuple[Any, Any]]:
-    """Divide a loader's examples, each time holding out others; all in the data's
-    order.
+    """Divide a loader's examples, holding out others each time, in order.
 
     Yields pairs of the rest and a share of the examples, both as `chosen` makes them.
     Examples that the loader's sampler leaves out are not used. Without a generator,
@@ -348,9 +337,7 @@ def in_order_like(loader: DataLoader, examples: Any) -> DataLoader:
 
 @dataclass(frozen=True)
 class _OfRank:
-    """Holds what one rank has to join: places `(n,)`, and columns `(n, ...)` if it has
-    data.
-    """
+    """One rank's part to join: places `(n,)`, and columns if it has data."""
 
     places: torch.Tensor
     columns: Columns | None

@@ -1,3 +1,1 @@
-"""Predicts free text: scores under drawn weights, choices of the prior by them,
-generation.
-"""
+"""Free text: scores under drawn weights, choices of the prior, generation."""

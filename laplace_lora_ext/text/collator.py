@@ -14,8 +14,9 @@ from laplace_lora_ext.models.choices import SCORE_MASK
 
 @dataclass
 class DataCollatorForChoices:
-    """Joins prompts and the texts of their choices to batches, for a model that reads
-    texts once.
+    """Joins prompts and the texts of their choices to batches.
+
+    For models that read texts once.
 
     Parameters
     ----------

@@ -1,6 +1,4 @@
-"""Writes texts with transformers' own `generate`, by the posterior predictive of each
-token.
-"""
+"""Write texts with transformers' `generate`, by a predictive of each token."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ def generate_texts(
 
 @dataclass(frozen=True)
 class _Written:
-    """Holds texts `(B, T)`, a batch of them to score, and what `generate` returned for
-    each.
-    """
+    """Texts `(B, T)` that were written, a batch to score them, and the output."""
 
     sequences: torch.Tensor
     batch: Inputs  # with labels on what was written
@@ -118,9 +114,7 @@ def _written(
     device: torch.device,
     generation_kwargs: dict[str, Any],
 ) -> _Written:
-    """Continue each prompt by the mixture of writers, or without any by the model
-    itself.
-    """
+    """Continue each prompt by a mixture of writers, or by the model alone."""
     options = _Options(transformer, generation_kwargs)
     generate = _checked_generate(transformer, options)
     prompts = _prompts(transformer, options, device)
@@ -175,9 +169,7 @@ def _batch_of_continued(
 
 
 class _Options:
-    """Looks up options where `generate` does: in its arguments, then in the
-    configurations.
-    """
+    """Looks up options as `generate` does: arguments, then configurations."""
 
     def __init__(
         self,
@@ -220,9 +212,7 @@ def _checked_generate(
     transformer: Any,
     options: _Options,
 ) -> Callable[..., Any]:
-    """Return a model's `generate`, unless it or an option writes otherwise than token
-    by token.
-    """
+    """Return a model's `generate`; refuse options that don't go token by token."""
     if transformer.generate.__module__.startswith("transformers.models."):
         raise NotImplementedError(
             f"{type(transformer).__name__} has a generate of its own, whose texts the "
@@ -244,9 +234,7 @@ def _prompts(
     options: _Options,
     device: torch.device,
 ) -> Inputs:
-    """Select what the model is to continue: the tensors that are no options of
-    `generate`.
-    """
+    """Select what the model continues: tensors that are no options."""
     arguments = inspect.signature(vars(GenerationMixin)["generate"]).parameters
     known = vars(GenerationConfig()).keys() | arguments.keys()
     prompts = {
@@ -300,8 +288,7 @@ def _mask_of(
 def _predictive(
     transformer: PreTrainedModel, writers: Sequence[Draw], prompt: Inputs
 ) -> Iterator[None]:
-    """Replace the model's logits by log-probabilities of a mixture of writers, for one
-    text.
+    """Replace logits by log-probabilities of a mixture of writers within.
 
     Everything in `generate` that acts on logits then sees these. A `LogitsProcessor`
     would come after transformers' own ones, and allow again what they forbid.
@@ -317,9 +304,7 @@ def _predictive(
 
 
 class _Mixture:
-    """Lets writers read what the model reads, and puts their log-probabilities in its
-    place.
-    """
+    """Lets writers read what the model reads, and answers in its place."""
 
     def __init__(self, writers: Sequence[_Writer]) -> None:
         self._writers = writers
@@ -332,9 +317,7 @@ class _Mixture:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Run the writers before the model itself, while its cache still is what they
-        know.
-        """
+        """Run the writers before the model, whose cache they share until then."""
         # The writers' own passes are through the same model.
         if self._is_reading:
             return

@@ -1,5 +1,4 @@
-"""Chooses the prior precision by draws: how far these may change tokens, or how well
-they fit.
+"""Choose a prior precision by draws: what they change, or how well they fit.
 
 Noise and data are the same at every prior precision: a loader is read once.
 """
@@ -29,8 +28,7 @@ from laplace_lora_ext.tuning.second_training import SecondTraining
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenAgreement(TuningMethod):
-    """Take the broadest posterior whose draws still agree with the model on the
-    training texts.
+    """Take the broadest posterior whose draws agree with the model on its texts.
 
     `laplace_lora_ext.Agreement` for tokens. At each labelled token, it takes the total
     variation distance between a draw's distribution and the model's, `½ Σ_v |p_v -
@@ -117,9 +115,7 @@ def _distances_to_model(
     draws: Sequence[Draw],
     batch: Any,
 ) -> Columns:
-    """Sum the draws' mean distances over each text's labelled tokens, and count the
-    tokens.
-    """
+    """Sum draws' mean distances over each text's labels, and count the labels."""
     model = la.model
     parts = model.parts(batch)
     of_trained = Reader(trained(la), batch, parts)
@@ -140,8 +136,7 @@ def _distances_to_model(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenGridSearch(TuningMethod):
-    """Take the prior precision of a grid that makes the tokens of validation texts most
-    likely.
+    """Take the grid's prior precision that makes validation texts most likely.
 
     The loss is the mean negative log-likelihood of a labelled token under the mixture
     over draws. A text takes `grid_size * (1 + n_samples)` forward passes, 143 by
@@ -227,9 +222,7 @@ class TokenGridSearch(TuningMethod):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSecondTraining(SecondTraining):
-    """Train again as `laplace_lora_ext.SecondTraining`, and let a `TokenGridSearch`
-    choose.
-    """
+    """Train again, as `SecondTraining`, and let a `TokenGridSearch` choose."""
 
     search: Callable[..., TuningMethod] = TokenGridSearch
 
@@ -238,8 +231,6 @@ def _mean_over_tokens(
     share: Share,
     of_batch: Callable[[Any], Columns],
 ) -> float:
-    """Average over all tokens and processes, given sums and counts `(B,)` of a batch's
-    texts.
-    """
+    """Average over all processes' tokens, given a batch's sums and counts `(B,)`."""
     sums, counts = over_loader(share, of_batch)
     return sums.sum().item() / counts.sum().item()

@@ -1,6 +1,4 @@
-"""Scores texts: log-probabilities and entropies under a mixture over draws of the
-weights.
-"""
+"""Scores of texts: log-probabilities and entropies under drawn weights."""
 
 from __future__ import annotations
 
@@ -104,9 +102,7 @@ def labelled_tokens(
     member: Writer,
     batch: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the trained model's logits `(N, V)`, and find the labelled tokens
-    `(N,)`.
-    """
+    """Compute the model's logits `(N, V)`, and find the labelled tokens `(N,)`."""
     member.check_model()
     with member.model.prepared():
         f = member.model(batch)
@@ -119,8 +115,9 @@ def _tokens_of(
     f: torch.Tensor,
     part: Part | None = None,
 ) -> torch.Tensor:
-    """Find the tokens `(N,)` that logits `(N, V)` of a batch, or a part of it, are to
-    predict.
+    """Find the tokens `(N,)` that a batch's logits `(N, V)` predict.
+
+    The batch may be a part of one.
     """
     check_logits(f)
     return member.trained_likelihood.check_targets(member.model.targets(batch, part), f)
@@ -135,8 +132,7 @@ def score_texts(
     n_samples: int = 10,
     generator: torch.Generator | None = None,
 ) -> TextScores:
-    """Score how likely texts are, and how uncertain the model is of each of their
-    tokens.
+    """Score how likely texts are, and how uncertain each of their tokens is.
 
     Members share the draws. Other parameters, result and errors are those of
     `LowRankKronLoRALaplace.score`.
@@ -154,8 +150,9 @@ def draw_logits(
     n_samples: int = 10,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Compute logits `(S, N, V)` of S draws at the N labelled tokens, for measures of
-    one's own.
+    """Compute logits `(S, N, V)` of S draws at the N labelled tokens.
+
+    For measures of one's own.
 
     Without draws they are those of each member's trained model.
     """
@@ -171,9 +168,7 @@ def draw_logits(
 
 
 class Draw(NamedTuple):
-    """Holds a posterior, and LoRA weights in place of its own: one model that reads
-    texts.
-    """
+    """A posterior with drawn weights for its own: one model that reads texts."""
 
     posterior: Writer
     weights: Values
@@ -253,9 +248,7 @@ def scores_under(
     batch: Mapping[str, Any],
     draws: Iterable[Draw],
 ) -> TextScores:
-    """Score texts under given draws: a few texts at a time, or a part of a long one's
-    tokens.
-    """
+    """Score texts under given draws, a few texts or a part of one at a time."""
     for member in members:
         member.check_model()
     batches = members[0].model.by_texts(batch)
@@ -305,8 +298,7 @@ class TokenScores(NamedTuple):
         )
 
     def whole(self) -> torch.Tensor:
-        """Compute the log-probability `(S, B)` of all these tokens of a text under each
-        draw.
+        """Compute the log-probability `(S, B)` of each text under each draw.
 
         A draw is one model of the whole text, so its tokens' probabilities are
         multiplied first.
@@ -377,9 +369,7 @@ def score_tokens(
 
 
 def of_texts(parts: Sequence[TokenScores]) -> TextScores:
-    """Put the scores of parts, which share no token, where their tokens are in the
-    texts.
-    """
+    """Join scores of parts that share no token into those of texts."""
     tokens = parts[0].placed()
     whole = parts[0].whole()
     labelled = parts[0].labelled
@@ -418,9 +408,7 @@ def _placed(
     numbers: torch.Tensor,
     labelled: torch.Tensor,
 ) -> torch.Tensor:
-    """Put numbers of the N labelled tokens where these are in texts `(B, T)`, and 0
-    elsewhere.
-    """
+    """Put N labelled tokens' numbers in their places `(B, T)`, among zeros."""
     return numbers.new_zeros(labelled.shape).masked_scatter(labelled, numbers)
 
 
@@ -436,9 +424,7 @@ def _predicted(
     logits: torch.Tensor,
     tokens: torch.Tensor,
 ) -> _Predicted:
-    """Compute probabilities from logits `(N, V)`, and what they say of the labels
-    `(N,)`.
-    """
+    """Compute probabilities `(N, V)`, and what they say of the labels `(N,)`."""
     log_p = logits.log_softmax(-1)
     p = log_p.exp()
     log_prob = log_p.gather(-1, tokens[:, None]).squeeze(-1)

@@ -22,8 +22,7 @@ _TRAINS = "second_training"
 
 
 class LaplaceCallback(TrainerCallback):
-    """Fits a posterior around a trainer's model, tunes its prior, and saves it with the
-    adapter.
+    """Fits a posterior when training ends, tunes its prior, and saves it.
 
     It does not affect training: weights, gradients, modes and random states stay as
     they were. The figures become an entry of `trainer.state.log_history`, and of the
@@ -147,9 +146,7 @@ class LaplaceCallback(TrainerCallback):
 
 
 def _once(loader: DataLoader, args: Any) -> DataLoader:
-    """Give a trainer's loader each example once and in order, in batches of
-    evaluation.
-    """
+    """Give a trainer's loader each example once, in order, as for evaluation."""
     return in_order(loader.dataset, args.per_device_eval_batch_size, loader.collate_fn)
 
 
@@ -171,9 +168,7 @@ def eval_figures(
 
 
 def _nll_of_tokens(la: Any, loader: DataLoader) -> float:
-    """Compute the mean negative log-likelihood of a token under the posterior
-    predictive.
-    """
+    """Compute a token's mean loss under the posterior predictive."""
 
     def of_texts(batch: Any) -> Columns:
         scores = la.score(batch)

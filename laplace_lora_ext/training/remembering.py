@@ -92,9 +92,7 @@ class Remember(TrainerCallback):
         control: Any,
         **kwargs: Any,
     ) -> None:
-        """Add the penalties' gradient to that of the loss, a mean over the new
-        examples.
-        """
+        """Add the penalties' gradient to the loss's, a mean over new examples."""
         assert self._n_data is not None  # since training has begun
         for la in self._posteriors:
             of_blocks = {id(block.weight): block.weight for block in la.blocks}

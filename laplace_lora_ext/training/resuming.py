@@ -89,8 +89,7 @@ def train_or_read(
     folder: Path,
     resume: bool,
 ) -> Log:
-    """Train the active adapter as `train` does and save it; to resume, go on where a
-    run stopped.
+    """Train and save the active adapter, or resume where a run stopped.
 
     Returns the training's log.
     """

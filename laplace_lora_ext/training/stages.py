@@ -1,6 +1,4 @@
-"""Trains in stages: the first holds out texts that choose the prior, a short one learns
-them.
-"""
+"""Training in stages: some texts choose the prior, and are learnt afterwards."""
 
 from __future__ import annotations
 
@@ -92,8 +90,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Stages:
-    """Lists what is trained: all members without the held-out examples, then all on
-    everything.
+    """Which stages there are: members without held-out examples, then on all.
 
     Parameters
     ----------
@@ -163,9 +160,7 @@ class Members:
         self._activate = [active_again(model)]
 
     def add(self) -> None:
-        """Add an untrained adapter like the active one; torch's random state decides
-        its values.
-        """
+        """Add an untrained adapter like the active one, by torch's random state."""
         add_fresh_adapter(
             find_peft_model(self.model), _MEMBER.format(len(self._activate))
         )
@@ -234,8 +229,7 @@ def _with_kinds(
     held_out: Any,
     progress_bar: bool,
 ) -> LoRALaplace:
-    """Let held-out examples choose how the prior precisions of a member's kinds of
-    weight differ.
+    """Let held-out examples choose how a member's prior precisions differ.
 
     A mixture has but a common factor of its members' prior precisions.
     """
@@ -250,9 +244,7 @@ def _with_kinds(
 
 
 def _of_member(held_out: Any, number: int) -> Any:
-    """Take a member's own statistics, if the held-out examples are given as
-    statistics.
-    """
+    """Take a member's own statistics, where examples are given as statistics."""
     if isinstance(held_out, MixtureStatistics):
         return held_out.members[number]
     return held_out
@@ -267,9 +259,7 @@ def with_choice(
     posteriors: Sequence[LoRALaplace],
     choice: Choice,
 ) -> list[LoRALaplace]:
-    """Copy posteriors, and give the copies what was chosen for other fits of the same
-    members.
-    """
+    """Copy posteriors, with what was chosen for other fits of the members."""
     copies = [copy(la) for la in posteriors]
     for la, hyperparameters in zip(copies, choice.hyperparameters, strict=True):
         la.hyperparameters = hyperparameters
@@ -322,9 +312,7 @@ class _Training:
         everything: Any,
         held_out: float,
     ) -> torch.Tensor:
-        """Find which examples are alike, and refuse what could not be fitted in the
-        end.
-        """
+        """Group examples that are alike; refuse what could not be fitted later."""
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fits will warn
             batches = self.batches_of(everything)

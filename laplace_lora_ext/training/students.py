@@ -1,6 +1,4 @@
-"""Trains a student: an adapter that learns a posterior's probabilities and needs no
-posterior.
-"""
+"""Students: adapters that learn a posterior's probabilities, and need none."""
 
 from __future__ import annotations
 
@@ -154,9 +152,7 @@ def _head(
     adapter: str,
     n_outputs: int,
 ) -> list[nn.Parameter]:
-    """List an adapter's own weights of the layer that makes the logits, if it has
-    any.
-    """
+    """List an adapter's own weights of the layer that makes the logits."""
     head: list[nn.Parameter] = []
     for name, weight in model.named_parameters():
         is_own = f".modules_to_save.{adapter}." in name
@@ -170,9 +166,7 @@ def _best_scale(
     logits: torch.Tensor,
     probabilities: torch.Tensor,
 ) -> float:
-    """Find the factor with which logits are nearest to probabilities, both `(N, ...,
-    C)`.
-    """
+    """Find the factor at which logits are nearest to given probabilities."""
 
     def divergence(log_scale: float) -> float:
         scaled = logits * math.exp(log_scale)
@@ -244,9 +238,7 @@ def _swapped(
     batches: Sequence[Any],
     generator: torch.Generator,
 ) -> Iterator[Any]:
-    """Yield copies of batches with tokens of other batches, where a model reads
-    tokens.
-    """
+    """Yield copies of batches with tokens of other batches, where there are any."""
     texts: list[Any] = []
     for batch in batches:
         text = model.text(batch)
@@ -393,9 +385,7 @@ def _padded(
     values: Sequence[torch.Tensor],
     fill: int,
 ) -> torch.Tensor:
-    """Stack texts of unlike lengths, padded behind: `(T, ...)`, or choices `(K, T)` of
-    each.
-    """
+    """Stack texts of unlike lengths, padded behind: `(T, ...)` or `(K, T)`."""
     is_of_choices = values[0].ndim == 2 and len({len(value) for value in values}) == 1
     if not is_of_choices:
         return pad_sequence(list(values), batch_first=True, padding_value=fill)

@@ -49,9 +49,7 @@ def with_tokenizer(
     tokenizer: Any,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Complete options for the Laplace class: `class_texts` have the trainer's
-    tokenizer.
-    """
+    """Complete options: `class_texts` get the trainer's tokenizer."""
     completed = dict(options)
     if completed.get("class_texts") is not None and completed.get("tokenizer") is None:
         completed["tokenizer"] = tokenizer
@@ -145,9 +143,7 @@ def _forget_optimizer(trainer: Any) -> None:
 
 
 def _load_best(trainer: Any) -> None:
-    """Load the best checkpoint, if there is one, where the trainer itself reads another
-    adapter.
-    """
+    """Load the best checkpoint where the trainer would read another adapter."""
     model = find_peft_model(trainer.model)
     adapter = str(model.active_adapter)
     best = trainer.state.best_model_checkpoint
@@ -162,9 +158,7 @@ def with_attributes(
     trainer: Any,
     **values: Any,
 ) -> Iterator[None]:
-    """Give a trainer some attributes within; afterwards it has those that it had, if
-    any.
-    """
+    """Give a trainer some attributes within, and its own back afterwards."""
     attributes = vars(trainer)
     before = {name: attributes[name] for name in values if name in attributes}
     attributes.update(values)
@@ -180,8 +174,7 @@ def with_attributes(
 
 @contextmanager
 def restored(trainer: Any) -> Iterator[None]:
-    """Leave a trainer, its callbacks, its model's mode and all random states as they
-    were.
+    """Restore a trainer, its callbacks, mode and random states at the end.
 
     Within, callbacks that fit posteriors take no part.
     """
@@ -204,8 +197,7 @@ def restored(trainer: Any) -> Iterator[None]:
 
 
 class _Contents:
-    """Remembers what a trainer holds, in attributes, dictionaries, lists and sets at
-    any depth.
+    """What a trainer holds, in attributes and containers at any depth.
 
     Of its state, arguments, callbacks and accelerator, and of other data classes,
     attributes count; other objects and the data do not.
@@ -266,8 +258,7 @@ def groups_of(
     loader: DataLoader,
     held_out: float,
 ) -> torch.Tensor:
-    """Number the groups `(N,)` of a loader's examples: their classes, or quantiles of
-    targets.
+    """Number examples' groups `(N,)`: classes, or quantiles of targets.
 
     The loader gives each example once and in order.
     """

@@ -31,8 +31,7 @@ def build(
     options: Mapping[str, Any],
     methods: Mapping[str, type[TuningMethod]] = METHODS,
 ) -> TuningMethod:
-    """Build a method from a key of `methods` and the object's fields; an object stays
-    itself.
+    """Build a method by its key in `methods`; an object stays itself.
 
     Unknown methods and options, and missing ones, are refused by a `ValueError`.
     """

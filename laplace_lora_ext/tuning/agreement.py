@@ -44,8 +44,7 @@ _HELD = 1e30  # a prior precision that holds weights at their MAP values
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Agreement(TuningMethod):
-    """Take the broadest posterior whose draws still agree with the model on the
-    training data.
+    """Take the broadest posterior whose draws agree with the model on its data.
 
     Each draw from the posterior has class probabilities of its own. Their mean total
     variation distance from the model's, `½ Σ_c |p_c - p*_c|`, measures how much a draw
@@ -161,8 +160,9 @@ class Agreement(TuningMethod):
         kinds: Kinds,
         change: Callable[[torch.Tensor], float],
     ) -> torch.Tensor:
-        """Find the prior precision `(blocks,)` at which each kind by itself has the
-        allowed change.
+        """Find the prior precision `(blocks,)` at which each kind has its change.
+
+        Each kind by itself changes predictions as much as is allowed.
 
         One distance can't tell two prior precisions. So each kind has an equal part in
         it, and then a common factor makes it what is allowed of all kinds together.
@@ -183,9 +183,7 @@ def _change_by_some(
     is_drawn: torch.Tensor,
     prior_precision: torch.Tensor,
 ) -> float:
-    """Measure the change by draws of some blocks, while all others stay at their MAP
-    values.
-    """
+    """Measure the change by draws of some blocks, with all others at MAP."""
     return change(torch.where(is_drawn, prior_precision, _HELD))
 
 
@@ -199,9 +197,7 @@ def _distances_of_classes(drawn: torch.Tensor, f_mu: torch.Tensor) -> torch.Tens
 
 
 def _distances_of_numbers(drawn: torch.Tensor, f_mu: torch.Tensor) -> torch.Tensor:
-    """Compare normal distributions of variance 1, which overlap by what is beyond the
-    middle.
-    """
+    """Compute distances of normal distributions of variance 1."""
     apart = torch.linalg.vector_norm(drawn - f_mu, dim=-1)
     return torch.special.erf(apart / math.sqrt(8))  # 2 Φ(d / 2) - 1
 
@@ -209,8 +205,7 @@ def _distances_of_numbers(drawn: torch.Tensor, f_mu: torch.Tensor) -> torch.Tens
 def _mean_change(
     moments: Moments, n_samples: int, generator: torch.Generator, distances: Distances
 ) -> float:
-    """Average the total variation distance of draws from the model, over draws and
-    examples.
+    """Average draws' total variation distance from the model.
 
     Of labels, the moments are those of two classes each, and the average is over
     labels, too.
@@ -227,8 +222,7 @@ def _mean_change(
 
 
 def _with_noise(la: Tunable, history: TuningHistory) -> TuningHistory:
-    """Give a posterior the noise of its residuals, where its prior is that of a noise
-    of 1.
+    """Give a posterior the noise of its residuals, if its prior is for noise 1.
 
     The prior precisions of the history become those of the same noise.
     """
@@ -244,9 +238,7 @@ def _with_noise(la: Tunable, history: TuningHistory) -> TuningHistory:
 
 
 def check_max_change(max_change: float) -> None:
-    """Refuse a change that is no distance between distributions, or that is the
-    largest.
-    """
+    """Refuse a change that is not between 0 and 1."""
     if not 0 < max_change < 1:
         raise ValueError(f"max_change must be between 0 and 1, not {max_change}.")
 
@@ -258,8 +250,7 @@ def broadest(
     change: Callable[[torch.Tensor], float],
     progress_bar: bool,
 ) -> TuningHistory:
-    """Choose the factor of a prior precision at which draws change predictions as is
-    allowed.
+    """Choose the factor of a prior at which draws change as much as allowed.
 
     `change` is the mean distance under a prior precision.
     """
@@ -288,9 +279,7 @@ def broadest(
 
 
 def _falling_root(excess: Callable[[float], float]) -> float:
-    """Find where a falling function of a factor's logarithm passes 0, or the farthest
-    place.
-    """
+    """Find where a function that falls passes 0, or the farthest place."""
     here = 0.0
     is_above = excess(here) > 0
     stride = _STRIDE if is_above else -_STRIDE
@@ -309,8 +298,7 @@ def _falling_root(excess: Callable[[float], float]) -> float:
 def _moments_along(
     la: Tunable, loader: Iterable[Any]
 ) -> Callable[[torch.Tensor], Moments]:
-    """Make a function from a prior precision to the data's moments, for structures in
-    general.
+    """Make a function from priors to the data's moments, for any structure.
 
     The loader is read once. The data pass through the model at every prior precision,
     which `la` is left with.

@@ -224,9 +224,7 @@ class GridSearch(TuningMethod):
         grid: torch.Tensor,
         score: Score,
     ) -> GridLosses:
-        """Sum the loss at each point of the grid, which the posterior's prior is set
-        to.
-        """
+        """Sum losses at each point of the grid, setting the prior to it."""
         terms_of_all = self._terms(la, score)
         sums = torch.zeros(len(grid), score.size, dtype=torch.float64)
         n_examples = 0
@@ -271,9 +269,7 @@ class GridSearch(TuningMethod):
         la: Predictor,
         grid: torch.Tensor,
     ) -> Iterator[float]:
-        """Compute the user's own loss at each point, to which the posterior's prior is
-        set.
-        """
+        """Compute the user's loss at each point, setting the prior to it."""
         assert self.loss is not None
         predictions = self._predictions(la)
         device = la.members[0].model.device
@@ -287,8 +283,7 @@ class GridSearch(TuningMethod):
                 yield math.inf
 
     def _predictions(self, la: Predictor) -> Callable[[], Columns]:
-        """Make a function that predicts all validation data at the present prior
-        precision.
+        """Make a function that predicts all validation data at the present prior.
 
         It returns outputs and targets.
         """
@@ -434,9 +429,7 @@ def _shown(
     la: Predictor,
     outputs: Sequence[torch.Tensor],
 ) -> Sequence[torch.Tensor]:
-    """Take what a user's own loss reads of outputs: of labels the probability of
-    each.
-    """
+    """Show a user's loss what it reads: of labels, each one's probability."""
     likelihood = la.members[0].trained_likelihood
     return [likelihood.shown(output) for output in outputs]
 
@@ -461,9 +454,7 @@ def grid_of_priors(
     power: float,
     base: torch.Tensor | None,
 ) -> torch.Tensor:
-    """List powers of a number as `(size,)` prior precisions, or of a base, `(size,
-    blocks)`.
-    """
+    """List a grid of prior precisions, `(size,)` or `(size, blocks)`."""
     # In float32, whatever the default is.
     grid = torch.logspace(low, high, size, base=power, dtype=torch.float32)
     if base is None:
@@ -502,9 +493,7 @@ def record_grid(
 
 
 def warn_of_ends(la: Predictor, history: TuningHistory) -> None:
-    """Warn where nothing is better than the first or the last prior precision of a
-    grid.
-    """
+    """Warn where the first or the last prior precision of a grid is the best."""
     losses = history.objective
     best = losses.min()
     if len(losses) < 3 or (losses == best).all():

@@ -23,8 +23,7 @@ _WINDOW = 10  # steps over which the evidence must be steady
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Marglik(TuningMethod):
-    """Maximise the evidence (log marginal likelihood) of the training data, without any
-    data.
+    """Maximise the evidence (log marginal likelihood), without further data.
 
     Parameters
     ----------
@@ -83,8 +82,7 @@ class Marglik(TuningMethod):
         prior: Searched,
         log_noise: torch.Tensor | None,
     ) -> TuningHistory:
-        """Climb the evidence in the logarithms of the prior precision and perhaps of
-        the noise.
+        """Climb the evidence in logarithms of the prior and perhaps the noise.
 
         The evidence is smooth, has no noise and, for a layerwise prior, is a sum of
         functions of one variable each. That suits Rprop (Riedmiller & Braun, ICNN

@@ -1,6 +1,4 @@
-"""What all methods to choose a prior precision share: options, a start, a history, a
-descent.
-"""
+"""What methods to choose a prior share: options, a start, a history, a descent."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ class Fitted(Linearised, Protocol):
 
 
 class Predictor(Protocol):
-    """A posterior or a mixture of several, whose predictions depend on a prior
-    precision.
-    """
+    """What predicts by a prior precision: a posterior, or a mixture."""
 
     @property
     def members(self) -> Sequence[Fitted]: ...
@@ -216,9 +212,7 @@ class HistoryBuilder:
 
 
 def check_grid(history: TuningHistory) -> None:
-    """Refuse losses that are finite nowhere on a grid; warn of those that are the
-    same.
-    """
+    """Refuse losses that are never finite on a grid; warn of equal ones."""
     losses = history.objective
     if not losses.isfinite().any():
         raise ValueError("The validation loss is finite nowhere on the grid: check it.")
@@ -232,8 +226,7 @@ def check_grid(history: TuningHistory) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Searched:
-    """A prior precision that a descent changes: logarithms of its numbers, or of
-    factors of them.
+    """A prior precision that a descent changes, by logarithms or factors.
 
     Attributes
     ----------
@@ -259,8 +252,7 @@ class Searched:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TuningMethod:
-    """A method to choose the prior precision: its fields are options; call it with a
-    posterior.
+    """A method to choose the prior: its fields are options; call it to choose.
 
     Parameters
     ----------
@@ -290,9 +282,7 @@ class TuningMethod:
     @torch.inference_mode(False)  # what is kept must not be inference tensors
     @torch.enable_grad()
     def __call__(self, la: Tunable) -> TuningHistory:
-        """Choose the prior precision of a fitted `LoRALaplace`; an error restores the
-        old one.
-        """
+        """Choose the prior precision of a posterior; errors restore the old one."""
         before = la.hyperparameters
         try:
             with together():
@@ -306,9 +296,7 @@ class TuningMethod:
             raise
 
     def choose(self, la: Tunable) -> TuningHistory:
-        """Choose without a remark and without undoing errors, for a method that asks
-        this one.
-        """
+        """Choose without remarks and without undoing errors, for another method."""
         method = self
         if rank() > 0:  # one bar on the screen is enough
             method = replace(self, progress_bar=False)
@@ -353,9 +341,7 @@ class TuningMethod:
         return kinds if by_default or self.prior_structure == "kind" else None
 
     def _searched(self, la: Tunable) -> Searched:
-        """Set the prior to where the search starts, and return what a descent changes
-        of it.
-        """
+        """Set the prior to the search's start, and return what a descent changes."""
         start = self._start(la)
         kinds = self._kinds(la)
         if kinds is None:
@@ -363,8 +349,9 @@ class TuningMethod:
         return Searched(start.new_zeros(len(kinds)).requires_grad_(), start, kinds)
 
     def _start(self, la: Tunable) -> torch.Tensor:
-        """Set the prior to where the search starts: `(1,)`, `(blocks,)` or
-        `(parameters,)`.
+        """Set the prior to the search's start.
+
+        Its shape is `(1,)`, `(blocks,)` or `(parameters,)`.
 
         It is returned in float64.
         """

@@ -1,6 +1,4 @@
-"""What a search for a regression's noise reads off the curvature: no unit is
-preferred.
-"""
+"""What a search for a regression's noise reads off the curvature."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ _WITHOUT_DATA = 1e30
 
 
 def n_determined(la: Tunable) -> float:
-    """Count the parameters that the data determine rather than the prior: `Σ e / (e +
-    λ)`.
+    """Count the parameters that data determine, not the prior: `Σ e / (e + λ)`.
 
     The sum is over the eigenvalues e of the curvature, at the present prior precision λ
     and noise. It is the derivative of `log det(c H + λ)` in log c.
@@ -55,8 +52,7 @@ def _of_factors(P: KronDecomposed) -> float:
 
 
 def unit_of_priors(la: Tunable) -> float:
-    """Find the prior precision at which the prior says as much of an output as noise of
-    1 does.
+    """Find the prior precision that says of outputs as much as noise of 1.
 
     That is the mean squared slope of an output in the weights, over the training data:
     the trace of the curvature, divided by how many numbers it was summed over.
@@ -73,8 +69,7 @@ def unit_of_priors(la: Tunable) -> float:
 
 
 def noise_of_residuals(la: Tunable) -> float:
-    """Find the noise that the training residuals r tell of, at the prior of a noise of
-    1.
+    """Find the noise that training residuals show, at the prior of noise 1.
 
     Of n C residuals, the fit has made as many smaller as it has parameters that the
     data determine, γ. So the best estimate of the variance is `Σ r² / (n C - γ)`

@@ -1,6 +1,4 @@
-"""Which examples a method sees that needs them many times: as many as there is memory
-for.
-"""
+"""Which examples methods see many times: as many as memory has room for."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ def drawn(
     n_examples: int,
     seed: int,
 ) -> Any:
-    """Draw examples from a larger loader, where they can be drawn before any pass; or
-    return it.
-    """
+    """Draw examples from a larger loader before any pass, where possible."""
     if isinstance(loader, PredictiveStatistics) or data_size(loader) is None:
         return loader
     if count() > 1 and not Share(loader).is_dealt:
@@ -57,8 +53,7 @@ def statistics_within(
     progress_bar: bool,
     link_approx: str = DEFAULT_LINK,
 ) -> PredictiveStatistics | None:
-    """Pass over data for statistics of at most so many bytes, and warn of what is left
-    out.
+    """Compute statistics of at most so many bytes, and warn of what is left out.
 
     Returns given statistics as they are, and None for a structure without any.
     """

@@ -1,6 +1,4 @@
-"""What a grid search sums over validation data, to choose a scale along with the
-prior.
-"""
+"""What a grid search sums over validation data, to choose more than a prior."""
 
 from __future__ import annotations
 
@@ -74,8 +72,7 @@ class Score(Protocol):
         x: Any,
         targets: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute each example's numbers `(N, K)`, in float64, at the present prior
-        precision.
+        """Compute each example's numbers `(N, K)` in float64, at the present prior.
 
         `x` is a batch of inputs, or moments of one.
         """
@@ -86,16 +83,13 @@ class Score(Protocol):
         sums: torch.Tensor,
         n_examples: int,
     ) -> Best:
-        """Find the best loss at a prior precision by the sums `(K,)` of all examples'
-        numbers.
-        """
+        """Find the best loss at a prior, given the sums `(K,)` of all numbers."""
         ...
 
 
 @dataclass(frozen=True)
 class PriorAlone:
-    """Scores predictions as they are: an example's one number is its negative
-    log-likelihood.
+    """Scores predictions as they are, by each example's loss.
 
     Parameters
     ----------
@@ -132,8 +126,7 @@ class PriorAlone:
 
 @dataclass(frozen=True)
 class WithLogitScale:
-    """Scores `link(s f, s² V)` of Gaussian logits, at several scales s from the same
-    moments.
+    """Scores `link(s f, s² V)` at several scales s, from the same moments.
 
     An example's numbers are its negative log-likelihoods, one for each of
     `LOGIT_SCALES`. Without a variance, s is the inverse of a temperature, and s = 1 is
@@ -220,8 +213,7 @@ class WithLogitScale:
 
 @dataclass(frozen=True)
 class WithNoise:
-    """Scores numbers by the density of their targets, at the noise that suits them
-    best.
+    """Scores numbers by their density, at the noise that suits them best.
 
     The grid is of ρ = λ σ², with prior precision λ and noise σ, and the posterior has a
     noise of 1 meanwhile. Then the covariance of an example's outputs is σ² V with a V

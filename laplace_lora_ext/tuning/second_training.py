@@ -41,8 +41,7 @@ _NAME = "second_training_{}"  # of adapters that a trainer trains
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SecondTraining(TuningMethod):
-    """Train again without some of the examples, and let these choose the prior
-    precision.
+    """Train again without some examples, and let these choose the prior.
 
     The posterior of that other training is fitted to the rest of the data. The prior
     precision that predicts the held-out examples best then serves the model of all
@@ -186,9 +185,7 @@ class SecondTraining(TuningMethod):
         rest: Dataset,
         number: int,
     ) -> Any:
-        """Train another adapter, and make a posterior of the same kind around it,
-        without a fit.
-        """
+        """Train another adapter, and make an unfitted posterior around it."""
         if self.trainer is not None:
             model = self._from_trainer(la, rest, number)
         else:
@@ -240,9 +237,7 @@ class SecondTraining(TuningMethod):
 
 @dataclass(frozen=True)
 class _Training:
-    """Holds another training's posterior, and what its held-out examples have
-    chosen.
-    """
+    """Another training's posterior, and what its held-out examples chose."""
 
     posterior: Any
     search: TuningMethod
@@ -275,9 +270,7 @@ def _of_all(la: Tunable, trainings: Sequence[_Training]) -> TuningHistory:
 
 
 def _points(history: TuningHistory) -> torch.Tensor:
-    """Return the prior precisions that were tried; of a grid, those before any
-    noise.
-    """
+    """Return the prior precisions that were tried; of a grid, without noise."""
     return (
         history.losses.grid
         if isinstance(history, GridHistory)

@@ -39,8 +39,9 @@ _ROWS = 256  # examples whose logits it samples at once
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ValGD(TuningMethod):
-    """Follow the gradient of the validation data's negative log-likelihood, for
-    "lowrank_kron".
+    """Descend along the gradient of the validation data's loss.
+
+    For "lowrank_kron" alone.
 
     Of a regression the gradient is in the logarithm of `la.sigma_noise`, too, from the
     best noise of the start on. The prior precision is then relative to the noise, as
@@ -240,8 +241,9 @@ class _Losses:
 def _best_log_noise(
     la: Tunable, statistics: PredictiveStatistics, prior: Searched
 ) -> torch.Tensor:
-    """Find the logarithm of the noise that suits the start best, `()`; the data's own
-    scale.
+    """Find the logarithm `()` of the noise that suits the start best.
+
+    It is the data's own scale.
     """
     score = WithNoise(la.n_outputs)
     moments = statistics.moments(prior.value().detach())
