@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import transformers
 from peft import LoraConfig, TaskType, get_peft_model
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from benchmarks.models import (
@@ -247,11 +246,7 @@ class Pretrained:
 
         def loss_of(batch: Any) -> torch.Tensor:
             labels = batch["labels"]
-            return cross_entropy(
-                model(batch),
-                labels[labels != UNLABELLED],
-                label_smoothing=followed.label_smoothing,
-            )
+            return followed.loss(model, batch, labels[labels != UNLABELLED])
 
         def trained() -> Checkpoints:
             return train(
@@ -312,6 +307,7 @@ def with_lora(
     base: Any,
     settings: Hyperparameters,
     task_type: TaskType,
+    recipe: Recipe | None = None,
 ) -> Any:
     """Add LoRA layers to a model, ready for training."""
     lora = LoraConfig(
@@ -321,7 +317,8 @@ def with_lora(
         lora_dropout=settings.dropout,
         target_modules=list(settings.target_modules),
     )
-    return get_peft_model(base, lora)
+    followed = recipe or Recipe()
+    return get_peft_model(base, followed.adapters(lora))
 
 
 def held_out(
@@ -337,11 +334,18 @@ def held_out(
     return list(rest), list(held)
 
 
-def untrained(pretrained: Pretrained, seed: int) -> Any:
+def untrained(
+    pretrained: Pretrained,
+    seed: int,
+    recipe: Recipe | None = None,
+) -> Any:
     """Load the pretrained model with new LoRA layers."""
     transformers.set_seed(seed)
     return with_lora(
-        pretrained.load(), pretrained.hyperparameters, pretrained.task_type
+        pretrained.load(),
+        pretrained.hyperparameters,
+        pretrained.task_type,
+        recipe,
     )
 
 
@@ -360,7 +364,7 @@ def fine_tune(
     def retrained(recipe: Recipe) -> AdaptedModel:
         return fine_tune(pretrained, records, seed, recipe)
 
-    model = untrained(pretrained, seed)
+    model = untrained(pretrained, seed, recipe)
     if recipe is not None:
         recipe.prepare(model)
     adapted = AdaptedModel(

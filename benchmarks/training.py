@@ -14,6 +14,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 import transformers
+from peft import LoraConfig
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -87,7 +89,10 @@ class Recipe:
     """
 
     name = "maximum likelihood"
-    label_smoothing = 0.0
+
+    def adapters(self, lora: LoraConfig) -> LoraConfig:
+        """Choose the kind of LoRA layers that are trained."""
+        return lora
 
     def prepare(self, model: torch.nn.Module) -> None:
         """Add parameters to be trained beside the weights."""
@@ -97,8 +102,29 @@ class Recipe:
         weights: list[torch.nn.Parameter],
         settings: Hyperparameters,
     ) -> Any:
-        """Make the optimizer, which gets a linear schedule."""
+        """Make the optimizer."""
         return torch.optim.AdamW(weights, lr=settings.learning_rate, weight_decay=0.0)
+
+    def schedule(self, optimizer: Any, settings: Hyperparameters) -> Any:
+        """Make the schedule of the learning rate, which falls to 0 after warming up."""
+        return transformers.get_linear_schedule_with_warmup(
+            optimizer,
+            num_warmup_steps=settings.warmup_steps,
+            num_training_steps=settings.steps,
+        )
+
+    def kept_steps(self, settings: Hyperparameters) -> list[int]:
+        """List the steps after which a checkpoint is kept, the last step among them."""
+        return settings.checkpoint_steps
+
+    def loss(
+        self,
+        model: torch.nn.Module,
+        batch: Any,
+        labels: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the mean loss of a batch; the model gives logits for the labels."""
+        return cross_entropy(model(batch), labels)
 
     def drawing(self, optimizer: Any) -> AbstractContextManager[Any]:
         """Make a context for gradients: at the weights, or at a sample of them."""
@@ -131,6 +157,15 @@ class Smoothed(Recipe):
         self.name = f"label smoothing {label_smoothing}"
         self.label_smoothing = label_smoothing
 
+    def loss(
+        self,
+        model: torch.nn.Module,
+        batch: Any,
+        labels: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the mean loss of a batch at smoothed labels."""
+        return cross_entropy(model(batch), labels, label_smoothing=self.label_smoothing)
+
 
 def train(
     model: torch.nn.Module,
@@ -149,11 +184,8 @@ def train(
     optimizer = recipe.optimizer(list(trained.values()), settings)
     # A recipe may have a rate of its own, which the schedule scales all the same.
     first_rate = optimizer.param_groups[0]["lr"]
-    schedule = transformers.get_linear_schedule_with_warmup(
-        optimizer,
-        num_warmup_steps=settings.warmup_steps,
-        num_training_steps=settings.steps,
-    )
+    schedule = recipe.schedule(optimizer, settings)
+    kept_steps = recipe.kept_steps(settings)
     checkpoints = {}
     # Another pass begins, in another order, when one ends.
     batches = chain.from_iterable(repeat(loader))
@@ -171,7 +203,7 @@ def train(
         recipe.after_step(model, step, steps_an_epoch=len(loader), pace=pace)
         schedule.step()
         optimizer.zero_grad()
-        if step in settings.checkpoint_steps:
+        if step in kept_steps:
             kept = {name: weight.detach().clone() for name, weight in trained.items()}
             checkpoints[step] = kept | recipe.deviations(model, optimizer)
         progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks.fine_tuning import Pretrained, fine_tune, held_out, prepare
 from benchmarks.methods.method import Members, labels_of
-from benchmarks.methods.sampled import SETTINGS, retrained
+from benchmarks.methods.settings import SETTINGS
 from benchmarks.options import Settings
 from benchmarks.report import Result, Row, over_seeds, say, table
 from laplace_lora_ext.metrics import quality
@@ -51,9 +51,10 @@ def measured(
 
     yield row(TRAINED, Members.of([model]))
     for rival in options.rivals:
-        for recipe in SETTINGS[rival]:
+        tried = SETTINGS[rival]
+        for recipe in tried.recipes:
             say(options, f"Seed {seed}: {recipe.name}")
-            yield row(recipe.name, retrained(recipe, model, batches))
+            yield row(recipe.name, tried.fit(recipe, model, batches))
 
 
 def text_of(pretrained: Pretrained, rows: list[Row]) -> list[str]:

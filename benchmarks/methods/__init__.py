@@ -7,7 +7,7 @@ from functools import partial
 from laplace.curvature.asdl import AsdlGGN
 
 from benchmarks.methods import method as points
-from benchmarks.methods import posteriors, sampled
+from benchmarks.methods import posteriors, sampled, swag, trained_again
 from benchmarks.methods.method import Method, PointMethod, Posterior
 
 # Stock curvatures in this library's class.
@@ -26,6 +26,13 @@ ALL: tuple[Method, ...] = (
     PointMethod("tfb", "TFB", sampled.training_free),
     PointMethod("blob", "BLoB", partial(sampled.retrained, sampled.BLoB())),
     PointMethod("ivon", "IVON-LoRA", partial(sampled.retrained, sampled.IVONLoRA())),
+    PointMethod("swag", "SWAG", partial(swag.of_iterates, swag.SWAG())),
+    PointMethod(
+        "monteclora",
+        "MonteCLoRA",
+        partial(trained_again.alone, trained_again.MonteCLoRA()),
+    ),
+    PointMethod("distilled", "Student of a deep ensemble", trained_again.distilled),
     Posterior(
         "last_layer", "Last layer (LLLA)", posteriors.of_last_layer, on_training=True
     ),

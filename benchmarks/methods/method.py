@@ -114,13 +114,18 @@ def last_checkpoints(model: AdaptedModel, _: DataLoader) -> Members:
 
 def other_seeds(model: AdaptedModel, _: DataLoader) -> Members:
     """Predict with trainings of other seeds too, up to the same step as this one."""
+    return Members.of(ensemble(model))
+
+
+def ensemble(model: AdaptedModel) -> list[AdaptedModel]:
+    """Train other seeds up to the same step as a model, which is the first of them."""
     assert model.another is not None
     step = max(model.checkpoints)
     members = [model]
     for number in range(1, ENSEMBLE_SIZE):
         other = model.another(number)
         members.append(other.at(step))
-    return Members.of(members)
+    return members
 
 
 def fit_temperature(

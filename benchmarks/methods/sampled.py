@@ -302,20 +302,3 @@ class IVONLoRA(Recipe):
         for (name, weight), part in zip(trained.items(), parts, strict=True):
             deviations[name + DEVIATION] = part.view_as(weight)
         return deviations
-
-
-# What `python -m benchmarks settings` tries, by the method's key.
-SETTINGS: dict[str, tuple[Recipe, ...]] = {
-    "ivon": (
-        IVONLoRA(learning_rate=0.03),  # the paper's
-        IVONLoRA(learning_rate=0.5),
-        IVONLoRA(learning_rate=2.0),
-        IVONLoRA(learning_rate=2.0, effective_size=1e6, first_hessian=1e-3),
-        IVONLoRA(learning_rate=5.0),
-    ),
-    "blob": (
-        BLoB(),
-        BLoB(start=0.2),
-        BLoB(divergence_rate=0.02),
-    ),
-}

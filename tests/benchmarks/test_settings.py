@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.experiments.settings import TRAINED
-from benchmarks.methods.sampled import SETTINGS
+from benchmarks.methods.settings import SETTINGS
 from tests.benchmarks.support import run
 
 
@@ -32,7 +32,7 @@ def test_every_setting_trains_and_predicts_what_is_held_out(
         **small(tiny_models, tmp_path),
     )
     names = [row["settings"] for row in finished.figures["rows"]]
-    assert names == [TRAINED, *(recipe.name for recipe in SETTINGS["ivon"])]
+    assert names == [TRAINED, *(recipe.name for recipe in SETTINGS["ivon"].recipes)]
     # Trainings are kept by their names.
     assert len(set(names)) == len(names)
 

@@ -1,0 +1,59 @@
+"""Settings of rivals that train again, for `python -m benchmarks settings` to try."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.utils.data import DataLoader
+
+from benchmarks.methods.method import Members
+from benchmarks.methods.sampled import BLoB, IVONLoRA, retrained
+from benchmarks.methods.swag import SWAG, of_iterates
+from benchmarks.methods.trained_again import MonteCLoRA, alone
+from benchmarks.models import AdaptedModel
+from benchmarks.training import Recipe
+
+
+@dataclass(frozen=True)
+class Tried:
+    """How a rival is fitted, and the recipes to compare."""
+
+    fit: Callable[[Recipe, AdaptedModel, DataLoader], Members]
+    recipes: tuple[Recipe, ...]
+
+
+IVON = Tried(
+    retrained,
+    (
+        IVONLoRA(learning_rate=0.03),  # the paper's
+        IVONLoRA(learning_rate=0.5),
+        IVONLoRA(learning_rate=2.0),
+        IVONLoRA(learning_rate=2.0, effective_size=1e6, first_hessian=1e-3),
+        IVONLoRA(learning_rate=5.0),
+    ),
+)
+BLOB = Tried(
+    retrained,
+    (
+        BLoB(),
+        BLoB(start=0.2),
+        BLoB(divergence_rate=0.02),
+    ),
+)
+OF_SWAG = Tried(
+    of_iterates,
+    (
+        SWAG(),
+        SWAG(rate=1.0),
+        SWAG(rate=1.0, tail=0.5),
+    ),
+)
+MONTECLORA = Tried(
+    alone,
+    (
+        MonteCLoRA(),  # PEFT's
+        MonteCLoRA(scale=3e-3),
+        MonteCLoRA(scale=3e-2, divergence=1e-4),
+    ),
+)
+# By the method's key.
+SETTINGS = {"ivon": IVON, "blob": BLOB, "swag": OF_SWAG, "monteclora": MONTECLORA}

@@ -1,0 +1,177 @@
+"""Rivals that train again: SWAG, MonteCLoRA, and a student of an ensemble."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from benchmarks.fine_tuning import TRAIN, fine_tune
+from benchmarks.methods.method import Members, ensemble
+from benchmarks.methods.swag import SWAG, Iterates, of_iterates
+from benchmarks.methods.trained_again import Distilled, MonteCLoRA, alone, distilled
+from benchmarks.training import Hyperparameters
+
+
+def settings_of(steps, warmup_steps):
+    return Hyperparameters(
+        model="",
+        target_modules=(),
+        batch_size=1,
+        maximum_length=1,
+        steps=steps,
+        warmup_steps=warmup_steps,
+    )
+
+
+def test_swags_rate_is_constant_in_the_tail():
+    settings = settings_of(steps=12, warmup_steps=2)
+    recipe = SWAG(rate=0.4, tail=0.5, iterates=3)
+    paces = [recipe.pace(steps_done, settings) for steps_done in range(12)]
+    falling = [1.0, 0.85, 0.7, 0.55]
+    assert paces == pytest.approx([0.0, 0.5, *falling, *[0.4] * 6])
+    assert recipe.kept_steps(settings) == [8, 10, 12]
+    # Of a tail of fewer steps each is kept, and a deviation needs two of them.
+    assert SWAG().kept_steps(settings) == [10, 11, 12]
+    assert SWAG(tail=0.01).kept_steps(settings) == [11, 12]
+
+
+def test_swags_covariance_is_half_diagonal_and_half_that_of_the_iterates():
+    torch.manual_seed(0)
+    iterates = []
+    for _ in range(4):
+        weights = {"a": torch.randn(2).double(), "b": 2 * torch.randn(1, 2).double()}
+        iterates.append(weights)
+    flat = torch.stack([torch.cat([w["a"], w["b"].flatten()]) for w in iterates])
+    gaussian = Iterates.of(iterates)
+    mean = torch.cat([gaussian.mean["a"], gaussian.mean["b"].flatten()])
+    torch.testing.assert_close(mean, flat.mean(0))
+    generator = torch.Generator().manual_seed(0)
+    draws = []
+    for _ in range(20_000):
+        drawn = gaussian(generator)
+        draws.append(torch.cat([drawn["a"], drawn["b"].flatten()]))
+    moved = torch.stack(draws)
+    # By NumPy's divisors: the paper's variances have K, its low-rank part has K - 1.
+    diagonal = flat.var(0, correction=0).diag()
+    expected = (diagonal + flat.mT.cov()) / 2
+    error = (moved.mT.cov() - expected).abs().max() / expected.diag().max()
+    assert error < 0.04
+    assert moved.mean(0).abs().max() < 0.04 * expected.diag().max().sqrt()
+
+
+def test_swag_predicts_around_the_mean_of_its_iterates(prepared):
+    pretrained = prepared("mrpc", steps=8, learning_rate=1e-2)
+    train = pretrained.data[TRAIN]
+    model = fine_tune(pretrained, train, seed=0)
+    before = copy.deepcopy(model.model.state_dict())
+    recipe = SWAG(tail=0.5, iterates=4)
+    loader = pretrained.loader(train, batch_size=8)
+    members = of_iterates(recipe, model, loader)
+    assert all(
+        torch.equal(model.model.state_dict()[name], before[name]) for name in before
+    )
+    assert model.retrained is not None
+    trained = model.retrained(recipe)
+    assert list(trained.checkpoints) == [5, 6, 7, 8]
+    batch = next(iter(loader))
+    draws = torch.stack([logits_of(batch).detach() for logits_of in members.logits()])
+    assert draws.std(0).min() > 0
+    iterates = list(trained.checkpoints.values())
+    mean = {name: sum(each[name] for each in iterates) / 4 for name in iterates[0]}
+    trained.model.load_state_dict(mean, strict=False)
+    at_mean = trained.logits_model(batch).detach()
+    # Near the mean of the weights, whose draws are far less apart than logits.
+    assert (draws.mean(0) - at_mean).abs().max() < draws.std(0).max()
+
+
+def test_monteclora_adds_pefts_penalty_to_the_loss(prepared):
+    pretrained = prepared("mrpc", learning_rate=1e-2)
+    train = pretrained.data[TRAIN]
+    recipe = MonteCLoRA(scale=0.1, divergence=1e-2)
+    adapted = fine_tune(pretrained, train, 0, recipe)
+    batch = next(iter(pretrained.loader(train)))
+    seen = []
+
+    def note(_module, _inputs, output):
+        seen.append(output)
+
+    adapted.model.train()
+    handle = adapted.logits_model.register_forward_hook(note)
+    loss = recipe.loss(adapted.logits_model, batch, batch["labels"])
+    penalties = []
+    for name, module in adapted.model.named_modules():
+        if name.endswith("lora_monteclora_sampler.default"):
+            sampler: Any = module
+            penalties.append(sum(sampler.get_variational_loss()))
+    recipe.loss(adapted.logits_model, batch, batch["labels"])
+    handle.remove()
+    assert len(penalties) == 4  # query and value of two layers
+    penalty = float(sum(penalties)) / len(penalties)
+    assert abs(penalty) > 1e-3
+    first, second = seen
+    data = float(cross_entropy(first, batch["labels"]))
+    assert float(loss) == pytest.approx(data + penalty, rel=1e-5)
+    # Steps differ in their samples.
+    assert not torch.equal(first, second)
+    loss.backward()
+    of_samplers = [
+        weight.grad
+        for name, weight in adapted.model.named_parameters()
+        if "lora_monteclora_sampler" in name
+    ]
+    assert len(of_samplers) == 2 * len(penalties)
+    for gradient in of_samplers:
+        assert gradient is not None
+        assert gradient.count_nonzero() > 0
+
+
+def test_monteclora_predicts_with_lora_a_itself(prepared):
+    pretrained = prepared("mrpc", learning_rate=1e-2)
+    train = pretrained.data[TRAIN]
+    model = fine_tune(pretrained, train, seed=0)
+    before = copy.deepcopy(model.model.state_dict())
+    loader = pretrained.loader(train, batch_size=8)
+    members = alone(MonteCLoRA(scale=0.1), model, loader)
+    predicted = members.predict({TRAIN: loader})[TRAIN]
+    assert torch.equal(members.predict({TRAIN: loader})[TRAIN], predicted)
+    assert not torch.equal(model.logits(loader).softmax(-1), predicted)
+    after = model.model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_students_loss_is_the_divergence_from_the_mean_of_its_teachers(prepared):
+    pretrained = prepared("mrpc", steps=4, learning_rate=1e-2)
+    train = pretrained.data[TRAIN]
+    teachers = [fine_tune(pretrained, train, seed) for seed in (0, 1)]
+    student = fine_tune(pretrained, train, seed=2)
+    batch = next(iter(pretrained.loader(train)))
+    loss = Distilled(teachers).loss(student.logits_model, batch, batch["labels"])
+    p = [each.logits_model(batch).detach().double().softmax(-1) for each in teachers]
+    mean = (p[0] + p[1]) / 2
+    q = student.logits_model(batch).detach().double().softmax(-1)
+    by_hand = (mean * (mean / q).log()).sum(-1).mean()
+    assert by_hand > 1e-6
+    assert float(loss) == pytest.approx(float(by_hand), rel=1e-3)
+    # Nothing is to learn from oneself.
+    of_itself = Distilled([student]).loss(student.logits_model, batch, batch["labels"])
+    assert float(of_itself) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_student_of_an_ensemble_is_one_model(prepared):
+    pretrained = prepared("mrpc", steps=2, learning_rate=1e-2)
+    train = pretrained.data[TRAIN]
+    model = fine_tune(pretrained, train, seed=0)
+    loader = pretrained.loader(train, batch_size=8)
+    members = distilled(model, loader)
+    assert len(list(members.logits())) == 1
+    predicted = members.predict({TRAIN: loader})[TRAIN]
+    recipe = Distilled(ensemble(model))
+    assert len(recipe.teachers) == 3
+    assert model.retrained is not None
+    student = model.retrained(recipe)
+    assert torch.equal(student.logits(loader).softmax(-1), predicted)
+    of_ensemble = Members.of(recipe.teachers)
+    assert not torch.equal(of_ensemble.predict({TRAIN: loader})[TRAIN], predicted)
