@@ -10,7 +10,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -26,7 +25,7 @@ from transformers import (
 import laplace_lora_ext
 import tests.support.dense as dense
 from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
-from laplace_lora_ext.models import tokens_model
+from laplace_lora_ext.models import vocabulary
 from laplace_lora_ext.passes import graph
 from laplace_lora_ext.saving import write_state
 from tests.support.dense import EXACT
@@ -37,6 +36,7 @@ from tests.support.posteriors import (
     make,
 )
 from tests.support.texts import (
+    RowsOfTheVocabulary,
     drawn_models,
     fitted_text,
     text_batches,
@@ -286,7 +286,7 @@ def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(
     def note_call(*_):
         layer_calls.append(1)
 
-    monkeypatch.setattr(tokens_model, "MOST_ROWS", 6)
+    monkeypatch.setattr(vocabulary, "MOST_ROWS", 6)
     with output_layer.register_forward_hook(note_rows):
         found = figures()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
@@ -310,25 +310,6 @@ def n_batches_of_texts(batch):
             n_tokens = 0
         n_tokens += n_more
     return n_batches
-
-
-class RowsOfTheVocabulary(TorchDispatchMode):
-    """Keeps how many rows of a vocabulary the largest new tensor has that has any."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.weights = {weight.data_ptr() for weight in model.parameters()}
-        self.most = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        for tensor in output if isinstance(output, tuple | list) else [output]:
-            if not isinstance(tensor, torch.Tensor) or not tensor.ndim:
-                continue
-            is_of_weight = tensor.data_ptr() in self.weights
-            if tensor.shape[-1] == VOCABULARY and not is_of_weight:
-                self.most = max(self.most, tensor.shape[:-1].numel())
-        return output
 
 
 LONG = {"lengths": (21, 18, 12, 26, 3, 20), "batch_size": 6, "padded_to": 26}
@@ -356,7 +337,7 @@ def test_a_fit_in_parts_is_the_same_and_holds_few_rows_of_the_vocabulary(
     monkeypatch.setattr(graph, "_ROWS", 1)
     expected, n_at_once = fit()
     assert n_at_once > 80
-    monkeypatch.setattr(tokens_model, "MOST_ROWS", 12)
+    monkeypatch.setattr(vocabulary, "MOST_ROWS", 12)
     la, n_in_parts = fit()
     assert n_in_parts == 12
     torch.testing.assert_close(la.H.to_matrix(), expected.H.to_matrix(), **EXACT)
@@ -388,7 +369,7 @@ def test_draws_of_a_fit_do_not_depend_on_its_parts(kind, ragged, monkeypatch):
     ]
     with first_layer.register_forward_hook(note_call):
         expected, n_calls = fit()
-        monkeypatch.setattr(tokens_model, "MOST_ROWS", 3)
+        monkeypatch.setattr(vocabulary, "MOST_ROWS", 3)
         la, n_calls_in_parts = fit()
     # The layers before the output layer run as often.
     assert n_calls_in_parts == n_calls > 0
@@ -400,7 +381,7 @@ def test_draws_of_a_fit_do_not_depend_on_its_parts(kind, ragged, monkeypatch):
 def test_a_model_that_overwrites_what_is_remembered_is_refused(monkeypatch):
     model = lora_model("gpt2").eval()
     la = fitted_text(model)
-    monkeypatch.setattr(tokens_model, "MOST_ROWS", 2)
+    monkeypatch.setattr(vocabulary, "MOST_ROWS", 2)
 
     def overwrite(_, inputs):
         with torch.no_grad():

@@ -230,6 +230,7 @@ class LowRankKronInterface(CurvatureInterface):
         self.tail = tail
         if kfac_approx == "gradient":  # others count positions, of prompts too
             self.model.share_prompts()
+            self.model.divide_vocabulary()
         self.n_before = 0
 
     @property

@@ -81,6 +81,13 @@ class Answers:
     def share_prompts(self) -> None:
         """Read what a text's choices share once from now on, where that is exact."""
 
+    def divide_vocabulary(self) -> None:
+        """Compute logits of a vocabulary in parts from now on, and keep none for
+        backward passes.
+
+        Nobody may transform passes by `torch.func` then.
+        """
+
     @contextmanager
     def weighing(self) -> Iterator[list[torch.Tensor]]:
         """Yield the probability `(B,)` of all answers, from the first pass within.

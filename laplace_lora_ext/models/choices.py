@@ -6,6 +6,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,13 @@ from laplace_lora_ext.models.answers import (
     without_cache,
 )
 from laplace_lora_ext.models.batches import text_first
+from laplace_lora_ext.models.vocabulary import (
+    Part,
+    Reading,
+    logits_at,
+    parts_of,
+    read_in_parts,
+)
 from laplace_lora_ext.processes.exchange import count
 
 SCORE_MASK = "score_mask"
@@ -120,6 +128,7 @@ class Choices(Answers):
         super().__init__()
         self._shares_prompts = False
         self._proven: dict[tuple[bool, bool], bool] = {}  # by kind of batch
+        self._divides_vocabulary = False
         self.normalised = normalised
         self._transformer = transformer
         self._decodes = (
@@ -179,6 +188,9 @@ class Choices(Answers):
     def share_prompts(self) -> None:
         # Not yet for certain: the first batch of each kind proves it, or not.
         self._shares_prompts = True
+
+    def divide_vocabulary(self) -> None:
+        self._divides_vocabulary = self._transformer is not None
 
     def _may_share(self, kwargs: Mapping[str, Any]) -> bool:
         """Tell whether a prompt may be read once, as far as is known before a pass."""
@@ -272,7 +284,12 @@ class Choices(Answers):
 
         Also returns logits `(N, V)` where each row's first one is predicted.
         """
-        index, counts = first_places(targets != IGNORED)
+        predicts = targets != IGNORED
+        if self._divides_vocabulary and count() == 1:
+            parts = parts_of(predicts)
+            if len(parts) > 1:
+                return self._read_in_parts(inputs, targets, parts, call, **kwargs)
+        index, counts = first_places(predicts)
         with reading_at(self._transformer, index, targets.shape[1]) as read_off:
             output = call(inputs, **kwargs)
             of_vocabulary = in_full(read_off(output))
@@ -281,6 +298,38 @@ class Choices(Answers):
         tokens = tokens[..., None].to(of_vocabulary.device)
         log_p = _log_probs(of_vocabulary, tokens)[..., 0]
         return log_p.sum(-1), of_vocabulary[:, 0]
+
+    def _read_in_parts(
+        self,
+        inputs: Any,
+        targets: torch.Tensor,
+        parts: Sequence[Part],
+        call: Callable[..., Any],
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read as `_read`, a part of the places at a time."""
+        assert self._transformer is not None
+        predicts = targets != IGNORED
+        tokens = targets[predicts][:, None, None]
+        calls = partial(call, inputs, **kwargs)
+
+        def logits(part: Part) -> torch.Tensor:
+            places = part.of(predicts)
+            return in_full(logits_at(self._transformer, places, calls))
+
+        def reading(rows: torch.Tensor) -> Reading:
+            def read(logits: torch.Tensor) -> torch.Tensor:
+                own = tokens[rows].to(logits.device)
+                return _log_probs(logits[:, None], own).flatten()
+
+            return read
+
+        log_p, at_first = read_in_parts(
+            self._transformer, predicts, parts, logits, reading
+        )
+        places = predicts.to(log_p.device)
+        by_place = log_p.new_zeros(places.shape).masked_scatter(places, log_p)
+        return by_place.sum(-1), at_first
 
     def _scored(
         self,
@@ -448,6 +497,9 @@ class AnswerTexts(Answers):
 
     def share_prompts(self) -> None:
         self._choices.share_prompts()
+
+    def divide_vocabulary(self) -> None:
+        self._choices.divide_vocabulary()
 
     def rows(self, inputs: Any) -> Any:
         return self._choices.rows(self._as_choices(inputs))

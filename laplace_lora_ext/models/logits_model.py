@@ -194,6 +194,11 @@ class LogitsModel(nn.Module):
         if self._answers is not None:
             self._answers.share_prompts()
 
+    def divide_vocabulary(self) -> None:
+        """Compute logits of a vocabulary as `Answers.divide_vocabulary` from now on."""
+        if self._answers is not None:
+            self._answers.divide_vocabulary()
+
     def weighing_answers(self) -> AbstractContextManager[list[torch.Tensor]]:
         """Weigh answers as `Answers.weighing` does; without answers, nothing."""
         if self._answers is None:

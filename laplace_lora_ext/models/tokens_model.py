@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import PreTrainedModel
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from laplace_lora_ext.likelihoods import IGNORED, LabelsOfTokens
+from laplace_lora_ext.models import vocabulary
 from laplace_lora_ext.models.answers import (
     DECODER_INPUTS,
-    first_places,
-    reading_at,
     start_token,
     without_cache,
 )
@@ -31,23 +26,14 @@ from laplace_lora_ext.models.batches import (
     text_first,
 )
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import forwards_replaced, is_shared
-
-MOST_ROWS = 1024
-"""Most rows of a vocabulary's logits that a part of a batch has."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some of each text's labelled tokens, counted from its first one."""
-
-    first: int
-    size: int
-
-    def of(self, labelled: torch.Tensor) -> torch.Tensor:
-        """Mark which of the labelled ones among places `(B, T)` are of this part."""
-        number = labelled.cumsum(1) - 1
-        return labelled & (number >= self.first) & (number < self.first + self.size)
+from laplace_lora_ext.models.running import is_shared
+from laplace_lora_ext.models.vocabulary import (
+    Part,
+    Reading,
+    logits_at,
+    parts_of,
+    read_in_parts,
+)
 
 
 class TokensModel(LogitsModel):
@@ -101,27 +87,17 @@ class TokensModel(LogitsModel):
         """
         parts = self.parts(batch)
         if len(parts) == 1:
-            return _read(partial(self, batch), labels)()
-        labelled = self.targets(batch) != IGNORED
-        remembered = Remembered(self.transformer)
+            return _reading(labels)(self(batch))
 
         def logits(part: Part) -> torch.Tensor:
-            with remembered.running():
-                return self(batch, part=part)
+            return self(batch, part=part)
 
-        # The layers before the output layer run here, and never again.
-        logits(Part(first=0, size=1))
-        rows: list[torch.Tensor] = []
-        log_probs: list[torch.Tensor] = []
-        for part in parts:
-            is_of_part = part.of(labelled)[labelled]
-            read = _read(partial(logits, part), labels.of(is_of_part))
-            # A model's hooks are to see whole passes.
-            with set_checkpoint_early_stop(False):
-                log_probs.append(checkpoint(read, use_reentrant=False))
-            rows.append(is_of_part.nonzero()[:, 0])
-        in_order = torch.cat(rows).argsort()
-        return torch.cat(log_probs)[in_order.to(self.device)]
+        def reading(rows: torch.Tensor) -> Reading:
+            return _reading(labels.of(rows))
+
+        places = self.targets(batch) != IGNORED
+        log_p, _ = read_in_parts(self.transformer, places, parts, logits, reading)
+        return log_p
 
     def summary(self, batch: Any) -> torch.Tensor:
         """Compute log-probabilities `(N, 1)` of the labels, in parts."""
@@ -149,7 +125,8 @@ class TokensModel(LogitsModel):
         n_tokens = 0  # from the last start on
         for text, n_more in enumerate(labelled.sum(1).tolist()):
             # Texts without any label are no batch by themselves.
-            if n_tokens > 0 and n_more > 0 and n_tokens + n_more > MOST_ROWS:
+            is_full = n_tokens + n_more > vocabulary.MOST_ROWS
+            if n_tokens > 0 and n_more > 0 and is_full:
                 starts.append(text)
                 n_tokens = 0
             n_tokens += n_more
@@ -165,11 +142,9 @@ class TokensModel(LogitsModel):
         share are read at once, since ranks must make the same passes.
         """
         labelled = self.targets(batch) != IGNORED
-        most = int(labelled.sum(1).max())
         if is_shared(self):
-            return [Part(first=0, size=most)]
-        size = max(1, MOST_ROWS // len(labelled))
-        return [Part(first, size) for first in range(0, most, size)]
+            return [Part(first=0, size=int(labelled.sum(1).max()))]
+        return parts_of(labelled)
 
     def targets(self, batch: Any, part: Part | None = None) -> torch.Tensor:
         """Return the tokens `(B, T)` that logits at each place predict, or -100.
@@ -233,13 +208,9 @@ class TokensModel(LogitsModel):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Compute logits `(N, V)` at the true ones of `(B, T)` places."""
-        index, is_true = first_places(places)
         model_kwargs = without_cache(self.transformer, inputs) | kwargs
-        with reading_at(self.transformer, index, places.shape[1]) as read_off:
-            logits = read_off(self._call(inputs, **model_kwargs))
-        if is_true.all():
-            return logits.flatten(0, 1)  # without a copy
-        return logits[is_true.to(logits.device)]
+        call = partial(self._call, inputs, **model_kwargs)
+        return logits_at(self.transformer, places, call)
 
     def _find_answers(
         self,
@@ -260,106 +231,17 @@ class TokensModel(LogitsModel):
             )
 
 
-class Remembered:
-    """What modules before the output layer returned, so that it alone runs again.
+def _reading(labels: LabelsOfTokens) -> Reading:
+    """Read log-probabilities `(N, 1 + S)` of labels off logits `(N, V)`.
 
-    It is of one batch and one set of weights. What a model does behind the layer, such
-    as capping its logits, it does again too.
-    """
-
-    def __init__(self, transformer: PreTrainedModel) -> None:
-        self._layer = transformer.get_output_embeddings()
-        self._others: list[nn.Module] = []
-        if isinstance(self._layer, nn.Module):
-            self._others = _modules_beside(self._layer, transformer)
-        self._outputs: list[_Output] = []  # of all calls of the others in a pass
-        self._is_known = False
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Note what modules return in the first pass, and return it in later ones."""
-        calls = iter(self._outputs)
-        is_behind = False
-
-        def remembered(
-            _: nn.Module,
-            forward: Callable[..., Any],
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            if is_behind:
-                return forward(*args, **kwargs)
-            if self._is_known:
-                return next(calls).unchanged()
-            output = forward(*args, **kwargs)
-            self._outputs.append(_Output(output, _versions(output)))
-            return output
-
-        def note(*_: Any) -> None:
-            nonlocal is_behind
-            is_behind = True
-
-        with ExitStack() as hooks:
-            if isinstance(self._layer, nn.Module):
-                hooks.callback(self._layer.register_forward_hook(note).remove)
-            hooks.enter_context(forwards_replaced(self._others, remembered))
-            yield
-        self._is_known = True
-
-
-@dataclass(frozen=True)
-class _Output:
-    """What a module returned, and how often its tensors had been changed by then."""
-
-    value: Any
-    versions: list[int]
-
-    def unchanged(self) -> Any:
-        """Return the value; refuse one that the model has overwritten since."""
-        if _versions(self.value) != self.versions:
-            raise NotImplementedError(
-                "The model overwrites what its modules return before the output layer: "
-                "write x = x * y in place of x *= y in its forward pass, or pass "
-                "batches with fewer labelled tokens."
-            )
-        return self.value
-
-
-def _versions(value: Any) -> list[int]:
-    versions: list[int] = []
-    for leaf in tree_leaves(value):
-        # Tensors of inference mode can't tell.
-        if isinstance(leaf, torch.Tensor) and not leaf.is_inference():
-            versions.append(leaf._version)
-    return versions
-
-
-def _modules_beside(layer: nn.Module, module: nn.Module) -> list[nn.Module]:
-    """List the largest modules within another one that do not contain a layer."""
-    beside: list[nn.Module] = []
-    for child in module.children():
-        if all(part is not layer for part in child.modules()):
-            beside.append(child)
-        elif child is not layer:
-            beside += _modules_beside(layer, child)
-    return beside
-
-
-def _read(
-    logits: Callable[[], torch.Tensor],
-    labels: LabelsOfTokens,
-) -> Callable[[], torch.Tensor]:
-    """Make a function that reads labels' log-probabilities `(N, 1 + S)`.
-
-    However often it is called, the labels are those that its first call has drawn.
+    However often it is done, the labels are those that were drawn the first time.
     """
     found: list[torch.Tensor] = []
 
-    def read() -> torch.Tensor:
-        of_vocabulary = logits()
+    def read(logits: torch.Tensor) -> torch.Tensor:
         if not found:
-            found.append(labels.under(of_vocabulary))
-        return of_vocabulary.log_softmax(-1).gather(1, found[0])
+            found.append(labels.under(logits))
+        return logits.log_softmax(-1).gather(1, found[0])
 
     return read
 

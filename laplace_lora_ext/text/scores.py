@@ -11,7 +11,8 @@ import torch
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.running import exclusive
-from laplace_lora_ext.models.tokens_model import Part, Remembered, TokensModel
+from laplace_lora_ext.models.tokens_model import TokensModel
+from laplace_lora_ext.models.vocabulary import Part, Remembered
 from laplace_lora_ext.models.weights import Values, called_with
 from laplace_lora_ext.passes.graph import check_logits
 from laplace_lora_ext.predictive.distributions import Drawable, drawn_weights

@@ -15,6 +15,8 @@ from transformers import Trainer
 
 import laplace_lora_ext
 from laplace_lora_ext import LaplaceMixture, train_in_stages
+from laplace_lora_ext.models import vocabulary
+from laplace_lora_ext.passes import graph
 from tests.support.choices import (
     ANSWERS,
     batches_of_own_choices,
@@ -36,12 +38,13 @@ from tests.support.dense import (
 )
 from tests.support.models import (
     CLASS_TOKEN_IDS,
+    llama_with_output_layer,
     lora_model,
     ragged_batches,
     without_labels,
 )
 from tests.support.posteriors import GRID, STRUCTURES, another_training, make
-from tests.support.texts import encoder_decoder
+from tests.support.texts import RowsOfTheVocabulary, encoder_decoder
 from tests.support.trainers import trainer_of
 
 
@@ -380,6 +383,46 @@ def test_stages_train_and_fit_them(make_case, tmp_path):
     assert la.model.class_token_ids == case.options.get("class_token_ids")
     probabilities = la(without_labels(case.batches[0]), link_approx="mean_field")
     assert_close(probabilities.sum(-1), torch.ones(len(probabilities)))
+
+
+@pytest.mark.parametrize("output_layer", [False, True])
+@pytest.mark.parametrize("make_case", CASES)
+def test_parts_of_the_vocabulary_give_the_same_and_hold_few_rows(
+    make_case, output_layer, monkeypatch
+):
+    model = llama_with_output_layer() if output_layer else lora_model("gpt2")
+    model.double().eval()
+    case = make_case("left")
+    (of_one, *_) = case.choices
+    n_texts, n_choices, _ = of_one["input_ids"].shape
+    inputs = without_labels(case.batches[0])
+    # One seed at a time: several have as many times the rows.
+    monkeypatch.setattr(graph, "_ROWS", 1)
+
+    def figures():
+        la = make(model, backend_kwargs={"rank": 100}, **case.options)
+        weights = [block.weight.requires_grad_() for block in la.blocks]
+        with RowsOfTheVocabulary(model) as rows:
+            quietly(lambda: la.fit(case.batches))
+            student = la.model.around(model)
+            student.divide_vocabulary()
+            log_p = student.log_probs(inputs)
+            slopes = torch.autograd.grad(log_p.square().sum(), weights)
+        figures = {
+            "H": la.H.to_matrix(),
+            "loss": la.loss,
+            "prediction": la(inputs, link_approx="mean_field"),
+            "log_p": log_p,
+            "slopes": slopes,
+        }
+        return figures, rows.most
+
+    expected, n_at_once = figures()
+    monkeypatch.setattr(vocabulary, "MOST_ROWS", 1)
+    found, n_in_parts = figures()
+    assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    if not output_layer:  # whose own weights have gradients at each token
+        assert n_in_parts == n_texts * n_choices < n_at_once
 
 
 @pytest.mark.parametrize("make_case", [means_of_all_texts, means_of_each_text])

@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from transformers import FSMTConfig, FSMTForConditionalGeneration
 
-from laplace_lora_ext.models import tokens_model
+from laplace_lora_ext.models import vocabulary
 from laplace_lora_ext.models.tokens_model import TokensModel
 from tests.support.models import VOCABULARY, lora_model, ragged_batches
 from tests.support.texts import (
@@ -64,7 +64,7 @@ def test_a_texts_first_token_is_predicted_by_nothing_and_by_no_padding(side):
 def test_batches_have_few_labelled_tokens_or_one_text_with_any(
     n_labels, sizes, monkeypatch
 ):
-    monkeypatch.setattr(tokens_model, "MOST_ROWS", 6)
+    monkeypatch.setattr(vocabulary, "MOST_ROWS", 6)
     (batch,) = text_batches(lengths=(12,) * 6, batch_size=6, padded_to=12)
     for labels, number in zip(batch["labels"], n_labels, strict=True):
         labels[2 + number :] = NO_LABEL

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tests.support.dense as dense
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.tuning.method import draw_seed
 from tests.compatibility.families import FAMILIES, RIGHT
-from tests.support.models import lora_model, ragged_batches
+from tests.support.models import VOCABULARY, lora_model, ragged_batches
 from tests.support.posteriors import make, sizes
 
 PROMPT = 2  # tokens of a text that no label is on
@@ -62,6 +63,31 @@ def fitted_text(
     )
     la.fit(batches)
     return la
+
+
+class RowsOfTheVocabulary(TorchDispatchMode):
+    """Keeps how many rows of a vocabulary the largest new tensor has that has any."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.weights = {weight.data_ptr() for weight in model.parameters()}
+        self.most = 0
+
+    def __torch_dispatch__(
+        self,
+        func,
+        types,
+        args=(),
+        kwargs=None,
+    ):
+        output = func(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else [output]:
+            if not isinstance(tensor, torch.Tensor) or not tensor.ndim:
+                continue
+            is_of_weight = tensor.data_ptr() in self.weights
+            if tensor.shape[-1] == VOCABULARY and not is_of_weight:
+                self.most = max(self.most, tensor.shape[:-1].numel())
+        return output
 
 
 def encoder_decoder(kind: str) -> nn.Module:
