@@ -349,9 +349,7 @@ def test_a_fit_in_parts_is_the_same_and_holds_few_rows_of_the_vocabulary(
     "kind", ["gpt2", "gemma2", "embedding", "two models", "behind"]
 )
 def test_draws_of_a_fit_do_not_depend_on_its_parts(kind, ragged, monkeypatch):
-    """Also where the output layer has LoRA weights, and where texts come one at a
-    time.
-    """
+    """Also where LoRA is in the output layer, and where texts come one at a time."""
     model = model_that_writes(kind)
     batches = text_batches(**ragged)
     layer_calls: list[int] = []

@@ -82,10 +82,10 @@ class Answers:
         """Read what a text's choices share once from now on, where that is exact."""
 
     def divide_vocabulary(self) -> None:
-        """Compute logits of a vocabulary in parts from now on, and keep none for
-        backward passes.
+        """Compute logits of a vocabulary in parts from now on.
 
-        Nobody may transform passes by `torch.func` then.
+        Backward passes compute them anew. Nobody may transform passes by `torch.func`
+        then.
         """
 
     @contextmanager

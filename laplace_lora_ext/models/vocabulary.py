@@ -1,6 +1,4 @@
-"""Logits of a vocabulary where a language model is read, not more of them at a time
-than have room.
-"""
+"""Logits of a vocabulary, a stated number of rows at a time."""
 
 from __future__ import annotations
 
@@ -70,8 +68,7 @@ def read_in_parts(
     logits: Callable[[Part], torch.Tensor],
     reading: Callable[[torch.Tensor], Reading],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read what logits say at all true ones of `(N, T)` places, `(n, ...)`, and keep no
-    logits.
+    """Read `(n, ...)` off logits at the true ones of `(N, T)` places, and keep no logits.
 
     Also returns the logits `(N, V)` at each text's first place. `logits` takes a part,
     and calls the model: the layers before the output layer run once. `reading` takes an
@@ -102,8 +99,7 @@ def read_in_parts(
 
 
 class Remembered:
-    """What a language model returned before its output layer, so that only this runs
-    again.
+    """What modules before the output layer returned, so that it alone runs again.
 
     It is of one batch and one set of weights. What a model does behind the layer, such
     as capping its logits, it does again too.
@@ -119,9 +115,7 @@ class Remembered:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Note what other modules return in the first pass within, and return it in
-        later ones.
-        """
+        """Note what modules return in the first pass, and return it in later ones."""
         calls = iter(self._outputs)
         is_behind = False
 
