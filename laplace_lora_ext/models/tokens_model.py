@@ -113,9 +113,7 @@ class TokensModel(LogitsModel):
     def by_texts(self, batch: Any) -> list[Any]:
         """Divide a batch by texts, into parts of at most `MOST_ROWS` labels each.
 
-        A text with more labels is a part of its own.
-
-        Only a text by itself may have more, see `parts`.
+        A text with more labels is a part of its own, see `parts`.
         """
         labelled = self.targets(batch) != IGNORED
         n_texts = len(labelled)

@@ -68,7 +68,7 @@ def read_in_parts(
     logits: Callable[[Part], torch.Tensor],
     reading: Callable[[torch.Tensor], Reading],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read `(n, ...)` off logits at the true ones of `(N, T)` places, and keep no logits.
+    """Read `(n, ...)` off logits at the true ones of `(N, T)` places; keep no logits.
 
     Also returns the logits `(N, V)` at each text's first place. `logits` takes a part,
     and calls the model: the layers before the output layer run once. `reading` takes an
