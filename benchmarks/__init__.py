@@ -1,6 +1,4 @@
-"""A lab: tasks, methods, one fine-tuning, and experiments over them: `python -m
-benchmarks`.
-"""
+"""A lab: tasks, methods, and experiments over them: `python -m benchmarks`."""
 
 import warnings
 

@@ -68,9 +68,7 @@ def _describe(
 
 
 def _keywords(hint: Any) -> dict[str, Any]:
-    """Tell argparse how to read an option of this type, which may be None if it isn't
-    given.
-    """
+    """Tell argparse how to read an option of this type, which may be None."""
     if NoneType in get_args(hint):
         (hint,) = (each for each in get_args(hint) if each is not NoneType)
     if hint is bool:

@@ -1,6 +1,4 @@
-"""The one fine-tuning: a task's model gets LoRA layers, and is trained with
-checkpoints.
-"""
+"""The one fine-tuning: LoRA layers in a task's model, and checkpoints."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -98,9 +96,7 @@ class Pretrained:
 
     @property
     def class_token_ids(self) -> list[int] | None:
-        """The tokens of a causal language model's answers after a prompt, if all have
-        the same.
-        """
+        """The tokens of a language model's answers, if all prompts share them."""
         if not self.task.is_prompt or self.task.has_choices:
             return None
         beginning = self._tokens_of("Answer:")
@@ -239,9 +235,7 @@ class Pretrained:
         seed: int,
         recipe: Recipe | None = None,
     ) -> Checkpoints:
-        """Train by maximum likelihood, or read the checkpoints of an earlier, equal
-        training.
-        """
+        """Train by maximum likelihood, or read an earlier, equal training."""
         followed = recipe or Recipe()
 
         def loss_of(batch: Any) -> torch.Tensor:
@@ -325,9 +319,7 @@ def held_out(
     pretrained: Pretrained,
     share: float,
 ) -> tuple[Records, Records]:
-    """Divide the training texts into those to train on, and a share of each class held
-    out.
-    """
+    """Divide training texts, holding out a share of each class."""
     records = pretrained.data[TRAIN]
     labels = torch.tensor([record["labels"] for record in records])
     ((rest, held),) = divided(pretrained.loader(records), share, labels)

@@ -126,9 +126,7 @@ def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def megabytes_in_use(device: str) -> float:
-    """Return how much memory this process holds on a device, freed of what it doesn't
-    need.
-    """
+    """Return the memory that this process holds on a device, after clearing up."""
     gc.collect()
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated() / BYTES_PER_MEGABYTE
@@ -235,9 +233,7 @@ def growth_exponent(
     sizes: Sequence[float],
     costs: Sequence[float],
 ) -> float | None:
-    """Fit the slope of log cost against log size; None if noise makes a cost
-    negative.
-    """
+    """Fit the slope of log cost against log size; None if costs are negative."""
     if len(set(sizes)) < 2 or min(costs) <= 0:
         return None
     slope, _ = np.polyfit(np.log(sizes), np.log(costs), deg=1)
@@ -245,9 +241,7 @@ def growth_exponent(
 
 
 def reason_of(error: BaseException) -> str:
-    """Say what went wrong, in one line; for an error without a message, the code that
-    failed.
-    """
+    """Say in one line what went wrong; without a message, the code that failed."""
     message = " ".join(str(error).split())
     if not message and error.__traceback__ is not None:  # such as an assertion
         *_, innermost = traceback.extract_tb(error.__traceback__)
@@ -259,9 +253,7 @@ def run_alone(
     job: Callable[..., Any],
     *arguments: Any,
 ) -> Any:
-    """Run a job in a process of its own, whose memory is untouched, and return its
-    result.
-    """
+    """Run a job in a process of its own, and return its result."""
     with ProcessPoolExecutor(max_workers=1, mp_context=_context(job)) as pool:
         return pool.submit(job, *arguments).result()
 
@@ -271,8 +263,7 @@ def run_limited(
     arguments: tuple[Any, ...],
     limit: float | None = None,
 ) -> tuple[list[Message], str | None]:
-    """Run a job in a process of its own; return what it yielded, and why it failed, if
-    it did.
+    """Run a job in a process; return what it yielded, and why it failed.
 
     The limit is in seconds. If the job yields a message "ready", it counts from there.
     """

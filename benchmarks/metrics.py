@@ -1,6 +1,4 @@
-"""Measures of class probabilities (texts, classes): bins of confidence, and shifted
-texts.
-"""
+"""Measures of class probabilities (texts, classes), and of shifted texts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,8 +24,9 @@ def quality_with_aurc(
     probabilities: torch.Tensor,
     labels: torch.Tensor,
 ) -> dict[str, float]:
-    """Measure quality, and the area under risk and coverage, by the largest
-    probability.
+    """Measure quality, and the area under risk and coverage.
+
+    Texts are ordered by their largest probability.
     """
     wrong = probabilities.argmax(-1) != labels
     sign = signs_of(probabilities)["maximum"]
@@ -38,9 +37,7 @@ def shift_detection(
     test: Signs,
     shifted: Signs,
 ) -> dict[str, Any]:
-    """Compute mean entropies in nats, and how well each sign detects shifted texts
-    (AUROC).
-    """
+    """Compute mean entropies in nats, and each sign's AUROC for shifted texts."""
     detected = {}
     for name, of_test in test.items():
         signs = torch.cat([of_test, shifted[name]])
@@ -58,9 +55,7 @@ def auroc(
     sign: torch.Tensor,
     wrong: torch.Tensor,
 ) -> float | None:
-    """Compute the share of pairs of a wrong and a right text that a sign orders
-    rightly.
-    """
+    """Compute how many pairs of a wrong and a right text a sign orders rightly."""
     n_wrong = int(wrong.sum())
     n_right = len(sign) - n_wrong
     if n_wrong == 0 or n_right == 0:

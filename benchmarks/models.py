@@ -1,6 +1,4 @@
-"""Pretrained models and tokenizers, from the hub or a folder; and models with LoRA
-layers.
-"""
+"""Pretrained models and tokenizers, and models with LoRA layers."""
 
 import hashlib
 import importlib.util
@@ -24,16 +22,12 @@ WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9
 
 
 class MissingDataError(SystemExit):
-    """Ends a run with one line when files are neither in a local folder nor on a hub in
-    reach.
-    """
+    """Ends a run in one line when files are neither here nor on a hub."""
 
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """A model with LoRA layers, as every method gets it, and what its training has
-    left.
-    """
+    """A model with LoRA layers, and what its training has left, for all methods."""
 
     model: nn.Module
     class_token_ids: list[int] | None = None  # a causal language model's answers
@@ -45,8 +39,9 @@ class AdaptedModel:
 
     @cached_property
     def logits_model(self) -> LogitsModel:
-        """Maps a batch to logits of the classes, (texts, classes), or those of its
-        labelled tokens, (tokens, classes).
+        """Maps a batch to logits of classes.
+
+        They are (texts, classes), or those of labelled tokens, (tokens, classes).
         """
         if self.labels_words:
             return TokenLabelsModel(self.model)
@@ -104,18 +99,14 @@ def package_folder(name: str) -> Path:
 
 
 def encoder_folder() -> Path:
-    """Find the benchmark's own encoder in its installed package and check its
-    weights.
-    """
+    """Find the lab's encoder in its installed package, and check its weights."""
     folder = package_folder(ENCODER_PACKAGE) / "model"
     check(folder / "model.safetensors", WEIGHTS_SHA256)
     return folder
 
 
 def gemma_folder(cache: Path) -> Path:
-    """Find the model and its tokenizer in the cache, or unpack them there, which takes
-    minutes.
-    """
+    """Find Gemma in the cache, or unpack it there, which takes minutes."""
     folder = cache / f"gemma-3-270m-{GGUF_SHA256[:16]}"
     if not (folder / "config.json").exists():
         try:
@@ -133,9 +124,7 @@ def gemma_folder(cache: Path) -> Path:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Convert a GGUF file to a folder of transformers: weights in full precision,
-    tokenizer.
-    """
+    """Convert a GGUF file to a folder of transformers, in full precision."""
     model = load_model(
         transformers.AutoModelForCausalLM,
         file.parent,
@@ -166,9 +155,7 @@ def load_model(
     folder: str | Path,
     **settings: Any,
 ) -> Any:
-    """Load a model by one of transformers' automatic classes, which decides its
-    type.
-    """
+    """Load a model by one of transformers' automatic classes."""
     return auto_class.from_pretrained(folder, **settings)
 
 

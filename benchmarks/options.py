@@ -56,9 +56,7 @@ class Reading(Run):
 
 @dataclass(frozen=True)
 class TextRun(Reading):
-    """What every experiment on a task asks; where the default is None, the task
-    chooses.
-    """
+    """What experiments on a task ask; where the default is None, the task chooses."""
 
     task: str = option(
         "docstrings",
@@ -103,9 +101,7 @@ class SeveralSeeds(TextRun):
 
 @dataclass(frozen=True)
 class Calibration(SeveralSeeds):
-    """Methods that need no held-out texts on one task: a quarter of an hour to hours
-    per seed.
-    """
+    """Methods without held-out texts on one task: minutes to hours per seed."""
 
     methods: tuple[str, ...] | None = option(
         None,
@@ -115,9 +111,7 @@ class Calibration(SeveralSeeds):
 
 @dataclass(frozen=True)
 class Stages(SeveralSeeds):
-    """Training in stages and mixtures, beside ensembles, temperatures and smoothed
-    labels.
-    """
+    """Training in stages and mixtures, beside ensembles and temperatures."""
 
     members: int = option(3, "adapters to train in stages, for mixtures and ensembles")
     smoothing: tuple[float, ...] = option(
@@ -130,9 +124,7 @@ class Stages(SeveralSeeds):
 
 @dataclass(frozen=True)
 class Cross(SeveralSeeds):
-    """Is it the curvature or the prior? Both crossed, around one checkpoint for each
-    seed.
-    """
+    """Is it the curvature or the prior? Both crossed, around one checkpoint."""
 
     grid_size: int = option(
         13, "prior precisions between 0.01 and 10,000 that labels choose from"
@@ -141,18 +133,14 @@ class Cross(SeveralSeeds):
 
 @dataclass(frozen=True)
 class Settings(SeveralSeeds):
-    """Settings of rivals that train again, beside each other by a held-out fifth of the
-    texts.
-    """
+    """Settings of rivals that train again, compared by a held-out fifth."""
 
     rivals: tuple[str, ...] = option(("ivon", "blob"), "rivals, by key")
 
 
 @dataclass(frozen=True)
 class Contrasts(SeveralSeeds):
-    """What do many classes lose where only those that matter are compared? Intents
-    (--data).
-    """
+    """What do many classes lose where only some are compared? Intents (--data)."""
 
     task: str = option(
         "banking77", "banking77, clinc150, or another of the tasks of `stages`"
@@ -161,9 +149,7 @@ class Contrasts(SeveralSeeds):
 
 @dataclass(frozen=True)
 class Molecules(SeveralSeeds):
-    """Do posteriors help to predict numbers? A property of molecules (--data): minutes
-    a seed.
-    """
+    """Do posteriors help to predict numbers? Molecules (--data): minutes a seed."""
 
     task: str = option(
         "photoswitches",
@@ -178,9 +164,7 @@ class Molecules(SeveralSeeds):
 
 @dataclass(frozen=True)
 class Tokens(SeveralSeeds):
-    """Labels of tokens: do posteriors help where each has its own? Half an hour a
-    seed.
-    """
+    """Labels of tokens: do posteriors help there? Half an hour a seed."""
 
     task: str = option(
         "signatures",
@@ -217,9 +201,7 @@ class Text(Reading):
 
 @dataclass(frozen=True)
 class Overview(Run):
-    """Every method over several tasks, read from runs of calibration and stages:
-    seconds.
-    """
+    """Every method over several tasks, by runs of calibration and stages."""
 
     runs: tuple[Path, ...] = option((), "folders written by `calibration` and `stages`")
     ours: str = option(
@@ -230,9 +212,7 @@ class Overview(Run):
 
 @dataclass(frozen=True)
 class Evidence(Run):
-    """What a posterior is worth beside a temperature, read from runs of stages:
-    seconds.
-    """
+    """What a posterior is worth beside a temperature, by runs of stages."""
 
     runs: tuple[Path, ...] = option((), "folders written by `stages`")
 

@@ -44,9 +44,7 @@ class Shape:
 
 
 def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
-    """Make a model on the device, in its precision; only its LoRA weights are
-    trainable.
-    """
+    """Make a model on the device; only its LoRA weights are trainable."""
     model = _with_lora(AutoModelForCausalLM, "CAUSAL_LM", shape, device, seed)
     return AdaptedModel(model, class_token_ids=list(range(shape.classes)))
 

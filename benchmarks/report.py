@@ -83,9 +83,7 @@ def publish(
     options: Run,
     name: str,
 ) -> None:
-    """Run an experiment; write all that it yields, as soon as it does; print the words
-    of it.
-    """
+    """Run an experiment; write all that it yields at once, and print the words."""
     known = provenance(options)
     hardware = _hardware(known["machine"])
     started = time.perf_counter()
@@ -192,9 +190,7 @@ def over_seeds(
     identity: Sequence[str],
     figures: Sequence[str],
 ) -> list[Row]:
-    """Join rows of the same identity to one, with mean ± standard deviation of their
-    figures.
-    """
+    """Join rows of one identity, with mean ± standard deviation of figures."""
 
     def spread(values: Frame) -> str:
         mean = cell(values.mean())
@@ -241,9 +237,7 @@ def cell(value: Any) -> str:
 
 
 def draw_reliability(rows: Sequence[Row], path: Path) -> None:
-    """Draw a reliability diagram for each row, of its `label`, `ece` and
-    `reliability`.
-    """
+    """Draw each row's reliability diagram, of its `label` and `reliability`."""
     width = min(RELIABILITY_PANELS_PER_ROW, len(rows))
     height = math.ceil(len(rows) / width)
     figure = Figure(figsize=(3.4 * width, 3.7 * height), layout="constrained")
@@ -315,9 +309,7 @@ def draw_lines(
     panels: Mapping[str, Lines],
     xlabel: str,
 ) -> None:
-    """Draw panels side by side, by title, in logarithms; one legend explains their
-    lines.
-    """
+    """Draw panels side by side, in logarithms, with one legend."""
     height = math.ceil(len(panels) / PANELS_PER_ROW)
     width = math.ceil(len(panels) / height)
     figure = Figure(figsize=(4.2 * width + 3.2, 4 * height), layout="constrained")

@@ -1,6 +1,4 @@
-"""Trains anything that has a loss: AdamW, a linear schedule, checkpoints, and their
-cache.
-"""
+"""Training of anything with a loss: AdamW, a schedule, cached checkpoints."""
 
 import hashlib
 import json
@@ -26,17 +24,13 @@ Element = TypeVar("Element")
 
 
 def as_dataset(elements: Sequence[Element]) -> Dataset[Element]:
-    """Return a sequence, which has all that loaders read of a data set, under that
-    type.
-    """
+    """Return a sequence as a data set, of which loaders read nothing more."""
     return cast("Dataset[Element]", elements)
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """How to fine-tune a model; the defaults are the paper's (its appendix
-    "Hyperparameters").
-    """
+    """How to fine-tune; the defaults are the paper's (appendix)."""
 
     model: str
     target_modules: tuple[str, ...]
@@ -72,9 +66,7 @@ class Hyperparameters:
         )
 
     def for_share(self, share: float) -> "Hyperparameters":
-        """Return the same for a share of the steps, warm-up included, with one
-        checkpoint.
-        """
+        """Return the settings for a share of the steps, with one checkpoint."""
         return replace(
             self,
             steps=max(1, round(share * self.steps)),
@@ -84,9 +76,7 @@ class Hyperparameters:
 
 
 class Recipe:
-    """Maximum likelihood by AdamW without weight decay; other recipes override parts of
-    it.
-    """
+    """Maximum likelihood by AdamW, parts of which other recipes override."""
 
     name = "maximum likelihood"
 
@@ -137,9 +127,7 @@ class Recipe:
         steps_an_epoch: int,
         pace: float,
     ) -> None:
-        """Take steps outside of the loss; `pace` is the schedule's share of the
-        learning rate.
-        """
+        """Take steps beside the loss; `pace` is the schedule's share of the rate."""
 
     def deviations(
         self,
@@ -219,9 +207,7 @@ def read_or_train(
     cache: Path,
     train: Callable[[], Checkpoints],
 ) -> Checkpoints:
-    """Read what an earlier training from the same weights with the same key has left,
-    or train.
-    """
+    """Train, or read what an equal earlier training has left."""
     path = cache / f"fine-tuned-{_digest(model, key)}.pt"
     if path.exists():
         device = next(model.parameters()).device

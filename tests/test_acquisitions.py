@@ -1,6 +1,4 @@
-"""What to label or measure next: acquisition functions, and their choices from a
-pool.
-"""
+"""What to label or measure next, and choices from a pool."""
 
 from itertools import product
 
@@ -27,9 +25,7 @@ def drawn_probabilities(n_draws=7, n_texts=6, n_classes=3):
 
 
 def joint_information(probabilities, places):
-    """What the labels of some texts tell of the weights together, summed over all
-    outcomes.
-    """
+    """Compute what some labels tell of the weights, over all outcomes."""
     n_classes = probabilities.shape[2]
     total = 0.0
     for labels in product(range(n_classes), repeat=len(places)):

@@ -31,8 +31,9 @@ LONGEST_FUNCTION = 60  # lines, its docstring left out
 
 
 def modules() -> dict[str, Path]:
-    """Names below the package, such as `curvature.block`; a folder's own file has its
-    name.
+    """Name the package's files, such as `curvature.block`.
+
+    A folder's own file has the folder's name.
     """
     names = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -69,8 +70,9 @@ def imports(name: str) -> set[str]:
 
 
 def floor(name: str) -> int:
-    """A file's own floor, or its folder's: what trains a model needs less than what
-    fits it too.
+    """Find a file's floor, or its folder's.
+
+    What trains a model needs less than what fits it, too.
     """
     for room in (name, name.split(".")[0]):
         for number, rooms in enumerate(FLOORS):

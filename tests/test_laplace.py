@@ -1,6 +1,4 @@
-"""Importing the package adds structures to the host's factory and changes nothing
-else.
-"""
+"""Importing the package adds structures to the host, and nothing else."""
 
 import subprocess
 import sys

@@ -1,6 +1,4 @@
-"""Seeds against the Fisher's formula, also for very confident samples; losses and
-targets.
-"""
+"""Seeds against Fishers' formulas, losses and targets."""
 
 import re
 import warnings

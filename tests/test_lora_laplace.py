@@ -126,9 +126,7 @@ def test_backpropagation_through_a_transformers_fused_attention(structure, kind)
 def test_a_trainable_head_takes_no_part_in_the_posterior(
     structure,
 ):
-    """It is trained with the adapter, requires grad, and has the largest gradients of
-    all.
-    """
+    """A head that is trained and has the largest gradients takes no part."""
     model = lora_model("bert")
     head = model.base_model.model.classifier.modules_to_save["default"]
     lora = {name: p for name, p in model.named_parameters() if "lora_" in name}

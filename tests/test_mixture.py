@@ -86,9 +86,7 @@ KINDS = {
 
 
 class Two(NamedTuple):
-    """Posteriors around two adapters of one model, the first of which is active; their
-    data.
-    """
+    """Posteriors around two adapters of one model, and their data."""
 
     first: Any
     second: Any
@@ -158,9 +156,7 @@ def test_probabilities_are_the_members_mean(kind):
 
 
 def squared(mean, covariance):
-    """Of each number where variances are given, and of pairs of numbers where
-    covariances are.
-    """
+    """Square numbers where variances are given, or pairs for covariances."""
     if covariance.ndim == mean.ndim:
         return mean**2
     return mean[..., None] * mean[..., None, :]

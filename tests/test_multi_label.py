@@ -1,6 +1,4 @@
-"""Several labels for each example, and one logit of two classes: independent
-Bernoullis.
-"""
+"""Several labels an example, or one logit: independent Bernoullis."""
 
 import math
 import re
@@ -75,9 +73,7 @@ def fitted(
 
 
 def both(structure="lowrank_kron", n_labels=3):
-    """The posterior of labels, and that of the wrapper whose classes are "not" and
-    "yes".
-    """
+    """Fit the labels' posterior, and a wrapper's with classes "not" and "yes"."""
     model = lora_model("bert", n_labels=n_labels).eval()
     la = fitted(structure, n_labels, model)
     wrapped = make(OfMapping(InTwoColumns(model)), structure, **options(structure))
@@ -148,9 +144,7 @@ def test_a_label_is_a_classification_into_two_classes(structure, n_labels):
 
 @pytest.mark.parametrize("n_labels", [1, 3])
 def test_the_hosts_kron_is_expand(n_labels):
-    """The host adds up gradients of the wrapper's rows, which share a text's
-    positions.
-    """
+    """The host adds up gradients of the wrapper's rows, which share positions."""
     (batch,) = batches(n_labels, lengths=(7, 7, 7), padded_to=7)
     model = lora_model("bert", n_labels=n_labels).eval()
     expand = {"rank": 200, "kfac_approx": "expand"}

@@ -1,6 +1,4 @@
-"""Half-precision models and autocast: what must be in float32 or better, and how close
-it comes.
-"""
+"""Half precision and autocast: what stays in float32 or better."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -87,9 +85,7 @@ def results(la: Any) -> Results:
 
 
 def assert_full_precision(la: Any) -> None:
-    """Statistics, posterior and prior in float32 or better, log-determinants in
-    float64.
-    """
+    """Check that all is in float32 or better, log-determinants in float64."""
     kept = tensors_of(
         [
             la.mean,
@@ -181,9 +177,7 @@ def test_a_prior_precision_with_many_digits_survives_a_bf16_model():
 
 @needs_float16
 def test_confident_samples_keep_their_curvature_in_half_precision():
-    """At a margin of 40 nats a seed scaled before the backward pass would be 0 in
-    float16.
-    """
+    """At a margin of 40 nats a seed scaled too early is 0 in float16."""
     posteriors = []
     for dtype in (torch.float16, torch.float32):
         model = lora_model("bert", dtype)

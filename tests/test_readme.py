@@ -1,6 +1,4 @@
-"""What the README says can be run: every block of Python, every command line of the
-benchmarks.
-"""
+"""What the README says runs: blocks of Python, and command lines."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ ANSWERS = [0, 1, 2, 3, 0, 2]
 
 
 def write_adapter(folder: Path, kind: str) -> None:
-    """Write an adapter with its base model and, for prompts, a tokenizer, as a user has
-    them.
-    """
+    """Write an adapter with base model and, for prompts, a tokenizer."""
     base = folder / "base"
     base_model(kind).save_pretrained(base)
     model = lora_model(kind, torch.float32)

@@ -1,6 +1,4 @@
-"""The reference: docstrings from which the site can read the type and default of each
-option.
-"""
+"""The reference: docstrings that give the type of every option."""
 
 from __future__ import annotations
 

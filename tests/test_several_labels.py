@@ -1,6 +1,4 @@
-"""Labels of tokens, and several labels, by wrappers that make them a classification,
-exactly.
-"""
+"""Labels of tokens, and several labels, by exact wrappers."""
 
 import warnings
 from collections.abc import Mapping
@@ -35,9 +33,7 @@ MULTI_LABEL = '"multi_label_classification"'
 
 
 class InTwoColumns(nn.Module):
-    """The columns [0, f] of each logit f, a row each: their softmax is the sigmoid of
-    f.
-    """
+    """Makes rows [0, f] of each logit f, whose softmax is f's sigmoid."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

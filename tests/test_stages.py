@@ -382,9 +382,7 @@ def test_rows_of_embeddings_belong_to_each_member(tmp_path):
 
 
 def moved(folder, to):
-    """A folder elsewhere, in which every later checkpoint has an earlier time, and
-    marks later.
-    """
+    """Move a folder, so that later checkpoints have earlier times."""
     folder.rename(to)
     for path in to.rglob("*"):
         step = path.parent.name.rpartition("-")[2]

@@ -1,6 +1,4 @@
-"""Labels of tokens: each labelled token is an example of the likelihood, a text one of
-the data.
-"""
+"""Labels of tokens: a text is one of the data, its labels examples."""
 
 import math
 import warnings
@@ -108,9 +106,7 @@ def fitted(kind="bert", structure="lowrank_kron", data=None, model=None, **keywo
 
 
 def tokens_of(model, found, every=False):
-    """Read logits `(N, C)`, Jacobians `(N, C, parameters)` and labels, one unpadded
-    text each.
-    """
+    """Read logits, Jacobians and labels of tokens, text by text."""
     weights = lora_weights(model)
     logits, Js, labels = [], [], []
     for batch in found:

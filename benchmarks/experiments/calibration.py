@@ -70,9 +70,7 @@ def run(options: Calibration) -> Iterator[Result]:
 
 
 def chosen_methods(names: Collection[str] | None) -> list[str]:
-    """Find keys of MAP and the methods asked for by key or title; all of them by
-    default.
-    """
+    """Find the keys of MAP and of methods asked for by key or title, or of all."""
     titles = {key: METHODS[key].title for key in CONTESTANTS}
     asked = set(names or CONTESTANTS)
     unknown = asked - titles.keys() - set(titles.values())
@@ -89,9 +87,7 @@ def measured(
     seed: int,
     keys: Collection[str],
 ) -> Iterator[Row]:
-    """Fine-tune, and measure methods with these keys: a row for each, and each prior
-    and link.
-    """
+    """Fine-tune, and measure methods: a row for each, and each prior and link."""
     comparison = Comparison(pretrained, seed)
     for key in keys:
         method = METHODS[key]
@@ -232,9 +228,7 @@ class Tests:
         }
 
     def _shifted(self, name: str, prediction: Prediction) -> Figures:
-        """Measure a prediction of a shifted set: its quality only if a class is
-        right.
-        """
+        """Measure predictions of a shifted set; quality only where a class is right."""
         labels = self.labels[name]
         figures = {}
         if bool((labels != NO_CLASS).all()):

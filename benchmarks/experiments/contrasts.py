@@ -1,6 +1,4 @@
-"""What predictions lose that compare the most probable class with those that matter
-alone.
-"""
+"""What predictions lose that compare only the classes that matter."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -59,9 +57,7 @@ def measured(
     options: Contrasts,
     seed: int,
 ) -> Iterator[Row]:
-    """Train without a fifth of the texts, let it choose the prior, and predict the test
-    texts.
-    """
+    """Train without a fifth of the texts, which choose the prior, and predict."""
     rest, held = held_out(pretrained, HELD_OUT)
     model = fine_tune(pretrained, rest, seed)
     say(options, f"Seed {seed}: fit and search")

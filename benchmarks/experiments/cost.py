@@ -143,9 +143,7 @@ class Contest:
 
 
 def measure(contest: Contest) -> Iterator[Message]:
-    """Make a model, fit a method and predict; yield the figures, or what failed and
-    why.
-    """
+    """Make a model, fit and predict; yield the figures, or what failed and why."""
     shape, options, device = contest.shape, contest.options, contest.device
     measuring.set_up(options)
     # Libraries' warnings would come once for each process.
@@ -197,9 +195,7 @@ def _prediction(
     size: int,
     megabytes_before: float,
 ) -> Message:
-    """Measure predictions of one batch; what the posterior holds counts to their
-    memory.
-    """
+    """Measure predictions of a batch; their memory includes the posterior's."""
     options, device = contest.options, contest.device
     # Other texts than those of the fit, of which a method might keep something.
     seed = options.seed + 1
@@ -236,9 +232,7 @@ def _growth(
     measured: Sequence[Row],
     keys: Sequence[str],
 ) -> list[Row]:
-    """Fit how the time that a fit adds to the bare loop, per batch and layer, grows
-    with width.
-    """
+    """Fit how a fit's extra time, per batch and layer, grows with the width."""
     series = []
     for key in keys:
         if key == "bare":
@@ -303,9 +297,7 @@ def _place(row: Row) -> list[Any]:
 
 
 def _spread(row: Row, repetitions: int) -> str:
-    """Write median and range of a batch, and the number of calls where it is not the
-    usual one.
-    """
+    """Write a batch's median and range, and an unusual number of calls."""
     median = row["median"] / row["batches"]
     least = row["minimum"] / row["batches"]
     most = row["maximum"] / row["batches"]

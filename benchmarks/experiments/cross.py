@@ -52,9 +52,7 @@ def run(options: Cross) -> Iterator[Result]:
 
 
 class Trial:
-    """One seed: a model that is trained on four fifths of the texts, and stays as it
-    is.
-    """
+    """One seed: a model that is trained on four fifths of the texts."""
 
     def __init__(
         self,

@@ -1,6 +1,4 @@
-"""What a posterior is worth beside a temperature of the same held-out texts: runs of
-`stages`.
-"""
+"""What a posterior is worth beside a temperature, by runs of `stages`."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -213,9 +211,7 @@ def _mean(
 
 
 def differences_of(rows: Frame) -> Frame:
-    """Subtract from each method what it is measured against, of the same task and
-    seed.
-    """
+    """Subtract from each method what it is measured against, by task and seed."""
     parts = []
     for method, against in CONTESTS:
         ours = rows[rows["keys"] == spelt(method)]
@@ -233,9 +229,7 @@ def averaged(
     identity: Sequence[str],
     measures: Sequence[str],
 ) -> Frame:
-    """Average measures of rows that are alike in some columns, with their standard
-    errors.
-    """
+    """Average measures of alike rows, with their standard errors."""
     groups = rows.groupby(list(identity), sort=False)[list(measures)]
     errors = groups.sem().add_suffix("_error")
     return groups.mean().join(errors).join(groups.size().rename("count")).reset_index()
@@ -287,9 +281,7 @@ def goals_of(
     of_tasks: Frame,
     overconfident: pd.MultiIndex,
 ) -> list[Row]:
-    """Count for each contest the tasks where it is not behind, and average what it
-    gains.
-    """
+    """Count each contest's tasks where it is not behind, and average its gains."""
     goals = []
     for (_, name, against), rows in of_tasks.groupby(CONTEST, sort=False):
         is_overconfident = pd.MultiIndex.from_frame(rows[TASK]).isin(overconfident)

@@ -1,6 +1,4 @@
-"""One page of what fits and predictions cost on one card, within a number of
-minutes.
-"""
+"""What fits and predictions cost on one card, within a number of minutes."""
 
 import gc
 import time
@@ -208,8 +206,9 @@ class Page:
     # --- exactness --------------------------------------------------------------------
 
     def check_exactness(self) -> None:
-        """Compare Jacobians and evidence with row-by-row autograd, for each attention
-        and dtype.
+        """Compare Jacobians and evidence with row-by-row autograd.
+
+        Each attention and dtype has a row.
         """
         for attention, dtype, checkpointed in product(
             attentions(), ("float64", "float32", "bfloat16"), (False, True)
@@ -228,9 +227,7 @@ class Page:
     # --- costs ------------------------------------------------------------------------
 
     def measure(self, shape: Shape, setting: Setting) -> None:
-        """Add the rows of a model in one setting, with as many texts as there is room
-        for.
-        """
+        """Add a model's rows in one setting, with as many texts as fit."""
         with self._reporting(f"{shape.title}, {setting}"):
             model = self._model_of(shape, setting)
             switch_checkpointing(model, setting.checkpointed)
@@ -419,9 +416,7 @@ def exactness(
     checkpointed: bool,
     device: str,
 ) -> dict[str, float]:
-    """Largest relative difference of Jacobians and evidence from row-by-row
-    autograd.
-    """
+    """Find the largest relative difference from row-by-row autograd."""
     # RMSNorm of Llama casts to float32: GPT-2 computes in the precision of its weights.
     from transformers import GPT2Config
 
@@ -506,9 +501,7 @@ def random_model(
     target_modules: Sequence[str] = ("q_proj", "v_proj"),
     in_4_bits: bool = False,
 ) -> PeftModel:
-    """Make a model with random weights on the device, with LoRA weights that are not
-    0.
-    """
+    """Make a model with random weights on the device, LoRA's among them."""
     torch.manual_seed(0)
     with torch.device(device):
         base = AutoModelForCausalLM.from_config(
@@ -528,9 +521,7 @@ def random_model(
 
 
 def quantize(model: nn.Module) -> None:
-    """Replace the weights of a model's linear layers, but the output layer's, by NF4 of
-    them.
-    """
+    """Quantize linear layers to NF4, except the output layer."""
     from bitsandbytes.nn.modules import Linear4bit, Params4bit
 
     setattr(model, "is_loaded_in_4bit", True)  # noqa: B010 - PEFT asks for it

@@ -45,9 +45,7 @@ FIGURES = ("rmse", "nll", "coverage", "crps")
 
 
 class Unit(NamedTuple):
-    """What targets are standardised by: mean and standard deviation of the training
-    targets.
-    """
+    """Standardises targets by the training targets' mean and deviation."""
 
     mean: float
     std: float
@@ -123,8 +121,9 @@ def prepared(options: Molecules, task: Task) -> Pretrained:
 
 @dataclass(frozen=True)
 class Trial:
-    """One seed: a training without a fifth of the molecules, which chooses, and one on
-    all.
+    """One seed: a training without a fifth of the molecules, and one on all.
+
+    The fifth chooses.
     """
 
     pretrained: Pretrained
@@ -184,9 +183,7 @@ class Trial:
         return torch.zeros(len(self.pretrained.data[TEST]), 1)
 
     def _trained(self, records: Records) -> AdaptedModel:
-        """Fine-tune LoRA weights and the head by least squares, or read an earlier
-        training.
-        """
+        """Fine-tune LoRA weights and the head by least squares, or read them."""
         adapted = AdaptedModel(untrained(self.pretrained, self.seed))
         settings = self.pretrained.hyperparameters
 
@@ -229,9 +226,7 @@ class Trial:
         return la
 
     def _by_gaussian_process(self) -> NumberPrediction:
-        """Fit a Gaussian process to all training molecules, its kernel by the
-        evidence.
-        """
+        """Fit a Gaussian process to all training molecules, by the evidence."""
         train_records, test_records = (
             self.pretrained.data[TRAIN],
             self.pretrained.data[TEST],
@@ -261,8 +256,7 @@ class Trial:
 
     @torch.no_grad()
     def _features(self, records: Records) -> torch.Tensor:
-        """Compute the pretrained encoder's embeddings, as it was trained to make them:
-        of norm 1.
+        """Compute the pretrained encoder's embeddings, of norm 1.
 
         They are means over tokens of the last hidden states.
         """

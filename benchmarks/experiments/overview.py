@@ -53,9 +53,7 @@ class Keys(NamedTuple):
 
 
 def _mixtures() -> Iterator[Keys]:
-    """Yield what stages train, by the number of members: MAPs, posteriors, what those
-    teach.
-    """
+    """Yield what stages train, by members: MAPs, posteriors, and students."""
     for count in COUNTS:
         yield Keys(f"staged_map_{count}")
         yield Keys(f"staged_map_{count}", "held_out_temperature")
@@ -157,9 +155,7 @@ def read_all(folders: Sequence[Path]) -> Frame:
 
 
 def read(folder: Path) -> Frame:
-    """Read the rows to show from a run of `calibration` or `stages`, with the task's
-    name.
-    """
+    """Read rows to show, and the task, from a run of `calibration` or `stages`."""
     figures = read_figures(folder)
     rows = shown(figures["methods"])
     frame = as_frame(rows).assign(

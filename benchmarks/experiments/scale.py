@@ -72,9 +72,7 @@ def _series(
     options: Scale,
     device: str,
 ) -> Iterator[tuple[str, str, list[Row]]]:
-    """Measure what is asked for; yield what is varied, an explanation, and rows of
-    figures.
-    """
+    """Measure each series; yield its subject, an explanation, and rows."""
     if options.classes:
         explanation = (
             f"Against the number of classes, with {shape.length} tokens. A search "
@@ -194,9 +192,7 @@ def _measured(
 
 
 def quiet(options: Scale) -> None:
-    """Prepare a process: libraries' remarks would come from each, and labels are
-    random.
-    """
+    """Silence libraries' remarks, which each process would make."""
     measuring.set_up(options)
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
@@ -358,9 +354,7 @@ class Additions:
         without: Callable[[], object],
         with_addition: Callable[[], object],
     ) -> Message:
-        """Call both in turn, after a first call of each, and compare the least
-        seconds.
-        """
+        """Call both in turn, after a first call of each; compare least seconds."""
         without()
         with_addition()
         seconds = [
@@ -417,9 +411,7 @@ def _measure_processes(
     world: int,
     options: Scale,
 ) -> Row:
-    """Fit the same texts with several processes, which share the cores of one
-    machine.
-    """
+    """Fit the same texts with several processes on one machine's cores."""
     slowest = {}
     for key in PAIR:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(world) as pool:

@@ -1,6 +1,4 @@
-"""Settings of rivals that train again, by the texts that are held out from their
-trainings.
-"""
+"""Settings of rivals that train again, compared by held-out texts."""
 
 from collections.abc import Iterator
 

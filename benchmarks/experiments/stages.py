@@ -192,9 +192,7 @@ class Trial:
     def _after_second_training(
         self, method: Method, member: Member, other: Member
     ) -> Iterator[Row]:
-        """Measure a posterior with what the held-out texts of a second training have
-        chosen.
-        """
+        """Measure a posterior with what a second training's held-out texts chose."""
         chosen = [member.la.hyperparameters]
         yield from self._and_tempered(
             method,
@@ -206,9 +204,7 @@ class Trial:
         )
 
     def _second_training(self, model: Any, member: Member) -> Member:
-        """Choose the prior precision of a posterior by a second training; return that
-        one's.
-        """
+        """Choose a posterior's prior by a second training; return that one's."""
         adapters = stages.Members(model)
 
         def train(examples: Any) -> Any:
@@ -232,9 +228,7 @@ class Trial:
         return self._with_statistics(self._chosen_by(member, train), self.held_loaders)
 
     def _chosen_by(self, member: Member, train: Callable[[Any], Any]) -> Any:
-        """Choose the prior precision of a posterior by that of what `train` makes;
-        return it.
-        """
+        """Choose a posterior's prior by that of what `train` makes; return it."""
         history = member.la.optimize_prior_precision(
             method="second_training",
             train=train,
@@ -246,9 +240,7 @@ class Trial:
     def _with_distances(
         self, model: AdaptedModel, prediction: Prediction
     ) -> Prediction:
-        """Add how far texts are from those of training, where each has one hidden
-        state.
-        """
+        """Add distances from training texts, where each text has a hidden state."""
         if self.pretrained.task.has_choices:
             return prediction
         training = hidden_states(model, self.batches)
@@ -260,8 +252,7 @@ class Trial:
         return replace(prediction, signs=signs)
 
     def in_stages(self, members: int) -> Iterator[Row]:
-        """Do what `laplace_lora_ext.in_stages` does for each number of members, and
-        MAPs alone.
+        """Train as `in_stages` does, for each number of members, and MAPs alone.
 
         Its parts are put together anew, since more members share what fewer have
         trained and fitted: a test asks for equality.
@@ -409,9 +400,7 @@ class Trial:
         trainings: float,
         fit_seconds: float,
     ) -> Row:
-        """Teach an adapter of its own what a posterior, a mixture or a temperature
-        predicts.
-        """
+        """Teach a new adapter what a posterior, mixture or temperature predicts."""
         started = self.clock()
         taught = predict_with_student(
             teacher, self.pretrained, unlabelled, self.seed, self.loaders
@@ -426,9 +415,7 @@ class Trial:
         return self.tests.row(named, Prediction(taught, TAUGHT_BY[unlabelled]), costs)
 
     def smoothed(self, amounts: Sequence[float]) -> Iterator[Row]:
-        """Train in stages with label smoothing, as much of it as held-out texts
-        prefer.
-        """
+        """Train in stages with as much label smoothing as held-out texts prefer."""
         if not amounts:
             return
         losses: dict[float, float] = {}
@@ -460,9 +447,7 @@ class Trial:
         return AdaptedModel(model, self.pretrained.class_token_ids)
 
     def _add_member(self, adapters: stages.Members, number: int) -> None:
-        """Add an adapter whose first weights are the same, however many members there
-        are.
-        """
+        """Add an adapter whose first weights don't depend on how many there are."""
         transformers.set_seed(self.seed + MEMBER_SEEDS * number)
         adapters.add()
 
@@ -474,8 +459,9 @@ class Trial:
         number: int,
         smoothing: float = 0.0,
     ) -> None:
-        """Train the active adapter for a share of the steps, with its own optimizer and
-        order.
+        """Train the active adapter for a share of the steps.
+
+        It has an optimizer and an order of its own.
         """
         # Members differ in the order of their texts and in dropout, as those of
         # ensembles do.
@@ -501,9 +487,7 @@ class Trial:
         loaders: Loaders,
         number: int = 0,
     ) -> Trained:
-        """Fit posteriors to the texts that their model was trained on; with a head, the
-        first.
-        """
+        """Fit posteriors to their models' training texts; with a head, the first."""
         lora = self._fitted(model, records, loaders)
         if number > 0 or not self.pretrained.has_head:
             return Trained(lora, ())
@@ -528,9 +512,7 @@ class Trial:
     def _with_statistics(
         self, la: Any, loaders: Loaders, seconds: float = 0.0
     ) -> Member:
-        """Collect a posterior's statistics; those of test texts are no part of a fit's
-        seconds.
-        """
+        """Collect a posterior's statistics; test texts' don't count to its seconds."""
         statistics = {}
         for name, loader in loaders.items():
             started = self.clock()
@@ -540,18 +522,14 @@ class Trial:
         return Member(la, statistics, seconds)
 
     def _choices(self, firsts: Sequence[Member]) -> stages.Choice:
-        """Let held-out texts choose for one posterior, or for the mixture of
-        several.
-        """
+        """Let held-out texts choose for one posterior, or for a mixture."""
         held = tuple(member.statistics[HELD] for member in firsts)
         val_loader = held[0] if len(held) == 1 else MixtureStatistics(held, ())
         posteriors = [member.la for member in firsts]
         return stages.choose_priors(posteriors, val_loader)
 
     def _prior_alone(self, first: Member) -> Hyperparameters:
-        """Let held-out texts choose the prior of one posterior, without a scale of the
-        logits.
-        """
+        """Let held-out texts choose one posterior's prior, without a scale."""
         la = copy(first.la)
         la.optimize_prior_precision(
             method="gridsearch", val_loader=first.statistics[HELD], optimize_scale=False
@@ -559,9 +537,7 @@ class Trial:
         return la.hyperparameters
 
     def _temperature(self, members: Sequence[Member]) -> float:
-        """Find the temperature with which the members' mean predicts held-out texts
-        best.
-        """
+        """Find the temperature at which the members' mean predicts held-out texts."""
         return temperature_of(members, HELD, self.held_labels)
 
     def _predicted(self, posteriors: Posteriors, prior: Prior) -> Prediction:
@@ -571,9 +547,7 @@ class Trial:
     def _and_tempered(
         self, method: Method, prediction: Prediction, held: Posteriors, costs: Costs
     ) -> Iterator[Row]:
-        """Measure a prediction, and once more after a temperature of the held-out
-        texts.
-        """
+        """Measure a prediction, and again after a temperature of held-out texts."""
         yield self.tests.row(method, prediction, costs)
         tempered = with_temperature(
             prediction, held.probabilities(HELD), self.held_labels

@@ -147,9 +147,7 @@ def posterior_of(
     model: torch.nn.Module,
     seed: int,
 ) -> Any:
-    """Make the Laplace approximation of a language model; the seed decides its random
-    labels.
-    """
+    """Make a language model's posterior; the seed decides its random labels."""
     return laplace_lora_ext.Laplace(
         model,
         "language_modeling",
@@ -220,9 +218,7 @@ def contestants(
     train: list[Any],
     validation: list[Any],
 ) -> Iterator[Contestant]:
-    """Yield methods in turn; each posterior is to be measured before the next prior is
-    chosen.
-    """
+    """Yield contestants, each to be measured before the next prior is chosen."""
     draws = options.draws
     show_progress = not options.quiet
     yield Contestant("MAP", "", Predictor(la))

@@ -1,6 +1,4 @@
-"""Measures of free text: tokens, written answers, what scores tell about them, and
-costs.
-"""
+"""Measures of free text: tokens, written answers, scores, and costs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,9 +23,7 @@ def quality(
     predictor: Predictor,
     texts: list[Any],
 ) -> dict[str, Any]:
-    """Measure NLL, accuracy and calibration of tokens under the mixture of all
-    draws.
-    """
+    """Measure tokens' NLL, accuracy and calibration by the mixture of draws."""
     p_of_labels = []
     confidences = []
     hits = []
@@ -136,8 +132,9 @@ def detects(
     sign: torch.Tensor,
     wrong: torch.Tensor,
 ) -> dict[str, float | None]:
-    """Compute AUROC of a sign of wrong answers, and their mean share over all
-    coverages.
+    """Compute a sign's AUROC for wrong answers, and their mean share.
+
+    The share is that over all coverages.
     """
     return {"auroc": auroc(sign, wrong), "aurc": aurc(sign, wrong)}
 
@@ -149,9 +146,7 @@ def speed(
     draws: int,
     clock: Clock,
 ) -> dict[str, Any]:
-    """Measure seconds per token with and without draws, and count answers that draws
-    change.
-    """
+    """Measure seconds per token with and without draws, and changed answers."""
 
     def write(n_draws: int) -> tuple[list[str], float]:
         begun = clock()
@@ -180,9 +175,7 @@ def relative_cost(
     draws: int,
     clock: Clock,
 ) -> dict[str, float]:
-    """Time a fit over forward and backward pass, and a score over its forward
-    passes.
-    """
+    """Time a fit in passes, and a score in forward passes."""
     weights = [block.weight for block in la.blocks]
     state = la.state_dict()
 

@@ -40,8 +40,9 @@ def run(options: Tokens) -> Iterator[Result]:
 
 @dataclass(frozen=True)
 class Trial:
-    """One seed: a training without a fifth of the texts, which choose, and one on
-    all.
+    """One seed: a training without a fifth of the texts, which choose.
+
+    Then comes one on all texts.
     """
 
     pretrained: Pretrained

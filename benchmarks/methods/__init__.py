@@ -1,6 +1,4 @@
-"""The one list of methods, ours and rivals; a new rival is one function and one line
-here.
-"""
+"""The one list of methods, ours and rivals: a function and a line each."""
 
 from functools import partial
 

@@ -25,9 +25,7 @@ def no_draws(_: Any) -> Iterable[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Predictor:
-    """Predicts a batch's labelled tokens: logits of the trained model and of every
-    draw.
-    """
+    """Predicts labelled tokens' logits by the trained model and by each draw."""
 
     la: LowRankKronLoRALaplace
     draws: Callable[[Any], Iterable[torch.Tensor]] = no_draws
@@ -82,9 +80,7 @@ def training_free(
     draws: int,
     texts: list[Any],
 ) -> Predictor:
-    """Predict by TFB: the most noise that changes at most 1 % of the training texts'
-    tokens.
-    """
+    """Predict by TFB: as much noise as changes 1 % of the training tokens."""
     writer = Writer(la.model.model)
     members = sampled.training_free(writer, texts, draws=draws)
 
@@ -97,8 +93,6 @@ def training_free(
 
 
 def token_loss(model: Any, batch: Any) -> torch.Tensor:
-    """Compute the mean loss of a batch's labelled tokens; the model gives logits for
-    these.
-    """
+    """Compute a batch's mean loss of labelled tokens."""
     targets = model.targets(batch)
     return cross_entropy(model(batch), targets[targets != IGNORED])

@@ -1,6 +1,4 @@
-"""How far texts are from those of training, in the last hidden state: a rival of all
-entropies.
-"""
+"""Distances from training texts in the last hidden state: a rival of entropies."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -44,8 +42,9 @@ def distances(
     labels: torch.Tensor,
     states: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute squared distances (texts,) from the nearest class, under a covariance of
-    all.
+    """Compute squared distances (texts,) from the nearest class.
+
+    The covariance is that of all classes.
 
     The covariance is shrunk as Ledoit and Wolf do: there may be fewer texts than
     numbers in a state.

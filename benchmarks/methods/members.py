@@ -1,6 +1,4 @@
-"""Predictions of trained members, from statistics: of their models, and of their
-posteriors.
-"""
+"""Predictions of members from statistics, of models and posteriors."""
 
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
@@ -123,9 +121,7 @@ class Posteriors:
 
 
 def _drawn(moments: Moments) -> torch.Tensor:
-    """Draw probabilities (draws, texts, classes), with the same noise for every
-    text.
-    """
+    """Draw probabilities (draws, texts, classes), with one noise for all texts."""
     f_mu, f_var = moments
     noise = shared_noise(f_mu, DRAWS, torch.Generator().manual_seed(0))
     return softmax_samples(f_mu, f_var, noise).exp()
@@ -163,9 +159,7 @@ def predict_maps(
 def with_temperature(
     prediction: Prediction, held: torch.Tensor, labels: torch.Tensor
 ) -> Prediction:
-    """Divide log-probabilities by a temperature, which those of held-out texts
-    choose.
-    """
+    """Divide log-probabilities by a temperature that held-out texts choose."""
     temperature = fit_temperature(_log(held), labels)
     tempered = {
         name: (_log(each) / temperature).softmax(-1)

@@ -1,6 +1,4 @@
-"""What a method is; and the methods without a posterior: MAP and ensembles;
-temperatures.
-"""
+"""What a method is; MAP, ensembles and temperatures, which have no posterior."""
 
 import math
 from collections import defaultdict
@@ -70,9 +68,7 @@ class PointMethod(Method):
 
 @dataclass(frozen=True)
 class Posterior(Method):
-    """A method that is fitted on training batches, and predicts as the host's classes
-    do.
-    """
+    """A method that fits training batches, and predicts as the host does."""
 
     # Has `fit(batches)`, `la(batch, link_approx=...)`.
     build: Callable[[AdaptedModel], Any]

@@ -1,6 +1,4 @@
-"""Methods that are fitted on training batches: Laplace approximations and their
-rivals.
-"""
+"""Methods that fit training batches: Laplace approximations and rivals."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -20,9 +18,7 @@ def over_lora(
     structure: str = "lowrank_kron",
     **keywords: Any,
 ) -> Any:
-    """Make our class over LoRA weights, with one of its own structures or the
-    host's.
-    """
+    """Make our class over LoRA weights, with one of our or the host's structures."""
     return laplace_lora_ext.Laplace(
         model.model,
         "classification",
@@ -37,9 +33,7 @@ of_paper = partial(over_lora, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
 
 
 def of_last_layer(model: AdaptedModel) -> Any:
-    """Make LLLA: the output layer if it has LoRA weights, or the last transformer
-    layer.
-    """
+    """Make LLLA: the output layer's LoRA weights, or the last layer's."""
     peft_model = find_peft_model(model.model)
     if any(".lm_head.lora_" in name for name, _ in peft_model.named_parameters()):
         return over_lora(model, target_modules=["lm_head"])
@@ -59,9 +53,7 @@ def stock(
     structure: str,
     **keywords: Any,
 ) -> Any:
-    """Make laplace-torch's own class over all that requires a gradient: the LoRA
-    weights.
-    """
+    """Make laplace-torch's own class over all that requires a gradient."""
     # An encoder's head stays at its MAP value, as in our classes.
     model.model.requires_grad_(False)
     for weight in model.lora_weights:
@@ -76,8 +68,7 @@ def stock(
 
 
 class BareLoops:
-    """The passes without which no rival could do: C a batch for a fit, C + 1 for a
-    prediction.
+    """The passes that any rival needs: C for a fit, C + 1 for a prediction.
 
     With learnt variances a prediction is one forward pass.
     """

@@ -59,9 +59,7 @@ class Prediction:
 
 
 def by_evidence(structure: str) -> Choose:
-    """Make the choice by the evidence, with one precision for all layers or one for
-    each.
-    """
+    """Choose by the evidence, with one precision for all layers or for each."""
 
     def choose(la: Any, _: Any) -> torch.Tensor:
         la.optimize_prior_precision(method="marglik", prior_structure=structure)
@@ -77,8 +75,7 @@ def by_agreement(la: Any, statistics: PredictiveStatistics) -> torch.Tensor:
 
 
 def by_tfb_rule(_: Any, statistics: PredictiveStatistics) -> torch.Tensor:
-    """Choose the smallest scalar of a grid at which the mean of ten draws keeps the
-    classes.
+    """Choose the smallest prior at which the mean of ten draws keeps classes.
 
     This is TFB's rule for our covariance: at most 1 % of the training texts may change
     class.
@@ -113,9 +110,7 @@ def probabilities(
     x: Any,
     link: str,
 ) -> torch.Tensor:
-    """Compute probabilities (texts, classes), on the CPU, of a batch or of its Gaussian
-    logits.
-    """
+    """Compute probabilities (texts, classes) on the CPU, of a batch or moments."""
     return la(x, pred_type="glm", link_approx=link).detach().cpu()
 
 
@@ -265,8 +260,7 @@ def predictions(
     loaders: Loaders,
     labels: torch.Tensor,
 ) -> Iterator[Prediction]:
-    """Predict data sets with each prior and link; without `train`, by the evidence
-    alone.
+    """Predict data sets by each prior and link; without `train`, by evidence.
 
     The labels are those of the test texts.
     """
@@ -289,9 +283,7 @@ def predictions(
 
 
 def predictor_of(la: Any, loaders: Loaders) -> Predicts:
-    """Predict from statistics where a posterior has them, and with passes where it
-    hasn't.
-    """
+    """Predict from statistics where there are any, and by passes elsewhere."""
     if not hasattr(la, "predictive_statistics"):
         return FromBatches(la, loaders)
     statistics = {

@@ -75,9 +75,7 @@ def training_free(
     train: DataLoader | list[Any],
     draws: int = SAMPLES,
 ) -> Members:
-    """Predict by TFB's label-free rule: the most noise that changes next to no
-    predicted class.
-    """
+    """Predict by TFB: as much noise as changes next to no predicted class."""
     noise = _noise_for(model)
     texts = _first_batches(train)
     classes = _predicted_classes(Members.of([model]), texts)
@@ -124,8 +122,7 @@ def _predicted_classes(
 
 
 def noise_basis(B: torch.Tensor) -> torch.Tensor:
-    """Find what to multiply noise of lora_A with, so that B @ lora_A has it along U's
-    columns.
+    """Find the basis in which noise of lora_A gives B @ lora_A noise along U.
 
     With the lora_B `U diag(d) Vᵀ` it is `V diag(1 / d)`; where d is 0, noise would
     change nothing.
@@ -145,9 +142,7 @@ def retrained(
     model: AdaptedModel,
     _: DataLoader,
 ) -> Members:
-    """Train again from the same start on the same texts, with deviations for the
-    weights.
-    """
+    """Train again from the same start, with deviations for the weights."""
     assert model.retrained is not None
     other = model.retrained(recipe).at(max(model.checkpoints))
     last = max(other.checkpoints)
@@ -168,8 +163,9 @@ def retrained(
 
 
 class BLoB(Recipe):
-    """Mean-field variational lora_A (Wang et al., arXiv:2406.11675), with its program's
-    settings.
+    """Mean-field variational lora_A (Wang et al., arXiv:2406.11675).
+
+    The settings are those of its program.
 
     A weight's deviation is the square of a trained number. The loss is taken at flipout
     samples, and the divergence from the prior has steps of its own, by SGD.
@@ -197,9 +193,7 @@ class BLoB(Recipe):
         inputs: tuple[torch.Tensor, ...],
         output: torch.Tensor,
     ) -> torch.Tensor:
-        """Add flipout's noise: one draw for a batch, with signs of each example's
-        own.
-        """
+        """Add flipout's noise: a draw for a batch, and signs for each example."""
         if not module.training:
             return output
         (x,) = inputs

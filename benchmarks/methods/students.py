@@ -1,6 +1,4 @@
-"""Students: adapters that learn a teacher's probabilities, by `laplace_lora_ext`'s
-`distill`.
-"""
+"""Students that learn a teacher's probabilities, by `distill`."""
 
 import tempfile
 from typing import Any
@@ -48,8 +46,9 @@ def predict_with_student(
     seed: int,
     loaders: Loaders,
 ) -> Probabilities:
-    """Train a student of a posterior, a mixture or `Scaled`, predict with it, and
-    delete it.
+    """Train a student of a teacher, predict with it, and delete it.
+
+    Teachers are posteriors, mixtures and `Scaled` models.
     """
     model = find_peft_model(teacher.model)
     with tempfile.TemporaryDirectory() as folder:
@@ -70,9 +69,7 @@ def _trainer(
     seed: int,
     folder: str,
 ) -> transformers.Trainer:
-    """Make a trainer with the settings of the lab's own loop, which clips no
-    gradients.
-    """
+    """Make a trainer with the settings of the lab's loop, without clipping."""
     settings = pretrained.hyperparameters
     arguments = transformers.TrainingArguments(
         output_dir=folder,

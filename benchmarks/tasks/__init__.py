@@ -1,6 +1,4 @@
-"""The list of tasks; tasks that read the same texts share a file, and so do the
-paper's.
-"""
+"""The list of tasks; those that read the same texts share a file."""
 
 from benchmarks.tasks import (
     code,

@@ -79,9 +79,7 @@ class Balanced:
     def _texts_by_class(
         self, libraries: Sequence[str], options: TextRun, seed: int
     ) -> TextsByClass:
-        """Collect each class's texts, without those of several classes: no answer is
-        right.
-        """
+        """Collect each class's texts, without those of several classes."""
         classes = list(self.classes)
         if self.shifted is not None:
             classes.append(self.shifted)
@@ -102,9 +100,7 @@ class Balanced:
         count: int,
         generator: random.Random,
     ) -> list[Example]:
-        """Draw examples that the other sets can't have, the classes by turns while they
-        last.
-        """
+        """Draw examples that other sets can't have, from classes in turn."""
         left = {
             name: [text for text in of_class if _folded(text) not in known]
             for name, of_class in texts.items()

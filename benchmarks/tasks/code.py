@@ -1,6 +1,4 @@
-"""Tasks of code: which exception a message is raised with, and which line a comment
-belongs to.
-"""
+"""Tasks of code: messages of exceptions, and comments of lines."""
 
 import ast
 import random
@@ -37,9 +35,7 @@ def raised(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def literal(node: ast.AST) -> str:
-    """Return the text of a string, blanks for inserted values; "" for other
-    expressions.
-    """
+    """Return a string's text, with blanks for values; "" for other expressions."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -51,9 +47,7 @@ def literal(node: ast.AST) -> str:
 def find_commented(
     libraries: Sequence[str], options: Reading, seed: int
 ) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield verdict and pair of comment and line, by turns with another line of the
-    same file.
-    """
+    """Yield pairs of a comment and a line, every second with another line."""
     generator = random.Random(seed)
     for path in drawn_files(libraries, options, seed):
         pairs = list(commented(path.read_text(encoding="utf-8")))

@@ -1,5 +1,4 @@
-"""Tasks of docstrings' first paragraphs: their library, their part of SymPy, their
-first verb.
+"""Tasks of docstrings: their library, part of SymPy, or first verb.
 
 The texts are real: every run reads them from the sources of installed packages, which
 are parsed and never imported. Nothing is downloaded or stored.
@@ -59,9 +58,7 @@ NEUTRAL_WORD = "library"
 
 
 class Documented(NamedTuple):
-    """A public function or class: its name, its docstring's summary, and the file it is
-    in.
-    """
+    """A public function or class: name, file, and summary of its docstring."""
 
     name: str
     summary: str
@@ -69,9 +66,7 @@ class Documented(NamedTuple):
 
 
 def masked(summary: str) -> str:
-    """Replace library names by a neutral word, and every run of white space by one
-    space.
-    """
+    """Replace library names by a neutral word, and white space by single spaces."""
     words = LIBRARY_NAME.sub(NEUTRAL_WORD, summary).split()
     return " ".join(words)
 
@@ -83,9 +78,7 @@ def first_paragraph(text: str) -> str:
 
 
 def docstring_summaries(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield the name and the docstring's first paragraph of each public function and
-    class.
-    """
+    """Yield name and summary of each public function and class."""
     pending = [tree]
     while pending:
         for node in ast.iter_child_nodes(pending.pop()):
@@ -120,9 +113,7 @@ def read_library(
     options: Reading,
     seed: int,
 ) -> list[Documented]:
-    """Collect each summary of an installed library once, in the order of the
-    sources.
-    """
+    """Collect each summary of an installed library once, in order."""
     by_summary: dict[str, Documented] = {}
     for one in documented(library, options, seed):
         by_summary.setdefault(one.summary.casefold(), one)

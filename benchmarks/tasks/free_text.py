@@ -1,6 +1,4 @@
-"""The tasks of free text: a language model reads a description, and writes a name or a
-type.
-"""
+"""Tasks of free text: a language model reads a description, and writes."""
 
 import random
 from collections.abc import Iterator
@@ -25,9 +23,7 @@ class Written(NamedTuple):
 
 
 def find(options: Text, seed: int) -> Iterator[Written]:
-    """Ask for the function or parameter of a description, or for a type such as
-    "callable".
-    """
+    """Ask for the name of what a description is of, or for its type."""
     if options.task == "functions":
         yield from find_functions(options, seed)
         return
@@ -65,9 +61,7 @@ def read(
 
 
 def collate(tokenizer: Any, texts: list[Written]) -> Any:
-    """Make a batch of texts, padded on the tokenizer's side, with labels on their
-    answers.
-    """
+    """Make a padded batch of texts, with labels on their answers."""
     records = []
     for one in texts:
         prompt = tokenizer(one.prompt)["input_ids"]
@@ -87,9 +81,7 @@ def by_length(
     texts: list[Written],
     batch_size: int,
 ) -> list[list[Written]]:
-    """Divide texts into batches, in the order of their prompts' lengths, to pad
-    little.
-    """
+    """Divide texts into batches of prompts of like lengths, to pad little."""
     ordered = sorted(texts, key=lambda one: len(one.prompt))
     starts = range(0, len(ordered), batch_size)
     return [ordered[start : start + batch_size] for start in starts]

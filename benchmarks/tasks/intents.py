@@ -33,9 +33,7 @@ MANY_INTENTS = replace(ENCODER, steps=1200)
 
 @dataclass(frozen=True)
 class Intents:
-    """Intents of a data set, or of one of CLINC's domains; equal numbers of texts of
-    each.
-    """
+    """Intents of a data set, or of a domain of CLINC, as many texts of each."""
 
     name: str
     dataset: tuple[str, str]
@@ -48,9 +46,7 @@ class Intents:
         return encoder_folder()
 
     def read(self, options: TextRun, seed: int) -> Task:
-        """Draw training and test texts, each from its own split, in an order that the
-        seed says.
-        """
+        """Draw training and test texts, in an order that the seed says."""
         if options.data is None:
             raise MissingDataError(
                 f"{self.name} reads JSON lines with a text, and the names of its "
@@ -93,9 +89,7 @@ class Intents:
         count: int,
         generator: random.Random,
     ) -> dict[str, list[Example]]:
-        """Draw texts without a right answer: out of all scopes, and of other
-        domains.
-        """
+        """Draw texts without a right answer, out of scope or of other domains."""
         unknown: dict[str, list[Row]] = {OUT_OF_SCOPE: [], OTHER_DOMAINS: []}
         for row in rows:
             if _intent(row) == OUT_OF_SCOPE:

@@ -1,6 +1,4 @@
-"""The tasks names and choices: whether a name fits a summary, and which of four names
-does.
-"""
+"""Tasks of names: whether one fits a summary, and which of four does."""
 
 import random
 import re
@@ -40,9 +38,7 @@ def asked_for_match(
     pool: Sequence[Documented],
     rng: random.Random,
 ) -> Iterator[Example]:
-    """Pair names and summaries: every second pair is right, the others mix names of one
-    file.
-    """
+    """Pair names and summaries: every second pair is right, others mix a file."""
     names: dict[Path, set[str]] = defaultdict(set)
     for one in pool:
         names[one.file].add(one.name)
@@ -95,9 +91,7 @@ class OfNames:
         return encoder_folder()
 
     def read(self, options: TextRun, seed: int) -> Task:
-        """Draw questions about all libraries, and shifted ones about a library
-        apart.
-        """
+        """Draw questions about all libraries but one, and shifted ones about that."""
         sizes = self.sizes.asked(options)
         rng = random.Random(seed)
         examples = {}

@@ -144,8 +144,9 @@ def find_pairs(
 def pairs(
     parameters: list[Parameter], generator: random.Random
 ) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Pair summaries and descriptions; in wrong pairs, by turns, both come from one
-    file.
+    """Pair summaries and descriptions, every second time wrongly.
+
+    Both then come from one file.
     """
     first: dict[str, Parameter] = {}
     summaries: dict[Path, set[str]] = defaultdict(set)

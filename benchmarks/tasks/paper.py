@@ -41,9 +41,7 @@ class Source(NamedTuple):
         return f"{self.dataset} ({self.configuration}), split {self.split}"
 
     def file_in(self, data: Path | str) -> Path:
-        """Name the split's file in a folder: one JSON object per line, with the hub's
-        fields.
-        """
+        """Name a split's file in a folder, with a JSON object on each line."""
         return Path(data) / self.dataset / self.configuration / f"{self.split}.jsonl"
 
     def rows(self, data: Path | None) -> list[Row]:
@@ -63,9 +61,7 @@ def read_sources(
     sources: Sequence[Source],
     data: Path | None,
 ) -> list[list[Row]]:
-    """Read the rows of several splits; if any is missing, say in one line what to
-    download.
-    """
+    """Read rows of several splits; say in one line what to download."""
     try:
         return [source.rows(data) for source in sources]
     # Without access datasets raises the first error; the second if it has cached
@@ -113,9 +109,7 @@ class PaperTask:
 
     @property
     def sources(self) -> tuple[Source, Source]:
-        """The training split, and the public validation split, which the paper tests
-        on.
-        """
+        """The training split, and the public validation split for tests."""
         return (
             Source(self.dataset, self.configuration, "train"),
             Source(self.dataset, self.configuration, "validation"),

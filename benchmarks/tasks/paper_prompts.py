@@ -1,5 +1,4 @@
-"""Turn rows of the paper's data sets into examples: prompts for causal models, or
-pairs.
+"""Prompts and pairs from rows of the paper's data sets.
 
 The prompts follow the paper's table of templates (appendix "Prompt templates for LlaMA2
 common sense reasoning tasks"). Where the table prints "choice2" for the third and
@@ -58,17 +57,13 @@ def arc(row: Row) -> Example | None:
 
 
 def openbookqa(row: Row) -> Example | None:
-    """Ask a question of OpenBookQA, whose rows are as ARC's but for one field's
-    name.
-    """
+    """Ask a question of OpenBookQA, whose rows are like ARC's."""
     question = row["question_stem"]
     return arc({**row, "question": question})
 
 
 def boolq_label(row: Row) -> int:
-    """Read BoolQ's answer, which SuperGLUE calls `label` and the original data
-    `answer`.
-    """
+    """Read BoolQ's answer, whose field has two names."""
     if "label" in row:
         return int(row["label"])
     return int(row["answer"])
@@ -93,8 +88,6 @@ def sentence(row: Row) -> Example:
 
 
 def sentence_pair(row: Row) -> Example:
-    """Pair the sentences of MRPC, RTE, WNLI or WiC (the authors leave out its word
-    too).
-    """
+    """Pair the sentences of MRPC, RTE, WNLI or WiC (without its word)."""
     pair = (row["sentence1"], row["sentence2"])
     return Example(pair, int(row["label"]))

@@ -35,9 +35,7 @@ def drawn_files(
     options: Reading,
     seed: int,
 ) -> Iterator[Path]:
-    """Yield installed packages' source files, or as many of each as the options ask
-    for.
-    """
+    """Yield installed packages' source files, as many as options ask for."""
     maximum = options.files_per_library
     for library in libraries:
         files = source_files(library)

@@ -11,8 +11,7 @@ UNLABELLED = -100  # of a word without a label, as transformers has it
 
 
 class Example(NamedTuple):
-    """A text, or a pair of texts for an encoder, and its class; None if no class is
-    right.
+    """A text, or a pair for an encoder, and its class; None if none is right.
 
     Of a regression the label is the number to predict.
     A prompt may have choices of its own, texts that stand behind it. Each word of a
@@ -35,9 +34,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """Texts to fine-tune a model on and to measure it with; a prompt's classes are its
-    answers.
-    """
+    """Texts to train on and to measure with; prompts' classes are answers."""
 
     name: str
     classes: Sequence[str]
@@ -66,9 +63,7 @@ class Sizes(NamedTuple):
     shifted: int = 0
 
     def asked(self, options: TextRun) -> "Sizes":
-        """Return the numbers that the options ask for, and these where they ask for
-        none.
-        """
+        """Return the numbers that options ask for, or else these."""
         return Sizes(
             train=options.train_examples or self.train,
             test=options.test_examples or self.test,

@@ -14,9 +14,7 @@ def tiny_models(tmp_path_factory):
 
 @pytest.fixture
 def prepared(tiny_models, tmp_path):
-    """Makes a tiny model, with two steps of training, and made-up rows of a task of the
-    paper.
-    """
+    """Prepare a tiny trained model, and made-up rows of a task of the paper."""
 
     def make(task, **changes):
         write_task(task, tmp_path)

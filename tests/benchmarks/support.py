@@ -1,6 +1,4 @@
-"""What tests of several parts of the lab share: runs, small models, and made-up rows of
-tasks.
-"""
+"""What tests of the lab share: runs, small models, and rows of tasks."""
 
 import json
 from collections.abc import Mapping
@@ -99,9 +97,7 @@ def small_shape(**changes: Any) -> Shape:
 
 
 def save_tiny_models(folder: Path) -> dict[bool, Path]:
-    """Save a causal language model and an encoder; return their folders by
-    `is_prompt`.
-    """
+    """Save a causal language model and an encoder; return folders by `is_prompt`."""
     torch.manual_seed(0)
     shape = {
         "vocab_size": 200,

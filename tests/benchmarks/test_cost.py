@@ -1,6 +1,4 @@
-"""The experiment on costs at its smallest, its rivals, and what becomes of those that
-fail.
-"""
+"""The experiment on costs at its smallest, with rivals that fail."""
 
 import pytest
 import torch

@@ -34,8 +34,9 @@ def row(
 
 
 def written(folder, task, train, temperatures, gain):
-    """Write a run of two classes: by seed, the temperature's NLL; MAP's is 1 above
-    it.
+    """Write a run of two classes, given the temperature's NLL by seed.
+
+    MAP's is 1 above it.
     """
     rows = []
     for seed, nll in temperatures.items():

@@ -35,9 +35,7 @@ def written(
     losses: dict[int, float],
     kind: str = "calibration",
 ):
-    """Write a run of two methods on a task: an NLL of MAP for each seed, half of it for
-    ours.
-    """
+    """Write a run of MAP, with an NLL for each seed, and of ours with half of it."""
     rows = []
     for seed, nll in losses.items():
         ours = {**OURS, "seed": seed, "nll": max(1.0, nll / 2), "regret": nll}

@@ -1,6 +1,4 @@
-"""Rivals that predict with sampled weights: their noise, their trainings, and what they
-leave.
-"""
+"""Rivals that predict with sampled weights: noise, trainings, what they leave."""
 
 import copy
 

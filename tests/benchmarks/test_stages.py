@@ -1,6 +1,4 @@
-"""The experiment on training in stages at its smallest; its mixtures are those of
-`in_stages`.
-"""
+"""The experiment on stages at its smallest: its mixtures are `in_stages`'s."""
 
 import json
 

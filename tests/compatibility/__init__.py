@@ -1,3 +1,1 @@
-"""What works with which model, adapter, precision and wrapper: the cases and their
-outcomes.
-"""
+"""What works with which model, adapter, precision and wrapper."""

@@ -1,6 +1,4 @@
-"""Examples of every kind, each a batch of one without padding, and batches of several
-of them.
-"""
+"""Examples of every kind, by themselves and in batches."""
 
 from collections.abc import Sequence
 
@@ -134,9 +132,7 @@ def together(
     side: str,
     length: int | None = None,
 ) -> Example:
-    """Make a batch, texts padded on a side to a length, by default that of the
-    longest.
-    """
+    """Make a batch of texts, padded on a side to a length."""
     keys = list(dict.fromkeys(key for example in examples for key in example))
     batch = {}
     for key in keys:

@@ -1,5 +1,4 @@
-"""Tiny models of many families with random weights, and what the library makes of each
-of them.
+"""Tiny models of many families, and what the library makes of them.
 
 `tests/library/test_compatibility.py` proves what `python -m tests.compatibility.tables`
 prints.
@@ -102,8 +101,7 @@ _QWEN_VISION = {
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's models are made of, and what is expected of each column, if not
-    "exact".
+    """How a family's models are made, and what columns are not "exact".
 
     Models and configuration are classes of transformers, `config` without "Config". The
     data type is float32 where the model's own attention masks overflow in float64.
@@ -124,9 +122,7 @@ class Family:
         return MISSING if kind is None else self.outcomes.get(column, EXACT)
 
     def model(self, column: str) -> nn.Module:
-        """Make a model with random weights and adapters of rank 2, in evaluation
-        mode.
-        """
+        """Make an evaluated model with random weights and adapters of rank 2."""
         torch.manual_seed(0)
         make_config = getattr(transformers, f"{self.config}Config")
         config = make_config(**self.settings, num_labels=3)

@@ -1,6 +1,4 @@
-"""Kinds of adapters, precisions and wrappers, and what the library makes of each of
-them.
-"""
+"""Kinds of adapters, precisions and wrappers, and what becomes of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +21,7 @@ EXACT = "exact"
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, and what is expected of it; `refusal` is a pattern of the error's
-    message.
+    """A model, and what is expected of it; `refusal` matches an error.
 
     An older PEFT or torch, which has no such thing, raises `ValueError` or
     `AttributeError`.

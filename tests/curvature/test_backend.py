@@ -57,9 +57,7 @@ def test_regression_has_the_curvature_of_the_squared_error():
 
 @pytest.mark.parametrize("backend", [LowRankKronGGN, LowRankKronEF])
 def test_the_exact_fisher_and_the_empirical_fisher_of_one_example(backend):
-    """At T = 1 and one datum the Kronecker form of "gradient" is exact for a rank-one
-    Fisher.
-    """
+    """At T = 1 and one datum "gradient" is exact for a rank-one Fisher."""
     model = lora_model("bert", n_labels=2).eval()
     (batch,) = ragged_batches(
         lengths=[1],

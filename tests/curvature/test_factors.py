@@ -1,6 +1,4 @@
-"""Kronecker factors: the streaming low-rank update against optimal and dense
-factors.
-"""
+"""Kronecker factors: streaming updates against optimal and dense ones."""
 
 import pytest
 import torch
@@ -22,8 +20,7 @@ def decaying_rows(
     power: float = 1.0,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Draw `(n, d)` rows, of which direction i has the standard deviation `i **
-    -power`.
+    """Draw `(n, d)` rows; direction i has standard deviation `i ** -power`.
 
     Rows of activations and gradients have eigenvalues that decay like this.
     """
@@ -109,9 +106,7 @@ def test_an_eigendecomposition_that_does_not_converge_is_done_otherwise(monkeypa
 @pytest.mark.parametrize("power", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize("d", [60, 400])
 def test_streaming_keeps_the_energy_of_the_optimal_factor(d, power, dtype):
-    """Many rows at once go through subspace iteration, few through an
-    eigendecomposition.
-    """
+    """Many rows go through subspace iteration, few through an eigensolver."""
     rows = decaying_rows(1500, d, power, dtype)
     eigenvalues = torch.linalg.eigvalsh((rows.T @ rows).double())
     optimal = eigenvalues[-10:].sum()

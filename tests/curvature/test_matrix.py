@@ -23,9 +23,7 @@ CPU = torch.device("cpu")
 
 
 def random_kron(shapes, rank, tail, n_rows) -> LowRankKron:
-    """Make blocks (r, d) and (d, r) in turn, of given sizes (r, d), from random
-    rows.
-    """
+    """Make blocks (r, d) and (d, r) in turn, from random rows."""
     noise = generator()
     blocks = []
     for index, (small, large) in enumerate(shapes):
@@ -43,9 +41,7 @@ def random_kron(shapes, rank, tail, n_rows) -> LowRankKron:
 
 
 def factor_matrix(factor: Factor) -> torch.Tensor:
-    """Build a factor from its columns and trace, by none of the operations that it
-    offers.
-    """
+    """Build a factor from columns and trace, by none of its own operations."""
     if isinstance(factor, DenseFactor):
         return factor.matrix
     values, vectors = torch.linalg.eigh(factor.columns @ factor.columns.T)

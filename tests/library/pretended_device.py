@@ -1,5 +1,4 @@
-"""An accelerator that is made of Python: tensors of main memory that mix with no
-others.
+"""An accelerator made of Python: its tensors mix with no others.
 
 `install` is for a process of its own, since PyTorch knows one such kind of device for
 good.
@@ -164,9 +163,7 @@ def _device_of(
     kwargs: Any,
     ours: list[Pretended],
 ) -> torch.device:
-    """Where an operation runs; a `RuntimeError` if its tensors are on several
-    devices.
-    """
+    """Find an operation's device; a `RuntimeError` if tensors have several."""
     name = function._schema.name.removeprefix("aten::")
     if name == "copy_":
         return args[0].device

@@ -216,9 +216,7 @@ def test_a_posterior_follows_layers_to_several_devices(structure):
 
 
 def dispatched() -> nn.Module:
-    """Make a language model with Accelerate's hooks, the second half of which is
-    elsewhere.
-    """
+    """Make a language model with Accelerate's hooks, half of it elsewhere."""
     model = lora_model("gpt2")
     base = model.get_base_model().to(CPU)
     # Tied otherwise.

@@ -1,6 +1,4 @@
-"""The guide to other libraries, each of its blocks run with the library that it is
-about.
-"""
+"""The guide to other libraries, each block run with its library."""
 
 import re
 from functools import partial

@@ -1,6 +1,4 @@
-"""With rank >= d nothing is approximated but the Kronecker form: equality with dense
-formulas.
-"""
+"""With rank >= d only the Kronecker form approximates: dense equality."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,9 +41,7 @@ EXACT = {"rtol": 1e-6, "atol": 1e-9}
 
 @dataclass(frozen=True)
 class Labelled:
-    """An example as a batch of one, which of its positions `(T,)` count, and its
-    label.
-    """
+    """An example as a batch of one, which positions `(T,)` count, and its label."""
 
     inputs: dict[str, torch.Tensor]
     is_valid: torch.Tensor
@@ -75,8 +71,7 @@ def dense_examples(
 def inputs_and_gradients(
     model: nn.Module, inputs: Mapping[str, torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Find inputs `(T, n)` and derivatives of the logits `(C, T, m)` of each LoRA
-    layer.
+    """Find each LoRA layer's inputs `(T, n)` and derivatives `(C, T, m)`.
 
     The derivatives are those in shifts of the layers' outputs.
     """
@@ -232,8 +227,7 @@ def test_paper_settings_are_those_of_the_paper():
 
 
 class Choices(nn.Module):
-    """Scores each of an example's K answers, of several tokens, by its summed
-    log-probability.
+    """Scores an example's K answers by their summed log-probabilities.
 
     A batch has `input_ids`, `attention_mask` and `is_answer`, all `(B, K, T)`.
     """

@@ -64,9 +64,7 @@ def kronecker_blocks(
     Js: torch.Tensor,
     H: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Compute `Σ G Gᵀ ⊗ Σ Gᵀ G / Σ ‖G‖²` of each weight, a bias being a matrix of one
-    column.
-    """
+    """Compute `Σ G Gᵀ ⊗ Σ Gᵀ G / Σ ‖G‖²` of each weight or bias."""
     blocks = []
     weights = weights_of(model).values()
     sizes = [weight.numel() for weight in weights]

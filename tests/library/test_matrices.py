@@ -1,6 +1,4 @@
-"""Adapters of any kind: equality with dense formulas at full rank, draws, files and
-refusals.
-"""
+"""Adapters of any kind: dense equality, draws, files and refusals."""
 
 import copy
 import warnings

@@ -1,6 +1,4 @@
-"""Quantized bases: curvature and covariances are those of the quantized model's own
-gradients.
-"""
+"""Quantized bases: curvature is that of the quantized model's gradients."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""What is never built: a d x d matrix of a large factor, and a Jacobian of all
-parameters.
-"""
+"""What is never built: d x d matrices, and Jacobians of all parameters."""
 
 from collections import Counter
 
@@ -23,9 +21,7 @@ PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "mv", "dot"}
 
 
 class NewTensors(TorchDispatchMode):
-    """Operations, and shapes of all tensors that they make, views of their inputs left
-    out.
-    """
+    """Notes operations, and shapes of tensors that they make, views left out."""
 
     def __init__(self, weights=()) -> None:
         super().__init__()
@@ -76,9 +72,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def bare_loop(la, batch, seeds):
-    """Run one forward and as many backward passes as there are seeds, and nothing
-    else.
-    """
+    """Run one forward pass, and as many backward passes as there are seeds."""
     weights = [block.weight for block in la.blocks]
     with NewTensors() as made, la.model.prepared(weights):
         logits = la.model(batch)
@@ -161,8 +155,7 @@ def seeds_at_once(request, monkeypatch) -> int:
 
 @pytest.fixture(params=["gradient", "expand"])
 def wide(request):
-    """Make a posterior whose large factors are larger than all else, and texts to fit
-    it to.
+    """Make a posterior with large factors, and texts to fit it to.
 
     It has been fitted once, when it finds out whose rows are whose.
     """
@@ -179,9 +172,7 @@ def wide(request):
 
 
 def test_a_fit_takes_few_passes_and_makes_no_large_tensor(wide, seeds_at_once):
-    """A guard against slips: counts of passes and sizes, which are the same on any
-    machine.
-    """
+    """Counts of passes and sizes are the same on any machine."""
     la, batches = wide
     forwards = count_forward_passes(la)
     with NewTensors(la.model.parameters()) as made:
@@ -236,16 +227,12 @@ def assert_no_product_of_two_large_sides(made: NewTensors) -> None:
 
 
 def gradients_of_four(la) -> int:
-    """Count the numbers of four examples' gradients in the largest weight, for one
-    seed.
-    """
+    """Count the numbers of four examples' gradients in the largest weight."""
     return 4 * max(block.weight.numel() for block in la.blocks)
 
 
 def test_the_posterior_of_a_7b_adapter_takes_65_mb_at_most():
-    """Query and value of 32 layers, width 4096, r 8, rank 10: sums and eigenvectors
-    together.
-    """
+    """32 layers, width 4096, r 8, rank 10: sums and eigenvectors together."""
     torch.manual_seed(0)
     blocks = []
     for shape in [(8, 4096), (4096, 8)] * 64:

@@ -1,6 +1,4 @@
-"""Nothing but the posterior changes: not the model, not torch's state, also after an
-exception.
-"""
+"""Nothing but the posterior changes, also after an exception."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -45,9 +45,7 @@ def alone(
     batch: Mapping,
     **more: Any,
 ) -> torch.Tensor:
-    """Compute each row alone, without padding, all of the vocabulary at all
-    positions.
-    """
+    """Compute each row alone, without padding, at all positions."""
     logits = []
     for row in range(len(batch["input_ids"])):
         inputs = unpadded(batch, row) | more

@@ -1,6 +1,4 @@
-"""Layers that the user's training checkpoints are checkpointed in recorded passes
-too.
-"""
+"""Layers that training checkpoints are checkpointed in recorded passes."""
 
 import weakref
 from functools import partial
@@ -102,9 +100,7 @@ def test_dropout_of_checkpointed_layers_stays_off():
 def test_inputs_of_layers_are_computed_anew_with_their_activations(
     monkeypatch, is_checkpointed
 ):
-    """What LoRA layers are given is gone after a forward pass where layers are
-    checkpointed.
-    """
+    """A checkpointed layer's LoRA inputs are gone after a forward pass."""
     inputs: list[weakref.ref] = []
     alive: list[int] = []
     initialise = Graph.__init__

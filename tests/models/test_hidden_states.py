@@ -152,9 +152,7 @@ def test_a_language_models_is_read_where_it_answers(
 
 
 class Router(nn.Module):
-    """A layer with a matrix for a weight that returns more than a tensor, or nothing of
-    a batch.
-    """
+    """A layer with a matrix that returns more than a tensor, or nothing."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()

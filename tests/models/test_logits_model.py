@@ -1,6 +1,4 @@
-"""A batch in, logits of its classes out: labels, outputs, and a model that is left as
-it was.
-"""
+"""A batch in, logits out, and a model that is left as it was."""
 
 from collections import namedtuple
 from types import SimpleNamespace

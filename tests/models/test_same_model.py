@@ -358,9 +358,7 @@ def test_a_state_is_loaded_under_another_adapter_name_and_precision_of_the_base(
 
 
 def test_a_base_with_weights_that_are_subnormal_in_float16_is_the_same_there(tmp_path):
-    """Numbers there are 6e-8 apart, so that rounding moves small ones by much of their
-    size.
-    """
+    """Numbers there are 6e-8 apart, so that rounding moves small ones much."""
     model = lora_model("bert", torch.float32)
     embeddings = bert(model).embeddings
     small = torch.tensor([5.1e-7, -8.7e-8, 2e-8])

@@ -95,9 +95,7 @@ def test_data_parallel(structure):
 
 
 def sharded(structure: str, leave_out: bool = False, model: nn.Module | None = None):
-    """Make a posterior of a model that FSDP2 shards, perhaps without the LoRA
-    weights.
-    """
+    """Make a posterior of a model that FSDP2 shards, perhaps without LoRA."""
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp, "fully_shard"):
         pytest.skip("this torch has no FSDP2")

@@ -17,9 +17,7 @@ FIRST_WORD = 20  # tokens below have a meaning
 
 
 def texts(padding_side: str = "right") -> dict[str, torch.Tensor]:
-    """Make texts of 8 to 24 tokens that begin with a prompt and stop with a token for
-    the end.
-    """
+    """Make texts of 8 to 24 tokens, from a prompt to an end."""
     ids = torch.randint(
         FIRST_WORD,
         60,
@@ -50,9 +48,7 @@ def swapped(
     model: nn.Module | None = None,
     seed: int = 0,
 ) -> torch.Tensor:
-    """Swap tokens of a batch for those of some texts, by default of the batch
-    itself.
-    """
+    """Swap a batch's tokens for those of some texts, or of the batch."""
     swapping = Swapping(texts or [batch], model, generator(seed))
     return swapping(batch)["input_ids"]
 

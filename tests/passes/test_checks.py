@@ -1,6 +1,4 @@
-"""Numbers that are not finite, layers that are not called, logits without a
-gradient.
-"""
+"""Numbers that are not finite, idle layers, logits without a gradient."""
 
 from collections.abc import Mapping
 
@@ -41,8 +39,7 @@ WAYS = [
 
 
 class Broken(nn.Module):
-    """With finite logits whose derivative, 0 times the root's slope at 0, is not; or
-    others.
+    """Has finite logits whose derivative, 0 times an infinite slope, is not.
 
     "hidden" is an activation that the logits do not show, since a `tanh` makes it 1.
     """

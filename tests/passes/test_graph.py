@@ -1,6 +1,4 @@
-"""Models that overwrite or hook what their layers see, and kernels that no batched pass
-takes.
-"""
+"""Models that overwrite or hook layers' values, and unbatched kernels."""
 
 import gc
 import math
@@ -116,9 +114,7 @@ def attention_backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """Write into its arguments, as FlashAttention 2 does, which `torch.func.vmap`
-    refuses.
-    """
+    """Write into its arguments as FlashAttention 2 does, which vmap refuses."""
     scale = q.shape[-1] ** -0.5
     weights = (scale * q @ k.mT).softmax(-1)
     dv.copy_(weights.mT @ dout)

@@ -25,9 +25,7 @@ _MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 @dataclass
 class Machine:
-    """Holds so many rows of activations in a forward, and of gradients in a backward
-    pass.
-    """
+    """Has room for so many rows in forward, and in backward passes."""
 
     forward: float = torch.inf
     backward: float = torch.inf
@@ -106,9 +104,7 @@ def test_a_batch_that_does_not_fit_is_learnt_and_predicted_in_parts(structure, w
 
 
 def test_no_part_is_added_twice():
-    """The last layers have had their gradients when a backward pass fails on its way to
-    others.
-    """
+    """The last layers have their gradients when a backward pass fails."""
     model = lora_model("bert")
     machine = Machine()
 

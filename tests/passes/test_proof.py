@@ -47,9 +47,7 @@ class Router(Texts):
 
 
 class OneExpert(nn.Module):
-    """Odd tokens go to a layer, whose name says that it is routed to, and others
-    nowhere.
-    """
+    """Sends odd tokens to a layer named like a routed one, others nowhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,9 +180,7 @@ def test_what_the_first_batch_could_not_prove_is_proven_later(
 
 @pytest.fixture
 def passes(monkeypatch):
-    """A list that gets an entry at each backward pass; small models take all seeds at
-    once.
-    """
+    """Make a list that gets an entry at each backward pass."""
     calls = []
     grad = torch.autograd.grad
 

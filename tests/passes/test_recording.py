@@ -1,6 +1,4 @@
-"""Each example's rows are found, however a model lays them out, mixes, routes or shares
-them.
-"""
+"""Each example's rows are found, however a model lays them out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -37,9 +35,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Two(nn.Module):
-    """An embedding, a layer from five numbers to five, one to three, and what is done
-    with them.
-    """
+    """An embedding, two linear layers, and a way to go through them."""
 
     def __init__(self, run: Forward) -> None:
         super().__init__()
@@ -187,9 +183,7 @@ def both_ways(
 
 
 def shared(*leading: int) -> Forward:
-    """Rows without a batch dimension go through the layer of the inputs, as in
-    DeBERTa.
-    """
+    """Send rows without a batch dimension through a layer, as DeBERTa does."""
 
     def run(
         m: Any,
@@ -688,9 +682,7 @@ def test_jacobians_are_differentiable_in_the_inputs(run):
     ],
 )
 def test_an_example_comes_alone_or_through_the_batch(run, n_passes):
-    """The batch's own pass, one of each example, and another one of the batch if it is
-    needed.
-    """
+    """One pass of the batch, one of each example, and perhaps another."""
     la = checked(adapted(run), numbers((4, 3)))
     calls = count_forward_passes(la)  # that come to an end
     la.fit([sequences(4, 3)])

@@ -35,9 +35,7 @@ AMORTIZED = {"pred_type": "amortized"}
 
 
 class Exponential(nn.Module):
-    """The logits' variances are proportional to exp(2 x_0), which the output layer
-    reads.
-    """
+    """Has logits' variances proportional to exp(2 x_0), the layer's input."""
 
     def __init__(self, n_outputs: int = 3) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""The regression behind learnt variances, against brute force and against
-covariances.
-"""
+"""The regression of learnt variances, against brute force."""
 
 import pytest
 import torch
@@ -51,9 +49,7 @@ def weights_of(X, Y, penalty):
 
 
 def by_brute_force(X, Y, penalty):
-    """Errors of each example, by as many regressions with a free intercept as there
-    are.
-    """
+    """Compute each example's error, by a regression with a free intercept."""
     errors = []
     for n in range(len(X)):
         rest = torch.arange(len(X)) != n

@@ -1,6 +1,4 @@
-"""With many classes, predictions compare the classes that matter, and guess the
-others.
-"""
+"""With many classes, those that matter are compared, others guessed."""
 
 from itertools import permutations, product
 
@@ -47,9 +45,7 @@ def batches_of(n_classes: int = N_CLASSES, **keywords):
 
 
 def classes_that_matter(logits: torch.Tensor) -> list[list[int]]:
-    """The most probable class of each example, then others until 0.001 of probability
-    is left.
-    """
+    """List the most probable class, then others until 0.001 is left."""
     chosen = []
     for row in logits:
         p = (row / 2).softmax(-1)

@@ -1,6 +1,4 @@
-"""Decisions have the link's probabilities; `tests/test_mixture.py` has entropies and
-variances.
-"""
+"""Decisions have the link's probabilities; mixtures are tested elsewhere."""
 
 import numpy as np
 import pytest
@@ -96,9 +94,7 @@ def entropy(p: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_epistemic_entropy_is_what_bald_asks_for(structure):
-    """The information of a label on the weights, `H(E p) - E H(p)` (Houlsby et al.,
-    2011).
-    """
+    """A label's information on the weights, `H(E p) - E H(p)` (Houlsby, 2011)."""
     la = fitted(structure=structure, prior_precision=0.3)
     pool = ragged_batches()
     decision = la.predict(pool, n_samples=20_000, generator=generator())

@@ -1,6 +1,4 @@
-"""Drawn functions: each is one for all batches, and together they vary as the posterior
-says.
-"""
+"""Drawn functions: one for all batches, varying as the posterior says."""
 
 import pytest
 import torch

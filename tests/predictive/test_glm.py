@@ -1,6 +1,4 @@
-"""The linearised predictive and its samples, for all structures, and networks of drawn
-weights.
-"""
+"""The linearised predictive and networks of drawn weights, by structure."""
 
 import inspect
 

@@ -1,6 +1,4 @@
-"""Links: exact limits, symmetries, and bounds on their distance from the integral;
-samples.
-"""
+"""Links: limits, symmetries, bounds on their error, and samples."""
 
 import math
 
@@ -169,9 +167,7 @@ def test_extreme_moments_give_finite_logarithms_and_gradients(mean, variance):
 
 
 def test_a_variance_that_rounding_has_made_negative_counts_as_none():
-    """Of a large variance that all logits share, float32 leaves differences of either
-    sign.
-    """
+    """Float32 leaves differences of either sign of a large common variance."""
     f_mu = torch.tensor([[1.0, 0.5, -1.0], [0.0, 0.0, 3.0]])
     f_var = torch.full((2, 3, 3), 1e8)
     f_var[:, [0, 1], [1, 0]] += 16
@@ -187,9 +183,7 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
 def test_roots_and_samples_of_singular_covariances_and_their_gradients(
     rank,
 ):
-    """Gradients in directions that keep the null space, as those of a prior precision
-    do.
-    """
+    """Gradients keep the null space, as those of a prior precision do."""
     torch.manual_seed(0)
     factor = torch.randn(3, 4, rank).double()
     f_mu = torch.randn(3, 4).double()

@@ -1,6 +1,4 @@
-"""Predictions of numbers: normal distributions and mixtures of them, by independent
-integrals.
-"""
+"""Predictions of numbers, against independent integrals."""
 
 import numpy as np
 import pytest
@@ -102,9 +100,7 @@ def ranked_probability_score(
     stds: np.ndarray,
     target: float,
 ) -> float:
-    """Integrate the squared distance of a mixture's distribution function from the
-    target's.
-    """
+    """Integrate a mixture's squared distance from the target's step."""
 
     def squared(x: float) -> float:
         return (norm.cdf(x, means, stds).mean() - (x >= target)) ** 2

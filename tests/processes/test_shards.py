@@ -1,6 +1,4 @@
-"""Which examples of a loader each rank passes over: all ranks together each of them
-once.
-"""
+"""Which examples each rank reads: all ranks together each of them once."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

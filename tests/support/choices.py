@@ -1,6 +1,4 @@
-"""Batches of choices of several tokens, and their logits by means that share no
-code.
-"""
+"""Batches of choices of several tokens, and logits by other means."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -67,9 +65,7 @@ def of_prompts(
 
 
 def batches_of_own_choices(side: str = "right") -> list[dict[str, torch.Tensor]]:
-    """Make two batches of texts with three choices of their own each, of one to four
-    tokens.
-    """
+    """Make two batches of texts with three choices each, of 1 to 4 tokens."""
     generator = torch.Generator().manual_seed(4)
     (texts,) = ragged_batches(lengths=(5, 2, 6, 3, 4), batch_size=5)
     choices = []
@@ -91,9 +87,7 @@ def batches_of_own_choices(side: str = "right") -> list[dict[str, torch.Tensor]]
 def unpadded_choices(
     batch: Mapping[str, torch.Tensor],
 ) -> list[list[tuple[Any, Any]]]:
-    """Take the choices of each text of a batch: their tokens, and which of them
-    count.
-    """
+    """Take a batch's choices: tokens, and which of them count."""
     texts = []
     for ids, mask, counts in zip(
         batch["input_ids"],
@@ -111,9 +105,7 @@ def logits_of_choices(
     choices: Sequence[tuple[Any, Any]],
     normalised: bool = False,
 ) -> torch.Tensor:
-    """Sum the log-probabilities of the tokens that count, `(K,)`, each choice by
-    itself.
-    """
+    """Sum log-probabilities of tokens that count, `(K,)`, choice by choice."""
     logits = []
     for tokens, counts in choices:
         output = model(input_ids=tokens[None], use_cache=False)

@@ -56,9 +56,7 @@ def lora_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def lora_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Find LoRA weights of linear layers and convolutions, in the order of the
-    parameters.
-    """
+    """Find LoRA weights of layers and convolutions, in parameters' order."""
     of_layers = {id(layer.weight) for _, layer in lora_layers(model)}
     return {
         name: weight.detach()
@@ -68,8 +66,7 @@ def lora_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def matrix_places(model: nn.Module) -> list[torch.Tensor]:
-    """Number the LoRA weights in the order of the parameters, and cut them into
-    matrices `(m, n)`.
+    """Number LoRA weights in order, and cut them into matrices `(m, n)`.
 
     PEFT holds all experts' factors in one weight: of A one expert's rows after the
     other's, and of B the experts' columns in turn.
@@ -130,8 +127,7 @@ def alone(
     logits_of: Callable[[nn.Module, Any], torch.Tensor],
     examples: Sequence[Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`, one example at a
-    time.
+    """Compute logits and Jacobians `(N, C, parameters)`, example by example.
 
     It does so without vmap, which kernels may lack.
     """
@@ -194,9 +190,7 @@ def exact_ggn(
     Js: torch.Tensor,
     H: torch.Tensor,
 ) -> torch.Tensor:
-    """Sum `J_bᵀ H_b J_b` over Jacobians `(B, C, parameters)` and Fishers at the
-    logits.
-    """
+    """Sum `J_bᵀ H_b J_b` over Jacobians and Fishers at the logits."""
     return torch.einsum("bcp,bcd,bdq->pq", Js, H, Js)
 
 
@@ -243,9 +237,7 @@ def block_diagonal_covariance(
     blocks: Sequence[torch.Tensor],
     Js: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute `(N, C, C)` covariances of logits from their Jacobians, at a prior
-    precision of 1.
-    """
+    """Compute covariances `(N, C, C)` from Jacobians, at prior precision 1."""
     parts = Js.split(
         [len(block) for block in blocks],
         dim=-1,
@@ -274,8 +266,7 @@ def assert_exact(
     inputs: Sequence[Any],
     fisher_of: Callable[[torch.Tensor], torch.Tensor] = softmax_fisher,
 ) -> None:
-    """Compare a posterior's curvature, means and covariances, at a prior precision of
-    1.
+    """Compare curvature, means and covariances, at prior precision 1.
 
     The inputs are those that it was fitted to. Its structure is any but the host's
     Kron, and it may be over some of the model's LoRA weights alone. `fisher_of` logits
@@ -311,9 +302,7 @@ def _takes_part(
     la: Any,
     model: nn.Module,
 ) -> torch.Tensor:
-    """Tell for each number of the model's LoRA weights whether the posterior is over
-    it.
-    """
+    """Tell of each LoRA number whether the posterior is over it."""
     of_posterior = {id(block.weight) for block in la.blocks}
     parameters = dict(model.named_parameters())
     parts = [

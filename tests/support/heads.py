@@ -53,9 +53,7 @@ def plain(n_outputs: int = N_CLASSES) -> PeftModel:
 
 
 def classifier(name: str, *target_modules: str) -> PeftModel:
-    """Make a classifier of transformers with one layer, whose head PEFT trains by
-    itself.
-    """
+    """Make a one-layer classifier whose head PEFT trains by itself."""
     torch.manual_seed(0)
     family = name.partition("For")[0]
     config = getattr(transformers, f"{family}Config")(

@@ -1,6 +1,4 @@
-"""Models whose adapters are no plain linear layers, and dense calculus in all their
-matrices.
-"""
+"""Models with other adapters than linear ones, and dense calculus."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +24,7 @@ Batch = Any
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how to call it, and batches; `matrices` cut a parameter into matrices
-    `(m, n)`.
-    """
+    """A model, its call, and batches; `matrices` cut its parameters."""
 
     model: nn.Module
     batches: list[Batch]
@@ -79,9 +75,7 @@ class Case:
         name: str,
         tensor: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Cut `(..., *shape of the weight)` into matrices `(..., m, n)`, one for each
-        expert.
-        """
+        """Cut a weight's tensors into matrices `(..., m, n)`, one an expert."""
         if self.n_experts > 1 and ".experts." in name:
             if "lora_A" in name:
                 # One expert's rows follow each other.
@@ -157,9 +151,7 @@ def _gradients(
     example: Any,
     weights: list[nn.Parameter],
 ) -> list[torch.Tensor]:
-    """Compute Jacobians `(C, *shape)` of one example by plain automatic
-    differentiation.
-    """
+    """Compute an example's Jacobians `(C, *shape)` by plain autograd."""
     before = [weight.requires_grad for weight in weights]
     for weight in weights:
         weight.requires_grad_()

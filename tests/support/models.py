@@ -1,6 +1,4 @@
-"""Small models with trained-looking LoRA adapters, and batches of ragged lengths for
-them.
-"""
+"""Small models with LoRA adapters, and ragged batches for them."""
 
 import functools
 from collections.abc import Sequence
@@ -40,9 +38,7 @@ def base_model(
     hidden_size: int = 12,
     attention: str = "eager",
 ) -> nn.Module:
-    """Initialise a two-layer model at random: "bert" classifies, the others are causal
-    LMs.
-    """
+    """Initialise a two-layer model at random; only "bert" classifies."""
     tokens = {
         "vocab_size": VOCABULARY,
         "bos_token_id": 0,
@@ -108,9 +104,7 @@ def lora_model(
     attention: str = "eager",
     **lora_config: object,
 ) -> PeftModel:
-    """Make a PEFT model with a rank-2 adapter whose `lora_B`, or A of an embedding, is
-    not 0.
-    """
+    """Make a PEFT model with an adapter of rank 2 that is not 0."""
     torch.manual_seed(0)
     settings = {
         "task_type": "SEQ_CLS" if kind == "bert" else "CAUSAL_LM",
@@ -151,9 +145,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def image_first() -> nn.Module:
-    """Make a tiny GIT, whose decoder reads the five positions of an image before the
-    text.
-    """
+    """Make a tiny GIT, which reads an image's five positions before a text."""
     torch.manual_seed(0)
     vision = {
         "image_size": 8,
@@ -268,9 +260,7 @@ class Detour(nn.Module):
 
 
 class Sorting(Detour):
-    """A layer without gradients, as the indexers of sparse attention are, and one with
-    them.
-    """
+    """A layer without gradients, as in sparse attention, and one with them."""
 
     def __init__(self, with_gradients: bool = True) -> None:
         super().__init__()
@@ -300,9 +290,7 @@ class OfBatches(nn.Module):
 
 
 class OfMapping(nn.Module):
-    """A module of one mapping, which may also be called with the mapping's keys as
-    keywords.
-    """
+    """A module of a mapping, which also takes its keys as keywords."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -362,9 +350,7 @@ def sequences(
     n: int = 4,
     length: int = 3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make inputs `(n, length, 5)` and labels for models that average over
-    positions.
-    """
+    """Make inputs `(n, length, 5)` and labels for averaging models."""
     generator = torch.Generator().manual_seed(1)
     X = torch.randn(n, length, 5, generator=generator).double()
     y = torch.arange(n) % 3

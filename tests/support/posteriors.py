@@ -59,9 +59,7 @@ def fitted(
     kfac_approx: str = "gradient",
     **keywords: Any,
 ):
-    """Fit a posterior of a classifier, by default of `lora_model(kind)` on
-    `ragged_batches()`.
-    """
+    """Fit a posterior of a classifier, by default on `ragged_batches()`."""
     if structure == "lowrank_kron":
         settings = {
             "rank": rank,
@@ -79,9 +77,7 @@ def fitted(
 
 
 def plain_regression(n_outputs: int = 2, structure: str = "lowrank_kron"):
-    """Fit a posterior of a plain module to twelve examples, and return their inputs
-    too.
-    """
+    """Fit a plain module's posterior to twelve examples; return inputs too."""
     model = plain_model(n_outputs).requires_grad_(False)
     X = torch.randn(12, 5, generator=generator()).double()
     y = torch.randn(
@@ -95,9 +91,7 @@ def plain_regression(n_outputs: int = 2, structure: str = "lowrank_kron"):
 
 
 def overconfident(**keywords: Any):
-    """Fit a posterior, and make texts of which its model is right about three in
-    four.
-    """
+    """Fit a posterior, and make texts of which three in four are right."""
     la = fitted(**keywords)
     classifier = la.model.model.base_model.classifier.modules_to_save["default"]
     classifier.weight.data.mul_(20)
@@ -138,9 +132,7 @@ def count_forward_passes(la) -> list[int]:
 
 
 def validation_loss(la, prior_precision, batches, **predictions: Any) -> float:
-    """Compute the negative log-likelihood at a prior precision, by predictions from the
-    inputs.
-    """
+    """Compute the loss at a prior precision, by predictions from inputs."""
     la.prior_precision = prior_precision
     metric = RunningNLLMetric()
     for batch in batches:
@@ -169,9 +161,7 @@ def stock(
     batches: list[dict[str, torch.Tensor]],
     parts: Sequence[str] = ("lora_",),
 ):
-    """Fit the host's own posterior over weights with one of these parts in their
-    names.
-    """
+    """Fit the host's posterior over weights with these parts in their names."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(part in name for part in parts))
     wrapper = LogitsModel(model, **laplace_keywords(kind))

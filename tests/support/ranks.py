@@ -24,8 +24,7 @@ def on_ranks(
     *arguments: Any,
     time_limit: float = 60,
 ) -> list[Any]:
-    """Run `job(rank, *arguments)` on each rank; find what it returns, or the error that
-    it raises.
+    """Run `job(rank, *arguments)` on ranks; return results or errors.
 
     No rank waits longer for another than the limit, in seconds. The processes are
     forked, which spares them the imports.
@@ -112,9 +111,7 @@ def strided_loader(
     n: int = 11,
     batch_size: int = 2,
 ) -> DataLoader:
-    """Load texts of this rank by a `DistributedSampler`, or all where there is one
-    process.
-    """
+    """Load this rank's texts, or all where there is one process."""
     texts = Texts(n)
     sampler = (
         DistributedSampler(texts, shuffle=False) if dist.is_initialized() else None

@@ -89,9 +89,7 @@ def _hooks_of(module: nn.Module) -> dict[str, dict]:
 
 
 def half_trained(model: nn.Module) -> nn.Module:
-    """Leave a model unlike any default: mixed modes, some gradients, odd flags, a
-    user's hooks.
-    """
+    """Leave a model unlike any default: modes, gradients, flags, hooks."""
     generator = torch.Generator().manual_seed(3)
     model.train()
     for index, module in enumerate(model.modules()):

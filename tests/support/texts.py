@@ -1,6 +1,4 @@
-"""Batches of texts as collators of supervised fine-tuning make them, and what they come
-to.
-"""
+"""Batches of texts as fine-tuning's collators make them."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +23,7 @@ def text_batches(
     lengths: Sequence[int] = LENGTHS,
     **ragged: Any,
 ) -> list[dict[str, Any]]:
-    """Make `ragged_batches` with labels on all real tokens but the first two, the
-    prompt.
-    """
+    """Make `ragged_batches` with labels behind two tokens of prompt."""
     batches = ragged_batches(lengths, **ragged)
     for batch in batches:
         is_real = batch["attention_mask"].bool()
@@ -116,9 +112,7 @@ def drawn_models(
     n_samples: int,
     seed: torch.Generator,
 ) -> list[nn.Module]:
-    """Copy a model with weights that dense algebra draws, as a generator makes `score`
-    do.
-    """
+    """Copy a model with weights drawn by dense algebra, as `score` draws."""
     of_blocks = la.prior_precision.expand(len(la.blocks))
     prior = of_blocks.repeat_interleave(torch.tensor(sizes(la)))
     root = dense.power(
@@ -147,9 +141,7 @@ def token_logits(
     model: Callable[..., Any],
     batches: Sequence[Mapping[str, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute logits `(N, V)` that predict labelled tokens `(N,)`, each text by
-    itself.
-    """
+    """Compute logits `(N, V)` of labelled tokens, text by text."""
     logits = []
     labels = []
     for batch in batches:

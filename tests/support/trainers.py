@@ -22,9 +22,7 @@ def trainer_of(
     eval_data: Any = None,
     **settings: Any,
 ) -> Trainer:
-    """Make a trainer of a tiny encoder with twenty texts, whose training has five
-    steps.
-    """
+    """Make a trainer of a tiny encoder with twenty texts and five steps."""
     gc.freeze()  # what is there now: accelerate collects garbage before each training
     defaults: dict[str, Any] = {
         "max_steps": 5,
@@ -53,9 +51,7 @@ def trainer_of(
 
 
 class Watch(TrainerCallback):
-    """Remembers each training's data, and of each step its learning rate and
-    optimizer's memory.
-    """
+    """Remembers each training's data, rates, and optimizer's memory."""
 
     def __init__(self) -> None:
         data: list[Any] = []

@@ -1,6 +1,4 @@
-"""Generated texts, against a loop over drawn models without caches, and the models'
-own.
-"""
+"""Generated texts, against a loop over drawn models without caches."""
 
 from typing import Any, NamedTuple
 
@@ -126,9 +124,7 @@ def writer(kind: str) -> Writer:
 
 
 def continued(models, given, begun):
-    """Tokens that a mixture of models writes after others, and their
-    log-probabilities.
-    """
+    """Find what a mixture writes after some tokens, and how probable it is."""
     tokens = begun
     written = "decoder_input_ids" if given else "input_ids"
     log_probs = []

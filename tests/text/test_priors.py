@@ -64,9 +64,7 @@ def layerwise_prior(la):
 
 
 def change(la):
-    """Mean total variation distance of the draws from the model, by copies with drawn
-    weights.
-    """
+    """Compute draws' mean total variation distance, by drawn copies."""
     (batch,) = text_batches(batch_size=6)
     places = la.model.targets(batch) != -100
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}

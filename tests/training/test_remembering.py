@@ -1,6 +1,4 @@
-"""Training that remembers: a penalty, its gradient in a trainer's steps, and a fit
-after a fit.
-"""
+"""Training that remembers: a penalty in steps, and a fit after a fit."""
 
 import pytest
 import torch
@@ -55,9 +53,7 @@ def test_the_penalty_is_a_quadratic_form_with_its_gradient(structure):
 
 
 def test_a_posterior_of_the_past_is_the_prior_of_the_next_fit():
-    """With the weights where they were, two fits one after the other are one of all
-    data.
-    """
+    """With the same weights, two fits in turn are one of all data."""
     first, second = ragged_batches()[:1], ragged_batches()[1:]
     past = fitted(batches=first)
     la = fitted(batches=second)
@@ -116,9 +112,7 @@ class Gradients(TrainerCallback):
 
 
 def gradients_of_training(folder, callbacks, **arguments):
-    """Train two steps from the same weights, away from the posterior; return what steps
-    got.
-    """
+    """Train two steps away from the posterior; return their gradients."""
     la = fitted()
     for block in la.blocks:
         block.weight.requires_grad_()

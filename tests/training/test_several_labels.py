@@ -1,6 +1,4 @@
-"""Trainers of several labels: their losses, stages, second trainings and the
-callback.
-"""
+"""Trainers of several labels: losses, stages, trainings, callback."""
 
 import copy
 import warnings
@@ -27,9 +25,7 @@ N_LABELS = 3
 
 
 class Labelled(Texts):
-    """Texts with three labels each, numbers 0 and 1: each class of `Texts` lacks one of
-    them.
-    """
+    """Texts with three labels each, all but one of them 1."""
 
     def __getitem__(self, number):
         text = dict(super().__getitem__(number))
@@ -72,9 +68,7 @@ def logits_of(model, batch):
 
 
 class PositivesCount(BCEWithLogitsLoss):
-    """The loss of a trainer whose labels are rare, which counts the texts that it has
-    seen.
-    """
+    """A trainer's loss for rare labels, which counts the texts it sees."""
 
     def __init__(self):
         super().__init__(pos_weight=torch.tensor([1.0, 4.0, 20.0]))

@@ -1,6 +1,4 @@
-"""Numbers of any unit, trained in stages: how well targets that no text tells of are
-predicted.
-"""
+"""Numbers of any unit, trained in stages, where texts tell nothing."""
 
 import math
 

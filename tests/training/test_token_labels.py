@@ -37,8 +37,9 @@ def _few_texts():
 
 
 def labelled(n_texts, classes=N_CLASSES):
-    """Make texts of unlike lengths, of which some tokens have labels: a step's last
-    one, as TRL's PRMTrainer marks them.
+    """Make texts of unlike lengths, with labels at some tokens.
+
+    TRL's PRMTrainer marks a step's last token so.
     """
     lengths = [2 + number % 6 for number in range(n_texts)]
     (batch,) = ragged_batches(lengths=lengths, batch_size=n_texts)

@@ -17,9 +17,7 @@ METHOD = "agreement"
 
 
 def change(la, batches, n_samples: int = 20_000) -> float:
-    """Mean total variation distance of draws from the model, by sampling and one text
-    at a time.
-    """
+    """Compute draws' mean total variation distance, text by text."""
     torch.manual_seed(1)
     distances = []
     for batch in batches:

@@ -1,6 +1,4 @@
-"""Methods by name and as objects: their options, where they start, and what a failure
-leaves.
-"""
+"""Methods by name and as objects: options, starts, and failures."""
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor, wait

@@ -148,9 +148,7 @@ def test_draws_of_each_kind_change_predictions_alike(structure):
 
 
 def change(la, data) -> float:
-    """Measure the mean total variation distance of draws from the model, by other
-    draws.
-    """
+    """Measure draws' mean total variation distance, by other draws."""
     distances = []
     for X, _ in data:
         f_mu, f_var = la.predictive_moments(X)

@@ -20,9 +20,7 @@ def differentiable(value) -> torch.Tensor:
 
 
 def slope(value: torch.Tensor) -> float:
-    """The steepest slope of an evidence that was back-propagated, in nats in a factor
-    of e.
-    """
+    """Find an evidence's steepest slope, in nats a factor of e."""
     return (value.grad * value).abs().max().item()
 
 

@@ -117,9 +117,7 @@ def test_a_descent_ends_where_neither_prior_nor_noise_could_be_better(n_outputs,
 
 
 def mean_distance(la, X, n_samples: int = 20_000) -> float:
-    """Average the total variation distance of draws' normal distributions from the
-    model's.
-    """
+    """Average draws' total variation distance from the model."""
     torch.manual_seed(1)
     _, f_var = la(X)
     drawn = torch.distributions.MultivariateNormal(

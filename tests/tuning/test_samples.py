@@ -1,6 +1,4 @@
-"""How much memory a method's statistics may take, and what is left out where that is
-too little.
-"""
+"""How much memory a method's statistics take, and what is left out."""
 
 import re
 import warnings
