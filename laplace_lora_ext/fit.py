@@ -153,7 +153,6 @@ def fit(
     loader: Iterable[Any],
     structure: Structure[Any, Any],
     *,
-    likelihood: str,
     settings: Mapping[str, Any],
     before: Fit | None = None,
     progress_bar: bool = False,
@@ -165,8 +164,6 @@ def fit(
     loader : iterable
         of batches with labels; all ranks have their own
     structure : Structure
-    likelihood : str
-        its name
     settings : Mapping
         what all ranks must have alike
     before : Fit, optional
@@ -197,7 +194,6 @@ def fit(
         sums = sums_over(
             loader,
             structure,
-            likelihood=likelihood,
             settings=settings,
             before=None if before is None else before.sums,
             n_before=0 if before is None else before.n_data,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,11 @@ _DRAWN_AT_ONCE = 64  # rows of logits, of which draws take several copies in flo
 
 IGNORED = -100
 """transformers' label for a token that does not count."""
+
+ClassCounts = Counter[tuple[int, int]]
+"""How many labels there are, by what they are labels of (a column of the targets), and
+by their class.
+"""
 
 
 class Seeds(NamedTuple):
@@ -164,6 +170,10 @@ class Classification(_AsItIs):
         """Number targets, `(N,)`, alike where a share of them is to be held out."""
         return y.long()
 
+    def class_counts(self, y: torch.Tensor) -> ClassCounts:
+        """Count the classes of targets: what a guess knows that reads no example."""
+        return _counts_of_column(0, y.long())
+
     def as_targets(
         self,
         y: torch.Tensor,
@@ -294,6 +304,9 @@ class Regression(_AsItIs):
         n_quantiles = max(1, n_of_the_fewer)
         return rank * n_quantiles // len(y)
 
+    def class_counts(self, y: torch.Tensor) -> ClassCounts:
+        return ClassCounts()
+
     def as_targets(
         self,
         y: torch.Tensor,
@@ -318,6 +331,15 @@ class Regression(_AsItIs):
         if not torch.isfinite(targets).all():
             raise ValueError("non-finite targets: leave such examples out")
         return targets
+
+
+class Preferences(Classification):
+    """Tells which of two texts is preferred, as reward models learn it."""
+
+    def class_counts(self, y: torch.Tensor) -> ClassCounts:
+        """Count half a pair for each order: which comes first means nothing."""
+        half = len(y) / 2
+        return ClassCounts({(0, 0): half, (0, 1): half})
 
 
 class MultiLabel(Classification):
@@ -426,6 +448,14 @@ class MultiLabel(Classification):
         of_own = counts.masked_fill(~has, len(y) + 1)
         return torch.where(has.any(1), of_own.argmin(1), n_labels)
 
+    def class_counts(self, y: torch.Tensor) -> ClassCounts:
+        """Count "not" and "yes" of each label by itself."""
+        counts = ClassCounts()
+        labels = self.as_targets(y, torch.float64).long()
+        for column, of_label in enumerate(labels.T):
+            counts += _counts_of_column(column, of_label)
+        return counts
+
     def as_targets(
         self,
         y: torch.Tensor,
@@ -510,6 +540,10 @@ class TokenClassification(Classification):
         """Make one group of all texts, which have many labels each."""
         return torch.zeros(len(y), dtype=torch.long)
 
+    def class_counts(self, y: torch.Tensor) -> ClassCounts:
+        """Count the classes of all labelled tokens, wherever they are."""
+        return super().class_counts(y[y != IGNORED])
+
     def as_targets(
         self,
         y: torch.Tensor,
@@ -526,6 +560,14 @@ class TokenClassification(Classification):
         labels = self.as_targets(y.to(logits.device), logits.dtype)
         _check_labels_of_tokens(labels, logits.shape[-1])
         return labels
+
+
+class LanguageModeling(TokenClassification):
+    """Predicts the next token of a text, at every position that counts."""
+
+    def class_counts(self, y: torch.Tensor) -> ClassCounts:
+        """Count nothing: the words of a few texts are too few to guess by."""
+        return ClassCounts()
 
 
 class LabelsOfTokens(NamedTuple):
@@ -566,9 +608,10 @@ TOKENS = "token_classification"
 LIKELIHOODS: dict[str, Likelihood] = {
     "classification": Classification(),
     "regression": Regression(),
+    "reward_modeling": Preferences(),
     MULTI_LABEL: MultiLabel(),
     TOKENS: TokenClassification(),
-    "language_modeling": TokenClassification(),
+    "language_modeling": LanguageModeling(),
 }
 
 
@@ -583,6 +626,11 @@ def gaussian_log_density(
         mean, covariance, validate_args=False
     )
     return density.log_prob(y)
+
+
+def _counts_of_column(column: int, labels: torch.Tensor) -> ClassCounts:
+    """Count the classes `(N,)` of one column of targets."""
+    return ClassCounts((column, label) for label in labels.tolist())
 
 
 def _warn_of_probabilities(link: str) -> None:

@@ -421,7 +421,6 @@ class LoRALaplace(ParametricLaplace):
             fitted = fit(
                 train_loader,
                 self.structure,
-                likelihood=self.likelihood,
                 settings=self._settings(),
                 before=before,
                 progress_bar=progress_bar,

@@ -128,7 +128,7 @@ REGRESSION = Problem(
 REWARD_MODELING = Problem(
     name="reward_modeling",
     name_for_host="reward_modeling",
-    trained=LIKELIHOODS["classification"],
+    trained=LIKELIHOODS["reward_modeling"],
     predicted=LIKELIHOODS["regression"],
     adapter=PreferenceModel,
 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import tqdm
 
 from laplace_lora_ext.curvature.structure import Structure
-from laplace_lora_ext.likelihoods import MULTI_LABEL
+from laplace_lora_ext.likelihoods import MULTI_LABEL, ClassCounts, Likelihood
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.same_model import hashes
@@ -30,17 +29,16 @@ class Seen:
     answered: float = 0.0  # probability of all answers together, summed over texts
     n_texts: int = 0  # that have answers
     all_binary: bool = True  # whether every label is 0 or 1
-    # How many texts have each class.
-    labels: Counter[int] = field(default_factory=Counter)
+    class_counts: ClassCounts = field(default_factory=ClassCounts)
 
     @classmethod
     def of(
         cls,
+        likelihood: Likelihood,
         y: torch.Tensor,
         answered: Sequence[torch.Tensor],
     ) -> Seen:
         """Look at a batch's labels, and at what `weighing_answers` gave."""
-        are_classes = y.ndim == 1 and not y.is_floating_point()
         are_binary = (y == 0) | (y == 1)
         total = 0.0
         n_texts = 0
@@ -52,7 +50,7 @@ class Seen:
             answered=total,
             n_texts=n_texts,
             all_binary=bool(are_binary.all()),
-            labels=Counter(y.tolist()) if are_classes else Counter(),
+            class_counts=likelihood.class_counts(y),
         )
 
     def __add__(self, other: Seen) -> Seen:
@@ -61,13 +59,18 @@ class Seen:
             answered=self.answered + other.answered,
             n_texts=self.n_texts + other.n_texts,
             all_binary=self.all_binary and other.all_binary,
-            labels=self.labels + other.labels,
+            class_counts=self.class_counts + other.class_counts,
         )
 
-    def warn(self, likelihood: str, loss: float) -> None:
+    def warn(
+        self,
+        likelihood: Likelihood,
+        loss: float,
+        n_data: int,
+    ) -> None:
         """Warn of rare answers, of chance, and of classes taken for numbers.
 
-        `loss` is the mean of the texts that these are seen of.
+        `loss` is the sum over the `n_data` examples that these are seen of.
         """
         if self.n_texts and self.answered < _LITTLE * self.n_texts:
             warn(
@@ -77,31 +80,34 @@ class Seen:
                 "such as those with a space in front? (If it was trained on these "
                 "tokens' logits alone, all is well.)"
             )
-        chance = self._loss_of_chance(likelihood)
+        chance = self.loss_of_chance()
         if 0 < _GUESS * chance <= loss:
             warn(
                 "The trained model is no better than guessing on these texts: its loss "
-                f"is {loss:.4f}, and would be {chance:.4f} without reading them. Was "
-                'the adapter saved without its head? With task_type="SEQ_CLS", or the '
-                "head in modules_to_save, PEFT saves both. Else check that texts and "
-                "labels are those of training."
+                f"is {loss / n_data:.4f}, and would be {chance / n_data:.4f} without "
+                "reading them. Was the adapter saved without its head? With a "
+                'task_type such as "SEQ_CLS", or the head in modules_to_save, PEFT '
+                "saves both. Else check that texts and labels are those of training. "
+                "(A training with weights of classes can have this effect, too.)"
             )
-        if likelihood == "regression" and self.all_binary:
+        if likelihood.is_gaussian and self.all_binary:
             warn(
                 'Every target is 0 or 1, but the likelihood "regression" takes them '
                 "for numbers. If the model was trained by a sigmoid, use "
                 f'"{MULTI_LABEL}".'
             )
 
-    def _loss_of_chance(self, likelihood: str) -> float:
-        """Compute the labels' entropy, or a coin's: pairs' order means nothing."""
-        if likelihood == "reward_modeling":
-            return math.log(2)
-        if likelihood != "classification":
-            return 0.0
-        counts = torch.tensor(list(self.labels.values()), dtype=torch.float64)
-        shares = counts / counts.sum()
-        return torch.special.entr(shares).sum().item()
+    def loss_of_chance(self) -> float:
+        """Compute the summed loss of who knows nothing but how frequent classes are."""
+        by_column = defaultdict(list)
+        for (column, _), n_labels in self.class_counts.items():
+            by_column[column].append(n_labels)
+        loss = 0.0
+        for n_of_classes in by_column.values():
+            counts = torch.tensor(n_of_classes, dtype=torch.float64)
+            shares = counts / counts.sum()
+            loss += (counts.sum() * torch.special.entr(shares).sum()).item()
+        return loss
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,6 @@ def sums_over(
     loader: Iterable[Any],
     structure: Structure[Any, Any],
     *,
-    likelihood: str,
     settings: Mapping[str, Any],
     before: Any | None,
     n_before: int,
@@ -152,7 +157,7 @@ def sums_over(
         )
     _check_alike(reports)
     joined = _joined(own, reports, structure)
-    joined.seen.warn(likelihood, joined.loss.item() / joined.n_data)
+    joined.seen.warn(structure.likelihood, joined.loss.item(), joined.n_data)
     return joined
 
 
@@ -204,7 +209,7 @@ def _with_batch(
         n_data=sums.n_data + len(y),
         n_outputs=model.output_size,
         called=frozenset(called),
-        seen=sums.seen + Seen.of(y, answered),
+        seen=sums.seen + Seen.of(structure.likelihood, y, answered),
     )
 
 

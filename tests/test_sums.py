@@ -6,8 +6,12 @@ import warnings
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import BertForTokenClassification
 
-from tests.support.models import lora_model, ragged_batches, without_labels
+from laplace_lora_ext.likelihoods import LIKELIHOODS, MULTI_LABEL, TOKENS
+from laplace_lora_ext.sums import Seen
+from tests.support.models import base_model, lora_model, ragged_batches, without_labels
 from tests.support.posteriors import KFAC_APPROX, STRUCTURES, make
 from tests.support.ranks import (
     Texts,
@@ -291,3 +295,114 @@ def test_ranks_compare_the_loss_of_all_with_the_labels_of_all():
 
     assert on_ranks(job, 2) == [job(0)] * 2
     assert len(job(0)) == 1
+
+
+# --- chance, of several labels and of labels of tokens --------------------------------
+
+
+LABELS = torch.tensor([[1.0, 0, 1], [0, 0, 1], [0, 0, 1], [0, 0, 0]])
+OF_TOKENS = torch.tensor([[0, 1, -100, 1], [2, -100, -100, 1]])
+
+
+def entropy(*counts: int) -> float:
+    """In nats, summed over all that are counted."""
+    shares = torch.tensor(counts).double() / sum(counts)
+    return sum(counts) * torch.special.entr(shares).sum().item()
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "y", "expected"),
+    [
+        ("classification", torch.tensor([0, 2, 2, 2]), entropy(1, 3)),
+        ("classification", torch.tensor([2, 2]), 0),
+        ("reward_modeling", torch.tensor([0, 0, 0]), entropy(1, 1) * 3 / 2),
+        (MULTI_LABEL, LABELS, entropy(3, 1) + entropy(1, 3)),
+        (MULTI_LABEL, LABELS[:, 0], entropy(3, 1)),
+        (TOKENS, OF_TOKENS, entropy(1, 3, 1)),
+        ("language_modeling", OF_TOKENS, 0),
+        ("regression", LABELS, 0),
+    ],
+)
+def test_the_loss_of_chance_is_the_entropy_of_each_kind_of_labels(
+    likelihood, y, expected
+):
+    def seen(part):
+        return Seen.of(LIKELIHOODS[likelihood], part, [])
+
+    of_parts = seen(y[:1]) + seen(y[1:])
+    for found in (seen(y), of_parts):
+        assert found.loss_of_chance() == pytest.approx(expected, abs=1e-12)
+
+
+def sure_of_several_labels() -> tuple[torch.nn.Module, list]:
+    """A model that is sure of the labels of its texts, and right."""
+    model = lora_model("bert").eval()
+    head = model.base_model.model.classifier.modules_to_save.default
+    batches = ragged_batches()
+    with torch.no_grad():
+        scores = torch.cat([model(**without_labels(each)).logits for each in batches])
+        # Half of the texts have each label.
+        head.bias.sub_(scores.median(0).values)
+        head.weight.mul_(100)
+        head.bias.mul_(100)
+        for batch in batches:
+            batch["labels"] = (model(**without_labels(batch)).logits > 0).double()
+    return model, batches
+
+
+def sure_of_tokens() -> tuple[torch.nn.Module, list]:
+    """A model that is sure of the labels of its texts' first tokens, and right."""
+    torch.manual_seed(0)
+    base = BertForTokenClassification(base_model("bert").config)
+    lora = LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False)
+    model = get_peft_model(base, lora).double().eval()
+    batches = ragged_batches()
+    with torch.no_grad():
+        model.base_model.model.classifier.weight.mul_(1e4)
+        for batch in batches:
+            labels = model(**without_labels(batch)).logits.argmax(-1)
+            labels[:, 2:] = -100
+            batch["labels"] = labels
+    return model, batches
+
+
+def with_labels_of_the_next(batches: list) -> list:
+    """Batches whose texts have the labels of those behind them."""
+    labels = torch.cat([batch["labels"] for batch in batches]).roll(-1, 0)
+    of_batches = labels.split([len(batch["labels"]) for batch in batches])
+    pairs = zip(batches, of_batches, strict=True)
+    return [batch | {"labels": of_batch} for batch, of_batch in pairs]
+
+
+BUILDERS = {MULTI_LABEL: sure_of_several_labels, TOKENS: sure_of_tokens}
+
+
+@pytest.mark.parametrize(("likelihood", "build"), BUILDERS.items(), ids=BUILDERS)
+def test_shuffled_labels_are_warned_of_and_learnt_ones_are_not(likelihood, build):
+    model, batches = build()
+    assert said_by_a_fit(model, batches, likelihood=likelihood) == []
+    shuffled = with_labels_of_the_next(batches)
+    (message,) = said_by_a_fit(model, shuffled, likelihood=likelihood)
+    labels = torch.cat([batch["labels"] for batch in batches])
+    chance = Seen.of(LIKELIHOODS[likelihood], labels, []).loss_of_chance()
+    # For each text.
+    assert f"would be {chance / len(labels):.4f} without" in message
+    for structure in ("diag", "full"):
+        said = said_by_a_fit(
+            model, shuffled, likelihood=likelihood, structure=structure
+        )
+        assert said == [message]
+
+
+def test_ranks_count_several_labels_and_tokens_of_all():
+    def job(rank, world):
+        said = []
+        for likelihood, build in BUILDERS.items():
+            model, batches = build()
+            own = with_labels_of_the_next(batches)[rank::world]
+            said.append(said_by_a_fit(model, own, likelihood=likelihood))
+        return said
+
+    expected = job(0, 1)
+    assert [len(messages) for messages in expected] == [1, 1]
+    assert on_ranks(job, 2, 2) == [expected] * 2
