@@ -135,7 +135,9 @@ class Cross(SeveralSeeds):
 class Settings(SeveralSeeds):
     """Settings of rivals that train again, compared by a held-out fifth."""
 
-    rivals: tuple[str, ...] = option(("ivon", "blob"), "rivals, by key")
+    rivals: tuple[str, ...] = option(
+        ("ivon", "blob", "swag", "monteclora"), "rivals, by key"
+    )
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,14 @@ REPETITIONS = 3
 
 
 def run(options: Calibration) -> Iterator[Result]:
-    """Measure each seed, and report after it, so that a run of hours may be cut off."""
+    """Measure each seed, and report after each method, as runs may be cut off."""
     keys = chosen_methods(options.methods)
     rows: list[Row] = []
     for seed in options.seeds:
         pretrained = prepare(options, seed)
-        rows += measured(pretrained, seed, keys)
-        yield figures_of(pretrained, rows), text_of(pretrained, rows, FIGURES)
+        for of_method in measured(pretrained, seed, keys):
+            rows += of_method
+            yield figures_of(pretrained, rows), text_of(pretrained, rows, FIGURES)
 
 
 def chosen_methods(names: Collection[str] | None) -> list[str]:
@@ -86,16 +87,16 @@ def measured(
     pretrained: Pretrained,
     seed: int,
     keys: Collection[str],
-) -> Iterator[Row]:
-    """Fine-tune, and measure methods: a row for each, and each prior and link."""
+) -> Iterator[list[Row]]:
+    """Fine-tune, and measure methods: of each a row for each prior and link."""
     comparison = Comparison(pretrained, seed)
     for key in keys:
         method = METHODS[key]
         say(pretrained.options, f"Seed {seed}: {method.title}")
         if isinstance(method, PointMethod):
-            yield comparison.of_point(method)
+            yield [comparison.of_point(method)]
         elif isinstance(method, Posterior):
-            yield from comparison.of_posterior(method)
+            yield list(comparison.of_posterior(method))
 
 
 @dataclass(frozen=True)
