@@ -28,12 +28,14 @@ from tests.support.models import VOCABULARY, OfBatches
 
 EXACT = "exact"
 OWN_PADDING = "the model's own dependence on padding"
+NOT_FINITE = "refused: its own gradients of one token are not finite"
 MISSING = "-"  # the family has no such model
 
 CLASSIFIER = "classifier"
 RIGHT = "answer tokens, right"
 LEFT = "answer tokens, left"
-COLUMNS = (CLASSIFIER, RIGHT, LEFT)
+TOKENS = "labels of tokens"
+COLUMNS = (CLASSIFIER, RIGHT, LEFT, TOKENS)
 
 # --- settings of several families -----------------------------------------------------
 
@@ -118,8 +120,17 @@ class Family:
 
     def outcome(self, column: str) -> str:
         """Tell what is expected of a column."""
-        kind = self.classifier if column == CLASSIFIER else self.language_model
-        return MISSING if kind is None else self.outcomes.get(column, EXACT)
+        if self.model_class(column) is None:
+            return MISSING
+        return self.outcomes.get(column, EXACT)
+
+    def model_class(self, column: str) -> str | None:
+        """Name the class of a column's models; None where the family has none."""
+        if column == TOKENS:
+            name = f"{self.config}ForTokenClassification"
+            # Asking for it would import it.
+            return name if name in dir(transformers) else None
+        return self.classifier if column == CLASSIFIER else self.language_model
 
     def model(self, column: str) -> nn.Module:
         """Make an evaluated model with random weights and adapters of rank 2."""
@@ -127,7 +138,8 @@ class Family:
         make_config = getattr(transformers, f"{self.config}Config")
         config = make_config(**self.settings, num_labels=3)
         config._experts_implementation = "eager"  # others know no float64
-        name = self.classifier if column == CLASSIFIER else self.language_model
+        name = self.model_class(column)
+        assert name is not None
         model = getattr(transformers, name)(config)
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -273,7 +285,12 @@ FAMILIES = {
         _SEQUENCE,
         outcomes={CLASSIFIER: OWN_PADDING},  # it wants padding on the left
     ),
-    "Longformer": _family("Longformer", {**_TEXT, "attention_window": 4}, _SEQUENCE),
+    "Longformer": _family(
+        "Longformer",
+        {**_TEXT, "attention_window": 4},
+        _SEQUENCE,
+        outcomes={TOKENS: NOT_FINITE},  # no token has global attention
+    ),
     "T5": _family(
         "T5",
         {

@@ -17,7 +17,9 @@ from tests.compatibility.families import (
     FAMILIES,
     LEFT,
     MISSING,
+    NOT_FINITE,
     OWN_PADDING,
+    TOKENS,
     Family,
 )
 from tests.compatibility.tables import tables
@@ -57,6 +59,28 @@ def own_logits(
     return model(**example).logits[0, -1, CLASS_TOKEN_IDS]
 
 
+def alone_by_row(
+    model: nn.Module,
+    examples: list[Example],
+    column: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`, of tokens N rows."""
+    if column != TOKENS:
+        return alone(model, partial(own_logits, column=column), examples)
+
+    def of_all_tokens(model: nn.Module, example: Example) -> torch.Tensor:
+        mask = example.get("attention_mask", torch.ones_like(example["input_ids"]))
+        return model(**example).logits[mask.bool()].flatten()
+
+    logits = []
+    Js = []
+    for example in examples:
+        of_example, J = alone(model, of_all_tokens, [example])
+        logits.append(of_example.reshape(-1, 3))
+        Js.append(J.reshape(-1, 3, J.shape[-1]))
+    return torch.cat(logits), torch.cat(Js)
+
+
 def examples_of(family: Family) -> list[Example]:
     """Make a family's examples, numbers in the data type of its models."""
     examples = []
@@ -80,6 +104,13 @@ def padded_alone(
     return [together([example], side, length) for example in examples]
 
 
+def labels_tokens(batch: Example) -> Example:
+    """Label all tokens of a batch but padding."""
+    tokens = batch["input_ids"]
+    is_real = batch["attention_mask"].bool()
+    return batch | {"labels": torch.where(is_real, tokens % 3, -100)}
+
+
 def apart(
     found: torch.Tensor,
     expected: torch.Tensor,
@@ -99,26 +130,38 @@ def test_each_family_has_the_outcome_of_the_table(family: Family, column: str):
     examples = examples_of(family)
     first = together(examples[:N_FIRST], side)
     second = together(examples[N_FIRST:], side)
-    labels = torch.arange(N) % 3
-    data = [
-        first | {"labels": labels[:N_FIRST]},
-        second | {"labels": labels[N_FIRST:]},
-    ]
-    answers = {} if column == CLASSIFIER else {"class_token_ids": CLASS_TOKEN_IDS}
     outcome = family.outcome(column)
-    la = make(model, backend_kwargs={"rank": 1000}, **answers)
+    options = {"rank": 1000}
+    if column == TOKENS:
+        data = [labels_tokens(first), labels_tokens(second)]
+        exactly = {**options, "stochastic": False}
+        la = make(model, likelihood="token_classification", backend_kwargs=exactly)
+    else:
+        labels = torch.arange(N) % 3
+        data = [
+            first | {"labels": labels[:N_FIRST]},
+            second | {"labels": labels[N_FIRST:]},
+        ]
+        answers = {} if column == CLASSIFIER else {"class_token_ids": CLASS_TOKEN_IDS}
+        la = make(model, backend_kwargs=options, **answers)
+    if outcome == NOT_FINITE:
+        with pytest.raises(ValueError, match=r"batch 1: .* non-finite"):
+            la.fit(data)
+        model.requires_grad_(True)
+        model(**data[1]).loss.backward()
+        assert not all(weight.grad.isfinite().all() for weight in model.parameters())
+        return
     la.fit(data)
     moments = [la.predictive_moments(batch) for batch in (first, second)]
     f_mu = torch.cat([of_batch.f_mu for of_batch in moments]).double()
     f_var = torch.cat([of_batch.f_var for of_batch in moments]).double()
 
-    of_example = partial(own_logits, column=column)
-    expected, Js = alone(model, of_example, examples)
+    expected, Js = alone_by_row(model, examples, column)
     if outcome == OWN_PADDING:
         assert apart(f_mu, expected.double()) > 0.1
         padded = padded_alone(examples[:N_FIRST], side, first)
         padded += padded_alone(examples[N_FIRST:], side, second)
-        expected, Js = alone(model, of_example, padded)
+        expected, Js = alone_by_row(model, padded, column)
     expected = expected.double()
     Js = Js.double()
     blocks = gradient_blocks(model, Js, softmax_fisher(expected))
