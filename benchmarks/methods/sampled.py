@@ -240,14 +240,13 @@ class IVONLoRA(Recipe):
     """Variational Newton's method on all LoRA weights (Cong et al., arXiv:2411.04421).
 
     Numbers are the paper's, whose program does not rescale the learning rate, but for
-    that rate: with its 0.03 a weight moves by 3e-5 a step at most, with 2 by the
-    learning rate of the lab's encoders. `python -m benchmarks settings` compares
-    others.
+    that rate: with its 0.03 a weight moves by 3e-5 a step at most, and hardly trains
+    in the lab's few steps. `python -m benchmarks settings` has chosen it.
     """
 
     def __init__(
         self,
-        learning_rate: float = 2.0,
+        learning_rate: float = 0.5,
         effective_size: float = 1e7,
         first_hessian: float = 3e-4,
     ) -> None:

@@ -1,8 +1,11 @@
 """The experiment that chooses settings of rivals, at its smallest."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from benchmarks.experiments.settings import TRAINED
+from benchmarks.experiments.settings import TRAINED, text_of
 from benchmarks.methods.settings import SETTINGS
 from tests.benchmarks.support import run
 
@@ -46,3 +49,27 @@ def test_a_rival_without_settings_is_named(tmp_path, capsys, tiny_models):
             rivals=["mc_dropout"],
             **small(tiny_models, tmp_path),
         )
+
+
+def measured(rival, settings, accuracy, nll, seed=0):
+    figures = {"accuracy": accuracy, "nll": nll, "ece": 0.1}
+    return {"seed": seed, "rival": rival, "settings": settings, **figures}
+
+
+def test_the_settings_chosen_have_the_least_nll_of_those_that_are_accurate():
+    pretrained: Any = SimpleNamespace(description={"name": "made up", "train": 100})
+    rows = [
+        measured(TRAINED, TRAINED, accuracy=0.5, nll=2.0),
+        measured("ivon", "hardly trained", accuracy=0.3, nll=1.3),
+        measured("ivon", "good", accuracy=0.49, nll=1.6),
+        measured("ivon", "worse", accuracy=0.6, nll=1.7),
+        measured("blob", "coin toss", accuracy=0.48, nll=1.0),
+    ]
+    *_, of_ivon, of_blob = text_of(pretrained, rows)
+    assert of_ivon == "ivon: good is chosen, by NLL."
+    assert of_blob == "blob fails: its settings lose 2 points or more."
+    # Means of seeds decide.
+    rows.append(measured(TRAINED, TRAINED, accuracy=0.5, nll=2.0, seed=1))
+    rows.append(measured("ivon", "good", accuracy=0.49, nll=2.0, seed=1))
+    rows.append(measured("ivon", "worse", accuracy=0.5, nll=1.7, seed=1))
+    assert "ivon: worse is chosen, by NLL." in text_of(pretrained, rows)
