@@ -1066,7 +1066,7 @@ class LoRALaplace(ParametricLaplace):
         -------
         callable
             takes a batch, with or without labels, and returns logits or numbers `(B,
-            C)`
+            C)`; of tokens `(B, T, C)`, nan at padding
 
         Raises
         ------
@@ -1087,12 +1087,12 @@ class LoRALaplace(ParametricLaplace):
         *,
         joint: bool = False,
     ) -> torch.Tensor:
-        """Draw logits or numbers `(S, B, C)` of a batch.
+        """Draw logits or numbers `(S, B, C)` of a batch, of tokens `(S, B, T, C)`.
 
         Parameters
         ----------
         x : Mapping or torch.Tensor
-            inputs of B examples
+            inputs of B examples; of tokens, padding is nan
         pred_type : {"glm", "nn"}
             of the linearised model, or of the network with drawn weights
         n_samples : int, default=100
@@ -1106,15 +1106,33 @@ class LoRALaplace(ParametricLaplace):
             example gets the same noise, as the host has it, so that samples of two are
             as good as of one
         """
-        if not joint:
-            return super().functional_samples(
-                x, pred_type, n_samples, diagonal_output, generator
-            )
-        if pred_type != "glm" or diagonal_output:
+        x = self.model.unlabelled(x)
+        if joint and (pred_type != "glm" or diagonal_output):
             raise ValueError(
                 'joint=True is for pred_type="glm" without diagonal_output.'
             )
-        return joint_samples(self, x, n_samples, generator)
+        if joint:
+            samples = joint_samples(self, x, n_samples, generator)
+        else:
+            samples = super().functional_samples(
+                x, pred_type, n_samples, diagonal_output, generator
+            )
+        return self.model.in_places(samples, x, dim=1)
+
+    def predictive_samples(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Draw probabilities or numbers, as `functional_samples` draws logits."""
+        x = self.model.unlabelled(x)
+        samples = super().predictive_samples(
+            x, pred_type, n_samples, diagonal_output, generator
+        )
+        return self.model.in_places(samples, x, dim=1)
 
     def acquire(
         self,

@@ -21,7 +21,9 @@ from transformers import (
 )
 
 import laplace_lora_ext
+import laplace_lora_ext.passes.recorder as recorder
 from laplace_lora_ext.metrics import compare
+from laplace_lora_ext.passes.recorder import _Jacobians
 from tests.support.dense import (
     EXACT,
     evidence,
@@ -304,6 +306,79 @@ def test_learnt_variances_predict_every_token_by_one_pass():
     exact = la(batch, link_approx="mean_field")
     assert p.shape == exact.shape
     assert p.isnan().equal(exact.isnan())
+
+
+def test_samples_are_of_every_token_but_padding():
+    la = fitted()
+    (batch, *_) = batches()
+    mask = batch["attention_mask"].bool()
+    la.prior_precision = 1e14
+    f, _, _ = tokens_of(la.model.model, [batch], every=True)
+
+    def check(samples, expected):
+        assert samples.shape == (*samples.shape[:1], *mask.shape, N_CLASSES)
+        assert samples[:, ~mask].isnan().all()
+        torch.testing.assert_close(
+            samples[:, mask], expected.expand(len(samples), -1, -1), rtol=0, atol=1e-5
+        )
+
+    for pred_type in ("glm", "nn"):
+        options = {"pred_type": pred_type, "n_samples": 3}
+        check(la.functional_samples(batch, **options), f)
+        check(la.predictive_samples(batch, **options), f.softmax(-1))
+    together = la.functional_samples(
+        batch, n_samples=1, generator=generator(), joint=True
+    )
+    check(together, f)
+    for pred_type in ("glm", "nn"):
+        check(la.function(0, pred_type)(batch)[None], f)
+    la.prior_precision = 1.0
+    together = la.functional_samples(
+        batch, n_samples=1, generator=generator(), joint=True
+    )
+    torch.testing.assert_close(la.function(0)(batch), together[0], equal_nan=True)
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
+def test_a_long_text_is_predicted_for_a_few_tokens_at_a_time(structure, monkeypatch):
+    data = batches()
+    texts = {key: value[:1] for key, value in data[0].items()}  # seven tokens
+    la = fitted(structure=structure)
+    n_labelled = int((texts["labels"] != IGNORED).sum())
+    assert n_labelled > 2
+
+    def found():
+        prediction = la.predict(texts, generator=generator())
+        results = [
+            la(texts),
+            *la.predictive_moments(texts),
+            la.function(3)(texts),
+            *prediction,
+        ]
+        if structure == "lowrank_kron":
+            statistics = la.predictive_statistics([texts], dtype=torch.float64)
+            results += [statistics.moments(2.0).f_var, statistics.targets]
+        return results
+
+    expected = found()
+    # Jacobians of two tokens.
+    n_numbers = 2 * la.n_params * N_CLASSES
+    monkeypatch.setattr(recorder, "_NUMBERS", n_numbers)
+    sizes = []
+    visit = _Jacobians.gradients
+
+    def note(visitor, gradients):
+        sizes.append(visitor._size.numel())
+        visit(visitor, gradients)
+
+    monkeypatch.setattr(_Jacobians, "gradients", note)
+    calls = record_calls(la.model.model)
+    la(texts)
+    assert len(calls) == 4  # of seven tokens
+    assert max(sizes) == 2 * N_CLASSES
+    torch.testing.assert_close(found(), expected, equal_nan=True, **EXACT)
+    # Of several texts, each by itself.
+    torch.testing.assert_close(la(data[0])[:1], expected[0], equal_nan=True, **EXACT)
 
 
 def test_figures_are_over_labelled_tokens():

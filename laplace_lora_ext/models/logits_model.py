@@ -256,6 +256,18 @@ class LogitsModel(nn.Module):
         """Return inputs without what says which of their outputs are labelled."""
         return inputs
 
+    def labels_of_part(self, y: torch.Tensor, part: Any, place: slice) -> torch.Tensor:
+        """Return the labels of a part of a batch with labels `y`, which is at a
+        place.
+        """
+        return y[place]
+
+    def few_rows_at_a_time(self, batch: Any, n_rows: int) -> Iterator[Any]:
+        """Take an example with more than `n_rows` rows of logits apart, into inputs of
+        so many.
+        """
+        yield batch
+
     def in_places(self, rows: torch.Tensor, batch: Any, dim: int = 0) -> torch.Tensor:
         """Arrange rows of predictions as the batch has their examples."""
         return rows

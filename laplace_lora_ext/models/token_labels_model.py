@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,27 @@ class TokenLabelsModel(LogitsModel):
         found = by_row.new_full((*places.shape, *by_row.shape[1:]), empty)
         found[places] = by_row
         return found.movedim((0, 1), (dim, dim + 1))
+
+    def labels_of_part(self, y: torch.Tensor, part: Any, place: slice) -> torch.Tensor:
+        """Return the labels of a part, which `split` has left in the inputs."""
+        return part[self.dict_key_y]
+
+    def few_rows_at_a_time(self, batch: Any, n_rows: int) -> Iterator[Any]:
+        """Take a long text apart: the same text again and again, each time with other
+        tokens labelled.
+        """
+        places = self.places(batch)
+        tokens = places.nonzero()[:, 1]
+        if len(places) > 1 or len(tokens) <= n_rows:
+            yield batch
+            return
+        X, y = self.split_if_labelled(batch)
+        # Where nobody has labelled a token, any class marks that it is asked for.
+        labels = torch.zeros_like(places, dtype=torch.long) if y is None else y
+        for some in tokens.split(n_rows):
+            of_some = torch.full_like(labels, IGNORED)
+            of_some[0, some] = labels[0, some]
+            yield {**X, self.dict_key_y: of_some}
 
     def owners(self, batch: Any) -> torch.Tensor:
         """Say which text each row of logits belongs to, `(N,)`."""

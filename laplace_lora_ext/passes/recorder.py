@@ -38,6 +38,10 @@ _NO_EXAMPLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
 _ON_CPU = 768
 _ON_ACCELERATOR = 2**13
 
+# Of Jacobians in all weights, which are there together where the tokens of a text take
+# turns: 0.5 GB in float32, or one token's.
+_NUMBERS = 2**27
+
 # Why a batch has no parts.
 _NO_ROWS = "its tensors don't all have a row for each example"
 _DEPENDENT = "its examples' logits depend on each other"
@@ -328,33 +332,43 @@ class Recorder:
         model normalises a batch.
 
         `evaluate` takes a part, and its place in the batch; what it returns has their
-        logits `f_mu`. `n_outputs` vectors are back-propagated at once. Where labels
-        tell `n_examples`, inputs with another number of rows stay undivided. Parts that
-        do not fit into memory are halved, and how much does fit is remembered; a
-        `torch.OutOfMemoryError` says what to do where one example does not, or the
-        batch can't be divided.
+        logits `f_mu`. `n_outputs` vectors are back-propagated at once. A text of whose
+        tokens many have logits is evaluated again and again, for some of them each
+        time. Where labels tell `n_examples`, inputs with another number of rows stay
+        undivided. Parts that do not fit into memory are halved, and how much does fit
+        is remembered; a `torch.OutOfMemoryError` says what to do where one example does
+        not, or the batch can't be divided.
         """
         n_rows = number_of_rows(batch)
         if n_rows is None or n_examples not in (None, n_rows):
             return [self._undivided(batch, evaluate, _NO_ROWS)]
         rows_of_example = n_outputs * (number_of_tokens(batch) or 1)
+        most_examples = n_rows
+        logits_at_once = self._logits_at_once(n_outputs)
         owners = self.model.owners(batch)
         if owners is not None:  # each token of a text has vectors of its own
-            rows_of_example *= int(owners.bincount().max())
-        at_most = max(1, self._at_once // max(1, rows_of_example))
+            most_logits = int(owners.bincount().max())
+            rows_of_example *= most_logits
+            most_examples = logits_at_once // most_logits
+        at_most = min(self._at_once // max(1, rows_of_example), most_examples)
+
+        def of_part(part: Any, place: slice) -> list[Any]:
+            parts = self.model.few_rows_at_a_time(part, logits_at_once)
+            return [evaluate(each, place) for each in parts]
+
         parts = self._parts(
-            batch, rows_of_example, at_most, self._of_predictions, evaluate
+            batch, rows_of_example, max(1, at_most), self._of_predictions, of_part
         )
         results: list[Any] = []
-        for place, result in parts:
-            results.append(result)
+        for place, found in parts:
+            results += found
             # One part is the whole batch, and can't differ from it.
             if place == slice(0, n_rows):
                 return results
             n_logits = place.stop - place.start
             if owners is not None:
                 n_logits = int(((owners >= place.start) & (owners < place.stop)).sum())
-            if len(result.f_mu) != n_logits:
+            if sum(len(result.f_mu) for result in found) != n_logits:
                 return [self._undivided(batch, evaluate, _NO_ROWS)]
         f_mu = torch.cat([result.f_mu for result in results])
         if self._may_depend(self._of_predictions, batch, lambda _: f_mu):
@@ -365,6 +379,13 @@ class Recorder:
     def _at_once(self) -> int:
         """Say how many rows go through a layer in one backward pass of a prediction."""
         return _ON_CPU if self.model.device.type == "cpu" else _ON_ACCELERATOR
+
+    def _logits_at_once(self, n_outputs: int) -> int:
+        """Say how many rows of logits have their Jacobians in memory at once, where
+        they take turns.
+        """
+        n_params = sum(block.n_params for block in self.blocks)
+        return max(1, _NUMBERS // (n_outputs * n_params))
 
     def in_parts_that_fit(
         self,

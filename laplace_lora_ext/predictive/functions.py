@@ -116,7 +116,8 @@ def draw_function(
     several = functions.linearised if pred_type == "glm" else functions.sampled
 
     def function(batch: Any) -> torch.Tensor:
-        return several(la.model.inputs(batch))[0]
+        inputs = la.model.unlabelled(la.model.inputs(batch))
+        return la.model.in_places(several(inputs)[0], inputs)
 
     return function
 

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from laplace_lora_ext.curvature.block import DecomposedBlock
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed, Spectrum
 from laplace_lora_ext.likelihoods import Likelihood
+from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import as_tensor, cpu_as_default, without_autocast
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.recorder import Recorder, every_output
@@ -274,6 +275,9 @@ class LowRankPosterior(Protocol):
     n_outputs: int
 
     @property
+    def model(self) -> LogitsModel: ...
+
+    @property
     def H(self) -> LowRankKronDecomposed: ...  # noqa: N802 - the host's name
 
     @property
@@ -320,8 +324,8 @@ def statistics_of_batch(
         products = torch.cat([each.inner_products for each in in_order], dim=1)
         targets = classes = None
         if y is not None:
-            targets = la.trained_likelihood.check_targets(y[place], f_mu)
-            targets = targets.to(device)
+            labels = la.model.labels_of_part(y, part, place)
+            targets = la.trained_likelihood.check_targets(labels, f_mu).to(device)
         if contrasts is not None:
             # Batches need different numbers of contrasts; the columns have places for
             # all.
