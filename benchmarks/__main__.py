@@ -21,7 +21,7 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Contrasts,
     options.Settings,
     options.Molecules,
-    options.Tokens,
+    options.Labels,
     options.Overview,
     options.Evidence,
     options.Text,

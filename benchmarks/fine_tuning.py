@@ -26,6 +26,7 @@ from benchmarks.training import (
     Hyperparameters,
     Recipe,
     Records,
+    SeveralLabels,
     as_dataset,
     read_or_train,
     train,
@@ -71,14 +72,18 @@ class Pretrained:
                 torch_dtype=dtype,
             )
         else:
+            settings: dict[str, Any] = {}
             classifier = transformers.AutoModelForSequenceClassification
             if self.task.labels_words:
                 classifier = transformers.AutoModelForTokenClassification
+            if self.task.has_several_labels:
+                settings["problem_type"] = "multi_label_classification"
             model = load_model(
                 classifier,
                 self.folder,
                 torch_dtype=dtype,
                 num_labels=len(self.task.classes),
+                **settings,
             )
         return model.to(self.device)
 
@@ -161,7 +166,9 @@ class Pretrained:
             max_length=self.hyperparameters.maximum_length,
             return_token_type_ids=False,
         )
-        return dict(record)
+        if example.labels is None:
+            return dict(record)
+        return {**record, "labels": [float(label) for label in example.labels]}
 
     def _record_of_words(self, example: Example) -> dict[str, Any]:
         """Tokenize a text whose words have classes, which their first tokens get."""
@@ -236,7 +243,8 @@ class Pretrained:
         recipe: Recipe | None = None,
     ) -> Checkpoints:
         """Train by maximum likelihood, or read an earlier, equal training."""
-        followed = recipe or Recipe()
+        by_likelihood = SeveralLabels if self.task.has_several_labels else Recipe
+        followed = recipe or by_likelihood()
 
         def loss_of(batch: Any) -> torch.Tensor:
             labels = batch["labels"]

@@ -165,13 +165,14 @@ class Molecules(SeveralSeeds):
 
 
 @dataclass(frozen=True)
-class Tokens(SeveralSeeds):
-    """Labels of tokens: do posteriors help there? Half an hour a seed."""
+class Labels(SeveralSeeds):
+    """Several labels for each text, or labels of its tokens: half an hour a seed."""
 
     task: str = option(
-        "signatures",
-        "which of eight types does each parameter of a function have",
-        choices=("signatures",),
+        "functions",
+        "which of five things does the code of a function do; or signatures: which of "
+        "eight types does each of its parameters have",
+        choices=("functions", "signatures"),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 import transformers
 from peft import LoraConfig
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -136,6 +136,19 @@ class Recipe:
     ) -> Weights:
         """Return what a checkpoint keeps beside the weights."""
         return {}
+
+
+class SeveralLabels(Recipe):
+    """Maximum likelihood of several labels for each text, by a sigmoid each."""
+
+    def loss(
+        self,
+        model: torch.nn.Module,
+        batch: Any,
+        labels: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the mean loss of all labels of a batch."""
+        return binary_cross_entropy_with_logits(model(batch).flatten(), labels)
 
 
 class Smoothed(Recipe):

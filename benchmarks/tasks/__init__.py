@@ -3,6 +3,7 @@
 from benchmarks.tasks import (
     code,
     docstrings,
+    functions,
     intents,
     multiple_choice,
     names,
@@ -31,6 +32,6 @@ KEPT = (
 )
 OF_DATA = (*intents.INTENTS, *multiple_choice.MULTIPLE_CHOICE)  # that a folder holds
 TASKS = {task.name: task for task in (*CHOSEN_ON, *KEPT, *OF_DATA)} | paper.PAPER_TASKS
-# Their classes are those of words.
-OF_WORDS = (signatures.PARAMETER_TYPES,)
-WORD_TASKS = {task.name: task for task in OF_WORDS}
+# Each of their texts, or of the words of a text, has labels of its own.
+LABELLED = (functions.FUNCTIONS, signatures.PARAMETER_TYPES)
+LABELLED_TASKS = {task.name: task for task in LABELLED}

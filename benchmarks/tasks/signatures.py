@@ -1,15 +1,12 @@
 """A task of labels of tokens: which type each parameter of a function has, by names."""
 
 import ast
-import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
 
-from benchmarks.models import encoder_folder
-from benchmarks.options import Reading, TextRun
 from benchmarks.tasks.balanced import ENCODER
 from benchmarks.tasks.docstrings import first_paragraph
+from benchmarks.tasks.drawn import Drawn
 from benchmarks.tasks.names import spoken
 from benchmarks.tasks.numpydoc import (
     LIBRARIES,
@@ -20,8 +17,7 @@ from benchmarks.tasks.numpydoc import (
     first_word_of,
 )
 from benchmarks.tasks.sources import UNSEEN_LIBRARY, in_each
-from benchmarks.tasks.task import UNLABELLED, Example, Sizes, Task
-from benchmarks.training import Hyperparameters
+from benchmarks.tasks.task import UNLABELLED, Example, Sizes
 
 CLASSES = tuple(WRITTEN_TYPES)
 N_PARAMETERS = range(2, 9)
@@ -55,61 +51,7 @@ def signatures(tree: ast.AST) -> Iterator[Example]:
         yield Example(text, None, word_labels=(*classes, *[UNLABELLED] * len(others)))
 
 
-@dataclass(frozen=True)
-class OfWords:
-    """A task for the encoder, of texts whose words have classes."""
-
-    name: str
-    classes: Sequence[str]
-    sizes: Sizes
-    libraries: Sequence[str]
-    unseen: str  # library of whose texts none is trained on
-    find: Callable[[Sequence[str], Reading, int], Iterator[Example]]
-    hyperparameters: Hyperparameters
-
-    def model(self, _: TextRun) -> Path:
-        """Find the encoder, the same for all options."""
-        return encoder_folder()
-
-    def read(self, options: TextRun, seed: int) -> Task:
-        """Draw disjoint sets, of which no two texts have the same labelled words."""
-        sizes = self.sizes.asked(options)
-        known: set[tuple[str, ...]] = set()
-        of_libraries = self._drawn(self.libraries, options, seed, known)
-        of_unseen = self._drawn([self.unseen], options, seed, known)
-        n_known = sizes.train + sizes.test
-        if len(of_libraries) < n_known:
-            raise ValueError(
-                f"There are {len(of_libraries)} texts for {self.name}; ask for fewer."
-            )
-        return Task(
-            name=self.name,
-            classes=self.classes,
-            is_prompt=False,
-            train=of_libraries[: sizes.train],
-            test=of_libraries[sizes.train : n_known],
-            shifted={self.unseen: of_unseen[: sizes.shifted]},
-        )
-
-    def _drawn(
-        self,
-        libraries: Sequence[str],
-        options: TextRun,
-        seed: int,
-        known: set[tuple[str, ...]],
-    ) -> list[Example]:
-        """Collect texts whose labelled words are not known yet, in a random order."""
-        examples = []
-        for example in self.find(libraries, options, seed):
-            labelled = example.labelled_words
-            if labelled not in known:
-                known.add(labelled)
-                examples.append(example)
-        random.Random(seed).shuffle(examples)
-        return examples
-
-
-PARAMETER_TYPES = OfWords(
+PARAMETER_TYPES = Drawn(
     name="signatures",
     classes=CLASSES,
     sizes=Sizes(train=200, test=200, shifted=150),

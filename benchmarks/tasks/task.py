@@ -15,13 +15,20 @@ class Example(NamedTuple):
 
     Of a regression the label is the number to predict.
     A prompt may have choices of its own, texts that stand behind it. Each word of a
-    text, between spaces, may have a class of its own.
+    text, between spaces, may have a class of its own. Of several labels each is 1 where
+    it is right.
     """
 
     text: str | tuple[str, str]
     label: float | None
     choices: tuple[str, ...] | None = None
     word_labels: tuple[int, ...] | None = None
+    labels: tuple[int, ...] | None = None
+
+    @property
+    def identity(self) -> object:
+        """What no two examples have alike: the labelled words, or the text."""
+        return self.text if self.word_labels is None else self.labelled_words
 
     @property
     def labelled_words(self) -> tuple[str, ...]:
@@ -53,6 +60,11 @@ class Task:
     def labels_words(self) -> bool:
         """Whether classes are those of words."""
         return self.train[0].word_labels is not None
+
+    @property
+    def has_several_labels(self) -> bool:
+        """Whether each class is right or wrong by itself."""
+        return self.train[0].labels is not None
 
 
 class Sizes(NamedTuple):

@@ -1,7 +1,7 @@
-"""Labels of tokens: posteriors and a temperature, chosen by the same held-out texts."""
+"""Several labels, or labels of tokens: posteriors beside a temperature."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -13,22 +13,23 @@ from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, fine_tune, prepare
 from benchmarks.methods.method import Loaders, Probabilities, fit_temperature
 from benchmarks.metrics import quality_with_aurc, shift_detection, signs_of
 from benchmarks.models import AdaptedModel
-from benchmarks.options import Tokens
+from benchmarks.options import Labels
 from benchmarks.report import Result, Row, counts, over_seeds, say, table
-from benchmarks.tasks import WORD_TASKS
+from benchmarks.tasks import LABELLED_TASKS
 from benchmarks.tasks.task import UNLABELLED
 from benchmarks.training import Records
+from laplace_lora_ext.likelihoods import LIKELIHOODS, MULTI_LABEL, TOKENS
 
 HELD_OUT = 0.2
 LINK = "mean_field"
-FIGURES = ("accuracy", "nll", "ece", "chosen", "logit_scale")
+FIGURES = ("accuracy", "exact", "nll", "ece", "chosen", "logit_scale")
 
 
-def run(options: Tokens) -> Iterator[Result]:
+def run(options: Labels) -> Iterator[Result]:
     """Measure each seed."""
     rows: list[Row] = []
     for seed in options.seeds:
-        pretrained = prepare(options, seed, WORD_TASKS)
+        pretrained = prepare(options, seed, LABELLED_TASKS)
         rows += Trial(pretrained, options, seed).rows()
         figures = {
             "task": pretrained.description,
@@ -46,11 +47,11 @@ class Trial:
     """
 
     pretrained: Pretrained
-    options: Tokens
+    options: Labels
     seed: int
 
     def rows(self) -> Iterator[Row]:
-        """Measure every method on the labelled tokens of each data set."""
+        """Measure every method on the labels of each data set."""
         records = self.pretrained.data[TRAIN]  # in an order that the seed has drawn
         n_rest = len(records) - math.ceil(HELD_OUT * len(records))
         rest, held = records[:n_rest], records[n_rest:]
@@ -59,14 +60,14 @@ class Trial:
         say(self.options, f"Seed {self.seed}: training on all")
         final = fine_tune(self.pretrained, records, self.seed)
 
-        yield self._row("Trained model", final.probabilities(self._loaders))
-        of_held = first.logits(self.pretrained.prediction_loader(held))
+        yield self._row("Trained model", self._tempered(final, 1.0))
+        of_held = self._logits(first, self.pretrained.prediction_loader(held))
         temperature = fit_temperature(of_held, labels_of(held))
-        tempered = {
-            name: (final.logits(loader) / temperature).softmax(-1)
-            for name, loader in self._loaders.items()
-        }
-        yield self._row("Temperature of the held-out texts", tempered, temperature)
+        yield self._row(
+            "Temperature of the held-out texts",
+            self._tempered(final, temperature),
+            temperature,
+        )
         for with_head in (False, True):
             name = "The same with the head" if with_head else "lowrank_kron"
             say(self.options, f"Seed {self.seed}: {name}")
@@ -82,6 +83,22 @@ class Trial:
                 la.amortize(self.pretrained.loader(records))
                 yield self._row_of("The same, learnt variance", la, "amortized")
 
+    @property
+    def _likelihood(self) -> str:
+        return TOKENS if self.pretrained.task.labels_words else MULTI_LABEL
+
+    def _logits(self, model: AdaptedModel, loader: Iterable[Any]) -> torch.Tensor:
+        """Compute logits `(labels, classes)` of a trained model, for a softmax."""
+        likelihood = LIKELIHOODS[self._likelihood]
+        return likelihood.class_logits(model.logits(loader)).flatten(0, -2)
+
+    def _tempered(self, model: AdaptedModel, temperature: float) -> Probabilities:
+        """Predict by a trained model, at a temperature."""
+        return {
+            name: (self._logits(model, loader) / temperature).softmax(-1)
+            for name, loader in self._loaders.items()
+        }
+
     def _fitted(
         self,
         model: AdaptedModel,
@@ -90,7 +107,7 @@ class Trial:
     ) -> Any:
         """Fit a posterior around a trained model."""
         la: Any = laplace_lora_ext.Laplace(
-            model.model, "token_classification", modules_to_save=with_head
+            model.model, self._likelihood, modules_to_save=with_head
         )
         la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)
         return la
@@ -109,7 +126,8 @@ class Trial:
                 la(batch, pred_type=pred_type, link_approx=LINK, fitting=True)
                 for batch in loader
             ]
-            probabilities[data_set] = torch.cat(parts).detach().cpu()
+            of_labels = torch.cat(parts).flatten(0, -2)
+            probabilities[data_set] = of_labels.detach().cpu()
         chosen = la.prior_precision.mean().item()
         return self._row(name, probabilities, chosen, la.logit_scale)
 
@@ -120,7 +138,7 @@ class Trial:
         chosen: float | None = None,
         logit_scale: float | None = None,
     ) -> Row:
-        """Measure probabilities of tokens."""
+        """Measure probabilities `(labels, classes)`."""
         labels = {each: labels_of(self.pretrained.data[each]) for each in self._loaders}
         signs = {each: signs_of(p) for each, p in probabilities.items()}
         shifted = {}
@@ -130,10 +148,11 @@ class Trial:
         return {
             "name": name,
             "seed": self.seed,
-            "tokens": {each: len(of_set) for each, of_set in labels.items()},
+            "labels": {each: len(of_set) for each, of_set in labels.items()},
             "chosen": chosen,
             "logit_scale": logit_scale,
             **quality_with_aurc(probabilities[TEST], labels[TEST]),
+            "exact": exact_matches(probabilities[TEST], self.pretrained.data[TEST]),
             "shifted": shifted,
         }
 
@@ -147,9 +166,17 @@ class Trial:
 
 
 def labels_of(records: Records) -> torch.Tensor:
-    """Collect the labels `(tokens,)` of all tokens that have one."""
+    """Collect all labels of all texts, `(labels,)`; tokens without one are left out."""
     labels = torch.tensor([label for record in records for label in record["labels"]])
-    return labels[labels != UNLABELLED]
+    return labels[labels != UNLABELLED].long()
+
+
+def exact_matches(probabilities: torch.Tensor, records: Records) -> float:
+    """Compute the share of texts all of whose labels are the most probable ones."""
+    is_right = probabilities.argmax(-1) == labels_of(records)
+    counts = [len(labels_of([record])) for record in records]
+    texts = [of_text.all() for of_text in is_right.split(counts)]
+    return torch.stack(texts).double().mean().item()
 
 
 def text_of(
@@ -170,13 +197,16 @@ def text_of(
             for row in shown:
                 row[title] = row["shifted"][name][figure]
     seeds = sorted({row["seed"] for row in rows})
+    kind = "classes of tokens" if task.labels_words else "labels for each text"
     words = (
         f"{task.name}: {pretrained.hyperparameters.model} with LoRA, "
-        f"{len(task.train)} training texts; {len(task.classes)} classes of tokens, of "
-        f"which the last seed's sets have {counts(rows[-1]['tokens'])}. A training "
-        "without a fifth of the texts lets them choose for the model that is trained "
-        "on all: a temperature, or prior precision and scale of the logits. Figures "
-        "are means over labelled tokens; the AUROC is of the entropy of a token. "
+        f"{len(task.train)} training texts; {len(task.classes)} {kind} "
+        f"({', '.join(task.classes)}). The last seed's sets have "
+        f"{counts(rows[-1]['labels'])}. A training without a fifth of the texts lets "
+        "them choose for the model that is trained on all: a temperature, or prior "
+        "precision and scale of the logits. Figures are means over labels, and "
+        '"Exact" is the share of texts all of whose labels are right; the AUROC is of '
+        "the entropy of a label. "
         f"Seeds: {', '.join(map(str, seeds))}; mean ± standard deviation of several."
     )
     return [words, table(over_seeds(shown, ("name",), columns))]

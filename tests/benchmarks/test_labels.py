@@ -1,11 +1,17 @@
-"""The task and the experiment of labels of tokens, at their smallest."""
+"""The tasks and the experiment of several labels, at their smallest."""
 
 import ast
+from itertools import compress
+from operator import attrgetter
 
 import pytest
+import torch
+import transformers
 
+from benchmarks.experiments.labels import exact_matches
 from benchmarks.fine_tuning import prepare
-from benchmarks.tasks import WORD_TASKS
+from benchmarks.tasks import LABELLED_TASKS
+from benchmarks.tasks.functions import SIGNS, functions
 from benchmarks.tasks.signatures import CLASSES, signatures
 from benchmarks.tasks.task import UNLABELLED
 from tests.benchmarks.support import parsed, run
@@ -56,28 +62,61 @@ def test_parameters_are_labelled_with_the_types_that_their_docstring_has():
     assert names == ["array", "whole number", "truth value"]
 
 
-def test_sets_share_no_list_of_labelled_words_and_are_reproducible():
+def test_a_function_has_a_label_for_each_thing_that_its_code_does():
+    def labels_of(code):
+        source = f"""
+def mean_of(rows):
+    \"\"\"Compute the mean of all rows there are.\"\"\"
+    {code}
+"""
+        return [
+            (example.text, tuple(compress(SIGNS, example.labels)))
+            for example in functions(ast.parse(source))
+        ]
+
+    text = "mean of : Compute the mean of all rows there are."
+    assert labels_of("") == []  # no code
+    assert labels_of("return rows") == [(text, ())]
+    assert labels_of("return [row[0] for row in rows]") == [
+        (text, ("loops", "indexes"))
+    ]
+    (found,) = labels_of("if not rows: raise ValueError('a' + 'b')")
+    assert found == (text, ("branches", "raises", "calculates"))
+
+
+@pytest.mark.parametrize(
+    ("name", "alike"),
+    [
+        ("signatures", attrgetter("labelled_words")),
+        ("functions", attrgetter("text")),
+    ],
+)
+def test_sets_share_no_text_and_are_reproducible(name, alike):
     def read(seed):
-        options = parsed("tokens --quiet", **FEW)
-        return WORD_TASKS["signatures"].read(options, seed)
+        options = parsed("labels --quiet", task=name, **FEW)
+        return LABELLED_TASKS[name].read(options, seed)
 
     task = read(1)
     assert task == read(1)
     assert task.train != read(2).train
     everything = [*task.train, *task.test, *task.shifted["sklearn"]]
     assert len(task.train) == 10
-    assert len({example.labelled_words for example in everything}) == len(everything)
+    assert len({alike(example) for example in everything}) == len(everything)
 
 
 @pytest.fixture
-def encoder(tiny_models, monkeypatch):
-    monkeypatch.setattr(
-        "benchmarks.tasks.signatures.encoder_folder", lambda: tiny_models[False]
-    )
+def encoder(tiny_models, tmp_path, monkeypatch):
+    """A tiny encoder without a head."""
+    folder = tmp_path / "encoder"
+    for part in (transformers.AutoModel, transformers.AutoTokenizer):
+        part.from_pretrained(tiny_models[False]).save_pretrained(folder)
+    monkeypatch.setattr("benchmarks.tasks.drawn.encoder_folder", lambda: folder)
 
 
 def test_the_first_token_of_a_word_has_its_label(encoder):
-    pretrained = prepare(parsed("tokens --quiet", **FEW), 0, WORD_TASKS)
+    pretrained = prepare(
+        parsed("labels --quiet", task="signatures", **FEW), 0, LABELLED_TASKS
+    )
     for example, record in zip(
         pretrained.task.train, pretrained.data["train"], strict=True
     ):
@@ -96,11 +135,21 @@ def test_the_first_token_of_a_word_has_its_label(encoder):
         assert found == expected
 
 
-def test_every_method_is_measured_for_each_seed(tmp_path, capsys, encoder):
+def test_a_text_is_right_where_all_of_its_labels_are():
+    records = [{"labels": [0, -100, 1]}, {"labels": [1]}, {"labels": [0, 1]}]
+    right = torch.eye(2)[[0, 1, 1, 0, 1]]
+    assert exact_matches(right, records) == 1
+    one_wrong = torch.eye(2)[[0, 0, 1, 0, 1]]
+    assert exact_matches(one_wrong, records) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("task", LABELLED_TASKS)
+def test_every_method_is_measured_for_each_seed(task, tmp_path, capsys, encoder):
     finished = run(
         capsys,
         tmp_path / "results",
-        "tokens --quiet",
+        "labels --quiet",
+        task=task,
         steps=3,
         seeds=(0, 1),
         cache=tmp_path / "cache",
@@ -112,8 +161,9 @@ def test_every_method_is_measured_for_each_seed(tmp_path, capsys, encoder):
     ]
     for row in rows:
         # Several of a text.
-        assert row["tokens"]["test"] > FEW["test_examples"]
+        assert row["labels"]["test"] > FEW["test_examples"]
         assert row["nll"] > 0
+        assert 0 <= row["exact"] <= row["accuracy"]
         assert 0 <= row["shifted"]["sklearn"]["shift_auroc"] <= 1
     for of_model, tempered, *_ in (rows[:5], rows[5:]):
         assert tempered["accuracy"] == of_model["accuracy"]
