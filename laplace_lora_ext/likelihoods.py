@@ -665,7 +665,7 @@ def _drawn(
         logits.split(_DRAWN_AT_ONCE), by_row.split(_DRAWN_AT_ONCE), strict=True
     ):
         # In float64: other sums would lose the improbable words.
-        cumulative = some.double().softmax(-1).cumsum(-1)
+        cumulative = some.softmax(-1).cumsum(-1, dtype=torch.float64)
         heights = of_some * cumulative[:, -1:]
         labels.append(torch.searchsorted(cumulative, heights, right=True))
     last = logits.shape[-1] - 1
