@@ -150,6 +150,13 @@ class Contrasts(SeveralSeeds):
 
 
 @dataclass(frozen=True)
+class Merge(SeveralSeeds):
+    """Do posteriors help to merge adapters? Intents (--data): minutes a seed."""
+
+    task: str = option("travel", "a task of intents, such as travel, banking or work")
+
+
+@dataclass(frozen=True)
 class Molecules(SeveralSeeds):
     """Do posteriors help to predict numbers? Molecules (--data): minutes a seed."""
 

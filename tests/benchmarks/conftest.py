@@ -1,6 +1,9 @@
 """Tiny models that are fine-tuned on made-up rows of the paper's tasks."""
 
+import json
+
 import pytest
+import transformers
 
 from benchmarks.fine_tuning import prepare
 from benchmarks.tasks.paper import PAPER_TASKS
@@ -29,3 +32,28 @@ def prepared(tiny_models, tmp_path):
         return prepare(parsed("stages --quiet", **(settings | changes)), 0)
 
     return make
+
+
+@pytest.fixture
+def intents(tiny_models, tmp_path, monkeypatch):
+    """Write made-up intents, as many as asked, to be learnt by a tiny encoder."""
+    encoder = tmp_path / "encoder"
+    # Without the saved head.
+    for part in (transformers.AutoModel, transformers.AutoTokenizer):
+        part.from_pretrained(tiny_models[False]).save_pretrained(encoder)
+    monkeypatch.setattr("benchmarks.tasks.intents.encoder_folder", lambda: encoder)
+    folder = tmp_path / "clinc" / "clinc_oos" / "plus"
+    folder.mkdir(parents=True)
+
+    def write(n_intents):
+        for split in ("train", "test"):
+            rows = [
+                {"text": f"{split} {word} {number}", "intent": word, "domain": "travel"}
+                for word in "abcdefghijkl"[:n_intents]
+                for number in range(4)
+            ]
+            lines = "\n".join(json.dumps(row) for row in rows)
+            (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+        return tmp_path
+
+    return write

@@ -1,40 +1,22 @@
 """The experiment that compares some contrasts with all, at its smallest."""
 
-import json
-
 import pytest
-import transformers
 
 from benchmarks.experiments.contrasts import BROADER
 from tests.benchmarks.support import run
 
 
 @pytest.fixture
-def experiment(tmp_path, capsys, tiny_models, monkeypatch):
+def experiment(intents, tmp_path, capsys):
     """Runs on made-up intents, with a tiny encoder."""
-    encoder = tmp_path / "encoder"
-    # Without the saved head.
-    for part in (transformers.AutoModel, transformers.AutoTokenizer):
-        part.from_pretrained(tiny_models[False]).save_pretrained(encoder)
-    monkeypatch.setattr("benchmarks.tasks.intents.encoder_folder", lambda: encoder)
-    folder = tmp_path / "clinc" / "clinc_oos" / "plus"
-    folder.mkdir(parents=True)
 
     def measure(n_intents):
-        for split in ("train", "test"):
-            rows = [
-                {"text": f"{split} {word} {number}", "intent": word, "domain": "travel"}
-                for word in "abcdefghijkl"[:n_intents]
-                for number in range(4)
-            ]
-            lines = "\n".join(json.dumps(row) for row in rows)
-            (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
         finished = run(
             capsys,
             tmp_path / f"results of {n_intents}",
             "contrasts --quiet",
             task="clinc150",
-            data=tmp_path,
+            data=intents(n_intents),
             train_examples=4 * n_intents,
             test_examples=2 * n_intents,
             steps=3,

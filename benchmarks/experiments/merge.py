@@ -1,0 +1,243 @@
+"""Adapters of two halves of the data, merged: by means, and by their posteriors."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.utils.merge_utils import dare_linear, ties
+
+from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, held_out, prepare
+from benchmarks.methods.method import fit_temperature, labels_of
+from benchmarks.methods.posteriors import over_lora
+from benchmarks.models import AdaptedModel
+from benchmarks.options import Merge
+from benchmarks.report import Result, Row, over_seeds, say, table
+from benchmarks.training import Records
+from laplace_lora_ext.metrics import negative_log_likelihood, quality
+
+HELD_OUT = 0.2
+FACTORS = (0.5, 0.6, 0.7, 0.8)  # of the sum of two adapters
+PRIORS = (0.1, 1.0, 10.0, 100.0)
+PEFTS = ("ties", "dare_linear")  # its "linear" is a sum by the root of 1/2
+DENSITY = 0.5  # share of the weights that these keep
+ITERATIONS = 500
+TOLERANCE = 1e-10  # of the squared residual
+HALVES = ("texts", "intents")
+FIGURES = ("accuracy", "nll", "ece")
+
+
+def run(options: Merge) -> Iterator[Result]:
+    """Measure each seed and way to halve, and report after each."""
+    rows: list[Row] = []
+    for seed in options.seeds:
+        pretrained = prepare(options, seed)
+        for halved in HALVES:
+            trial = Trial(pretrained, options, seed, halved)
+            rows += [{"seed": seed, "halves": halved, **row} for row in trial.rows()]
+            figures = {"task": pretrained.description, "rows": rows}
+            yield figures, text_of(pretrained, rows)
+
+
+class Trial:
+    """One seed and one way to halve: both halves' adapters, and all about them.
+
+    Both trainings start from the same weights. Factors, priors and temperatures are
+    those that predict a held-out fifth best.
+    """
+
+    def __init__(
+        self,
+        pretrained: Pretrained,
+        options: Merge,
+        seed: int,
+        halved: str,
+    ) -> None:
+        self._pretrained = pretrained
+        self._seed = seed
+        self._rest, held = held_out(pretrained, HELD_OUT)
+        tested = pretrained.data[TEST]
+        self._held = pretrained.prediction_loader(held)
+        self._test = pretrained.prediction_loader(tested)
+        self._held_labels = labels_of(held)
+        self._test_labels = labels_of(tested)
+        say(options, f"Seed {seed}: halves of {halved}")
+        n_classes = len(pretrained.task.classes)
+        self._halves = halves_of(self._rest, halved, n_classes)
+        self._models = [fine_tune(pretrained, half, seed) for half in self._halves]
+        self._joint = fine_tune(pretrained, self._rest, seed)
+
+    def rows(self) -> Iterator[Row]:
+        """Measure the halves' adapters, what is merged of them, and one on all."""
+        first, second = self._models
+        yield self._row("the first half's", first)
+        yield self._row("the second half's", second)
+        yield self._row("trained on both", self._joint)
+        posteriors = [
+            self._posterior(model, half)
+            for model, half in zip(self._models, self._halves, strict=True)
+        ]
+        means = [la.mean.double() for la in posteriors]
+        blocks = posteriors[0].blocks
+        mean = torch.stack(means).mean(0)
+        candidates = [Candidate("mean", 0.5, mean)]
+        yield self._best(first, blocks, candidates)
+        candidates = [
+            Candidate("sum, by a factor", factor, 2 * factor * mean)
+            for factor in FACTORS
+        ]
+        yield self._best(first, blocks, candidates)
+        candidates = [
+            Candidate("product of posteriors", prior, product(posteriors, means, prior))
+            for prior in PRIORS
+        ]
+        yield self._best(first, blocks, candidates)
+        for way in PEFTS:
+            torch.manual_seed(self._seed)  # of what "dare_linear" leaves out
+            merged = merged_by_peft(blocks, means, way)
+            candidates = [Candidate(f"PEFT's {way}", DENSITY, merged)]
+            yield self._best(first, blocks, candidates)
+
+    def _posterior(self, model: AdaptedModel, records: Records) -> Any:
+        """Fit a posterior over LoRA weights and the head."""
+        la: Any = over_lora(model, modules_to_save=True)
+        la.fit(self._pretrained.loader(records))
+        return la
+
+    def _best(
+        self,
+        model: AdaptedModel,
+        blocks: Sequence[Any],
+        candidates: Sequence["Candidate"],
+    ) -> Row:
+        """Measure the candidate that predicts the held-out texts best."""
+
+        def loss(candidate: Candidate) -> float:
+            set_weights(blocks, candidate.weights)
+            logits = model.logits(self._held)
+            temperature = fit_temperature(logits, self._held_labels)
+            probabilities = (logits / temperature).softmax(-1)
+            return negative_log_likelihood(probabilities, self._held_labels)
+
+        best = min(candidates, key=loss)
+        set_weights(blocks, best.weights)
+        return {**self._row(best.name, model), "chosen": best.number}
+
+    def _row(self, name: str, model: AdaptedModel) -> Row:
+        """Predict the test texts, after a temperature of the held-out ones."""
+        model.model.eval()
+        temperature = fit_temperature(model.logits(self._held), self._held_labels)
+        probabilities = (model.logits(self._test) / temperature).softmax(-1)
+        return {"adapter": name, **quality(probabilities, self._test_labels)}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Merged weights, and the number that they were merged with."""
+
+    name: str
+    number: float
+    weights: torch.Tensor
+
+
+def halves_of(records: Records, halved: str, n_classes: int) -> tuple[Records, Records]:
+    """Halve training texts: every intent's texts, or the intents."""
+    first: list[dict[str, Any]] = []
+    second: list[dict[str, Any]] = []
+    seen: Counter[int] = Counter()
+    for record in records:
+        label = record["labels"]
+        is_first = 2 * label < n_classes if halved == "intents" else not seen[label] % 2
+        seen[label] += 1
+        (first if is_first else second).append(record)
+    return first, second
+
+
+def product(
+    posteriors: Sequence[Any],
+    means: Sequence[torch.Tensor],
+    prior_precision: float,
+) -> torch.Tensor:
+    """Find the mode `(Σ P_i)⁻¹ Σ P_i μ_i` of a product of Gaussians.
+
+    By conjugate gradients from the mean of the means on.
+    """
+    dtype = posteriors[0].mean.dtype
+    precisions: list[Any] = []
+    for la in posteriors:
+        la.prior_precision = prior_precision
+        precisions.append(la.posterior_precision)
+
+    def times(precision: Any, weights: torch.Tensor) -> torch.Tensor:
+        return precision.bmm(weights.to(dtype)[None], exponent=1)[0].double()
+
+    def times_all(weights: torch.Tensor) -> torch.Tensor:
+        return sum((times(P, weights) for P in precisions), torch.zeros(()))
+
+    pairs = zip(precisions, means, strict=True)
+    wanted = sum((times(P, mean) for P, mean in pairs), torch.zeros(()))
+    return conjugate_gradients(times_all, wanted, torch.stack(list(means)).mean(0))
+
+
+def conjugate_gradients(
+    times: Callable[[torch.Tensor], torch.Tensor],
+    wanted: torch.Tensor,
+    start: torch.Tensor,
+) -> torch.Tensor:
+    """Solve `times(x) = wanted` for a positive definite matrix."""
+    x = start
+    residual = wanted - times(x)
+    direction = residual
+    square = residual @ residual
+    for _ in range(ITERATIONS):
+        if square <= TOLERANCE * (wanted @ wanted):
+            break
+        product_of_direction = times(direction)
+        step = square / (direction @ product_of_direction)
+        x = x + step * direction
+        residual = residual - step * product_of_direction
+        before, square = square, residual @ residual
+        direction = residual + square / before * direction
+    return x
+
+
+@torch.no_grad()
+def set_weights(blocks: Sequence[Any], weights: torch.Tensor) -> None:
+    """Write weights `(parameters,)` into the parameters of blocks, in order."""
+    parts = weights.split([block.weight.numel() for block in blocks])
+    for block, part in zip(blocks, parts, strict=True):
+        block.weight.copy_(part.view_as(block.weight))
+
+
+def merged_by_peft(
+    blocks: Sequence[Any], weights: Sequence[torch.Tensor], way: str
+) -> torch.Tensor:
+    """Merge LoRA weights as PEFT's `add_weighted_adapter`, with weights of 1/2.
+
+    PEFT merges no heads: theirs are the mean.
+    """
+    merge = {"ties": ties, "dare_linear": dare_linear}[way]
+    # The root, as PEFT takes, since both factors of a product are merged.
+    halves = torch.full((len(weights),), 0.5).sqrt()
+    sizes = [block.weight.numel() for block in blocks]
+    by_block = zip(*(each.split(sizes) for each in weights), strict=True)
+    parts: list[torch.Tensor] = []
+    for block, of_block in zip(blocks, by_block, strict=True):
+        if "lora_" in block.known_as:
+            parts.append(merge(list(of_block), halves.to(of_block[0]), DENSITY))
+        else:
+            parts.append(torch.stack(of_block).mean(0))
+    return torch.cat(parts)
+
+
+def text_of(pretrained: Pretrained, rows: list[Row]) -> list[str]:
+    """Put the rows in words and a table."""
+    task = pretrained.task
+    words = (
+        f"{task.name}: adapters of two halves of its texts, or of its "
+        f"{len(task.classes)} intents with one head over all, from the same first "
+        "weights. A fifth of the texts is held out, and chooses each merge's number "
+        "and a temperature for each row."
+    )
+    return [words, table(over_seeds(rows, ["halves", "adapter"], FIGURES))]
