@@ -43,8 +43,8 @@ OF_SWAG = Tried(
     of_iterates,
     (
         SWAG(),
-        SWAG(rate=1.0),
-        SWAG(rate=1.0, tail=0.5),
+        SWAG(tail=0.25),
+        SWAG(rate=0.5, tail=0.25),
     ),
 )
 MONTECLORA = Tried(

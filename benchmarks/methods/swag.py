@@ -21,13 +21,14 @@ class SWAG(Recipe):
 
     The learning rate falls as the paper's does, to a share of its first value, stays
     there for the tail, and iterates at equal distances of the tail are kept. Over LoRA
-    weights: Onal et al., arXiv:2405.03425.
+    weights: Onal et al., arXiv:2405.03425. `python -m benchmarks settings` has chosen
+    rate and tail.
     """
 
     def __init__(
         self,
-        rate: float = 0.5,
-        tail: float = 0.25,
+        rate: float = 1.0,
+        tail: float = 0.5,
         iterates: int = 20,
     ) -> None:
         self.rate = rate  # share of the learning rate

@@ -33,7 +33,7 @@ def test_swags_rate_is_constant_in_the_tail():
     assert paces == pytest.approx([0.0, 0.5, *falling, *[0.4] * 6])
     assert recipe.kept_steps(settings) == [8, 10, 12]
     # Of a tail of fewer steps each is kept, and a deviation needs two of them.
-    assert SWAG().kept_steps(settings) == [10, 11, 12]
+    assert SWAG(tail=0.25).kept_steps(settings) == [10, 11, 12]
     assert SWAG(tail=0.01).kept_steps(settings) == [11, 12]
 
 
