@@ -50,9 +50,9 @@ OF_SWAG = Tried(
 MONTECLORA = Tried(
     alone,
     (
-        MonteCLoRA(),  # PEFT's
-        MonteCLoRA(scale=3e-3),
-        MonteCLoRA(scale=3e-2, divergence=1e-4),
+        MonteCLoRA(scale=1e-4, divergence=1e-5),  # PEFT's
+        MonteCLoRA(scale=3e-3, divergence=1e-5),
+        MonteCLoRA(),
     ),
 )
 # By the method's key.

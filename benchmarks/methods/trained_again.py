@@ -28,14 +28,14 @@ def alone(
 class MonteCLoRA(Recipe):
     """A distribution of lora_A while training (Sengupta et al., arXiv:2411.04358).
 
-    PEFT has it, whose settings are the defaults here. As there, a training step has
-    means of samples of lora_A, and a prediction lora_A itself.
+    PEFT has it: a training step has means of samples of lora_A, and a prediction lora_A
+    itself. `python -m benchmarks settings` has chosen scale and divergence.
     """
 
     def __init__(
         self,
-        scale: float = 1e-4,
-        divergence: float = 1e-5,
+        scale: float = 3e-2,
+        divergence: float = 1e-4,
     ) -> None:
         self.scale = scale  # of the samples
         self.divergence = divergence  # its weight in the loss
