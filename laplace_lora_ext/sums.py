@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -157,6 +157,8 @@ def sums_over(
         )
     _check_alike(reports)
     joined = _joined(own, reports, structure)
+    if not joined.n_outputs:  # no batch has had anything to learn
+        raise ValueError("No token of the data has a label: every label is -100.")
     joined.seen.warn(structure.likelihood, joined.loss.item(), joined.n_data)
     return joined
 
@@ -181,6 +183,11 @@ def _own_sums(
     with progress as bar:
         for name, batch in named_batches(share.loader):
             with naming(name):
+                n_unlabelled = model.n_without_labels(batch)
+                if n_unlabelled:
+                    n_new = len(share.places(n_unlabelled))
+                    sums = replace(sums, n_data=sums.n_data + n_new)
+                    continue
                 X, y = model.split(batch)
                 n_new = len(share.places(len(y)))
                 if n_new:

@@ -381,6 +381,19 @@ def test_a_long_text_is_predicted_for_a_few_tokens_at_a_time(structure, monkeypa
     torch.testing.assert_close(la(data[0])[:1], expected[0], equal_nan=True, **EXACT)
 
 
+def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
+    la = fitted()
+    batch = batches()[1]
+    assert (batch["labels"][1] == IGNORED).all()
+    expected = la.predictive_statistics([batch], dtype=torch.float64)
+    monkeypatch.setattr(recorder, "_ON_CPU", 1)
+    found = la.predictive_statistics([batch], dtype=torch.float64)
+    for column, expected_column in zip(found.columns, expected.columns, strict=True):
+        torch.testing.assert_close(column, expected_column, **EXACT)
+    p = la(batch, fitting=True)
+    assert len(p) == (batch["labels"] != IGNORED).sum()
+
+
 def test_figures_are_over_labelled_tokens():
     la = fitted()
     f, _, y = tokens_of(la.model.model, batches())
@@ -448,12 +461,39 @@ def padded(texts):
     }
 
 
-def dealt_loader(n_texts=5):
+def dealt_loader(n_texts=5, batch_size=2):
     texts = LabelledTexts(n_texts)
     sampler = (
         DistributedSampler(texts, shuffle=False) if dist.is_initialized() else None
     )
-    return DataLoader(texts, batch_size=2, sampler=sampler, collate_fn=padded)
+    return DataLoader(texts, batch_size=batch_size, sampler=sampler, collate_fn=padded)
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+def test_batches_of_texts_without_a_label_teach_nothing(structure):
+    without = batches()[0]
+    without["labels"].fill_(IGNORED)
+    data = batches()
+    more = [data[0], without, *data[1:]]
+    la, other = fitted(structure=structure), fitted(structure=structure, data=more)
+    assert other.n_data == la.n_data + 3
+    torch.testing.assert_close(other.loss, la.loss, **EXACT)
+    found, expected = other.H, la.H
+    if structure == "lowrank_kron":
+        found, expected = found.to_matrix(), expected.to_matrix()
+    torch.testing.assert_close(found, expected, **EXACT)
+    assert compare(la, more).posterior == compare(la, data).posterior
+    for method, name in (("agreement", "train_loader"), ("gridsearch", "val_loader")):
+        chosen = []
+        for loader in (data, more):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                la.optimize_prior_precision(method=method, **{name: loader})
+            chosen.append(la.prior_precision)
+        torch.testing.assert_close(*chosen)
+    weights = [la.amortize(loader, unlabelled=None).weights for loader in (data, more)]
+    torch.testing.assert_close(*weights)
+    assert la.amortize(more).n_examples == la.amortize(data).n_examples
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
@@ -490,10 +530,14 @@ def test_several_processes_that_share_texts_do_as_one_does(structure):
     assert_alike(on_ranks(job, 2), job(0), rtol=1e-5, atol=1e-6)
 
 
-def test_statistics_of_several_processes_have_the_rows_of_texts_in_their_order():
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_statistics_of_several_processes_have_the_rows_of_texts_in_order(batch_size):
     def job(_):
-        la = fitted(data=dealt_loader())
-        statistics = la.predictive_statistics(dealt_loader(), dtype=torch.float64)
+        # By one text each, there is a batch without a label.
+        loader = dealt_loader(batch_size=batch_size)
+        la = fitted(data=loader)
+        assert la.n_data == 5
+        statistics = la.predictive_statistics(loader, dtype=torch.float64)
         return statistics.f_mu, statistics.targets, statistics.moments(3.0).f_var
 
     f, _, y = tokens_of(token_classifier(), [padded(LabelledTexts(5).texts)])
@@ -530,7 +574,6 @@ def with_labels(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda y: y.fill_(IGNORED), "batch 0: no token is labelled"),
         (lambda y: y.fill_(0), "labels where attention_mask is 0: set them to -100"),
         (
             lambda y: y[0].fill_(N_CLASSES),
@@ -541,6 +584,16 @@ def with_labels(change):
 def test_labels_that_do_not_fit_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         fitted(data=with_labels(change))
+
+
+def test_data_without_a_label_are_refused():
+    data = batches()
+    for batch in data:
+        batch["labels"].fill_(IGNORED)
+    with pytest.raises(ValueError, match=r"No token of the data has a label"):
+        fitted(data=data)
+    with pytest.raises(ValueError, match="no token is labelled"):
+        fitted()(data[0], fitting=True)
 
 
 def test_another_likelihood_is_named_where_it_would_fit():

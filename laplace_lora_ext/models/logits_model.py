@@ -256,6 +256,10 @@ class LogitsModel(nn.Module):
         """Return inputs without what says which of their outputs are labelled."""
         return inputs
 
+    def n_without_labels(self, batch: Any) -> int:
+        """Count the examples of a labelled batch that teaches nothing; of others 0."""
+        return 0
+
     def labels_of_part(self, y: torch.Tensor, part: Any, place: slice) -> torch.Tensor:
         """Return the labels of a part of a batch with labels `y`, which is at a
         place.

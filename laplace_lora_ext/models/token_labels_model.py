@@ -10,6 +10,7 @@ import torch
 from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.models.batches import Positions, logits_of
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.running import is_shared
 
 
 class TokenLabelsModel(LogitsModel):
@@ -48,8 +49,8 @@ class TokenLabelsModel(LogitsModel):
 
     def text(self, batch: Any) -> Any:
         """Return inputs as any model, with the labels that say which tokens count."""
-        text = super().text(batch)
-        _, y = self.split_if_labelled(batch)
+        text = super().text(self.unlabelled(batch))
+        _, y = super().split_if_labelled(batch)
         return text if text is None or y is None else {**text, self.dict_key_y: y}
 
     def places(self, batch: Any) -> torch.Tensor:
@@ -79,6 +80,15 @@ class TokenLabelsModel(LogitsModel):
         found[places] = by_row
         return found.movedim((0, 1), (dim, dim + 1))
 
+    def n_without_labels(self, batch: Any) -> int:
+        """Count the texts of a batch with labels of which all are -100."""
+        _, y = super().split_if_labelled(batch)
+        # Ranks that share a model must all make their passes, which such a batch has
+        # none of: `split` refuses it.
+        if y is None or (y != IGNORED).any() or is_shared(self):
+            return 0
+        return len(y)
+
     def labels_of_part(self, y: torch.Tensor, part: Any, place: slice) -> torch.Tensor:
         """Return the labels of a part, which `split` has left in the inputs."""
         return part[self.dict_key_y]
@@ -102,6 +112,8 @@ class TokenLabelsModel(LogitsModel):
 
     def owners(self, batch: Any) -> torch.Tensor:
         """Say which text each row of logits belongs to, `(N,)`."""
+        if self.n_without_labels(batch):
+            return torch.empty(0, dtype=torch.long, device=self.device)
         return self.places(batch).nonzero()[:, 0]
 
     def positions(self, batch: Any, n_examples: int) -> Positions:

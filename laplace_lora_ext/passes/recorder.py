@@ -340,12 +340,13 @@ class Recorder:
         not, or the batch can't be divided.
         """
         n_rows = number_of_rows(batch)
-        if n_rows is None or n_examples not in (None, n_rows):
+        owners = self.model.owners(batch)
+        is_empty = owners is not None and not len(owners)  # which the model refuses
+        if n_rows is None or n_examples not in (None, n_rows) or is_empty:
             return [self._undivided(batch, evaluate, _NO_ROWS)]
         rows_of_example = n_outputs * (number_of_tokens(batch) or 1)
         most_examples = n_rows
         logits_at_once = self._logits_at_once(n_outputs)
-        owners = self.model.owners(batch)
         if owners is not None:  # each token of a text has vectors of its own
             most_logits = int(owners.bincount().max())
             rows_of_example *= most_logits
@@ -353,6 +354,8 @@ class Recorder:
         at_most = min(self._at_once // max(1, rows_of_example), most_examples)
 
         def of_part(part: Any, place: slice) -> list[Any]:
+            if self.model.n_without_labels(part):
+                return []
             parts = self.model.few_rows_at_a_time(part, logits_at_once)
             return [evaluate(each, place) for each in parts]
 

@@ -167,10 +167,14 @@ def batch_by_batch(
     """
     for name, batch in named_batches(share.loader, description, progress_bar):
         with naming(name):
+            of_rows = owners(batch)
+            if of_rows is not None and not len(of_rows):  # texts without a label
+                share.places(0, of_rows)
+                continue
             # Also of a batch that counts nowhere: ranks that share a model pass over it
             # together.
             result = evaluate(batch)
-            places = share.places(size(result), owners(batch))
+            places = share.places(size(result), of_rows)
         if len(places):
             yield result, places
 

@@ -117,8 +117,8 @@ class Share:
             return rank() * _OWN + first + torch.arange(n_rows)
         places = self._dealt_places[batch]
         is_idle = len(places) == 0
-        if is_idle:
-            return places
+        if is_idle or n_rows == 0:
+            return places[:0]
         n_examples = len(places)
         if owners is None:
             is_as_many = n_rows == n_examples
