@@ -22,6 +22,8 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Settings,
     options.Merge,
     options.Molecules,
+    options.Optimisation,
+    options.Active,
     options.Labels,
     options.Overview,
     options.Evidence,

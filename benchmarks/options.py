@@ -172,6 +172,35 @@ class Molecules(SeveralSeeds):
 
 
 @dataclass(frozen=True)
+class Optimisation(Molecules):
+    """Which molecules to measure next for the best one (--data)? Minutes a seed."""
+
+    train_examples: int = option(10, "molecules that are known to begin with")
+    test_examples: int = option(290, "molecules to choose from")
+    rounds: int = option(10, "choices")
+    batch: int = option(3, "molecules to choose at a time")
+    steps: int = option(100, "training steps on the molecules to begin with")
+    share: float = option(0.3, "of these steps, to train on in each round")
+
+
+@dataclass(frozen=True)
+class Active(SeveralSeeds):
+    """Which texts to label next? Intents (--data): ten minutes a seed."""
+
+    task: str = option(
+        "travel",
+        "intents of one domain of CLINC150, of all of it, or of banking77",
+        choices=("travel", "banking", "work", "clinc150", "banking77"),
+    )
+    intents: int = option(15, "intents to keep, the first of the alphabet")
+    rounds: int = option(5, "choices, each followed by a training")
+    batch: int = option(10, "texts to choose at a time")
+    steps: int = option(150, "training steps on the texts to begin with")
+    share: float = option(0.3, "of these steps, to train on in each round")
+    checkpoints: int = option(1, "checkpoints to keep of each training")
+
+
+@dataclass(frozen=True)
 class Labels(SeveralSeeds):
     """Several labels for each text, or labels of its tokens: half an hour a seed."""
 

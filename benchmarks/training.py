@@ -168,6 +168,19 @@ class Smoothed(Recipe):
         return cross_entropy(model(batch), labels, label_smoothing=self.label_smoothing)
 
 
+class UpperLayers(Recipe):
+    """LoRA layers in the upper half of the encoder alone, which is quicker."""
+
+    name = "upper layers"
+
+    def __init__(self, n_layers: int) -> None:
+        self.layers = list(range(n_layers // 2, n_layers))
+
+    def adapters(self, lora: LoraConfig) -> LoraConfig:
+        """Choose the layers."""
+        return replace(lora, layers_to_transform=self.layers)
+
+
 def train(
     model: torch.nn.Module,
     loader: DataLoader,

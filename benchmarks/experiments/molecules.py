@@ -2,7 +2,6 @@
 
 import math
 import random
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,13 +9,11 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
-from torch.nn.functional import mse_loss, normalize
+from torch.nn.functional import mse_loss
 
 import laplace_lora_ext
 from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, untrained
+from benchmarks.frozen import frozen_features, gaussian_process
 from benchmarks.models import (
     AdaptedModel,
     MissingDataError,
@@ -33,7 +30,6 @@ from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.numbers import NumberPrediction
 
 HELD_OUT = 0.2
-RESTARTS = 5  # of the search for the Gaussian process's kernel
 PROPERTIES = {
     "photoswitches": "Pi-Pi* Transition Wavelength",
     "redox_mer": "Ered",
@@ -226,50 +222,17 @@ class Trial:
         return la
 
     def _by_gaussian_process(self) -> NumberPrediction:
-        """Fit a Gaussian process to all training molecules, by the evidence."""
+        """Fit a Gaussian process to all training molecules."""
         train_records, test_records = (
             self.pretrained.data[TRAIN],
             self.pretrained.data[TEST],
         )
-        kernel = ConstantKernel() * RBF() + WhiteKernel()
-        process: Any = GaussianProcessRegressor(
-            kernel,
-            n_restarts_optimizer=RESTARTS,
-            random_state=self.seed,
+        return gaussian_process(
+            frozen_features(self.pretrained, train_records),
+            targets_of(train_records),
+            frozen_features(self.pretrained, test_records),
+            self.seed,
         )
-        with warnings.catch_warnings():
-            # Targets that features explain wholly have next to no noise: no cause for
-            # alarm.
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            process.fit(
-                self._features(train_records).numpy(), targets_of(train_records).numpy()
-            )
-        mean, std = process.predict(
-            self._features(test_records).numpy(), return_std=True
-        )
-        noise_variance = process.kernel_.k2.noise_level
-        of_outputs = torch.from_numpy(std.ravel() ** 2 - noise_variance).clamp_min(0)
-        moments = Moments(
-            torch.from_numpy(mean.reshape(-1, 1)), of_outputs[:, None, None]
-        )
-        return NumberPrediction.of([moments], [math.sqrt(noise_variance)])
-
-    @torch.no_grad()
-    def _features(self, records: Records) -> torch.Tensor:
-        """Compute the pretrained encoder's embeddings, of norm 1.
-
-        They are means over tokens of the last hidden states.
-        """
-        model = self.pretrained.load().base_model.eval()
-        embeddings = []
-        for batch in self.pretrained.prediction_loader(records):
-            mask = batch["attention_mask"]
-            hidden = model(
-                input_ids=batch["input_ids"], attention_mask=mask
-            ).last_hidden_state
-            sums = (hidden * mask[:, :, None]).sum(1)
-            embeddings.append(normalize(sums, dim=1).double().cpu())
-        return torch.cat(embeddings)
 
 
 def targets_of(records: Records) -> torch.Tensor:

@@ -1,0 +1,200 @@
+"""Active learning: which texts to label next, by a posterior and by plain rivals."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, fine_tune, prepare
+from benchmarks.frozen import frozen_features, k_centres
+from benchmarks.methods import posterior
+from benchmarks.methods.method import labels_of
+from benchmarks.models import AdaptedModel
+from benchmarks.options import Active
+from benchmarks.report import Result, Row, over_seeds, paired_differences, say, table
+from benchmarks.tasks.task import Example, Task
+from benchmarks.training import Records, UpperLayers
+from laplace_lora_ext.acquisitions import entropy, margin
+from laplace_lora_ext.metrics import quality
+
+TEXTS_TO_BEGIN = 2  # of each intent
+PLAIN = "random"
+
+
+@dataclass(frozen=True)
+class Round:
+    """A model that is trained on what is labelled, and what it may choose from."""
+
+    pretrained: Pretrained
+    model: AdaptedModel
+    labelled: Records
+    pool: Records
+    n: int
+    seed: int
+
+    def probabilities(self) -> torch.Tensor:
+        """Predict the pool with the trained model."""
+        batches = self.pretrained.prediction_loader(self.pool)
+        return self.model.logits(batches).softmax(-1)
+
+
+def at_random(this: Round) -> list[int]:
+    """Choose without looking."""
+    generator = torch.Generator().manual_seed(this.seed + len(this.labelled))
+    return torch.randperm(len(this.pool), generator=generator)[: this.n].tolist()
+
+
+def by_entropy(this: Round) -> list[int]:
+    """Choose those of which the trained model is least sure."""
+    return entropy(this.probabilities()).topk(this.n).indices.tolist()
+
+
+def by_margin(this: Round) -> list[int]:
+    """Choose those whose two first classes are nearest to each other."""
+    return margin(this.probabilities()).topk(this.n).indices.tolist()
+
+
+def by_core_set(this: Round) -> list[int]:
+    """Choose those that are unlike all that is labelled."""
+    candidates = frozen_features(this.pretrained, this.pool)
+    known = frozen_features(this.pretrained, this.labelled)
+    return k_centres(candidates, known, this.n)
+
+
+def by_bald(this: Round) -> list[int]:
+    """Choose those whose labels tell most of the weights, each by itself."""
+    return _by_posterior(this, "bald")
+
+
+def by_joint_information(this: Round) -> list[int]:
+    """Choose those whose labels together tell most of the weights."""
+    return _by_posterior(this, "batch_bald")
+
+
+def _by_posterior(this: Round, by: str) -> list[int]:
+    """Fit a posterior over the LoRA weights, whose training texts choose its prior."""
+    la: Any = posterior("lowrank_kron").build(this.model)
+    loader = this.pretrained.loader(this.labelled)
+    la.fit(loader, progress_bar=False)
+    la.optimize_prior_precision(method="agreement", train_loader=loader)
+    batches = this.pretrained.prediction_loader(this.pool)
+    return la.acquire(batches, this.n, by=by, seed=this.seed).tolist()
+
+
+RULES: dict[str, Callable[[Round], list[int]]] = {
+    PLAIN: at_random,
+    "entropy of the model": by_entropy,
+    "margin of the model": by_margin,
+    "core-set": by_core_set,
+    "bald": by_bald,
+    "batch_bald": by_joint_information,
+}
+
+
+def run(options: Active) -> Iterator[Result]:
+    """Measure each seed with each rule."""
+    rows: list[Row] = []
+    for seed in options.seeds:
+        pretrained = prepared(options, seed)
+        for name in RULES:
+            say(options, f"Seed {seed}: {name}")
+            rows += measured(pretrained, options, seed, name)
+        figures = {
+            "task": pretrained.description,
+            "hyperparameters": asdict(pretrained.hyperparameters),
+            "rows": rows,
+        }
+        yield figures, text_of(pretrained, options, rows)
+
+
+def prepared(options: Active, seed: int) -> Pretrained:
+    """Read a task, of which the first intents of the alphabet are kept."""
+    pretrained = prepare(options, seed)
+    task = limited(pretrained.task, options.intents)
+    n_least = TEXTS_TO_BEGIN * len(task.classes) + options.rounds * options.batch
+    if len(task.train) < n_least:
+        raise SystemExit(
+            f"There are {len(task.train)} texts to choose from, and {n_least} to be "
+            "labelled: give more --train-examples, or fewer --rounds."
+        )
+    return replace(pretrained, task=task)
+
+
+def limited(task: Task, n_classes: int) -> Task:
+    """Keep the first classes of a task, and the examples that have one of them."""
+
+    def kept(examples: Any) -> list[Example]:
+        return [each for each in examples if each.label < n_classes]
+
+    return replace(
+        task,
+        classes=task.classes[:n_classes],
+        train=kept(task.train),
+        test=kept(task.test),
+        shifted={},
+    )
+
+
+def measured(
+    pretrained: Pretrained,
+    options: Active,
+    seed: int,
+    name: str,
+) -> Iterator[Row]:
+    """Train, measure and choose by turns, from two texts of each intent."""
+    records = pretrained.data[TRAIN]  # the classes by turns
+    n_first = TEXTS_TO_BEGIN * len(pretrained.task.classes)
+    labelled, pool = records[:n_first], records[n_first:]
+    test = pretrained.prediction_loader(pretrained.data[TEST])
+    n_layers = pretrained.load().config.num_hidden_layers
+    labels = labels_of(pretrained.data[TEST])
+    recipe = UpperLayers(n_layers)
+    model = fine_tune(pretrained, labelled, seed, recipe)
+    settings = pretrained.hyperparameters.for_share(options.share)
+    for number in range(options.rounds + 1):
+        figures = quality(model.logits(test).softmax(-1), labels)
+        yield {
+            "name": name,
+            "seed": seed,
+            "labels": len(labelled),
+            "accuracy": figures["accuracy"],
+            "nll": figures["nll"],
+        }
+        if number == options.rounds:
+            break
+        this = Round(pretrained, model, labelled, pool, options.batch, seed)
+        chosen = set(RULES[name](this))
+        labelled = labelled + [pool[place] for place in chosen]
+        pool = [each for place, each in enumerate(pool) if place not in chosen]
+        pretrained.train_or_read(
+            model.logits_model, labelled, settings, seed + len(labelled), recipe
+        )
+
+
+def text_of(
+    pretrained: Pretrained,
+    options: Active,
+    rows: list[Row],
+) -> list[str]:
+    """Put the figures in words and tables."""
+    task = pretrained.task
+    n_first = TEXTS_TO_BEGIN * len(task.classes)
+    seeds = sorted({row["seed"] for row in rows})
+    words = (
+        f"{task.name}: {len(task.classes)} intents, {TEXTS_TO_BEGIN} labelled texts of "
+        f"each to begin with, {len(task.train) - n_first} texts to choose from, "
+        f"{options.batch} a round, {len(task.test)} test texts, {len(seeds)} seeds. "
+        "LoRA weights in the upper half of the encoder, and the head, are trained by "
+        f"{pretrained.hyperparameters.steps} steps first, and in each round by a share "
+        f"of {options.share} of these, from where they are. Accuracy and NLL are the "
+        "trained model's, mean ± standard deviation over seeds."
+    )
+    chosen = [row for row in rows if row["labels"] > n_first]
+    return [
+        words,
+        table(over_seeds(rows, ("labels", "name"), ("accuracy", "nll"))),
+        f"Differences from {PLAIN} with the same seed, means over all rounds after a "
+        "choice; mean ± standard error over seeds:",
+        table(paired_differences(chosen, PLAIN, ("accuracy", "nll"))),
+    ]

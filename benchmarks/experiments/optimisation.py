@@ -1,0 +1,292 @@
+"""Bayesian optimisation: which molecules to measure next, to find the best one."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from laplace import Laplace
+from torch.nn.functional import mse_loss
+
+import laplace_lora_ext
+from benchmarks.experiments.molecules import Unit, prepared, read, targets_of
+from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, fine_tune
+from benchmarks.frozen import frozen_features, gaussian_process
+from benchmarks.models import AdaptedModel
+from benchmarks.options import Optimisation
+from benchmarks.report import Result, Row, over_seeds, paired_differences, say, table
+from benchmarks.training import Records, UpperLayers
+from laplace_lora_ext.acquisitions import expected_improvement
+from laplace_lora_ext.metrics import quality_of_numbers
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.numbers import NumberPrediction
+
+EVIDENCE_STEPS = 100
+EVIDENCE_RATE = 0.1
+PLAIN = "Gaussian process on frozen features"
+FIGURES = ("regret", "nll", "seconds")
+
+
+class LeastSquares(UpperLayers):
+    """Numbers, by LoRA layers in the upper half of the encoder."""
+
+    name = "least squares, upper layers"
+
+    def loss(
+        self, model: torch.nn.Module, batch: Any, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the mean squared error of a batch."""
+        return mse_loss(model(batch)[:, 0], labels)
+
+
+@dataclass
+class Search:
+    """What is known, what may be measured next, and a model of what is known."""
+
+    pretrained: Pretrained
+    seed: int
+    n: int
+    known: Records
+    pool: Records
+    model: AdaptedModel | None = None
+
+    @property
+    def best(self) -> float:
+        """The largest number that is known."""
+        return targets_of(self.known).max().item()
+
+    def measure(self, places: list[int]) -> None:
+        """Move molecules of the pool to what is known."""
+        chosen = set(places)
+        self.known = self.known + [self.pool[place] for place in places]
+        self.pool = [
+            each for place, each in enumerate(self.pool) if place not in chosen
+        ]
+
+    def train(self, share: float) -> AdaptedModel:
+        """Train on what is known, after the first time from where the weights are."""
+        n_layers = self.pretrained.load().config.num_hidden_layers
+        recipe = LeastSquares(n_layers)
+        if self.model is None:
+            self.model = fine_tune(self.pretrained, self.known, self.seed, recipe)
+            return self.model
+        settings = self.pretrained.hyperparameters.for_share(share)
+        seed = self.seed + len(self.known)
+        self.pretrained.train_or_read(
+            self.model.logits_model, self.known, settings, seed, recipe
+        )
+        return self.model
+
+    def improvement(self, prediction: NumberPrediction) -> list[int]:
+        """Choose by the expected improvement of the outputs, without noise."""
+        improvement = expected_improvement(
+            prediction.mean[:, 0], prediction.epistemic_std[:, 0], self.best
+        )
+        return improvement.topk(self.n).indices.tolist()
+
+
+class Proposal(NamedTuple):
+    """Places in the pool, and what was predicted of it."""
+
+    places: list[int]
+    prediction: NumberPrediction | None
+
+
+def at_random(search: Search, _: float) -> Proposal:
+    """Choose without looking."""
+    generator = torch.Generator().manual_seed(search.seed + len(search.known))
+    order = torch.randperm(len(search.pool), generator=generator)
+    return Proposal(order[: search.n].tolist(), None)
+
+
+def by_gaussian_process(search: Search, _: float) -> Proposal:
+    """Choose by a Gaussian process, which trains nothing of the encoder."""
+    prediction = gaussian_process(
+        frozen_features(search.pretrained, search.known),
+        targets_of(search.known),
+        frozen_features(search.pretrained, search.pool),
+        search.seed,
+    )
+    return Proposal(search.improvement(prediction), prediction)
+
+
+def by_last_layer(search: Search, share: float) -> Proposal:
+    """Choose by the exact posterior of the head alone."""
+    model = search.train(share).model
+    everything: Any = laplace_lora_ext.Laplace(
+        model, "regression", modules_to_save=True
+    )
+    names = [block.known_as for block in everything.blocks if block.kind == "head"]
+    la: Any = laplace_lora_ext.Laplace(
+        model, "regression", modules_to_save=True, weight_names=names
+    )
+    prediction = predicted(search, la)
+    return Proposal(search.improvement(prediction), prediction)
+
+
+def by_stock_kron(search: Search, share: float) -> Proposal:
+    """Choose by laplace-torch's own Kron over LoRA weights and head."""
+    model = search.train(share)
+    la: Any = Laplace(
+        model.logits_model,
+        "regression",
+        subset_of_weights="all",
+        hessian_structure="kron",
+    )
+    la.fit(search.pretrained.loader(in_columns(search.known)))
+    choose_by_evidence(la)
+    means, variances = [], []
+    for batch in search.pretrained.prediction_loader(search.pool):
+        mean, variance = la(batch)
+        means.append(mean.detach().cpu())
+        variances.append(variance.detach().cpu())
+    moments = Moments(torch.cat(means), torch.cat(variances))
+    prediction = NumberPrediction.of([moments], [la.sigma_noise.item()])
+    return Proposal(search.improvement(prediction), prediction)
+
+
+def by_improvement(search: Search, share: float) -> Proposal:
+    """Choose by our posterior's expected improvement."""
+    la: Any = ours(search, share)
+    prediction = predicted(search, la)
+    return Proposal(search.improvement(prediction), prediction)
+
+
+def by_thompson(search: Search, share: float) -> Proposal:
+    """Choose the best molecule of each of several functions of our posterior."""
+    la: Any = ours(search, share)
+    prediction = predicted(search, la)
+    batches = search.pretrained.prediction_loader(search.pool)
+    seed = search.seed + len(search.known)
+    places = la.acquire(batches, search.n, by="thompson", seed=seed)
+    return Proposal(places.tolist(), prediction)
+
+
+def ours(search: Search, share: float) -> Any:
+    """Make our posterior over LoRA weights and head, which is still to be fitted."""
+    model = search.train(share).model
+    return laplace_lora_ext.Laplace(model, "regression", modules_to_save=True)
+
+
+RULES: dict[str, Callable[[Search, float], Proposal]] = {
+    "random": at_random,
+    PLAIN: by_gaussian_process,
+    "last-layer Laplace": by_last_layer,
+    "stock Kron": by_stock_kron,
+    "lowrank_kron with the head": by_improvement,
+    "lowrank_kron with the head, Thompson": by_thompson,
+}
+
+
+def in_columns(records: Records) -> Records:
+    """Give targets the outputs' shape `(B, 1)`, which the stock class needs."""
+    return [{**record, "labels": [record["labels"]]} for record in records]
+
+
+def predicted(search: Search, la: Any) -> NumberPrediction:
+    """Fit a posterior of ours to what is known, and predict the pool."""
+    la.fit(search.pretrained.loader(search.known), progress_bar=False)
+    choose_by_evidence(la)
+    return la.predict(search.pretrained.prediction_loader(search.pool))
+
+
+def choose_by_evidence(la: Any) -> None:
+    """Choose prior precision and noise by the evidence, alike for all posteriors."""
+    logarithms = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.Adam([logarithms], lr=EVIDENCE_RATE)
+    for _ in range(EVIDENCE_STEPS):
+        optimizer.zero_grad()
+        prior_precision, sigma_noise = logarithms.exp()
+        evidence = la.log_marginal_likelihood(prior_precision, sigma_noise)
+        (-evidence).backward()
+        optimizer.step()
+    prior_precision, sigma_noise = logarithms.detach().exp()
+    la.prior_precision = prior_precision
+    la.sigma_noise = sigma_noise
+
+
+def run(options: Optimisation) -> Iterator[Result]:
+    """Measure each seed with each rule."""
+    rows: list[Row] = []
+    for seed in options.seeds:
+        task, unit = read(options, seed)
+        pretrained = prepared(options, task)
+        if options.rounds * options.batch >= len(task.test):
+            raise SystemExit(
+                f"There are {len(task.test)} molecules to choose from: give fewer "
+                "--rounds, or a smaller --batch."
+            )
+        for name in RULES:
+            say(options, f"Seed {seed}: {name}")
+            rows += measured(pretrained, options, seed, unit, name)
+        figures = {
+            "task": {"name": task.name, TRAIN: len(task.train), TEST: len(task.test)},
+            "hyperparameters": asdict(pretrained.hyperparameters),
+            "rows": rows,
+        }
+        yield figures, text_of(pretrained, options, rows)
+
+
+def measured(
+    pretrained: Pretrained,
+    options: Optimisation,
+    seed: int,
+    unit: Unit,
+    name: str,
+) -> Iterator[Row]:
+    """Choose and measure by turns."""
+    known, pool = pretrained.data[TRAIN], pretrained.data[TEST]
+    search = Search(pretrained, seed, options.batch, known, pool)
+    highest = targets_of([*known, *pool]).max().item()
+    for _ in range(options.rounds):
+        started = time.perf_counter()
+        proposal = RULES[name](search, options.share)
+        seconds = time.perf_counter() - started
+        nll = None
+        if proposal.prediction is not None:
+            targets = targets_of(search.pool)
+            nll = quality_of_numbers(proposal.prediction, targets)["nll"]
+        search.measure(proposal.places)
+        yield {
+            "name": name,
+            "seed": seed,
+            "measured": len(search.known),
+            "regret": (highest - search.best) * unit.std,
+            "nll": nll,
+            "seconds": seconds,
+        }
+
+
+def text_of(
+    pretrained: Pretrained,
+    options: Optimisation,
+    rows: list[Row],
+) -> list[str]:
+    """Put the figures in words and tables."""
+    task = pretrained.task
+    (of_what,) = task.classes
+    seeds = sorted({row["seed"] for row in rows})
+    words = (
+        f"{task.name} ({of_what}, the larger the better): {len(task.train)} known "
+        f"molecules to begin with, {len(task.test)} to choose from, {options.batch} a "
+        f"round, {len(seeds)} seeds. LoRA weights in the upper half of the encoder, "
+        f"and the head, are trained by {pretrained.hyperparameters.steps} steps first, "
+        f"and in each round by a share of {options.share} of these, from where they "
+        "are; the evidence chooses prior and noise. Unless Thompson sampling is named, "
+        "molecules are chosen by expected improvement. Regret: what the best molecule "
+        "of all is ahead of the best one measured, in the property's unit; NLL: of "
+        "the pool before the choice, in standard deviations of the molecules known "
+        "first; seconds of a round, training and prediction included. Mean ± standard "
+        "deviation over seeds."
+    )
+    last = [row for row in rows if row["measured"] == rows[-1]["measured"]]
+    return [
+        words,
+        table(over_seeds(rows, ("measured", "name"), FIGURES)),
+        f"Differences from the {PLAIN} with the same seed, means over all rounds; "
+        "mean ± standard error over seeds:",
+        table(paired_differences(rows, PLAIN, FIGURES)),
+        "The same after the last round:",
+        table(paired_differences(last, PLAIN, FIGURES)),
+    ]

@@ -1,0 +1,101 @@
+"""The pretrained encoder's own embeddings, for rivals that train none of it."""
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
+from torch.nn.functional import normalize
+
+from benchmarks.fine_tuning import Pretrained
+from benchmarks.training import Records
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.numbers import NumberPrediction
+
+RESTARTS = 5  # of the search for the Gaussian process's kernel
+
+
+@torch.no_grad()
+def frozen_features(pretrained: Pretrained, records: Records) -> torch.Tensor:
+    """Compute the pretrained encoder's embeddings `(N, D)`, of norm 1, in float64.
+
+    They are means over tokens of the last hidden states.
+    """
+    model = pretrained.load().base_model.eval()
+    embeddings = []
+    for batch in pretrained.prediction_loader(records):
+        mask = batch["attention_mask"]
+        hidden = model(
+            input_ids=batch["input_ids"], attention_mask=mask
+        ).last_hidden_state
+        sums = (hidden * mask[:, :, None]).sum(1)
+        embeddings.append(normalize(sums, dim=1).double().cpu())
+    return torch.cat(embeddings)
+
+
+def k_centres(candidates: torch.Tensor, known: torch.Tensor, n: int) -> list[int]:
+    """Choose, one after the other, the candidate farthest from all that is known.
+
+    Parameters
+    ----------
+    candidates : torch.Tensor
+        `(N, D)`
+    known : torch.Tensor
+        `(M, D)`
+    n : int
+
+    Returns
+    -------
+    list of int
+        places of candidates, none of them twice
+
+    References
+    ----------
+    Sener & Savarese, "Active learning for convolutional neural networks: a core-set
+    approach", ICLR 2018, algorithm 1.
+    """
+    distances = torch.cdist(candidates, known).amin(1)
+    places: list[int] = []
+    for _ in range(n):
+        place = int(distances.argmax())
+        places.append(place)
+        to_chosen = torch.cdist(candidates, candidates[place : place + 1])[:, 0]
+        distances = torch.minimum(distances, to_chosen)
+        # One equal to another known text is at distance 0, and not chosen twice.
+        distances[places] = -1
+    return places
+
+
+def gaussian_process(
+    known: torch.Tensor, targets: torch.Tensor, features: torch.Tensor, seed: int
+) -> NumberPrediction:
+    """Fit a Gaussian process by the evidence, and predict.
+
+    Parameters
+    ----------
+    known : torch.Tensor
+        `(M, D)` features
+    targets : torch.Tensor
+        `(M, 1)`
+    features : torch.Tensor
+        `(N, D)`, of what is predicted
+    seed : int
+        of the search's starting points
+    """
+    kernel = ConstantKernel() * RBF() + WhiteKernel()
+    process: Any = GaussianProcessRegressor(
+        kernel, n_restarts_optimizer=RESTARTS, random_state=seed
+    )
+    with warnings.catch_warnings():
+        # Targets that features explain wholly have next to no noise: no cause for
+        # alarm.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        process.fit(known.numpy(), targets.numpy())
+    mean, std = process.predict(features.numpy(), return_std=True)
+    noise_variance = process.kernel_.k2.noise_level
+    of_outputs = torch.from_numpy(std.ravel() ** 2 - noise_variance).clamp_min(0)
+    moments = Moments(torch.from_numpy(mean.reshape(-1, 1)), of_outputs[:, None, None])
+    return NumberPrediction.of([moments], [math.sqrt(noise_variance)])

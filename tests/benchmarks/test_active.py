@@ -1,0 +1,112 @@
+"""The experiment that chooses texts to be labelled, at its smallest."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from benchmarks.experiments.active import PLAIN, RULES
+from benchmarks.frozen import k_centres
+from benchmarks.report import paired_differences
+from tests.benchmarks.support import run
+
+
+@pytest.fixture
+def intents(tmp_path, tiny_models, monkeypatch):
+    """A folder of six made-up intents, twelve texts of each, and a tiny encoder."""
+    encoder = tmp_path / "encoder"
+    # Without the saved head.
+    for part in (transformers.AutoModel, transformers.AutoTokenizer):
+        part.from_pretrained(tiny_models[False]).save_pretrained(encoder)
+    monkeypatch.setattr("benchmarks.tasks.intents.encoder_folder", lambda: encoder)
+    folder = tmp_path / "clinc" / "clinc_oos" / "plus"
+    folder.mkdir(parents=True)
+    for split in ("train", "test"):
+        rows = [
+            {"text": f"{split} {word} {number}", "intent": word, "domain": "travel"}
+            for word in "abcdef"
+            for number in range(12)
+        ]
+        lines = "\n".join(json.dumps(row) for row in rows)
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    return tmp_path
+
+
+def measure(capsys, intents, name, **options):
+    """Run the experiment on four of the intents."""
+    return run(
+        capsys,
+        intents / name,
+        "active --quiet",
+        data=intents,
+        intents=4,
+        train_examples=72,
+        test_examples=12,
+        rounds=2,
+        batch=3,
+        steps=4,
+        share=0.5,
+        cache=intents / "cache",
+        **options,
+    )
+
+
+def test_every_rule_begins_alike_and_labels_a_batch_a_round(capsys, intents):
+    finished = measure(capsys, intents, "results", seeds=(0, 1))
+    rows = finished.figures["rows"]
+    assert [(row["seed"], row["name"], row["labels"]) for row in rows] == [
+        (seed, name, labels)
+        for seed in (0, 1)
+        for name in RULES
+        for labels in (8, 11, 14)
+    ]
+    for seed in (0, 1):
+        first = {
+            (row["accuracy"], row["nll"])
+            for row in rows
+            if row["seed"] == seed and row["labels"] == 8
+        }
+        assert len(first) == 1
+    # What is chosen makes a difference.
+    assert len({row["nll"] for row in rows if row["labels"] == 14}) > len(RULES)
+    assert finished.figures["task"]["classes"] == ["a", "b", "c", "d"]
+    for name in RULES:
+        assert name in finished.printed
+
+
+def test_more_labels_than_texts_are_refused(capsys, intents):
+    with pytest.raises(SystemExit, match="48 texts to choose from, and 208"):
+        run(
+            capsys,
+            intents / "refused",
+            "active --quiet",
+            data=intents,
+            intents=4,
+            train_examples=72,
+            rounds=20,
+            batch=10,
+        )
+
+
+def test_differences_are_of_the_same_seed():
+    rows = [
+        {"name": PLAIN, "seed": 0, "nll": 1.0},
+        {"name": PLAIN, "seed": 0, "nll": 2.0},
+        {"name": PLAIN, "seed": 1, "nll": 5.0},
+        {"name": "other", "seed": 1, "nll": 5.5},
+        {"name": "other", "seed": 0, "nll": 1.4},
+        {"name": "none", "seed": 0, "nll": None},
+        {"name": "none", "seed": 1, "nll": None},
+    ]
+    other, none = paired_differences(rows, PLAIN, ("nll",))
+    # -0.1 and 0.5: their deviation is 0.6 / √2, their mean's error 0.3.
+    assert other == {"name": "other", "nll": "+0.200 ± 0.300"}
+    assert none == {"name": "none", "nll": "-"}
+
+
+def test_centres_are_far_from_all_that_is_known_and_from_each_other():
+    known = torch.tensor([[0.0]])
+    candidates = torch.tensor([[1.0], [10.0], [9.9], [-4.0], [0.0]])
+    assert k_centres(candidates, known, 3) == [1, 3, 0]
+    assert sorted(k_centres(candidates, known, 5)) == [0, 1, 2, 3, 4]
