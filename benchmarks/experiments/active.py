@@ -180,11 +180,11 @@ def text_of(
     """Put the figures in words and tables."""
     task = pretrained.task
     n_first = TEXTS_TO_BEGIN * len(task.classes)
-    seeds = sorted({row["seed"] for row in rows})
+    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
     words = (
         f"{task.name}: {len(task.classes)} intents, {TEXTS_TO_BEGIN} labelled texts of "
         f"each to begin with, {len(task.train) - n_first} texts to choose from, "
-        f"{options.batch} a round, {len(task.test)} test texts, {len(seeds)} seeds. "
+        f"{options.batch} a round, {len(task.test)} test texts, seeds: {seeds}. "
         "LoRA weights in the upper half of the encoder, and the head, are trained by "
         f"{pretrained.hyperparameters.steps} steps first, and in each round by a share "
         f"of {options.share} of these, from where they are. Accuracy and NLL are the "

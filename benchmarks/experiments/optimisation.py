@@ -266,11 +266,11 @@ def text_of(
     """Put the figures in words and tables."""
     task = pretrained.task
     (of_what,) = task.classes
-    seeds = sorted({row["seed"] for row in rows})
+    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
     words = (
         f"{task.name} ({of_what}, the larger the better): {len(task.train)} known "
         f"molecules to begin with, {len(task.test)} to choose from, {options.batch} a "
-        f"round, {len(seeds)} seeds. LoRA weights in the upper half of the encoder, "
+        f"round, seeds: {seeds}. LoRA weights in the upper half of the encoder, "
         f"and the head, are trained by {pretrained.hyperparameters.steps} steps first, "
         f"and in each round by a share of {options.share} of these, from where they "
         "are; the evidence chooses prior and noise. Unless Thompson sampling is named, "
