@@ -1,5 +1,6 @@
 """Adapters of two halves of the data, merged: by means, and by their posteriors."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 from peft.utils.merge_utils import dare_linear, ties
 
 from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, held_out, prepare
-from benchmarks.methods.method import fit_temperature, labels_of
+from benchmarks.methods.method import labels_of
 from benchmarks.methods.posteriors import over_lora
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Merge
@@ -24,6 +25,8 @@ PEFTS = ("ties", "dare_linear")  # its "linear" is a sum by the root of 1/2
 DENSITY = 0.5  # share of the weights that these keep
 ITERATIONS = 500
 TOLERANCE = 1e-10  # of the squared residual
+SCALES = tuple(2 ** (step / 4) for step in range(-16, 17))
+PENALTY = 2.0  # as for `la.logit_scale`
 HALVES = ("texts", "intents")
 FIGURES = ("accuracy", "nll", "ece")
 
@@ -43,8 +46,8 @@ def run(options: Merge) -> Iterator[Result]:
 class Trial:
     """One seed and one way to halve: both halves' adapters, and all about them.
 
-    Both trainings start from the same weights. Factors, priors and temperatures are
-    those that predict a held-out fifth best.
+    Both trainings start from the same weights. Factors, priors and scales of the logits
+    are those that predict a held-out fifth best.
     """
 
     def __init__(
@@ -116,19 +119,18 @@ class Trial:
         def loss(candidate: Candidate) -> float:
             set_weights(blocks, candidate.weights)
             logits = model.logits(self._held)
-            temperature = fit_temperature(logits, self._held_labels)
-            probabilities = (logits / temperature).softmax(-1)
-            return negative_log_likelihood(probabilities, self._held_labels)
+            _, least = best_scale(logits, self._held_labels)
+            return least
 
         best = min(candidates, key=loss)
         set_weights(blocks, best.weights)
         return {**self._row(best.name, model), "chosen": best.number}
 
     def _row(self, name: str, model: AdaptedModel) -> Row:
-        """Predict the test texts, after a temperature of the held-out ones."""
+        """Predict the test texts, at the scale that suits the held-out ones."""
         model.model.eval()
-        temperature = fit_temperature(model.logits(self._held), self._held_labels)
-        probabilities = (model.logits(self._test) / temperature).softmax(-1)
+        scale, _ = best_scale(model.logits(self._held), self._held_labels)
+        probabilities = (scale * model.logits(self._test)).softmax(-1)
         return {"adapter": name, **quality(probabilities, self._test_labels)}
 
 
@@ -139,6 +141,20 @@ class Candidate:
     name: str
     number: float
     weights: torch.Tensor
+
+
+def best_scale(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    """Find the scale of logits with the least loss, and this loss.
+
+    A penalty keeps a few texts that are all right from asking for certainty.
+    """
+
+    def loss(scale: float) -> float:
+        nll = negative_log_likelihood((scale * logits).softmax(-1), labels)
+        return len(labels) * nll + PENALTY * math.log(scale) ** 2
+
+    scale = min(SCALES, key=loss)
+    return scale, loss(scale)
 
 
 def halves_of(records: Records, halved: str, n_classes: int) -> tuple[Records, Records]:
@@ -238,6 +254,6 @@ def text_of(pretrained: Pretrained, rows: list[Row]) -> list[str]:
         f"{task.name}: adapters of two halves of its texts, or of its "
         f"{len(task.classes)} intents with one head over all, from the same first "
         "weights. A fifth of the texts is held out, and chooses each merge's number "
-        "and a temperature for each row."
+        "and a scale of the logits for each row."
     )
     return [words, table(over_seeds(rows, ["halves", "adapter"], FIGURES))]
