@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from laplace_lora_ext import from_pretrained
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import (
     STRUCTURES,
@@ -79,15 +80,35 @@ USES = [
 ]
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+# What a posterior is over beside layers of LoRA, by its name: the adapter, the choice.
+OTHER_BLOCKS = {
+    "head": ({}, {"modules_to_save": True}),
+    "embedding": ({"target_modules": ["word_embeddings", "query"]}, {}),
+    "tokens": ({"trainable_token_indices": [3, 17]}, {}),
+}
+
+
+def cases():
+    """Every structure over LoRA, and one over each of the other blocks."""
+    for structure in STRUCTURES:
+        yield pytest.param(structure, {}, {}, id=structure)
+    for name, (adapter, choice) in OTHER_BLOCKS.items():
+        yield pytest.param("lowrank_kron", adapter, choice, id=name)
+
+
+@pytest.mark.filterwarnings("ignore:.*no linear layer")
+@pytest.mark.parametrize(("structure", "adapter", "choice"), cases())
 @pytest.mark.parametrize("use", USES)
-def test_a_posterior_follows_its_model_into_another_precision(use, structure):
+def test_a_posterior_follows_its_model_into_another_precision(
+    use, structure, adapter, choice
+):
     batches = ragged_batches()
-    model = lora_model("bert", torch.float32)
-    la = fitted(model=model, structure=structure)
+    model = lora_model("bert", torch.float32, **adapter)
+    la = fitted(model=model, structure=structure, **choice)
     unmoved = fitted(
-        model=lora_model("bert", torch.float32),
+        model=lora_model("bert", torch.float32, **adapter),
         structure=structure,
+        **choice,
     )
     expected = use(unmoved, batches)
     model.double()
@@ -162,6 +183,26 @@ def test_a_model_may_move_between_the_posterior_and_its_fit(
     la.fit(ragged_batches())
     assert la.prior_precision.dtype is la.prior_mean.dtype is torch.float64
     assert la(ragged_batches()[0]).dtype is torch.float64
+
+
+@pytest.mark.filterwarnings("ignore:.*no linear layer")
+@pytest.mark.parametrize(("adapter", "choice"), OTHER_BLOCKS.values(), ids=OTHER_BLOCKS)
+def test_a_file_serves_the_model_in_another_precision(adapter, choice, tmp_path):
+    batch, *_ = ragged_batches()
+    model = lora_model("bert", torch.float32, **adapter)
+    la = fitted(model=model, **choice)
+    la.prior_precision = torch.linspace(0.5, 2, len(la.blocks))
+    expected = la(batch)
+    log_evidence = la.log_marginal_likelihood()
+    la.save_pretrained(tmp_path)
+    read = from_pretrained(model.double(), tmp_path)
+    assert [block.name for block in read.blocks] == [block.name for block in la.blocks]
+    found = read(batch)
+    assert found.dtype is torch.float64
+    torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        read.log_marginal_likelihood(), log_evidence.double(), rtol=1e-5, atol=1e-5
+    )
 
 
 def double(model):

@@ -71,6 +71,27 @@ def test_every_rank_has_the_posterior_of_one_process(structure, world):
         assert_alike(on_ranks(job, world, n), job(0, n), **CLOSE)
 
 
+@pytest.mark.filterwarnings("ignore:.*no linear layer")
+@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
+@pytest.mark.parametrize("trained", ["head", "embedding"])
+def test_heads_and_other_matrices_are_summed_over_ranks(trained, structure):
+    options = {"backend_kwargs": {"rank": EVERYTHING}}
+    if structure == "full":
+        options = {}
+
+    def job(rank, n):
+        if trained == "head":
+            model = lora_model("bert")
+        else:
+            model = lora_model("bert", target_modules=["word_embeddings", "query"])
+        la = make(model, structure, modules_to_save=trained == "head", **options)
+        la.fit(strided_loader(n))
+        return facts(la)
+
+    for n in (11, 2):  # of three ranks, one has but a repetition
+        assert_alike(on_ranks(job, 3, n), job(0, n), **CLOSE)
+
+
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
 def test_shards_of_any_size(kfac_approx):
     batches = ragged_batches(batch_size=1)

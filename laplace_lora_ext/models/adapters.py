@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
+from peft import PeftModel, PeftType, load_peft_weights, set_peft_model_state_dict
 from torch import nn
 
 from laplace_lora_ext.messages import warn
@@ -83,8 +83,9 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
     """Add an untrained adapter like the active one, and activate it.
 
     Torch's random state decides its values. What is frozen in the other one, as
-    `lora_A` in LoRA-FA, is frozen here too. Refused are a name that is taken, and an
-    initialisation that would change the base model; a module's name is warned of.
+    `lora_A` in LoRA-FA, is frozen here too. Refused are AdaLoRA, a name that is taken,
+    and an initialisation that would change the base model; of a module's name is
+    warned.
     """
     if adapter in model.peft_config:
         raise ValueError(
@@ -96,6 +97,11 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
     assert isinstance(like, str)
     # A copy: PEFT writes into the configuration that an adapter is added with.
     config = deepcopy(model.peft_config[like])
+    if config.peft_type == PeftType.ADALORA:
+        raise ValueError(
+            "PEFT trains a single AdaLoRA adapter of a model, so there is no student, "
+            "second training or second member: hold texts out, and use la.amortize."
+        )
     initialisation = getattr(config, "init_lora_weights", True)
     if str(initialisation).startswith(_CHANGE_BASE):
         raise ValueError(

@@ -12,20 +12,25 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 import laplace_lora_ext
+from laplace_lora_ext.models.adapters import add_fresh_adapter, own_weights
 from laplace_lora_ext.models.lora_layers import find_blocks
 from tests.support.dense import evidence, exact_ggn, softmax_fisher
 from tests.support.matrices import (
     CASES,
     Case,
     dense,
+    of_activated,
     of_attention,
     of_convolutions,
     of_embedding,
     of_experts,
+    of_mixtral,
+    of_singular_values,
     of_tokens,
 )
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import count_forward_passes, generator, make
+from tests.support.trainers import trainer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -196,6 +201,106 @@ def test_the_model_stays_as_it_was(case):
     assert after.keys() == before.keys()
     for name, weight in before.items():
         assert torch.equal(after[name], weight), name
+
+
+# --- further adapters, and trainings --------------------------------------------------
+
+WITH_TEXTS = [of_mixtral, of_embedding, of_tokens, of_activated]
+
+
+@pytest.mark.parametrize("build", WITH_TEXTS)
+def test_a_second_adapter_has_matrices_of_its_own(build):
+    case = build()
+    model = case.model
+    first = fitted(case)
+    of_first = moments_of(first, case)
+    add_fresh_adapter(model, "second")
+    drawn = own_weights(model, "second")
+    for place, weight in enumerate(drawn.values()):
+        values = torch.randn(weight.shape, generator=generator(place))
+        weight.data.copy_(0.3 * values)
+    second = fitted(case)
+    # The same weights as the only adapter of a model.
+    alone = build()
+    for name, weight in own_weights(alone.model, "default").items():
+        weight.data.copy_(drawn[name])
+    expected = fitted(alone)
+    assert_close(second.H.to_matrix(), expected.H.to_matrix())
+    assert_close(moments_of(second, case), moments_of(expected, alone))
+    assert_close(moments_of(first, case), of_first)
+    both = laplace_lora_ext.LaplaceMixture([first, second])
+    inputs = case.inputs(case.batches[0])
+    assert_close(both(inputs), (first(inputs) + expected(inputs)) / 2)
+
+
+def trainer_for(case: Case, folder, **settings):
+    """Make a trainer of a case's texts, in float32."""
+    rows = [
+        {key: value[row] for key, value in batch.items()}
+        for batch in case.batches
+        for row in range(len(batch["labels"]))
+    ]
+    return trainer_of(
+        folder,
+        model=case.model.float(),
+        data=rows * 3,
+        save_strategy="no",
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("build", [of_mixtral, of_embedding, of_tokens])
+def test_stages_train_and_keep_every_matrix(build, tmp_path):
+    case = build()
+    before = [block.weight.clone() for block in find_blocks(case.model)]
+    trainer = trainer_for(case, tmp_path)
+    la = laplace_lora_ext.train_in_stages(trainer)
+    expected = [block.name for block in find_blocks(case.model)]
+    assert [block.name for block in la.blocks] == expected
+    assert la.n_data == len(trainer.train_dataset)
+    moved = [
+        not torch.equal(block.weight.double(), old)
+        for block, old in zip(la.blocks, before, strict=True)
+    ]
+    assert all(moved)
+    batch = case.inputs(case.batches[0])
+    read = laplace_lora_ext.from_pretrained(case.model, tmp_path)
+    assert torch.equal(read(batch), la(batch))
+
+
+def test_students_and_learnt_variances_have_the_doubt_of_every_matrix(tmp_path):
+    case = of_embedding()
+    head = case.model.base_model.model.classifier.modules_to_save["default"]
+    head.weight.data.mul_(8)
+    trainer = trainer_for(case, tmp_path, max_steps=300, learning_rate=5e-3)
+    la = make(case.model)
+    la.fit(case.batches)
+    la.prior_precision = 1e-3
+    batch = case.inputs(case.batches[0])
+    targets = la(batch)
+
+    def divergence(log_p: torch.Tensor) -> float:
+        return (targets * (targets.log() - log_p)).sum(-1).mean().item()
+
+    def of_model() -> float:
+        with torch.no_grad():
+            return divergence(case.model.eval()(**batch).logits.log_softmax(-1))
+
+    of_map = of_model()
+    assert of_map > 0.05
+    la.amortize(case.batches)
+    assert divergence(la(batch, pred_type="amortized").log()) < 0.3 * of_map
+    assert la.distill(trainer) == "calibrated"
+    case.model.set_adapter("calibrated")
+    assert of_model() < 0.3 * of_map
+    of_student = own_weights(case.model, "calibrated")
+    for name, weight in own_weights(case.model, "default").items():
+        assert not torch.equal(weight, of_student[name]) or "classifier" in name
+
+
+def test_adalora_has_no_second_adapter():
+    with pytest.raises(ValueError, match=r"single AdaLoRA adapter .* hold texts out"):
+        add_fresh_adapter(of_singular_values().model, "second")
 
 
 # --- what they cost -------------------------------------------------------------------

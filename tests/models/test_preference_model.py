@@ -5,7 +5,14 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tests.support.dense import EXACT, gradient_curvature, jacobians, softmax_fisher
+from tests.support.dense import (
+    EXACT,
+    exact_ggn,
+    gradient_curvature,
+    jacobians,
+    softmax_fisher,
+)
+from tests.support.heads import dense_of
 from tests.support.models import OfMapping, lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, generator, make
 
@@ -56,16 +63,29 @@ class Wrapped(nn.Module):
         return rewards.reshape(n_examples, -1)
 
 
-def fit(model: nn.Module, structure: str = "lowrank_kron"):
-    la = make(model, structure, likelihood="reward_modeling", prior_precision=0.5)
+def fit(
+    model: nn.Module,
+    structure: str = "lowrank_kron",
+    modules_to_save: bool = False,
+):
+    la = make(
+        model,
+        structure,
+        likelihood="reward_modeling",
+        prior_precision=0.5,
+        modules_to_save=modules_to_save,
+    )
     la.fit([preferences()])
     return la
 
 
+@pytest.mark.parametrize("modules_to_save", [False, True])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_classifier_is_treated_as_a_wrapper_that_takes_pairs(structure):
-    plain = fit(lora_model("bert", n_labels=1), structure)
-    wrapped = fit(Wrapped(), structure)
+def test_a_classifier_is_treated_as_a_wrapper_that_takes_pairs(
+    structure, modules_to_save
+):
+    plain = fit(lora_model("bert", n_labels=1), structure, modules_to_save)
+    wrapped = fit(Wrapped(), structure, modules_to_save)
     first = first_texts()
     pairs = preferences()
     assert_close(plain.loss, wrapped.loss)
@@ -105,6 +125,35 @@ def test_rewards_have_the_curvature_of_preferences():
     Js = jacobians(model, pairs)
     H = gradient_curvature(model, Js, softmax_fisher(rewards))
     assert_close(la.H.to_matrix(), H, **EXACT)
+
+
+def test_a_head_has_the_curvature_of_preferences():
+    model = lora_model("bert", n_labels=1).eval()
+    pairs = preferences()
+    la = make(
+        model,
+        "full",
+        likelihood="reward_modeling",
+        prior_precision=0.5,
+        modules_to_save=True,
+    )
+    la.fit([pairs])
+    texts = [
+        {key: pairs[key][pair, place][None] for key in TEXT_KEYS}
+        for pair in range(5)
+        for place in range(2)
+    ]
+    rewards, Js = dense_of(model, texts)
+    of_pairs = Js.unflatten(0, (5, 2))[:, :, 0]
+    H = exact_ggn(of_pairs, softmax_fisher(rewards.reshape(5, 2)))
+    assert_close(la.H, H, **EXACT)
+    # Which text is preferred says nothing of the reward that all texts have in common.
+    bias = la.blocks[-1]
+    assert bias.parameter == "bias"
+    assert la.H[-1].abs().max() < 1e-12
+    posterior = torch.linalg.inv(H + 0.5 * torch.eye(len(H)).double())
+    _, f_var = la(first_texts())
+    assert_close(f_var, Js[::2] @ posterior @ Js[::2].mT, **EXACT)
 
 
 # --- batches of TRL -------------------------------------------------------------------

@@ -52,7 +52,13 @@ def output_layer(model):
     return base.lm_head
 
 
-def case(tmp_path, kind="bert", *callbacks, likelihood="classification"):
+def case(
+    tmp_path,
+    kind="bert",
+    *callbacks,
+    likelihood="classification",
+    modules_to_save=False,
+):
     """A broad posterior around a model that is sure of itself, and its trainer."""
     is_regression = likelihood == "regression"
     model = lora_model(
@@ -74,7 +80,7 @@ def case(tmp_path, kind="bert", *callbacks, likelihood="classification"):
         logging_strategy="no",
     )
     if kind == "bert":
-        la = make(model, likelihood=likelihood)
+        la = make(model, likelihood=likelihood, modules_to_save=modules_to_save)
     else:
         la = make(
             model,
@@ -127,8 +133,9 @@ def divergence(targets, log_p):
 # --- what is learnt -------------------------------------------------------------------
 
 
-def test_its_own_probabilities_are_the_posteriors(tmp_path):
-    la, trainer = case(tmp_path)
+@pytest.mark.parametrize("modules_to_save", [False, True])
+def test_its_own_probabilities_are_the_posteriors(tmp_path, modules_to_save):
+    la, trainer = case(tmp_path, modules_to_save=modules_to_save)
     batch = texts()
     targets = la(batch, link_approx="mean_field")
     of_map = divergence(targets, log_probs(trainer.model, batch))
