@@ -33,7 +33,6 @@ from laplace_lora_ext.models.lora_layers import (
     is_untrained,
     warn_of_other_trainable,
 )
-from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.models.running import LOCK, exclusive, kept, without_autocast
 from laplace_lora_ext.models.same_model import ModelState, check_same
 from laplace_lora_ext.models.weights import Block, check_in_place, flattened, places_of
@@ -55,7 +54,7 @@ from laplace_lora_ext.problems import PROBLEMS, Problem
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning import build
-from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
+from laplace_lora_ext.tuning.method import Hyperparameters, TuningHistory, TuningMethod
 
 
 def _of_fit(field: str, description: str) -> Any:

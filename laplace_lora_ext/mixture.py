@@ -23,7 +23,6 @@ from laplace_lora_ext.models.adapters import (
     write_adapter,
 )
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.models.running import as_tensor, exclusive, kept
 from laplace_lora_ext.predictive import decisions
 from laplace_lora_ext.predictive.amortized import LearntVariance
@@ -38,7 +37,7 @@ from laplace_lora_ext.text.priors import TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores, draw_logits, score_texts
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning.gridsearch import GridSearch
-from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
+from laplace_lora_ext.tuning.method import Hyperparameters, TuningHistory, TuningMethod
 
 _DESCRIPTION = "laplace_mixture.json"
 

@@ -40,12 +40,12 @@ from benchmarks.options import Stages
 from benchmarks.report import Result, Row, say
 from benchmarks.training import Records, Smoothed
 from laplace_lora_ext.metrics import negative_log_likelihood
-from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import divided
 from laplace_lora_ext.training import stages
 from laplace_lora_ext.training.stages import SECOND_STAGE, Stage
 from laplace_lora_ext.training.students import STEPS
+from laplace_lora_ext.tuning.method import Hyperparameters
 
 HELD_OUT = 0.2
 FIRST_STAGE = 1 - HELD_OUT  # of the steps, as of the texts

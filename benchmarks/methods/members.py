@@ -18,10 +18,10 @@ from benchmarks.methods.priors import (
     probabilities,
     regret_of,
 )
-from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.predictive.decisions import Prediction as Decisions
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
 from laplace_lora_ext.predictive.moments import Moments, centred, mixed
+from laplace_lora_ext.tuning.method import Hyperparameters
 
 LINK = "mean_field"
 DRAWS = 256  # of the logits, for entropies

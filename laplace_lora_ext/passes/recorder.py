@@ -27,8 +27,7 @@ from laplace_lora_ext.models.weights import (
 from laplace_lora_ext.passes.graph import Layouts, Taps, refuse_reentrant, tapped
 from laplace_lora_ext.passes.memory import Memory, OutOfMemory, attempt
 from laplace_lora_ext.passes.proof import is_proven
-from laplace_lora_ext.passes.recording import Gradients, Part, Recording, Visitor
-from laplace_lora_ext.passes.turns import Turns
+from laplace_lora_ext.passes.recording import Gradients, Part, Recording, Turns, Visitor
 
 # What models raise on inputs that are no example, or not alone.
 _NO_EXAMPLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)

@@ -28,7 +28,6 @@ from laplace_lora_ext.models.adapters import (
 )
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.lora_layers import is_untrained
-from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import (
     check_divisible,
@@ -48,7 +47,7 @@ from laplace_lora_ext.training.trainers import (
 )
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.kinds import Kinds
-from laplace_lora_ext.tuning.method import TuningHistory
+from laplace_lora_ext.tuning.method import Hyperparameters, TuningHistory
 from laplace_lora_ext.tuning.scales import GridHistory
 
 SECOND_STAGE = 0.25

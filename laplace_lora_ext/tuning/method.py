@@ -14,7 +14,6 @@ from torch import nn
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_counts, warn
-from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.models.running import as_tensor, exclusive
 from laplace_lora_ext.predictive.distributions import Linearised
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
@@ -35,6 +34,16 @@ _COUNTS = (
     "trainings",
 )
 _STRUCTURES = ["scalar", "kind", "layerwise", "diag"]
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What a search may change of a posterior, named as its attributes."""
+
+    prior_precision: torch.Tensor
+    sigma_noise: torch.Tensor
+    temperature: float | torch.Tensor
+    logit_scale: float
 
 
 class Fitted(Linearised, Protocol):
