@@ -24,6 +24,7 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Molecules,
     options.Optimisation,
     options.Active,
+    options.Remember,
     options.Labels,
     options.Overview,
     options.Evidence,

@@ -201,6 +201,20 @@ class Active(SeveralSeeds):
 
 
 @dataclass(frozen=True)
+class Remember(SeveralSeeds):
+    """Domains one after the other: what is forgotten? CLINC150 (--data)."""
+
+    task: str = option(
+        "travel+banking+work", "domains of CLINC150 to learn, in this order"
+    )
+    chosen_on: str = option(
+        "home+utility+small_talk", "domains that choose each method's weight"
+    )
+    train_examples: int | None = option(None, "texts of each domain to fine-tune on")
+    test_examples: int | None = option(None, "texts of each domain to measure on")
+
+
+@dataclass(frozen=True)
 class Labels(SeveralSeeds):
     """Several labels for each text, or labels of its tokens: half an hour a seed."""
 

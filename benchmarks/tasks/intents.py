@@ -55,6 +55,8 @@ class Intents:
         sources = [Source(*self.dataset, split) for split in ("train", "test")]
         train, test = read_sources(sources, options.data)
         classes = sorted({_intent(row) for row in train if self._is_known(row)})
+        if not classes:
+            raise SystemExit(f"CLINC150 has no domain {self.domain!r}.")
         sizes = Sizes(
             train=TEXTS_AN_INTENT * len(classes),
             test=self.test_an_intent * len(classes),

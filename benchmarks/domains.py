@@ -1,0 +1,93 @@
+"""Domains of CLINC150 that share one head: each has intents of its own."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from benchmarks.fine_tuning import OVERRIDES, Pretrained
+from benchmarks.models import encoder_folder, load_tokenizer
+from benchmarks.options import Remember
+from benchmarks.tasks.intents import CLINC, Intents
+from benchmarks.tasks.task import Example, Task
+from benchmarks.training import Records
+
+SEPARATOR = "+"
+IMPOSSIBLE = -30.0  # a logit's offset; without end, gradients would be no numbers
+
+
+@dataclass(frozen=True)
+class Domains:
+    """Texts of domains, and the encoder with one head over the intents of all."""
+
+    tasks: list[Task]  # labels count on from one domain to the next
+    pretrained: Pretrained
+
+    @property
+    def names(self) -> list[str]:
+        """The domains' names, in their order."""
+        return [task.name for task in self.tasks]
+
+    @cached_property
+    def outside(self) -> torch.Tensor:
+        """Offsets `(classes, classes)` of logits, by label.
+
+        They leave the intents of the label's own domain, and no other.
+        """
+        n_classes = [len(task.classes) for task in self.tasks]
+        domain = torch.arange(len(self.tasks)).repeat_interleave(
+            torch.tensor(n_classes)
+        )
+        return IMPOSSIBLE * (domain[:, None] != domain).float()
+
+    @cached_property
+    def train(self) -> list[Records]:
+        """Tokenized training texts of each domain."""
+        return [self.pretrained.records(task.train) for task in self.tasks]
+
+    @cached_property
+    def test(self) -> list[Records]:
+        """Tokenized test texts of each domain."""
+        return [self.pretrained.records(task.test) for task in self.tasks]
+
+
+def read_domains(names: str, options: Remember, seed: int) -> Domains:
+    """Draw texts of the domains that "travel+banking" names, ten an intent."""
+    tasks: list[Task] = []
+    classes: list[str] = []
+    for name in names.split(SEPARATOR):
+        task = Intents(name, CLINC, domain=name).read(options, seed)
+        tasks.append(_counted_on(task, len(classes)))
+        classes += task.classes
+    union = Task(
+        name=names,
+        classes=classes,
+        is_prompt=False,
+        train=[example for task in tasks for example in task.train],
+        test=[example for task in tasks for example in task.test],
+    )
+    return Domains(tasks, _prepared(union, options))
+
+
+def _counted_on(task: Task, first: int) -> Task:
+    """Return a task whose labels begin with that number."""
+
+    def moved(examples: list[Example]) -> list[Example]:
+        return [Example(each.text, (each.label or 0) + first) for each in examples]
+
+    return replace(
+        task, train=moved(list(task.train)), test=moved(list(task.test)), shifted={}
+    )
+
+
+def _prepared(task: Task, options: Remember) -> Pretrained:
+    """Find the encoder, which gets a head over all classes."""
+    folder = encoder_folder()
+    settings = replace(Intents.hyperparameters, checkpoints=1)
+    for name in OVERRIDES:
+        asked = getattr(options, name)
+        if asked is not None:
+            settings = replace(settings, **{name: asked})
+    warmup = min(settings.warmup_steps, settings.steps)
+    settings = replace(settings, warmup_steps=warmup)
+    return Pretrained(task, settings, load_tokenizer(folder), folder, options)
