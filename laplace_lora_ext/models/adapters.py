@@ -84,8 +84,8 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
 
     Torch's random state decides its values. What is frozen in the other one, as
     `lora_A` in LoRA-FA, is frozen here too. Refused are AdaLoRA, a name that is taken,
-    and an initialisation that would change the base model; of a module's name is
-    warned.
+    and an initialisation that would change the base model. The name of a module is
+    warned of.
     """
     if adapter in model.peft_config:
         raise ValueError(
