@@ -21,6 +21,8 @@ from laplace_lora_ext.passes.graph import Arrived, Graph, OfParameter
 class Turns:
     """Back-propagates one row of logits of each text at a time.
 
+    So logits that share a text have gradients of their own.
+
     Attributes
     ----------
     owners : torch.Tensor
