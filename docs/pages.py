@@ -15,6 +15,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 import laplace_lora_ext as package
 
@@ -49,12 +50,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the package's messages where a page asks for them, and mend links to guides.
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Put the package's messages where a page asks for them, and mend links.
 
-    Guides stand in the site's own folder, and so their links lose `docs/`.
+    Guides stand in the site's own folder: links to them lose `docs/`, and theirs to
+    the rest of the repository lose `../`.
     """
     markdown = markdown.replace("](docs/", "](")
+    if "/" not in page.file.src_uri:
+        markdown = markdown.replace("](../", "](")
     if MESSAGES not in markdown:
         return markdown
     return markdown.replace(MESSAGES, "\n".join(messages()))
