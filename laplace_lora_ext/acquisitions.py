@@ -282,7 +282,7 @@ class Acquisition:
         pool: Iterable[Any],
         n: int,
     ) -> torch.Tensor:
-        """Choose the places `(n,)` of what to label or measure next.
+        """Choose what to label or measure next: its places `(n,)`.
 
         Parameters and errors are those of `LoRALaplace.acquire`.
         """

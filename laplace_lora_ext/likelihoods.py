@@ -167,7 +167,7 @@ class Classification(_AsItIs):
         y: torch.Tensor,
         share: float,
     ) -> torch.Tensor:
-        """Number targets, `(N,)`, alike where a share of them is to be held out."""
+        """Number the group of each target, `(N,)`; each gives a share to hold out."""
         return y.long()
 
     def class_counts(self, y: torch.Tensor) -> ClassCounts:
@@ -294,7 +294,7 @@ class Regression(_AsItIs):
         y: torch.Tensor,
         share: float,
     ) -> torch.Tensor:
-        """Quantiles, as many as leave one of their targets and hold out another.
+        """Number targets by quantiles, each with some to keep and some to hold out.
 
         Of several outputs, the mean rank counts.
         """

@@ -313,7 +313,7 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def n_layers(self) -> int:
-        """Count the blocks, of which one parameter may hold several."""
+        """Count the blocks; one parameter may hold several."""
         return len(self.blocks)
 
     @n_layers.setter

@@ -1,6 +1,4 @@
-"""Laplace-LoRA of language models that write: the fit, and what the class offers and
-refuses.
-"""
+"""Language models that write: their fit, and what the class offers and refuses."""
 
 import copy
 import math
@@ -73,9 +71,7 @@ def test_the_error_of_the_sampled_factors_falls_with_the_root_of_the_number_of_d
 
 
 def make_without_draws(model):
-    """A posterior of the empirical Fisher, which draws nothing and leaves nothing
-    out.
-    """
+    """Make a posterior by the full-rank empirical Fisher, which draws no labels."""
     return make(
         model,
         likelihood="language_modeling",
@@ -186,9 +182,7 @@ def test_what_needs_jacobians_of_the_vocabulary_is_refused():
 
 
 def scored(la, n_samples=4, **ragged):
-    """Scores of six texts, those of each token where the labels of the unpadded texts
-    are.
-    """
+    """Score six texts, and the labelled tokens of each."""
     scores = [
         la.score(batch, n_samples, generator()) for batch in text_batches(**ragged)
     ]

@@ -63,9 +63,7 @@ class SWAG(Recipe):
 
 @dataclass(frozen=True)
 class Iterates:
-    """The Gaussian of some iterates: half of its covariance is diagonal, half of low
-    rank.
-    """
+    """The Gaussian of iterates, with a covariance half diagonal and half low-rank."""
 
     mean: Weights
     deviations: Weights  # of each iterate from the mean, (iterates, *shape)
@@ -105,8 +103,9 @@ def of_iterates(
     model: AdaptedModel,
     _: DataLoader,
 ) -> Members:
-    """Train again from the same start on the same texts, and draw from the Gaussian of
-    the checkpoints.
+    """Train again, and draw from the Gaussian of the checkpoints.
+
+    Training has the same start and the same texts.
     """
     assert model.retrained is not None
     other = model.retrained(recipe)

@@ -66,8 +66,9 @@ class MonteCLoRA(Recipe):
 
 
 class Distilled(Recipe):
-    """A student of several models' mean probabilities (Hinton et al.,
-    arXiv:1503.02531).
+    """A student of several models' mean probabilities.
+
+    Source: Hinton et al., arXiv:1503.02531.
     """
 
     def __init__(self, teachers: Sequence[AdaptedModel]) -> None:

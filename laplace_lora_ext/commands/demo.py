@@ -311,7 +311,7 @@ def why(
     place: int,
     text: Text,
 ) -> str:
-    """Say what the model answers for a text, and of which kind its doubt is."""
+    """Say what the model answers for a text, and how far weights explain its doubt."""
     prediction = results.prediction
     first, second = prediction.probabilities[place].topk(2).indices.tolist()
     epistemic = prediction.epistemic_entropy[place].item()

@@ -37,7 +37,7 @@ class KroneckerBlock:
         device: torch.device,
         dtype: torch.dtype,
     ) -> KroneckerBlock:
-        """Make empty sums for a weight, one side of which is the LoRA rank."""
+        """Make empty sums for a weight with the LoRA rank as one side."""
         m, n = shape
         normalizer = torch.zeros((), device=device, dtype=torch.float64)
         if small_output:

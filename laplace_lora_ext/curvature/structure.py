@@ -146,7 +146,7 @@ class Structure(Generic[SumsT, CurvatureT]):
 
 @dataclass(frozen=True)
 class LowRankKronStructure(Structure[LowRankKron, LowRankKronDecomposed]):
-    """Kronecker factors, the large ones of which are low-rank."""
+    """Kronecker factors: dense on the small side, low-rank on the large one."""
 
     default_backend: ClassVar[type[CurvatureInterface]] = LowRankKronGGN
 

@@ -261,15 +261,11 @@ class LogitsModel(nn.Module):
         return 0
 
     def labels_of_part(self, y: torch.Tensor, part: Any, place: slice) -> torch.Tensor:
-        """Return the labels of a part of a batch with labels `y`, which is at a
-        place.
-        """
+        """Return the labels of a part of a batch: those of `y` at its place."""
         return y[place]
 
     def few_rows_at_a_time(self, batch: Any, n_rows: int) -> Iterator[Any]:
-        """Take an example with more than `n_rows` rows of logits apart, into inputs of
-        so many.
-        """
+        """Yield the batch as it is; heirs divide one with more than `n_rows`."""
         yield batch
 
     def in_places(self, rows: torch.Tensor, batch: Any, dim: int = 0) -> torch.Tensor:

@@ -522,7 +522,7 @@ def _check_own(
     model: nn.Module,
     blocks: Sequence[Block],
 ) -> None:
-    """Refuse weights that several layers share, of which a hook sees one."""
+    """Refuse weights that several layers share: a hook sees only one layer."""
     holders: Counter[int] = Counter()
     for module in model.modules():
         holders.update(id(weight) for weight in module._parameters.values())

@@ -81,7 +81,7 @@ class TokenLabelsModel(LogitsModel):
         return found.movedim((0, 1), (dim, dim + 1))
 
     def n_without_labels(self, batch: Any) -> int:
-        """Count the texts of a batch with labels of which all are -100."""
+        """Count the texts of a batch whose labels are all -100."""
         _, y = super().split_if_labelled(batch)
         # Ranks that share a model must all make their passes, which such a batch has
         # none of: `split` refuses it.
@@ -94,9 +94,7 @@ class TokenLabelsModel(LogitsModel):
         return part[self.dict_key_y]
 
     def few_rows_at_a_time(self, batch: Any, n_rows: int) -> Iterator[Any]:
-        """Take a long text apart: the same text again and again, each time with other
-        tokens labelled.
-        """
+        """Repeat a long text, labelling at most `n_rows` of its tokens each time."""
         places = self.places(batch)
         tokens = places.nonzero()[:, 1]
         if len(places) > 1 or len(tokens) <= n_rows:
@@ -117,7 +115,7 @@ class TokenLabelsModel(LogitsModel):
         return self.places(batch).nonzero()[:, 0]
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
-        """Describe the rows of texts, each of which has logits for each token."""
+        """Describe the rows of texts that have logits for each token."""
         # `n_examples` are the rows of logits.
         places = self.places(batch)
         of_texts = super().positions(self.unlabelled(batch), len(places))

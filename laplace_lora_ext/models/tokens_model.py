@@ -183,7 +183,7 @@ class TokensModel(LogitsModel):
         return predicting if self.is_encoder_decoder else predicting.roll(1, dims=1)
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
-        """Describe the rows of texts, each of which has logits for each label."""
+        """Describe the rows of texts that have logits for each label."""
         targets = self.targets(batch)
         owners = (targets != IGNORED).nonzero()[:, 0]
         # `n_examples` are the rows of logits.

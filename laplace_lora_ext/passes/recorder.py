@@ -383,9 +383,7 @@ class Recorder:
         return _ON_CPU if self.model.device.type == "cpu" else _ON_ACCELERATOR
 
     def _logits_at_once(self, n_outputs: int) -> int:
-        """Say how many rows of logits have their Jacobians in memory at once, where
-        they take turns.
-        """
+        """Say how many rows of logits may have their Jacobians in memory at once."""
         n_params = sum(block.n_params for block in self.blocks)
         return max(1, _NUMBERS // (n_outputs * n_params))
 

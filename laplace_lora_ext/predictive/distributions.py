@@ -143,7 +143,7 @@ def moments_of_model(
 
 
 def sees_differences(la: Linearised, link_approx: str) -> bool:
-    """Tell whether a link sees nothing of outputs but their differences."""
+    """Tell whether a link depends on differences of outputs alone."""
     is_softmax = la.predicted_likelihood.sees_differences and la.n_outputs > 1
     return is_softmax and link_approx in OF_DIFFERENCES
 

@@ -379,7 +379,7 @@ def joined(
 
 
 def stacked(parts: Iterable[Columns]) -> Columns:
-    """Join batches' columns; batches of which only some have labels are refused."""
+    """Join the columns of batches; refuse them if only some have labels."""
     parts = list(parts)
     n_columns = {len(columns) for columns in parts}
     if len(n_columns) > 1:

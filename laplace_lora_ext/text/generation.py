@@ -142,7 +142,7 @@ def _batch_of_decoder(
     sequences: torch.Tensor,
     labels: torch.Tensor,
 ) -> Inputs:
-    """Make a batch of what a decoder reads, and predicts one token later."""
+    """Make a batch for a decoder: its inputs, and labels one token ahead."""
     return {
         **prompts,
         "decoder_input_ids": sequences[:, :-1],

@@ -186,7 +186,7 @@ class Draw(NamedTuple):
 
 
 class Reader:
-    """One model, and one batch of which it reads a part at a time.
+    """One model and one batch, read a part at a time.
 
     Where there are several parts, only the first one runs the layers before the output
     layer.

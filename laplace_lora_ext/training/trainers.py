@@ -1,4 +1,4 @@
-"""Runs the user's own trainer on some of its examples, groups of which are alike."""
+"""Runs the user's own trainer on parts of its examples, and groups like examples."""
 
 from __future__ import annotations
 

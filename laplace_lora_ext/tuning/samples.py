@@ -53,7 +53,7 @@ def statistics_within(
     progress_bar: bool,
     link_approx: str = DEFAULT_LINK,
 ) -> PredictiveStatistics | None:
-    """Compute statistics of at most so many bytes, and warn of what is left out.
+    """Compute statistics of at most `max_bytes`, and warn if examples are left out.
 
     Returns given statistics as they are, and None for a structure without any.
     """
