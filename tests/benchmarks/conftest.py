@@ -45,12 +45,12 @@ def intents(tiny_models, tmp_path, monkeypatch):
     folder = tmp_path / "clinc" / "clinc_oos" / "plus"
     folder.mkdir(parents=True)
 
-    def write(n_intents):
+    def write(n_intents, n_texts=4):
         for split in ("train", "test"):
             rows = [
                 {"text": f"{split} {word} {number}", "intent": word, "domain": "travel"}
                 for word in "abcdefghijkl"[:n_intents]
-                for number in range(4)
+                for number in range(n_texts)
             ]
             lines = "\n".join(json.dumps(row) for row in rows)
             (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")

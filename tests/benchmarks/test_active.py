@@ -1,10 +1,7 @@
 """The experiment that chooses texts to be labelled, at its smallest."""
 
-import json
-
 import pytest
 import torch
-import transformers
 
 from benchmarks.experiments.active import PLAIN, RULES
 from benchmarks.frozen import k_centres
@@ -13,33 +10,18 @@ from tests.benchmarks.support import run
 
 
 @pytest.fixture
-def intents(tmp_path, tiny_models, monkeypatch):
-    """A folder of six made-up intents, twelve texts of each, and a tiny encoder."""
-    encoder = tmp_path / "encoder"
-    # Without the saved head.
-    for part in (transformers.AutoModel, transformers.AutoTokenizer):
-        part.from_pretrained(tiny_models[False]).save_pretrained(encoder)
-    monkeypatch.setattr("benchmarks.tasks.intents.encoder_folder", lambda: encoder)
-    folder = tmp_path / "clinc" / "clinc_oos" / "plus"
-    folder.mkdir(parents=True)
-    for split in ("train", "test"):
-        rows = [
-            {"text": f"{split} {word} {number}", "intent": word, "domain": "travel"}
-            for word in "abcdef"
-            for number in range(12)
-        ]
-        lines = "\n".join(json.dumps(row) for row in rows)
-        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-    return tmp_path
+def data(intents):
+    """Write six intents, twelve texts of each."""
+    return intents(n_intents=6, n_texts=12)
 
 
-def measure(capsys, intents, name, **options):
+def measure(capsys, data, name, **options):
     """Run the experiment on four of the intents."""
     return run(
         capsys,
-        intents / name,
+        data / name,
         "active --quiet",
-        data=intents,
+        data=data,
         intents=4,
         train_examples=72,
         test_examples=12,
@@ -47,13 +29,13 @@ def measure(capsys, intents, name, **options):
         batch=3,
         steps=4,
         share=0.5,
-        cache=intents / "cache",
+        cache=data / "cache",
         **options,
     )
 
 
-def test_every_rule_begins_alike_and_labels_a_batch_a_round(capsys, intents):
-    finished = measure(capsys, intents, "results", seeds=(0, 1))
+def test_every_rule_begins_alike_and_labels_a_batch_a_round(capsys, data):
+    finished = measure(capsys, data, "results", seeds=(0, 1))
     rows = finished.figures["rows"]
     assert [(row["seed"], row["name"], row["labels"]) for row in rows] == [
         (seed, name, labels)
@@ -75,13 +57,13 @@ def test_every_rule_begins_alike_and_labels_a_batch_a_round(capsys, intents):
         assert name in finished.printed
 
 
-def test_more_labels_than_texts_are_refused(capsys, intents):
+def test_more_labels_than_texts_are_refused(capsys, data):
     with pytest.raises(SystemExit, match="48 texts to choose from, and 208"):
         run(
             capsys,
-            intents / "refused",
+            data / "refused",
             "active --quiet",
-            data=intents,
+            data=data,
             intents=4,
             train_examples=72,
             rounds=20,

@@ -7,6 +7,7 @@ from peft import LoraConfig, get_peft_model
 from benchmarks.experiments.merge import (
     DENSITY,
     HALVES,
+    TOLERANCE,
     halves_of,
     merged_by_peft,
     product,
@@ -28,8 +29,9 @@ def test_the_mode_of_a_product_is_that_of_dense_algebra():
         precision = la.posterior_precision.to_matrix().double()
         total += precision
         wanted += precision @ mean
-    expected = torch.linalg.solve(total, wanted)
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    # As far as conjugate gradients go: the residual is what they bound.
+    residual = total @ found - wanted
+    assert residual.norm() <= 2 * TOLERANCE**0.5 * wanted.norm()
     assert (found - torch.stack(means).mean(0)).norm() > 1e-2 * found.norm()
 
 
