@@ -10,6 +10,7 @@ from laplace import Laplace
 from torch.nn.functional import mse_loss
 
 import laplace_lora_ext
+from benchmarks.exact_ggn import exact_ggn, outputs_and_gradients
 from benchmarks.experiments.molecules import Unit, prepared, read, targets_of
 from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, fine_tune
 from benchmarks.frozen import frozen_features, gaussian_process
@@ -146,10 +147,30 @@ def by_stock_kron(search: Search, share: float) -> Proposal:
     return Proposal(search.improvement(prediction), prediction)
 
 
+def by_exact_ggn(search: Search, share: float) -> Proposal:
+    """Choose by what all posteriors over LoRA weights and head approximate."""
+    model = search.train(share)
+    pretrained = search.pretrained
+    la = exact_ggn(pretrained, model, search.known, targets_of(search.known))
+    choose_by_evidence(la)
+    prediction = la.predict(*outputs_and_gradients(pretrained, model, search.pool))
+    return Proposal(search.improvement(prediction), prediction)
+
+
 def by_improvement(search: Search, share: float) -> Proposal:
     """Choose by our posterior's expected improvement."""
     la: Any = ours(search, share)
     prediction = predicted(search, la)
+    return Proposal(search.improvement(prediction), prediction)
+
+
+def by_agreement(search: Search, share: float) -> Proposal:
+    """Choose by our posterior, whose prior and noise agreement has chosen."""
+    la: Any = ours(search, share)
+    known = search.pretrained.loader(search.known)
+    la.fit(known, progress_bar=False)
+    la.optimize_prior_precision(method="agreement", train_loader=known)
+    prediction = la.predict(search.pretrained.prediction_loader(search.pool))
     return Proposal(search.improvement(prediction), prediction)
 
 
@@ -174,7 +195,9 @@ RULES: dict[str, Callable[[Search, float], Proposal]] = {
     PLAIN: by_gaussian_process,
     "last-layer Laplace": by_last_layer,
     "stock Kron": by_stock_kron,
+    "exact GGN": by_exact_ggn,
     "lowrank_kron with the head": by_improvement,
+    "lowrank_kron with the head, agreement": by_agreement,
     "lowrank_kron with the head, Thompson": by_thompson,
 }
 
@@ -273,11 +296,11 @@ def text_of(
         f"round, seeds: {seeds}. LoRA weights in the upper half of the encoder, "
         f"and the head, are trained by {pretrained.hyperparameters.steps} steps first, "
         f"and in each round by a share of {options.share} of these, from where they "
-        "are; the evidence chooses prior and noise. Unless Thompson sampling is named, "
-        "molecules are chosen by expected improvement. Regret: what the best molecule "
-        "of all is ahead of the best one measured, in the property's unit; NLL: of "
-        "the pool before the choice, in standard deviations of the molecules known "
-        "first; seconds of a round, training and prediction included. Mean ± standard "
+        "are; the evidence chooses prior and noise, unless agreement is named. Unless "
+        "Thompson sampling is named, molecules are chosen by expected improvement. "
+        "Regret: what the best molecule of all is ahead of the best one measured, in "
+        "the property's unit; NLL: of the pool before the choice, in standard "
+        "deviations of the molecules known first; seconds of a round, training and prediction included. Mean ± standard "
         "deviation over seeds."
     )
     last = [row for row in rows if row["measured"] == rows[-1]["measured"]]

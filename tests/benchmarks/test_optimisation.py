@@ -1,11 +1,14 @@
 """Bayesian optimisation of molecules, at its smallest."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import transformers
 from laplace import Laplace
 from torch import nn
 
+from benchmarks.exact_ggn import ExactGGN
 from benchmarks.experiments.optimisation import RULES, choose_by_evidence
 from tests.benchmarks.support import run
 
@@ -68,20 +71,65 @@ def test_a_pool_that_is_too_small_is_refused(capsys, molecules):
         measure(capsys, molecules, rounds=3, batch=6)
 
 
-def test_the_evidence_has_no_slope_where_it_chooses():
-    torch.manual_seed(0)
-    inputs = torch.randn(30, 3)
-    targets = inputs @ torch.tensor([[1.0], [-2.0], [0.5]]) + 0.3 * torch.randn(30, 1)
-    model = nn.Linear(3, 1)
+@dataclass(frozen=True)
+class LinearRegression:
+    """Targets with a noise of 0.3, and the linear model that fits them best."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    model: nn.Linear
+
+    def fitted(self, hessian_structure):
+        """Fit a Laplace approximation of the host's own."""
+        la = Laplace(
+            self.model, "regression", "all", hessian_structure=hessian_structure
+        )
+        examples = torch.utils.data.TensorDataset(self.inputs, self.targets)
+        la.fit(torch.utils.data.DataLoader(examples, batch_size=10))
+        return la
+
+
+@pytest.fixture
+def linear_regression():
+    """Thirty examples in float64."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(30, 3, generator=generator, dtype=torch.float64)
+    noise = 0.3 * torch.randn(30, 1, generator=generator, dtype=torch.float64)
+    targets = inputs @ inputs.new_tensor([[1.0], [-2.0], [0.5]]) + noise
+    model = nn.Linear(3, 1, dtype=torch.float64)
     with torch.no_grad():
-        weight = torch.linalg.lstsq(inputs, targets).solution.T
-        model.weight.copy_(weight)
+        model.weight.copy_(torch.linalg.lstsq(inputs, targets).solution.T)
         model.bias.zero_()
-    la = Laplace(model, "regression", "all", hessian_structure="kron")
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(inputs, targets), batch_size=10
+    return LinearRegression(inputs, targets, model)
+
+
+def test_kernels_of_the_exact_ggn_give_the_dense_posterior(linear_regression):
+    dense = linear_regression.fitted("full")
+    prior, noise = torch.tensor(0.7).double(), torch.tensor(0.4).double()
+    dense.prior_precision, dense.sigma_noise = prior, noise
+    inputs = linear_regression.inputs
+    weights = list(linear_regression.model.parameters())
+    la = ExactGGN(
+        outputs=linear_regression.model(inputs)[:, 0].detach(),
+        gradients=torch.cat((inputs, torch.ones_like(inputs[:, :1])), 1),
+        targets=linear_regression.targets[:, 0],
+        squared_norm=sum(weight.detach().square().sum() for weight in weights),
+        prior_precision=prior,
+        sigma_noise=noise,
     )
-    la.fit(loader)
+    torch.testing.assert_close(
+        la.log_marginal_likelihood(prior, noise),
+        dense.log_marginal_likelihood().detach(),
+    )
+    new = 2 * inputs[:5] + 1
+    mean, variance = dense(new)
+    gradients = torch.cat((new, torch.ones_like(new[:, :1])), 1)
+    prediction = la.predict(mean[:, 0], gradients)
+    torch.testing.assert_close(prediction.epistemic_std[:, 0], variance[:, 0, 0].sqrt())
+
+
+def test_the_evidence_has_no_slope_where_it_chooses(linear_regression):
+    la = linear_regression.fitted("kron")
     choose_by_evidence(la)
     prior = torch.as_tensor(la.prior_precision).log().detach().requires_grad_()
     noise = torch.as_tensor(la.sigma_noise).log().detach().requires_grad_()
