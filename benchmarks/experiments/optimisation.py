@@ -300,8 +300,8 @@ def text_of(
         "Thompson sampling is named, molecules are chosen by expected improvement. "
         "Regret: what the best molecule of all is ahead of the best one measured, in "
         "the property's unit; NLL: of the pool before the choice, in standard "
-        "deviations of the molecules known first; seconds of a round, training and prediction included. Mean ± standard "
-        "deviation over seeds."
+        "deviations of the molecules known first; seconds of a round, training and "
+        "prediction included. Mean ± standard deviation over seeds."
     )
     last = [row for row in rows if row["measured"] == rows[-1]["measured"]]
     return [
