@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import Parameter, signature
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.answers import Answers, ClassTokens
+from laplace_lora_ext.models.answers import Answers
 from laplace_lora_ext.models.batches import (
     Positions,
     check_texts,
@@ -67,11 +68,21 @@ class LogitsModel(nn.Module):
     read, see `AnswerTokens`, of several tokens behind each text, see `AnswerTexts`, or
     without them those of choices that the batch brings, see `Choices`. Labels,
     `dict_key_y` in a mapping, are never passed on to it.
-    """
 
-    # Which is active in prepared passes, whichever is otherwise; None for any.
-    adapter: str | None
-    output_size: int  # C; 0 before the first forward pass
+    Attributes
+    ----------
+    adapter : str or None
+        which is active in prepared passes, whichever is otherwise; None for any
+    output_size : int
+        C; 0 before the first forward pass
+    class_token_ids : list of int, list of list of int, or None
+        a language model's answers, one token a class, or several. Other models have
+        none, and neither have those whose batches bring choices
+    mask_token_id : int or None
+        the token at which a masked language model's answer is read
+    normalised : bool
+        whether logits of answers are means over their tokens, rather than sums
+    """
 
     def __init__(
         self,
@@ -93,21 +104,26 @@ class LogitsModel(nn.Module):
         self.adapter = adapter
         self.dict_key_y = dict_key_y
         self.output_size = 0
-        # In a tuple, the transformers model within is no child module: it would be a
-        # second one.
-        self._transformer = (find_transformer(model),)
         parameters = list(signature(unwrapped(model).forward).parameters.values())
         # The name of what the model takes first by position.
         self._first_place: str | None = None
         if parameters and parameters[0].kind not in _BY_KEYWORD:
             self._first_place = parameters[0].name
         self._has_more_places = len(parameters) > 1
-        self._answers = self._find_answers(class_token_ids, mask_token_id, normalised)
+        answers = self._find_answers(class_token_ids, mask_token_id, normalised)
+        self._answers = answers
+        self.class_token_ids = None if answers is None else answers.class_token_ids
+        self.mask_token_id = None if answers is None else answers.mask_token_id
+        self.normalised = answers is not None and answers.normalised
+        self._takes_only_keywords = (
+            self.transformer is not None or self._first_place is None
+        )
 
-    @property
+    @cached_property
     def transformer(self) -> PreTrainedModel | None:
         """The transformers model within, if there is one."""
-        return self._transformer[0]
+        # Were it set as an attribute, it would be a child module, a second time.
+        return find_transformer(self.model)
 
     @property
     def problem_type(self) -> str | None:
@@ -127,26 +143,8 @@ class LogitsModel(nn.Module):
         )
 
     @property
-    def class_token_ids(self) -> ClassTokens | None:
-        """A language model's answers, one token a class, or several; or None.
-
-        Other models have none, and neither have those whose batches bring choices.
-        """
-        return None if self._answers is None else self._answers.class_token_ids
-
-    @property
-    def mask_token_id(self) -> int | None:
-        """The token at which a masked language model's answer is read."""
-        return None if self._answers is None else self._answers.mask_token_id
-
-    @property
-    def normalised(self) -> bool:
-        """Whether logits of answers are means over their tokens, rather than sums."""
-        return False if self._answers is None else self._answers.normalised
-
-    @property
     def has_answers(self) -> bool:
-        """Whether this is a language model whose answers are the classes."""
+        """Say whether this is a language model whose answers are the classes."""
         return self._answers is not None
 
     def forward(self, batch: Any = None, **model_kwargs: Any) -> torch.Tensor:
@@ -257,7 +255,8 @@ class LogitsModel(nn.Module):
         return inputs
 
     def n_without_labels(self, batch: Any) -> int:
-        """Count the examples of a labelled batch that teaches nothing; of others 0."""
+        """Count the examples of a batch none of whose labels counts; 0 of any other."""
+        # Here each example has one label, which counts.
         return 0
 
     def labels_of_part(self, y: torch.Tensor, part: Any, place: slice) -> torch.Tensor:
@@ -320,9 +319,15 @@ class LogitsModel(nn.Module):
         # threads.
         with LOCK, cpu_as_default(), active, running_eagerly(self.model):
             modes = {module: module.training for module in self.modules()}
-            before = [
-                flags for module in modes for flags in _ParameterFlags.of_module(module)
-            ]
+            before: list[_ParameterFlags] = []
+            for module in modes:
+                for name, parameter in module._parameters.items():
+                    if parameter is None:
+                        continue
+                    flags = _ParameterFlags(
+                        module, name, parameter.requires_grad, parameter.grad
+                    )
+                    before.append(flags)
             wanted = {id(parameter) for parameter in trainable}
             try:
                 self.eval()
@@ -358,24 +363,18 @@ class LogitsModel(nn.Module):
         return inputs if self._answers is None else text_first(inputs)
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
-        if isinstance(inputs, Mapping) and self._takes_keywords(inputs):
-            return self.model(**inputs, **kwargs)
-        return self.model(inputs, **kwargs)
+        """Call the model with inputs, or with the keys of a mapping as keywords.
 
-    def _takes_keywords(self, inputs: Mapping[str, Any]) -> bool:
-        """Tell whether the model takes a mapping's keys as keyword arguments.
-
-        Other modules than transformers' do if their forward pass takes nothing by
-        position, or its first place, of several, is one of the keys', as in
+        transformers' models take keywords. Other modules do if their forward pass takes
+        nothing by position, or its first place, of several, is one of the keys', as in
         `forward(self, input_ids, **others)`.
         """
-        if self._takes_only_keywords:
-            return True
-        return self._first_place in inputs and self._has_more_places
-
-    @property
-    def _takes_only_keywords(self) -> bool:
-        return self.transformer is not None or self._first_place is None
+        if isinstance(inputs, Mapping) and (
+            self._takes_only_keywords
+            or (self._has_more_places and self._first_place in inputs)
+        ):
+            return self.model(**inputs, **kwargs)
+        return self.model(inputs, **kwargs)
 
     def _find_answers(
         self,
@@ -408,13 +407,6 @@ class _ParameterFlags:
     name: str
     requires_grad: bool
     grad: torch.Tensor | None
-
-    @classmethod
-    def of_module(cls, module: nn.Module) -> Iterator[_ParameterFlags]:
-        """Note the flags of a module's own parameters."""
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield cls(module, name, parameter.requires_grad, parameter.grad)
 
     @property
     def parameter(self) -> nn.Parameter:

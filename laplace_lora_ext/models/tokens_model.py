@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -48,7 +48,7 @@ class TokensModel(LogitsModel):
     `mask_token_id`. A model that does not generate text is refused.
     """
 
-    @property
+    @cached_property
     def transformer(self) -> PreTrainedModel:
         """The transformers model within, which there always is."""
         transformer = super().transformer
@@ -57,7 +57,7 @@ class TokensModel(LogitsModel):
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether the model reads one text, and writes another."""
+        """Say whether the model reads one text, and writes another."""
         return bool(self.transformer.config.is_encoder_decoder)
 
     def _logits(
