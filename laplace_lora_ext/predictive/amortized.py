@@ -86,7 +86,8 @@ class LearntVariance:
     mean_error : float
         mean absolute error of the logarithms when each example is left out
     n_examples : int
-        learnt from, swapped and unlabelled ones included
+        learnt from, swapped and unlabelled ones included; those without doubt beside
+        the others are left out
     """
 
     mean: torch.Tensor
@@ -134,9 +135,15 @@ class LearntVariance:
         """
         X = features.cpu().double()
         Y = log_variances.cpu().double()
+        # The logarithm of no doubt at all, as of a text without aLoRA's invocation
+        # tokens, would outweigh all others.
+        has_doubt = Y.amax(1) > Y.max() + math.log(_ROUNDING)
+        X = X[has_doubt]
+        Y = Y[has_doubt]
         if len(X) < 3:
             raise ValueError(
-                f"Variances can't be learnt from {len(X)} examples: give more."
+                f"Variances can't be learnt from {len(X)} examples that have some: "
+                "give more."
             )
         mean = X.mean(0)
         scale = X.std(0, correction=0)

@@ -108,12 +108,12 @@ def test_kernels_of_the_exact_ggn_give_the_dense_posterior(linear_regression):
     prior, noise = torch.tensor(0.7).double(), torch.tensor(0.4).double()
     dense.prior_precision, dense.sigma_noise = prior, noise
     inputs = linear_regression.inputs
-    weights = list(linear_regression.model.parameters())
+    weight, bias = linear_regression.model.parameters()
     la = ExactGGN(
         outputs=linear_regression.model(inputs)[:, 0].detach(),
         gradients=torch.cat((inputs, torch.ones_like(inputs[:, :1])), 1),
         targets=linear_regression.targets[:, 0],
-        squared_norm=sum(weight.detach().square().sum() for weight in weights),
+        squared_norm=weight.detach().square().sum() + bias.detach().square().sum(),
         prior_precision=prior,
         sigma_noise=noise,
     )

@@ -207,5 +207,19 @@ def test_features_without_variance_play_no_part():
 
 
 def test_two_examples_are_too_few():
-    with pytest.raises(ValueError, match="from 2 examples: give more"):
+    with pytest.raises(ValueError, match="from 2 examples that have some: give more"):
         learnt_from(randn(2, 3), randn(2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_example_without_doubt_takes_none_from_others(dtype):
+    X, logs = linear_in_features(60, 2, seed=1)
+    f_var = covariances(logs.exp()).to(dtype)
+    f_var[7] = 0
+    logs = log_variances(f_var)
+    learnt = learnt_from(X, logs)
+    others = torch.arange(60) != 7
+    assert learnt.n_examples == 59
+    found = learnt.covariance(X[others])
+    expected = learnt_from(X[others], logs[others]).covariance(X[others])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
