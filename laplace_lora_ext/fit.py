@@ -31,7 +31,7 @@ class NoFit:
 
     def to(self, structure: Structure[Any, Any]) -> NoFit:
         """Note where the structure's weights are now."""
-        return replace(self, places=structure.places)
+        return replace(self, places=structure.recorder.places)
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,9 @@ class Fit:
         structure: Structure[Any, Any],
     ) -> Fit:
         """Rebuild what `state_dict` returned, where the structure's weights are now."""
+        recorder = structure.recorder
         sums = structure.unpack(state["H"])
-        device, dtype = structure.places[0]
+        device, dtype = recorder.places[0]
         learnt = state["learnt_variance"]
         return cls(
             mean=state["mean"].to(device, dtype),
@@ -89,8 +90,8 @@ class Fit:
             n_outputs=state["n_outputs"],
             # As it is now, and not as saved: it may have been cast, which `check_state`
             # allows.
-            model=ModelState.of(structure.model, structure.blocks),
-            places=structure.places,
+            model=ModelState.of(recorder.model, recorder.blocks),
+            places=recorder.places,
             learnt_variance=learnt and LearntVariance(**learnt).to(device, dtype),
         )
 
@@ -109,7 +110,8 @@ class Fit:
 
     def to(self, structure: Structure[Any, Any]) -> Fit:
         """Move the fit to where the structure's weights are now."""
-        device, dtype = structure.places[0]
+        places = structure.recorder.places
+        device, dtype = places[0]
         # Packed sums know no place, and are unpacked where the weights are. The
         # curvature follows from them, and need not be moved.
         sums = structure.unpack(structure.pack(self.sums))
@@ -119,7 +121,7 @@ class Fit:
             sums=sums,
             curvature=structure.decompose(sums, self.n_data),
             loss=self.loss.to(device),
-            places=structure.places,
+            places=places,
             learnt_variance=self.learnt_variance
             and self.learnt_variance.to(device, dtype),
         )
@@ -181,7 +183,8 @@ def fit(
     RuntimeError
         See `LoRALaplace.fit`.
     """
-    model, blocks = structure.model, structure.blocks
+    recorder = structure.recorder
+    model, blocks = recorder.model, recorder.blocks
     with together():
         if before is None:
             check_runs(model, blocks)
@@ -202,7 +205,7 @@ def fit(
         # A later part of the data may well leave out a layer that an earlier one has
         # used.
         if before is None:
-            structure.recorder.check_called(sums.called)
+            recorder.check_called(sums.called)
         loss = sums.loss
         n_data = sums.n_data
         if before is not None:
@@ -216,5 +219,5 @@ def fit(
             n_data=n_data,
             n_outputs=sums.n_outputs,
             model=state,
-            places=structure.places,
+            places=recorder.places,
         )

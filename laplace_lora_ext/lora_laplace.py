@@ -35,7 +35,7 @@ from laplace_lora_ext.models.lora_layers import (
 )
 from laplace_lora_ext.models.running import LOCK, exclusive, kept, without_autocast
 from laplace_lora_ext.models.same_model import ModelState, check_same
-from laplace_lora_ext.models.weights import Block, check_in_place, flattened, places_of
+from laplace_lora_ext.models.weights import Block, check_in_place, flattened
 from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
 from laplace_lora_ext.predictive import amortized, decisions, distributions
 from laplace_lora_ext.predictive.amortized import LearntVariance
@@ -229,7 +229,7 @@ class LoRALaplace(ParametricLaplace):
         self.recorder = Recorder(self.model, self.blocks)
         self.trained_likelihood = self.problem.trained
         self.predicted_likelihood = self.problem.predicted
-        self._fit: Fit | NoFit = NoFit(places_of(self.blocks, self.model.device))
+        self._fit: Fit | NoFit = NoFit(self.recorder.places)
         with self._prepared():  # the host collects the parameters that require grad
             super().__init__(
                 self.model,
@@ -500,7 +500,7 @@ class LoRALaplace(ParametricLaplace):
     @torch.inference_mode(False)
     def _move_with_model(self) -> None:
         """Move the posterior and its prior to the model's LoRA weights."""
-        if self._fit.places == places_of(self.blocks, self.model.device):
+        if self._fit.places == self.recorder.places:
             return
         self._backend = None  # the host's keeps buffers that the model has replaced
         for name in ("prior_precision", "prior_mean", "sigma_noise"):

@@ -171,7 +171,7 @@ def _own_sums(
     progress_bar: bool,
 ) -> Sums:
     """Sum the batches of this rank's share, from `start` on."""
-    model = structure.model
+    model = structure.recorder.model
     loss = torch.zeros((), device=model.device, dtype=torch.float64)
     sums = Sums(start, loss)
     progress = tqdm.tqdm(
@@ -206,7 +206,7 @@ def _with_batch(
     n_before: int,
 ) -> Sums:
     """Add a batch to sums."""
-    model = structure.model
+    model = structure.recorder.model
     called = set(sums.called)
     with structure.recorder.noting_calls(called), model.weighing_answers() as answered:
         loss, curvature = structure.add(sums.curvature, X, y, n_before + sums.n_data)
@@ -238,10 +238,10 @@ class _Report:
         structure: Structure[Any, Any],
         settings: Mapping[str, Any],
     ) -> _Report:
-        _, dtype = structure.places[0]
+        _, dtype = structure.recorder.places[0]
         identity = {"settings": repr((dtype, dict(settings)))}
         if count() > 1:
-            identity |= hashes(structure.model, structure.blocks)
+            identity |= hashes(structure.recorder.model, structure.recorder.blocks)
         return cls(
             identity=identity,
             loss=sums.loss.item(),

@@ -19,14 +19,7 @@ from laplace.utils.matrix import Kron, KronDecomposed
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
 from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from laplace_lora_ext.likelihoods import Likelihood
-from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.weights import (
-    Block,
-    Place,
-    check_in_place,
-    check_with_biases,
-    places_of,
-)
+from laplace_lora_ext.models.weights import check_in_place, check_with_biases
 from laplace_lora_ext.passes.checks import inspected
 from laplace_lora_ext.passes.recorder import Recorder
 
@@ -66,19 +59,6 @@ class Structure(Generic[SumsT, CurvatureT]):
         """Refuse a backend that lacks what the structure needs."""
 
     @property
-    def model(self) -> LogitsModel:
-        return self.recorder.model
-
-    @property
-    def blocks(self) -> list[Block]:
-        return self.recorder.blocks
-
-    @property
-    def places(self) -> list[Place]:
-        """Say where the weights are now, as `places_of` does."""
-        return places_of(self.blocks, self.model.device)
-
-    @property
     def settings(self) -> dict[str, Any]:
         """Collect what the curvature depends on, beside model, data and user."""
         return {}
@@ -100,7 +80,7 @@ class Structure(Generic[SumsT, CurvatureT]):
         are drawn depend on how many examples, `n_before`, came before. A batch that
         does not fit into memory is added in parts, as if these were batches.
         """
-        _, dtype = self.places[0]
+        _, dtype = self.recorder.places[0]
         total = sums
         losses: list[torch.Tensor] = []
 
@@ -150,6 +130,8 @@ class LowRankKronStructure(Structure[LowRankKron, LowRankKronDecomposed]):
 
     default_backend: ClassVar[type[CurvatureInterface]] = LowRankKronGGN
 
+    backend: LowRankKronInterface
+
     @classmethod
     def check_backend(cls, backend: type[CurvatureInterface]) -> None:
         if not issubclass(backend, LowRankKronInterface):
@@ -159,17 +141,11 @@ class LowRankKronStructure(Structure[LowRankKron, LowRankKronDecomposed]):
             )
 
     @property
-    def low_rank_backend(self) -> LowRankKronInterface:
-        """The backend, which `check_backend` has let through."""
-        assert isinstance(self.backend, LowRankKronInterface)
-        return self.backend
-
-    @property
     def settings(self) -> dict[str, Any]:
-        return self.low_rank_backend.settings
+        return self.backend.settings
 
     def zeros(self) -> LowRankKron:
-        return self.low_rank_backend.zeros()
+        return self.backend.zeros()
 
     def _add(
         self,
@@ -178,20 +154,20 @@ class LowRankKronStructure(Structure[LowRankKron, LowRankKronDecomposed]):
         y: torch.Tensor,
     ) -> tuple[torch.Tensor, LowRankKron]:
         total = sums.copy()
-        loss = self.low_rank_backend.accumulate(total, x, y)
+        loss = self.backend.accumulate(total, x, y)
         return loss, total
 
     def decompose(self, sums: LowRankKron, n_data: int) -> LowRankKronDecomposed:
-        with torch.autocast(self.model.device.type, enabled=False):
-            return sums.decompose(self.model.device)
+        device = self.recorder.model.device
+        with torch.autocast(device.type, enabled=False):
+            return sums.decompose(device)
 
     def pack(self, sums: LowRankKron) -> list[dict[str, Any]]:
         return sums.state_dict()
 
     def unpack(self, packed: list[dict[str, Any]]) -> LowRankKron:
-        return LowRankKron.from_state_dict(
-            packed, [block.place for block in self.blocks]
-        )
+        _, *of_blocks = self.recorder.places
+        return LowRankKron.from_state_dict(packed, of_blocks)
 
 
 @dataclass(frozen=True)
@@ -221,19 +197,20 @@ class HostStructure(Structure[SumsT, CurvatureT]):
         x: Any,
         y: torch.Tensor,
     ) -> tuple[torch.Tensor, SumsT]:
-        _, dtype = self.places[0]
+        blocks = self.recorder.blocks
+        _, dtype = self.recorder.places[0]
         targets = self.likelihood.as_targets(y.clone(), dtype)
         check = partial(self.likelihood.check_targets, y)
-        weights = [block.weight for block in self.blocks]
+        weights = [block.weight for block in blocks]
         with (
-            self.model.prepared(weights),
+            self.recorder.model.prepared(weights),
             torch.enable_grad(),
             inspected(self.recorder, x, check),
         ):
             loss, of_batch = self._of_batch(x, targets)
-        sizes = [block.n_params for block in self.blocks]
+        sizes = [block.n_params for block in blocks]
         parts = self._diagonal(of_batch).split(sizes)
-        for block, part in zip(self.blocks, parts, strict=True):
+        for block, part in zip(blocks, parts, strict=True):
             if not torch.isfinite(part).all():
                 raise ValueError(f"Weight {block.name}: non-finite curvature")
         return loss, self.merge(sums, of_batch)
@@ -262,10 +239,11 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
             )
 
     def zeros(self) -> Kron:
-        check_in_place(self.blocks, 'hessian_structure="kron"')
-        check_with_biases(self.blocks)
-        device, dtype = self.places[0]
-        weights: list[Any] = [block.weight for block in self.blocks]
+        blocks = self.recorder.blocks
+        check_in_place(blocks, 'hessian_structure="kron"')
+        check_with_biases(blocks)
+        device, dtype = self.recorder.places[0]
+        weights: list[Any] = [block.weight for block in blocks]
         return Kron.init_from_model(weights, device, dtype)
 
     def _of_batch(
@@ -286,16 +264,16 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
                 kfacs.append([factors[0], factors[1] / n_data])
             else:
                 kfacs.append(factors)
-        with torch.autocast(self.model.device.type, enabled=False):
+        with torch.autocast(self.recorder.model.device.type, enabled=False):
             return Kron(kfacs).decompose(damping=self.damping)
 
     def pack(self, sums: Kron) -> Any:
         return sums.kfacs
 
     def unpack(self, packed: Any) -> Kron:
-        device, _ = self.places[0]
+        device, _ = self.recorder.places[0]
         kfacs: list[Any] = []
-        for factors, block in zip(packed, self.blocks, strict=True):
+        for factors, block in zip(packed, self.recorder.blocks, strict=True):
             kfacs.append(
                 [factor.to(device, block.statistics_dtype) for factor in factors]
             )
@@ -312,7 +290,7 @@ class DenseStructure(HostStructure[torch.Tensor, torch.Tensor]):
 
     @property
     def n_params(self) -> int:
-        return sum(block.n_params for block in self.blocks)
+        return sum(block.n_params for block in self.recorder.blocks)
 
     def decompose(
         self,
@@ -325,7 +303,7 @@ class DenseStructure(HostStructure[torch.Tensor, torch.Tensor]):
         return sums
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        device, dtype = self.places[0]
+        device, dtype = self.recorder.places[0]
         return packed.to(device, dtype)
 
 
@@ -334,7 +312,7 @@ class DiagStructure(DenseStructure):
     """A diagonal, `(parameters,)`."""
 
     def zeros(self) -> torch.Tensor:
-        device, dtype = self.places[0]
+        device, dtype = self.recorder.places[0]
         return torch.zeros(self.n_params, device=device, dtype=dtype)
 
     def _of_batch(
@@ -353,7 +331,7 @@ class FullStructure(DenseStructure):
     """One dense matrix, `(parameters, parameters)`."""
 
     def zeros(self) -> torch.Tensor:
-        device, dtype = self.places[0]
+        device, dtype = self.recorder.places[0]
         return torch.zeros(
             self.n_params,
             self.n_params,
@@ -364,10 +342,11 @@ class FullStructure(DenseStructure):
     def _add(
         self, sums: torch.Tensor, x: Any, y: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        model = self.recorder.model
         # ASDL's Jacobians need it before their first pass.
-        if not self.model.output_size:
-            with self.model.prepared(), torch.no_grad():
-                self.model(x)
+        if not model.output_size:
+            with model.prepared(), torch.no_grad():
+                model(x)
         return super()._add(sums, x, y)
 
     def _of_batch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -103,9 +103,9 @@ class Block:
     view: View | None = None  # None if the parameter is the matrix
     kind: Kind = "lora"
 
-    @property
+    @cached_property
     def known_as(self) -> str:
-        """Name of the weight, without wrappers and the adapter's name."""
+        """Name the weight without wrappers and the adapter's name."""
         return bare_name(self.name)
 
     @property
@@ -123,7 +123,7 @@ class Block:
         """Cut the matrices `(..., m, n)` out of tensors of the parameter's shape."""
         return parameters if self.view is None else self.view.of(parameters, n_leading)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """(m, n)."""
         if self.view is not None:
@@ -169,20 +169,6 @@ class Block:
     def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
         """Turn `(..., m, n)` weights into `(..., r, d)`, and back."""
         return weights if self.small_output else weights.mT
-
-
-def places_of(
-    blocks: Sequence[Block],
-    device: torch.device,
-) -> list[Place]:
-    """List a posterior's devices: that of all blocks together, then each block's.
-
-    The former belongs on the model's `device`.
-    """
-    places = [(device, blocks[0].statistics_dtype)]
-    for block in blocks:
-        places.append((block.device, block.statistics_dtype))
-    return places
 
 
 # --- names ----------------------------------------------------------------------------
@@ -236,8 +222,9 @@ def whole_parameters(blocks: Iterable[Block]) -> list[torch.Tensor]:
     """List the parameters, each once, whose gradients are needed as a whole."""
     parameters: dict[int, torch.Tensor] = {}
     # By identity: tensors compare their numbers.
-    for block in without_rows(blocks):
-        parameters[id(block.weight)] = block.weight
+    for block in blocks:
+        if isinstance(block.rows, WholeGradient):
+            parameters[id(block.weight)] = block.weight
     return list(parameters.values())
 
 

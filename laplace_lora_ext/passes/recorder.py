@@ -19,6 +19,7 @@ from laplace_lora_ext.models.running import is_shared, unfused_attention
 from laplace_lora_ext.models.weights import (
     Block,
     LinearRows,
+    Place,
     check_in_place,
     read,
     whole_parameters,
@@ -80,12 +81,24 @@ class Recorder:
     ) -> None:
         self.model = model
         self.blocks = list(blocks)
+        self._without_rows = without_rows(blocks)
         # A whole parameter's gradient is of all examples that a pass has.
-        self.layouts = Layouts(examples_apart=bool(without_rows(blocks)))
+        self.layouts = Layouts(examples_apart=bool(self._without_rows))
         # A prediction's backward pass has more vectors at once than a fit's.
         self._of_fits = Memory()
         self._of_predictions = Memory()
         self._has_warned = False
+
+    @property
+    def places(self) -> list[Place]:
+        """List where statistics belong now: those of all blocks, then each block's.
+
+        The former belong on the model's device.
+        """
+        places = [(self.model.device, self.blocks[0].statistics_dtype)]
+        for block in self.blocks:
+            places.append(block.place)
+        return places
 
     @contextmanager
     def record(
@@ -125,7 +138,7 @@ class Recorder:
             keeps_inputs=keeps_inputs,
         )
         compute = self._logits if outputs is None else outputs
-        check_in_place(without_rows(self.blocks), "A gradient in a whole matrix")
+        check_in_place(self._without_rows, "A gradient in a whole matrix")
         # Hooks come last, when `prepared` makes other threads wait: these must not be
         # heard.
         with (
@@ -205,7 +218,7 @@ class Recorder:
 
     def _warn_of_passes(self, n_seeds: int) -> None:
         """Say once which matrices make passes slow, and how many each example takes."""
-        slow = without_rows(self.blocks)
+        slow = self._without_rows
         if not slow or self._has_warned:
             return
         self._has_warned = True
@@ -345,7 +358,9 @@ class Recorder:
             return [self._undivided(batch, evaluate, _NO_ROWS)]
         rows_of_example = n_outputs * (number_of_tokens(batch) or 1)
         most_examples = n_rows
-        logits_at_once = self._logits_at_once(n_outputs)
+        # Rows of logits whose Jacobians may be in memory at once.
+        n_params = sum(block.n_params for block in self.blocks)
+        logits_at_once = max(1, _NUMBERS // (n_outputs * n_params))
         if owners is not None:  # each token of a text has vectors of its own
             most_logits = int(owners.bincount().max())
             rows_of_example *= most_logits
@@ -381,11 +396,6 @@ class Recorder:
     def _at_once(self) -> int:
         """Say how many rows go through a layer in one backward pass of a prediction."""
         return _ON_CPU if self.model.device.type == "cpu" else _ON_ACCELERATOR
-
-    def _logits_at_once(self, n_outputs: int) -> int:
-        """Say how many rows of logits may have their Jacobians in memory at once."""
-        n_params = sum(block.n_params for block in self.blocks)
-        return max(1, _NUMBERS // (n_outputs * n_params))
 
     def in_parts_that_fit(
         self,
