@@ -133,18 +133,7 @@ class LearntVariance:
         noise : float, default=0.0
             variance of the independent errors that the logarithms have
         """
-        X = features.cpu().double()
-        Y = log_variances.cpu().double()
-        # The logarithm of no doubt at all, as of a text without aLoRA's invocation
-        # tokens, would outweigh all others.
-        has_doubt = Y.amax(1) > Y.max() + math.log(_ROUNDING)
-        X = X[has_doubt]
-        Y = Y[has_doubt]
-        if len(X) < 3:
-            raise ValueError(
-                f"Variances can't be learnt from {len(X)} examples that have some: "
-                "give more."
-            )
+        X, Y = _with_doubt(features.cpu().double(), log_variances.cpu().double())
         mean = X.mean(0)
         scale = X.std(0, correction=0)
         # What does not vary says nothing, and rounding makes no feature: divided by
@@ -239,6 +228,27 @@ class LearntVariance:
         # seen.
         logs = logs.clamp(self.lowest - _MARGIN, self.highest + _MARGIN)
         return covariances(logs.exp())
+
+
+def _with_doubt(
+    features: torch.Tensor,
+    log_variances: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select the examples whose logits have any variance beside the others'.
+
+    A `ValueError` if they are too few to learn from.
+    """
+    # The logarithm of no doubt at all, as of a text without aLoRA's invocation tokens,
+    # would outweigh all others.
+    least = log_variances.max() + math.log(_ROUNDING)
+    has_doubt = log_variances.amax(1) > least
+    n_with_doubt = int(has_doubt.sum())
+    if n_with_doubt < 3:
+        raise ValueError(
+            f"Variances can't be learnt from {n_with_doubt} examples that have some: "
+            "give more."
+        )
+    return features[has_doubt], log_variances[has_doubt]
 
 
 def _alike(
@@ -481,7 +491,11 @@ def _learnt_from(
 
 
 def _draws(la: Amortizable) -> bool:
-    """Tell whether to learn from draws: where exact variances take more passes."""
+    """Tell whether to learn from draws of the weights, rather than exact variances.
+
+    They take two forward passes a draw, where exact ones take a backward pass an
+    output, and need weights that can be replaced.
+    """
     return la.n_outputs > 2 * _DRAWS and are_in_place(la.blocks)
 
 
