@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -33,15 +32,14 @@ def warn(message: str) -> None:
     """Warn at the user's line, outside of this library, the host and torch."""
     frame = sys._getframe()
     level = 1
-    while frame.f_back is not None and _package_of(frame) in _OURS:
+    while frame.f_back is not None:
+        module: str = frame.f_globals.get("__name__", "")
+        package, _, _ = module.partition(".")
+        if package not in _OURS:
+            break
         frame = frame.f_back
         level += 1
     warnings.warn(message, stacklevel=level)
-
-
-def _package_of(frame: FrameType) -> str:
-    module: str = frame.f_globals.get("__name__", "")
-    return module.partition(".")[0]
 
 
 def check_counts(**counts: Any) -> None:

@@ -150,13 +150,20 @@ def sums_over(
             f"{share.size}: is drop_last set, or does a sampler repeat some or leave "
             "some out?"
         )
-    reports = gathered(_Report.of(own, structure, settings))
-    if not any(report.n_data for report in reports):
+    # All but the curvature, which is large, and joined once nothing speaks against it.
+    told = replace(own, curvature=None, loss=own.loss.cpu())
+    identities: list[dict[str, str]] = []
+    of_ranks: list[Sums] = []
+    for identity, sums in gathered((_identity(structure, settings), told)):
+        identities.append(identity)
+        of_ranks.append(sums)
+    if not any(sums.n_data for sums in of_ranks):
         raise ValueError(
             "The training loader has no data. (A generator can be read once.)"
         )
-    _check_alike(reports)
-    joined = _joined(own, reports, structure)
+    _check_alike(identities)
+    refuse_copies([(sums.n_data, sums.loss.item()) for sums in of_ranks])
+    joined = _joined(own.curvature, of_ranks, structure)
     if not joined.n_outputs:  # no batch has had anything to learn
         raise ValueError("No token of the data has a label: every label is -100.")
     joined.seen.warn(structure.likelihood, joined.loss.item(), joined.n_data)
@@ -220,80 +227,59 @@ def _with_batch(
     )
 
 
-@dataclass(frozen=True)
-class _Report:
-    """Tells the other ranks of this one's sums, all but the curvature."""
-
-    identity: dict[str, str]  # what all ranks must have alike
-    loss: float
-    n_data: int
-    n_outputs: int
-    called: frozenset[int]
-    seen: Seen
-
-    @classmethod
-    def of(
-        cls,
-        sums: Sums,
-        structure: Structure[Any, Any],
-        settings: Mapping[str, Any],
-    ) -> _Report:
-        _, dtype = structure.recorder.places[0]
-        identity = {"settings": repr((dtype, dict(settings)))}
-        if count() > 1:
-            identity |= hashes(structure.recorder.model, structure.recorder.blocks)
-        return cls(
-            identity=identity,
-            loss=sums.loss.item(),
-            n_data=sums.n_data,
-            n_outputs=sums.n_outputs,
-            called=sums.called,
-            seen=sums.seen,
-        )
+def _identity(
+    structure: Structure[Any, Any],
+    settings: Mapping[str, Any],
+) -> dict[str, str]:
+    """Describe what all ranks must have alike, by what it is."""
+    _, dtype = structure.recorder.places[0]
+    identity = {"settings": repr((dtype, dict(settings)))}
+    if count() > 1:
+        identity |= hashes(structure.recorder.model, structure.recorder.blocks)
+    return identity
 
 
-def _check_alike(reports: Sequence[_Report]) -> None:
-    """Refuse ranks with other models than the first, and ranks with the same data."""
-    first = reports[0].identity
-    for number, report in enumerate(reports):
-        differing = [key for key in first if first[key] != report.identity[key]]
+def _check_alike(identities: Sequence[Mapping[str, str]]) -> None:
+    """Refuse ranks with other models or settings than the first."""
+    first = identities[0]
+    for number, identity in enumerate(identities):
+        differing = [key for key in first if first[key] != identity[key]]
         if differing:
             raise ValueError(
                 f"Rank {number} and rank 0 differ in {' and '.join(differing)}: load "
                 "the same adapter and pass the same settings on every rank."
             )
-    refuse_copies([(report.n_data, report.loss) for report in reports])
 
 
 def _joined(
-    own: Sums,
-    reports: Sequence[_Report],
+    curvature: Any,
+    of_ranks: Sequence[Sums],
     structure: Structure[Any, Any],
 ) -> Sums:
-    """Join the sums of all ranks, which have told each other of theirs."""
-    curvature = own.curvature
+    """Join the sums of all ranks, which have told each other all but the curvature."""
     if count() > 1:
-        first, *others = gathered(structure.pack(own.curvature))
+        first, *others = gathered(structure.pack(curvature))
         curvature = structure.unpack(first)
         for packed in others:
             curvature = structure.merge(curvature, structure.unpack(packed))
-    loss = torch.zeros_like(own.loss)
+    device = structure.recorder.model.device
+    loss = torch.zeros((), device=device, dtype=torch.float64)
     n_data = 0
     n_outputs = 0
-    called: set[int] = set()
+    called: frozenset[int] = frozenset()
     seen = Seen()
-    for report in reports:
-        loss += report.loss
-        n_data += report.n_data
+    for sums in of_ranks:
+        loss += sums.loss.item()
+        n_data += sums.n_data
         # A rank without data has made no pass that would tell.
-        n_outputs = max(n_outputs, report.n_outputs)
-        called |= report.called
-        seen += report.seen
+        n_outputs = max(n_outputs, sums.n_outputs)
+        called |= sums.called
+        seen += sums.seen
     return Sums(
         curvature=curvature,
         loss=loss,
         n_data=n_data,
         n_outputs=n_outputs,
-        called=frozenset(called),
+        called=called,
         seen=seen,
     )

@@ -137,7 +137,7 @@ def load(arguments: ModelArguments) -> Loaded:
 
 
 def _settings_of(arguments: ModelArguments, config: PeftConfig) -> dict[str, Any]:
-    """Keywords of `from_pretrained`."""
+    """Collect the keywords of `from_pretrained`."""
     dtype = getattr(torch, arguments.dtype, None)
     if arguments.dtype != "auto" and not isinstance(dtype, torch.dtype):
         raise UsageError(

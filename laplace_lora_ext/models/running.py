@@ -197,7 +197,7 @@ def is_shared(model: nn.Module) -> bool:
 
 @contextmanager
 def exact_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within, let those of PEFT's attention modules compute their gradients in full.
+    """Let PEFT's attention, among some modules, compute full gradients within.
 
     In each pass PEFT adds `B A` to the weights of the base model, and subtracts it
     again, which rounds them: here they are put back. To those of the output projection
@@ -265,16 +265,12 @@ class Checkpoints:
     """Lets layers keep their inputs alone, to compute the rest anew backwards."""
 
     def __init__(self) -> None:
-        self._n_open = 0
-
-    @property
-    def is_within(self) -> bool:
-        """Say whether such a layer is being called."""
-        return self._n_open > 0
+        # How many such layers are being called: they may lie within each other.
+        self.n_open = 0
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Checkpoint, within, the layers of a model that its training checkpoints.
+        """Checkpoint the layers of a model that its training checkpoints, within.
 
         transformers does so in training mode alone, where dropout and whatever else a
         layer does in training would change the logits. Here the layers stay in
@@ -298,9 +294,8 @@ class Checkpoints:
             kwargs |= dict.fromkeys(_CACHES & kwargs.keys())
         if "use_cache" in kwargs:
             kwargs["use_cache"] = False
-        # A count, since checkpointed layers may lie within others.
-        self._n_open += 1
+        self.n_open += 1
         try:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         finally:
-            self._n_open -= 1
+            self.n_open -= 1

@@ -1,4 +1,4 @@
-"""Whether a model is the one that a posterior was fitted to."""
+"""Tells whether a model is the one that a posterior was fitted to, and what differs."""
 
 from __future__ import annotations
 

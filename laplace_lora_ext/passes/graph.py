@@ -516,7 +516,7 @@ class Taps:
         if self._calls is None:
             return tapped
         call.node = tapped.grad_fn
-        if self.checkpoints.is_within and not self._keeps_inputs:
+        if self.checkpoints.n_open and not self._keeps_inputs:
             call.inputs = None  # before the layer's other activations go
         self._calls[index].append(call)
         return tapped

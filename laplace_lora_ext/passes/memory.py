@@ -70,12 +70,7 @@ class Memory:
     def __init__(self) -> None:
         # To try; infinite as long as all that was tried did fit.
         self._most_rows = math.inf
-        self._failure = OutOfMemory("")  # the last one
-
-    @property
-    def failure(self) -> OutOfMemory:
-        """What has made the parts smaller."""
-        return self._failure
+        self.failure = OutOfMemory("")  # the last one: it has made the parts smaller
 
     def size(self, n_rows: int, at_most: int) -> int:
         """Say how many examples of `n_rows` rows each to try at once."""
@@ -95,11 +90,11 @@ class Memory:
         half = max(1, n_examples // 2)
         # In rows, since later batches may have longer texts.
         self._most_rows = half * n_rows
-        self._failure = failure
+        self.failure = failure
 
 
 def attempt(evaluate: Callable[[], Result]) -> Result | OutOfMemory:
-    """Evaluate; where memory does not suffice, let go of all that was made."""
+    """Evaluate, and let go of all that was made where memory does not suffice."""
     try:
         return evaluate()
     except RuntimeError as error:

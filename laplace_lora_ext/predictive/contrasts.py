@@ -73,20 +73,12 @@ class Contrasts:
     def directions(self, logits: torch.Tensor) -> torch.Tensor:
         """Make the vectors `(k, B, C)` that a backward pass takes for each contrast."""
         classes = self.classes(logits)
-        rows = _rows(classes, logits)
+        identity = torch.eye(logits.shape[-1]).to(logits)
+        rows = identity[classes.clamp_min(0)]  # (B, 1 + k, C)
         is_known = classes[:, 1:] != NO_CLASS
         others, first = rows[:, 1:], rows[:, :1]
         vectors = torch.where(is_known[..., None], others - first, 0)
         return vectors.transpose(0, 1)
-
-
-def _rows(
-    classes: torch.Tensor,
-    logits: torch.Tensor,
-) -> torch.Tensor:
-    """Make rows of the identity `(B, 1 + k, C)`."""
-    identity = torch.eye(logits.shape[-1]).to(logits)
-    return identity[classes.clamp_min(0)]
 
 
 def completed(
