@@ -10,13 +10,13 @@ import laplace_lora_ext.plots as plots
 from laplace_lora_ext.curvature.backend import PAPER_SETTINGS
 from laplace_lora_ext.laplace import Laplace, from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.numbers import NumberPrediction
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.structures import LowRankKronLoRALaplace
 from laplace_lora_ext.text.collator import DataCollatorForChoices
 from laplace_lora_ext.text.generation import GeneratedText
 from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch

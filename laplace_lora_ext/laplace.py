@@ -17,7 +17,6 @@ from laplace_lora_ext.curvature.backend import (
 )
 from laplace_lora_ext.likelihoods import TOKENS
 from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.same_model import ModelState
 from laplace_lora_ext.problems import LIKELIHOOD_OF
@@ -26,6 +25,7 @@ from laplace_lora_ext.structures import (
     DiagLoRALaplace,
     FullLoRALaplace,
     KronLoRALaplace,
+    LowRankKronLoRALaplace,
 )
 
 _CLASSES = (LowRankKronLoRALaplace, KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace)

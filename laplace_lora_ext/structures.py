@@ -1,21 +1,391 @@
-"""The host's structures over LoRA weights, which the host finds by `_key`."""
+"""Posteriors of each structure, which the host finds by their `_key`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace
 from laplace.utils.matrix import KronDecomposed
+from torch.utils.data import DataLoader
 
+from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.curvature.structure import (
     DiagStructure,
     FullStructure,
     KronStructure,
+    LowRankKronStructure,
     Structure,
 )
 from laplace_lora_ext.lora_laplace import LoRALaplace
+from laplace_lora_ext.messages import check_counts
+from laplace_lora_ext.models.running import exclusive
+from laplace_lora_ext.passes.recorder import Directions, every_output
+from laplace_lora_ext.predictive.contrasts import Contrasts
+from laplace_lora_ext.predictive.data_sets import Columns, Sample, over_loader
+from laplace_lora_ext.predictive.distributions import sees_differences
+from laplace_lora_ext.predictive.links import DEFAULT_LINK
+from laplace_lora_ext.predictive.moments import Moments, joined_moments
+from laplace_lora_ext.predictive.statistics import (
+    PredictiveStatistics,
+    statistics_of_batch,
+)
+from laplace_lora_ext.processes.exchange import gathered
+from laplace_lora_ext.text.generation import GeneratedText, generate_texts
+from laplace_lora_ext.text.scores import (
+    TextScores,
+    draw_logits,
+    labelled_tokens,
+    score_texts,
+    writers_of,
+)
+
+
+class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
+    """Laplace-LoRA: Kronecker-factored curvature whose large factors are kept low-rank.
+
+    It alone takes the likelihood "language_modeling", for language models that write.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        a `PeftModel`, or any module that holds plain LoRA layers and maps a batch to
+        logits
+    likelihood : str
+        as for `LoRALaplace`. With "language_modeling", `fit` takes batches as
+        supervised fine-tuning does: mappings with `input_ids`, `attention_mask` and
+        `labels` (-100 for tokens that don't count). The Fisher is then a Monte-Carlo
+        estimate: it draws a token from the model wherever there is a label, and
+        back-propagates the loss of a whole text at once. `score` and `generate`
+        predict, by draws of the weights
+    backend : type of LowRankKronInterface, default=LowRankKronGGN
+    backend_kwargs : dict, optional
+        `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (from 20
+        classes on), `num_samples`, `seed` (0); for the paper's settings pass
+        `laplace_lora_ext.PAPER_SETTINGS`
+    **kwargs
+        all others as for `LoRALaplace`
+
+    Attributes
+    ----------
+    H : LowRankKronDecomposed or None
+        the curvature, without a prior; None before `fit`
+    H_facs : LowRankKron or None
+        the sums behind it, to which a later fit can add: with twice as many columns as
+        the rank
+
+    References
+    ----------
+    Yang et al., "Bayesian low-rank adaptation for large language models", ICLR 2024.
+    """
+
+    _key = ("lora", "lowrank_kron")
+    _structure: ClassVar[type[Structure[Any, Any]]] = LowRankKronStructure
+
+    # --- texts, with the likelihood "language_modeling" -------------------------------
+
+    def score(
+        self,
+        batch: Mapping[str, Any],
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+    ) -> TextScores:
+        """Score how likely texts are, and how uncertain each of their tokens is.
+
+        Parameters
+        ----------
+        batch : Mapping
+            texts with labels, as for `fit`
+        n_samples : int, default=10
+            models with weights drawn from the posterior, S, of which `sample_adapters`
+            writes the like; 0 scores the trained model itself. A mixture divides them
+            among its members, the first ones getting the rest. Scoring takes `1 + S`
+            forward passes, and the memory of a few logits `(N, V)` whatever S is
+        generator : torch.Generator, optional
+            for the draws: with the same state, another batch gets the same draws
+
+        Returns
+        -------
+        TextScores
+
+        Raises
+        ------
+        ValueError
+            If the likelihood is another than "language_modeling", the batch has no
+            labelled token or does not suit the model, or a logit is not finite.
+        RuntimeError
+            If the model is not the fitted one.
+        """
+        return score_texts(self.members, batch, n_samples, generator)
+
+    def draw_logits(
+        self,
+        batch: Mapping[str, Any],
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Compute logits `(S, N, V)` of S draws at N labelled tokens.
+
+        For measures of one's own.
+
+        Parameters are those of `score`. Without draws they are the trained model's, or
+        each member's.
+        """
+        return draw_logits(self.members, batch, n_samples, generator)
+
+    def generate(
+        self,
+        *,
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+        **generation_kwargs: Any,
+    ) -> GeneratedText:
+        """Write texts, choosing each next token by the posterior predictive.
+
+        This runs transformers' own `generate`, greedy or sampling, with its stopping,
+        its logits processors and its caches, for one text after the other. A whole text
+        keeps the same draws, so each draw is one model reading that text. Without draws
+        the texts equal those of the model's own `generate`, and of a mixture those of
+        the mixture of its trained models.
+
+        Parameters
+        ----------
+        n_samples : int, default=10
+            how many draws, S; each token takes `1 + S` forward passes
+        generator : torch.Generator, optional
+            for the draws, and for tokens that `generate` samples
+        **generation_kwargs
+            for `generate`: `input_ids` and `attention_mask` as a tokenizer makes them,
+            padded on the left unless an encoder reads them, `max_new_tokens` and so on
+
+        Returns
+        -------
+        GeneratedText
+
+        Raises
+        ------
+        NotImplementedError
+            For beams, several texts a prompt, `past_key_values`, images beside text,
+            and models with a `generate` of their own; without `use_cache=False` also
+            for models that keep no cache.
+        ValueError
+            If the likelihood is another, there are no prompts, or they are padded on
+            the wrong side.
+        """
+        return generate_texts(
+            self.members, n_samples=n_samples, generator=generator, **generation_kwargs
+        )
+
+    def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the model's logits `(N, V)`, and find the labelled tokens `(N,)`."""
+        (writer,) = writers_of(self.members)
+        return labelled_tokens(writer, batch)
+
+    # --- what is particular to the structure ------------------------------------------
+
+    def moments(
+        self, X: Any, joint: bool, directions: Directions = every_output
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.problem.check_linearised()
+        precision = self.posterior_precision
+        assert isinstance(precision, LowRankKronDecomposed)
+        covariances: list[torch.Tensor] = []  # of one part, by block
+
+        def add(index: int, jacobian: torch.Tensor) -> None:
+            if joint:
+                jacobian = jacobian.flatten(0, 1)
+            block, delta = precision.blocks[index], precision.deltas[index]
+            covariances.append(block.inv_square_form(jacobian, delta))
+
+        def moments_of(part: Any, _: slice) -> Moments:
+            covariances.clear()
+            f_mu = self.recorder.visit_jacobians(
+                part, add, directions, self.enable_backprop
+            )
+            of_blocks = [covariance.to(f_mu.device) for covariance in covariances]
+            return Moments(f_mu, torch.stack(of_blocks).sum(0))
+
+        if joint:  # examples vary together: they can't come in parts
+            return moments_of(X, slice(None))
+        n_directions = len(directions(torch.zeros(1, self.n_outputs)))
+        return joined_moments(self.recorder.in_parts(X, n_directions, moments_of))
+
+    @property
+    def log_det_posterior_precision(self) -> torch.Tensor:
+        """Log-determinant of the posterior precision, in float64."""
+        self._check_H_init()
+        return self.H.spectrum.logdet(self._H_factor, self.prior_precision)
+
+    @exclusive
+    @torch.inference_mode(False)
+    def predictive_statistics(
+        self,
+        loader: DataLoader | Iterable[Any],
+        progress_bar: bool = False,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        n_contrasts: int | None = None,
+        max_examples: int | None = None,
+    ) -> PredictiveStatistics:
+        """Pass over a data set once, to predict it under any prior precision.
+
+        Parameters
+        ----------
+        loader : DataLoader or iterable
+            of mappings or pairs `(X, y)`; labels, if there are any, become `targets`
+        progress_bar : bool, default=False
+        device : torch.device or str, default="cpu"
+            where to keep the statistics; `PredictiveStatistics` says how large they are
+        dtype : torch.dtype, default=torch.float32
+            in which precision to keep them
+        n_contrasts : int, optional
+            for more than nine classes: how many classes to compare with the most
+            probable one, by a backward pass each, for the links "mean_field" and "mc".
+            By default as many as matter, at most 8. From C - 1 on, and for regression
+            always, statistics are of all outputs, by C passes, and serve every link
+        max_examples : int, optional
+            keep those of at most this many, drawn at random, the same in every call;
+            all by default
+
+        Returns
+        -------
+        PredictiveStatistics
+
+        Raises
+        ------
+        ValueError
+            If the loader is empty, labels don't fit, only some batches have labels, or
+            a number is not finite. The message names the batch.
+        """
+        self.problem.check_linearised()
+        self._check_H_init()
+
+        contrasts = self._contrasts(n_contrasts)
+
+        def of_batch(batch: Any) -> Columns:
+            self.check_model()
+            pair = self.model.split_if_labelled(batch)
+            return statistics_of_batch(self, pair, device, dtype, contrasts).columns
+
+        if max_examples is not None:
+            check_counts(max_examples=max_examples)
+        sample = Sample(max_examples)
+        columns = over_loader(
+            loader,
+            of_batch,
+            "[Predictive statistics]",
+            progress_bar,
+            sample=sample,
+            owners=self.model.owners,
+        )
+        statistics = PredictiveStatistics.of_columns(
+            tuple(column.to(device) for column in columns),
+            spectrum=self.H.spectrum,
+            scale=self._H_factor.detach(),
+            of_contrasts=contrasts is not None,
+        )
+        return replace(statistics, n_left_out=sum(gathered(sample.n_left_out)))
+
+    def _contrasts(self, n_contrasts: int | None) -> Contrasts | None:
+        """Say which contrasts statistics are of; None where they are of all outputs."""
+        contrasts = Contrasts(n_contrasts)
+        if self.predicted_likelihood.is_gaussian or contrasts.are_all(self.n_outputs):
+            return None
+        return contrasts
+
+    @exclusive
+    def summary(self) -> str:
+        """Make a table of the weights and their priors: `print(la.summary())`.
+
+        The last column says how many of a weight's parameters the data determine rather
+        than the prior: the sum of e / (e + λ) over the eigenvalues e of its curvature,
+        with the prior precision λ (MacKay, "Bayesian interpolation", Neural Computation
+        4, 1992).
+        """
+        self._check_H_init()
+        spectrum = self.H.spectrum
+        priors = self.prior_precision.double().expand(len(self.blocks))
+        leading, remaining = spectrum.shifted(self._H_factor, priors)  # e + λ
+        of_leading = 1 - priors[spectrum.leading_block] / leading
+        of_remaining = 1 - priors[spectrum.remaining_block] / remaining
+        determined = torch.zeros_like(priors)
+        determined = determined.index_add(0, spectrum.leading_block, of_leading)
+        determined = determined.index_add(
+            0, spectrum.remaining_block, spectrum.multiplicity * of_remaining
+        )
+        names = [block.name.removeprefix("base_model.model.") for block in self.blocks]
+        width = max(len(name) for name in names)
+        rows = [f"{'weight':{width}}  parameters  prior precision  determined"]
+        for row in zip(names, self._sizes, priors, determined, strict=True):
+            name, size, prior, number = row
+            rows.append(f"{name:{width}}  {size:10,}  {prior:15.4g}  {number:10.1f}")
+        return "\n".join(rows)
+
+    def statistics_of(
+        self,
+        loader: Any,
+        progress_bar: bool,
+        link_approx: str = DEFAULT_LINK,
+        max_examples: int | None = None,
+    ) -> PredictiveStatistics:
+        if not isinstance(loader, PredictiveStatistics):
+            return self.predictive_statistics(
+                loader,
+                progress_bar,
+                n_contrasts=self._contrasts_for(link_approx),
+                max_examples=max_examples,
+            )
+        self._check_H_init()
+        if not loader.spectrum.equals(self.H.spectrum):
+            raise ValueError(
+                "The statistics belong to another fit: compute them again."
+            )
+        if loader.classes is not None and not sees_differences(self, link_approx):
+            raise ValueError(
+                f"These statistics tell of differences of logits alone, and the link "
+                f"{link_approx!r} reads each by itself: compute them with "
+                f"n_contrasts={self.n_outputs - 1}."
+            )
+        # `sigma_noise` and `temperature` may have changed since; the posterior may have
+        # moved.
+        return replace(loader, scale=self._H_factor.detach().to(loader.scale))
+
+    def statistics_by_batch(
+        self, link_approx: str = DEFAULT_LINK
+    ) -> Callable[[Any], PredictiveStatistics]:
+        contrasts = self._contrasts(self._contrasts_for(link_approx))
+
+        def of_batch(batch: Any) -> PredictiveStatistics:
+            self.check_model()
+            pair = self.model.split_if_labelled(batch)
+            return statistics_of_batch(self, pair, "cpu", torch.float32, contrasts)
+
+        return of_batch
+
+    def bytes_of_statistics(self, link_approx: str = DEFAULT_LINK) -> int:
+        self._check_H_init()
+        contrasts = self._contrasts(self._contrasts_for(link_approx))
+        n_directions = (
+            self.n_outputs if contrasts is None else contrasts.most(self.n_outputs)
+        )
+        spectrum = self.H.spectrum
+        of_direction = len(spectrum.leading) + len(spectrum.remaining) * n_directions
+        n_numbers = self.n_outputs + n_directions * of_direction
+        # Targets are one number or one for each output; contrasts have the classes they
+        # are of.
+        n_wide = (
+            self.n_outputs if contrasts is None else self.n_outputs + 1 + n_directions
+        )
+        return n_numbers * torch.float32.itemsize + n_wide * torch.int64.itemsize
+
+    def _contrasts_for(self, link_approx: str) -> int | None:
+        """Count the contrasts that a link needs; None for as many as matter."""
+        return None if sees_differences(self, link_approx) else self.n_outputs
+
+
+# --- the host's own structures --------------------------------------------------------
 
 
 class KronLoRALaplace(LoRALaplace, KronLaplace):

@@ -15,7 +15,7 @@ FLOORS = [
     {"saving", "sums", "metrics", "acquisitions"},
     {"fit", "problems"},
     {"lora_laplace"},
-    {"lowrank_kron", "structures"},
+    {"structures"},
     {"laplace"},
     {"mixture", "training.callback"},
     {"training.stages"},

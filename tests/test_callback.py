@@ -14,8 +14,8 @@ from transformers import TrainerCallback
 
 import laplace_lora_ext
 from laplace_lora_ext import LaplaceCallback
-from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import quality
+from laplace_lora_ext.structures import LowRankKronLoRALaplace
 from tests.support.models import lora_model
 from tests.support.ranks import Texts
 from tests.support.texts import text_batches

@@ -12,9 +12,9 @@ from benchmarks.methods import sampled
 from benchmarks.methods.method import fit_temperature
 from benchmarks.models import AdaptedModel
 from laplace_lora_ext.likelihoods import IGNORED
-from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.models.weights import called_with
+from laplace_lora_ext.structures import LowRankKronLoRALaplace
 from laplace_lora_ext.text.scores import drawn
 
 
