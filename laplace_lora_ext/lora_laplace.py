@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -64,13 +65,10 @@ def _of_fit(field: str, description: str) -> Any:
     changes.
     """
 
-    def get(la: LoRALaplace) -> Any:
-        return getattr(la._fit, field)
-
     def put(la: LoRALaplace, value: Any) -> None:
         la._fit = replace(la._fit, **{field: value})
 
-    return property(get, put, doc=description)
+    return property(attrgetter(f"_fit.{field}"), put, doc=description)
 
 
 class LoRALaplace(ParametricLaplace):

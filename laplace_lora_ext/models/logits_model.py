@@ -155,10 +155,13 @@ class LogitsModel(nn.Module):
         `AnswerTokens` refuse.
         """
         if batch is None:
-            return self._logits(model_kwargs)
-        return self._logits(batch, **model_kwargs)
+            batch, model_kwargs = model_kwargs, {}
+        logits = self._logits(batch, **model_kwargs)
+        self.output_size = logits.shape[-1]
+        return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
     def _logits(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
+        """Compute logits where the model computes, and in its precision."""
         inputs = self._inputs(batch)
         if self._answers is not None:
             self._answers.warn_if_answered(inputs)
@@ -166,8 +169,7 @@ class LogitsModel(nn.Module):
         else:
             logits = logits_of(self._call(inputs, **model_kwargs))
         _check_shape(logits)
-        self.output_size = logits.shape[-1]
-        return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
+        return logits
 
     def log_probs(self, batch: Any) -> torch.Tensor:
         """Compute log-probabilities `(B, C)`.

@@ -138,9 +138,7 @@ class TokenLabelsModel(LogitsModel):
                 f"labels or attention_mask have {tuple(places.shape)}: each token must "
                 "have its own."
             )
-        logits = by_place[places.to(by_place.device)]
-        self.output_size = logits.shape[-1]
-        return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
+        return by_place[places.to(by_place.device)]
 
     def _check_labels(self, y: torch.Tensor, X: Mapping[str, Any]) -> None:
         if y.ndim != 2 or y.is_floating_point() or y.dtype == torch.bool:

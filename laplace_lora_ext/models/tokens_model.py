@@ -66,18 +66,14 @@ class TokensModel(LogitsModel):
         part: Part | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor:
-        """Compute logits `(N, V)` of labelled tokens, or of a part of them.
-
-        They come one text after the other.
-
-        They are in float32 or better.
-        """
+        """Compute logits `(N, V)` of labelled tokens, or of a part, text after text."""
         if isinstance(batch, Mapping) and not self.is_encoder_decoder:
             batch = text_first(batch)  # labels too
         labelled = self.targets(batch, part) != IGNORED
-        logits = self._at(labelled, self._inputs(batch), **model_kwargs)
-        self.output_size = logits.shape[-1]
-        return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
+        inputs = self._inputs(batch)
+        keywords = without_cache(self.transformer, inputs) | model_kwargs
+        call = partial(self._call, inputs, **keywords)
+        return logits_at(self.transformer, labelled, call)
 
     def log_probs_of(self, batch: Any, labels: LabelsOfTokens) -> torch.Tensor:
         """Compute log-probabilities `(N, 1 + S)` of labels of the labelled tokens.
@@ -198,17 +194,6 @@ class TokensModel(LogitsModel):
             labels = batch[self.dict_key_y].to(self.device)
             inputs["decoder_input_ids"] = _decoder_input_ids(self.transformer, labels)
         return text_first(inputs)
-
-    def _at(
-        self,
-        places: torch.Tensor,
-        inputs: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Compute logits `(N, V)` at the true ones of `(B, T)` places."""
-        model_kwargs = without_cache(self.transformer, inputs) | kwargs
-        call = partial(self._call, inputs, **model_kwargs)
-        return logits_at(self.transformer, places, call)
 
     def _find_answers(
         self,
