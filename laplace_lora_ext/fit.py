@@ -142,11 +142,12 @@ class Fit:
         of_earlier = structure.unpack(structure.pack(earlier.sums))
         sums = structure.merge(of_earlier, self.sums)
         n_data = earlier.n_data + self.n_data
+        loss_of_earlier = earlier.loss + distance / 2
         return replace(
             self,
             sums=sums,
             curvature=structure.decompose(sums, n_data),
-            loss=self.loss + (earlier.loss + distance / 2).to(self.loss),
+            loss=self.loss + loss_of_earlier.to(self.loss),
             n_data=n_data,
         )
 

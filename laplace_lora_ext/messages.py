@@ -64,7 +64,8 @@ def check_positive(name: str, value: Any) -> None:
     """Refuse numbers that make no Gaussian: negative, 0 or infinite ones."""
     if not isinstance(value, Real | torch.Tensor):
         return  # the host refuses it
-    numbers = torch.as_tensor(value, device=getattr(value, "device", "cpu")).detach()
+    device = getattr(value, "device", "cpu")
+    numbers = torch.as_tensor(value, device=device).detach()
     are_right = torch.isfinite(numbers) & (numbers > 0)
     if not bool(are_right.all()):
         raise ValueError(f"{name} must be positive and finite, not {numbers.tolist()}.")

@@ -216,7 +216,8 @@ def _classes(
             la(X, pred_type=pred_type, link_approx=link_approx, fitting=True)
         )
     labels = likelihood.check_targets(y, logits).long()
-    return *(p.detach().cpu() for p in probabilities), labels.cpu()
+    in_main_memory = [each.detach().cpu() for each in probabilities]
+    return *in_main_memory, labels.cpu()
 
 
 def _numbers(la: Any, batch: Any) -> Columns:

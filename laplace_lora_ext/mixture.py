@@ -315,7 +315,8 @@ class LaplaceMixture:
     @torch.inference_mode(False)
     def prior_precision(self, factor: float | torch.Tensor) -> None:
         # Of all members.
-        factor = as_tensor(kept(factor)).detach().cpu().float().reshape(1)
+        without_graph = as_tensor(kept(factor)).detach()
+        factor = without_graph.cpu().float().reshape(1)
         for member, prior in zip(self.members, self._priors, strict=True):
             member.prior_precision = factor.to(prior) * prior
         self._factor = factor

@@ -118,7 +118,8 @@ def _of_each_label(prediction: Prediction) -> Prediction:
     """Turn predictions of K labels into those of two classes each."""
     flat = Prediction._make(column.flatten() for column in prediction)
     p = flat.probabilities
-    return flat._replace(probabilities=torch.stack([1 - p, p], dim=-1))
+    of_both = torch.stack([1 - p, p], dim=-1)
+    return flat._replace(probabilities=of_both)
 
 
 def reliability(

@@ -121,7 +121,8 @@ def _plain(
     """
     if isinstance(value, torch.Tensor):
         # A tensor that stands in several places is written once.
-        name, _ = tensors.setdefault(id(value), (str(len(tensors)), value))
+        new_name = str(len(tensors))
+        name, _ = tensors.setdefault(id(value), (new_name, value))
         return {"tensor": name}
     if isinstance(value, tuple):
         return {"tuple": [_plain(part, tensors) for part in value]}

@@ -106,7 +106,8 @@ class Seen:
         for n_of_classes in by_column.values():
             counts = torch.tensor(n_of_classes, dtype=torch.float64)
             shares = counts / counts.sum()
-            loss += (counts.sum() * torch.special.entr(shares).sum()).item()
+            entropy = torch.special.entr(shares).sum()
+            loss += (counts.sum() * entropy).item()
         return loss
 
 

@@ -163,11 +163,11 @@ def drawn(
     for text in dict.fromkeys(texts):
         by_label[text.label].append(text)
     n_each = number // len(SECTIONS)
-    chosen = [
-        text
-        for label in sorted(by_label)
-        for text in generator.sample(by_label[label], min(n_each, len(by_label[label])))
-    ]
+    chosen: list[Text] = []
+    for label in sorted(by_label):
+        of_label = by_label[label]
+        n_drawn = min(n_each, len(of_label))
+        chosen += generator.sample(of_label, n_drawn)
     generator.shuffle(chosen)
     return chosen
 

@@ -534,7 +534,8 @@ def _hidden_states(
     is_made = (made.to(logits) == logits[:, None]).all(-1)
     if not is_made.any(1).all():
         return None
-    place = is_made.int().argmax(1)[:, None, None].to(given.device)
+    first_made = is_made.int().argmax(1).to(given.device)
+    place = first_made[:, None, None]
     return given.take_along_dim(place, dim=1)[:, 0].to(logits)
 
 

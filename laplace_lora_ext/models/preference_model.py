@@ -56,7 +56,8 @@ class PreferenceModel(LogitsModel):
         for key in _KEYS:
             if key in batch:
                 # All chosen texts come first, then all rejected ones.
-                pairs[key] = batch[key].unflatten(0, (2, -1)).transpose(0, 1)
+                by_side = batch[key].unflatten(0, (2, -1))
+                pairs[key] = by_side.transpose(0, 1)
         return pairs
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:

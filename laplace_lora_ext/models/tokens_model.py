@@ -137,7 +137,8 @@ class TokensModel(LogitsModel):
         """
         labelled = self.targets(batch) != IGNORED
         if is_shared(self):
-            return [Part(first=0, size=int(labelled.sum(1).max()))]
+            most_of_a_text = int(labelled.sum(1).max())
+            return [Part(first=0, size=most_of_a_text)]
         return parts_of(labelled)
 
     def targets(self, batch: Any, part: Part | None = None) -> torch.Tensor:
@@ -255,7 +256,8 @@ def _has_begun(
             )
     mask = inputs.get("attention_mask")
     real = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool()
-    if ((labels != IGNORED) & ~real).any():
+    is_labelled = labels != IGNORED
+    if (is_labelled & ~real).any():
         raise ValueError(
             f"There are labels where attention_mask is 0: set them to {IGNORED}"
         )

@@ -384,7 +384,8 @@ class Recorder:
                 return results
             n_logits = place.stop - place.start
             if owners is not None:
-                n_logits = int(((owners >= place.start) & (owners < place.stop)).sum())
+                is_in_part = (owners >= place.start) & (owners < place.stop)
+                n_logits = int(is_in_part.sum())
             if sum(len(result.f_mu) for result in found) != n_logits:
                 return [self._undivided(batch, evaluate, _NO_ROWS)]
         f_mu = torch.cat([result.f_mu for result in results])

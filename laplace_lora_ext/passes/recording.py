@@ -69,7 +69,8 @@ class Turns:
             return of_rows
         of_texts = weights.new_zeros(self.n_turns, self.n_texts, len(weights))
         of_texts[self.numbers, self.owners] = weights.T
-        return Seeds(self.vectors(vectors), of_texts.transpose(1, 2).flatten(0, 1))
+        of_turns = of_texts.transpose(1, 2).flatten(0, 1)
+        return Seeds(self.vectors(vectors), of_turns)
 
     def of_rows(self, of_texts: torch.Tensor) -> torch.Tensor:
         """Take each row's part `(N, S, ...)` of all turns' `(B, turns S, ...)`."""

@@ -133,7 +133,9 @@ class LearntVariance:
         noise : float, default=0.0
             variance of the independent errors that the logarithms have
         """
-        X, Y = _with_doubt(features.cpu().double(), log_variances.cpu().double())
+        X = features.cpu().double()
+        Y = log_variances.cpu().double()
+        X, Y = _with_doubt(X, Y)
         mean = X.mean(0)
         scale = X.std(0, correction=0)
         # What does not vary says nothing, and rounding makes no feature: divided by

@@ -86,7 +86,8 @@ class Sample:
         least = of_all.topk(n_rows).values[-1]
         parts = [part.below(least) for part in self._parts]
         # An empty part still tells which columns there are, on a rank that keeps none.
-        self._parts = [part for part in parts if len(part.numbers)] or parts[:1]
+        with_rows = [part for part in parts if len(part.numbers)]
+        self._parts = with_rows or parts[:1]
         self._n_rows -= n_rows
         self.n_left_out += n_rows
 
@@ -198,8 +199,8 @@ def over_data_set(
     memory does not suffice, this shows at once. The columns are in the data set's own
     order.
     """
-    lengths = torch.tensor([_length(data[place]) for place in range(len(data))])
-    order = lengths.argsort(descending=True, stable=True)
+    lengths = [_length(data[place]) for place in range(len(data))]
+    order = torch.tensor(lengths).argsort(descending=True, stable=True)
     loader = in_order(Subset(data, order.tolist()), batch_size, collate_fn)
     columns = over_loader(loader, evaluate, description, progress_bar, sample=sample)
     places = order.argsort()  # of each example among the columns

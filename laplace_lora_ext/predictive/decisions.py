@@ -83,7 +83,8 @@ class Prediction(NamedTuple):
         labels = probabilities.argmax(-1)
         total = torch.special.entr(drawn.mean(0)).sum(-1)
         aleatoric = torch.special.entr(drawn).sum(-1).mean(0)
-        of_label = drawn.take_along_dim(labels[None, ..., None], dim=-1)[..., 0]
+        chosen = labels[None, ..., None]
+        of_label = drawn.take_along_dim(chosen, dim=-1).squeeze(-1)
         # Entropy is concave, so only rounding can make the difference negative.
         epistemic = (total - aleatoric).clamp_min(0)
         variance = of_label.var(0, correction=0)
@@ -210,9 +211,11 @@ def _padded(parts: Sequence[Columns]) -> Columns:
     for part in parts:
         columns = []
         for column in part:
-            shape = (len(column), length - column.shape[1], *column.shape[2:])
+            n_examples, n_tokens, *others = column.shape
+            shape = (n_examples, length - n_tokens, *others)
             empty = torch.nan if column.is_floating_point() else IGNORED
-            columns.append(torch.cat([column, column.new_full(shape, empty)], dim=1))
+            padding = column.new_full(shape, empty)
+            columns.append(torch.cat([column, padding], dim=1))
         alike.append(tuple(columns))
     return stacked(alike)
 

@@ -373,7 +373,8 @@ def joined(
     if not with_data:
         return None
     # The rows of one example stay in their order.
-    order = torch.cat([each.places for each in of_ranks]).argsort(stable=True)
+    all_places = torch.cat([each.places for each in of_ranks])
+    order = all_places.argsort(stable=True)
     of_all = (join or stacked)(with_data)
     return tuple(column[order.to(column.device)] for column in of_all)
 

@@ -121,7 +121,8 @@ def _written(
     texts: list[torch.Tensor] = []
     outputs = []
     for row in range(len(next(iter(prompts.values())))):
-        prompt = {name: values[row : row + 1] for name, values in prompts.items()}
+        place = slice(row, row + 1)
+        prompt = {name: values[place] for name, values in prompts.items()}
         with _predictive(transformer, writers, prompt):
             output = generate(**(generation_kwargs | prompt))
         # With `return_dict_in_generate`, the tokens are one of its fields.

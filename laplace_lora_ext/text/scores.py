@@ -375,7 +375,8 @@ def of_texts(parts: Sequence[TokenScores]) -> TextScores:
     whole = parts[0].whole()
     labelled = parts[0].labelled
     for part in parts[1:]:
-        tokens = Scores._make(a + b for a, b in zip(tokens, part.placed(), strict=True))
+        pairs = zip(tokens, part.placed(), strict=True)
+        tokens = Scores._make(mine + its for mine, its in pairs)
         whole = whole + part.whole()
         labelled = labelled | part.labelled
     sums = Scores._make(numbers.sum(1) for numbers in tokens)
@@ -402,7 +403,8 @@ def _of_batches(batches: Sequence[TextScores]) -> TextScores:
 
 
 def _joined(batches: Sequence[Scores]) -> Scores:
-    return Scores._make(torch.cat(numbers) for numbers in zip(*batches, strict=True))
+    by_number = zip(*batches, strict=True)
+    return Scores._make(torch.cat(of_batches) for of_batches in by_number)
 
 
 def _placed(

@@ -284,7 +284,8 @@ class _Training:
         groups = self._groups(everything, stages.held_out)
         # Once for all members: only what none of them has learnt can judge their
         # mixture.
-        ((rest, held),) = divided(self.loader, stages.held_out, groups, self.generator)
+        (parts,) = divided(self.loader, stages.held_out, groups, self.generator)
+        rest, held = parts
         validation = self.batches_of(held)
 
         def first_stage(stage: Stage) -> LoRALaplace:

@@ -387,7 +387,8 @@ def _padded(
     fill: int,
 ) -> torch.Tensor:
     """Stack texts of unlike lengths, padded behind: `(T, ...)` or `(K, T)`."""
-    is_of_choices = values[0].ndim == 2 and len({len(value) for value in values}) == 1
+    lengths = {len(value) for value in values}
+    is_of_choices = values[0].ndim == 2 and len(lengths) == 1
     if not is_of_choices:
         return pad_sequence(list(values), batch_first=True, padding_value=fill)
     by_place = pad_sequence(

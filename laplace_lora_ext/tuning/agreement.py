@@ -193,7 +193,9 @@ model's."""
 
 
 def _distances_of_classes(drawn: torch.Tensor, f_mu: torch.Tensor) -> torch.Tensor:
-    return (drawn.softmax(-1) - f_mu.softmax(-1)).abs().sum(-1) / 2
+    """Compute distances of the distributions of classes."""
+    apart = drawn.softmax(-1) - f_mu.softmax(-1)
+    return apart.abs().sum(-1) / 2
 
 
 def _distances_of_numbers(drawn: torch.Tensor, f_mu: torch.Tensor) -> torch.Tensor:
@@ -216,7 +218,8 @@ def _mean_change(
     for f_mu, f_var in moments.split(at_once):
         noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
         drawn = gaussian_samples(f_mu, f_var, noise)
-        total += distances(drawn, f_mu).double().mean(0).sum().item()
+        of_draws = distances(drawn, f_mu).double()
+        total += of_draws.mean(0).sum().item()
     n_distributions = moments.f_mu[..., 0].numel()
     return total / n_distributions
 
@@ -288,7 +291,8 @@ def _falling_root(excess: Callable[[float], float]) -> float:
     while abs(here) < _FARTHEST:
         there = max(-_FARTHEST, min(here + stride, _FARTHEST))
         if (excess(there) > 0) != is_above:
-            root = brentq(excess, min(here, there), max(here, there), xtol=_ACCURACY)
+            low, high = sorted((here, there))
+            root = brentq(excess, low, high, xtol=_ACCURACY)
             assert isinstance(root, float)
             return root
         here = there

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -289,14 +290,18 @@ class GridSearch(TuningMethod):
         """
         statistics = self._statistics(la)
         if statistics is None:
-            data = Share.read_once(self.val_loader)
-            return lambda: over_loader(
-                data,
-                lambda batch: self._of_batch(la, batch),
+            return partial(
+                over_loader,
+                Share.read_once(self.val_loader),
+                partial(self._of_batch, la),
                 owners=la.members[0].model.owners,
             )
         targets = statistics.required_targets()
-        return lambda: (*self._of_statistics(la, statistics), targets)
+
+        def of_statistics() -> Columns:
+            return *self._of_statistics(la, statistics), targets
+
+        return of_statistics
 
     def _of_statistics(self, la: Predictor, statistics: Statistics) -> Columns:
         """Predict examples at the present prior precision; their outputs."""

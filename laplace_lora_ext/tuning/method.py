@@ -256,7 +256,8 @@ class Searched:
         factors = self.logarithms.exp()
         if self.kinds is not None:
             factors = self.kinds.spread(factors)
-        return (factors * self.start).clamp(math.exp(_LOWEST), math.exp(_HIGHEST))
+        prior_precision = factors * self.start
+        return prior_precision.clamp(math.exp(_LOWEST), math.exp(_HIGHEST))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

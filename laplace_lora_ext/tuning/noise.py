@@ -47,7 +47,8 @@ def _of_factors(P: KronDecomposed) -> float:
         products = torch.ones(1, dtype=torch.float64, device=delta.device)
         for values in factors:
             products = torch.outer(products, values.double()).flatten()
-        number += (products / (products + delta.double())).sum().item()
+        of_data = products / (products + delta.double())
+        number += of_data.sum().item()
     return number
 
 

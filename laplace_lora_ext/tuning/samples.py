@@ -40,7 +40,8 @@ def drawn(
         return loader
     # Nothing else tells how large its data set is.
     assert isinstance(loader, DataLoader)
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(examples), generator=generator)
     some = examples[order[:n_examples]]
     return in_order_like(loader, chosen(loader.dataset, some.tolist()))
 

@@ -172,7 +172,8 @@ class ValGD(TuningMethod):
 
         def measure(step: int) -> None:
             noise = log_noise.detach().exp().item()
-            builder.add(step, losses.of_all(seed), prior.value().detach() / noise**2)
+            prior_precision = prior.value().detach() / noise**2
+            builder.add(step, losses.of_all(seed), prior_precision)
             noises.append(noise)
 
         def loss() -> torch.Tensor:
@@ -233,8 +234,10 @@ class _Losses:
         """Compute the mean over all examples, with the same draws in every call."""
         # Without the noise of minibatches and of other draws, steps can be compared.
         draws = torch.Generator().manual_seed(seed)
-        starts = range(0, len(self.statistics), _ROWS)
-        parts = [self.of(slice(i, i + _ROWS), draws) for i in starts]
+        parts: list[torch.Tensor] = []
+        for start in range(0, len(self.statistics), _ROWS):
+            rows = slice(start, start + _ROWS)
+            parts.append(self.of(rows, draws))
         return torch.cat(parts).double().mean().item()
 
 
