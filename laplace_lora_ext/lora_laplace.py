@@ -256,7 +256,7 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def members(self) -> Sequence[LoRALaplace]:
-        """The posteriors that predict: this one alone. A mixture has several."""
+        """List the posteriors that predict: this one alone. A mixture has several."""
         return [self]
 
     def for_model(self, model: nn.Module) -> LoRALaplace:
@@ -329,7 +329,7 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def prior_precision_diag(self) -> torch.Tensor:
-        """Prior precision of each number, `(parameters,)`."""
+        """Expand the prior precision to each number, `(parameters,)`."""
         prior = self.prior_precision
         if len(prior) in (1, self.n_params):
             return prior.expand(self.n_params)
@@ -343,7 +343,7 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def backend(self) -> CurvatureInterface:
-        """Curvature of the blocks' weights, made at first use."""
+        """Make what computes the curvature of the blocks' weights, at first use."""
         if self._backend is not None:
             return self._backend
         with self._prepared():
@@ -351,7 +351,7 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def structure(self) -> Structure[Any, Any]:
-        """How the curvature of the blocks is summed, decomposed and packed."""
+        """Say how the curvature of the blocks is summed, decomposed and packed."""
         return self._structure(
             self.recorder,
             self.trained_likelihood,
@@ -465,14 +465,14 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def present_fit(self) -> Fit:
-        """The fit; an `AttributeError` before there is one."""
+        """Return the fit; an `AttributeError` before there is one."""
         self._check_H_init()
         assert isinstance(self._fit, Fit)
         return self._fit
 
     @property
     def model_state(self) -> ModelState:
-        """All other weights at the fit."""
+        """Return all other weights at the fit."""
         return self.present_fit.model
 
     def _take_over(self, fitted: Fit) -> None:
@@ -568,7 +568,7 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """What a search may change, to be set again if it fails."""
+        """Collect what a search may change, to be set again if it fails."""
         return Hyperparameters(
             prior_precision=self.prior_precision,
             sigma_noise=self.sigma_noise,
@@ -583,7 +583,7 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def curvature_scale(self) -> torch.Tensor:
-        """Factor `()` of the curvature: 1 / (sigma_noise² temperature)."""
+        """Compute the factor `()` of the curvature: 1 / (sigma_noise² temperature)."""
         return self._H_factor
 
     @exclusive
@@ -597,7 +597,7 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def log_det_prior_precision(self) -> torch.Tensor:
-        """Log-determinant of the prior precision, in float64."""
+        """Compute the log-determinant of the prior precision, in float64."""
         log_precision = self.prior_precision.double().log()
         if len(log_precision) == self.n_params:
             return log_precision.sum()
@@ -606,7 +606,7 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def scatter(self) -> torch.Tensor:
-        """Squared distance from the prior mean under the prior, in float64."""
+        """Square the distance from the prior mean under the prior, in float64."""
         squares = (self.mean - self.prior_mean).double().square()
         if len(self.prior_precision) < self.n_params:
             of_blocks = squares.split(self._sizes)
@@ -1506,7 +1506,7 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def _backend_options(self) -> dict[str, Any]:
-        """The user's `backend_kwargs`, which know nothing of this model."""
+        """Select the user's `backend_kwargs`, which know nothing of this model."""
         return {
             name: v for name, v in self._backend_kwargs.items() if name != "recorder"
         }

@@ -334,7 +334,7 @@ class LaplaceMixture:
 
     @property
     def hyperparameters(self) -> tuple[torch.Tensor, float, list[Hyperparameters]]:
-        """What a search may change: the factors, and what the members have."""
+        """Collect what a search may change: the factors, and what the members have."""
         return (
             self._factor,
             self._scale,
@@ -516,22 +516,22 @@ class LaplaceMixture:
 
     @property
     def model(self) -> LogitsModel:
-        """The first member's model."""
+        """Return the first member's model."""
         return self.members[0].model
 
     @property
     def likelihood(self) -> str:
-        """The members' likelihood."""
+        """Return the members' likelihood."""
         return self.members[0].likelihood
 
     @property
     def n_data(self) -> int:
-        """Number of the first member's training examples."""
+        """Count the first member's training examples."""
         return self.members[0].n_data
 
     @property
     def n_outputs(self) -> int:
-        """Number of the members' outputs."""
+        """Count the members' outputs."""
         return self.members[0].n_outputs
 
 

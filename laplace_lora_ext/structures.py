@@ -214,7 +214,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:
-        """Log-determinant of the posterior precision, in float64."""
+        """Compute the log-determinant of the posterior precision, in float64."""
         self._check_H_init()
         return self.H.spectrum.logdet(self._H_factor, self.prior_precision)
 
@@ -402,7 +402,7 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
 
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:
-        """Log-determinant of the posterior precision, in float64."""
+        """Compute the log-determinant of the posterior precision, in float64."""
         P = self.posterior_precision
         # Pairs, whatever the host's annotation says.
         eigenvalues: Any = [
@@ -421,7 +421,7 @@ class DiagLoRALaplace(LoRALaplace, DiagLaplace):
 
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:
-        """Log-determinant of the posterior precision, in float64."""
+        """Compute the log-determinant of the posterior precision, in float64."""
         return self.posterior_precision.double().log().sum()
 
 
@@ -433,5 +433,5 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
 
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:
-        """Log-determinant of the posterior precision, in float64."""
+        """Compute the log-determinant of the posterior precision, in float64."""
         return self.posterior_precision.double().logdet()

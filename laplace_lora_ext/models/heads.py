@@ -31,22 +31,22 @@ class HeadWeight:
 
     @property
     def site(self) -> str:
-        """Name of the layer, as the model's own modules have it."""
+        """Name the layer as the model's own modules have it."""
         return _joined(f"{self.head}.modules_to_save.{self.adapter}", self.inner)
 
     @property
     def name(self) -> str:
-        """Name of the weight, as the model's own parameters have it."""
+        """Name the weight as the model's own parameters have it."""
         return f"{self.site}.{self.parameter}"
 
     @property
     def known_as(self) -> str:
-        """Name of the layer as users know it, without PEFT's wrapper."""
+        """Name the layer as users know it, without PEFT's wrapper."""
         return _joined(self.head, self.inner)
 
     @property
     def weight(self) -> nn.Parameter:
-        """The parameter itself."""
+        """Return the parameter itself."""
         weight = self.layer._parameters[self.parameter]
         assert weight is not None
         return weight

@@ -121,13 +121,13 @@ class LogitsModel(nn.Module):
 
     @cached_property
     def transformer(self) -> PreTrainedModel | None:
-        """The transformers model within, if there is one."""
+        """Find the transformers model within, if there is one."""
         # Were it set as an attribute, it would be a child module, a second time.
         return find_transformer(self.model)
 
     @property
     def problem_type(self) -> str | None:
-        """What a transformers classifier was trained for, as its configuration says."""
+        """Read off the configuration what a transformers classifier was trained for."""
         if self._answers is not None or self.transformer is None:
             return None
         return getattr(self.transformer.config, "problem_type", None)
@@ -300,7 +300,7 @@ class LogitsModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of batches and logits: that of the first parameter."""
+        """Say where batches and logits are: on the first parameter's device."""
         return device_of(self.model)
 
     @contextmanager
@@ -412,7 +412,7 @@ class _ParameterFlags:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter that has the place now."""
+        """Return the parameter that has the place now."""
         parameter = self.module._parameters[self.name]
         assert parameter is not None
         return parameter

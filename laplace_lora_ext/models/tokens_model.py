@@ -50,7 +50,7 @@ class TokensModel(LogitsModel):
 
     @cached_property
     def transformer(self) -> PreTrainedModel:
-        """The transformers model within, which there always is."""
+        """Return the transformers model within, which there always is."""
         transformer = super().transformer
         assert transformer is not None
         return transformer

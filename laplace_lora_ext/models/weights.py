@@ -68,7 +68,7 @@ class View:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """(m, n)."""
+        """Return `(m, n)`."""
         sizes = list(self.shape)
         if self.axis is not None:
             del sizes[self.axis]
@@ -110,7 +110,7 @@ class Block:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The parameter, which may be sharded, offloaded, or hold more matrices."""
+        """Return the parameter: it may be sharded, offloaded, or hold more matrices."""
         weight = self.module._parameters[self.parameter]
         assert weight is not None
         return weight
@@ -125,7 +125,7 @@ class Block:
 
     @cached_property
     def shape(self) -> tuple[int, int]:
-        """(m, n)."""
+        """Return `(m, n)`."""
         if self.view is not None:
             return self.view.matrix_shape
         m, n = self.weight.shape
@@ -139,7 +139,7 @@ class Block:
 
     @property
     def values(self) -> torch.Tensor:
-        """The matrix without a graph, gathered or fetched from wherever it is."""
+        """Return the matrix without a graph, gathered or fetched from where it is."""
         weight = self.weight.detach()
         gather = getattr(weight, "full_tensor", None)  # of a DTensor
         if weight.is_meta:
@@ -153,17 +153,17 @@ class Block:
 
     @property
     def device(self) -> torch.device:
-        """Where the layer computes."""
+        """Say where the layer computes."""
         return device_of(self.module)
 
     @property
     def statistics_dtype(self) -> torch.dtype:
-        """What the block's statistics and posterior are held in: float32 or better."""
+        """Choose the precision of statistics and posterior: float32 or better."""
         return torch.promote_types(self.weight.dtype, torch.float32)
 
     @property
     def place(self) -> Place:
-        """Where its statistics and posterior belong, and their precision."""
+        """Say where its statistics and posterior belong, and their precision."""
         return self.device, self.statistics_dtype
 
     def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ class NumberPrediction(NamedTuple):
 
     @property
     def stds(self) -> torch.Tensor:
-        """Standard deviations of targets under each posterior, `(B, M, C)`."""
+        """Compute standard deviations of targets under each posterior, `(B, M, C)`."""
         return _deviations(self.covariances)
 
     def quantile(self, level: float) -> torch.Tensor:

@@ -344,7 +344,7 @@ class _OfRank:
 
     @property
     def total(self) -> tuple[int, float]:
-        """Number of examples, and a sum over them, by which copies are known."""
+        """Count the examples, and sum over them, by which copies are known."""
         if self.columns is None:
             return 0, 0.0
         sum_of_squares = self.columns[0].double().square().sum()

@@ -184,7 +184,7 @@ class GridSearch(TuningMethod):
 
     @property
     def _link(self) -> str:
-        """The link of the predictions that are scored."""
+        """Return the link of the predictions that are scored."""
         default = "mc" if self.pred_type == "nn" else DEFAULT_LINK
         return self.link_approx or default
 
