@@ -74,7 +74,7 @@ def by_joint_information(this: Round) -> list[int]:
 
 def _by_posterior(this: Round, by: str) -> list[int]:
     """Fit a posterior over the LoRA weights, whose training texts choose its prior."""
-    la: Any = posterior("lowrank_kron").build(this.model)
+    la = posterior("lowrank_kron").build(this.model)
     loader = this.pretrained.loader(this.labelled)
     la.fit(loader, progress_bar=False)
     la.optimize_prior_precision(method="agreement", train_loader=loader)

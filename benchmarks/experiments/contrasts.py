@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
@@ -61,7 +60,7 @@ def measured(
     rest, held = held_out(pretrained, HELD_OUT)
     model = fine_tune(pretrained, rest, seed)
     say(options, f"Seed {seed}: fit and search")
-    la: Any = posterior("lowrank_kron").build(model)
+    la = posterior("lowrank_kron").build(model)
     la.fit(pretrained.loader(rest), progress_bar=not options.quiet)
     la.optimize_prior_precision(method="gridsearch", val_loader=pretrained.loader(held))
     chosen = la.prior_precision.clone()

@@ -442,7 +442,7 @@ def exactness(
     expected = by_rows(wrapped, [block.weight for block in blocks], batch)
     figures = {"jacobians": relative(Js, expected)}
 
-    la: Any = laplace_lora_ext.Laplace(
+    la = laplace_lora_ext.Laplace(
         model,
         "classification",
         class_token_ids=list(ANSWERS),
@@ -450,7 +450,7 @@ def exactness(
     )
     labels = torch.tensor([0, 1, 2], device=device)
     la.fit([{**batch, "labels": labels}])
-    moments = la.predictive_moments(batch)
+    _, f_var = la.predictive_moments(batch)
     H = la.H.to_matrix().double() + torch.eye(la.n_params, device=device).double()
     wide = expected.double()
     covariance = torch.einsum(
@@ -458,7 +458,7 @@ def exactness(
         wide,
         torch.linalg.solve(H, wide.flatten(0, 1).mT).mT.view_as(wide),
     )
-    figures["covariance"] = relative(moments.f_var, covariance)
+    figures["covariance"] = relative(f_var, covariance)
     evidence = (
         la.log_likelihood.double() - (la.mean.double().square().sum() + H.logdet()) / 2
     )

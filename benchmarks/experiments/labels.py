@@ -18,6 +18,7 @@ from benchmarks.report import Result, Row, counts, over_seeds, say, table
 from benchmarks.tasks import LABELLED_TASKS
 from benchmarks.tasks.task import UNLABELLED
 from benchmarks.training import Records
+from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.likelihoods import LIKELIHOODS, MULTI_LABEL, TOKENS
 
 HELD_OUT = 0.2
@@ -104,9 +105,9 @@ class Trial:
         model: AdaptedModel,
         records: Records,
         with_head: bool,
-    ) -> Any:
+    ) -> LowRankKronLoRALaplace:
         """Fit a posterior around a trained model."""
-        la: Any = laplace_lora_ext.Laplace(
+        la = laplace_lora_ext.Laplace(
             model.model, self._likelihood, modules_to_save=with_head
         )
         la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)

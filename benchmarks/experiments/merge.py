@@ -16,6 +16,7 @@ from benchmarks.models import AdaptedModel
 from benchmarks.options import Merge
 from benchmarks.report import Result, Row, over_seeds, say, table
 from benchmarks.training import Records
+from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood, quality
 
 HELD_OUT = 0.2
@@ -102,9 +103,9 @@ class Trial:
             candidates = [Candidate(f"PEFT's {way}", DENSITY, merged)]
             yield self._best(first, blocks, candidates)
 
-    def _posterior(self, model: AdaptedModel, records: Records) -> Any:
+    def _posterior(self, model: AdaptedModel, records: Records) -> LoRALaplace:
         """Fit a posterior over LoRA weights and the head."""
-        la: Any = over_lora(model, modules_to_save=True)
+        la = over_lora(model, modules_to_save=True)
         la.fit(self._pretrained.loader(records))
         return la
 

@@ -25,6 +25,7 @@ from benchmarks.report import Result, Row, cell, over_seeds, say, table
 from benchmarks.tasks.balanced import ENCODER
 from benchmarks.tasks.task import Example, Task
 from benchmarks.training import Recipe, Records, read_or_train, train
+from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import quality_of_numbers
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.numbers import NumberPrediction
@@ -154,10 +155,8 @@ class Trial:
             chosen.optimize_prior_precision(method="gridsearch", val_loader=held_loader)
             la = self._fitted(final, records, with_head)
             la.hyperparameters = chosen.hyperparameters
-            prediction = la.predict(
-                self.pretrained.prediction_loader(self.pretrained.data[TEST])
-            )
-            yield self._row(name, prediction)
+            test = self.pretrained.data[TEST]
+            yield self._row(name, predicted_numbers(self.pretrained, la, test))
         say(self.options, f"Seed {self.seed}: Gaussian process")
         yield self._row(
             "Gaussian process on frozen features", self._by_gaussian_process()
@@ -213,9 +212,9 @@ class Trial:
         model: AdaptedModel,
         records: Records,
         with_head: bool,
-    ) -> Any:
+    ) -> LowRankKronLoRALaplace:
         """Fit a posterior around a trained model."""
-        la: Any = laplace_lora_ext.Laplace(
+        la = laplace_lora_ext.Laplace(
             model.model, "regression", modules_to_save=with_head
         )
         la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)
@@ -238,6 +237,17 @@ class Trial:
 def targets_of(records: Records) -> torch.Tensor:
     """Collect standardised targets, `(N, 1)`."""
     return torch.tensor([[record["labels"]] for record in records])
+
+
+def predicted_numbers(
+    pretrained: Pretrained,
+    la: LoRALaplace,
+    records: Records,
+) -> NumberPrediction:
+    """Predict numbers by a posterior of a regression."""
+    prediction = la.predict(pretrained.prediction_loader(records))
+    assert isinstance(prediction, NumberPrediction)
+    return prediction
 
 
 def known_exactly(outputs: torch.Tensor, noise: float) -> NumberPrediction:

@@ -11,13 +11,20 @@ from torch.nn.functional import mse_loss
 
 import laplace_lora_ext
 from benchmarks.exact_ggn import exact_ggn, outputs_and_gradients
-from benchmarks.experiments.molecules import Unit, prepared, read, targets_of
+from benchmarks.experiments.molecules import (
+    Unit,
+    predicted_numbers,
+    prepared,
+    read,
+    targets_of,
+)
 from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, fine_tune
 from benchmarks.frozen import frozen_features, gaussian_process
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Optimisation
 from benchmarks.report import Result, Row, over_seeds, paired_differences, say, table
 from benchmarks.training import Records, UpperLayers
+from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
 from laplace_lora_ext.acquisitions import expected_improvement
 from laplace_lora_ext.metrics import quality_of_numbers
 from laplace_lora_ext.predictive.moments import Moments
@@ -115,11 +122,9 @@ def by_gaussian_process(search: Search, _: float) -> Proposal:
 def by_last_layer(search: Search, share: float) -> Proposal:
     """Choose by the exact posterior of the head alone."""
     model = search.train(share).model
-    everything: Any = laplace_lora_ext.Laplace(
-        model, "regression", modules_to_save=True
-    )
+    everything = laplace_lora_ext.Laplace(model, "regression", modules_to_save=True)
     names = [block.known_as for block in everything.blocks if block.kind == "head"]
-    la: Any = laplace_lora_ext.Laplace(
+    la = laplace_lora_ext.Laplace(
         model, "regression", modules_to_save=True, weight_names=names
     )
     prediction = predicted(search, la)
@@ -129,7 +134,7 @@ def by_last_layer(search: Search, share: float) -> Proposal:
 def by_stock_kron(search: Search, share: float) -> Proposal:
     """Choose by laplace-torch's own Kron over LoRA weights and head."""
     model = search.train(share)
-    la: Any = Laplace(
+    la = Laplace(
         model.logits_model,
         "regression",
         subset_of_weights="all",
@@ -139,11 +144,11 @@ def by_stock_kron(search: Search, share: float) -> Proposal:
     choose_by_evidence(la)
     means, variances = [], []
     for batch in search.pretrained.prediction_loader(search.pool):
-        mean, variance = la(batch)
+        mean, variance = la(batch, pred_type="glm")
         means.append(mean.detach().cpu())
         variances.append(variance.detach().cpu())
     moments = Moments(torch.cat(means), torch.cat(variances))
-    prediction = NumberPrediction.of([moments], [la.sigma_noise.item()])
+    prediction = NumberPrediction.of([moments], [float(la.sigma_noise)])
     return Proposal(search.improvement(prediction), prediction)
 
 
@@ -159,24 +164,24 @@ def by_exact_ggn(search: Search, share: float) -> Proposal:
 
 def by_improvement(search: Search, share: float) -> Proposal:
     """Choose by our posterior's expected improvement."""
-    la: Any = ours(search, share)
+    la = ours(search, share)
     prediction = predicted(search, la)
     return Proposal(search.improvement(prediction), prediction)
 
 
 def by_agreement(search: Search, share: float) -> Proposal:
     """Choose by our posterior, whose prior and noise agreement has chosen."""
-    la: Any = ours(search, share)
+    la = ours(search, share)
     known = search.pretrained.loader(search.known)
     la.fit(known, progress_bar=False)
     la.optimize_prior_precision(method="agreement", train_loader=known)
-    prediction = la.predict(search.pretrained.prediction_loader(search.pool))
+    prediction = predicted_numbers(search.pretrained, la, search.pool)
     return Proposal(search.improvement(prediction), prediction)
 
 
 def by_thompson(search: Search, share: float) -> Proposal:
     """Choose the best molecule of each of several functions of our posterior."""
-    la: Any = ours(search, share)
+    la = ours(search, share)
     prediction = predicted(search, la)
     batches = search.pretrained.prediction_loader(search.pool)
     seed = search.seed + len(search.known)
@@ -184,7 +189,7 @@ def by_thompson(search: Search, share: float) -> Proposal:
     return Proposal(places.tolist(), prediction)
 
 
-def ours(search: Search, share: float) -> Any:
+def ours(search: Search, share: float) -> LowRankKronLoRALaplace:
     """Make our posterior over LoRA weights and head, which is still to be fitted."""
     model = search.train(share).model
     return laplace_lora_ext.Laplace(model, "regression", modules_to_save=True)
@@ -207,11 +212,11 @@ def in_columns(records: Records) -> Records:
     return [{**record, "labels": [record["labels"]]} for record in records]
 
 
-def predicted(search: Search, la: Any) -> NumberPrediction:
+def predicted(search: Search, la: LoRALaplace) -> NumberPrediction:
     """Fit a posterior of ours to what is known, and predict the pool."""
     la.fit(search.pretrained.loader(search.known), progress_bar=False)
     choose_by_evidence(la)
-    return la.predict(search.pretrained.prediction_loader(search.pool))
+    return predicted_numbers(search.pretrained, la, search.pool)
 
 
 def choose_by_evidence(la: Any) -> None:

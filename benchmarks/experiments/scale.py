@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -236,7 +235,7 @@ class Jobs:
         # Other texts than those of the fit.
         (self._batch,) = random_loader(shape, 1, setting.device, options.seed + 1)
         self._n_classes = shape.classes
-        self._la: Any = posterior(METHOD).build(self._adapted)
+        self._la = posterior(METHOD).build(self._adapted)
         # What PyTorch loads during its first passes counts for no job.
         short = replace(shape, length=1, batch_size=1)
         self._la.fit(random_loader(short, 1, setting.device, options.seed))

@@ -9,6 +9,7 @@ from laplace import Laplace
 
 import laplace_lora_ext
 from benchmarks.models import AdaptedModel
+from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.likelihoods import Classification
 from laplace_lora_ext.models.adapters import find_peft_model
 
@@ -17,7 +18,7 @@ def over_lora(
     model: AdaptedModel,
     structure: str = "lowrank_kron",
     **keywords: Any,
-) -> Any:
+) -> LoRALaplace:
     """Make our class over LoRA weights, with one of our or the host's structures."""
     return laplace_lora_ext.Laplace(
         model.model,
@@ -32,7 +33,7 @@ def over_lora(
 of_paper = partial(over_lora, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
 
 
-def of_last_layer(model: AdaptedModel) -> Any:
+def of_last_layer(model: AdaptedModel) -> LoRALaplace:
     """Make LLLA: the output layer's LoRA weights, or the last layer's."""
     peft_model = find_peft_model(model.model)
     if any(".lm_head.lora_" in name for name, _ in peft_model.named_parameters()):
@@ -41,7 +42,7 @@ def of_last_layer(model: AdaptedModel) -> Any:
     return over_lora(model, layers_to_transform=[last_layer])
 
 
-def of_head(model: AdaptedModel) -> Any:
+def of_head(model: AdaptedModel) -> LoRALaplace:
     """Make last-layer Laplace: over an encoder's head alone, without LoRA weights."""
     everything = over_lora(model, modules_to_save=True)
     names = [block.known_as for block in everything.blocks if block.kind == "head"]
