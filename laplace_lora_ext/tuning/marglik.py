@@ -51,7 +51,10 @@ class Marglik(TuningMethod):
     -----
     The evidence at the trained weights often chooses a smaller prior precision, hence a
     broader posterior, than validation data would. With a layerwise prior it may raise a
-    block's prior precision without bound, so that the block stays at its MAP value.
+    block's prior precision without bound, so that the block stays at its MAP value. Of
+    dozens of targets of a regression it makes too much noise: a Kronecker product has
+    more directions than there are targets, for whose determinant the evidence pays by
+    noise.
 
     References
     ----------
