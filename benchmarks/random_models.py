@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     BatchEncoding,
     LlamaConfig,
+    PreTrainedModel,
 )
 
 from benchmarks.models import AdaptedModel
@@ -91,7 +92,8 @@ def _with_lora(
 
 def switch_checkpointing(model: nn.Module, on: bool) -> None:
     """Switch gradient checkpointing on or off, as a trainer would."""
-    base: Any = find_peft_model(model).get_base_model()
+    base = find_peft_model(model).get_base_model()
+    assert isinstance(base, PreTrainedModel)
     if on:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     else:

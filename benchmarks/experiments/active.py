@@ -1,15 +1,14 @@
 """Active learning: which texts to label next, by a posterior and by plain rivals."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
 from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, fine_tune, prepare
 from benchmarks.frozen import frozen_features, k_centres
-from benchmarks.methods import posterior
 from benchmarks.methods.method import labels_of
+from benchmarks.methods.posteriors import lowrank_kron
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Active
 from benchmarks.report import Result, Row, over_seeds, paired_differences, say, table
@@ -74,7 +73,7 @@ def by_joint_information(this: Round) -> list[int]:
 
 def _by_posterior(this: Round, by: str) -> list[int]:
     """Fit a posterior over the LoRA weights, whose training texts choose its prior."""
-    la = posterior("lowrank_kron").build(this.model)
+    la = lowrank_kron(this.model)
     loader = this.pretrained.loader(this.labelled)
     la.fit(loader, progress_bar=False)
     la.optimize_prior_precision(method="agreement", train_loader=loader)
@@ -123,17 +122,17 @@ def prepared(options: Active, seed: int) -> Pretrained:
 
 def limited(task: Task, n_classes: int) -> Task:
     """Keep the first classes of a task, and the examples that have one of them."""
-
-    def kept(examples: Any) -> list[Example]:
-        return [each for each in examples if each.label < n_classes]
-
     return replace(
         task,
         classes=task.classes[:n_classes],
-        train=kept(task.train),
-        test=kept(task.test),
+        train=_with_label_below(n_classes, task.train),
+        test=_with_label_below(n_classes, task.test),
         shifted={},
     )
+
+
+def _with_label_below(end: int, examples: Sequence[Example]) -> list[Example]:
+    return [each for each in examples if each.label is not None and each.label < end]
 
 
 def measured(

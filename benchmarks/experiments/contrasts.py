@@ -14,9 +14,8 @@ from benchmarks.fine_tuning import (
     held_out,
     prepare,
 )
-from benchmarks.methods import posterior
 from benchmarks.methods.method import labels_of
-from benchmarks.methods.priors import probabilities
+from benchmarks.methods.posteriors import lowrank_kron, probabilities
 from benchmarks.options import Contrasts
 from benchmarks.report import Result, Row, say, table
 from laplace_lora_ext.metrics import quality
@@ -60,7 +59,7 @@ def measured(
     rest, held = held_out(pretrained, HELD_OUT)
     model = fine_tune(pretrained, rest, seed)
     say(options, f"Seed {seed}: fit and search")
-    la = posterior("lowrank_kron").build(model)
+    la = lowrank_kron(model)
     la.fit(pretrained.loader(rest), progress_bar=not options.quiet)
     la.optimize_prior_precision(method="gridsearch", val_loader=pretrained.loader(held))
     chosen = la.prior_precision.clone()

@@ -6,14 +6,19 @@ bad.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from benchmarks.experiments.calibration import Costs, Tests, figures_of, text_of
 from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, held_out, prepare
 from benchmarks.methods import METHODS
-from benchmarks.methods.method import Loaders, Posterior, fit_temperature, labels_of
+from benchmarks.methods.method import (
+    Loaders,
+    Method,
+    Posterior,
+    fit_temperature,
+    labels_of,
+)
 from benchmarks.methods.priors import (
     BY_TRAINING,
     NO_PRIOR,
@@ -83,7 +88,7 @@ class Trial:
                 METHODS["map"], Prediction(probabilities, prior, chosen=divisor)
             )
 
-    def with_curvature(self, method: Any) -> Iterator[Row]:
+    def with_curvature(self, method: Method) -> Iterator[Row]:
         """Measure a curvature with each prior."""
         assert isinstance(method, Posterior)
         say(self.options, f"Seed {self.seed}: {method.title}")
@@ -107,7 +112,7 @@ class Trial:
         for prior, prediction in chosen.items():
             yield self._row(method, replace(prediction, prior=prior))
 
-    def _row(self, method: Any, prediction: Prediction) -> Row:
+    def _row(self, method: Method, prediction: Prediction) -> Row:
         measured = {
             name: each
             for name, each in prediction.probabilities.items()

@@ -14,6 +14,7 @@ import torch
 from laplace import Laplace
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -27,6 +28,8 @@ from benchmarks.models import device_of
 from benchmarks.options import Gpu
 from benchmarks.random_models import switch_checkpointing
 from benchmarks.report import Result, Row, say, table
+from benchmarks.training import as_dataset
+from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.recorder import Recorder
@@ -345,7 +348,13 @@ class Jobs:
             key: value for key, value in batches[0].items() if key != "labels"
         }
         self._weights = [w for n, w in model.named_parameters() if ".lora_" in n]
-        self._la: Any = None
+        self._fitted: LowRankKronLoRALaplace | None = None
+
+    @property
+    def _la(self) -> LowRankKronLoRALaplace:
+        """The posterior that the job "fit" has left."""
+        assert self._fitted is not None
+        return self._fitted
 
     def texts(self, name: str) -> int:
         """Tell how many texts a job handles."""
@@ -359,10 +368,10 @@ class Jobs:
         if name == "training step":
             self._train()
         elif name == "fit":
-            self._la = laplace_lora_ext.Laplace(
+            self._fitted = laplace_lora_ext.Laplace(
                 self._model, "classification", class_token_ids=list(ANSWERS)
             )
-            self._la.fit(self._batches)
+            self._fitted.fit(self._batches)
         elif name == "exact prediction":
             self._la(self._inputs, link_approx="mean_field")
         elif name == "agreement":
@@ -393,6 +402,7 @@ class Jobs:
             targets = self._la(
                 self._inputs, pred_type="amortized", link_approx="mean_field"
             )
+        assert isinstance(targets, torch.Tensor)
         self._model.train()
         optimizer = torch.optim.AdamW(self._weights, lr=0.0)
         log_p = LogitsModel(self._model, ANSWERS).log_probs(self._inputs)[
@@ -406,8 +416,8 @@ class Jobs:
     def _fit_stock(self, structure: str) -> None:
         wrapped = LogitsModel(self._model, ANSWERS)
         la = Laplace(wrapped, "classification", "all", structure)
-        loader: Any = torch.utils.data.DataLoader(self._batches, batch_size=None)  # pyright: ignore
-        la.fit(loader)
+        # Each element is a batch already.
+        la.fit(DataLoader(as_dataset(self._batches), batch_size=None))
 
 
 def exactness(
@@ -542,6 +552,7 @@ def quantize(model: nn.Module) -> None:
             quant_type="nf4",
             device="meta",
         )
+        # Type checkers take it for a plain parameter, which has no such setting.
         settings: dict[str, Any] = {"requires_grad": False, "quant_type": "nf4"}
         weight: Any = Params4bit(layer.weight.data.cpu(), **settings)
         quantized.weight = weight.to(layer.weight.device)  # quantizes on the way

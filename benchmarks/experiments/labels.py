@@ -11,6 +11,7 @@ import torch
 import laplace_lora_ext
 from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, fine_tune, prepare
 from benchmarks.methods.method import Loaders, Probabilities, fit_temperature
+from benchmarks.methods.posteriors import probabilities
 from benchmarks.metrics import quality_with_aurc, shift_detection, signs_of
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Labels
@@ -116,35 +117,34 @@ class Trial:
     def _row_of(
         self,
         name: str,
-        la: Any,
+        la: LowRankKronLoRALaplace,
         pred_type: str,
     ) -> Row:
         """Measure a posterior."""
-        probabilities = {}
+        predicted = {}
         for data_set, loader in self._loaders.items():
             # `fitting` leaves out all tokens without a label.
             parts = [
-                la(batch, pred_type=pred_type, link_approx=LINK, fitting=True)
+                probabilities(la, batch, LINK, pred_type=pred_type, fitting=True)
                 for batch in loader
             ]
-            of_labels = torch.cat(parts).flatten(0, -2)
-            probabilities[data_set] = of_labels.detach().cpu()
+            predicted[data_set] = torch.cat(parts).flatten(0, -2)
         chosen = la.prior_precision.mean().item()
-        return self._row(name, probabilities, chosen, la.logit_scale)
+        return self._row(name, predicted, chosen, la.logit_scale)
 
     def _row(
         self,
         name: str,
-        probabilities: Probabilities,
+        predicted: Probabilities,
         chosen: float | None = None,
         logit_scale: float | None = None,
     ) -> Row:
         """Measure probabilities `(labels, classes)`."""
         labels = {each: labels_of(self.pretrained.data[each]) for each in self._loaders}
-        signs = {each: signs_of(p) for each, p in probabilities.items()}
+        signs = {each: signs_of(p) for each, p in predicted.items()}
         shifted = {}
         for each in self.pretrained.task.shifted:
-            figures = quality_with_aurc(probabilities[each], labels[each])
+            figures = quality_with_aurc(predicted[each], labels[each])
             shifted[each] = figures | shift_detection(signs[TEST], signs[each])
         return {
             "name": name,
@@ -152,8 +152,8 @@ class Trial:
             "labels": {each: len(of_set) for each, of_set in labels.items()},
             "chosen": chosen,
             "logit_scale": logit_scale,
-            **quality_with_aurc(probabilities[TEST], labels[TEST]),
-            "exact": exact_matches(probabilities[TEST], self.pretrained.data[TEST]),
+            **quality_with_aurc(predicted[TEST], labels[TEST]),
+            "exact": exact_matches(predicted[TEST], self.pretrained.data[TEST]),
             "shifted": shifted,
         }
 

@@ -4,20 +4,21 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from laplace.utils.matrix import KronDecomposed
 from peft.utils.merge_utils import dare_linear, ties
 
 from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, held_out, prepare
 from benchmarks.methods.method import labels_of
-from benchmarks.methods.posteriors import over_lora
+from benchmarks.methods.posteriors import lowrank_kron
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Merge
 from benchmarks.report import Result, Row, over_seeds, say, table
 from benchmarks.training import Records
-from laplace_lora_ext import LoRALaplace
+from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood, quality
+from laplace_lora_ext.models.weights import Block
 
 HELD_OUT = 0.2
 FACTORS = (0.5, 0.6, 0.7, 0.8)  # of the sum of two adapters
@@ -103,16 +104,18 @@ class Trial:
             candidates = [Candidate(f"PEFT's {way}", DENSITY, merged)]
             yield self._best(first, blocks, candidates)
 
-    def _posterior(self, model: AdaptedModel, records: Records) -> LoRALaplace:
+    def _posterior(
+        self, model: AdaptedModel, records: Records
+    ) -> LowRankKronLoRALaplace:
         """Fit a posterior over LoRA weights and the head."""
-        la = over_lora(model, modules_to_save=True)
+        la = lowrank_kron(model, modules_to_save=True)
         la.fit(self._pretrained.loader(records))
         return la
 
     def _best(
         self,
         model: AdaptedModel,
-        blocks: Sequence[Any],
+        blocks: Sequence[Block],
         candidates: Sequence["Candidate"],
     ) -> Row:
         """Measure the candidate that predicts the held-out texts best."""
@@ -160,8 +163,8 @@ def best_scale(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, float
 
 def halves_of(records: Records, halved: str, n_classes: int) -> tuple[Records, Records]:
     """Halve training texts: every intent's texts, or the intents."""
-    first: list[dict[str, Any]] = []
-    second: list[dict[str, Any]] = []
+    first: Records = []
+    second: Records = []
     seen: Counter[int] = Counter()
     for record in records:
         label = record["labels"]
@@ -172,7 +175,7 @@ def halves_of(records: Records, halved: str, n_classes: int) -> tuple[Records, R
 
 
 def product(
-    posteriors: Sequence[Any],
+    posteriors: Sequence[LowRankKronLoRALaplace],
     means: Sequence[torch.Tensor],
     prior_precision: float,
 ) -> torch.Tensor:
@@ -181,12 +184,12 @@ def product(
     By conjugate gradients from the mean of the means on.
     """
     dtype = posteriors[0].mean.dtype
-    precisions: list[Any] = []
+    precisions: list[KronDecomposed] = []
     for la in posteriors:
         la.prior_precision = prior_precision
         precisions.append(la.posterior_precision)
 
-    def times(precision: Any, weights: torch.Tensor) -> torch.Tensor:
+    def times(precision: KronDecomposed, weights: torch.Tensor) -> torch.Tensor:
         return precision.bmm(weights.to(dtype)[None], exponent=1)[0].double()
 
     def times_all(weights: torch.Tensor) -> torch.Tensor:
@@ -220,7 +223,7 @@ def conjugate_gradients(
 
 
 @torch.no_grad()
-def set_weights(blocks: Sequence[Any], weights: torch.Tensor) -> None:
+def set_weights(blocks: Sequence[Block], weights: torch.Tensor) -> None:
     """Write weights `(parameters,)` into the parameters of blocks, in order."""
     parts = weights.split([block.weight.numel() for block in blocks])
     for block, part in zip(blocks, parts, strict=True):
@@ -228,7 +231,7 @@ def set_weights(blocks: Sequence[Any], weights: torch.Tensor) -> None:
 
 
 def merged_by_peft(
-    blocks: Sequence[Any], weights: Sequence[torch.Tensor], way: str
+    blocks: Sequence[Block], weights: Sequence[torch.Tensor], way: str
 ) -> torch.Tensor:
     """Merge LoRA weights as PEFT's `add_weighted_adapter`, with weights of 1/2.
 

@@ -19,6 +19,7 @@ import laplace_lora_ext
 from benchmarks import measuring, report
 from benchmarks.measuring import Message
 from benchmarks.methods import posterior
+from benchmarks.methods.posteriors import lowrank_kron
 from benchmarks.models import device_of
 from benchmarks.options import Scale
 from benchmarks.random_models import (
@@ -235,7 +236,7 @@ class Jobs:
         # Other texts than those of the fit.
         (self._batch,) = random_loader(shape, 1, setting.device, options.seed + 1)
         self._n_classes = shape.classes
-        self._la = posterior(METHOD).build(self._adapted)
+        self._la = lowrank_kron(self._adapted)
         # What PyTorch loads during its first passes counts for no job.
         short = replace(shape, length=1, batch_size=1)
         self._la.fit(random_loader(short, 1, setting.device, options.seed))

@@ -32,19 +32,21 @@ from benchmarks.methods.members import (
     with_temperature,
 )
 from benchmarks.methods.method import Loaders, Method, labels_of
-from benchmarks.methods.posteriors import over_lora
+from benchmarks.methods.posteriors import lowrank_kron, probabilities
 from benchmarks.methods.priors import Prediction, Prior
 from benchmarks.methods.students import Scaled, predict_with_student
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Stages
 from benchmarks.report import Result, Row, say
 from benchmarks.training import Records, Smoothed
+from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood
+from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import divided
 from laplace_lora_ext.training import stages
 from laplace_lora_ext.training.stages import SECOND_STAGE, Stage
-from laplace_lora_ext.training.students import STEPS
+from laplace_lora_ext.training.students import STEPS, Teacher
 from laplace_lora_ext.tuning.method import Hyperparameters
 
 HELD_OUT = 0.2
@@ -341,12 +343,16 @@ class Trial:
             fit_seconds = sum(member.seconds for member in (*firsts, *members))
             yield from self._taught(la, posteriors, trainings, fit_seconds)
             if count == 1:
-                scaled = Scaled(la, temperature)
+                scaled = Scaled(las[0], temperature)
                 method = Method(maps.key, "In stages, temperature")
                 yield self._student(scaled, SWAPPED, method, trainings, fit_seconds=0.0)
 
     def _taught(
-        self, la: Any, method: Method, trainings: float, fit_seconds: float
+        self,
+        la: LoRALaplace | LaplaceMixture,
+        method: Method,
+        trainings: float,
+        fit_seconds: float,
     ) -> Iterator[Row]:
         """Measure what a posterior or a mixture teaches: variances, and students."""
         # One member shows what the texts without labels are good for; two take them for
@@ -358,7 +364,7 @@ class Trial:
 
     def _amortized(
         self,
-        la: Any,
+        la: LoRALaplace | LaplaceMixture,
         unlabelled: str | None,
         method: Method,
         trainings: float,
@@ -372,7 +378,7 @@ class Trial:
         fit_seconds += self.clock() - started
 
         def predict(batch: Any) -> torch.Tensor:
-            return la(batch, pred_type="amortized", link_approx=LINK).detach().cpu()
+            return probabilities(la, batch, LINK, pred_type="amortized")
 
         predict_seconds = self.tests.seconds(predict)
         prediction = Prediction(
@@ -394,7 +400,7 @@ class Trial:
 
     def _student(
         self,
-        teacher: Any,
+        teacher: Teacher,
         unlabelled: str | None,
         method: Method,
         trainings: float,
@@ -505,12 +511,13 @@ class Trial:
         """Fit a posterior to the texts that its model was trained on."""
         say(self.options, f"Seed {self.seed}: fitting")
         started = self.clock()
-        la = over_lora(AdaptedModel(model, self.pretrained.class_token_ids), **keywords)
+        adapted = AdaptedModel(model, self.pretrained.class_token_ids)
+        la = lowrank_kron(adapted, **keywords)
         la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)
         return self._with_statistics(la, loaders, self.clock() - started)
 
     def _with_statistics(
-        self, la: Any, loaders: Loaders, seconds: float = 0.0
+        self, la: LowRankKronLoRALaplace, loaders: Loaders, seconds: float = 0.0
     ) -> Member:
         """Collect a posterior's statistics; test texts' don't count to its seconds."""
         statistics = {}

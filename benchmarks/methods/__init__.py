@@ -42,7 +42,9 @@ ALL: tuple[Method, ...] = (
     Posterior("stock_kron_asdl", "Stock Kron (ASDL)", STOCK_KRON_ASDL),
     Posterior("bare", "Bare loops", posteriors.BareLoops),
     Posterior("lowrank_kron_paper", "lowrank_kron (paper)", posteriors.of_paper),
-    Posterior("lowrank_kron", "lowrank_kron", posteriors.over_lora, on_training=True),
+    Posterior(
+        "lowrank_kron", "lowrank_kron", posteriors.lowrank_kron, on_training=True
+    ),
 )
 METHODS = {method.key: method for method in ALL}
 

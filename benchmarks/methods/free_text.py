@@ -11,10 +11,10 @@ from torch.nn.functional import cross_entropy
 from benchmarks.methods import sampled
 from benchmarks.methods.method import fit_temperature
 from benchmarks.models import AdaptedModel
+from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.models.weights import called_with
-from laplace_lora_ext.structures import LowRankKronLoRALaplace
 from laplace_lora_ext.text.scores import drawn
 
 

@@ -3,24 +3,25 @@
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from benchmarks.fine_tuning import TEST
 from benchmarks.methods.method import Probabilities, fit_temperature
+from benchmarks.methods.posteriors import probabilities
 from benchmarks.methods.priors import (
     FACTORS,
     NO_PRIOR,
     Prediction,
     Prior,
     geometric_mean,
-    probabilities,
     regret_of,
 )
+from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.predictive.decisions import Prediction as Decisions
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
 from laplace_lora_ext.predictive.moments import Moments, centred, mixed
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import Hyperparameters
 
 LINK = "mean_field"
@@ -32,8 +33,8 @@ AT_ONCE = 64  # texts whose logits are drawn together
 class Member:
     """A posterior, what it keeps of data sets on the CPU, and the seconds of both."""
 
-    la: Any
-    statistics: Mapping[str, Any]
+    la: LowRankKronLoRALaplace
+    statistics: Mapping[str, PredictiveStatistics]
     seconds: float
 
     def moments(

@@ -5,18 +5,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from laplace import Laplace
+from laplace import Laplace, ParametricLaplace
 
 import laplace_lora_ext
 from benchmarks.models import AdaptedModel
-from laplace_lora_ext import LoRALaplace
+from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
 from laplace_lora_ext.likelihoods import Classification
+from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.models.adapters import find_peft_model
 
 
 def over_lora(
     model: AdaptedModel,
-    structure: str = "lowrank_kron",
+    structure: str,
     **keywords: Any,
 ) -> LoRALaplace:
     """Make our class over LoRA weights, with one of our or the host's structures."""
@@ -30,42 +31,63 @@ def over_lora(
     )
 
 
-of_paper = partial(over_lora, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
+def lowrank_kron(model: AdaptedModel, **keywords: Any) -> LowRankKronLoRALaplace:
+    """Make the posterior that this library is about."""
+    la = over_lora(model, "lowrank_kron", **keywords)
+    assert isinstance(la, LowRankKronLoRALaplace)
+    return la
 
 
-def of_last_layer(model: AdaptedModel) -> LoRALaplace:
+of_paper = partial(lowrank_kron, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
+
+
+def of_last_layer(model: AdaptedModel) -> LowRankKronLoRALaplace:
     """Make LLLA: the output layer's LoRA weights, or the last layer's."""
     peft_model = find_peft_model(model.model)
     if any(".lm_head.lora_" in name for name, _ in peft_model.named_parameters()):
-        return over_lora(model, target_modules=["lm_head"])
+        return lowrank_kron(model, target_modules=["lm_head"])
     last_layer = peft_model.config.num_hidden_layers - 1
-    return over_lora(model, layers_to_transform=[last_layer])
+    return lowrank_kron(model, layers_to_transform=[last_layer])
 
 
-def of_head(model: AdaptedModel) -> LoRALaplace:
+def of_head(model: AdaptedModel) -> LowRankKronLoRALaplace:
     """Make last-layer Laplace: over an encoder's head alone, without LoRA weights."""
-    everything = over_lora(model, modules_to_save=True)
+    everything = lowrank_kron(model, modules_to_save=True)
     names = [block.known_as for block in everything.blocks if block.kind == "head"]
-    return over_lora(model, weight_names=names)
+    return lowrank_kron(model, weight_names=names)
 
 
 def stock(
     model: AdaptedModel,
     structure: str,
     **keywords: Any,
-) -> Any:
+) -> ParametricLaplace:
     """Make laplace-torch's own class over all that requires a gradient."""
     # An encoder's head stays at its MAP value, as in our classes.
     model.model.requires_grad_(False)
     for weight in model.lora_weights:
         weight.requires_grad_(True)
-    return Laplace(
+    la = Laplace(
         model.logits_model,
         "classification",
         subset_of_weights="all",
         hessian_structure=structure,
         **keywords,
     )
+    assert isinstance(la, ParametricLaplace)
+    return la
+
+
+def probabilities(
+    la: LoRALaplace | LaplaceMixture,
+    x: Any,
+    link: str,
+    **options: Any,
+) -> torch.Tensor:
+    """Compute class probabilities on the CPU, of a batch or of moments."""
+    predicted = la(x, link_approx=link, **options)
+    assert isinstance(predicted, torch.Tensor)  # numbers have two: mean and variance
+    return predicted.detach().cpu()
 
 
 class BareLoops:

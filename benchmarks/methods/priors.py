@@ -9,8 +9,9 @@ from torch.utils.data import DataLoader
 
 from benchmarks.fine_tuning import TEST
 from benchmarks.methods.method import Loaders, Probabilities
+from benchmarks.methods.posteriors import probabilities
 from benchmarks.methods.sampled import MOST_CHANGED, SAMPLES
-from laplace_lora_ext import PredictiveStatistics
+from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace, PredictiveStatistics
 from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.predictive.moments import Moments, gaussian_samples
 
@@ -21,7 +22,7 @@ GRID = torch.logspace(-2, 4, 49)
 FACTORS = torch.logspace(-2, 2, 33)
 
 # Takes a posterior and, where it reads them, statistics of the training data.
-Choose = Callable[[Any, Any], torch.Tensor]
+Choose = Callable[[LoRALaplace, PredictiveStatistics | None], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,25 +62,31 @@ class Prediction:
 def by_evidence(structure: str) -> Choose:
     """Choose by the evidence, with one precision for all layers or for each."""
 
-    def choose(la: Any, _: Any) -> torch.Tensor:
+    def choose(la: LoRALaplace, _: PredictiveStatistics | None) -> torch.Tensor:
         la.optimize_prior_precision(method="marglik", prior_structure=structure)
         return la.prior_precision.clone()
 
     return choose
 
 
-def by_agreement(la: Any, statistics: PredictiveStatistics) -> torch.Tensor:
+def by_agreement(
+    la: LoRALaplace, statistics: PredictiveStatistics | None
+) -> torch.Tensor:
     """Choose the broadest posterior whose draws agree with the model."""
+    assert statistics is not None
     la.optimize_prior_precision(method="agreement", train_loader=statistics)
     return la.prior_precision.clone()
 
 
-def by_tfb_rule(_: Any, statistics: PredictiveStatistics) -> torch.Tensor:
+def by_tfb_rule(
+    _: LoRALaplace, statistics: PredictiveStatistics | None
+) -> torch.Tensor:
     """Choose the smallest prior at which the mean of ten draws keeps classes.
 
     This is TFB's rule for our covariance: at most 1 % of the training texts may change
     class.
     """
+    assert statistics is not None
     for prior_precision in GRID:
         moments = statistics.moments(prior_precision[None])
         # The same noise for all precisions: the changes then differ by their size
@@ -103,15 +110,6 @@ PRIORS = (
     PriorByTraining("tfb_rule", "TFB's rule", by_tfb_rule, reads=True),
 )
 BY_TRAINING = {prior.key: prior for prior in PRIORS}
-
-
-def probabilities(
-    la: Any,
-    x: Any,
-    link: str,
-) -> torch.Tensor:
-    """Compute probabilities (texts, classes) on the CPU, of a batch or moments."""
-    return la(x, pred_type="glm", link_approx=link).detach().cpu()
 
 
 def regret_of(
@@ -159,7 +157,7 @@ class Predicts(Protocol):
 class FromStatistics:
     """Predicts from statistics, for which a low-rank posterior sees the data once."""
 
-    la: Any
+    la: LoRALaplace
     statistics: Mapping[str, PredictiveStatistics]
 
     def probabilities(
@@ -203,7 +201,7 @@ class FromStatistics:
 class FromBatches:
     """Predicts with passes over the data, the same for several prior precisions."""
 
-    la: Any
+    la: LoRALaplace
     loaders: Mapping[str, Iterable[Any]]
 
     def probabilities(
@@ -255,7 +253,7 @@ class FromBatches:
 
 
 def predictions(
-    la: Any,
+    la: LoRALaplace,
     train: DataLoader | None,
     loaders: Loaders,
     labels: torch.Tensor,
@@ -266,6 +264,7 @@ def predictions(
     """
     statistics_of_training = None
     if train is not None:
+        assert isinstance(la, LowRankKronLoRALaplace)  # what others have none of
         statistics_of_training = la.predictive_statistics(train)
     predicts = predictor_of(la, loaders)
     for prior in PRIORS:
@@ -282,9 +281,9 @@ def predictions(
             )
 
 
-def predictor_of(la: Any, loaders: Loaders) -> Predicts:
+def predictor_of(la: LoRALaplace, loaders: Loaders) -> Predicts:
     """Predict from statistics where there are any, and by passes elsewhere."""
-    if not hasattr(la, "predictive_statistics"):
+    if not isinstance(la, LowRankKronLoRALaplace):
         return FromBatches(la, loaders)
     statistics = {
         name: la.predictive_statistics(loader) for name, loader in loaders.items()

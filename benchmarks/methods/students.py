@@ -5,13 +5,15 @@ from typing import Any
 
 import torch
 import transformers
+from peft import PeftModel
 
 from benchmarks.fine_tuning import TRAIN, Pretrained
 from benchmarks.methods.method import Loaders, Probabilities
 from benchmarks.models import AdaptedModel
 from benchmarks.training import as_dataset
+from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.models.adapters import find_peft_model, own_adapter_back
-from laplace_lora_ext.training.students import distill
+from laplace_lora_ext.training.students import Teacher, distill
 
 
 class Scaled:
@@ -19,7 +21,7 @@ class Scaled:
 
     likelihood = "classification"
 
-    def __init__(self, la: Any, temperature: float) -> None:
+    def __init__(self, la: LoRALaplace, temperature: float) -> None:
         self.model = la.model
         self.blocks = la.blocks
         self.members = [self]
@@ -30,17 +32,17 @@ class Scaled:
     @torch.no_grad()
     def __call__(
         self,
-        batch: Any,
+        x: Any,
         **_: Any,
     ) -> torch.Tensor:
         """Compute probabilities (texts, classes)."""
         with self.model.prepared():
-            logits = self.model(batch)
+            logits = self.model(x)
         return (logits / self.temperature).softmax(-1)
 
 
 def predict_with_student(
-    teacher: Any,
+    teacher: Teacher,
     pretrained: Pretrained,
     unlabelled: str | None,
     seed: int,
@@ -50,7 +52,7 @@ def predict_with_student(
 
     Teachers are posteriors, mixtures and `Scaled` models.
     """
-    model = find_peft_model(teacher.model)
+    model = find_peft_model(teacher.members[0].model)  # that of all members
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(pretrained, model, seed, folder)
         name = distill(teacher, trainer, unlabelled, "student")
@@ -65,7 +67,7 @@ def predict_with_student(
 
 def _trainer(
     pretrained: Pretrained,
-    model: Any,
+    model: PeftModel,
     seed: int,
     folder: str,
 ) -> transformers.Trainer:

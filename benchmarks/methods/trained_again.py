@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, LoraModel
 from torch.nn.functional import kl_div
 from torch.utils.data import DataLoader
 
@@ -60,7 +60,8 @@ class MonteCLoRA(Recipe):
         labels: torch.Tensor,
     ) -> torch.Tensor:
         """Compute the mean loss of a batch, with PEFT's penalty."""
-        layers: Any = find_peft_model(model).base_model
+        layers = find_peft_model(model).base_model
+        assert isinstance(layers, LoraModel)
         # PEFT's own trainers call it too.
         return super().loss(model, batch, labels) + layers._get_monteclora_loss()
 
