@@ -2,6 +2,8 @@
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -38,11 +40,34 @@ from tests.support.texts import (
     drawn_models,
     fitted_text,
     text_batches,
-    token_jacobians,
     token_logits,
 )
 
 FULL_RANK = 60
+
+
+def token_jacobians(
+    model: nn.Module,
+    batches: Sequence[Mapping[str, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Differentiate logits of labelled tokens, each text by itself.
+
+    Returns Jacobians `(N, V, parameters)`, logits `(N, V)` and labels `(N,)`.
+    """
+
+    def forward(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        def of_weights(**inputs: Any) -> Any:
+            return torch.func.functional_call(model, weights, (), inputs)
+
+        return token_logits(of_weights, batches)[0]
+
+    Js = torch.func.jacrev(forward)(dense.lora_weights(model))
+    logits, labels = token_logits(model, batches)
+    of_all_weights = torch.cat(
+        [J.flatten(2) for J in Js.values()],
+        dim=2,
+    )
+    return of_all_weights, logits.detach(), labels
 
 
 def test_the_error_of_the_sampled_factors_falls_with_the_root_of_the_number_of_draws():

@@ -15,7 +15,6 @@ from laplace_lora_ext.plots import outcomes
 from tests.support.dense import (
     EXACT,
     assert_exact,
-    bernoulli_fisher,
     evidence,
     exact_ggn,
     jacobians,
@@ -35,6 +34,12 @@ from tests.test_several_labels import InTwoColumns, several_labels
 SAME = {"rtol": 1e-10, "atol": 1e-10}
 LINKS = ["probit", "mean_field", "mc"]
 N_TEXTS = 16
+
+
+def bernoulli_fisher(logits: torch.Tensor) -> torch.Tensor:
+    """Compute `diag(p (1 - p))` of `(..., K)` logits in float64."""
+    f = logits.double()
+    return torch.diag_embed(f.sigmoid() * (-f).sigmoid())
 
 
 def batches(n_labels=3, **keywords):

@@ -1,7 +1,12 @@
 """Heads beside LoRA weights: exact where mathematics says so, by every public call."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -10,8 +15,16 @@ from torch.testing import assert_close
 import laplace_lora_ext
 from laplace_lora_ext.models.weights import Block
 from tests.support.dense import evidence, exact_ggn, softmax_fisher
-from tests.support.heads import CASES, PARTS, Case, dense_of, plain, trained, weights_of
-from tests.support.models import TwoLinear, base_model, lora_model, ragged_batches
+from tests.support.heads import PARTS, dense_of, plain, trained, weights_of
+from tests.support.models import (
+    N_CLASSES,
+    VOCABULARY,
+    TwoLinear,
+    base_model,
+    lora_model,
+    pairs,
+    ragged_batches,
+)
 from tests.support.posteriors import (
     count_forward_passes,
     fitted,
@@ -21,6 +34,66 @@ from tests.support.posteriors import (
 )
 
 EXACT = {"rtol": 1e-8, "atol": 1e-11}
+
+
+def classifier(name: str, *target_modules: str) -> PeftModel:
+    """Make a one-layer classifier whose head PEFT trains by itself."""
+    torch.manual_seed(0)
+    family = name.partition("For")[0]
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=12,
+        num_labels=N_CLASSES,
+        pad_token_id=0,
+    )
+    adapter = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=list(target_modules))
+    return trained(getattr(transformers, name)(config), adapter)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with a head, batches of labelled examples, and each example alone."""
+
+    build: Callable[[], nn.Module]
+    batches: list[Any]
+
+    def examples(self) -> list[Any]:
+        """Take each example without padding."""
+        examples: list[Any] = []
+        for batch in self.batches:
+            if isinstance(batch, Mapping):
+                for ids, mask in zip(
+                    batch["input_ids"], batch["attention_mask"], strict=True
+                ):
+                    examples.append({"input_ids": ids[mask.bool()][None]})
+            else:
+                examples += list(batch[0].split(1))
+        return examples
+
+    def labels(self) -> torch.Tensor:
+        """Join the labels of all batches."""
+        of_batches = [
+            b["labels"] if isinstance(b, Mapping) else b[1] for b in self.batches
+        ]
+        return torch.cat(of_batches)
+
+
+CASES = {
+    "one layer with a bias": Case(lambda: lora_model("bert").eval(), ragged_batches()),
+    "two layers with biases": Case(
+        lambda: classifier("RobertaForSequenceClassification", "query", "value"),
+        ragged_batches(),
+    ),
+    "three layers of a plain module": Case(plain, pairs(2)),
+    "a layer that all tokens go through": Case(
+        lambda: classifier("GPTNeoXForSequenceClassification", "query_key_value"),
+        ragged_batches(),
+    ),
+}
+
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from transformers import GitConfig, GitForCausalLM
 
 import laplace_lora_ext
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -19,7 +20,6 @@ from tests.support.models import (
     VOCABULARY,
     OfBatches,
     built,
-    image_first,
     llama,
     llama_with_output_layer,
     lora_model,
@@ -31,6 +31,28 @@ from tests.support.texts import encoder_decoder
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 IN_FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def image_first() -> nn.Module:
+    """Make a tiny GIT, which reads an image's five positions before a text."""
+    torch.manual_seed(0)
+    vision = {
+        "image_size": 8,
+        "patch_size": 4,
+        "hidden_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 12,
+    }
+    config = GitConfig(
+        vision_config=vision,
+        vocab_size=VOCABULARY,
+        pad_token_id=0,
+        hidden_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    return GitForCausalLM(config).eval()
 
 
 def causal_model(kind: str) -> nn.Module:

@@ -180,12 +180,6 @@ def softmax_fisher(logits: torch.Tensor) -> torch.Tensor:
     return torch.diag_embed(variances) - products.masked_fill(itself, 0)
 
 
-def bernoulli_fisher(logits: torch.Tensor) -> torch.Tensor:
-    """Compute `diag(p (1 - p))` of `(..., K)` logits in float64."""
-    f = logits.double()
-    return torch.diag_embed(f.sigmoid() * (-f).sigmoid())
-
-
 def exact_ggn(
     Js: torch.Tensor,
     H: torch.Tensor,
@@ -194,25 +188,28 @@ def exact_ggn(
     return torch.einsum("bcp,bcd,bdq->pq", Js, H, Js)
 
 
+def kronecker_block(
+    J: torch.Tensor,
+    H: torch.Tensor,
+) -> torch.Tensor:
+    """Compute a block of `kfac_approx="gradient"` from a matrix's `(N, C, m, n)`."""
+    weighted = torch.einsum("bcd,bdij->bcij", H, J)
+    # Both factors sum over examples and over pairs of logits, weighted by the Fisher.
+    F_out = torch.einsum("bcij,bckj->ik", J, weighted)
+    F_in = torch.einsum("bcij,bcik->jk", J, weighted)
+    block = torch.kron(F_out, F_in)
+    trace = F_out.trace()
+    # A layer that the logits don't depend on has a block of zeros.
+    return block / trace if trace > 0 else block
+
+
 def gradient_blocks(
     model: nn.Module,
     Js: torch.Tensor,
     H: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Compute Kronecker blocks of `kfac_approx="gradient"` from Jacobians."""
-    blocks = []
-    for places in matrix_places(model):
-        J = Js[..., places]
-        weighted = torch.einsum("bcd,bdij->bcij", H, J)
-        # Both factors sum over examples and over pairs of logits, weighted by the
-        # Fisher.
-        F_out = torch.einsum("bcij,bckj->ik", J, weighted)
-        F_in = torch.einsum("bcij,bcik->jk", J, weighted)
-        block = torch.kron(F_out, F_in)
-        trace = F_out.trace()
-        # A layer that the logits don't depend on has a block of zeros.
-        blocks.append(block / trace if trace > 0 else block)
-    return blocks
+    return [kronecker_block(Js[..., places], H) for places in matrix_places(model)]
 
 
 def gradient_curvature(

@@ -1,20 +1,14 @@
 """Small classifiers with an adapter and a trained head, and dense calculus in both."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from tests.support.models import (
     N_CLASSES,
-    VOCABULARY,
-    lora_model,
-    pairs,
-    ragged_batches,
 )
 
 PARTS = ("lora_", ".modules_to_save.default.")
@@ -52,23 +46,6 @@ def plain(n_outputs: int = N_CLASSES) -> PeftModel:
     return trained(WithHead(n_outputs), config)
 
 
-def classifier(name: str, *target_modules: str) -> PeftModel:
-    """Make a one-layer classifier whose head PEFT trains by itself."""
-    torch.manual_seed(0)
-    family = name.partition("For")[0]
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCABULARY,
-        hidden_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=12,
-        num_labels=N_CLASSES,
-        pad_token_id=0,
-    )
-    adapter = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=list(target_modules))
-    return trained(getattr(transformers, name)(config), adapter)
-
-
 def trained(base: nn.Module, config: LoraConfig) -> PeftModel:
     """Add an adapter and a head, and draw all their weights, in float64."""
     torch.manual_seed(0)
@@ -78,48 +55,6 @@ def trained(base: nn.Module, config: LoraConfig) -> PeftModel:
             nn.init.normal_(weight, std=0.4)
     assert isinstance(model, PeftModel)
     return model.double().eval()
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model with a head, batches of labelled examples, and each example alone."""
-
-    build: Callable[[], nn.Module]
-    batches: list[Any]
-
-    def examples(self) -> list[Any]:
-        """Take each example without padding."""
-        examples: list[Any] = []
-        for batch in self.batches:
-            if isinstance(batch, Mapping):
-                for ids, mask in zip(
-                    batch["input_ids"], batch["attention_mask"], strict=True
-                ):
-                    examples.append({"input_ids": ids[mask.bool()][None]})
-            else:
-                examples += list(batch[0].split(1))
-        return examples
-
-    def labels(self) -> torch.Tensor:
-        """Join the labels of all batches."""
-        of_batches = [
-            b["labels"] if isinstance(b, Mapping) else b[1] for b in self.batches
-        ]
-        return torch.cat(of_batches)
-
-
-CASES = {
-    "one layer with a bias": Case(lambda: lora_model("bert").eval(), ragged_batches()),
-    "two layers with biases": Case(
-        lambda: classifier("RobertaForSequenceClassification", "query", "value"),
-        ragged_batches(),
-    ),
-    "three layers of a plain module": Case(plain, pairs(2)),
-    "a layer that all tokens go through": Case(
-        lambda: classifier("GPTNeoXForSequenceClassification", "query_key_value"),
-        ragged_batches(),
-    ),
-}
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:

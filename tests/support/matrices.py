@@ -9,7 +9,7 @@ import transformers
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import nn
 
-from tests.support.dense import softmax_fisher
+from tests.support.dense import kronecker_block, softmax_fisher
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     N_CLASSES,
@@ -114,14 +114,7 @@ class Dense:
     def kronecker(self) -> torch.Tensor:
         """Compute the curvature of `kfac_approx="gradient"` at full rank."""
         H = softmax_fisher(self.logits)
-        blocks = []
-        for J in self.Js:
-            weighted = torch.einsum("bcd,bdij->bcij", H, J)
-            F_out = torch.einsum("bcij,bckj->ik", J, weighted)
-            F_in = torch.einsum("bcij,bcik->jk", J, weighted)
-            trace = F_out.trace()
-            block = torch.kron(F_out, F_in)
-            blocks.append(block / trace if trace > 0 else block)
+        blocks = [kronecker_block(J, H) for J in self.Js]
         return torch.block_diag(*blocks)
 
 

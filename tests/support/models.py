@@ -11,8 +11,6 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    GitConfig,
-    GitForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -142,28 +140,6 @@ def llama() -> LlamaForCausalLM:
         eos_token_id=2,
     )
     return LlamaForCausalLM(config)
-
-
-def image_first() -> nn.Module:
-    """Make a tiny GIT, which reads an image's five positions before a text."""
-    torch.manual_seed(0)
-    vision = {
-        "image_size": 8,
-        "patch_size": 4,
-        "hidden_size": 12,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 12,
-    }
-    config = GitConfig(
-        vision_config=vision,
-        vocab_size=VOCABULARY,
-        pad_token_id=0,
-        hidden_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    return GitForCausalLM(config).eval()
 
 
 def llama_with_output_layer() -> PeftModel:

@@ -154,27 +154,3 @@ def token_logits(
             logits.append(of_text[places])
             labels.append(following[places])
     return torch.cat(logits), torch.cat(labels)
-
-
-def token_jacobians(
-    model: nn.Module,
-    batches: Sequence[Mapping[str, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Differentiate logits of labelled tokens, each text by itself.
-
-    Returns Jacobians `(N, V, parameters)`, logits `(N, V)` and labels `(N,)`.
-    """
-
-    def forward(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        def of_weights(**inputs: Any) -> Any:
-            return torch.func.functional_call(model, weights, (), inputs)
-
-        return token_logits(of_weights, batches)[0]
-
-    Js = torch.func.jacrev(forward)(dense.lora_weights(model))
-    logits, labels = token_logits(model, batches)
-    of_all_weights = torch.cat(
-        [J.flatten(2) for J in Js.values()],
-        dim=2,
-    )
-    return of_all_weights, logits.detach(), labels
