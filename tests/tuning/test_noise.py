@@ -14,7 +14,18 @@ def validation(la, X, n_outputs, scale=1.0):
     """Make targets with noise of a known size around the model."""
     f = la.predictive_moments(X).f_mu
     noise = torch.randn(len(X), n_outputs, generator=generator(3)).double()
-    return [(X[:5], (f + scale * noise)[:5]), (X[5:], (f + scale * noise)[5:])]
+    y = f + scale * noise
+    return [(X[:5], y[:5]), (X[5:], y[5:])]
+
+
+def eigenvalues_of_precision(la) -> torch.Tensor:
+    """Compute all eigenvalues of the posterior precision, whatever its structure."""
+    P = la.posterior_precision
+    if hasattr(P, "to_matrix"):
+        return torch.linalg.eigvalsh(P.to_matrix())
+    if P.ndim == 1:
+        return torch.linalg.eigvalsh(P.diag())
+    return torch.linalg.eigvalsh(P)
 
 
 def loss_of(la, batches):
@@ -43,8 +54,10 @@ def test_prior_and_noise_are_the_best_of_both(structure, n_outputs):
             # The prior is relative to the noise.
             la.prior_precision = history.prior_precision[point] / factor**2
             losses.append(loss_of(la, batches))
-        assert losses[1] == pytest.approx(history.objective[point].item(), rel=1e-5)
-        assert losses[1] < min(losses[0], losses[2])
+        below, chosen, above = losses
+        objective = history.objective[point].item()
+        assert chosen == pytest.approx(objective, rel=1e-5)
+        assert chosen < min(below, above)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
@@ -53,19 +66,15 @@ def test_targets_of_any_scale_have_their_noise(structure, scale):
     la, X = plain_regression(1, structure)
     GridSearch(val_loader=validation(la, X, 1, scale))(la)
     _, f_var = la(X)
-    total = (f_var[:, 0, 0] + la.sigma_noise**2).sqrt()
-    assert 0.5 < (total.mean() / scale).item() < 1.6
+    total_std = (f_var[:, 0, 0] + la.sigma_noise**2).sqrt()
+    assert 0.5 < (total_std.mean() / scale).item() < 1.6
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_parameters_that_data_determine_are_counted_by_eigenvalues(structure):
     la, _ = plain_regression(2, structure)
     la.prior_precision = 0.3
-    P = la.posterior_precision
-    matrix = (
-        P.to_matrix() if hasattr(P, "to_matrix") else P.diag() if P.ndim == 1 else P
-    )
-    eigenvalues = torch.linalg.eigvalsh(matrix)
+    eigenvalues = eigenvalues_of_precision(la)
     expected = (1 - 0.3 / eigenvalues).sum().item()
     assert n_determined(la) == pytest.approx(expected, rel=1e-6)
     assert la.sigma_noise.item() == 0.5
@@ -91,7 +100,10 @@ def test_a_descent_ends_where_neither_prior_nor_noise_could_be_better(n_outputs,
     statistics = la.predictive_statistics(batches, dtype=torch.float64)
     la.sigma_noise = 1.0
     method = ValGD(
-        val_loader=statistics, batch_size=60, n_steps=500, generator=generator()
+        val_loader=statistics,
+        batch_size=60,
+        n_steps=500,
+        generator=generator(),
     )
     history = method(la)
     lowest = history.objective.min().item()
@@ -99,9 +111,8 @@ def test_a_descent_ends_where_neither_prior_nor_noise_could_be_better(n_outputs,
     for step in (0, 10, history.objective.argmin()):
         la.sigma_noise = history.sigma_noise[step].item()
         la.prior_precision = history.prior_precision[step]
-        assert loss_of(la, batches) == pytest.approx(
-            history.objective[step].item(), rel=1e-6
-        )
+        objective = history.objective[step].item()
+        assert loss_of(la, batches) == pytest.approx(objective, rel=1e-6)
     best = la.hyperparameters
     for factor in (0.9, 1.1):
         la.hyperparameters = best
@@ -120,10 +131,10 @@ def mean_distance(la, X, n_samples: int = 20_000) -> float:
     """Average draws' total variation distance from the model."""
     torch.manual_seed(1)
     _, f_var = la(X)
-    drawn = torch.distributions.MultivariateNormal(
-        torch.zeros(f_var.shape[-1]).double(), f_var
-    )
+    zeros = torch.zeros(f_var.shape[-1]).double()
+    drawn = torch.distributions.MultivariateNormal(zeros, f_var)
     apart = drawn.sample((n_samples,)).norm(dim=-1) / la.sigma_noise
+    # Of two normals with one noise, by the distance of their means.
     standard = torch.distributions.Normal(0, 1)
     return (2 * standard.cdf(apart / 2) - 1).mean().item()
 
@@ -142,18 +153,17 @@ def test_draws_of_numbers_change_by_as_much_as_is_allowed(
 ):
     la, X = plain_regression(n_outputs, structure)
     method = Agreement(
-        train_loader=[X], max_change=max_change, n_samples=5_000, generator=generator()
+        train_loader=[X],
+        max_change=max_change,
+        n_samples=5_000,
+        generator=generator(),
     )
     history = method(la)
     assert mean_distance(la, X) == pytest.approx(max_change, rel=0.03)
     assert history.objective[-1].item() == pytest.approx(max_change, rel=0.03)
     assert history.sigma_noise[-1] == pytest.approx(la.sigma_noise.item())
     # The parameters that the data determine, by all eigenvalues.
-    P = la.posterior_precision
-    matrix = (
-        P.to_matrix() if hasattr(P, "to_matrix") else P.diag() if P.ndim == 1 else P
-    )
-    determined = (1 - la.prior_precision / torch.linalg.eigvalsh(matrix)).sum()
+    determined = (1 - la.prior_precision / eigenvalues_of_precision(la)).sum()
     squares = residuals_of(la, X, n_outputs).square().sum()
     expected = (squares / (12 * n_outputs - determined)).sqrt()
     assert la.sigma_noise.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -192,11 +202,10 @@ def test_agreement_prefers_no_unit(unit, sigma_noise):
     y = unit * torch.randn(12, 1, generator=generator(1)).double()
     la.fit([(X, y)])
     Agreement(train_loader=[X])(la)
-    assert la.sigma_noise.item() == pytest.approx(
-        unit * expected.sigma_noise.item(), rel=0.01
-    )
-    found, wanted = la.predict(X), expected.predict(X)
-    ratio = found.epistemic_std / (unit * wanted.epistemic_std)
+    sigma_noise_in_unit = unit * expected.sigma_noise.item()
+    assert la.sigma_noise.item() == pytest.approx(sigma_noise_in_unit, rel=0.01)
+    std_in_unit = unit * expected.predict(X).epistemic_std
+    ratio = la.predict(X).epistemic_std / std_in_unit
     assert ratio.mean().item() == pytest.approx(1, rel=0.1)
 
 
@@ -208,9 +217,8 @@ def test_residuals_that_tell_of_no_noise_are_refused():
         Agreement(train_loader=[X])(la)
     assert la.sigma_noise.item() == 0.5
     la, X = plain_regression(2)
-    with pytest.raises(
-        ValueError, match=r"have 24 targets, which leaves none.*second_training"
-    ):
+    message = r"have 24 targets, which leaves none.*second_training"
+    with pytest.raises(ValueError, match=message):
         Agreement(train_loader=[X], max_change=0.6)(la)
 
 
@@ -219,9 +227,11 @@ def test_residuals_that_tell_of_no_noise_are_refused():
 
 def test_targets_without_any_error_are_refused():
     la, X = plain_regression(1)
-    exact = [(X, la.predictive_moments(X).f_mu.float().double())]
+    # Rounded as the statistics round the means: every residual is exactly 0.
+    y = la.predictive_moments(X).f_mu.float().double()
+    statistics = la.predictive_statistics([(X, y)], dtype=torch.float32)
     with pytest.raises(ValueError, match=r"without any error.*optimize_scale=False"):
-        GridSearch(val_loader=la.predictive_statistics(exact, dtype=torch.float32))(la)
+        GridSearch(val_loader=statistics)(la)
     assert la.sigma_noise.item() == 0.5
 
 
@@ -229,7 +239,7 @@ def test_the_noise_alone_is_the_last_point():
     la, X = plain_regression(1)
     batches = validation(la, X, 1)
     history = GridSearch(val_loader=batches, **GRID)(la)
-    residuals = torch.cat([y - la.predictive_moments(x).f_mu for x, y in batches])
-    variance = residuals.square().mean().item()
+    residuals = [y - la.predictive_moments(x).f_mu for x, y in batches]
+    variance = torch.cat(residuals).square().mean().item()
     expected = (math.log(2 * math.pi * variance) + 1) / 2
     assert history.objective[-1].item() == pytest.approx(expected, rel=1e-5)
