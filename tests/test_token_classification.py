@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -49,13 +48,22 @@ from tests.support.ranks import assert_alike, failures, on_ranks
 TOKENS = "token_classification"
 EXACTLY = {"backend_kwargs": {"rank": 200, "stochastic": False}}
 IGNORED = -100
+PADDING = {
+    "input_ids": 0,
+    "attention_mask": 0,
+    "labels": IGNORED,
+}
 
 
-def token_classifier(kind="bert", n_labels=N_CLASSES, dtype=torch.float64) -> nn.Module:
+def token_classifier(
+    kind="bert",
+    n_labels=N_CLASSES,
+    dtype=torch.float64,
+) -> nn.Module:
     torch.manual_seed(0)
     if kind == "bert":
-        config: Any = base_model("bert", n_labels).config
-        base, targets = BertForTokenClassification(config), ["query", "value"]
+        base = BertForTokenClassification(base_model("bert", n_labels).config)
+        target_modules = ["query", "value"]
     elif kind == "gpt2":
         config = GPT2Config(
             vocab_size=VOCABULARY,
@@ -68,7 +76,8 @@ def token_classifier(kind="bert", n_labels=N_CLASSES, dtype=torch.float64) -> nn
             eos_token_id=0,
             attn_implementation="eager",
         )
-        base, targets = GPT2ForTokenClassification(config), ["c_attn"]
+        base = GPT2ForTokenClassification(config)
+        target_modules = ["c_attn"]
     else:
         config = LlamaConfig(
             vocab_size=VOCABULARY,
@@ -79,8 +88,10 @@ def token_classifier(kind="bert", n_labels=N_CLASSES, dtype=torch.float64) -> nn
             num_labels=n_labels,
             pad_token_id=0,
         )
-        base, targets = LlamaForTokenClassification(config), ["q_proj", "v_proj"]
-    lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        base = LlamaForTokenClassification(config)
+        target_modules = ["q_proj", "v_proj"]
+    # With B at 0, as PEFT begins, the gradient of A would be 0 everywhere.
+    lora = LoraConfig(r=2, target_modules=target_modules, init_lora_weights=False)
     return get_peft_model(base, lora).to(dtype).eval()
 
 
@@ -91,18 +102,34 @@ def batches(n_labels=N_CLASSES, keep=0.6, **keywords):
     for number, batch in enumerate(found):
         shape = batch["input_ids"].shape
         labels = torch.randint(0, n_labels, shape, generator=draws)
-        is_labelled = torch.rand(shape, generator=draws) < keep
-        labels[~(is_labelled & batch["attention_mask"].bool())] = IGNORED
+        is_kept = torch.rand(shape, generator=draws) < keep
+        has_label = is_kept & batch["attention_mask"].bool()
+        labels[~has_label] = IGNORED
         if number == 1:
             labels[1] = IGNORED
         batch["labels"] = labels
     return found
 
 
-def fitted(kind="bert", structure="lowrank_kron", data=None, model=None, **keywords):
+def is_labelled(batch) -> torch.Tensor:
+    return batch["labels"] != IGNORED
+
+
+def labels_of(data) -> torch.Tensor:
+    """Join the labels of all labelled tokens."""
+    return torch.cat([batch["labels"][is_labelled(batch)] for batch in data])
+
+
+def fitted(
+    kind="bert",
+    structure="lowrank_kron",
+    data=None,
+    model=None,
+    **keywords,
+):
     model = model or token_classifier(kind)
-    options = EXACTLY if structure == "lowrank_kron" else {}
-    la = make(model, structure, TOKENS, **options | keywords)
+    settings = EXACTLY if structure == "lowrank_kron" else {}
+    la = make(model, structure, TOKENS, **settings | keywords)
     la.fit(batches() if data is None else data)
     return la
 
@@ -110,18 +137,23 @@ def fitted(kind="bert", structure="lowrank_kron", data=None, model=None, **keywo
 def tokens_of(model, found, every=False):
     """Read logits, Jacobians and labels of tokens, text by text."""
     weights = lora_weights(model)
-    logits, Js, labels = [], [], []
+    logits = []
+    Js = []
+    labels = []
     for batch in found:
         for row, is_real in enumerate(batch["attention_mask"].bool()):
             text = unpadded(batch, row)
 
             def forward(weights, text=text):
-                return torch.func.functional_call(model, weights, (), text).logits[0]
+                output = torch.func.functional_call(model, weights, (), text)
+                return output.logits[0]
 
             derivatives = torch.func.jacrev(forward)(weights)
-            J = torch.cat([d.flatten(2) for d in derivatives.values()], dim=2)
+            J = torch.cat([of_w.flatten(2) for of_w in derivatives.values()], dim=2)
             y = batch["labels"][row][is_real]
-            counts = torch.ones_like(y, dtype=torch.bool) if every else y != IGNORED
+            counts = y != IGNORED
+            if every:
+                counts = torch.ones_like(counts)
             logits.append(forward(weights).detach()[counts])
             Js.append(J[counts])
             labels.append(y[counts])
@@ -136,15 +168,19 @@ def test_curvature_evidence_and_covariances_are_exact(kind, structure):
     f, Js, y = tokens_of(model, batches())
     fisher = softmax_fisher(f)
     if structure == "lowrank_kron":
-        H, found = gradient_curvature(model, Js, fisher), la.H.to_matrix()
+        H = gradient_curvature(model, Js, fisher)
+        found = la.H.to_matrix()
     elif structure == "diag":
         H = exact_ggn(Js, fisher).diagonal().diag()
         found = la.H.diag()
     else:
-        H, found = exact_ggn(Js, fisher), la.H
+        H = exact_ggn(Js, fisher)
+        found = la.H
     # Low-rank factors leave out what is rounding beside their largest eigenvalue.
-    torch.testing.assert_close(found, H, rtol=1e-9, atol=1e-10 * H.abs().max().item())
-    torch.testing.assert_close(la.loss, cross_entropy(f, y, reduction="sum"), **EXACT)
+    rounding = 1e-10 * H.abs().max().item()
+    torch.testing.assert_close(found, H, rtol=1e-9, atol=rounding)
+    loss = cross_entropy(f, y, reduction="sum")
+    torch.testing.assert_close(la.loss, loss, **EXACT)
     assert la.n_data == sum(len(batch["labels"]) for batch in batches())
     la.prior_precision = 3.0
     priors = torch.full((len(H),), 3.0, dtype=torch.float64)
@@ -154,33 +190,28 @@ def test_curvature_evidence_and_covariances_are_exact(kind, structure):
     covariance = Js @ torch.linalg.solve(H + priors.diag(), Js.mT)
     # Of labelled tokens.
     moments = [la.predictive_moments(batch) for batch in batches()]
-    torch.testing.assert_close(torch.cat([each.f_mu for each in moments]), f, **EXACT)
-    torch.testing.assert_close(
-        torch.cat([each.f_var for each in moments]), covariance, **EXACT
-    )
+    means = torch.cat([of_batch.f_mu for of_batch in moments])
+    covariances = torch.cat([of_batch.f_var for of_batch in moments])
+    torch.testing.assert_close(means, f, **EXACT)
+    torch.testing.assert_close(covariances, covariance, **EXACT)
 
 
 def test_batches_and_padding_change_nothing():
     expected = fitted().H.to_matrix()
     f_of_one = tokens_of(token_classifier(), batches(batch_size=8))[0]
     data = batches(batch_size=8)
-    for side_by_side in (2, 5):
-        parts = [
-            {key: value[start : start + side_by_side] for key, value in data[0].items()}
-            for start in range(0, 8, side_by_side)
-        ]
+    for batch_size in (2, 5):  # 5 leaves a last batch of another size
+        parts = []
+        for start in range(0, 8, batch_size):
+            rows = slice(start, start + batch_size)
+            parts.append({key: value[rows] for key, value in data[0].items()})
         la = fitted(data=parts)
-        assert len(f_of_one) == (data[0]["labels"] != IGNORED).sum()
-        torch.testing.assert_close(
-            la.H.to_matrix(), fitted(data=data).H.to_matrix(), **EXACT
-        )
+        assert len(f_of_one) == is_labelled(data[0]).sum()
+        at_once = fitted(data=data).H.to_matrix()
+        torch.testing.assert_close(la.H.to_matrix(), at_once, **EXACT)
     longer = batches(padded_to=7)
     for batch in longer:
-        for key, value in {
-            "input_ids": 0,
-            "attention_mask": 0,
-            "labels": IGNORED,
-        }.items():
+        for key, value in PADDING.items():
             batch[key] = nn.functional.pad(batch[key], (0, 3), value=value)
     torch.testing.assert_close(fitted(data=longer).H.to_matrix(), expected, **EXACT)
 
@@ -189,20 +220,16 @@ def test_drawn_labels_take_as_many_passes_as_draws_and_are_right_on_average():
     """A text costs its passes once for all of its tokens."""
     model = token_classifier()
     f, Js, _ = tokens_of(model, batches())
-    exact = torch.stack(
-        [b.trace() for b in gradient_blocks(model, Js, softmax_fisher(f))]
-    )
+    blocks = gradient_blocks(model, Js, softmax_fisher(f))
+    exact = torch.stack([block.trace() for block in blocks])
     la = fitted(model=model, backend_kwargs={"rank": 200, "num_samples": 4000})
     found = torch.stack([block.output_factor.trace for block in la.H_facs.blocks])
     torch.testing.assert_close(found, exact, rtol=0.05, atol=0)
     assert la.backend.settings["stochastic"] is None
     default = fitted(model=model, backend_kwargs={"rank": 200})
     logits = torch.zeros(5, N_CLASSES)
-    assert default.backend.seeds(logits, torch.zeros(1, 5)).vectors.shape == (
-        8,
-        5,
-        N_CLASSES,
-    )
+    seeds = default.backend.seeds(logits, torch.zeros(1, 5))
+    assert seeds.vectors.shape == (8, 5, N_CLASSES)
 
 
 @pytest.mark.parametrize("link", ["probit", "mean_field", "mc"])
@@ -214,20 +241,22 @@ def test_predictions_are_of_every_token_but_padding(link):
         p = la(batch, link_approx=link, generator=generator())
         assert p.shape == (*mask.shape, N_CLASSES)
         assert p[~mask].isnan().all()
-        torch.testing.assert_close(
-            p[mask].sum(-1), torch.ones(mask.sum()).double(), **EXACT
-        )
+        ones = torch.ones(mask.sum()).double()
+        torch.testing.assert_close(p[mask].sum(-1), ones, **EXACT)
         again = la(without_labels(batch), link_approx=link, generator=generator())
         torch.testing.assert_close(again, p, equal_nan=True, **EXACT)
+    # So narrow a prior leaves the model alone.
     la.prior_precision = 1e14
-    p = torch.cat([la(batch)[batch["attention_mask"].bool()] for batch in batches()])
+    of_tokens = [la(batch)[batch["attention_mask"].bool()] for batch in batches()]
+    p = torch.cat(of_tokens)
     f, _, _ = tokens_of(model, batches(), every=True)
     torch.testing.assert_close(p, f.softmax(-1), rtol=1e-6, atol=1e-8)
 
 
 def test_a_prediction_has_entropies_of_each_token():
     la = fitted()
-    (batch, *_) = found = batches()
+    found = batches()
+    batch = found[0]
     prediction = la.predict(batch, generator=generator())
     mask = batch["attention_mask"].bool()
     for column in prediction[1:]:
@@ -235,9 +264,8 @@ def test_a_prediction_has_entropies_of_each_token():
     assert (prediction.labels[~mask] == IGNORED).all()
     assert prediction.epistemic_entropy[~mask].isnan().all()
     assert (prediction.epistemic_entropy[mask] > 0).all()
-    assert torch.equal(
-        prediction.labels[mask], prediction.probabilities[mask].argmax(-1)
-    )
+    most_probable = prediction.probabilities.argmax(-1)
+    assert torch.equal(prediction.labels[mask], most_probable[mask])
     shorter = {key: value[:1, :5] for key, value in found[1].items()}  # its padding cut
     of_loader = la.predict([shorter, *found], generator=generator())
     assert of_loader.labels[0, 5:].tolist() == [IGNORED] * 2
@@ -265,16 +293,13 @@ def test_methods_choose_a_prior_by_labelled_tokens(method):
         return
     best = int(history.objective.argmin())
     la.prior_precision = history.prior_precision[best]
-    labelled = [
-        (la(b, link_approx="mean_field")[b["labels"] != IGNORED], b) for b in batches()
-    ]
-    losses = [
-        -p.log()[torch.arange(len(p)), b["labels"][b["labels"] != IGNORED]]
-        for p, b in labelled
-    ]
-    torch.testing.assert_close(
-        history.objective[best], torch.cat(losses).mean(), rtol=1e-5, atol=1e-6
-    )
+    losses = []
+    for batch in batches():
+        p = la(batch, link_approx="mean_field")[is_labelled(batch)]
+        y = batch["labels"][is_labelled(batch)]
+        losses.append(-p.log()[torch.arange(len(p)), y])
+    loss = torch.cat(losses).mean()
+    torch.testing.assert_close(history.objective[best], loss, rtol=1e-5, atol=1e-6)
 
 
 def test_statistics_give_the_moments_of_labelled_tokens():
@@ -282,20 +307,17 @@ def test_statistics_give_the_moments_of_labelled_tokens():
     statistics = la.predictive_statistics(batches(), dtype=torch.float64)
     expected = [la.predictive_moments(batch) for batch in batches()]
     moments = statistics.moments(la.prior_precision)
-    torch.testing.assert_close(
-        moments.f_mu, torch.cat([m.f_mu for m in expected]), **EXACT
-    )
-    torch.testing.assert_close(
-        moments.f_var, torch.cat([m.f_var for m in expected]), **EXACT
-    )
-    y = torch.cat([b["labels"][b["labels"] != IGNORED] for b in batches()])
-    assert torch.equal(statistics.targets, y)
+    f_mu = torch.cat([of_batch.f_mu for of_batch in expected])
+    f_var = torch.cat([of_batch.f_var for of_batch in expected])
+    torch.testing.assert_close(moments.f_mu, f_mu, **EXACT)
+    torch.testing.assert_close(moments.f_var, f_var, **EXACT)
+    assert torch.equal(statistics.targets, labels_of(batches()))
 
 
 def test_learnt_variances_predict_every_token_by_one_pass():
     la = fitted()
     learnt = la.amortize(batches())
-    n_labelled = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches())
+    n_labelled = len(labels_of(batches()))
     assert learnt.n_examples == 2 * n_labelled
     # What the classifier reads, and the log-probabilities.
     assert len(learnt.mean) == 12 + N_CLASSES
@@ -318,9 +340,8 @@ def test_samples_are_of_every_token_but_padding():
     def check(samples, expected):
         assert samples.shape == (*samples.shape[:1], *mask.shape, N_CLASSES)
         assert samples[:, ~mask].isnan().all()
-        torch.testing.assert_close(
-            samples[:, mask], expected.expand(len(samples), -1, -1), rtol=0, atol=1e-5
-        )
+        of_each = expected.expand(len(samples), -1, -1)
+        torch.testing.assert_close(samples[:, mask], of_each, rtol=0, atol=1e-5)
 
     for pred_type in ("glm", "nn"):
         options = {"pred_type": pred_type, "n_samples": 3}
@@ -344,8 +365,7 @@ def test_a_long_text_is_predicted_for_a_few_tokens_at_a_time(structure, monkeypa
     data = batches()
     texts = {key: value[:1] for key, value in data[0].items()}  # seven tokens
     la = fitted(structure=structure)
-    n_labelled = int((texts["labels"] != IGNORED).sum())
-    assert n_labelled > 2
+    assert is_labelled(texts).sum() > 2
 
     def found():
         prediction = la.predict(texts, generator=generator())
@@ -391,7 +411,7 @@ def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
     for column, expected_column in zip(found.columns, expected.columns, strict=True):
         torch.testing.assert_close(column, expected_column, **EXACT)
     p = la(batch, fitting=True)
-    assert len(p) == (batch["labels"] != IGNORED).sum()
+    assert len(p) == is_labelled(batch).sum()
 
 
 def test_figures_are_over_labelled_tokens():
@@ -399,9 +419,8 @@ def test_figures_are_over_labelled_tokens():
     f, _, y = tokens_of(la.model.model, batches())
     trained = compare(la, batches()).trained
     assert trained["nll"] == pytest.approx(cross_entropy(f, y).item())
-    assert trained["accuracy"] == pytest.approx(
-        (f.argmax(-1) == y).double().mean().item()
-    )
+    accuracy = (f.argmax(-1) == y).double().mean().item()
+    assert trained["accuracy"] == pytest.approx(accuracy)
 
 
 def test_a_model_of_tokens_tells_its_likelihood_and_a_file_keeps_it(tmp_path):
@@ -454,18 +473,18 @@ class LabelledTexts(Dataset):
 
 def padded(texts):
     """Pad texts to the longest of them, so that batches have widths of their own."""
-    values = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
-    return {
-        key: pad_sequence([text[key] for text in texts], True, value)
-        for key, value in values.items()
-    }
+    batch = {}
+    for key, value in PADDING.items():
+        rows = [text[key] for text in texts]
+        batch[key] = pad_sequence(rows, batch_first=True, padding_value=value)
+    return batch
 
 
 def dealt_loader(n_texts=5, batch_size=2):
     texts = LabelledTexts(n_texts)
-    sampler = (
-        DistributedSampler(texts, shuffle=False) if dist.is_initialized() else None
-    )
+    sampler = None
+    if dist.is_initialized():
+        sampler = DistributedSampler(texts, shuffle=False)
     return DataLoader(texts, batch_size=batch_size, sampler=sampler, collate_fn=padded)
 
 
@@ -475,12 +494,15 @@ def test_batches_of_texts_without_a_label_teach_nothing(structure):
     without["labels"].fill_(IGNORED)
     data = batches()
     more = [data[0], without, *data[1:]]
-    la, other = fitted(structure=structure), fitted(structure=structure, data=more)
+    la = fitted(structure=structure)
+    other = fitted(structure=structure, data=more)
     assert other.n_data == la.n_data + 3
     torch.testing.assert_close(other.loss, la.loss, **EXACT)
-    found, expected = other.H, la.H
+    found = other.H
+    expected = la.H
     if structure == "lowrank_kron":
-        found, expected = found.to_matrix(), expected.to_matrix()
+        found = found.to_matrix()
+        expected = expected.to_matrix()
     torch.testing.assert_close(found, expected, **EXACT)
     assert compare(la, more).posterior == compare(la, data).posterior
     for method, name in (("agreement", "train_loader"), ("gridsearch", "val_loader")):
@@ -619,8 +641,7 @@ def test_what_ranks_whole_texts_is_refused():
     la = fitted()
     with pytest.raises(NotImplementedError, match=r"epistemic_entropy.nansum\(1\)"):
         la.acquire(batches(), 2)
-    information = la.predict(batches(), generator=generator()).epistemic_entropy.nansum(
-        1
-    )
+    prediction = la.predict(batches(), generator=generator())
+    information = prediction.epistemic_entropy.nansum(1)
     assert information.shape == (8,)
     assert math.isfinite(information.sum())
