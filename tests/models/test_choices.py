@@ -41,6 +41,11 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}
 IN_FLOAT32 = {"rtol": 1e-4, "atol": 1e-4}
 
 
+def four_texts() -> dict[str, torch.Tensor]:
+    (batch,) = ragged_batches(batch_size=4, lengths=(7, 4, 5, 3))
+    return batch
+
+
 def expected_logits(
     model: Any,
     batch: Any,
@@ -129,7 +134,7 @@ def test_positions_and_token_types_go_on_behind_the_text():
 @pytest.mark.parametrize("kind", ["bart", "t5"])
 def test_an_encoder_decoder_writes_its_answers(kind):
     model = encoder_decoder(kind)
-    (batch,) = ragged_batches(batch_size=4, lengths=(7, 4, 5, 3))
+    batch = four_texts()
     start = model.config.decoder_start_token_id
     found = LogitsModel(model, ANSWERS)(batch)
     for row, prompt in enumerate(prompts_of(batch)):
@@ -158,7 +163,7 @@ def test_an_encoder_decoder_writes_its_answers(kind):
 )
 def test_families_agree_with_each_answer_alone(family):
     model = FAMILIES[family].model(RIGHT).eval()
-    (batch,) = ragged_batches(batch_size=4, lengths=(7, 4, 5, 3))
+    batch = four_texts()
     (choices,) = of_prompts([batch], ANSWERS)
     found = LogitsModel(model, ANSWERS)(batch)
     assert_close(found, expected_logits(model, choices).to(found), **IN_FLOAT32)
@@ -186,11 +191,15 @@ def test_log_probabilities_leave_room_for_all_that_begins_otherwise():
     (batch,) = ragged_batches(batch_size=8)
     of_answers = LogitsModel(model, ANSWERS)
     log_p = of_answers.log_probs(batch)
-    assert_close(log_p.exp().sum(-1), torch.ones(8).double(), **EXACT)
+    ones = torch.ones(8).double()
+    assert_close(log_p.exp().sum(-1), ones, **EXACT)
     of_vocabulary = LogitsModel(model, list(range(VOCABULARY)))(batch)
     of_first_tokens = of_vocabulary.softmax(-1)[:, [11, 23]]
-    assert_close(log_p[:, -1].exp(), 1 - of_first_tokens.sum(-1), **EXACT)
-    assert_close(log_p[:, :-1].softmax(-1), of_answers(batch).softmax(-1), **EXACT)
+    # The last column is of all answers that begin otherwise.
+    of_others = log_p[:, -1].exp()
+    assert_close(of_others, 1 - of_first_tokens.sum(-1), **EXACT)
+    among_answers = log_p[:, :-1].softmax(-1)
+    assert_close(among_answers, of_answers(batch).softmax(-1), **EXACT)
 
 
 # --- prompts that are read once -------------------------------------------------------
@@ -248,7 +257,7 @@ def test_prompts_are_read_once_where_that_changes_nothing(family):
             gradients.append([logits, *of_weights])
         assert_close(gradients[1], gradients[0], **IN_FLOAT32)
     read = tokens_read(model)
-    (batch,) = ragged_batches(batch_size=4, lengths=(7, 4, 5, 3))
+    batch = four_texts()
     sharing(batch)
     if family in SHARING:
         assert read == [4 * 7, 4 * len(ANSWERS) * 2]
