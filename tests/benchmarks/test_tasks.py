@@ -176,6 +176,10 @@ def write_intents(folder):
         (folder / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
+def words_at(place, examples) -> set[str]:
+    return {one.text.split()[place] for one in examples}
+
+
 def test_intents_come_from_their_own_splits_and_others_are_foreign(tmp_path):
     write_intents(tmp_path)
 
@@ -190,13 +194,11 @@ def test_intents_come_from_their_own_splits_and_others_are_foreign(tmp_path):
     assert [one.label for one in task.train] == [0, 1, 0, 1, 0, 1]
     for one in (*task.train, *task.test):
         assert task.classes[one.label] in one.text
-    assert {one.text.split()[0] for one in task.train} == {"train"}
-    assert {one.text.split()[0] for one in task.test} == {"test"}
-    assert {one.text.split()[1] for one in task.shifted["oos"]} == {"oos"}
-    assert {one.text.split()[1] for one in task.shifted["other domains"]} == {
-        "balance",
-        "transfer",
-    }
+    # A text begins with its split and its intent.
+    assert words_at(0, task.train) == {"train"}
+    assert words_at(0, task.test) == {"test"}
+    assert words_at(1, task.shifted["oos"]) == {"oos"}
+    assert words_at(1, task.shifted["other domains"]) == {"balance", "transfer"}
     assert list(read(0, "clinc150").shifted) == ["oos", "typos"]
     for right, typed in zip(task.test, task.shifted["typos"], strict=True):
         assert typed.label == right.label
@@ -209,7 +211,8 @@ def test_typos_are_within_the_longer_words():
     assert mistyped_words != text.split()
     for word, typed in zip(text.split(), mistyped_words, strict=True):
         assert sorted(typed) == sorted(word)
-        assert (typed[0], typed[-1]) == (word[0], word[-1])
+        assert typed[0] == word[0]
+        assert typed[-1] == word[-1]
         assert len(word) >= 4 or typed == word
 
 

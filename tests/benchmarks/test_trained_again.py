@@ -29,36 +29,40 @@ def test_swags_rate_is_constant_in_the_tail():
     settings = settings_of(steps=12, warmup_steps=2)
     recipe = SWAG(rate=0.4, tail=0.5, iterates=3)
     paces = [recipe.pace(steps_done, settings) for steps_done in range(12)]
+    rising = [0.0, 0.5]
     falling = [1.0, 0.85, 0.7, 0.55]
-    assert paces == pytest.approx([0.0, 0.5, *falling, *[0.4] * 6])
+    tail = [0.4] * 6
+    assert paces == pytest.approx(rising + falling + tail)
     assert recipe.kept_steps(settings) == [8, 10, 12]
     # Of a tail of fewer steps each is kept, and a deviation needs two of them.
     assert SWAG(tail=0.25).kept_steps(settings) == [10, 11, 12]
     assert SWAG(tail=0.01).kept_steps(settings) == [11, 12]
 
 
+def flat(weights) -> torch.Tensor:
+    """Join the numbers of weights "a" and "b"."""
+    return torch.cat([weights["a"], weights["b"].flatten()])
+
+
 def test_swags_covariance_is_half_diagonal_and_half_that_of_the_iterates():
     torch.manual_seed(0)
     iterates = []
     for _ in range(4):
-        weights = {"a": torch.randn(2).double(), "b": 2 * torch.randn(1, 2).double()}
-        iterates.append(weights)
-    flat = torch.stack([torch.cat([w["a"], w["b"].flatten()]) for w in iterates])
+        a = torch.randn(2).double()
+        b = 2 * torch.randn(1, 2).double()
+        iterates.append({"a": a, "b": b})
+    rows = torch.stack([flat(weights) for weights in iterates])
     gaussian = Iterates.of(iterates)
-    mean = torch.cat([gaussian.mean["a"], gaussian.mean["b"].flatten()])
-    torch.testing.assert_close(mean, flat.mean(0))
+    torch.testing.assert_close(flat(gaussian.mean), rows.mean(0))
     generator = torch.Generator().manual_seed(0)
-    draws = []
-    for _ in range(20_000):
-        drawn = gaussian(generator)
-        draws.append(torch.cat([drawn["a"], drawn["b"].flatten()]))
-    moved = torch.stack(draws)
+    moved = torch.stack([flat(gaussian(generator)) for _ in range(20_000)])
     # By NumPy's divisors: the paper's variances have K, its low-rank part has K - 1.
-    diagonal = flat.var(0, correction=0).diag()
-    expected = (diagonal + flat.mT.cov()) / 2
-    error = (moved.mT.cov() - expected).abs().max() / expected.diag().max()
-    assert error < 0.04
-    assert moved.mean(0).abs().max() < 0.04 * expected.diag().max().sqrt()
+    diagonal = rows.var(0, correction=0).diag()
+    expected = (diagonal + rows.mT.cov()) / 2
+    largest_variance = expected.diag().max()
+    error = (moved.mT.cov() - expected).abs().max()
+    assert error / largest_variance < 0.04
+    assert moved.mean(0).abs().max() < 0.04 * largest_variance.sqrt()
 
 
 def test_swag_predicts_around_the_mean_of_its_iterates(prepared):
@@ -69,14 +73,14 @@ def test_swag_predicts_around_the_mean_of_its_iterates(prepared):
     recipe = SWAG(tail=0.5, iterates=4)
     loader = pretrained.loader(train, batch_size=8)
     members = of_iterates(recipe, model, loader)
-    assert all(
-        torch.equal(model.model.state_dict()[name], before[name]) for name in before
-    )
+    after = model.model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
     assert model.retrained is not None
     trained = model.retrained(recipe)
     assert list(trained.checkpoints) == [5, 6, 7, 8]
     batch = next(iter(loader))
-    draws = torch.stack([logits_of(batch).detach() for logits_of in members.logits()])
+    logits = [logits_of(batch).detach() for logits_of in members.logits()]
+    draws = torch.stack(logits)
     assert draws.std(0).min() > 0
     gaussian = Iterates.of(list(trained.checkpoints.values()))
     apart = gaussian(torch.Generator().manual_seed(0))
@@ -148,10 +152,14 @@ def test_a_students_loss_is_the_divergence_from_the_mean_of_its_teachers(prepare
     student = fine_tune(pretrained, train, seed=2)
     batch = next(iter(pretrained.loader(train)))
     loss = Distilled(teachers).loss(student.logits_model, batch, batch["labels"])
-    p = [each.logits_model(batch).detach().double().softmax(-1) for each in teachers]
-    mean = (p[0] + p[1]) / 2
-    q = student.logits_model(batch).detach().double().softmax(-1)
-    by_hand = (mean * (mean / q).log()).sum(-1).mean()
+
+    def probabilities(adapted):
+        return adapted.logits_model(batch).detach().double().softmax(-1)
+
+    first, second = teachers
+    p = (probabilities(first) + probabilities(second)) / 2
+    q = probabilities(student)
+    by_hand = (p * (p / q).log()).sum(-1).mean()
     assert by_hand > 1e-6
     assert float(loss) == pytest.approx(float(by_hand), rel=1e-3)
     # Nothing is to learn from oneself.

@@ -68,7 +68,8 @@ def test_examples_that_are_left_out_against_as_many_regressions(n, noise):
     collinear = independent[:, :2] @ randn(2, 2, seed=1)
     X = torch.cat([independent, collinear], dim=1)
     X = X - X.mean(0)
-    Y = X @ randn(11, 3, seed=2) + noise * randn(n, 3, seed=3)
+    weights = randn(11, 3, seed=2)
+    Y = X @ weights + noise * randn(n, 3, seed=3)
     Y = Y - Y.mean(0)
     largest = torch.linalg.svdvals(X)[0].square()
     penalties = PENALTIES * largest
@@ -90,10 +91,15 @@ def test_examples_that_are_left_out_against_as_many_regressions(n, noise):
 
 def test_links_see_the_variances_of_differences_even_if_no_covariance_has_them():
     # Standard deviations of differences obey the triangle inequality, and 3 > 1 + 1.
-    D = torch.tensor([[0.0, 9.0, 1.0], [9.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
-    D = D.double()
+    D = [
+        [0.0, 9.0, 1.0],
+        [9.0, 0.0, 1.0],
+        [1.0, 1.0, 0.0],
+    ]
+    D = torch.tensor(D).double()
     of_outputs = torch.tensor([2.0, 3.0, 4.0]).double()
-    of_differences = torch.stack([D[0, 1], D[0, 2], D[1, 2]])
+    # Each pair once, in the order of the upper triangle.
+    of_differences = D[torch.triu(torch.ones(3, 3), diagonal=1).bool()]
     V = covariances(torch.cat([of_outputs, of_differences])[None])
     centred = V - V.mean(1, keepdim=True)
     assert torch.linalg.eigvalsh(centred).min() < -0.1
@@ -105,7 +111,8 @@ def test_links_see_the_variances_of_differences_even_if_no_covariance_has_them()
     differences = f_mu[0, :, None] - f_mu[0]
     shrunk = differences / (1 + torch.pi / 8 * D).sqrt()
     p = 1 / (-shrunk).exp().sum(1)
-    torch.testing.assert_close(mean_field(f_mu, V).exp()[0], p / p.sum())
+    found = mean_field(f_mu, V).exp()[0]
+    torch.testing.assert_close(found, p / p.sum())
 
 
 @pytest.mark.parametrize("n_outputs", [1, 2, 5])
@@ -117,7 +124,8 @@ def test_a_covariance_comes_back_from_its_variances_and_may_be_zero(
     logs = log_variances(V)
     n_pairs = n_outputs * (n_outputs + 1) // 2
     assert logs.shape == (4, n_pairs)
-    torch.testing.assert_close(covariances(logs.exp()), V, rtol=1e-12, atol=1e-12)
+    found = covariances(logs.exp())
+    torch.testing.assert_close(found, V, rtol=1e-12, atol=1e-12)
     nothing = torch.zeros(5, n_outputs, n_outputs).double()
     learnt = learnt_from(randn(5, 3), log_variances(nothing))
     assert learnt.covariance(randn(5, 3)).abs().max() < 1e-300
@@ -175,7 +183,8 @@ def test_it_says_how_good_it_is_on_examples_that_it_leaves_out():
     errors = predicted - (X[:, :1] + noise)
     r_squared = 1 - errors.square().mean().item() / 2
     assert abs(learnt.r_squared - r_squared) < 0.12
-    assert abs(learnt.mean_error - errors.abs().mean().item()) < 0.1
+    mean_error = errors.abs().mean().item()
+    assert abs(learnt.mean_error - mean_error) < 0.1
     of_noise = learnt_from(X[:80], noise[:80])
     assert of_noise.r_squared < 0.05  # nothing can be known
 
@@ -199,11 +208,13 @@ def test_features_without_variance_play_no_part():
     learnt = learnt_from(torch.cat([X, constant], dim=1), logs)
     elsewhere = 5 * torch.ones(60, 1)
     found = learnt.covariance(torch.cat([X, elsewhere], dim=1))
-    torch.testing.assert_close(found, covariances(logs.exp()), rtol=1e-6, atol=1e-6)
+    expected = covariances(logs.exp())
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     without = learnt_from(torch.ones(60, 3), logs)
     found = without.covariance(torch.ones(4, 3).double())
-    expected = covariances(logs.mean(0).exp()).expand(4, -1, -1)
-    torch.testing.assert_close(found, expected)
+    # What is constant tells nothing: every example has the mean.
+    of_mean = covariances(logs.mean(0).exp())
+    torch.testing.assert_close(found, of_mean.expand(4, -1, -1))
 
 
 def test_two_examples_are_too_few():
