@@ -35,12 +35,17 @@ def prepared(tiny_models, tmp_path):
 
 
 @pytest.fixture
-def intents(tiny_models, tmp_path, monkeypatch):
-    """Write made-up intents, as many as asked, to be learnt by a tiny encoder."""
-    encoder = tmp_path / "encoder"
-    # Without the saved head.
+def encoder(tiny_models, tmp_path):
+    """Save a tiny encoder without its head, in a folder."""
+    folder = tmp_path / "encoder"
     for part in (transformers.AutoModel, transformers.AutoTokenizer):
-        part.from_pretrained(tiny_models[False]).save_pretrained(encoder)
+        part.from_pretrained(tiny_models[False]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def intents(encoder, tmp_path, monkeypatch):
+    """Write made-up intents, as many as asked, to be learnt by a tiny encoder."""
     monkeypatch.setattr("benchmarks.tasks.intents.encoder_folder", lambda: encoder)
     folder = tmp_path / "clinc" / "clinc_oos" / "plus"
     folder.mkdir(parents=True)

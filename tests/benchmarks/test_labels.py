@@ -6,7 +6,6 @@ from operator import attrgetter
 
 import pytest
 import torch
-import transformers
 
 from benchmarks.experiments.labels import exact_matches
 from benchmarks.fine_tuning import prepare
@@ -105,15 +104,13 @@ def test_sets_share_no_text_and_are_reproducible(name, alike):
 
 
 @pytest.fixture
-def encoder(tiny_models, tmp_path, monkeypatch):
-    """A tiny encoder without a head."""
-    folder = tmp_path / "encoder"
-    for part in (transformers.AutoModel, transformers.AutoTokenizer):
-        part.from_pretrained(tiny_models[False]).save_pretrained(folder)
-    monkeypatch.setattr("benchmarks.tasks.drawn.encoder_folder", lambda: folder)
+def of_drawn_texts(encoder, monkeypatch):
+    """Have a tiny encoder read drawn texts."""
+    monkeypatch.setattr("benchmarks.tasks.drawn.encoder_folder", lambda: encoder)
 
 
-def test_the_first_token_of_a_word_has_its_label(encoder):
+@pytest.mark.usefixtures("of_drawn_texts")
+def test_the_first_token_of_a_word_has_its_label():
     pretrained = prepare(
         parsed("labels --quiet", task="signatures", **FEW), 0, LABELLED_TASKS
     )
@@ -143,8 +140,9 @@ def test_a_text_is_right_where_all_of_its_labels_are():
     assert exact_matches(one_wrong, records) == pytest.approx(2 / 3)
 
 
+@pytest.mark.usefixtures("of_drawn_texts")
 @pytest.mark.parametrize("task", LABELLED_TASKS)
-def test_every_method_is_measured_for_each_seed(task, tmp_path, capsys, encoder):
+def test_every_method_is_measured_for_each_seed(task, tmp_path, capsys):
     finished = run(
         capsys,
         tmp_path / "results",

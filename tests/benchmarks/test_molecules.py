@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import transformers
 
 from benchmarks.experiments.molecules import read
 from tests.benchmarks.support import parsed, run
@@ -62,12 +61,8 @@ def test_more_training_molecules_than_there_are_are_refused(data):
 
 
 def test_every_method_is_measured_for_each_seed(
-    data, tmp_path, capsys, tiny_models, monkeypatch
+    data, tmp_path, capsys, encoder, monkeypatch
 ):
-    encoder = tmp_path / "encoder"
-    # Without the saved head.
-    for part in (transformers.AutoModel, transformers.AutoTokenizer):
-        part.from_pretrained(tiny_models[False]).save_pretrained(encoder)
     monkeypatch.setattr(
         "benchmarks.experiments.molecules.encoder_folder", lambda: encoder
     )

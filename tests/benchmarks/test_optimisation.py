@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import transformers
 from laplace import Laplace
 from torch import nn
 
@@ -14,12 +13,8 @@ from tests.benchmarks.support import run
 
 
 @pytest.fixture
-def molecules(tmp_path, tiny_models, monkeypatch):
+def molecules(tmp_path, encoder, monkeypatch):
     """A folder of 24 made-up molecules, and a tiny encoder."""
-    encoder = tmp_path / "encoder"
-    # Without the saved head.
-    for part in (transformers.AutoModel, transformers.AutoTokenizer):
-        part.from_pretrained(tiny_models[False]).save_pretrained(encoder)
     monkeypatch.setattr(
         "benchmarks.experiments.molecules.encoder_folder", lambda: encoder
     )

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import transformers
 
 from benchmarks.domains import read_domains
 from benchmarks.experiments import remember
@@ -13,12 +12,8 @@ DOMAINS = {"one": "abc", "two": "def", "three": "ghi"}
 
 
 @pytest.fixture
-def data(tmp_path, tiny_models, monkeypatch):
+def data(tmp_path, encoder, monkeypatch):
     """A folder of made-up intents of three domains; a tiny encoder reads them."""
-    encoder = tmp_path / "encoder"
-    # Without the saved head.
-    for part in (transformers.AutoModel, transformers.AutoTokenizer):
-        part.from_pretrained(tiny_models[False]).save_pretrained(encoder)
     monkeypatch.setattr("benchmarks.domains.encoder_folder", lambda: encoder)
     folder = tmp_path / "data" / "clinc" / "clinc_oos" / "plus"
     folder.mkdir(parents=True)
