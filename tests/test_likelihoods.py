@@ -77,9 +77,12 @@ def test_regression_loss_is_half_the_sum_of_squares(structure, shape):
     ((X, _),) = pairs()
     y = torch.randn(shape, generator=generator()).double()
     la = make(regressor, structure, "regression")
-    la.fit([(X[:3], y[:3]), (X[3:], y[3:])])
+    first_batch = (X[:3], y[:3])
+    second_batch = (X[3:], y[3:])
+    la.fit([first_batch, second_batch])
     errors = regressor(X).detach() - y.view(4, n_outputs)
-    torch.testing.assert_close(la.loss, errors.square().sum() / 2, **EXACT)
+    expected = errors.square().sum() / 2
+    torch.testing.assert_close(la.loss, expected, **EXACT)
 
 
 # --- targets --------------------------------------------------------------------------
@@ -197,7 +200,11 @@ def test_one_class_is_refused():
 
 def test_probabilities_in_place_of_logits_are_warned_of():
     classification = LIKELIHOODS["classification"]
-    logits = torch.tensor([[2.0, -1.0, 0.5], [0.0, 1.0, 0.0]])
+    logits = [
+        [2.0, -1.0, 0.5],
+        [0.0, 1.0, 0.0],
+    ]
+    logits = torch.tensor(logits)
     y = torch.tensor([0, 2])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -67,6 +67,7 @@ def test_targets_of_any_scale_have_their_noise(structure, scale):
     GridSearch(val_loader=validation(la, X, 1, scale))(la)
     _, f_var = la(X)
     total_std = (f_var[:, 0, 0] + la.sigma_noise**2).sqrt()
+    # Chance moves the standard deviation of twelve draws by 1 / sqrt(24), or 20%.
     assert 0.5 < (total_std.mean() / scale).item() < 1.6
 
 
@@ -80,7 +81,8 @@ def test_parameters_that_data_determine_are_counted_by_eigenvalues(structure):
     assert la.sigma_noise.item() == 0.5
     # Of the curvature at a noise of 1.
     trace = ((eigenvalues - 0.3) * 0.25).sum().item()
-    assert unit_of_priors(la) == pytest.approx(trace / (12 * 2), rel=1e-6)
+    n_targets = 12 * 2  # examples and outputs of `plain_regression`
+    assert unit_of_priors(la) == pytest.approx(trace / n_targets, rel=1e-6)
     assert la.prior_precision.item() == pytest.approx(0.3)
 
 
@@ -121,6 +123,7 @@ def test_a_descent_ends_where_neither_prior_nor_noise_could_be_better(n_outputs,
         la.hyperparameters = best
         la.prior_precision = factor * la.prior_precision
         assert loss_of(la, batches) > lowest
+    # Three standard errors, which are 1 / sqrt(120), of the noise of sixty draws.
     assert best.sigma_noise.item() == pytest.approx(scale, rel=0.3)
 
 
