@@ -60,7 +60,7 @@ def test_swags_covariance_is_half_diagonal_and_half_that_of_the_iterates():
     diagonal = rows.var(0, correction=0).diag()
     expected = (diagonal + rows.mT.cov()) / 2
     largest_variance = expected.diag().max()
-    # Four standard errors of a variance of 20,000 draws, which are sqrt(2 / 20,000).
+    # Four standard errors, sqrt(2 / 20,000) each, of a variance of 20,000 draws.
     error = (moved.mT.cov() - expected).abs().max()
     assert error / largest_variance < 0.04
     assert moved.mean(0).abs().max() < 0.04 * largest_variance.sqrt()

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import laplace_lora_ext
 from laplace_lora_ext.models.weights import Block
-from tests.support.dense import evidence, exact_ggn, softmax_fisher
+from tests.support.dense import evidence, exact_ggn, softmax_fisher, unpadded
 from tests.support.heads import PARTS, dense_of, plain, trained, weights_of
 from tests.support.models import (
     N_CLASSES,
@@ -65,36 +65,40 @@ class Case:
         examples: list[Any] = []
         for batch in self.batches:
             if isinstance(batch, Mapping):
-                for ids, mask in zip(
-                    batch["input_ids"], batch["attention_mask"], strict=True
-                ):
-                    examples.append({"input_ids": ids[mask.bool()][None]})
+                n_examples = len(batch["input_ids"])
+                examples += [unpadded(batch, row) for row in range(n_examples)]
             else:
-                examples += list(batch[0].split(1))
+                X, _ = batch
+                examples += list(X.split(1))
         return examples
 
     def labels(self) -> torch.Tensor:
         """Join the labels of all batches."""
-        of_batches = [
-            b["labels"] if isinstance(b, Mapping) else b[1] for b in self.batches
-        ]
-        return torch.cat(of_batches)
+        labels: list[torch.Tensor] = []
+        for batch in self.batches:
+            of_batch = batch["labels"] if isinstance(batch, Mapping) else batch[1]
+            labels.append(of_batch)
+        return torch.cat(labels)
+
+
+def bert() -> nn.Module:
+    return lora_model("bert").eval()
+
+
+def roberta() -> PeftModel:
+    return classifier("RobertaForSequenceClassification", "query", "value")
+
+
+def gpt_neox() -> PeftModel:
+    return classifier("GPTNeoXForSequenceClassification", "query_key_value")
 
 
 CASES = {
-    "one layer with a bias": Case(lambda: lora_model("bert").eval(), ragged_batches()),
-    "two layers with biases": Case(
-        lambda: classifier("RobertaForSequenceClassification", "query", "value"),
-        ragged_batches(),
-    ),
+    "one layer with a bias": Case(bert, ragged_batches()),
+    "two layers with biases": Case(roberta, ragged_batches()),
     "three layers of a plain module": Case(plain, pairs(2)),
-    "a layer that all tokens go through": Case(
-        lambda: classifier("GPTNeoXForSequenceClassification", "query_key_value"),
-        ragged_batches(),
-    ),
+    "a layer that all tokens go through": Case(gpt_neox, ragged_batches()),
 }
-
-
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 

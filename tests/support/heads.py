@@ -1,4 +1,4 @@
-"""Small classifiers with an adapter and a trained head, and dense calculus in both."""
+"""A small classifier with an adapter and a trained head, and dense calculus."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
-from tests.support.models import (
-    N_CLASSES,
-)
+from tests.support.models import N_CLASSES
 
 PARTS = ("lora_", ".modules_to_save.default.")
 """What is in the names of the adapter's weights, heads included."""
@@ -75,9 +73,8 @@ def dense(
 
     def logits(weights: dict[str, torch.Tensor]) -> torch.Tensor:
         if isinstance(example, Mapping):
-            return torch.func.functional_call(model, weights, (), dict(example)).logits[
-                0
-            ]
+            output = torch.func.functional_call(model, weights, (), dict(example))
+            return output.logits[0]
         return torch.func.functional_call(model, weights, (example,))[0]
 
     of_weights = torch.func.jacrev(logits)(weights)
