@@ -152,21 +152,23 @@ def test_each_stage_trains_its_own_member():
 
 @pytest.mark.parametrize("n_posteriors", [1, 2])
 def test_a_choice_leaves_the_posteriors_as_they_are(n_posteriors):
-    las = [fitted(), fitted()][:n_posteriors]
-    for number, la in enumerate(las):
-        la.prior_precision = 2.0 + number
+    las = [fitted() for _ in range(n_posteriors)]
+    priors = [2.0, 3.0][:n_posteriors]
+    for la, prior in zip(las, priors, strict=True):
+        la.prior_precision = prior
     choice = choose_priors(las, [BATCH])
-    assert [la.prior_precision.item() for la in las] == [2.0, 3.0][:n_posteriors]
+    assert [la.prior_precision.item() for la in las] == priors
     best = joined(with_choice(las, choice))
     probabilities = best(BATCH, link_approx="mean_field")
     chosen = choice.history.objective.argmin()
     loss = choice.history.objective[chosen] - choice.history.penalty[chosen]
     # Between two scales at which losses are summed, it is interpolated.
-    assert quality(probabilities, BATCH["labels"])["nll"] == pytest.approx(
-        loss.item(), rel=1e-4
-    )
-    assert best.members[0].logit_scale == choice.history.logit_scale[chosen].item() != 1
-    assert [la.prior_precision.item() for la in las] == [2.0, 3.0][:n_posteriors]
+    nll = quality(probabilities, BATCH["labels"])["nll"]
+    assert nll == pytest.approx(loss.item(), rel=1e-4)
+    logit_scale = choice.history.logit_scale[chosen].item()
+    assert best.members[0].logit_scale == logit_scale
+    assert logit_scale != 1
+    assert [la.prior_precision.item() for la in las] == priors
 
 
 # --- stages of a trainer --------------------------------------------------------------

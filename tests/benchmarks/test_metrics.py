@@ -9,14 +9,18 @@ from benchmarks.methods.members import with_temperature
 from benchmarks.methods.priors import Prediction
 from benchmarks.metrics import quality_with_aurc, shift_detection, signs_of
 
-P = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.3, 0.7]])
+ROWS = [
+    [0.9, 0.1],
+    [0.6, 0.4],
+    [0.3, 0.7],
+]
+P = torch.tensor(ROWS)
 
 
 def test_risk_over_coverage_keeps_the_most_probable_texts_first():
     # The least probable text of the three is the one that is wrong.
-    assert quality_with_aurc(P, torch.tensor([0, 0, 0]))["aurc"] == pytest.approx(
-        (0 + 1 / 2 + 1 / 3) / 3
-    )
+    found = quality_with_aurc(P, torch.tensor([0, 0, 0]))
+    assert found["aurc"] == pytest.approx((0 + 1 / 2 + 1 / 3) / 3)
 
 
 def test_every_sign_detects_foreign_texts_by_itself_at_any_size():
@@ -33,11 +37,16 @@ def test_every_sign_detects_foreign_texts_by_itself_at_any_size():
 def test_distances_are_from_the_nearest_class_under_what_both_share():
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(2000) % 2
-    means = torch.tensor([[5.0, 0.0], [-5.0, 0.0]], dtype=torch.float64)
+    means = torch.tensor([[5.0, 0.0], [-5.0, 0.0]]).double()
+    # Other spreads of both axes tell this distance from the Euclidean one.
     spread = torch.tensor([1.0, 0.1], dtype=torch.float64)
     noise = torch.randn(2000, 2, generator=generator, dtype=torch.float64)
     training = means[labels] + spread * noise
-    states = torch.tensor([[5.0, 0.0], [-5.0, 0.3], [0.0, 0.0]], dtype=torch.float64)
+    at_a_mean = [5.0, 0.0]
+    three_spreads_off = [-5.0, 0.3]
+    five_spreads_off = [0.0, 0.0]
+    states = [at_a_mean, three_spreads_off, five_spreads_off]
+    states = torch.tensor(states, dtype=torch.float64)
     squares = distances(training, labels, states)
     assert squares[0] < 0.1
     assert squares[1] == pytest.approx(9, rel=0.1)
