@@ -1,5 +1,6 @@
 """Domains of CLINC150 that share one head: each has intents of its own."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,12 +26,12 @@ class Domains:
 
     @property
     def names(self) -> list[str]:
-        """The domains' names, in their order."""
+        """List the domains' names, in their order."""
         return [task.name for task in self.tasks]
 
     @cached_property
     def outside(self) -> torch.Tensor:
-        """Offsets `(classes, classes)` of logits, by label.
+        """Make offsets `(classes, classes)` of logits, by label.
 
         They leave the intents of the label's own domain, and no other.
         """
@@ -42,12 +43,12 @@ class Domains:
 
     @cached_property
     def train(self) -> list[Records]:
-        """Tokenized training texts of each domain."""
+        """Tokenize the training texts of each domain."""
         return [self.pretrained.records(task.train) for task in self.tasks]
 
     @cached_property
     def test(self) -> list[Records]:
-        """Tokenized test texts of each domain."""
+        """Tokenize the test texts of each domain."""
         return [self.pretrained.records(task.test) for task in self.tasks]
 
 
@@ -71,23 +72,22 @@ def read_domains(names: str, options: Remember, seed: int) -> Domains:
 
 def _counted_on(task: Task, first: int) -> Task:
     """Return a task whose labels begin with that number."""
-
-    def moved(examples: list[Example]) -> list[Example]:
-        return [Example(each.text, (each.label or 0) + first) for each in examples]
-
     return replace(
-        task, train=moved(list(task.train)), test=moved(list(task.test)), shifted={}
+        task,
+        train=_moved(task.train, first),
+        test=_moved(task.test, first),
+        shifted={},
     )
+
+
+def _moved(examples: Sequence[Example], first: int) -> list[Example]:
+    return [Example(each.text, (each.label or 0) + first) for each in examples]
 
 
 def _prepared(task: Task, options: Remember) -> Pretrained:
     """Find the encoder, which gets a head over all classes."""
     folder = encoder_folder()
+    # Only the last weights of each domain are learnt on from.
     settings = replace(Intents.hyperparameters, checkpoints=1)
-    for name in OVERRIDES:
-        asked = getattr(options, name)
-        if asked is not None:
-            settings = replace(settings, **{name: asked})
-    warmup = min(settings.warmup_steps, settings.steps)
-    settings = replace(settings, warmup_steps=warmup)
+    settings = settings.asked(options, OVERRIDES)
     return Pretrained(task, settings, load_tokenizer(folder), folder, options)

@@ -56,7 +56,7 @@ class Pretrained:
 
     @property
     def device(self) -> str:
-        """Where the model and the batches are."""
+        """Name the device of the model and the batches."""
         return device_of(self.options.device)
 
     def load(self) -> Any:
@@ -89,19 +89,19 @@ class Pretrained:
 
     @property
     def task_type(self) -> TaskType:
-        """What PEFT is told of the model."""
+        """Name the kind of the model for PEFT."""
         if self.task.is_prompt:
             return TaskType.CAUSAL_LM
         return TaskType.TOKEN_CLS if self.task.labels_words else TaskType.SEQ_CLS
 
     @property
     def has_head(self) -> bool:
-        """Whether a head is trained beside the LoRA weights."""
+        """Tell whether a head is trained beside the LoRA weights."""
         return not self.task.is_prompt
 
     @property
     def class_token_ids(self) -> list[int] | None:
-        """The tokens of a language model's answers, if all prompts share them."""
+        """List the tokens of a language model's answers, if all prompts share them."""
         if not self.task.is_prompt or self.task.has_choices:
             return None
         beginning = self._tokens_of("Answer:")
@@ -122,7 +122,7 @@ class Pretrained:
 
     @cached_property
     def data(self) -> dict[str, Records]:
-        """Tokenized texts by data set."""
+        """Tokenize the texts of each data set."""
         data = {TRAIN: self.records(self.task.train)}
         predicted = {TEST: self.task.test, **self.task.shifted}
         for name, examples in predicted.items():
@@ -132,7 +132,7 @@ class Pretrained:
 
     @property
     def description(self) -> dict[str, Any]:
-        """The task in figures."""
+        """Describe the task in figures."""
         task = self.task
         return {
             "name": task.name,
@@ -225,7 +225,7 @@ class Pretrained:
 
     @property
     def collator(self) -> Any:
-        """Pads records to a batch."""
+        """Choose what pads records to a batch."""
         if self.task.has_choices:
             return DataCollatorForChoices(
                 self.tokenizer, self.hyperparameters.maximum_length
@@ -284,21 +284,12 @@ def prepare(
     source = tasks[options.task]
     task = source.read(options, seed)
     folder = source.model(options)
-    changes: dict[str, Any] = {}
+    settings: Hyperparameters = source.hyperparameters
     if isinstance(folder, str):  # its name on the hub, or the folder that was asked for
-        changes["model"] = folder
-    for name in OVERRIDES:
-        asked = getattr(options, name)
-        if asked is not None:
-            changes[name] = asked
-    settings = replace(source.hyperparameters, **changes)
-    # A run of few steps may end before the usual warm-up does.
-    settings = replace(
-        settings, warmup_steps=min(settings.warmup_steps, settings.steps)
-    )
+        settings = replace(settings, model=folder)
     return Pretrained(
         task=task,
-        hyperparameters=settings,
+        hyperparameters=settings.asked(options, OVERRIDES),
         tokenizer=load_tokenizer(folder, task.truncation_side),
         folder=folder,
         options=options,
@@ -340,6 +331,7 @@ def untrained(
     recipe: Recipe | None = None,
 ) -> Any:
     """Load the pretrained model with new LoRA layers."""
+    # LoRA's first weights are drawn, and those of a new head.
     transformers.set_seed(seed)
     return with_lora(
         pretrained.load(),

@@ -179,7 +179,7 @@ class Timing:
 
     @property
     def minimum(self) -> float:
-        """The call that was disturbed least."""
+        """Return the call that was disturbed least."""
         return min(self.seconds)
 
     def figures(self) -> dict[str, Any]:
@@ -293,6 +293,7 @@ def run_limited(
         if message.kind == "ready":
             started = time.perf_counter()
         messages.append(message)
+    # After the limit it still runs.
     process.kill()
     process.join()
     return messages, reason
@@ -340,6 +341,7 @@ def _send_all(
     try:
         for message in job(*arguments):
             connection.send(message)
+    # A failed allocation is one too: a figure of its method, and no end of the run.
     except Exception as error:
         reason = reason_of(error)
     connection.send(Message("end", reason))

@@ -60,6 +60,7 @@ def auroc(
     n_right = len(sign) - n_wrong
     if n_wrong == 0 or n_right == 0:
         return None
+    # Mann and Whitney's U counts the pairs in the right order, ties as halves.
     test = mannwhitneyu(sign[wrong].double(), sign[~wrong].double())
     return float(test.statistic) / (n_wrong * n_right)
 
@@ -72,6 +73,7 @@ def aurc(
 
     A coverage keeps the texts that are least doubtful.
     """
+    # Equal signs keep the texts' order, so that figures can be repeated.
     wrong_among_kept = wrong[sign.argsort(stable=True)].double().cumsum(0)
     kept = torch.arange(1, len(sign) + 1)
     return (wrong_among_kept / kept).mean().item()

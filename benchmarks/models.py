@@ -39,7 +39,7 @@ class AdaptedModel:
 
     @cached_property
     def logits_model(self) -> LogitsModel:
-        """Maps a batch to logits of classes.
+        """Return what maps a batch to logits of classes.
 
         They are (texts, classes), or those of labelled tokens, (tokens, classes).
         """
@@ -49,7 +49,7 @@ class AdaptedModel:
 
     @property
     def lora_weights(self) -> list[nn.Parameter]:
-        """The LoRA weights, in the order of the model's parameters."""
+        """List the LoRA weights, in the order of the model's parameters."""
         return [
             weight
             for name, weight in self.model.named_parameters()

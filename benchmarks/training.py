@@ -17,6 +17,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from benchmarks.options import Run
+
 Weights = dict[str, torch.Tensor]
 Checkpoints = dict[int, Weights]  # by the number of steps
 Records = list[dict[str, Any]]
@@ -46,7 +48,7 @@ class Hyperparameters:
 
     @property
     def checkpoint_steps(self) -> list[int]:
-        """Steps after which a checkpoint is kept, the last step among them."""
+        """List steps after which a checkpoint is kept, the last step among them."""
         count = min(self.checkpoints, self.steps)
         return [self.steps * number // count for number in range(1, count + 1)]
 
@@ -64,6 +66,21 @@ class Hyperparameters:
             warmup_steps=int(warmup * steps),
             checkpoints=1,
         )
+
+    def asked(self, options: Run, names: Sequence[str]) -> "Hyperparameters":
+        """Return the settings, with what options of these names ask for instead.
+
+        An option of None asks for nothing.
+        """
+        changes = {}
+        for name in names:
+            value = getattr(options, name)
+            if value is not None:
+                changes[name] = value
+        changed = replace(self, **changes)
+        # A run of few steps may end before the usual warm-up does.
+        warmup_steps = min(changed.warmup_steps, changed.steps)
+        return replace(changed, warmup_steps=warmup_steps)
 
     def for_share(self, share: float) -> "Hyperparameters":
         """Return the settings for a share of the steps, with one checkpoint."""
@@ -213,6 +230,7 @@ def train(
             loss = loss_of(batch)
             loss.backward()
         optimizer.step()
+        # Read before the schedule moves on: it is that of the step just taken.
         pace = schedule.get_last_lr()[0] / first_rate
         recipe.after_step(model, step, steps_an_epoch=len(loader), pace=pace)
         schedule.step()
@@ -239,6 +257,7 @@ def read_or_train(
         device = next(model.parameters()).device
         checkpoints = torch.load(path, map_location=device, weights_only=True)
         last = max(checkpoints)
+        # Checkpoints have only what was trained.
         model.load_state_dict(checkpoints[last], strict=False)
         model.eval()
         return checkpoints

@@ -40,6 +40,7 @@ class Round:
 
 def at_random(this: Round) -> list[int]:
     """Choose without looking."""
+    # Another draw in each round.
     generator = torch.Generator().manual_seed(this.seed + len(this.labelled))
     return torch.randperm(len(this.pool), generator=generator)[: this.n].tolist()
 
@@ -160,6 +161,7 @@ def measured(
             "accuracy": figures["accuracy"],
             "nll": figures["nll"],
         }
+        # The last training is measured only.
         if number == options.rounds:
             break
         this = Round(pretrained, model, labelled, pool, options.batch, seed)

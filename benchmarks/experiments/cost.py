@@ -122,7 +122,7 @@ class Contest:
 
     @property
     def prediction_batch_sizes(self) -> list[int]:
-        """The batch sizes to predict with, as far as they take no minutes."""
+        """List the batch sizes to predict with, as far as they take no minutes."""
         sizes = sorted(set(self.options.prediction_batch_sizes))
         holds_jacobian = self.key.startswith("stock")
         is_wide = self.shape.hidden_size > WIDEST_WITH_LARGE_BATCHES
@@ -246,6 +246,7 @@ def _growth(
         for row in fits:
             # Exponents are of one dtype, the first.
             if row["dtype"] == fits[0]["dtype"] and row["in_bare_loops"]:
+                # What a fit takes beside the bare passes.
                 share = 1 - 1 / row["in_bare_loops"]
                 count = row["batches"] * row["layers"]
                 added[row["hidden_size"]] = row["median"] * share / count

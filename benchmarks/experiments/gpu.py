@@ -177,6 +177,7 @@ class Page:
 
     @property
     def is_over(self) -> bool:
+        """Tell whether the minutes are over."""
         return time.monotonic() > self._end
 
     def result(self) -> Result:
@@ -352,7 +353,7 @@ class Jobs:
 
     @property
     def _la(self) -> LowRankKronLoRALaplace:
-        """The posterior that the job "fit" has left."""
+        """Return the posterior that the job "fit" has left."""
         assert self._fitted is not None
         return self._fitted
 
@@ -389,6 +390,7 @@ class Jobs:
 
     def _train(self) -> None:
         self._model.train()
+        # At a rate of 0 all jobs meet the same weights.
         optimizer = torch.optim.AdamW(self._weights, lr=0.0)
         logits = LogitsModel(self._model, ANSWERS)(self._batches[0])
         nn.functional.cross_entropy(logits, self._batches[0]["labels"]).backward()
@@ -444,6 +446,7 @@ def exactness(
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(64, (3, 12), generator=generator)
     mask = torch.ones_like(tokens)
+    # Padded on the left, as prompts are.
     mask[0, :4] = 0
     batch = {"input_ids": tokens.to(device), "attention_mask": mask.to(device)}
     wrapped = LogitsModel(model, ANSWERS)
@@ -456,6 +459,7 @@ def exactness(
         model,
         "classification",
         class_token_ids=list(ANSWERS),
+        # More than any factor has: nothing is left out.
         backend_kwargs={"rank": 1000},
     )
     labels = torch.tensor([0, 1, 2], device=device)
@@ -481,7 +485,7 @@ def by_rows(
     weights: list[torch.Tensor],
     batch: Any,
 ) -> torch.Tensor:
-    """Jacobians `(B, C, parameters)` by a backward pass for each logit."""
+    """Compute Jacobians `(B, C, parameters)`, by a backward pass for each logit."""
     for weight in weights:
         weight.requires_grad_(True)
     logits = model(batch)
@@ -498,7 +502,7 @@ def relative(
     found: torch.Tensor,
     expected: torch.Tensor,
 ) -> float:
-    """Largest difference, relative to the largest number."""
+    """Compute the largest difference, relative to the largest number."""
     found, expected = found.detach().double(), expected.detach().double()
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
@@ -523,6 +527,7 @@ def random_model(
         task_type="CAUSAL_LM", r=RANK, target_modules=list(target_modules)
     )
     model = get_peft_model(base, lora, autocast_adapter_dtype=dtype != "float64")
+    # PEFT starts lora_B at zero, where the curvature of lora_A is zero too.
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=LORA_B_SCALE)

@@ -159,7 +159,7 @@ class Trial:
 
     @cached_property
     def _loaders(self) -> Loaders:
-        """Batches of the test texts, and of those of each other distribution."""
+        """Make batches of the test texts, and of each other distribution."""
         return {
             name: self.pretrained.prediction_loader(self.pretrained.data[name])
             for name in (TEST, *self.pretrained.task.shifted)

@@ -27,6 +27,7 @@ PEFTS = ("ties", "dare_linear")  # its "linear" is a sum by the root of 1/2
 DENSITY = 0.5  # share of the weights that these keep
 ITERATIONS = 500
 TOLERANCE = 1e-10  # of the squared residual
+# From 1/16 to 16, four to an octave.
 SCALES = tuple(2 ** (step / 4) for step in range(-16, 17))
 PENALTY = 2.0  # as for `la.logit_scale`
 HALVES = ("texts", "intents")
@@ -210,6 +211,7 @@ def conjugate_gradients(
     residual = wanted - times(x)
     direction = residual
     square = residual @ residual
+    # A sum of Kronecker products has no inverse of that kind, but multiplies fast.
     for _ in range(ITERATIONS):
         if square <= TOLERANCE * (wanted @ wanted):
             break

@@ -91,6 +91,7 @@ class Posteriors(Memory):
             output.logits = output.logits + offset.to(output.logits)
             return output
 
+        # Training had the same offsets: the Fisher has to be that of its loss.
         hook = self.model.model.register_forward_hook(leave_the_domain)
         la.fit(self.domains.pretrained.loader(records), progress_bar=False)
         hook.remove()

@@ -357,6 +357,7 @@ class Additions:
         """Call both in turn, after a first call of each; compare least seconds."""
         without()
         with_addition()
+        # In turn: what disturbs the machine for a while disturbs both.
         seconds = [
             (measuring.seconds_of(without), measuring.seconds_of(with_addition))
             for _ in range(self._options.repetitions)

@@ -47,7 +47,7 @@ class Writer(AdaptedModel):
 
     @cached_property
     def logits_model(self) -> TokensModel:
-        """Maps a batch to logits of all tokens, (labelled places, tokens)."""
+        """Return what maps a batch to logits (labelled places, tokens)."""
         return TokensModel(self.model)
 
 

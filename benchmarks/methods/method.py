@@ -92,6 +92,7 @@ def with_dropout(model: AdaptedModel, _: DataLoader) -> Members:
         model.model.train()
         for _ in range(DROPOUT_PASSES):
             yield model.logits_model
+        # Whoever has read all members finds the model as it was.
         model.model.eval()
 
     return Members(passes)

@@ -17,6 +17,7 @@ from laplace_lora_ext.predictive.moments import Moments, gaussian_samples
 
 LINKS = ("probit", "mean_field")
 STRUCTURES = ("scalar", "layerwise")
+# Eight a decade, from the broadest prior on.
 GRID = torch.logspace(-2, 4, 49)
 # Of the prior precision, to see what another would give.
 FACTORS = torch.logspace(-2, 2, 33)
@@ -87,6 +88,7 @@ def by_tfb_rule(
     class.
     """
     assert statistics is not None
+    # Where no prior keeps the classes, the narrowest one remains.
     for prior_precision in GRID:
         moments = statistics.moments(prior_precision[None])
         # The same noise for all precisions: the changes then differ by their size

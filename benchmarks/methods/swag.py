@@ -87,6 +87,7 @@ class Iterates:
         """Draw how far all weights are from the mean."""
         count = len(next(iter(self.deviations.values())))
         # The same numbers for all weights, which thus vary together.
+        # Two covariances share the whole, hence the roots of 2.
         shared = torch.randn(count, generator=generator) / math.sqrt(2 * (count - 1))
         drawn = {}
         for name, deviations in self.deviations.items():

@@ -128,6 +128,7 @@ class Balanced:
                 raise ValueError(f"{name} has too few texts; ask for fewer.")
         examples = []
         for label in labels:
+            # Taken out, so that no set has a text of another.
             text = texts[self.classes[label]].pop()
             examples.append(Example(text, label))
         return examples

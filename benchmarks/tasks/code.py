@@ -52,6 +52,7 @@ def find_commented(
     for path in drawn_files(libraries, options, seed):
         pairs = list(commented(path.read_text(encoding="utf-8")))
         for place, (comment, line) in enumerate(pairs):
+            # Sorted, so that the same seed draws the same line in every process.
             others = sorted({other for _, other in pairs} - {line})
             if not others:
                 continue

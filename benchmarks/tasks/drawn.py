@@ -31,6 +31,7 @@ class Drawn:
     def read(self, options: TextRun, seed: int) -> Task:
         """Draw disjoint sets, of which no two texts are the same."""
         sizes = self.sizes.asked(options)
+        # Shared: the unseen library may repeat a text of the others.
         known: set[object] = set()
         of_libraries = self._drawn(self.libraries, options, seed, known)
         of_unseen = self._drawn([self.unseen], options, seed, known)

@@ -66,6 +66,7 @@ class Intents:
         drawn = _drawn(train, classes, sizes.train, generator)
         tested = _drawn(test, classes, sizes.test, generator)
         shifted = self._shifted(test, sizes.shifted, generator)
+        # Typos in test texts: the label is the same, and only the spelling differs.
         shifted[TYPOS] = [
             example._replace(text=mistyped(str(example.text), generator))
             for example in tested[: sizes.shifted]
@@ -111,6 +112,7 @@ def mistyped(text: str, generator: random.Random) -> str:
     words = text.split()
     for place, word in enumerate(words):
         if len(word) >= 4 and generator.random() < MISTYPED_WORDS:
+            # The first and the last letter stay, as in most slips of the hand.
             first = generator.randrange(1, len(word) - 2)
             swapped = word[first + 1] + word[first]
             words[place] = word[:first] + swapped + word[first + 2 :]

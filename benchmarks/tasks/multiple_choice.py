@@ -56,6 +56,7 @@ class MultipleChoice:
             train=_examples(train, self.to_example, sizes.train, rng),
             test=_examples(test, self.to_example, sizes.test, rng),
             shifted=self._shifted(options.data, sizes.shifted, rng),
+            # A prompt ends with the choices, without which nobody could answer.
             truncation_side="left",
         )
 

@@ -44,11 +44,13 @@ def asked_for_match(
         names[one.file].add(one.name)
     label = 0
     for one in pool:
+        # Sets have an order of their own in every process; a draw needs the same one.
         others = sorted(names[one.file] - {one.name})
         if not others:
             continue
         name = one.name if label else rng.choice(others)
         yield Example((name, one.summary), label)
+        # Both classes come by turns, and are equally many.
         label = 1 - label
 
 

@@ -157,6 +157,7 @@ def pairs(
         summaries[parameter.file].add(parameter.summary)
         owners[description].add(parameter.summary)
     for place, (description, parameter) in enumerate(first.items()):
+        # Sorted, so that the same seed draws the same summary in every process.
         others = sorted(summaries[parameter.file] - owners[description])
         if not others:
             continue

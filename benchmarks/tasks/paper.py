@@ -104,12 +104,12 @@ class PaperTask:
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """The paper's, for a causal language model or an encoder."""
+        """Return the paper's, for a causal language model or an encoder."""
         return CAUSAL_HYPERPARAMETERS if self.is_prompt else ENCODER_HYPERPARAMETERS
 
     @property
     def sources(self) -> tuple[Source, Source]:
-        """The training split, and the public validation split for tests."""
+        """Name the training split, and the public validation split for tests."""
         return (
             Source(self.dataset, self.configuration, "train"),
             Source(self.dataset, self.configuration, "validation"),

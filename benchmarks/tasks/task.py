@@ -27,12 +27,12 @@ class Example(NamedTuple):
 
     @property
     def identity(self) -> object:
-        """What no two examples have alike: the labelled words, or the text."""
+        """Return what no two examples share: the labelled words, or the text."""
         return self.text if self.word_labels is None else self.labelled_words
 
     @property
     def labelled_words(self) -> tuple[str, ...]:
-        """The words that have a class."""
+        """List the words that have a class."""
         assert isinstance(self.text, str)
         assert self.word_labels is not None
         pairs = zip(self.text.split(), self.word_labels, strict=True)
@@ -53,17 +53,17 @@ class Task:
 
     @property
     def has_choices(self) -> bool:
-        """Whether each prompt has choices of its own."""
+        """Tell whether each prompt has choices of its own."""
         return self.train[0].choices is not None
 
     @property
     def labels_words(self) -> bool:
-        """Whether classes are those of words."""
+        """Tell whether classes are those of words."""
         return self.train[0].word_labels is not None
 
     @property
     def has_several_labels(self) -> bool:
-        """Whether each class is right or wrong by itself."""
+        """Tell whether each class is right or wrong by itself."""
         return self.train[0].labels is not None
 
 
