@@ -105,14 +105,7 @@ def read(
 def prepared(options: Molecules, task: Task) -> Pretrained:
     """Find the encoder, which gets a head of one output."""
     folder: Path = encoder_folder()
-    settings = SETTINGS
-    for name in OVERRIDES:
-        asked = getattr(options, name)
-        if asked is not None:
-            settings = replace(settings, **{name: asked})
-    settings = replace(
-        settings, warmup_steps=min(settings.warmup_steps, settings.steps)
-    )
+    settings = SETTINGS.asked(options, OVERRIDES)
     return Pretrained(task, settings, load_tokenizer(folder), folder, options)
 
 
