@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext import LaplaceMixture, acquisitions
@@ -46,7 +47,7 @@ def test_expected_improvement_is_the_mean_of_what_is_ahead():
     draws = mean + deviation * noise
     expected = (draws - 0.7).clamp_min(0).mean(0)
     found = acquisitions.expected_improvement(mean, deviation, best=0.7)
-    torch.testing.assert_close(found, expected, rtol=0, atol=3e-3)
+    assert_close(found, expected, rtol=0, atol=3e-3)
 
 
 def test_thompson_lets_each_function_choose_its_best_of_those_that_are_left():
@@ -68,14 +69,14 @@ def test_margin_and_entropy_are_largest_where_classes_are_as_probable():
         ]
     )
     found = acquisitions.margin(probabilities)
-    torch.testing.assert_close(found, torch.tensor([1.0, 0.2]))
+    assert_close(found, torch.tensor([1.0, 0.2]))
     assert acquisitions.entropy(probabilities).argmax() == 0
 
 
 def test_bald_is_the_information_of_one_label():
     probabilities = drawn_probabilities()
     expected = [joint_information(probabilities, [place]) for place in range(6)]
-    torch.testing.assert_close(acquisitions.bald(probabilities), torch.stack(expected))
+    assert_close(acquisitions.bald(probabilities), torch.stack(expected))
 
 
 @pytest.mark.parametrize("most_outcomes", [1024, 27])
@@ -108,7 +109,7 @@ def test_thinned_outcomes_have_the_joint_entropy_in_the_mean(monkeypatch):
     expected = acquisitions._joint_entropies(outcomes, shares, probabilities)
     thinned = acquisitions._thinned(outcomes, shares, generator())
     found = acquisitions._joint_entropies(*thinned, probabilities)
-    torch.testing.assert_close(found, expected, rtol=0.03, atol=0)
+    assert_close(found, expected, rtol=0.03, atol=0)
 
 
 @pytest.mark.parametrize("by", acquisitions.OF_CLASSES)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, default_collate
 from transformers import TrainerCallback
 
@@ -87,7 +88,7 @@ def test_the_posterior_is_saved_beside_the_adapter_and_figures_are_logged(tmp_pa
     trainer.train()
     read = laplace_lora_ext.from_pretrained(trainer.model, tmp_path)
     found = read(BATCH, link_approx="mean_field")
-    torch.testing.assert_close(found, callback.la(BATCH, link_approx="mean_field"))
+    assert_close(found, callback.la(BATCH, link_approx="mean_field"))
     (entry,) = [
         each for each in trainer.state.log_history if "laplace_evidence" in each
     ]
@@ -113,7 +114,7 @@ def test_a_second_training_leaves_the_trainer_and_its_weights_as_they_were(tmp_p
     assert trainer.model.active_adapter == "default"
     mixture = laplace_lora_ext.LaplaceMixture([callback.la, other])
     mean = (callback.la(BATCH) + other(BATCH)) / 2
-    torch.testing.assert_close(mixture(BATCH), mean)
+    assert_close(mixture(BATCH), mean)
 
 
 def of_another_kind():

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -121,7 +122,7 @@ def test_the_empirical_fisher_has_a_texts_whole_gradient():
     of_text = torch.stack(of_texts)[:, None]
     ones = torch.ones(len(of_text), 1, 1).double()
     expected = dense.gradient_curvature(model, of_text, ones)
-    torch.testing.assert_close(la.H.to_matrix(), expected, rtol=1e-8, atol=1e-10)
+    assert_close(la.H.to_matrix(), expected, rtol=1e-8, atol=1e-10)
 
 
 def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens():
@@ -129,7 +130,7 @@ def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens():
     la = fitted_text(model)
     _, logits, labels = token_jacobians(model, text_batches())
     loss = cross_entropy(logits, labels, reduction="sum")
-    torch.testing.assert_close(la.loss, loss)
+    assert_close(la.loss, loss)
     assert la.n_data == 6
     expected = dense.evidence(
         la.H.to_matrix(),
@@ -137,9 +138,7 @@ def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens():
         la.mean,
         torch.full_like(la.mean, 2.0),
     )
-    torch.testing.assert_close(
-        la.log_marginal_likelihood(torch.tensor([2.0])), expected
-    )
+    assert_close(la.log_marginal_likelihood(torch.tensor([2.0])), expected)
 
 
 def test_a_posterior_on_disk_is_that_of_texts_again_and_of_no_classifier(
@@ -153,7 +152,7 @@ def test_a_posterior_on_disk_is_that_of_texts_again_and_of_no_classifier(
     batch = text_batches()[0]
     expected = la.score(batch, 2, generator())
     found = again.score(batch, 2, generator())
-    torch.testing.assert_close(found.tokens.total, expected.tokens.total)
+    assert_close(found.tokens.total, expected.tokens.total)
     classifier = make(model, class_token_ids=[1, 2, 3])
     with pytest.raises(ValueError, match="likelihood='language_modeling', not 'class"):
         classifier.load_state_dict(la.state_dict())
@@ -175,9 +174,7 @@ def test_files_of_releases_that_had_a_class_for_texts_are_read(tmp_path):
     batch = text_batches()[0]
     expected = la.score(batch, 2, generator()).log_prob
     for again in (from_file, from_state):
-        torch.testing.assert_close(
-            again.score(batch, 2, generator()).log_prob, expected
-        )
+        assert_close(again.score(batch, 2, generator()).log_prob, expected)
 
 
 def test_what_reads_texts_refuses_a_classifier():
@@ -237,7 +234,7 @@ def test_scores_are_those_of_a_mixture_of_drawn_models():
         "total": torch.special.entr(mixture).sum(-1),
     }
     for name, numbers in expected.items():
-        torch.testing.assert_close(found[name], numbers, rtol=1e-8, atol=1e-10)
+        assert_close(found[name], numbers, rtol=1e-8, atol=1e-10)
 
 
 PADDINGS = [
@@ -262,7 +259,7 @@ def test_batch_size_and_padding_change_neither_fit_nor_score(
             **scored(la, **ragged),
         }
 
-    torch.testing.assert_close(figures(), figures(**ragged), rtol=1e-8, atol=1e-8)
+    assert_close(figures(), figures(**ragged), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("n_samples", [0, 3])
@@ -308,7 +305,7 @@ def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(
     monkeypatch.setattr(vocabulary, "MOST_ROWS", 6)
     with output_layer.register_forward_hook(note_rows):
         found = figures()
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert max(rows) <= 6
     with first_layer.register_forward_hook(note_call):
         scored(la, n_samples=4, **ragged)
@@ -359,8 +356,8 @@ def test_a_fit_in_parts_is_the_same_and_holds_few_rows_of_the_vocabulary(
     monkeypatch.setattr(vocabulary, "MOST_ROWS", 12)
     la, n_in_parts = fit()
     assert n_in_parts == 12
-    torch.testing.assert_close(la.H.to_matrix(), expected.H.to_matrix(), **EXACT)
-    torch.testing.assert_close(la.loss, expected.loss, **EXACT)
+    assert_close(la.H.to_matrix(), expected.H.to_matrix(), **EXACT)
+    assert_close(la.loss, expected.loss, **EXACT)
 
 
 @pytest.mark.parametrize("ragged", PADDINGS)
@@ -390,8 +387,8 @@ def test_draws_of_a_fit_do_not_depend_on_its_parts(kind, ragged, monkeypatch):
         la, n_calls_in_parts = fit()
     # The layers before the output layer run as often.
     assert n_calls_in_parts == n_calls > 0
-    torch.testing.assert_close(la.H.to_matrix(), expected.H.to_matrix(), **EXACT)
-    torch.testing.assert_close(la.loss, expected.loss, **EXACT)
+    assert_close(la.H.to_matrix(), expected.H.to_matrix(), **EXACT)
+    assert_close(la.loss, expected.loss, **EXACT)
     assert all("forward" not in vars(module) for module in model.modules())
 
 

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from laplace_lora_ext.likelihoods import (
     LIKELIHOODS,
@@ -45,7 +46,7 @@ def test_sampled_seeds_are_unbiased(likelihood):
     if likelihood == "classification":
         expected = softmax_fisher(logits)[0]
     # Four standard errors.
-    torch.testing.assert_close(fisher(seeds)[0], expected, rtol=0, atol=0.03)
+    assert_close(fisher(seeds)[0], expected, rtol=0, atol=0.03)
 
 
 def test_sampled_slopes_of_tokens_are_unbiased():
@@ -59,7 +60,7 @@ def test_sampled_slopes_of_tokens_are_unbiased():
     expected = softmax_fisher(logits[0])
     for token in range(3):
         of_token = columns[:, token]
-        torch.testing.assert_close(of_token.T @ of_token, expected, rtol=0, atol=0.01)
+        assert_close(of_token.T @ of_token, expected, rtol=0, atol=0.01)
     # Two tokens of a text are drawn independently.
     across = columns[:, 0].T @ columns[:, 1]
     assert across.abs().max() < 0.01
@@ -82,7 +83,7 @@ def test_regression_loss_is_half_the_sum_of_squares(structure, shape):
     la.fit([first_batch, second_batch])
     errors = regressor(X).detach() - y.view(4, n_outputs)
     expected = errors.square().sum() / 2
-    torch.testing.assert_close(la.loss, expected, **EXACT)
+    assert_close(la.loss, expected, **EXACT)
 
 
 # --- targets --------------------------------------------------------------------------

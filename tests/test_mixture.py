@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from peft import load_peft_weights
+from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext import GridSearch, LaplaceMixture
@@ -152,7 +153,7 @@ def test_probabilities_are_the_members_mean(kind):
         first = both.first(batch, generator=shared, **call)
         second = both.second(batch, generator=shared, **call)
         found = mixture(batch, generator=generator(), **call)
-        torch.testing.assert_close(found, (first + second) / 2)
+        assert_close(found, (first + second) / 2)
 
 
 def squared(mean, covariance):
@@ -175,17 +176,17 @@ def test_numbers_have_the_mixtures_moments(kind):
         m, S = both.first(batch, **options)
         n, T = both.second(batch, **options)
         mean, covariance = mixture(batch, **options)
-        torch.testing.assert_close(mean, (m + n) / 2)
+        assert_close(mean, (m + n) / 2)
         of_first = S + squared(m, S)
         of_second = T + squared(n, T)
         second_moment = covariance + squared(mean, covariance)
-        torch.testing.assert_close(second_moment, (of_first + of_second) / 2)
+        assert_close(second_moment, (of_first + of_second) / 2)
     with pytest.raises(ValueError, match="predicts numbers"):
         mixture.predict_proba(batch)
     if kind == "rewards":
         first = both.first(batch, fitting=True)
         second = both.second(batch, fitting=True)
-        torch.testing.assert_close(mixture(batch, fitting=True), (first + second) / 2)
+        assert_close(mixture(batch, fitting=True), (first + second) / 2)
 
 
 def test_entropies_are_those_of_all_members_draws():
@@ -204,13 +205,11 @@ def test_entropies_are_those_of_all_members_draws():
     drawn = torch.cat(drawn)
     total = torch.special.entr(drawn.mean(0)).sum(-1)
     aleatoric = torch.special.entr(drawn).sum(-1).mean(0)
-    torch.testing.assert_close(
-        found.probabilities, mixture(batch, link_approx="probit")
-    )
-    torch.testing.assert_close(found.total_entropy, total)
-    torch.testing.assert_close(found.epistemic_entropy, total - aleatoric)
+    assert_close(found.probabilities, mixture(batch, link_approx="probit"))
+    assert_close(found.total_entropy, total)
+    assert_close(found.epistemic_entropy, total - aleatoric)
     of_label = drawn[:, range(3), found.labels]
-    torch.testing.assert_close(found.label_variance, of_label.var(0, correction=0))
+    assert_close(found.label_variance, of_label.var(0, correction=0))
     expected = mixture(batch, link_approx="mean_field").numpy()
     assert mixture.predict_proba(batch) == pytest.approx(expected)
 
@@ -236,7 +235,7 @@ def test_members_pass_over_the_same_rows_of_a_loader_that_shuffles(
     order = distances.argmin(1)
     assert order.tolist() != list(range(n))
     assert sorted(order.tolist()) == list(range(n))
-    torch.testing.assert_close(found, expected[order])
+    assert_close(found, expected[order])
     has_targets = statistics.members[0].targets is not None
     assert has_targets == labelled
 
@@ -281,7 +280,7 @@ def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(
     if kind != "diagonal":
         given = mixture.predictive_statistics(batches)
         search = GridSearch(val_loader=given, link_approx="mean_field", **GRID)
-        torch.testing.assert_close(search(mixture).objective, history.objective)
+        assert_close(search(mixture).objective, history.objective)
 
 
 def priors_of(*posteriors):
@@ -364,7 +363,7 @@ def test_it_is_saved_and_loaded_with_its_adapters_and_heads(targets, tmp_path):
     before = trainable(model)
     for given in (bare, model):
         loaded = LaplaceMixture.from_pretrained(given, tmp_path)
-        torch.testing.assert_close(loaded(batch), mixture(batch))
+        assert_close(loaded(batch), mixture(batch))
     assert model.active_adapter == "default"
     assert trainable(model) == before
 
@@ -427,9 +426,9 @@ def test_members_score_texts_together():
     one = both.first.score(batch, 2, shared).tokens
     other = both.second.score(batch, 1, shared).tokens
     expected = (2 * one.log_prob.exp() + other.log_prob.exp()) / 3
-    torch.testing.assert_close(found.log_prob.exp(), expected)
+    assert_close(found.log_prob.exp(), expected)
     expected = (one.map_log_prob.exp() + other.map_log_prob.exp()) / 2
-    torch.testing.assert_close(found.map_log_prob.exp(), expected)
+    assert_close(found.map_log_prob.exp(), expected)
 
 
 def test_members_write_texts_together():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from benchmarks.methods import METHODS, posterior
 from benchmarks.options import CONTESTANTS
@@ -73,9 +74,9 @@ def test_every_rival_predicts_a_distribution_broader_than_the_models(key):
     la.fit(random_loader(shape, batches=2, device="cpu", seed=0))
     probabilities = la(batch, pred_type="glm", link_approx="probit").detach()
     if key == "bare":
-        torch.testing.assert_close(probabilities, expected)
+        assert_close(probabilities, expected)
         return
-    torch.testing.assert_close(probabilities.sum(-1), torch.ones(5))
+    assert_close(probabilities.sum(-1), torch.ones(5))
     assert not torch.allclose(probabilities, expected, rtol=1e-6, atol=0)
     confidence = probabilities.max(-1).values
     confidence_of_model = expected.max(-1).values

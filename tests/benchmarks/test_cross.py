@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from benchmarks.experiments.cross import (
     BY_HELD_OUT,
@@ -63,7 +64,7 @@ def test_several_priors_predict_as_each_does_alone(key, link):
     for prior_precision, of_prior in zip(tried, predicted, strict=True):
         la.prior_precision = prior_precision
         alone = torch.cat([la(batch, link_approx=link) for batch in batches])
-        torch.testing.assert_close(of_prior[TEST], alone.detach())
+        assert_close(of_prior[TEST], alone.detach())
     assert not torch.allclose(predicted[0][TEST], predicted[2][TEST], atol=1e-3)
 
 
@@ -90,9 +91,7 @@ def test_last_layer_laplace_has_the_head_alone():
     covariance = 1e9 * la.predictive_moments(batches[0]).f_var
     variance = features[0].square().sum(-1) + 1
     expected = variance[:, None, None] * torch.eye(la.n_outputs)
-    torch.testing.assert_close(
-        covariance, expected.to(covariance), rtol=1e-5, atol=1e-5
-    )
+    assert_close(covariance, expected.to(covariance), rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_has_every_prior_too(prepared):

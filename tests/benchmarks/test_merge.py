@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.testing import assert_close
 
 from benchmarks.experiments.merge import (
     DENSITY,
@@ -61,7 +62,7 @@ def test_lora_weights_are_merged_as_peft_does():
     merged = [w for name, w in model.named_parameters() if ".merged." in name]
     assert len(merged) == len(blocks)
     for part, weight in zip(found, merged, strict=True):
-        torch.testing.assert_close(part, weight.flatten())
+        assert_close(part, weight.flatten())
 
 
 def test_halves_are_of_each_intents_texts_or_of_the_intents():

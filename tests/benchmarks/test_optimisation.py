@@ -6,6 +6,7 @@ import pytest
 import torch
 from laplace import Laplace
 from torch import nn
+from torch.testing import assert_close
 
 from benchmarks.exact_ggn import ExactGGN
 from benchmarks.experiments.optimisation import RULES, choose_by_evidence
@@ -112,7 +113,7 @@ def test_kernels_of_the_exact_ggn_give_the_dense_posterior(linear_regression):
         prior_precision=prior,
         sigma_noise=noise,
     )
-    torch.testing.assert_close(
+    assert_close(
         la.log_marginal_likelihood(prior, noise),
         dense.log_marginal_likelihood().detach(),
     )
@@ -120,7 +121,7 @@ def test_kernels_of_the_exact_ggn_give_the_dense_posterior(linear_regression):
     mean, variance = dense(new)
     gradients = torch.cat((new, torch.ones_like(new[:, :1])), 1)
     prediction = la.predict(mean[:, 0], gradients)
-    torch.testing.assert_close(prediction.epistemic_std[:, 0], variance[:, 0, 0].sqrt())
+    assert_close(prediction.epistemic_std[:, 0], variance[:, 0, 0].sqrt())
 
 
 def test_the_evidence_has_no_slope_where_it_chooses(linear_regression):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributions import Normal, kl_divergence
+from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from benchmarks.fine_tuning import TRAIN, fine_tune
@@ -55,14 +56,14 @@ def test_noise_of_tfb_is_isotropic_in_the_columns_of_lora_b(shape):
     B = torch.randn(shape).double() * scales
     effect = B @ noise_basis(B)  # on independent standard normal numbers
     U = torch.linalg.svd(B, full_matrices=False).U
-    torch.testing.assert_close(effect @ effect.mT, U @ U.mT)
+    assert_close(effect @ effect.mT, U @ U.mT)
     # None where B reads nothing.
     assert noise_basis(torch.zeros(7, 3)).count_nonzero() == 0
     # Of rank 1 there is one direction.
     B = torch.randn(7, 1) @ torch.randn(1, 3)
     effect = B @ noise_basis(B)
     column = B[:, :1] / B[:, :1].norm()
-    torch.testing.assert_close(effect @ effect.mT, column @ column.mT)
+    assert_close(effect @ effect.mT, column @ column.mT)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +136,8 @@ def test_a_step_of_blobs_divergence_is_one_against_its_gradient(step, share):
     of_weight, of_spread = torch.autograd.grad(divergence, [weight, spread])
     recipe.after_step(model, step, steps_an_epoch=3, pace=0.5)
     rate = 0.5 * share * recipe.learning_rate
-    torch.testing.assert_close(layer.weight, weight - rate * of_weight)
-    torch.testing.assert_close(layer.spread, spread - rate * of_spread)
+    assert_close(layer.weight, weight - rate * of_weight)
+    assert_close(layer.spread, spread - rate * of_spread)
 
 
 def test_ivons_learning_rate_is_not_rescaled(prepared):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
 
 from benchmarks.fine_tuning import TRAIN, fine_tune
 from benchmarks.methods.method import Members, ensemble
@@ -53,7 +54,7 @@ def test_swags_covariance_is_half_diagonal_and_half_that_of_the_iterates():
         iterates.append({"a": a, "b": b})
     rows = torch.stack([flat(weights) for weights in iterates])
     gaussian = Iterates.of(iterates)
-    torch.testing.assert_close(flat(gaussian.mean), rows.mean(0))
+    assert_close(flat(gaussian.mean), rows.mean(0))
     generator = torch.Generator().manual_seed(0)
     moved = torch.stack([flat(gaussian(generator)) for _ in range(20_000)])
     # By NumPy's divisors: the paper's variances have K, its low-rank part has K - 1.
@@ -87,7 +88,7 @@ def test_swag_predicts_around_the_mean_of_its_iterates(prepared):
     apart = gaussian(torch.Generator().manual_seed(0))
     weights = {name: gaussian.mean[name] + apart[name] for name in apart}
     trained.model.load_state_dict(weights, strict=False)
-    torch.testing.assert_close(draws[0], trained.logits_model(batch).detach())
+    assert_close(draws[0], trained.logits_model(batch).detach())
 
 
 def test_monteclora_adds_pefts_penalty_to_the_loss(prepared):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.predictive.amortized import changes_of_logits
@@ -84,7 +85,7 @@ def test_variances_that_are_linear_in_the_features_predict_exactly(structure, li
     found = la(X, link_approx=link, generator=generator(), **AMORTIZED)
     moments = la.predictive_moments(X)
     exact = la(moments, link_approx=link, generator=generator())
-    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+    assert_close(found, exact, rtol=1e-5, atol=1e-5)
     of_map = la.model(X).softmax(-1)
     assert (exact - of_map).abs().max() > 0.01
     if link == "bridge":  # which decisions do not take
@@ -92,17 +93,17 @@ def test_variances_that_are_linear_in_the_features_predict_exactly(structure, li
     decision = la.predict(X, link, generator=generator(), **AMORTIZED)
     expected = la.predict(X, link, generator=generator())
     for one, other in zip(decision, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+        assert_close(one, other, rtol=1e-3, atol=1e-5)
     proba = torch.from_numpy(la.predict_proba(X, link, **AMORTIZED))
     expected = torch.from_numpy(la.predict_proba(X, link))
-    torch.testing.assert_close(proba, expected, rtol=1e-5, atol=1e-5)
+    assert_close(proba, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_regression_has_a_mean_and_a_covariance():
     la = exponential(likelihood="regression", sigma_noise=0.7)
     X = inputs(20, seed=4, spread=0.9)
     for found, exact in zip(la(X, **AMORTIZED), la(X), strict=True):
-        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+        assert_close(found, exact, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="no covariance between examples"):
         la(X, joint=True, **AMORTIZED)
 
@@ -131,7 +132,7 @@ def test_variances_that_fit_no_covariance_give_the_nearest_one():
     _, f_var = la(X, **AMORTIZED)
     # Of [[1, -4], [-4, 1]].
     nearest = torch.tensor([[2.5, -2.5], [-2.5, 2.5]]).double()
-    torch.testing.assert_close(f_var, nearest.expand_as(f_var))
+    assert_close(f_var, nearest.expand_as(f_var))
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
@@ -149,7 +150,7 @@ def test_a_prediction_is_one_forward_pass(kind, monkeypatch):
     passes = count_forward_passes(la)
     for link in (*LINKS, "bridge_norm"):
         probs = la(batch, link_approx=link, **AMORTIZED)
-        torch.testing.assert_close(probs.sum(1), torch.ones(3).double())
+        assert_close(probs.sum(1), torch.ones(3).double())
         assert not probs.requires_grad
     la.predict(batch, **AMORTIZED)
     la.predict_proba(batch, **AMORTIZED)
@@ -167,7 +168,7 @@ def test_changes_of_logits_are_those_of_the_linearised_model():
     expected = (
         Functions(la, drawn).linearised(batch) - la.predictive_moments(batch).f_mu
     )
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_many_outputs_learn_from_draws(monkeypatch):
@@ -222,7 +223,7 @@ def test_texts_without_labels_are_learnt_from_like_others():
     ]
     found = la.amortize(batches, unlabelled)
     both = la.amortize([*batches, *more], None)
-    torch.testing.assert_close(found.weights.abs(), both.weights.abs())
+    assert_close(found.weights.abs(), both.weights.abs())
     assert la.learnt_variance is both
 
 
@@ -365,7 +366,7 @@ def test_it_is_saved_with_the_posterior(tmp_path):
     la.save_pretrained(tmp_path)
     read = from_pretrained(lora_model("bert"), tmp_path)
     for loaded in (restored, read):
-        torch.testing.assert_close(loaded(batches[0], **AMORTIZED), expected)
+        assert_close(loaded(batches[0], **AMORTIZED), expected)
         assert loaded.learnt_variance.r_squared == la.learnt_variance.r_squared
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from laplace_lora_ext.predictive.amortized import (
     PENALTIES,
@@ -81,9 +82,9 @@ def test_examples_that_are_left_out_against_as_many_regressions(n, noise):
     weights, errors = ridge(X, Y)
     # The smallest penalty leaves 1e-10 of the leverage, to which rounding adds up to
     # 1e-15.
-    torch.testing.assert_close(errors, errors_of[best], rtol=1e-4, atol=1e-6)
+    assert_close(errors, errors_of[best], rtol=1e-4, atol=1e-6)
     expected = weights_of(X, Y, best)
-    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-8)
+    assert_close(weights, expected, rtol=1e-6, atol=1e-8)
 
 
 # --- variances of outputs and of their differences ------------------------------------
@@ -104,15 +105,15 @@ def test_links_see_the_variances_of_differences_even_if_no_covariance_has_them()
     centred = V - V.mean(1, keepdim=True)
     assert torch.linalg.eigvalsh(centred).min() < -0.1
     variances = V.diagonal(dim1=1, dim2=2)
-    torch.testing.assert_close(variances[0], of_outputs)
+    assert_close(variances[0], of_outputs)
     found = variances[:, :, None] + variances[:, None] - 2 * V
-    torch.testing.assert_close(found, D[None])
+    assert_close(found, D[None])
     f_mu = randn(1, 3)
     differences = f_mu[0, :, None] - f_mu[0]
     shrunk = differences / (1 + torch.pi / 8 * D).sqrt()
     p = 1 / (-shrunk).exp().sum(1)
     found = mean_field(f_mu, V).exp()[0]
-    torch.testing.assert_close(found, p / p.sum())
+    assert_close(found, p / p.sum())
 
 
 @pytest.mark.parametrize("n_outputs", [1, 2, 5])
@@ -125,7 +126,7 @@ def test_a_covariance_comes_back_from_its_variances_and_may_be_zero(
     n_pairs = n_outputs * (n_outputs + 1) // 2
     assert logs.shape == (4, n_pairs)
     found = covariances(logs.exp())
-    torch.testing.assert_close(found, V, rtol=1e-12, atol=1e-12)
+    assert_close(found, V, rtol=1e-12, atol=1e-12)
     nothing = torch.zeros(5, n_outputs, n_outputs).double()
     learnt = learnt_from(randn(5, 3), log_variances(nothing))
     assert learnt.covariance(randn(5, 3)).abs().max() < 1e-300
@@ -134,7 +135,7 @@ def test_a_covariance_comes_back_from_its_variances_and_may_be_zero(
     of_first[:, 0, 0] = 1
     logs = log_variances(of_first)
     assert torch.isfinite(logs).all()
-    torch.testing.assert_close(covariances(logs.exp()), of_first)
+    assert_close(covariances(logs.exp()), of_first)
 
 
 # --- what is learnt -------------------------------------------------------------------
@@ -166,7 +167,7 @@ def test_what_is_linear_in_the_features_is_learnt_exactly(
     assert inside.sum() > 3
     found = learnt.covariance(X[inside])
     expected = covariances(logs[inside].exp())
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert learnt.r_squared > 1 - 1e-9
     assert learnt.mean_error < 1e-6
     assert learnt.n_examples == 60
@@ -199,7 +200,7 @@ def test_it_never_goes_more_than_a_factor_of_two_beyond_what_it_has_seen():
         below = logs.amin(0) - found
         beyond = torch.maximum(above, below)
         expected = torch.full_like(found, 2.0).log()
-        torch.testing.assert_close(beyond, expected, rtol=1e-4, atol=1e-4)
+        assert_close(beyond, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_features_without_variance_play_no_part():
@@ -209,12 +210,12 @@ def test_features_without_variance_play_no_part():
     elsewhere = 5 * torch.ones(60, 1)
     found = learnt.covariance(torch.cat([X, elsewhere], dim=1))
     expected = covariances(logs.exp())
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert_close(found, expected, rtol=1e-6, atol=1e-6)
     without = learnt_from(torch.ones(60, 3), logs)
     found = without.covariance(torch.ones(4, 3).double())
     # What is constant tells nothing: every example has the mean.
     of_mean = covariances(logs.mean(0).exp())
-    torch.testing.assert_close(found, of_mean.expand(4, -1, -1))
+    assert_close(found, of_mean.expand(4, -1, -1))
 
 
 def test_two_examples_are_too_few():
@@ -233,4 +234,4 @@ def test_an_example_without_doubt_takes_none_from_others(dtype):
     assert learnt.n_examples == 59
     found = learnt.covariance(X[others])
     expected = learnt_from(X[others], logs[others]).covariance(X[others])
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_close(found, expected, rtol=0, atol=0)

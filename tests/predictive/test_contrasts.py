@@ -5,6 +5,7 @@ from itertools import permutations, product
 import pytest
 import torch
 from laplace.utils.metrics import RunningNLLMetric
+from torch.testing import assert_close
 
 from laplace_lora_ext import LaplaceMixture
 from laplace_lora_ext.predictive.contrasts import MOST, Contrasts, completed
@@ -114,14 +115,14 @@ def test_all_contrasts_are_exact(link, structure):
     options = {"link_approx": link, "n_samples": 50}
     exact = la(la.predictive_moments(batch), generator=generator(), **options)
     found = la(batch, n_contrasts=N_CLASSES - 1, generator=generator(), **options)
-    torch.testing.assert_close(found, exact)
+    assert_close(found, exact)
     decided = la.predict(
         batch, link, n_contrasts=50, generator=generator(), n_samples=50
     )
-    torch.testing.assert_close(decided.probabilities, exact)
+    assert_close(decided.probabilities, exact)
     if link == "mean_field":
         proba = torch.from_numpy(la.predict_proba(batch, n_contrasts=50))
-        torch.testing.assert_close(proba, exact)
+        assert_close(proba, exact)
     rough = la(batch, n_contrasts=1, generator=generator(), **options)
     assert (rough - exact).abs().max() > 1e-3
 
@@ -164,7 +165,7 @@ def test_a_prediction_does_not_depend_on_the_other_texts_of_a_batch():
     assert len(lengths) > 2
     together = la(batch, link_approx="mean_field")
     alone = [la(each, link_approx="mean_field") for each in batches_of(batch_size=1)]
-    torch.testing.assert_close(together, torch.cat(alone))
+    assert_close(together, torch.cat(alone))
 
 
 @pytest.mark.parametrize("n_known", [1, 2, 5])
@@ -196,17 +197,17 @@ def test_statistics_of_contrasts_predict_as_a_batch_does(prior, n_contrasts):
     expected = [
         la(each, link_approx="mean_field", n_contrasts=n_contrasts) for each in batches
     ]
-    torch.testing.assert_close(found, torch.cat(expected))
+    assert_close(found, torch.cat(expected))
 
     index = torch.tensor([5, 0])
     part = statistics[index]
     of_part = part.moments(la.prior_precision)
-    torch.testing.assert_close(of_part.f_var, moments.f_var[index])
+    assert_close(of_part.f_var, moments.f_var[index])
     labels = torch.cat([each["labels"] for each in batches])
     assert torch.equal(part.targets, labels[index])
     halves = joined_statistics([statistics[:4], statistics[4:]])
     of_halves = halves.moments(la.prior_precision)
-    torch.testing.assert_close(of_halves.f_var, moments.f_var)
+    assert_close(of_halves.f_var, moments.f_var)
     inputs = [without_labels(each) for each in batches]
     unlabelled = la.predictive_statistics(inputs, n_contrasts=n_contrasts)
     assert unlabelled.targets is None
@@ -232,9 +233,9 @@ def test_few_classes_are_all_known(n_classes):
     statistics = la.predictive_statistics([batch], dtype=torch.float64)
     assert statistics.classes is None
     exact = la.predictive_moments(batch)
-    torch.testing.assert_close(statistics.moments(0.5).f_var, exact.f_var)
+    assert_close(statistics.moments(0.5).f_var, exact.f_var)
     expected = mean_field(*exact).exp()
-    torch.testing.assert_close(la(batch, link_approx="mean_field"), expected)
+    assert_close(la(batch, link_approx="mean_field"), expected)
 
 
 def test_all_contrasts_make_statistics_that_serve_every_link():
@@ -244,9 +245,9 @@ def test_all_contrasts_make_statistics_that_serve_every_link():
         [batch], dtype=torch.float64, n_contrasts=N_CLASSES - 1
     )
     moments = statistics.moments(0.5)
-    torch.testing.assert_close(moments.f_var, la.predictive_moments(batch).f_var)
+    assert_close(moments.f_var, la.predictive_moments(batch).f_var)
     found = la(moments, link_approx="probit")
-    torch.testing.assert_close(found, la(batch, link_approx="probit"))
+    assert_close(found, la(batch, link_approx="probit"))
 
 
 def searched(la, method, val_loader, **options):
@@ -274,14 +275,14 @@ def test_searches_take_statistics_of_what_their_link_reads(link, method):
     assert (statistics.classes is None) == (link == "probit")
     torch.manual_seed(0)
     of_statistics = searched(la, method, statistics, link_approx=link)
-    torch.testing.assert_close(losses, of_statistics, rtol=1e-5, atol=1e-5)
+    assert_close(losses, of_statistics, rtol=1e-5, atol=1e-5)
     if link == "mean_field" and method == "gridsearch":
         grid = torch.logspace(-2, 2, 7)
         direct = [
             validation_loss(la, point, batches, link_approx=link) for point in grid
         ]
         direct = torch.tensor(direct).double()
-        torch.testing.assert_close(losses, direct, rtol=1e-4, atol=1e-4)
+        assert_close(losses, direct, rtol=1e-4, atol=1e-4)
 
 
 def test_a_link_that_reads_each_logit_refuses_differences():
@@ -317,10 +318,10 @@ def test_agreement_and_mixtures_take_contrasts():
     chosen = la.prior_precision.clone()
     statistics = la.predictive_statistics(batches)
     la.optimize_prior_precision(method="agreement", train_loader=statistics)
-    torch.testing.assert_close(la.prior_precision, chosen)
+    assert_close(la.prior_precision, chosen)
     exact = la.predictive_statistics(batches, n_contrasts=N_CLASSES)
     la.optimize_prior_precision(method="agreement", train_loader=exact)
-    torch.testing.assert_close(la.prior_precision, chosen, rtol=0.1, atol=0.0)
+    assert_close(la.prior_precision, chosen, rtol=0.1, atol=0.0)
 
     mixture = LaplaceMixture([la, with_classes(prior_precision=3.0)])
     held = batches_of(seed=5)
@@ -328,7 +329,7 @@ def test_agreement_and_mixtures_take_contrasts():
     found = mixture(statistics.moments(2.0), link_approx="mean_field")
     mixture.prior_precision = 2.0
     expected = [mixture(each, link_approx="mean_field") for each in held]
-    torch.testing.assert_close(found, torch.cat(expected))
+    assert_close(found, torch.cat(expected))
     history = mixture.optimize_prior_precision(val_loader=held, **FIXED)
     metric = RunningNLLMetric()
     mixture.prior_precision = history.prior_precision[1]

@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext import Prediction
@@ -134,10 +135,10 @@ def test_data_are_predicted_in_their_order(la, expected, kind, capsys):
         **given.options,
     )
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, **CLOSE)
+        assert_close(one, other, **CLOSE)
     assert not capsys.readouterr().err
     proba = la.predict_proba(given.data(), progress_bar=True, **given.options)
-    torch.testing.assert_close(torch.from_numpy(proba), expected.probabilities, **CLOSE)
+    assert_close(torch.from_numpy(proba), expected.probabilities, **CLOSE)
     has_length = kind != "generator"
     if has_length:
         assert "[Predictions]: 100%" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 from laplace_lora_ext.predictive.links import own_links
 from tests.support.models import ragged_batches
@@ -27,15 +28,15 @@ def test_probabilities_are_those_of_the_link(structure, link):
     found = la.predict(batch, link_approx=link, n_samples=50, generator=generator())
     expected = probabilities(batch)
     assert torch.equal(found.probabilities, expected)
-    torch.testing.assert_close(probabilities(moments), expected)
+    assert_close(probabilities(moments), expected)
     by_link = own_links(50, generator())[link](*moments).exp()
-    torch.testing.assert_close(by_link, expected)
+    assert_close(by_link, expected)
     assert torch.equal(found.labels, expected.argmax(-1))
     for values in found:
         assert torch.isfinite(values).all()
     assert (found.epistemic_entropy > 0).all()
     of_parts = found.aleatoric_entropy + found.epistemic_entropy
-    torch.testing.assert_close(found.total_entropy, of_parts)
+    assert_close(found.total_entropy, of_parts)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -109,5 +110,5 @@ def test_the_epistemic_entropy_is_what_bald_asks_for(structure):
     logits = f_mu + torch.einsum("bij,sbj->sbi", root, noise)
     p = logits.softmax(-1)
     expected = entropy(p.mean(0)) - entropy(p).mean(0)
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=2e-3)
+    assert_close(found, expected, rtol=0.02, atol=2e-3)
     assert found.argmax() == expected.argmax()  # the text to be labelled next

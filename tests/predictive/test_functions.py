@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from tests.support.dense import jacobians
 from tests.support.models import ragged_batches, without_labels
@@ -15,8 +16,8 @@ def test_a_linearised_function_is_the_model_plus_jacobians_times_a_draw(structur
     Js = jacobians(la.model.model, X)
     expected = la.model(X) + Js @ (drawn - la.mean)
     function = la.function(5)
-    torch.testing.assert_close(function(X), expected)
-    torch.testing.assert_close(torch.cat([function(X[:5]), function(X[5:])]), expected)
+    assert_close(function(X), expected)
+    assert_close(torch.cat([function(X[:5]), function(X[5:])]), expected)
     assert not torch.allclose(la.function(6)(X), expected)
 
 
@@ -30,14 +31,14 @@ def test_a_function_of_padded_texts_is_the_same_for_each_text_alone():
             name: tensor[index : index + 1, :n_tokens]
             for name, tensor in without_labels(batch).items()
         }
-        torch.testing.assert_close(la.function(5)(text), together[index : index + 1])
+        assert_close(la.function(5)(text), together[index : index + 1])
 
 
 def test_a_sampled_function_is_the_network_with_drawn_weights():
     la, X = plain_regression()
     expected = la.functional_samples(X, "nn", n_samples=1, generator=generator(5))
     function = la.function(5, pred_type="nn")
-    torch.testing.assert_close(function(X), expected[0])
+    assert_close(function(X), expected[0])
     assert la.blocks[0].weight.flatten()[0] == la.mean[0]  # the model keeps its weights
 
 
@@ -48,13 +49,11 @@ def test_joint_samples_have_the_joint_covariance():
         X[:4], n_samples=20_000, generator=generator(), joint=True
     )
     flat = samples.flatten(1)
-    torch.testing.assert_close(
-        flat.mean(0), mean, rtol=0, atol=0.05 * covariance.max().sqrt()
-    )
+    assert_close(flat.mean(0), mean, rtol=0, atol=0.05 * covariance.max().sqrt())
     of_samples = torch.corrcoef(flat.T)
     deviation = covariance.diagonal().sqrt()
     expected = covariance / torch.outer(deviation, deviation)
-    torch.testing.assert_close(of_samples, expected, rtol=0, atol=0.03)
+    assert_close(of_samples, expected, rtol=0, atol=0.03)
     assert expected.abs().min() < 0.9  # the host's samples would have 1 or -1
 
 

@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from laplace.baselaplace import ParametricLaplace
+from torch.testing import assert_close
 
 from laplace_lora_ext import Moments
 from tests.support.dense import jacobians
@@ -44,13 +45,13 @@ def test_mean_and_joint_covariance_of_a_regression(n_outputs, structure):
     Js = jacobians(la.model.model, x)
     flat = Js.flatten(0, 1)
     expected = flat @ torch.linalg.inv(dense_precision(la)) @ flat.T
-    torch.testing.assert_close(covariance, expected)
-    torch.testing.assert_close(la.functional_covariance(Js), expected)
-    torch.testing.assert_close(f_mu, la.model.model(x).detach().flatten())
+    assert_close(covariance, expected)
+    assert_close(la.functional_covariance(Js), expected)
+    assert_close(f_mu, la.model.model(x).detach().flatten())
     _, f_var = la(x)
     for i in range(4):
         here = rows_of(i, n_outputs)
-        torch.testing.assert_close(f_var[i], expected[here, here])
+        assert_close(f_var[i], expected[here, here])
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -71,13 +72,13 @@ def test_predictive_moments_are_the_hosts_predictive_distribution(structure, n):
     assert torch.equal(joint_mu, host_mu)
     assert torch.equal(joint_var, host_var)
     assert joint_var.shape == (3 * n, 3 * n)
-    torch.testing.assert_close(joint_mu, f_mu.flatten())
+    assert_close(joint_mu, f_mu.flatten())
     for i in range(n):
         here = rows_of(i, 3)
-        torch.testing.assert_close(joint_var[here, here], f_var[i])
+        assert_close(joint_var[here, here], f_var[i])
 
     _, variances = of_host(batch, diagonal_output=True)
-    torch.testing.assert_close(variances, f_var.diagonal(dim1=1, dim2=2))
+    assert_close(variances, f_var.diagonal(dim1=1, dim2=2))
 
 
 def arguments_of(cls) -> list[tuple]:
@@ -104,13 +105,13 @@ def test_moments_take_the_place_of_a_batch(link_approx):
 
     found = la(moments, link_approx=link_approx, generator=generator())
     expected = la(batch, link_approx=link_approx, generator=generator())
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.sum(1), torch.ones(3))
-    torch.testing.assert_close(moments, kept, rtol=0, atol=0)
+    assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert_close(found.sum(1), torch.ones(3))
+    assert_close(moments, kept, rtol=0, atol=0)
 
     found = la.functional_samples(moments, generator=generator())
     expected = la.functional_samples(batch, generator=generator())
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
     with pytest.raises(ValueError, match="pass a batch"):
         la(moments, pred_type="nn", link_approx="mc")
@@ -139,8 +140,8 @@ def test_functional_samples_have_the_predictive_moments(
         expected = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2))
     covariance = torch.stack([samples[:, i].T.cov() for i in range(3)])
     scale = expected.amax().item()
-    torch.testing.assert_close(covariance, expected, rtol=0, atol=0.05 * scale)
-    torch.testing.assert_close(samples.mean(0), f_mu, rtol=0, atol=0.05 * scale**0.5)
+    assert_close(covariance, expected, rtol=0, atol=0.05 * scale)
+    assert_close(samples.mean(0), f_mu, rtol=0, atol=0.05 * scale**0.5)
 
 
 def test_diagonal_output_changes_no_link_but_samples():
@@ -210,7 +211,7 @@ def test_nn_predictions_are_those_of_models_with_sampled_weights():
         expected.append(output.logits)
     expected = torch.stack(expected)
     samples = la.functional_samples(batch, "nn", n_samples=3, generator=generator())
-    torch.testing.assert_close(samples, expected)
+    assert_close(samples, expected)
     probs = la(
         batch,
         "nn",
@@ -218,7 +219,7 @@ def test_nn_predictions_are_those_of_models_with_sampled_weights():
         n_samples=3,
         generator=generator(),
     )
-    torch.testing.assert_close(probs, expected.softmax(-1).mean(0))
+    assert_close(probs, expected.softmax(-1).mean(0))
 
 
 def test_regression_in_the_weights():
@@ -231,5 +232,5 @@ def test_regression_in_the_weights():
         generator=generator(),
     )
     samples = la.functional_samples(X, "nn", n_samples=4, generator=generator())
-    torch.testing.assert_close(mean, samples.mean(0))
-    torch.testing.assert_close(variance, samples.var(0))
+    assert_close(mean, samples.mean(0))
+    assert_close(variance, samples.var(0))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from laplace_lora_ext import Moments
 from laplace_lora_ext.predictive.links import (
@@ -56,7 +57,7 @@ def test_probit_shrinks_each_logit_by_its_own_variance():
     f_mu, f_var = some_moments(4)
     variances = f_var.diagonal(dim1=1, dim2=2)
     shrunk = f_mu / (1 + math.pi / 8 * variances).sqrt()
-    torch.testing.assert_close(probit(f_mu, f_var).exp(), shrunk.softmax(-1))
+    assert_close(probit(f_mu, f_var).exp(), shrunk.softmax(-1))
 
 
 def test_monte_carlo_is_the_mean_probability_of_samples():
@@ -66,12 +67,12 @@ def test_monte_carlo_is_the_mean_probability_of_samples():
     J = torch.eye(4).double() - 1 / 4
     samples = gaussian_samples(f_mu, J @ f_var @ J, noise)
     expected = samples.softmax(-1).mean(0)
-    torch.testing.assert_close(monte_carlo(f_mu, f_var, noise).exp(), expected)
+    assert_close(monte_carlo(f_mu, f_var, noise).exp(), expected)
     with_first = f_var[:, :1]
     variance_of_first = f_var[:, :1, :1]
     of_differences = f_var - with_first - with_first.mT + variance_of_first
     found = monte_carlo(f_mu, of_differences, noise).exp()
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
 
 
 def test_samples_are_shared_by_a_batch_as_the_host_draws_them_or_each_examples_own():
@@ -103,7 +104,7 @@ def test_what_all_logits_share_plays_no_part():
     # Var(f + c 1): each entry gains a row's and a column's part.
     shifted = f_var + share + share.mT
     found = mean_field(f_mu + 3, shifted)
-    torch.testing.assert_close(found, mean_field(f_mu, f_var))
+    assert_close(found, mean_field(f_mu, f_var))
 
 
 def test_classes_are_exchangeable():
@@ -112,7 +113,7 @@ def test_classes_are_exchangeable():
     permuted_var = f_var[:, order][:, :, order]
     found = mean_field(f_mu[:, order], permuted_var)
     expected = mean_field(f_mu, f_var)[:, order]
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
 
 
 def total_variation(
@@ -138,7 +139,7 @@ def test_it_is_close_to_the_exact_integral(scale, measured):
     logits = f_mu + torch.einsum("bck,sk->sbc", root, noise)
     exact = logits.softmax(-1).mean(0)
     p = mean_field(f_mu, f_var).exp()
-    torch.testing.assert_close(p.sum(-1), torch.ones(len(p)).double())
+    assert_close(p.sum(-1), torch.ones(len(p)).double())
     distance = total_variation(p, exact)
     assert distance < 1.1 * measured
     if scale >= 1:
@@ -160,7 +161,7 @@ def test_extreme_moments_give_finite_logarithms_and_gradients(mean, variance):
     log_p = mean_field(f_mu, f_var)
     assert torch.isfinite(log_p).all()
     if not variance:
-        torch.testing.assert_close(log_p, f_mu.log_softmax(-1))
+        assert_close(log_p, f_mu.log_softmax(-1))
     log_p[0, 1].backward()
     assert torch.isfinite(f_mu.grad).all()
     assert torch.isfinite(f_var.grad).all()
@@ -173,7 +174,7 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
     f_var[:, [0, 1], [1, 0]] += 16
     f_var[1, [0, 2], [2, 0]] += 1024
     found = mean_field(f_mu, f_var).exp()
-    torch.testing.assert_close(found, f_mu.softmax(-1))
+    assert_close(found, f_mu.softmax(-1))
 
 
 # --- samples --------------------------------------------------------------------------
@@ -197,8 +198,8 @@ def test_roots_and_samples_of_singular_covariances_and_their_gradients(
 
     V = covariance(weights).detach()
     S = square_root(V)
-    torch.testing.assert_close(S @ S, V)
-    torch.testing.assert_close(S, S.mT)
+    assert_close(S @ S, V)
+    assert_close(S, S.mT)
     if rank:
         assert torch.autograd.gradcheck(root_of, (weights,), atol=1e-6)
     for n_noises in (3, 1):  # each example's own, or shared
@@ -206,4 +207,4 @@ def test_roots_and_samples_of_singular_covariances_and_their_gradients(
         samples = gaussian_samples(f_mu, V, noise)
         for b in range(3):
             of_example = noise[:, min(b, n_noises - 1)]
-            torch.testing.assert_close(samples[:, b], f_mu[b] + of_example @ S[b])
+            assert_close(samples[:, b], f_mu[b] + of_example @ S[b])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from laplace_lora_ext.predictive.statistics import (
     MixtureStatistics,
@@ -24,7 +25,7 @@ def test_an_infinite_prior_precision_leaves_layers_out():
     of_batch = statistics[:3]
     f_var = of_batch.moments(of_first_layer).f_var
     assert not torch.allclose(f_var, of_batch.moments(2.0).f_var)
-    torch.testing.assert_close(f_var, expected)
+    assert_close(f_var, expected)
     of_none = torch.full_like(of_first_layer, torch.inf)
     assert not statistics.moments(of_none).f_var.any()
 
@@ -46,17 +47,17 @@ def test_moments_equal_dense_algebra(kind, rank, tail, prior, monkeypatch):
     expected_mu = torch.cat([logits for _, logits in of_batches])
     covariance = torch.linalg.inv(la.posterior_precision.to_matrix())
     f_mu, f_var = statistics.moments(precision)
-    torch.testing.assert_close(f_mu, expected_mu)
-    torch.testing.assert_close(f_var, Js @ covariance @ Js.mT, rtol=1e-9, atol=1e-9)
+    assert_close(f_mu, expected_mu)
+    assert_close(f_var, Js @ covariance @ Js.mT, rtol=1e-9, atol=1e-9)
 
     index = torch.tensor([6, 1])
     targets = torch.cat([batch["labels"] for batch in batches])
     part = statistics[index]
     assert torch.equal(part.targets, targets[index])
-    torch.testing.assert_close(part.moments(precision).f_var, f_var[index])
+    assert_close(part.moments(precision).f_var, f_var[index])
 
     monkeypatch.setattr("laplace_lora_ext.predictive.statistics._AT_ONCE", 3)
-    torch.testing.assert_close(statistics.moments(precision).f_var, f_var)
+    assert_close(statistics.moments(precision).f_var, f_var)
 
 
 @pytest.mark.parametrize("prior", PRIORS)
@@ -71,8 +72,8 @@ def test_moments_of_a_single_precision_and_their_gradients(prior):
     direct = [la.predictive_moments(batch) for batch in batches]
     f_mu = torch.cat([moments.f_mu for moments in direct])
     f_var = torch.cat([moments.f_var for moments in direct])
-    torch.testing.assert_close(found.f_mu, f_mu, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found.f_var, f_var, rtol=1e-5, atol=1e-6)
+    assert_close(found.f_mu, f_mu, rtol=1e-5, atol=1e-6)
+    assert_close(found.f_var, f_var, rtol=1e-5, atol=1e-6)
 
     statistics = fitted().predictive_statistics(batches[:1], dtype=torch.float64)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import TrainerCallback
 
@@ -46,10 +47,10 @@ def test_the_penalty_is_a_quadratic_form_with_its_gradient(structure):
         block.weight.requires_grad_()
     P = dense_precision(la)
     penalty = la.penalty(0.5)
-    torch.testing.assert_close(penalty, distance @ P @ distance / 4)
+    assert_close(penalty, distance @ P @ distance / 4)
     gradients = torch.autograd.grad(penalty, [block.weight for block in la.blocks])
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    torch.testing.assert_close(flat, P @ distance / 2)
+    assert_close(flat, P @ distance / 2)
 
 
 def test_a_posterior_of_the_past_is_the_prior_of_the_next_fit():
@@ -60,8 +61,8 @@ def test_a_posterior_of_the_past_is_the_prior_of_the_next_fit():
     la.fit(second, prior=past)
     whole = fitted()
     assert la.n_data == whole.n_data
-    torch.testing.assert_close(la.loss, whole.loss)
-    torch.testing.assert_close(
+    assert_close(la.loss, whole.loss)
+    assert_close(
         la.log_marginal_likelihood(),
         whole.log_marginal_likelihood(),
         rtol=1e-6,
@@ -82,7 +83,7 @@ def test_the_past_loss_follows_its_parabola(structure):
     alone = la.loss
     la.fit(loader, prior=past)
     parabola = distance @ curvature @ distance / 2 * 0.5**2  # in the loss's own scale
-    torch.testing.assert_close(la.loss, alone + loss_before + parabola)
+    assert_close(la.loss, alone + loss_before + parabola)
     assert la.n_data == 24
 
 
@@ -148,7 +149,7 @@ def test_a_trainer_adds_the_gradient_of_the_penalty_once_a_step(tmp_path, accumu
     weights = [block.weight for block in again.blocks]
     expected = torch.autograd.grad(again.penalty(2 * 0.5 / N), weights)
     for without, with_penalty, gradient in zip(plain, penalised, expected, strict=True):
-        torch.testing.assert_close(with_penalty - without, gradient)
+        assert_close(with_penalty - without, gradient)
 
 
 def test_what_can_not_be_remembered_is_refused(tmp_path):

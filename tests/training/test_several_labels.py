@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import BCEWithLogitsLoss
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.testing import assert_close
 
 from laplace_lora_ext import (
     Laplace,
@@ -111,7 +112,7 @@ def test_weights_of_positives_move_the_weights_and_not_the_likelihood(
     expected = binary_cross_entropy_with_logits(
         logits, batch["labels"], reduction="sum"
     )
-    torch.testing.assert_close(la.loss.float(), expected, rtol=1e-4, atol=1e-4)
+    assert_close(la.loss.float(), expected, rtol=1e-4, atol=1e-4)
     posterior_of(trainer_of_labels(tmp_path / "plain", model=plain))
     of_plain = logits_of(plain, batch)
     assert (logits - of_plain)[:, 2].mean() > 1e-4  # the heaviest label's
@@ -136,7 +137,7 @@ def test_a_second_training_of_several_labels_leaves_a_second_member(tmp_path):
     batch = batch_of(trainer)
     mean = (la(batch) + other(batch)) / 2
     assert mean.shape == (N, N_LABELS)
-    torch.testing.assert_close(LaplaceMixture([la, other])(batch), mean)
+    assert_close(LaplaceMixture([la, other])(batch), mean)
 
 
 @pytest.mark.parametrize("method", ["agreement", "gridsearch", "second_training"])
@@ -154,9 +155,9 @@ def test_the_callback_fits_saves_and_measures_several_labels(method, tmp_path):
     expected = binary_cross_entropy_with_logits(
         logits_of(trainer.model, batch), batch["labels"], reduction="sum"
     )
-    torch.testing.assert_close(la.loss.float(), expected, rtol=1e-4, atol=1e-4)
+    assert_close(la.loss.float(), expected, rtol=1e-4, atol=1e-4)
     read = from_pretrained(trainer.model, tmp_path)
-    torch.testing.assert_close(
+    assert_close(
         read(batch, link_approx="mean_field"), la(batch, link_approx="mean_field")
     )
     (entry,) = [

@@ -9,6 +9,7 @@ from datasets import Dataset
 from peft import PeftModel
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
+from torch.testing import assert_close
 from transformers import TrainerCallback
 
 from laplace_lora_ext import LaplaceMixture
@@ -387,7 +388,7 @@ def test_accumulated_steps_are_divided_whatever_loss_the_user_has(
     whole = learnt_in_parts(tmp_path / "1", n_parts=1)
     divided = learnt_in_parts(tmp_path / "2", n_parts=2)
     for one, other in zip(whole, divided, strict=True):
-        torch.testing.assert_close(one, other)
+        assert_close(one, other)
 
 
 # --- what fails -----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
 from transformers import (
     BertForTokenClassification,
     DataCollatorForTokenClassification,
@@ -98,7 +99,7 @@ def test_trainers_of_tokens_train_in_stages(members, tmp_path):
     first = la.members[0]
     assert first.likelihood == TOKENS
     assert first.n_data == N
-    torch.testing.assert_close(
+    assert_close(
         first.loss.float(),
         loss_of(trainer, trainer.train_dataset),
         rtol=1e-4,
@@ -132,7 +133,7 @@ def test_a_second_training_of_tokens_leaves_a_second_member(tmp_path):
     assert other.n_data == 0.8 * N
     batch = trainer.data_collator(trainer.train_dataset[:4])
     mean = (la(batch) + other(batch)) / 2
-    torch.testing.assert_close(LaplaceMixture([la, other])(batch), mean, equal_nan=True)
+    assert_close(LaplaceMixture([la, other])(batch), mean, equal_nan=True)
 
 
 @pytest.mark.parametrize("method", ["agreement", "gridsearch", "second_training"])
@@ -147,7 +148,7 @@ def test_the_callback_fits_saves_and_measures_labels_of_tokens(method, tmp_path)
     assert la is not None
     assert la.likelihood == TOKENS
     assert la.n_data == N
-    torch.testing.assert_close(
+    assert_close(
         la.loss.float(), loss_of(trainer, trainer.train_dataset), rtol=1e-4, atol=1e-4
     )
     (entry,) = [
@@ -157,7 +158,7 @@ def test_the_callback_fits_saves_and_measures_labels_of_tokens(method, tmp_path)
     found = compare(la, [batch]).posterior
     assert entry["eval_laplace_nll"] == pytest.approx(found["nll"], rel=1e-4)
     read = from_pretrained(trainer.model, tmp_path)
-    torch.testing.assert_close(
+    assert_close(
         read(batch, link_approx="mean_field"),
         la(batch, link_approx="mean_field"),
         equal_nan=True,
