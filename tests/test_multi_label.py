@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.testing import assert_close
 
 import laplace_lora_ext
 from laplace_lora_ext.likelihoods import LIKELIHOODS, MULTI_LABEL
@@ -107,7 +108,7 @@ def test_curvature_evidence_and_moments_are_the_dense_ones(structure, n_labels):
     X = without_labels(batch)
     logits = model(**X).logits.detach()
     loss = binary_cross_entropy_with_logits(logits, batch["labels"], reduction="sum")
-    torch.testing.assert_close(la.loss, loss, **EXACT)
+    assert_close(la.loss, loss, **EXACT)
     plain = OfMapping(InOneColumn(model)).eval()
     assert_exact(la, plain, [X], bernoulli_fisher)
     if structure == "full":
@@ -115,7 +116,7 @@ def test_curvature_evidence_and_moments_are_the_dense_ones(structure, n_labels):
         prior = torch.full_like(la.mean, 0.25)
         expected = evidence(H, -loss, la.mean, prior)
         found = la.log_marginal_likelihood(torch.tensor([0.25]))
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+        assert_close(found, expected, rtol=1e-9, atol=0)
 
 
 class InOneColumn(torch.nn.Module):
@@ -131,20 +132,20 @@ class InOneColumn(torch.nn.Module):
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
 def test_a_label_is_a_classification_into_two_classes(structure, n_labels):
     la, wrapped = both(structure, n_labels)
-    torch.testing.assert_close(la.loss, wrapped.loss, **SAME)
-    torch.testing.assert_close(as_matrix(la), as_matrix(wrapped), **SAME)
+    assert_close(la.loss, wrapped.loss, **SAME)
+    assert_close(as_matrix(la), as_matrix(wrapped), **SAME)
     batch, *_ = batches(n_labels)
     X = without_labels(batch)
     for prior in (0.1, 10.0):
         la.prior_precision = prior
         wrapped.prior_precision = prior
         of_classes = wrapped.log_marginal_likelihood()
-        torch.testing.assert_close(la.log_marginal_likelihood(), of_classes, **SAME)
+        assert_close(la.log_marginal_likelihood(), of_classes, **SAME)
         for link in LINKS:
             p = la(X, link_approx=link, generator=generator())
             assert p.shape == batch["labels"].shape
             expected = wrapped(X, link_approx=link, generator=generator())
-            torch.testing.assert_close(p.flatten(), expected[:, 1], **SAME)
+            assert_close(p.flatten(), expected[:, 1], **SAME)
 
 
 @pytest.mark.parametrize("n_labels", [1, 3])
@@ -161,9 +162,9 @@ def test_the_hosts_kron_is_expand(n_labels):
         la.fit([batch])
         la.prior_precision = 0.5
     kron, lowrank = posteriors
-    torch.testing.assert_close(kron(batch), lowrank(batch), **SAME)
+    assert_close(kron(batch), lowrank(batch), **SAME)
     of_lowrank = lowrank.log_marginal_likelihood()
-    torch.testing.assert_close(kron.log_marginal_likelihood(), of_lowrank, **SAME)
+    assert_close(kron.log_marginal_likelihood(), of_lowrank, **SAME)
 
 
 def test_decisions_are_those_of_two_classes():
@@ -172,10 +173,10 @@ def test_decisions_are_those_of_two_classes():
     expected = wrapped.predict(in_two_classes(batches()), generator=generator())
     assert found.probabilities.shape == (8, 3)
     of_yes = expected.probabilities[:, 1]
-    torch.testing.assert_close(found.probabilities.flatten(), of_yes, **SAME)
+    assert_close(found.probabilities.flatten(), of_yes, **SAME)
     for name in set(found._fields) - {"probabilities"}:
         column = getattr(found, name).flatten()
-        torch.testing.assert_close(column, getattr(expected, name), **SAME)
+        assert_close(column, getattr(expected, name), **SAME)
     is_yes = found.probabilities > 0.5
     assert torch.equal(found.labels, is_yes.long())
     assert la.predict_proba(batches()).shape == (8, 3)
@@ -200,10 +201,10 @@ def test_drawn_weights_give_sigmoids(n_labels):
         drawn = {"pred_type": pred_type, "n_samples": 5}
         logits = la.functional_samples(X, generator=generator(), **drawn)
         samples = la.predictive_samples(X, generator=generator(), **drawn)
-        torch.testing.assert_close(samples, logits.sigmoid())
+        assert_close(samples, logits.sigmoid())
         if pred_type == "nn":
             p = la(X, link_approx="mc", generator=generator(), **drawn)
-            torch.testing.assert_close(p, samples.mean(0))
+            assert_close(p, samples.mean(0))
 
 
 def test_one_logit_takes_labels_with_and_without_a_column():
@@ -213,8 +214,8 @@ def test_one_logit_takes_labels_with_and_without_a_column():
         batch["labels"] = batch["labels"][:, 0].long()
     other = make(la.model.model, likelihood=MULTI_LABEL, **options("lowrank_kron"))
     other.fit(flat)
-    torch.testing.assert_close(other.loss, la.loss, **SAME)
-    torch.testing.assert_close(as_matrix(other), as_matrix(la), **SAME)
+    assert_close(other.loss, la.loss, **SAME)
+    assert_close(as_matrix(other), as_matrix(la), **SAME)
 
 
 @pytest.mark.parametrize("scale", [1, 30])
@@ -224,17 +225,17 @@ def test_seeds_are_exact_and_sampled_ones_unbiased(scale):
     exact = likelihood.exact_seeds(logits)
     columns = exact.dense().double()
     fisher = torch.einsum("sbi,sbj->bij", columns, columns)
-    torch.testing.assert_close(fisher, bernoulli_fisher(logits), rtol=1e-5, atol=0)
+    assert_close(fisher, bernoulli_fisher(logits), rtol=1e-5, atol=0)
     if scale == 1:
         drawn = likelihood.sampled_seeds(logits, 40_000, generator()).dense()
         of_example = drawn[:, 0].double()
         # Four standard errors.
         found = of_example.T @ of_example
-        torch.testing.assert_close(found, fisher[0], rtol=0, atol=0.005)
+        assert_close(found, fisher[0], rtol=0, atol=0.005)
     y = torch.tensor([[1.0, 0.0, 1.0]])
     (slopes,) = likelihood.empirical_seeds(logits, y).dense()
     expected = logits.double().sigmoid() - y
-    torch.testing.assert_close(slopes, expected.float(), rtol=1e-5, atol=1e-7)
+    assert_close(slopes, expected.float(), rtol=1e-5, atol=1e-7)
 
 
 def test_many_labels_are_drawn():
@@ -268,16 +269,12 @@ def test_methods_choose_as_for_two_classes(method):
     # wrapper.
     sums = 3 * expected.objective
     if method == "val_gd":  # Adam's steps are those of a loss of any scale
-        torch.testing.assert_close(history.objective[0], sums[0], rtol=1e-6, atol=0)
+        assert_close(history.objective[0], sums[0], rtol=1e-6, atol=0)
     elif method == "gridsearch":
-        torch.testing.assert_close(history.objective, sums, rtol=1e-5, atol=1e-8)
+        assert_close(history.objective, sums, rtol=1e-5, atol=1e-8)
     else:
-        torch.testing.assert_close(
-            history.objective, expected.objective, rtol=1e-5, atol=1e-8
-        )
-    torch.testing.assert_close(
-        la.prior_precision, wrapped.prior_precision, rtol=1e-3, atol=0
-    )
+        assert_close(history.objective, expected.objective, rtol=1e-5, atol=1e-8)
+    assert_close(la.prior_precision, wrapped.prior_precision, rtol=1e-3, atol=0)
 
 
 def test_other_structures_and_own_losses_are_searched():
@@ -308,7 +305,7 @@ def test_variances_are_learnt():
     assert learnt.shape == exact.shape == (8, 3)
     assert (learnt - exact).abs().max() < 0.1
     prediction = la.predict(texts, pred_type="amortized")
-    torch.testing.assert_close(prediction.probabilities[:8], learnt)
+    assert_close(prediction.probabilities[:8], learnt)
 
 
 def test_files_adapters_and_mixtures(tmp_path):
@@ -318,15 +315,15 @@ def test_files_adapters_and_mixtures(tmp_path):
     la.save_pretrained(tmp_path)
     again = laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
     assert again.likelihood == MULTI_LABEL
-    torch.testing.assert_close(again(X), la(X), **SAME)
+    assert_close(again(X), la(X), **SAME)
     kron = fitted("kron")
     kron.save_pretrained(tmp_path / "kron")
     again = laplace_lora_ext.from_pretrained(kron.model.model, tmp_path / "kron")
-    torch.testing.assert_close(again(X), kron(X), **SAME)
+    assert_close(again(X), kron(X), **SAME)
     assert len(la.sample_adapters(2, tmp_path / "drawn", generator())) == 2
     other = fitted()
     mixture = laplace_lora_ext.LaplaceMixture([la, other])
-    torch.testing.assert_close(mixture(X), (la(X) + other(X)) / 2, **SAME)
+    assert_close(mixture(X), (la(X) + other(X)) / 2, **SAME)
     assert mixture.predict(batches()).probabilities.shape == (8, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

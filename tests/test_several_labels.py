@@ -12,6 +12,7 @@ from torch.nn.functional import (
     binary_cross_entropy_with_logits,
     cross_entropy,
 )
+from torch.testing import assert_close
 from transformers import BertForTokenClassification
 
 import laplace_lora_ext
@@ -77,11 +78,11 @@ def test_two_columns_for_each_logit_make_sigmoids_exact(structure, n_labels):
     la.fit([(X, labels.long().flatten())])
     logits = plain(**X).logits.detach()
     loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-    torch.testing.assert_close(la.loss, loss, **EXACT)
+    assert_close(la.loss, loss, **EXACT)
     assert_exact(la, model, [X])
     la.prior_precision = 1e12
     probabilities = la(X)[:, 1].reshape(logits.shape)
-    torch.testing.assert_close(probabilities, logits.sigmoid(), rtol=1e-6, atol=1e-6)
+    assert_close(probabilities, logits.sigmoid(), rtol=1e-6, atol=1e-6)
 
 
 class OfTokens(nn.Module):
@@ -126,7 +127,7 @@ def test_rows_of_labelled_tokens_make_token_classification_exact(
         y,
         reduction="sum",
     )
-    torch.testing.assert_close(la.loss, expected.detach(), **EXACT)
+    assert_close(la.loss, expected.detach(), **EXACT)
     assert_exact(la, model, [X])
 
 

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import (
     BertForTokenClassification,
@@ -178,22 +179,22 @@ def test_curvature_evidence_and_covariances_are_exact(kind, structure):
         found = la.H
     # Low-rank factors leave out what is rounding beside their largest eigenvalue.
     rounding = 1e-10 * H.abs().max().item()
-    torch.testing.assert_close(found, H, rtol=1e-9, atol=rounding)
+    assert_close(found, H, rtol=1e-9, atol=rounding)
     loss = cross_entropy(f, y, reduction="sum")
-    torch.testing.assert_close(la.loss, loss, **EXACT)
+    assert_close(la.loss, loss, **EXACT)
     assert la.n_data == sum(len(batch["labels"]) for batch in batches())
     la.prior_precision = 3.0
     priors = torch.full((len(H),), 3.0, dtype=torch.float64)
     expected = evidence(H, -la.loss, la.mean, priors)
-    torch.testing.assert_close(la.log_marginal_likelihood(), expected, **EXACT)
+    assert_close(la.log_marginal_likelihood(), expected, **EXACT)
 
     covariance = Js @ torch.linalg.solve(H + priors.diag(), Js.mT)
     # Of labelled tokens.
     moments = [la.predictive_moments(batch) for batch in batches()]
     means = torch.cat([of_batch.f_mu for of_batch in moments])
     covariances = torch.cat([of_batch.f_var for of_batch in moments])
-    torch.testing.assert_close(means, f, **EXACT)
-    torch.testing.assert_close(covariances, covariance, **EXACT)
+    assert_close(means, f, **EXACT)
+    assert_close(covariances, covariance, **EXACT)
 
 
 def test_batches_and_padding_change_nothing():
@@ -208,12 +209,12 @@ def test_batches_and_padding_change_nothing():
         la = fitted(data=parts)
         assert len(f_of_one) == is_labelled(data[0]).sum()
         at_once = fitted(data=data).H.to_matrix()
-        torch.testing.assert_close(la.H.to_matrix(), at_once, **EXACT)
+        assert_close(la.H.to_matrix(), at_once, **EXACT)
     longer = batches(padded_to=7)
     for batch in longer:
         for key, value in PADDING.items():
             batch[key] = nn.functional.pad(batch[key], (0, 3), value=value)
-    torch.testing.assert_close(fitted(data=longer).H.to_matrix(), expected, **EXACT)
+    assert_close(fitted(data=longer).H.to_matrix(), expected, **EXACT)
 
 
 def test_drawn_labels_take_as_many_passes_as_draws_and_are_right_on_average():
@@ -224,7 +225,7 @@ def test_drawn_labels_take_as_many_passes_as_draws_and_are_right_on_average():
     exact = torch.stack([block.trace() for block in blocks])
     la = fitted(model=model, backend_kwargs={"rank": 200, "num_samples": 4000})
     found = torch.stack([block.output_factor.trace for block in la.H_facs.blocks])
-    torch.testing.assert_close(found, exact, rtol=0.05, atol=0)
+    assert_close(found, exact, rtol=0.05, atol=0)
     assert la.backend.settings["stochastic"] is None
     default = fitted(model=model, backend_kwargs={"rank": 200})
     logits = torch.zeros(5, N_CLASSES)
@@ -242,15 +243,15 @@ def test_predictions_are_of_every_token_but_padding(link):
         assert p.shape == (*mask.shape, N_CLASSES)
         assert p[~mask].isnan().all()
         ones = torch.ones(mask.sum()).double()
-        torch.testing.assert_close(p[mask].sum(-1), ones, **EXACT)
+        assert_close(p[mask].sum(-1), ones, **EXACT)
         again = la(without_labels(batch), link_approx=link, generator=generator())
-        torch.testing.assert_close(again, p, equal_nan=True, **EXACT)
+        assert_close(again, p, equal_nan=True, **EXACT)
     # So narrow a prior leaves the model alone.
     la.prior_precision = 1e14
     of_tokens = [la(batch)[batch["attention_mask"].bool()] for batch in batches()]
     p = torch.cat(of_tokens)
     f, _, _ = tokens_of(model, batches(), every=True)
-    torch.testing.assert_close(p, f.softmax(-1), rtol=1e-6, atol=1e-8)
+    assert_close(p, f.softmax(-1), rtol=1e-6, atol=1e-8)
 
 
 def test_a_prediction_has_entropies_of_each_token():
@@ -271,7 +272,7 @@ def test_a_prediction_has_entropies_of_each_token():
     assert of_loader.labels[0, 5:].tolist() == [IGNORED] * 2
     of_loader = type(of_loader)(*(column[1:] for column in of_loader))
     assert of_loader.probabilities.shape == (8, 7, N_CLASSES)
-    torch.testing.assert_close(
+    assert_close(
         of_loader.probabilities[:3], prediction.probabilities, equal_nan=True, **EXACT
     )
 
@@ -299,7 +300,7 @@ def test_methods_choose_a_prior_by_labelled_tokens(method):
         y = batch["labels"][is_labelled(batch)]
         losses.append(-p.log()[torch.arange(len(p)), y])
     loss = torch.cat(losses).mean()
-    torch.testing.assert_close(history.objective[best], loss, rtol=1e-5, atol=1e-6)
+    assert_close(history.objective[best], loss, rtol=1e-5, atol=1e-6)
 
 
 def test_statistics_give_the_moments_of_labelled_tokens():
@@ -309,8 +310,8 @@ def test_statistics_give_the_moments_of_labelled_tokens():
     moments = statistics.moments(la.prior_precision)
     f_mu = torch.cat([of_batch.f_mu for of_batch in expected])
     f_var = torch.cat([of_batch.f_var for of_batch in expected])
-    torch.testing.assert_close(moments.f_mu, f_mu, **EXACT)
-    torch.testing.assert_close(moments.f_var, f_var, **EXACT)
+    assert_close(moments.f_mu, f_mu, **EXACT)
+    assert_close(moments.f_var, f_var, **EXACT)
     assert torch.equal(statistics.targets, labels_of(batches()))
 
 
@@ -341,7 +342,7 @@ def test_samples_are_of_every_token_but_padding():
         assert samples.shape == (*samples.shape[:1], *mask.shape, N_CLASSES)
         assert samples[:, ~mask].isnan().all()
         of_each = expected.expand(len(samples), -1, -1)
-        torch.testing.assert_close(samples[:, mask], of_each, rtol=0, atol=1e-5)
+        assert_close(samples[:, mask], of_each, rtol=0, atol=1e-5)
 
     for pred_type in ("glm", "nn"):
         options = {"pred_type": pred_type, "n_samples": 3}
@@ -357,7 +358,7 @@ def test_samples_are_of_every_token_but_padding():
     together = la.functional_samples(
         batch, n_samples=1, generator=generator(), joint=True
     )
-    torch.testing.assert_close(la.function(0)(batch), together[0], equal_nan=True)
+    assert_close(la.function(0)(batch), together[0], equal_nan=True)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
@@ -396,9 +397,9 @@ def test_a_long_text_is_predicted_for_a_few_tokens_at_a_time(structure, monkeypa
     la(texts)
     assert len(calls) == 4  # of seven tokens
     assert max(sizes) == 2 * N_CLASSES
-    torch.testing.assert_close(found(), expected, equal_nan=True, **EXACT)
+    assert_close(found(), expected, equal_nan=True, **EXACT)
     # Of several texts, each by itself.
-    torch.testing.assert_close(la(data[0])[:1], expected[0], equal_nan=True, **EXACT)
+    assert_close(la(data[0])[:1], expected[0], equal_nan=True, **EXACT)
 
 
 def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
@@ -409,7 +410,7 @@ def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
     monkeypatch.setattr(recorder, "_ON_CPU", 1)
     found = la.predictive_statistics([batch], dtype=torch.float64)
     for column, expected_column in zip(found.columns, expected.columns, strict=True):
-        torch.testing.assert_close(column, expected_column, **EXACT)
+        assert_close(column, expected_column, **EXACT)
     p = la(batch, fitting=True)
     assert len(p) == is_labelled(batch).sum()
 
@@ -432,7 +433,7 @@ def test_a_model_of_tokens_tells_its_likelihood_and_a_file_keeps_it(tmp_path):
     la.save_pretrained(tmp_path)
     loaded = laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
     (batch, *_) = batches()
-    torch.testing.assert_close(loaded(batch), la(batch), equal_nan=True)
+    assert_close(loaded(batch), la(batch), equal_nan=True)
 
 
 def test_steps_of_a_reasoning_have_two_classes():
@@ -445,7 +446,7 @@ def test_steps_of_a_reasoning_have_two_classes():
     la = fitted(model=token_classifier("gpt2", n_labels=2), data=data)
     f, Js, _ = tokens_of(la.model.model, data)
     expected = gradient_curvature(la.model.model, Js, softmax_fisher(f))
-    torch.testing.assert_close(la.H.to_matrix(), expected, **EXACT)
+    assert_close(la.H.to_matrix(), expected, **EXACT)
     assert la(data[0]).shape == (3, 7, 2)
 
 
@@ -497,13 +498,13 @@ def test_batches_of_texts_without_a_label_teach_nothing(structure):
     la = fitted(structure=structure)
     other = fitted(structure=structure, data=more)
     assert other.n_data == la.n_data + 3
-    torch.testing.assert_close(other.loss, la.loss, **EXACT)
+    assert_close(other.loss, la.loss, **EXACT)
     found = other.H
     expected = la.H
     if structure == "lowrank_kron":
         found = found.to_matrix()
         expected = expected.to_matrix()
-    torch.testing.assert_close(found, expected, **EXACT)
+    assert_close(found, expected, **EXACT)
     assert compare(la, more).posterior == compare(la, data).posterior
     for method, name in (("agreement", "train_loader"), ("gridsearch", "val_loader")):
         chosen = []
@@ -512,9 +513,9 @@ def test_batches_of_texts_without_a_label_teach_nothing(structure):
                 warnings.simplefilter("ignore")
                 la.optimize_prior_precision(method=method, **{name: loader})
             chosen.append(la.prior_precision)
-        torch.testing.assert_close(*chosen)
+        assert_close(*chosen)
     weights = [la.amortize(loader, unlabelled=None).weights for loader in (data, more)]
-    torch.testing.assert_close(*weights)
+    assert_close(*weights)
     assert la.amortize(more).n_examples == la.amortize(data).n_examples
 
 
@@ -565,7 +566,7 @@ def test_statistics_of_several_processes_have_the_rows_of_texts_in_order(batch_s
     f, _, y = tokens_of(token_classifier(), [padded(LabelledTexts(5).texts)])
     results = on_ranks(job, 2)
     for f_mu, targets, _ in results:
-        torch.testing.assert_close(f_mu, f, **EXACT)
+        assert_close(f_mu, f, **EXACT)
         assert torch.equal(targets, y)
     assert_alike(results, job(0), **EXACT)
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.testing import assert_close
 from transformers import (
     LogitsProcessorList,
     Speech2TextConfig,
@@ -170,7 +171,7 @@ def test_texts_are_those_of_a_mixture_of_drawn_models(kind, cached):
         assert torch.equal(found.sequences[row], expected)
         is_new = found.scores.labelled[row]
         of_tokens = found.scores.tokens.log_prob[row][is_new]
-        torch.testing.assert_close(of_tokens, log_probs, rtol=rtol, atol=0)
+        assert_close(of_tokens, log_probs, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "sampling"])
@@ -247,7 +248,7 @@ def test_texts_of_many_lengths_are_padded_and_scored_up_to_their_ends():
         assert (text[length:] == PAD).all()
         assert found.scores.labelled[row].sum() == n_new
         alone = write(row_of(given, row), **options).scores
-        torch.testing.assert_close(found.scores.log_prob[row], alone.log_prob[0])
+        assert_close(found.scores.log_prob[row], alone.log_prob[0])
 
 
 def test_processors_see_log_probabilities_and_what_they_forbid_stays_forbidden():
@@ -271,7 +272,7 @@ def test_processors_see_log_probabilities_and_what_they_forbid_stays_forbidden()
         return found.sequences[:, -1].tolist()
 
     usual = new_tokens(logits_processor=LogitsProcessorList([note]))
-    torch.testing.assert_close(torch.stack(sums), torch.ones(3, 1))
+    assert_close(torch.stack(sums), torch.ones(3, 1))
     others = new_tokens(suppress_tokens=usual)
     assert not set(others) & set(usual)
 

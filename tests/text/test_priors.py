@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 
 from laplace_lora_ext import TokenAgreement, TokenGridSearch
@@ -102,7 +103,7 @@ def test_the_chosen_posterior_changes_tokens_as_much_as_is_allowed(
     if layerwise:
         ratios = la.prior_precision / base
         same = ratios[:1].expand_as(ratios)
-        torch.testing.assert_close(ratios, same, rtol=1e-6, atol=0)
+        assert_close(ratios, same, rtol=1e-6, atol=0)
 
 
 def test_of_many_texts_some_batches_choose():
@@ -147,13 +148,11 @@ def test_the_losses_of_a_grid_are_those_of_scores_and_the_least_is_chosen(
     assert len(passes) == GRID["grid_size"] * of_a_batch * len(validation())
     grid = torch.logspace(-1, 3, 5, dtype=torch.float64)
     points = history.prior_precision.double()
-    torch.testing.assert_close(points, grid[:, None] * base, rtol=1e-6, atol=0)
+    assert_close(points, grid[:, None] * base, rtol=1e-6, atol=0)
     best = history.prior_precision[history.objective.argmin()]
-    torch.testing.assert_close(la.prior_precision, best.to(la.prior_precision))
+    assert_close(la.prior_precision, best.to(la.prior_precision))
     losses = [direct(la, point) for point in history.prior_precision]
-    torch.testing.assert_close(
-        history.objective, torch.stack(losses), rtol=1e-10, atol=0
-    )
+    assert_close(history.objective, torch.stack(losses), rtol=1e-10, atol=0)
 
 
 def test_neither_batches_nor_the_models_mode_matter():
@@ -170,8 +169,8 @@ def test_neither_batches_nor_the_models_mode_matter():
     expected = losses(is_training=False)
     of_one = losses(is_training=True, batch_size=1)
     on_the_left = losses(is_training=True, batch_size=4, padding_side="left")
-    torch.testing.assert_close(of_one, expected, rtol=1e-9, atol=0)
-    torch.testing.assert_close(on_the_left, expected, rtol=1e-9, atol=0)
+    assert_close(of_one, expected, rtol=1e-9, atol=0)
+    assert_close(on_the_left, expected, rtol=1e-9, atol=0)
 
 
 # --- several processes ----------------------------------------------------------------

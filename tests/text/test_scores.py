@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from laplace_lora_ext.text.scores import Scores, score
 
@@ -47,15 +48,15 @@ def test_scores_are_what_they_are_defined_as():
     nothing = torch.zeros(()).double()
     for name, numbers in expected._asdict().items():
         of_tokens = getattr(found.tokens, name)
-        torch.testing.assert_close(of_tokens[LABELLED], numbers)
+        assert_close(of_tokens[LABELLED], numbers)
         assert (of_tokens[~LABELLED] == 0).all()
         sums = torch.stack([numbers[:2].sum(), numbers[2], nothing])
-        torch.testing.assert_close(getattr(found.sums, name), sums)
-        torch.testing.assert_close(getattr(found.means, name), sums / n_tokens)
+        assert_close(getattr(found.sums, name), sums)
+        assert_close(getattr(found.means, name), sums / n_tokens)
     first = of_label[:, :2].prod(1).mean()
     second = of_label[:, 2].mean()
-    torch.testing.assert_close(found.log_prob[0], first.log())
-    torch.testing.assert_close(found.log_prob[1], second.log())
+    assert_close(found.log_prob[0], first.log())
+    assert_close(found.log_prob[1], second.log())
     assert found.log_prob[2] == 0
 
 
@@ -63,8 +64,8 @@ def test_without_draws_that_differ_nothing_is_epistemic():
     f = some_logits()[0]
     for drawn in ([], [f, f + 1]):
         found = score(f, drawn, TOKENS, LABELLED)
-        torch.testing.assert_close(found.tokens.log_prob, found.tokens.map_log_prob)
-        torch.testing.assert_close(found.tokens.total, found.tokens.map_entropy)
+        assert_close(found.tokens.log_prob, found.tokens.map_log_prob)
+        assert_close(found.tokens.total, found.tokens.map_entropy)
         assert found.tokens.epistemic.abs().max() < 1e-12
         assert found.tokens.log_prob_sd.abs().max() < 1e-12
         assert found.sums.log_prob[0].item() == pytest.approx(found.log_prob[0].item())
@@ -74,7 +75,7 @@ def test_an_impossible_token_adds_nothing_and_one_that_is_not_a_number_is_refuse
     f = some_logits()[0]
     f[:, 5] = -math.inf
     found = score(f, [f], TOKENS, LABELLED)
-    torch.testing.assert_close(
+    assert_close(
         found.tokens.total[LABELLED],
         entropy(f[:, :5].softmax(-1)).clamp_min(0),
     )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.distributions import MultivariateNormal
+from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from tests.support.models import ragged_batches, without_labels
@@ -63,7 +64,7 @@ def test_the_start_is_scaled_as_a_whole_wherever_it_is(start):
         generator=generator(),
     )
     factors = la.prior_precision / start
-    torch.testing.assert_close(factors, factors[:1].expand_as(factors))
+    assert_close(factors, factors[:1].expand_as(factors))
     assert change(la, ragged_batches()) == pytest.approx(0.1, rel=0.05)
 
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext import GridSearch, Marglik, TuningHistory
@@ -265,10 +266,10 @@ def test_a_search_starts_where_it_is_told_to(structure):
     for prior, size in shapes.items():
         start = first_point(init_prior_prec=2.5, prior_structure=prior)
         expected = torch.full((size,), 2.5).double()
-        torch.testing.assert_close(start, expected)
+        assert_close(start, expected)
     several = torch.linspace(1, 2, len(la.blocks))
     start = first_point(init_prior_prec=several)
-    torch.testing.assert_close(start, several.double())
+    assert_close(start, several.double())
 
 
 def test_nothing_is_said_that_was_not_asked_for(validation, capfd):
@@ -339,7 +340,7 @@ def test_an_object_finds_what_its_name_finds_and_gradients_may_be_off(context, n
         options = options_for(la)
         torch.manual_seed(0)
         history = METHODS[name](**options)(la)
-    torch.testing.assert_close(results(la, history), by_name)
+    assert_close(results(la, history), by_name)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

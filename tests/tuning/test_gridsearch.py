@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from laplace.utils.metrics import RunningNLLMetric
+from torch.testing import assert_close
 
 from laplace_lora_ext import GridSearch, PredictiveStatistics
 from laplace_lora_ext.tuning import gridsearch
@@ -35,9 +36,7 @@ def test_gridsearch_scales_a_layerwise_prior(validation):
         **PRIORS_ALONE,
     )
     factors = torch.logspace(-2, 2, 7)
-    torch.testing.assert_close(
-        history.prior_precision, factors[:, None].double() * base
-    )
+    assert_close(history.prior_precision, factors[:, None].double() * base)
     losses = []
     for factor in factors:
         loss = validation_loss(
@@ -54,7 +53,7 @@ def test_gridsearch_scales_a_layerwise_prior(validation):
         init_prior_prec=5.0,
         **PRIORS_ALONE,
     )
-    torch.testing.assert_close(scalar.prior_precision[:, 0], factors)  # the host's grid
+    assert_close(scalar.prior_precision[:, 0], factors)  # the host's grid
 
 
 def log_loss(probs, y):
@@ -113,7 +112,7 @@ def test_gridsearch_equals_brute_force(name):
     )
     assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
     best = grid[losses.index(min(losses))]
-    torch.testing.assert_close(la.prior_precision.float(), best[None])
+    assert_close(la.prior_precision.float(), best[None])
     assert history.prior_precision.shape == (7, 1)
 
 
@@ -296,7 +295,7 @@ def test_losses_that_are_summed_in_one_pass_are_those_of_kept_statistics(
         search = GridSearch(val_loader=data, link_approx=link, **PRIORS_ALONE)
         return search(la).objective
 
-    torch.testing.assert_close(
+    assert_close(
         objective(batches),
         objective(statistics),
         rtol=1e-6,

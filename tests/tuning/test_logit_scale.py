@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch.nn.functional import nll_loss, pad
+from torch.testing import assert_close
 
 from laplace_lora_ext import GridSearch, LaplaceMixture, Moments, ValGD, from_pretrained
 from laplace_lora_ext.saving import read_state, write_state
@@ -47,7 +48,7 @@ def test_a_link_gets_scaled_logits(link, structure):
     la.logit_scale = SCALE
     for x in (batch, Moments(f_mu, f_var)):
         torch.manual_seed(0)
-        torch.testing.assert_close(la(x, **options), expected, rtol=1e-12, atol=1e-14)
+        assert_close(la(x, **options), expected, rtol=1e-12, atol=1e-14)
     # Of the model's own logits.
     assert torch.equal(la.predictive_moments(batch).f_var, f_var)
 
@@ -59,11 +60,9 @@ def test_without_variance_it_is_the_inverse_of_a_temperature():
     la.logit_scale = SCALE
     expected = (SCALE * logits).softmax(-1)
     for link in ("probit", "mean_field", "mc"):
-        torch.testing.assert_close(la(batch, link_approx=link), expected)
-    torch.testing.assert_close(la.predict(batch).probabilities, expected)
-    torch.testing.assert_close(
-        la(batch, pred_type="nn", generator=generator()), expected
-    )
+        assert_close(la(batch, link_approx=link), expected)
+    assert_close(la.predict(batch).probabilities, expected)
+    assert_close(la(batch, pred_type="nn", generator=generator()), expected)
 
 
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
@@ -79,8 +78,8 @@ def test_draws_are_of_scaled_logits(pred_type):
     logits, _ = drawn()
     la.logit_scale = SCALE
     scaled, probabilities = drawn()
-    torch.testing.assert_close(scaled, SCALE * logits)
-    torch.testing.assert_close(probabilities, scaled.softmax(-1))
+    assert_close(scaled, SCALE * logits)
+    assert_close(probabilities, scaled.softmax(-1))
 
 
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
@@ -89,9 +88,7 @@ def test_a_function_is_of_scaled_logits(pred_type):
     batch = without_labels(ragged_batches()[0])
     expected = SCALE * la.function(seed=1, pred_type=pred_type)(batch)
     la.logit_scale = SCALE
-    torch.testing.assert_close(
-        la.function(seed=1, pred_type=pred_type)(batch), expected
-    )
+    assert_close(la.function(seed=1, pred_type=pred_type)(batch), expected)
 
 
 def test_decisions_draw_scaled_logits():
@@ -103,7 +100,7 @@ def test_decisions_draw_scaled_logits():
     )
     la.logit_scale = SCALE
     found = la.predict(batch, generator=generator())
-    torch.testing.assert_close(tuple(found), tuple(expected))
+    assert_close(tuple(found), tuple(expected))
 
 
 def test_learnt_variances_are_scaled_with_the_logits():
@@ -117,11 +114,11 @@ def test_learnt_variances_are_scaled_with_the_logits():
     assert not torch.allclose(mine, scaled)
     la.amortize(batches)  # the same, whatever the scale
     again = la(batches[0], pred_type="amortized", link_approx="mean_field")
-    torch.testing.assert_close(again, scaled)
+    assert_close(again, scaled)
     close = {"rtol": 0.2, "atol": 0.02}
     la.logit_scale = 1.0
     expected = la(Moments(SCALE * f_mu, SCALE**2 * f_var), link_approx="mean_field")
-    torch.testing.assert_close(scaled, expected, **close)
+    assert_close(scaled, expected, **close)
 
 
 def test_the_evidence_and_the_curvature_ignore_it():
@@ -132,7 +129,7 @@ def test_the_evidence_and_the_curvature_ignore_it():
     assert torch.equal(la.log_marginal_likelihood(), before)
     la.fit(ragged_batches())
     assert torch.equal(la.log_marginal_likelihood(), before)
-    torch.testing.assert_close(la.state_dict()["H"], sums)
+    assert_close(la.state_dict()["H"], sums)
     assert la.logit_scale == SCALE
 
 
@@ -181,7 +178,7 @@ def test_it_moves_with_the_model():
     batch = ragged_batches()[0]
     before = la(batch)
     la.model.model.double()
-    torch.testing.assert_close(la(batch).float(), before.float(), rtol=1e-4, atol=1e-5)
+    assert_close(la(batch).float(), before.float(), rtol=1e-4, atol=1e-5)
     assert la.logit_scale == SCALE
 
 
@@ -212,7 +209,7 @@ def test_a_mixture_multiplies_the_scales_of_its_members():
     first.logit_scale, second.logit_scale = 2.0, 6.0
     batch = ragged_batches()[0]
     expected = (first(batch) + second(batch)) / 2
-    torch.testing.assert_close(mixture(batch), expected)
+    assert_close(mixture(batch), expected)
 
 
 def test_a_mixture_chooses_by_the_mean_of_its_members():
@@ -225,7 +222,7 @@ def test_a_mixture_chooses_by_the_mean_of_its_members():
     assert mixture.logit_scale == history.logit_scale[best].item()
     given = mixture.predictive_statistics(batches)
     again = mixture.optimize_prior_precision(val_loader=given, **GRID)
-    torch.testing.assert_close(again.objective, history.objective, rtol=1e-6, atol=0)
+    assert_close(again.objective, history.objective, rtol=1e-6, atol=0)
 
 
 # --- the choice -----------------------------------------------------------------------

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from tests.support.dense import evidence
 from tests.support.models import ragged_batches
@@ -61,7 +62,7 @@ def test_the_evidence_converges(dtype, tail, prior):
     assert last == pytest.approx(final, abs=1e-6)
     assert history.objective.max().item() <= final + 1e-2
     last_prior = history.prior_precision[-1].to(dtype)
-    torch.testing.assert_close(last_prior, la.prior_precision)
+    assert_close(last_prior, la.prior_precision)
     if prior == "scalar":
         for point in torch.logspace(-4, 4, 81):
             assert la.log_marginal_likelihood(point).item() <= final + 1e-3
@@ -89,9 +90,9 @@ def test_a_prior_is_the_gaussian_with_these_precisions(prior):
     la.prior_precision = precision
     la.prior_mean = 0.1
     of_weights = precision.repeat_interleave(n_weights)
-    torch.testing.assert_close(la.log_det_prior_precision, of_weights.log().sum())
+    assert_close(la.log_det_prior_precision, of_weights.log().sum())
     scatter = of_weights @ (la.mean - 0.1).square()
-    torch.testing.assert_close(la.scatter, scatter)
+    assert_close(la.scatter, scatter)
 
 
 def dense_curvature(la, structure: str) -> torch.Tensor:
@@ -133,8 +134,8 @@ def test_fifty_steps_of_a_users_own_on_the_evidence_are_those_on_a_dense_one(
 
     precision, values = climbed(la.log_marginal_likelihood, len(n_weights))
     expected_precision, expected_values = climbed(of_dense, len(n_weights))
-    torch.testing.assert_close(precision, expected_precision, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(values, expected_values, rtol=1e-6, atol=1e-8)
+    assert_close(precision, expected_precision, rtol=1e-6, atol=1e-8)
+    assert_close(values, expected_values, rtol=1e-6, atol=1e-8)
     assert values[-1] > values[0] + 1
     la.prior_precision = precision
     assert torch.isfinite(la(ragged_batches()[0])).all()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 from torch.utils.data import (
     DataLoader,
     Sampler,
@@ -99,7 +100,7 @@ def test_it_takes_over_what_the_held_out_examples_choose(
         la.prior_precision.double(),
         other.prior_precision.double(),
     )
-    torch.testing.assert_close(history.objective, expected.objective)
+    assert_close(history.objective, expected.objective)
     assert all(
         torch.equal(la.model.state_dict()[name], before[name]) for name in before
     )
@@ -216,7 +217,7 @@ def test_two_processes_choose_as_one():
 
     expected, taken = chosen()
     for objective, places in on_ranks(chosen, 2):
-        torch.testing.assert_close(objective, expected)
+        assert_close(objective, expected)
         assert places == taken
 
     def of_other_data(rank):
@@ -411,7 +412,7 @@ def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(
     )
     assert list(train.seen.indices) == list(part.indices)
     factors = la.prior_precision / base
-    torch.testing.assert_close(factors, factors[:1].expand(8))
+    assert_close(factors, factors[:1].expand(8))
     # The grid of five points has every second power of ten.
     exponent = factors[0].log10().item()
     assert exponent == pytest.approx(2 * round(exponent / 2))

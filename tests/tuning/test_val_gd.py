@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from laplace_lora_ext.predictive.links import (
     mean_field,
@@ -141,7 +142,7 @@ def test_it_is_measured_twenty_times_and_takes_the_best_and_not_the_last():
     assert smallest == pytest.approx(tiny, rel=1e-5, abs=0)
     best = history.objective.argmin()
     assert best < len(history.objective) - 1
-    torch.testing.assert_close(la.prior_precision, history.prior_precision[best])
+    assert_close(la.prior_precision, history.prior_precision[best])
 
 
 def test_steps_become_shorter_along_half_a_cosine():
