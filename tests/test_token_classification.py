@@ -1,14 +1,14 @@
 """Labels of tokens: a text is one of the data, its labels examples."""
 
 import math
-import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, nll_loss
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -22,6 +22,7 @@ from transformers import (
 
 import laplace_lora_ext
 import laplace_lora_ext.passes.recorder as recorder
+from laplace_lora_ext import Moments
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.passes.recorder import _Jacobians
 from tests.support.dense import (
@@ -91,21 +92,29 @@ def token_classifier(
         )
         base = LlamaForTokenClassification(config)
         target_modules = ["q_proj", "v_proj"]
-    # With B at 0, as PEFT begins, the gradient of A would be 0 everywhere.
-    lora = LoraConfig(r=2, target_modules=target_modules, init_lora_weights=False)
+    lora = LoraConfig(
+        r=2,
+        target_modules=target_modules,
+        # With B at 0, as PEFT begins, the gradient of A would be 0 everywhere.
+        init_lora_weights=False,
+    )
     return get_peft_model(base, lora).to(dtype).eval()
 
 
-def batches(n_labels=N_CLASSES, keep=0.6, **keywords):
+def is_real(batch) -> torch.Tensor:
+    """Tell tokens from padding, `(texts, tokens)`."""
+    return batch["attention_mask"].bool()
+
+
+def batches(n_labels=N_CLASSES, **keywords):
     """Ragged texts of which some tokens are labelled, and one text has none."""
     found = ragged_batches(**keywords)
     draws = generator(3)
     for number, batch in enumerate(found):
         shape = batch["input_ids"].shape
         labels = torch.randint(0, n_labels, shape, generator=draws)
-        is_kept = torch.rand(shape, generator=draws) < keep
-        has_label = is_kept & batch["attention_mask"].bool()
-        labels[~has_label] = IGNORED
+        is_drawn = torch.rand(shape, generator=draws) < 0.6
+        labels[~is_drawn | ~is_real(batch)] = IGNORED
         if number == 1:
             labels[1] = IGNORED
         batch["labels"] = labels
@@ -119,6 +128,11 @@ def is_labelled(batch) -> torch.Tensor:
 def labels_of(data) -> torch.Tensor:
     """Join the labels of all labelled tokens."""
     return torch.cat([batch["labels"][is_labelled(batch)] for batch in data])
+
+
+def texts_of(batch, rows: slice):
+    """Take some texts of a batch, with their padding."""
+    return {key: value[rows] for key, value in batch.items()}
 
 
 def fitted(
@@ -135,14 +149,23 @@ def fitted(
     return la
 
 
-def tokens_of(model, found, every=False):
-    """Read logits, Jacobians and labels of tokens, text by text."""
+@dataclass(frozen=True)
+class Tokens:
+    """Logits, Jacobians `(tokens, C, parameters)` and labels of tokens."""
+
+    f: torch.Tensor
+    Js: torch.Tensor
+    y: torch.Tensor
+
+
+def tokens_of(model, data, every=False) -> Tokens:
+    """Compute what belongs to labelled tokens, or to all, from each text alone."""
     weights = lora_weights(model)
     logits = []
     Js = []
     labels = []
-    for batch in found:
-        for row, is_real in enumerate(batch["attention_mask"].bool()):
+    for batch in data:
+        for row, is_token in enumerate(is_real(batch)):
             text = unpadded(batch, row)
 
             def forward(weights, text=text):
@@ -150,95 +173,120 @@ def tokens_of(model, found, every=False):
                 return output.logits[0]
 
             derivatives = torch.func.jacrev(forward)(weights)
-            J = torch.cat([of_w.flatten(2) for of_w in derivatives.values()], dim=2)
-            y = batch["labels"][row][is_real]
-            counts = y != IGNORED
-            if every:
-                counts = torch.ones_like(counts)
+            of_weights = [derivative.flatten(2) for derivative in derivatives.values()]
+            y = batch["labels"][row][is_token]
+            counts = (y != IGNORED) | every
             logits.append(forward(weights).detach()[counts])
-            Js.append(J[counts])
+            Js.append(torch.cat(of_weights, dim=2)[counts])
             labels.append(y[counts])
-    return torch.cat(logits), torch.cat(Js), torch.cat(labels)
+    return Tokens(
+        f=torch.cat(logits),
+        Js=torch.cat(Js),
+        y=torch.cat(labels),
+    )
+
+
+def curvature_of(la) -> torch.Tensor:
+    """Make one matrix of a fitted curvature, whatever its structure."""
+    if hasattr(la.H, "to_matrix"):
+        return la.H.to_matrix()
+    if la.H.ndim == 1:
+        return la.H.diag()
+    return la.H
+
+
+def dense_curvature(structure, model, tokens: Tokens) -> torch.Tensor:
+    """Compute by dense algebra what `curvature_of` a structure is to be."""
+    fisher = softmax_fisher(tokens.f)
+    if structure == "lowrank_kron":
+        return gradient_curvature(model, tokens.Js, fisher)
+    exact = exact_ggn(tokens.Js, fisher)
+    if structure == "diag":
+        return exact.diagonal().diag()
+    return exact
+
+
+def moments_of(la, data) -> Moments:
+    """Join the moments of the labelled tokens of all batches."""
+    of_batches = [la.predictive_moments(batch) for batch in data]
+    f_mu = torch.cat([moments.f_mu for moments in of_batches])
+    f_var = torch.cat([moments.f_var for moments in of_batches])
+    return Moments(f_mu, f_var)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
 def test_curvature_evidence_and_covariances_are_exact(kind, structure):
-    la = fitted(kind, structure)
+    data = batches()
+    la = fitted(kind, structure, data)
     model = la.model.model
-    f, Js, y = tokens_of(model, batches())
-    fisher = softmax_fisher(f)
-    if structure == "lowrank_kron":
-        H = gradient_curvature(model, Js, fisher)
-        found = la.H.to_matrix()
-    elif structure == "diag":
-        H = exact_ggn(Js, fisher).diagonal().diag()
-        found = la.H.diag()
-    else:
-        H = exact_ggn(Js, fisher)
-        found = la.H
+    tokens = tokens_of(model, data)
+    assert torch.equal(tokens.y, labels_of(data))
+    H = dense_curvature(structure, model, tokens)
     # Low-rank factors leave out what is rounding beside their largest eigenvalue.
     rounding = 1e-10 * H.abs().max().item()
-    assert_close(found, H, rtol=1e-9, atol=rounding)
-    loss = cross_entropy(f, y, reduction="sum")
+    assert_close(curvature_of(la), H, rtol=1e-9, atol=rounding)
+
+    loss = cross_entropy(tokens.f, tokens.y, reduction="sum")
     assert_close(la.loss, loss, **EXACT)
-    assert la.n_data == sum(len(batch["labels"]) for batch in batches())
+    assert la.n_data == 8  # texts, and not tokens
     la.prior_precision = 3.0
-    priors = torch.full((len(H),), 3.0, dtype=torch.float64)
-    expected = evidence(H, -la.loss, la.mean, priors)
+    priors = torch.full_like(la.mean, 3.0)
+    expected = evidence(H, -loss, la.mean, priors)
     assert_close(la.log_marginal_likelihood(), expected, **EXACT)
 
-    covariance = Js @ torch.linalg.solve(H + priors.diag(), Js.mT)
-    # Of labelled tokens.
-    moments = [la.predictive_moments(batch) for batch in batches()]
-    means = torch.cat([of_batch.f_mu for of_batch in moments])
-    covariances = torch.cat([of_batch.f_var for of_batch in moments])
-    assert_close(means, f, **EXACT)
-    assert_close(covariances, covariance, **EXACT)
+    f_mu, f_var = moments_of(la, data)
+    precision = H + priors.diag()
+    covariances = tokens.Js @ torch.linalg.solve(precision, tokens.Js.mT)
+    assert_close(f_mu, tokens.f, **EXACT)
+    assert_close(f_var, covariances, **EXACT)
 
 
 def test_batches_and_padding_change_nothing():
-    expected = fitted().H.to_matrix()
-    f_of_one = tokens_of(token_classifier(), batches(batch_size=8))[0]
-    data = batches(batch_size=8)
+    (whole,) = batches(batch_size=8)
+    at_once = fitted(data=[whole]).H.to_matrix()
     for batch_size in (2, 5):  # 5 leaves a last batch of another size
         parts = []
         for start in range(0, 8, batch_size):
-            rows = slice(start, start + batch_size)
-            parts.append({key: value[rows] for key, value in data[0].items()})
-        la = fitted(data=parts)
-        assert len(f_of_one) == is_labelled(data[0]).sum()
-        at_once = fitted(data=data).H.to_matrix()
-        assert_close(la.H.to_matrix(), at_once, **EXACT)
-    longer = batches(padded_to=7)
+            part = texts_of(whole, slice(start, start + batch_size))
+            parts.append(part)
+        found = fitted(data=parts).H.to_matrix()
+        assert_close(found, at_once, **EXACT)
+
+    expected = fitted().H.to_matrix()
+    longer = batches()
     for batch in longer:
         for key, value in PADDING.items():
             batch[key] = nn.functional.pad(batch[key], (0, 3), value=value)
-    assert_close(fitted(data=longer).H.to_matrix(), expected, **EXACT)
+    found = fitted(data=longer).H.to_matrix()
+    assert_close(found, expected, **EXACT)
 
 
 def test_drawn_labels_take_as_many_passes_as_draws_and_are_right_on_average():
     """A text costs its passes once for all of its tokens."""
     model = token_classifier()
-    f, Js, _ = tokens_of(model, batches())
-    blocks = gradient_blocks(model, Js, softmax_fisher(f))
+    tokens = tokens_of(model, batches())
+    fisher = softmax_fisher(tokens.f)
+    blocks = gradient_blocks(model, tokens.Js, fisher)
     exact = torch.stack([block.trace() for block in blocks])
-    la = fitted(model=model, backend_kwargs={"rank": 200, "num_samples": 4000})
-    found = torch.stack([block.output_factor.trace for block in la.H_facs.blocks])
+    drawn = fitted(model=model, backend_kwargs={"rank": 200, "num_samples": 4000})
+    # A block has the trace of its output factor.
+    found = torch.stack([block.output_factor.trace for block in drawn.H_facs.blocks])
     assert_close(found, exact, rtol=0.05, atol=0)
-    assert la.backend.settings["stochastic"] is None
+
+    assert drawn.backend.settings["stochastic"] is None
     default = fitted(model=model, backend_kwargs={"rank": 200})
     logits = torch.zeros(5, N_CLASSES)
-    seeds = default.backend.seeds(logits, torch.zeros(1, 5))
+    texts = torch.zeros(1, 5)
+    seeds = default.backend.seeds(logits, texts)
     assert seeds.vectors.shape == (8, 5, N_CLASSES)
 
 
 @pytest.mark.parametrize("link", ["probit", "mean_field", "mc"])
 def test_predictions_are_of_every_token_but_padding(link):
     la = fitted()
-    model = la.model.model
     for batch in batches():
-        mask = batch["attention_mask"].bool()
+        mask = is_real(batch)
         p = la(batch, link_approx=link, generator=generator())
         assert p.shape == (*mask.shape, N_CLASSES)
         assert p[~mask].isnan().all()
@@ -246,82 +294,97 @@ def test_predictions_are_of_every_token_but_padding(link):
         assert_close(p[mask].sum(-1), ones, **EXACT)
         again = la(without_labels(batch), link_approx=link, generator=generator())
         assert_close(again, p, equal_nan=True, **EXACT)
-    # So narrow a prior leaves the model alone.
+
+
+def test_so_narrow_a_prior_leaves_the_model_alone():
+    la = fitted()
     la.prior_precision = 1e14
-    of_tokens = [la(batch)[batch["attention_mask"].bool()] for batch in batches()]
-    p = torch.cat(of_tokens)
-    f, _, _ = tokens_of(model, batches(), every=True)
-    assert_close(p, f.softmax(-1), rtol=1e-6, atol=1e-8)
+    p = torch.cat([la(batch)[is_real(batch)] for batch in batches()])
+    every = tokens_of(la.model.model, batches(), every=True)
+    assert_close(p, every.f.softmax(-1), rtol=1e-6, atol=1e-8)
 
 
 def test_a_prediction_has_entropies_of_each_token():
     la = fitted()
-    found = batches()
-    batch = found[0]
+    data = batches()
+    batch = data[0]
     prediction = la.predict(batch, generator=generator())
-    mask = batch["attention_mask"].bool()
-    for column in prediction[1:]:
+    mask = is_real(batch)
+    _, *by_token = prediction
+    for column in by_token:
         assert column.shape == mask.shape
-    assert (prediction.labels[~mask] == IGNORED).all()
-    assert prediction.epistemic_entropy[~mask].isnan().all()
-    assert (prediction.epistemic_entropy[mask] > 0).all()
     most_probable = prediction.probabilities.argmax(-1)
     assert torch.equal(prediction.labels[mask], most_probable[mask])
-    shorter = {key: value[:1, :5] for key, value in found[1].items()}  # its padding cut
-    of_loader = la.predict([shorter, *found], generator=generator())
-    assert of_loader.labels[0, 5:].tolist() == [IGNORED] * 2
-    of_loader = type(of_loader)(*(column[1:] for column in of_loader))
-    assert of_loader.probabilities.shape == (8, 7, N_CLASSES)
-    assert_close(
-        of_loader.probabilities[:3], prediction.probabilities, equal_nan=True, **EXACT
-    )
+    assert (prediction.labels[~mask] == IGNORED).all()
+    assert (prediction.epistemic_entropy[mask] > 0).all()
+    assert prediction.epistemic_entropy[~mask].isnan().all()
 
 
-@pytest.mark.parametrize("method", ["agreement", "gridsearch", "val_gd", "marglik"])
+def test_a_prediction_of_a_loader_pads_its_batches_to_one_width():
+    la = fitted()
+    data = batches()
+    # The text is of four tokens.
+    narrow = {key: value[:1, :5] for key, value in data[1].items()}
+    found = la.predict([narrow, *data], generator=generator())
+    assert found.labels[0, 5:].tolist() == [IGNORED] * 2
+    probabilities = found.probabilities[1:]
+    assert probabilities.shape == (8, 7, N_CLASSES)
+    expected = la.predict(data[0], generator=generator()).probabilities
+    assert_close(probabilities[:3], expected, equal_nan=True, **EXACT)
+
+
+DATA_OF_METHODS = {
+    "agreement": {"train_loader": batches()},
+    "gridsearch": {"val_loader": batches(), **PRIORS_ALONE},
+    "val_gd": {"val_loader": batches(), "n_steps": 20},
+    "marglik": {},
+}
+
+
+@pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
+@pytest.mark.parametrize("method", DATA_OF_METHODS)
 def test_methods_choose_a_prior_by_labelled_tokens(method):
     la = fitted()
-    data = {
-        "agreement": {"train_loader": batches()},
-        "gridsearch": {"val_loader": batches(), **PRIORS_ALONE},
-        "val_gd": {"val_loader": batches(), "n_steps": 20, "generator": generator()},
-        "marglik": {},
-    }[method]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        history = la.optimize_prior_precision(method=method, **data)
+    torch.manual_seed(0)
+    la.optimize_prior_precision(method=method, **DATA_OF_METHODS[method])
     assert la.prior_precision.isfinite().all()
-    if method != "gridsearch":
-        return
+
+
+@pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
+def test_a_grid_search_minimises_the_loss_of_labelled_tokens():
+    la = fitted()
+    history = la.optimize_prior_precision(
+        method="gridsearch", val_loader=batches(), **PRIORS_ALONE
+    )
     best = int(history.objective.argmin())
     la.prior_precision = history.prior_precision[best]
-    losses = []
+    probabilities = []
     for batch in batches():
-        p = la(batch, link_approx="mean_field")[is_labelled(batch)]
-        y = batch["labels"][is_labelled(batch)]
-        losses.append(-p.log()[torch.arange(len(p)), y])
-    loss = torch.cat(losses).mean()
+        p = la(batch, link_approx="mean_field")
+        probabilities.append(p[is_labelled(batch)])
+    loss = nll_loss(torch.cat(probabilities).log(), labels_of(batches()))
     assert_close(history.objective[best], loss, rtol=1e-5, atol=1e-6)
 
 
 def test_statistics_give_the_moments_of_labelled_tokens():
     la = fitted()
     statistics = la.predictive_statistics(batches(), dtype=torch.float64)
-    expected = [la.predictive_moments(batch) for batch in batches()]
-    moments = statistics.moments(la.prior_precision)
-    f_mu = torch.cat([of_batch.f_mu for of_batch in expected])
-    f_var = torch.cat([of_batch.f_var for of_batch in expected])
-    assert_close(moments.f_mu, f_mu, **EXACT)
-    assert_close(moments.f_var, f_var, **EXACT)
+    found = statistics.moments(la.prior_precision)
+    expected = moments_of(la, batches())
+    assert_close(found.f_mu, expected.f_mu, **EXACT)
+    assert_close(found.f_var, expected.f_var, **EXACT)
     assert torch.equal(statistics.targets, labels_of(batches()))
 
 
 def test_learnt_variances_predict_every_token_by_one_pass():
     la = fitted()
     learnt = la.amortize(batches())
+    # Each once in its own text, and once in one with swapped tokens.
     n_labelled = len(labels_of(batches()))
     assert learnt.n_examples == 2 * n_labelled
     # What the classifier reads, and the log-probabilities.
-    assert len(learnt.mean) == 12 + N_CLASSES
+    hidden_size = 12
+    assert len(learnt.mean) == hidden_size + N_CLASSES
     (batch, *_) = batches()
     calls = record_calls(la.model.model)
     p = la(batch, pred_type="amortized", link_approx="mean_field")
@@ -331,60 +394,71 @@ def test_learnt_variances_predict_every_token_by_one_pass():
     assert p.isnan().equal(exact.isnan())
 
 
-def test_samples_are_of_every_token_but_padding():
+def assert_of_every_token(samples, batch, expected):
+    """Check that samples are what is expected of tokens, and NaN at padding."""
+    mask = is_real(batch)
+    n_samples = len(samples)
+    assert samples.shape == (n_samples, *mask.shape, N_CLASSES)
+    assert samples[:, ~mask].isnan().all()
+    of_each = expected.expand(n_samples, -1, -1)
+    assert_close(samples[:, mask], of_each, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("pred_type", ["glm", "nn"])
+def test_samples_are_of_every_token_but_padding(pred_type):
     la = fitted()
     (batch, *_) = batches()
-    mask = batch["attention_mask"].bool()
+    # So narrow a prior that each sample is the model's own logits.
     la.prior_precision = 1e14
-    f, _, _ = tokens_of(la.model.model, [batch], every=True)
+    f = tokens_of(la.model.model, [batch], every=True).f
+    logits = la.functional_samples(batch, pred_type, n_samples=3)
+    assert_of_every_token(logits, batch, f)
+    probabilities = la.predictive_samples(batch, pred_type, n_samples=3)
+    assert_of_every_token(probabilities, batch, f.softmax(-1))
+    of_function = la.function(0, pred_type)(batch)
+    assert_of_every_token(of_function[None], batch, f)
 
-    def check(samples, expected):
-        assert samples.shape == (*samples.shape[:1], *mask.shape, N_CLASSES)
-        assert samples[:, ~mask].isnan().all()
-        of_each = expected.expand(len(samples), -1, -1)
-        assert_close(samples[:, mask], of_each, rtol=0, atol=1e-5)
 
-    for pred_type in ("glm", "nn"):
-        options = {"pred_type": pred_type, "n_samples": 3}
-        check(la.functional_samples(batch, **options), f)
-        check(la.predictive_samples(batch, **options), f.softmax(-1))
-    together = la.functional_samples(
-        batch, n_samples=1, generator=generator(), joint=True
-    )
-    check(together, f)
-    for pred_type in ("glm", "nn"):
-        check(la.function(0, pred_type)(batch)[None], f)
-    la.prior_precision = 1.0
-    together = la.functional_samples(
-        batch, n_samples=1, generator=generator(), joint=True
-    )
-    assert_close(la.function(0)(batch), together[0], equal_nan=True)
+def test_a_joint_sample_is_that_of_one_function():
+    la = fitted()
+    (batch, *_) = batches()
+
+    def joint_sample():
+        return la.functional_samples(
+            batch, n_samples=1, generator=generator(), joint=True
+        )
+
+    assert_close(la.function(0)(batch), joint_sample()[0], equal_nan=True)
+    la.prior_precision = 1e14
+    f = tokens_of(la.model.model, [batch], every=True).f
+    assert_of_every_token(joint_sample(), batch, f)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
 def test_a_long_text_is_predicted_for_a_few_tokens_at_a_time(structure, monkeypatch):
     data = batches()
-    texts = {key: value[:1] for key, value in data[0].items()}  # seven tokens
+    text = texts_of(data[0], slice(1))
+    n_tokens = 7
+    assert is_real(text).sum() == n_tokens
+    assert is_labelled(text).sum() > 2  # more than go together below
     la = fitted(structure=structure)
-    assert is_labelled(texts).sum() > 2
 
-    def found():
-        prediction = la.predict(texts, generator=generator())
-        results = [
-            la(texts),
-            *la.predictive_moments(texts),
-            la.function(3)(texts),
-            *prediction,
-        ]
+    def predictions():
+        found = {
+            "probabilities": la(text),
+            "moments": la.predictive_moments(text),
+            "function": la.function(3)(text),
+            "prediction": la.predict(text, generator=generator()),
+        }
         if structure == "lowrank_kron":
-            statistics = la.predictive_statistics([texts], dtype=torch.float64)
-            results += [statistics.moments(2.0).f_var, statistics.targets]
-        return results
+            statistics = la.predictive_statistics([text], dtype=torch.float64)
+            found["variances"] = statistics.moments(2.0).f_var
+            found["targets"] = statistics.targets
+        return found
 
-    expected = found()
-    # Jacobians of two tokens.
-    n_numbers = 2 * la.n_params * N_CLASSES
-    monkeypatch.setattr(recorder, "_NUMBERS", n_numbers)
+    expected = predictions()
+    of_two_tokens = 2 * la.n_params * N_CLASSES
+    monkeypatch.setattr(recorder, "_NUMBERS", of_two_tokens)
     sizes = []
     visit = _Jacobians.gradients
 
@@ -394,12 +468,13 @@ def test_a_long_text_is_predicted_for_a_few_tokens_at_a_time(structure, monkeypa
 
     monkeypatch.setattr(_Jacobians, "gradients", note)
     calls = record_calls(la.model.model)
-    la(texts)
-    assert len(calls) == 4  # of seven tokens
+    la(text)
+    assert len(calls) == math.ceil(n_tokens / 2)
     assert max(sizes) == 2 * N_CLASSES
-    assert_close(found(), expected, equal_nan=True, **EXACT)
+    assert_close(predictions(), expected, equal_nan=True, **EXACT)
     # Of several texts, each by itself.
-    assert_close(la(data[0])[:1], expected[0], equal_nan=True, **EXACT)
+    of_first = la(data[0])[:1]
+    assert_close(of_first, expected["probabilities"], equal_nan=True, **EXACT)
 
 
 def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
@@ -407,31 +482,33 @@ def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
     batch = batches()[1]
     assert (batch["labels"][1] == IGNORED).all()
     expected = la.predictive_statistics([batch], dtype=torch.float64)
+    # Not even one text's rows may be in a pass together.
     monkeypatch.setattr(recorder, "_ON_CPU", 1)
     found = la.predictive_statistics([batch], dtype=torch.float64)
-    for column, expected_column in zip(found.columns, expected.columns, strict=True):
-        assert_close(column, expected_column, **EXACT)
+    assert_close(found.columns, expected.columns, **EXACT)
     p = la(batch, fitting=True)
     assert len(p) == is_labelled(batch).sum()
 
 
 def test_figures_are_over_labelled_tokens():
     la = fitted()
-    f, _, y = tokens_of(la.model.model, batches())
+    tokens = tokens_of(la.model.model, batches())
     trained = compare(la, batches()).trained
-    assert trained["nll"] == pytest.approx(cross_entropy(f, y).item())
-    accuracy = (f.argmax(-1) == y).double().mean().item()
+    nll = cross_entropy(tokens.f, tokens.y).item()
+    assert trained["nll"] == pytest.approx(nll)
+    is_right = tokens.f.argmax(-1) == tokens.y
+    accuracy = is_right.double().mean().item()
     assert trained["accuracy"] == pytest.approx(accuracy)
 
 
+@pytest.mark.filterwarnings("ignore:The posterior is over")
 def test_a_model_of_tokens_tells_its_likelihood_and_a_file_keeps_it(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        la = laplace_lora_ext.Laplace(token_classifier("llama", dtype=torch.float32))
+    model = token_classifier("llama", dtype=torch.float32)
+    la = laplace_lora_ext.Laplace(model)
     assert la.likelihood == TOKENS
     la.fit(batches())
     la.save_pretrained(tmp_path)
-    loaded = laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
+    loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
     (batch, *_) = batches()
     assert_close(loaded(batch), la(batch), equal_nan=True)
 
@@ -440,14 +517,62 @@ def test_steps_of_a_reasoning_have_two_classes():
     """As TRL's PRMTrainer labels them: the last token of each step, -100 elsewhere."""
     data = ragged_batches()
     for batch in data:
-        ends = torch.full_like(batch["input_ids"], IGNORED)
-        ends[:, 1] = torch.arange(len(ends)) % 2
-        batch["labels"] = ends
+        labels = torch.full_like(batch["input_ids"], IGNORED)
+        labels[:, 1] = torch.arange(len(labels)) % 2
+        batch["labels"] = labels
     la = fitted(model=token_classifier("gpt2", n_labels=2), data=data)
-    f, Js, _ = tokens_of(la.model.model, data)
-    expected = gradient_curvature(la.model.model, Js, softmax_fisher(f))
+    tokens = tokens_of(la.model.model, data)
+    expected = dense_curvature("lowrank_kron", la.model.model, tokens)
     assert_close(la.H.to_matrix(), expected, **EXACT)
     assert la(data[0]).shape == (3, 7, 2)
+
+
+# --- texts without labels -------------------------------------------------------------
+
+
+@pytest.fixture
+def with_a_batch_without_labels():
+    """The batches, with one more whose texts lack labels."""
+    first, *others = batches()
+    without = first | {"labels": torch.full_like(first["labels"], IGNORED)}
+    return [first, without, *others]
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+def test_texts_without_a_label_add_nothing_to_a_fit(
+    structure, with_a_batch_without_labels
+):
+    la = fitted(structure=structure)
+    other = fitted(structure=structure, data=with_a_batch_without_labels)
+    assert other.n_data == la.n_data + 3
+    assert_close(other.loss, la.loss, **EXACT)
+    assert_close(curvature_of(other), curvature_of(la), **EXACT)
+
+
+@pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+def test_texts_without_a_label_change_no_figure_and_no_choice(
+    structure, with_a_batch_without_labels
+):
+    la = fitted(structure=structure)
+    data = batches()
+    more = with_a_batch_without_labels
+    assert compare(la, more).posterior == compare(la, data).posterior
+
+    def by_agreement(loader):
+        la.optimize_prior_precision(method="agreement", train_loader=loader)
+        return la.prior_precision
+
+    def by_a_grid_search(loader):
+        la.optimize_prior_precision(method="gridsearch", val_loader=loader)
+        return la.prior_precision
+
+    def learnt_weights(loader):
+        return la.amortize(loader, unlabelled=None).weights
+
+    for choose in (by_agreement, by_a_grid_search, learnt_weights):
+        assert_close(choose(more), choose(data))
+    assert la.amortize(more).n_examples == la.amortize(data).n_examples
 
 
 # --- several processes ----------------------------------------------------------------
@@ -461,8 +586,8 @@ class LabelledTexts(Dataset):
         whole["labels"][3] = IGNORED
         self.texts = []
         for row in range(n_texts):
-            is_real = whole["attention_mask"][row].bool()
-            text = {key: value[row][is_real] for key, value in whole.items()}
+            is_token = is_real(whole)[row]
+            text = {key: value[row][is_token] for key, value in whole.items()}
             self.texts.append(text)
 
     def __len__(self) -> int:
@@ -482,73 +607,52 @@ def padded(texts):
 
 
 def dealt_loader(n_texts=5, batch_size=2):
+    """Load this rank's texts, or all where there is one process."""
     texts = LabelledTexts(n_texts)
     sampler = None
     if dist.is_initialized():
         sampler = DistributedSampler(texts, shuffle=False)
-    return DataLoader(texts, batch_size=batch_size, sampler=sampler, collate_fn=padded)
+    return DataLoader(
+        texts,
+        batch_size=batch_size,
+        sampler=sampler,
+        collate_fn=padded,
+    )
 
 
-@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
-def test_batches_of_texts_without_a_label_teach_nothing(structure):
-    without = batches()[0]
-    without["labels"].fill_(IGNORED)
-    data = batches()
-    more = [data[0], without, *data[1:]]
-    la = fitted(structure=structure)
-    other = fitted(structure=structure, data=more)
-    assert other.n_data == la.n_data + 3
-    assert_close(other.loss, la.loss, **EXACT)
-    found = other.H
-    expected = la.H
-    if structure == "lowrank_kron":
-        found = found.to_matrix()
-        expected = expected.to_matrix()
-    assert_close(found, expected, **EXACT)
-    assert compare(la, more).posterior == compare(la, data).posterior
-    for method, name in (("agreement", "train_loader"), ("gridsearch", "val_loader")):
-        chosen = []
-        for loader in (data, more):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                la.optimize_prior_precision(method=method, **{name: loader})
-            chosen.append(la.prior_precision)
-        assert_close(*chosen)
-    weights = [la.amortize(loader, unlabelled=None).weights for loader in (data, more)]
-    assert_close(*weights)
-    assert la.amortize(more).n_examples == la.amortize(data).n_examples
-
-
+@pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
 def test_several_processes_that_share_texts_do_as_one_does(structure):
     def job(_):
         loader = dealt_loader()
         la = fitted(structure=structure, data=loader)
         la.optimize_prior_precision(
-            method="agreement", train_loader=loader, max_change=0.05
+            method="agreement",
+            train_loader=loader,
+            max_change=0.05,
         )
         by_agreement = la.prior_precision
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # random models want the broadest prior
-            la.optimize_prior_precision(
-                method="gridsearch", val_loader=loader, **PRIORS_ALONE
-            )
+        la.optimize_prior_precision(
+            method="gridsearch",
+            val_loader=loader,
+            **PRIORS_ALONE,
+        )
         learnt = la.amortize(loader, unlabelled=None)
-        found = compare(la, loader)
+        figures = compare(la, loader)
         prediction = la.predict(loader, generator=generator())
         assert prediction.labels.shape == (5, 7)
-        return (
-            la.n_data,
-            la.loss,
-            la.log_marginal_likelihood(),
-            by_agreement,
-            la.prior_precision,
-            learnt.weights.norm(),
-            found.trained,
-            found.posterior,
-            torch.nan_to_num(prediction.probabilities),
-            prediction.labels,
-        )
+        return {
+            "n_data": la.n_data,
+            "loss": la.loss,
+            "evidence": la.log_marginal_likelihood(),
+            "prior by agreement": by_agreement,
+            "prior by a grid search": la.prior_precision,
+            "learnt variances": learnt.weights.norm(),
+            "figures of the model": figures.trained,
+            "figures of the posterior": figures.posterior,
+            "probabilities": torch.nan_to_num(prediction.probabilities),
+            "labels": prediction.labels,
+        }
 
     assert_alike(on_ranks(job, 2), job(0), rtol=1e-5, atol=1e-6)
 
@@ -561,13 +665,15 @@ def test_statistics_of_several_processes_have_the_rows_of_texts_in_order(batch_s
         la = fitted(data=loader)
         assert la.n_data == 5
         statistics = la.predictive_statistics(loader, dtype=torch.float64)
-        return statistics.f_mu, statistics.targets, statistics.moments(3.0).f_var
+        variances = statistics.moments(3.0).f_var
+        return statistics.f_mu, statistics.targets, variances
 
-    f, _, y = tokens_of(token_classifier(), [padded(LabelledTexts(5).texts)])
+    whole = padded(LabelledTexts(5).texts)
+    tokens = tokens_of(token_classifier(), [whole])
     results = on_ranks(job, 2)
     for f_mu, targets, _ in results:
-        assert_close(f_mu, f, **EXACT)
-        assert torch.equal(targets, y)
+        assert_close(f_mu, tokens.f, **EXACT)
+        assert torch.equal(targets, tokens.y)
     assert_alike(results, job(0), **EXACT)
 
 
@@ -588,25 +694,29 @@ def test_a_collator_that_makes_texts_of_its_own_is_refused_by_their_number():
 # --- bad input ------------------------------------------------------------------------
 
 
-def with_labels(change):
-    data = batches()
-    change(data[0]["labels"])
-    return data
+def label_padding(labels):
+    labels.fill_(0)
+
+
+def name_a_class_too_many(labels):
+    labels[0] = N_CLASSES
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda y: y.fill_(0), "labels where attention_mask is 0: set them to -100"),
+        (label_padding, "labels where attention_mask is 0: set them to -100"),
         (
-            lambda y: y[0].fill_(N_CLASSES),
+            name_a_class_too_many,
             "must be -100 or from 0 to 2, but range from 0 to 3",
         ),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(change, message):
+    data = batches()
+    change(data[0]["labels"])
     with pytest.raises(ValueError, match=message):
-        fitted(data=with_labels(change))
+        fitted(data=data)
 
 
 def test_data_without_a_label_are_refused():
@@ -620,22 +730,16 @@ def test_data_without_a_label_are_refused():
 
 
 def test_another_likelihood_is_named_where_it_would_fit():
-    labels = {"labels": torch.zeros(3, dtype=torch.long)}
-    texts = [batches()[0] | labels]
-    with pytest.raises(
-        ValueError, match=r'\(texts, tokens\).*likelihood "classification"'
-    ):
-        fitted(data=texts)
+    of_texts = batches()[0] | {"labels": torch.zeros(3, dtype=torch.long)}
+    message = r'\(texts, tokens\).*likelihood "classification"'
+    with pytest.raises(ValueError, match=message):
+        fitted(data=[of_texts])
     with pytest.raises(ValueError, match='one label a text use "classification"'):
         fitted(model=lora_model("bert"))
     with pytest.raises(ValueError, match='use the likelihood "token_classification"'):
         make(token_classifier()).fit(batches())
     with pytest.raises(ValueError, match='a model that writes use "language_modeling"'):
         make(lora_model("gpt2"), "lowrank_kron", TOKENS)
-    with pytest.raises(
-        ValueError, match='hessian_structure="lowrank_kron", "diag" or "full"'
-    ):
-        make(token_classifier(), "kron", TOKENS)
 
 
 def test_what_ranks_whole_texts_is_refused():
@@ -646,3 +750,9 @@ def test_what_ranks_whole_texts_is_refused():
     information = prediction.epistemic_entropy.nansum(1)
     assert information.shape == (8,)
     assert math.isfinite(information.sum())
+
+
+def test_a_structure_without_rows_of_tokens_is_refused():
+    message = 'hessian_structure="lowrank_kron", "diag" or "full"'
+    with pytest.raises(ValueError, match=message):
+        make(token_classifier(), "kron", TOKENS)
