@@ -1,5 +1,6 @@
 """What tests of the lab share: runs, small models, and rows of tasks."""
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +11,17 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from torch import nn
+from torch.utils.data import DataLoader
 
 from benchmarks.__main__ import main, parse
+from benchmarks.fine_tuning import TRAIN, Pretrained, fine_tune
+from benchmarks.methods.method import Members
+from benchmarks.models import AdaptedModel
 from benchmarks.random_models import Shape
 from benchmarks.tasks.docstrings import Documented
 from benchmarks.tasks.paper import PAPER_TASKS
+from benchmarks.training import Recipe, Weights
 
 SELECT = "Select one of the choices that answers the following question:"
 FRUIT = ["a pear", "a stone", "a spoon", "a lamp"]
@@ -63,6 +70,44 @@ def run(
         printed=captured.out,
         progress=captured.err,
     )
+
+
+def trained(
+    pretrained: Pretrained,
+    seed: int = 0,
+    recipe: Recipe | None = None,
+) -> AdaptedModel:
+    """Fine-tune a tiny model on all training texts."""
+    return fine_tune(pretrained, pretrained.data[TRAIN], seed, recipe)
+
+
+def training_texts(pretrained: Pretrained) -> DataLoader:
+    """Load all training texts in one batch."""
+    return pretrained.loader(pretrained.data[TRAIN], batch_size=8)
+
+
+def predicted(members: Members, texts: DataLoader) -> torch.Tensor:
+    """Predict the mean probabilities `(texts, classes)` of some members."""
+    return members.predict({TRAIN: texts})[TRAIN]
+
+
+def drawn_logits(members: Members, batch: Any) -> torch.Tensor:
+    """Compute a batch's logits by each member, `(members, texts, classes)`."""
+    drawn = [logits_of(batch).detach() for logits_of in members.logits()]
+    return torch.stack(drawn)
+
+
+def copied(model: nn.Module) -> Weights:
+    """Copy all weights, by name."""
+    return copy.deepcopy(model.state_dict())
+
+
+def assert_same(model: nn.Module, before: Weights) -> None:
+    """Demand that a model has its weights of before."""
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    for name, weight in before.items():
+        assert torch.equal(after[name], weight), name
 
 
 def is_picture(path: Path) -> bool:

@@ -1,6 +1,5 @@
 """Rivals that train again: SWAG, MonteCLoRA, and a student of an ensemble."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -8,26 +7,34 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
-from benchmarks.fine_tuning import TRAIN, fine_tune
 from benchmarks.methods.method import Members, ensemble
 from benchmarks.methods.swag import SWAG, Iterates, of_iterates
 from benchmarks.methods.trained_again import Distilled, MonteCLoRA, alone, distilled
 from benchmarks.training import Hyperparameters
+from tests.benchmarks.support import (
+    assert_same,
+    copied,
+    drawn_logits,
+    predicted,
+    trained,
+    training_texts,
+)
+
+SAMPLER = "lora_monteclora_sampler"
+"""What is in the names of what PEFT adds to a layer for MonteCLoRA."""
+
+# --- SWAG -----------------------------------------------------------------------------
 
 
-def settings_of(steps, warmup_steps):
-    return Hyperparameters(
+def test_swags_rate_is_constant_in_the_tail():
+    settings = Hyperparameters(
         model="",
         target_modules=(),
         batch_size=1,
         maximum_length=1,
-        steps=steps,
-        warmup_steps=warmup_steps,
+        steps=12,
+        warmup_steps=2,
     )
-
-
-def test_swags_rate_is_constant_in_the_tail():
-    settings = settings_of(steps=12, warmup_steps=2)
     recipe = SWAG(rate=0.4, tail=0.5, iterates=3)
     paces = [recipe.pace(steps_done, settings) for steps_done in range(12)]
     rising = [0.0, 0.5]
@@ -53,79 +60,90 @@ def test_swags_covariance_is_half_diagonal_and_half_that_of_the_iterates():
         b = 2 * torch.randn(1, 2).double()
         iterates.append({"a": a, "b": b})
     rows = torch.stack([flat(weights) for weights in iterates])
-    gaussian = Iterates.of(iterates)
-    assert_close(flat(gaussian.mean), rows.mean(0))
-    generator = torch.Generator().manual_seed(0)
-    moved = torch.stack([flat(gaussian(generator)) for _ in range(20_000)])
     # By NumPy's divisors: the paper's variances have K, its low-rank part has K - 1.
     diagonal = rows.var(0, correction=0).diag()
     expected = (diagonal + rows.mT.cov()) / 2
-    largest_variance = expected.diag().max()
+
+    gaussian = Iterates.of(iterates)
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.stack([flat(gaussian(generator)) for _ in range(20_000)])
+
+    assert_close(flat(gaussian.mean), rows.mean(0))
     # Four standard errors, sqrt(2 / 20,000) each, of a variance of 20,000 draws.
-    error = (moved.mT.cov() - expected).abs().max()
-    assert error / largest_variance < 0.04
-    assert moved.mean(0).abs().max() < 0.04 * largest_variance.sqrt()
+    largest_variance = expected.diag().max()
+    error = draws.mT.cov() - expected
+    assert error.abs().max() < 0.04 * largest_variance
+    # They are drawn around 0: how far from the mean.
+    assert draws.mean(0).abs().max() < 0.04 * largest_variance.sqrt()
 
 
 def test_swag_predicts_around_the_mean_of_its_iterates(prepared):
     pretrained = prepared("mrpc", steps=8, learning_rate=1e-2)
-    train = pretrained.data[TRAIN]
-    model = fine_tune(pretrained, train, seed=0)
-    before = copy.deepcopy(model.model.state_dict())
-    recipe = SWAG(tail=0.5, iterates=4)
-    loader = pretrained.loader(train, batch_size=8)
-    members = of_iterates(recipe, model, loader)
-    after = model.model.state_dict()
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    texts = training_texts(pretrained)
+    (batch,) = texts
+    model = trained(pretrained)
     assert model.retrained is not None
-    trained = model.retrained(recipe)
-    assert list(trained.checkpoints) == [5, 6, 7, 8]
-    batch = next(iter(loader))
-    logits = [logits_of(batch).detach() for logits_of in members.logits()]
-    draws = torch.stack(logits)
+    before = copied(model.model)
+    recipe = SWAG(tail=0.5, iterates=4)
+
+    members = of_iterates(recipe, model, texts)
+
+    assert_same(model.model, before)
+    again = model.retrained(recipe)
+    assert list(again.checkpoints) == [5, 6, 7, 8]
+    draws = drawn_logits(members, batch)
     assert draws.std(0).min() > 0
-    gaussian = Iterates.of(list(trained.checkpoints.values()))
+    # The first draw is that of seed 0, around the mean.
+    gaussian = Iterates.of(list(again.checkpoints.values()))
     apart = gaussian(torch.Generator().manual_seed(0))
-    weights = {name: gaussian.mean[name] + apart[name] for name in apart}
-    trained.model.load_state_dict(weights, strict=False)
-    assert_close(draws[0], trained.logits_model(batch).detach())
+    drawn = {name: gaussian.mean[name] + apart[name] for name in apart}
+    again.model.load_state_dict(drawn, strict=False)
+    assert_close(draws[0], again.logits_model(batch).detach())
+
+
+# --- MonteCLoRA -----------------------------------------------------------------------
+
+
+def penalties_of(model: torch.nn.Module) -> list[Any]:
+    """Take PEFT's penalty from each layer, as it stands after a forward pass."""
+    penalties = []
+    for name, module in model.named_modules():
+        if name.endswith(f"{SAMPLER}.default"):
+            sampler: Any = module
+            penalties.append(sum(sampler.get_variational_loss()))
+    return penalties
 
 
 def test_monteclora_adds_pefts_penalty_to_the_loss(prepared):
     pretrained = prepared("mrpc", learning_rate=1e-2)
-    train = pretrained.data[TRAIN]
+    (batch,) = training_texts(pretrained)
+    labels = batch["labels"]
     recipe = MonteCLoRA(scale=0.1, divergence=1e-2)
-    adapted = fine_tune(pretrained, train, 0, recipe)
-    batch = next(iter(pretrained.loader(train)))
+    adapted = trained(pretrained, recipe=recipe)
+    adapted.model.train()
     seen = []
 
     def note(_module, _inputs, output):
         seen.append(output)
 
-    adapted.model.train()
     handle = adapted.logits_model.register_forward_hook(note)
-    loss = recipe.loss(adapted.logits_model, batch, batch["labels"])
-    penalties = []
-    for name, module in adapted.model.named_modules():
-        if name.endswith("lora_monteclora_sampler.default"):
-            sampler: Any = module
-            penalties.append(sum(sampler.get_variational_loss()))
-    recipe.loss(adapted.logits_model, batch, batch["labels"])
+    loss = recipe.loss(adapted.logits_model, batch, labels)
+    penalties = penalties_of(adapted.model)  # before another pass changes them
+    recipe.loss(adapted.logits_model, batch, labels)
     handle.remove()
+
     assert len(penalties) == 4  # query and value of two layers
     penalty = float(sum(penalties)) / len(penalties)
     assert abs(penalty) > 1e-3
     first, second = seen
-    data = float(cross_entropy(first, batch["labels"]))
-    assert float(loss) == pytest.approx(data + penalty, rel=1e-5)
+    of_data = float(cross_entropy(first, labels))
+    assert float(loss) == pytest.approx(of_data + penalty, rel=1e-5)
     # Steps differ in their samples.
     assert not torch.equal(first, second)
+
     loss.backward()
-    of_samplers = [
-        weight.grad
-        for name, weight in adapted.model.named_parameters()
-        if "lora_monteclora_sampler" in name
-    ]
+    weights = adapted.model.named_parameters()
+    of_samplers = [weight.grad for name, weight in weights if SAMPLER in name]
     assert len(of_samplers) == 2 * len(penalties)
     for gradient in of_samplers:
         assert gradient is not None
@@ -134,53 +152,56 @@ def test_monteclora_adds_pefts_penalty_to_the_loss(prepared):
 
 def test_monteclora_predicts_with_lora_a_itself(prepared):
     pretrained = prepared("mrpc", learning_rate=1e-2)
-    train = pretrained.data[TRAIN]
-    model = fine_tune(pretrained, train, seed=0)
-    before = copy.deepcopy(model.model.state_dict())
-    loader = pretrained.loader(train, batch_size=8)
-    members = alone(MonteCLoRA(scale=0.1), model, loader)
-    predicted = members.predict({TRAIN: loader})[TRAIN]
-    assert torch.equal(members.predict({TRAIN: loader})[TRAIN], predicted)
-    assert not torch.equal(model.logits(loader).softmax(-1), predicted)
-    after = model.model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    texts = training_texts(pretrained)
+    model = trained(pretrained)
+    before = copied(model.model)
+    members = alone(MonteCLoRA(scale=0.1), model, texts)
+    probabilities = predicted(members, texts)
+    # Samples of lora_A would differ each time.
+    assert torch.equal(predicted(members, texts), probabilities)
+    assert not torch.equal(model.logits(texts).softmax(-1), probabilities)
+    assert_same(model.model, before)
+
+
+# --- students -------------------------------------------------------------------------
 
 
 def test_a_students_loss_is_the_divergence_from_the_mean_of_its_teachers(prepared):
     pretrained = prepared("mrpc", steps=4, learning_rate=1e-2)
-    train = pretrained.data[TRAIN]
-    teachers = [fine_tune(pretrained, train, seed) for seed in (0, 1)]
-    student = fine_tune(pretrained, train, seed=2)
-    batch = next(iter(pretrained.loader(train)))
-    loss = Distilled(teachers).loss(student.logits_model, batch, batch["labels"])
+    (batch,) = training_texts(pretrained)
+    first = trained(pretrained, seed=0)
+    second = trained(pretrained, seed=1)
+    student = trained(pretrained, seed=2)
+
+    def loss_of(recipe):
+        return float(recipe.loss(student.logits_model, batch, batch["labels"]))
 
     def probabilities(adapted):
         return adapted.logits_model(batch).detach().double().softmax(-1)
 
-    first, second = teachers
     p = (probabilities(first) + probabilities(second)) / 2
     q = probabilities(student)
-    by_hand = (p * (p / q).log()).sum(-1).mean()
-    assert by_hand > 1e-6
-    assert float(loss) == pytest.approx(float(by_hand), rel=1e-3)
+    of_classes = p * (p / q).log()
+    expected = of_classes.sum(-1).mean().item()
+    # Little is left of a difference between numbers in float32 that are nearly equal.
+    assert expected > 1e-6
+    assert loss_of(Distilled([first, second])) == pytest.approx(expected, rel=1e-3)
     # Nothing is to learn from oneself.
-    of_itself = Distilled([student]).loss(student.logits_model, batch, batch["labels"])
-    assert float(of_itself) == pytest.approx(0, abs=1e-6)
+    assert loss_of(Distilled([student])) == pytest.approx(0, abs=1e-6)
 
 
 def test_a_student_of_an_ensemble_is_one_model(prepared):
     pretrained = prepared("mrpc", steps=2, learning_rate=1e-2)
-    train = pretrained.data[TRAIN]
-    model = fine_tune(pretrained, train, seed=0)
-    loader = pretrained.loader(train, batch_size=8)
-    members = distilled(model, loader)
+    texts = training_texts(pretrained)
+    model = trained(pretrained)
+    assert model.retrained is not None
+    members = distilled(model, texts)
     assert len(list(members.logits())) == 1
-    predicted = members.predict({TRAIN: loader})[TRAIN]
+    probabilities = predicted(members, texts)
+
     recipe = Distilled(ensemble(model))
     assert len(recipe.teachers) == 3
-    assert model.retrained is not None
     student = model.retrained(recipe)
-    assert torch.equal(student.logits(loader).softmax(-1), predicted)
-    of_ensemble = Members.of(recipe.teachers)
-    assert not torch.equal(of_ensemble.predict({TRAIN: loader})[TRAIN], predicted)
+    assert torch.equal(student.logits(texts).softmax(-1), probabilities)
+    of_ensemble = predicted(Members.of(recipe.teachers), texts)
+    assert not torch.equal(of_ensemble, probabilities)
