@@ -40,6 +40,7 @@ N_TEXTS = 16
 def bernoulli_fisher(logits: torch.Tensor) -> torch.Tensor:
     """Compute `diag(p (1 - p))` of `(..., K)` logits in float64."""
     f = logits.double()
+    # 1 - p cancels where p is near 1: the sigmoid of -f does not.
     return torch.diag_embed(f.sigmoid() * (-f).sigmoid())
 
 
@@ -48,15 +49,18 @@ def batches(n_labels=3, **keywords):
     found = ragged_batches(**keywords)
     for number, batch in enumerate(found):
         labels = several_labels(batch, n_labels)
+        # Rolled, since each batch is given the same labels.
         batch["labels"] = labels.roll(number, 0)
     return found
 
 
 def in_two_classes(found):
     """Pairs for the wrapper: each label of each text is an example."""
-    return [
-        (without_labels(batch), batch["labels"].long().flatten()) for batch in found
-    ]
+    pairs_of_batches = []
+    for batch in found:
+        y = batch["labels"].long().flatten()
+        pairs_of_batches.append((without_labels(batch), y))
+    return pairs_of_batches
 
 
 def options(structure):
@@ -103,9 +107,9 @@ def as_matrix(la):
 def test_curvature_evidence_and_moments_are_the_dense_ones(structure, n_labels):
     model = lora_model("bert", n_labels=n_labels).eval()
     (batch,) = batches(n_labels, lengths=(7, 7, 7), padded_to=7)
+    X = without_labels(batch)
     la = make(model, structure, MULTI_LABEL, **options(structure))
     la.fit([batch])
-    X = without_labels(batch)
     logits = model(**X).logits.detach()
     loss = binary_cross_entropy_with_logits(logits, batch["labels"], reduction="sum")
     assert_close(la.loss, loss, **EXACT)
@@ -120,6 +124,8 @@ def test_curvature_evidence_and_moments_are_the_dense_ones(structure, n_labels):
 
 
 class InOneColumn(torch.nn.Module):
+    """Takes a batch as one argument, as `assert_exact` hands it over."""
+
     def __init__(self, model):
         super().__init__()
         self.model = model
@@ -139,47 +145,46 @@ def test_a_label_is_a_classification_into_two_classes(structure, n_labels):
     for prior in (0.1, 10.0):
         la.prior_precision = prior
         wrapped.prior_precision = prior
-        of_classes = wrapped.log_marginal_likelihood()
-        assert_close(la.log_marginal_likelihood(), of_classes, **SAME)
+        found = la.log_marginal_likelihood()
+        assert_close(found, wrapped.log_marginal_likelihood(), **SAME)
         for link in LINKS:
             p = la(X, link_approx=link, generator=generator())
             assert p.shape == batch["labels"].shape
-            expected = wrapped(X, link_approx=link, generator=generator())
-            assert_close(p.flatten(), expected[:, 1], **SAME)
+            of_classes = wrapped(X, link_approx=link, generator=generator())
+            of_yes = of_classes[:, 1]
+            assert_close(p.flatten(), of_yes, **SAME)
 
 
 @pytest.mark.parametrize("n_labels", [1, 3])
 def test_the_hosts_kron_is_expand(n_labels):
     """The host adds up gradients of the wrapper's rows, which share positions."""
+    # Without padding, which the host would count.
     (batch,) = batches(n_labels, lengths=(7, 7, 7), padded_to=7)
     model = lora_model("bert", n_labels=n_labels).eval()
+    kron = make(model, "kron", MULTI_LABEL)
     expand = {"rank": 200, "kfac_approx": "expand"}
-    posteriors = [
-        make(model, "kron", MULTI_LABEL),
-        make(model, "lowrank_kron", MULTI_LABEL, backend_kwargs=expand),
-    ]
-    for la in posteriors:
+    lowrank = make(model, "lowrank_kron", MULTI_LABEL, backend_kwargs=expand)
+    for la in (kron, lowrank):
         la.fit([batch])
         la.prior_precision = 0.5
-    kron, lowrank = posteriors
     assert_close(kron(batch), lowrank(batch), **SAME)
-    of_lowrank = lowrank.log_marginal_likelihood()
-    assert_close(kron.log_marginal_likelihood(), of_lowrank, **SAME)
+    found = kron.log_marginal_likelihood()
+    assert_close(found, lowrank.log_marginal_likelihood(), **SAME)
 
 
 def test_decisions_are_those_of_two_classes():
     la, wrapped = both()
-    found = la.predict(batches(), generator=generator())
-    expected = wrapped.predict(in_two_classes(batches()), generator=generator())
+    texts = batches()
+    found = la.predict(texts, generator=generator())
+    of_classes = wrapped.predict(in_two_classes(texts), generator=generator())
+    expected = of_classes._replace(probabilities=of_classes.probabilities[:, 1])
     assert found.probabilities.shape == (8, 3)
-    of_yes = expected.probabilities[:, 1]
-    assert_close(found.probabilities.flatten(), of_yes, **SAME)
-    for name in set(found._fields) - {"probabilities"}:
-        column = getattr(found, name).flatten()
-        assert_close(column, getattr(expected, name), **SAME)
+    # The wrapper's examples are the labels, text by text.
+    as_examples = [column.flatten() for column in found]
+    assert_close(as_examples, list(expected), **SAME)
     is_yes = found.probabilities > 0.5
     assert torch.equal(found.labels, is_yes.long())
-    assert la.predict_proba(batches()).shape == (8, 3)
+    assert la.predict_proba(texts).shape == (8, 3)
 
 
 def test_figures_are_those_of_two_classes():
@@ -188,23 +193,29 @@ def test_figures_are_those_of_two_classes():
     expected = compare(wrapped, in_two_classes(batches()))
     assert found.trained == pytest.approx(expected.trained, rel=1e-9)
     assert found.posterior == pytest.approx(expected.posterior, rel=1e-9)
-    drawn = outcomes(la, batches())
-    assert drawn.trained.shape == drawn.prediction.probabilities.shape == (24, 2)
-    assert drawn.labels.shape == drawn.prediction.labels.shape == (24,)
+
+
+def test_pictures_show_each_label_as_an_example_of_two_classes():
+    drawn = outcomes(fitted(), batches())
+    n_examples = 8 * 3
+    assert drawn.trained.shape == (n_examples, 2)
+    assert drawn.prediction.probabilities.shape == (n_examples, 2)
+    assert drawn.labels.shape == (n_examples,)
+    assert drawn.prediction.labels.shape == (n_examples,)
 
 
 @pytest.mark.parametrize("n_labels", [1, 3])
-def test_drawn_weights_give_sigmoids(n_labels):
+@pytest.mark.parametrize("pred_type", ["glm", "nn"])
+def test_drawn_weights_give_sigmoids(n_labels, pred_type):
     la = fitted(n_labels=n_labels)
     X = without_labels(batches(n_labels)[0])
-    for pred_type in ("nn", "glm"):
-        drawn = {"pred_type": pred_type, "n_samples": 5}
-        logits = la.functional_samples(X, generator=generator(), **drawn)
-        samples = la.predictive_samples(X, generator=generator(), **drawn)
-        assert_close(samples, logits.sigmoid())
-        if pred_type == "nn":
-            p = la(X, link_approx="mc", generator=generator(), **drawn)
-            assert_close(p, samples.mean(0))
+    drawn = {"pred_type": pred_type, "n_samples": 5}
+    logits = la.functional_samples(X, generator=generator(), **drawn)
+    samples = la.predictive_samples(X, generator=generator(), **drawn)
+    assert_close(samples, logits.sigmoid())
+    if pred_type == "nn":
+        p = la(X, link_approx="mc", generator=generator(), **drawn)
+        assert_close(p, samples.mean(0))
 
 
 def test_one_logit_takes_labels_with_and_without_a_column():
@@ -218,26 +229,6 @@ def test_one_logit_takes_labels_with_and_without_a_column():
     assert_close(as_matrix(other), as_matrix(la), **SAME)
 
 
-@pytest.mark.parametrize("scale", [1, 30])
-def test_seeds_are_exact_and_sampled_ones_unbiased(scale):
-    logits = scale * torch.tensor([[1.0, 0.0, -0.5]])
-    likelihood = LIKELIHOODS[MULTI_LABEL]
-    exact = likelihood.exact_seeds(logits)
-    columns = exact.dense().double()
-    fisher = torch.einsum("sbi,sbj->bij", columns, columns)
-    assert_close(fisher, bernoulli_fisher(logits), rtol=1e-5, atol=0)
-    if scale == 1:
-        drawn = likelihood.sampled_seeds(logits, 40_000, generator()).dense()
-        of_example = drawn[:, 0].double()
-        # Four standard errors.
-        found = of_example.T @ of_example
-        assert_close(found, fisher[0], rtol=0, atol=0.005)
-    y = torch.tensor([[1.0, 0.0, 1.0]])
-    (slopes,) = likelihood.empirical_seeds(logits, y).dense()
-    expected = logits.double().sigmoid() - y
-    assert_close(slopes, expected.float(), rtol=1e-5, atol=1e-7)
-
-
 def test_many_labels_are_drawn():
     la = make(plain_model(30), likelihood=MULTI_LABEL)
     ((X, _),) = pairs()
@@ -248,23 +239,53 @@ def test_many_labels_are_drawn():
 # --- everything that users do ---------------------------------------------------------
 
 
+@pytest.mark.parametrize("scale", [1, 30])
+def test_exact_seeds_have_the_fisher_for_their_products(scale):
+    # At a scale of 30, 1 - p is 0 in float32.
+    logits = scale * torch.tensor([[1.0, 0.0, -0.5]])
+    columns = LIKELIHOODS[MULTI_LABEL].exact_seeds(logits).dense().double()
+    fisher = torch.einsum("sbi,sbj->bij", columns, columns)
+    assert_close(fisher, bernoulli_fisher(logits), rtol=1e-5, atol=0)
+
+
+def test_sampled_seeds_are_unbiased():
+    logits = torch.tensor([[1.0, 0.0, -0.5]])
+    seeds = LIKELIHOODS[MULTI_LABEL].sampled_seeds(logits, 40_000, generator())
+    of_example = seeds.dense()[:, 0].double()
+    fisher = of_example.T @ of_example
+    # Four standard errors.
+    assert_close(fisher, bernoulli_fisher(logits)[0], rtol=0, atol=0.005)
+
+
+@pytest.mark.parametrize("scale", [1, 30])
+def test_empirical_seeds_are_slopes_of_the_loss(scale):
+    logits = scale * torch.tensor([[1.0, 0.0, -0.5]])
+    y = torch.tensor([[1.0, 0.0, 1.0]])
+    (slopes,) = LIKELIHOODS[MULTI_LABEL].empirical_seeds(logits, y).dense()
+    expected = logits.double().sigmoid() - y
+    assert_close(slopes, expected.float(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
 @pytest.mark.parametrize("method", ["agreement", "gridsearch", "val_gd", "marglik"])
 def test_methods_choose_as_for_two_classes(method):
     la, wrapped = both()
-    own, of_classes = {}, {}
+    texts = batches()
+    examples = in_two_classes(texts)
+    own = {}
+    of_classes = {}
     if method == "agreement":
-        own["train_loader"] = batches()
-        of_classes["train_loader"] = in_two_classes(batches())
+        own["train_loader"] = texts
+        of_classes["train_loader"] = examples
     elif method != "marglik":
-        own["val_loader"] = batches()
-        of_classes["val_loader"] = in_two_classes(batches())
+        own["val_loader"] = texts
+        of_classes["val_loader"] = examples
     if method == "val_gd":
+        # All there is in one batch, which is three times as many examples.
         own |= {"n_steps": 3, "batch_size": 8}
         of_classes |= {"n_steps": 3, "batch_size": 24}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        history = la.optimize_prior_precision(method=method, **own)
-        expected = wrapped.optimize_prior_precision(method=method, **of_classes)
+    history = la.optimize_prior_precision(method=method, **own)
+    expected = wrapped.optimize_prior_precision(method=method, **of_classes)
     # A text's loss is the sum of its labels', each of which is an example of the
     # wrapper.
     sums = 3 * expected.objective
@@ -277,21 +298,21 @@ def test_methods_choose_as_for_two_classes(method):
     assert_close(la.prior_precision, wrapped.prior_precision, rtol=1e-3, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
 def test_other_structures_and_own_losses_are_searched():
     la = fitted("diag")
-    seen = []
+    shapes = []
 
     def loss(probabilities, targets):
-        seen.append(probabilities.shape)
+        shapes.append(probabilities.shape)
         return (probabilities - targets).square().mean()
 
-    keywords = {"val_loader": batches(), "grid_size": 3, "method": "gridsearch"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        la.optimize_prior_precision(loss=loss, **keywords)
-        la.optimize_prior_precision(**keywords)
-        la.optimize_prior_precision(pred_type="nn", n_samples=2, **keywords)
-    assert seen == [(8, 3)] * 3
+    search = {"method": "gridsearch", "val_loader": batches(), "grid_size": 3}
+    la.optimize_prior_precision(loss=loss, **search)
+    # Once for each prior, of all texts together.
+    assert shapes == [(8, 3)] * 3
+    la.optimize_prior_precision(**search)
+    la.optimize_prior_precision(pred_type="nn", n_samples=2, **search)
 
 
 def test_variances_are_learnt():
@@ -308,26 +329,33 @@ def test_variances_are_learnt():
     assert_close(prediction.probabilities[:8], learnt)
 
 
-def test_files_adapters_and_mixtures(tmp_path):
-    la = fitted()
+@pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
+def test_files_keep_the_likelihood(structure, tmp_path):
+    la = fitted(structure)
     la.prior_precision = 3.0
-    X = without_labels(batches()[0])
     la.save_pretrained(tmp_path)
     again = laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
     assert again.likelihood == MULTI_LABEL
+    X = without_labels(batches()[0])
     assert_close(again(X), la(X), **SAME)
-    kron = fitted("kron")
-    kron.save_pretrained(tmp_path / "kron")
-    again = laplace_lora_ext.from_pretrained(kron.model.model, tmp_path / "kron")
-    assert_close(again(X), kron(X), **SAME)
-    assert len(la.sample_adapters(2, tmp_path / "drawn", generator())) == 2
+
+
+def test_adapters_are_drawn(tmp_path):
+    la = fitted()
+    assert len(la.sample_adapters(2, tmp_path, generator())) == 2
+
+
+@pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
+def test_a_mixture_averages_each_labels_probability():
+    la = fitted()
+    la.prior_precision = 3.0
     other = fitted()
     mixture = laplace_lora_ext.LaplaceMixture([la, other])
-    assert_close(mixture(X), (la(X) + other(X)) / 2, **SAME)
+    X = without_labels(batches()[0])
+    mean = (la(X) + other(X)) / 2
+    assert_close(mixture(X), mean, **SAME)
     assert mixture.predict(batches()).probabilities.shape == (8, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mixture.optimize_prior_precision(val_loader=batches(), grid_size=3)
+    mixture.optimize_prior_precision(val_loader=batches(), grid_size=3)
 
 
 def trained_by(folder, **keywords):
@@ -336,12 +364,16 @@ def trained_by(folder, **keywords):
     model.config.problem_type = MULTI_LABEL
     (batch,) = batches(lengths=(7, 4, 5, 6) * 4, batch_size=N_TEXTS)
     batch["labels"] = batch["labels"].float()
-    rows = zip(*batch.values(), strict=True)
-    data = [dict(zip(batch, row, strict=True)) for row in rows]
+    texts = []
+    for row in range(N_TEXTS):
+        text = {key: column[row] for key, column in batch.items()}
+        texts.append(text)
     settings = {"save_strategy": "no", "logging_strategy": "no"} | keywords
-    return trainer_of(folder, model=model, data=data, **settings), batch
+    trainer = trainer_of(folder, model=model, data=texts, **settings)
+    return trainer, batch
 
 
+@pytest.mark.filterwarnings("ignore:The posterior is over")
 def test_a_student_learns_each_labels_probability(tmp_path):
     trainer, batch = trained_by(
         tmp_path,
@@ -349,20 +381,20 @@ def test_a_student_learns_each_labels_probability(tmp_path):
         learning_rate=5e-3,
         per_device_train_batch_size=8,
     )
-    classifier = trainer.model.base_model.model.classifier.modules_to_save["default"]
+    model = trainer.model
+    # So sure a model that its posterior predicts quite otherwise.
+    classifier = model.base_model.model.classifier.modules_to_save["default"]
     classifier.weight.data *= 8
-    la = laplace_lora_ext.Laplace(trainer.model)
+    la = laplace_lora_ext.Laplace(model)
     assert la.likelihood == MULTI_LABEL
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The posterior is over")
-        la.fit([batch])
+    la.fit([batch])
     la.prior_precision = 1e-3
     X = without_labels(batch)
     targets = la(X, link_approx="mean_field")
-    of_map = trainer.model.eval()(**X).logits.sigmoid()
-    name = la.distill(trainer, unlabelled=None)
-    trainer.model.set_adapter(name)
-    of_student = trainer.model.eval()(**X).logits.sigmoid()
+    of_map = model.eval()(**X).logits.sigmoid()
+    student = la.distill(trainer, unlabelled=None)
+    model.set_adapter(student)
+    of_student = model.eval()(**X).logits.sigmoid()
     before = divergence(targets, of_map)
     assert before > 0.05
     assert divergence(targets, of_student) < 0.1 * before
