@@ -16,7 +16,16 @@ from tests.support.models import CLASS_TOKEN_IDS
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 """How close float64 comes."""
 
-# --- models ---------------------------------------------------------------------------
+# --- batches and models ---------------------------------------------------------------
+
+
+def labels_of(batches: Sequence[Any]) -> torch.Tensor:
+    """Join the labels of batches, mappings or `(X, y)`."""
+    labels: list[torch.Tensor] = []
+    for batch in batches:
+        of_batch = batch["labels"] if isinstance(batch, Mapping) else batch[1]
+        labels.append(of_batch)
+    return torch.cat(labels)
 
 
 def unpadded(
@@ -37,12 +46,38 @@ def as_padded(
     return {key: batch[key][row : row + 1] for key in ("input_ids", "attention_mask")}
 
 
+def batch_logits(
+    model: nn.Module,
+    inputs: Any,
+) -> torch.Tensor:
+    """Read `(B, C)` logits off the model's plain output."""
+    output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    return _answers(output, inputs)
+
+
 def logits_of(
     model: nn.Module,
-    inputs: Mapping[str, torch.Tensor],
+    inputs: Any,
 ) -> torch.Tensor:
     """Read `(C,)` logits of one example off the model's plain output."""
-    return _logits(model(**inputs))[0]
+    return batch_logits(model, inputs)[0]
+
+
+def _answers(
+    output: Any,
+    inputs: Any,
+) -> torch.Tensor:
+    logits = getattr(output, "logits", output)
+    if logits.ndim == 2:
+        return logits
+    # A language model answers after the last token.
+    if "attention_mask" not in inputs:
+        return logits[:, -1, CLASS_TOKEN_IDS]
+    mask = inputs["attention_mask"]
+    positions = torch.arange(mask.shape[1])
+    last = (mask * positions).argmax(-1)
+    at_last = logits[torch.arange(len(logits)), last]
+    return at_last[:, CLASS_TOKEN_IDS]
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
@@ -71,47 +106,61 @@ def matrix_places(model: nn.Module) -> list[torch.Tensor]:
     PEFT holds all experts' factors in one weight: of A one expert's rows after the
     other's, and of B the experts' columns in turn.
     """
-    n_experts: dict[int, int] = {}
-    for layer in model.modules():
-        if type(layer).__name__ == "ParamWrapper":
-            for half in (*layer.lora_A.values(), *layer.lora_B.values()):
-                n_experts[id(half.weight)] = layer.num_experts
+    n_experts_of = _experts_of_weights(model)
     parameters = dict(model.named_parameters())
     matrices: list[torch.Tensor] = []
     start = 0
-    for name, weight in lora_weights(model).items():
-        places = torch.arange(start, start + weight.numel()).reshape(len(weight), -1)
-        start += weight.numel()
-        n = n_experts.get(id(parameters[name]), 1)
+    for name in lora_weights(model):
+        weight = parameters[name]
+        end = start + weight.numel()
+        places = torch.arange(start, end).reshape(len(weight), -1)
+        start = end
+        n_experts = n_experts_of.get(id(weight), 1)
         if "lora_A" in name:
-            matrices += places.chunk(n)
+            matrices += places.chunk(n_experts)
         else:
-            matrices += [places[:, expert::n] for expert in range(n)]
+            for expert in range(n_experts):
+                matrices.append(places[:, expert::n_experts])
     return matrices
+
+
+def _experts_of_weights(model: nn.Module) -> dict[int, int]:
+    """Count the experts that share a weight, by the weight's `id`."""
+    n_experts: dict[int, int] = {}
+    for layer in model.modules():
+        # By its name, since older versions of PEFT have no such class.
+        if type(layer).__name__ == "ParamWrapper":
+            for half in (*layer.lora_A.values(), *layer.lora_B.values()):
+                n_experts[id(half.weight)] = layer.num_experts
+    return n_experts
 
 
 def jacobians(
     model: nn.Module,
     inputs: Any,
 ) -> torch.Tensor:
-    """Differentiate the logits in the LoRA weights, `(B, C, parameters)`.
+    """Differentiate the logits in the LoRA weights, `(B, C, parameters)`."""
+    return jacobians_in(lora_weights(model), model, inputs)
 
-    Of a mapping only one example, without padding on its right, is treated.
-    """
-    weights = lora_weights(model)
 
-    def forward(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        if isinstance(inputs, Mapping):
-            output = torch.func.functional_call(model, weights, (), dict(inputs))
-        else:
-            output = torch.func.functional_call(model, weights, (inputs,))
-        return _logits(output)
+def jacobians_in(
+    weights: Mapping[str, torch.Tensor],
+    model: nn.Module,
+    inputs: Any,
+) -> torch.Tensor:
+    """Differentiate the logits in some weights, `(B, C, parameters)`."""
+    if isinstance(inputs, Mapping):
+        args, kwargs = (), dict(inputs)
+    else:
+        args, kwargs = (inputs,), {}
 
-    derivatives = torch.func.jacrev(forward)(weights)
-    return torch.cat(
-        [d.flatten(2) for d in derivatives.values()],
-        dim=2,
-    )
+    def logits_at(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        output = torch.func.functional_call(model, weights, args, kwargs)
+        return _answers(output, inputs)
+
+    derivatives = torch.func.jacrev(logits_at)(dict(weights))
+    of_weights = [derivative.flatten(2) for derivative in derivatives.values()]
+    return torch.cat(of_weights, dim=2)
 
 
 def jacobian(
@@ -131,11 +180,27 @@ def alone(
 
     It does so without vmap, which kernels may lack.
     """
-    weights = [
-        p.requires_grad_() for name, p in model.named_parameters() if "lora_" in name
-    ]
+    weights: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            weights.append(parameter.requires_grad_())
+    logits: list[torch.Tensor] = []
+    Js: list[torch.Tensor] = []
+    for example in examples:
+        of_example = logits_of(model, example)
+        of_weights = derivatives_of(of_example, weights)
+        logits.append(of_example.detach())
+        Js.append(torch.cat([J.flatten(1) for J in of_weights], dim=1))
+    return torch.stack(logits), torch.stack(Js)
 
-    def row_of(logit: torch.Tensor) -> torch.Tensor:
+
+def derivatives_of(
+    logits: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Differentiate `(C,)` logits in each weight by plain autograd, `(C, *shape)`."""
+    rows: list[Sequence[torch.Tensor]] = []
+    for logit in logits:
         gradients = torch.autograd.grad(
             logit,
             weights,
@@ -143,23 +208,8 @@ def alone(
             allow_unused=True,
             materialize_grads=True,
         )
-        return torch.cat([gradient.flatten() for gradient in gradients])
-
-    logits = []
-    Js = []
-    for example in examples:
-        of_example = logits_of(model, example)
-        Js.append(torch.stack([row_of(logit) for logit in of_example]))
-        logits.append(of_example.detach())
-    return torch.stack(logits), torch.stack(Js)
-
-
-def _logits(output: Any) -> torch.Tensor:
-    logits = getattr(output, "logits", output)
-    if logits.ndim == 2:
-        return logits
-    # A language model answers after the last token.
-    return logits[:, -1, CLASS_TOKEN_IDS]
+        rows.append(gradients)
+    return [torch.stack(of_weight) for of_weight in zip(*rows, strict=True)]
 
 
 # --- curvature ------------------------------------------------------------------------
@@ -235,14 +285,12 @@ def block_diagonal_covariance(
     Js: torch.Tensor,
 ) -> torch.Tensor:
     """Compute covariances `(N, C, C)` from Jacobians, at prior precision 1."""
-    parts = Js.split(
-        [len(block) for block in blocks],
-        dim=-1,
-    )
+    n_weights = [len(block) for block in blocks]
+    Js_of_blocks = Js.split(n_weights, dim=-1)
     covariance = torch.zeros(())
-    for block, J in zip(blocks, parts, strict=True):
-        precision = block + torch.eye(len(block)).to(block)
-        covariance = covariance + J @ torch.linalg.solve(precision, J.mT)
+    for block, J in zip(blocks, Js_of_blocks, strict=True):
+        ones = torch.ones(len(block)).to(block)
+        covariance = covariance + glm_covariance(J, block, ones)
     return covariance
 
 
@@ -257,6 +305,30 @@ def evidence(H, log_likelihood, mean, prior_precision) -> torch.Tensor:
     return log_likelihood - 0.5 * (log_det_ratio + scatter)
 
 
+def glm_covariance(
+    Js: torch.Tensor,
+    H: torch.Tensor,
+    prior_precision: torch.Tensor,
+) -> torch.Tensor:
+    """Compute covariances of logits `(N, C, C)` at prior precisions `(parameters,)`."""
+    posterior_precision = H + prior_precision.diag()
+    return Js @ torch.linalg.solve(posterior_precision, Js.mT)
+
+
+def predicted(
+    la: Any,
+    batches: Sequence[Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Predict means `(N, C)` and covariances `(N, C, C)` of all batches' logits."""
+    f_mu: list[torch.Tensor] = []
+    f_var: list[torch.Tensor] = []
+    for batch in batches:
+        of_batch = la.predictive_moments(batch)
+        f_mu.append(of_batch.f_mu)
+        f_var.append(of_batch.f_var)
+    return torch.cat(f_mu), torch.cat(f_var)
+
+
 def assert_exact(
     la: Any,
     model: nn.Module,
@@ -269,7 +341,6 @@ def assert_exact(
     Kron, and it may be over some of the model's LoRA weights alone. `fisher_of` logits
     is the likelihood's.
     """
-    takes_part = _takes_part(la, model)
     Js = torch.cat([jacobians(model, X) for X in inputs])
     f_mu = torch.cat([model(X) for X in inputs]).detach()
     fisher = fisher_of(f_mu)
@@ -282,15 +353,13 @@ def assert_exact(
     else:
         found = la.H
         of_all = exact_ggn(Js, fisher)
+    takes_part = _takes_part(la, model)
     H = of_all[takes_part][:, takes_part]
-    J = Js[..., takes_part]
-    precision = H + torch.eye(len(H)).to(H)
-    covariance = J @ torch.linalg.inv(precision) @ J.mT
-
-    moments = [la.predictive_moments(X) for X in inputs]
-    means = torch.cat([of_batch.f_mu for of_batch in moments])
-    covariances = torch.cat([of_batch.f_var for of_batch in moments])
     assert_close(found, H, **EXACT)
+
+    prior_precision = torch.ones(len(H)).to(H)
+    covariance = glm_covariance(Js[..., takes_part], H, prior_precision)
+    means, covariances = predicted(la, inputs)
     assert_close(means, f_mu, **EXACT)
     assert_close(covariances, covariance, **EXACT)
 
@@ -302,8 +371,9 @@ def _takes_part(
     """Tell of each LoRA number whether the posterior is over it."""
     of_posterior = {id(block.weight) for block in la.blocks}
     parameters = dict(model.named_parameters())
-    parts = [
-        torch.full((weight.numel(),), id(parameters[name]) in of_posterior)
-        for name, weight in lora_weights(model).items()
-    ]
+    parts: list[torch.Tensor] = []
+    for name in lora_weights(model):
+        weight = parameters[name]
+        takes_part = id(weight) in of_posterior
+        parts.append(torch.full((weight.numel(),), takes_part))
     return torch.cat(parts)

@@ -1,12 +1,12 @@
 """A small classifier with an adapter and a trained head, and dense calculus."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
+from tests.support.dense import jacobians_in, logits_of
 from tests.support.models import N_CLASSES
 
 PARTS = ("lora_", ".modules_to_save.default.")
@@ -48,44 +48,27 @@ def trained(base: nn.Module, config: LoraConfig) -> PeftModel:
     """Add an adapter and a head, and draw all their weights, in float64."""
     torch.manual_seed(0)
     model = get_peft_model(base, config)  # pyright: ignore[reportArgumentType]
-    for name, weight in model.named_parameters():
-        if any(part in name for part in PARTS):
-            nn.init.normal_(weight, std=0.4)
+    for weight in weights_of(model).values():
+        nn.init.normal_(weight, std=0.4)
     assert isinstance(model, PeftModel)
     return model.double().eval()
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Find the weights of adapter and head, in the order of the parameters."""
-    return {
-        name: weight
-        for name, weight in model.named_parameters()
-        if any(part in name for part in PARTS)
-    }
-
-
-def dense(
-    model: nn.Module,
-    example: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute logits `(C,)` of one example and their Jacobian `(C, parameters)`."""
-    weights = {name: weight.detach() for name, weight in weights_of(model).items()}
-
-    def logits(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        if isinstance(example, Mapping):
-            output = torch.func.functional_call(model, weights, (), dict(example))
-            return output.logits[0]
-        return torch.func.functional_call(model, weights, (example,))[0]
-
-    of_weights = torch.func.jacrev(logits)(weights)
-    J = torch.cat([derivative.flatten(1) for derivative in of_weights.values()], dim=1)
-    return logits(weights).detach(), J
+    weights: dict[str, nn.Parameter] = {}
+    for name, weight in model.named_parameters():
+        if any(part in name for part in PARTS):
+            weights[name] = weight
+    return weights
 
 
 def dense_of(
     model: nn.Module,
     examples: list[Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`."""
-    logits, Js = zip(*[dense(model, example) for example in examples], strict=True)
-    return torch.stack(logits), torch.stack(Js)
+    """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`, alone each."""
+    weights = {name: weight.detach() for name, weight in weights_of(model).items()}
+    logits = [logits_of(model, example).detach() for example in examples]
+    Js = [jacobians_in(weights, model, example) for example in examples]
+    return torch.stack(logits), torch.cat(Js)

@@ -1,7 +1,7 @@
 """Models with other adapters than linear ones, and dense calculus."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,7 +9,13 @@ import transformers
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import nn
 
-from tests.support.dense import kronecker_block, softmax_fisher
+from tests.support.dense import (
+    as_padded,
+    derivatives_of,
+    kronecker_block,
+    logits_of,
+    softmax_fisher,
+)
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     N_CLASSES,
@@ -24,42 +30,31 @@ Batch = Any
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its call, and batches; `matrices` cut its parameters."""
+    """A model, batches of its examples, and what tells which weights take part."""
 
     model: nn.Module
     batches: list[Batch]
-    keywords: Mapping[str, Any]
+    # Keywords of the posterior.
+    keywords: Mapping[str, Any] = field(default_factory=dict)
     n_experts: int = 1
-    tolerance: float = 1e-9  # norms of some models run in float32
-    # What is in the names of the weights that take part.
+    # How near the dense calculus comes: norms of some models run in float32.
+    tolerance: float = 1e-9
+    # The names of the weights that take part have one of these, and not that.
     names: Sequence[str] = ("lora_",)
-    but: str = "lora_magnitude"  # and what is not
-    by_differences: bool = False  # whether Jacobians are finite differences
+    but: str = "lora_magnitude"
+    # Whether Jacobians are finite differences.
+    by_differences: bool = False
 
     def inputs(self, batch: Batch) -> Any:
         """Take a batch without its labels."""
-        return without_labels(batch) if isinstance(batch, dict) else batch[0]
+        if isinstance(batch, dict):
+            return without_labels(batch)
+        X, _ = batch
+        return X
 
-    def labels(self) -> torch.Tensor:
-        """Join the labels of all batches."""
-        labels: list[torch.Tensor] = []
-        for batch in self.batches:
-            of_batch = batch["labels"] if isinstance(batch, dict) else batch[1]
-            labels.append(of_batch)
-        return torch.cat(labels)
-
-    def logits(self, inputs: Any) -> torch.Tensor:
-        """Compute logits `(B, C)` by the model's plain output."""
-        output = (
-            self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)
-        )
-        logits = getattr(output, "logits", output)
-        # Of a language model, whose answer is after the last token.
-        if logits.ndim == 3:
-            last = inputs["attention_mask"].sum(-1) - 1
-            at_last = logits[torch.arange(len(logits)), last]
-            logits = at_last[:, CLASS_TOKEN_IDS]
-        return logits
+    def all_inputs(self) -> list[Any]:
+        """Take all batches without their labels."""
+        return [self.inputs(batch) for batch in self.batches]
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Find the weights that take part, in the order of the parameters."""
@@ -95,11 +90,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Dense:
-    """Logits `(N, C)`, and Jacobians and values of each matrix, by examples alone."""
+    """What dense calculus finds, each example treated by itself."""
 
-    logits: torch.Tensor
-    Js: list[torch.Tensor]  # `(N, C, m, n)` each
-    values: list[torch.Tensor]  # `(m, n)` each
+    logits: torch.Tensor  # (N, C)
+    Js: list[torch.Tensor]  # (N, C, m, n) of each matrix
+    values: list[torch.Tensor]  # (m, n) of each matrix
 
     @property
     def jacobian(self) -> torch.Tensor:
@@ -124,23 +119,25 @@ def dense(case: Case) -> Dense:
     weights = case.weights()
     differentiate = _differences if case.by_differences else _gradients
     logits: list[torch.Tensor] = []
-    of_examples: list[list[torch.Tensor]] = []
-    for batch in case.batches:
-        for example in _examples(case.inputs(batch)):
+    by_example: list[list[torch.Tensor]] = []
+    for inputs in case.all_inputs():
+        for example in _examples(inputs):
             with torch.no_grad():
-                logits += case.logits(example)
-            of_examples.append(differentiate(case, example, list(weights.values())))
+                logits.append(logits_of(case.model, example))
+            of_example = differentiate(case.model, example, list(weights.values()))
+            by_example.append(of_example)
+
     Js: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
-    by_weight = zip(*of_examples, strict=True)
-    for (name, weight), J in zip(weights.items(), by_weight, strict=True):
-        Js += case.matrices(name, torch.stack(J))
+    for place, (name, weight) in enumerate(weights.items()):
+        J = torch.stack([of_example[place] for of_example in by_example])
+        Js += case.matrices(name, J)
         values += case.matrices(name, weight.detach())
     return Dense(torch.stack(logits), Js, values)
 
 
 def _gradients(
-    case: Case,
+    model: nn.Module,
     example: Any,
     weights: list[nn.Parameter],
 ) -> list[torch.Tensor]:
@@ -148,29 +145,20 @@ def _gradients(
     before = [weight.requires_grad for weight in weights]
     for weight in weights:
         weight.requires_grad_()
-    (logits,) = case.logits(example)
-    rows: list[Sequence[torch.Tensor]] = []
-    for logit in logits:
-        of_logit = torch.autograd.grad(
-            logit,
-            weights,
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        rows.append(of_logit)
+    Js = derivatives_of(logits_of(model, example), weights)
     for weight, requires_grad in zip(weights, before, strict=True):
         weight.requires_grad_(requires_grad)
-    return [torch.stack(of_weight) for of_weight in zip(*rows, strict=True)]
+    return Js
 
 
 @torch.no_grad()
 def _differences(
-    case: Case,
+    model: nn.Module,
     example: Any,
     weights: list[nn.Parameter],
 ) -> list[torch.Tensor]:
-    """Compute Jacobians `(C, *shape)` of one example by central differences."""
+    """Compute an example's Jacobians `(C, *shape)` by central differences."""
+    # In float64 both errors, of the step's square and of rounding, are then near 1e-10.
     step = 1e-5
     Js: list[torch.Tensor] = []
     for weight in weights:
@@ -178,9 +166,9 @@ def _differences(
         columns: list[torch.Tensor] = []
         for place, number in enumerate(numbers_of_weight.tolist()):
             numbers_of_weight[place] = number + step
-            (ahead,) = case.logits(example)
+            ahead = logits_of(model, example)
             numbers_of_weight[place] = number - step
-            (behind,) = case.logits(example)
+            behind = logits_of(model, example)
             numbers_of_weight[place] = number
             columns.append((ahead - behind) / (2 * step))
         J = torch.stack(columns, dim=-1)
@@ -190,10 +178,10 @@ def _differences(
 
 def _examples(inputs: Any) -> list[Any]:
     """Take each example of a batch by itself, as a batch of one."""
-    if not isinstance(inputs, dict):
-        return list(inputs.split(1))
-    by_key = [value.split(1) for value in inputs.values()]
-    return [dict(zip(inputs, rows, strict=True)) for rows in zip(*by_key, strict=True)]
+    if isinstance(inputs, dict):
+        n_examples = len(inputs["input_ids"])
+        return [as_padded(inputs, row) for row in range(n_examples)]
+    return list(inputs.split(1))
 
 
 # --- cases ----------------------------------------------------------------------------
@@ -211,7 +199,8 @@ def drawn(model: nn.Module) -> nn.Module:
 def of_experts(family: str) -> Case:
     """Make a classifier with routed experts, adapted beside linear layers."""
     torch.manual_seed(0)
-    experts = {"num_local_experts": 3} if family == "Mixtral" else {"num_experts": 3}
+    # Each family has a name of its own for the number of experts.
+    key = "num_local_experts" if family == "Mixtral" else "num_experts"
     config = getattr(transformers, f"{family}Config")(
         vocab_size=VOCABULARY,
         hidden_size=8,
@@ -226,7 +215,7 @@ def of_experts(family: str) -> Case:
         pad_token_id=0,
         attn_implementation="eager",
         experts_implementation="eager",  # the others have no float64
-        **experts,
+        **{key: 3},
     )
     base = getattr(transformers, f"{family}ForSequenceClassification")(config)
     lora = LoraConfig(
@@ -235,9 +224,12 @@ def of_experts(family: str) -> Case:
         target_modules=["q_proj"],
         target_parameters=["experts.gate_up_proj", "experts.down_proj"],
     )
-    model = drawn(get_peft_model(base, lora))
-    batches = ragged_batches(lengths=(5, 3, 4, 2, 5), padded_to=5)
-    return Case(model, batches, {}, n_experts=3, tolerance=1e-4)
+    return Case(
+        model=drawn(get_peft_model(base, lora)),
+        batches=ragged_batches(lengths=(5, 3, 4, 2, 5), padded_to=5),
+        n_experts=3,
+        tolerance=1e-4,
+    )
 
 
 def of_mixtral() -> Case:
@@ -253,7 +245,7 @@ def of_qwen() -> Case:
 def of_embedding() -> Case:
     """Adapt an encoder's embedding of words beside a linear layer."""
     model = lora_model("bert", target_modules=["word_embeddings", "query"])
-    return Case(drawn(model), ragged_batches(), {})
+    return Case(drawn(model), ragged_batches())
 
 
 def of_tokens() -> Case:
@@ -261,17 +253,18 @@ def of_tokens() -> Case:
     tokens = [3, 17, 40, 41]
     model = lora_model("bert", target_modules=["query"], trainable_token_indices=tokens)
     names = ("lora_", "trainable_tokens_delta")
-    return Case(drawn(model), ragged_batches(), {}, names=names)
+    return Case(drawn(model), ragged_batches(), names=names)
 
 
 def of_activated() -> Case:
     """Adapt only what follows some tokens, by aLoRA, which one of the texts lacks."""
+    invocation, other = 9, 10
     batches = ragged_batches()
     for batch in batches:
-        batch["input_ids"][:, 1] = 9
-    batches[0]["input_ids"][1, 1] = 10
-    model = lora_model("gpt2", alora_invocation_tokens=[9])
-    return Case(drawn(model), batches, {"class_token_ids": CLASS_TOKEN_IDS})
+        batch["input_ids"][:, 1] = invocation
+    batches[0]["input_ids"][1, 1] = other
+    model = lora_model("gpt2", alora_invocation_tokens=[invocation])
+    return Case(drawn(model), batches, keywords={"class_token_ids": CLASS_TOKEN_IDS})
 
 
 def of_singular_values() -> Case:
@@ -284,7 +277,7 @@ def of_singular_values() -> Case:
         init_r=3,
         total_step=10,
     )
-    return Case(drawn(get_peft_model(base, config)), ragged_batches(), {})
+    return Case(drawn(get_peft_model(base, config)), ragged_batches())
 
 
 class Images(nn.Module):
@@ -314,9 +307,7 @@ class Sequences(nn.Module):
         return self.last(attended.tanh().mean(1))
 
 
-def numbers(
-    *shape: int,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def numbers(*shape: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Make batches of five examples and two, of numbers of a shape."""
     generator = torch.Generator().manual_seed(1)
     batches: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -331,7 +322,8 @@ def of_convolutions(**lora: Any) -> Case:
     """Adapt convolutions beside a linear layer."""
     torch.manual_seed(0)
     config = LoraConfig(r=2, target_modules=["first", "second", "last"], **lora)
-    return Case(drawn(get_peft_model(Images(), config)), numbers(2, 5, 5), {})
+    model = drawn(get_peft_model(Images(), config))
+    return Case(model, numbers(2, 5, 5))
 
 
 def of_convolutions_with_magnitudes() -> Case:
@@ -343,9 +335,13 @@ def of_attention() -> Case:
     """Adapt an attention module beside a linear layer."""
     torch.manual_seed(0)
     config = LoraConfig(r=2, target_modules=["attention", "last"])
-    model = drawn(get_peft_model(Sequences(), config))
-    # What PEFT gives autograd is not the derivative of what it computes.
-    return Case(model, numbers(3, 4), {}, tolerance=1e-6, by_differences=True)
+    return Case(
+        model=drawn(get_peft_model(Sequences(), config)),
+        batches=numbers(3, 4),
+        tolerance=1e-6,
+        # What PEFT gives autograd is not the derivative of what it computes.
+        by_differences=True,
+    )
 
 
 CASES: dict[str, Callable[[], Case]] = {
