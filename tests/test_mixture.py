@@ -3,25 +3,24 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import load_peft_weights
+from peft import LoraConfig, load_peft_weights
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext import GridSearch, LaplaceMixture
 from laplace_lora_ext.models.adapters import add_fresh_adapter
-from laplace_lora_ext.predictive.links import (
-    shared_noise,
-    softmax_samples,
-)
+from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
 from tests.support.models import (
     base_model,
     lora_model,
     ragged_batches,
     real_targets,
+    without_labels,
 )
 from tests.support.posteriors import (
     count_forward_passes,
@@ -45,12 +44,13 @@ GRID = {
 
 
 def numbers():
+    """Make one batch of texts with two numbers each."""
     (batch,) = ragged_batches(batch_size=8)
     return [batch | {"labels": real_targets(8, 2)}]
 
 
 def preferences():
-    """Pairs of texts, of which one is preferred."""
+    """Make one batch of pairs of texts, of which one is preferred."""
     batch, *_ = ragged_batches(n_classes=2)
     pairs = {"labels": batch["labels"]}
     for key in ("input_ids", "attention_mask"):
@@ -86,7 +86,8 @@ KINDS = {
 }
 
 
-class Two(NamedTuple):
+@dataclass(frozen=True)
+class Two:
     """Posteriors around two adapters of one model, and their data."""
 
     first: Any
@@ -97,10 +98,10 @@ class Two(NamedTuple):
         return LaplaceMixture([self.first, self.second])
 
 
-def add_second(model, **other):
-    """A second adapter, which is active then, with random weights."""
-    if other:
-        config = type(model.peft_config["default"])(r=2, **other)
+def add_second(model, **lora_config):
+    """Add and activate an adapter with random weights, by default like the first."""
+    if lora_config:
+        config = LoraConfig(r=2, **lora_config)
         model.add_adapter("second", config)
         model.set_adapter("second")
     else:
@@ -110,7 +111,8 @@ def add_second(model, **other):
             torch.nn.init.normal_(weight, std=0.4)
 
 
-def two(name: str = "classes", **other) -> Two:
+def two(name: str = "classes", **lora_config) -> Two:
+    """Fit posteriors with priors that differ; the second's adapter may, too."""
     kind = KINDS[name]
     model = lora_model(kind.base, n_labels=kind.n_labels)
     batches = kind.data()
@@ -125,7 +127,7 @@ def two(name: str = "classes", **other) -> Two:
         )
 
     first = posterior(2.0)
-    add_second(model, **other)
+    add_second(model, **lora_config)
     second = posterior(0.5)
     model.set_adapter("default")
     return Two(first, second, batches)
@@ -168,11 +170,7 @@ def test_numbers_have_the_mixtures_moments(kind):
     both = two(kind)
     mixture = both.mixture()
     (batch,) = both.batches
-    for options in (
-        {},
-        {"joint": True},
-        {"diagonal_output": True},
-    ):
+    for options in ({}, {"joint": True}, {"diagonal_output": True}):
         m, S = both.first(batch, **options)
         n, T = both.second(batch, **options)
         mean, covariance = mixture(batch, **options)
@@ -183,10 +181,15 @@ def test_numbers_have_the_mixtures_moments(kind):
         assert_close(second_moment, (of_first + of_second) / 2)
     with pytest.raises(ValueError, match="predicts numbers"):
         mixture.predict_proba(batch)
-    if kind == "rewards":
-        first = both.first(batch, fitting=True)
-        second = both.second(batch, fitting=True)
-        assert_close(mixture(batch, fitting=True), (first + second) / 2)
+
+
+def test_preferences_have_the_members_mean_probability():
+    both = two("rewards")
+    (batch,) = both.batches
+    first = both.first(batch, fitting=True)
+    second = both.second(batch, fitting=True)
+    found = both.mixture()(batch, fitting=True)
+    assert_close(found, (first + second) / 2)
 
 
 def test_entropies_are_those_of_all_members_draws():
@@ -196,45 +199,51 @@ def test_entropies_are_those_of_all_members_draws():
     passes = [count_forward_passes(la) for la in mixture.members]
     found = mixture.predict(batch, "probit", n_samples=40, generator=generator(5))
     assert passes == [[1], [1]]
-    shared = generator(5)
+
+    shared = generator(5)  # the second member draws after the first
     drawn = []
     for la in (both.first, both.second):
-        moments = la.predictive_moments(batch)
-        noise = shared_noise(moments.f_mu, 40, shared)
-        drawn.append(softmax_samples(*moments, noise).exp())
-    drawn = torch.cat(drawn)
-    total = torch.special.entr(drawn.mean(0)).sum(-1)
-    aleatoric = torch.special.entr(drawn).sum(-1).mean(0)
-    assert_close(found.probabilities, mixture(batch, link_approx="probit"))
+        f_mu, f_var = la.predictive_moments(batch)
+        noise = shared_noise(f_mu, 40, shared)
+        log_p = softmax_samples(f_mu, f_var, noise)
+        drawn.append(log_p.exp())
+    p = torch.cat(drawn)
+    total = torch.special.entr(p.mean(0)).sum(-1)
+    of_draws = torch.special.entr(p).sum(-1)
+    aleatoric = of_draws.mean(0)
+    of_label = p[:, range(3), found.labels]
     assert_close(found.total_entropy, total)
     assert_close(found.epistemic_entropy, total - aleatoric)
-    of_label = drawn[:, range(3), found.labels]
     assert_close(found.label_variance, of_label.var(0, correction=0))
+
+
+def test_decisions_have_the_probabilities_of_their_link():
+    mixture = two().mixture()
+    batch = ragged_batches()[0]
+    decided = mixture.predict(batch, "probit")
+    assert_close(decided.probabilities, mixture(batch, link_approx="probit"))
     expected = mixture(batch, link_approx="mean_field").numpy()
     assert mixture.predict_proba(batch) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("labelled", [True, False])
-def test_members_pass_over_the_same_rows_of_a_loader_that_shuffles(
-    labelled,
-):
+def test_members_pass_over_the_same_rows_of_a_loader_that_shuffles(labelled):
     mixture = two().mixture()
-    n = 11
-    texts = [Texts()[place] for place in range(n)]
+    texts = [Texts()[place] for place in range(11)]
     if not labelled:
-        for text in texts:
-            del text["labels"]
+        texts = [without_labels(text) for text in texts]
     torch.manual_seed(0)
     shuffled = DataLoader(texts, batch_size=3, shuffle=True)
     statistics = mixture.predictive_statistics(shuffled, dtype=torch.float64)
     found = mixture(statistics.moments(1.0), link_approx="mean_field")
+
     in_order = [mixture(batch, link_approx="mean_field") for batch in DataLoader(texts)]
     expected = torch.cat(in_order)
     # Each prediction is nearest to that of its own text.
     distances = (found[:, None] - expected).abs().sum(-1)
     order = distances.argmin(1)
-    assert order.tolist() != list(range(n))
-    assert sorted(order.tolist()) == list(range(n))
+    assert order.tolist() != list(range(11))
+    assert sorted(order.tolist()) == list(range(11))
     assert_close(found, expected[order])
     has_targets = statistics.members[0].targets is not None
     assert has_targets == labelled
@@ -243,25 +252,26 @@ def test_members_pass_over_the_same_rows_of_a_loader_that_shuffles(
 # --- priors ---------------------------------------------------------------------------
 
 
+def priors_of(*posteriors):
+    return [la.prior_precision.item() for la in posteriors]
+
+
 def loss_by_hand(both, batches):
-    """Mean negative log-likelihood of what a mixture of the posteriors predicts."""
+    """Compute the mean negative log-likelihood of what a mixture predicts."""
     mixture = both.mixture()
-    predicted = []
-    for batch in batches:
-        found = mixture(batch, link_approx="mean_field", fitting=True)
-        predicted.append(found if isinstance(found, tuple) else (found,))
-    outputs = [torch.cat(parts) for parts in zip(*predicted, strict=True)]
-    labels = torch.cat([batch["labels"] for batch in batches])
     likelihood = both.first.trained_likelihood
-    if not likelihood.is_gaussian:
-        outputs = [outputs[0].log()]
-    return likelihood.nll(outputs, labels, both.first.sigma_noise).mean().item()
+    losses = []
+    for batch in batches:
+        predicted = mixture(batch, link_approx="mean_field", fitting=True)
+        # Of numbers these are moments, of classes probabilities.
+        outputs = predicted if likelihood.is_gaussian else [predicted.log()]
+        nll = likelihood.nll(outputs, batch["labels"], both.first.sigma_noise)
+        losses.append(nll)
+    return torch.cat(losses).mean().item()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(
-    kind,
-):
+def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(kind):
     both = two(kind)
     batches = both.batches
     mixture = both.mixture()
@@ -275,31 +285,40 @@ def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(
     assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
     best = factors[losses.index(min(losses))]
     assert mixture.prior_precision.item() == pytest.approx(best)
-    priors = [la.prior_precision.item() for la in mixture.members]
-    assert priors == pytest.approx([2 * best, 0.5 * best])
+    assert priors_of(*mixture.members) == pytest.approx([2 * best, 0.5 * best])
+    # Of the structures, "lowrank_kron" alone has statistics.
     if kind != "diagonal":
         given = mixture.predictive_statistics(batches)
         search = GridSearch(val_loader=given, link_approx="mean_field", **GRID)
         assert_close(search(mixture).objective, history.objective)
 
 
-def priors_of(*posteriors):
-    return [la.prior_precision.item() for la in posteriors]
-
-
 def test_given_posteriors_keep_their_priors_and_the_mixture_its_own():
-    first, second, batches = both = two()
+    both = two()
     mixture = both.mixture()
-    before = first(batches[0])
+    batch = both.batches[0]
+    before = both.first(batch)
+    # The mixture's is a factor of its members' own.
     mixture.prior_precision = 10
-    assert priors_of(first, second) == [2, 0.5]
-    assert torch.equal(first(batches[0]), before)
-    first.prior_precision = 7
-    first.fit(batches[:1])
+    assert priors_of(both.first, both.second) == [2, 0.5]
+    assert torch.equal(both.first(batch), before)
+    both.first.prior_precision = 7
+    both.first.fit([batch])
     assert mixture.n_data == 8
+    assert priors_of(*mixture.members) == [20, 5]
+
+
+def test_a_search_that_fails_leaves_the_priors():
+    both = two()
+    mixture = both.mixture()
+    mixture.prior_precision = 10
     mixture.members[1].prior_precision = 6.0
+
+    def failing_loss(*_):
+        raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError):
-        mixture.optimize_prior_precision(val_loader=batches, loss=lambda *_: 1 / 0)
+        mixture.optimize_prior_precision(val_loader=both.batches, loss=failing_loss)
     assert mixture.prior_precision.item() == 10
     assert priors_of(*mixture.members) == [20, 6]
 
@@ -319,16 +338,17 @@ def test_a_prediction_is_of_one_factor_whatever_other_threads_do():
     mixture = both.mixture()
     batch = both.batches[0]
     expected = mixture(batch)
-    futures = []
+    changes = []
 
     with ThreadPoolExecutor(1) as pool:
 
         def change_prior(*_):
-            if not futures:
+            if not changes:
                 change = pool.submit(setattr, mixture, "prior_precision", 100.0)
-                futures.append(change)
-                wait(futures, timeout=1)  # without a lock it would be done by now
+                changes.append(change)
+                wait(changes, timeout=1)  # without a lock it would be done by now
 
+        # While the first member predicts, and the second has not begun.
         handle = both.first.model.model.register_forward_hook(change_prior)
         found = mixture(batch)
         handle.remove()
@@ -345,23 +365,26 @@ def trainable(model):
 
 
 @pytest.mark.parametrize(
-    "targets",
+    "second",
     [
-        {},
-        {"target_modules": ["key"], "task_type": "SEQ_CLS"},
+        pytest.param({}, id="adapters alike"),
+        pytest.param(
+            {"target_modules": ["key"], "task_type": "SEQ_CLS"},
+            id="adapters of other layers",
+        ),
     ],
 )
-def test_it_is_saved_and_loaded_with_its_adapters_and_heads(targets, tmp_path):
-    both = two(**targets)
+def test_it_is_saved_and_loaded_with_its_adapters_and_heads(second, tmp_path):
+    both = two(**second)
     mixture = both.mixture()
     batch = both.batches[0]
     mixture.prior_precision = 3
     mixture.save_pretrained(tmp_path)
     torch.manual_seed(0)
-    bare = base_model("bert").double()
+    without_adapters = base_model("bert").double()
     model = lora_model("bert")  # which has the first adapter
     before = trainable(model)
-    for given in (bare, model):
+    for given in (without_adapters, model):
         loaded = LaplaceMixture.from_pretrained(given, tmp_path)
         assert_close(loaded(batch), mixture(batch))
     assert model.active_adapter == "default"
@@ -369,7 +392,8 @@ def test_it_is_saved_and_loaded_with_its_adapters_and_heads(targets, tmp_path):
 
 
 def test_no_damaged_mixture_is_loaded(tmp_path):
-    two().mixture().save_pretrained(tmp_path)
+    mixture = two().mixture()
+    mixture.save_pretrained(tmp_path)
     model = lora_model("bert")
     description = tmp_path / "laplace_mixture.json"
     content = description.read_text()
@@ -382,7 +406,8 @@ def test_no_damaged_mixture_is_loaded(tmp_path):
         with pytest.raises(ValueError, match=message):
             LaplaceMixture.from_pretrained(model, tmp_path)
     description.write_text(content)
-    (tmp_path / "second" / "laplace_posterior.safetensors").write_text("{")
+    posterior = tmp_path / "second" / "laplace_posterior.safetensors"
+    posterior.write_text("{")
     with pytest.raises(ValueError, match="second"):
         LaplaceMixture.from_pretrained(model, tmp_path)
     assert list(model.peft_config) == ["default"]
@@ -390,26 +415,32 @@ def test_no_damaged_mixture_is_loaded(tmp_path):
 
 def test_adapters_are_drawn_from_each_member(tmp_path):
     both = two()
-    mixed = tmp_path / "mixed"
-    folders = both.mixture().sample_adapters(3, mixed, generator(2))
-    parts = [folder.relative_to(mixed).as_posix() for folder in folders]
-    assert parts == ["sample_0", "sample_1", "sample_2/second"]
+    mixture = both.mixture()
+    folder = tmp_path / "mixed"
+    drawn = mixture.sample_adapters(3, folder, generator(2))
+    names = [of_draw.relative_to(folder).as_posix() for of_draw in drawn]
+    assert names == ["sample_0", "sample_1", "sample_2/second"]
+
+    # Of three draws the first member gives two.
     shared = generator(2)
-    by_hand = [
-        *both.first.sample_adapters(2, tmp_path / "first", shared),
-        *both.second.sample_adapters(1, tmp_path / "second", shared),
-    ]
-    for folder, other in zip(folders, by_hand, strict=True):
-        found = load_peft_weights(str(folder))
-        expected = load_peft_weights(str(other))
-        for name, weight in expected.items():
-            assert torch.equal(found[name], weight)
+    of_first = both.first.sample_adapters(2, tmp_path / "first", shared)
+    of_second = both.second.sample_adapters(1, tmp_path / "second", shared)
+    for found, expected in zip(drawn, [*of_first, *of_second], strict=True):
+        assert_same_weights(found, expected)
+
+
+def assert_same_weights(folder: Path, other: Path) -> None:
+    """Compare the adapters of two folders."""
+    found = load_peft_weights(str(folder))
+    for name, weight in load_peft_weights(str(other)).items():
+        assert torch.equal(found[name], weight)
 
 
 # --- free text ------------------------------------------------------------------------
 
 
 def two_of_texts() -> Two:
+    """Fit posteriors of a language model."""
     model = lora_model("gpt2").eval()
     first = fitted_text(model)
     add_second(model)
@@ -420,15 +451,16 @@ def two_of_texts() -> Two:
 def test_members_score_texts_together():
     both = two_of_texts()
     batch = both.batches[0]
-    found = both.mixture().score(batch, 3, generator()).tokens
+    mixture = both.mixture()
+    found = mixture.score(batch, 3, generator()).tokens
     # Of three draws the first member gives two.
     shared = generator()
-    one = both.first.score(batch, 2, shared).tokens
-    other = both.second.score(batch, 1, shared).tokens
-    expected = (2 * one.log_prob.exp() + other.log_prob.exp()) / 3
+    first = both.first.score(batch, 2, shared).tokens
+    second = both.second.score(batch, 1, shared).tokens
+    expected = (2 * first.log_prob.exp() + second.log_prob.exp()) / 3
     assert_close(found.log_prob.exp(), expected)
-    expected = (one.map_log_prob.exp() + other.map_log_prob.exp()) / 2
-    assert_close(found.map_log_prob.exp(), expected)
+    expected_of_map = (first.map_log_prob.exp() + second.map_log_prob.exp()) / 2
+    assert_close(found.map_log_prob.exp(), expected_of_map)
 
 
 def test_members_write_texts_together():
@@ -442,19 +474,20 @@ def test_members_write_texts_together():
             n_samples=0,
             max_new_tokens=3,
             do_sample=False,
-            eos_token_id=-1,
+            eos_token_id=-1,  # so that no text ends early
             pad_token_id=0,
         )
 
-    expected = text
     found = write(both.mixture()).sequences
+    expected = text
     for _ in range(3):
-        p = 0
+        p = torch.zeros(()).double()
         for adapter in ("default", "second"):
             model.set_adapter(adapter)
             logits = model(input_ids=expected).logits
             p = p + logits[:, -1].softmax(-1)
-        expected = torch.cat([expected, p.argmax(-1, keepdim=True)], dim=1)
+        most_probable = p.argmax(-1, keepdim=True)
+        expected = torch.cat([expected, most_probable], dim=1)
     assert torch.equal(found, expected)
     with pytest.raises(ValueError, match="adapters of one model"):
         write(LaplaceMixture([both.second, fitted_text()]))
@@ -472,10 +505,8 @@ def with_one_that_is_not_fitted():
 
 
 def with_more_classes():
-    return [
-        fitted(),
-        fitted(model=lora_model("bert", n_labels=4)),
-    ]
+    of_four = fitted(model=lora_model("bert", n_labels=4))
+    return [fitted(), of_four]
 
 
 def with_numbers():
@@ -500,15 +531,15 @@ def with_another_base():
 
 
 def without_an_adapter():
-    first, second, _ = two()
-    second.model.model.delete_adapter("second")
-    return [first, second]
+    both = two()
+    both.second.model.model.delete_adapter("second")
+    return [both.first, both.second]
 
 
 def with_other_weights():
-    first, second, _ = two()
-    second.blocks[0].weight.data.mul_(2)
-    return [first, second]
+    both = two()
+    both.second.blocks[0].weight.data.mul_(2)
+    return [both.first, both.second]
 
 
 REFUSED = [
@@ -518,10 +549,7 @@ REFUSED = [
     (with_numbers, "differ in likelihood"),
     (with_answers_in_another_order, r"1, 2, 3.*3, 2, 1"),
     (with_another_base, "different base models .*pooler"),
-    (
-        without_an_adapter,
-        "lost weights of the posterior: .*second",
-    ),
+    (without_an_adapter, "lost weights of the posterior: .*second"),
     (with_other_weights, "have changed since the fit"),
 ]
 
@@ -534,16 +562,16 @@ def test_what_cannot_be_mixed_is_refused(posteriors, message):
 
 
 def test_what_a_mixture_lacks_is_said(tmp_path):
-    first, second, batches = both = two()
+    both = two()
     mixture = both.mixture()
     assert repr(mixture).count("fitted to 8 examples; prior precision") == 2
     with pytest.raises(ValueError, match=r"gridsearch. or a GridSearch"):
         mixture.optimize_prior_precision("marglik")
-    given = mixture.predictive_statistics(batches)
-    in_other_order = LaplaceMixture([second, first])
+    given = mixture.predictive_statistics(both.batches)
+    in_other_order = LaplaceMixture([both.second, both.first])
     with pytest.raises(ValueError, match="belong to another fit"):
         in_other_order.optimize_prior_precision(val_loader=given)
-    of_two_models = LaplaceMixture([first, fitted()])
+    of_two_models = LaplaceMixture([both.first, fitted()])
     with pytest.raises(ValueError, match="one PeftModel"):
         of_two_models.save_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError):

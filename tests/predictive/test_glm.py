@@ -8,18 +8,19 @@ from laplace.baselaplace import ParametricLaplace
 from torch.testing import assert_close
 
 from laplace_lora_ext import Moments
-from tests.support.dense import jacobians
-from tests.support.models import ragged_batches
+from tests.support.dense import jacobians, lora_weights
+from tests.support.models import ragged_batches, without_labels
 from tests.support.posteriors import (
     STRUCTURES,
     fitted,
     generator,
     plain_regression,
+    sizes,
 )
 
 
 def dense_precision(la) -> torch.Tensor:
-    """The posterior precision of any structure as a matrix."""
+    """Make a matrix of any structure's posterior precision."""
     P = la.posterior_precision
     if hasattr(P, "to_matrix"):
         return P.to_matrix()
@@ -28,9 +29,16 @@ def dense_precision(la) -> torch.Tensor:
     return P
 
 
-def rows_of(example: int, n_outputs: int) -> slice:
-    """Where an example's outputs are in a joint covariance."""
-    return slice(example * n_outputs, (example + 1) * n_outputs)
+def own_blocks(
+    joint: torch.Tensor,
+    n_outputs: int,
+) -> torch.Tensor:
+    """Cut each example's own covariance `(B, C, C)` out of that of all outputs."""
+    blocks = []
+    for start in range(0, len(joint), n_outputs):
+        rows = slice(start, start + n_outputs)
+        blocks.append(joint[rows, rows])
+    return torch.stack(blocks)
 
 
 # --- moments --------------------------------------------------------------------------
@@ -43,15 +51,13 @@ def test_mean_and_joint_covariance_of_a_regression(n_outputs, structure):
     x = X[:4]
     f_mu, covariance = la(x, joint=True)
     Js = jacobians(la.model.model, x)
-    flat = Js.flatten(0, 1)
-    expected = flat @ torch.linalg.inv(dense_precision(la)) @ flat.T
+    J = Js.flatten(0, 1)  # a row for each output of each example
+    expected = J @ torch.linalg.inv(dense_precision(la)) @ J.T
     assert_close(covariance, expected)
     assert_close(la.functional_covariance(Js), expected)
     assert_close(f_mu, la.model.model(x).detach().flatten())
     _, f_var = la(x)
-    for i in range(4):
-        here = rows_of(i, n_outputs)
-        assert_close(f_var[i], expected[here, here])
+    assert_close(f_var, own_blocks(expected, n_outputs))
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -73,25 +79,21 @@ def test_predictive_moments_are_the_hosts_predictive_distribution(structure, n):
     assert torch.equal(joint_var, host_var)
     assert joint_var.shape == (3 * n, 3 * n)
     assert_close(joint_mu, f_mu.flatten())
-    for i in range(n):
-        here = rows_of(i, 3)
-        assert_close(joint_var[here, here], f_var[i])
+    assert_close(own_blocks(joint_var, n_outputs=3), f_var)
 
     _, variances = of_host(batch, diagonal_output=True)
     assert_close(variances, f_var.diagonal(dim1=1, dim2=2))
 
 
 def arguments_of(cls) -> list[tuple]:
-    """Names and defaults of the arguments of the host's method, `self` left out."""
+    """List names and defaults of the method's arguments, `self` left out."""
     signature = inspect.signature(cls._glm_predictive_distribution)
     _, *arguments = signature.parameters.values()
     return [(argument.name, argument.default) for argument in arguments]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_predictive_distribution_takes_the_hosts_arguments(
-    structure,
-):
+def test_the_predictive_distribution_takes_the_hosts_arguments(structure):
     la = fitted(structure=structure)
     assert arguments_of(type(la)) == arguments_of(ParametricLaplace)
 
@@ -123,9 +125,7 @@ def test_moments_take_the_place_of_a_batch(link_approx):
 
 
 @pytest.mark.parametrize("diagonal_output", [False, True])
-def test_functional_samples_have_the_predictive_moments(
-    diagonal_output,
-):
+def test_functional_samples_have_the_predictive_moments(diagonal_output):
     la = fitted()
     batch = ragged_batches()[0]
     samples = la.functional_samples(
@@ -138,14 +138,15 @@ def test_functional_samples_have_the_predictive_moments(
     expected = f_var
     if diagonal_output:
         expected = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2))
-    covariance = torch.stack([samples[:, i].T.cov() for i in range(3)])
+    covariance = torch.stack([of_text.T.cov() for of_text in samples.unbind(1)])
+    # Eight standard errors, sqrt(2 / 50,000) each, of the largest variance.
     scale = expected.amax().item()
     assert_close(covariance, expected, rtol=0, atol=0.05 * scale)
     assert_close(samples.mean(0), f_mu, rtol=0, atol=0.05 * scale**0.5)
 
 
 def test_diagonal_output_changes_no_link_but_samples():
-    """As in the host."""
+    # As in the host.
     la = fitted()
     batch = ragged_batches()[0]
     diagonal = la(batch, link_approx="mean_field", diagonal_output=True)
@@ -195,21 +196,21 @@ def test_nn_predictions_are_those_of_models_with_sampled_weights():
     la = fitted()
     batch = ragged_batches()[0]
     model = la.model.model.eval()
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    names = [name for name, _ in model.named_parameters() if "lora_" in name]
-    sizes = [block.weight.numel() for block in la.blocks]
+    inputs = without_labels(batch)
     draws = generator()
-    expected = []
+    by_hand = []
     for _ in range(3):
         (sample,) = la.sample(1, draws)
+        # Blocks are in the order of the parameters.
+        parts = sample.split(sizes(la))
         weights = {}
-        for name, part, block in zip(
-            names, sample.split(sizes), la.blocks, strict=True
+        for (name, weight), part in zip(
+            lora_weights(model).items(), parts, strict=True
         ):
-            weights[name] = part.reshape(block.weight.shape)
+            weights[name] = part.reshape(weight.shape)
         output = torch.func.functional_call(model, weights, (), inputs)
-        expected.append(output.logits)
-    expected = torch.stack(expected)
+        by_hand.append(output.logits)
+    expected = torch.stack(by_hand)
     samples = la.functional_samples(batch, "nn", n_samples=3, generator=generator())
     assert_close(samples, expected)
     probs = la(

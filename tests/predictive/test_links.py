@@ -15,10 +15,7 @@ from laplace_lora_ext.predictive.links import (
     sampled,
     shared_noise,
 )
-from laplace_lora_ext.predictive.moments import (
-    gaussian_samples,
-    square_root,
-)
+from laplace_lora_ext.predictive.moments import gaussian_samples, square_root
 from tests.support.posteriors import generator
 
 
@@ -38,6 +35,7 @@ def some_moments(
     scale: float = 1.0,
     n: int = 40,
 ) -> Moments:
+    """Draw means `(n, C)` and covariances `(n, C, C)`."""
     draws = generator()
     f_mu = 2 * torch.randn(n, n_classes, generator=draws, dtype=torch.float64)
     root = torch.randn(
@@ -64,10 +62,11 @@ def test_monte_carlo_is_the_mean_probability_of_samples():
     f_mu, f_var = some_moments(4)
     noise = torch.randn(7, len(f_mu), 4, generator=generator()).double()
     # Takes away what all logits of an example share, of which no probability knows.
-    J = torch.eye(4).double() - 1 / 4
-    samples = gaussian_samples(f_mu, J @ f_var @ J, noise)
+    centring = torch.eye(4).double() - 1 / 4
+    samples = gaussian_samples(f_mu, centring @ f_var @ centring, noise)
     expected = samples.softmax(-1).mean(0)
     assert_close(monte_carlo(f_mu, f_var, noise).exp(), expected)
+    # Covariances of differences from the first logit lack what all share, too.
     with_first = f_var[:, :1]
     variance_of_first = f_var[:, :1, :1]
     of_differences = f_var - with_first - with_first.mT + variance_of_first
@@ -75,10 +74,10 @@ def test_monte_carlo_is_the_mean_probability_of_samples():
     assert_close(found, expected)
 
 
-def test_samples_are_shared_by_a_batch_as_the_host_draws_them_or_each_examples_own():
-    f_mu, f_var = some_moments(4)
-    same_mu = f_mu[:1].expand(3, -1)
-    same_var = f_var[:1].expand(3, -1, -1)
+def test_samples_are_shared_by_a_batch_or_each_examples_own():
+    f_mu, f_var = some_moments(4, n=1)
+    same_mu = f_mu.expand(3, -1)
+    same_var = f_var.expand(3, -1, -1)
     shared = own_links(9, generator())["mc"]
     alike = shared(same_mu, same_var)
     assert torch.equal(alike[0], alike[2])
@@ -87,12 +86,16 @@ def test_samples_are_shared_by_a_batch_as_the_host_draws_them_or_each_examples_o
     second = own(same_mu, same_var)
     assert not torch.allclose(first[0], first[2])
     assert not torch.allclose(first, second)  # drawn anew at every call
-    # The host multiplies its root with one matrix of a row an output and a column a
-    # sample.
-    host = randn(4, 9)
+
+
+def test_shared_noise_is_drawn_as_the_host_draws_it():
+    f_mu, _ = some_moments(4)
     noise = shared_noise(f_mu, 9, generator())
     assert noise.shape == (9, 1, 4)
-    assert torch.equal(noise[:, 0], host.T)
+    # The host multiplies its root with one matrix of a row an output and a column a
+    # sample.
+    of_host = randn(4, 9)
+    assert torch.equal(noise[:, 0], of_host.T)
 
 
 # --- mean field -----------------------------------------------------------------------
@@ -120,10 +123,12 @@ def total_variation(
     p: torch.Tensor,
     q: torch.Tensor,
 ) -> torch.Tensor:
-    """Mean distance of examples' probabilities."""
-    return ((p - q).abs().sum(-1) / 2).mean()
+    """Compute the mean distance of examples' probabilities."""
+    distances = (p - q).abs().sum(-1) / 2
+    return distances.mean()
 
 
+# Measured with these moments; of a broader posterior, the link is less exact.
 @pytest.mark.parametrize(
     ("scale", "measured"),
     [
@@ -156,7 +161,7 @@ def test_it_is_close_to_the_exact_integral(scale, measured):
     ],
 )
 def test_extreme_moments_give_finite_logarithms_and_gradients(mean, variance):
-    f_mu = torch.tensor([[mean, 0.0, -mean]], requires_grad=True)
+    f_mu = torch.tensor([[mean, 0.0, -mean]]).requires_grad_()
     f_var = (variance * torch.eye(3)[None]).requires_grad_()
     log_p = mean_field(f_mu, f_var)
     assert torch.isfinite(log_p).all()
@@ -168,8 +173,14 @@ def test_extreme_moments_give_finite_logarithms_and_gradients(mean, variance):
 
 
 def test_a_variance_that_rounding_has_made_negative_counts_as_none():
-    """Float32 leaves differences of either sign of a large common variance."""
-    f_mu = torch.tensor([[1.0, 0.5, -1.0], [0.0, 0.0, 3.0]])
+    # Float32 leaves differences of either sign of a large common variance: here two
+    # logits covary more than they vary.
+    f_mu = torch.tensor(
+        [
+            [1.0, 0.5, -1.0],
+            [0.0, 0.0, 3.0],
+        ]
+    )
     f_var = torch.full((2, 3, 3), 1e8)
     f_var[:, [0, 1], [1, 0]] += 16
     f_var[1, [0, 2], [2, 0]] += 1024
@@ -181,30 +192,30 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 4])
-def test_roots_and_samples_of_singular_covariances_and_their_gradients(
-    rank,
-):
-    """Gradients keep the null space, as those of a prior precision do."""
-    torch.manual_seed(0)
-    factor = torch.randn(3, 4, rank).double()
-    f_mu = torch.randn(3, 4).double()
-    weights = torch.rand(rank).double().add(0.5).requires_grad_()
-
-    def covariance(w):
-        return (factor * w) @ factor.mT
-
-    def root_of(w):
-        return square_root(covariance(w))
-
-    V = covariance(weights).detach()
+def test_roots_and_samples_of_singular_covariances(rank):
+    factor = randn(3, 4, rank)
+    V = factor @ factor.mT
     S = square_root(V)
     assert_close(S @ S, V)
     assert_close(S, S.mT)
-    if rank:
-        assert torch.autograd.gradcheck(root_of, (weights,), atol=1e-6)
-    for n_noises in (3, 1):  # each example's own, or shared
-        noise = torch.randn(5, n_noises, 4).double()
-        samples = gaussian_samples(f_mu, V, noise)
-        for b in range(3):
-            of_example = noise[:, min(b, n_noises - 1)]
-            assert_close(samples[:, b], f_mu[b] + of_example @ S[b])
+
+    f_mu = randn(3, 4, seed=1)
+    own = randn(5, 3, 4, seed=2)
+    shared = own[:, :1]
+    of_own = gaussian_samples(f_mu, V, own)
+    of_shared = gaussian_samples(f_mu, V, shared)
+    for b in range(3):
+        assert_close(of_own[:, b], f_mu[b] + own[:, b] @ S[b])
+        assert_close(of_shared[:, b], f_mu[b] + shared[:, 0] @ S[b])
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_roots_of_singular_covariances_have_gradients(rank):
+    factor = randn(3, 4, rank)
+    scales = randn(rank, seed=1).abs() + 0.5
+
+    # Gradients keep the null space, as those of a prior precision do.
+    def root_of(scales):
+        return square_root((factor * scales) @ factor.mT)
+
+    assert torch.autograd.gradcheck(root_of, (scales.requires_grad_(),), atol=1e-6)

@@ -7,7 +7,7 @@ from scipy.integrate import quad
 from scipy.stats import norm
 from torch.testing import assert_close
 
-from laplace_lora_ext import LaplaceMixture, NumberPrediction
+from laplace_lora_ext import NumberPrediction
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
 from tests.test_mixture import preferences, two
@@ -70,25 +70,31 @@ def test_rewards_have_no_noise():
 
 
 def test_a_mixture_predicts_the_mean_of_its_members_distributions():
-    first, second, batches = two("numbers")
-    first.sigma_noise = 0.2
-    second.sigma_noise = 0.6
-    mixture = LaplaceMixture([first, second])
-    prediction = mixture.predict(batches[0])
-    mean, covariance = mixture(batches[0])
+    both = two("numbers")
+    (batch,) = both.batches
+    both.first.sigma_noise = 0.2
+    both.second.sigma_noise = 0.6
+    mixture = both.mixture()
+    prediction = mixture.predict(batch)
+
+    mean, covariance = mixture(batch)
     variance = covariance.diagonal(dim1=1, dim2=2)
+    noise_variance = (0.2**2 + 0.6**2) / 2
     assert_close(prediction.mean, mean)
     assert_close(prediction.epistemic_std, variance.sqrt())
-    noise_variance = (0.2**2 + 0.6**2) / 2
     assert_close(prediction.total_std, (variance + noise_variance).sqrt())
-    members = [member.predict(batches[0]) for member in (first, second)]
+
+    first = both.first.predict(batch)
+    second = both.second.predict(batch)
     for level in LEVELS:
         x = prediction.quantile(level)
-        below = sum(norm.cdf(x, member.mean, member.total_std) for member in members)
-        np.testing.assert_allclose(below / 2, level, rtol=1e-9)
-    y = batches[0]["labels"].double()
-    densities = [member.log_density(y).exp() for member in members]
-    assert_close(prediction.log_density(y), (sum(densities) / 2).log())
+        below_of_first = norm.cdf(x, first.mean, first.total_std)
+        below_of_second = norm.cdf(x, second.mean, second.total_std)
+        below = (below_of_first + below_of_second) / 2
+        np.testing.assert_allclose(below, level, rtol=1e-9)
+    y = batch["labels"].double()
+    density = (first.log_density(y).exp() + second.log_density(y).exp()) / 2
+    assert_close(prediction.log_density(y), density.log())
 
 
 def some_numbers(n_members: int) -> tuple[NumberPrediction, torch.Tensor]:

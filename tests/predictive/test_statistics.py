@@ -4,28 +4,24 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from laplace_lora_ext.predictive.statistics import (
-    MixtureStatistics,
-)
+from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from tests.support.models import ragged_batches
-from tests.support.posteriors import (
-    PRIORS,
-    fitted,
-    some_precision,
-)
+from tests.support.posteriors import PRIORS, fitted, some_precision
 
 
 def test_an_infinite_prior_precision_leaves_layers_out():
+    batch = ragged_batches()[0]
     la = fitted()
-    statistics = la.predictive_statistics(ragged_batches(), dtype=torch.float64)
+    statistics = la.predictive_statistics([batch], dtype=torch.float64)
     is_first = torch.tensor([".layer.0." in block.name for block in la.blocks])
     of_first_layer = torch.where(is_first, 2.0, torch.inf)
+    f_var = statistics.moments(of_first_layer).f_var
+
     first = fitted(layers_to_transform=range(1), prior_precision=2.0)
-    _, expected = first.predictive_moments(ragged_batches()[0])
-    of_batch = statistics[:3]
-    f_var = of_batch.moments(of_first_layer).f_var
-    assert not torch.allclose(f_var, of_batch.moments(2.0).f_var)
+    expected = first.predictive_moments(batch).f_var
+    of_all_layers = statistics.moments(2.0).f_var
     assert_close(f_var, expected)
+    assert not torch.allclose(f_var, of_all_layers)
     of_none = torch.full_like(of_first_layer, torch.inf)
     assert not statistics.moments(of_none).f_var.any()
 
@@ -41,14 +37,19 @@ def test_moments_equal_dense_algebra(kind, rank, tail, prior, monkeypatch):
     batches = ragged_batches(seed=5)
     statistics = la.predictive_statistics(batches, dtype=torch.float64)
     precision = some_precision(la, prior)
-    la.prior_precision = precision
-    of_batches = [la.backend.jacobians(batch) for batch in batches]
-    Js = torch.cat([J for J, _ in of_batches])
-    expected_mu = torch.cat([logits for _, logits in of_batches])
-    covariance = torch.linalg.inv(la.posterior_precision.to_matrix())
     f_mu, f_var = statistics.moments(precision)
-    assert_close(f_mu, expected_mu)
-    assert_close(f_var, Js @ covariance @ Js.mT, rtol=1e-9, atol=1e-9)
+
+    la.prior_precision = precision
+    covariance = torch.linalg.inv(la.posterior_precision.to_matrix())
+    Js = []
+    logits = []
+    for batch in batches:
+        J, of_batch = la.backend.jacobians(batch)
+        Js.append(J)
+        logits.append(of_batch)
+    J = torch.cat(Js)
+    assert_close(f_mu, torch.cat(logits))
+    assert_close(f_var, J @ covariance @ J.mT, rtol=1e-9, atol=1e-9)
 
     index = torch.tensor([6, 1])
     targets = torch.cat([batch["labels"] for batch in batches])
@@ -56,12 +57,13 @@ def test_moments_equal_dense_algebra(kind, rank, tail, prior, monkeypatch):
     assert torch.equal(part.targets, targets[index])
     assert_close(part.moments(precision).f_var, f_var[index])
 
+    # Whatever part of the examples is in memory at once.
     monkeypatch.setattr("laplace_lora_ext.predictive.statistics._AT_ONCE", 3)
     assert_close(statistics.moments(precision).f_var, f_var)
 
 
 @pytest.mark.parametrize("prior", PRIORS)
-def test_moments_of_a_single_precision_and_their_gradients(prior):
+def test_moments_in_single_precision(prior):
     la = fitted(dtype=torch.float32)
     batches = ragged_batches()
     statistics = la.predictive_statistics(batches)
@@ -75,12 +77,17 @@ def test_moments_of_a_single_precision_and_their_gradients(prior):
     assert_close(found.f_mu, f_mu, rtol=1e-5, atol=1e-6)
     assert_close(found.f_var, f_var, rtol=1e-5, atol=1e-6)
 
-    statistics = fitted().predictive_statistics(batches[:1], dtype=torch.float64)
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_moments_have_gradients_of_the_prior_precision(prior):
+    la = fitted()
+    batch = ragged_batches()[0]
+    statistics = la.predictive_statistics([batch], dtype=torch.float64)
 
     def variances(precision):
         return statistics.moments(precision).f_var
 
-    precision = some_precision(fitted(), prior).requires_grad_()
+    precision = some_precision(la, prior).requires_grad_()
     assert torch.autograd.gradcheck(variances, (precision,))
 
 
