@@ -3,14 +3,19 @@
 import os
 import signal
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.testing import assert_close
 from transformers import BertForTokenClassification
 
 from laplace_lora_ext.likelihoods import LIKELIHOODS, MULTI_LABEL, TOKENS
 from laplace_lora_ext.sums import Seen
+from tests.support.dense import full_rank, labels_of
 from tests.support.models import base_model, lora_model, ragged_batches, without_labels
 from tests.support.posteriors import KFAC_APPROX, STRUCTURES, make
 from tests.support.ranks import (
@@ -20,38 +25,28 @@ from tests.support.ranks import (
     on_ranks,
     strided_loader,
 )
+from tests.support.snapshots import facts_of
 
-EVERYTHING = 100  # a rank above every size, so that nothing is cut
+# Sums of the same numbers in another order, through eigendecompositions.
 CLOSE = {"rtol": 1e-8, "atol": 1e-10}
 
 
 def posterior(
     structure: str = "lowrank_kron",
     kfac_approx: str = "gradient",
-    kind: str = "bert",
 ):
-    keywords = {"prior_precision": 1e-3}
-    if structure == "lowrank_kron":
-        keywords["backend_kwargs"] = {
-            "rank": EVERYTHING,
-            "kfac_approx": kfac_approx,
-        }
-    return make(lora_model(kind), structure, **keywords)
+    """Make a posterior whose factors lose nothing, whatever the order of the data."""
+    keywords = full_rank(structure, kfac_approx=kfac_approx)
+    # A prior so broad that the curvature counts.
+    return make(lora_model("bert"), structure, prior_precision=1e-3, **keywords)
 
 
-def facts(la) -> tuple[torch.Tensor, ...]:
-    """What a fit comes to."""
-    precision = la.posterior_precision
-    return (
-        precision.to_matrix() if hasattr(precision, "to_matrix") else la.H,
-        la.log_marginal_likelihood().detach(),
-        la.loss,
-        torch.tensor(la.n_data),
-        la(ragged_batches()[0]),
-    )
+def facts(la) -> dict[str, torch.Tensor]:
+    return facts_of(la, ragged_batches()[0])
 
 
-def fitted_on(loader, *settings):
+def fitted_on(loader, *settings: str) -> dict[str, torch.Tensor]:
+    """Fit a posterior; tell what it comes to."""
     la = posterior(*settings)
     la.fit(loader)
     return facts(la)
@@ -59,37 +54,47 @@ def fitted_on(loader, *settings):
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_rank_has_the_posterior_of_one_process(structure, world):
-    def job(rank, n):
+@pytest.mark.parametrize(
+    "n",
+    [
+        pytest.param(12, id="as many for each"),
+        pytest.param(11, id="one repeated"),
+        # The sampler gives one of three ranks nothing but a repetition.
+        pytest.param(2, id="two texts"),
+    ],
+)
+def test_every_rank_has_the_posterior_of_one_process(structure, world, n):
+    def job(_=0):
         return fitted_on(strided_loader(n), structure)
 
-    for n in (
-        12,
-        11,
-        2,
-    ):  # two texts leave one of three ranks nothing but a repetition
-        assert_alike(on_ranks(job, world, n), job(0, n), **CLOSE)
+    assert_alike(on_ranks(job, world), job(), **CLOSE)
+
+
+def with_head(structure: str):
+    return make(
+        lora_model("bert"),
+        structure,
+        modules_to_save=True,
+        **full_rank(structure),
+    )
+
+
+def with_embedding(structure: str):
+    model = lora_model("bert", target_modules=["word_embeddings", "query"])
+    return make(model, structure, **full_rank(structure))
 
 
 @pytest.mark.filterwarnings("ignore:.*no linear layer")
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
-@pytest.mark.parametrize("trained", ["head", "embedding"])
-def test_heads_and_other_matrices_are_summed_over_ranks(trained, structure):
-    options = {"backend_kwargs": {"rank": EVERYTHING}}
-    if structure == "full":
-        options = {}
-
-    def job(rank, n):
-        if trained == "head":
-            model = lora_model("bert")
-        else:
-            model = lora_model("bert", target_modules=["word_embeddings", "query"])
-        la = make(model, structure, modules_to_save=trained == "head", **options)
+@pytest.mark.parametrize("build", [with_head, with_embedding])
+@pytest.mark.parametrize("n", [11, 2])  # of three ranks, one has but a repetition
+def test_heads_and_other_matrices_are_summed_over_ranks(build, structure, n):
+    def job(_=0):
+        la = build(structure)
         la.fit(strided_loader(n))
         return facts(la)
 
-    for n in (11, 2):  # of three ranks, one has but a repetition
-        assert_alike(on_ranks(job, 3, n), job(0, n), **CLOSE)
+    assert_alike(on_ranks(job, 3), job(), **CLOSE)
 
 
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
@@ -97,11 +102,11 @@ def test_shards_of_any_size(kfac_approx):
     batches = ragged_batches(batch_size=1)
     shards = [batches[:5], [], batches[5:]]
 
-    def fit(loader):
-        return fitted_on(loader, "lowrank_kron", kfac_approx)
+    def job(rank):
+        return fitted_on(shards[rank], "lowrank_kron", kfac_approx)
 
-    results = on_ranks(lambda rank: fit(shards[rank]), 3)
-    assert_alike(results, fit(batches), **CLOSE)
+    expected = fitted_on(batches, "lowrank_kron", kfac_approx)
+    assert_alike(on_ranks(job, 3), expected, **CLOSE)
 
 
 def test_data_are_added_to_those_of_the_last_fit():
@@ -120,35 +125,43 @@ def test_no_data_on_any_rank():
         assert said.startswith("The training loader has no data.")
 
 
-@pytest.mark.parametrize("where", ["loader", "batch"])
-def test_a_rank_that_fails_stops_all_and_nothing_is_lost(where):
-    def broken():
-        yield from ragged_batches()[:1]
-        if where == "loader":
-            raise OSError("disk is gone")
-        yield {"input_ids": torch.zeros(1, 3).long()}
+def a_loader_that_breaks() -> Iterator[dict]:
+    yield ragged_batches()[0]
+    raise OSError("disk is gone")
 
+
+def a_batch_without_labels() -> Iterator[dict]:
+    yield ragged_batches()[0]
+    yield {"input_ids": torch.zeros(1, 3).long()}
+
+
+@pytest.mark.parametrize(
+    ("broken", "error", "message"),
+    [
+        (a_loader_that_breaks, "OSError", "disk is gone"),
+        (
+            a_batch_without_labels,
+            "ValueError",
+            "batch 1: No labels 'labels' in the batch",
+        ),
+    ],
+)
+def test_a_rank_that_fails_stops_all_and_nothing_is_lost(broken, error, message):
     def job(rank):
         la = posterior()
         la.fit(strided_loader())
         before = facts(la)
         try:
             la.fit(broken() if rank == 1 else strided_loader())
-        except Exception as error:
-            torch.testing.assert_close(facts(la), before, rtol=0, atol=0)
+        except Exception as failure:
+            assert_close(facts(la), before, rtol=0, atol=0)
             la.fit(strided_loader())  # and they can go on
-            return error
+            return failure
         return None
 
-    message = (
-        "disk is gone"
-        if where == "loader"
-        else "batch 1: No labels 'labels' in the batch"
-    )
     first, second, third = failures(on_ranks(job, 3))
     assert second.startswith(message)
-    kind = "OSError" if where == "loader" else "ValueError"
-    assert first.startswith(f"Rank 1 failed. {kind}: {message}")
+    assert first.startswith(f"Rank 1 failed. {error}: {message}")
     assert third == first
 
 
@@ -178,48 +191,51 @@ def test_a_rank_that_is_killed_leaves_no_other_waiting():
 
 def test_the_same_data_on_two_ranks_are_refused():
     def job(rank):
-        la = posterior()
-        la.fit(ragged_batches() if rank else ragged_batches(batch_size=2))
+        # In other batches, which makes no difference.
+        batch_size = 3 if rank else 2
+        posterior().fit(ragged_batches(batch_size=batch_size))
 
+    refusal = "Ranks 0 and 1 have the same 8 examples: give each rank its own shard"
     for message in failures(on_ranks(job, 2)):
-        assert (
-            "Ranks 0 and 1 have the same 8 examples: give each rank its own shard"
-            in message
-        )
+        assert refusal in message
 
 
 @pytest.mark.parametrize("differing", ["LoRA weights", "base or head", "settings"])
 def test_ranks_with_other_models_are_refused(differing):
     def job(rank):
-        la = posterior(
-            "lowrank_kron",
-            KFAC_APPROX[rank if differing == "settings" else 0],
-        )
+        kfac_approx = "gradient"
+        if differing == "settings":
+            kfac_approx = KFAC_APPROX[rank]
+        la = posterior("lowrank_kron", kfac_approx)
         if differing == "LoRA weights":
             la.blocks[2].weight.data += rank
         elif differing == "base or head":
-            la.model.model.base_model.model.bert.pooler.dense.bias.data += rank
+            bert = la.model.model.base_model.model.bert
+            bert.pooler.dense.bias.data += rank
         la.fit(strided_loader())
 
     for message in failures(on_ranks(job, 2)):
         assert f"Rank 1 and rank 0 differ in {differing}: load" in message
 
 
-def test_numbers_are_those_of_the_data_set():
+def messages_of(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(warning.message) for warning in caught]
+
+
+def test_ranks_with_a_part_of_the_data_set_each_are_not_warned():
     def job(_):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             posterior().fit(strided_loader(11))
-        messages = [str(warning.message) for warning in caught]
-        return [message for message in messages if "its data set" in message]
+        return [message for message in messages_of(caught) if "data set" in message]
 
     assert on_ranks(job, 2) == [[], []]
-    texts = Texts(4)
-    loader = torch.utils.data.DataLoader(texts, sampler=range(3))
-    with pytest.warns(
-        UserWarning,
-        match="gave 3 examples, but its data set has 4",
-    ):
+
+
+def test_a_sampler_that_leaves_examples_out_is_warned_of():
+    loader = torch.utils.data.DataLoader(Texts(4), sampler=range(3))
+    message = "gave 3 examples, but its data set has 4"
+    with pytest.warns(UserWarning, match=message):
         posterior().fit(loader)
 
 
@@ -232,50 +248,81 @@ def test_progress_is_shown_by_one_rank(capfd):
     assert capfd.readouterr().err.count("| 0/6 [") == 1
 
 
-GUESSING = "no better than guessing"
+# --- no better than guessing ----------------------------------------------------------
 
 
-def said_by_a_fit(model, batches, **options):
-    """Warnings of guesses."""
+def said_by_a_fit(
+    model: nn.Module,
+    batches: list[dict],
+    **options,
+) -> list[str]:
+    """Fit a posterior; return what is said of guesses."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make(model, **options).fit(batches)
-    messages = [str(warning.message) for warning in caught]
-    return [message for message in messages if GUESSING in message]
+    return [each for each in messages_of(caught) if "no better than guessing" in each]
 
 
-def relabelled(model, batches, n_right):
-    """Batches whose first labels are what a model gives the most probability."""
-    model.eval()
+@torch.no_grad()
+def logits_of(
+    model: nn.Module,
+    batch: dict,
+) -> torch.Tensor:
+    return model.eval()(**without_labels(batch)).logits
+
+
+def with_right_labels(
+    model: nn.Module,
+    batches: list[dict],
+    n_right: int,
+) -> list[dict]:
+    """Label the first texts as the model does, and all others wrongly."""
     relabelled = []
+    n_before = 0
     for batch in batches:
-        with torch.no_grad():
-            likeliest = model(**without_labels(batch)).logits.argmax(-1)
-        is_right = torch.arange(len(likeliest)) < n_right
-        n_right -= len(likeliest)
-        labels = torch.where(is_right, likeliest, (likeliest + 1) % 3)
+        likeliest = logits_of(model, batch).argmax(-1)
+        places = n_before + torch.arange(len(likeliest))
+        n_before += len(likeliest)
+        wrong = (likeliest + 1) % 3
+        labels = torch.where(places < n_right, likeliest, wrong)
         relabelled.append(batch | {"labels": labels})
     return relabelled
 
 
+def head_of(model: nn.Module) -> nn.Linear:
+    return model.base_model.model.classifier.modules_to_save.default
+
+
 def test_an_adapter_without_its_head_is_warned_of_once():
     model = lora_model("bert")
-    head = model.base_model.model.classifier.modules_to_save.default
-    batches = ragged_batches(lengths=[2, 3, 4, 5, 6, 7] * 3)
     with torch.no_grad():
-        head.weight.mul_(1e-3)  # as a new one has it
-        head.bias.zero_()
+        head_of(model).weight.mul_(1e-3)  # as a new one has it
+        head_of(model).bias.zero_()
+    batches = ragged_batches(lengths=[2, 3, 4, 5, 6, 7] * 3)
     (message,) = said_by_a_fit(model, batches)
     assert "its loss is 1.098" in message
     assert said_by_a_fit(model, batches, structure="diag") == [message]
-    labels = torch.cat([batch["labels"] for batch in batches])
+    labels = labels_of(batches)
     frequencies = labels.bincount().double() / len(labels)
-    entropy = torch.special.entr(frequencies).sum()
-    assert f"would be {entropy:.4f} without" in message
+    entropy_of_labels = torch.special.entr(frequencies).sum()
+    assert f"would be {entropy_of_labels:.4f} without" in message
+
+
+@pytest.mark.parametrize(
+    ("n_right", "n_warnings"),
+    [
+        pytest.param(18, 0, id="and right"),
+        pytest.param(6, 1, id="and wrong of two in three"),
+    ],
+)
+def test_a_model_that_is_sure(n_right, n_warnings):
+    model = lora_model("bert")
     with torch.no_grad():
-        head.weight.mul_(1e4)  # sure of what it says
-    assert said_by_a_fit(model, relabelled(model, batches, 18)) == []
-    assert len(said_by_a_fit(model, relabelled(model, batches, 6))) == 1
+        head_of(model).weight.mul_(10)
+        head_of(model).bias.zero_()
+    texts = ragged_batches(lengths=[2, 3, 4, 5, 6, 7] * 3)
+    batches = with_right_labels(model, texts, n_right)
+    assert len(said_by_a_fit(model, batches)) == n_warnings
 
 
 def test_one_class_and_numbers_are_no_guesses():
@@ -293,16 +340,14 @@ def test_one_class_and_numbers_are_no_guesses():
 def test_rewards_are_compared_with_a_coin():
     model = lora_model("bert", n_labels=1)
     (batch,) = ragged_batches(batch_size=8)
-    inputs = without_labels(batch)
-    model.eval()
-    with torch.no_grad():
-        order = model(**inputs).logits.flatten().argsort()
+    order = logits_of(model, batch).flatten().argsort()
     worse = order[:4]
     better = order[4:]
 
     def said_of(chosen, rejected):
         rows = torch.cat([chosen, rejected])  # as in TRL's batches
-        pairs = {key: value[rows] for key, value in inputs.items()}
+        inputs = without_labels(batch)
+        pairs = {key: column[rows] for key, column in inputs.items()}
         return said_by_a_fit(model, [pairs], likelihood="reward_modeling")
 
     assert said_of(better, worse) == []
@@ -321,90 +366,145 @@ def test_ranks_compare_the_loss_of_all_with_the_labels_of_all():
 # --- chance, of several labels and of labels of tokens --------------------------------
 
 
-LABELS = torch.tensor([[1.0, 0, 1], [0, 0, 1], [0, 0, 1], [0, 0, 0]])
-OF_TOKENS = torch.tensor([[0, 1, -100, 1], [2, -100, -100, 1]])
+SEVERAL_LABELS = torch.tensor([[1.0, 0, 1], [0, 0, 1], [0, 0, 1], [0, 0, 0]])
+LABELS_OF_TOKENS = torch.tensor([[0, 1, -100, 1], [2, -100, -100, 1]])
 
 
 def entropy(*counts: int) -> float:
-    """In nats, summed over all that are counted."""
-    shares = torch.tensor(counts).double() / sum(counts)
-    return sum(counts) * torch.special.entr(shares).sum().item()
+    """Sum the entropy of so many labels of each class over all labels, in nats."""
+    n_labels = sum(counts)
+    shares = torch.tensor(counts).double() / n_labels
+    return n_labels * torch.special.entr(shares).sum().item()
 
 
 @pytest.mark.parametrize(
     ("likelihood", "y", "expected"),
     [
-        ("classification", torch.tensor([0, 2, 2, 2]), entropy(1, 3)),
-        ("classification", torch.tensor([2, 2]), 0),
-        ("reward_modeling", torch.tensor([0, 0, 0]), entropy(1, 1) * 3 / 2),
-        (MULTI_LABEL, LABELS, entropy(3, 1) + entropy(1, 3)),
-        (MULTI_LABEL, LABELS[:, 0], entropy(3, 1)),
-        (TOKENS, OF_TOKENS, entropy(1, 3, 1)),
-        ("language_modeling", OF_TOKENS, 0),
-        ("regression", LABELS, 0),
+        pytest.param(
+            "classification",
+            torch.tensor([0, 2, 2, 2]),
+            entropy(1, 3),
+            id="classes",
+        ),
+        pytest.param(
+            "classification",
+            torch.tensor([2, 2]),
+            0,
+            id="one class",
+        ),
+        # A coin, whichever of two texts is said to be preferred.
+        pytest.param(
+            "reward_modeling",
+            torch.tensor([0, 0, 0]),
+            entropy(1, 1) * 3 / 2,
+            id="rewards",
+        ),
+        pytest.param(
+            MULTI_LABEL,
+            SEVERAL_LABELS,
+            entropy(1, 3) + entropy(4, 0) + entropy(3, 1),
+            id="several labels",
+        ),
+        pytest.param(
+            MULTI_LABEL,
+            SEVERAL_LABELS[:, 0],
+            entropy(1, 3),
+            id="a single label",
+        ),
+        # A negative label counts for nothing.
+        pytest.param(
+            TOKENS,
+            LABELS_OF_TOKENS,
+            entropy(1, 3, 1),
+            id="labels of tokens",
+        ),
+        pytest.param(
+            "language_modeling",
+            LABELS_OF_TOKENS,
+            0,
+            id="next tokens",
+        ),
+        pytest.param(
+            "regression",
+            SEVERAL_LABELS,
+            0,
+            id="numbers",
+        ),
     ],
 )
 def test_the_loss_of_chance_is_the_entropy_of_each_kind_of_labels(
     likelihood, y, expected
 ):
-    def seen(part):
-        return Seen.of(LIKELIHOODS[likelihood], part, [])
+    def seen(labels):
+        return Seen.of(LIKELIHOODS[likelihood], labels, [])
 
-    of_parts = seen(y[:1]) + seen(y[1:])
-    for found in (seen(y), of_parts):
+    at_once = seen(y)
+    in_parts = seen(y[:1]) + seen(y[1:])
+    for found in (at_once, in_parts):
         assert found.loss_of_chance() == pytest.approx(expected, abs=1e-12)
 
 
-def sure_of_several_labels() -> tuple[torch.nn.Module, list]:
+@dataclass(frozen=True)
+class Learnt:
     """A model that is sure of the labels of its texts, and right."""
-    model = lora_model("bert").eval()
-    head = model.base_model.model.classifier.modules_to_save.default
+
+    model: nn.Module
+    batches: list[dict]
+
+
+@torch.no_grad()
+def of_several_labels() -> Learnt:
+    """Make a model that has learnt which of three labels its texts have."""
+    model = lora_model("bert")
     batches = ragged_batches()
-    with torch.no_grad():
-        scores = torch.cat([model(**without_labels(each)).logits for each in batches])
-        # Half of the texts have each label.
-        head.bias.sub_(scores.median(0).values)
-        head.weight.mul_(100)
-        head.bias.mul_(100)
-        for batch in batches:
-            batch["labels"] = (model(**without_labels(batch)).logits > 0).double()
-    return model, batches
+    head = head_of(model)
+    scores = torch.cat([logits_of(model, batch) for batch in batches])
+    # Half of the texts have each label.
+    head.bias.sub_(scores.median(0).values)
+    head.weight.mul_(100)
+    head.bias.mul_(100)
+    for batch in batches:
+        batch["labels"] = (logits_of(model, batch) > 0).double()
+    return Learnt(model, batches)
 
 
-def sure_of_tokens() -> tuple[torch.nn.Module, list]:
-    """A model that is sure of the labels of its texts' first tokens, and right."""
+@torch.no_grad()
+def of_tokens() -> Learnt:
+    """Make a model that has learnt the labels of its texts' first two tokens."""
     torch.manual_seed(0)
     base = BertForTokenClassification(base_model("bert").config)
     lora = LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False)
-    model = get_peft_model(base, lora).double().eval()
+    model = get_peft_model(base, lora).double()
+    model.base_model.model.classifier.weight.mul_(1e4)
     batches = ragged_batches()
-    with torch.no_grad():
-        model.base_model.model.classifier.weight.mul_(1e4)
-        for batch in batches:
-            labels = model(**without_labels(batch)).logits.argmax(-1)
-            labels[:, 2:] = -100
-            batch["labels"] = labels
-    return model, batches
+    for batch in batches:
+        labels = logits_of(model, batch).argmax(-1)
+        labels[:, 2:] = -100
+        batch["labels"] = labels
+    return Learnt(model, batches)
 
 
-def with_labels_of_the_next(batches: list) -> list:
-    """Batches whose texts have the labels of those behind them."""
-    labels = torch.cat([batch["labels"] for batch in batches]).roll(-1, 0)
-    of_batches = labels.split([len(batch["labels"]) for batch in batches])
-    pairs = zip(batches, of_batches, strict=True)
-    return [batch | {"labels": of_batch} for batch, of_batch in pairs]
+def with_labels_of_the_next(batches: list[dict]) -> list[dict]:
+    """Give each text the labels of the one behind it."""
+    shuffled = labels_of(batches).roll(-1, 0)
+    n_texts = [len(batch["labels"]) for batch in batches]
+    relabelled = []
+    for batch, labels in zip(batches, shuffled.split(n_texts), strict=True):
+        relabelled.append(batch | {"labels": labels})
+    return relabelled
 
 
-BUILDERS = {MULTI_LABEL: sure_of_several_labels, TOKENS: sure_of_tokens}
+LEARNT = {MULTI_LABEL: of_several_labels, TOKENS: of_tokens}
 
 
-@pytest.mark.parametrize(("likelihood", "build"), BUILDERS.items(), ids=BUILDERS)
-def test_shuffled_labels_are_warned_of_and_learnt_ones_are_not(likelihood, build):
-    model, batches = build()
-    assert said_by_a_fit(model, batches, likelihood=likelihood) == []
-    shuffled = with_labels_of_the_next(batches)
+@pytest.mark.parametrize("likelihood", LEARNT)
+def test_shuffled_labels_are_warned_of_and_learnt_ones_are_not(likelihood):
+    learnt = LEARNT[likelihood]()
+    model = learnt.model
+    assert said_by_a_fit(model, learnt.batches, likelihood=likelihood) == []
+    shuffled = with_labels_of_the_next(learnt.batches)
     (message,) = said_by_a_fit(model, shuffled, likelihood=likelihood)
-    labels = torch.cat([batch["labels"] for batch in batches])
+    labels = labels_of(learnt.batches)
     chance = Seen.of(LIKELIHOODS[likelihood], labels, []).loss_of_chance()
     # For each text.
     assert f"would be {chance / len(labels):.4f} without" in message
@@ -418,10 +518,10 @@ def test_shuffled_labels_are_warned_of_and_learnt_ones_are_not(likelihood, build
 def test_ranks_count_several_labels_and_tokens_of_all():
     def job(rank, world):
         said = []
-        for likelihood, build in BUILDERS.items():
-            model, batches = build()
-            own = with_labels_of_the_next(batches)[rank::world]
-            said.append(said_by_a_fit(model, own, likelihood=likelihood))
+        for likelihood, build in LEARNT.items():
+            learnt = build()
+            own = with_labels_of_the_next(learnt.batches)[rank::world]
+            said.append(said_by_a_fit(learnt.model, own, likelihood=likelihood))
         return said
 
     expected = job(0, 1)

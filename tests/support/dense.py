@@ -297,6 +297,16 @@ def block_diagonal_covariance(
 # --- posteriors -----------------------------------------------------------------------
 
 
+def full_rank(
+    structure: str = "lowrank_kron",
+    **settings: Any,
+) -> dict[str, Any]:
+    """Ask for factors that leave nothing out, where a structure has a rank at all."""
+    if structure != "lowrank_kron":
+        return {}
+    return {"backend_kwargs": {"rank": 1000} | settings}
+
+
 def evidence(H, log_likelihood, mean, prior_precision) -> torch.Tensor:
     """Compute the log marginal likelihood at prior precisions `(parameters,)`."""
     P = H + prior_precision.diag()

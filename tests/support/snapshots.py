@@ -40,6 +40,21 @@ class Parameter:
             assert torch.equal(now.grad, self.value_of_grad), name
 
 
+@dataclass(frozen=True)
+class Module:
+    """A module's mode, hooks, and the names of its attributes."""
+
+    training: bool
+    attributes: set[str]
+    hooks: dict[str, dict]
+
+    @staticmethod
+    def of(module: nn.Module) -> "Module":
+        """Look at a module as it is now."""
+        hooks = {kind: dict(getattr(module, kind) or {}) for kind in HOOKS}
+        return Module(module.training, set(vars(module)), hooks)
+
+
 class Snapshot:
     """All of a model and of torch's global state that a user could see changed."""
 
@@ -51,9 +66,7 @@ class Snapshot:
             name: Parameter.of(each) for name, each in parameters.items()
         }
         self.buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        self.training = {name: module.training for name, module in modules.items()}
-        self.attributes = {name: set(vars(module)) for name, module in modules.items()}
-        self.hooks = {name: _hooks_of(module) for name, module in modules.items()}
+        self.modules = {name: Module.of(module) for name, module in modules.items()}
         self.config = model.config.to_dict() if hasattr(model, "config") else None
         self.torch = {
             "grad mode": torch.is_grad_enabled(),
@@ -73,8 +86,9 @@ class Snapshot:
     ) -> None:
         """Compare with what there is now; draws may have moved the random state."""
         now = Snapshot(model)
-        for part in ("torch", "training", "hooks", "attributes", "config"):
-            assert getattr(now, part) == getattr(self, part), part
+        assert now.torch == self.torch
+        assert now.modules == self.modules
+        assert now.config == self.config
         assert list(now.parameters) == list(self.parameters)
         for name, parameter in self.parameters.items():
             parameter.assert_equal(now.parameters[name], name)
@@ -84,8 +98,23 @@ class Snapshot:
             assert torch.equal(now.random_state, self.random_state)
 
 
-def _hooks_of(module: nn.Module) -> dict[str, dict]:
-    return {kind: dict(getattr(module, kind) or {}) for kind in HOOKS}
+def facts_of(
+    la: Any,
+    batch: Any,
+) -> dict[str, torch.Tensor]:
+    """Tell what a fit comes to: sums, evidence and predictions of a batch."""
+    moments = la.predictive_moments(batch)
+    is_tensor = isinstance(la.H, torch.Tensor)
+    return {
+        "curvature": la.H if is_tensor else la.H.to_matrix(),
+        "evidence": la.log_marginal_likelihood().detach(),
+        "loss": la.loss.clone(),
+        "weights": la.mean.clone(),
+        "examples": torch.tensor(la.n_data),
+        "means": moments.f_mu.detach(),
+        "covariances": moments.f_var.detach(),
+        "prediction": la(batch),
+    }
 
 
 def half_trained(model: nn.Module) -> nn.Module:
@@ -96,8 +125,8 @@ def half_trained(model: nn.Module) -> nn.Module:
         if index % 3 == 1:
             module.training = False
         if type(module) is nn.Linear:
-            module.register_forward_hook(lambda *args: None)
-            module.register_forward_pre_hook(lambda *args: None)
+            module.register_forward_hook(_changing_nothing)
+            module.register_forward_pre_hook(_changing_nothing)
     for index, parameter in enumerate(model.parameters()):
         if index % 2:
             noise = torch.randn(parameter.shape, generator=generator)
@@ -105,6 +134,10 @@ def half_trained(model: nn.Module) -> nn.Module:
         if index % 5 == 0:
             parameter.requires_grad_(not parameter.requires_grad)
     return model
+
+
+def _changing_nothing(*args: Any) -> None:
+    """Return nothing, as a user's hook may that only looks."""
 
 
 def tensors_of(
