@@ -40,21 +40,6 @@ class Parameter:
             assert torch.equal(now.grad, self.value_of_grad), name
 
 
-@dataclass(frozen=True)
-class Module:
-    """A module's mode, hooks, and the names of its attributes."""
-
-    training: bool
-    attributes: set[str]
-    hooks: dict[str, dict]
-
-    @staticmethod
-    def of(module: nn.Module) -> "Module":
-        """Look at a module as it is now."""
-        hooks = {kind: dict(getattr(module, kind) or {}) for kind in HOOKS}
-        return Module(module.training, set(vars(module)), hooks)
-
-
 class Snapshot:
     """All of a model and of torch's global state that a user could see changed."""
 
@@ -66,7 +51,9 @@ class Snapshot:
             name: Parameter.of(each) for name, each in parameters.items()
         }
         self.buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        self.modules = {name: Module.of(module) for name, module in modules.items()}
+        self.training = {name: module.training for name, module in modules.items()}
+        self.attributes = {name: set(vars(module)) for name, module in modules.items()}
+        self.hooks = {name: _hooks_of(module) for name, module in modules.items()}
         self.config = model.config.to_dict() if hasattr(model, "config") else None
         self.torch = {
             "grad mode": torch.is_grad_enabled(),
@@ -87,7 +74,9 @@ class Snapshot:
         """Compare with what there is now; draws may have moved the random state."""
         now = Snapshot(model)
         assert now.torch == self.torch
-        assert now.modules == self.modules
+        assert now.training == self.training
+        assert now.attributes == self.attributes
+        assert now.hooks == self.hooks
         assert now.config == self.config
         assert list(now.parameters) == list(self.parameters)
         for name, parameter in self.parameters.items():
@@ -96,6 +85,10 @@ class Snapshot:
             assert torch.equal(now.buffers[name], value), name
         if random_state:
             assert torch.equal(now.random_state, self.random_state)
+
+
+def _hooks_of(module: nn.Module) -> dict[str, dict]:
+    return {kind: dict(getattr(module, kind) or {}) for kind in HOOKS}
 
 
 def facts_of(
