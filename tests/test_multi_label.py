@@ -30,7 +30,12 @@ from tests.support.models import (
 )
 from tests.support.posteriors import generator, make
 from tests.support.trainers import trainer_of
-from tests.test_several_labels import InTwoColumns, several_labels
+from tests.test_several_labels import (
+    InTwoColumns,
+    in_two_classes,
+    options_of,
+    several_labels,
+)
 
 SAME = {"rtol": 1e-10, "atol": 1e-10}
 LINKS = ["probit", "mean_field", "mc"]
@@ -54,22 +59,6 @@ def batches(n_labels=3, **keywords):
     return found
 
 
-def in_two_classes(found):
-    """Pairs for the wrapper: each label of each text is an example."""
-    pairs_of_batches = []
-    for batch in found:
-        y = batch["labels"].long().flatten()
-        pairs_of_batches.append((without_labels(batch), y))
-    return pairs_of_batches
-
-
-def options(structure):
-    """Keep full factors, where a structure would cut them."""
-    if structure != "lowrank_kron":
-        return {}
-    return {"backend_kwargs": {"rank": 200}}
-
-
 def fitted(
     structure="lowrank_kron",
     n_labels=3,
@@ -77,7 +66,7 @@ def fitted(
     **keywords,
 ):
     model = model or lora_model("bert", n_labels=n_labels)
-    la = make(model, structure, MULTI_LABEL, **options(structure) | keywords)
+    la = make(model, structure, MULTI_LABEL, **options_of(structure) | keywords)
     la.fit(batches(n_labels))
     return la
 
@@ -86,7 +75,7 @@ def both(structure="lowrank_kron", n_labels=3):
     """Fit the labels' posterior, and a wrapper's with classes "not" and "yes"."""
     model = lora_model("bert", n_labels=n_labels).eval()
     la = fitted(structure, n_labels, model)
-    wrapped = make(OfMapping(InTwoColumns(model)), structure, **options(structure))
+    wrapped = make(OfMapping(InTwoColumns(model)), structure, **options_of(structure))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The trained model is no better")
         wrapped.fit(in_two_classes(batches(n_labels)))
@@ -108,7 +97,7 @@ def test_curvature_evidence_and_moments_are_the_dense_ones(structure, n_labels):
     model = lora_model("bert", n_labels=n_labels).eval()
     (batch,) = batches(n_labels, lengths=(7, 7, 7), padded_to=7)
     X = without_labels(batch)
-    la = make(model, structure, MULTI_LABEL, **options(structure))
+    la = make(model, structure, MULTI_LABEL, **options_of(structure))
     la.fit([batch])
     logits = model(**X).logits.detach()
     loss = binary_cross_entropy_with_logits(logits, batch["labels"], reduction="sum")
@@ -223,7 +212,7 @@ def test_one_logit_takes_labels_with_and_without_a_column():
     flat = batches(n_labels=1)
     for batch in flat:
         batch["labels"] = batch["labels"][:, 0].long()
-    other = make(la.model.model, likelihood=MULTI_LABEL, **options("lowrank_kron"))
+    other = make(la.model.model, likelihood=MULTI_LABEL, **options_of("lowrank_kron"))
     other.fit(flat)
     assert_close(other.loss, la.loss, **SAME)
     assert_close(as_matrix(other), as_matrix(la), **SAME)

@@ -1,7 +1,7 @@
 """Labels of tokens, and several labels, by exact wrappers."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -26,10 +26,10 @@ from tests.support.models import (
     plain_model,
     ragged_batches,
     real_targets,
+    without_labels,
 )
 from tests.support.posteriors import make
 
-RANK = {"backend_kwargs": {"rank": 200}}
 MULTI_LABEL = '"multi_label_classification"'
 
 
@@ -45,20 +45,32 @@ class InTwoColumns(nn.Module):
         return torch.stack([torch.zeros_like(f), f], -1).flatten(0, 1)
 
 
-def inputs_of(
-    batch: Mapping[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    return {key: value for key, value in batch.items() if key != "labels"}
+def options_of(structure: str) -> dict[str, Any]:
+    """Keep full factors, where a structure would cut them."""
+    if structure != "lowrank_kron":
+        return {}
+    return {"backend_kwargs": {"rank": 200}}
 
 
 def several_labels(
     batch: Mapping[str, torch.Tensor],
     n_labels: int,
 ) -> torch.Tensor:
-    """`(B, C)` numbers 0 and 1."""
+    """Draw `(B, C)` numbers 0 and 1."""
     generator = torch.Generator().manual_seed(4)
     shape = len(batch["input_ids"]), n_labels
     return torch.randint(0, 2, shape, generator=generator).double()
+
+
+def in_two_classes(
+    batches: Sequence[Mapping[str, torch.Tensor]],
+) -> list[tuple[Any, torch.Tensor]]:
+    """Make pairs for `InTwoColumns`: each label of each text is an example."""
+    examples = []
+    for batch in batches:
+        y = batch["labels"].long().flatten()
+        examples.append((without_labels(batch), y))
+    return examples
 
 
 @pytest.mark.parametrize("n_labels", [1, 3])
@@ -68,31 +80,32 @@ def test_two_columns_for_each_logit_make_sigmoids_exact(structure, n_labels):
     plain = lora_model("bert", n_labels=n_labels).eval()
     model = OfMapping(InTwoColumns(plain)).eval()
     (batch,) = ragged_batches(lengths=(7, 4, 5), padded_to=7)
-    X = inputs_of(batch)
     labels = several_labels(batch, n_labels)
-    la = make(
-        model,
-        structure,
-        **(RANK if structure == "lowrank_kron" else {}),
-    )
-    la.fit([(X, labels.long().flatten())])
+    la = make(model, structure, **options_of(structure))
+    la.fit(in_two_classes([batch | {"labels": labels}]))
+    X = without_labels(batch)
     logits = plain(**X).logits.detach()
     loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
     assert_close(la.loss, loss, **EXACT)
     assert_exact(la, model, [X])
+    # So narrow a prior leaves the model alone.
     la.prior_precision = 1e12
-    probabilities = la(X)[:, 1].reshape(logits.shape)
+    of_yes = la(X)[:, 1]
+    probabilities = of_yes.reshape(logits.shape)
     assert_close(probabilities, logits.sigmoid(), rtol=1e-6, atol=1e-6)
 
 
 class OfTokens(nn.Module):
+    """Takes the logits of labelled tokens, text by text, for a batch's examples."""
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        texts = {key: value for key, value in batch.items() if key != "labelled"}
-        return self.model(**texts).logits[batch["labelled"]]
+        texts = dict(batch)
+        is_labelled = texts.pop("is_labelled")
+        return self.model(**texts).logits[is_labelled]
 
 
 def token_classifier() -> nn.Module:
@@ -107,27 +120,21 @@ def token_classifier() -> nn.Module:
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
-def test_rows_of_labelled_tokens_make_token_classification_exact(
-    structure,
-):
+def test_rows_of_labelled_tokens_make_token_classification_exact(structure):
     plain = token_classifier()
     model = OfMapping(OfTokens(plain)).eval()
     (batch,) = ragged_batches(lengths=(7, 4, 5), padded_to=7)
-    X = inputs_of(batch) | {"labelled": batch["attention_mask"].bool()}
-    X["labelled"][1] = False  # a text without labels
-    y = torch.arange(12) % N_CLASSES
-    la = make(
-        model,
-        structure,
-        **(RANK if structure == "lowrank_kron" else {}),
-    )
+    texts = without_labels(batch)
+    is_labelled = texts["attention_mask"].bool()
+    is_labelled[1] = False  # a text without labels
+    X = texts | {"is_labelled": is_labelled}
+    n_labelled = 7 + 5
+    y = torch.arange(n_labelled) % N_CLASSES
+    la = make(model, structure, **options_of(structure))
     la.fit([(X, y)])
-    expected = cross_entropy(
-        plain(**inputs_of(batch)).logits[X["labelled"]],
-        y,
-        reduction="sum",
-    )
-    assert_close(la.loss, expected.detach(), **EXACT)
+    logits = plain(**texts).logits.detach()[is_labelled]
+    loss = cross_entropy(logits, y, reduction="sum")
+    assert_close(la.loss, loss, **EXACT)
     assert_exact(la, model, [X])
 
 
@@ -135,27 +142,32 @@ def test_rows_of_labelled_tokens_make_token_classification_exact(
 
 
 def test_token_classification_is_told_of_its_likelihood():
+    la = make(token_classifier())
     (batch, *_) = ragged_batches()
-    with pytest.raises(
-        ValueError,
-        match=r"batch 0: .*\(3, 7, 3\).*tokens.*\"token_classification\"",
-    ):
-        make(token_classifier()).fit([batch])
+    message = r"batch 0: .*\(3, 7, 3\).*tokens.*\"token_classification\""
+    with pytest.raises(ValueError, match=message):
+        la.fit([batch])
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
 @pytest.mark.parametrize("dtype", [torch.long, torch.float32, torch.bool])
 def test_multi_hot_labels_are_told_of_their_likelihood(structure, dtype):
-    X, _ = pairs()[0]
+    ((X, _),) = pairs()
     y = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 0]]).to(dtype)
-    with pytest.raises(
-        ValueError,
-        match=rf"batch 0: .*of {dtype}: several labels .* {MULTI_LABEL}",
-    ):
-        make(plain_model(), structure).fit([(X, y)])
-    of_numbers = r"not \(4, 3\) of torch\.float64: numbers .* \"regression\"$"
-    with pytest.raises(ValueError, match=of_numbers):
-        make(plain_model(), structure).fit([(X, torch.full((4, 3), 0.5).double())])
+    la = make(plain_model(), structure)
+    message = rf"batch 0: .*of {dtype}: several labels .* {MULTI_LABEL}"
+    with pytest.raises(ValueError, match=message):
+        la.fit([(X, y)])
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
+def test_numbers_are_told_of_their_likelihood(structure):
+    ((X, _),) = pairs()
+    y = torch.full((4, 3), 0.5).double()
+    la = make(plain_model(), structure)
+    message = r"not \(4, 3\) of torch\.float64: numbers .* \"regression\"$"
+    with pytest.raises(ValueError, match=message):
+        la.fit([(X, y)])
 
 
 def test_a_multi_label_classifier_is_not_fitted_with_a_softmax():
@@ -164,12 +176,15 @@ def test_a_multi_label_classifier_is_not_fitted_with_a_softmax():
     with pytest.raises(ValueError, match=MULTI_LABEL):
         laplace_lora_ext.Laplace(model, "classification")
     assert laplace_lora_ext.Laplace(model).likelihood == "multi_label_classification"
-    make(OfMapping(InTwoColumns(model))).fit(
-        [
-            (inputs_of(b), several_labels(b, 3).long().flatten())
-            for b in ragged_batches()
-        ]
-    )
+    # A wrapper's logits are those of two classes, whatever the model is for.
+    batches = ragged_batches()
+    for batch in batches:
+        batch["labels"] = several_labels(batch, 3)
+    make(OfMapping(InTwoColumns(model))).fit(in_two_classes(batches))
+
+
+def test_a_classifier_is_not_fitted_to_several_labels():
+    model = lora_model("bert")
     model.config.problem_type = "single_label_classification"
     make(model).fit(ragged_batches())
     with pytest.raises(ValueError, match='"multi_label_classification" does not fit'):
@@ -177,32 +192,27 @@ def test_a_multi_label_classifier_is_not_fitted_with_a_softmax():
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.float64])
-def test_one_logit_of_two_classes_is_warned_of_once_after_a_fit(
-    dtype,
-):
+def test_one_logit_of_two_classes_is_warned_of_once_after_a_fit(dtype):
     model = lora_model("bert", n_labels=1)
     batches = ragged_batches(n_classes=2)
     for batch in batches:
         batch["labels"] = batch["labels"].to(dtype)
     la = laplace_lora_ext.Laplace(model)
     assert la.likelihood == "regression"
-    with pytest.warns(
-        UserWarning,
-        match=f"Every target is 0 or 1.*{MULTI_LABEL}",
-    ) as caught:
+    message = f"Every target is 0 or 1.*{MULTI_LABEL}"
+    with pytest.warns(UserWarning, match=message) as caught:
         la.fit(batches)
-    assert len([w for w in caught if "Every target" in str(w.message)]) == 1
-    with pytest.raises(
-        ValueError,
-        match=f"at least two outputs.*{MULTI_LABEL}",
-    ):
-        make(model).fit(batches)
+    messages = [str(warning.message) for warning in caught]
+    assert sum("Every target" in text for text in messages) == 1
+    of_classes = make(model)
+    with pytest.raises(ValueError, match=f"at least two outputs.*{MULTI_LABEL}"):
+        of_classes.fit(batches)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
 def test_numbers_are_not_taken_for_classes(structure):
     la = make(plain_model(2), structure, "regression")
-    X = pairs()[0][0]
+    ((X, _),) = pairs()
     numbers = real_targets()
     binary = torch.tensor([[0, 1], [1, 1], [0, 0], [1, 0]])
     with warnings.catch_warnings():
