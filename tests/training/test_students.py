@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import PeftModel
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
@@ -27,7 +28,7 @@ N_TEXTS = 16
 
 
 def texts(seed=1):
-    """Sixteen padded texts, as a batch."""
+    """Make a batch of sixteen padded texts."""
     (batch,) = ragged_batches(
         lengths=(7, 4, 5, 6) * 4,
         batch_size=N_TEXTS,
@@ -37,39 +38,31 @@ def texts(seed=1):
 
 
 def rows(batch):
+    """Take each text of a batch by itself."""
     return [{key: value[row] for key, value in batch.items()} for row in range(N_TEXTS)]
 
 
 def without_padding(batch):
-    """Token ids of each text."""
-    return [row["input_ids"][row["attention_mask"].bool()] for row in rows(batch)]
+    """Take the token ids of each text."""
+    tokens = []
+    for row in rows(batch):
+        is_real = row["attention_mask"].bool()
+        tokens.append(row["input_ids"][is_real])
+    return tokens
 
 
 def output_layer(model):
-    """The layer that gives a classifier's logits, or a language model's."""
+    """Find the layer that gives a classifier's logits, or a language model's."""
     base = model.base_model.model
     if hasattr(base, "classifier"):
         return base.classifier.modules_to_save["default"]
     return base.lm_head
 
 
-def case(
-    tmp_path,
-    kind="bert",
-    *callbacks,
-    likelihood="classification",
-    modules_to_save=False,
-):
-    """A broad posterior around a model that is sure of itself, and its trainer."""
-    is_regression = likelihood == "regression"
-    model = lora_model(
-        kind,
-        torch.float32,
-        n_labels=1 if is_regression else 3,
-    )
-    output_layer(model).weight.data *= 8
-    trainer = trainer_of(
-        tmp_path,
+def trainer_around(model, folder, *callbacks):
+    """Make a trainer of the sixteen texts."""
+    return trainer_of(
+        folder,
         *callbacks,
         model=model,
         data=rows(texts()),
@@ -80,46 +73,48 @@ def case(
         save_strategy="no",
         logging_strategy="no",
     )
-    if kind == "bert":
-        la = make(model, likelihood=likelihood, modules_to_save=modules_to_save)
-    else:
-        la = make(
-            model,
-            likelihood=likelihood,
-            class_token_ids=[3, 11, 25],
-        )
-    batch = texts()
-    if is_regression:
-        batch["labels"] = batch["labels"].float()
-    la.fit([batch])
+
+
+def taught(folder, *callbacks, kind="bert", **keywords):
+    """Fit a broad posterior around a model that is sure of itself; make its trainer.
+
+    So the posterior's probabilities are far from the model's.
+    """
+    model = lora_model(kind, torch.float32)
+    output_layer(model).weight.data *= 8
+    if kind == "gpt2":
+        keywords["class_token_ids"] = [3, 11, 25]
+    la = make(model, **keywords)
+    la.fit([texts()])
     la.prior_precision = 1e-4 if kind == "bert" else 1e-7
-    return la, trainer
+    return la, trainer_around(model, folder, *callbacks)
 
 
 def loaded(folder):
-    """The adapter of a folder, in the base model of `case`."""
+    """Read the adapter of a folder, into the base model of `taught`."""
     torch.manual_seed(0)
     base = base_model("bert", n_labels=3, hidden_size=12)
     return PeftModel.from_pretrained(base, folder)
 
 
 def weights_of(model, adapter):
-    """Copies of an adapter's weights, in their order."""
-    return [
-        weight.detach().clone()
+    """Copy an adapter's weights, by their names without the adapter's."""
+    return {
+        name.replace(f".{adapter}.", "."): weight.detach().clone()
         for name, weight in model.named_parameters()
         if f".{adapter}." in name
-    ]
+    }
 
 
 def assert_same(model, before):
-    """But for what an earlier training would have left on modules."""
+    """Compare all but what an earlier training would have left on modules."""
     now = Snapshot(model)
     before.attributes = now.attributes
     before.assert_equal(model)
 
 
 def log_probs(model, batch):
+    """Compute the logarithms of a model's own probabilities."""
     model.eval()
     with torch.no_grad():
         logits = model(**without_labels(batch)).logits
@@ -136,7 +131,7 @@ def divergence(targets, log_p):
 
 @pytest.mark.parametrize("modules_to_save", [False, True])
 def test_its_own_probabilities_are_the_posteriors(tmp_path, modules_to_save):
-    la, trainer = case(tmp_path, modules_to_save=modules_to_save)
+    la, trainer = taught(tmp_path, modules_to_save=modules_to_save)
     batch = texts()
     targets = la(batch, link_approx="mean_field")
     of_map = divergence(targets, log_probs(trainer.model, batch))
@@ -144,11 +139,9 @@ def test_its_own_probabilities_are_the_posteriors(tmp_path, modules_to_save):
     before = Snapshot(trainer.model)
     assert la.distill(trainer) == "calibrated"
     assert trainer.model.active_adapter == "default"
-    names = [name for name, _ in trainer.model.named_parameters()]
-    of_student = [name for name in names if ".calibrated" in name]
-    of_teacher = [name for name in names if ".default" in name]
-    renamed = [name.replace(".calibrated", ".default") for name in of_student]
-    assert set(renamed) == set(of_teacher)
+    of_student = weights_of(trainer.model, "calibrated")
+    of_teacher = weights_of(trainer.model, "default")
+    assert of_student.keys() == of_teacher.keys()
     trainer.model.delete_adapter("calibrated")
     assert_same(trainer.model, before)
     student = loaded(tmp_path / "calibrated")
@@ -158,8 +151,8 @@ def test_its_own_probabilities_are_the_posteriors(tmp_path, modules_to_save):
 @pytest.mark.filterwarnings("ignore:The model has modules that are named 'layer'")
 @pytest.mark.parametrize("name", ["s", "lora", "layer", "default_"])
 def test_its_name_may_begin_others(tmp_path, name):
-    la, trainer = case(tmp_path / "one")
-    same, other = case(tmp_path / "other")
+    la, trainer = taught(tmp_path / "one")
+    same, other = taught(tmp_path / "other")
     trainer.args.max_steps = 20
     other.args.max_steps = 20
     la.distill(trainer, adapter_name=name)
@@ -167,43 +160,44 @@ def test_its_name_may_begin_others(tmp_path, name):
     found = loaded(tmp_path / "one" / name).state_dict()
     expected = loaded(tmp_path / "other" / "calibrated").state_dict()
     for key, value in expected.items():
+        # The head that PEFT reads beside them is not compared.
         if "lora_" in key:
             assert torch.equal(found[key], value)
     assert torch.equal(la.mean, same.mean)
     la.check_model()
 
 
-def test_answers_share_the_probability_that_the_model_gives_them(
-    tmp_path,
-):
-    la, trainer = case(tmp_path, "gpt2")
+def test_answers_share_the_probability_that_the_model_gives_them(tmp_path):
+    la, trainer = taught(tmp_path, kind="gpt2")
     batch = texts()
-    ids = la.model.class_token_ids
+    answers = la.model.class_token_ids
     last = batch["attention_mask"].sum(1) - 1
 
-    def of_answers():
-        log_p = log_probs(trainer.model, batch)
-        return log_p[torch.arange(N_TEXTS), last][:, ids].exp()
+    def probabilities_of_answers():
+        of_tokens = log_probs(trainer.model, batch)
+        at_last = of_tokens[torch.arange(N_TEXTS), last]
+        return at_last[:, answers].exp()
 
     targets = la(batch, link_approx="mean_field")
-    before = of_answers()
-    share_before = before.sum(1)
-    of_map = divergence(targets, (before / share_before[:, None]).log())
-    assert of_map > 0.03
+    before = probabilities_of_answers()
     student = la.distill(trainer, unlabelled=None)
     trainer.model.set_adapter(student)
-    after = of_answers()
-    share = after.sum(1)
-    assert (share - share_before).abs().mean() < 0.1 * share_before.mean()
-    found = (after / share[:, None]).log()
-    assert divergence(targets, found) < 0.3 * of_map
+    after = probabilities_of_answers()
+
+    # What the answers have together stays, and how they share it is learnt.
+    together_before = before.sum(1, keepdim=True)
+    together = after.sum(1, keepdim=True)
+    change = (together - together_before).abs()
+    assert change.mean() < 0.1 * together_before.mean()
+    of_map = divergence(targets, (before / together_before).log())
+    assert of_map > 0.03
+    of_student = divergence(targets, (after / together).log())
+    assert of_student < 0.3 * of_map
 
 
-def test_it_learns_from_training_texts_and_copies_with_swapped_tokens(
-    tmp_path,
-):
+def test_it_learns_from_training_texts_and_copies_with_swapped_tokens(tmp_path):
     seen = Watch()
-    la, trainer = case(tmp_path, "bert", seen)
+    la, trainer = taught(tmp_path, seen)
     own = without_padding(texts())
     more = [without_labels(text) for text in rows(texts(2))]
     la.distill(trainer, None, "student_0")
@@ -212,86 +206,109 @@ def test_it_learns_from_training_texts_and_copies_with_swapped_tokens(
     assert len(seen.steps[0]) == 120  # 30 % of the training's
     assert [len(records) for records in seen.data] == [16, 32, 32]
     for records in seen.data:
-        for record, text in zip(records, own, strict=False):
+        first = records[:N_TEXTS]
+        for record, text in zip(first, own, strict=True):
             assert torch.equal(record["input_ids"], text)
+
     _, swapped, _ = seen.data
-    copies = [record["input_ids"] for record in swapped[N_TEXTS:]]
     pool = set(torch.cat(own).tolist())
     n_changed = []
-    for copy, text in zip(copies, own, strict=True):
+    for record, text in zip(swapped[N_TEXTS:], own, strict=True):
+        copy = record["input_ids"]
         n_changed.append(int((copy != text).sum()))
         assert n_changed[-1] <= round(0.3 * len(text))
         assert set(copy.tolist()) <= pool
     assert any(n_changed)
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_a_head_of_its_own_has_the_best_temperature(tmp_path, kind):
+def first_weights(la, trainer):
+    """Distill in four steps, and return the weights that the student begins with."""
     begun = {}
 
     class Watching(TrainerCallback):
         # It writes into a dictionary outside, for distill restores its own attributes.
         def on_train_begin(self, *_, model, **__):
-            begun["student"] = weights_of(model, "student")
+            begun.update(weights_of(model, "student"))
 
-    la, trainer = case(tmp_path, kind, Watching())
-    teacher = weights_of(trainer.model, "default")
+    trainer.add_callback(Watching())
     trainer.args.max_steps = 4
     la.distill(trainer, None, "student")
-    scales = []
-    for of_student, of_teacher in zip(begun["student"], teacher, strict=True):
-        scales.append((of_student.norm() / of_teacher.norm()).item())
-    scales.sort()
-    if kind == "gpt2":
-        # Its head is the base model's, which no adapter may scale.
-        assert set(scales) == {1.0}
-        return
+    return begun
+
+
+def scales_beside(weights, others):
+    """Compute how much larger each weight is than its counterpart."""
+    scales = {}
+    for name, weight in weights.items():
+        scale = weight.norm() / others[name].norm()
+        scales[name] = scale.item()
+    return scales
+
+
+def test_a_head_of_its_own_has_the_best_temperature(tmp_path):
+    la, trainer = taught(tmp_path)
+    teacher = weights_of(trainer.model, "default")
+    begun = first_weights(la, trainer)
+    scales = scales_beside(begun, teacher)
+    of_head = {name: scale for name, scale in scales.items() if "lora_" not in name}
+    of_lora = {name: scale for name, scale in scales.items() if "lora_" in name}
+
     targets = la(texts(), link_approx="mean_field")
     logits = log_probs(trainer.model, texts())
     grid = torch.logspace(-2, 1, 3001).tolist()
     losses = [divergence(targets, (scale * logits).log_softmax(-1)) for scale in grid]
     best = grid[losses.index(min(losses))]
     assert best < 0.8
-    of_head, of_lora = (
-        scales[:2],
-        scales[2:],
-    )  # weight and bias of the head are the smallest
-    assert of_head == pytest.approx([best, best], rel=2e-3)
-    assert set(of_lora) == {1.0}
+    # Its weight and its bias; the grid has steps of 0.23 %.
+    assert list(of_head.values()) == pytest.approx([best, best], rel=2e-3)
+    assert set(of_lora.values()) == {1.0}
+
     after = weights_of(trainer.model, "student")
-    stay = [
-        torch.equal(first, last)
-        for first, last in zip(begun["student"], after, strict=True)
-    ]
-    assert sum(stay) == 2  # the head; a step has changed all LoRA weights
+    stay = {name for name in after if torch.equal(begun[name], after[name])}
+    # Steps have changed all LoRA weights.
+    assert stay == of_head.keys()
 
 
-def test_a_mixture_teaches_its_mean(tmp_path):
-    la, trainer = case(tmp_path)
-    trainer.model.add_adapter("other", trainer.model.peft_config["default"])
-    trainer.model.set_adapter("other")
-    heads = trainer.model.base_model.model.classifier.modules_to_save
+def test_a_head_of_the_base_model_is_not_scaled(tmp_path):
+    la, trainer = taught(tmp_path, kind="gpt2")
+    teacher = weights_of(trainer.model, "default")
+    begun = first_weights(la, trainer)
+    scales = scales_beside(begun, teacher)
+    assert set(scales.values()) == {1.0}
+
+
+def add_opponent(model):
+    """Fit a posterior around another adapter, whose head prefers other classes."""
+    model.add_adapter("other", model.peft_config["default"])
+    model.set_adapter("other")
+    heads = model.base_model.model.classifier.modules_to_save
     with torch.no_grad():
         heads["other"].weight.mul_(-6)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the other adapter is untrained
-        other = make(trainer.model)
-        other.fit([texts()])
-    trainer.model.set_adapter("default")
+        la = make(model)
+        la.fit([texts()])
+    model.set_adapter("default")
+    return la
+
+
+def test_a_mixture_teaches_its_mean(tmp_path):
+    la, trainer = taught(tmp_path)
+    other = add_opponent(trainer.model)
     mixture = LaplaceMixture([la, other])
     batch = texts()
     targets = mixture(batch, link_approx="mean_field")
-    trainer.model.set_adapter(mixture.distill(trainer))
+    student = mixture.distill(trainer)
+    trainer.model.set_adapter(student)
     assert divergence(targets, log_probs(trainer.model, batch)) < 0.1
 
 
 # --- how it trains --------------------------------------------------------------------
 
 
-def dropouts(model):
-    return [
-        module for module in model.modules() if isinstance(module, torch.nn.Dropout)
-    ]
+def dropout_rates(model):
+    modules = model.modules()
+    return [module.p for module in modules if isinstance(module, nn.Dropout)]
 
 
 def test_it_learns_without_dropout(tmp_path):
@@ -300,19 +317,19 @@ def test_it_learns_without_dropout(tmp_path):
         found: ClassVar[set[float]] = set()
 
         def on_step_begin(self, *_, model, **__):
-            self.found.update(module.p for module in dropouts(model))
+            self.found.update(dropout_rates(model))
 
-    la, trainer = case(tmp_path, "bert", Rates())
-    of_training = dropouts(trainer.model)
-    before = [module.p for module in of_training]
+    la, trainer = taught(tmp_path, Rates())
+    before = dropout_rates(trainer.model)
     la.distill(trainer)
     assert max(before) > 0
     assert Rates.found == {0.0}
-    assert [module.p for module in of_training] == before
+    trainer.model.delete_adapter("calibrated")
+    assert dropout_rates(trainer.model) == before
 
 
 def collate(examples):
-    """A collator that knows rows of lists alone, and a column of its own."""
+    """Pad rows of lists, which may have a column of their own."""
     ids = [torch.tensor(example["input_ids"]) for example in examples]
     labels = [torch.tensor(example["labels"]) for example in examples]
     mask = [torch.ones(len(text), dtype=torch.long) for text in ids]
@@ -324,7 +341,7 @@ def collate(examples):
 
 
 def smoothed(outputs, labels, num_items_in_batch=None):
-    """A loss of the user's own."""
+    """Compute a loss of the user's own."""
     return cross_entropy(outputs["logits"], labels, label_smoothing=0.3)
 
 
@@ -336,12 +353,12 @@ def test_evaluations_between_its_steps_are_the_users(tmp_path, of_sets):
         def on_evaluate(self, args, state, control, metrics, **kwargs):
             evaluated.append(metrics["eval_loss"])
 
-    la, trainer = case(tmp_path, "bert", Evaluated())
-    labels = texts()["labels"]
-    listed = [
-        {"input_ids": text.tolist(), "labels": label, "book": "a"}
-        for text, label in zip(without_padding(texts()), labels.tolist(), strict=True)
-    ]
+    la, trainer = taught(tmp_path, Evaluated())
+    batch = texts()
+    labels = batch["labels"]
+    listed = []
+    for text, label in zip(without_padding(batch), labels.tolist(), strict=True):
+        listed.append({"input_ids": text.tolist(), "labels": label, "book": "a"})
     data = Dataset.from_list(listed) if of_sets else listed
     trainer.train_dataset = data
     trainer.eval_dataset = data
@@ -352,22 +369,24 @@ def test_evaluations_between_its_steps_are_the_users(tmp_path, of_sets):
     trainer.args.eval_strategy = "steps"
     trainer.args.eval_steps = 4
     before = dict(vars(trainer))
-    trainer.model.set_adapter(la.distill(trainer))
+    student = la.distill(trainer)
     assert vars(trainer) == before
+    trainer.model.set_adapter(student)
     log_p = log_probs(trainer.model, collate(listed))
     expected = smoothed({"logits": log_p}, labels)
-    assert len(evaluated) == 3
-    assert evaluated[-1] == pytest.approx(expected.item(), rel=1e-5)
-    assert evaluated[0] != evaluated[-1]
+    # After 4, 8 and 12 steps, 30 % of the training's.
+    first, _, last = evaluated
+    assert last == pytest.approx(expected.item(), rel=1e-5)
+    assert first != last
 
 
 def no_loss(*args, **kwargs):
-    """A loss of the user's own, which plays no part in a student's training."""
+    """Fail to be a loss; it must play no part in a student's training."""
 
 
 def learnt_in_parts(folder, n_parts):
-    """A student's weights, each of whose steps accumulates so many backward passes."""
-    la, trainer = case(folder)
+    """Distill in steps that accumulate so many backward passes; take the weights."""
+    la, trainer = taught(folder)
     batch_size = N_TEXTS // n_parts
     trainer.args.max_steps = 30
     trainer.args.gradient_accumulation_steps = n_parts
@@ -382,20 +401,17 @@ def learnt_in_parts(folder, n_parts):
     return weights_of(trainer.model, "calibrated")
 
 
-def test_accumulated_steps_are_divided_whatever_loss_the_user_has(
-    tmp_path,
-):
+def test_accumulated_steps_are_divided_whatever_loss_the_user_has(tmp_path):
     whole = learnt_in_parts(tmp_path / "1", n_parts=1)
     divided = learnt_in_parts(tmp_path / "2", n_parts=2)
-    for one, other in zip(whole, divided, strict=True):
-        assert_close(one, other)
+    assert_close(divided, whole)
 
 
 # --- what fails -----------------------------------------------------------------------
 
 
 def test_what_fails_leaves_nothing_behind(tmp_path):
-    la, trainer = case(tmp_path, "bert", Stop(2))
+    la, trainer = taught(tmp_path, Stop(2))
     before = Snapshot(trainer.model)
     of_trainer = dict(vars(trainer))
     with pytest.raises(RuntimeError, match="killed"):
@@ -404,7 +420,7 @@ def test_what_fails_leaves_nothing_behind(tmp_path):
         la.distill(trainer, adapter_name="default")
     with pytest.raises(ValueError, match="unlabelled must be"):
         la.distill(trainer, unlabelled="more")
-    _, of_another = case(tmp_path)
+    _, of_another = taught(tmp_path)
     with pytest.raises(ValueError, match="this one has another"):
         la.distill(of_another)
     assert_same(trainer.model, before)
@@ -413,6 +429,10 @@ def test_what_fails_leaves_nothing_behind(tmp_path):
 
 
 def test_regression_has_no_probabilities_to_learn(tmp_path):
-    la, trainer = case(tmp_path, likelihood="regression")
+    model = lora_model("bert", torch.float32, n_labels=1)
+    la = make(model, likelihood="regression")
+    batch = texts()
+    la.fit([batch | {"labels": batch["labels"].float()}])
+    trainer = trainer_around(model, tmp_path)
     with pytest.raises(ValueError, match="regression has none"):
         la.distill(trainer)
