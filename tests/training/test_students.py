@@ -107,7 +107,7 @@ def weights_of(model, adapter):
 
 
 def assert_same(model, before):
-    """Compare all but what an earlier training would have left on modules."""
+    """Compare all but the attributes that any training leaves on modules."""
     now = Snapshot(model)
     before.attributes = now.attributes
     before.assert_equal(model)
