@@ -85,27 +85,26 @@ def test_logits_are_those_after_the_last_real_token_of_the_unpadded_sequence(
     (batch,) = ragged_batches(batch_size=8, padding_side=side, padded_to=padded_to)
     expected = alone(model, batch)
     tolerance = IN_FLOAT32 if kind == "llama" else EXACT
+    of_answers = LogitsModel(model, CLASS_TOKEN_IDS)
     for dtype in (torch.long, torch.bool, torch.float64, torch.uint8):
         mask = batch["attention_mask"].to(dtype)
-        found = LogitsModel(model, CLASS_TOKEN_IDS)(batch | {"attention_mask": mask})
+        found = of_answers(batch | {"attention_mask": mask})
         assert_close(found, expected, **tolerance)
     if kind == "gpt_neox":  # which counts positions from the first real token by itself
-        found = LogitsModel(OfBatches(model), CLASS_TOKEN_IDS)(batch)
-        assert_close(found, expected, **tolerance)
+        of_wrapper = LogitsModel(OfBatches(model), CLASS_TOKEN_IDS)
+        assert_close(of_wrapper(batch), expected, **tolerance)
 
 
 def test_without_a_mask_the_last_token_is_the_last_position_of_tokens_or_embeddings():
     model = causal_model("gpt2")
-    (batch,) = ragged_batches(
-        lengths=(6, 6, 6),
-        padded_to=6,
-    )
+    (batch,) = ragged_batches(lengths=(6, 6, 6), padded_to=6)
     ids = batch["input_ids"]
     embeddings = model.get_input_embeddings()(ids).detach()
-    expected = model(input_ids=ids).logits[:, -1, CLASS_TOKEN_IDS]
+    of_last_token = model(input_ids=ids).logits[:, -1]
+    expected = of_last_token[:, CLASS_TOKEN_IDS]
+    of_answers = LogitsModel(model, CLASS_TOKEN_IDS)
     for unmasked in ({"input_ids": ids}, {"inputs_embeds": embeddings}, ids):
-        found = LogitsModel(model, CLASS_TOKEN_IDS)(unmasked)
-        assert_close(found, expected, **EXACT)
+        assert_close(of_answers(unmasked), expected, **EXACT)
     la = make(lora_model("gpt2"), class_token_ids=CLASS_TOKEN_IDS)
     la.fit([(ids, torch.tensor([0, 1, 2]))])
     assert torch.isfinite(la.log_marginal_likelihood())
@@ -113,14 +112,14 @@ def test_without_a_mask_the_last_token_is_the_last_position_of_tokens_or_embeddi
 
 def test_only_answers_are_computed_and_nothing_is_cached():
     model = causal_model("gpt2")
-    outputs = []
     calls = record_calls(model.base_model.model)
-    model.register_forward_hook(lambda *args: outputs.append(args[-1]))
-    (batch,) = ragged_batches(
-        lengths=(2, 4),
-        padded_to=4,
-        padding_side="left",
-    )
+    outputs = []
+
+    def note_output(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(output)
+
+    model.register_forward_hook(note_output)
+    (batch,) = ragged_batches(lengths=(2, 4), padded_to=4, padding_side="left")
     LogitsModel(model, CLASS_TOKEN_IDS)(batch)
     assert calls[-1]["use_cache"] is False
     assert outputs[-1].past_key_values is None
@@ -148,10 +147,8 @@ class ImageFirst(nn.Module):
 
     def forward(self, batch: Any) -> torch.Tensor:
         tokens = batch["input_ids"] if isinstance(batch, Mapping) else batch
-        return nn.functional.pad(
-            self.logits(tokens),
-            (0, 0, 3, 0),
-        )
+        of_image = torch.zeros(len(tokens), 3, VOCABULARY)
+        return torch.cat([of_image, self.logits(tokens)], dim=1)
 
 
 def test_logits_at_other_positions_than_the_texts_are_refused():
@@ -185,9 +182,8 @@ def test_logits_of_an_image_before_the_text_are_refused():
     ids=str,
 )
 def test_class_tokens_are_two_or_more_distinct_tokens_of_the_vocabulary(ids):
-    with pytest.raises(
-        ValueError, match="two or more distinct tokens of the model's vocabulary"
-    ):
+    message = "two or more distinct tokens of the model's vocabulary"
+    with pytest.raises(ValueError, match=message):
         LogitsModel(lora_model("gpt2"), ids)
 
 
@@ -206,11 +202,9 @@ def test_class_tokens_are_two_or_more_distinct_tokens_of_the_vocabulary(ids):
     ids=repr,
 )
 def test_what_is_no_number_of_a_token_is_refused_by_what_it_is(ids):
-    message = (
-        re.escape(f"must be numbers of tokens, not {ids!r}") + ".*convert_tokens_to_ids"
-    )
+    named = re.escape(f"must be numbers of tokens, not {ids!r}")
     for build in (LogitsModel, laplace_lora_ext.Laplace):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"{named}.*convert_tokens_to_ids"):
             build(lora_model("gpt2"), class_token_ids=ids)
 
 
@@ -231,11 +225,12 @@ def test_tokens_beyond_a_trimmed_output_layer_are_named():
     model.lm_head = nn.Linear(16, 40, bias=False)
     model.lm_head.weight.data.copy_(kept)
     for each in (model, OfBatches(model)):
-        with pytest.raises(
-            ValueError, match=r"\[11, 23, 42\] go beyond .* only 40 tokens"
-        ):
-            LogitsModel(each, CLASS_TOKEN_IDS)(batch)
-        LogitsModel(each, [11, 39])(batch)
+        beyond = LogitsModel(each, CLASS_TOKEN_IDS)
+        message = r"\[11, 23, 42\] go beyond .* only 40 tokens"
+        with pytest.raises(ValueError, match=message):
+            beyond(batch)
+        up_to_the_last = LogitsModel(each, [11, 39])
+        up_to_the_last(batch)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -250,13 +245,13 @@ def test_answers_that_the_model_hardly_gives_are_warned_of_once_after_a_fit(
         la.fit(batches)
     messages = [str(warning.message) for warning in caught]
     (message,) = [each for each in messages if "have only" in each]
-    of_all_tokens = LogitsModel(model, list(range(VOCABULARY)))
-    probabilities = torch.cat([of_all_tokens(batch).softmax(-1) for batch in batches])
-    mean = probabilities[:, CLASS_TOKEN_IDS].sum(-1).mean()
+
+    of_vocabulary = LogitsModel(model, list(range(VOCABULARY)))
+    p = torch.cat([of_vocabulary(batch).softmax(-1) for batch in batches])
+    mean = p[:, CLASS_TOKEN_IDS].sum(-1).mean().item()
     assert mean < 0.06
-    assert (
-        f"have only {100 * mean:.2g} % of the model's probability together" in message
-    )
+    percent = f"{100 * mean:.2g} %"
+    assert f"have only {percent} of the model's probability together" in message
 
 
 def test_answers_that_the_model_gives_are_not_warned_of():
@@ -273,19 +268,22 @@ def test_a_causal_language_model_needs_class_tokens_which_may_be_first_and_last(
     batch, *_ = ragged_batches()
     with pytest.raises(ValueError, match="pass class_token_ids"):
         make(model).fit([batch])
-    ids = [0, VOCABULARY - 1]
-    of_all_tokens = LogitsModel(model, list(range(VOCABULARY)))(batch)
-    assert torch.equal(LogitsModel(model, ids)(batch), of_all_tokens[:, ids])
+    of_vocabulary = LogitsModel(model, list(range(VOCABULARY)))
+    first_and_last = [0, VOCABULARY - 1]
+    of_ends = LogitsModel(model, first_and_last)
+    assert torch.equal(of_ends(batch), of_vocabulary(batch)[:, first_and_last])
 
 
 def test_prompts_that_end_in_their_answers_are_warned_of():
     model = LogitsModel(causal_model("gpt2"), CLASS_TOKEN_IDS)
     (batch,) = ragged_batches(lengths=(4, 6, 7))
-    batch["input_ids"][[0, 1], [3, 5]] = torch.tensor(CLASS_TOKEN_IDS[:2])
+    first, second, third = batch["input_ids"]
+    first[3] = CLASS_TOKEN_IDS[0]
+    second[5] = CLASS_TOKEN_IDS[1]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         model(batch)
-    batch["input_ids"][2, 6] = CLASS_TOKEN_IDS[1]
+    third[6] = CLASS_TOKEN_IDS[1]
     with pytest.warns(UserWarning, match="leave the answers out of the prompts"):
         model(batch)
 
@@ -331,16 +329,15 @@ def texts_without_a_mask_token(
 def test_a_masked_language_model_answers_at_its_mask_token(side):
     model = built("BertForMaskedLM").double()
     batch = texts_without_a_mask_token((7, 4, 5, 3), side)
-    ids = batch["input_ids"]
-    is_real = batch["attention_mask"].bool()
-    first = is_real.int().argmax(-1)
-    ids[torch.arange(4), first + torch.tensor([5, 1, 0, 2])] = MASK
     expected = []
-    for row in range(4):
-        text = ids[row][is_real[row]]
-        logits = model(input_ids=text[None]).logits[0]
-        (at_mask,) = logits[text == MASK]
-        expected.append(at_mask[CLASS_TOKEN_IDS])
+    # First, last and other tokens of the texts are masked.
+    for row, place in enumerate((5, 1, 0, 2)):
+        is_real = batch["attention_mask"][row].bool()
+        padded = batch["input_ids"][row]
+        start = is_real.int().argmax()
+        padded[start + place] = MASK
+        output = model(input_ids=padded[is_real][None])
+        expected.append(output.logits[0, place, CLASS_TOKEN_IDS])
     found = LogitsModel(model, CLASS_TOKEN_IDS, mask_token_id=MASK)(batch)
     assert_close(found, torch.stack(expected), **EXACT)
 
@@ -349,11 +346,11 @@ def test_a_masked_language_model_answers_at_its_mask_token(side):
 def test_each_text_of_a_masked_language_model_has_one_mask_token(n_masks):
     model = LogitsModel(built("BertForMaskedLM"), CLASS_TOKEN_IDS, mask_token_id=MASK)
     batch = texts_without_a_mask_token((7, 7))
-    batch["input_ids"][0, 0] = MASK
-    batch["input_ids"][1, :n_masks] = MASK
-    with pytest.raises(
-        ValueError, match=rf"one mask token 7, but .* have \[1, {n_masks}\]"
-    ):
+    first, second = batch["input_ids"]
+    first[0] = MASK
+    second[:n_masks] = MASK
+    message = rf"one mask token 7, but .* have \[1, {n_masks}\]"
+    with pytest.raises(ValueError, match=message):
         model(batch)
 
 

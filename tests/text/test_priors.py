@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from laplace_lora_ext import TokenAgreement, TokenGridSearch
 from laplace_lora_ext.training.callback import eval_figures
 from laplace_lora_ext.tuning.method import draw_seed
-from tests.support.models import lora_model
+from tests.support.models import lora_model, without_labels
 from tests.support.posteriors import (
     another_training,
     count_forward_passes,
@@ -57,29 +57,39 @@ def validation(**ragged):
     return text_batches(lengths=(6, 5, 7, 4), seed=7, **ragged)
 
 
-def layerwise_prior(la):
+def layerwise_prior(la) -> torch.Tensor:
     return torch.linspace(0.5, 2, len(la.blocks)).double()
 
 
 # --- agreement ------------------------------------------------------------------------
 
 
-def change(la):
+def rows_of(batches) -> list[dict[str, torch.Tensor]]:
+    """Take the texts out of batches of one text."""
+    rows = []
+    for batch in batches:
+        row = {key: value.squeeze(0) for key, value in batch.items()}
+        rows.append(row)
+    return rows
+
+
+def change(la) -> float:
     """Compute draws' mean total variation distance, by drawn copies."""
     (batch,) = text_batches(batch_size=6)
-    places = la.model.targets(batch) != -100
-    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    is_labelled = la.model.targets(batch) != -100
+    inputs = without_labels(batch)
 
     def probabilities(model):
         with torch.no_grad():
             logits = model(**inputs).logits
-        return logits[places].softmax(-1)
+        return logits[is_labelled].softmax(-1)
 
     of_map = probabilities(la.model.model)
     distances = []
     for model in drawn_models(la, 3, generator()):
-        differences = (probabilities(model) - of_map).abs()
-        distances.append(differences.sum(-1).mean() / 2)
+        differences = probabilities(model) - of_map
+        of_tokens = differences.abs().sum(-1) / 2
+        distances.append(of_tokens.mean())
     return torch.stack(distances).mean().item()
 
 
@@ -101,37 +111,38 @@ def test_the_chosen_posterior_changes_tokens_as_much_as_is_allowed(
     )
     assert change(la) == pytest.approx(max_change, rel=0.02)
     if layerwise:
-        ratios = la.prior_precision / base
-        same = ratios[:1].expand_as(ratios)
-        assert_close(ratios, same, rtol=1e-6, atol=0)
+        factors = la.prior_precision / base
+        assert_close(factors, factors.mean().expand_as(factors), rtol=1e-6, atol=0)
 
 
 def test_of_many_texts_some_batches_choose():
     la = fitted_text()
     batches = text_batches(batch_size=1)
-    agreement(batches, generator(), max_examples=3)(la)
+    of_some = agreement(batches, generator(), max_examples=3)
+    of_some(la)
     chosen = la.prior_precision.clone()
-    agreement(batches[::2], generator())(la)
+    of_every_second = agreement(batches[::2], generator())
+    of_every_second(la)
     assert torch.equal(chosen, la.prior_precision)
 
 
 # --- search on a grid -----------------------------------------------------------------
 
 
-def direct(la, prior_precision):
-    """Mean negative log-likelihood of a token, by one score of each batch."""
+def mean_loss(la, prior_precision) -> torch.Tensor:
+    """Average tokens' negative log-likelihoods, by one score of each batch."""
     la.prior_precision = prior_precision
+    # The search draws a seed once: all its batches and points have the same draws.
     seed = draw_seed(generator(3))
-    scores = [la.score(batch, N_SAMPLES, generator(seed)) for batch in validation()]
-    total = sum(of_batch.sums.log_prob.sum() for of_batch in scores)
-    n_tokens = sum(of_batch.labelled.sum() for of_batch in scores)
-    return -total / n_tokens
+    log_probs = []
+    for batch in validation():
+        scores = la.score(batch, N_SAMPLES, generator(seed))
+        log_probs.append(scores.tokens.log_prob[scores.labelled])
+    return -torch.cat(log_probs).mean()
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_the_losses_of_a_grid_are_those_of_scores_and_the_least_is_chosen(
-    layerwise,
-):
+def test_the_losses_of_a_grid_are_those_of_scores_and_the_least_is_chosen(layerwise):
     la = fitted_text()
     base = layerwise_prior(la) if layerwise else torch.ones(1).double()
     start = {"init_prior_prec": base} if layerwise else {}
@@ -146,13 +157,14 @@ def test_the_losses_of_a_grid_are_those_of_scores_and_the_least_is_chosen(
     )
     of_a_batch = N_SAMPLES + 1  # the draws and the model itself
     assert len(passes) == GRID["grid_size"] * of_a_batch * len(validation())
-    grid = torch.logspace(-1, 3, 5, dtype=torch.float64)
-    points = history.prior_precision.double()
-    assert_close(points, grid[:, None] * base, rtol=1e-6, atol=0)
-    best = history.prior_precision[history.objective.argmin()]
+    tried = history.prior_precision
+    factors = torch.logspace(-1, 3, 5, dtype=torch.float64)
+    points = torch.outer(factors, base)
+    assert_close(tried.double(), points, rtol=1e-6, atol=0)
+    best = tried[history.objective.argmin()]
     assert_close(la.prior_precision, best.to(la.prior_precision))
-    losses = [direct(la, point) for point in history.prior_precision]
-    assert_close(history.objective, torch.stack(losses), rtol=1e-10, atol=0)
+    losses = torch.stack([mean_loss(la, point) for point in tried])
+    assert_close(history.objective, losses, rtol=1e-10, atol=0)
 
 
 def test_neither_batches_nor_the_models_mode_matter():
@@ -194,8 +206,7 @@ def test_ranks_choose_by_the_texts_of_all_of_them(method):
 
 def divided_texts(n=5):
     """A loader of texts, which a sampler that repeats one divides among the ranks."""
-    texts = text_batches(LENGTHS[:n], batch_size=1, padded_to=max(LENGTHS))
-    rows = [{key: value[0] for key, value in text.items()} for text in texts]
+    rows = rows_of(text_batches(LENGTHS[:n], batch_size=1, padded_to=max(LENGTHS)))
     sampler = None
     if dist.is_initialized():
         sampler = DistributedSampler(rows, shuffle=False)
@@ -203,11 +214,13 @@ def divided_texts(n=5):
 
 
 def losses_of_agreement(la):
-    return agreement(divided_texts(), generator())(la).objective
+    choose = agreement(divided_texts(), generator())
+    return choose(la).objective
 
 
 def losses_of_grid(la):
-    return grid_search(divided_texts(), generator())(la).objective
+    search = grid_search(divided_texts(), generator())
+    return search(la).objective
 
 
 def loss_of_evaluation(la):
@@ -229,19 +242,15 @@ def test_of_divided_texts_every_second_batch_is_taken():
     la = fitted_text()
 
     def losses(_):
-        method = agreement(divided_texts(6), generator(), max_examples=3)
-        return method(la).objective
+        choose = agreement(divided_texts(6), generator(), max_examples=3)
+        return choose(la).objective
 
     both = on_ranks(losses, 2)
     rows = divided_texts(6).dataset
-    taken = [
-        rows[0],
-        rows[1],
-        rows[4],
-        rows[5],
-    ]  # the first of three on each rank, and the last
-    method = agreement(DataLoader(taken), generator())
-    assert_alike(both, method(la).objective)
+    # Of each rank's three, the first and the last.
+    taken = [rows[0], rows[1], rows[4], rows[5]]
+    of_taken = agreement(DataLoader(taken), generator())
+    assert_alike(both, of_taken(la).objective)
 
 
 # --- data -----------------------------------------------------------------------------
@@ -274,18 +283,20 @@ def test_each_prior_precision_is_tried_on_the_same_texts(method, workers):
 
 
 def test_held_out_texts_choose():
-    few = {"n_samples": N_SAMPLES, "grid_size": 9}
-    texts = []
-    for batch in text_batches(batch_size=1):
-        texts.append({key: value[0] for key, value in batch.items()})
-    seen = []
+    texts = rows_of(text_batches(batch_size=1))
+    learnt = []
 
     def train(examples):
-        seen.extend(examples.indices)
+        learnt.extend(examples.indices)
         return another_training("gpt2").eval()
 
     def search(**options):
-        return TokenGridSearch(generator=generator(3), **few, **options)
+        return TokenGridSearch(
+            generator=generator(3),
+            n_samples=N_SAMPLES,
+            grid_size=9,
+            **options,
+        )
 
     la = fitted_text()
     la.optimize_prior_precision(
@@ -295,17 +306,13 @@ def test_held_out_texts_choose():
         held_out=0.4,
         search=search,
     )
-    assert len(seen) == 4
-    learnt = [texts[place] for place in seen]
-    held_out = [texts[place] for place in range(6) if place not in seen]
+    assert len(learnt) == 4
+    learnt_texts = [texts[place] for place in learnt]
+    held_out_texts = [texts[place] for place in range(6) if place not in learnt]
     other = fitted_text(
         another_training("gpt2").eval(),
-        DataLoader(learnt, batch_size=2),
+        DataLoader(learnt_texts, batch_size=2),
     )
-    other.optimize_prior_precision(
-        method="gridsearch",
-        val_loader=DataLoader(held_out, batch_size=2),
-        generator=generator(3),
-        **few,
-    )
+    search_on_held_out = search(val_loader=DataLoader(held_out_texts, batch_size=2))
+    other.optimize_prior_precision(method=search_on_held_out)
     assert torch.equal(la.prior_precision, other.prior_precision)
