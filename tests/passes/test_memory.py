@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tests.support.dense import EXACT
+from tests.support.dense import EXACT, full_rank
 from tests.support.models import (
     TwoLinear,
     laplace_keywords,
@@ -19,6 +19,7 @@ from tests.support.models import (
     with_lora,
 )
 from tests.support.posteriors import STRUCTURES, make
+from tests.support.snapshots import facts_of
 
 _MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -31,11 +32,22 @@ class Machine:
     backward: float = torch.inf
     # Rows of forward passes with a graph.
     tried: list[int] = field(default_factory=list)
-    graphs: list[weakref.ref] = field(default_factory=list)  # what they hold
-    alive: list[int] = field(default_factory=list)  # of these, when another one begins
+    # What these graphs hold, and how many were still alive when another one began.
+    graphs: list[weakref.ref] = field(default_factory=list)
+    alive: list[int] = field(default_factory=list)
 
     def limit(self, x: torch.Tensor) -> torch.Tensor:
+        """Pass rows through, if there is room for them."""
         return _Limit.apply(x, self)
+
+    def limit_first(
+        self,
+        module: nn.Module,
+        args: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, ...]:
+        """Limit a module's first argument, as its forward pre-hook."""
+        x, *others = args
+        return self.limit(x), *others
 
 
 class _Limit(torch.autograd.Function):
@@ -43,7 +55,8 @@ class _Limit(torch.autograd.Function):
     def forward(ctx, x, machine):
         ctx.machine = machine
         if torch.is_grad_enabled() or x.requires_grad:
-            machine.alive.append(sum(ref() is not None for ref in machine.graphs))
+            n_alive = sum(graph() is not None for graph in machine.graphs)
+            machine.alive.append(n_alive)
             machine.tried.append(len(x))
             if len(x) > machine.forward:
                 raise torch.OutOfMemoryError(_MESSAGE)
@@ -55,7 +68,9 @@ class _Limit(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (saved,) = ctx.saved_tensors
-        if gradient.numel() / saved.shape[1:].numel() > ctx.machine.backward:
+        # Rows of all seeds that come at once.
+        n_rows = gradient.numel() / saved.shape[1:].numel()
+        if n_rows > ctx.machine.backward:
             raise torch.OutOfMemoryError(_MESSAGE)
         return gradient, None
 
@@ -71,52 +86,36 @@ class Limited(TwoLinear):
         return self.second(self.machine.limit(self.first(x)).tanh())
 
 
-def limited(structure: str = "lowrank_kron", **limits: float):
+def limited(structure: str = "lowrank_kron"):
+    """Make a posterior, and the machine that its model runs on."""
     model = with_lora(Limited(), "first", "second")
-    keywords = {"backend_kwargs": {"rank": 100}} if structure == "lowrank_kron" else {}
-    la = make(model, structure, **keywords)
-    vars(model.machine).update(limits)
+    la = make(model, structure, **full_rank(structure))
     return la, model.machine
-
-
-def facts_of(la, X) -> dict[str, torch.Tensor]:
-    moments = la.predictive_moments(X)
-    return {
-        "evidence": la.log_marginal_likelihood().detach(),
-        "loss": la.loss,
-        "f_mu": moments.f_mu.detach(),
-        "f_var": moments.f_var.detach(),
-    }
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_batch_that_does_not_fit_is_learnt_and_predicted_in_parts(structure, where):
     batches = pairs(2, n=11)
+    X, _ = batches[0]
+    whole, _ = limited(structure)
+    whole.fit(batches)
     la, machine = limited(structure)
-    la.fit(batches)
-    expected = facts_of(la, batches[0][0])
-    la, machine = limited(structure, **{where: 3})
+    setattr(machine, where, 3)
     la.fit(batches)
     assert la.n_data == 22
     assert max(machine.tried) == 11
-    assert_close(facts_of(la, batches[0][0]), expected, **EXACT)
+    assert_close(facts_of(la, X), facts_of(whole, X), **EXACT)
 
 
 def test_no_part_is_added_twice():
     """The last layers have their gradients when a backward pass fails."""
     model = lora_model("bert")
     machine = Machine()
-
-    def limit(
-        _: nn.Module,
-        args: tuple[torch.Tensor, ...],
-    ) -> tuple[torch.Tensor, ...]:
-        return machine.limit(args[0]), *args[1:]
-
-    model.base_model.model.bert.encoder.layer[1].register_forward_pre_hook(limit)
+    last_layer = model.base_model.model.bert.encoder.layer[1]
+    last_layer.register_forward_pre_hook(machine.limit_first)
     batches = ragged_batches(batch_size=8)
-    la = make(model, backend_kwargs={"rank": 100})
+    la = make(model, **full_rank())
     # Texts are proven once: later ones are not, before layers are visited.
     la.fit(batches)
     whole = la.H_facs
@@ -126,21 +125,23 @@ def test_no_part_is_added_twice():
     assert machine.tried == [8, 4, 2, 2, 2, 2]
     for block, expected in zip(la.H_facs.blocks, whole.blocks, strict=True):
         assert_close(block.normalizer, expected.normalizer, **EXACT)
-        for mine, its in (
-            (block.output_factor, expected.output_factor),
-            (block.input_factor, expected.input_factor),
-        ):
-            assert_close(mine.trace, its.trace, **EXACT)
+        of_outputs = expected.output_factor.trace
+        assert_close(block.output_factor.trace, of_outputs, **EXACT)
+        of_inputs = expected.input_factor.trace
+        assert_close(block.input_factor.trace, of_inputs, **EXACT)
 
 
 def test_what_fits_is_remembered():
-    la, machine = limited(forward=2)
+    la, machine = limited()
+    machine.forward = 2
     la.fit(pairs(3, n=8))
-    assert machine.tried == [8, 4, 2, 2, 2, 2] + 2 * [2, 2, 2, 2]
+    first = [8, 4, 2, 2, 2, 2]
+    assert machine.tried == first + 2 * [2, 2, 2, 2]
     machine.tried.clear()
     X, _ = pairs(n=8)[0]
     la(X)
-    assert machine.tried == [8, 4, 2, 2, 2, 2]
+    # A prediction is another kind of pass.
+    assert machine.tried == first
     machine.tried.clear()
     la(X)
     la(X[:3])
@@ -151,7 +152,8 @@ def test_what_fits_is_remembered():
 
 
 def test_what_did_not_fit_is_let_go():
-    la, machine = limited(backward=2)
+    la, machine = limited()
+    machine.backward = 2
     la.fit(pairs(n=8))
     assert machine.alive == [0] * len(machine.tried)
 
@@ -193,14 +195,12 @@ def test_examples_that_depend_on_each_other_are_not_divided():
     la.fit(batches)
     machine = model.machine
     machine.forward = 5
-    with pytest.raises(
-        torch.OutOfMemoryError, match="depend on each other: pass smaller batches"
-    ):
+    message = "depend on each other: pass smaller batches"
+    with pytest.raises(torch.OutOfMemoryError, match=message):
         la.fit(batches)
-    with pytest.raises(
-        torch.OutOfMemoryError, match="depend on each other: pass smaller batches"
-    ):
-        make(model).fit(batches)  # of which no batch has been proven
+    no_batch_is_proven = make(model)
+    with pytest.raises(torch.OutOfMemoryError, match=message):
+        no_batch_is_proven.fit(batches)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -209,14 +209,8 @@ def test_one_text_that_does_not_fit_is_told_with_its_length(checkpointed):
     if checkpointed:
         model.gradient_checkpointing_enable()
     machine = Machine(forward=0)
-
-    def limit(
-        _: nn.Module,
-        args: tuple[torch.Tensor],
-    ) -> torch.Tensor:
-        return machine.limit(args[0])
-
-    model.base_model.model.classifier.register_forward_pre_hook(limit)
+    classifier = model.base_model.model.classifier
+    classifier.register_forward_pre_hook(machine.limit_first)
     la = make(model, **laplace_keywords("bert"))
     # Four tokens, padded to seven.
     batches = ragged_batches(lengths=(4, 4))
@@ -232,25 +226,26 @@ def test_one_text_that_does_not_fit_is_told_with_its_length(checkpointed):
     assert not la.n_data
 
 
+class OfMask(nn.Module):
+    """Keeps only some rows of a batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.model(x["rows"][x["mask"]])
+
+
 def test_a_batch_without_a_row_for_each_label_is_not_divided():
     """As of tokens, which have a label each."""
     model = with_lora(Limited(), "first", "second")
-
-    class OfMask(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: dict[str, torch.Tensor]) -> torch.Tensor:
-            return self.model(x["rows"][x["mask"]])
-
     X, y = pairs(n=6)[0]
     mask = torch.tensor([1, 1, 1, 0, 1, 0]).bool()
-    la = make(OfMask())
+    la = make(OfMask(model))
     model.machine.forward = 3
-    with pytest.raises(
-        torch.OutOfMemoryError, match="have a row for each example: pass smaller"
-    ):
+    message = "have a row for each example: pass smaller"
+    with pytest.raises(torch.OutOfMemoryError, match=message):
         la.fit([({"rows": X, "mask": mask}, y[mask])])
 
 

@@ -3,15 +3,17 @@
 import copy
 import pickle
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from laplace_lora_ext.passes.graph import Layouts
 from tests.compatibility.examples import together
 from tests.compatibility.families import CLASSIFIER, FAMILIES
-from tests.support.dense import jacobians
+from tests.support.dense import EXACT, jacobians
 from tests.support.models import (
     VOCABULARY,
     lora_model,
@@ -32,6 +34,17 @@ class Texts(nn.Module):
         self.layers = nn.ModuleDict({"one": nn.Linear(5, 3), "two": nn.Linear(5, 3)})
 
 
+def of_chosen(
+    layer: nn.Module,
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+) -> torch.Tensor:
+    """Send the chosen positions through a layer; the others are 0."""
+    rows = layer(x[chosen]).tanh()
+    out = x.new_zeros(*chosen.shape, 3)
+    return out.masked_scatter(chosen[..., None], rows)
+
+
 class Router(Texts):
     """Odd tokens go to one layer, others to the other."""
 
@@ -39,11 +52,9 @@ class Router(Texts):
         ids = batch["input_ids"]
         x = self.embed(ids)
         is_odd = ids % 2 == 1
-        out = x.new_zeros(*ids.shape, 3)
-        for name, chosen in (("one", is_odd), ("two", ~is_odd)):
-            rows = self.layers[name](x[chosen]).tanh()
-            out = out.masked_scatter(chosen[..., None], rows)
-        return out.mean(1)
+        of_odd = of_chosen(self.layers["one"], x, is_odd)
+        of_even = of_chosen(self.layers["two"], x, ~is_odd)
+        return (of_odd + of_even).mean(1)
 
 
 class OneExpert(nn.Module):
@@ -56,11 +67,8 @@ class OneExpert(nn.Module):
 
     def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         ids = batch["input_ids"]
-        x = self.embed(ids)
         is_odd = ids % 2 == 1
-        rows = self.experts["one"](x[is_odd]).tanh()
-        out = x.new_zeros(*ids.shape, 3).masked_scatter(is_odd[..., None], rows)
-        return out.mean(1)
+        return of_chosen(self.experts["one"], self.embed(ids), is_odd).mean(1)
 
 
 class Gated(Texts):
@@ -171,17 +179,18 @@ def test_what_the_first_batch_could_not_prove_is_proven_later(
     for batch in batches:
         Js, _ = la.backend.jacobians(batch)
         of_all_layers = jacobians(OfTokens(model, batch), batch["input_ids"])
-        expected = of_all_layers[..., : Js.shape[-1]]
-        torch.testing.assert_close(Js, expected, rtol=1e-9, atol=1e-12)
+        # The layer that takes part alone is the first one.
+        n_parameters = Js.shape[-1]
+        assert_close(Js, of_all_layers[..., :n_parameters], **EXACT)
 
 
 # --- when a proof is made -------------------------------------------------------------
 
 
 @pytest.fixture
-def passes(monkeypatch):
+def passes(monkeypatch) -> list[int]:
     """Make a list that gets an entry at each backward pass."""
-    calls = []
+    calls: list[int] = []
     grad = torch.autograd.grad
 
     def counting(*args, **kwargs):
@@ -192,48 +201,70 @@ def passes(monkeypatch):
     return calls
 
 
-def proofs_of(la, batch, passes: list[int]) -> int:
-    """How many backward passes a prediction takes beside its own."""
+def proofs_of(
+    la,
+    batch: Mapping[str, torch.Tensor],
+    passes: list[int],
+) -> int:
+    """Count the backward passes that a prediction takes beside its own."""
     passes.clear()
     la(batch, link_approx="probit")
     return len(passes) - 1
 
 
-def first(
-    batch,
-    n: int,
-) -> dict[str, torch.Tensor]:
-    return {key: value[:n] for key, value in batch.items()}
-
-
-def test_texts_are_proven_at_larger_sizes_and_other_inputs_every_time(
-    passes,
-):
-    la = make(lora_model("bert"))
+def eight_texts() -> dict[str, torch.Tensor]:
     (batch,) = ragged_batches(batch_size=8)
-    la.fit([first(batch, 1)])
+    return batch
+
+
+def first_texts(n: int) -> dict[str, torch.Tensor]:
+    return {key: value[:n] for key, value in eight_texts().items()}
+
+
+@pytest.fixture
+def of_one_text():
+    """Fit a posterior to a single text, of which there is nothing to prove."""
+    la = make(lora_model("bert"))
+    la.fit([first_texts(1)])
+    return la
+
+
+def test_texts_are_proven_at_larger_sizes(of_one_text, passes):
     sizes = [3, 2, 3, 1, 4, 7, 8, 5, 2]
-    found = [proofs_of(la, first(batch, n), passes) for n in sizes]
+    found = [proofs_of(of_one_text, first_texts(n), passes) for n in sizes]
+    # Once for each power of two that a batch reaches.
     assert found == [1, 0, 0, 0, 1, 0, 1, 0, 0]
-    la.recorder.layouts = Layouts()
-    assert proofs_of(la, first(batch, 8), passes) == 1
-    assert proofs_of(la, first(batch, 2), passes) == 0
-    known = la.recorder.layouts
-    for remembered in (
-        copy.deepcopy(known),
-        pickle.loads(pickle.dumps(known)),
-    ):
-        la.recorder.layouts = remembered
-        assert proofs_of(la, batch, passes) == 0
-    la.recorder.layouts = Layouts()
-    assert proofs_of(la, batch, passes) == 1
-    embed = la.model.transformer.get_input_embeddings()
+    of_one_text.recorder.layouts = Layouts()
+    assert proofs_of(of_one_text, first_texts(8), passes) == 1
+    assert proofs_of(of_one_text, first_texts(2), passes) == 0
+
+
+@pytest.mark.parametrize(
+    "remember",
+    [
+        pytest.param(copy.deepcopy, id="a copy"),
+        pytest.param(lambda known: pickle.loads(pickle.dumps(known)), id="a pickle"),
+    ],
+)
+def test_proofs_are_remembered_by_copies(of_one_text, passes, remember):
+    assert proofs_of(of_one_text, eight_texts(), passes) == 1
+    known = of_one_text.recorder.layouts
+    of_one_text.recorder.layouts = remember(known)
+    assert proofs_of(of_one_text, eight_texts(), passes) == 0
+    of_one_text.recorder.layouts = Layouts()
+    assert proofs_of(of_one_text, eight_texts(), passes) == 1
+
+
+def test_other_inputs_than_texts_are_proven_every_time(of_one_text, passes):
+    batch = eight_texts()
+    assert proofs_of(of_one_text, batch, passes) == 1
+    embed = of_one_text.model.transformer.get_input_embeddings()
     inputs = {
         "inputs_embeds": embed(batch["input_ids"]).detach(),
         "attention_mask": batch["attention_mask"],
     }
-    assert proofs_of(la, inputs, passes) == 1
-    assert proofs_of(la, inputs, passes) == 1
+    assert proofs_of(of_one_text, inputs, passes) == 1
+    assert proofs_of(of_one_text, inputs, passes) == 1
 
 
 TOGETHER = [
@@ -251,18 +282,24 @@ TOGETHER = [
 ALONE = ["DeBERTa-v3", "XLNet", "Longformer"]
 
 
+def in_precision(
+    example: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Bring an example's real numbers to a model's precision."""
+    inputs = {}
+    for key, value in example.items():
+        inputs[key] = value.to(dtype) if value.is_floating_point() else value
+    return inputs
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*TOGETHER, *ALONE])
 def test_families_whose_examples_come_together(name):
     family = FAMILIES[name]
-    examples = []
-    for example in family.examples(3):
-        inputs = {}
-        for key, value in example.items():
-            inputs[key] = value.to(family.dtype) if value.is_floating_point() else value
-        examples.append(inputs)
-    la = make(family.model(CLASSIFIER))
+    examples = [in_precision(each, family.dtype) for each in family.examples(3)]
     batch = together(examples, "right")
+    la = make(family.model(CLASSIFIER))
     la.fit([batch | {"labels": torch.arange(3)}])
     calls = count_forward_passes(la)
     la(batch)

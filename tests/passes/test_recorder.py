@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.recorder import Recorder
-from tests.support.dense import EXACT, assert_exact, jacobians
+from tests.support.dense import EXACT, assert_exact, full_rank, jacobians
 from tests.support.models import (
     Detour,
     Sorting,
@@ -31,24 +32,21 @@ def test_a_layer_that_the_logits_do_not_depend_on_has_no_curvature(structure, ki
     ((X, y),) = pairs()
 
     def posterior(target_modules):
-        settings = {}
-        if structure == "lowrank_kron":
-            settings["backend_kwargs"] = {"rank": 100}
         la = make(
             model,
             structure,
             target_modules=target_modules,
-            **settings,
+            **full_rank(structure),
         )
         la.fit([(X, y)])
         return la
 
     la = posterior(None)
-    alone = posterior(["used"])
-    torch.testing.assert_close(la(X), alone(X), **EXACT)
-    # Other blocks add log 1.
+    of_used_layer = posterior(["used"])
+    assert_close(la(X), of_used_layer(X), **EXACT)
+    # The other layer's blocks add log 1.
     found = la.log_det_posterior_precision
-    torch.testing.assert_close(found, alone.log_det_posterior_precision, **EXACT)
+    assert_close(found, of_used_layer.log_det_posterior_precision, **EXACT)
     assert_exact(la, model, [X])
 
 
@@ -77,11 +75,11 @@ def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(
 ):
     model = with_lora(kind(), *layers)
     ((X, _),) = pairs()
-    combined = torch.randn(number, len(X), 3, generator=generator(5)).double()
-    blocks = find_blocks(model)
-    Js, _ = Recorder(LogitsModel(model), blocks).jacobians(X, lambda _: combined)
-    expected = torch.einsum("sbc,bcp->bsp", combined, jacobians(model, X))
-    torch.testing.assert_close(Js, expected, **EXACT)
+    weights = torch.randn(number, len(X), 3, generator=generator(5)).double()
+    recorder = Recorder(LogitsModel(model), find_blocks(model))
+    Js, _ = recorder.jacobians(X, lambda logits: weights)
+    expected = torch.einsum("sbc,bcp->bsp", weights, jacobians(model, X))
+    assert_close(Js, expected, **EXACT)
 
 
 class Predicting(torch.autograd.Function):
@@ -101,19 +99,22 @@ def test_a_prediction_within_a_function_of_the_users_own_is_no_checkpoint():
     ((X, y),) = pairs()
     la = make(model)
     la.fit([(X, y)])
-    torch.testing.assert_close(Predicting.apply(X, la), la(X))
+    assert_close(Predicting.apply(X, la), la(X))
 
 
 # --- batches in parts -----------------------------------------------------------------
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """Two texts of seven tokens with three outputs go at once."""
-    monkeypatch.setattr("laplace_lora_ext.passes.recorder._ON_CPU", 2 * 7 * 3)
+def allow_at_once(monkeypatch, n_rows: int) -> None:
+    """Let so many rows through a layer at once: tokens of all texts, for each logit."""
+    monkeypatch.setattr("laplace_lora_ext.passes.recorder._ON_CPU", n_rows)
 
 
-def facts(la, batch):
+def facts(
+    la,
+    batch: dict[str, torch.Tensor],
+):
+    """Tell what is predicted of a batch, and what statistics keep of it."""
     statistics = la.predictive_statistics([batch], dtype=torch.float64)
     return {
         "moments": la.predictive_moments(batch),
@@ -123,20 +124,22 @@ def facts(la, batch):
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_parts_bring_the_same_numbers(kind, request):
+def test_parts_bring_the_same_numbers(kind, monkeypatch):
     la = fitted(kind)
     (batch,) = ragged_batches(batch_size=8)
     whole = facts(la, batch)
     calls = count_forward_passes(la)
-    request.getfixturevalue("small")
-    torch.testing.assert_close(facts(la, batch), whole, **EXACT)
+    # Two texts of seven tokens with three outputs.
+    allow_at_once(monkeypatch, 2 * 7 * 3)
+    assert_close(facts(la, batch), whole, **EXACT)
     n_parts = 4
     assert len(calls) == 2 * n_parts
     calls.clear()
     la.predictive_moments(batch, joint=True)  # which joins all examples
     assert len(calls) == 1
+    wrong = batch | {"labels": batch["labels"] + 5}
     with pytest.raises(ValueError, match="batch 0: labels must be from 0 to 2"):
-        la.predictive_statistics([batch | {"labels": batch["labels"] + 5}])
+        la.predictive_statistics([wrong])
 
 
 class Normalized(TwoLinear):
@@ -147,15 +150,13 @@ class Normalized(TwoLinear):
         return self.second(hidden - hidden.mean(0))
 
 
-def test_logits_that_depend_on_the_batch_are_not_divided(
-    monkeypatch,
-):
+def test_logits_that_depend_on_the_batch_are_not_divided(monkeypatch):
     X = torch.randn(8, 5, generator=generator()).double()
     y = torch.arange(8) % 3
     la = make(with_lora(Normalized(), "first", "second"))
     la.fit([(X, y)])
     whole = la.predictive_moments(X)
-    monkeypatch.setattr("laplace_lora_ext.passes.recorder._ON_CPU", 2 * 3)
-    torch.testing.assert_close(la.predictive_moments(X), whole, **EXACT)
+    allow_at_once(monkeypatch, 2 * 3)
+    assert_close(la.predictive_moments(X), whole, **EXACT)
     statistics = la.predictive_statistics([(X, y)], dtype=torch.float64)
-    torch.testing.assert_close(statistics.f_mu, whole.f_mu, **EXACT)
+    assert_close(statistics.f_mu, whole.f_mu, **EXACT)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import one_hot
+from torch.testing import assert_close
 
-from tests.support.dense import EXACT, assert_exact, jacobians
+from tests.support.dense import EXACT, assert_exact, full_rank, jacobians
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     VOCABULARY,
@@ -24,9 +25,6 @@ from tests.support.posteriors import (
     make,
 )
 
-# At full rank nothing is left out of a factor, so that the curvature is the same in any
-# order.
-FULL_RANK = {"rank": 100}
 Forward = Callable[[Any, Any], torch.Tensor]
 Batch = dict[str, torch.Tensor]
 
@@ -231,16 +229,24 @@ def routed(
     x: torch.Tensor,
 ) -> torch.Tensor:
     """Positions go to one of two layers, by their first number."""
-    out = x.new_zeros(*x.shape[:2], 3)
     to_first = x[..., 0] > 0
-    for chosen, layer in (
-        (to_first, m.first),
-        (~to_first, m.second),
-    ):
-        if chosen.any():
-            routed_rows = layer(x[chosen]).tanh()[:, :3]
-            out = out.masked_scatter(chosen[..., None], routed_rows)
-    return out.mean(1)
+    of_first = of_chosen(m.first, x, to_first)
+    of_second = of_chosen(m.second, x, ~to_first)
+    return (of_first + of_second).mean(1)
+
+
+def of_chosen(
+    layer: nn.Module,
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+) -> torch.Tensor:
+    """Send the chosen positions through a layer; the others are 0."""
+    out = x.new_zeros(*x.shape[:2], 3)
+    # As routers do, which do not call an expert that has nothing to do.
+    if not chosen.any():
+        return out
+    rows = layer(x[chosen]).tanh()[:, :3]
+    return out.masked_scatter(chosen[..., None], rows)
 
 
 def unequal_windows(
@@ -250,11 +256,11 @@ def unequal_windows(
     """Windows of two positions, as many as a text has before its zeros."""
     lengths = (x[..., 0] != 0).sum(1)
     counts = (lengths + 1) // 2
-    of_texts = [
-        text.unflatten(0, (-1, 2))[:n] for text, n in zip(x, counts, strict=True)
-    ]
-    rows = hidden(m, torch.cat(of_texts)).mean(1)
-    means = [of_text.mean(0) for of_text in rows.split(counts.tolist())]
+    windows = x.unflatten(1, (-1, 2))
+    has_text = first_positions(windows.shape[1], counts.tolist())
+    rows = hidden(m, windows[has_text]).mean(1)
+    of_texts = rows.split(counts.tolist())
+    means = [of_text.mean(0) for of_text in of_texts]
     return m.second(torch.stack(means))
 
 
@@ -415,28 +421,35 @@ def checked(
     inputs: Sequence[Any],
     structure: str = "lowrank_kron",
 ) -> Any:
-    """A posterior that is compared with Jacobians that know of no rows."""
+    """Fit a posterior, and compare it with Jacobians that know of no rows."""
     if isinstance(inputs[0], Mapping):
         model = OfMapping(model)
-    if structure == "lowrank_kron":
-        la = make(model, structure, backend_kwargs=FULL_RANK)
-    else:
-        la = make(model, structure)
+    # So that the curvature is the same in any order of the rows.
+    la = make(model, structure, **full_rank(structure))
     batches = []
     for X in inputs:
         n_examples = len(model(X))
-        batches.append((X, torch.arange(n_examples) % 3))
+        labels = torch.arange(n_examples) % 3
+        batches.append((X, labels))
     la.fit(batches)
     assert_exact(la, model, inputs)
     return la
 
 
+layouts = pytest.mark.parametrize("run", LAYOUTS.values(), ids=LAYOUTS)
+
+
+@layouts
+def test_rows_of_numbers_in_any_layout_are_exact(run):
+    checked(adapted(run), numbers(*SIZES))
+
+
+@layouts
+def test_rows_of_texts_in_any_layout_are_exact(run):
+    checked(adapted(on_tokens(run)), texts(*SIZES))
+
+
 CASES = [
-    *(pytest.param(run, numbers(*SIZES), id=name) for name, run in LAYOUTS.items()),
-    *(
-        pytest.param(on_tokens(run), texts(*SIZES), id=f"texts, {name}")
-        for name, run in LAYOUTS.items()
-    ),
     pytest.param(
         positions_first,
         examples_alike(),
@@ -536,10 +549,8 @@ def matrix(
     batches: Sequence[Any],
     kfac_approx: str,
 ) -> torch.Tensor:
-    la = make(
-        model,
-        backend_kwargs={**FULL_RANK, "kfac_approx": kfac_approx},
-    )
+    """Compute the dense curvature of a fit."""
+    la = make(model, **full_rank(kfac_approx=kfac_approx))
     la.fit(batches)
     return la.H.to_matrix()
 
@@ -548,12 +559,12 @@ def matrix(
 def test_factors_of_expand_are_those_of_batches_of_one(run):
     model = adapted(run)
     batches = [sequences(4, 4), sequences(3, 6)]
-    of_one = []
+    batches_of_one = []
     for X, y in batches:
-        of_one += zip(X.split(1), y.split(1), strict=True)
+        batches_of_one += zip(X.split(1), y.split(1), strict=True)
     found = matrix(model, batches, "expand")
-    expected = matrix(model, of_one, "expand")
-    torch.testing.assert_close(found, expected, **EXACT)
+    expected = matrix(model, batches_of_one, "expand")
+    assert_close(found, expected, **EXACT)
 
 
 # --- masks ----------------------------------------------------------------------------
@@ -575,35 +586,31 @@ def padded(joined: int) -> Forward:
 
 
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
-def test_padding_does_not_count_and_a_mask_of_other_positions_is_refused(
-    kfac_approx,
-):
-    short = matrix(
-        adapted(padded(1)),
-        ragged_batches(padded_to=7),
-        kfac_approx,
-    )
-    long = matrix(
-        adapted(padded(1)),
-        ragged_batches(padded_to=11),
-        kfac_approx,
-    )
-    torch.testing.assert_close(short, long, **EXACT)
-    joined = ragged_batches(padded_to=8)
-    if kfac_approx == "gradient":
-        # Gradients of whole examples need no mask of the positions.
-        assert matrix(adapted(padded(2)), joined, kfac_approx).any()
-        return
+def test_padding_does_not_count(kfac_approx):
+    model = adapted(padded(1))
+    short = matrix(model, ragged_batches(padded_to=7), kfac_approx)
+    long = matrix(model, ragged_batches(padded_to=11), kfac_approx)
+    assert_close(short, long, **EXACT)
+
+
+def test_a_mask_of_other_positions_is_refused():
+    model = adapted(padded(2))
+    batches = ragged_batches(padded_to=8)
     with pytest.raises(
         NotImplementedError,
         match=r"first\S+: the layer sees 4 .*use kfac",
     ):
-        matrix(adapted(padded(2)), joined, kfac_approx)
+        matrix(model, batches, "expand")
+    # Gradients of whole examples need no mask of the positions.
+    assert matrix(model, batches, "gradient").any()
+
+
+def test_rows_that_count_for_others_are_refused():
     with pytest.raises(
         NotImplementedError,
         match=r'rows of others: use kfac_approx="gradient"',
     ):
-        matrix(adapted(contrast), [sequences(4, 3)], kfac_approx)
+        matrix(adapted(contrast), [sequences(4, 3)], "expand")
 
 
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
@@ -612,7 +619,7 @@ def test_one_mask_of_all_texts_is_that_of_each(kfac_approx):
     shared_by_all = batch | {"attention_mask": batch["attention_mask"][:1]}
     found = matrix(adapted(padded(1)), [shared_by_all], kfac_approx)
     expected = matrix(adapted(padded(1)), [batch], kfac_approx)
-    torch.testing.assert_close(found, expected, **EXACT)
+    assert_close(found, expected, **EXACT)
 
 
 @pytest.mark.parametrize("n_queries", [1, 7])
@@ -620,15 +627,16 @@ def test_a_mask_of_what_tokens_attend_to_is_exact_or_refused(
     n_queries,
 ):
     (batch,) = ragged_batches(lengths=(4, 7, 5))
-    mask = batch["attention_mask"][:, None, None]
-    is_padding = mask.expand(3, 1, n_queries, 7) == 0
+    of_tokens = batch["attention_mask"][:, None, None]
+    is_padding = of_tokens.expand(3, 1, n_queries, 7) == 0
     additive = is_padding.double() * torch.finfo(torch.float64).min
     of_queries = batch | {"attention_mask": additive}
-    found = matrix(lora_model("bert"), [of_queries], "gradient")
-    expected = matrix(lora_model("bert"), [batch], "gradient")
-    torch.testing.assert_close(found, expected, **EXACT)
+    model = lora_model("bert")
+    found = matrix(model, [of_queries], "gradient")
+    expected = matrix(model, [batch], "gradient")
+    assert_close(found, expected, **EXACT)
     with pytest.raises(NotImplementedError, match=r"1, \d, 7\): use kfac_approx"):
-        matrix(lora_model("bert"), [of_queries], "expand")
+        matrix(model, [of_queries], "expand")
     # The last token, whose logits are the answers, can't be found in such a mask.
     la = make(lora_model("gpt2"), class_token_ids=CLASS_TOKEN_IDS)
     with pytest.raises(
@@ -664,25 +672,28 @@ def test_a_mask_beside_features_counts_no_padding_as_positions(
 def test_jacobians_are_differentiable_in_the_inputs(run):
     model = adapted(run)
     x = sequences(3, 3)[0].requires_grad_()
-    Js, f = make(model).backend.jacobians(x, enable_backprop=True)
-    (Js.square().sum() + f.sum()).backward()
+    Js, logits = make(model).backend.jacobians(x, enable_backprop=True)
+    (Js.square().sum() + logits.sum()).backward()
     same_x = sequences(3, 3)[0].requires_grad_()
     expected_Js = jacobians(model, same_x)
     (expected_Js.square().sum() + model(same_x).sum()).backward()
-    torch.testing.assert_close(x.grad, same_x.grad, **EXACT)
+    assert_close(x.grad, same_x.grad, **EXACT)
 
 
 @pytest.mark.parametrize(
     ("run", "n_passes"),
     [
+        # One pass of the batch.
         (flat, 1),
+        # And one of each example.
         (shared(3), 1 + 4),
+        # And another of the batch, since examples alone do not give its logits.
         (contrast, 1 + 4 + 1),
+        # No pass of an example alone comes to an end, and the batch takes another.
         (needs_pairs, 1 + 1),
     ],
 )
 def test_an_example_comes_alone_or_through_the_batch(run, n_passes):
-    """One pass of the batch, one of each example, and perhaps another."""
     la = checked(adapted(run), numbers((4, 3)))
     calls = count_forward_passes(la)  # that come to an end
     la.fit([sequences(4, 3)])
