@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, default_collate
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import laplace_lora_ext
 from laplace_lora_ext import LaplaceCallback
@@ -26,7 +26,8 @@ from tests.support.trainers import N, Watch, trainer_of, values
 
 
 def assert_same_weights(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+    found: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
 ) -> None:
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
@@ -38,6 +39,12 @@ def drawing(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     np.random.rand()
     torch.rand(1)
     return default_collate(examples)
+
+
+def entry_with(figure: str, trainer: Trainer) -> dict[str, float]:
+    """Find the one entry of a trainer's log that has a figure."""
+    (entry,) = [each for each in trainer.state.log_history if figure in each]
+    return entry
 
 
 class States(TrainerCallback):
@@ -86,16 +93,17 @@ def test_the_posterior_is_saved_beside_the_adapter_and_figures_are_logged(tmp_pa
         eval_data=Texts(9),
     )
     trainer.train()
+    la = callback.la
     read = laplace_lora_ext.from_pretrained(trainer.model, tmp_path)
     found = read(BATCH, link_approx="mean_field")
-    assert_close(found, callback.la(BATCH, link_approx="mean_field"))
-    (entry,) = [
-        each for each in trainer.state.log_history if "laplace_evidence" in each
-    ]
+    assert_close(found, la(BATCH, link_approx="mean_field"))
+
+    entry = entry_with("laplace_evidence", trainer)
     assert entry["step"] == 5
-    assert entry["laplace_evidence"] == callback.la.log_marginal_likelihood().item()
-    assert entry["laplace_prior_precision"] == callback.la.prior_precision.item()
+    assert entry["laplace_evidence"] == la.log_marginal_likelihood().item()
+    assert entry["laplace_prior_precision"] == la.prior_precision.item()
     measured = quality(found, BATCH["labels"])
+    # The evaluation has batches of five texts, whose padding rounds in another way.
     assert entry["eval_laplace_nll"] == pytest.approx(measured["nll"], abs=1e-5)
     assert entry["eval_laplace_ece"] == pytest.approx(measured["ece"], abs=1e-5)
 
@@ -110,7 +118,7 @@ def test_a_second_training_leaves_the_trainer_and_its_weights_as_they_were(tmp_p
     assert trainer.state.global_step == alone.state.global_step
     assert_same_weights(values(trainer.model), values(alone.model))
     (other,) = callback.history.posteriors
-    assert other.n_data == 0.8 * N
+    assert other.n_data == 0.8 * N  # a fifth is held out
     assert trainer.model.active_adapter == "default"
     mixture = laplace_lora_ext.LaplaceMixture([callback.la, other])
     mean = (callback.la(BATCH) + other(BATCH)) / 2
@@ -140,7 +148,8 @@ REFUSED = [
     Refused("none of", {"method": "best"}),
     Refused("pass trainer=trainer", {"method": "second_training"}),
     Refused(
-        "gridsearch.* needs validation data: give the trainer", {"method": "gridsearch"}
+        "gridsearch.* needs validation data: give the trainer",
+        {"method": "gridsearch"},
     ),
     Refused("No likelihood fits problem_type 'ranking'", model=of_another_kind),
     Refused("rank must not be negative", {"backend_kwargs": {"rank": -1}}),
@@ -162,10 +171,7 @@ def test_what_cannot_be_fitted_is_refused_before_training(tmp_path, case):
 
 
 def test_a_regression_has_the_noise_of_its_residuals_by_default(tmp_path):
-    data = []
-    for text in Texts(N):
-        target = text["labels"].float()
-        data.append(text | {"labels": target})
+    data = [text | {"labels": text["labels"].float()} for text in Texts(N)]
 
     def posterior_of(callback: LaplaceCallback):
         model = lora_model("bert", torch.float32, n_labels=1)
@@ -182,6 +188,7 @@ def test_a_regression_has_the_noise_of_its_residuals_by_default(tmp_path):
 
 
 def six_texts(seed: int) -> list[dict[str, torch.Tensor]]:
+    """Make texts with labels on their tokens."""
     (batch,) = text_batches(batch_size=6, seed=seed)
     return [{key: values[row] for key, values in batch.items()} for row in range(6)]
 
@@ -199,9 +206,7 @@ def test_a_language_model_is_evaluated_by_its_tokens(tmp_path):
     )
     trainer.train()
     assert type(callback.la) is LowRankKronLoRALaplace
-    (entry,) = [
-        each for each in trainer.state.log_history if "eval_laplace_nll" in each
-    ]
+    entry = entry_with("eval_laplace_nll", trainer)
     assert 0 < entry["eval_laplace_nll"] < 100
     again = laplace_lora_ext.from_pretrained(trainer.model, tmp_path)
     assert torch.equal(again.prior_precision, callback.la.prior_precision)

@@ -7,11 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from laplace_lora_ext.likelihoods import (
-    LIKELIHOODS,
-    Classification,
-    Regression,
-)
+from laplace_lora_ext.likelihoods import LIKELIHOODS, Classification, Regression
 from tests.support.dense import EXACT, softmax_fisher
 from tests.support.models import pairs, plain_model, real_targets
 from tests.support.posteriors import STRUCTURES, generator, make
@@ -20,7 +16,7 @@ from tests.support.posteriors import STRUCTURES, generator, make
 
 
 def fisher(seeds) -> torch.Tensor:
-    """The sum of the seeds' outer products, each with its weight."""
+    """Sum the seeds' outer products, each with its weight."""
     weights = seeds.weights.double()[..., None]
     scaled = seeds.vectors.double() * weights
     return torch.einsum("sbi,sbj->bij", scaled, scaled)
@@ -34,8 +30,8 @@ def test_exact_seeds_keep_float32_accuracy_on_confident_samples(n_classes, scale
     assert seeds.vectors.shape == (n_classes - 1, 500, n_classes)
     expected = softmax_fisher(logits)
     errors = (fisher(seeds) - expected).abs().amax((1, 2))
-    relative = errors / expected.abs().amax((1, 2))
-    assert relative.max() < 1e-5  # measured: 2e-6 at scale 10
+    sizes = expected.abs().amax((1, 2))
+    assert (errors / sizes).max() < 1e-5  # measured: 2e-6 at scale 10
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
@@ -50,29 +46,32 @@ def test_sampled_seeds_are_unbiased(likelihood):
 
 
 def test_sampled_slopes_of_tokens_are_unbiased():
-    logits = torch.tensor([[0.0, 1.0, -1.0, 2.0]]).double()
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0]).double()
     n_draws = 20_000
     likelihood = LIKELIHOODS["language_modeling"]
-    seeds = likelihood.sampled_seeds(logits.expand(3, 4), n_draws, generator())
+    three_tokens = logits.expand(3, 4)
+    seeds = likelihood.sampled_seeds(three_tokens, n_draws, generator())
     assert seeds.vectors.shape == (n_draws, 3, 4)
+    # Each is divided by the root of their number, so that squares have the mean.
     columns = seeds.dense()
-    assert columns.sum(0).abs().max() / n_draws**0.5 < 0.02
-    expected = softmax_fisher(logits[0])
-    for token in range(3):
-        of_token = columns[:, token]
+    mean = columns.sum(0) / n_draws**0.5
+    assert mean.abs().max() < 0.02
+    first, second, third = columns.unbind(1)
+    expected = softmax_fisher(logits)
+    for of_token in (first, second, third):
         assert_close(of_token.T @ of_token, expected, rtol=0, atol=0.01)
     # Two tokens of a text are drawn independently.
-    across = columns[:, 0].T @ columns[:, 1]
+    across = first.T @ second
     assert across.abs().max() < 0.01
 
 
 # --- losses ---------------------------------------------------------------------------
 
 
+# One output takes targets with and without a column.
 @pytest.mark.parametrize("shape", [(4, 2), (4, 1), (4,)])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_regression_loss_is_half_the_sum_of_squares(structure, shape):
-    """One output takes targets with and without a column."""
     n_outputs = 2 if shape == (4, 2) else 1
     regressor = plain_model(n_outputs)
     ((X, _),) = pairs()
@@ -93,7 +92,7 @@ def changed(
     values: torch.Tensor,
     value: float,
 ) -> torch.Tensor:
-    """Targets of which the third is another one."""
+    """Copy targets, with another one in the third place."""
     values = values.clone()
     values.view(-1)[2] = value
     return values
@@ -201,22 +200,22 @@ def test_one_class_is_refused():
 
 def test_probabilities_in_place_of_logits_are_warned_of():
     classification = LIKELIHOODS["classification"]
-    logits = [
-        [2.0, -1.0, 0.5],
-        [0.0, 1.0, 0.0],
-    ]
-    logits = torch.tensor(logits)
+    logits = torch.tensor(
+        [
+            [2.0, -1.0, 0.5],
+            [0.0, 1.0, 0.0],
+        ]
+    )
     y = torch.tensor([0, 2])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         classification.check_targets(y, logits)
         classification.check_targets(y, logits.log_softmax(-1))
+    message = "look like probabilities: return logits"
+    # In bfloat16 probabilities don't add up to 1 exactly.
     for dtype in (torch.float32, torch.bfloat16):
         probabilities = logits.to(dtype).softmax(-1)
-        with pytest.warns(
-            UserWarning,
-            match="look like probabilities: return logits",
-        ):
+        with pytest.warns(UserWarning, match=message):
             classification.check_targets(y, probabilities)
 
 
@@ -224,10 +223,7 @@ def test_tokens_outside_the_vocabulary_are_refused():
     tokens = LIKELIHOODS["language_modeling"]
     y = torch.tensor([[-100, 3], [-100, 4]])
     assert tokens.check_targets(y, torch.zeros(2, 5)).tolist() == [3, 4]
-    with pytest.raises(
-        ValueError,
-        match="from 0 to 3, but range from 3 to 4",
-    ):
+    with pytest.raises(ValueError, match="from 0 to 3, but range from 3 to 4"):
         tokens.check_targets(y, torch.zeros(2, 4))
 
 
@@ -240,11 +236,13 @@ def test_tokens_outside_the_vocabulary_are_refused():
     ],
 )
 def test_numbers_are_grouped_by_quantiles(n, share, n_groups):
+    regression = Regression()
     y = torch.randn(n, generator=generator(n))
-    groups = Regression().groups(y, share)
+    groups = regression.groups(y, share)
     expected = [rank * n_groups // n for rank in range(n)]
     assert groups[y.argsort()].tolist() == expected
-    assert torch.equal(Regression().groups(y[:, None], share), groups)
+    one_column = y[:, None]
+    assert torch.equal(regression.groups(one_column, share), groups)
     # A second number that says the same, on another scale.
     two_columns = torch.stack([y, 9 * y + 5], dim=1)
-    assert torch.equal(Regression().groups(two_columns, share), groups)
+    assert torch.equal(regression.groups(two_columns, share), groups)

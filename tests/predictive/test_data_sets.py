@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext import Prediction
+from tests.support.dense import unpadded
 from tests.support.models import ragged_batches
 from tests.support.posteriors import fitted, generator
 from tests.support.ranks import (
@@ -27,22 +28,17 @@ LENGTHS = [2, 7, 4, 5, 7, 3, 6, 2, 7, 4, 1]
 
 
 def rows() -> list[dict]:
-    """Texts of several lengths without padding, as a tokenizer leaves them."""
+    """Make texts of several lengths without padding, as a tokenizer leaves them."""
     examples = []
     for batch in ragged_batches(lengths=LENGTHS, batch_size=1):
-        (ids,) = batch["input_ids"]
-        (mask,) = batch["attention_mask"]
-        real = ids[mask.bool()]
-        examples.append(
-            {
-                "input_ids": real.tolist(),
-                "labels": batch["labels"].item(),
-            }
-        )
+        (ids,) = unpadded(batch, 0)["input_ids"]
+        label = batch["labels"].item()
+        examples.append({"input_ids": ids.tolist(), "labels": label})
     return examples
 
 
 def collate(records: list[dict]) -> dict[str, torch.Tensor]:
+    """Pad texts to the longest of them."""
     longest = max(len(record["input_ids"]) for record in records)
     ids = []
     mask = []
@@ -65,17 +61,13 @@ def la():
 
 @pytest.fixture(scope="module")
 def expected(la) -> Prediction:
-    """One example at a time, in the data's order."""
+    """Predictions of one example at a time, in the data's order."""
     alone = []
     for row in rows():
-        alone.append(
-            la.predict(
-                collate([row]),
-                n_samples=50,
-                generator=generator(),
-            )
-        )
-    return Prediction(*map(torch.cat, zip(*alone, strict=True)))
+        decision = la.predict(collate([row]), n_samples=50, generator=generator())
+        alone.append(decision)
+    parts = [torch.cat(of_examples) for of_examples in zip(*alone, strict=True)]
+    return Prediction(*parts)
 
 
 class Rows:
@@ -134,32 +126,34 @@ def test_data_are_predicted_in_their_order(la, expected, kind, capsys):
         generator=generator(),
         **given.options,
     )
-    for one, other in zip(found, expected, strict=True):
-        assert_close(one, other, **CLOSE)
+    assert_close(tuple(found), tuple(expected), **CLOSE)
     assert not capsys.readouterr().err
     proba = la.predict_proba(given.data(), progress_bar=True, **given.options)
     assert_close(torch.from_numpy(proba), expected.probabilities, **CLOSE)
-    has_length = kind != "generator"
-    if has_length:
+    # A bar has an end only where there is a length.
+    if kind != "generator":
         assert "[Predictions]: 100%" in capsys.readouterr().err
 
 
 def test_long_texts_come_first_and_little_is_padded(la):
     shapes = []
-    handle = la.model.register_forward_pre_hook(
-        lambda _, args: shapes.append(tuple(args[0]["input_ids"].shape))
-    )
-    la.predict_proba(Rows(), collate_fn=collate, batch_size=4)
-    handle.remove()
+
+    def note_shape(_, inputs):
+        (batch,) = inputs
+        shapes.append(tuple(batch["input_ids"].shape))
+
+    with la.model.register_forward_pre_hook(note_shape):
+        la.predict_proba(Rows(), collate_fn=collate, batch_size=4)
     assert shapes == [(4, 7), (4, 5), (3, 2)]
 
 
 def test_every_batch_gets_the_same_draws(la):
     (batch,) = ragged_batches(batch_size=8)
-    found = la.predict([batch, batch], "mc", n_samples=5, generator=generator())
-    assert torch.equal(found.probabilities[:8], found.probabilities[8:])
+    twice = la.predict([batch, batch], "mc", n_samples=5, generator=generator())
     once = la.predict(batch, "mc", n_samples=5, generator=generator())
-    assert torch.equal(found.probabilities[:8], once.probabilities)
+    first, second = twice.probabilities.split(8)
+    assert torch.equal(first, once.probabilities)
+    assert torch.equal(second, once.probabilities)
     proba = la.predict_proba([batch, batch], "mc")
     assert (proba[:8] == proba[8:]).all()
 

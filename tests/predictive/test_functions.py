@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.support.dense import jacobians
-from tests.support.models import ragged_batches, without_labels
+from tests.support.dense import jacobians, unpadded
+from tests.support.models import ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
 
 
@@ -17,21 +17,20 @@ def test_a_linearised_function_is_the_model_plus_jacobians_times_a_draw(structur
     expected = la.model(X) + Js @ (drawn - la.mean)
     function = la.function(5)
     assert_close(function(X), expected)
-    assert_close(torch.cat([function(X[:5]), function(X[5:])]), expected)
-    assert not torch.allclose(la.function(6)(X), expected)
+    in_batches = [function(part) for part in X.split(5)]
+    assert_close(torch.cat(in_batches), expected)
+    another = la.function(6)
+    assert not torch.allclose(another(X), expected)
 
 
 def test_a_function_of_padded_texts_is_the_same_for_each_text_alone():
     la = fitted()
     batch = ragged_batches()[0]
-    together = la.function(5)(batch)
-    for index in range(len(together)):
-        n_tokens = int(batch["attention_mask"][index].sum())
-        text = {
-            name: tensor[index : index + 1, :n_tokens]
-            for name, tensor in without_labels(batch).items()
-        }
-        assert_close(la.function(5)(text), together[index : index + 1])
+    function = la.function(5)
+    together = function(batch)
+    for row, expected in enumerate(together):
+        (alone,) = la.function(5)(unpadded(batch, row))
+        assert_close(alone, expected)
 
 
 def test_a_sampled_function_is_the_network_with_drawn_weights():
@@ -39,22 +38,28 @@ def test_a_sampled_function_is_the_network_with_drawn_weights():
     expected = la.functional_samples(X, "nn", n_samples=1, generator=generator(5))
     function = la.function(5, pred_type="nn")
     assert_close(function(X), expected[0])
-    assert la.blocks[0].weight.flatten()[0] == la.mean[0]  # the model keeps its weights
+    # The model keeps its own weights.
+    weights = [block.weight.flatten() for block in la.blocks]
+    assert torch.equal(torch.cat(weights), la.mean)
 
 
 def test_joint_samples_have_the_joint_covariance():
     la, X = plain_regression()
-    mean, covariance = la.predictive_moments(X[:4], joint=True)
+    few = X[:4]
+    mean, covariance = la.predictive_moments(few, joint=True)
     samples = la.functional_samples(
-        X[:4], n_samples=20_000, generator=generator(), joint=True
+        few,
+        n_samples=20_000,
+        generator=generator(),
+        joint=True,
     )
     flat = samples.flatten(1)
-    assert_close(flat.mean(0), mean, rtol=0, atol=0.05 * covariance.max().sqrt())
-    of_samples = torch.corrcoef(flat.T)
     deviation = covariance.diagonal().sqrt()
-    expected = covariance / torch.outer(deviation, deviation)
-    assert_close(of_samples, expected, rtol=0, atol=0.03)
-    assert expected.abs().min() < 0.9  # the host's samples would have 1 or -1
+    # Seven standard errors of a mean, and four of a correlation.
+    assert_close(flat.mean(0), mean, rtol=0, atol=0.05 * deviation.max())
+    correlation = covariance / torch.outer(deviation, deviation)
+    assert_close(flat.T.corrcoef(), correlation, rtol=0, atol=0.03)
+    assert correlation.abs().min() < 0.9  # the host's samples would have 1 or -1
 
 
 def test_what_has_no_joint_samples_is_refused():
