@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
@@ -15,7 +17,7 @@ from torch.nn.functional import (
     one_hot,
 )
 
-from laplace_lora_ext.messages import warn
+from laplace_lora_ext.messages import check_positive, warn
 
 _ROUNDING = 1e-2  # of probabilities in half precision
 _MANY = 16  # numbers that are all from 0 to 1 are hardly logits
@@ -60,6 +62,7 @@ class _AsItIs:
     """Predicts a number for each class or output, as the logits stand."""
 
     draws_labels = False  # by default, whatever the number of classes
+    log_unit = 0.0  # logarithm of the unit that the loss measures targets in
 
     def class_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Make logits whose softmax over the last dimension gives probabilities."""
@@ -229,6 +232,16 @@ class Regression(_AsItIs):
 
     It has the methods of `Classification`. Outputs and targets are `(B, C)`; targets of
     a single output may be `(B,)`.
+
+    Parameters
+    ----------
+    output_scales : sequence of float, optional
+        `(C,)`, the noise of each output in units of `sigma_noise`; all 1 if omitted
+
+    Raises
+    ------
+    ValueError
+        If it is not one for each output, or a scale is not positive and finite.
     """
 
     name = "regression"
@@ -236,11 +249,34 @@ class Regression(_AsItIs):
     sees_differences = False
     has_host_links = True
 
+    def __init__(self, output_scales: Sequence[float] | None = None) -> None:
+        if output_scales is not None:
+            if np.ndim(output_scales) != 1:
+                raise ValueError("output_scales must be a number for each output.")
+            check_positive("output_scales", torch.tensor(output_scales))
+            # A density of targets has the inverse of their unit.
+            self.log_unit = sum(math.log(scale) for scale in output_scales)
+        self._output_scales = output_scales
+
+    def scales_like(self, f: torch.Tensor) -> torch.Tensor:
+        """Return the scales `(C,)` of outputs `(..., C)`, in their type and place."""
+        if self._output_scales is None:
+            return f.new_ones(f.shape[-1])
+        return f.new_tensor(self._output_scales)
+
+    def standardised(
+        self, f_mu: torch.Tensor, f_var: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bring means `(..., C)` and covariances `(..., C, C)` to a noise of 1."""
+        scales = self.scales_like(f_mu)
+        return f_mu / scales, f_var / torch.outer(scales, scales).to(f_var)
+
     def exact_seeds(self, logits: torch.Tensor) -> Seeds:
         n_samples, n_outputs = logits.shape
         identity = torch.eye(n_outputs).to(logits)
         vectors = identity[:, None].expand(n_outputs, n_samples, n_outputs)
-        return Seeds(vectors, logits.new_ones(n_outputs, n_samples))
+        slopes = 1 / self.scales_like(logits)
+        return Seeds(vectors, slopes[:, None].expand(n_outputs, n_samples))
 
     def sampled_seeds(
         self,
@@ -254,15 +290,18 @@ class Regression(_AsItIs):
             device=logits.device,
             dtype=logits.dtype,
         )
-        weights = logits.new_ones(num_samples, len(logits))
-        return Seeds(vectors, weights / num_samples**0.5)
+        scales = self.scales_like(logits)
+        # The smallest scale makes the largest slopes: without it, none is above one.
+        smallest = scales.min()
+        weights = (1 / smallest).expand(num_samples, len(logits))
+        return Seeds(vectors * smallest / scales, weights / num_samples**0.5)
 
     def empirical_seeds(
         self,
         logits: torch.Tensor,
         y: torch.Tensor,
     ) -> Seeds:
-        slopes = logits - y
+        slopes = (logits - y) / self.scales_like(logits).square()
         return Seeds(slopes[None], logits.new_ones(1, len(logits)))
 
     def loss(
@@ -270,7 +309,8 @@ class Regression(_AsItIs):
         logits: torch.Tensor,
         y: torch.Tensor,
     ) -> torch.Tensor:
-        return (logits - y).square().sum() / 2
+        residuals = (logits - y) / self.scales_like(logits)
+        return residuals.square().sum() / 2
 
     def nll(
         self,
@@ -285,9 +325,9 @@ class Regression(_AsItIs):
         f_mu, f_var = predicted
         if f_var.ndim == f_mu.ndim:
             f_var = torch.diag_embed(f_var)
-        identity = torch.eye(f_mu.shape[1]).to(f_var)
-        noise = sigma_noise.to(f_var).square() * identity
-        return -gaussian_log_density(f_mu, f_var + noise, y.to(f_mu))
+        noise = sigma_noise.to(f_var) * self.scales_like(f_var)
+        of_targets = f_var + noise.square().diag()
+        return -gaussian_log_density(f_mu, of_targets, y.to(f_mu))
 
     def groups(
         self,
@@ -328,6 +368,13 @@ class Regression(_AsItIs):
             if are_classes:
                 found += ': class indices are for the likelihood "classification"'
             raise ValueError(found)
+        scales = self._output_scales
+        n_outputs = logits.shape[-1]
+        if scales is not None and len(scales) != n_outputs:
+            raise ValueError(
+                f"output_scales has {len(scales)} numbers, and the model {n_outputs} "
+                "outputs: pass one for each"
+            )
         if not torch.isfinite(targets).all():
             raise ValueError("non-finite targets: leave such examples out")
         return targets
@@ -613,6 +660,20 @@ LIKELIHOODS: dict[str, Likelihood] = {
     TOKENS: TokenClassification(),
     "language_modeling": LanguageModeling(),
 }
+
+
+def likelihood_of(
+    name: str, output_scales: Sequence[float] | None = None
+) -> Likelihood:
+    """Find a likelihood by its name, or make one whose outputs have own noises."""
+    if output_scales is None:
+        return LIKELIHOODS[name]
+    if name != Regression.name:
+        raise ValueError(
+            f'output_scales are noises of the outputs of a "{Regression.name}", and '
+            f'"{name}" has none: leave them out.'
+        )
+    return Regression(output_scales)
 
 
 def gaussian_log_density(

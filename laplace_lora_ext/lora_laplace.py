@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
@@ -22,7 +22,7 @@ from laplace_lora_ext.acquisitions import Acquisition
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.structure import Structure
 from laplace_lora_ext.fit import Fit, NoFit, fit
-from laplace_lora_ext.likelihoods import Likelihood
+from laplace_lora_ext.likelihoods import Likelihood, Regression
 from laplace_lora_ext.messages import check_positive, check_single, warn
 from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.models.heads import Selection
@@ -56,6 +56,8 @@ from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning import build
 from laplace_lora_ext.tuning.method import Hyperparameters, TuningHistory, TuningMethod
+
+_SCALES = "output_scales"  # among the options of a backend
 
 
 def _of_fit(field: str, description: str) -> Any:
@@ -105,6 +107,9 @@ class LoRALaplace(ParametricLaplace):
     normalised : bool, default=False
         whether the logit of an answer of several tokens is the mean of their
         log-probabilities, rather than the sum
+    output_scales : sequence of float, optional
+        for a regression of several outputs, but for "kron": the noise of each in units
+        of `sigma_noise`; all 1 if omitted. Searches choose `sigma_noise` alone
     mask_token_id : int, optional
         for a masked language model: the token at which the answer is read
     target_modules : str or sequence of str, optional
@@ -196,6 +201,7 @@ class LoRALaplace(ParametricLaplace):
         class_texts: Sequence[str] | None = None,
         tokenizer: Any = None,
         normalised: bool = False,
+        output_scales: Sequence[float] | torch.Tensor | None = None,
         mask_token_id: int | None = None,
         target_modules: str | Sequence[str] | None = None,
         layers_to_transform: int | Iterable[int] | None = None,
@@ -203,11 +209,11 @@ class LoRALaplace(ParametricLaplace):
         weight_names: Collection[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        # The host would ask whether it is 1.
         _check_noise(kwargs.get("sigma_noise", 1.0))
-        self.problem = _problem_of(likelihood)
-        backend = self.problem.backend(backend or self._structure.default_backend)
-        self._structure.check_backend(backend)
+        backend_kwargs = _with_scales(backend_kwargs or {}, output_scales)
+        problem = _problem_of(likelihood)
+        self.problem = problem.with_output_scales(backend_kwargs.get(_SCALES))
+        backend = self._checked_backend(backend)
         answers = class_tokens(class_token_ids, class_texts, tokenizer)
         with LOCK:  # passes of other threads change what is active
             adapter = active_adapter(model)
@@ -234,7 +240,7 @@ class LoRALaplace(ParametricLaplace):
                 self.problem.name_for_host,
                 dict_key_y=dict_key_y,
                 backend=backend,
-                backend_kwargs=self._options_of(backend, backend_kwargs or {}),
+                backend_kwargs=self._options_of(backend, backend_kwargs),
                 **kwargs,
             )
         self._logit_scale = 1.0
@@ -244,6 +250,14 @@ class LoRALaplace(ParametricLaplace):
         # As the host has it before a fit.
         self._fit = replace(self._fit, mean=self.prior_mean)
 
+    def _checked_backend(
+        self, backend: type[CurvatureInterface] | None
+    ) -> type[CurvatureInterface]:
+        """Choose what computes the curvature; refused if it suits no such posterior."""
+        chosen = self.problem.backend(backend or self._structure.default_backend)
+        self._structure.check_backend(chosen)
+        return chosen
+
     def _options_of(
         self, backend: type[CurvatureInterface], given: dict[str, Any]
     ) -> dict[str, Any]:
@@ -251,6 +265,12 @@ class LoRALaplace(ParametricLaplace):
         options = self.problem.backend_kwargs(backend, given)
         if issubclass(backend, LowRankKronInterface):
             return {"recorder": self.recorder, **options}
+        if _SCALES in options:
+            raise NotImplementedError(
+                f"{backend.__name__} has one noise for all outputs: leave out "
+                'output_scales, or use hessian_structure="lowrank_kron", "diag" or '
+                '"full" without a backend.'
+            )
         check_known_to_host(self.blocks)
         return options
 
@@ -548,6 +568,17 @@ class LoRALaplace(ParametricLaplace):
         _set_by_host(self, "sigma_noise", value)
 
     @property
+    def output_noise(self) -> torch.Tensor:
+        """Standard deviation of the noise of each output of a regression, `(C,)`.
+
+        It is `sigma_noise` times the output's scale.
+        """
+        likelihood = self.trained_likelihood
+        assert isinstance(likelihood, Regression)
+        of_outputs = self.sigma_noise.expand(self.n_outputs)
+        return of_outputs * likelihood.scales_like(of_outputs)
+
+    @property
     def logit_scale(self) -> float:
         """What all predictions multiply the logits f by, 1 at first: `link(s f, s² V)`.
 
@@ -585,6 +616,13 @@ class LoRALaplace(ParametricLaplace):
     def curvature_scale(self) -> torch.Tensor:
         """Compute the factor `()` of the curvature: 1 / (sigma_noise² temperature)."""
         return self._H_factor
+
+    @property
+    def log_likelihood(self) -> torch.Tensor:
+        """Sum the log-densities of the training data, `()`, differentiably in noise."""
+        # The host has them in units of the outputs' scales.
+        of_unit = self.n_data * self.trained_likelihood.log_unit
+        return super().log_likelihood - of_unit
 
     @exclusive
     def log_marginal_likelihood(
@@ -747,7 +785,7 @@ class LoRALaplace(ParametricLaplace):
             probabilities `(B, C)`, of K labels one each, `(B, K)`, or of labels of
             tokens `(B, T, C)`, nan at padding; for regression and rewards mean `(B, C)`
             and covariance `(B, C, C)` of the model's outputs, in which the noise of
-            targets is not: add `sigma_noise**2`, or use `predict`
+            targets is not: add `output_noise**2`, or use `predict`
 
         Notes
         -----
@@ -866,7 +904,8 @@ class LoRALaplace(ParametricLaplace):
         """Predict a batch or a data set, with what a decision needs.
 
         Of numbers, the prediction is of targets with their noise: `total_std`,
-        quantiles and intervals have `sigma_noise` in them, and `epistemic_std` has not.
+        quantiles and intervals have `output_noise` in them, and `epistemic_std` has
+        not.
 
         Parameters
         ----------
@@ -1501,8 +1540,9 @@ class LoRALaplace(ParametricLaplace):
 
     def _settings(self) -> dict[str, Any]:
         """Name the backend of the curvature, and its options."""
-        backend = {"backend": self._backend_cls.__name__}
-        return backend | self._backend_options | self.structure.settings
+        # A posterior without scales is another one, too.
+        settings = {"backend": self._backend_cls.__name__, _SCALES: None}
+        return settings | self._backend_options | self.structure.settings
 
     @property
     def _backend_options(self) -> dict[str, Any]:
@@ -1519,6 +1559,21 @@ def _problem_of(likelihood: str) -> Problem:
     return PROBLEMS[likelihood]
 
 
+def _with_scales(
+    backend_kwargs: Mapping[str, Any],
+    output_scales: Sequence[float] | torch.Tensor | None,
+) -> dict[str, Any]:
+    """Put the scales of outputs among a backend's options, where files keep them."""
+    options = dict(backend_kwargs)
+    of_file = options.pop(_SCALES, None)
+    scales = of_file if output_scales is None else output_scales
+    if isinstance(scales, torch.Tensor):
+        scales = scales.tolist()
+    if scales is not None:
+        options[_SCALES] = scales
+    return options
+
+
 def _warn_of_weights(
     model: nn.Module,
     blocks: Sequence[Block],
@@ -1530,8 +1585,14 @@ def _warn_of_weights(
 
 
 def _check_noise(value: float | torch.Tensor) -> None:
-    """Refuse a regression's noise that is not one positive number for all outputs."""
-    instead = "divide the targets of each output by its own noise, and train on these"
+    """Refuse a regression's noise that is not one positive number for all outputs.
+
+    The host would first ask whether it is 1, which several numbers don't answer.
+    """
+    instead = (
+        "if each output has its own, pass output_scales=[...], each one's noise in "
+        "units of sigma_noise"
+    )
     check_single("sigma_noise", value, instead)
     check_positive("sigma_noise", value)
 

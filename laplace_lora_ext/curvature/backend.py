@@ -22,6 +22,7 @@ from laplace_lora_ext.likelihoods import (
     LabelsOfTokens,
     Likelihood,
     Seeds,
+    likelihood_of,
     uniform_numbers,
 )
 from laplace_lora_ext.messages import listed
@@ -240,6 +241,8 @@ class LowRankKronInterface(CurvatureInterface):
     tail : bool, default=True
         whether the directions beyond the rank keep the mean of their eigenvalues, so
         that the full factor's trace is kept too; the paper drops them
+    output_scales : sequence of float, optional
+        for a regression, as for `LoRALaplace`
 
     Attributes
     ----------
@@ -263,6 +266,7 @@ class LowRankKronInterface(CurvatureInterface):
         rank: int = 10,
         kfac_approx: str = "gradient",
         tail: bool = True,
+        output_scales: Sequence[float] | None = None,
     ) -> None:
         if kfac_approx not in KFAC_APPROX:
             raise ValueError(
@@ -281,16 +285,15 @@ class LowRankKronInterface(CurvatureInterface):
                 f'these have none: {listed(unseen)}. Use kfac_approx="gradient", or '
                 "leave them out with target_modules."
             )
-        self._likelihood = LIKELIHOODS[likelihood]
+        self._likelihood = likelihood_of(likelihood, output_scales)
         super().__init__(
             recorder.model,
             self._likelihood.name,
             dict_key_x=dict_key_x,
             dict_key_y=dict_key_y,
         )
-        # The host's own loss of classes knows class indices alone.
-        if not self._likelihood.is_gaussian:
-            self.lossfunc = self._likelihood.loss
+        # The host's own losses know class indices and a noise of 1 alone.
+        self.lossfunc = self._loss_for_host
         self.model: LogitsModel = recorder.model
         self.recorder = recorder
         self.blocks = recorder.blocks
@@ -329,6 +332,10 @@ class LowRankKronInterface(CurvatureInterface):
             return Logits(self.model, self._likelihood, y, self.seeds)
         own = y[y != IGNORED]
         return LabelLogProbs(self.model, LabelsOfTokens(own, self.numbers(len(own))))
+
+    def _loss_for_host(self, f: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Sum the loss `()`, without the factor that the host multiplies it by."""
+        return self._likelihood.loss(f, y) / self.factor
 
     def zeros(self) -> LowRankKron:
         """Make empty sums, to which `accumulate` adds batches."""

@@ -48,6 +48,7 @@ from laplace_lora_ext.training.trainers import (
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.kinds import Kinds
 from laplace_lora_ext.tuning.method import Hyperparameters, TuningHistory
+from laplace_lora_ext.tuning.noise import scales_of_residuals
 from laplace_lora_ext.tuning.scales import GridHistory
 
 SECOND_STAGE = 0.25
@@ -288,13 +289,19 @@ class _Training:
         rest, held = parts
         validation = self.batches_of(held)
 
+        settings = dict(self.settings)
+
         def first_stage(stage: Stage) -> LoRALaplace:
             self.train(stage, rest)
-            return self._fitted(rest)
+            # The first member's serve all, since a mixture has one noise.
+            if stage.member == 0 and "output_scales" not in settings:
+                la = Laplace(self.model, **settings)
+                settings["output_scales"] = scales_of_residuals(la, validation)
+            return self._fitted(rest, settings)
 
         def second_stage(stage: Stage) -> LoRALaplace:
             self.train(stage, everything)
-            return self._fitted(everything)
+            return self._fitted(everything, settings)
 
         with own_adapter_back(self.model):
             members = Members(self.model)
@@ -328,9 +335,9 @@ class _Training:
             )
         return groups
 
-    def _fitted(self, examples: Any) -> LoRALaplace:
+    def _fitted(self, examples: Any, settings: dict[str, Any]) -> LoRALaplace:
         """Fit a posterior around the active adapter."""
-        la = Laplace(self.model, **self.settings)
+        la = Laplace(self.model, **settings)
         la.fit(self.batches_of(examples), progress_bar=self.progress_bar)
         return la
 

@@ -12,6 +12,7 @@ import torch
 import tqdm
 from scipy.optimize import brentq
 
+from laplace_lora_ext.likelihoods import Regression
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.data_sets import over_loader
 from laplace_lora_ext.predictive.distributions import of_classes, predictive_moments
@@ -122,7 +123,8 @@ class Agreement(TuningMethod):
         check_max_change(self.max_change)
 
     def _search(self, la: Tunable) -> TuningHistory:
-        is_gaussian = la.trained_likelihood.is_gaussian
+        likelihood = la.trained_likelihood
+        is_gaussian = likelihood.is_gaussian
         start = self._start(la)
         if is_gaussian:
             start = start * unit_of_priors(la)
@@ -140,11 +142,12 @@ class Agreement(TuningMethod):
             # smoothly.
             draws = torch.Generator().manual_seed(seed)
             scaled = moments(prior_precision).scaled(la.logit_scale).to("cpu")
-            if is_gaussian:
+            if isinstance(likelihood, Regression):
+                relative = Moments(*likelihood.standardised(*scaled))
                 return _mean_change(
-                    scaled, self.n_samples, draws, _distances_of_numbers
+                    relative, self.n_samples, draws, _distances_of_numbers
                 )
-            of_all = of_classes(la.trained_likelihood, scaled)
+            of_all = of_classes(likelihood, scaled)
             return _mean_change(of_all, self.n_samples, draws, _distances_of_classes)
 
         kinds = self._kinds(la)

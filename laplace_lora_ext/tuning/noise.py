@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from laplace.utils.matrix import KronDecomposed
 
+from laplace_lora_ext.likelihoods import Regression
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.tuning.method import Tunable
 
@@ -67,6 +70,28 @@ def unit_of_priors(la: Tunable) -> float:
     # Ranks may differ in the last digit.
     unit = of_first(trace / (la.n_data * la.n_outputs))
     return unit if unit > 0 else 1.0
+
+
+def scales_of_residuals(la: Tunable, loader: Iterable[Any]) -> list[float] | None:
+    """Find how far each of several outputs is from held-out targets, root mean square.
+
+    None of a single number and of classes, which have no such scales, and where an
+    output is never off.
+    """
+    likelihood = la.trained_likelihood
+    if not isinstance(likelihood, Regression):
+        return None
+
+    def squares(batch: Any) -> Columns:
+        X, y = la.model.split(batch)
+        with la.model.prepared(), torch.no_grad():
+            f = la.model(X)
+        residuals = f.double() - likelihood.check_targets(y, f)
+        return (residuals.square().cpu(),)
+
+    (of_examples,) = over_loader(loader, squares, owners=la.model.owners)
+    scales = of_examples.mean(0).sqrt().tolist()
+    return scales if len(scales) > 1 and min(scales) > 0 else None
 
 
 def noise_of_residuals(la: Tunable) -> float:

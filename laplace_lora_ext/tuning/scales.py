@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.polynomial import Polynomial
 
+from laplace_lora_ext.likelihoods import Regression
 from laplace_lora_ext.predictive.data_sets import Columns
 from laplace_lora_ext.predictive.distributions import moments_of_model
 from laplace_lora_ext.predictive.links import own_links
@@ -64,7 +65,8 @@ class Score(Protocol):
         K, how many numbers an example has
     """
 
-    size: ClassVar[int]
+    @property
+    def size(self) -> int: ...
 
     def terms(
         self,
@@ -99,7 +101,10 @@ class PriorAlone:
     """
 
     predict: Callable[[Predictor, Any], Columns]
-    size: ClassVar[int] = 1
+
+    @property
+    def size(self) -> int:
+        return 1
 
     def terms(
         self,
@@ -148,7 +153,10 @@ class WithLogitScale:
     link_approx: str
     n_samples: int
     seed: int
-    size: ClassVar[int] = len(LOGIT_SCALES)
+
+    @property
+    def size(self) -> int:
+        return len(LOGIT_SCALES)
 
     def terms(
         self,
@@ -221,8 +229,9 @@ class WithNoise:
 
         ½ log det(2π σ² (I + V)) + ½ rᵀ (I + V)⁻¹ r / σ²
 
-    An example's numbers are `rᵀ (I + V)⁻¹ r` and `log det(I + V)`. The best σ² is the
-    mean of the first, for each output.
+    in units of the outputs' scales. An example's numbers are `rᵀ (I + V)⁻¹ r` and `log
+    det(I + V)`. The best σ² is the mean of the first, for each output. Squares of the
+    residuals r themselves, one for each output, tell whether one noise suits them all.
 
     Parameters
     ----------
@@ -230,7 +239,10 @@ class WithNoise:
     """
 
     n_outputs: int
-    size: ClassVar[int] = 2
+
+    @property
+    def size(self) -> int:
+        return 2 + self.n_outputs
 
     def terms(
         self,
@@ -238,9 +250,12 @@ class WithNoise:
         x: Any,
         targets: torch.Tensor,
     ) -> torch.Tensor:
-        f_mu, f_var = moments_of_model(la.members[0], x, "probit")
-        V = f_var.double()
-        residuals = targets.to(V) - f_mu.double()
+        first = la.members[0]
+        likelihood = first.trained_likelihood
+        assert isinstance(likelihood, Regression)
+        f_mu, f_var = moments_of_model(first, x, "probit")
+        apart = targets.to(f_mu.device).double() - f_mu.double()
+        residuals, V = likelihood.standardised(apart, f_var.double())
         identity = torch.eye(self.n_outputs).to(V)
         root = torch.linalg.cholesky(identity + V)
         whitened = torch.linalg.solve_triangular(
@@ -248,15 +263,16 @@ class WithNoise:
         )
         squares = whitened.square().sum((-2, -1))
         diagonal = root.diagonal(dim1=-2, dim2=-1)
-        log_det = 2 * diagonal.log().sum(-1)
-        return torch.stack([squares, log_det], dim=1)
+        log_det = 2 * (diagonal.log().sum(-1) + likelihood.log_unit)
+        of_outputs = residuals.square()
+        return torch.cat([squares[:, None], log_det[:, None], of_outputs], dim=1)
 
     def best(
         self,
         sums: torch.Tensor,
         n_examples: int,
     ) -> Best:
-        squares, log_dets = sums.tolist()
+        squares, log_dets, *_ = sums.tolist()
         n_numbers = n_examples * self.n_outputs
         variance = squares / n_numbers
         if variance == 0:
@@ -269,6 +285,10 @@ class WithNoise:
         of_noise = n_numbers * (math.log(2 * math.pi * variance) + 1)
         nll = (of_noise + log_dets) / 2
         return Best(nll / n_examples, sigma_noise=math.sqrt(variance))
+
+    def residuals(self, sums: torch.Tensor, n_examples: int) -> torch.Tensor:
+        """Find the root mean square of each output's residuals, `(C,)`, in its unit."""
+        return (sums[2:] / n_examples).sqrt()
 
 
 @dataclass(frozen=True, eq=False)
