@@ -2,39 +2,56 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from laplace_lora_ext.curvature.factors import LowRankFactor
-from tests.support.models import ragged_batches
+from tests.support.models import ragged_batches, without_labels
 from tests.support.posteriors import fitted, generator, sizes
 
 
 def test_the_sums_that_are_kept_have_twice_as_many_columns_as_the_curvature():
     la = fitted(rank=1)
-    kept = []
+    n_columns = []
     for block in la.H_facs.blocks:
         for factor in (block.output_factor, block.input_factor):
             if isinstance(factor, LowRankFactor):
-                kept.append(factor.columns.shape[1])
+                n_columns.append(factor.columns.shape[1])
     n_blocks = len(la.blocks)
-    assert kept == [2] * n_blocks
-    assert [block.large.vectors.shape[1] for block in la.H.blocks] == [1] * n_blocks
+    assert n_columns == [2] * n_blocks
+    n_vectors = [block.large.vectors.shape[1] for block in la.H.blocks]
+    assert n_vectors == [1] * n_blocks
 
 
-def test_bad_data_are_refused():
+# --- statistics -----------------------------------------------------------------------
+
+
+def test_statistics_of_no_data_are_refused():
+    with pytest.raises(ValueError, match="no data"):
+        fitted().predictive_statistics([])
+
+
+def test_statistics_have_the_labels_of_all_batches_or_of_none():
     la = fitted()
     batches = ragged_batches()
-    with pytest.raises(ValueError, match="no data"):
-        la.predictive_statistics([])
-    without = [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
-    assert la.predictive_statistics(without).targets is None
+    unlabelled = [without_labels(batch) for batch in batches]
+    assert la.predictive_statistics(unlabelled).targets is None
     with pytest.raises(ValueError, match="others have none"):
-        la.predictive_statistics([batches[0], without[1]])
-    wrong = batches[1] | {"labels": torch.tensor([0, 7, 1])}
+        la.predictive_statistics([batches[0], unlabelled[1]])
+
+
+def test_statistics_of_unknown_classes_are_refused():
+    first, second, _ = ragged_batches()
+    wrong = second | {"labels": torch.tensor([0, 7, 1])}
     with pytest.raises(ValueError, match=r"batch 1: labels must be from 0 to 2"):
-        la.predictive_statistics([batches[0], wrong])
-    la.blocks[0].owner.base_layer.weight.data[0, 1] = torch.nan  # past what is compared
+        fitted().predictive_statistics([first, wrong])
+
+
+def test_statistics_that_are_not_finite_are_refused():
+    la = fitted()
+    base_layer = la.blocks[0].owner.base_layer
+    base_layer.weight.data[0, 1] = torch.nan  # past what is compared with the fit
     with pytest.raises(ValueError, match=r"batch 0: .*non-finite"):
-        la.predictive_statistics(batches)
+        la.predictive_statistics(ragged_batches())
 
 
 def test_statistics_of_another_fit_are_refused():
@@ -45,46 +62,66 @@ def test_statistics_of_another_fit_are_refused():
         la.optimize_prior_precision(method="gridsearch", val_loader=statistics)
 
 
-@pytest.mark.parametrize("method", ["agreement", "val_gd", "gridsearch"])
-def test_statistics_of_another_temperature_choose_as_the_data_do(
-    method,
-):
+def by_agreement(la, data) -> None:
+    la.optimize_prior_precision(method="agreement", train_loader=data)
+
+
+def by_descent(la, data) -> None:
+    la.optimize_prior_precision(
+        method="val_gd",
+        val_loader=data,
+        n_steps=20,
+        generator=generator(),
+    )
+
+
+def by_gridsearch(la, data) -> None:
+    la.optimize_prior_precision(method="gridsearch", val_loader=data)
+
+
+@pytest.mark.parametrize("choose", [by_agreement, by_descent, by_gridsearch])
+def test_statistics_of_another_temperature_choose_as_the_data_do(choose):
     la = fitted()
     statistics = la.predictive_statistics(ragged_batches())
     la.temperature = 0.01
-    data = "train_loader" if method == "agreement" else "val_loader"
+    choose(la, ragged_batches())
+    by_data = la.prior_precision
+    choose(la, statistics)
+    # Statistics are kept in float32.
+    assert_close(la.prior_precision, by_data, rtol=1e-6, atol=0)
 
-    def chosen(given):
-        options = {data: given}
-        if method == "val_gd":
-            options |= {"n_steps": 20, "generator": generator()}
-        la.optimize_prior_precision(method=method, **options)
-        return la.prior_precision
 
-    of_data = chosen(ragged_batches())
-    torch.testing.assert_close(chosen(statistics), of_data, rtol=1e-6, atol=0)
+# --- summary --------------------------------------------------------------------------
+
+
+def determined_by_data(la) -> list[float]:
+    """Sum the share of each parameter's posterior precision that the data bring."""
+    n_weights = torch.tensor(sizes(la))
+    prior = la.prior_precision.double().repeat_interleave(n_weights).diag()
+    H = la.H.to_matrix() / la.temperature
+    shares = (H @ torch.linalg.inv(H + prior)).diagonal()
+    return [of_block.sum().item() for of_block in shares.split(sizes(la))]
 
 
 def test_a_summary_counts_the_parameters_that_the_data_determine():
     la = fitted("gpt2")
     la.temperature = 0.01
     la.prior_precision = torch.linspace(0.5, 3.0, len(la.blocks))
+    names = []
+    n_params = []
+    precisions = []
+    n_determined = []
     _, *lines = la.summary().splitlines()
-    rows = [line.split() for line in lines]
-    names, n_params, precisions, n_determined = (
-        list(column) for column in zip(*rows, strict=True)
-    )
+    for line in lines:
+        name, n_of_block, precision, determined = line.split()
+        names.append(name)
+        n_params.append(int(n_of_block))
+        precisions.append(float(precision))
+        n_determined.append(float(determined))
 
-    # Of each parameter, the share of its posterior precision that the data bring.
-    of_blocks = la.prior_precision.double()
-    prior = of_blocks.repeat_interleave(torch.tensor(sizes(la))).diag()
-    H = la.H.to_matrix() / la.temperature
-    shares = (H @ torch.linalg.inv(H + prior)).diagonal()
-    expected = [of_block.sum().item() for of_block in shares.split(sizes(la))]
-
-    assert [int(n) for n in n_params] == sizes(la)
-    found = [float(precision) for precision in precisions]
-    assert found == pytest.approx(of_blocks.tolist(), rel=1e-3, abs=0.05)
-    found = [float(n) for n in n_determined]
-    assert found == pytest.approx(expected, rel=1e-3, abs=0.05)
     assert names[-1] == "transformer.h.1.mlp.c_proj.lora_B.default.weight"
+    assert n_params == sizes(la)
+    # As many digits as are printed.
+    printed = {"rel": 1e-3, "abs": 0.05}
+    assert precisions == pytest.approx(la.prior_precision.tolist(), **printed)
+    assert n_determined == pytest.approx(determined_by_data(la), **printed)

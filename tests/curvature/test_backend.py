@@ -42,16 +42,9 @@ def test_regression_has_the_curvature_of_the_squared_error():
     la = make(regressor, likelihood="regression")
     la.fit([(X, real_targets())])
     Js = jacobians(regressor, X)
-    of_logits = (
-        torch.eye(2)
-        .double()
-        .expand(
-            4,
-            2,
-            2,
-        )
-    )
-    H = gradient_curvature(regressor, Js, of_logits)
+    # The squared error has the same curvature wherever the outputs are.
+    of_outputs = torch.eye(2).double().expand(len(X), 2, 2)
+    H = gradient_curvature(regressor, Js, of_outputs)
     assert_close(la.H.to_matrix(), H, **EXACT)
 
 
@@ -59,11 +52,7 @@ def test_regression_has_the_curvature_of_the_squared_error():
 def test_the_exact_fisher_and_the_empirical_fisher_of_one_example(backend):
     """At T = 1 and one datum "gradient" is exact for a rank-one Fisher."""
     model = lora_model("bert", n_labels=2).eval()
-    (batch,) = ragged_batches(
-        lengths=[1],
-        padded_to=1,
-        n_classes=2,
-    )
+    (batch,) = ragged_batches(lengths=[1], padded_to=1, n_classes=2)
     inputs = unpadded(batch, 0)
     J = jacobian(model, inputs)
     logits = logits_of(model, inputs).detach()
@@ -73,56 +62,66 @@ def test_the_exact_fisher_and_the_empirical_fisher_of_one_example(backend):
         label = torch.eye(2).double()[batch["labels"][0]]
         gradient = (logits.softmax(-1) - label) @ J
         dense = torch.outer(gradient, gradient)
-    la = fitted(
-        batches=[batch],
-        model=model,
-        backend=backend,
-        rank=100,
-    )
-    H = la.H.to_matrix()
+    la = fitted(batches=[batch], model=model, backend=backend, rank=100)
+    found = la.H.to_matrix()
     # A rank-one block vec(G) vec(G)ᵀ of a rank-one G is a Kronecker product: lora_A,
-    # lora_B at a single position.
+    # lora_B at a single position. Blocks beside the diagonal are left out.
     start = 0
     for _, layer in lora_layers(model):
-        end = start + layer.weight.numel()
-        assert_close(
-            H[start:end, start:end],
-            dense[start:end, start:end],
-            **EXACT,
-        )
-        start = end
+        part = slice(start, start + layer.weight.numel())
+        assert_close(found[part, part], dense[part, part], **EXACT)
+        start = part.stop
 
 
 # --- drawn labels ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
-def test_monte_carlo_fisher_follows_the_seed_and_approaches_the_exact_one(structure):
-    def curvature(**settings):
-        if structure == "lowrank_kron":
-            settings["rank"] = 100
-        la = make(
-            lora_model("bert"),
-            structure,
-            backend=LowRankKronGGN,
-            backend_kwargs=settings,
-        )
-        la.fit(ragged_batches())
-        return la.H.to_matrix() if structure == "lowrank_kron" else la.H
+def posterior(
+    structure: str,
+    **settings,
+):
+    """Make a posterior with settings of its backend, at full rank."""
+    if structure == "lowrank_kron":
+        settings["rank"] = 100
+    return make(
+        lora_model("bert"),
+        structure,
+        backend=LowRankKronGGN,
+        backend_kwargs=settings,
+    )
 
-    def sampled(num_samples, seed=0):
-        return curvature(stochastic=True, num_samples=num_samples, seed=seed)
+
+def curvature_of(la) -> torch.Tensor:
+    la.fit(ragged_batches())
+    return la.H if isinstance(la.H, torch.Tensor) else la.H.to_matrix()
+
+
+structures = pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
+
+
+@structures
+def test_monte_carlo_fisher_follows_its_own_seed_alone(structure):
+    def sampled(seed, state_of_torch=0):
+        la = posterior(structure, stochastic=True, num_samples=2, seed=seed)
+        torch.manual_seed(state_of_torch)
+        before = torch.get_rng_state()
+        found = curvature_of(la)
+        assert torch.equal(torch.get_rng_state(), before)
+        return found
+
+    first = sampled(seed=0)
+    assert torch.equal(sampled(seed=0, state_of_torch=7), first)
+    assert not torch.equal(sampled(seed=1), first)
+
+
+@structures
+def test_monte_carlo_fisher_approaches_the_exact_one(structure):
+    exact = curvature_of(posterior(structure))
 
     def error(num_samples):
-        return (sampled(num_samples) - exact).norm() / exact.norm()
+        la = posterior(structure, stochastic=True, num_samples=num_samples)
+        return (curvature_of(la) - exact).norm() / exact.norm()
 
-    exact = curvature()
-    state = torch.get_rng_state()
-    first = sampled(2)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(7)
-    assert torch.equal(sampled(2), first)
-    assert not torch.equal(sampled(2, seed=1), first)
     assert error(64) < error(1) / 3  # 1 / √64 of it in the mean
 
 
@@ -156,10 +155,11 @@ def test_each_batch_each_rank_and_each_seed_draw_labels_of_their_own():
         labels = torch.zeros(30).long()
         return backend.seeds(logits, labels).vectors
 
-    of_first_rank, of_second_rank = on_ranks(lambda _: drawn(), 2)
+    of_first_rank, of_second_rank = on_ranks(lambda rank: drawn(), 2)
     assert torch.equal(of_first_rank, drawn())
-    for other in (of_second_rank, drawn(n_before=30), drawn(seed=1)):
-        assert not torch.equal(other, drawn())
+    assert not torch.equal(of_second_rank, drawn())
+    assert not torch.equal(drawn(n_before=30), drawn())
+    assert not torch.equal(drawn(seed=1), drawn())
 
 
 @pytest.mark.parametrize("n_classes", [19, 20])
@@ -170,6 +170,7 @@ def test_labels_of_many_classes_are_drawn_unless_the_user_decides(n_classes):
         labels = torch.zeros(3).long()
         return len(backend.seeds(logits, labels).vectors)
 
+    # From 20 classes on, that is.
     has_many_classes = n_classes == 20
     assert n_seeds() == (8 if has_many_classes else 18)
     assert n_seeds(num_samples=3) == (3 if has_many_classes else 18)
@@ -202,11 +203,11 @@ def test_gradients_are_those_of_each_examples_loss(likelihood):
     backend = la.backend
     weights = [block.weight.requires_grad_() for block in la.blocks]
     found, loss = backend.gradients(X, y)
-    for n in range(len(X)):
-        one = slice(n, n + 1)
-        of_one = backend.lossfunc(model(X[one]), y[one])
-        gradients = torch.autograd.grad(of_one, weights)
-        expected = torch.cat([gradient.flatten() for gradient in gradients])
-        assert_close(found[n], expected, **EXACT)
+    for row, gradient in enumerate(found):
+        example = slice(row, row + 1)
+        of_example = backend.lossfunc(model(X[example]), y[example])
+        gradients = torch.autograd.grad(of_example, weights)
+        expected = torch.cat([of_weight.flatten() for of_weight in gradients])
+        assert_close(gradient, expected, **EXACT)
     of_all = backend.lossfunc(model(X), y)
     assert_close(loss, of_all, **EXACT)

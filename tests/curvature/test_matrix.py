@@ -1,5 +1,8 @@
 """Both matrix types against dense matrices, for every operation and exponent."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,27 +13,58 @@ from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.factors import (
     DenseFactor,
     Factor,
-    LowRankFactor,
     StreamingUpdates,
 )
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from tests.support.dense import power
 from tests.support.posteriors import PRIORS, fitted, generator, some_precision
 
-EXPONENTS = [-1, -0.5, 0.5, 1]
+# Both sides go through an eigendecomposition, of matrices that random rows make.
 TIGHT = {"rtol": 1e-8, "atol": 1e-9}
 CPU = torch.device("cpu")
 
 
-def random_kron(shapes, rank, tail, n_rows) -> LowRankKron:
-    """Make blocks (r, d) and (d, r) in turn, from random rows."""
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a LoRA weight's factors, and whether the small one is of outputs."""
+
+    small: int
+    large: int
+    small_output: bool
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The weight's own shape, `(m, n)`."""
+        if self.small_output:
+            return self.small, self.large
+        return self.large, self.small
+
+
+def in_turn(*sizes: tuple[int, int]) -> list[Shape]:
+    """Make shapes of A and B in turn, of so many ranks and features."""
+    shapes = []
+    for index, (small, large) in enumerate(sizes):
+        shapes.append(Shape(small, large, small_output=index % 2 == 0))
+    return shapes
+
+
+def random_kron(
+    shapes: list[Shape],
+    rank: int,
+    n_rows: int,
+    tail: bool = True,
+) -> LowRankKron:
+    """Sum random rows in both factors of each block."""
     noise = generator()
     blocks = []
-    for index, (small, large) in enumerate(shapes):
-        small_output = index % 2 == 0
-        shape = (small, large) if small_output else (large, small)
+    for shape in shapes:
         block = KroneckerBlock.zeros(
-            shape, small_output, rank, tail, CPU, torch.float64
+            shape.matrix,
+            shape.small_output,
+            rank,
+            tail,
+            CPU,
+            torch.float64,
         )
         for factor in (block.output_factor, block.input_factor):
             rows = torch.randn(n_rows, factor.size, generator=noise)
@@ -44,10 +78,11 @@ def factor_matrix(factor: Factor) -> torch.Tensor:
     """Build a factor from columns and trace, by none of its own operations."""
     if isinstance(factor, DenseFactor):
         return factor.matrix
-    values, vectors = torch.linalg.eigh(factor.columns @ factor.columns.T)
-    n_kept = min(factor.rank, factor.columns.shape[1], factor.size)
+    n_columns = factor.columns.shape[1]
+    n_kept = min(factor.rank, n_columns, factor.size)
     n_left_out = factor.size - n_kept
     # `eigh` sorts eigenvalues from small to large.
+    values, vectors = torch.linalg.eigh(factor.columns @ factor.columns.T)
     values = values[n_left_out:]
     vectors = vectors[:, n_left_out:]
     matrix = vectors @ values.diag() @ vectors.T
@@ -68,9 +103,13 @@ def matrix_of(kron: LowRankKron) -> torch.Tensor:
     return torch.block_diag(*blocks)
 
 
+def some_vectors(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(1)).double()
+
+
 @settings(deadline=None, max_examples=60)
 @given(
-    shapes=st.lists(
+    sizes=st.lists(
         st.tuples(st.integers(1, 4), st.integers(1, 7)),
         min_size=1,
         max_size=3,
@@ -82,101 +121,83 @@ def matrix_of(kron: LowRankKron) -> torch.Tensor:
     scale=st.floats(0.1, 10),
 )
 def test_decomposed_operations_equal_dense_ones(
-    shapes, rank, tail, n_rows, layerwise, scale
+    sizes, rank, tail, n_rows, layerwise, scale
 ):
-    kron = random_kron(shapes, rank, tail, n_rows)
-    sizes = torch.tensor([m * n for m, n in shapes])
-    deltas = torch.rand(len(shapes) if layerwise else 1).double() + 0.1
+    shapes = in_turn(*sizes)
+    kron = random_kron(shapes, rank, n_rows, tail)
+    n_deltas = len(shapes) if layerwise else 1
+    deltas = torch.rand(n_deltas).double() + 0.1
     P = scale * kron.decompose() + deltas
     scaled_from_the_right = kron.decompose() * scale + deltas
     assert_close(scaled_from_the_right.logdet(), P.logdet())
 
-    added = deltas.expand(len(shapes)).repeat_interleave(sizes)
-    reference = scale * matrix_of(kron) + added.diag()
-    W = torch.randn(
-        2,
-        3,
-        len(added),
-        generator=generator(1),
-    ).double()
-    log_determinant = torch.linalg.slogdet(reference).logabsdet
-    square_form = W @ torch.linalg.inv(reference) @ W.mT
-    assert_close(P.logdet(), log_determinant, **TIGHT)
+    n_weights = torch.tensor([shape.small * shape.large for shape in shapes])
+    prior = deltas.expand(len(shapes)).repeat_interleave(n_weights)
+    dense = scale * matrix_of(kron) + prior.diag()
+    W = some_vectors(2, 3, len(dense))
+    square_form = W @ torch.linalg.inv(dense) @ W.mT
     assert_close(P.inv_square_form(W), square_form, **TIGHT)
-    for exponent in EXPONENTS:
-        expected = power(reference, exponent)
+    log_determinant = torch.linalg.slogdet(dense).logabsdet
+    assert_close(P.logdet(), log_determinant, **TIGHT)
+    for exponent in (-1, -0.5, 0.5, 1):
+        expected = power(dense, exponent)
         assert_close(P.to_matrix(exponent), expected, **TIGHT)
         assert_close(P.diag(exponent), expected.diag(), **TIGHT)
-        for w in (W, W[0], W[0, 0]):
-            assert_close(P.bmm(w, exponent), w @ expected, **TIGHT)
+        # With two leading dimensions, one, and none.
+        for vectors in (W, W[0], W[0, 0]):
+            assert_close(P.bmm(vectors, exponent), vectors @ expected, **TIGHT)
 
 
 def test_gradient_in_the_prior_precision_is_that_of_finite_differences():
-    sums = random_kron(
-        [(2, 5), (3, 4)],
-        rank=2,
-        tail=True,
-        n_rows=6,
-    )
+    sums = random_kron(in_turn((2, 5), (3, 4)), rank=2, n_rows=6)
     kron = sums.decompose()
-    delta = torch.tensor(
-        [0.3, 0.7],
-        dtype=torch.float64,
-        requires_grad=True,
-    )
-    W = torch.randn(
-        1,
-        2,
-        22,
-        generator=generator(1),
-    ).double()
+    W = some_vectors(1, 2, 2 * 5 + 3 * 4)
 
     def determinant_and_square_form(
-        delta: torch.Tensor,
+        deltas: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        P = kron + delta
+        P = kron + deltas
         return P.logdet(), P.inv_square_form(W)
 
-    assert torch.autograd.gradcheck(determinant_and_square_form, (delta,))
+    deltas = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(determinant_and_square_form, (deltas,))
+
+
+def in_float32(blocks: list[dict[str, Any]]) -> LowRankKron:
+    places = [(CPU, torch.float32)] * len(blocks)
+    return LowRankKron.from_state_dict(blocks, places)
 
 
 def test_nothing_cancels_at_a_tiny_prior_precision_in_float32():
     # The weights lie within the kept directions, where the curvature is 1e8 times the
     # prior.
-    input_factor = {
-        "columns": 1e4 * torch.eye(50)[:, :3],
-        "trace": torch.tensor(3e8, dtype=torch.float64),
-        "rank": 3,
-        "tail": True,
-    }
-    state = {
+    n_kept = 3
+    rotation = torch.linalg.qr(torch.randn(50, 50, generator=generator())).Q
+    kept = rotation[:, :n_kept]
+    block = {
         "output_factor": {"matrix": torch.eye(2)},
-        "input_factor": input_factor,
+        "input_factor": {
+            "columns": 1e4 * kept,
+            "trace": torch.tensor(3e8, dtype=torch.float64),
+            "rank": n_kept,
+            "tail": True,
+        },
         "normalizer": torch.tensor(1.0, dtype=torch.float64),
     }
-    single = LowRankKron.from_state_dict([state], [(CPU, torch.float32)])
-    rotation = torch.linalg.qr(torch.randn(50, 50, generator=generator())).Q
-    factor = single.blocks[0].input_factor
-    assert isinstance(factor, LowRankFactor)
-    factor.columns = rotation @ factor.columns
-    kept = rotation[:, :3] @ torch.ones(3)
-    W = kept.repeat(2)[None, None]
-    variance = (single.decompose() + torch.tensor(1.0)).inv_square_form(W)
-    expected = torch.tensor(6 / (1e8 + 1))
-    assert_close(variance.squeeze(), expected, rtol=1e-3, atol=0)
+    W = kept.sum(1).repeat(2)[None, None]
+    P = in_float32([block]).decompose() + torch.tensor(1.0)
+    variance = P.inv_square_form(W).squeeze()
+    # Twice, the squared length of three directions.
+    expected = torch.tensor(2 * n_kept / (1e8 + 1))
+    assert_close(variance, expected, rtol=1e-3, atol=0)
 
 
 def test_rounding_is_no_remainder_where_nothing_is_left_out():
-    kron = random_kron(
-        [(3, 7), (3, 7)],
-        rank=7,
-        tail=True,
-        n_rows=9,
-    )
+    sums = random_kron(in_turn((3, 7), (3, 7)), rank=7, n_rows=9)
+    # A prior beside which the curvature is rounding.
     delta = torch.tensor(1e8)
-    places = [(CPU, torch.float32)] * 2
-    single = LowRankKron.from_state_dict(kron.state_dict(), places).decompose() + delta
-    double = kron.decompose() + delta.double()
+    single = in_float32(sums.state_dict()).decompose() + delta
+    double = sums.decompose() + delta.double()
     for exponent in (-1, -0.5):
         expected = double.diag(exponent).float()
         of_matrix = single.to_matrix(exponent).diagonal()
@@ -192,5 +213,6 @@ def test_rounding_is_no_remainder_where_nothing_is_left_out():
 def test_the_determinant_of_a_posterior_is_that_of_its_matrix(rank, tail, prior):
     la = fitted(rank=rank, tail=tail, temperature=0.7)
     la.prior_precision = some_precision(la, prior)
-    expected = torch.linalg.slogdet(la.posterior_precision.to_matrix()).logabsdet
+    P = la.posterior_precision.to_matrix()
+    expected = torch.linalg.slogdet(P).logabsdet
     assert_close(la.log_det_posterior_precision, expected)
