@@ -11,23 +11,26 @@ from torch.testing import assert_close
 
 from laplace_lora_ext.models.adapters import add_fresh_adapter
 from laplace_lora_ext.models.lora_layers import only_active
-from tests.support.models import CLASS_TOKEN_IDS, base_model, lora_model, ragged_batches
+from tests.support.models import (
+    CLASS_TOKEN_IDS,
+    base_model,
+    lora_model,
+    ragged_batches,
+    without_labels,
+)
 from tests.support.posteriors import fitted, generator
 
 
 def reloaded(kind, folder) -> PeftModel:
-    torch.manual_seed(0)  # the base model of `lora_model`
+    """Load an adapter as a user would, onto the base model of `lora_model`."""
+    torch.manual_seed(0)  # as `lora_model` sets it
     base = base_model(kind).double()
     model = PeftModel.from_pretrained(base, str(folder))
     return model.double().eval()
 
 
-def inputs_of(batch):
-    return {key: batch[key] for key in ("input_ids", "attention_mask")}
-
-
 def probabilities(model, batch):
-    logits = model(**inputs_of(batch)).logits
+    logits = model(**without_labels(batch)).logits
     if logits.ndim == 3:  # no row of the batch is padded
         logits = logits[:, -1, CLASS_TOKEN_IDS]
     return logits.softmax(-1)
@@ -36,17 +39,12 @@ def probabilities(model, batch):
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_averaged_adapters_are_the_sampled_networks_prediction(kind, tmp_path):
     la = fitted(kind, prior_precision=20.0)
-    (batch,) = ragged_batches(
-        lengths=(5, 5, 5),
-        padded_to=5,
-    )
+    (batch,) = ragged_batches(lengths=(5, 5, 5), padded_to=5)
     before = copy.deepcopy(la.model.state_dict())
     folders = la.sample_adapters(3, tmp_path / "samples", generator=generator())
     assert [folder.name for folder in folders] == ["sample_0", "sample_1", "sample_2"]
-    draws = torch.stack(
-        [probabilities(reloaded(kind, folder), batch) for folder in folders]
-    )
-    assert not torch.allclose(draws[0], draws[1], atol=1e-4)
+    drawn = [probabilities(reloaded(kind, folder), batch) for folder in folders]
+    assert not torch.allclose(drawn[0], drawn[1], atol=1e-4)
     expected = la(
         batch,
         pred_type="nn",
@@ -54,23 +52,29 @@ def test_averaged_adapters_are_the_sampled_networks_prediction(kind, tmp_path):
         n_samples=3,
         generator=generator(),
     )
-    assert_close(draws.mean(0), expected)
+    assert_close(torch.stack(drawn).mean(0), expected)
     for name, value in la.model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def weights_in(folder):
+    return load_file(folder / "adapter_model.safetensors")
 
 
 def test_files_are_those_of_the_users_own_adapter(tmp_path):
     la = fitted()
     (folder,) = la.sample_adapters(1, tmp_path)
-    la.model.model.save_pretrained(tmp_path / "own")
-    drawn = load_file(folder / "adapter_model.safetensors")
-    own = load_file(tmp_path / "own" / "adapter_model.safetensors")
+    folder_of_own = tmp_path / "own"
+    la.model.model.save_pretrained(folder_of_own)
+    assert configuration(folder) == configuration(folder_of_own)
+    drawn = weights_in(folder)
+    own = weights_in(folder_of_own)
     assert drawn.keys() == own.keys()
     for name, value in drawn.items():
         assert value.shape == own[name].shape, name
         # The head is at its MAP value.
-        assert torch.equal(value, own[name]) != ("lora_" in name), name
-    assert configuration(folder) == configuration(tmp_path / "own")
+        is_drawn = "lora_" in name
+        assert torch.equal(value, own[name]) != is_drawn, name
 
 
 def configuration(folder):
@@ -103,9 +107,8 @@ def test_a_fresh_adapter_trains_what_the_other_one_does(adapter):
     for name, weight in model.named_parameters():
         if "lora_A" in name:
             weight.requires_grad_(False)  # as LoRA-FA
-    expected = [
-        name.replace(".default", f".{adapter}") for name in trained_names(model)
-    ]
+    of_default = trained_names(model)
+    expected = [name.replace(".default", f".{adapter}") for name in of_default]
     add_fresh_adapter(model, adapter)
     assert trained_names(model) == expected
 
@@ -124,14 +127,17 @@ def test_an_adapter_runs_alone_whatever_another_one_has():
     config = LoraConfig(r=2, target_modules=["key"], init_lora_weights=False)
     model.add_adapter("plain", config)
     (batch,) = ragged_batches(batch_size=8)
-    inputs = inputs_of(batch)
+    inputs = without_labels(batch)
+
+    def logits():
+        return model(**inputs).logits
 
     model.set_adapter("default")
-    of_default = model(**inputs).logits
+    of_default = logits()
     with only_active(model, "plain"):
-        of_plain = model(**inputs).logits
+        of_plain = logits()
     model.set_adapter("plain")
-    assert torch.equal(of_plain, model(**inputs).logits)
+    assert torch.equal(of_plain, logits())
     with only_active(model, "default"):
-        assert torch.equal(of_default, model(**inputs).logits)
+        assert torch.equal(of_default, logits())
     assert not torch.allclose(of_default, of_plain)

@@ -77,21 +77,23 @@ def test_every_mapping_and_a_pair_give_the_same_and_are_left_as_they_were(
     bert, mapping
 ):
     batches = ragged_batches()
-    wrapped = [mapping(batch) for batch in batches]
-    before = dict(wrapped[0])
     expected = make(bert)
     expected.fit(batches)
     evidence = expected.log_marginal_likelihood()
 
+    wrapped = [mapping(batch) for batch in batches]
+    first = wrapped[0]
+    before = dict(first)
     of_mappings = make(bert)
     of_mappings.fit(wrapped)
     assert torch.equal(of_mappings.log_marginal_likelihood(), evidence)
     logits = bert(**without(batches[0], "labels")).logits
-    assert torch.equal(of_mappings.model(wrapped[0]), logits)
-    assert dict(wrapped[0]) == before  # the same tensor objects
+    assert torch.equal(of_mappings.model(first), logits)
+    assert dict(first) == before  # the same tensor objects
 
+    pairs = [(without(batch, "labels"), batch["labels"]) for batch in batches]
     of_pairs = make(bert)
-    of_pairs.fit([(without(batch, "labels"), batch["labels"]) for batch in batches])
+    of_pairs.fit(pairs)
     assert torch.equal(of_pairs.log_marginal_likelihood(), evidence)
 
 
@@ -169,32 +171,27 @@ def test_a_wrapper_whose_forward_takes_keywords_gives_what_class_tokens_give(
     found.fit(batches)
     evidence = expected.log_marginal_likelihood()
     assert_close(found.log_marginal_likelihood(), evidence, **EXACT)
-    assert_close(
-        found(batches[0]),
-        expected(batches[0]),
-        **EXACT,
-    )
+    assert_close(found(batches[0]), expected(batches[0]), **EXACT)
 
 
-@pytest.mark.parametrize(
-    "labels",
-    [None, torch.tensor([0, 2])],
-)
+class Pooling(nn.Module):
+    """Takes tokens by keyword alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 5)
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, *, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.embedding(input_ids).mean(1))
+
+
+@pytest.mark.parametrize("labels", [None, torch.tensor([0, 2])])
 def test_keywords_reach_a_wrapper_within_pefts(labels):
     """And tokens by themselves, which have no other place there."""
-
-    class Pooling(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(VOCABULARY, 5)
-            self.layer = nn.Linear(5, 3)
-
-        def forward(self, *, input_ids: torch.Tensor) -> torch.Tensor:
-            return self.layer(self.embedding(input_ids).mean(1))
-
     plain = Pooling()
-    tokens = torch.tensor([[1, 2], [3, 4]])
     model = LogitsModel(get_peft_model(plain, LoraConfig(target_modules=["layer"])))
+    tokens = torch.tensor([[1, 2], [3, 4]])
     expected = plain(input_ids=tokens)
     assert torch.equal(model({"input_ids": tokens, "labels": labels}), expected)
     assert torch.equal(model(tokens), expected)
@@ -216,20 +213,13 @@ def test_labels_that_are_none_are_no_labels(structure):
     batch, *_ = ragged_batches()
     inputs = without(batch, "labels")
     unlabelled = batch | {"labels": None}
-    expected = la.predict_proba(batch)
     assert torch.equal(la(unlabelled), la(batch))
+    expected = la.predict_proba(batch)
     assert (la.predict_proba(unlabelled) == expected).all()
     for given in (unlabelled, (inputs, None), [inputs, None]):
         assert (la.predict_proba([given]) == expected).all()
         if structure == "lowrank_kron":
             assert la.predictive_statistics([given]).targets is None
-    for given in (unlabelled, (inputs, None)):
-        with pytest.raises(
-            ValueError, match=r"batch 1: No labels .*\['attention_mask', 'input_"
-        ):
-            la.fit([batch, given])
-    with pytest.raises(TypeError, match="not Tensor without labels"):
-        la.model.split((inputs["input_ids"], None))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -259,77 +249,67 @@ def test_batches_keep_their_numbers_where_empty_ones_are_left_out():
 
 # --- several texts in a row -----------------------------------------------------------
 
-RESTARTING = torch.tensor(
-    [
-        0,
-        1,
-        2,
-        3,
-        0,
-        1,
-        2,
-    ]
-)
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_labels_that_are_none_fit_nothing(structure):
+    la = make(lora_model("bert"), structure)
+    batch, *_ = ragged_batches()
+    inputs = without(batch, "labels")
+    message = r"batch 1: No labels .*\['attention_mask', 'input_"
+    for given in (batch | {"labels": None}, (inputs, None)):
+        with pytest.raises(ValueError, match=message):
+            la.fit([batch, given])
+    with pytest.raises(TypeError, match="not Tensor without labels"):
+        la.model.split((inputs["input_ids"], None))
+
+
+RESTARTING = torch.tensor([0, 1, 2, 3, 0, 1, 2])
 IN_ORDER = torch.arange(7)
 
 
+ENDS = torch.tensor([0, 3, 7, 14, 21]).int()  # two texts in the first of three rows
+
+
+SHOWING_SEVERAL_TEXTS = [
+    pytest.param("position_ids", RESTARTING.expand(3, 7), id="position_ids"),
+    pytest.param("position_ids", RESTARTING[None], id="position_ids of all rows"),
+    pytest.param(
+        "position_ids",
+        torch.stack([RESTARTING, IN_ORDER, IN_ORDER, IN_ORDER])[:, None],
+        id="position_ids of text and images",
+    ),
+    pytest.param(
+        "position_ids",
+        RESTARTING.expand(3, 3, 7),
+        id="position_ids of three axes",
+    ),
+    pytest.param(
+        "attention_mask",
+        torch.tensor([1, 1, 1, 2, 2, 3, 3]).expand(3, 7),
+        id="attention_mask",
+    ),
+    pytest.param(
+        "attention_mask",
+        torch.tensor([1.0, 1, 1, 2, 2, 0, 0]).expand(3, 7),
+        id="attention_mask of floats",
+    ),
+    pytest.param(
+        "seq_idx",
+        torch.tensor([[0, 0, 0, 1, 1, 1, 2]]).int(),
+        id="seq_idx",
+    ),
+    pytest.param("cu_seq_lens_q", ENDS, id="cu_seq_lens_q"),
+    pytest.param("cu_seq_lens_k", ENDS, id="cu_seq_lens_k"),
+]
+
+
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
-@pytest.mark.parametrize(
-    ("key", "numbers"),
-    [
-        pytest.param(
-            "position_ids",
-            RESTARTING.expand(3, 7),
-            id="position_ids",
-        ),
-        pytest.param(
-            "position_ids",
-            RESTARTING[None],
-            id="position_ids of all rows",
-        ),
-        pytest.param(
-            "position_ids",
-            torch.stack([RESTARTING, IN_ORDER, IN_ORDER, IN_ORDER])[:, None],
-            id="position_ids of text and images",
-        ),
-        pytest.param(
-            "position_ids",
-            RESTARTING.expand(3, 3, 7),
-            id="position_ids of three axes",
-        ),
-        pytest.param(
-            "attention_mask",
-            torch.tensor([1, 1, 1, 2, 2, 3, 3]).expand(3, 7),
-            id="attention_mask",
-        ),
-        pytest.param(
-            "attention_mask",
-            torch.tensor([1.0, 1, 1, 2, 2, 0, 0]).expand(3, 7),
-            id="attention_mask of floats",
-        ),
-        pytest.param(
-            "seq_idx",
-            torch.tensor([[0, 0, 0, 1, 1, 1, 2]]).int(),
-            id="seq_idx",
-        ),
-        pytest.param(
-            "cu_seq_lens_q",
-            torch.tensor([0, 3, 7, 14, 21]).int(),
-            id="cu_seq_lens_q",
-        ),
-        pytest.param(
-            "cu_seq_lens_k",
-            torch.tensor([0, 3, 7, 14, 21]).int(),
-            id="cu_seq_lens_k",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("key", "numbers"), SHOWING_SEVERAL_TEXTS)
 def test_several_texts_in_a_row_are_refused_by_what_shows_them(key, numbers, kind):
     (batch,) = ragged_batches(lengths=(7, 7, 7))
     model = adapted(kind, pad=None)
-    with pytest.raises(
-        NotImplementedError, match=f"as {key} shows: give each text a row of its"
-    ):
+    message = f"as {key} shows: give each text a row of its"
+    with pytest.raises(NotImplementedError, match=message):
         model(batch | {key: numbers})
     embedded = without(batch, "input_ids")
     embedded["inputs_embeds"] = torch.randn(3, 7, 12).double()
@@ -352,10 +332,8 @@ def test_packed_texts_of_supervised_fine_tuning_are_refused_and_one_text_is_not(
 ):
     model = TokensModel(lora_model("gpt2").eval())
     tokens = torch.tensor([[1, 2, 3, 4, 5]])
-    check_texts(
-        {"input_ids": tokens, key: torch.tensor(of_one)},
-        model.transformer,
-    )
+    whole = {"input_ids": tokens, key: torch.tensor(of_one)}
+    check_texts(whole, model.transformer)
     packed = {"input_ids": tokens, "labels": tokens, key: torch.tensor(of_two)}
     with pytest.raises(NotImplementedError, match=f"as {key} shows"):
         model(packed)
@@ -394,51 +372,32 @@ def tokens_alone(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_what_a_model_would_read_in_another_way_is_refused(kind, side, change, message):
+    model = adapted(kind)
+    batch = change(padded_batch(side))
     with pytest.raises((ValueError, NotImplementedError), match=message):
-        adapted(kind)(change(padded_batch(side)))
+        model(batch)
 
 
 def test_positions_that_restart_in_the_padding_are_not_refused():
-    mask = torch.tensor(
-        [
-            1,
-            1,
-            1,
-            1,
-            0,
-            0,
-            0,
-        ]
-    )
-    batch = padded_batch() | {
-        "position_ids": RESTARTING.expand(3, 7),
-        "attention_mask": mask.expand(3, 7),
-    }
+    mask = torch.tensor([1, 1, 1, 1, 0, 0, 0])
+    batch = padded_batch()
+    batch["position_ids"] = RESTARTING.expand(3, 7)
+    batch["attention_mask"] = mask.expand(3, 7)
     adapted("gpt2")(batch)
 
 
 def test_one_text_a_row_is_not_refused():
-    batch = padded_batch() | {
-        "cu_seq_lens_q": torch.tensor([0, 7, 14, 21]),
-        "seq_idx": torch.zeros(3, 7),
-    }
+    batch = padded_batch()
+    batch["cu_seq_lens_q"] = torch.tensor([0, 7, 14, 21])
+    batch["seq_idx"] = torch.zeros(3, 7)
     check_texts(batch, adapted("gpt2").transformer)
 
 
 def test_positions_of_an_image_are_not_refused():
     axes = IN_ORDER.repeat(4, 3, 1)
-    axes[2] = torch.tensor(
-        [
-            0,
-            1,
-            2,
-            1,
-            2,
-            3,
-            4,
-        ]
-    )  # columns of an image
-    check_texts(padded_batch() | {"position_ids": axes}, adapted("gpt2").transformer)
+    axes[2] = torch.tensor([0, 1, 2, 1, 2, 3, 4])  # columns of an image
+    batch = padded_batch() | {"position_ids": axes}
+    check_texts(batch, adapted("gpt2").transformer)
 
 
 def test_longformers_tokens_of_global_attention_are_not_refused():
@@ -450,7 +409,8 @@ def test_longformers_tokens_of_global_attention_are_not_refused():
     )
     model = LongformerForSequenceClassification(config)
     mask = torch.tensor([[2, 1, 1, 1, 1, 0, 0]])
-    check_texts(padded_batch() | {"attention_mask": mask}, model)
+    batch = padded_batch() | {"attention_mask": mask}
+    check_texts(batch, model)
 
 
 def test_a_padding_token_inside_of_a_text_is_not_refused():
@@ -466,17 +426,17 @@ def test_a_padding_token_inside_of_a_text_is_not_refused():
 
 
 def test_what_lies_by_position_comes_with_its_tokens_and_nothing_else_does():
-    lengths = (4, 7, 5)
-    (batch,) = ragged_batches(lengths=lengths, padding_side="left")
-    is_real = batch["attention_mask"].bool()
+    (batch,) = ragged_batches(lengths=(4, 7, 5), padding_side="left")
+    mask = batch["attention_mask"]
     types = IN_ORDER.expand(3, 7)
     features = torch.randn(3, 7, 2)
     more = {"token_type_ids": types, "decoder_x": types, "pixel_values": features}
     moved = text_first(batch | more)
-    assert moved["attention_mask"].tolist() == [
-        [1] * n + [0] * (7 - n) for n in lengths
-    ]
-    assert torch.equal(moved["token_type_ids"][is_real.flip(1)], types[is_real])
+    # Of ones behind zeros, the mirror image has the ones first.
+    expected_mask = mask.flip(1)
+    assert torch.equal(moved["attention_mask"], expected_mask)
+    of_texts = moved["token_type_ids"][expected_mask.bool()]
+    assert torch.equal(of_texts, types[mask.bool()])
     assert moved["decoder_x"] is types
     assert moved["pixel_values"] is features
 
@@ -484,13 +444,11 @@ def test_what_lies_by_position_comes_with_its_tokens_and_nothing_else_does():
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_a_classifier_and_a_model_with_positions_read_texts_where_they_stand(kind):
     """How a classifier pools is its own, and given positions stay."""
-    (batch,) = ragged_batches(
-        lengths=(4, 7, 5),
-        padding_side="left",
-    )
+    (batch,) = ragged_batches(lengths=(4, 7, 5), padding_side="left")
     mask = batch["attention_mask"]
     if kind == "gpt2":
-        batch["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
+        running = mask.cumsum(1) - 1
+        batch["position_ids"] = running.clamp_min(0)
     model = adapted(kind)
     calls = record_calls(model.model.base_model.model)
     model(batch)

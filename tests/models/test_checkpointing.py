@@ -39,9 +39,9 @@ def enable(
 def forward_passes_of(layer: nn.Module) -> list[int]:
     """Make a list that gets an entry each time a layer computes its attention."""
     calls: list[int] = []
-    attention = next(
+    attention, *_ = [
         module for module in layer.modules() if "Attention" in type(module).__name__
-    )
+    ]
     attention.register_forward_hook(lambda *_: calls.append(1))
     return calls
 
@@ -59,16 +59,16 @@ def test_checkpointed_passes_give_the_same_numbers(kind, use_reentrant, kfac_app
     la = fitted(kind, model=model, rank=100, kfac_approx=kfac_approx)
     assert len(calls) > len(ragged_batches())  # computed anew
     assert_close(la.H.to_matrix(), plain.H.to_matrix())
-    assert la.log_marginal_likelihood() == pytest.approx(
-        plain.log_marginal_likelihood().item()
-    )
+    evidence = plain.log_marginal_likelihood().item()
+    assert la.log_marginal_likelihood() == pytest.approx(evidence)
     batch = ragged_batches()[0]
-    for link_approx in ("mean_field", "probit"):
-        expected = plain(batch, link_approx=link_approx)
-        assert_close(la(batch, link_approx=link_approx), expected)
+    for link in ("mean_field", "probit"):
+        expected = plain(batch, link_approx=link)
+        assert_close(la(batch, link_approx=link), expected)
     # The model is as it was.
-    assert not any("forward" in vars(layer) for layer in layers)
-    assert all(layer.gradient_checkpointing for layer in layers)
+    for layer in layers:
+        assert "forward" not in vars(layer)
+        assert layer.gradient_checkpointing
 
 
 def test_dropout_of_checkpointed_layers_stays_off():
@@ -102,11 +102,15 @@ def test_inputs_of_layers_are_computed_anew_with_their_activations(
 ):
     """A checkpointed layer's LoRA inputs are gone after a forward pass."""
     inputs: list[weakref.ref] = []
-    alive: list[int] = []
+    n_alive: list[int] = []
     initialise = Graph.__init__
 
-    def note(self, *args) -> None:
-        alive.append(sum(each() is not None for each in inputs))
+    def note_input(layer, args, output) -> None:
+        inputs.append(weakref.ref(args[0]))
+
+    def note_graph(self, *args) -> None:
+        alive = [each for each in inputs if each() is not None]
+        n_alive.append(len(alive))
         initialise(self, *args)
 
     model = lora_model("gpt2")
@@ -114,13 +118,14 @@ def test_inputs_of_layers_are_computed_anew_with_their_activations(
         enable(model)
     for name, layer in model.named_modules():
         if name.endswith("lora_A.default"):
-            layer.register_forward_hook(
-                lambda _, args, __: inputs.append(weakref.ref(args[0]))
-            )
-    monkeypatch.setattr(Graph, "__init__", note)
+            layer.register_forward_hook(note_input)
+    monkeypatch.setattr(Graph, "__init__", note_graph)
     fitted("gpt2", ragged_batches()[:1], model=model)
     assert inputs
-    assert alive == [0] if is_checkpointed else alive[0] > 0
+    if is_checkpointed:
+        assert n_alive == [0]
+    else:
+        assert n_alive[0] > 0
 
 
 class Checkpointing(nn.Module):
@@ -148,35 +153,33 @@ class Checkpointing(nn.Module):
 ALL = ("before", "within", "after")
 
 
+def posterior_of(model: nn.Module, **settings):
+    """Fit a posterior with full factors to pairs."""
+    la = make(model, backend_kwargs={"rank": 100, **settings})
+    la.fit(pairs(2))
+    return la
+
+
+def slope_of_jacobians(la, X: torch.Tensor) -> torch.Tensor:
+    """Differentiate the sum of squared Jacobians in the inputs."""
+    x = X.clone().requires_grad_()
+    Js, _ = la.backend.jacobians(x, enable_backprop=True)
+    (slope,) = torch.autograd.grad(Js.square().sum(), x)
+    return slope
+
+
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
 def test_a_model_that_checkpoints_in_its_own_code_gives_the_same_numbers(kfac_approx):
-    def fit(use_reentrant: bool | None):
-        model = with_lora(Checkpointing(use_reentrant), *ALL)
-        la = make(model, backend_kwargs={"rank": 100, "kfac_approx": kfac_approx})
-        la.fit(pairs(2))
-        return la
-
-    def slope_of_jacobians(la) -> torch.Tensor:
-        x = X.clone().requires_grad_()
-        Js, _ = la.backend.jacobians(x, enable_backprop=True)
-        (slope,) = torch.autograd.grad(
-            Js.square().sum(),
-            x,
-        )
-        return slope
-
     X, _ = pairs(2)[0]
-    plain = fit(use_reentrant=None)
-    ours = fit(use_reentrant=False)
-    assert_close(
-        ours.H.to_matrix(),
-        plain.H.to_matrix(),
-        **EXACT,
-    )
+    plain_model = with_lora(Checkpointing(use_reentrant=None), *ALL)
+    plain = posterior_of(plain_model, kfac_approx=kfac_approx)
+    model = with_lora(Checkpointing(use_reentrant=False), *ALL)
+    la = posterior_of(model, kfac_approx=kfac_approx)
+    assert_close(la.H.to_matrix(), plain.H.to_matrix(), **EXACT)
     expected = plain.predictive_moments(X)
-    assert_close(ours.predictive_moments(X), expected, **EXACT)
-    expected = slope_of_jacobians(plain)
-    assert_close(slope_of_jacobians(ours), expected, **EXACT)
+    assert_close(la.predictive_moments(X), expected, **EXACT)
+    slope = slope_of_jacobians(plain, X)
+    assert_close(slope_of_jacobians(la, X), slope, **EXACT)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -185,21 +188,15 @@ def test_a_model_that_checkpoints_in_its_own_code_gives_the_same_numbers(kfac_ap
     [ALL, ("within",), ("before", "after"), ("within", "after")],
 )
 def test_reentrant_checkpointing_in_a_models_own_code_is_refused(layers, structure):
-    la = make(with_lora(Checkpointing(use_reentrant=True), *layers), structure)
-    with pytest.raises(
-        NotImplementedError, match=r"reentrant.*pass use_reentrant=False"
-    ):
+    model = with_lora(Checkpointing(use_reentrant=True), *layers)
+    la = make(model, structure)
+    message = r"reentrant.*pass use_reentrant=False"
+    with pytest.raises(NotImplementedError, match=message):
         la.fit(pairs())
     assert la.n_data == 0
 
 
 def test_reentrant_checkpointing_without_adapted_layers_before_or_in_it_does_no_harm():
-    plain = make(with_lora(Checkpointing(use_reentrant=None), "after"))
-    plain.fit(pairs())
-    ours = make(with_lora(Checkpointing(use_reentrant=True), "after"))
-    ours.fit(pairs())
-    assert_close(
-        ours.H.to_matrix(),
-        plain.H.to_matrix(),
-        **EXACT,
-    )
+    plain = posterior_of(with_lora(Checkpointing(use_reentrant=None), "after"))
+    la = posterior_of(with_lora(Checkpointing(use_reentrant=True), "after"))
+    assert_close(la.H.to_matrix(), plain.H.to_matrix(), **EXACT)

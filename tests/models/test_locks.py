@@ -1,9 +1,11 @@
 """Threads that share a model take turns; compiled code stays outside."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 from tests.support.models import lora_model, ragged_batches
@@ -29,23 +31,28 @@ def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
         assert_close(la(batch), expected, rtol=0, atol=0)
 
     uses = [fit, collect_statistics, predict_by_draws, predict_the_same]
-    with ThreadPoolExecutor(4) as pool:
-        for future in [pool.submit(use) for use in uses * 4]:
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        futures = [pool.submit(use) for use in uses * 4]
+        for future in futures:
             future.result()
+
+
+def attributes_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Copy what each module of a model holds."""
+    return [dict(vars(module)) for module in model.modules()]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_partly_compiled_model_has_the_posterior_of_the_model_as_it_was(structure):
     batch = ragged_batches()[0]
+    expected = fitted(structure=structure).predictive_moments(batch)
     model = lora_model("bert")
     bert = model.base_model.model.bert
     bert.encoder = torch.compile(bert.encoder)
-    before = [dict(vars(module)) for module in model.modules()]
-    expected = fitted(structure=structure).predictive_moments(batch)
-    with pytest.warns(
-        UserWarning, match="The model is compiled: fits and predictions run it eag"
-    ):
+    before = attributes_of(model)
+    message = "The model is compiled: fits and predictions run it eag"
+    with pytest.warns(UserWarning, match=message):
         la = fitted(model=model, structure=structure)
     found = la.predictive_moments(batch)
     assert_close(found, expected, rtol=1e-12, atol=1e-15)
-    assert [dict(vars(module)) for module in model.modules()] == before
+    assert attributes_of(model) == before

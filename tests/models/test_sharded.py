@@ -39,6 +39,14 @@ def facts(la) -> dict[str, torch.Tensor]:
     }
 
 
+CPU = torch.device("cpu")
+
+
+def expected_facts(structure: str, kind: str = "bert") -> dict[str, torch.Tensor]:
+    """Find what a model comes to whose weights are whole and at hand."""
+    return facts(build(lora_model(kind), structure, kind))
+
+
 def settings_of(model) -> dict[str, tuple]:
     return {
         name: (weight.requires_grad, weight.device, weight.shape, weight.grad)
@@ -57,26 +65,22 @@ def predict_by_draws(la, **keywords) -> None:
 def test_offloaded_weights(tmp_path, where, structure, kind):
     model = lora_model(kind)
     if where == "disk":
-        accelerate.disk_offload(
-            model, str(tmp_path), execution_device=torch.device("cpu")
-        )
+        accelerate.disk_offload(model, str(tmp_path), execution_device=CPU)
     else:
-        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        accelerate.cpu_offload(model, execution_device=CPU)
     before = settings_of(model)
     assert next(model.parameters()).is_meta
     la = build(model, structure, kind)
-    expected = facts(build(lora_model(kind), structure, kind))
-    assert_close(facts(la), expected, **EXACT)
+    assert_close(facts(la), expected_facts(structure, kind), **EXACT)
     assert settings_of(model) == before
-    with pytest.raises(
-        NotImplementedError, match="A draw of the weights needs whole LoRA weights"
-    ):
+    message = "A draw of the weights needs whole LoRA weights"
+    with pytest.raises(NotImplementedError, match=message):
         predict_by_draws(la)
 
 
-def test_weights_that_changed_elsewhere_are_noticed(tmp_path):
+def test_weights_that_changed_elsewhere_are_noticed():
     model = lora_model("bert")
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    accelerate.cpu_offload(model, execution_device=CPU)
     la = build(model, "lowrank_kron")
     la.fit(ragged_batches())
     la.blocks[2].values.add_(1)  # in main memory, where the hook fetches it from
@@ -86,12 +90,11 @@ def test_weights_that_changed_elsewhere_are_noticed(tmp_path):
 
 @pytest.mark.parametrize("structure", REACHABLE)
 def test_data_parallel(structure):
-    expected = facts(build(lora_model("bert"), structure))
-
     def job(_):
-        return facts(build(DistributedDataParallel(lora_model("bert")), structure))
+        model = DistributedDataParallel(lora_model("bert"))
+        return facts(build(model, structure))
 
-    assert_alike(on_ranks(job, 2), expected, **EXACT)
+    assert_alike(on_ranks(job, 2), expected_facts(structure), **EXACT)
 
 
 def sharded(structure: str, leave_out: bool = False, model: nn.Module | None = None):
@@ -101,14 +104,15 @@ def sharded(structure: str, leave_out: bool = False, model: nn.Module | None = N
         pytest.skip("this torch has no FSDP2")
     if model is None:
         model = lora_model("bert")
-    mesh = init_device_mesh("cpu", (2,))
     left_out = set()
     if leave_out:
-        left_out = {
-            weight for name, weight in model.named_parameters() if "lora_" in name
-        }
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                left_out.add(weight)
+    mesh = init_device_mesh("cpu", (2,))
     # Layers first: what is sharded already is no part of the whole model's shards.
-    for part in (*model.base_model.model.bert.encoder.layer, model):
+    layers = model.base_model.model.bert.encoder.layer
+    for part in (*layers, model):
         fsdp.fully_shard(part, mesh=mesh, ignored_params=left_out)
     return build(model, structure)
 
@@ -118,14 +122,13 @@ def test_sharded_weights(structure):
     def job(_):
         la = sharded(structure)
         before = settings_of(la.model)
-        result = facts(la)
+        found = facts(la)
         assert settings_of(la.model) == before
         with pytest.raises(NotImplementedError, match="Pass them to fully_shard"):
             predict_by_draws(la)
-        return result
+        return found
 
-    expected = facts(build(lora_model("bert"), structure))
-    assert_alike(on_ranks(job, 2), expected, **EXACT)
+    assert_alike(on_ranks(job, 2), expected_facts(structure), **EXACT)
 
 
 def checkpoint_by_the_models_own(layers) -> None:
@@ -152,24 +155,22 @@ def test_sharded_weights_of_checkpointed_layers(structure, switch_on):
         calls = []
         layers[0].attention.self.register_forward_hook(lambda *_: calls.append(1))
         la = sharded(structure, model=model)
-        result = facts(la)
-        before = len(calls)
+        found = facts(la)
+        calls.clear()
         la(ragged_batches()[0])
         # Once more for each of three logits' backward passes, which sharded weights
         # take in turn.
-        assert len(calls) - before == 1 + 3
-        return result
+        assert len(calls) == 1 + 3
+        return found
 
-    expected = facts(build(lora_model("bert"), structure))
-    assert_alike(on_ranks(job, 2), expected, **EXACT)
+    assert_alike(on_ranks(job, 2), expected_facts(structure), **EXACT)
 
 
 def test_a_sharded_base_with_whole_lora_weights():
     def job(_):
         la = sharded("kron", leave_out=True)
-        result = facts(la)
+        found = facts(la)
         predict_by_draws(la, generator=generator())
-        return result
+        return found
 
-    expected = facts(build(lora_model("bert"), "kron"))
-    assert_alike(on_ranks(job, 2), expected, **EXACT)
+    assert_alike(on_ranks(job, 2), expected_facts("kron"), **EXACT)

@@ -10,6 +10,8 @@ from laplace_lora_ext.models import vocabulary
 from laplace_lora_ext.models.tokens_model import TokensModel
 from tests.support.models import VOCABULARY, lora_model, ragged_batches
 from tests.support.texts import (
+    LENGTHS,
+    PROMPT,
     encoder_decoder,
     pairs_of_texts,
     text_batches,
@@ -27,15 +29,15 @@ NO_LABEL = -100
 def test_logits_are_those_that_predict_labels_in_the_texts_alone(kind, side):
     model = lora_model(kind).eval()
     (batch,) = text_batches(batch_size=6, padding_side=side, padded_to=9)
-    labels = batch["labels"]
     adapted = TokensModel(model)
-    expected, _ = token_logits(model, [batch])
+    expected, of_texts = token_logits(model, [batch])
     assert_close(adapted(batch), expected, **CLOSE)
     assert adapted.output_size == VOCABULARY
+    is_labelled = batch["labels"] != NO_LABEL
+    assert torch.equal(adapted.labelled(batch), is_labelled)
     _, targets = adapted.split(batch)
-    tokens = targets[targets != NO_LABEL]
-    assert torch.equal(tokens, labels[labels != NO_LABEL])
-    assert torch.equal(adapted.labelled(batch), labels != NO_LABEL)
+    assert torch.equal(targets[targets != NO_LABEL], of_texts)
+    assert torch.equal(of_texts, batch["labels"][is_labelled])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -67,13 +69,15 @@ def test_batches_have_few_labelled_tokens_or_one_text_with_any(
     monkeypatch.setattr(vocabulary, "MOST_ROWS", 6)
     (batch,) = text_batches(lengths=(12,) * 6, batch_size=6, padded_to=12)
     for labels, number in zip(batch["labels"], n_labels, strict=True):
-        labels[2 + number :] = NO_LABEL
+        labels[PROMPT + number :] = NO_LABEL
     batch["given"] = ["as it is"] * 2
     parts = TokensModel(lora_model("gpt2").eval()).by_texts(batch)
     assert [len(part["labels"]) for part in parts] == sizes
     for key in ("input_ids", "attention_mask", "labels"):
-        assert torch.equal(torch.cat([part[key] for part in parts]), batch[key])
-    assert all(part["given"] == batch["given"] for part in parts)
+        together = torch.cat([part[key] for part in parts])
+        assert torch.equal(together, batch[key])
+    for part in parts:
+        assert part["given"] == batch["given"]
 
 
 def test_a_gap_in_a_text_predicts_what_follows_as_in_training():
@@ -85,23 +89,26 @@ def test_a_gap_in_a_text_predicts_what_follows_as_in_training():
 
 
 def assert_has_the_loss_of_training(model, batch):
+    """Compare with the loss that the model itself makes of the labels."""
     tokens = batch["labels"][batch["labels"] != NO_LABEL]
-    loss = cross_entropy(TokensModel(model)(batch), tokens)
-    assert_close(loss, model(**batch).loss.to(loss))
+    logits = TokensModel(model)(batch)
+    expected = model(**batch).loss
+    assert_close(cross_entropy(logits, tokens), expected.to(logits))
 
 
 def test_the_output_layer_runs_for_labelled_tokens_alone():
     model = lora_model("gpt2").eval()
     n_positions = []
+
+    def note(layer, args, output):
+        n_positions.append(output.shape[1])
+
     layer = model.get_output_embeddings()
-    layer.register_forward_hook(
-        lambda _, args, output: n_positions.append(output.shape[1])
-    )
+    layer.register_forward_hook(note)
     (batch,) = text_batches(batch_size=6, padded_to=20)
     TokensModel(model)(batch)
-    # The longest text has seven tokens, of which two are its prompt.
-    assert n_positions == [5]
-    assert len(layer._forward_pre_hooks) == 0
+    assert n_positions == [max(LENGTHS) - PROMPT]
+    assert not layer._forward_pre_hooks
 
 
 # --- encoder-decoders -----------------------------------------------------------------
@@ -110,20 +117,17 @@ def test_the_output_layer_runs_for_labelled_tokens_alone():
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_an_encoder_reads_left_and_right_padded_texts_alike(kind):
     labels = pairs_of_texts()["labels"]  # as many as positions
-    (left,) = ragged_batches(
-        (4, 3, 2),
-        padded_to=4,
-        padding_side="left",
-    )
-    (right,) = ragged_batches(
-        (4, 3, 2),
-        padded_to=4,
-        padding_side="right",
-    )
     adapted = TokensModel(encoder_decoder(kind))
-    found = adapted(left | {"labels": labels})
-    expected = adapted(right | {"labels": labels})
-    assert_close(found, expected)
+    logits = {}
+    for side in ("left", "right"):
+        (texts,) = ragged_batches((4, 3, 2), padded_to=4, padding_side=side)
+        logits[side] = adapted(texts | {"labels": labels})
+    assert_close(logits["left"], logits["right"])
+
+
+def shifted(model, labels: torch.Tensor) -> torch.Tensor:
+    """Make what the decoder reads, as collators do that are given the model."""
+    return model.get_base_model().prepare_decoder_input_ids_from_labels(labels)
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
@@ -132,17 +136,12 @@ def test_labels_of_an_encoder_decoder_are_predicted_at_their_own_place(kind):
     batch = pairs_of_texts()
     assert_has_the_loss_of_training(model, batch)
     adapted = TokensModel(model)
-    # Collators hand over what the decoder reads, where they are given the model.
-    shifted = model.get_base_model().prepare_decoder_input_ids_from_labels(
-        batch["labels"]
-    )
-    of_collator = batch | {"decoder_input_ids": shifted}
+    of_collator = batch | {"decoder_input_ids": shifted(model, batch["labels"])}
     assert_close(adapted(of_collator), adapted(batch))
 
 
 def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
     model = encoder_decoder("t5")
-    batch = pairs_of_texts()
     labels = torch.tensor(
         [
             [5, 6, 7, 8],
@@ -150,24 +149,24 @@ def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
             [NO_LABEL, NO_LABEL, 3, 2],
         ]
     )
-    batch["labels"] = labels
-    shifted = model.get_base_model().prepare_decoder_input_ids_from_labels(labels)
-    everything = model(**batch, decoder_input_ids=shifted).logits
+    batch = pairs_of_texts() | {"labels": labels}
+    every = model(**batch, decoder_input_ids=shifted(model, labels)).logits
     found = TokensModel(model)(batch)
-    expected = everything[labels != NO_LABEL]
+    expected = every[labels != NO_LABEL]
     assert_close(found, expected.to(found))
 
 
 def test_what_a_decoder_reads_may_be_given_as_embeddings_or_left_open():
     model = encoder_decoder("t5")
     batch = pairs_of_texts()
-    base = model.get_base_model()
-    shifted = base.prepare_decoder_input_ids_from_labels(batch["labels"])
-    embeddings = base.get_input_embeddings()(shifted)
+    tokens = shifted(model, batch["labels"])
+    embeddings = model.get_input_embeddings()(tokens)
     adapted = TokensModel(model)
     expected = adapted(batch)
-    assert_close(adapted(batch | {"decoder_input_ids": None}), expected)
-    assert_close(adapted(batch | {"decoder_inputs_embeds": embeddings}), expected)
+    left_open = batch | {"decoder_input_ids": None}
+    assert_close(adapted(left_open), expected)
+    of_embeddings = batch | {"decoder_inputs_embeds": embeddings}
+    assert_close(adapted(of_embeddings), expected)
 
 
 def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):

@@ -16,13 +16,14 @@ from tests.support.posteriors import (
 )
 
 
-def differentiable(value) -> torch.Tensor:
-    return torch.as_tensor(value).clone().requires_grad_()
+def differentiable(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().clone().requires_grad_()
 
 
-def slope(value: torch.Tensor) -> float:
-    """Find an evidence's steepest slope, in nats a factor of e."""
-    return (value.grad * value).abs().max().item()
+def steepness(evidence: torch.Tensor, value: torch.Tensor) -> float:
+    """Find an evidence's steepest slope in logarithms, in nats a factor of e."""
+    (gradient,) = torch.autograd.grad(evidence, value, retain_graph=True)
+    return (gradient * value).abs().max().item()
 
 
 def test_the_noise_of_a_regression_is_tuned_with_the_prior():
@@ -30,12 +31,11 @@ def test_the_noise_of_a_regression_is_tuned_with_the_prior():
     before = la.log_marginal_likelihood().item()
     la.optimize_prior_precision(optimize_sigma_noise=True, n_steps=3000)
     prior = differentiable(la.prior_precision)
-    sigma = differentiable(la.sigma_noise)
-    evidence = la.log_marginal_likelihood(prior, sigma)
-    evidence.backward()
-    assert evidence.item() > before
-    assert slope(prior) < 0.05
-    assert slope(sigma) < 0.05
+    noise = differentiable(la.sigma_noise)
+    best = la.log_marginal_likelihood(prior, noise)
+    assert best.item() > before
+    assert steepness(best, prior) < 0.05
+    assert steepness(best, noise) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -53,19 +53,19 @@ def test_the_evidence_converges(dtype, tail, prior):
         warnings.simplefilter("error")  # there is a maximum
         history = la.optimize_prior_precision(prior_structure=prior, n_steps=3000)
     assert 11 < len(history.objective) < 3000
-    precision = differentiable(la.prior_precision)
-    la.log_marginal_likelihood(precision).backward()
-    assert slope(precision) < 0.05
-    la.prior_precision = precision.detach()
-    final = la.log_marginal_likelihood().item()
-    last = history.objective[-1].item()
-    assert last == pytest.approx(final, abs=1e-6)
-    assert history.objective.max().item() <= final + 1e-2
     last_prior = history.prior_precision[-1].to(dtype)
     assert_close(last_prior, la.prior_precision)
+
+    precision = differentiable(la.prior_precision)
+    final = la.log_marginal_likelihood(precision)
+    assert steepness(final, precision) < 0.05
+    highest = final.item()
+    assert history.objective[-1].item() == pytest.approx(highest, abs=1e-6)
+    # Steps before the last may have come a little nearer.
+    assert history.objective.max().item() <= highest + 1e-2
     if prior == "scalar":
         for point in torch.logspace(-4, 4, 81):
-            assert la.log_marginal_likelihood(point).item() <= final + 1e-3
+            assert la.log_marginal_likelihood(point).item() <= highest + 1e-3
 
 
 def test_an_evidence_that_still_changes_is_said():
@@ -74,7 +74,7 @@ def test_an_evidence_that_still_changes_is_said():
 
 
 def n_weights_of(prior: str, la) -> torch.Tensor:
-    """How many weights each precision of a prior is for."""
+    """Count the weights that each precision of a prior is for."""
     if prior == "scalar":
         return torch.tensor([la.n_params])
     if prior == "layerwise":
@@ -90,7 +90,8 @@ def test_a_prior_is_the_gaussian_with_these_precisions(prior):
     la.prior_precision = precision
     la.prior_mean = 0.1
     of_weights = precision.repeat_interleave(n_weights)
-    assert_close(la.log_det_prior_precision, of_weights.log().sum())
+    log_det = of_weights.log().sum()
+    assert_close(la.log_det_prior_precision, log_det)
     scatter = of_weights @ (la.mean - 0.1).square()
     assert_close(la.scatter, scatter)
 
@@ -103,18 +104,19 @@ def dense_curvature(la, structure: str) -> torch.Tensor:
     return la.H.to_matrix()
 
 
-def climbed(objective, n_precisions: int):
-    """Precisions after fifty steps of Adam, and the objective before each."""
-    logarithm = torch.zeros(n_precisions, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.Adam([logarithm], lr=0.1)
+def climbed(objective, n_precisions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take fifty steps of Adam; return precisions and the objective before each."""
+    logarithms = torch.zeros(n_precisions, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([logarithms], lr=0.1, maximize=True)
     values = []
     for _ in range(50):
         optimizer.zero_grad()
-        value = objective(logarithm.exp())
-        (-value).backward()
+        value = objective(logarithms.exp())
+        value.backward()
         optimizer.step()
         values.append(value.detach())
-    return logarithm.detach().exp(), torch.stack(values)
+    precisions = logarithms.detach().exp()
+    return precisions, torch.stack(values)
 
 
 OF_BLOCKS = [(structure, "layerwise") for structure in STRUCTURES]
@@ -132,10 +134,11 @@ def test_fifty_steps_of_a_users_own_on_the_evidence_are_those_on_a_dense_one(
         of_weights = precision.repeat_interleave(n_weights)
         return evidence(H, la.log_likelihood, la.mean, of_weights)
 
-    precision, values = climbed(la.log_marginal_likelihood, len(n_weights))
-    expected_precision, expected_values = climbed(of_dense, len(n_weights))
-    assert_close(precision, expected_precision, rtol=1e-6, atol=1e-8)
+    found, values = climbed(la.log_marginal_likelihood, len(n_weights))
+    expected, expected_values = climbed(of_dense, len(n_weights))
+    assert_close(found, expected, rtol=1e-6, atol=1e-8)
     assert_close(values, expected_values, rtol=1e-6, atol=1e-8)
     assert values[-1] > values[0] + 1
-    la.prior_precision = precision
+    # Numbers that a user has differentiated can be set.
+    la.prior_precision = found
     assert torch.isfinite(la(ragged_batches()[0])).all()
