@@ -62,6 +62,7 @@ class _AsItIs:
     """Predicts a number for each class or output, as the logits stand."""
 
     draws_labels = False  # by default, whatever the number of classes
+    output_scales: Sequence[float] | None = None  # numbers alone have any
     log_unit = 0.0  # logarithm of the unit that the loss measures targets in
 
     def class_logits(self, logits: torch.Tensor) -> torch.Tensor:
@@ -256,13 +257,13 @@ class Regression(_AsItIs):
             check_positive("output_scales", torch.tensor(output_scales))
             # A density of targets has the inverse of their unit.
             self.log_unit = sum(math.log(scale) for scale in output_scales)
-        self._output_scales = output_scales
+        self.output_scales = output_scales
 
     def scales_like(self, f: torch.Tensor) -> torch.Tensor:
         """Return the scales `(C,)` of outputs `(..., C)`, in their type and place."""
-        if self._output_scales is None:
+        if self.output_scales is None:
             return f.new_ones(f.shape[-1])
-        return f.new_tensor(self._output_scales)
+        return f.new_tensor(self.output_scales)
 
     def standardised(
         self, f_mu: torch.Tensor, f_var: torch.Tensor
@@ -368,7 +369,7 @@ class Regression(_AsItIs):
             if are_classes:
                 found += ': class indices are for the likelihood "classification"'
             raise ValueError(found)
-        scales = self._output_scales
+        scales = self.output_scales
         n_outputs = logits.shape[-1]
         if scales is not None and len(scales) != n_outputs:
             raise ValueError(

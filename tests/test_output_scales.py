@@ -214,6 +214,12 @@ def test_a_scale_for_another_number_of_outputs_is_refused_by_the_fit():
         la.fit(batches)
 
 
+def test_members_of_a_mixture_share_their_scales():
+    scaled, in_units, _ = both("lowrank_kron")
+    with pytest.raises(ValueError, match="or output_scales"):
+        laplace_lora_ext.LaplaceMixture([scaled, in_units])
+
+
 def test_backends_of_the_host_have_one_noise():
     with pytest.raises(NotImplementedError, match='hessian_structure="lowrank_kron"'):
         make(plain_model(2), "kron", "regression", output_scales=[1, 2])
