@@ -1,6 +1,7 @@
 """The guide to other libraries, each block run with its library."""
 
 import re
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,17 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
 from torch.special import entr
 from torch.testing import assert_close
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tests.support.models import VOCABULARY, lora_model, ragged_batches
+from tests.support.models import (
+    VOCABULARY,
+    lora_model,
+    ragged_batches,
+    without_labels,
+)
 from tests.support.posteriors import fitted, generator
 from tests.support.texts import drawn_models, fitted_text, text_batches
 from tests.test_readme import PROMPTS, write_adapter
@@ -30,31 +37,62 @@ def run(
     """Run a section's blocks, one after the other, if its library can be imported."""
     library = section.partition(",")[0]
     pytest.importorskip(library.lower().replace("-", "_"))
-    (text,) = (part for part in GUIDE.split("\n## ") if part.startswith(section))
+    sections = GUIDE.split("\n## ")
+    (text,) = [each for each in sections if each.startswith(section)]
     for code in CODE.findall(text):
         exec(compile(code, section, "exec"), names)
     return names
 
 
-def test_the_ensembles_of_lm_polygraph_are_draws_and_without_any_the_trained_model(
-    tmp_path,
-):
-    write_adapter(tmp_path, "gpt2")
-    writer = fitted_text(prior_precision=20.0)
-    names = run(
-        "lm-polygraph",
-        {
-            "writer": writer,
-            "model": writer.model.transformer,
-            "tokenizer": AutoTokenizer.from_pretrained(tmp_path, padding_side="left"),
-            "prompts": PROMPTS,
-            "answers": [""] * len(PROMPTS),
-        },
-    )
-    estimations = names["manager"].estimations
-    assert len(estimations) == 5  # it drops estimators that fail
-    assert {len(values) for values in estimations.values()} == {len(PROMPTS)}
+# --- lm-polygraph ---------------------------------------------------------------------
 
+
+@dataclass(frozen=True)
+class Polygraph:
+    """A language model that writes, and what the guide's blocks have made."""
+
+    writer: Any
+    model: Any
+    manager: Any
+    ensemble_scores: Any
+
+
+@pytest.fixture(scope="module")
+def polygraph(tmp_path_factory) -> Polygraph:
+    """Run the guide's blocks on a small model."""
+    folder = tmp_path_factory.mktemp("adapter")
+    write_adapter(folder, "gpt2")
+    writer = fitted_text(prior_precision=20.0)
+    given = {
+        "writer": writer,
+        "model": writer.model.transformer,
+        "tokenizer": AutoTokenizer.from_pretrained(folder, padding_side="left"),
+        "prompts": PROMPTS,
+        "answers": [""] * len(PROMPTS),
+    }
+    names = run("lm-polygraph", given)
+    return Polygraph(
+        writer=writer,
+        model=names["polygraph_model"],
+        manager=names["manager"],
+        ensemble_scores=names["EnsembleScores"],
+    )
+
+
+def test_lm_polygraph_has_a_number_for_each_prompt(polygraph):
+    estimations = polygraph.manager.estimations
+    assert len(estimations) == 5  # it drops estimators that fail
+    for values in estimations.values():
+        assert len(values) == len(PROMPTS)
+
+
+# Measures of disagreement between the draws.
+OF_DISAGREEMENT = ["Tmi", "Trmi", "Tepkl", "Srmi"]
+
+
+def test_without_any_draws_the_ensemble_of_lm_polygraph_is_the_trained_model(
+    polygraph,
+):
     from lm_polygraph import estimators as lm
     from lm_polygraph.stat_calculators import EntropyCalculator, GreedyProbsCalculator
 
@@ -62,47 +100,62 @@ def test_the_ensembles_of_lm_polygraph_are_draws_and_without_any_the_trained_mod
     for calculate in (
         GreedyProbsCalculator(output_attentions=False),
         EntropyCalculator(),
-        names["EnsembleScores"](writer, 0),
+        polygraph.ensemble_scores(polygraph.writer, 0),
     ):
-        stats |= calculate(stats, PROMPTS, names["polygraph_model"], 4)
+        stats |= calculate(stats, PROMPTS, polygraph.model, 4)
     entropy = lm.MeanTokenEntropy()(stats)
     likelihood = np.exp(-lm.Perplexity()(stats))
-    # Of one model there is no disagreement: all measures but these are 0.
-    of_one_model = {"Ttu": entropy, "Tdu": entropy, "Stu": -likelihood}
-    for measure in ("Ttu", "Tdu", "Tmi", "Trmi", "Tepkl", "Stu", "Srmi"):
-        expected = of_one_model.get(measure, 0)
+    expected = {"Ttu": entropy, "Tdu": entropy, "Stu": -likelihood}
+    # One model does not disagree with itself.
+    expected |= dict.fromkeys(OF_DISAGREEMENT, 0)
+    for measure, of_model in expected.items():
         for mode in ("EP", "PE"):
             found = getattr(lm, mode + measure)()(stats)
             # They are in lm-polygraph's float32.
-            np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(found, of_model, rtol=1e-6, atol=1e-6)
 
-    batch, *_ = text_batches()
-    text = batch["input_ids"][:1]
+
+@torch.no_grad()
+def log_probabilities(
+    model: nn.Module,
+    text: torch.Tensor,
+    tokens: torch.Tensor,
+) -> torch.Tensor:
+    """Compute `(tokens, vocabulary)` log-probabilities where a text goes on."""
+    whole = torch.cat([text, tokens[None]], dim=1)
+    first = text.shape[1] - 1  # whose logits are those of the first token
+    return model(whole).logits[0, first:-1].log_softmax(-1)
+
+
+def test_the_ensembles_of_lm_polygraph_are_draws(polygraph):
+    writer = polygraph.writer
+    text = text_batches()[0]["input_ids"][:1]
     tokens = torch.tensor([5, 6, 7])
-    whole = torch.cat([text, tokens[None]], 1)
-    places = slice(text.shape[1] - 1, -1)  # whose logits are those of the tokens
-    log_p = []
-    with torch.no_grad():
-        for model in (writer.model.model, *drawn_models(writer, 5, generator())):
-            logits = model(whole).logits[0, places]
-            log_p.append(logits.log_softmax(-1))
-    of_trained_model, *of_draws = log_p
-    found = names["EnsembleScores"](writer, 5).measures(text, tokens, of_trained_model)
-    p = torch.stack(of_draws).exp()
+    of_trained_model = log_probabilities(writer.model.model, text, tokens)
+    draws = drawn_models(writer, 5, generator())
+    of_draws = [log_probabilities(model, text, tokens) for model in draws]
+    p = torch.stack(of_draws).exp()  # (draws, tokens, vocabulary)
+
     # What "ep" weighs each draw by: the probability that it gave the tokens so far.
     weights = torch.ones(5, 1).double()
-    totals = {"pe": [], "ep": []}
+    of_pe = []
+    of_ep = []
     for place, token in enumerate(tokens):
         mean = p[:, place].mean(0)
         weighted_mean = (weights * p[:, place]).sum(0) / weights.sum()
-        totals["pe"].append(entr(mean).sum())
-        totals["ep"].append(entr(weighted_mean).sum())
+        of_pe.append(entr(mean).sum())
+        of_ep.append(entr(weighted_mean).sum())
         weights = weights * p[:, place, token, None]
-    for mode, of_tokens in totals.items():
-        scores = found[f"{mode}_token_level_scores"]
+    scores = polygraph.ensemble_scores(writer, 5)
+    found = scores.measures(text, tokens, of_trained_model)
+    for mode, of_tokens in (("pe", of_pe), ("ep", of_ep)):
+        of_mode = found[f"{mode}_token_level_scores"]
         total = torch.stack(of_tokens).mean()
-        assert_close(scores["total_uncertainty"], total[None])
-        assert_close(scores["log_probas"], weights.log() / len(tokens))
+        assert_close(of_mode["total_uncertainty"], total[None])
+        assert_close(of_mode["log_probas"], weights.log() / len(tokens))
+
+
+# --- other libraries ------------------------------------------------------------------
 
 
 def test_the_wrapper_of_torch_uncertainty_predicts_as_the_posterior_does():
@@ -110,13 +163,27 @@ def test_the_wrapper_of_torch_uncertainty_predicts_as_the_posterior_does():
     batches = ragged_batches()
     la = fitted(model=model, batches=batches, rank=10)
     la.optimize_prior_precision(method="marglik")
-    inputs = la.model.inputs(batches[0])
-    loader = [(la.model.inputs(batch), batch["labels"]) for batch in batches]
+    loader = [(without_labels(batch), batch["labels"]) for batch in batches]
+    inputs, _ = loader[0]
     names = run(
         "torch-uncertainty",
         {"model": model, "train_loader": loader, "inputs": inputs},
     )
     assert_close(names["probs"], la(inputs))
+
+
+def write_base(folder: Path) -> None:
+    """Write a small model that vLLM can run, and its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(folder.parent)
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def test_vllm_serves_draws_as_peft_does(tmp_path, monkeypatch):
@@ -125,16 +192,7 @@ def test_vllm_serves_draws_as_peft_does(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     write_adapter(tmp_path, "gpt2")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    tokenizer.save_pretrained("base")
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained("base")
+    write_base(tmp_path / "base")
     lora = LoraConfig(
         r=8,
         target_modules=["q_proj", "v_proj"],
@@ -143,6 +201,7 @@ def test_vllm_serves_draws_as_peft_does(tmp_path, monkeypatch):
     base = LlamaForCausalLM.from_pretrained("base")
     writer = fitted_text(get_peft_model(base, lora))
     names = run("vLLM", {"writer": writer, "base_model": "base", "prompts": PROMPTS})
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     for folder, answers in zip(names["folders"], names["answers"], strict=True):
         base = LlamaForCausalLM.from_pretrained("base")
         model = PeftModel.from_pretrained(base, folder).eval()
