@@ -1,13 +1,16 @@
 """Tiny models that are fine-tuned on made-up rows of the paper's tasks."""
 
-import json
-
 import pytest
 import transformers
 
 from benchmarks.fine_tuning import prepare
 from benchmarks.tasks.paper import PAPER_TASKS
-from tests.benchmarks.support import parsed, save_tiny_models, write_task
+from tests.benchmarks.support import (
+    parsed,
+    save_tiny_models,
+    write_intents,
+    write_task,
+)
 
 
 @pytest.fixture(scope="session")
@@ -47,18 +50,10 @@ def encoder(tiny_models, tmp_path):
 def intents(encoder, tmp_path, monkeypatch):
     """Write made-up intents, as many as asked, to be learnt by a tiny encoder."""
     monkeypatch.setattr("benchmarks.tasks.intents.encoder_folder", lambda: encoder)
-    folder = tmp_path / "clinc" / "clinc_oos" / "plus"
-    folder.mkdir(parents=True)
 
     def write(n_intents, n_texts=4):
-        for split in ("train", "test"):
-            rows = [
-                {"text": f"{split} {word} {number}", "intent": word, "domain": "travel"}
-                for word in "abcdefghijkl"[:n_intents]
-                for number in range(n_texts)
-            ]
-            lines = "\n".join(json.dumps(row) for row in rows)
-            (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+        names = "abcdefghijkl"[:n_intents]
+        write_intents({"travel": names}, n_texts, tmp_path)
         return tmp_path
 
     return write

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from benchmarks.random_models import Shape
 from benchmarks.tasks.docstrings import Documented
 from benchmarks.tasks.paper import PAPER_TASKS
 from benchmarks.training import Recipe, Weights
+
+Row = dict[str, Any]
 
 SELECT = "Select one of the choices that answers the following question:"
 FRUIT = ["a pear", "a stone", "a spoon", "a lamp"]
@@ -70,6 +72,23 @@ def run(
         printed=captured.out,
         progress=captured.err,
     )
+
+
+def rows_with(rows: list[Row], **fields: object) -> list[Row]:
+    """Find the rows whose fields have these values."""
+    found = []
+    for row in rows:
+        values = {name: row[name] for name in fields}
+        if values == fields:
+            found.append(row)
+    return found
+
+
+def rows_by(rows: list[Row], *fields: str) -> dict[tuple, Row]:
+    """Index rows by their values of some fields, of which no two have the same."""
+    found = {tuple(row[name] for name in fields): row for row in rows}
+    assert len(found) == len(rows)
+    return found
 
 
 def trained(
@@ -290,15 +309,48 @@ def write_task(name: str, data: Path) -> None:
     """Write a task's rows to train on, and the first of them to test on."""
     rows, _ = ROWS[name]
     training, test = PAPER_TASKS[name].sources
-    _write_rows(rows, training.file_in(data))
-    _write_rows(rows[:1], test.file_in(data))
+    write_rows(rows, training.file_in(data))
+    write_rows(rows[:1], test.file_in(data))
 
 
-def _write_rows(
+def write_rows(
     rows: list[dict[str, Any]],
     file: Path,
 ) -> None:
+    """Write JSON lines into a folder that is made."""
     lines = [json.dumps(row) for row in rows]
     file.parent.mkdir(parents=True, exist_ok=True)
     # An empty line at the end, as some editors leave it, is no row.
     file.write_text("\n".join([*lines, "", ""]), encoding="utf-8")
+
+
+def write_intents(
+    intents: Mapping[str, Sequence[str]],
+    n_texts: int,
+    data: Path,
+) -> None:
+    """Write CLINC's two splits: of each domain its intents, and of each some texts.
+
+    A text is its split, its intent and a number.
+    """
+    for split in ("train", "test"):
+        rows = [
+            {"text": f"{split} {intent} {number}", "intent": intent, "domain": domain}
+            for domain, names in intents.items()
+            for intent in names
+            for number in range(n_texts)
+        ]
+        write_rows(rows, data / "clinc" / "clinc_oos" / "plus" / f"{split}.jsonl")
+
+
+def write_molecules(
+    molecules: list[str],
+    data: Path,
+) -> None:
+    """Write SMILES, with wavelengths that grow by 5 a letter."""
+    lines = ["SMILES,Pi-Pi* Transition Wavelength"]
+    lines += [f"{smiles},{300 + 5 * len(smiles)}" for smiles in molecules]
+    folder = data / "molecules"
+    folder.mkdir(parents=True)
+    content = "\n".join(lines)
+    (folder / "photoswitches.csv").write_text(content, encoding="utf-8")

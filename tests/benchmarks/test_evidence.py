@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from tests.benchmarks.support import run
+from tests.benchmarks.support import rows_by, rows_with, run
+
+OURS = "staged_1, held_out, mean_field"
 
 
 def row(
@@ -16,8 +18,16 @@ def row(
     **changes,
 ):
     """Make a row of `stages`, with a shifted set of known classes and a foreign one."""
-    typos = {"nll": 2 * nll, "ece": 0.2, "shift_auroc": 0.9, "auroc": {"entropy": 0.9}}
-    foreign = {"shift_auroc": nll / 10, "auroc": {"entropy": nll / 10, "maximum": 0.5}}
+    typos = {
+        "nll": 2 * nll,
+        "ece": 0.2,
+        "shift_auroc": 0.9,
+        "auroc": {"entropy": 0.9},
+    }
+    foreign = {
+        "shift_auroc": nll / 10,
+        "auroc": {"entropy": nll / 10, "maximum": 0.5},
+    }
     return {
         "method": method,
         "name": method,
@@ -33,43 +43,47 @@ def row(
     } | changes
 
 
-def written(folder, task, train, temperatures, gain):
+def write(folder, task, train, temperatures, gain):
     """Write a run of two classes, given the temperature's NLL by seed.
 
-    MAP's is 1 above it.
+    MAP's is 1 above it, and the posterior's is below it by the gain, twice for seed 1.
     """
     rows = []
     for seed, nll in temperatures.items():
-        rows.append(row("staged_map_1", "", seed, nll + 1))
-        rows.append(row("staged_map_1", "held_out_temperature", seed, nll, chosen=2.0))
-        rows.append(
-            row("staged_1", "held_out", seed, nll - gain * (1 + seed), "mean_field")
-        )
-        rows.append(row("unheard_of", "", seed, 99.0))
-    folder.mkdir()
+        of_posterior = nll - gain * (1 + seed)
+        rows += [
+            row("staged_map_1", "", seed, nll + 1),
+            row("staged_map_1", "held_out_temperature", seed, nll, chosen=2.0),
+            row("staged_1", "held_out", seed, of_posterior, "mean_field"),
+            row("unheard_of", "", seed, 99.0),
+        ]
     figures = {
         "methods": rows,
         "task": {"name": task, "classes": ["a", "b"], "train": train},
     }
+    folder.mkdir()
     (folder / "stages.json").write_text(json.dumps(figures), encoding="utf-8")
     return folder
 
 
-def test_paired_differences_and_goals_by_task(tmp_path, capsys):
+@pytest.fixture
+def figures(tmp_path, capsys):
+    """The evidence of runs of two tasks, one of them with two numbers of texts."""
     folders = [
-        written(tmp_path / "one", "first", 20, {0: 1.0, 1: 5.0}, gain=0.1),
-        written(tmp_path / "two", "second", 20, {0: 1.0}, gain=-0.01),
-        written(tmp_path / "more", "second", 40, {0: 0.5}, gain=0.0),
-        written(tmp_path / "again", "first", 20, {1: 7.0}, gain=0.3),  # counts once
+        write(tmp_path / "one", "first", 20, {0: 1.0, 1: 5.0}, gain=0.1),
+        write(tmp_path / "two", "second", 20, {0: 1.0}, gain=-0.01),
+        write(tmp_path / "more", "second", 40, {0: 0.5}, gain=0.0),
+        # The same task and seed again, which counts once.
+        write(tmp_path / "again", "first", 20, {1: 7.0}, gain=0.3),
     ]
     finished = run(capsys, tmp_path / "out", "evidence", runs=folders)
-    figures = finished.figures
-    ours = "staged_1, held_out, mean_field"
-    found = {
-        (each["task"], each["texts_a_class"]): each
-        for each in figures["differences"]
-        if each["name"] == ours
-    }
+    assert "-0.150 ± 0.050" in finished.printed
+    return finished.figures
+
+
+def test_differences_are_paired_by_task_and_seed(figures):
+    ours = rows_with(figures["differences"], name=OURS)
+    found = rows_by(ours, "task", "texts_a_class")
     first = found["first", 10]
     # The seeds differ by much more than the method and what it is measured against.
     assert first["nll"] == pytest.approx(-0.15)
@@ -82,52 +96,73 @@ def test_paired_differences_and_goals_by_task(tmp_path, capsys):
     of_all = found["mean of the tasks", None]
     assert of_all["nll"] == pytest.approx((-0.15 + 0.01 + 0) / 3)
     assert of_all["count"] == 3
-    assert not any("unheard_of" in each["name"] for each in figures["differences"])
-    goals = {each["name"]: each for each in figures["goals"]}
-    assert goals[ours]["tasks"] == 3
-    assert goals[ours]["nll_not_behind"] == 2
-    assert goals[ours]["ece_not_behind"] == 3
-    assert goals[ours]["overconfident"] == 3
-    assert goals[ours]["lower_where_overconfident"] == pytest.approx(0.14 / 3)
-    assert goals[ours]["lower_under_a_shift"] == pytest.approx(0.28 / 3)
-    assert goals["staged_map_1"]["nll_not_behind"] == 0
-    sizes = {
-        (each["task"], each["name"], each["texts_a_class"]): each
-        for each in figures["nll"]
-    }
-    assert sizes["second", ours, 20]["nll"] == 0.5
-    signs = {
-        (each["task"], each["name"], each["texts_a_class"]): each
-        for each in figures["auroc"]
-    }
+    for difference in figures["differences"]:
+        assert "unheard_of" not in difference["name"]
+
+
+def test_goals_count_tasks(figures):
+    (ours,) = rows_with(figures["goals"], name=OURS)
+    assert ours["tasks"] == 3
+    assert ours["nll_not_behind"] == 2
+    assert ours["ece_not_behind"] == 3
+    assert ours["overconfident"] == 3
+    assert ours["lower_where_overconfident"] == pytest.approx(0.14 / 3)
+    assert ours["lower_under_a_shift"] == pytest.approx(0.28 / 3)
+    (of_map,) = rows_with(figures["goals"], name="staged_map_1")
+    assert of_map["nll_not_behind"] == 0
+
+
+def test_figures_are_those_of_each_size_and_sign(figures):
+    wanted = {"task": "second", "name": OURS, "texts_a_class": 20}
+    (size,) = rows_with(figures["nll"], **wanted)
+    assert size["nll"] == 0.5
+    (signs,) = rows_with(figures["auroc"], **wanted)
     # Those of texts without a class alone.
-    assert signs["second", ours, 20]["entropy"] == pytest.approx(0.05)
-    assert signs["second", ours, 20]["maximum"] == 0.5
-    assert signs["second", ours, 20]["mahalanobis"] is None
-    assert "-0.150 ± 0.050" in finished.printed
+    assert signs["entropy"] == pytest.approx(0.05)
+    assert signs["maximum"] == 0.5
+    assert signs["mahalanobis"] is None
 
 
-@pytest.mark.parametrize(("place", "change"), [(0, {"ece": 0.0}), (1, {"chosen": 0.5})])
+@pytest.fixture
+def one_run(tmp_path):
+    return write(tmp_path / "one", "first", 20, {0: 3.0}, gain=0.1)
+
+
+def change(folder, edit):
+    """Edit the rows of a run."""
+    file = folder / "stages.json"
+    figures = json.loads(file.read_text(encoding="utf-8"))
+    edit(figures["methods"])
+    file.write_text(json.dumps(figures), encoding="utf-8")
+
+
+def lower_the_models_ece(rows):
+    rows[0]["ece"] = 0.0
+
+
+def choose_a_temperature_below_1(rows):
+    rows[1]["chosen"] = 0.5
+
+
+def leave_the_temperature_out(rows):
+    del rows[1]
+
+
+@pytest.mark.parametrize("edit", [lower_the_models_ece, choose_a_temperature_below_1])
 def test_a_task_whose_model_is_less_sure_than_right_is_no_gain(
-    tmp_path, capsys, place, change
+    edit,
+    one_run,
+    tmp_path,
+    capsys,
 ):
-    # MAP's ECE is below the temperature's, or a temperature below 1 lowers it.
-    folder = written(tmp_path / "one", "first", 20, {0: 3.0}, gain=0.1)
-    figures = json.loads((folder / "stages.json").read_text(encoding="utf-8"))
-    figures["methods"][place] |= change
-    (folder / "stages.json").write_text(json.dumps(figures), encoding="utf-8")
-    goals = run(capsys, tmp_path / "out", "evidence", runs=[folder]).figures["goals"]
-    (ours,) = (
-        each for each in goals if each["name"] == "staged_1, held_out, mean_field"
-    )
+    change(one_run, edit)
+    finished = run(capsys, tmp_path / "out", "evidence", runs=[one_run])
+    (ours,) = rows_with(finished.figures["goals"], name=OURS)
     assert ours["overconfident"] == 0
     assert ours["lower_where_overconfident"] is None
 
 
-def test_runs_without_a_temperature_are_refused(tmp_path, capsys):
-    folder = written(tmp_path / "one", "first", 20, {0: 3.0}, gain=0.1)
-    figures = json.loads((folder / "stages.json").read_text(encoding="utf-8"))
-    del figures["methods"][1]
-    (folder / "stages.json").write_text(json.dumps(figures), encoding="utf-8")
+def test_runs_without_a_temperature_are_refused(one_run, tmp_path, capsys):
+    change(one_run, leave_the_temperature_out)
     with pytest.raises(SystemExit, match="folders that `stages`"):
-        run(capsys, tmp_path / "out", "evidence", runs=[folder])
+        run(capsys, tmp_path / "out", "evidence", runs=[one_run])

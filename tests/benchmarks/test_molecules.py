@@ -1,11 +1,12 @@
 """The experiment that predicts numbers, at its smallest."""
 
 import math
+from itertools import product
 
 import pytest
 
 from benchmarks.experiments.molecules import read
-from tests.benchmarks.support import parsed, run
+from tests.benchmarks.support import parsed, run, write_molecules
 
 NAMES = [
     "Mean of the training targets",
@@ -19,37 +20,36 @@ NAMES = [
 @pytest.fixture
 def data(tmp_path):
     """A folder of made-up molecules; the last row repeats the first molecule."""
-    folder = tmp_path / "data" / "molecules"
-    folder.mkdir(parents=True)
     chains = ["C" * (number % 7 + 1) + "N" * (number // 7) for number in range(40)]
-    lines = [f"{smiles},{300 + 5 * len(smiles)}" for smiles in [*chains, chains[0]]]
-    content = "\n".join(["SMILES,Pi-Pi* Transition Wavelength", *lines])
-    (folder / "photoswitches.csv").write_text(content, encoding="utf-8")
+    write_molecules([*chains, chains[0]], tmp_path / "data")
     return tmp_path / "data"
 
 
-def number_of(example):
-    """The target, which no molecule lacks."""
-    assert example.label is not None
-    return example.label
+@pytest.fixture
+def options(data):
+    """Options by which all molecules are drawn."""
+    return parsed("molecules", data=data, train_examples=20, test_examples=100)
 
 
-def test_training_targets_have_mean_0_and_deviation_1_and_no_molecule_is_drawn_twice(
-    data,
-):
-    options = parsed("molecules", data=data, train_examples=20, test_examples=100)
-    task, unit = read(options, 3)
-    targets = [number_of(example) for example in task.train]
+def test_training_targets_have_mean_0_and_deviation_1(options):
+    task, _ = read(options, 3)
+    targets = [example.label for example in task.train]
     assert len(targets) == 20
     assert sum(targets) == pytest.approx(0, abs=1e-9)
+    # By the divisor that a sample's variance has.
     assert sum(target**2 for target in targets) == pytest.approx(19)
+
+
+def test_no_molecule_is_drawn_twice_and_each_has_its_own_target(options):
+    task, unit = read(options, 3)
     everything = [*task.train, *task.test]
-    assert len({example.text for example in everything}) == len(everything) == 40
+    assert len(everything) == 40
+    assert len({example.text for example in everything}) == 40
     for example in everything:
-        assert number_of(example) * unit.std + unit.mean == pytest.approx(
-            300 + 5 * len(example.text)
-        )
-    assert read(options, 4)[0].train != task.train
+        wavelength = example.label * unit.std + unit.mean
+        assert wavelength == pytest.approx(300 + 5 * len(example.text))
+    other, _ = read(options, 4)
+    assert other.train != task.train
 
 
 def test_more_training_molecules_than_there_are_are_refused(data):
@@ -61,10 +61,15 @@ def test_more_training_molecules_than_there_are_are_refused(data):
 
 
 def test_every_method_is_measured_for_each_seed(
-    data, tmp_path, capsys, encoder, monkeypatch
+    data,
+    tmp_path,
+    capsys,
+    encoder,
+    monkeypatch,
 ):
     monkeypatch.setattr(
-        "benchmarks.experiments.molecules.encoder_folder", lambda: encoder
+        "benchmarks.experiments.molecules.encoder_folder",
+        lambda: encoder,
     )
     finished = run(
         capsys,
@@ -78,10 +83,10 @@ def test_every_method_is_measured_for_each_seed(
         cache=tmp_path / "cache",
     )
     rows = finished.figures["rows"]
-    assert [(row["seed"], row["name"]) for row in rows] == [
-        (seed, name) for seed in (0, 1) for name in NAMES
-    ]
-    for of_mean, of_model, *posteriors, _ in (rows[:5], rows[5:]):
+    found = [(row["seed"], row["name"]) for row in rows]
+    assert found == list(product((0, 1), NAMES))
+    for of_seed in (rows[:5], rows[5:]):
+        of_mean, of_model, *posteriors, _ = of_seed
         assert of_mean["total_std"] == 1
         # By its noise of standard deviation 1 alone, the NLL is that of a standard
         # normal.

@@ -1,6 +1,5 @@
 """The tasks: what is read from a source or a row, and how sets are drawn of it."""
 
-import json
 import random
 import re
 import sys
@@ -15,34 +14,53 @@ from benchmarks.tasks.numpydoc import SECTION_OF
 from benchmarks.tasks.paper import PAPER_TASKS, read_paper_task
 from benchmarks.tasks.paper_prompts import LETTERS
 from benchmarks.tasks.task import Example
-from tests.benchmarks.support import PROMPTS, ROWS, parsed, pool, write_task
+from tests.benchmarks.support import (
+    PROMPTS,
+    ROWS,
+    parsed,
+    pool,
+    write_intents,
+    write_task,
+)
 
+FEW_FILES = 5  # are read so quickly that they can be read again
 # Of each task of balanced classes, how many it has, and how many files of a library it
 # needs.
 BALANCED = [
     ("submodules", 12, 150),
     ("exceptions", 4, 20),
     ("types", 8, 20),
-    ("belongs", 2, 5),
-    ("sections", 6, 5),
+    ("belongs", 2, FEW_FILES),
+    ("sections", 6, FEW_FILES),
     ("verbs", 10, 60),
-    ("comments", 2, 5),
+    ("comments", 2, FEW_FILES),
     ("defaults", 2, 10),
 ]
-FEW_FILES = 5  # are read so quickly that they can be read again
+
+
+def read_task(name, seed=0, **options):
+    """Draw the sets of a task."""
+    return TASKS[name].read(parsed("stages --quiet", task=name, **options), seed)
+
+
+def texts_of(*sets):
+    """Collect the texts of some sets, each once."""
+    return {example.text for examples in sets for example in examples}
+
+
+# --- sets of libraries ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "n_classes", "files"), BALANCED)
 def test_sets_are_balanced_disjoint_and_reproducible(name, n_classes, files):
     def read(seed):
-        options = parsed(
-            "stages --quiet",
-            task=name,
+        return read_task(
+            name,
+            seed,
             files_per_library=files,
             train_examples=n_classes,
             test_examples=2 * n_classes,
         )
-        return TASKS[name].read(options, seed)
 
     task = read(1)
     if files == FEW_FILES:
@@ -50,69 +68,67 @@ def test_sets_are_balanced_disjoint_and_reproducible(name, n_classes, files):
         assert task.train != read(2).train
     assert len(task.classes) == n_classes
     labels = list(range(n_classes))
-    assert sorted(one.label for one in task.train) == labels
-    assert sorted(one.label for one in task.test) == sorted(labels * 2)
-    texts = {str(one.text).casefold() for one in task.train + task.test}
-    assert len(texts) == 3 * n_classes
+    assert sorted(example.label for example in task.train) == labels
+    assert sorted(example.label for example in task.test) == sorted(labels * 2)
+    # Not even a capital tells two of them apart.
+    lower = {str(text).casefold() for text in texts_of(task.train, task.test)}
+    assert len(lower) == 3 * n_classes
 
 
 @pytest.mark.parametrize("name", ["docstrings", "names", "choices"])
 def test_shifted_texts_are_of_another_library_and(name):
-    options = parsed(
-        "stages --quiet",
-        task=name,
+    task = read_task(
+        name,
         files_per_library=30,
         train_examples=10,
         test_examples=5,
         shifted_examples=5,
     )
-    task = TASKS[name].read(options, 0)
-    labels = [one.label for one in task.shifted["matplotlib"]]
+    labels = [example.label for example in task.shifted["matplotlib"]]
     assert len(labels) == 5
     if name == "docstrings":  # matplotlib is none of the libraries to choose from
         assert labels == [None] * 5
-    texts = {one.text for one in (*task.train, *task.test)}
-    assert len(texts) == 15
+    assert len(texts_of(task.train, task.test)) == 15
     assert task.is_prompt == (name == "choices")
 
 
 def test_texts_of_an_unseen_library_have_labels_and_are_none_of_the_others():
-    options = parsed(
-        "stages --quiet",
-        task="sections",
-        files_per_library=20,
-        train_examples=12,
-        test_examples=12,
-        shifted_examples=12,
-    )
-    task = TASKS["sections"].read(options, 0)
+    sizes = {
+        "files_per_library": 20,
+        "train_examples": 12,
+        "test_examples": 12,
+        "shifted_examples": 12,
+    }
+    task = read_task("sections", **sizes)
     unseen = task.shifted["sklearn"]
     assert 0 < len(unseen) <= 12
-    for one in unseen:
-        assert 0 <= one.label < len(task.classes)
-    assert not {one.text for one in unseen} & {
-        one.text for one in (*task.train, *task.test)
-    }
+    assert texts_of(unseen).isdisjoint(texts_of(task.train, task.test))
     # They come from one library, which the others leave out.
-    of_unseen = set(SECTION_OF.find(["sklearn"], options, 0))
-    assert {(task.classes[one.label], one.text) for one in unseen} <= of_unseen
+    options = parsed("stages --quiet", task="sections", **sizes)
+    of_library = list(SECTION_OF.find(["sklearn"], options, 0))
+    for example in unseen:
+        assert 0 <= example.label < len(task.classes)
+        assert (task.classes[example.label], example.text) in of_library
     assert "sklearn" not in SECTION_OF.libraries
 
 
 def test_half_of_the_names_fit_and_the_others_are_of_the_same_file():
-    by_name = {one.name: one for one in pool()}
-    examples = list(asked_for_match(pool(), random.Random(0)))
-    assert sum(example.label for example in examples) == len(examples) / 2
-    for one, example in zip(pool(), examples, strict=True):
+    documented = pool()
+    file_of = {one.name: one.file for one in documented}
+    examples = list(asked_for_match(documented, random.Random(0)))
+    n_that_fit = sum(example.label for example in examples)
+    assert n_that_fit == len(examples) / 2
+    for one, example in zip(documented, examples, strict=True):
         name, summary = example.text
         assert summary == one.summary
         assert (name == one.name) == bool(example.label)
-        assert by_name[name].file == one.file
+        assert file_of[name] == one.file
 
 
 def test_one_of_four_names_is_right():
-    examples = asked_for_choice(pool(), random.Random(0))
-    for one, example in zip(pool(), examples, strict=True):
+    documented = pool()
+    examples = asked_for_choice(documented, random.Random(0))
+    for one, example in zip(documented, examples, strict=True):
         choices = re.findall(r"([A-D])\. (name \d+)\.", example.text)
         letters = [letter for letter, _ in choices]
         names = [name for _, name in choices]
@@ -122,10 +138,16 @@ def test_one_of_four_names_is_right():
         assert one.summary.lower() in example.text
 
 
+# --- tasks of the paper ---------------------------------------------------------------
+
+
 @pytest.mark.parametrize("name", PAPER_TASKS)
 def test_rows_of_a_folder_and_of_the_hub_become_the_papers_prompts_and_pairs(
-    name, tmp_path, monkeypatch
+    name,
+    tmp_path,
+    monkeypatch,
 ):
+    paper = PAPER_TASKS[name]
     rows, pairs = ROWS[name]
     expected = [Example(text, label) for text, label in pairs]
     asked = []
@@ -135,18 +157,18 @@ def test_rows_of_a_folder_and_of_the_hub_become_the_papers_prompts_and_pairs(
         asked.append((dataset, configuration, split))
         return rows
 
-    monkeypatch.setitem(
-        sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset)
-    )
+    hub = SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", hub)
     of_folder = read_paper_task(name, tmp_path)
     of_hub = read_paper_task(name)
     assert of_folder.test == expected[:1]
     assert of_hub.test == expected
+    is_prompt = expected[0].text in PROMPTS
     for task in (of_folder, of_hub):
         assert task.train == expected
-        assert task.is_prompt == (expected[0][0] in PROMPTS)
-        assert all(0 <= one.label < len(task.classes) for one in task.train)
-    paper = PAPER_TASKS[name]
+        assert task.is_prompt == is_prompt
+        for example in task.train:
+            assert 0 <= example.label < len(task.classes)
     assert asked == [
         (paper.dataset, paper.configuration, "train"),
         (paper.dataset, paper.configuration, "validation"),
@@ -156,50 +178,38 @@ def test_rows_of_a_folder_and_of_the_hub_become_the_papers_prompts_and_pairs(
     assert paper.truncation_side == ("left" if ends_with_choices else "right")
 
 
-def write_intents(folder):
-    """Write CLINC's two splits: two domains of two intents, and texts out of scope."""
-    folder = folder / "clinc" / "clinc_oos" / "plus"
-    folder.mkdir(parents=True)
+# --- intents --------------------------------------------------------------------------
+
+
+def words_at(place, examples) -> set[str]:
+    return {example.text.split()[place] for example in examples}
+
+
+def test_intents_come_from_their_own_splits_and_others_are_foreign(tmp_path):
+    # Two domains of two intents, and texts out of scope.
     intents = {
         "travel": ["visa", "flight"],
         "banking": ["balance", "transfer"],
         "oos": ["oos"],
     }
-    for split in ("train", "test"):
-        rows = [
-            {"text": f"{split} {intent} {number}", "intent": intent, "domain": domain}
-            for domain, names in intents.items()
-            for intent in names
-            for number in range(4)
-        ]
-        lines = [json.dumps(row) for row in rows]
-        (folder / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    write_intents(intents, 4, tmp_path)
 
+    def read(name="travel", seed=0):
+        return read_task(name, seed, data=tmp_path, train_examples=6)
 
-def words_at(place, examples) -> set[str]:
-    return {one.text.split()[place] for one in examples}
-
-
-def test_intents_come_from_their_own_splits_and_others_are_foreign(tmp_path):
-    write_intents(tmp_path)
-
-    def read(seed, name="travel"):
-        options = parsed("stages --quiet", task=name, data=tmp_path, train_examples=6)
-        return TASKS[name].read(options, seed)
-
-    task = read(0)
-    assert task == read(0)
-    assert task.train != read(1).train
+    task = read()
+    assert task == read()
+    assert task.train != read(seed=1).train
     assert list(task.classes) == ["flight", "visa"]
-    assert [one.label for one in task.train] == [0, 1, 0, 1, 0, 1]
-    for one in (*task.train, *task.test):
-        assert task.classes[one.label] in one.text
+    assert [example.label for example in task.train] == [0, 1, 0, 1, 0, 1]
+    for example in (*task.train, *task.test):
+        assert task.classes[example.label] in example.text
     # A text begins with its split and its intent.
     assert words_at(0, task.train) == {"train"}
     assert words_at(0, task.test) == {"test"}
     assert words_at(1, task.shifted["oos"]) == {"oos"}
     assert words_at(1, task.shifted["other domains"]) == {"balance", "transfer"}
-    assert list(read(0, "clinc150").shifted) == ["oos", "typos"]
+    assert list(read("clinc150").shifted) == ["oos", "typos"]
     for right, typed in zip(task.test, task.shifted["typos"], strict=True):
         assert typed.label == right.label
         assert sorted(typed.text) == sorted(right.text)
@@ -207,9 +217,9 @@ def test_intents_come_from_their_own_splits_and_others_are_foreign(tmp_path):
 
 def test_typos_are_within_the_longer_words():
     text = "how can i reschedule my flight"
-    mistyped_words = mistyped(text, random.Random(1)).split()
-    assert mistyped_words != text.split()
-    for word, typed in zip(text.split(), mistyped_words, strict=True):
+    found = mistyped(text, random.Random(1))
+    assert found != text
+    for word, typed in zip(text.split(), found.split(), strict=True):
         assert sorted(typed) == sorted(word)
         assert typed[0] == word[0]
         assert typed[-1] == word[-1]
@@ -218,4 +228,4 @@ def test_typos_are_within_the_longer_words():
 
 def test_intents_without_a_folder_say_what_to_give():
     with pytest.raises(SystemExit, match="give --data FOLDER"):
-        TASKS["travel"].read(parsed("stages --quiet", task="travel"), 0)
+        read_task("travel")
