@@ -1,7 +1,6 @@
 """Laplace with the exact GGN of one output, by kernels between few examples."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,23 +47,27 @@ class ExactGGN:
         """Compute the evidence that Laplace approximates, differentiably."""
         n = len(self.targets)
         errors = (self.targets - self.outputs).square().sum()
-        fit = errors / sigma_noise**2 + n * torch.log(2 * math.pi * sigma_noise**2)
+        misfit = errors / sigma_noise**2
+        normaliser = n * torch.log(2 * math.pi * sigma_noise**2)
+        from_prior = prior_precision * self.squared_norm
+        # Sylvester: this matrix (N, N) has the determinant of the posterior's
+        # precision over that of the prior's.
         scaled = self.kernel / (prior_precision * sigma_noise**2)
         volume = torch.logdet(torch.eye(n, dtype=scaled.dtype) + scaled)
-        return -0.5 * (fit + prior_precision * self.squared_norm + volume)
+        return -0.5 * (misfit + normaliser + from_prior + volume)
 
     def predict(
         self, outputs: torch.Tensor, gradients: torch.Tensor
     ) -> NumberPrediction:
         """Predict by outputs `(M,)` and their gradients `(M, P)`."""
-        n = len(self.targets)
         to_known = gradients @ self.gradients.T
         ridge = self.prior_precision * self.sigma_noise**2
-        regularised = self.kernel + ridge * torch.eye(n, dtype=self.kernel.dtype)
+        identity = torch.eye(len(self.targets), dtype=self.kernel.dtype)
+        weights = torch.linalg.solve(self.kernel + ridge * identity, to_known.T).T
         # Woodbury: the prior's variance, less what the known examples tell.
-        told = (to_known * torch.linalg.solve(regularised, to_known.T).T).sum(1)
+        told = (to_known * weights).sum(1)
         variance = (gradients.square().sum(1) - told) / self.prior_precision
-        moments = Moments(outputs[:, None], variance[:, None, None])
+        moments = Moments(f_mu=outputs[:, None], f_var=variance[:, None, None])
         return NumberPrediction.of([moments], [float(self.sigma_noise)])
 
 
@@ -72,19 +75,17 @@ def outputs_and_gradients(
     pretrained: Pretrained, model: AdaptedModel, records: Records
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute outputs `(N,)` and their gradients `(N, P)` in float64, one by one."""
-    parameters = trained_parameters(model)
-    outputs, gradients = [], []
+    parameters = model.trained_weights
+    outputs = []
+    gradients = []
     for batch in pretrained.prediction_loader(records):
         for output in model.logits_model(batch)[:, 0]:
+            # The examples of a batch share one graph.
             slopes = torch.autograd.grad(output, parameters, retain_graph=True)
-            gradients.append(torch.cat([slope.flatten() for slope in slopes]).double())
+            gradient = torch.cat([slope.flatten() for slope in slopes])
+            gradients.append(gradient.double())
             outputs.append(output.detach().double())
     return torch.stack(outputs).cpu(), torch.stack(gradients).cpu()
-
-
-def trained_parameters(model: AdaptedModel) -> Sequence[torch.nn.Parameter]:
-    """List the weights of LoRA layers and head."""
-    return [weight for weight in model.model.parameters() if weight.requires_grad]
 
 
 def exact_ggn(
@@ -95,11 +96,12 @@ def exact_ggn(
 ) -> ExactGGN:
     """Compute the exact GGN of a model's outputs for records and targets `(N, 1)`."""
     outputs, gradients = outputs_and_gradients(pretrained, model, records)
-    weights = [weight.detach().double() for weight in trained_parameters(model)]
-    squared_norm = sum((weight.square().sum() for weight in weights), torch.zeros(()))
+    squares = [
+        weight.detach().double().square().sum() for weight in model.trained_weights
+    ]
     return ExactGGN(
         outputs=outputs,
         gradients=gradients,
         targets=targets[:, 0].double(),
-        squared_norm=squared_norm.cpu(),
+        squared_norm=sum(squares, start=torch.zeros(())).cpu(),
     )

@@ -15,7 +15,9 @@ from benchmarks.training import Records
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.numbers import NumberPrediction
 
-RESTARTS = 5  # of the search for the Gaussian process's kernel
+# Of the search for the Gaussian process's kernel: its evidence has several maxima, and
+# a rival should not lose by a bad one.
+RESTARTS = 5
 
 
 @torch.no_grad()
@@ -28,10 +30,9 @@ def frozen_features(pretrained: Pretrained, records: Records) -> torch.Tensor:
     embeddings = []
     for batch in pretrained.prediction_loader(records):
         mask = batch["attention_mask"]
-        hidden = model(
-            input_ids=batch["input_ids"], attention_mask=mask
-        ).last_hidden_state
-        sums = (hidden * mask[:, :, None]).sum(1)
+        outputs = model(input_ids=batch["input_ids"], attention_mask=mask)
+        # Sums over tokens: at norm 1 they are what means are.
+        sums = (outputs.last_hidden_state * mask[:, :, None]).sum(1)
         embeddings.append(normalize(sums, dim=1).double().cpu())
     return torch.cat(embeddings)
 
@@ -62,7 +63,8 @@ def k_centres(candidates: torch.Tensor, known: torch.Tensor, n: int) -> list[int
     for _ in range(n):
         place = int(distances.argmax())
         places.append(place)
-        to_chosen = torch.cdist(candidates, candidates[place : place + 1])[:, 0]
+        chosen = candidates[place]
+        to_chosen = torch.cdist(candidates, chosen[None])[:, 0]
         distances = torch.minimum(distances, to_chosen)
         # One equal to another known text is at distance 0, and not chosen twice.
         distances[places] = -1
@@ -95,7 +97,11 @@ def gaussian_process(
         warnings.simplefilter("ignore", ConvergenceWarning)
         process.fit(known.numpy(), targets.numpy())
     mean, std = process.predict(features.numpy(), return_std=True)
+    # The process predicts targets: its deviation has the noise in it.
     noise_variance = process.kernel_.k2.noise_level
-    of_outputs = torch.from_numpy(std.ravel() ** 2 - noise_variance).clamp_min(0)
-    moments = Moments(torch.from_numpy(mean.reshape(-1, 1)), of_outputs[:, None, None])
+    variance = torch.from_numpy(std.ravel() ** 2 - noise_variance).clamp_min(0)
+    moments = Moments(
+        f_mu=torch.from_numpy(mean.reshape(-1, 1)),
+        f_var=variance[:, None, None],
+    )
     return NumberPrediction.of([moments], [math.sqrt(noise_variance)])

@@ -160,6 +160,11 @@ def label(row: Row) -> str:
     return ", ".join(part for part in parts if part)
 
 
+def seeds_of(rows: Sequence[Row]) -> str:
+    """List the seeds of rows in words."""
+    return ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
+
+
 def table(
     rows: Sequence[Row],
     columns: Sequence[str] = (),

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
@@ -28,6 +28,14 @@ Element = TypeVar("Element")
 def as_dataset(elements: Sequence[Element]) -> Dataset[Element]:
     """Return a sequence as a data set, of which loaders read nothing more."""
     return cast("Dataset[Element]", elements)
+
+
+def divided_at(records: Records, places: Iterable[int]) -> tuple[Records, Records]:
+    """Divide records into those at some places, in their order, and the rest."""
+    chosen = list(places)
+    is_chosen = set(chosen)
+    rest = [each for place, each in enumerate(records) if place not in is_chosen]
+    return [records[place] for place in chosen], rest
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,23 @@ from benchmarks.methods.method import labels_of
 from benchmarks.methods.posteriors import lowrank_kron
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Active
-from benchmarks.report import Result, Row, over_seeds, paired_differences, say, table
+from benchmarks.report import (
+    Result,
+    Row,
+    over_seeds,
+    paired_differences,
+    say,
+    seeds_of,
+    table,
+)
 from benchmarks.tasks.task import Example, Task
-from benchmarks.training import Records, UpperLayers
+from benchmarks.training import Records, UpperLayers, divided_at
 from laplace_lora_ext.acquisitions import entropy, margin
 from laplace_lora_ext.metrics import quality
 
 TEXTS_TO_BEGIN = 2  # of each intent
 PLAIN = "random"
+FIGURES = ("accuracy", "nll")
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,8 @@ def at_random(this: Round) -> list[int]:
     """Choose without looking."""
     # Another draw in each round.
     generator = torch.Generator().manual_seed(this.seed + len(this.labelled))
-    return torch.randperm(len(this.pool), generator=generator)[: this.n].tolist()
+    order = torch.randperm(len(this.pool), generator=generator)
+    return order[: this.n].tolist()
 
 
 def by_entropy(this: Round) -> list[int]:
@@ -112,7 +122,8 @@ def prepared(options: Active, seed: int) -> Pretrained:
     """Read a task, of which the first intents of the alphabet are kept."""
     pretrained = prepare(options, seed)
     task = limited(pretrained.task, options.intents)
-    n_least = TEXTS_TO_BEGIN * len(task.classes) + options.rounds * options.batch
+    n_first = TEXTS_TO_BEGIN * len(task.classes)
+    n_least = n_first + options.rounds * options.batch
     if len(task.train) < n_least:
         raise SystemExit(
             f"There are {len(task.train)} texts to choose from, and {n_least} to be "
@@ -133,7 +144,11 @@ def limited(task: Task, n_classes: int) -> Task:
 
 
 def _with_label_below(end: int, examples: Sequence[Example]) -> list[Example]:
-    return [each for each in examples if each.label is not None and each.label < end]
+    kept = []
+    for example in examples:
+        if example.label is not None and example.label < end:
+            kept.append(example)
+    return kept
 
 
 def measured(
@@ -145,13 +160,14 @@ def measured(
     """Train, measure and choose by turns, from two texts of each intent."""
     records = pretrained.data[TRAIN]  # the classes by turns
     n_first = TEXTS_TO_BEGIN * len(pretrained.task.classes)
-    labelled, pool = records[:n_first], records[n_first:]
+    labelled = records[:n_first]
+    pool = records[n_first:]
     test = pretrained.prediction_loader(pretrained.data[TEST])
-    n_layers = pretrained.load().config.num_hidden_layers
     labels = labels_of(pretrained.data[TEST])
-    recipe = UpperLayers(n_layers)
+    recipe = UpperLayers(pretrained.load().config.num_hidden_layers)
     model = fine_tune(pretrained, labelled, seed, recipe)
     settings = pretrained.hyperparameters.for_share(options.share)
+    choose = RULES[name]
     for number in range(options.rounds + 1):
         figures = quality(model.logits(test).softmax(-1), labels)
         yield {
@@ -164,12 +180,14 @@ def measured(
         # The last training is measured only.
         if number == options.rounds:
             break
-        this = Round(pretrained, model, labelled, pool, options.batch, seed)
-        chosen = set(RULES[name](this))
-        labelled = labelled + [pool[place] for place in chosen]
-        pool = [each for place, each in enumerate(pool) if place not in chosen]
+        this = Round(pretrained, model, labelled, pool=pool, n=options.batch, seed=seed)
+        # In the order of a set, in which all figures have been measured.
+        chosen, pool = divided_at(pool, set(choose(this)))
+        labelled = labelled + chosen
+        # Another order of the texts in each round.
+        seed_of_round = seed + len(labelled)
         pretrained.train_or_read(
-            model.logits_model, labelled, settings, seed + len(labelled), recipe
+            model.logits_model, labelled, settings, seed_of_round, recipe
         )
 
 
@@ -181,12 +199,12 @@ def text_of(
     """Put the figures in words and tables."""
     task = pretrained.task
     n_first = TEXTS_TO_BEGIN * len(task.classes)
-    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
+    n_texts = len(task.train) - n_first
     words = (
         f"{task.name}: {len(task.classes)} intents, {TEXTS_TO_BEGIN} labelled texts of "
-        f"each to begin with, {len(task.train) - n_first} texts to choose from, "
-        f"{options.batch} a round, {len(task.test)} test texts, seeds: {seeds}. "
-        "LoRA weights in the upper half of the encoder, and the head, are trained by "
+        f"each to begin with, {n_texts} texts to choose from, {options.batch} a "
+        f"round, {len(task.test)} test texts, seeds: {seeds_of(rows)}. LoRA weights in "
+        "the upper half of the encoder, and the head, are trained by "
         f"{pretrained.hyperparameters.steps} steps first, and in each round by a share "
         f"of {options.share} of these, from where they are. Accuracy and NLL are the "
         "trained model's, mean ± standard deviation over seeds."
@@ -194,8 +212,8 @@ def text_of(
     chosen = [row for row in rows if row["labels"] > n_first]
     return [
         words,
-        table(over_seeds(rows, ("labels", "name"), ("accuracy", "nll"))),
+        table(over_seeds(rows, ("labels", "name"), FIGURES)),
         f"Differences from {PLAIN} with the same seed, means over all rounds after a "
         "choice; mean ± standard error over seeds:",
-        table(paired_differences(chosen, PLAIN, ("accuracy", "nll"))),
+        table(paired_differences(chosen, PLAIN, FIGURES)),
     ]

@@ -23,7 +23,8 @@ from laplace_lora_ext.models.weights import Block
 HELD_OUT = 0.2
 FACTORS = (0.5, 0.6, 0.7, 0.8)  # of the sum of two adapters
 PRIORS = (0.1, 1.0, 10.0, 100.0)
-PEFTS = ("ties", "dare_linear")  # its "linear" is a sum by the root of 1/2
+# Not its "linear", which is a sum by the root of 1/2: `FACTORS` have one near it.
+PEFTS = {"ties": ties, "dare_linear": dare_linear}
 DENSITY = 0.5  # share of the weights that these keep
 ITERATIONS = 500
 TOLERANCE = 1e-10  # of the squared residual
@@ -41,7 +42,8 @@ def run(options: Merge) -> Iterator[Result]:
         pretrained = prepare(options, seed)
         for halved in HALVES:
             trial = Trial(pretrained, options, seed, halved)
-            rows += [{"seed": seed, "halves": halved, **row} for row in trial.rows()]
+            for row in trial.rows():
+                rows.append({"seed": seed, "halves": halved, **row})
             figures = {"task": pretrained.description, "rows": rows}
             yield figures, text_of(pretrained, rows)
 
@@ -84,26 +86,31 @@ class Trial:
             self._posterior(model, half)
             for model, half in zip(self._models, self._halves, strict=True)
         ]
-        means = [la.mean.double() for la in posteriors]
+        # The first half's model holds what is tried.
         blocks = posteriors[0].blocks
+        for candidates in self._merged(posteriors):
+            yield self._best(first, blocks, candidates)
+
+    def _merged(
+        self, posteriors: Sequence[LowRankKronLoRALaplace]
+    ) -> Iterator[list["Candidate"]]:
+        """Merge in each way, with each number that may be chosen for it."""
+        means = [la.mean.double() for la in posteriors]
         mean = torch.stack(means).mean(0)
-        candidates = [Candidate("mean", 0.5, mean)]
-        yield self._best(first, blocks, candidates)
-        candidates = [
+        yield [Candidate("mean", 0.5, mean)]
+        yield [
             Candidate("sum, by a factor", factor, 2 * factor * mean)
             for factor in FACTORS
         ]
-        yield self._best(first, blocks, candidates)
-        candidates = [
-            Candidate("product of posteriors", prior, product(posteriors, means, prior))
-            for prior in PRIORS
-        ]
-        yield self._best(first, blocks, candidates)
+        products = []
+        for prior in PRIORS:
+            mode = product(posteriors, means, prior)
+            products.append(Candidate("product of posteriors", prior, mode))
+        yield products
         for way in PEFTS:
             torch.manual_seed(self._seed)  # of what "dare_linear" leaves out
-            merged = merged_by_peft(blocks, means, way)
-            candidates = [Candidate(f"PEFT's {way}", DENSITY, merged)]
-            yield self._best(first, blocks, candidates)
+            weights = merged_by_peft(posteriors[0].blocks, means, way)
+            yield [Candidate(f"PEFT's {way}", DENSITY, weights)]
 
     def _posterior(
         self, model: AdaptedModel, records: Records
@@ -155,8 +162,10 @@ def best_scale(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, float
     """
 
     def loss(scale: float) -> float:
-        nll = negative_log_likelihood((scale * logits).softmax(-1), labels)
-        return len(labels) * nll + PENALTY * math.log(scale) ** 2
+        probabilities = (scale * logits).softmax(-1)
+        nll = negative_log_likelihood(probabilities, labels)
+        penalty = PENALTY * math.log(scale) ** 2
+        return len(labels) * nll + penalty
 
     scale = min(SCALES, key=loss)
     return scale, loss(scale)
@@ -169,9 +178,13 @@ def halves_of(records: Records, halved: str, n_classes: int) -> tuple[Records, R
     seen: Counter[int] = Counter()
     for record in records:
         label = record["labels"]
-        is_first = 2 * label < n_classes if halved == "intents" else not seen[label] % 2
+        if halved == "intents":
+            is_first = label < n_classes / 2
+        else:
+            is_first = seen[label] % 2 == 0
         seen[label] += 1
-        (first if is_first else second).append(record)
+        half = first if is_first else second
+        half.append(record)
     return first, second
 
 
@@ -193,12 +206,19 @@ def product(
     def times(precision: KronDecomposed, weights: torch.Tensor) -> torch.Tensor:
         return precision.bmm(weights.to(dtype)[None], exponent=1)[0].double()
 
-    def times_all(weights: torch.Tensor) -> torch.Tensor:
-        return sum((times(P, weights) for P in precisions), torch.zeros(()))
+    def times_sum(weights: torch.Tensor) -> torch.Tensor:
+        products = [times(precision, weights) for precision in precisions]
+        return torch.stack(products).sum(0)
 
-    pairs = zip(precisions, means, strict=True)
-    wanted = sum((times(P, mean) for P, mean in pairs), torch.zeros(()))
-    return conjugate_gradients(times_all, wanted, torch.stack(list(means)).mean(0))
+    weighted = [
+        times(precision, mean)
+        for precision, mean in zip(precisions, means, strict=True)
+    ]
+    return conjugate_gradients(
+        times_sum,
+        wanted=torch.stack(weighted).sum(0),
+        start=torch.stack(list(means)).mean(0),
+    )
 
 
 def conjugate_gradients(
@@ -206,21 +226,26 @@ def conjugate_gradients(
     wanted: torch.Tensor,
     start: torch.Tensor,
 ) -> torch.Tensor:
-    """Solve `times(x) = wanted` for a positive definite matrix."""
+    """Solve `times(x) = wanted` for a positive definite matrix.
+
+    A sum of Kronecker products has no inverse of that kind, but multiplies fast.
+    """
     x = start
     residual = wanted - times(x)
     direction = residual
     square = residual @ residual
-    # A sum of Kronecker products has no inverse of that kind, but multiplies fast.
+    enough = TOLERANCE * (wanted @ wanted)
     for _ in range(ITERATIONS):
-        if square <= TOLERANCE * (wanted @ wanted):
+        if square <= enough:
             break
         product_of_direction = times(direction)
         step = square / (direction @ product_of_direction)
         x = x + step * direction
         residual = residual - step * product_of_direction
-        before, square = square, residual @ residual
-        direction = residual + square / before * direction
+        last_square = square
+        square = residual @ residual
+        # Conjugate to all directions so far: no step undoes another.
+        direction = residual + square / last_square * direction
     return x
 
 
@@ -239,18 +264,19 @@ def merged_by_peft(
 
     PEFT merges no heads: theirs are the mean.
     """
-    merge = {"ties": ties, "dare_linear": dare_linear}[way]
+    merge = PEFTS[way]
     # The root, as PEFT takes, since both factors of a product are merged.
-    halves = torch.full((len(weights),), 0.5).sqrt()
+    halves = torch.full((len(weights),), 0.5).sqrt().to(weights[0])
     sizes = [block.weight.numel() for block in blocks]
-    by_block = zip(*(each.split(sizes) for each in weights), strict=True)
-    parts: list[torch.Tensor] = []
-    for block, of_block in zip(blocks, by_block, strict=True):
+    adapters = [each.split(sizes) for each in weights]
+    merged: list[torch.Tensor] = []
+    for place, block in enumerate(blocks):
+        of_block = [adapter[place] for adapter in adapters]
         if "lora_" in block.known_as:
-            parts.append(merge(list(of_block), halves.to(of_block[0]), DENSITY))
+            merged.append(merge(of_block, halves, DENSITY))
         else:
-            parts.append(torch.stack(of_block).mean(0))
-    return torch.cat(parts)
+            merged.append(torch.stack(of_block).mean(0))
+    return torch.cat(merged)
 
 
 def text_of(pretrained: Pretrained, rows: list[Row]) -> list[str]:

@@ -1,7 +1,7 @@
 """Bayesian optimisation: which molecules to measure next, to find the best one."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -22,14 +22,23 @@ from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, fine_tune
 from benchmarks.frozen import frozen_features, gaussian_process
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Optimisation
-from benchmarks.report import Result, Row, over_seeds, paired_differences, say, table
-from benchmarks.training import Records, UpperLayers
+from benchmarks.report import (
+    Result,
+    Row,
+    over_seeds,
+    paired_differences,
+    say,
+    seeds_of,
+    table,
+)
+from benchmarks.training import Records, UpperLayers, divided_at
 from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
 from laplace_lora_ext.acquisitions import expected_improvement
 from laplace_lora_ext.metrics import quality_of_numbers
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.numbers import NumberPrediction
 
+# Adam is at the maximum after these: a test finds next to no slope.
 EVIDENCE_STEPS = 100
 EVIDENCE_RATE = 0.1
 PLAIN = "Gaussian process on frozen features"
@@ -64,13 +73,15 @@ class Search:
         """The largest number that is known."""
         return targets_of(self.known).max().item()
 
-    def measure(self, places: list[int]) -> None:
+    @property
+    def round_seed(self) -> int:
+        """Return a seed for what this round draws, which is new in each round."""
+        return self.seed + len(self.known)
+
+    def measure(self, places: Sequence[int]) -> None:
         """Move molecules of the pool to what is known."""
-        chosen = set(places)
-        self.known = self.known + [self.pool[place] for place in places]
-        self.pool = [
-            each for place, each in enumerate(self.pool) if place not in chosen
-        ]
+        chosen, self.pool = divided_at(self.pool, places)
+        self.known = self.known + chosen
 
     def train(self, share: float) -> AdaptedModel:
         """Train on what is known, after the first time from where the weights are."""
@@ -79,17 +90,24 @@ class Search:
         if self.model is None:
             self.model = fine_tune(self.pretrained, self.known, self.seed, recipe)
             return self.model
-        settings = self.pretrained.hyperparameters.for_share(share)
-        seed = self.seed + len(self.known)
         self.pretrained.train_or_read(
-            self.model.logits_model, self.known, settings, seed, recipe
+            self.model.logits_model,
+            self.known,
+            self.pretrained.hyperparameters.for_share(share),
+            self.round_seed,
+            recipe,
         )
         return self.model
 
     def improvement(self, prediction: NumberPrediction) -> list[int]:
-        """Choose by the expected improvement of the outputs, without noise."""
+        """Choose by the expected improvement of the outputs, without noise.
+
+        A measurement that happens to come out high is no better molecule.
+        """
         improvement = expected_improvement(
-            prediction.mean[:, 0], prediction.epistemic_std[:, 0], self.best
+            mean=prediction.mean[:, 0],
+            standard_deviation=prediction.epistemic_std[:, 0],
+            best=self.best,
         )
         return improvement.topk(self.n).indices.tolist()
 
@@ -103,7 +121,7 @@ class Proposal(NamedTuple):
 
 def at_random(search: Search, _: float) -> Proposal:
     """Choose without looking."""
-    generator = torch.Generator().manual_seed(search.seed + len(search.known))
+    generator = torch.Generator().manual_seed(search.round_seed)
     order = torch.randperm(len(search.pool), generator=generator)
     return Proposal(order[: search.n].tolist(), None)
 
@@ -123,9 +141,9 @@ def by_last_layer(search: Search, share: float) -> Proposal:
     """Choose by the exact posterior of the head alone."""
     model = search.train(share).model
     everything = laplace_lora_ext.Laplace(model, "regression", modules_to_save=True)
-    names = [block.known_as for block in everything.blocks if block.kind == "head"]
+    head = [block.known_as for block in everything.blocks if block.kind == "head"]
     la = laplace_lora_ext.Laplace(
-        model, "regression", modules_to_save=True, weight_names=names
+        model, "regression", modules_to_save=True, weight_names=head
     )
     prediction = predicted(search, la)
     return Proposal(search.improvement(prediction), prediction)
@@ -142,7 +160,8 @@ def by_stock_kron(search: Search, share: float) -> Proposal:
     )
     la.fit(search.pretrained.loader(in_columns(search.known)))
     choose_by_evidence(la)
-    means, variances = [], []
+    means = []
+    variances = []
     for batch in search.pretrained.prediction_loader(search.pool):
         mean, variance = la(batch, pred_type="glm")
         means.append(mean.detach().cpu())
@@ -184,8 +203,7 @@ def by_thompson(search: Search, share: float) -> Proposal:
     la = ours(search, share)
     prediction = predicted(search, la)
     batches = search.pretrained.prediction_loader(search.pool)
-    seed = search.seed + len(search.known)
-    places = la.acquire(batches, search.n, by="thompson", seed=seed)
+    places = la.acquire(batches, search.n, by="thompson", seed=search.round_seed)
     return Proposal(places.tolist(), prediction)
 
 
@@ -221,6 +239,7 @@ def predicted(search: Search, la: LoRALaplace) -> NumberPrediction:
 
 def choose_by_evidence(la: Any) -> None:
     """Choose prior precision and noise by the evidence, alike for all posteriors."""
+    # Of their logarithms all values are allowed.
     logarithms = torch.zeros(2, requires_grad=True)
     optimizer = torch.optim.Adam([logarithms], lr=EVIDENCE_RATE)
     for _ in range(EVIDENCE_STEPS):
@@ -264,12 +283,14 @@ def measured(
     name: str,
 ) -> Iterator[Row]:
     """Choose and measure by turns."""
-    known, pool = pretrained.data[TRAIN], pretrained.data[TEST]
-    search = Search(pretrained, seed, options.batch, known, pool)
+    known = pretrained.data[TRAIN]
+    pool = pretrained.data[TEST]
+    search = Search(pretrained, seed, n=options.batch, known=known, pool=pool)
     highest = targets_of([*known, *pool]).max().item()
+    propose = RULES[name]
     for _ in range(options.rounds):
         started = time.perf_counter()
-        proposal = RULES[name](search, options.share)
+        proposal = propose(search, options.share)
         seconds = time.perf_counter() - started
         nll = None
         if proposal.prediction is not None:
@@ -294,21 +315,22 @@ def text_of(
     """Put the figures in words and tables."""
     task = pretrained.task
     (of_what,) = task.classes
-    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
     words = (
         f"{task.name} ({of_what}, the larger the better): {len(task.train)} known "
         f"molecules to begin with, {len(task.test)} to choose from, {options.batch} a "
-        f"round, seeds: {seeds}. LoRA weights in the upper half of the encoder, "
-        f"and the head, are trained by {pretrained.hyperparameters.steps} steps first, "
-        f"and in each round by a share of {options.share} of these, from where they "
-        "are; the evidence chooses prior and noise, unless agreement is named. Unless "
+        f"round, seeds: {seeds_of(rows)}. LoRA weights in the upper half of the "
+        "encoder, and the head, are trained by "
+        f"{pretrained.hyperparameters.steps} steps first, and in each round by a share "
+        f"of {options.share} of these, from where they are; the evidence chooses prior "
+        "and noise, unless agreement is named. Unless "
         "Thompson sampling is named, molecules are chosen by expected improvement. "
         "Regret: what the best molecule of all is ahead of the best one measured, in "
         "the property's unit; NLL: of the pool before the choice, in standard "
         "deviations of the molecules known first; seconds of a round, training and "
         "prediction included. Mean ± standard deviation over seeds."
     )
-    last = [row for row in rows if row["measured"] == rows[-1]["measured"]]
+    n_last = rows[-1]["measured"]
+    last = [row for row in rows if row["measured"] == n_last]
     return [
         words,
         table(over_seeds(rows, ("measured", "name"), FIGURES)),

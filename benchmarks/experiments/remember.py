@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from statistics import mean
 from typing import Any, ClassVar
 
@@ -14,11 +15,12 @@ from benchmarks.fine_tuning import untrained
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Remember
 from benchmarks.report import Result, Row, over_seeds, paired_differences, say, table
-from benchmarks.training import Recipe, Records, read_or_train, train
+from benchmarks.training import Checkpoints, Recipe, Records, read_or_train, train
 from laplace_lora_ext import LoRALaplace
 
 CHOOSING_SEED = 0
 REPLAYED_AN_INTENT = 5
+QUALITIES = ("accuracy", "nll")
 
 
 class Memory:
@@ -52,17 +54,14 @@ class OldWeights(Memory):
     def keep(self, records: Records) -> None:
         """Copy the weights."""
         del records
-        self._old = [weight.detach().clone() for weight in self._trained]
+        self._old = [weight.detach().clone() for weight in self.model.trained_weights]
 
     def penalty(self) -> torch.Tensor:
         """Sum the squares over LoRA weights and head."""
-        pairs = zip(self._trained, self._old, strict=True)
-        squares = [(weight - old).square().sum() for weight, old in pairs]
+        squares = []
+        for weight, old in zip(self.model.trained_weights, self._old, strict=True):
+            squares.append((weight - old).square().sum())
         return torch.stack(squares).sum() / 2
-
-    @property
-    def _trained(self) -> list[torch.nn.Parameter]:
-        return [each for each in self.model.model.parameters() if each.requires_grad]
 
 
 class Posteriors(Memory):
@@ -85,7 +84,8 @@ class Posteriors(Memory):
             modules_to_save=True,
         )
         # All texts are of one domain, so that one row is the offset of all.
-        offset = self.domains.outside[records[0]["labels"]]
+        some_label = records[0]["labels"]
+        offset = self.domains.outside[some_label]
 
         def leave_the_domain(module: Any, inputs: Any, output: Any) -> Any:
             output.logits = output.logits + offset.to(output.logits)
@@ -155,28 +155,32 @@ class Course:
         for place in range(n_domains):
             new = self.domains.train[place]
             say(self.options, self.seed, self.method.name, self.weight, place)
-            self._learn(model, memory, new, is_first=place == 0)
+            # In the first domain nothing is remembered yet.
+            weight = None if place == 0 else self.weight
+            self._learn(model, memory, new, weight)
+            learnt = place + 1
             for tested in range(n_domains):
                 yield {
                     "name": self.method.name,
                     "weight": self.weight,
                     "seed": self.seed,
-                    "learnt": place + 1,
+                    "learnt": learnt,
                     "domain": self.domains.names[tested],
                     **self._quality(model, self.domains.test[tested]),
                 }
-            if place + 1 < n_domains:
+            if learnt < n_domains:
                 memory.keep(new)
 
     def _learn(
-        self, model: AdaptedModel, memory: Memory, new: Records, is_first: bool
+        self,
+        model: AdaptedModel,
+        memory: Memory,
+        new: Records,
+        weight: float | None,
     ) -> None:
         """Train on a domain, or read an equal training."""
         pretrained = self.domains.pretrained
         records = new + memory.replayed()
-        weight = self.weight
-        if is_first:  # nothing is remembered yet
-            weight = None
 
         def loss_of(batch: Any) -> torch.Tensor:
             labels = batch["labels"]
@@ -187,27 +191,22 @@ class Course:
             # The loss is a mean over the new texts, the penalty a sum over the old.
             return loss + weight * memory.penalty() / len(new)
 
-        key: list[Any] = [
-            "domains",
-            asdict(pretrained.hyperparameters),
-            records,
-            self.seed,
-        ]
-        if weight is not None:
-            key += [self.method.name, weight]
-        read_or_train(
-            model.model,
-            key,
-            self.options.cache,
-            lambda: train(
+        def trained() -> Checkpoints:
+            return train(
                 model.model,
                 pretrained.shuffled_loader(records, self.seed),
                 loss_of,
                 pretrained.hyperparameters,
                 show_progress=not self.options.quiet,
                 recipe=Recipe(),
-            ),
-        )
+            )
+
+        settings = asdict(pretrained.hyperparameters)
+        key: list[Any] = ["domains", settings, records, self.seed]
+        # Methods without a weight differ by their records alone, if at all.
+        if weight is not None:
+            key += [self.method.name, weight]
+        read_or_train(model.model, key, self.options.cache, trained)
 
     def _quality(self, model: AdaptedModel, records: Records) -> Row:
         """Measure the model among the intents of the texts' domain."""
@@ -224,7 +223,13 @@ class Course:
 def run(options: Remember) -> Iterator[Result]:
     """Choose each method's weight on other domains, and measure each seed."""
     tried: list[Row] = []
-    chosen = {method: _chosen(method, options, tried) for method in METHODS}
+    chosen: dict[type[Memory], float | None] = {}
+    for method in METHODS:
+        chosen[method] = None
+        if method.weights:
+            of_method = list(_tried(method, options))
+            chosen[method] = min(of_method, key=itemgetter("nll"))["weight"]
+            tried += of_method
     rows: list[Row] = []
     for seed in options.seeds:
         domains = read_domains(options.task, options, seed)
@@ -242,40 +247,40 @@ def run(options: Remember) -> Iterator[Result]:
         yield figures, text_of(domains, options, tried, rows)
 
 
-def _chosen(method: type[Memory], options: Remember, tried: list[Row]) -> float | None:
-    """Choose by the NLL of two other domains, learnt in turn; add what was tried."""
-    if not method.weights:
-        return None
+def _tried(method: type[Memory], options: Remember) -> Iterator[Row]:
+    """Learn two other domains in turn, with each weight that a method may have."""
     domains = read_domains(options.chosen_on, options, CHOOSING_SEED)
-    by_weight: dict[float, float] = {}
     for weight in method.weights:
         course = Course(domains, options, CHOOSING_SEED, method, weight)
+        # Two are the fewest of which one can be forgotten.
         last = [row for row in course.rows(2) if row["learnt"] == 2]
-        of_both = {key: mean(row[key] for row in last) for key in ("accuracy", "nll")}
-        tried.append({"name": method.name, "weight": weight, **of_both})
-        by_weight[weight] = of_both["nll"]
-    return min(by_weight, key=lambda weight: by_weight[weight])
+        tried: Row = {"name": method.name, "weight": weight}
+        for key in QUALITIES:
+            tried[key] = mean(row[key] for row in last)
+        yield tried
 
 
 def summaries(domains: Domains, rows: Sequence[Row]) -> list[Row]:
     """Sum up each method and seed: means over the domains learnt so far."""
-    found: list[Row] = []
-    names = list(dict.fromkeys((row["seed"], row["name"]) for row in rows))
-    for seed, name in names:
-        own = [row for row in rows if (row["seed"], row["name"]) == (seed, name)]
-        summary: Row = {"name": name, "seed": seed, "weight": own[0]["weight"]}
-        for learnt in range(2, len(domains.names) + 1):
-            known = domains.names[:learnt]
-            after = [
-                row for row in own if row["learnt"] == learnt and row["domain"] in known
-            ]
-            for key in ("accuracy", "nll"):
-                summary[f"{key}_after_{learnt}"] = mean(row[key] for row in after)
-        for row in own:
-            if row["learnt"] == len(domains.names):
-                summary[f"{row['domain']}_at_the_end"] = row["accuracy"]
-        found.append(summary)
-    return found
+    courses: dict[tuple[int, str], list[Row]] = {}
+    for row in rows:
+        courses.setdefault((row["seed"], row["name"]), []).append(row)
+    return [_summary(domains.names, course) for course in courses.values()]
+
+
+def _summary(domains: Sequence[str], course: Sequence[Row]) -> Row:
+    """Sum up the rows of one method and seed."""
+    summary: Row = {key: course[0][key] for key in ("name", "seed", "weight")}
+    # After the first domain nothing can be forgotten: all methods are alike.
+    for n_learnt in range(2, len(domains) + 1):
+        after = [row for row in course if row["learnt"] == n_learnt]
+        known = [row for row in after if row["domain"] in domains[:n_learnt]]
+        for key in QUALITIES:
+            summary[f"{key}_after_{n_learnt}"] = mean(row[key] for row in known)
+    for row in course:
+        if row["learnt"] == len(domains):
+            summary[f"{row['domain']}_at_the_end"] = row["accuracy"]
+    return summary
 
 
 def text_of(
@@ -287,9 +292,10 @@ def text_of(
     ends = [key for key in measured if key.startswith(("accuracy_", "nll_"))]
     settings = domains.pretrained.hyperparameters
     sizes = f"{len(domains.train[0])} training and {len(domains.test[0])} test texts"
+    seeds = {row["seed"] for row in rows}
     words = (
         f"{', then '.join(domains.names)}: {sizes} a domain, {settings.steps} steps "
-        f"each, {len({row['seed'] for row in rows})} seeds. One head has the intents "
+        f"each, {len(seeds)} seeds. One head has the intents "
         "of all; a text's domain is known, in training and test, and the softmax is "
         "over its intents. Accuracy and NLL are means over the domains learnt so far, "
         "and at the end there is the accuracy on each. Mean ± standard deviation over "
