@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.distributions import Bernoulli, kl_divergence
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.testing import assert_close
 
@@ -31,6 +32,7 @@ from tests.support.models import (
 from tests.support.posteriors import generator, make
 from tests.support.trainers import trainer_of
 from tests.test_several_labels import (
+    LABELS,
     InTwoColumns,
     in_two_classes,
     options_of,
@@ -402,10 +404,9 @@ def test_texts_are_acquired_by_what_all_their_labels_tell(by):
 
 
 def divergence(targets, p):
-    """Binary Kullback-Leibler divergence, of a text."""
-    of_yes = targets * (targets / p).log()
-    of_no = (1 - targets) * ((1 - targets) / (1 - p)).log()
-    return (of_yes + of_no).sum(-1).mean().item()
+    """Average texts' Kullback-Leibler divergences, summed over their labels."""
+    of_labels = kl_divergence(Bernoulli(targets), Bernoulli(p))
+    return of_labels.sum(-1).mean().item()
 
 
 def test_trained_in_stages_by_a_trainer(tmp_path):
@@ -439,15 +440,6 @@ def test_held_out_texts_have_each_label():
 
 
 # --- what is refused ------------------------------------------------------------------
-
-LABELS = torch.tensor(
-    [
-        [0, 1, 1],
-        [0, 0, 0],
-        [1, 1, 1],
-        [1, 0, 0],
-    ]
-)
 
 
 @pytest.mark.parametrize(

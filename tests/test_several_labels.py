@@ -31,6 +31,15 @@ from tests.support.models import (
 from tests.support.posteriors import make
 
 MULTI_LABEL = '"multi_label_classification"'
+LABELS = torch.tensor(
+    [
+        [0, 1, 1],
+        [0, 0, 0],
+        [1, 1, 1],
+        [1, 0, 0],
+    ]
+)
+"""Three labels of each of four examples."""
 
 
 class InTwoColumns(nn.Module):
@@ -153,11 +162,10 @@ def test_token_classification_is_told_of_its_likelihood():
 @pytest.mark.parametrize("dtype", [torch.long, torch.float32, torch.bool])
 def test_multi_hot_labels_are_told_of_their_likelihood(structure, dtype):
     ((X, _),) = pairs()
-    y = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 0]]).to(dtype)
     la = make(plain_model(), structure)
     message = rf"batch 0: .*of {dtype}: several labels .* {MULTI_LABEL}"
     with pytest.raises(ValueError, match=message):
-        la.fit([(X, y)])
+        la.fit([(X, LABELS.to(dtype))])
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
@@ -214,7 +222,7 @@ def test_numbers_are_not_taken_for_classes(structure):
     la = make(plain_model(2), structure, "regression")
     ((X, _),) = pairs()
     numbers = real_targets()
-    binary = torch.tensor([[0, 1], [1, 1], [0, 0], [1, 0]])
+    binary = LABELS[:, :2]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Every target")
         la.fit([(X, binary), (X, numbers)])

@@ -23,16 +23,13 @@ from tests.support.models import (
 from tests.support.texts import encoder_decoder
 
 
-def layer_named(
-    model: nn.Module,
-    ending: str,
-) -> nn.Module:
-    (layer,) = (
-        module
-        for name, module in model.named_modules()
-        # PEFT's own copy of the head.
-        if name.endswith(ending) and "original" not in name
-    )
+def layer_named(model: nn.Module, ending: str) -> nn.Module:
+    """Find the one layer whose name ends so, but for PEFT's own copy of a head."""
+    layers = []
+    for name, module in model.named_modules():
+        if name.endswith(ending) and "original" not in name:
+            layers.append(module)
+    (layer,) = layers
     return layer
 
 
@@ -86,11 +83,7 @@ def head_beside_an_adapter() -> nn.Module:
             "score",
             id="GPT-NeoX",
         ),
-        pytest.param(
-            mixtral,
-            "score",
-            id="Mixtral",
-        ),
+        pytest.param(mixtral, "score", id="Mixtral"),
     ],
 )
 def test_the_output_layer_makes_the_logits_of_what_it_read(
@@ -102,8 +95,8 @@ def test_the_output_layer_makes_the_logits_of_what_it_read(
         with model.prepared():
             logits, hidden = logits_and_hidden_states(model, batch)
             assert_close(logits, model(batch))
-            made = layer_named(plain, output_layer)(hidden)
-            assert_close(made, logits)
+            layer = layer_named(plain, output_layer)
+            assert_close(layer(hidden), logits)
 
 
 MASK = 1
@@ -147,7 +140,8 @@ def test_a_language_models_is_read_where_it_answers(
         with model.prepared():
             logits, hidden = logits_and_hidden_states(model, batch)
             assert_close(logits, model(batch))
-            of_vocabulary = layer_named(model.model, output_layer)(hidden)
+            layer = layer_named(model.model, output_layer)
+            of_vocabulary = layer(hidden)
             assert_close(of_vocabulary[:, CLASS_TOKEN_IDS], logits)
 
 
@@ -195,8 +189,11 @@ def test_keywords_are_read_and_what_is_no_tensor_of_rows_is_passed_over(routed):
 
 
 def test_without_such_a_layer_there_are_no_hidden_states():
+    def halve(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output / 2
+
     plain = TwoLinear()
-    plain.register_forward_hook(lambda *called: called[-1] / 2)
+    plain.register_forward_hook(halve)
     model = LogitsModel(plain)
     logits, hidden = logits_and_hidden_states(model, torch.randn(4, 5))
     assert logits.shape == (4, 3)

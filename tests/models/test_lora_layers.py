@@ -46,13 +46,14 @@ def names(blocks: list[Block]) -> list[str]:
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "gpt_neox"])
 def test_a_and_b_of_every_layer_come_in_the_order_of_the_models_parameters(kind):
     model = lora_model(kind)
-    parameters = {name: p for name, p in model.named_parameters() if ".lora_" in name}
+    parameters = dict(model.named_parameters())
     blocks = find_blocks(model)
-    assert names(blocks) == list(parameters)
+    assert names(blocks) == [name for name in parameters if ".lora_" in name]
     for block in blocks:
         assert block.weight is parameters[block.name]
+        # A maps to the rank, which is 2.
         assert block.small_output == ("lora_A" in block.name)
-        n_outputs = 2 if block.small_output else block.weight.shape[0]
+        n_outputs = 2 if block.small_output else len(block.weight)
         assert block.shape[0] == n_outputs
 
 
@@ -135,19 +136,16 @@ def test_selection_speaks_pefts_words(bert, selection, expected):
 def test_a_selection_that_matches_nothing_is_refused_and_says_what_there_is(
     bert, selection
 ):
-    with pytest.raises(
-        ValueError, match=r"No LoRA layer matches.*layer\.0\.attention\.self"
-    ):
+    message = r"No LoRA layer matches.*layer\.0\.attention\.self"
+    with pytest.raises(ValueError, match=message):
         find_blocks(bert, **selection)
 
 
 def test_a_weight_takes_part_by_its_name_whether_or_not_it_requires_grad(bert):
     frozen, other = find_blocks(bert)[:2]
     frozen.weight.requires_grad_(False)
-    named = [frozen.known_as]
-    assert [block.name for block in find_blocks(bert, weight_names=named)] == [
-        frozen.name
-    ]
+    found = find_blocks(bert, weight_names=[frozen.known_as])
+    assert names(found) == [frozen.name]
     assert other.weight.requires_grad
     with pytest.raises(ValueError, match=r"none of the weights elsewhere.*layer\.0"):
         find_blocks(bert, weight_names=["elsewhere"])
@@ -191,17 +189,15 @@ def pruned() -> nn.Module:
 
 
 def tied() -> nn.Module:
-    layers = nn.Sequential(
-        nn.Linear(3, 3),
-        nn.Linear(3, 3),
-    )
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model = with_lora(layers, "0", "1")
-    model[1].lora_A["default"].weight = model[0].lora_A["default"].weight
+    first, second = model
+    second.lora_A["default"].weight = first.lora_A["default"].weight
     return model
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("make_model", "message"),
     [
         (prompted, "PROMPT_TUNING"),
         (TwoLinear, "found no adapter"),
@@ -209,17 +205,19 @@ def tied() -> nn.Module:
         (tied, "Layers share weights"),
     ],
 )
-def test_what_can_not_take_part_is_refused_by_name(model, message):
+def test_what_can_not_take_part_is_refused_by_name(make_model, message):
+    model = make_model()
     with pytest.raises((NotImplementedError, ValueError), match=message):
-        find_blocks(model())
+        find_blocks(model)
 
 
 # --- warned of ------------------------------------------------------------------------
 
 
 def test_biases_that_stay_fixed_are_listed_once():
+    model = lora_model("bert", lora_bias=True)
     with pytest.warns(UserWarning, match="stay at their MAP values") as caught:
-        LowRankKronLoRALaplace(lora_model("bert", lora_bias=True), "classification")
+        LowRankKronLoRALaplace(model, "classification")
     (ours,) = [warning for warning in caught if "lora_B" in str(warning.message)]
     text = str(ours.message)
     assert text.count("lora_B.default.bias") == 4

@@ -141,11 +141,8 @@ def unload(model):
 
 
 def replace(model):
-    query(model).lora_A["default"] = nn.Linear(
-        12,
-        2,
-        bias=False,
-    ).double()
+    another = nn.Linear(12, 2, bias=False)
+    query(model).lora_A["default"] = another.double()
 
 
 @of_every_use
@@ -201,13 +198,10 @@ def test_a_scaling_outside_the_posterior_counts_as_well(tmp_path):
     la = only_values()
     la.save_pretrained(tmp_path)
     scale(la.model.model)
-    with pytest.raises(
-        RuntimeError, match=r"scaling of .*self\.query was 2\.0 at the fit"
-    ):
+    message = r"scaling of .*self\.query was 2\.0 at the fit"
+    with pytest.raises(RuntimeError, match=message):
         la(ragged_batches()[0])
-    with pytest.raises(
-        ValueError, match=r"scaling of .*self\.query was 2\.0 at the fit"
-    ):
+    with pytest.raises(ValueError, match=message):
         from_pretrained(la.model.model, tmp_path)
 
 
@@ -221,13 +215,10 @@ def test_running_averages_that_move_after_the_fit_are_named(tmp_path):
     la(X)
     la.save_pretrained(tmp_path)
     model.train()(X)
-    with pytest.raises(
-        RuntimeError, match=r"0\.running_mean differs from that of the fit"
-    ):
+    message = r"0\.running_mean differs from that of the fit"
+    with pytest.raises(RuntimeError, match=message):
         la(X)
-    with pytest.raises(
-        ValueError, match=r"0\.running_mean differs from that of the fit"
-    ):
+    with pytest.raises(ValueError, match=message):
         from_pretrained(model, tmp_path)
 
 
@@ -247,21 +238,17 @@ def test_an_adapter_may_be_merged_and_unmerged():
 
 def active_of(model):
     """Read what is active in each layer, and what requires grad."""
-    active = [
-        module.active_adapters
-        for module in model.modules()
-        if hasattr(module, "active_adapters")
-    ]
-    return active, [parameter.requires_grad for parameter in model.parameters()]
+    active = []
+    for module in model.modules():
+        if hasattr(module, "active_adapters"):
+            active.append(module.active_adapters)
+    require_grad = [parameter.requires_grad for parameter in model.parameters()]
+    return active, require_grad
 
 
 # In its layers, or not.
 @pytest.mark.parametrize("target", ["query", "intermediate.dense"])
-@pytest.mark.parametrize(
-    "active",
-    ["other", ["default", "other"]],
-    ids=str,
-)
+@pytest.mark.parametrize("active", ["other", ["default", "other"]], ids=str)
 @of_every_use
 def test_a_posterior_runs_its_own_adapter_whichever_is_active(use, target, active):
     la = fitted()
@@ -348,10 +335,11 @@ def test_a_state_is_loaded_under_another_adapter_name_and_precision_of_the_base(
         weights[name.replace(".default.", ".renamed.")] = value
     renamed.load_state_dict(weights)
     embeddings = bert(renamed).embeddings
-    embeddings.bfloat16().float().bfloat16()
+    embeddings.bfloat16().float().bfloat16()  # there, back, and there again
     other = make(renamed, **RANK)
     other.load_state_dict(la.state_dict())
-    assert torch.equal(other.log_marginal_likelihood(), la.log_marginal_likelihood())
+    evidence = la.log_marginal_likelihood()
+    assert torch.equal(other.log_marginal_likelihood(), evidence)
     embeddings.word_embeddings.weight.data.add_(0.1)
     with pytest.raises(ValueError, match="word_embeddings"):
         other.load_state_dict(la.state_dict())
@@ -399,18 +387,19 @@ def test_resized_and_tied_embeddings_under_another_name_of_the_adapter(
         if "lora_B" in name or "modules_to_save" in name:
             waves = torch.ones_like(parameter).cumsum(0).sin()
             parameter.data = parameter.data + waves / 3
+    model.double()
     (batch,) = ragged_batches(batch_size=8)
     old_and_new_tokens = [11, VOCABULARY, VOCABULARY + 3]
-    la = make(model.double(), class_token_ids=old_and_new_tokens, **RANK)
+    la = make(model, class_token_ids=old_and_new_tokens, **RANK)
     la.fit([batch])
     model.save_pretrained(tmp_path)
     la.save_pretrained(tmp_path)
     served = PeftModel.from_pretrained(resized(), tmp_path / "trained", "served")
-    loaded = from_pretrained(served.double(), tmp_path)
+    served.double()
+    loaded = from_pretrained(served, tmp_path)
     assert {block.adapter for block in loaded.blocks} == {"served"}
     assert_close(loaded(batch), la(batch), rtol=1e-6, atol=1e-9)
     served.get_input_embeddings().weight.data[0] += 0.1
-    with pytest.raises(
-        RuntimeError, match=r"(wte|lm_head).*weight differs from that of the fit"
-    ):
+    message = r"(wte|lm_head).*weight differs from that of the fit"
+    with pytest.raises(RuntimeError, match=message):
         loaded(batch)

@@ -1,26 +1,25 @@
 """Batches of choices of several tokens, and logits by other means."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.support.models import CLASS_TOKEN_IDS, ragged_batches
+from tests.support.models import CLASS_TOKEN_IDS, VOCABULARY, ragged_batches
 
 # The first is a prefix of the second, and the last one begins like it.
 ANSWERS = [[11], [11, 5, 30], [23, 42], [11, 5, 8]]
 
 
-def prompts_of(
-    batch: Mapping[str, torch.Tensor],
-) -> list[list[int]]:
+def prompts_of(batch: Mapping[str, torch.Tensor]) -> list[list[int]]:
     """Take the tokens of each text of a batch, without padding."""
-    masks = batch["attention_mask"].bool()
-    prompts: list[list[int]] = []
-    for tokens, is_real in zip(batch["input_ids"], masks, strict=True):
-        prompts.append(tokens[is_real].tolist())
+    prompts = []
+    for row, is_real in enumerate(batch["attention_mask"].bool()):
+        tokens = batch["input_ids"][row][is_real]
+        prompts.append(tokens.tolist())
     return prompts
 
 
@@ -64,55 +63,68 @@ def of_prompts(
     return made
 
 
+def some_choices(generator: torch.Generator) -> list[list[int]]:
+    """Draw three choices of 1 to 4 tokens."""
+    lengths = torch.randint(1, 5, (3,), generator=generator)
+    choices = []
+    for length in lengths.tolist():
+        tokens = torch.randint(1, VOCABULARY, (length,), generator=generator)
+        choices.append(tokens.tolist())
+    return choices
+
+
 def batches_of_own_choices(side: str = "right") -> list[dict[str, torch.Tensor]]:
     """Make two batches of texts with three choices each, of 1 to 4 tokens."""
-    generator = torch.Generator().manual_seed(4)
     (texts,) = ragged_batches(lengths=(5, 2, 6, 3, 4), batch_size=5)
-    choices = []
-    for _ in range(5):
-        lengths = torch.randint(1, 5, (3,), generator=generator).tolist()
-        of_text = []
-        for length in lengths:
-            tokens = torch.randint(1, 60, (length,), generator=generator)
-            of_text.append(tokens.tolist())
-        choices.append(of_text)
     prompts = prompts_of(texts)
-    made = []
-    for rows in (slice(0, 3), slice(3, 5)):
-        batch = choices_batch(prompts[rows], choices[rows], side)
-        made.append(batch | {"labels": texts["labels"][rows] % 3})
-    return made
+    labels = texts["labels"]
+    generator = torch.Generator().manual_seed(4)
+    choices = [some_choices(generator) for _ in prompts]
+    first = choices_batch(prompts[:3], choices[:3], side)
+    second = choices_batch(prompts[3:], choices[3:], side)
+    return [
+        first | {"labels": labels[:3]},
+        second | {"labels": labels[3:]},
+    ]
 
 
-def unpadded_choices(
-    batch: Mapping[str, torch.Tensor],
-) -> list[list[tuple[Any, Any]]]:
-    """Take a batch's choices: tokens, and which of them count."""
+@dataclass(frozen=True)
+class Choice:
+    """A text with a choice behind it, unpadded: tokens, and which of them count."""
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+
+
+def unpadded_choices(batch: Mapping[str, torch.Tensor]) -> list[list[Choice]]:
+    """Take a batch's choices, text by text."""
+    masks = batch["attention_mask"].bool()
     texts = []
-    for ids, mask, counts in zip(
-        batch["input_ids"],
-        batch["attention_mask"].bool(),
-        batch["score_mask"].bool(),
-        strict=True,
-    ):
-        rows = zip(ids, mask, counts, strict=True)
-        texts.append([(row[real], counted[real]) for row, real, counted in rows])
+    for text, of_choices in enumerate(masks):
+        choices = []
+        for row, is_real in enumerate(of_choices):
+            choice = Choice(
+                tokens=batch["input_ids"][text, row][is_real],
+                counts=batch["score_mask"][text, row][is_real].bool(),
+            )
+            choices.append(choice)
+        texts.append(choices)
     return texts
 
 
 def logits_of_choices(
     model: nn.Module,
-    choices: Sequence[tuple[Any, Any]],
+    choices: Sequence[Choice],
     normalised: bool = False,
 ) -> torch.Tensor:
     """Sum log-probabilities of tokens that count, `(K,)`, choice by choice."""
     logits = []
-    for tokens, counts in choices:
-        output = model(input_ids=tokens[None], use_cache=False)
+    for choice in choices:
+        output = model(input_ids=choice.tokens[None], use_cache=False)
         log_p = output.logits[0].log_softmax(-1)
         # What a place predicts is the token behind it.
-        places = counts.nonzero().flatten()
-        of_tokens = log_p[places - 1, tokens[places]]
+        (places,) = choice.counts.nonzero(as_tuple=True)
+        of_tokens = log_p[places - 1, choice.tokens[places]]
         logits.append(of_tokens.mean() if normalised else of_tokens.sum())
     return torch.stack(logits)
 

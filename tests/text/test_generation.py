@@ -19,6 +19,7 @@ from tests.support.models import (
     lora_model,
     ragged_batches,
     with_lora,
+    without_labels,
 )
 from tests.support.posteriors import generator
 from tests.support.snapshots import Snapshot, half_trained
@@ -59,10 +60,6 @@ class Writer(NamedTuple):
     given: dict[str, torch.Tensor]
 
 
-def inputs_of(batch):
-    return {key: batch[key] for key in ("input_ids", "attention_mask")}
-
-
 def row_of(batch, row):
     return {key: value[row : row + 1] for key, value in batch.items()}
 
@@ -71,7 +68,7 @@ def translator(kind: str) -> Writer:
     """Of three padded texts, which an encoder reads."""
     batch = pairs_of_texts()
     la = fitted_text(encoder_decoder(kind), [batch], prior_precision=BROAD)
-    return Writer(la, inputs_of(batch))
+    return Writer(la, without_labels(batch))
 
 
 def transcriber() -> Writer:
@@ -89,11 +86,8 @@ def transcriber() -> Writer:
         max_target_positions=16,
         **SIDES,
     )
-    model = with_lora(
-        Speech2TextForConditionalGeneration(config),
-        "q_proj",
-        "v_proj",
-    )
+    base = Speech2TextForConditionalGeneration(config)
+    model = with_lora(base, "q_proj", "v_proj").eval()
     lengths = torch.tensor([[24], [20], [12]])
     given = {
         "input_features": torch.randn(3, 24, 4, generator=generator()).double(),
@@ -101,7 +95,7 @@ def transcriber() -> Writer:
     }
     labels = torch.tensor([[5, 6, 2], [7, 2, -100], [9, 8, 2]])
     batch = given | {"labels": labels}
-    la = fitted_text(model.double().eval(), [batch], prior_precision=BROAD)
+    la = fitted_text(model, [batch], prior_precision=BROAD)
     return Writer(la, given)
 
 
@@ -110,7 +104,7 @@ def continuer(kind: str) -> Writer:
     model = lora_model("gpt2") if kind == "gpt2" else FAMILIES[kind].model(RIGHT)
     (batch,) = ragged_batches((4, 2, 3), padding_side="left", padded_to=4)
     la = fitted_text(model.eval(), prior_precision=BROAD)
-    return Writer(la, inputs_of(batch))
+    return Writer(la, without_labels(batch))
 
 
 def writer(kind: str) -> Writer:
@@ -288,12 +282,7 @@ def test_draws_are_seeded_and_the_model_stays_as_it_was():
     before = Snapshot(model)
 
     def write(seed):
-        return la.generate(
-            **given,
-            n_samples=2,
-            generator=generator(seed),
-            **GREEDY,
-        )
+        return la.generate(**given, n_samples=2, generator=generator(seed), **GREEDY)
 
     one = write(seed=0)
     same = write(seed=0)
@@ -302,12 +291,9 @@ def test_draws_are_seeded_and_the_model_stays_as_it_was():
     other = write(seed=1)
     assert not torch.equal(one.scores.tokens.total, other.scores.tokens.total)
     before.assert_equal(model, random_state=False)
+    failing = StoppingCriteriaList([fail])
     with pytest.raises(KeyError):
-        la.generate(
-            **given,
-            n_samples=2,
-            stopping_criteria=StoppingCriteriaList([fail]),
-        )
+        la.generate(**given, n_samples=2, stopping_criteria=failing)
     before.assert_equal(model, random_state=False)
 
 
@@ -335,10 +321,7 @@ REFUSED = [
     ),
     pytest.param(
         "gpt2",
-        {
-            "input_ids": None,
-            "inputs_embeds": torch.zeros(1, 2, 12),
-        },
+        {"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 12)},
         "Pass input_ids",
         id="embeddings",
     ),
@@ -356,10 +339,7 @@ REFUSED = [
     ),
     pytest.param(
         "gpt2",
-        {
-            "input_ids": PROMPTS,
-            "attention_mask": (PROMPTS > 0).long(),
-        },
+        {"input_ids": PROMPTS, "attention_mask": (PROMPTS > 0).long()},
         "pad on the left",
         id="padding on the right",
     ),
@@ -394,14 +374,7 @@ def test_other_texts_that_are_read_in_turn_are_refused():
         la.model.model(input_ids=input_ids[:, :1])
         return scores
 
-    processors = LogitsProcessorList([read])
-    with pytest.raises(
-        (ValueError, NotImplementedError),
-        match="other texts in turn",
-    ):
-        la.generate(
-            **given,
-            n_samples=2,
-            logits_processor=processors,
-            **GREEDY,
-        )
+    options = GREEDY | {"logits_processor": LogitsProcessorList([read])}
+    errors = (ValueError, NotImplementedError)
+    with pytest.raises(errors, match="other texts in turn"):
+        la.generate(**given, n_samples=2, **options)

@@ -1,5 +1,6 @@
 """Methods by name and as objects: options, starts, and failures."""
 
+import math
 import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -12,11 +13,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext import GridSearch, Marglik, TuningHistory
-from laplace_lora_ext.tuning import (
-    METHODS,
-    PREDICTIONS,
-    required_data,
-)
+from laplace_lora_ext.tuning import METHODS, PREDICTIONS, required_data
 from tests.support.models import ragged_batches, without_labels
 from tests.support.posteriors import (
     GRID,
@@ -131,21 +128,25 @@ def test_a_call_by_name_builds_the_object_of_its_options(name, monkeypatch):
 def test_options_of_others_are_refused_and_named(name):
     la = fitted(prior_precision=0.4)
     of_all = {}
-    for options in OPTIONS.values():
-        of_all |= options
+    for of_method in OPTIONS.values():
+        of_all |= of_method
     # The host passes how to predict whatever the method is.
     ignored = PREDICTIONS if name == "marglik" else set()
     foreign = of_all.keys() - fields_of(name).keys() - ignored
     assert foreign
     assert not ignored - of_all.keys()
     for option in foreign:
-        message = (
-            rf'method="{name}" needs .*got .*{option}.*; '
-            "its options are .*prior_structure"
-        )
+        got = rf'method="{name}" needs .*got .*{option}.*'
+        message = f"{got}; its options are .*prior_structure"
         options = OPTIONS[name] | {option: of_all[option]}
         with pytest.raises(ValueError, match=message):
             la.optimize_prior_precision(method=name, **options)
+    assert la.prior_precision.tolist() == [0.4]
+
+
+@each_method
+def test_an_object_has_its_options_already(name):
+    la = fitted(prior_precision=0.4)
     method = METHODS[name](**OPTIONS[name])
     message = rf"Pass n_steps, grid_size to {METHODS[name].__name__}"
     with pytest.raises(ValueError, match=message):
@@ -154,17 +155,8 @@ def test_options_of_others_are_refused_and_named(name):
 
 
 def bad(message, **arguments):
-    """Arguments of a call, and what its error says."""
+    """Pair the arguments of a call with what its error says."""
     return arguments, message
-
-
-def bad_share(max_change):
-    return bad(
-        "between 0 and 1",
-        method="agreement",
-        train_loader=[],
-        max_change=max_change,
-    )
 
 
 # Names of a method's data stand for them.
@@ -174,18 +166,8 @@ BAD = [
     bad("needs val_loader", method="val_gd"),
     bad("needs train_loader", method="agreement"),
     bad("needs either the trainer", method="second_training"),
-    bad(
-        "no data",
-        method="agreement",
-        train_loader=[],
-        init_prior_prec=7.0,
-    ),
-    bad(
-        "links",
-        method="val_gd",
-        val_loader="batches",
-        link_approx="bridge",
-    ),
+    bad("no data", method="agreement", train_loader=[], init_prior_prec=7.0),
+    bad("links", method="val_gd", val_loader="batches", link_approx="bridge"),
     bad(
         "got val_loader, pred_type; its options",
         method="val_gd",
@@ -193,28 +175,12 @@ BAD = [
         pred_type="nn",
     ),
     bad("need labels", method="val_gd", val_loader="unlabelled"),
-    bad(
-        "need labels",
-        method="gridsearch",
-        val_loader="unlabelled",
-    ),
-    bad(
-        "The loader has no data",
-        method="gridsearch",
-        val_loader=[],
-    ),
-    bad(
-        "above 0",
-        method="val_gd",
-        val_loader="batches",
-        init_prior_prec=-1.0,
-    ),
+    bad("need labels", method="gridsearch", val_loader="unlabelled"),
+    bad("The loader has no data", method="gridsearch", val_loader=[]),
+    bad("above 0", method="val_gd", val_loader="batches", init_prior_prec=-1.0),
     bad("for regression", optimize_sigma_noise=True),
     bad("above 0", init_prior_prec=0.0),
-    bad(
-        "above 0",
-        init_prior_prec=torch.tensor([1.0] * 7 + [-1.0]),
-    ),
+    bad("above 0", init_prior_prec=torch.tensor([1.0] * 7 + [-1.0])),
     bad("scalar or per-layer", prior_structure="diag"),
     bad("'layers' is none of", prior_structure="layers"),
     bad(
@@ -223,14 +189,12 @@ BAD = [
         train_loader=[],
         max_examples=0,
     ),
-    bad_share(0),
-    bad_share(1),
-    bad_share(-0.1),
-    bad_share(float("nan")),
 ]
-COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size")
+for share in (0, 1, -0.1, math.nan):
+    arguments = {"method": "agreement", "train_loader": [], "max_change": share}
+    BAD.append((arguments, "between 0 and 1"))
 for name in METHODS:
-    for count in COUNTS:
+    for count in ("n_samples", "n_steps", "grid_size", "batch_size"):
         if count in fields_of(name):
             no_data = dict.fromkeys(DATA[name], ())
             arguments = {"method": name, count: 0, **no_data}
@@ -257,8 +221,8 @@ def test_a_search_starts_where_it_is_told_to(structure):
     la = fitted(structure=structure)
 
     def first_point(**options) -> torch.Tensor:
-        method = Marglik(n_steps=1, tolerance=0, **options)
-        return method(la).prior_precision[0]
+        choose = Marglik(n_steps=1, tolerance=0, **options)
+        return choose(la).prior_precision[0]
 
     shapes = {"scalar": 1, "layerwise": len(la.blocks)}
     if structure == "diag":
@@ -281,11 +245,7 @@ def test_nothing_is_said_that_was_not_asked_for(validation, capfd):
         "grid_size": 2,
         "optimize_scale": False,
     }
-    descent = {
-        "method": "val_gd",
-        "val_loader": validation,
-        "n_steps": 3,
-    }
+    descent = {"method": "val_gd", "val_loader": validation, "n_steps": 3}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         la.optimize_prior_precision(**grid)
@@ -294,16 +254,13 @@ def test_nothing_is_said_that_was_not_asked_for(validation, capfd):
     la.optimize_prior_precision(progress_bar=True, **grid)
     la.optimize_prior_precision(progress_bar=True, verbose=True, **descent)
     statistics = la.predictive_statistics(validation)
-    GridSearch(val_loader=statistics, grid_size=2, progress_bar=True)(la)
+    search = GridSearch(val_loader=statistics, grid_size=2, progress_bar=True)
+    search(la)
     la.optimize_prior_precision(n_steps=2, tolerance=0, progress_bar=True)
     out, err = capfd.readouterr()
     assert "Optimized prior precision" in out
-    for title in (
-        "Predictive statistics",
-        "Grid search",
-        "validation loss",
-        "evidence",
-    ):
+    titles = ("Predictive statistics", "Grid search", "validation loss", "evidence")
+    for title in titles:
         assert title in err
 
 
@@ -339,14 +296,13 @@ def test_an_object_finds_what_its_name_finds_and_gradients_may_be_off(context, n
     with context():
         options = options_for(la)
         torch.manual_seed(0)
-        history = METHODS[name](**options)(la)
+        method = METHODS[name](**options)
+        history = method(la)
     assert_close(results(la, history), by_name)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_search_that_fails_on_its_way_undoes_everything(
-    structure,
-):
+def test_a_search_that_fails_on_its_way_undoes_everything(structure):
     la, X = plain_regression(structure=structure)
     la.prior_precision = 0.4
     points = []
@@ -363,8 +319,10 @@ def test_a_search_that_fails_on_its_way_undoes_everything(
             raise KeyboardInterrupt
         return torch.tensor(float(len(points)))
 
+    y = X[:, :2]
+    search = GridSearch(val_loader=[(X, y)], loss=loss)
     with pytest.raises(KeyboardInterrupt):
-        GridSearch(val_loader=[(X, X[:, :2])], loss=loss)(la)
+        search(la)
     assert len(set(points)) > 1
     assert la.prior_precision.tolist() == [0.4]
     for now, then in zip(predictions(), expected, strict=True):
@@ -412,9 +370,7 @@ def test_what_is_set_in_inference_mode_is_ordinary():
     assert la.prior_precision.grad.item() == pytest.approx(0.4)
 
 
-def test_no_thread_predicts_by_a_prior_precision_that_is_only_tried(
-    validation,
-):
+def test_no_thread_predicts_by_a_prior_precision_that_is_only_tried(validation):
     la = fitted()
     batch = ragged_batches()[0]
     futures = []
@@ -427,7 +383,8 @@ def test_no_thread_predicts_by_a_prior_precision_that_is_only_tried(
                 wait(futures, timeout=1)  # without a lock it would be there by now
             return la.prior_precision.log().square().sum()
 
-        GridSearch(val_loader=validation, loss=loss, **PRIORS_ALONE)(la)
+        search = GridSearch(val_loader=validation, loss=loss, **PRIORS_ALONE)
+        search(la)
         assert la.prior_precision.item() == pytest.approx(1)
         assert torch.equal(futures[0].result(), la(batch))
 
@@ -439,8 +396,10 @@ def test_data_pass_once_and_their_statistics_not_at_all(method):
     (data,) = required_data(method)
     options = {"n_steps": 2} if method == "val_gd" else {}
     statistics = la.predictive_statistics(batches, dtype=torch.float64)
-    calls = count_forward_passes(la)
-    la.optimize_prior_precision(method=method, **{data: statistics}, **options)
-    assert len(calls) == 0
-    la.optimize_prior_precision(method=method, **{data: batches}, **options)
-    assert len(calls) == len(batches)
+    passes = count_forward_passes(la)
+    by_statistics = options | {data: statistics}
+    la.optimize_prior_precision(method=method, **by_statistics)
+    assert len(passes) == 0
+    by_data = options | {data: batches}
+    la.optimize_prior_precision(method=method, **by_data)
+    assert len(passes) == len(batches)

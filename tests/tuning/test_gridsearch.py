@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from laplace.utils.metrics import RunningNLLMetric
+from torch.distributions import MultivariateNormal, Normal
+from torch.nn.functional import nll_loss
 from torch.testing import assert_close
 
 from laplace_lora_ext import GridSearch, PredictiveStatistics
@@ -36,29 +38,29 @@ def test_gridsearch_scales_a_layerwise_prior(validation):
         **PRIORS_ALONE,
     )
     factors = torch.logspace(-2, 2, 7)
-    assert_close(history.prior_precision, factors[:, None].double() * base)
+    points = torch.outer(factors.double(), base)
+    assert_close(history.prior_precision, points)
     losses = []
-    for factor in factors:
-        loss = validation_loss(
-            la,
-            factor * base,
-            validation,
-            link_approx="mean_field",
-        )
+    for point in points:
+        loss = validation_loss(la, point, validation, link_approx="mean_field")
         losses.append(loss)
     assert history.objective.tolist() == pytest.approx(losses)
-    scalar = la.optimize_prior_precision(
+
+
+def test_gridsearch_of_a_scalar_prior_has_the_hosts_grid(validation):
+    la = fitted()
+    history = la.optimize_prior_precision(
         method="gridsearch",
         val_loader=validation,
         init_prior_prec=5.0,
         **PRIORS_ALONE,
     )
-    assert_close(scalar.prior_precision[:, 0], factors)  # the host's grid
+    assert_close(history.prior_precision[:, 0], torch.logspace(-2, 2, 7))
 
 
 def log_loss(probs, y):
     """A loss of the user's own."""
-    return torch.nn.functional.nll_loss(probs.log(), y)
+    return nll_loss(probs.log(), y)
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,8 @@ def test_gridsearch_equals_brute_force(name):
         **PRIORS_ALONE,
     )
     assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
-    best = grid[losses.index(min(losses))]
-    assert_close(la.prior_precision.float(), best[None])
+    lowest = losses.index(min(losses))
+    assert la.prior_precision.item() == pytest.approx(grid[lowest].item())
     assert history.prior_precision.shape == (7, 1)
 
 
@@ -128,24 +130,23 @@ def test_a_regression_is_chosen_by_the_density_of_its_targets(structure, n_outpu
         grid_size=7,
         optimize_scale=False,
     )
-    for point, objective in zip(
-        history.prior_precision, history.objective, strict=True
-    ):
+    objective = history.objective.tolist()
+    noise = 0.5**2 * torch.eye(n_outputs).double()
+    for point, found in zip(history.prior_precision, objective, strict=True):
         la.prior_precision = point
         f_mu, f_var = la(X)
-        noise = 0.25 * torch.eye(n_outputs).double()
-        density = torch.distributions.MultivariateNormal(f_mu, f_var + noise)
-        expected = -density.log_prob(y).mean().item()
-        assert objective.item() == pytest.approx(expected, rel=1e-6)
-    assert len(set(history.objective.tolist())) == 7
+        predictive = MultivariateNormal(f_mu, f_var + noise)
+        expected = -predictive.log_prob(y).mean().item()
+        assert found == pytest.approx(expected, rel=1e-6)
+    assert len(set(objective)) == 7
 
 
 def in_turn(losses):
-    """A loss of which each call gives the next number."""
-    each = iter(losses)
+    """Make a loss of which each call gives the next number."""
+    numbers = iter(losses)
 
     def loss(*outputs_and_targets):
-        return torch.tensor(next(each), dtype=torch.float64)
+        return torch.tensor(next(numbers), dtype=torch.float64)
 
     return loss
 
@@ -170,16 +171,20 @@ def test_losses_that_choose_nothing_are_refused(validation, losses, message):
 
 
 def warnings_of(losses, la=None, data=None, **grid):
-    """What is said when the points of a grid have these losses."""
+    """Collect what is said when the points of a grid have these losses."""
+    if la is None:
+        la = fitted()
+    if data is None:
+        data = ragged_batches(seed=7)
     search = GridSearch(
-        val_loader=ragged_batches(seed=7) if data is None else data,
+        val_loader=data,
         grid_size=len(losses),
         loss=in_turn(losses),
         **grid,
     )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        search(fitted() if la is None else la)
+        search(la)
     messages = [str(warning.message) for warning in said]
     return [message for message in messages if "prior precision" in message]
 
@@ -187,41 +192,41 @@ def warnings_of(losses, la=None, data=None, **grid):
 @pytest.mark.parametrize(
     ("losses", "says"),
     [
-        (
-            [3.0, 2.0, 1.0],
-            r"last, 1e\+04: there is nothing to broaden",
-        ),
-        (
-            [3.0, 1 - 1e-9, 1.0],
-            "last",
-        ),  # all that rounding tells apart
+        ([3.0, 2.0, 1.0], r"last, 1e\+04: there is nothing to broaden"),
+        ([3.0, 1 - 1e-9, 1.0], "last"),  # all that rounding tells apart
         ([torch.inf, 2.0, 2.0, 1.0], "last"),
         ([1.0, 2.0, 3.0], "first, 0.0001: still more variance"),
         ([1.0, 2.0, 1.0], "first"),  # which is taken
-        ([2.0, 1.0, 1.5], None),
-        ([2.0, 1.0, 1.001], None),
-        ([1.0, 2.0], None),  # no grid has a middle
-        ([2.0, 1.0], None),
-        ([1.0], None),
     ],
 )
 def test_a_choice_at_an_end_of_the_grid_is_said_once(losses, says):
-    said = warnings_of(losses)
-    if says is None:
-        assert said == []
-        return
-    (message,) = said
+    (message,) = warnings_of(losses)
     assert re.search(says, message)
     assert "sigma_noise" not in message
 
 
 @pytest.mark.parametrize(
+    "losses",
+    [
+        [2.0, 1.0, 1.5],
+        [2.0, 1.0, 1.001],
+        [1.0, 2.0],  # no grid has a middle
+        [2.0, 1.0],
+        [1.0],
+    ],
+)
+def test_a_choice_between_the_ends_of_the_grid_is_not(losses):
+    assert warnings_of(losses) == []
+
+
+@pytest.mark.parametrize(
     ("losses", "size"),
-    [([3.0, 2, 1], "large"), ([1.0, 2, 3], "small")],
+    [([3.0, 2.0, 1.0], "large"), ([1.0, 2.0, 3.0], "small")],
 )
 def test_of_numbers_the_noise_may_be_wrong(losses, size):
     la, X = plain_regression()
-    (message,) = warnings_of(losses, la, [(X, X[:, :2])])
+    y = X[:, :2]
+    (message,) = warnings_of(losses, la, [(X, y)])
     assert f"sigma_noise may be too {size}" in message
 
 
@@ -241,29 +246,30 @@ def test_a_matrix_that_is_no_covariance_is_the_worst(validation):
             raise torch.linalg.LinAlgError
         return la.prior_precision.sum()
 
-    history = GridSearch(val_loader=validation, loss=loss, **PRIORS_ALONE)(la)
+    search = GridSearch(val_loader=validation, loss=loss, **PRIORS_ALONE)
+    history = search(la)
     assert history.objective[:3].tolist() == [torch.inf] * 3
     assert la.prior_precision.item() == pytest.approx(1)
 
 
 def test_a_regression_by_drawn_networks_is_scored_by_its_variances():
     la, X = plain_regression()
-    options = {
-        "pred_type": "nn",
-        "link_approx": "mc",
-        "n_samples": 5,
-    }
-    torch.manual_seed(0)
-    history = GridSearch(
-        val_loader=[(X, X[:, :2])],
+    y = X[:, :2]
+    predictions = {"pred_type": "nn", "link_approx": "mc", "n_samples": 5}
+    search = GridSearch(
+        val_loader=[(X, y)],
         grid_size=1,
         log_prior_prec_min=0,
-        **options,
-    )(la)
+        **predictions,
+    )
     torch.manual_seed(0)
-    mean, variance = la(X, **options)
-    density = torch.distributions.Normal(mean, (variance + 0.25).sqrt())
-    expected = -density.log_prob(X[:, :2]).sum(1).mean().item()
+    history = search(la)
+    torch.manual_seed(0)
+    mean, variance = la(X, **predictions)
+    noise = 0.5**2
+    predictive = Normal(mean, (variance + noise).sqrt())
+    of_targets = predictive.log_prob(y).sum(1)
+    expected = -of_targets.mean().item()
     assert history.objective.item() == pytest.approx(expected)
 
 
@@ -295,12 +301,7 @@ def test_losses_that_are_summed_in_one_pass_are_those_of_kept_statistics(
         search = GridSearch(val_loader=data, link_approx=link, **PRIORS_ALONE)
         return search(la).objective
 
-    assert_close(
-        objective(batches),
-        objective(statistics),
-        rtol=1e-6,
-        atol=0,
-    )
+    assert_close(objective(batches), objective(statistics), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("limit", ["_ROWS", "_BYTES"])
@@ -309,40 +310,41 @@ def test_a_search_keeps_no_statistics_of_examples_that_it_has_scored(
 ):
     la = fitted()
     batches = ragged_batches(seed=7, batch_size=2)
-    n_bytes = max(la.predictive_statistics([batch]).nbytes for batch in batches)
-    of_two_batches = {"_ROWS": 4, "_BYTES": 2 * n_bytes}
+    of_one_batch = max(la.predictive_statistics([batch]).nbytes for batch in batches)
+    of_two_batches = {"_ROWS": 4, "_BYTES": 2 * of_one_batch}
     monkeypatch.setattr(gridsearch, limit, of_two_batches[limit])
-    kept = []
-    scored = []
     statistics_of = la.statistics_by_batch()
     moments = PredictiveStatistics.moments
+    columns: list[weakref.ref] = []
+    bytes_alive: list[int] = []
+    examples_at_once: list[int] = []
 
-    def most_kept(n_times: int) -> tuple[int, int]:
-        """Bytes at the end of any batch, and examples that are scored at once."""
-        tensors = []
-        kept.clear()
-        scored.clear()
-
-        def watched(batch):
-            statistics = statistics_of(batch)
-            tensors.extend(weakref.ref(column) for column in statistics.columns)
-            alive = [tensor() for tensor in tensors]
-            kept.append(sum(tensor.nbytes for tensor in alive if tensor is not None))
-            return statistics
-
-        monkeypatch.setattr(la, "statistics_by_batch", lambda *_: watched)
-        GridSearch(val_loader=batches * n_times, **PRIORS_ALONE)(la)
-        assert len(kept) == n_times * len(batches)
-        return max(kept), max(scored)
+    def watched(batch):
+        """Count the bytes of all statistics that are there after a batch."""
+        statistics = statistics_of(batch)
+        columns.extend(weakref.ref(column) for column in statistics.columns)
+        alive = [column() for column in columns]
+        bytes_alive.append(sum(column.nbytes for column in alive if column is not None))
+        return statistics
 
     def counted(statistics, prior_precision):
-        scored.append(len(statistics))
+        examples_at_once.append(len(statistics))
         return moments(statistics, prior_precision)
 
+    monkeypatch.setattr(la, "statistics_by_batch", lambda *_: watched)
     monkeypatch.setattr(PredictiveStatistics, "moments", counted)
-    once = most_kept(1)
-    often = most_kept(6)
-    assert once == often
-    most_bytes, most_examples = often
-    assert most_bytes <= 3 * n_bytes
-    assert most_examples <= 6
+
+    def most_kept(n_times: int) -> tuple[int, int]:
+        """Find the most bytes after any batch, and the most examples of a score."""
+        for record in (columns, bytes_alive, examples_at_once):
+            record.clear()
+        search = GridSearch(val_loader=batches * n_times, **PRIORS_ALONE)
+        search(la)
+        assert len(bytes_alive) == n_times * len(batches)
+        return max(bytes_alive), max(examples_at_once)
+
+    most_bytes, most_examples = most_kept(6)
+    assert (most_bytes, most_examples) == most_kept(1)
+    # What waits to be scored, and the batch that comes.
+    assert most_bytes <= 3 * of_one_batch
+    assert most_examples <= 3 * 2

@@ -1,5 +1,7 @@
 """The prior precision that held-out examples choose for another training."""
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -17,12 +19,10 @@ from torch.utils.data import (
 )
 
 from laplace_lora_ext import GridSearch, SecondTraining, ValGD
-from laplace_lora_ext.processes.shards import (
-    divided,
-    in_order_like,
-)
+from laplace_lora_ext.processes.shards import divided, in_order_like
 from laplace_lora_ext.processes.shards import taken as given_by
 from laplace_lora_ext.training.trainers import groups_of
+from laplace_lora_ext.tuning.scales import PENALTY
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import (
     STRUCTURES,
@@ -38,6 +38,7 @@ from tests.support.ranks import (
     on_ranks,
     strided_loader,
 )
+from tests.support.trainers import values
 
 N = 11
 
@@ -55,70 +56,98 @@ class Training:
 
 
 def loader(examples=None, batch_size=2):
-    return DataLoader(
-        Texts(N) if examples is None else examples,
-        batch_size=batch_size,
-    )
+    if examples is None:
+        examples = Texts(N)
+    return DataLoader(examples, batch_size=batch_size)
 
 
-def split(train):
-    """Places of the examples that were trained on, and of those that were held out."""
-    taken = list(train.seen.indices)
-    return taken, [place for place in range(N) if place not in taken]
+def loader_of(places):
+    """Load the texts at some places of all."""
+    return loader(Subset(Texts(N), places))
+
+
+def held_out_of(examples: Subset) -> list[int]:
+    """Find the places of the texts that a training was not given."""
+    return [place for place in range(N) if place not in examples.indices]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_it_takes_over_what_the_held_out_examples_choose(
-    structure,
-):
+def test_it_takes_over_what_the_held_out_examples_choose(structure):
     la = fitted(structure=structure)
+    before = values(la.model)
     train = Training()
-    before = {name: value.clone() for name, value in la.model.state_dict().items()}
-    # The other structures predict at each point anew.
-    points = {} if structure == "lowrank_kron" else {"grid_size": 9}
-    search = partial(GridSearch, link_approx="mean_field", **points)
-    options = {"search": search} if points else {}
+    search = {"link_approx": "mean_field"}
+    settings = {}
+    if structure == "lowrank_kron":
+        settings["backend_kwargs"] = {"rank": 3}
+    else:
+        # The other structures predict at each point anew.
+        search["grid_size"] = 9
     history = la.optimize_prior_precision(
         method="second_training",
         train=train,
         train_loader=loader(),
         held_out=0.3,
-        **options,
+        search=partial(GridSearch, **search),
     )
-    taken, held_out = split(train)
+    held_out = held_out_of(train.seen)
     assert len(held_out) == 3
-    settings = {"backend_kwargs": {"rank": 3}} if structure == "lowrank_kron" else {}
+
     other = make(another_training(), structure, **settings)
-    other.fit(loader(Subset(Texts(N), taken)))
+    other.fit(loader_of(train.seen.indices))
     expected = other.optimize_prior_precision(
-        method="gridsearch",
-        val_loader=loader(Subset(Texts(N), held_out)),
-        link_approx="mean_field",
-        **points,
+        method="gridsearch", val_loader=loader_of(held_out), **search
     )
-    assert torch.equal(
-        la.prior_precision.double(),
-        other.prior_precision.double(),
-    )
+    chosen = other.prior_precision.double()
+    assert torch.equal(la.prior_precision.double(), chosen)
     assert_close(history.objective, expected.objective)
-    assert all(
-        torch.equal(la.model.state_dict()[name], before[name]) for name in before
-    )
+    assert_close(values(la.model), before, rtol=0, atol=0)
+
+
+def test_held_out_examples_are_searched_by_the_default_link():
+    def objective(**options):
+        history = fitted().optimize_prior_precision(
+            method="second_training",
+            train=Training(),
+            train_loader=loader(),
+            **options,
+        )
+        return history.objective
+
+    search = partial(GridSearch, link_approx="mean_field")
+    assert torch.equal(objective(), objective(search=search))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A training's posterior, and the places of the texts that it has not seen."""
+
+    posterior: Any
+    held_out: list[int]
+
+    def loss(self, prior_precision, logit_scale: float) -> float:
+        """Sum the losses of the texts that were held out, at a prior and a scale."""
+        self.posterior.logit_scale = logit_scale
+        mean = validation_loss(
+            self.posterior,
+            prior_precision,
+            loader_of(self.held_out),
+            link_approx="mean_field",
+        )
+        return mean * len(self.held_out)
 
 
 def test_several_trainings_ask_every_example_and_choose_together():
     la = fitted()
-    others = []
-    held_out = []
+    parts = []
 
     def train(examples):
-        taken = list(examples.indices)
-        held_out.append([place for place in range(N) if place not in taken])
         model = another_training()
-        model.base_model.model.classifier.modules_to_save.default.weight.data *= (
-            1 + len(others)
-        )
-        others.append((model, taken))
+        head = model.base_model.model.classifier.modules_to_save["default"]
+        head.weight.data *= 1 + len(parts)  # no two trainings end alike
+        posterior = make(model, backend_kwargs={"rank": 3})
+        posterior.fit(loader_of(examples.indices))
+        parts.append(Part(posterior, held_out_of(examples)))
         return model
 
     history = la.optimize_prior_precision(
@@ -127,39 +156,24 @@ def test_several_trainings_ask_every_example_and_choose_together():
         train_loader=loader(),
         trainings=5,
     )
-    assert sorted(place for places in held_out for place in places) == list(range(N))
-    assert sorted(map(len, held_out)) == [2, 2, 2, 2, 3]
+    asked = itertools.chain.from_iterable(part.held_out for part in parts)
+    assert sorted(asked) == list(range(N))
+    assert sorted(len(part.held_out) for part in parts) == [2, 2, 2, 2, 3]
 
     # All held-out examples, each by the posterior that has not seen it, at one prior
     # and scale.
-    def penalised_loss(point):
-        loss = 2 * history.logit_scale[point].log().item() ** 2 / N
-        for posterior, places in zip(posteriors, held_out, strict=True):
-            posterior.logit_scale = history.logit_scale[point].item()
-            loss += (
-                len(places)
-                / N
-                * validation_loss(
-                    posterior,
-                    history.prior_precision[point],
-                    loader(Subset(Texts(N), places)),
-                    link_approx="mean_field",
-                )
-            )
-        return loss
-
-    posteriors = []
-    for model, taken in others:
-        other = make(model, backend_kwargs={"rank": 3})
-        other.fit(loader(Subset(Texts(N), taken)))
-        posteriors.append(other)
     for point in (0, 40, 60, 100):
-        assert history.objective[point].item() == pytest.approx(
-            penalised_loss(point), rel=1e-4
-        )
+        prior = history.prior_precision[point]
+        scale = history.logit_scale[point].item()
+        expected = PENALTY * math.log(scale) ** 2 / N
+        for part in parts:
+            expected += part.loss(prior, scale) / N
+        objective = history.objective[point].item()
+        assert objective == pytest.approx(expected, rel=1e-4)
     best = history.objective.argmin()
     assert la.prior_precision.item() == history.prior_precision[best].item()
-    assert la.logit_scale == history.logit_scale[best].item() != 1
+    assert la.logit_scale == history.logit_scale[best].item()
+    assert la.logit_scale != 1
 
 
 @pytest.mark.parametrize("trainings", [1, 3])
@@ -167,13 +181,14 @@ def test_a_choice_at_an_end_of_the_grid_is_said_once(trainings):
     def confidence(probs, labels):
         return -probs.max(1).values.mean()
 
-    with pytest.warns(
-        UserWarning,
-        match="prior precision of the grid is the last",
-    ) as said:
+    def train(examples):
+        return another_training()
+
+    message = "prior precision of the grid is the last"
+    with pytest.warns(UserWarning, match=message) as said:
         fitted().optimize_prior_precision(
             method="second_training",
-            train=lambda _: another_training(),
+            train=train,
             train_loader=loader(),
             trainings=trainings,
             search=partial(GridSearch, loss=confidence, grid_size=3),
@@ -183,18 +198,15 @@ def test_a_choice_at_an_end_of_the_grid_is_said_once(trainings):
 
 
 def test_the_examples_depend_on_the_generator_alone():
-    found = []
-    for seed in (None, None, 3, 3, 4):
+    def held_out(draws):
         train = Training()
-        method = SecondTraining(
-            train=train,
-            train_loader=loader(),
-            generator=None if seed is None else generator(seed),
-        )
-        method(fitted())
-        found.append(split(train)[1])
-    assert found[0] == found[1]
-    assert found[2] == found[3] != found[4]
+        choose = SecondTraining(train=train, train_loader=loader(), generator=draws)
+        choose(fitted())
+        return held_out_of(train.seen)
+
+    assert held_out(None) == held_out(None)
+    assert held_out(generator(3)) == held_out(generator(3))
+    assert held_out(generator(3)) != held_out(generator(4))
 
 
 def descent(val_loader, **others):
@@ -204,10 +216,8 @@ def descent(val_loader, **others):
 
 def test_two_processes_choose_as_one():
     def chosen(rank=0, of=strided_loader):
-        la, train = (
-            fitted(batches=of(N), rank=24),
-            Training(),
-        )  # exact: no order matters
+        la = fitted(batches=of(N), rank=24)  # exact: no order matters
+        train = Training()
         history = la.optimize_prior_precision(
             method="second_training",
             train=train,
@@ -219,15 +229,6 @@ def test_two_processes_choose_as_one():
     for objective, places in on_ranks(chosen, 2):
         assert_close(objective, expected)
         assert places == taken
-
-    def of_other_data(rank):
-        def own_loader(n):
-            return loader(Texts(n + rank))
-
-        return chosen(of=own_loader)
-
-    for message in failures(on_ranks(of_other_data, 2)):
-        assert "DistributedSampler" in message
 
 
 # Trainings by the fitted posterior that they are made for.
@@ -301,24 +302,36 @@ REFUSED = [
 ]
 
 
+def test_processes_with_data_of_their_own_are_refused():
+    def job(rank):
+        own = loader(Texts(N + rank))
+        la = fitted(batches=own)
+        choose = SecondTraining(train=Training(), train_loader=own)
+        choose(la)
+
+    for message in failures(on_ranks(job, 2)):
+        assert "DistributedSampler" in message
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_can_not_work_is_refused(case):
     la = fitted(prior_precision=0.4)
-    arguments = {"train_loader": loader(), **case.options}
+    options = {
+        "train": case.train(la),
+        "train_loader": loader(),
+        **case.options,
+    }
     with pytest.raises(case.error, match=case.message):
-        la.optimize_prior_precision(
-            method="second_training",
-            train=case.train(la),
-            **arguments,
-        )
+        la.optimize_prior_precision(method="second_training", **options)
     assert la.prior_precision.tolist() == [0.4]
 
 
 def test_a_posterior_that_is_not_fitted_has_no_second_training():
     unfitted = make(lora_model("bert"))
     untouched = Training()
+    choose = SecondTraining(train=untouched, train_loader=loader())
     with pytest.raises(AttributeError, match="not fitted"):
-        SecondTraining(train=untouched, train_loader=loader())(unfitted)
+        choose(unfitted)
     assert untouched.seen is None
 
 
@@ -387,30 +400,38 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("kind", DATA)
-def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(
-    kind,
-):
-    case = DATA[kind]
-    given = case.make_loader()
+@pytest.fixture(params=DATA)
+def data(request: pytest.FixtureRequest) -> Data:
+    return DATA[request.param]
+
+
+def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(data):
+    given = data.make_loader()
     la = fitted()
-    groups = groups_of(la, in_order_like(given, given_by(given)), case.share)
-    ((part, rest),) = divided(given, case.share, groups)
-    assert sorted([*part.indices, *rest.indices]) == list(case.places)
-    of_all = len(case.places) == N
-    assert len(rest) == (3 if of_all else 2)
+    in_order = in_order_like(given, given_by(given))
+    groups = groups_of(la, in_order, data.share)
+    ((part, rest),) = divided(given, data.share, groups)
+    assert sorted([*part.indices, *rest.indices]) == list(data.places)
+    n_held_out = 3 if len(data.places) == N else 2
+    assert len(rest) == n_held_out
     assert getattr(given.sampler, "calls", 0) == 0  # a copy was asked
     train = Training()
+    choose = SecondTraining(train=train, train_loader=given, held_out=data.share)
+    choose(la)
+    assert list(train.seen.indices) == list(part.indices)
+
+
+def test_numbers_to_start_from_are_multiplied_as_a_whole(data):
+    la = fitted()
     base = torch.linspace(0.5, 2, 8).double()
     la.optimize_prior_precision(
         method="second_training",
-        train=train,
-        train_loader=given,
-        held_out=case.share,
+        train=Training(),
+        train_loader=data.make_loader(),
+        held_out=data.share,
         init_prior_prec=base,
         search=partial(GridSearch, link_approx="probit", grid_size=5),
     )
-    assert list(train.seen.indices) == list(part.indices)
     factors = la.prior_precision / base
     assert_close(factors, factors[:1].expand(8))
     # The grid of five points has every second power of ten.
