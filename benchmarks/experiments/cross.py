@@ -98,7 +98,8 @@ class Trial:
         grid = torch.logspace(-2, 4, self.options.grid_size)[:, None]
         tried = [*(prior.choose(la, None) for prior in by_evidence), *grid]
         # All of them at once: a stock curvature takes passes for its predictions.
-        predicted = predictor_of(la, self.loaders).of_each(tried, LINK)
+        predicts = predictor_of(la, self.loaders, [LINK])
+        predicted = predicts.of_each(tried, LINK)
         predictions = [
             Prediction(probabilities, link=LINK, chosen=geometric_mean(prior_precision))
             for probabilities, prior_precision in zip(predicted, tried, strict=True)

@@ -268,7 +268,7 @@ def predictions(
     if train is not None:
         assert isinstance(la, LowRankKronLoRALaplace)  # what others have none of
         statistics_of_training = la.predictive_statistics(train)
-    predicts = predictor_of(la, loaders)
+    predicts = predictor_of(la, loaders, LINKS)
     for prior in PRIORS:
         if prior.reads and statistics_of_training is None:
             continue
@@ -283,11 +283,15 @@ def predictions(
             )
 
 
-def predictor_of(la: LoRALaplace, loaders: Loaders) -> Predicts:
+def predictor_of(la: LoRALaplace, loaders: Loaders, links: Sequence[str]) -> Predicts:
     """Predict from statistics where there are any, and by passes elsewhere."""
     if not isinstance(la, LowRankKronLoRALaplace):
         return FromBatches(la, loaders)
+    # By default many classes are compared with the most probable one, but not all, and
+    # "probit" reads the variance of every logit.
+    n_contrasts = la.n_outputs - 1 if "probit" in links else None
     statistics = {
-        name: la.predictive_statistics(loader) for name, loader in loaders.items()
+        name: la.predictive_statistics(loader, n_contrasts=n_contrasts)
+        for name, loader in loaders.items()
     }
     return FromStatistics(la, statistics)
