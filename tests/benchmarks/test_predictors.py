@@ -1,0 +1,31 @@
+"""What the lab predicts from statistics, and by passes."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from benchmarks.methods.priors import LINKS, predictor_of
+from tests.support.models import lora_model, ragged_batches, without_labels
+from tests.support.posteriors import fitted
+
+# By default, from ten on not all are compared, and "probit" reads them all.
+N_CLASSES = 10
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+@pytest.mark.parametrize("link", LINKS)
+def test_many_classes_are_predicted_by_every_link(structure, link):
+    batches = ragged_batches(n_classes=N_CLASSES)
+    model = lora_model("bert", n_labels=N_CLASSES)
+    la = fitted(model=model, batches=batches, structure=structure)
+    prior = torch.tensor([3.0])
+    predicts = predictor_of(la, {"texts": batches}, LINKS)
+    found = predicts.probabilities(prior, link)["texts"]
+
+    la.prior_precision = prior
+    expected = [
+        la(without_labels(batch), link_approx=link, n_contrasts=N_CLASSES - 1)
+        for batch in batches
+    ]
+    # Statistics are kept in float32.
+    assert_close(found.double(), torch.cat(expected).double(), rtol=1e-4, atol=1e-5)
