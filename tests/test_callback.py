@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, default_collate
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 import laplace_lora_ext
 from laplace_lora_ext import LaplaceCallback
@@ -21,6 +21,7 @@ from tests.support.models import lora_model
 from tests.support.ranks import Texts
 from tests.support.texts import text_batches
 from tests.support.trainers import N, Watch, trainer_of, values
+from tests.training.support import entry_with
 
 (BATCH,) = DataLoader(Texts(9), batch_size=9)
 
@@ -39,12 +40,6 @@ def drawing(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     np.random.rand()
     torch.rand(1)
     return default_collate(examples)
-
-
-def entry_with(figure: str, trainer: Trainer) -> dict[str, float]:
-    """Find the one entry of a trainer's log that has a figure."""
-    (entry,) = [each for each in trainer.state.log_history if figure in each]
-    return entry
 
 
 class States(TrainerCallback):

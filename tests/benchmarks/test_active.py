@@ -1,12 +1,14 @@
 """The experiment that chooses texts to be labelled, at its smallest."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from benchmarks.experiments.active import PLAIN, RULES
 from benchmarks.frozen import k_centres
 from benchmarks.report import paired_differences
-from tests.benchmarks.support import run
+from tests.benchmarks.support import rows_with, run
 
 
 @pytest.fixture
@@ -37,21 +39,15 @@ def measure(capsys, data, name, **options):
 def test_every_rule_begins_alike_and_labels_a_batch_a_round(capsys, data):
     finished = measure(capsys, data, "results", seeds=(0, 1))
     rows = finished.figures["rows"]
-    assert [(row["seed"], row["name"], row["labels"]) for row in rows] == [
-        (seed, name, labels)
-        for seed in (0, 1)
-        for name in RULES
-        for labels in (8, 11, 14)
-    ]
+    found = [(row["seed"], row["name"], row["labels"]) for row in rows]
+    assert found == list(product((0, 1), RULES, (8, 11, 14)))
     for seed in (0, 1):
-        first = {
-            (row["accuracy"], row["nll"])
-            for row in rows
-            if row["seed"] == seed and row["labels"] == 8
-        }
-        assert len(first) == 1
+        first = rows_with(rows, seed=seed, labels=8)
+        assert len({row["accuracy"] for row in first}) == 1
+        assert len({row["nll"] for row in first}) == 1
     # What is chosen makes a difference.
-    assert len({row["nll"] for row in rows if row["labels"] == 14}) > len(RULES)
+    last = rows_with(rows, labels=14)
+    assert len({row["nll"] for row in last}) > len(RULES)
     assert finished.figures["task"]["classes"] == ["a", "b", "c", "d"]
     for name in RULES:
         assert name in finished.printed
@@ -90,5 +86,6 @@ def test_differences_are_of_the_same_seed():
 def test_centres_are_far_from_all_that_is_known_and_from_each_other():
     known = torch.tensor([[0.0]])
     candidates = torch.tensor([[1.0], [10.0], [9.9], [-4.0], [0.0]])
+    # The second is the farthest; beside it the third is near.
     assert k_centres(candidates, known, 3) == [1, 3, 0]
     assert sorted(k_centres(candidates, known, 5)) == [0, 1, 2, 3, 4]

@@ -4,7 +4,7 @@ from benchmarks.experiments.calibration import CONTESTANTS
 from benchmarks.methods import METHODS
 from benchmarks.methods.method import Posterior
 from benchmarks.methods.priors import BY_TRAINING, LINKS
-from tests.benchmarks.support import run
+from tests.benchmarks.support import rows_by, run
 
 LAPLACE = [key for key in CONTESTANTS if isinstance(METHODS[key], Posterior)]
 LOW_RANK = ("last_layer", "lowrank_kron_paper", "lowrank_kron")
@@ -37,11 +37,9 @@ def test_the_benchmark_measures_every_method(tmp_path, capsys, tiny_models):
         checkpoints=2,
         cache=tmp_path / "cache",
     )
-    rows = finished.figures["methods"]
-    keys = {(row["method"], row["prior"], row["link"]) for row in rows}
-    assert len(keys) == len(rows)
-    assert keys == set(expected_rows())
-    for row in rows:
+    rows = rows_by(finished.figures["methods"], "method", "prior", "link")
+    assert set(rows) == set(expected_rows())
+    for row in rows.values():
         assert 0 < row["nll"] < 50
         if row["method"] in LOW_RANK:
             assert row["regret"] >= 0  # the grid of factors has 1 in it

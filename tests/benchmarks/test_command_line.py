@@ -17,14 +17,20 @@ sys.exit("torch" in sys.modules)
 """
 
 
-def test_help_needs_no_heavy_import_and_names_every_command_and_contestant(capsys):
+def test_help_needs_no_heavy_import_and_names_every_command():
     command = [sys.executable, "-c", PRINT_HELP]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # It fails where torch has been imported.
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
     for experiment in COMMANDS:
-        assert name_of(experiment) in text
-        assert all(field.metadata["help"] for field in fields(experiment))
+        assert name_of(experiment) in finished.stdout
+        for field in fields(experiment):
+            assert field.metadata["help"]
+
+
+def test_help_names_every_contestant(capsys):
     with pytest.raises(SystemExit):
         main(["cost", "--help"])
     # Lines may be broken anywhere.
     text = " ".join(capsys.readouterr().out.split())
-    assert all(key in text for key in CONTESTANTS)
+    for key in CONTESTANTS:
+        assert key in text

@@ -35,10 +35,9 @@ def test_some_contrasts_stand_beside_all_under_the_chosen_and_broader_posteriors
 ):
     of_all, of_some = experiment(n_intents=12)
     assert [row["broader"] for row in of_all] == list(BROADER)
+    chosen = of_all[0]["prior_precision"]
     for exact, some in zip(of_all, of_some, strict=True):
-        assert exact["prior_precision"] * exact["broader"] == pytest.approx(
-            of_all[0]["prior_precision"]
-        )
+        assert exact["prior_precision"] * exact["broader"] == pytest.approx(chosen)
         assert exact["contrasts"] == 11
         assert 1 <= some["contrasts"] <= 8
         assert some["nll"] - exact["nll"] == pytest.approx(some["nll_beside_all"])
@@ -48,5 +47,7 @@ def test_some_contrasts_stand_beside_all_under_the_chosen_and_broader_posteriors
 def test_few_classes_are_all_compared(experiment):
     of_all, of_some = experiment(n_intents=4)
     for exact, some in zip(of_all, of_some, strict=True):
-        assert some["contrasts"] == exact["contrasts"] == 3
-        assert some["largest_difference"] == some["nll_beside_all"] == 0
+        assert exact["contrasts"] == 3
+        assert some["contrasts"] == 3
+        assert some["largest_difference"] == 0
+        assert some["nll_beside_all"] == 0

@@ -20,8 +20,10 @@ from benchmarks.methods import posterior
 from benchmarks.methods.priors import LINKS, FromBatches
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Cross
-from tests.benchmarks.support import run
-from tests.support.models import lora_model, ragged_batches
+from tests.benchmarks.support import rows_by, run
+from tests.support.models import lora_model, ragged_batches, without_labels
+
+PRIORS = [*EVIDENCES, BY_HELD_OUT.key, BY_TEST.key]
 
 
 def test_every_curvature_meets_every_prior(tmp_path, capsys, tiny_models):
@@ -40,24 +42,23 @@ def test_every_curvature_meets_every_prior(tmp_path, capsys, tiny_models):
         grid_size=5,
         cache=tmp_path / "cache",
     )
-    rows = finished.figures["methods"]
-    found = {(row["method"], row["prior"]): row for row in rows}
-    assert len(found) == len(rows)
-    priors = (*EVIDENCES, BY_HELD_OUT.key, BY_TEST.key)
+    rows = rows_by(finished.figures["methods"], "method", "prior")
     of_model = {("map", ""), ("map", "held_out_temperature")}
-    assert set(found) == of_model | set(product(CURVATURES, priors))
+    assert set(rows) == of_model | set(product(CURVATURES, PRIORS))
     for curvature in CURVATURES:
-        best = found[curvature, BY_TEST.key]["nll"]
+        best = rows[curvature, BY_TEST.key]
+        by_held_out = rows[curvature, BY_HELD_OUT.key]
         # The test texts' own choice is the best of the grid, which the held-out fifth
         # shares.
-        assert best <= found[curvature, BY_HELD_OUT.key]["nll"]
+        assert best["nll"] <= by_held_out["nll"]
 
 
 @pytest.mark.parametrize("key", ["diag", "kron"])
 @pytest.mark.parametrize("link", LINKS)
 def test_several_priors_predict_as_each_does_alone(key, link):
-    batches = ragged_batches(batch_size=3)
-    la = posterior(key).build(AdaptedModel(lora_model("bert").double().eval()))
+    batches = ragged_batches()
+    model = AdaptedModel(lora_model("bert").eval())
+    la = posterior(key).build(model)
     la.fit(batches)
     tried = [torch.tensor([1e-3]), torch.tensor([5.0]), torch.tensor([300.0])]
     predicted = FromBatches(la, {TEST: batches}).of_each(tried, link)
@@ -65,39 +66,42 @@ def test_several_priors_predict_as_each_does_alone(key, link):
         la.prior_precision = prior_precision
         alone = torch.cat([la(batch, link_approx=link) for batch in batches])
         assert_close(of_prior[TEST], alone.detach())
-    assert not torch.allclose(predicted[0][TEST], predicted[2][TEST], atol=1e-3)
+    first, _, last = predicted
+    assert not torch.allclose(first[TEST], last[TEST], atol=1e-3)
 
 
 def test_last_layer_laplace_has_the_head_alone():
-    model = lora_model("bert").double().eval()
+    model = lora_model("bert").eval()
     la = posterior(HEAD).build(AdaptedModel(model))
     assert {block.kind for block in la.blocks} == {"head"}
-    batches = ragged_batches(batch_size=3)
+    batches = ragged_batches()
     la.fit(batches)
+    batch = batches[0]
     # The data tell nothing beside such a prior: weights and biases are independent.
     la.prior_precision = torch.tensor([1e9])
+    f_var = la.predictive_moments(batch).f_var
+
     features = []
 
     def note(_, inputs):
-        features.append(inputs[0].detach())
+        (of_batch,) = inputs
+        features.append(of_batch.detach())
 
-    classifier = model.get_submodule(
-        "base_model.model.classifier.modules_to_save.default"
-    )
-    handle = classifier.register_forward_pre_hook(note)
-    inputs = {name: batches[0][name] for name in ("input_ids", "attention_mask")}
-    model(**inputs)
-    handle.remove()
-    covariance = 1e9 * la.predictive_moments(batches[0]).f_var
-    variance = features[0].square().sum(-1) + 1
+    head = model.get_submodule("base_model.model.classifier.modules_to_save.default")
+    with head.register_forward_pre_hook(note):
+        model(**without_labels(batch))
+    (x,) = features
+    variance = x.square().sum(-1) + 1  # of weights and a bias
     expected = variance[:, None, None] * torch.eye(la.n_outputs)
-    assert_close(covariance, expected.to(covariance), rtol=1e-5, atol=1e-5)
+    assert_close(1e9 * f_var, expected.to(f_var), rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_has_every_prior_too(prepared):
     pretrained = prepared("mrpc", learning_rate=1e-2)
+    # Two texts leave none to hold out.
     more = replace(pretrained.task, train=5 * list(pretrained.task.train))
     pretrained = replace(pretrained, task=more)
-    of_cross = Cross(grid_size=3, quiet=True, cache=pretrained.options.cache)
-    rows = list(Trial(pretrained, of_cross, seed=0).with_curvature(posterior(HEAD)))
-    assert [row["prior"] for row in rows] == [*EVIDENCES, BY_HELD_OUT.key, BY_TEST.key]
+    options = Cross(grid_size=3, quiet=True, cache=pretrained.options.cache)
+    trial = Trial(pretrained, options, seed=0)
+    rows = trial.with_curvature(posterior(HEAD))
+    assert [row["prior"] for row in rows] == PRIORS

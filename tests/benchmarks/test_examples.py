@@ -19,13 +19,13 @@ def test_every_cell_runs_after_the_others(path, tiny_models, tmp_path, monkeypat
     monkeypatch.setenv("TOUR_FILES", "40")
     monkeypatch.setenv("TOUR_MODEL", str(tiny_models[True]))
     mpl.use("Agg")
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    notebook = json.loads(path.read_text(encoding="utf-8"))
     names: dict[str, object] = {}
     with warnings.catch_warnings():  # a notebook sets filters of its own
-        for number, cell in enumerate(cells):
+        for number, cell in enumerate(notebook["cells"]):
             if cell["cell_type"] == "code":
                 assert cell["execution_count"]
-                code = compile(
-                    "".join(cell["source"]), f"{path.name}, cell {number}", "exec"
-                )
+                source = "".join(cell["source"])
+                # A failure is then told with its cell.
+                code = compile(source, f"{path.name}, cell {number}", "exec")
                 exec(code, names)

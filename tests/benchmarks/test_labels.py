@@ -1,14 +1,14 @@
 """The tasks and the experiment of several labels, at their smallest."""
 
 import ast
-from itertools import compress
+from itertools import compress, product
 from operator import attrgetter
 
 import pytest
 import torch
 
 from benchmarks.experiments.labels import exact_matches
-from benchmarks.fine_tuning import prepare
+from benchmarks.fine_tuning import TRAIN, prepare
 from benchmarks.tasks import LABELLED_TASKS
 from benchmarks.tasks.functions import SIGNS, functions
 from benchmarks.tasks.signatures import CLASSES, signatures
@@ -52,35 +52,45 @@ FEW = {
 
 def test_parameters_are_labelled_with_the_types_that_their_docstring_has():
     (example,) = signatures(ast.parse(SOURCE))
+    # The name of the function is the last of the words.
     assert example.text == (
-        "a , axis , mode , out , : Roll the given axis of an array."
-    ).replace(", :", ", roll axis :")
+        "a , axis , mode , out , roll axis : Roll the given axis of an array."
+    )
     assert example.labelled_words == ("a", "axis", "out")
     assert example.word_labels is not None
     names = [CLASSES[label] for label in example.word_labels if label != UNLABELLED]
     assert names == ["array", "whole number", "truth value"]
 
 
-def test_a_function_has_a_label_for_each_thing_that_its_code_does():
-    def labels_of(code):
-        source = f"""
+def examples_of(code):
+    """Read the examples of a function with some code."""
+    source = f"""
 def mean_of(rows):
     \"\"\"Compute the mean of all rows there are.\"\"\"
     {code}
 """
-        return [
-            (example.text, tuple(compress(SIGNS, example.labels)))
-            for example in functions(ast.parse(source))
-        ]
+    return list(functions(ast.parse(source)))
 
-    text = "mean of : Compute the mean of all rows there are."
-    assert labels_of("") == []  # no code
-    assert labels_of("return rows") == [(text, ())]
-    assert labels_of("return [row[0] for row in rows]") == [
-        (text, ("loops", "indexes"))
-    ]
-    (found,) = labels_of("if not rows: raise ValueError('a' + 'b')")
-    assert found == (text, ("branches", "raises", "calculates"))
+
+@pytest.mark.parametrize(
+    ("code", "labels"),
+    [
+        ("return rows", []),
+        ("return [row[0] for row in rows]", ["loops", "indexes"]),
+        (
+            "if not rows: raise ValueError('a' + 'b')",
+            ["branches", "raises", "calculates"],
+        ),
+    ],
+)
+def test_a_function_has_a_label_for_each_thing_that_its_code_does(code, labels):
+    (example,) = examples_of(code)
+    assert example.text == "mean of : Compute the mean of all rows there are."
+    assert list(compress(SIGNS, example.labels)) == labels
+
+
+def test_a_function_without_code_is_no_example():
+    assert examples_of("") == []
 
 
 @pytest.mark.parametrize(
@@ -111,32 +121,31 @@ def of_drawn_texts(encoder, monkeypatch):
 
 @pytest.mark.usefixtures("of_drawn_texts")
 def test_the_first_token_of_a_word_has_its_label():
-    pretrained = prepare(
-        parsed("labels --quiet", task="signatures", **FEW), 0, LABELLED_TASKS
-    )
-    for example, record in zip(
-        pretrained.task.train, pretrained.data["train"], strict=True
-    ):
-        # Parameters come first, and none is cut off.
-        words = example.text.split()[: 2 * example.text.split(" : ")[0].count(",")]
-        found = [
-            token
-            for token, label in zip(record["input_ids"], record["labels"], strict=True)
-            if label != UNLABELLED
-        ]
-        expected = [
-            pretrained.tokenizer([word], is_split_into_words=True)["input_ids"][0]
-            for word in example.labelled_words
-        ]
-        assert set(example.labelled_words) <= set(words)
-        assert found == expected
+    options = parsed("labels --quiet", task="signatures", **FEW)
+    pretrained = prepare(options, 0, LABELLED_TASKS)
+
+    def first_token(word):
+        tokens = pretrained.tokenizer([word], is_split_into_words=True)
+        return tokens["input_ids"][0]
+
+    texts = pretrained.task.train
+    for example, record in zip(texts, pretrained.data[TRAIN], strict=True):
+        # Parameters come first, a comma behind each, and none is cut off.
+        signature, *_ = example.text.split(" : ")
+        n_parameters = signature.count(",")
+        parameters = example.text.split()[: 2 * n_parameters]
+        assert set(example.labelled_words) <= set(parameters)
+        is_labelled = [label != UNLABELLED for label in record["labels"]]
+        found = list(compress(record["input_ids"], is_labelled))
+        assert found == [first_token(word) for word in example.labelled_words]
 
 
 def test_a_text_is_right_where_all_of_its_labels_are():
     records = [{"labels": [0, -100, 1]}, {"labels": [1]}, {"labels": [0, 1]}]
+    # Of all labels in a row: two of the first text, one of the second, and two more.
     right = torch.eye(2)[[0, 1, 1, 0, 1]]
-    assert exact_matches(right, records) == 1
     one_wrong = torch.eye(2)[[0, 0, 1, 0, 1]]
+    assert exact_matches(right, records) == 1
     assert exact_matches(one_wrong, records) == pytest.approx(2 / 3)
 
 
@@ -154,16 +163,16 @@ def test_every_method_is_measured_for_each_seed(task, tmp_path, capsys):
         **FEW,
     )
     rows = finished.figures["rows"]
-    assert [(row["seed"], row["name"]) for row in rows] == [
-        (seed, name) for seed in (0, 1) for name in METHODS
-    ]
+    found = [(row["seed"], row["name"]) for row in rows]
+    assert found == list(product((0, 1), METHODS))
     for row in rows:
         # Several of a text.
         assert row["labels"]["test"] > FEW["test_examples"]
         assert row["nll"] > 0
         assert 0 <= row["exact"] <= row["accuracy"]
         assert 0 <= row["shifted"]["sklearn"]["shift_auroc"] <= 1
-    for of_model, tempered, *_ in (rows[:5], rows[5:]):
+    for of_seed in (rows[:5], rows[5:]):
+        of_model, tempered, *_ = of_seed
         assert tempered["accuracy"] == of_model["accuracy"]
         assert tempered["nll"] != of_model["nll"]
     for name in METHODS:

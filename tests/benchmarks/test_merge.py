@@ -13,38 +13,41 @@ from benchmarks.experiments.merge import (
     merged_by_peft,
     product,
 )
-from tests.benchmarks.support import run
+from tests.benchmarks.support import rows_with, run
 from tests.support.models import base_model, ragged_batches
-from tests.support.posteriors import fitted, generator
+from tests.support.posteriors import fitted, generator, sizes
 
 
 def test_the_mode_of_a_product_is_that_of_dense_algebra():
-    posteriors = [fitted(batches=batches) for batches in _two_data_sets()]
-    sizes = posteriors[0].mean.shape
-    means = [torch.randn(sizes, generator=generator(k)).double() for k in range(2)]
-    found = product(posteriors, means, prior_precision=1e-4)
-    total = torch.zeros(len(found), len(found)).double()
-    wanted = torch.zeros(len(found)).double()
-    for la, mean in zip(posteriors, means, strict=True):
-        assert la.prior_precision.item() == pytest.approx(1e-4)
-        precision = la.posterior_precision.to_matrix().double()
-        total += precision
-        wanted += precision @ mean
+    batch, *others = ragged_batches()
+    first = fitted(batches=[batch])
+    second = fitted(batches=others)
+    mean_of_first = torch.randn(first.mean.shape, generator=generator(0)).double()
+    mean_of_second = torch.randn(first.mean.shape, generator=generator(1)).double()
+    found = product(
+        [first, second],
+        [mean_of_first, mean_of_second],
+        prior_precision=1e-4,
+    )
+
+    assert first.prior_precision.item() == pytest.approx(1e-4)
+    assert second.prior_precision.item() == pytest.approx(1e-4)
+    P = first.posterior_precision.to_matrix().double()
+    Q = second.posterior_precision.to_matrix().double()
+    wanted = P @ mean_of_first + Q @ mean_of_second
     # As far as conjugate gradients go: the residual is what they bound.
-    residual = total @ found - wanted
+    residual = (P + Q) @ found - wanted
     assert residual.norm() <= 2 * TOLERANCE**0.5 * wanted.norm()
-    assert (found - torch.stack(means).mean(0)).norm() > 1e-2 * found.norm()
-
-
-def _two_data_sets():
-    batches = ragged_batches()
-    return batches[:1], batches[1:]
+    plain_mean = (mean_of_first + mean_of_second) / 2
+    assert (found - plain_mean).norm() > 1e-2 * found.norm()
 
 
 def test_lora_weights_are_merged_as_peft_does():
-    # With scaling 1, as PEFT gives a merged adapter.
     config = LoraConfig(
-        r=2, lora_alpha=2, target_modules=["query"], init_lora_weights=False
+        r=2,
+        lora_alpha=2,  # a scaling of 1, as PEFT gives a merged adapter
+        target_modules=["query"],
+        init_lora_weights=False,
     )
     model = get_peft_model(base_model("bert"), config).double()
     model.add_adapter("other", config)
@@ -53,28 +56,42 @@ def test_lora_weights_are_merged_as_peft_does():
         model.set_adapter(name)
         posteriors.append(fitted(model=model.double()))
     model.add_weighted_adapter(
-        ["default", "other"], [0.5, 0.5], "merged", "ties", density=DENSITY
+        adapters=["default", "other"],
+        weights=[0.5, 0.5],
+        adapter_name="merged",
+        combination_type="ties",
+        density=DENSITY,
     )
+    weights = model.named_parameters()
+    expected = [weight for name, weight in weights if ".merged." in name]
+
     means = [la.mean for la in posteriors]
-    blocks = posteriors[0].blocks
-    found = merged_by_peft(blocks, means, "ties")
-    found = found.split([block.weight.numel() for block in blocks])
-    merged = [w for name, w in model.named_parameters() if ".merged." in name]
-    assert len(merged) == len(blocks)
-    for part, weight in zip(found, merged, strict=True):
+    la = posteriors[0]
+    found = merged_by_peft(la.blocks, means, "ties")
+    assert len(expected) == len(la.blocks)
+    for part, weight in zip(found.split(sizes(la)), expected, strict=True):
         assert_close(part, weight.flatten())
 
 
-def test_halves_are_of_each_intents_texts_or_of_the_intents():
+@pytest.mark.parametrize(
+    ("halved", "labels_of_first", "labels_of_second"),
+    [
+        ("texts", {0, 1, 2, 3}, {0, 1, 2, 3}),
+        ("intents", {0, 1}, {2, 3}),
+    ],
+)
+def test_halves_are_of_each_intents_texts_or_of_the_intents(
+    halved,
+    labels_of_first,
+    labels_of_second,
+):
+    assert halved in HALVES
     records = [{"labels": place % 4, "place": place} for place in range(16)]
-    for halved in HALVES:
-        halves = halves_of(records, halved, n_classes=4)
-        assert [len(half) for half in halves] == [8, 8]
-        labels = [{record["labels"] for record in half} for half in halves]
-        if halved == "texts":
-            assert labels == [{0, 1, 2, 3}] * 2
-        else:
-            assert labels == [{0, 1}, {2, 3}]
+    first, second = halves_of(records, halved, n_classes=4)
+    assert len(first) == 8
+    assert len(second) == 8
+    assert {record["labels"] for record in first} == labels_of_first
+    assert {record["labels"] for record in second} == labels_of_second
 
 
 def test_each_way_to_merge_has_a_row(intents, tmp_path, capsys):
@@ -93,6 +110,6 @@ def test_each_way_to_merge_has_a_row(intents, tmp_path, capsys):
     rows = finished.figures["rows"]
     assert len(rows) == 2 * 8
     for halved in HALVES:
-        names = [row["adapter"] for row in rows if row["halves"] == halved]
-        assert len(set(names)) == 8
+        of_half = rows_with(rows, halves=halved)
+        assert len({row["adapter"] for row in of_half}) == 8
     assert "product of posteriors" in finished.printed

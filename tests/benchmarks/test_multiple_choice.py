@@ -1,6 +1,5 @@
 """ARC and OpenBookQA by letters and by the choices' texts."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,58 +10,61 @@ from benchmarks.models import MissingDataError
 from benchmarks.tasks import TASKS
 from benchmarks.tasks.multiple_choice import MULTIPLE_CHOICE
 from laplace_lora_ext.models.logits_model import LogitsModel
-from tests.benchmarks.support import arc_row, parsed, run
+from tests.benchmarks.support import arc_row, parsed, rows_by, run, write_rows
 
 CHOICES = ["a pear", "a stone", "a spoon and a lamp", "a lamp"]
 
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    """Write questions of each data set, of which one has three choices."""
+    """A folder of questions of each data set, of which one has three choices."""
     for task in MULTIPLE_CHOICE:
-        folder = tmp_path / "data" / task.dataset[0] / task.dataset[1]
-        folder.mkdir(parents=True, exist_ok=True)
-        for split, count in (("train", 24), ("test", 8)):
+        name, configuration = task.dataset
+        folder = tmp_path / "data" / name / configuration
+        for split, n_questions in (("train", 24), ("test", 8)):
             rows = [
                 arc_row(f"What grows {number}?", CHOICES, "ABCD"[number % 4])
-                for number in range(count)
+                for number in range(n_questions)
             ]
             rows.append(arc_row("What grows?", CHOICES[:3], "A", labels="ABC"))
-            if "openbookqa" in task.dataset[0]:
+            if "openbookqa" in name:
                 for row in rows:
                     row["question_stem"] = row.pop("question")
-            text = "\n".join(json.dumps(row) for row in rows)
-            (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
+            write_rows(rows, folder / f"{split}.jsonl")
     return tmp_path / "data"
 
 
 @pytest.mark.parametrize("task", MULTIPLE_CHOICE, ids=lambda task: task.name)
 def test_each_question_has_four_choices_and_stays_the_same(task, data, tiny_models):
     options = parsed(
-        "stages --quiet", task=task.name, data=data, model=tiny_models[True]
+        "stages --quiet",
+        task=task.name,
+        data=data,
+        model=tiny_models[True],
     )
-    read = TASKS[task.name].read(options, 0)
-    assert (len(read.train), len(read.test)) == (24, 8)
-    assert read == TASKS[task.name].read(options, 0)
-    assert read.train != TASKS[task.name].read(options, 1).train
+
+    def read(seed):
+        return TASKS[task.name].read(options, seed)
+
+    found = read(0)
+    assert len(found.train) == 24
+    assert len(found.test) == 8
+    assert found == read(0)
+    assert found.train != read(1).train
+
     pretrained = prepare(options, 0)
     batch = next(iter(pretrained.loader(pretrained.data[TRAIN])))
-    logits = LogitsModel(pretrained.load(), pretrained.class_token_ids)(batch)
-    assert logits.shape == (len(batch["labels"]), 4)
-    if read.has_choices:
-        assert read.train[0].choices == tuple(f" {choice}" for choice in CHOICES)
-        tokens = [int(row.sum()) for row in batch["score_mask"][0]]
-        expected = [
-            len(
-                pretrained.tokenizer(f" {choice}", add_special_tokens=False)[
-                    "input_ids"
-                ]
-            )
-            for choice in CHOICES
-        ]
-        assert tokens == expected
+    model = LogitsModel(pretrained.load(), pretrained.class_token_ids)
+    assert model(batch).shape == (len(batch["labels"]), 4)
+    first = found.train[0]
+    if found.has_choices:
+        choices = [f" {choice}" for choice in CHOICES]
+        assert list(first.choices) == choices
+        tokens = pretrained.tokenizer(choices, add_special_tokens=False)["input_ids"]
+        n_tokens = [len(of_choice) for of_choice in tokens]
+        assert batch["score_mask"][0].sum(-1).tolist() == n_tokens
     else:
-        assert " Choices: A. a pear." in read.train[0].text
+        assert " Choices: A. a pear." in first.text
 
 
 def test_data_must_be_given(tiny_models):
@@ -85,12 +87,13 @@ def test_stages_run_on_choices_of_several_tokens(data, tiny_models, tmp_path, ca
         cache=tmp_path / "cache",
         smoothing=[],
     )
-    rows = {(row["method"], row["prior"]): row for row in finished.figures["methods"]}
-    assert ("staged_1", "held_out") in rows
+    rows = rows_by(finished.figures["methods"], "method", "prior")
     assert ("staged_1_student", "training_texts") in rows
     # Long choices are far less probable than short ones to a model that has learnt
     # nothing.
-    assert all(0 < row["nll"] < 100 for row in rows.values())
+    for row in rows.values():
+        assert 0 < row["nll"] < 100
     shifted = rows["staged_1", "held_out"]["shifted"]
     assert set(shifted) == {"ARC-Easy", "ARC-Challenge"}
-    assert all("nll" in of_set for of_set in shifted.values())
+    for of_set in shifted.values():
+        assert "nll" in of_set

@@ -1,8 +1,10 @@
 """The benchmark of growth at small sizes."""
 
+from itertools import product
+
 import pytest
 
-from tests.benchmarks.support import run
+from tests.benchmarks.support import rows_by, rows_with, run
 
 SMALL = {
     "device": "cpu",
@@ -20,9 +22,11 @@ SMALL = {
 def test_every_series_at_small_sizes(tmp_path, capsys):
     finished = run(capsys, tmp_path, "scale --quiet", **SMALL)
     rows = finished.figures["rows"]
-    assert all(row["seconds"] > 0 for row in rows)
+    for row in rows:
+        assert row["seconds"] > 0
+    assert "Against the number of classes" in finished.printed
 
-    of_classes = [row for row in rows if row["against"] == "classes"]
+    of_classes = rows_with(rows, against="classes")
     names = {row["name"] for row in of_classes}
     assert len(of_classes) == 3 * len(names)
     expected = {
@@ -33,33 +37,30 @@ def test_every_series_at_small_sizes(tmp_path, capsys):
         "prediction by contrasts",
     }
     assert expected < names
-    forward = {row["size"]: row for row in of_classes if row["name"] == "forward pass"}
-    assert [row["forward_passes"] for row in forward.values()] == [1, 1, 1]
+    of_forward = rows_by(rows_with(of_classes, name="forward pass"), "size")
+    assert [row["forward_passes"] for row in of_forward.values()] == [1, 1, 1]
     for row in of_classes:
-        seconds = row["forward_passes"] * forward[row["size"]]["seconds"]
+        # All are told in forward passes of the same number of classes.
+        forward = of_forward[row["size"],]
+        seconds = row["forward_passes"] * forward["seconds"]
         assert row["seconds"] == pytest.approx(seconds)
 
-    of_lengths = {
-        (row["name"], row["size"])
-        for row in rows
-        if row["against"] == "tokens of a text"
-    }
-    assert of_lengths == {
-        (name + way, size)
-        for name in ("training step", "fit", "prediction")
-        for way in ("", ", checkpointed")
-        for size in (8, 16)
-    }
+    of_lengths = rows_by(rows_with(rows, against="tokens of a text"), "name", "size")
+    series = []
+    for name in ("training step", "fit", "prediction"):
+        series += [name, f"{name}, checkpointed"]
+    assert set(of_lengths) == set(product(series, (8, 16)))
 
-    of_processes = [row for row in rows if row["against"] == "processes"]
+    of_processes = rows_with(rows, against="processes")
     assert [row["size"] for row in of_processes] == [1, 2]
-    assert all(row["in_bare_loops"] > 0 for row in of_processes)
+    for row in of_processes:
+        assert row["in_bare_loops"] > 0
     assert "time_exponent" in of_processes[-1]
-    of_widths = [row for row in rows if row["against"] == "width"]
+
+    of_widths = rows_with(rows, against="width")
     assert [row["size"] for row in of_widths] == [16, 32] * 2
     for row in of_widths:
         assert row["ratio"] == pytest.approx(row["seconds"] / row["seconds_without"])
-    assert "Against the number of classes" in finished.printed
 
 
 def test_a_series_without_sizes_is_left_out(tmp_path, capsys):

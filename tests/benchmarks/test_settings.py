@@ -10,50 +10,54 @@ from benchmarks.methods.settings import SETTINGS
 from tests.benchmarks.support import run
 
 
-def small(tiny_models, tmp_path):
-    return {
-        "task": "choices",
-        "model": tiny_models[True],
-        "train_examples": 15,
-        "test_examples": 4,
-        "shifted_examples": 4,
-        "files_per_library": 30,
-        "steps": 2,
-        "checkpoints": 1,
-        "cache": tmp_path / "cache",
-    }
+@pytest.fixture
+def settings_of(tmp_path, capsys, tiny_models):
+    """Runs the experiment on the settings of some rivals."""
 
-
-def test_every_setting_trains_and_predicts_what_is_held_out(
-    tmp_path, capsys, tiny_models
-):
-    finished = run(
-        capsys,
-        tmp_path / "results",
-        "settings",
-        rivals=["ivon"],
-        **small(tiny_models, tmp_path),
-    )
-    names = [row["settings"] for row in finished.figures["rows"]]
-    assert names == [TRAINED, *(recipe.name for recipe in SETTINGS["ivon"].recipes)]
-    # Trainings are kept by their names.
-    assert len(set(names)) == len(names)
-
-
-def test_a_rival_without_settings_is_named(tmp_path, capsys, tiny_models):
-    with pytest.raises(SystemExit, match="No settings of 'mc_dropout'"):
-        run(
+    def measure(*rivals):
+        return run(
             capsys,
             tmp_path / "results",
             "settings",
-            rivals=["mc_dropout"],
-            **small(tiny_models, tmp_path),
+            rivals=rivals,
+            task="choices",
+            model=tiny_models[True],
+            train_examples=15,
+            test_examples=4,
+            shifted_examples=4,
+            files_per_library=30,
+            steps=2,
+            checkpoints=1,
+            cache=tmp_path / "cache",
         )
+
+    return measure
+
+
+def test_every_setting_trains_and_predicts_what_is_held_out(settings_of):
+    finished = settings_of("ivon")
+    found = [row["settings"] for row in finished.figures["rows"]]
+    recipes = [recipe.name for recipe in SETTINGS["ivon"].recipes]
+    assert found == [TRAINED, *recipes]
+    # Trainings are kept by their names.
+    assert len(set(found)) == len(found)
+
+
+def test_a_rival_without_settings_is_named(settings_of):
+    with pytest.raises(SystemExit, match="No settings of 'mc_dropout'"):
+        settings_of("mc_dropout")
 
 
 def measured(rival, settings, accuracy, nll, seed=0):
-    figures = {"accuracy": accuracy, "nll": nll, "ece": 0.1}
-    return {"seed": seed, "rival": rival, "settings": settings, **figures}
+    """Make a row of the experiment."""
+    return {
+        "seed": seed,
+        "rival": rival,
+        "settings": settings,
+        "accuracy": accuracy,
+        "nll": nll,
+        "ece": 0.1,
+    }
 
 
 def test_the_settings_chosen_have_the_least_nll_of_those_that_are_accurate():

@@ -1,7 +1,5 @@
 """The experiment on stages at its smallest: its mixtures are `in_stages`'s."""
 
-import json
-
 import pytest
 import torch
 import transformers
@@ -22,7 +20,7 @@ from benchmarks.options import Stages
 from benchmarks.tasks.paper import PAPER_TASKS
 from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.training.stages import Members
-from tests.benchmarks.support import is_picture, run
+from tests.benchmarks.support import is_picture, rows_by, run, write_rows
 
 
 @pytest.fixture
@@ -81,25 +79,17 @@ SIGNS = {
 }
 
 
-def rows_of(finished):
-    """Find rows by method and prior, of which no two have the same."""
-    rows = {(row["method"], row["prior"]): row for row in finished.figures["methods"]}
-    assert len(rows) == len(finished.figures["methods"])
-    return rows
-
-
 def test_every_row_is_measured_and_every_training_is_shared(options, tmp_path, capsys):
     folder = tmp_path / "results"
     finished = run(capsys, folder, "stages", **options, smoothing=[0.2])
-    rows = rows_of(finished)
+    rows = rows_by(finished.figures["methods"], "method", "prior")
     assert list(rows) == EXPECTED_ROWS
     for keys, row in rows.items():
         assert 0 < row["nll"] < 10
         assert 0 <= row["aurc"] <= 1
         of_shifted = row["shifted"]["matplotlib"]
-        assert set(of_shifted["auroc"]) == {"entropy", "maximum"} | SIGNS.get(
-            keys, set()
-        )
+        signs = {"entropy", "maximum"} | SIGNS.get(keys, set())
+        assert set(of_shifted["auroc"]) == signs
         assert of_shifted["auroc"]["entropy"] == of_shifted["shift_auroc"]
         # Its texts have labels, of another library.
         assert 0 < of_shifted["nll"] < 10
@@ -136,9 +126,10 @@ def of_encoder(tiny_models, tmp_path):
 def test_a_head_takes_part_without_a_further_training(of_encoder, tmp_path, capsys):
     command = "stages --no-students --smoothing"
     finished = run(capsys, tmp_path / "results", command, **of_encoder)
-    rows = rows_of(finished)
-    taught = [key for key, _ in rows if "student" in key or "amortized" in key]
-    assert not taught
+    rows = rows_by(finished.figures["methods"], "method", "prior")
+    for method, _ in rows:
+        assert "student" not in method
+        assert "amortized" not in method
     assert ("label_smoothing", "held_out") not in rows
     for method, prior in (
         ("lowrank_kron", "validation_elsewhere"),
@@ -158,7 +149,7 @@ def test_a_head_has_the_prior_of_the_same_second_training(of_encoder):
     asked = Stages(quiet=True, **of_encoder)
     pretrained = prepare(asked, 0)
     trial = Trial(pretrained, asked, 0)
-    rows = {(row["method"], row["prior"]): row for row in trial.ordinary()}
+    rows = rows_by(list(trial.ordinary()), "method", "prior")
     measured = rows["lowrank_kron_head", "validation_elsewhere"]
 
     model = fine_tune(pretrained, pretrained.data[TRAIN], 0).model
@@ -174,33 +165,34 @@ def test_a_head_has_the_prior_of_the_same_second_training(of_encoder):
         return model
 
     la.optimize_prior_precision(
-        method="second_training", train=train, train_loader=batches
+        method="second_training",
+        train=train,
+        train_loader=batches,
     )
     assert measured["chosen"] == pytest.approx(geometric_mean(la.prior_precision))
+    assert measured["nll"] == pytest.approx(nll_of(la, pretrained), rel=1e-5)
+
+
+def nll_of(la, pretrained):
+    """Compute the mean negative log-likelihood of the test texts."""
     test = pretrained.data[TEST]
-    predictions = [
+    predicted = [
         la(batch, link_approx="mean_field") for batch in pretrained.loader(test)
     ]
-    nll = negative_log_likelihood(torch.cat(predictions).detach(), labels_of(test))
-    assert measured["nll"] == pytest.approx(nll, rel=1e-5)
+    probabilities = torch.cat(predicted).detach()
+    return negative_log_likelihood(probabilities, labels_of(test))
 
 
 def write_grammar(data):
     """Write sentences of two classes, some of them wrong."""
-    task = PAPER_TASKS["cola"]
-    rows = [
-        {
-            "sentence": f"It {'rains' if number % 2 else 'rain'} {number}.",
-            "label": label,
-        }
-        for number in range(24)
-        for label in (number % 2, (number // 5) % 2)
-    ]
-    for source in task.sources:
-        file = source.file_in(data)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(row) for row in rows]
-        file.write_text("\n".join(lines), encoding="utf-8")
+    rows = []
+    for number in range(24):
+        verb = "rains" if number % 2 else "rain"
+        # Each sentence twice: with its own label, and with one that tells nothing.
+        for label in (number % 2, (number // 5) % 2):
+            rows.append({"sentence": f"It {verb} {number}.", "label": label})
+    for source in PAPER_TASKS["cola"].sources:
+        write_rows(rows, source.file_in(data))
 
 
 def test_a_mixture_is_that_of_in_stages(options):
@@ -224,11 +216,6 @@ def test_a_mixture_is_that_of_in_stages(options):
         likelihood="classification",
         class_token_ids=pretrained.class_token_ids,
     )
-    test = pretrained.data[TEST]
-    batches = pretrained.loader(test)
-    predictions = [
-        mixture(batch, link_approx="mean_field").detach() for batch in batches
-    ]
-    nll = negative_log_likelihood(torch.cat(predictions), labels_of(test))
-    rows = {(row["method"], row["prior"]): row for row in trial.in_stages(members=2)}
-    assert rows["staged_2", "held_out"]["nll"] == pytest.approx(nll, rel=1e-6)
+    expected = nll_of(mixture, pretrained)
+    rows = rows_by(list(trial.in_stages(members=2)), "method", "prior")
+    assert rows["staged_2", "held_out"]["nll"] == pytest.approx(expected, rel=1e-6)

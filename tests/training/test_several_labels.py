@@ -20,7 +20,8 @@ from laplace_lora_ext.likelihoods import MULTI_LABEL
 from laplace_lora_ext.metrics import compare
 from tests.support.models import lora_model, without_labels
 from tests.support.ranks import Texts
-from tests.support.trainers import N, trainer_of, values
+from tests.support.trainers import N, trainer_of
+from tests.training.support import entry_with, second_member
 
 N_LABELS = 3
 
@@ -53,9 +54,9 @@ def classifier():
 
 
 def trainer_of_labels(folder, *callbacks, model=None, **settings):
-    return trainer_of(
-        folder, *callbacks, model=model or classifier(), data=Labelled(N), **settings
-    )
+    if model is None:
+        model = classifier()
+    return trainer_of(folder, *callbacks, model=model, data=Labelled(N), **settings)
 
 
 def batch_of(trainer):
@@ -66,6 +67,20 @@ def batch_of(trainer):
 def logits_of(model, batch):
     with torch.no_grad():
         return model.eval()(**without_labels(batch)).logits
+
+
+def assert_fitted_to_training_texts(la, trainer):
+    """Compare a posterior's loss with that of all labels, none of them weighted."""
+    assert la.likelihood == MULTI_LABEL
+    assert la.n_data == N
+    batch = batch_of(trainer)
+    loss = binary_cross_entropy_with_logits(
+        logits_of(trainer.model, batch),
+        batch["labels"],
+        reduction="sum",
+    )
+    # Sums in float32, over other batches.
+    assert_close(la.loss.float(), loss, rtol=1e-4, atol=1e-4)
 
 
 class PositivesCount(BCEWithLogitsLoss):
@@ -91,10 +106,16 @@ def by_second_training(trainer):
 # Steps of four texts: 4 and 1 in stages, 5 and 4 where a second training holds out a
 # fifth.
 @pytest.mark.parametrize(
-    ("posterior_of", "n_texts"), [(train_in_stages, 20), (by_second_training, 36)]
+    ("posterior_of", "n_texts"),
+    [
+        (train_in_stages, 20),
+        (by_second_training, 36),
+    ],
 )
 def test_weights_of_positives_move_the_weights_and_not_the_likelihood(
-    posterior_of, n_texts, tmp_path
+    posterior_of,
+    n_texts,
+    tmp_path,
 ):
     model = classifier()
     plain = copy.deepcopy(model)
@@ -102,73 +123,59 @@ def test_weights_of_positives_move_the_weights_and_not_the_likelihood(
     loss = PositivesCount()
     trainer.compute_loss_func = loss
     la = posterior_of(trainer)
-    assert la.likelihood == MULTI_LABEL
     assert trainer.compute_loss_func is loss
-    n_trained = loss.n_seen
-    assert n_trained == n_texts
+    assert loss.n_seen == n_texts
+    assert_fitted_to_training_texts(la, trainer)
 
-    batch = batch_of(trainer)
-    logits = logits_of(model, batch)
-    expected = binary_cross_entropy_with_logits(
-        logits, batch["labels"], reduction="sum"
-    )
-    assert_close(la.loss.float(), expected, rtol=1e-4, atol=1e-4)
     posterior_of(trainer_of_labels(tmp_path / "plain", model=plain))
-    of_plain = logits_of(plain, batch)
-    assert (logits - of_plain)[:, 2].mean() > 1e-4  # the heaviest label's
+    batch = batch_of(trainer)
+    difference = logits_of(model, batch) - logits_of(plain, batch)
+    of_heaviest_label = difference[:, 2]
+    assert of_heaviest_label.mean() > 1e-4
 
     # A student's loss is not the user's.
     la.distill(trainer, None)
-    assert loss.n_seen == n_trained
+    assert loss.n_seen == n_texts
 
 
 def test_a_second_training_of_several_labels_leaves_a_second_member(tmp_path):
     trainer = trainer_of_labels(tmp_path)
     trainer.train()
     la = Laplace(trainer.model)
-    la.fit([batch_of(trainer)])
-    before = values(trainer.model)
-    history = la.optimize_prior_precision(method="second_training", trainer=trainer)
-    for name, value in before.items():
-        assert torch.equal(trainer.model.state_dict()[name], value), name
-    (other,) = history.posteriors
-    assert other.likelihood == MULTI_LABEL
-    assert other.n_data == 0.8 * N
     batch = batch_of(trainer)
+    la.fit([batch])
+    other = second_member(la, trainer)
+    assert other.likelihood == MULTI_LABEL
     mean = (la(batch) + other(batch)) / 2
     assert mean.shape == (N, N_LABELS)
-    assert_close(LaplaceMixture([la, other])(batch), mean)
+    mixture = LaplaceMixture([la, other])
+    assert_close(mixture(batch), mean)
 
 
 @pytest.mark.parametrize("method", ["agreement", "gridsearch", "second_training"])
 def test_the_callback_fits_saves_and_measures_several_labels(method, tmp_path):
     trainer = trainer_of_labels(
-        tmp_path, eval_strategy="steps", eval_steps=2, eval_data=Labelled(9)
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=2,
+        eval_data=Labelled(9),
     )
     callback = LaplaceCallback(method=method, trainer=trainer)
     trainer.add_callback(callback)
     trainer.train()
     la = callback.la
-    assert la.likelihood == MULTI_LABEL
-    assert la.n_data == N
+    assert_fitted_to_training_texts(la, trainer)
     batch = batch_of(trainer)
-    expected = binary_cross_entropy_with_logits(
-        logits_of(trainer.model, batch), batch["labels"], reduction="sum"
-    )
-    assert_close(la.loss.float(), expected, rtol=1e-4, atol=1e-4)
     read = from_pretrained(trainer.model, tmp_path)
-    assert_close(
-        read(batch, link_approx="mean_field"), la(batch, link_approx="mean_field")
-    )
-    (entry,) = [
-        each for each in trainer.state.log_history if "laplace_evidence" in each
-    ]
+    found = read(batch, link_approx="mean_field")
+    assert_close(found, la(batch, link_approx="mean_field"))
+
+    entry = entry_with("laplace_evidence", trainer)
     assert entry["laplace_evidence"] == la.log_marginal_likelihood().item()
     held_out = trainer.data_collator(list(trainer.eval_dataset))
     p = la(held_out, link_approx="mean_field")
-    labels = held_out["labels"]
-    nll = -torch.where(labels > 0, p, 1 - p).log().mean().item()
+    of_right = torch.where(held_out["labels"] > 0, p, 1 - p)
+    nll = -of_right.log().mean().item()
     assert entry["eval_laplace_nll"] == pytest.approx(nll, rel=1e-4)
-    assert entry["eval_laplace_ece"] == pytest.approx(
-        compare(la, [held_out]).posterior["ece"]
-    )
+    ece = compare(la, [held_out]).posterior["ece"]
+    assert entry["eval_laplace_ece"] == pytest.approx(ece)

@@ -28,6 +28,7 @@ from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.training.trainers import loader_of
 from tests.support.models import N_CLASSES, base_model, ragged_batches
 from tests.support.trainers import N, trainer_of, values
+from tests.training.support import entry_with, second_member
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +51,12 @@ def labelled(n_texts, classes=N_CLASSES):
         # What a label is can be learnt from the token.
         labels = [token % classes if token % 3 else IGNORED for token in ids]
         labels[-1] = ids[-1] % classes
-        texts.append(
-            {"input_ids": ids, "attention_mask": [1] * length, "labels": labels}
-        )
+        text = {
+            "input_ids": ids,
+            "attention_mask": [1] * length,
+            "labels": labels,
+        }
+        texts.append(text)
     return texts
 
 
@@ -65,6 +69,7 @@ def classifier(classes=N_CLASSES):
 
 
 def trainer_of_tokens(folder, *callbacks, classes=N_CLASSES, **settings):
+    """Make a trainer that pads labels as it pads tokens."""
     trainer = trainer_of(
         folder,
         *callbacks,
@@ -72,112 +77,105 @@ def trainer_of_tokens(folder, *callbacks, classes=N_CLASSES, **settings):
         data=labelled(N, classes),
         **settings,
     )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({"<pad>": 0}, "<pad>")), pad_token="<pad>"
-    )
+    words = Tokenizer(WordLevel({"<pad>": 0}, "<pad>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
     trainer.data_collator = DataCollatorForTokenClassification(tokenizer)
     return trainer
 
 
-def loss_of(trainer, data):
-    """Sum the loss of all labelled tokens of the trainer's model as it is."""
-    batch = trainer.data_collator(list(data))
+def fitted_to(trainer):
+    """Train, and fit a posterior to the same texts."""
+    trainer.train()
+    la = Laplace(trainer.model)
+    la.fit(loader_of(trainer, trainer.train_dataset))
+    return la
+
+
+def assert_fitted_to_training_texts(la, trainer):
+    """Compare a posterior's loss with that of all labelled tokens."""
+    assert la.likelihood == TOKENS
+    assert la.n_data == N
+    batch = trainer.data_collator(list(trainer.train_dataset))
     labels = batch.pop("labels")
     with torch.no_grad():
         logits = trainer.model.eval()(**batch).logits
-    return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-
-
-def n_labels(data):
-    return sum(label != IGNORED for text in data for label in text["labels"])
+    loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    # Sums in float32, over other batches.
+    assert_close(la.loss.float(), loss, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("members", [1, 2])
 def test_trainers_of_tokens_train_in_stages(members, tmp_path):
     trainer = trainer_of_tokens(tmp_path, eval_data=labelled(7))
     la = train_in_stages(trainer, members=members)
-    first = la.members[0]
-    assert first.likelihood == TOKENS
-    assert first.n_data == N
-    assert_close(
-        first.loss.float(),
-        loss_of(trainer, trainer.train_dataset),
-        rtol=1e-4,
-        atol=1e-4,
-    )
+    assert_fitted_to_training_texts(la.members[0], trainer)
     figures = trainer.state.log_history[-1]
     assert math.isfinite(figures["laplace_held_out_nll"])
+
     batch = trainer.data_collator(trainer.eval_dataset)
     p = la(batch, link_approx="mean_field")
     assert p.shape == (*batch["input_ids"].shape, N_CLASSES)
-    labels = batch["labels"]
-    of_labelled, y = p[labels != IGNORED], labels[labels != IGNORED]
-    nll = -of_labelled[torch.arange(len(y)), y].log().mean().item()
+    is_labelled = batch["labels"] != IGNORED
+    y = batch["labels"][is_labelled]
+    of_labelled = p[is_labelled]
+    of_right = of_labelled[torch.arange(len(y)), y]
+    nll = -of_right.log().mean().item()
     assert figures["eval_laplace_nll"] == pytest.approx(nll, rel=1e-4)
-    assert figures["eval_laplace_ece"] == pytest.approx(
-        compare(la, [batch]).posterior["ece"], rel=1e-3
-    )
+    ece = compare(la, [batch]).posterior["ece"]
+    assert figures["eval_laplace_ece"] == pytest.approx(ece, rel=1e-3)
 
 
 def test_a_second_training_of_tokens_leaves_a_second_member(tmp_path):
     trainer = trainer_of_tokens(tmp_path)
-    trainer.train()
-    la = Laplace(trainer.model)
-    la.fit(loader_of(trainer, trainer.train_dataset))
-    before = values(trainer.model)
-    history = la.optimize_prior_precision(method="second_training", trainer=trainer)
-    for name, value in before.items():
-        assert torch.equal(trainer.model.state_dict()[name], value), name
-    (other,) = history.posteriors
+    la = fitted_to(trainer)
+    other = second_member(la, trainer)
     assert other.likelihood == TOKENS
-    assert other.n_data == 0.8 * N
     batch = trainer.data_collator(trainer.train_dataset[:4])
     mean = (la(batch) + other(batch)) / 2
-    assert_close(LaplaceMixture([la, other])(batch), mean, equal_nan=True)
+    mixture = LaplaceMixture([la, other])
+    # Of padding, no posterior predicts a number.
+    assert_close(mixture(batch), mean, equal_nan=True)
 
 
 @pytest.mark.parametrize("method", ["agreement", "gridsearch", "second_training"])
 def test_the_callback_fits_saves_and_measures_labels_of_tokens(method, tmp_path):
     trainer = trainer_of_tokens(
-        tmp_path, eval_strategy="steps", eval_steps=2, eval_data=labelled(7)
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=2,
+        eval_data=labelled(7),
     )
     callback = LaplaceCallback(method=method, trainer=trainer)
     trainer.add_callback(callback)
     trainer.train()
     la = callback.la
     assert la is not None
-    assert la.likelihood == TOKENS
-    assert la.n_data == N
-    assert_close(
-        la.loss.float(), loss_of(trainer, trainer.train_dataset), rtol=1e-4, atol=1e-4
-    )
-    (entry,) = [
-        each for each in trainer.state.log_history if "laplace_evidence" in each
-    ]
+    assert_fitted_to_training_texts(la, trainer)
+    entry = entry_with("laplace_evidence", trainer)
     batch = trainer.data_collator(trainer.eval_dataset)
-    found = compare(la, [batch]).posterior
-    assert entry["eval_laplace_nll"] == pytest.approx(found["nll"], rel=1e-4)
+    measured = compare(la, [batch]).posterior
+    assert entry["eval_laplace_nll"] == pytest.approx(measured["nll"], rel=1e-4)
     read = from_pretrained(trainer.model, tmp_path)
-    assert_close(
-        read(batch, link_approx="mean_field"),
-        la(batch, link_approx="mean_field"),
-        equal_nan=True,
-    )
+    found = read(batch, link_approx="mean_field")
+    expected = la(batch, link_approx="mean_field")
+    assert_close(found, expected, equal_nan=True)
 
 
 def test_steps_of_a_reasoning_train_in_stages(tmp_path):
     trainer = trainer_of_tokens(tmp_path, classes=2)
     la = train_in_stages(trainer)
     statistics = la.predictive_statistics(loader_of(trainer, trainer.train_dataset))
-    assert len(statistics) == n_labels(trainer.train_dataset)
-    assert la(trainer.data_collator(trainer.train_dataset[:3])).shape == (3, 4, 2)
+    n_labels = 0
+    for text in trainer.train_dataset:
+        n_labels += sum(label != IGNORED for label in text["labels"])
+    assert len(statistics) == n_labels
+    batch = trainer.data_collator(trainer.train_dataset[:3])
+    assert la(batch).shape == (3, 4, 2)
 
 
 def test_a_student_of_tokens_is_refused_with_what_to_use_instead(tmp_path):
     trainer = trainer_of_tokens(tmp_path)
-    trainer.train()
-    la = Laplace(trainer.model)
-    la.fit(loader_of(trainer, trainer.train_dataset))
+    la = fitted_to(trainer)
     before = values(trainer.model)
     with pytest.raises(NotImplementedError, match=r"one a token: use la\.amortize"):
         la.distill(trainer)

@@ -21,11 +21,7 @@ from transformers import (
 )
 
 from laplace_lora_ext import Laplace, train_in_stages
-from laplace_lora_ext.training.trainers import (
-    loader_of,
-    restored,
-    train,
-)
+from laplace_lora_ext.training.trainers import loader_of, restored, train
 from tests.support.models import VOCABULARY, llama
 from tests.support.posteriors import fitted
 from tests.support.ranks import Texts
@@ -33,10 +29,12 @@ from tests.support.trainers import N, trainer_of
 
 
 def rows():
-    texts = [
-        {name: value.tolist() for name, value in text.items()} for text in Texts(N)
-    ]
-    return Dataset.from_list([text | {"origin": "a book"} for text in texts])
+    """Make a data set of texts, with a column that no model takes."""
+    texts = []
+    for text in Texts(N):
+        row = {name: value.tolist() for name, value in text.items()}
+        texts.append(row | {"origin": "a book"})
+    return Dataset.from_list(texts)
 
 
 def random_states():
@@ -55,12 +53,7 @@ def test_batches_are_those_of_training_once_and_in_order(tmp_path, data):
     loader = loader_of(trainer, data)
     assert random_states() == before
     found = list(loader)
-    assert [len(batch["labels"]) for batch in found] == [
-        5,
-        5,
-        5,
-        5,
-    ]
+    assert [len(batch["labels"]) for batch in found] == [5, 5, 5, 5]
     texts = [Texts(N)[place] for place in range(N)]
     assert found[0].keys() == texts[0].keys()
     for name in found[0]:
@@ -99,24 +92,17 @@ KEPT = (
 )
 
 
-def test_afterwards_a_trainer_and_its_callbacks_are_as_before(
-    tmp_path,
-):
+def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
     keeping = Keeping()
     trainer = trainer_of(tmp_path, keeping, max_steps=2, disable_tqdm=False)
     trainer.train()
-    (bar,) = (
-        c for c in trainer.callback_handler.callbacks if isinstance(c, ProgressCallback)
-    )
+    callbacks = trainer.callback_handler.callbacks
+    (bar,) = [each for each in callbacks if isinstance(each, ProgressCallback)]
     bar.training_bar = "of the training that goes on"
     trainer.own_figures = {"train": defaultdict(list, loss=[1.0])}
 
     def containers():
-        return [
-            trainer.state.log_history,
-            trainer.own_figures,
-            vars(keeping),
-        ]
+        return [trainer.state.log_history, trainer.own_figures, vars(keeping)]
 
     before = [getattr(trainer, name) for name in KEPT]
     stops = trainer.control.should_training_stop
@@ -135,9 +121,7 @@ def test_afterwards_a_trainer_and_its_callbacks_are_as_before(
     assert trainer.accelerator._optimizers == prepared
 
 
-def test_a_second_training_ends_with_the_best_of_its_own_adapter(
-    tmp_path,
-):
+def test_a_second_training_ends_with_the_best_of_its_own_adapter(tmp_path):
     trainer = trainer_of(
         tmp_path,
         eval_data=Texts(9),
@@ -160,10 +144,7 @@ def test_a_second_training_ends_with_the_best_of_its_own_adapter(
 
     other = second_posterior(la)
     assert not torch.equal(other.mean, la.mean)
-    with pytest.raises(
-        ValueError,
-        match=r"'second_training_0' already: remove it",
-    ):
+    with pytest.raises(ValueError, match="'second_training_0' already: remove it"):
         second_posterior(la)
     trainer.model.delete_adapter("second_training_0")
     again = second_posterior(la)
@@ -173,26 +154,35 @@ def test_a_second_training_ends_with_the_best_of_its_own_adapter(
     assert trainer.model.active_adapter == "default"
 
 
-def text(start, n):
-    return " ".join(f"w{3 + (7 * start + i) % 50}" for i in range(n))
+# --- TRL's trainers -------------------------------------------------------------------
 
 
-def completion(i):
+def text(number, n_words):
+    """Make a text of words of the tokenizer, another one for each number."""
+    words = [f"w{3 + (7 * number + place) % 50}" for place in range(n_words)]
+    return " ".join(words)
+
+
+def completion(number):
+    """Complete three words by one, two or three others."""
+    n_words = 1 + number % 3
     return {
-        "prompt": text(i, 3),
-        "completion": " " + text(i + 9, 1 + i % 3),
+        "prompt": text(number, 3),
+        "completion": " " + text(number + 9, n_words),
     }
 
 
-def preference(i):
+def preference(number):
+    """Prefer three or four words to four others."""
+    n_words = 3 + number % 2
     return {
-        "chosen": text(i, 3 + i % 2),
-        "rejected": text(i + 9, 4),
+        "chosen": text(number, n_words),
+        "rejected": text(number + 9, 4),
     }
 
 
 def tokenizer():
-    """Of words, each of which is a token."""
+    """Make a tokenizer to whom each word is a token."""
     words = ["<pad>", "?", "</s>"]
     words += [f"w{i}" for i in range(3, VOCABULARY)]
     ids = {word: i for i, word in enumerate(words)}
@@ -213,7 +203,7 @@ def trl(monkeypatch):
 
 
 def trl_trainer(trl, folder, kind):
-    """TRL's trainer of completions, "SFT", or of preferences, "Reward"."""
+    """Make TRL's trainer of completions, "SFT", or of preferences, "Reward"."""
     example = completion if kind == "SFT" else preference
     base = llama()
     task = "CAUSAL_LM"
