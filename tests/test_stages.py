@@ -1,6 +1,5 @@
 """Training in stages: held-out texts choose the prior, and are learnt in the end."""
 
-import copy
 import json
 import os
 from collections.abc import Mapping
@@ -15,6 +14,9 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -61,7 +63,7 @@ from tests.support.trainers import (
 BATCH = Texts(4).batches[0]
 # With it nothing is left out of a factor, so that the curvature is the same in any
 # order.
-FULL_RANK = 24
+ALL_COLUMNS = 24
 
 
 # --- texts ----------------------------------------------------------------------------
@@ -83,30 +85,35 @@ class Learnable(Texts):
 
 
 class Endless(IterableDataset):
+    """Texts without a length, of which nothing can be held out."""
+
     def __iter__(self):
         return iter([])
 
 
-def labelled(labels):
-    texts = Texts(len(labels))
-    return [text | {"labels": label} for text, label in zip(texts, labels, strict=True)]
+def labelled(labels: torch.Tensor) -> list[dict]:
+    """Make a text for each label."""
+    texts = []
+    for text, label in zip(Texts(len(labels)), labels, strict=True):
+        texts.append(text | {"labels": label})
+    return texts
 
 
-def of_two_classes(*others):
-    """Texts of two classes, but for the given ones."""
+def of_two_classes(*others: int) -> list[dict]:
+    """Make texts of two classes, but for the given ones."""
     labels = torch.arange(N) % 2
     labels[list(others)] = 2
     return labelled(labels)
 
 
-def packed():
-    """Texts whose positions begin anew within them."""
+def packed() -> list[dict]:
+    """Make texts whose positions begin anew within them."""
     positions = torch.tensor([0, 1, 2, 0, 1, 2, 3])
     return [text | {"position_ids": positions} for text in Texts(N)]
 
 
-def fresh_base(dtype=torch.float32):
-    """The model that an adapter of `lora_model("bert")` belongs to."""
+def fresh_base(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Make the model that an adapter of `lora_model("bert")` belongs to."""
     torch.manual_seed(0)
     return base_model("bert").to(dtype)
 
@@ -115,16 +122,25 @@ def fresh_base(dtype=torch.float32):
 
 
 def test_what_is_trained_is_a_list():
+    first = Path("stage_1")
+    second = Path("stage_2")
     assert list(Stages(held_out=0.2, members=2)) == [
-        Stage("stage_1", member=0, folder=Path("stage_1"), share=0.8, number=1),
-        Stage(
-            "stage_1", member=1, folder=Path("stage_1/member_1"), share=0.8, number=2
-        ),
+        Stage("stage_1", member=0, folder=first, share=0.8, number=1),
+        Stage("stage_1", member=1, folder=first / "member_1", share=0.8, number=2),
+        # The posterior that is wanted is in the output folder itself.
         Stage("stage_2", member=0, folder=Path(), share=0.25, number=3),
-        Stage(
-            "stage_2", member=1, folder=Path("stage_2/member_1"), share=0.25, number=4
-        ),
+        Stage("stage_2", member=1, folder=second / "member_1", share=0.25, number=4),
     ]
+
+
+def trainable_adapters(model: nn.Module) -> set[str]:
+    """Name the adapters that have a trainable A."""
+    adapters = set()
+    for name, weight in model.named_parameters():
+        _, of_layer, rest = name.partition(".lora_A.")
+        if of_layer and weight.requires_grad:
+            adapters.add(rest.partition(".")[0])
+    return adapters
 
 
 def test_each_stage_trains_its_own_member():
@@ -133,39 +149,40 @@ def test_each_stage_trains_its_own_member():
     trained = []
 
     def train(model, examples, share):
-        flags = {
-            name.split(".lora_A.")[1].split(".")[0]
-            for name, weight in model.named_parameters()
-            if ".lora_A." in name and weight.requires_grad
-        }
-        trained.append((model.active_adapter, flags, len(examples), share))
+        adapter = model.active_adapter
+        assert trainable_adapters(model) == {adapter}
+        trained.append((adapter, len(examples), share))
 
     in_stages(train, model, loader, 0.25, members=2)
     assert trained == [
-        ("default", {"default"}, 15, 0.75),
-        ("member_1", {"member_1"}, 15, 0.75),
-        ("default", {"default"}, N, 0.25),
-        ("member_1", {"member_1"}, N, 0.25),
+        ("default", 15, 0.75),
+        ("member_1", 15, 0.75),
+        ("default", N, 0.25),
+        ("member_1", N, 0.25),
     ]
     assert model.active_adapter == "default"
 
 
 @pytest.mark.parametrize("n_posteriors", [1, 2])
 def test_a_choice_leaves_the_posteriors_as_they_are(n_posteriors):
-    las = [fitted() for _ in range(n_posteriors)]
     priors = [2.0, 3.0][:n_posteriors]
-    for la, prior in zip(las, priors, strict=True):
+    las = []
+    for prior in priors:
+        la = fitted()
         la.prior_precision = prior
+        las.append(la)
     choice = choose_priors(las, [BATCH])
     assert [la.prior_precision.item() for la in las] == priors
     best = joined(with_choice(las, choice))
     probabilities = best(BATCH, link_approx="mean_field")
-    chosen = choice.history.objective.argmin()
-    loss = choice.history.objective[chosen] - choice.history.penalty[chosen]
-    # Between two scales at which losses are summed, it is interpolated.
     nll = quality(probabilities, BATCH["labels"])["nll"]
+
+    history = choice.history
+    chosen = history.objective.argmin()
+    loss = history.objective[chosen] - history.penalty[chosen]
+    # Between two scales at which losses are summed, it is interpolated.
     assert nll == pytest.approx(loss.item(), rel=1e-4)
-    logit_scale = choice.history.logit_scale[chosen].item()
+    logit_scale = history.logit_scale[chosen].item()
     assert best.members[0].logit_scale == logit_scale
     assert logit_scale != 1
     assert [la.prior_precision.item() for la in las] == priors
@@ -221,22 +238,24 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize("name", SHARES)
-def test_each_stage_takes_its_share_of_the_steps(tmp_path, name):
-    case = SHARES[name]
+@pytest.mark.parametrize("case", SHARES.values(), ids=SHARES)
+def test_each_stage_takes_its_share_of_the_steps(tmp_path, case):
     watch = Watch()
     trainer = trainer_of(tmp_path, watch, **case.settings)
     train_in_stages(trainer, case.held_out)
-    assert tuple(map(len, watch.steps)) == case.steps
+    n_steps = [len(steps) for steps in watch.steps]
+    assert tuple(n_steps) == case.steps
     for n_warmup, steps in zip(case.warmup_steps, watch.steps, strict=True):
         first_rate, n_remembered = steps[0]
         assert n_remembered == 0  # by the optimizer
         assert first_rate == (0 if n_warmup else 1e-2)
         rates = [rate for rate, _ in steps]
         assert rates.index(max(rates)) == n_warmup
+    stages = []
+    for entry in trainer.state.log_history:
+        if "learning_rate" in entry:
+            stages.append(entry["stage"])
     first, second = case.steps
-    logged = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
-    stages = [entry["stage"] for entry in logged]
     assert stages == ["stage_1"] * first + ["stage_2"] * second
 
 
@@ -272,6 +291,16 @@ def test_the_last_text_of_a_class_is_never_held_out(place):
     assert sorted(labels.bincount().tolist()) == [1, 5, 6]
 
 
+def of_first_stage(
+    folder: Path,
+    examples: Subset,
+):
+    """Fit a posterior of the first stage's adapter to its texts."""
+    model = PeftModel.from_pretrained(fresh_base(torch.float64), folder / "stage_1")
+    batches = list(DataLoader(examples, N))
+    return fitted(batches=batches, model=model, rank=ALL_COLUMNS)
+
+
 def test_the_prior_is_what_the_held_out_texts_choose(tmp_path):
     watch = Watch()
     model = lora_model("bert")
@@ -285,45 +314,45 @@ def test_the_prior_is_what_the_held_out_texts_choose(tmp_path):
         max_steps=20,
         save_strategy="no",
     )
-    la = train_in_stages(trainer, 0.4, backend_kwargs={"rank": FULL_RANK})
-    of_first_stage = watch.data[0].indices
-    held_out = [place for place in range(N) if place not in of_first_stage]
+    la = train_in_stages(trainer, 0.4, backend_kwargs={"rank": ALL_COLUMNS})
+    chosen = la.prior_precision.item()
 
     # The same by hand: the first stage's adapter, fitted to its texts, on a grid.
-    first = PeftModel.from_pretrained(fresh_base(torch.float64), tmp_path / "stage_1")
-    rest = list(DataLoader(Subset(data, of_first_stage), N))
+    trained_on = watch.data[0]
+    held_out = [place for place in range(N) if place not in trained_on.indices]
     validation = list(DataLoader(Subset(data, held_out), N))
-    of_first = fitted(batches=rest, model=first, rank=FULL_RANK)
-    history = of_first.optimize_prior_precision(
+    by_hand = of_first_stage(tmp_path, Subset(data, trained_on.indices))
+    history = by_hand.optimize_prior_precision(
         method="gridsearch", val_loader=validation
     )
-    best = history.objective.argmin()
-    assert 0 < best < 100
-    figures = trainer.state.log_history[-1]
-    chosen = la.prior_precision.item()
-    loss = validation_loss(of_first, chosen, validation, link_approx="mean_field")
-    assert figures["laplace_held_out_nll"] == pytest.approx(loss, rel=1e-4)
-    assert (
-        figures["laplace_prior_precision"] == chosen == of_first.prior_precision.item()
-    )
-    assert figures["laplace_logit_scale"] == la.logit_scale
-    assert la.logit_scale == pytest.approx(of_first.logit_scale)
+    assert 0 < history.objective.argmin() < 100  # within the grid
+    assert chosen == by_hand.prior_precision.item()
+    assert la.logit_scale == pytest.approx(by_hand.logit_scale)
     assert la.logit_scale != 1
+    loss = validation_loss(by_hand, chosen, validation, link_approx="mean_field")
+    figures = trainer.state.log_history[-1]
+    assert figures["laplace_held_out_nll"] == pytest.approx(loss, rel=1e-4)
+    assert figures["laplace_prior_precision"] == chosen
+    assert figures["laplace_logit_scale"] == la.logit_scale
 
     # The posterior is that of the second stage's weights, with what the first has
     # chosen.
-    of_second = fitted(batches=DataLoader(data, N), model=model, rank=FULL_RANK)
+    of_second = fitted(batches=DataLoader(data, N), model=model, rank=ALL_COLUMNS)
     of_second.prior_precision = chosen
     of_second.logit_scale = la.logit_scale
-    torch.testing.assert_close(la(BATCH), of_second(BATCH))
+    assert_close(la(BATCH), of_second(BATCH))
 
 
-@pytest.mark.parametrize(("adapter", "members"), [("mine", 1), ("default", 2)])
-def test_all_is_in_the_output_folder_and_the_logs(tmp_path, adapter, members):
+def in_folder_with_evaluations(
+    folder: Path,
+    adapter: str,
+    members: int,
+):
+    """Train an adapter of that name in stages, with nine texts to evaluate."""
     config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
     model = get_peft_model(fresh_base(), config, adapter)
     trainer = trainer_of(
-        tmp_path,
+        folder,
         model=model,
         eval_data=Texts(9),
         eval_strategy="steps",
@@ -331,59 +360,78 @@ def test_all_is_in_the_output_folder_and_the_logs(tmp_path, adapter, members):
         load_best_model_at_end=True,
     )
     la = train_in_stages(trainer, members=members)
-
-    log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    assert model.active_adapter == adapter
+    assert (folder / "stage_1" / "checkpoint-4").exists()
+    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     assert log == trainer.state.log_history
+    nll = quality_of(la, Texts(9))["nll"]
+    assert log[-1]["eval_laplace_nll"] == pytest.approx(nll, abs=1e-5)
+    return la, trainer
+
+
+def quality_of(
+    la,
+    texts: Texts,
+) -> dict[str, float]:
+    """Measure mean-field predictions of labelled texts."""
     predicted = []
     labels = []
-    for batch in DataLoader(Texts(9), batch_size=5):
+    for batch in DataLoader(texts, batch_size=5):
         predicted.append(la(batch, link_approx="mean_field"))
         labels.append(batch["labels"])
-    expected = quality(torch.cat(predicted), torch.cat(labels))
-    assert log[-1]["eval_laplace_nll"] == pytest.approx(expected["nll"], abs=1e-5)
+    return quality(torch.cat(predicted), torch.cat(labels))
 
-    assert (tmp_path / "stage_1" / "checkpoint-4").exists()
-    if members == 1:
-        loaded = PeftModel.from_pretrained(fresh_base(), tmp_path / adapter)
-        again = from_pretrained(loaded, tmp_path)
-        evaluations = [entry for entry in log if "eval_loss" in entry]
-        of_second = [e["eval_loss"] for e in evaluations if e["stage"] == "stage_2"]
-        loss = trainer.evaluate()["eval_loss"]
-        assert loss == pytest.approx(min(of_second), rel=1e-5)
-    else:
-        again = LaplaceMixture.from_pretrained(fresh_base(), tmp_path)
-        one, other = (member.mean for member in la.members)
-        assert not torch.equal(one, other)  # the best of "default" is not the other's
-    torch.testing.assert_close(again(BATCH), la(BATCH))
-    assert model.active_adapter == adapter
+
+def test_all_is_in_the_output_folder_and_the_logs(tmp_path):
+    la, trainer = in_folder_with_evaluations(tmp_path, "mine", members=1)
+    loaded = PeftModel.from_pretrained(fresh_base(), tmp_path / "mine")
+    again = from_pretrained(loaded, tmp_path)
+    assert_close(again(BATCH), la(BATCH))
+    # The best weights of the second stage alone are loaded at its end.
+    losses = []
+    for entry in trainer.state.log_history:
+        if "eval_loss" in entry and entry["stage"] == "stage_2":
+            losses.append(entry["eval_loss"])
+    loss = trainer.evaluate()["eval_loss"]
+    assert loss == pytest.approx(min(losses), rel=1e-5)
+
+
+def test_all_members_are_in_the_output_folder_and_the_logs(tmp_path):
+    la, _ = in_folder_with_evaluations(tmp_path, "default", members=2)
+    again = LaplaceMixture.from_pretrained(fresh_base(), tmp_path)
+    assert_close(again(BATCH), la(BATCH))
+    one, other = (member.mean for member in la.members)
+    assert not torch.equal(one, other)  # the best of "default" is not the other's
 
 
 def test_rows_of_embeddings_belong_to_each_member(tmp_path):
     model = lora_model("bert", torch.float32, trainable_token_indices=[1, 5])
     trainer = trainer_of(tmp_path, model=model)
-    with pytest.warns(
-        UserWarning, match=r"1 of 9 matrices, such as .*trainable_tokens_delta"
-    ):
+    message = r"1 of 9 matrices, such as .*trainable_tokens_delta"
+    with pytest.warns(UserWarning, match=message):
         la = train_in_stages(trainer, members=2)
-    one, other = (
-        weight
-        for name, weight in model.named_parameters()
-        if "trainable_tokens_delta" in name
-    )
+    rows = []
+    for name, weight in model.named_parameters():
+        if "trainable_tokens_delta" in name:
+            rows.append(weight)
+    one, other = rows
     assert not torch.equal(one, other)
     again = LaplaceMixture.from_pretrained(fresh_base(), tmp_path)
-    torch.testing.assert_close(again(BATCH), la(BATCH))
+    assert_close(again(BATCH), la(BATCH))
     # A member's folder is also that of one posterior, under any adapter's name.
     folder = tmp_path / "member_1"
     renamed = PeftModel.from_pretrained(fresh_base(), folder, "mine")
     member = from_pretrained(renamed, folder)
-    torch.testing.assert_close(member(BATCH), la.members[1](BATCH))
+    assert_close(member(BATCH), la.members[1](BATCH))
 
 
 # --- runs that were killed ------------------------------------------------------------
 
 
-def moved(folder, to):
+def moved(
+    folder: Path,
+    to: Path,
+) -> Path:
     """Move a folder, so that later checkpoints have earlier times."""
     folder.rename(to)
     for path in to.rglob("*"):
@@ -393,46 +441,64 @@ def moved(folder, to):
     return to
 
 
-def losses_of(trainer):
+def losses_of(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize(("members", "stops"), [(1, (3, 6, 7)), (2, (8,))])
-def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path, members, stops):
+def leave_checkpoints_of_other_trainings(folder: Path) -> None:
+    trainer_of(folder, learning_rate=0.1).train()
+    train_in_stages(trainer_of(folder, learning_rate=0.1, max_steps=8))
+
+
+def killed_at(
+    folder: Path,
+    step: int,
+    members: int,
+) -> None:
+    """Begin a training that is killed at a step, and leaves its trainer as it was."""
+    trainer = trainer_of(folder, Stop(step), max_steps=6)
+    args = trainer.args
+    data = trainer.train_dataset
+    with pytest.raises(RuntimeError, match="killed"):
+        train_in_stages(trainer, members=members)
+    assert trainer.args == args
+    assert trainer.train_dataset == data
+    assert trainer.optimizer is None
+    assert list(trainer.model.peft_config) == ["default"]
+
+
+# Of five steps of the first stage, for each member, and two of the second.
+@pytest.mark.parametrize(
+    ("members", "stop"),
+    [
+        pytest.param(1, 3, id="in the first stage, beside other trainings"),
+        pytest.param(1, 6, id="at the second stage's first step"),
+        pytest.param(1, 7, id="at the last step"),
+        pytest.param(2, 8, id="in the second member's first stage"),
+    ],
+)
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path, members, stop):
     whole = trainer_of(tmp_path / "whole", max_steps=6)
     expected = train_in_stages(whole, members=members)
     weights = values(whole.model)
-    # Of five steps of the first stage, for each member, and two of the second.
-    for stop in stops:
-        folder = tmp_path / str(stop)
-        has_others = stop == 3  # checkpoints of other trainings
-        if has_others:
-            trainer_of(folder, learning_rate=0.1).train()
-            another = trainer_of(folder, learning_rate=0.1, max_steps=8)
-            train_in_stages(another, members=members)
 
-        killed = trainer_of(folder, Stop(stop), max_steps=6)
-        args = killed.args
-        data = killed.train_dataset
-        with pytest.raises(RuntimeError, match="killed"):
-            train_in_stages(killed, members=members)
-        assert killed.args == args
-        assert killed.train_dataset == data
-        assert killed.optimizer is None
-        assert list(killed.model.peft_config) == ["default"]
-        if has_others:
-            folder = moved(folder, tmp_path / "moved")
+    folder = tmp_path / "killed"
+    if stop == 3:
+        leave_checkpoints_of_other_trainings(folder)
+    killed_at(folder, stop, members)
+    if stop == 3:
+        folder = moved(folder, tmp_path / "moved")
 
-        watch = Watch()
-        resumed = trainer_of(folder, watch, max_steps=6)
-        la = train_in_stages(resumed, resume_from_checkpoint=True, members=members)
-        assert sum(map(len, watch.steps)) == 7 * members - stop + 1
-        found = values(resumed.model)
-        assert [
-            name for name in weights if not torch.equal(found[name], weights[name])
-        ] == []
-        assert torch.equal(la(BATCH), expected(BATCH))
-        assert losses_of(resumed) == losses_of(whole)
+    watch = Watch()
+    resumed = trainer_of(folder, watch, max_steps=6)
+    la = train_in_stages(resumed, resume_from_checkpoint=True, members=members)
+    n_steps = sum(len(steps) for steps in watch.steps)
+    assert n_steps == 7 * members - stop + 1
+    found = values(resumed.model)
+    for name, value in weights.items():
+        assert torch.equal(found[name], value), name
+    assert torch.equal(la(BATCH), expected(BATCH))
+    assert losses_of(resumed) == losses_of(whole)
 
 
 def test_a_run_goes_on_with_the_same_texts_alone(tmp_path):
@@ -440,10 +506,8 @@ def test_a_run_goes_on_with_the_same_texts_alone(tmp_path):
         train_in_stages(trainer_of(tmp_path, Stop(3), max_steps=6))
     watch = Watch()
     trainer = trainer_of(tmp_path, watch, max_steps=6)
-    with pytest.raises(
-        ValueError,
-        match="stage_1 is of a training on 16 examples, not 12",
-    ):
+    message = "stage_1 is of a training on 16 examples, not 12"
+    with pytest.raises(ValueError, match=message):
         train_in_stages(trainer, 0.4, resume_from_checkpoint=True)
     assert watch.steps == []
 
@@ -534,9 +598,8 @@ KEPT = (
 )
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_before_any_training(tmp_path, name):
-    case = REFUSED[name]
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_work_is_refused_before_any_training(tmp_path, case):
     watch = Watch()
     trainer = trainer_of(tmp_path, watch)
     trainer.model.add_adapter("member_1", trainer.model.peft_config["default"])
@@ -554,39 +617,37 @@ def test_what_cannot_work_is_refused_before_any_training(tmp_path, name):
 # --- a loop of one's own --------------------------------------------------------------
 
 
-def differences():
-    """Twelve inputs, and examples whose targets are differences of their numbers."""
+def differences() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Make twelve examples whose targets are differences of their numbers."""
     X = torch.randn(12, 5, generator=generator()).double()
-    return X, [(x, x[:2] - x[2:4]) for x in X]
+    return [(x, x[:2] - x[2:4]) for x in X]
 
 
 def no_training(model, examples, share):
-    """Weights that a loop leaves as they are."""
+    """Leave the weights as they are."""
+
+
+def of_regression(train, model, loader, **settings):
+    """Hold out three tenths of a regression's examples."""
+    return in_stages(train, model, loader, 0.3, likelihood="regression", **settings)
 
 
 def test_a_loop_of_ones_own_trains_on_what_its_loader_gives():
     model = plain_model(2)
-    calls = []
-    X, data = differences()
+    data = differences()
     places = [0, 1, 2, 4, 5, 7, 8, 9, 10, 11]
+    calls = []
 
     def train(trained, examples, share):
         assert trained is model
-        x, _ = next(iter(DataLoader(examples, len(examples))))
-        seen = [place for place in range(12) if X[place].tolist() in x.tolist()]
+        inputs = [x.tolist() for x, _ in examples]
+        seen = [place for place in range(12) if data[place][0].tolist() in inputs]
         calls.append((seen, share))
         for weight in model.parameters():
             weight.data.mul_(0.9)
 
     loader = DataLoader(data, batch_size=4, sampler=SubsetRandomSampler(places))
-    la = in_stages(
-        train,
-        model,
-        loader,
-        0.3,
-        likelihood="regression",
-        sigma_noise=0.5,
-    )
+    la = of_regression(train, model, loader, sigma_noise=0.5)
     (rest, first_share), everything = calls
     assert len(rest) == 7
     assert first_share == 0.7
@@ -599,28 +660,22 @@ def test_a_loop_of_ones_own_trains_on_what_its_loader_gives():
 
 @pytest.mark.parametrize("sigma_noise", [0.01, 1.0, 100.0])
 def test_the_noise_of_numbers_is_chosen_wherever_it_starts(sigma_noise):
-    _, data = differences()
-    loader = DataLoader(data, batch_size=4)
+    loader = DataLoader(differences(), batch_size=4)
     model = plain_model(2)
-    la = in_stages(
-        no_training,
-        model,
-        loader,
-        0.3,
-        likelihood="regression",
-        sigma_noise=sigma_noise,
-    )
-    expected = in_stages(no_training, model, loader, 0.3, likelihood="regression")
-    assert la.sigma_noise.item() == pytest.approx(expected.sigma_noise.item(), rel=1e-5)
-    assert la.prior_precision.item() == pytest.approx(
-        expected.prior_precision.item(), rel=1e-4
-    )
+    found = of_regression(no_training, model, loader, sigma_noise=sigma_noise)
+    expected = of_regression(no_training, model, loader)
+    assert_close(found.sigma_noise, expected.sigma_noise, rtol=1e-5, atol=0)
+    assert_close(found.prior_precision, expected.prior_precision, rtol=1e-4, atol=0)
 
 
 # --- several processes ----------------------------------------------------------------
 
 
-def in_ranks(rank, folder):
+def in_ranks(
+    rank: int,
+    folder: Path,
+):
+    """Train two members on one of two ranks; return a prediction and figures."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -639,12 +694,13 @@ def in_ranks(rank, folder):
         eval_data=Texts(9),
     )
     la = train_in_stages(trainer, members=2)
-    return la(BATCH), (la.n_data, trainer.state.log_history[-1])
+    figures = trainer.state.log_history[-1]
+    return la(BATCH), la.n_data, figures
 
 
-def without_training(rank=0):
-    """A text of the rare class is on each rank, and one of them is held out."""
-    texts = of_two_classes(3, 8)
+def without_training(_=0) -> tuple[torch.Tensor, int]:
+    """Choose a prior where each of two ranks has a text of a rare class."""
+    texts = of_two_classes(3, 8)  # of which one is held out
     sampler = None
     if dist.is_initialized():
         sampler = DistributedSampler(texts, shuffle=False)
@@ -653,38 +709,59 @@ def without_training(rank=0):
         lora_model("bert"),
         DataLoader(texts, batch_size=2, sampler=sampler),
         generator=generator(42),
-        backend_kwargs={"rank": FULL_RANK},
+        backend_kwargs={"rank": ALL_COLUMNS},
     )
     return la.prior_precision, la.n_data
 
 
 def test_processes_train_and_choose_together(tmp_path):
-    (one, figures), (other, same) = on_ranks(in_ranks, 2, tmp_path)
-    torch.testing.assert_close(one, other)
-    assert figures == same
-    assert figures[0] == N
+    first, second = on_ranks(in_ranks, 2, tmp_path)
+    prediction, n_data, figures = first
+    assert_close(prediction, second[0])
+    assert second[1:] == (n_data, figures)
+    assert n_data == N
+
+
+def test_processes_choose_as_one_does():
     expected, _ = without_training()
     for prior_precision, n_data in on_ranks(without_training, 2):
-        torch.testing.assert_close(prior_precision, expected, rtol=0.01, atol=0)
+        # Predictions of single examples are rounded to float32 on the way.
+        assert_close(prior_precision, expected, rtol=0.01, atol=0)
         assert n_data == N
 
 
 # --- losses of the user's own ---------------------------------------------------------
 
 
-def weighted(model, inputs, *, counts, **_):
-    """The loss of a trainer with class weights."""
-    counts.append(len(inputs["labels"]))
-    logits = model(**without_labels(inputs)).logits
-    weights = torch.tensor([1.0, 2.0, 5.0])
-    return torch.nn.functional.cross_entropy(logits, inputs["labels"], weight=weights)
+WEIGHTS_OF_CLASSES = torch.tensor([1.0, 2.0, 5.0])
 
 
-def of_outputs(outputs, labels, *, counts, **_):
-    """A `compute_loss_func`: the same loss, of what the model has returned."""
+def weighted(model, inputs, *, counts: list[int], **_) -> torch.Tensor:
+    """Compute the loss of a trainer with class weights."""
+    outputs = model(**without_labels(inputs))
+    return of_outputs(outputs, inputs["labels"], counts=counts)
+
+
+def of_outputs(outputs, labels, *, counts: list[int], **_) -> torch.Tensor:
+    """Compute the same loss of what the model has returned, and count the labels."""
     counts.append(len(labels))
-    weights = torch.tensor([1.0, 2.0, 5.0])
-    return torch.nn.functional.cross_entropy(outputs["logits"], labels, weight=weights)
+    return cross_entropy(outputs["logits"], labels, weight=WEIGHTS_OF_CLASSES)
+
+
+def untrained() -> nn.Module:
+    """Make an encoder whose adapter is 0, as a new one is."""
+    model = lora_model("bert", torch.float32)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.zeros_(weight)
+    return model
+
+
+def logits_of(
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    return model.eval()(**without_labels(batch)).logits.detach()
 
 
 @pytest.mark.parametrize(
@@ -693,34 +770,25 @@ def of_outputs(outputs, labels, *, counts, **_):
 def test_losses_of_ones_own_move_the_weights_and_not_the_likelihood(kind, tmp_path):
     counts: list[int] = []
     smoothing = 0.3 if kind == "label_smoothing_factor" else 0.0
-    model = lora_model("bert", torch.float32)
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.zeros_(weight)
-    plain = copy.deepcopy(model)
+    model = untrained()
     trainer = trainer_of(tmp_path / kind, model=model, label_smoothing_factor=smoothing)
     if kind == "class weights":
         trainer.compute_loss = partial(weighted, counts=counts)
     elif kind == "compute_loss_func":
         trainer.compute_loss_func = partial(of_outputs, counts=counts)
     la = train_in_stages(trainer)
+    n_trained = sum(counts)
     if not smoothing:
-        assert sum(counts) > 0
-    n_trained = len(counts)
+        assert n_trained > 0
 
-    (batch,) = [trainer.data_collator(list(trainer.train_dataset))]
-    model.eval()
-    logits = model(**without_labels(batch)).logits.detach()
-    expected = torch.nn.functional.cross_entropy(
-        logits, batch["labels"], reduction="sum"
-    )
-    torch.testing.assert_close(la.loss.float(), expected, rtol=1e-4, atol=1e-4)
-    ordinary = trainer_of(tmp_path / "plain", model=plain)
-    train_in_stages(ordinary)
-    assert not torch.allclose(
-        plain.eval()(**without_labels(batch)).logits, logits, atol=1e-3
-    )
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    logits = logits_of(model, batch)
+    of_likelihood = cross_entropy(logits, batch["labels"], reduction="sum")
+    assert_close(la.loss.float(), of_likelihood, rtol=1e-4, atol=1e-4)
+    plain = untrained()
+    train_in_stages(trainer_of(tmp_path / "plain", model=plain))
+    assert not torch.allclose(logits_of(plain, batch), logits, atol=1e-3)
 
     # A student's loss is not the user's.
     la.distill(trainer, None)
-    assert len(counts) == n_trained
+    assert sum(counts) == n_trained

@@ -1,5 +1,6 @@
 """Curvature and covariances of many families of models, by each example alone."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,8 +27,10 @@ from tests.compatibility.tables import tables
 from tests.support.dense import (
     alone,
     block_diagonal_covariance,
+    full_rank,
     gradient_blocks,
     matrix_places,
+    predicted,
     softmax_fisher,
 )
 from tests.support.models import CLASS_TOKEN_IDS
@@ -39,8 +42,8 @@ CASES = [
     for column in COLUMNS
     if family.outcome(column) != MISSING
 ]
-N_FIRST = 4  # examples of the first batch
-N = 6  # examples of both batches
+N = 6  # examples, four in the first batch and two in the second
+N_FIRST = 4
 TELLS_OF_TRANSFORMERS_5 = Version(transformers.__version__) >= Version("5")
 
 
@@ -74,6 +77,7 @@ def alone_by_row(
 
     logits = []
     Js = []
+    # One by one: examples have as many tokens as they like.
     for example in examples:
         of_example, J = alone(model, of_all_tokens, [example])
         logits.append(of_example.reshape(-1, 3))
@@ -87,28 +91,75 @@ def examples_of(family: Family) -> list[Example]:
     for example in family.examples(N):
         in_dtype = {}
         for key, value in example.items():
-            in_dtype[key] = (
-                value.to(family.dtype) if value.is_floating_point() else value
-            )
+            if value.is_floating_point():
+                value = value.to(family.dtype)
+            in_dtype[key] = value
         examples.append(in_dtype)
     return examples
 
 
-def padded_alone(
-    examples: list[Example],
-    side: str,
-    batch: Example,
-) -> list[Example]:
-    """Make batches of one example each, padded as they are in a batch."""
-    length = batch["input_ids"].shape[1]
-    return [together([example], side, length) for example in examples]
+@dataclass(frozen=True)
+class Data:
+    """A family's examples, each by itself and in two batches."""
+
+    examples: list[Example]
+    batches: list[Example]
+    side: str
+
+    def padded(self) -> list[Example]:
+        """Make batches of one example each, padded as it is in its batch."""
+        first, second = self.batches
+        padded = []
+        for place, example in enumerate(self.examples):
+            batch = first if place < N_FIRST else second
+            length = batch["input_ids"].shape[1]
+            padded.append(together([example], self.side, length))
+        return padded
+
+    def labelled(self, column: str) -> list[Example]:
+        """Label the examples, or all tokens but padding."""
+        if column == TOKENS:
+            return [with_labels_of_tokens(batch) for batch in self.batches]
+        first, second = self.batches
+        labels = torch.arange(N) % 3
+        return [
+            first | {"labels": labels[:N_FIRST]},
+            second | {"labels": labels[N_FIRST:]},
+        ]
 
 
-def labels_tokens(batch: Example) -> Example:
-    """Label all tokens of a batch but padding."""
+def data_of(
+    family: Family,
+    column: str,
+) -> Data:
+    """Make examples and batches, padded on the side that the column says."""
+    side = "left" if column == LEFT else "right"
+    examples = examples_of(family)
+    batches = [
+        together(examples[:N_FIRST], side),
+        together(examples[N_FIRST:], side),
+    ]
+    return Data(examples, batches, side)
+
+
+def with_labels_of_tokens(batch: Example) -> Example:
     tokens = batch["input_ids"]
     is_real = batch["attention_mask"].bool()
     return batch | {"labels": torch.where(is_real, tokens % 3, -100)}
+
+
+def posterior(
+    model: nn.Module,
+    column: str,
+):
+    """Make the posterior that a column is about."""
+    if column == CLASSIFIER:
+        return make(model, **full_rank())
+    if column == TOKENS:
+        # By default labels of tokens are drawn.
+        exactly = full_rank(stochastic=False)
+        return make(model, likelihood="token_classification", **exactly)
+    return make(model, class_token_ids=CLASS_TOKEN_IDS, **full_rank())
 
 
 def apart(
@@ -121,58 +172,51 @@ def apart(
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
+def has_finite_gradients(
+    model: nn.Module,
+    batch: Example,
+) -> bool:
+    """Back-propagate a batch's loss by plain autograd."""
+    model.requires_grad_(True)
+    model(**batch).loss.backward()
+    return all(weight.grad.isfinite().all() for weight in model.parameters())
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not TELLS_OF_TRANSFORMERS_5, reason="tells of transformers 5")
 @pytest.mark.parametrize(("family", "column"), CASES)
 def test_each_family_has_the_outcome_of_the_table(family: Family, column: str):
     model = family.model(column)
-    side = "left" if column == LEFT else "right"
-    examples = examples_of(family)
-    first = together(examples[:N_FIRST], side)
-    second = together(examples[N_FIRST:], side)
+    data = data_of(family, column)
+    labelled = data.labelled(column)
+    la = posterior(model, column)
     outcome = family.outcome(column)
-    options = {"rank": 1000}
-    if column == TOKENS:
-        data = [labels_tokens(first), labels_tokens(second)]
-        exactly = {**options, "stochastic": False}
-        la = make(model, likelihood="token_classification", backend_kwargs=exactly)
-    else:
-        labels = torch.arange(N) % 3
-        data = [
-            first | {"labels": labels[:N_FIRST]},
-            second | {"labels": labels[N_FIRST:]},
-        ]
-        answers = {} if column == CLASSIFIER else {"class_token_ids": CLASS_TOKEN_IDS}
-        la = make(model, backend_kwargs=options, **answers)
     if outcome == NOT_FINITE:
         with pytest.raises(ValueError, match=r"batch 1: .* non-finite"):
-            la.fit(data)
-        model.requires_grad_(True)
-        model(**data[1]).loss.backward()
-        assert not all(weight.grad.isfinite().all() for weight in model.parameters())
+            la.fit(labelled)
+        assert not has_finite_gradients(model, labelled[1])
         return
-    la.fit(data)
-    moments = [la.predictive_moments(batch) for batch in (first, second)]
-    f_mu = torch.cat([of_batch.f_mu for of_batch in moments]).double()
-    f_var = torch.cat([of_batch.f_var for of_batch in moments]).double()
+    la.fit(labelled)
+    f_mu, f_var = predicted(la, data.batches)
+    f_mu = f_mu.double()
 
-    expected, Js = alone_by_row(model, examples, column)
+    logits, Js = alone_by_row(model, data.examples, column)
     if outcome == OWN_PADDING:
-        assert apart(f_mu, expected.double()) > 0.1
-        padded = padded_alone(examples[:N_FIRST], side, first)
-        padded += padded_alone(examples[N_FIRST:], side, second)
-        expected, Js = alone_by_row(model, padded, column)
-    expected = expected.double()
+        # What the model says of an example depends on its padding.
+        assert apart(f_mu, logits.double()) > 0.1
+        logits, Js = alone_by_row(model, data.padded(), column)
+    logits = logits.double()
     Js = Js.double()
-    blocks = gradient_blocks(model, Js, softmax_fisher(expected))
+    blocks = gradient_blocks(model, Js, softmax_fisher(logits))
     H = torch.block_diag(*blocks)
+    # The columns of an expert's matrix are not beside each other in `Js`.
     places = torch.cat([matrix.flatten() for matrix in matrix_places(model)])
     covariance = block_diagonal_covariance(blocks, Js[..., places])
     # Of norms that run in float32.
     tolerance = 1e-5 if family.dtype is torch.float64 else 5e-3
-    assert apart(f_mu, expected) < tolerance
+    assert apart(f_mu, logits) < tolerance
     assert apart(la.H.to_matrix().double(), H) < tolerance
-    assert apart(f_var, covariance) < tolerance
+    assert apart(f_var.double(), covariance) < tolerance
 
 
 def test_the_tables_are_those_of_the_benchmarks():

@@ -13,6 +13,7 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block, LinearRows
 from laplace_lora_ext.passes.recorder import Recorder
 
+# Our factors have gone through an eigendecomposition, theirs have not.
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}
 
 

@@ -12,11 +12,9 @@ from torch import distributed, nn
 from torch.testing import assert_close
 
 from tests.compatibility.kinds import ADAPTERS, PRECISIONS, WRAPPERS, Kind, Precision
-from tests.support.dense import EXACT, assert_exact
+from tests.support.dense import EXACT, assert_exact, full_rank
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make
-
-RANK = {"backend_kwargs": {"rank": 1000}}
 
 
 def made(kind: Kind) -> nn.Module:
@@ -37,13 +35,12 @@ def made(kind: Kind) -> nn.Module:
 def test_each_kind_of_adapter(name: str, structure: str):
     kind = ADAPTERS[name]
     model = made(kind)
-    settings = RANK if structure == "lowrank_kron" else {}
     if kind.refusal:
         with pytest.raises((ValueError, NotImplementedError), match=kind.refusal):
-            make(model, structure, **settings)
+            make(model, structure, **full_rank(structure))
         return
     batches = kind.batches()
-    la = make(model, structure, **settings)
+    la = make(model, structure, **full_rank(structure))
     la.fit(batches)
     assert_exact(la, model, [X for X, _ in batches])
 
@@ -66,22 +63,19 @@ def process_group() -> Iterator[None]:
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_each_wrapper(name: str):
     kind = WRAPPERS[name]
-    batches = ragged_batches()
+    model = made(kind)
     if kind.refusal:
         with pytest.raises(NotImplementedError, match=kind.refusal):
-            make(made(kind), **RANK)
+            make(model, **full_rank())
         return
-    expected = make(lora_model("bert"), **RANK)
-    expected.fit(batches)
-    found = make(made(kind), **RANK)
-    found.fit(batches)
-    moments = expected.predictive_moments(batches[0])
-    assert_close(
-        found.H.to_matrix(),
-        expected.H.to_matrix(),
-        **EXACT,
-    )
-    assert_close(found.predictive_moments(batches[0]), moments, **EXACT)
+    batches = ragged_batches()
+    bare = make(lora_model("bert"), **full_rank())
+    bare.fit(batches)
+    wrapped = make(model, **full_rank())
+    wrapped.fit(batches)
+    assert_close(wrapped.H.to_matrix(), bare.H.to_matrix(), **EXACT)
+    expected = bare.predictive_moments(batches[0])
+    assert_close(wrapped.predictive_moments(batches[0]), expected, **EXACT)
 
 
 def in_precision(precision: Precision) -> nn.Module:
@@ -100,7 +94,7 @@ def covariances(
     """Fit a posterior, perhaps under autocast, and find covariances of its logits."""
     batches = ragged_batches()
     with torch.autocast("cpu", autocast) if autocast else nullcontext():
-        la = make(model, **RANK)
+        la = make(model, **full_rank())
         try:
             la.fit(batches)
         except RuntimeError as error:

@@ -22,8 +22,7 @@ def test_an_empty_loader_is_refused(la, loader):
         la.fit(loader)
 
 
-X = torch.zeros(4, 5)
-Y = torch.zeros(4)
+X, Y = pairs()[0]
 
 
 @pytest.mark.parametrize(
@@ -37,21 +36,34 @@ Y = torch.zeros(4)
     ],
 )
 def test_a_batch_that_is_neither_a_mapping_nor_a_pair_is_refused(la, batch):
-    with pytest.raises(
-        TypeError, match=rf"a pair \(X, y\), not {type(batch).__name__}"
-    ):
+    message = rf"a pair \(X, y\), not {type(batch).__name__}"
+    with pytest.raises(TypeError, match=message):
         la.fit([batch])
 
 
-def test_lists_of_tokens_want_a_collator():
-    la = fitted()
+def fit(la, rows) -> None:
+    la.fit(rows)
+
+
+def predict(la, rows) -> None:
+    la.predict(rows)
+
+
+def predict_one(la, rows) -> None:
+    la(rows[0])
+
+
+@pytest.mark.parametrize("use", [fit, predict, predict_one])
+def test_lists_of_tokens_want_a_collator(use):
     rows = [
         {"input_ids": [3, 4], "labels": 1},
         {"input_ids": [5], "labels": 0},
     ]
-    for use in (la.fit, la.predict, lambda rows: la(rows[0])):
-        with pytest.raises(TypeError, match="as collators make them"):
-            use(rows)
+    with pytest.raises(TypeError, match="as collators make them"):
+        use(fitted(), rows)
+
+
+# --- six examples, in batches of four at most -----------------------------------------
 
 
 def six_examples() -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,8 +77,11 @@ def four_and_two() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class Stream(IterableDataset):
+    """A data set without a length."""
+
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        yield from zip(*six_examples(), strict=True)
+        X, y = six_examples()
+        yield from zip(X, y, strict=True)
 
 
 def data_set() -> DataLoader:
@@ -101,8 +116,8 @@ def test_drop_last_counts_what_was_seen_and_warns(la):
     with pytest.warns(UserWarning, match=r"4 examples.*data set has 6") as caught:
         la.fit(loader)
     assert la.n_data == 4
-    (one,) = (each for each in caught if "data set has" in str(each.message))
-    assert one.filename == __file__
+    (warning,) = [each for each in caught if "data set has" in str(each.message)]
+    assert warning.filename == __file__
     evidence = la.log_marginal_likelihood()
     la.fit([(X[:4], y[:4])])
     assert torch.equal(evidence, la.log_marginal_likelihood())

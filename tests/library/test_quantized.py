@@ -4,6 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.testing import assert_close
 
 from laplace_lora_ext.models.running import keep_derivatives
 from tests.compatibility.quantizers import BOUNDS, QUANTIZERS
@@ -11,11 +12,12 @@ from tests.support.dense import (
     alone,
     as_padded,
     block_diagonal_covariance,
+    full_rank,
     gradient_blocks,
     logits_of,
     softmax_fisher,
 )
-from tests.support.models import base_model, ragged_batches
+from tests.support.models import base_model, ragged_batches, without_labels
 from tests.support.posteriors import make
 
 
@@ -25,13 +27,11 @@ def quantized(name: str, dtype: torch.dtype) -> nn.Module:
     quantize = QUANTIZERS[name]()
     base = base_model("bert", hidden_size=64).to(dtype)
     for layer in base.bert.encoder.layer:
-        for part in ("query", "value"):
-            attention = layer.attention.self
-            setattr(attention, part, quantize(getattr(attention, part), dtype))
-    model = get_peft_model(
-        base,
-        LoraConfig(r=2, target_modules=["query", "value"]),
-    )
+        attention = layer.attention.self
+        attention.query = quantize(attention.query, dtype)
+        attention.value = quantize(attention.value, dtype)
+    config = LoraConfig(r=2, target_modules=["query", "value"])
+    model = get_peft_model(base, config)
     for parameter_name, parameter in model.named_parameters():
         if "lora_B" in parameter_name:
             nn.init.normal_(parameter, std=0.3)
@@ -45,23 +45,24 @@ def quantized(name: str, dtype: torch.dtype) -> nn.Module:
 def test_posterior_of_a_quantized_base(name, dtype):
     model = quantized(name, dtype)
     batches = ragged_batches()
-    la = make(model, backend_kwargs={"rank": 200})
+    la = make(model, **full_rank())
     la.fit(batches)
-    found = la.predictive_moments(batches[0])
+    first, *_ = batches
+    found = la.predictive_moments(first)
+    f_mu = found.f_mu.double()
+    f_var = found.f_var.double()
+
     keep_derivatives(model.modules())  # of the reference, too
-    examples = [
-        as_padded(batch, row)
-        for batch in batches
-        for row in range(len(batch["labels"]))
-    ]
+    examples = []
+    for batch in batches:
+        for row in range(len(batch["labels"])):
+            examples.append(as_padded(batch, row))
     logits, Js = alone(model, logits_of, examples)
     logits = logits.double()
     Js = Js.double()
     blocks = gradient_blocks(model, Js, softmax_fisher(logits))
-    n = len(found.f_mu)
+    n = len(f_mu)
     covariance = block_diagonal_covariance(blocks, Js[:n])
-    f_mu = found.f_mu.double()
-    f_var = found.f_var.double()
     # Bounds are relative to the largest number, which small ones are rounded like.
     bound = BOUNDS[dtype]
     assert (f_mu - logits[:n]).abs().max() <= bound * logits.abs().max()
@@ -72,24 +73,22 @@ def test_posterior_of_a_quantized_base(name, dtype):
 def test_evaluating_a_four_bit_base_changes_no_gradient(dtype):
     model = quantized("bitsandbytes nf4", dtype)
     batches = ragged_batches()
-    inputs = {key: value for key, value in batches[0].items() if key != "labels"}
+    first, *_ = batches
 
     def evaluate() -> None:
         # On some CPUs this packs the weights for an operation without a derivative, and
         # rounds their scales the first time.
         with torch.no_grad():
-            model(**inputs)
+            model(**without_labels(first))
 
     evaluate()
     la = make(model)
     la.fit(batches)
-    expected = la.predictive_moments(batches[0])
+    expected = la.predictive_moments(first)
     evidence = la.log_marginal_likelihood()
     assert expected.f_var.diagonal(dim1=1, dim2=2).min() > 0
     evaluate()
-    torch.testing.assert_close(la.predictive_moments(batches[0]), expected)
+    assert_close(la.predictive_moments(first), expected)
     evaluate()
     la.fit(batches)
-    torch.testing.assert_close(
-        la.log_marginal_likelihood(), evidence, rtol=1e-5, atol=0
-    )
+    assert_close(la.log_marginal_likelihood(), evidence, rtol=1e-5, atol=0)

@@ -141,8 +141,9 @@ def given(loader: DataLoader) -> Given:
         if len(of_batch):
             examples.append(batch)
             places.append(of_batch)
-    assert share.size == sum(map(len, examples))
-    (column,) = joined(torch.cat(places), (torch.cat(examples),)) or ()
+    of_rank = torch.cat(examples)
+    assert share.size == len(of_rank)
+    (column,) = joined(torch.cat(places), (of_rank,))
     return Given(column.tolist(), batch_sizes)
 
 
@@ -161,11 +162,13 @@ def given(loader: DataLoader) -> Given:
 )
 def test_all_ranks_together_have_each_example_once_and_in_order(make_loader):
     def job(rank):
-        return [given(make_loader(rank, 3, n)) for n in SIZES]
+        return {n: given(make_loader(rank, 3, n)) for n in SIZES}
 
     of_ranks = on_ranks(job, 3)
-    assert isinstance(of_ranks[0], list), of_ranks[0]
-    for n, results in zip(SIZES, zip(*of_ranks, strict=True), strict=True):
+    for of_rank in of_ranks:
+        assert isinstance(of_rank, dict), of_rank
+    for n in SIZES:
+        results = [of_rank[n] for of_rank in of_ranks]
         for result in results:
             assert result.column == list(range(n))
             if make_loader is not prepared_by_batches:
@@ -188,8 +191,8 @@ def test_a_share_that_is_read_once_gives_every_pass_the_same():
         return passes_over(Share.read_once(prepared_and_shuffled(rank, 2, 5)))
 
     for passes in on_ranks(job, 2):
-        assert passes == [list(range(5))] * 2
-    shuffled = DataLoader(torch.arange(40), batch_size=3, shuffle=True)
+        assert passes == [[0, 1, 2, 3, 4]] * 2
+    shuffled = numbered(40, batch_size=3, shuffle=True)
     first, second = passes_over(Share.read_once(shuffled))
     assert first == second
     assert first != list(range(40))
@@ -207,7 +210,10 @@ class Shared:
     column: list[int]
 
 
-def shared(loader, rank: int) -> Shared:
+def shared(
+    loader,
+    rank: int,
+) -> Shared:
     """Join examples of all ranks, of which rank 1 adds 10 to its own."""
     share = Share(loader)
     # A pass over a share tells the places of each batch in turn.
@@ -217,53 +223,51 @@ def shared(loader, rank: int) -> Shared:
     return Shared(share.is_dealt, share.size, column.tolist())
 
 
-def test_other_loaders_give_a_rank_its_own():
-    batches = [torch.arange(3), torch.arange(2)]
-    loader = numbered(5, batch_size=3)
-    by_batches = DataLoader(
-        torch.arange(5),
-        batch_sampler=BatchSampler(range(5), 3, False),
+def by_batch_size() -> DataLoader:
+    return numbered(5, batch_size=3)
+
+
+def by_batch_sampler() -> DataLoader:
+    sampler = BatchSampler(range(5), batch_size=3, drop_last=False)
+    return DataLoader(torch.arange(5), batch_sampler=sampler)
+
+
+@pytest.mark.parametrize("make_loader", [by_batch_size, by_batch_sampler])
+def test_a_loader_without_a_sampler_of_ranks_gives_each_its_own(make_loader):
+    expected = Shared(
+        is_dealt=False,
+        size=5,
+        column=[*range(5), *range(10, 15)],
     )
+    found = on_ranks(lambda rank: shared(make_loader(), rank), 2)
+    assert found == [expected] * 2
 
-    def job(rank):
-        found = [shared(each, rank) for each in (batches, loader, by_batches)]
-        return found, total_size(loader, 7), total_size(batches, 7)
 
-    both = [
-        0,
-        1,
-        2,
-        3,
-        4,
-        10,
-        11,
-        12,
-        13,
-        14,
-    ]
-    of_list = Shared(
+def test_a_list_of_batches_gives_each_rank_its_own():
+    batches = [torch.arange(3), torch.arange(2)]
+    expected = Shared(
         is_dealt=False,
         size=None,
-        column=[
-            0,
-            1,
-            2,
-            0,
-            1,
-            10,
-            11,
-            12,
-            10,
-            11,
-        ],
+        column=[0, 1, 2, 0, 1, 10, 11, 12, 10, 11],
     )
-    of_loader = Shared(is_dealt=False, size=5, column=both)
-    for found, total, total_of_list in on_ranks(job, 2):
-        assert found == [of_list, of_loader, of_loader]
-        assert total == 10
-        assert total_of_list == 7  # as it was given: a list doesn't tell
-    of_one_process = DistributedSampler(torch.arange(5), num_replicas=2, rank=0)
-    assert not Share(numbered(5, sampler=of_one_process)).is_dealt
+    found = on_ranks(lambda rank: shared(batches, rank), 2)
+    assert found == [expected] * 2
+
+
+def test_the_total_size_of_what_ranks_have_of_their_own():
+    batches = [torch.arange(3), torch.arange(2)]
+
+    def job(_):
+        return total_size(by_batch_size(), 7), total_size(batches, 7)
+
+    for of_loader, of_list in on_ranks(job, 2):
+        assert of_loader == 2 * 5
+        assert of_list == 7  # as it was given: a list doesn't tell
+
+
+def test_a_sampler_of_ranks_deals_nothing_to_a_single_process():
+    sampler = DistributedSampler(torch.arange(5), num_replicas=2, rank=0)
+    assert not Share(numbered(5, sampler=sampler)).is_dealt
 
 
 # --- refused --------------------------------------------------------------------------
@@ -275,6 +279,8 @@ class Stream(IterableDataset):
 
 
 class Own(Sampler):
+    """Gives one example twice, and others never."""
+
     def __iter__(self) -> Iterator[int]:
         return iter([3, 1, 3])
 
@@ -300,9 +306,13 @@ def with_a_sampler_of_ones_own(rank: int) -> DataLoader:
     return accelerated(rank, 2, numbered(5, sampler=Own()))
 
 
+def dropping(examples: list) -> list:
+    return examples[:1]
+
+
 def with_a_collator_that_drops(rank: int) -> DataLoader:
     sampler = DistributedSampler(range(4))
-    return numbered(4, sampler=sampler, collate_fn=lambda examples: examples[:1])
+    return numbered(4, sampler=sampler, collate_fn=dropping)
 
 
 def the_same_on_all_ranks(rank: int) -> DataLoader:
@@ -328,7 +338,8 @@ def test_what_would_count_twice_is_refused(make_loader, message):
         for batch in share.loader:
             places.append(share.places(len(batch)))
             values.append(torch.as_tensor(batch))
-        joined(torch.cat(places), (torch.cat(values),))
+        column = torch.cat(values)
+        joined(torch.cat(places), (column,))
 
     for error in failures(on_ranks(job, 2)):
         assert message in error
@@ -337,22 +348,23 @@ def test_what_would_count_twice_is_refused(make_loader, message):
 # --- ranks without data ---------------------------------------------------------------
 
 
-def test_a_rank_without_data_or_labels():
+def test_a_rank_without_data_adds_nothing():
     def job(rank):
         share = Share([])
         if rank == 1:
             return joined(NO_EXAMPLES, None)
-        values = torch.arange(4).reshape(2, 2) + 10 * rank
-        return joined(
-            share.places(2),
-            (values, values[:, 0]),
-        )
+        rows = torch.arange(4).reshape(2, 2) + 10 * rank
+        labels = rows[:, 0]
+        return joined(share.places(2), (rows, labels))
 
-    for first, second in on_ranks(job, 3):
-        of_rank_0 = [[0, 1], [2, 3]]
-        of_rank_2 = [[20, 21], [22, 23]]
-        assert first.tolist() == of_rank_0 + of_rank_2
-        assert second.tolist() == [0, 2, 20, 22]
+    of_rank_0 = [[0, 1], [2, 3]]
+    of_rank_2 = [[20, 21], [22, 23]]
+    for rows, labels in on_ranks(job, 3):
+        assert rows.tolist() == of_rank_0 + of_rank_2
+        assert labels.tolist() == [0, 2, 20, 22]
+
+
+def test_ranks_without_data_have_nothing_to_join():
     assert on_ranks(lambda _: joined(NO_EXAMPLES, None), 2) == [None, None]
 
 
@@ -387,14 +399,7 @@ def test_labels_of_some_ranks_alone_are_refused():
         ),
         pytest.param(numbered(5, sampler=Own()), [1, 3], id="a sampler of one's own"),
         pytest.param(
-            numbered(
-                5,
-                batch_size=1,
-                batch_sampler=[
-                    [2, 0],
-                    [1],
-                ],
-            ),
+            numbered(5, batch_size=1, batch_sampler=[[2, 0], [1]]),
             [0, 1, 2],
             id="batches",
         ),
@@ -415,11 +420,12 @@ def held_out(
 ) -> list[Sequence[int]]:
     """Find the places that each part holds out; the others are its rest."""
     n = len(groups)
-    loader = DataLoader(list(range(n)), 4)
+    everything = list(range(n))
+    loader = DataLoader(everything, batch_size=4)
     noise = torch.Generator().manual_seed(seed)
     places = []
     for rest, held in divided(loader, share, groups, noise, n_parts):
-        assert sorted([*rest.indices, *held.indices]) == list(range(n))
+        assert sorted([*rest.indices, *held.indices]) == everything
         places.append(held.indices)
     return places
 
@@ -429,9 +435,10 @@ def test_classes_are_held_out_in_proportion_and_never_to_the_last(seed):
     three_large = torch.arange(90) % 3
     ten_of_one_text = torch.arange(3, 13)
     classes = torch.cat([three_large, ten_of_one_text])
-    (held,) = held_out(classes, 0.2, seed)
+    (held,) = held_out(classes, share=0.2, seed=seed)
     assert len(held) == 20
     counts = classes[held].bincount(minlength=13)
+    # 20 texts of three classes of 30.
     assert counts[:3].min() >= 6
     assert counts[:3].max() <= 7
     assert not counts[3:].any()
@@ -439,16 +446,18 @@ def test_classes_are_held_out_in_proportion_and_never_to_the_last(seed):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_one_of_two_texts_is_held_out_at_most(seed):
-    classes = torch.arange(20) % 10
-    (held,) = held_out(classes, 0.7, seed)
-    assert classes[held].sort().values.tolist() == list(range(10))
+    two_of_each = torch.arange(20) % 10
+    (held,) = held_out(two_of_each, share=0.7, seed=seed)
+    classes = two_of_each[held]
+    assert classes.sort().values.tolist() == list(range(10))
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_parts_hold_out_each_text_once_and_each_class_in_proportion(seed):
     classes = torch.tensor([0] * 5 + [1] * 40 + [2] * 55)
-    parts = held_out(classes, 0.2, seed, n_parts=5)
-    assert sorted(place for part in parts for place in part) == list(range(100))
+    parts = held_out(classes, share=0.2, seed=seed, n_parts=5)
+    places = [place for part in parts for place in part]
+    assert sorted(places) == list(range(100))
     fifths = torch.tensor([1, 8, 11])
     for part in parts:
         counts = classes[part].bincount(minlength=3)
@@ -457,11 +466,13 @@ def test_parts_hold_out_each_text_once_and_each_class_in_proportion(seed):
 
 def test_each_example_of_a_class_is_as_likely_to_be_held_out():
     classes = torch.tensor([0] * 2 + [1] * 7 + [2] * 11)
+    share = 0.25
     n_seeds = 1000
     counts = torch.zeros(20)
     for seed in range(n_seeds):
-        (held,) = held_out(classes, 0.25, seed)
+        (held,) = held_out(classes, share, seed)
         counts += torch.tensor(held).bincount(minlength=20)
     assert counts.sum() == 5 * n_seeds
-    standard_deviation = (n_seeds * 0.25 * 0.75) ** 0.5
-    assert (counts - 0.25 * n_seeds).abs().max() < 5 * standard_deviation
+    expected = share * n_seeds
+    standard_deviation = (n_seeds * share * (1 - share)) ** 0.5
+    assert (counts - expected).abs().max() < 5 * standard_deviation
