@@ -282,7 +282,9 @@ class _Training:
         """Return the posterior of all examples, and the losses of the held-out ones."""
         check_divisible(self.loader, stages.held_out)
         everything = taken(self.loader)
-        groups = self._groups(everything, stages.held_out)
+        trial = self._fitted_to_one_batch(everything)
+        with same_random_states():
+            groups = groups_of(trial, self.batches_of(everything), stages.held_out)
         # Once for all members: only what none of them has learnt can judge their
         # mixture.
         (parts,) = divided(self.loader, stages.held_out, groups, self.generator)
@@ -295,8 +297,8 @@ class _Training:
             self.train(stage, rest)
             # The first member's serve all, since a mixture has one noise.
             if stage.member == 0 and "output_scales" not in settings:
-                la = Laplace(self.model, **settings)
-                settings["output_scales"] = scales_of_residuals(la, validation)
+                with same_random_states():
+                    settings["output_scales"] = scales_of_residuals(trial, validation)
             return self._fitted(rest, settings)
 
         def second_stage(stage: Stage) -> LoRALaplace:
@@ -314,26 +316,19 @@ class _Training:
             seconds = members.run(stages.second, second_stage)
         return joined(with_choice(seconds, choice)), choice.history
 
-    def _groups(
-        self,
-        everything: Any,
-        held_out: float,
-    ) -> torch.Tensor:
-        """Group examples that are alike; refuse what could not be fitted later."""
+    def _fitted_to_one_batch(self, everything: Any) -> LoRALaplace:
+        """Fit one batch, which refuses most that a fit would refuse after training."""
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fits will warn
-            batches = self.batches_of(everything)
             la = Laplace(self.model, **self.settings)
-            # One batch shows most of what a fit refuses, before hours of training.
-            la.fit(list(islice(batches, 1)))
-            groups = groups_of(la, batches, held_out)
+            la.fit(list(islice(self.batches_of(everything), 1)))
         if not is_untrained(la.blocks):
             warn(
                 "The adapter looks trained: its lora_B is not 0. If it knows these "
                 "texts, held-out ones are no test, and the prior precision becomes too "
                 "large. Begin with a new adapter."
             )
-        return groups
+        return la
 
     def _fitted(self, examples: Any, settings: dict[str, Any]) -> LoRALaplace:
         """Fit a posterior around the active adapter."""

@@ -105,6 +105,9 @@ class Tunable(Linearised, Predictor, Protocol):
     loss: torch.Tensor
 
     @property
+    def backend(self) -> object: ...
+
+    @property
     def hyperparameters(self) -> Hyperparameters: ...
 
     @hyperparameters.setter

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from laplace.utils.matrix import KronDecomposed
 
+from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.likelihoods import Regression
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.processes.exchange import of_first
@@ -75,11 +76,13 @@ def unit_of_priors(la: Tunable) -> float:
 def scales_of_residuals(la: Tunable, loader: Iterable[Any]) -> list[float] | None:
     """Find how far each of several outputs is from held-out targets, root mean square.
 
-    None of a single number and of classes, which have no such scales, and where an
-    output is never off.
+    None of a single number and of classes, which have no such scales, where an output
+    is never off, and for the host's backends, which have one noise. The posterior was
+    fitted, to whatever data: its model may have been trained since.
     """
     likelihood = la.trained_likelihood
-    if not isinstance(likelihood, Regression):
+    is_own = isinstance(la.backend, LowRankKronInterface)
+    if not isinstance(likelihood, Regression) or la.n_outputs == 1 or not is_own:
         return None
 
     def squares(batch: Any) -> Columns:
@@ -91,7 +94,7 @@ def scales_of_residuals(la: Tunable, loader: Iterable[Any]) -> list[float] | Non
 
     (of_examples,) = over_loader(loader, squares, owners=la.model.owners)
     scales = of_examples.mean(0).sqrt().tolist()
-    return scales if len(scales) > 1 and min(scales) > 0 else None
+    return scales if min(scales) > 0 else None
 
 
 def noise_of_residuals(la: Tunable) -> float:
