@@ -201,7 +201,7 @@ class LoRALaplace(ParametricLaplace):
         class_texts: Sequence[str] | None = None,
         tokenizer: Any = None,
         normalised: bool = False,
-        output_scales: Sequence[float] | torch.Tensor | None = None,
+        output_scales: Sequence[float] | np.ndarray | torch.Tensor | None = None,
         mask_token_id: int | None = None,
         target_modules: str | Sequence[str] | None = None,
         layers_to_transform: int | Iterable[int] | None = None,
@@ -1561,14 +1561,14 @@ def _problem_of(likelihood: str) -> Problem:
 
 def _with_scales(
     backend_kwargs: Mapping[str, Any],
-    output_scales: Sequence[float] | torch.Tensor | None,
+    output_scales: Sequence[float] | np.ndarray | torch.Tensor | None,
 ) -> dict[str, Any]:
     """Put the scales of outputs among a backend's options, where files keep them."""
     options = dict(backend_kwargs)
     of_file = options.pop(_SCALES, None)
     scales = of_file if output_scales is None else output_scales
-    if isinstance(scales, torch.Tensor):
-        scales = scales.tolist()
+    if isinstance(scales, torch.Tensor | np.ndarray):
+        scales = scales.tolist()  # which files know
     if scales is not None:
         options[_SCALES] = scales
     return options

@@ -4,6 +4,7 @@ import copy
 import math
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -156,6 +157,16 @@ def test_the_loss_of_a_search_is_that_of_the_targets_in_their_own_units():
     assert history.objective.min().item() == pytest.approx(found, rel=1e-6)
 
 
+@pytest.mark.parametrize("scales", [[10, 0.05], np.array([10, 0.05]), SCALES])
+def test_scales_of_every_kind_are_saved(tmp_path, scales):
+    model = plain_model(2).requires_grad_(False)
+    la = make(model, "lowrank_kron", "regression", output_scales=scales)
+    la.fit(loader(normal(0, N_TRAIN, 5), SCALES * normal(1, N_TRAIN, 2)))
+    la.save_pretrained(tmp_path)
+    loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
+    assert_close(loaded.output_noise, SCALES)
+
+
 def test_files_keep_the_scales(tmp_path):
     la, _, _ = both("lowrank_kron")
     la.save_pretrained(tmp_path)
@@ -277,7 +288,7 @@ def test_stages_find_the_noise_of_each_output(tmp_path, members):
 
     for member in la.members:
         found = member.output_noise / DEVIATIONS
-        # Twelve held-out texts tell a deviation to 1 / √24, and there are two.
+        # Four standard errors of a deviation, which twelve held-out texts tell.
         assert_close(found, torch.ones(2).to(found), rtol=4 / math.sqrt(24), atol=0)
     tests = DataLoader(texts[60:], batch_size=50)
     nll = compare(la, tests).posterior["nll"]

@@ -48,7 +48,7 @@ from laplace_lora_ext.training.trainers import (
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.kinds import Kinds
 from laplace_lora_ext.tuning.method import Hyperparameters, TuningHistory
-from laplace_lora_ext.tuning.noise import scales_of_residuals
+from laplace_lora_ext.tuning.noise import may_have_scales, scales_of_residuals
 from laplace_lora_ext.tuning.scales import GridHistory
 
 SECOND_STAGE = 0.25
@@ -267,6 +267,22 @@ def with_choice(
 
 
 @dataclass(frozen=True)
+class _Look:
+    """What a look at all examples tells before any training.
+
+    Attributes
+    ----------
+    groups : torch.Tensor
+        `(N,)`, of examples that are alike
+    may_have_scales : bool
+        whether each output may have a noise of its own
+    """
+
+    groups: torch.Tensor
+    may_have_scales: bool
+
+
+@dataclass(frozen=True)
 class _Training:
     """Trains a model in stages, with a trainer or a loop of the user's own."""
 
@@ -282,12 +298,10 @@ class _Training:
         """Return the posterior of all examples, and the losses of the held-out ones."""
         check_divisible(self.loader, stages.held_out)
         everything = taken(self.loader)
-        trial = self._fitted_to_one_batch(everything)
-        with same_random_states():
-            groups = groups_of(trial, self.batches_of(everything), stages.held_out)
+        look = self._look(everything, stages.held_out)
         # Once for all members: only what none of them has learnt can judge their
         # mixture.
-        (parts,) = divided(self.loader, stages.held_out, groups, self.generator)
+        (parts,) = divided(self.loader, stages.held_out, look.groups, self.generator)
         rest, held = parts
         validation = self.batches_of(held)
 
@@ -295,10 +309,11 @@ class _Training:
 
         def first_stage(stage: Stage) -> LoRALaplace:
             self.train(stage, rest)
-            # The first member's serve all, since a mixture has one noise.
-            if stage.member == 0 and "output_scales" not in settings:
+            # The first member's serve all, since a mixture's members share them.
+            if look.may_have_scales and "output_scales" not in settings:
+                la = Laplace(self.model, **settings)
                 with same_random_states():
-                    settings["output_scales"] = scales_of_residuals(trial, validation)
+                    settings["output_scales"] = scales_of_residuals(la, validation)
             return self._fitted(rest, settings)
 
         def second_stage(stage: Stage) -> LoRALaplace:
@@ -316,19 +331,23 @@ class _Training:
             seconds = members.run(stages.second, second_stage)
         return joined(with_choice(seconds, choice)), choice.history
 
-    def _fitted_to_one_batch(self, everything: Any) -> LoRALaplace:
-        """Fit one batch, which refuses most that a fit would refuse after training."""
+    def _look(self, everything: Any, held_out: float) -> _Look:
+        """Look at all examples; refuse what could not be fitted later."""
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fits will warn
+            batches = self.batches_of(everything)
             la = Laplace(self.model, **self.settings)
-            la.fit(list(islice(self.batches_of(everything), 1)))
+            # One batch shows most of what a fit refuses, before hours of training.
+            la.fit(list(islice(batches, 1)))
+            groups = groups_of(la, batches, held_out)
         if not is_untrained(la.blocks):
             warn(
                 "The adapter looks trained: its lora_B is not 0. If it knows these "
                 "texts, held-out ones are no test, and the prior precision becomes too "
                 "large. Begin with a new adapter."
             )
-        return la
+        # The posterior itself would take memory during the trainings.
+        return _Look(groups, may_have_scales(la))
 
     def _fitted(self, examples: Any, settings: dict[str, Any]) -> LoRALaplace:
         """Fit a posterior around the active adapter."""

@@ -555,9 +555,9 @@ def warn_of_scales(la: Predictor, losses: GridLosses) -> None:
     scales = residuals * likelihood.scales_like(residuals)
     numbers = ", ".join(f"{scale:.3g}" for scale in scales.tolist())
     warn(
-        "The outputs differ in how far they are from the validation targets, in the "
-        f"root mean square by {numbers}, and share one noise: pass "
-        f"output_scales=[{numbers}] to Laplace, and fit again."
+        f"The outputs are off by {numbers} on the validation data (root mean squares), "
+        f"and no one noise suits them all: pass output_scales=[{numbers}] to Laplace, "
+        "and fit again."
     )
 
 

@@ -10,7 +10,6 @@ import torch
 from laplace.utils.matrix import KronDecomposed
 
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
-from laplace_lora_ext.likelihoods import Regression
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.tuning.method import Tunable
@@ -73,23 +72,26 @@ def unit_of_priors(la: Tunable) -> float:
     return unit if unit > 0 else 1.0
 
 
-def scales_of_residuals(la: Tunable, loader: Iterable[Any]) -> list[float] | None:
-    """Find how far each of several outputs is from held-out targets, root mean square.
+def may_have_scales(la: Tunable) -> bool:
+    """Tell whether each output of a fit may have a noise of its own.
 
-    None of a single number and of classes, which have no such scales, where an output
-    is never off, and for the host's backends, which have one noise. The posterior was
-    fitted, to whatever data: its model may have been trained since.
+    They are several numbers then, and the backend is ours: the host's have one noise.
     """
-    likelihood = la.trained_likelihood
     is_own = isinstance(la.backend, LowRankKronInterface)
-    if not isinstance(likelihood, Regression) or la.n_outputs == 1 or not is_own:
-        return None
+    return la.trained_likelihood.is_gaussian and la.n_outputs > 1 and is_own
+
+
+def scales_of_residuals(la: Tunable, loader: Iterable[Any]) -> list[float] | None:
+    """Find how far each output is from held-out targets, root mean square.
+
+    None where an output is never off.
+    """
 
     def squares(batch: Any) -> Columns:
         X, y = la.model.split(batch)
         with la.model.prepared(), torch.no_grad():
             f = la.model(X)
-        residuals = f.double() - likelihood.check_targets(y, f)
+        residuals = f.double() - la.trained_likelihood.check_targets(y, f)
         return (residuals.square().cpu(),)
 
     (of_examples,) = over_loader(loader, squares, owners=la.model.owners)
