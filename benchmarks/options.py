@@ -220,9 +220,10 @@ class Labels(SeveralSeeds):
 
     task: str = option(
         "functions",
-        "which of five things does the code of a function do; or signatures: which of "
-        "eight types does each of its parameters have",
-        choices=("functions", "signatures"),
+        "which of five things does the code of a function do; or requests: which of "
+        "ten domains does a text ask about (CLINC150, --data); or signatures: which "
+        "of eight types does each parameter of a function have",
+        choices=("functions", "requests", "signatures"),
     )
 
 

@@ -9,6 +9,7 @@ from benchmarks.tasks import (
     names,
     numpydoc,
     paper,
+    requests,
     signatures,
 )
 
@@ -33,5 +34,5 @@ KEPT = (
 OF_DATA = (*intents.INTENTS, *multiple_choice.MULTIPLE_CHOICE)  # that a folder holds
 TASKS = {task.name: task for task in (*CHOSEN_ON, *KEPT, *OF_DATA)} | paper.PAPER_TASKS
 # Each of their texts, or of the words of a text, has labels of its own.
-LABELLED = (functions.FUNCTIONS, signatures.PARAMETER_TYPES)
+LABELLED = (functions.FUNCTIONS, requests.REQUESTS, signatures.PARAMETER_TYPES)
 LABELLED_TASKS = {task.name: task for task in LABELLED}
