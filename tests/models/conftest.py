@@ -1,11 +1,37 @@
-"""A model that many tests of models take."""
+"""Models and texts that many tests of models take."""
 
 import pytest
+import torch
 from peft import PeftModel
+from torch import nn
 
-from tests.support.models import lora_model
+from tests.support.models import OfBatches, llama, lora_model, ragged_batches
 
 
 @pytest.fixture
 def bert() -> PeftModel:
     return lora_model("bert").eval()
+
+
+@pytest.fixture
+def gpt2() -> PeftModel:
+    return lora_model("gpt2").eval()
+
+
+@pytest.fixture
+def eight_texts() -> dict[str, torch.Tensor]:
+    """All texts of `ragged_batches` in one batch, padded to seven tokens."""
+    (batch,) = ragged_batches(batch_size=8)
+    return batch
+
+
+@pytest.fixture(params=["bare", "wrapped"])
+def trimmed(request: pytest.FixtureRequest) -> nn.Module:
+    """A language model whose output layer knows the first 40 tokens alone."""
+    model = llama().eval()
+    kept = model.lm_head.weight.data[:40].clone()
+    model.lm_head = nn.Linear(16, 40, bias=False)
+    model.lm_head.weight.data.copy_(kept)
+    if request.param == "wrapped":
+        return OfBatches(model)
+    return model

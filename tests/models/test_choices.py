@@ -27,7 +27,6 @@ from tests.support.models import (
     VOCABULARY,
     OfBatches,
     built,
-    llama,
     llama_with_output_layer,
     lora_model,
     ragged_batches,
@@ -38,13 +37,38 @@ from tests.support.texts import encoder_decoder
 from tests.test_readme import WORDS, write_adapter
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
+# Of the families' models, whose attention is not all for float64.
 IN_FLOAT32 = {"rtol": 1e-4, "atol": 1e-4}
+# The longest answer's. The last of them is predicted, and never read.
+MOST_TOKENS = 3
+MOST_READ = MOST_TOKENS - 1
+
+Batch = dict[str, torch.Tensor]
 
 
-def four_texts() -> dict[str, torch.Tensor]:
-    """Make a batch of texts, padded to the seven tokens of the longest."""
-    (batch,) = ragged_batches(batch_size=4, lengths=(7, 4, 5, 3))
+@pytest.fixture
+def four_texts() -> Batch:
+    """A batch of texts, padded to the seven tokens of the longest."""
+    (batch,) = ragged_batches(
+        batch_size=4,
+        lengths=(7, 4, 5, 3),
+    )
     return batch
+
+
+@pytest.fixture
+def with_answers(gpt2: nn.Module) -> LogitsModel:
+    """GPT-2, whose classes are `ANSWERS`."""
+    return LogitsModel(gpt2, ANSWERS)
+
+
+def with_choices(
+    batch: Batch,
+    side: str = "right",
+) -> Batch:
+    """Put `ANSWERS` behind each text of a batch."""
+    (choices,) = of_prompts([batch], ANSWERS, side)
+    return choices
 
 
 def expected_logits(
@@ -56,8 +80,12 @@ def expected_logits(
     of_texts = []
     with torch.no_grad():
         for choices in unpadded_choices(batch):
-            of_texts.append(logits_of_choices(model, choices, normalised))
+            logits = logits_of_choices(model, choices, normalised)
+            of_texts.append(logits)
     return torch.stack(of_texts)
+
+
+# --- what a logit is ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("normalised", [False, True])
@@ -67,107 +95,132 @@ def test_logits_are_sums_over_the_tokens_of_each_choice_alone(kind, side, normal
     model = lora_model(kind).eval()
     logits_model = LogitsModel(model, normalised=normalised)
     for batch in batches_of_own_choices(side):
-        found = logits_model(batch)
         expected = expected_logits(model, batch, normalised)
-        assert_close(found, expected, **EXACT)
-        for dtype in (torch.bool, torch.float32, torch.uint8):
-            counts = batch["score_mask"].to(dtype)
-            of_dtype = logits_model(batch | {"score_mask": counts})
-            assert torch.equal(of_dtype, found)
+        assert_close(logits_model(batch), expected, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.uint8])
+def test_what_counts_may_be_of_any_dtype(gpt2, dtype):
+    logits_model = LogitsModel(gpt2)
+    for batch in batches_of_own_choices():
+        counts = batch["score_mask"].to(dtype)
+        found = logits_model(batch | {"score_mask": counts})
+        assert torch.equal(found, logits_model(batch))
 
 
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_answers_of_all_texts_are_choices_of_each(side, normalised):
-    model = lora_model("gpt2").eval()
-    of_answers = LogitsModel(model, ANSWERS, normalised=normalised)
+def test_answers_of_all_texts_are_choices_of_each(gpt2, side, normalised):
+    of_answers = LogitsModel(gpt2, ANSWERS, normalised=normalised)
     for batch in ragged_batches(padding_side=side):
-        (choices,) = of_prompts([batch], ANSWERS)
-        expected = expected_logits(model, choices, normalised)
+        choices = with_choices(batch)
+        expected = expected_logits(gpt2, choices, normalised)
         assert_close(of_answers(batch), expected, **EXACT)
 
 
 @pytest.mark.parametrize("normalised", [False, True])
-def test_a_batch_without_a_mask_has_no_padding(normalised):
-    model = lora_model("gpt2").eval()
-    of_answers = LogitsModel(model, ANSWERS, normalised=normalised)
+def test_a_batch_without_a_mask_has_no_padding(gpt2, normalised):
+    of_answers = LogitsModel(gpt2, ANSWERS, normalised=normalised)
     for batch in ragged_batches():
+        # Of one text, as far as all of them go.
         ids = batch["input_ids"][:1, :2]
         choices = choices_batch(ids.tolist(), [ANSWERS])
-        expected = expected_logits(model, choices, normalised)
-        assert_close(of_answers({"input_ids": ids}), expected, **EXACT)
+        expected = expected_logits(gpt2, choices, normalised)
+        found = of_answers({"input_ids": ids})
+        assert_close(found, expected, **EXACT)
 
 
-def test_an_adapter_in_the_output_layer_takes_part_and_only_what_counts_is_read():
+def test_an_adapter_in_the_output_layer_takes_part(eight_texts):
     model = llama_with_output_layer().eval()
-    (batch,) = ragged_batches(batch_size=8)
+    found = LogitsModel(model, ANSWERS)(eight_texts)
+    expected = expected_logits(model, with_choices(eight_texts))
+    assert_close(found, expected, **IN_FLOAT32)
+
+
+def test_only_what_counts_is_read(eight_texts):
+    model = llama_with_output_layer().eval()
     of_model = model.base_model.model
     calls = record_calls(of_model)
     shapes = []
 
-    def note_shape(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def note_shape(
+        module: nn.Module,
+        args: Any,
+        output: torch.Tensor,
+    ) -> None:
         shapes.append(output.shape)
 
     of_model.lm_head.register_forward_hook(note_shape)
-    found = LogitsModel(model, ANSWERS)(batch)
-    n_texts = 8 * len(ANSWERS)
-    # Answers have up to three tokens.
-    assert shapes == [(n_texts, 3, VOCABULARY)]
-    # The last token of an answer is predicted, and never read.
-    assert calls[0]["input_ids"].shape == (n_texts, 7 + 2)
-    assert calls[0]["use_cache"] is False
-    (choices,) = of_prompts([batch], ANSWERS)
-    assert_close(found, expected_logits(model, choices), **IN_FLOAT32)
+    LogitsModel(model, ANSWERS)(eight_texts)
+    n_rows = 8 * len(ANSWERS)
+    assert shapes == [(n_rows, MOST_TOKENS, VOCABULARY)]
+    (call,) = calls
+    assert call["input_ids"].shape == (n_rows, 7 + MOST_READ)
+    assert call["use_cache"] is False
 
 
-def test_wrappers_of_batches_answer_too():
-    model = lora_model("gpt2").eval()
-    (batch,) = ragged_batches(batch_size=8)
-    found = LogitsModel(OfBatches(model), ANSWERS)(batch)
-    assert_close(found, LogitsModel(model, ANSWERS)(batch), **EXACT)
-
-
-def test_positions_go_on_behind_the_text():
-    of_answers = LogitsModel(lora_model("gpt2").eval(), ANSWERS)
-    (batch,) = ragged_batches(batch_size=8, padding_side="left")
-    running = batch["attention_mask"].cumsum(1) - 1
-    with_positions = batch | {"position_ids": running.clamp_min(0)}
-    assert_close(of_answers(with_positions), of_answers(batch), **EXACT)
-
-
-def with_types_of_one(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return batch | {"token_type_ids": torch.ones_like(batch["input_ids"])}
-
-
-def test_token_types_go_on_behind_the_text():
-    model = lora_model("gpt2").eval()
-    of_answers = LogitsModel(model, ANSWERS)
-    (batch,) = ragged_batches(batch_size=8, padding_side="left")
-    found = of_answers(with_types_of_one(batch))
-    (choices,) = of_prompts([batch], ANSWERS)
-    expected = LogitsModel(model)(with_types_of_one(choices))
+def test_wrappers_of_batches_answer_too(gpt2, with_answers, eight_texts):
+    of_wrapper = LogitsModel(OfBatches(gpt2), ANSWERS)
+    found = of_wrapper(eight_texts)
+    expected = with_answers(eight_texts)
     assert_close(found, expected, **EXACT)
-    # They matter to the model.
-    assert not torch.allclose(found, of_answers(batch))
-
-
-def test_other_inputs_of_each_token_are_refused():
-    of_answers = LogitsModel(lora_model("gpt2").eval(), ANSWERS)
-    (batch,) = ragged_batches(batch_size=8)
-    with_boxes = batch | {"bbox": torch.zeros(8, 7, 4)}
-    with pytest.raises(ValueError, match="The batch has bbox for each token"):
-        of_answers(with_boxes)
 
 
 @pytest.mark.parametrize(
-    "family", ["Llama", "Gemma 3", "OPT", "BLOOM", "Mamba", "RoBERTa as decoder"]
+    "family",
+    [
+        "Llama",
+        "Gemma 3",
+        "OPT",
+        "BLOOM",
+        "Mamba",
+        "RoBERTa as decoder",
+    ],
 )
-def test_families_agree_with_each_answer_alone(family):
+def test_families_agree_with_each_answer_alone(family, four_texts):
     model = FAMILIES[family].model(RIGHT).eval()
-    batch = four_texts()
-    (choices,) = of_prompts([batch], ANSWERS)
-    found = LogitsModel(model, ANSWERS)(batch)
-    assert_close(found, expected_logits(model, choices).to(found), **IN_FLOAT32)
+    found = LogitsModel(model, ANSWERS)(four_texts)
+    expected = expected_logits(model, with_choices(four_texts))
+    assert_close(found, expected.to(found), **IN_FLOAT32)
+
+
+# --- other inputs of each token -------------------------------------------------------
+
+
+def with_types_of_one(batch: Batch) -> Batch:
+    ones = torch.ones_like(batch["input_ids"])
+    return batch | {"token_type_ids": ones}
+
+
+def test_positions_go_on_behind_the_text(with_answers):
+    (batch,) = ragged_batches(batch_size=8, padding_side="left")
+    running = batch["attention_mask"].cumsum(1) - 1
+    # What padding is given does not matter.
+    positions = running.clamp_min(0)
+    found = with_answers(batch | {"position_ids": positions})
+    expected = with_answers(batch)
+    assert_close(found, expected, **EXACT)
+
+
+def test_token_types_go_on_behind_the_text(gpt2, with_answers):
+    (batch,) = ragged_batches(batch_size=8, padding_side="left")
+    choices = with_types_of_one(with_choices(batch))
+    expected = LogitsModel(gpt2)(choices)
+    found = with_answers(with_types_of_one(batch))
+    assert_close(found, expected, **EXACT)
+    # They matter to the model.
+    without_types = with_answers(batch)
+    assert not torch.allclose(found, without_types)
+
+
+def test_other_inputs_of_each_token_are_refused(with_answers, eight_texts):
+    boxes = torch.zeros(8, 7, 4)
+    with_boxes = eight_texts | {"bbox": boxes}
+    with pytest.raises(ValueError, match="The batch has bbox for each token"):
+        with_answers(with_boxes)
+
+
+# --- encoder-decoders -----------------------------------------------------------------
 
 
 @pytest.fixture(params=["bart", "t5"])
@@ -176,94 +229,131 @@ def writer(request: pytest.FixtureRequest) -> nn.Module:
     return encoder_decoder(request.param)
 
 
-def test_an_encoder_decoder_writes_its_answers(writer):
-    batch = four_texts()
+def written(
+    writer: nn.Module,
+    prompt: list[int],
+    answer: list[int],
+) -> torch.Tensor:
+    """Score an answer that is written after one text."""
     start = writer.config.decoder_start_token_id
-    found = LogitsModel(writer, ANSWERS)(batch)
-    for row, prompt in enumerate(prompts_of(batch)):
-        for number, answer in enumerate(ANSWERS):
-            text = torch.tensor([prompt])
-            decoded = torch.tensor([[start, *answer]])
-            with torch.no_grad():
-                output = writer(input_ids=text, decoder_input_ids=decoded)
-            log_p = output.logits[0].log_softmax(-1)
-            # The last place would predict what comes behind the answer.
-            places = torch.arange(len(answer))
-            expected = log_p[places, answer].sum()
-            assert_close(found[row, number], expected, **EXACT)
+    with torch.no_grad():
+        output = writer(
+            input_ids=torch.tensor([prompt]),
+            decoder_input_ids=torch.tensor([[start, *answer]]),
+        )
+    log_p = output.logits[0].log_softmax(-1)
+    # The last place would predict what comes behind the answer.
+    places = torch.arange(len(answer))
+    return log_p[places, answer].sum()
 
 
-def test_an_encoder_decoder_reads_the_text_of_its_choices_once(writer):
-    batch = four_texts()
+def test_an_encoder_decoder_writes_its_answers(writer, four_texts):
+    expected = []
+    for prompt in prompts_of(four_texts):
+        of_text = [written(writer, prompt, answer) for answer in ANSWERS]
+        expected.append(torch.stack(of_text))
+    found = LogitsModel(writer, ANSWERS)(four_texts)
+    assert_close(found, torch.stack(expected), **EXACT)
+
+
+def test_an_encoder_decoder_reads_the_text_of_its_choices_once(writer, four_texts):
     start = writer.config.decoder_start_token_id
-    of_decoder = choices_batch([[start]] * 4, [ANSWERS] * 4)
+    of_decoder = choices_batch(
+        prompts=[[start]] * 4,
+        choices=[ANSWERS] * 4,
+    )
     choices = {
-        "input_ids": batch["input_ids"],
-        "attention_mask": batch["attention_mask"],
+        "input_ids": four_texts["input_ids"],
+        "attention_mask": four_texts["attention_mask"],
         "decoder_input_ids": of_decoder["input_ids"],
         "score_mask": of_decoder["score_mask"],
     }
     found = LogitsModel(writer)(choices)
-    expected = LogitsModel(writer, ANSWERS)(batch)
+    expected = LogitsModel(writer, ANSWERS)(four_texts)
     assert_close(found, expected, **EXACT)
 
 
-def test_answers_of_one_token_are_class_tokens():
-    model = lora_model("gpt2").eval()
-    (batch,) = ragged_batches(batch_size=8)
-    plain = LogitsModel(model, CLASS_TOKEN_IDS)
-    nested = LogitsModel(model, [[token] for token in CLASS_TOKEN_IDS])
+# --- answers of one token -------------------------------------------------------------
+
+
+@pytest.fixture
+def with_class_tokens(gpt2: nn.Module) -> LogitsModel:
+    """GPT-2, whose classes are single tokens."""
+    return LogitsModel(gpt2, CLASS_TOKEN_IDS)
+
+
+def test_answers_of_one_token_are_class_tokens(gpt2, with_class_tokens, eight_texts):
+    answers = [[token] for token in CLASS_TOKEN_IDS]
+    nested = LogitsModel(gpt2, answers)
     assert nested.class_token_ids == CLASS_TOKEN_IDS
-    assert torch.equal(nested(batch), plain(batch))
+    expected = with_class_tokens(eight_texts)
+    assert torch.equal(nested(eight_texts), expected)
 
 
-def test_choices_of_one_token_are_class_tokens():
-    model = lora_model("gpt2").eval()
-    (batch,) = ragged_batches(batch_size=8)
-    (choices,) = one_token_choices([batch])
-    plain = LogitsModel(model, CLASS_TOKEN_IDS)
-    as_choices = LogitsModel(model)
+def test_choices_of_one_token_are_class_tokens(gpt2, with_class_tokens, eight_texts):
+    (choices,) = one_token_choices([eight_texts])
+    logits = LogitsModel(gpt2)(choices)
     # Logits of choices are log-probabilities, which differ from logits by a constant.
-    found = as_choices(choices).softmax(-1)
-    expected = plain(batch).softmax(-1)
+    found = logits.softmax(-1)
+    expected = with_class_tokens(eight_texts).softmax(-1)
     assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    # What variances are learnt from is the same too.
-    _, hidden = logits_and_hidden_states(as_choices, choices)
-    _, expected = logits_and_hidden_states(plain, batch)
-    assert_close(hidden, expected, **EXACT)
 
 
-def test_log_probabilities_leave_room_for_all_that_begins_otherwise():
-    model = lora_model("gpt2").eval()
-    (batch,) = ragged_batches(batch_size=8)
-    of_answers = LogitsModel(model, ANSWERS)
-    log_p = of_answers.log_probs(batch)
-    ones = torch.ones(8).double()
-    assert_close(log_p.exp().sum(-1), ones, **EXACT)
+def test_variances_of_choices_of_one_token_are_learnt_from_the_same(
+    gpt2,
+    with_class_tokens,
+    eight_texts,
+):
+    (choices,) = one_token_choices([eight_texts])
+    _, found = logits_and_hidden_states(LogitsModel(gpt2), choices)
+    _, expected = logits_and_hidden_states(with_class_tokens, eight_texts)
+    assert_close(found, expected, **EXACT)
 
-    of_vocabulary = LogitsModel(model, list(range(VOCABULARY)))
-    p_of_tokens = of_vocabulary(batch).softmax(-1)
-    # All answers begin with one of these two tokens.
-    p_of_beginnings = p_of_tokens[:, 11] + p_of_tokens[:, 23]
+
+# --- log-probabilities ----------------------------------------------------------------
+
+
+def test_log_probabilities_leave_room_for_all_that_begins_otherwise(
+    gpt2,
+    with_answers,
+    eight_texts,
+):
+    log_p = with_answers.log_probs(eight_texts)
     *_, log_others = log_p.unbind(-1)
-    assert_close(log_others.exp(), 1 - p_of_beginnings, **EXACT)
+
+    of_vocabulary = LogitsModel(gpt2, list(range(VOCABULARY)))
+    p_of_tokens = of_vocabulary(eight_texts).softmax(-1)
+    # All answers begin with one of two tokens.
+    beginnings = [11, 23]
+    p_of_beginnings = p_of_tokens[:, beginnings].sum(-1)
+    expected = 1 - p_of_beginnings
+    assert_close(log_others.exp(), expected, **EXACT)
+
+
+def test_log_probabilities_are_those_of_a_distribution(with_answers, eight_texts):
+    log_p = with_answers.log_probs(eight_texts)
+    total = log_p.exp().sum(-1)
+    assert_close(total, torch.ones(8).double(), **EXACT)
+    # Among the answers alone, it is the logits' distribution.
     among_answers = log_p[:, :-1].softmax(-1)
-    assert_close(among_answers, of_answers(batch).softmax(-1), **EXACT)
+    expected = with_answers(eight_texts).softmax(-1)
+    assert_close(among_answers, expected, **EXACT)
 
 
 # --- prompts that are read once -------------------------------------------------------
 
 
-def tokens_read(model: Any) -> list[int]:
+def tokens_read(model: nn.Module) -> list[int]:
     """Make a list that gets how many tokens each call of a model reads."""
     read: list[int] = []
 
     def note(
-        _: nn.Module,
+        module: nn.Module,
         args: Any,
         kwargs: dict[str, Any],
     ) -> None:
-        read.append(kwargs["input_ids"].numel())
+        ids = kwargs["input_ids"]
+        read.append(ids.numel())
 
     model.register_forward_pre_hook(note, with_kwargs=True)
     return read
@@ -281,7 +371,13 @@ SHARING = [
     "DeepSeek-V3",
 ]
 # Windows, states, positions of their own, or none that can be told.
-NOT_SHARING = ["Mistral", "Gemma 3", "Mamba", "RoBERTa as decoder", "BLOOM"]
+NOT_SHARING = [
+    "Mistral",
+    "Gemma 3",
+    "Mamba",
+    "RoBERTa as decoder",
+    "BLOOM",
+]
 
 
 def with_shared_prompts(logits_model: LogitsModel) -> LogitsModel:
@@ -290,45 +386,70 @@ def with_shared_prompts(logits_model: LogitsModel) -> LogitsModel:
     return logits_model
 
 
+@pytest.fixture
+def sharing(gpt2: nn.Module) -> LogitsModel:
+    """GPT-2 with `ANSWERS`, which reads each prompt once."""
+    return with_shared_prompts(LogitsModel(gpt2, ANSWERS))
+
+
 def logits_and_gradients(
     logits_model: LogitsModel,
-    batch: dict[str, torch.Tensor],
+    batch: Batch,
     weights: list[nn.Parameter],
 ) -> list[torch.Tensor | None]:
     """Differentiate a drawn combination of the logits in some weights."""
     logits = logits_model(batch)
     direction = torch.randn(logits.shape, generator=generator())
     total = (logits * direction).sum()
-    gradients = torch.autograd.grad(total, weights, allow_unused=True)
+    gradients = torch.autograd.grad(
+        total,
+        weights,
+        allow_unused=True,
+    )
     return [logits, *gradients]
 
 
 @pytest.mark.parametrize("family", SHARING + NOT_SHARING)
-def test_prompts_are_read_once_where_that_changes_nothing(family):
+def test_prompts_that_are_read_once_change_nothing(family):
     model = FAMILIES[family].model(RIGHT).eval()
     plain = LogitsModel(model, ANSWERS)
     sharing = with_shared_prompts(LogitsModel(model, ANSWERS))
-    lora = [weight for name, weight in model.named_parameters() if "lora_" in name]
-    for weight in lora:
-        weight.requires_grad_()
+    lora = []
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            lora.append(weight.requires_grad_())
     for batch in ragged_batches(batch_size=4):
         found = logits_and_gradients(sharing, batch, lora)
         expected = logits_and_gradients(plain, batch, lora)
         assert_close(found, expected, **IN_FLOAT32)
 
+
+@pytest.mark.parametrize("family", SHARING)
+def test_families_that_can_read_prompts_once(family, four_texts):
+    model = FAMILIES[family].model(RIGHT).eval()
+    sharing = with_shared_prompts(LogitsModel(model, ANSWERS))
+    sharing(four_texts)  # for the proof
     read = tokens_read(model)
-    sharing(four_texts())
-    # Answers have up to three tokens, of which the last is not read.
-    if family in SHARING:
-        prompts, answers = read
-        assert prompts == 4 * 7
-        assert answers == 4 * len(ANSWERS) * 2
-    else:
-        assert read[-1] == 4 * len(ANSWERS) * (7 + 2)
+    sharing(four_texts)
+    of_prompts, of_answers = read
+    assert of_prompts == 4 * 7
+    assert of_answers == 4 * len(ANSWERS) * MOST_READ
+
+
+@pytest.mark.parametrize("family", NOT_SHARING)
+def test_families_that_must_read_prompts_with_each_answer(family, four_texts):
+    model = FAMILIES[family].model(RIGHT).eval()
+    sharing = with_shared_prompts(LogitsModel(model, ANSWERS))
+    sharing(four_texts)  # for the proof, where there is one
+    read = tokens_read(model)
+    sharing(four_texts)
+    assert read == [4 * len(ANSWERS) * (7 + MOST_READ)]
 
 
 def assert_twice_alike(
-    sharing: LogitsModel, plain: LogitsModel, batch: dict[str, torch.Tensor]
+    sharing: LogitsModel,
+    plain: LogitsModel,
+    batch: Batch,
 ) -> None:
     """Compare logits at first, with the proof of the batch's kind, and without it."""
     expected = plain(batch)
@@ -336,40 +457,75 @@ def assert_twice_alike(
         assert_close(sharing(batch), expected, **EXACT)
 
 
-@pytest.mark.parametrize("normalised", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_shared_prompts_give_the_same_logits_to_choices_of_each_text(side, normalised):
-    model = lora_model("gpt2").eval()
-    plain = LogitsModel(model, normalised=normalised)
-    sharing = with_shared_prompts(LogitsModel(model, normalised=normalised))
-    for batch in [*batches_of_own_choices(side), *one_token_choices(ragged_batches())]:
-        assert_twice_alike(sharing, plain, batch)
-
-    # What is common to all choices may count as well, and prompts may differ.
-    same = choices_batch(
+def with_one_beginning() -> Batch:
+    """Make choices that all begin with the same token, behind their prompts."""
+    return choices_batch(
         prompts=[[5, 6], [7, 8]],
         choices=[
             [[3, 9, 4], [3, 9, 2]],
             [[3, 1], [3, 2, 5]],
         ],
     )
-    assert_twice_alike(sharing, plain, same)
-    ids = same["input_ids"].clone()
-    ids[:, 1, 0] = 30
-    of_other_prompts = same | {"input_ids": ids}
-    assert_twice_alike(sharing, plain, of_other_prompts)
-    counts = same["score_mask"].clone()
-    counts[..., 2] = 0
-    without_what_is_common = same | {"score_mask": counts}
-    assert_twice_alike(sharing, plain, without_what_is_common)
 
 
-def test_a_kind_of_batch_is_proven_before_it_is_trusted():
-    model = lora_model("gpt2").eval()
-    sharing = with_shared_prompts(LogitsModel(model, ANSWERS))
+def with_another_prompt_of_one_choice() -> Batch:
+    """Change a prompt for its second choice alone."""
+    batch = with_one_beginning()
+    batch["input_ids"][:, 1, 0] = 30
+    return batch
+
+
+def with_a_beginning_that_does_not_count() -> Batch:
+    """Leave out what is common to all choices, the third token of each row."""
+    batch = with_one_beginning()
+    batch["score_mask"][..., 2] = 0
+    return batch
+
+
+@pytest.fixture(params=[False, True], ids=["sums", "means"])
+def sharing_and_plain(
+    request: pytest.FixtureRequest,
+    gpt2: nn.Module,
+) -> tuple[LogitsModel, LogitsModel]:
+    """GPT-2 that is given choices, and reads prompts once or with each choice."""
+    sharing = LogitsModel(gpt2, normalised=request.param)
+    plain = LogitsModel(gpt2, normalised=request.param)
+    return with_shared_prompts(sharing), plain
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_shared_prompts_give_choices_of_each_text_the_same_logits(
+    side,
+    sharing_and_plain,
+):
+    for batch in batches_of_own_choices(side):
+        assert_twice_alike(*sharing_and_plain, batch)
+
+
+def test_shared_prompts_give_choices_of_one_token_the_same_logits(sharing_and_plain):
+    for batch in one_token_choices(ragged_batches()):
+        assert_twice_alike(*sharing_and_plain, batch)
+
+
+@pytest.mark.parametrize(
+    "make_batch",
+    [
+        with_one_beginning,
+        with_another_prompt_of_one_choice,
+        with_a_beginning_that_does_not_count,
+    ],
+)
+def test_what_is_common_to_choices_is_no_prompt_by_that_alone(
+    make_batch,
+    sharing_and_plain,
+):
+    assert_twice_alike(*sharing_and_plain, make_batch())
+
+
+def test_a_kind_of_batch_is_proven_before_it_is_trusted(gpt2, sharing):
     (even,) = ragged_batches(lengths=(6, 6, 6), padded_to=6)
     (ragged,) = ragged_batches(lengths=(6, 4, 5), padded_to=6)
-    read = tokens_read(model)
+    read = tokens_read(gpt2)
     for batch in (even, ragged):
         read.clear()
         sharing(batch)
@@ -380,69 +536,96 @@ def test_a_kind_of_batch_is_proven_before_it_is_trusted():
         assert len(read) == 2
 
 
-def test_a_kind_of_batch_that_is_found_unlike_stays_apart():
-    model = lora_model("gpt2").eval()
+def test_a_kind_of_batch_that_is_found_unlike_stays_apart(gpt2, sharing, with_answers):
     (batch,) = ragged_batches(lengths=(6, 4, 5), padded_to=6)
-    expected = LogitsModel(model, ANSWERS)(batch)
+    expected = with_answers(batch)
 
     def shift_positions(
         module: nn.Module,
         args: Any,
         kwargs: dict[str, Any],
     ) -> tuple[Any, dict[str, Any]]:
-        if kwargs["use_cache"]:
-            kwargs = {**kwargs, "position_ids": kwargs["position_ids"] + 1}
-        return args, kwargs
+        if not kwargs["use_cache"]:
+            return args, kwargs
+        shifted = kwargs["position_ids"] + 1
+        return args, kwargs | {"position_ids": shifted}
 
-    model.register_forward_pre_hook(shift_positions, with_kwargs=True)
-    sharing = with_shared_prompts(LogitsModel(model, ANSWERS))
+    # Only a pass over prompts caches what it computes, so that it alone goes wrong.
+    gpt2.register_forward_pre_hook(shift_positions, with_kwargs=True)
     assert_close(sharing(batch), expected, **EXACT)
-    read = tokens_read(model)
+    read = tokens_read(gpt2)
     assert_close(sharing(batch), expected, **EXACT)
     assert len(read) == 1
 
 
-@pytest.mark.parametrize(("kfac_approx", "n_passes"), [("gradient", 2), ("expand", 1)])
-def test_only_statistics_that_count_no_positions_share_prompts(kfac_approx, n_passes):
-    model = lora_model("gpt2")
-    settings = {"kfac_approx": kfac_approx}
-    la = make(model, class_token_ids=ANSWERS, backend_kwargs=settings)
-    batch, *_ = ragged_batches(batch_size=4)
-    read = tokens_read(model)
-    la.model(batch)  # in training, with dropout
-    assert len(read) == 1
-    model.eval()
-    la.model(batch)
-    read.clear()  # of the proof
-    la.model(batch)
+def with_statistics(
+    model: nn.Module,
+    kfac_approx: str,
+) -> LogitsModel:
+    """Take the model of answers that a posterior of some statistics makes."""
+    la = make(
+        model,
+        class_token_ids=ANSWERS,
+        backend_kwargs={"kfac_approx": kfac_approx},
+    )
+    return la.model
+
+
+@pytest.mark.parametrize(
+    ("kfac_approx", "n_passes"),
+    [
+        ("gradient", 2),
+        ("expand", 1),
+    ],
+)
+def test_only_statistics_that_count_no_positions_share_prompts(
+    gpt2,
+    four_texts,
+    kfac_approx,
+    n_passes,
+):
+    logits_model = with_statistics(gpt2, kfac_approx)
+    logits_model(four_texts)  # for the proof
+    read = tokens_read(gpt2)
+    logits_model(four_texts)
     assert len(read) == n_passes
+
+
+@pytest.mark.parametrize("kfac_approx", ["gradient", "expand"])
+def test_no_statistics_share_prompts_in_training(gpt2, four_texts, kfac_approx):
+    logits_model = with_statistics(gpt2, kfac_approx)
+    gpt2.train()
+    read = tokens_read(gpt2)
+    # Dropout would be another for prompts and answers, and for the proof.
+    logits_model(four_texts)
+    assert len(read) == 1
 
 
 # --- what is refused ------------------------------------------------------------------
 
 
-def count_none_of_a_choice(batch: dict[str, torch.Tensor]) -> None:
+def count_none_of_a_choice(batch: Batch) -> None:
     batch["score_mask"][1, 2] = 0
 
 
-def count_padding(batch: dict[str, torch.Tensor]) -> None:
+def count_padding(batch: Batch) -> None:
     batch["score_mask"][batch["attention_mask"] == 0] = 1
 
 
-def count_a_first_token(batch: dict[str, torch.Tensor]) -> None:
+def count_a_first_token(batch: Batch) -> None:
     batch["score_mask"][0, 1, 0] = 1
 
 
-def narrow_the_mask(batch: dict[str, torch.Tensor]) -> None:
+def narrow_the_mask(batch: Batch) -> None:
     batch["score_mask"] = batch["score_mask"][..., :-1]
 
 
-def keep_one_choice(batch: dict[str, torch.Tensor]) -> None:
+def keep_one_choice(batch: Batch) -> None:
     for key in ("input_ids", "attention_mask", "score_mask"):
         batch[key] = batch[key][:, :1]
 
 
-def drop_the_dimension_of_choices(batch: dict[str, torch.Tensor]) -> None:
+def drop_the_dimension_of_choices(batch: Batch) -> None:
     for key in ("input_ids", "attention_mask", "score_mask"):
         batch[key] = batch[key][:, 0]
 
@@ -450,14 +633,26 @@ def drop_the_dimension_of_choices(batch: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (count_none_of_a_choice, "Choice 2 of text 1 has no token that counts"),
-        (count_padding, "is padding, or the first of its text"),
-        (count_a_first_token, "counts token 0 of choice 1 of text 0"),
+        (
+            count_none_of_a_choice,
+            "Choice 2 of text 1 has no token that counts",
+        ),
+        (
+            count_padding,
+            "is padding, or the first of its text",
+        ),
+        (
+            count_a_first_token,
+            "counts token 0 of choice 1 of text 0",
+        ),
         (
             narrow_the_mask,
             "score_mask has shape .* say for each token whether it counts",
         ),
-        (keep_one_choice, "two choices or more, not"),
+        (
+            keep_one_choice,
+            "two choices or more, not",
+        ),
         (
             drop_the_dimension_of_choices,
             "must be of shape .texts, choices, tokens.",
@@ -473,18 +668,24 @@ def test_masks_that_make_no_sense_are_refused_in_a_sentence(change, message, str
         la.fit([batch])
 
 
-def test_a_batch_has_choices_or_the_posterior_answers():
-    model = lora_model("gpt2")
-    choices, _ = batches_of_own_choices()
-    with_answers = make(model, class_token_ids=ANSWERS)
-    with pytest.raises(ValueError, match="leave out class_token_ids and class_texts"):
-        with_answers.fit([choices])
-    without_answers = make(model)
+def test_a_batch_with_choices_needs_no_answers(gpt2):
+    choices = batches_of_own_choices()
+    la = make(gpt2, class_token_ids=ANSWERS)
+    message = "leave out class_token_ids and class_texts"
+    with pytest.raises(ValueError, match=message):
+        la.fit(choices)
+
+
+def test_a_batch_without_choices_needs_answers(gpt2):
+    la = make(gpt2)
     message = r"pass class_token_ids, .*class_texts.*score_mask"
     with pytest.raises(ValueError, match=message):
-        without_answers.fit(ragged_batches())
+        la.fit(ragged_batches())
+
+
+def test_a_classifier_has_no_tokens_to_take_means_over(bert):
     with pytest.raises(ValueError, match="normalised=True takes means"):
-        make(lora_model("bert"), normalised=True)
+        make(bert, normalised=True)
 
 
 @pytest.mark.parametrize(
@@ -497,21 +698,15 @@ def test_a_batch_has_choices_or_the_posterior_answers():
         ([[1, 2], ["3"]], "must be numbers of tokens"),
     ],
 )
-def test_answers_are_distinct_and_of_the_vocabulary(answers, message):
+def test_answers_are_distinct_and_of_the_vocabulary(gpt2, answers, message):
     with pytest.raises(ValueError, match=message):
-        laplace_lora_ext.Laplace(lora_model("gpt2"), class_token_ids=answers)
+        laplace_lora_ext.Laplace(gpt2, class_token_ids=answers)
 
 
-def test_tokens_beyond_a_trimmed_output_layer_are_named():
-    model = llama().eval()
-    kept = model.lm_head.weight.data[:40].clone()
-    model.lm_head = nn.Linear(16, 40, bias=False)
-    model.lm_head.weight.data.copy_(kept)
-    batch = ragged_batches()[0]
-    for each in (model, OfBatches(model)):
-        logits_model = LogitsModel(each, [[11, 5], [42]])
-        with pytest.raises(ValueError, match=r"up to 42, .* has only 40"):
-            logits_model(batch)
+def test_tokens_beyond_a_trimmed_output_layer_are_named(trimmed, eight_texts):
+    logits_model = LogitsModel(trimmed, [[11, 5], [42]])
+    with pytest.raises(ValueError, match=r"up to 42, .* has only 40"):
+        logits_model(eight_texts)
 
 
 def test_a_masked_language_model_answers_with_one_token():
@@ -528,12 +723,28 @@ def tokenizer(tmp_path):
     return AutoTokenizer.from_pretrained(tmp_path)
 
 
-def test_class_texts_are_tokenized_as_they_stand(tokenizer):
+def of_texts(
+    model: nn.Module,
+    texts: Any,
+    **more: Any,
+):
+    """Make a posterior whose answers are given as texts."""
+    return laplace_lora_ext.Laplace(
+        model,
+        class_texts=texts,
+        **more,
+    )
+
+
+def test_class_texts_are_tokenized_as_they_stand(gpt2, tokenizer):
     texts = ["which one", "which", "A B C"]
-    model = lora_model("gpt2")
-    la = laplace_lora_ext.Laplace(model, class_texts=texts, tokenizer=tokenizer)
+    la = of_texts(gpt2, texts, tokenizer=tokenizer)
     assert la.likelihood == "classification"
-    expected = [[WORDS.index(word) for word in text.split()] for text in texts]
+    expected = []
+    for text in texts:
+        # Each word of this vocabulary is a token.
+        tokens = [WORDS.index(word) for word in text.split()]
+        expected.append(tokens)
     assert la.model.class_token_ids == expected
 
 
@@ -545,10 +756,9 @@ def test_class_texts_are_tokenized_as_they_stand(tokenizer):
         ([1, 2], "tokens go to class_token_ids"),
     ],
 )
-def test_class_texts_that_are_none_are_refused(texts, message, tokenizer):
-    model = lora_model("gpt2")
+def test_class_texts_that_are_none_are_refused(gpt2, texts, message, tokenizer):
     with pytest.raises(ValueError, match=message):
-        laplace_lora_ext.Laplace(model, class_texts=texts, tokenizer=tokenizer)
+        of_texts(gpt2, texts, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -558,47 +768,73 @@ def test_class_texts_that_are_none_are_refused(texts, message, tokenizer):
         ({"class_token_ids": [1, 2]}, "not both"),
     ],
 )
-def test_class_texts_need_a_tokenizer_and_no_tokens(others, message):
-    model = lora_model("gpt2")
-    texts = ["which", "A"]
+def test_class_texts_need_a_tokenizer_and_no_tokens(gpt2, others, message):
     with pytest.raises(ValueError, match=message):
-        laplace_lora_ext.Laplace(model, class_texts=texts, **others)
+        of_texts(gpt2, ["which", "A"], **others)
 
+
+# --- a collator -----------------------------------------------------------------------
 
 FEATURES = [
-    {"prompt": "Question : which one ?", "choices": ["A", "B C"], "labels": 1},
-    {"prompt": "which ?", "choices": ["which one", "A B C"], "labels": 0},
+    {
+        "prompt": "Question : which one ?",
+        "choices": ["A", "B C"],
+        "labels": 1,
+    },
+    {
+        "prompt": "which ?",
+        "choices": ["which one", "A B C"],
+        "labels": 0,
+    },
 ]
 
 
-def test_a_collator_makes_batches_of_choices(tokenizer):
-    batch = DataCollatorForChoices(tokenizer)(FEATURES)
+@pytest.fixture
+def collator(tokenizer) -> DataCollatorForChoices:
+    return DataCollatorForChoices(tokenizer)
+
+
+def test_a_collator_makes_batches_of_choices(gpt2, tokenizer, collator):
+    batch = collator(FEATURES)
     prompts = []
     choices = []
     for feature in FEATURES:
-        prompts.append(tokenizer(feature["prompt"])["input_ids"])
-        choices.append(tokenizer(feature["choices"])["input_ids"])
+        of_prompt = tokenizer(feature["prompt"])
+        of_choices = tokenizer(feature["choices"])
+        prompts.append(of_prompt["input_ids"])
+        choices.append(of_choices["input_ids"])
     expected = choices_batch(prompts, choices)
     for key, value in expected.items():
         assert torch.equal(batch[key], value)
     assert batch["labels"].tolist() == [1, 0]
-    assert LogitsModel(lora_model("gpt2"))(batch).shape == (2, 2)
+    # A model takes them as they are.
+    logits = LogitsModel(gpt2)(batch)
+    assert logits.shape == (2, 2)
 
 
 def test_a_collator_cuts_prompts_at_their_start(tokenizer):
-    cut = DataCollatorForChoices(tokenizer, max_length=5)(FEATURES)
-    kept = tokenizer("which one ? B C")["input_ids"]
-    assert cut["input_ids"][0, 1].tolist() == kept
-    too_short = DataCollatorForChoices(tokenizer, max_length=3)
+    collator = DataCollatorForChoices(tokenizer, max_length=5)
+    batch = collator(FEATURES)
+    second_choice = batch["input_ids"][0, 1]
+    kept = tokenizer("which one ? B C")
+    assert second_choice.tolist() == kept["input_ids"]
+
+
+def test_a_collator_refuses_a_length_that_leaves_no_prompt(tokenizer):
+    # The longest choice has three tokens.
+    collator = DataCollatorForChoices(tokenizer, max_length=3)
     with pytest.raises(ValueError, match="raise it"):
-        too_short(FEATURES)
+        collator(FEATURES)
 
 
-def test_a_collator_refuses_an_empty_choice_and_other_numbers_of_choices(tokenizer):
-    collator = DataCollatorForChoices(tokenizer)
-    first, second = FEATURES
+def test_a_collator_refuses_an_empty_choice(collator):
+    with_an_empty_one = FEATURES[0] | {"choices": ["A", ""]}
     with pytest.raises(ValueError, match="has no token"):
-        collator([first | {"choices": ["A", ""]}])
+        collator([with_an_empty_one])
+
+
+def test_a_collator_refuses_other_numbers_of_choices(collator):
+    of_two, second = FEATURES
     of_three = second | {"choices": ["A", "B", "C"]}
     with pytest.raises(ValueError, match=r"have \[2, 3\] choices"):
-        collator([first, of_three])
+        collator([of_two, of_three])
