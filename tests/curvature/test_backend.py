@@ -1,7 +1,11 @@
 """The host's curvature interface: how many passes, which curvature, which settings."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
@@ -48,37 +52,73 @@ def test_regression_has_the_curvature_of_the_squared_error():
     assert_close(la.H.to_matrix(), H, **EXACT)
 
 
-@pytest.mark.parametrize("backend", [LowRankKronGGN, LowRankKronEF])
-def test_the_exact_fisher_and_the_empirical_fisher_of_one_example(backend):
-    """At T = 1 and one datum "gradient" is exact for a rank-one Fisher."""
-    model = lora_model("bert", n_labels=2).eval()
-    (batch,) = ragged_batches(lengths=[1], padded_to=1, n_classes=2)
-    inputs = unpadded(batch, 0)
-    J = jacobian(model, inputs)
-    logits = logits_of(model, inputs).detach()
-    if backend is LowRankKronGGN:
-        dense = J.T @ softmax_fisher(logits) @ J
-    else:
-        label = torch.eye(2).double()[batch["labels"][0]]
-        gradient = (logits.softmax(-1) - label) @ J
-        dense = torch.outer(gradient, gradient)
-    la = fitted(batches=[batch], model=model, backend=backend, rank=100)
-    found = la.H.to_matrix()
-    # A rank-one block vec(G) vec(G)ᵀ of a rank-one G is a Kronecker product: lora_A,
-    # lora_B at a single position. Blocks beside the diagonal are left out.
+# --- one example ----------------------------------------------------------------------
+
+
+def one_example() -> dict[str, torch.Tensor]:
+    """Make a text of one token."""
+    (batch,) = ragged_batches(
+        lengths=[1],
+        padded_to=1,
+        n_classes=2,
+    )
+    return batch
+
+
+def assert_blocks_equal(
+    model: nn.Module,
+    found: torch.Tensor,
+    expected: torch.Tensor,
+) -> None:
+    """Compare the blocks of LoRA weights; what lies beside the diagonal is left out."""
     start = 0
     for _, layer in lora_layers(model):
         part = slice(start, start + layer.weight.numel())
-        assert_close(found[part, part], dense[part, part], **EXACT)
+        assert_close(found[part, part], expected[part, part], **EXACT)
         start = part.stop
+
+
+# A rank-one block vec(G) vec(G)ᵀ of a rank-one G is a Kronecker product: lora_A, lora_B
+# at a single position. With two classes the Fisher has rank one, so that "gradient" is
+# exact for one example of one token.
+
+
+def test_the_fisher_of_one_example_is_exact():
+    model = lora_model("bert", n_labels=2).eval()
+    batch = one_example()
+    inputs = unpadded(batch, 0)
+    J = jacobian(model, inputs)
+    logits = logits_of(model, inputs).detach()
+    expected = J.T @ softmax_fisher(logits) @ J
+    la = fitted(batches=[batch], model=model, backend=LowRankKronGGN, rank=100)
+    assert_blocks_equal(model, la.H.to_matrix(), expected)
+
+
+def test_the_empirical_fisher_of_one_example_is_exact():
+    model = lora_model("bert", n_labels=2).eval()
+    batch = one_example()
+    inputs = unpadded(batch, 0)
+    J = jacobian(model, inputs)
+    logits = logits_of(model, inputs).detach()
+    (label,) = nn.functional.one_hot(batch["labels"], 2)
+    gradient = (logits.softmax(-1) - label) @ J
+    expected = torch.outer(gradient, gradient)
+    la = fitted(batches=[batch], model=model, backend=LowRankKronEF, rank=100)
+    assert_blocks_equal(model, la.H.to_matrix(), expected)
 
 
 # --- drawn labels ---------------------------------------------------------------------
 
 
+@pytest.fixture(params=["lowrank_kron", "diag", "full"])
+def structure(request: pytest.FixtureRequest) -> str:
+    """A structure whose curvature is this package's own."""
+    return request.param
+
+
 def posterior(
     structure: str,
-    **settings,
+    **settings: Any,
 ):
     """Make a posterior with settings of its backend, at full rank."""
     if structure == "lowrank_kron":
@@ -91,38 +131,48 @@ def posterior(
     )
 
 
-def curvature_of(la) -> torch.Tensor:
+def curvature_of(la: Any) -> torch.Tensor:
     la.fit(ragged_batches())
-    return la.H if isinstance(la.H, torch.Tensor) else la.H.to_matrix()
+    if isinstance(la.H, torch.Tensor):
+        return la.H
+    return la.H.to_matrix()
 
 
-structures = pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
+def drawn_curvature(
+    structure: str,
+    seed: int,
+    state_of_torch: int = 0,
+) -> torch.Tensor:
+    """Fit by two drawn labels a text, in a state of torch's own generator."""
+    la = posterior(
+        structure,
+        stochastic=True,
+        num_samples=2,
+        seed=seed,
+    )
+    torch.manual_seed(state_of_torch)
+    before = torch.get_rng_state()
+    found = curvature_of(la)
+    assert torch.equal(torch.get_rng_state(), before)
+    return found
 
 
-@structures
 def test_monte_carlo_fisher_follows_its_own_seed_alone(structure):
-    def sampled(seed, state_of_torch=0):
-        la = posterior(structure, stochastic=True, num_samples=2, seed=seed)
-        torch.manual_seed(state_of_torch)
-        before = torch.get_rng_state()
-        found = curvature_of(la)
-        assert torch.equal(torch.get_rng_state(), before)
-        return found
-
-    first = sampled(seed=0)
-    assert torch.equal(sampled(seed=0, state_of_torch=7), first)
-    assert not torch.equal(sampled(seed=1), first)
+    first = drawn_curvature(structure, seed=0)
+    same = drawn_curvature(structure, seed=0, state_of_torch=7)
+    other = drawn_curvature(structure, seed=1)
+    assert torch.equal(same, first)
+    assert not torch.equal(other, first)
 
 
-@structures
 def test_monte_carlo_fisher_approaches_the_exact_one(structure):
     exact = curvature_of(posterior(structure))
-
-    def error(num_samples):
+    errors = {}
+    for num_samples in (1, 64):
         la = posterior(structure, stochastic=True, num_samples=num_samples)
-        return (curvature_of(la) - exact).norm() / exact.norm()
-
-    assert error(64) < error(1) / 3  # 1 / √64 of it in the mean
+        errors[num_samples] = (curvature_of(la) - exact).norm()
+    # 1 / √64 of it in the mean.
+    assert errors[64] < errors[1] / 3
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "language_modeling"])
@@ -147,37 +197,68 @@ def test_drawn_labels_of_a_fit_in_parts_are_those_of_one_fit(likelihood, tmp_pat
         assert torch.equal(one.large.vectors, other.large.vectors)
 
 
-def test_each_batch_each_rank_and_each_seed_draw_labels_of_their_own():
-    def drawn(n_before=0, seed=0):
-        backend = LowRankKronGGN(plain_model(20), "classification", seed=seed)
-        backend.n_before = n_before
-        logits = torch.zeros(30, 20)
-        labels = torch.zeros(30).long()
-        return backend.seeds(logits, labels).vectors
+def drawn_labels(
+    n_before: int = 0,
+    seed: int = 0,
+) -> torch.Tensor:
+    """Draw labels of thirty examples, behind so many others."""
+    backend = LowRankKronGGN(plain_model(20), "classification", seed=seed)
+    backend.n_before = n_before
+    logits = torch.zeros(30, 20)
+    labels = torch.zeros(30).long()
+    return backend.seeds(logits, labels).vectors
 
-    of_first_rank, of_second_rank = on_ranks(lambda rank: drawn(), 2)
-    assert torch.equal(of_first_rank, drawn())
-    assert not torch.equal(of_second_rank, drawn())
-    assert not torch.equal(drawn(n_before=30), drawn())
-    assert not torch.equal(drawn(seed=1), drawn())
+
+def test_each_batch_and_each_seed_draw_labels_of_their_own():
+    first = drawn_labels()
+    of_second_batch = drawn_labels(n_before=30)
+    of_another_seed = drawn_labels(seed=1)
+    assert torch.equal(drawn_labels(), first)
+    assert not torch.equal(of_second_batch, first)
+    assert not torch.equal(of_another_seed, first)
+
+
+def test_each_rank_draws_labels_of_its_own():
+    of_first_rank, of_second_rank = on_ranks(lambda rank: drawn_labels(), 2)
+    alone = drawn_labels()
+    assert torch.equal(of_first_rank, alone)
+    assert not torch.equal(of_second_rank, alone)
+
+
+def n_seeds(
+    n_classes: int,
+    likelihood: str = "classification",
+    **settings: Any,
+) -> int:
+    """Count the backward passes of a batch."""
+    backend = LowRankKronGGN(plain_model(n_classes), likelihood, **settings)
+    logits = torch.zeros(3, n_classes)
+    labels = torch.zeros(3).long()
+    seeds = backend.seeds(logits, labels)
+    return len(seeds.vectors)
+
+
+def test_labels_of_many_classes_are_drawn():
+    # From 20 classes on, that is.
+    assert n_seeds(19) == 19 - 1
+    assert n_seeds(20) == 8
+
+
+def test_so_many_labels_are_drawn_as_are_asked_for():
+    assert n_seeds(19, num_samples=3) == 19 - 1
+    assert n_seeds(20, num_samples=3) == 3
 
 
 @pytest.mark.parametrize("n_classes", [19, 20])
-def test_labels_of_many_classes_are_drawn_unless_the_user_decides(n_classes):
-    def n_seeds(likelihood="classification", **settings):
-        backend = LowRankKronGGN(plain_model(n_classes), likelihood, **settings)
-        logits = torch.zeros(3, n_classes)
-        labels = torch.zeros(3).long()
-        return len(backend.seeds(logits, labels).vectors)
+def test_labels_are_drawn_or_not_as_the_user_decides(n_classes):
+    assert n_seeds(n_classes, stochastic=False) == n_classes - 1
+    assert n_seeds(n_classes, stochastic=True) == 1
+    assert n_seeds(n_classes, stochastic=True, num_samples=4) == 4
 
-    # From 20 classes on, that is.
-    has_many_classes = n_classes == 20
-    assert n_seeds() == (8 if has_many_classes else 18)
-    assert n_seeds(num_samples=3) == (3 if has_many_classes else 18)
-    assert n_seeds(stochastic=False) == n_classes - 1
-    assert n_seeds(stochastic=True) == 1
-    assert n_seeds(stochastic=True, num_samples=4) == 4
-    assert n_seeds("regression") == n_classes
+
+@pytest.mark.parametrize("n_outputs", [19, 20])
+def test_regression_has_no_labels_to_draw(n_outputs):
+    assert n_seeds(n_outputs, "regression") == n_outputs
 
 
 @pytest.mark.parametrize(
@@ -193,6 +274,15 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
         make(plain_model(), backend_kwargs=settings)
 
 
+def flat_gradient(
+    loss: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Differentiate a loss in all weights, `(parameters,)`."""
+    gradients = torch.autograd.grad(loss, weights)
+    return torch.cat([of_weight.flatten() for of_weight in gradients])
+
+
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_gradients_are_those_of_each_examples_loss(likelihood):
     model = with_lora(TwoLinear(n_outputs=2), "first", "second")
@@ -203,11 +293,9 @@ def test_gradients_are_those_of_each_examples_loss(likelihood):
     backend = la.backend
     weights = [block.weight.requires_grad_() for block in la.blocks]
     found, loss = backend.gradients(X, y)
+    assert_close(loss, backend.lossfunc(model(X), y), **EXACT)
     for row, gradient in enumerate(found):
-        example = slice(row, row + 1)
-        of_example = backend.lossfunc(model(X[example]), y[example])
-        gradients = torch.autograd.grad(of_example, weights)
-        expected = torch.cat([of_weight.flatten() for of_weight in gradients])
+        x = X[row : row + 1]
+        of_example = backend.lossfunc(model(x), y[row : row + 1])
+        expected = flat_gradient(of_example, weights)
         assert_close(gradient, expected, **EXACT)
-    of_all = backend.lossfunc(model(X), y)
-    assert_close(loss, of_all, **EXACT)

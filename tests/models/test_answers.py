@@ -32,6 +32,11 @@ from tests.support.texts import encoder_decoder
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 IN_FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
 
+Batch = dict[str, torch.Tensor]
+
+
+# --- models ---------------------------------------------------------------------------
+
 
 def image_first() -> nn.Module:
     """Make a tiny GIT, which reads an image's five positions before a text."""
@@ -56,10 +61,22 @@ def image_first() -> nn.Module:
 
 
 def causal_model(kind: str) -> nn.Module:
+    """Make a language model of a family, in the dtype that it is exact in."""
     if kind == "llama":
         # Its attention is not for float64: the softmax of a masked row is NaN there.
         return llama().eval()
     return lora_model(kind).eval()
+
+
+@pytest.fixture
+def of_answers(gpt2: nn.Module) -> LogitsModel:
+    """GPT-2, whose classes are single tokens."""
+    return LogitsModel(gpt2, CLASS_TOKEN_IDS)
+
+
+def of_vocabulary(model: nn.Module) -> LogitsModel:
+    """Make every token of the vocabulary a class."""
+    return LogitsModel(model, list(range(VOCABULARY)))
 
 
 def alone(
@@ -75,55 +92,116 @@ def alone(
     return torch.stack(logits)
 
 
+# --- where a text's answer is ---------------------------------------------------------
+
+
 @pytest.mark.parametrize("padded_to", [7, 12])
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "tolerance"),
+    [
+        ("gpt2", EXACT),
+        ("gpt_neox", EXACT),
+        ("llama", IN_FLOAT32),
+    ],
+)
 def test_logits_are_those_after_the_last_real_token_of_the_unpadded_sequence(
-    kind, side, padded_to
+    kind,
+    tolerance,
+    side,
+    padded_to,
 ):
     model = causal_model(kind)
-    (batch,) = ragged_batches(batch_size=8, padding_side=side, padded_to=padded_to)
-    expected = alone(model, batch)
-    tolerance = IN_FLOAT32 if kind == "llama" else EXACT
-    of_answers = LogitsModel(model, CLASS_TOKEN_IDS)
-    for dtype in (torch.long, torch.bool, torch.float64, torch.uint8):
-        mask = batch["attention_mask"].to(dtype)
-        found = of_answers(batch | {"attention_mask": mask})
-        assert_close(found, expected, **tolerance)
-    if kind == "gpt_neox":  # which counts positions from the first real token by itself
-        of_wrapper = LogitsModel(OfBatches(model), CLASS_TOKEN_IDS)
-        assert_close(of_wrapper(batch), expected, **tolerance)
+    (batch,) = ragged_batches(
+        batch_size=8,
+        padding_side=side,
+        padded_to=padded_to,
+    )
+    found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
+    assert_close(found, alone(model, batch), **tolerance)
 
 
-def test_without_a_mask_the_last_token_is_the_last_position_of_tokens_or_embeddings():
-    model = causal_model("gpt2")
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.uint8])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_mask_may_be_of_any_dtype(of_answers, side, dtype):
+    (batch,) = ragged_batches(batch_size=8, padding_side=side)
+    mask = batch["attention_mask"].to(dtype)
+    found = of_answers(batch | {"attention_mask": mask})
+    assert_close(found, of_answers(batch), **EXACT)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_wrapper_of_batches_answers_where_it_counts_positions_itself(side):
+    # This family counts them from the first real token, without being told.
+    model = causal_model("gpt_neox")
+    (batch,) = ragged_batches(batch_size=8, padding_side=side)
+    found = LogitsModel(OfBatches(model), CLASS_TOKEN_IDS)(batch)
+    assert_close(found, alone(model, batch), **EXACT)
+
+
+@pytest.fixture
+def unpadded_ids() -> torch.Tensor:
+    """Tokens `(3, 6)` of texts that are all of one length."""
     (batch,) = ragged_batches(lengths=(6, 6, 6), padded_to=6)
-    ids = batch["input_ids"]
-    embeddings = model.get_input_embeddings()(ids).detach()
-    of_last_token = model(input_ids=ids).logits[:, -1]
-    expected = of_last_token[:, CLASS_TOKEN_IDS]
-    of_answers = LogitsModel(model, CLASS_TOKEN_IDS)
-    for unmasked in ({"input_ids": ids}, {"inputs_embeds": embeddings}, ids):
-        assert_close(of_answers(unmasked), expected, **EXACT)
-    la = make(lora_model("gpt2"), class_token_ids=CLASS_TOKEN_IDS)
-    la.fit([(ids, torch.tensor([0, 1, 2]))])
+    return batch["input_ids"]
+
+
+def as_keyword(model: nn.Module, ids: torch.Tensor) -> Batch:
+    return {"input_ids": ids}
+
+
+def as_embeddings(model: nn.Module, ids: torch.Tensor) -> Batch:
+    embeddings = model.get_input_embeddings()(ids)
+    return {"inputs_embeds": embeddings.detach()}
+
+
+def by_themselves(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return ids
+
+
+@pytest.mark.parametrize("as_given", [as_keyword, as_embeddings, by_themselves])
+def test_without_a_mask_the_last_token_is_at_the_last_position(
+    gpt2,
+    of_answers,
+    unpadded_ids,
+    as_given,
+):
+    output = gpt2(input_ids=unpadded_ids)
+    expected = output.logits[:, -1, CLASS_TOKEN_IDS]
+    found = of_answers(as_given(gpt2, unpadded_ids))
+    assert_close(found, expected, **EXACT)
+
+
+def test_pairs_of_tokens_and_labels_can_be_fitted(gpt2, unpadded_ids):
+    la = make(gpt2, class_token_ids=CLASS_TOKEN_IDS)
+    labels = torch.tensor([0, 1, 2])
+    la.fit([(unpadded_ids, labels)])
     assert torch.isfinite(la.log_marginal_likelihood())
 
 
-def test_only_answers_are_computed_and_nothing_is_cached():
-    model = causal_model("gpt2")
-    calls = record_calls(model.base_model.model)
+def test_only_answers_are_computed_and_nothing_is_cached(gpt2, of_answers):
+    calls = record_calls(gpt2.base_model.model)
     outputs = []
 
-    def note_output(module: nn.Module, args: Any, output: Any) -> None:
+    def note_output(
+        module: nn.Module,
+        args: Any,
+        output: Any,
+    ) -> None:
         outputs.append(output)
 
-    model.register_forward_hook(note_output)
-    (batch,) = ragged_batches(lengths=(2, 4), padded_to=4, padding_side="left")
-    LogitsModel(model, CLASS_TOKEN_IDS)(batch)
-    assert calls[-1]["use_cache"] is False
-    assert outputs[-1].past_key_values is None
-    assert outputs[-1].logits.shape == (2, 1, VOCABULARY)
+    gpt2.register_forward_hook(note_output)
+    (batch,) = ragged_batches(
+        lengths=(2, 4),
+        padded_to=4,
+        padding_side="left",
+    )
+    of_answers(batch)
+    call = calls[-1]
+    assert call["use_cache"] is False
+    output = outputs[-1]
+    assert output.past_key_values is None
+    assert output.logits.shape == (2, 1, VOCABULARY)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -132,10 +210,18 @@ def test_an_adapter_in_the_output_layer_takes_part(side):
     (batch,) = ragged_batches(batch_size=8, padding_side=side)
     found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
     assert_close(found, alone(model, batch), rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_in_the_output_layer_is_fitted(eight_texts):
+    model = llama_with_output_layer().eval()
     la = make(model, class_token_ids=CLASS_TOKEN_IDS)
-    la.fit([batch])
-    assert any("lm_head" in block.name for block in la.blocks)
-    assert torch.isfinite(la(batch)).all()
+    la.fit([eight_texts])
+    names = [block.name for block in la.blocks]
+    assert any("lm_head" in name for name in names)
+    assert torch.isfinite(la(eight_texts)).all()
+
+
+# --- logits that are not the text's ---------------------------------------------------
 
 
 class ImageFirst(nn.Module):
@@ -148,25 +234,36 @@ class ImageFirst(nn.Module):
     def forward(self, batch: Any) -> torch.Tensor:
         tokens = batch["input_ids"] if isinstance(batch, Mapping) else batch
         of_image = torch.zeros(len(tokens), 3, VOCABULARY)
-        return torch.cat([of_image, self.logits(tokens)], dim=1)
+        of_text = self.logits(tokens)
+        return torch.cat([of_image, of_text], dim=1)
 
 
-def test_logits_at_other_positions_than_the_texts_are_refused():
+@pytest.mark.parametrize("as_given", [as_keyword, by_themselves])
+def test_logits_at_other_positions_than_the_texts_are_refused(as_given):
     model = LogitsModel(ImageFirst(), CLASS_TOKEN_IDS)
     ids = torch.ones(2, 5, dtype=torch.long)
-    for batch in ({"input_ids": ids}, ids):
-        with pytest.raises(ValueError, match="logits at 8 positions for texts of 5"):
-            model(batch)
+    batch = as_given(model, ids)
+    with pytest.raises(ValueError, match="logits at 8 positions for texts of 5"):
+        model(batch)
 
 
-def test_logits_of_an_image_before_the_text_are_refused():
+def test_a_model_of_images_and_texts_answers_texts(eight_texts):
     model = LogitsModel(image_first(), CLASS_TOKEN_IDS)
-    (batch,) = ragged_batches(batch_size=8)
-    assert torch.isfinite(model(batch)).all()
+    assert torch.isfinite(model(eight_texts)).all()
+
+
+def test_logits_of_an_image_before_the_text_are_refused(eight_texts):
+    model = LogitsModel(image_first(), CLASS_TOKEN_IDS)
     images = torch.randn(8, 3, 8, 8)
-    with pytest.raises(ValueError, match=r"logits at 12 positions for texts of 7"):
-        model(batch | {"pixel_values": images})
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    message = "logits at 12 positions for texts of 7"
+    with pytest.raises(ValueError, match=message):
+        model(eight_texts | {"pixel_values": images})
+    # Hooks that read the positions are gone.
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+
+
+# --- which tokens may be classes ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -181,10 +278,10 @@ def test_logits_of_an_image_before_the_text_are_refused():
     ],
     ids=str,
 )
-def test_class_tokens_are_two_or_more_distinct_tokens_of_the_vocabulary(ids):
+def test_class_tokens_are_two_or_more_distinct_tokens_of_the_vocabulary(gpt2, ids):
     message = "two or more distinct tokens of the model's vocabulary"
     with pytest.raises(ValueError, match=message):
-        LogitsModel(lora_model("gpt2"), ids)
+        LogitsModel(gpt2, ids)
 
 
 @pytest.mark.parametrize(
@@ -201,112 +298,132 @@ def test_class_tokens_are_two_or_more_distinct_tokens_of_the_vocabulary(ids):
     ],
     ids=repr,
 )
-def test_what_is_no_number_of_a_token_is_refused_by_what_it_is(ids):
+@pytest.mark.parametrize("build", [LogitsModel, laplace_lora_ext.Laplace])
+def test_what_is_no_number_of_a_token_is_refused_by_what_it_is(gpt2, ids, build):
     named = re.escape(f"must be numbers of tokens, not {ids!r}")
-    for build in (LogitsModel, laplace_lora_ext.Laplace):
-        with pytest.raises(ValueError, match=f"{named}.*convert_tokens_to_ids"):
-            build(lora_model("gpt2"), class_token_ids=ids)
+    message = f"{named}.*convert_tokens_to_ids"
+    with pytest.raises(ValueError, match=message):
+        build(gpt2, class_token_ids=ids)
 
 
 @pytest.mark.parametrize(
     "ids",
-    [torch.tensor([11, 23]), np.array([11, 23]), (11, 23)],
+    [
+        torch.tensor([11, 23]),
+        np.array([11, 23]),
+        (11, 23),
+    ],
     ids=repr,
 )
-def test_numbers_of_tokens_may_be_of_any_kind(ids):
-    la = laplace_lora_ext.Laplace(lora_model("gpt2"), class_token_ids=ids)
+def test_numbers_of_tokens_may_be_of_any_kind(gpt2, ids):
+    la = laplace_lora_ext.Laplace(gpt2, class_token_ids=ids)
     assert la.model.class_token_ids == [11, 23]
 
 
-def test_tokens_beyond_a_trimmed_output_layer_are_named():
-    model = llama().eval()
-    batch, *_ = ragged_batches()
-    kept = model.lm_head.weight.data[:40].clone()
-    model.lm_head = nn.Linear(16, 40, bias=False)
-    model.lm_head.weight.data.copy_(kept)
-    for each in (model, OfBatches(model)):
-        beyond = LogitsModel(each, CLASS_TOKEN_IDS)
-        message = r"\[11, 23, 42\] go beyond .* only 40 tokens"
-        with pytest.raises(ValueError, match=message):
-            beyond(batch)
-        up_to_the_last = LogitsModel(each, [11, 39])
-        up_to_the_last(batch)
+def test_tokens_beyond_a_trimmed_output_layer_are_named(trimmed, eight_texts):
+    beyond = LogitsModel(trimmed, CLASS_TOKEN_IDS)
+    message = r"\[11, 23, 42\] go beyond .* only 40 tokens"
+    with pytest.raises(ValueError, match=message):
+        beyond(eight_texts)
+
+
+def test_the_last_token_of_a_trimmed_output_layer_may_be_a_class(trimmed, eight_texts):
+    up_to_the_last = LogitsModel(trimmed, [11, 39])
+    logits = up_to_the_last(eight_texts)
+    assert logits.shape == (8, 2)
+
+
+def test_the_first_and_the_last_token_may_be_classes(gpt2, eight_texts):
+    first_and_last = [0, VOCABULARY - 1]
+    found = LogitsModel(gpt2, first_and_last)(eight_texts)
+    of_all_tokens = of_vocabulary(gpt2)(eight_texts)
+    assert torch.equal(found, of_all_tokens[:, first_and_last])
+
+
+def test_a_causal_language_model_needs_class_tokens(gpt2, eight_texts):
+    la = make(gpt2)
+    with pytest.raises(ValueError, match="pass class_token_ids"):
+        la.fit([eight_texts])
+
+
+# --- answers that are warned of -------------------------------------------------------
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("batch_size", [3, 8])
 def test_answers_that_the_model_hardly_gives_are_warned_of_once_after_a_fit(
-    structure, batch_size
+    gpt2,
+    eight_texts,
+    structure,
+    batch_size,
 ):
-    model = lora_model("gpt2").eval()
-    batches = ragged_batches(batch_size=batch_size)
-    la = make(model, structure, class_token_ids=CLASS_TOKEN_IDS)
+    la = make(gpt2, structure, class_token_ids=CLASS_TOKEN_IDS)
     with pytest.warns(UserWarning, match="have only") as caught:
-        la.fit(batches)
+        la.fit(ragged_batches(batch_size=batch_size))
     messages = [str(warning.message) for warning in caught]
     (message,) = [each for each in messages if "have only" in each]
 
-    of_vocabulary = LogitsModel(model, list(range(VOCABULARY)))
-    p = torch.cat([of_vocabulary(batch).softmax(-1) for batch in batches])
-    mean = p[:, CLASS_TOKEN_IDS].sum(-1).mean().item()
+    p = of_vocabulary(gpt2)(eight_texts).softmax(-1)
+    of_answers = p[:, CLASS_TOKEN_IDS].sum(-1)
+    mean = of_answers.mean().item()
     assert mean < 0.06
     percent = f"{100 * mean:.2g} %"
     assert f"have only {percent} of the model's probability together" in message
 
 
-def test_answers_that_the_model_gives_are_not_warned_of():
+def test_answers_that_the_model_gives_are_not_warned_of(gpt2):
     # Of 60 tokens, all about equally probable, half have about half of the probability.
     every_second = list(range(0, VOCABULARY, 2))
-    la = make(lora_model("gpt2"), class_token_ids=every_second)
+    la = make(gpt2, class_token_ids=every_second)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*have only")
         la.fit(ragged_batches())
 
 
-def test_a_causal_language_model_needs_class_tokens_which_may_be_first_and_last():
-    model = lora_model("gpt2").eval()
-    batch, *_ = ragged_batches()
-    with pytest.raises(ValueError, match="pass class_token_ids"):
-        make(model).fit([batch])
-    of_vocabulary = LogitsModel(model, list(range(VOCABULARY)))
-    first_and_last = [0, VOCABULARY - 1]
-    of_ends = LogitsModel(model, first_and_last)
-    assert torch.equal(of_ends(batch), of_vocabulary(batch)[:, first_and_last])
-
-
-def test_prompts_that_end_in_their_answers_are_warned_of():
-    model = LogitsModel(causal_model("gpt2"), CLASS_TOKEN_IDS)
+@pytest.fixture
+def prompts() -> Batch:
+    """Texts of which the first and the second end in answers."""
     (batch,) = ragged_batches(lengths=(4, 6, 7))
-    first, second, third = batch["input_ids"]
+    first, second, _ = batch["input_ids"]
     first[3] = CLASS_TOKEN_IDS[0]
     second[5] = CLASS_TOKEN_IDS[1]
+    return batch
+
+
+def test_prompts_that_all_end_in_their_answers_are_warned_of(of_answers, prompts):
+    *_, third = prompts["input_ids"]
+    third[6] = CLASS_TOKEN_IDS[1]
+    message = "leave the answers out of the prompts"
+    with pytest.warns(UserWarning, match=message):
+        of_answers(prompts)
+
+
+def test_some_prompts_may_end_in_answers(of_answers, prompts):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        model(batch)
-    third[6] = CLASS_TOKEN_IDS[1]
-    with pytest.warns(UserWarning, match="leave the answers out of the prompts"):
-        model(batch)
+        of_answers(prompts)
 
 
 # --- encoder-decoders -----------------------------------------------------------------
 
 
-def test_an_encoder_decoder_answers_after_its_start_token():
-    model = encoder_decoder("bart")
-    (batch,) = ragged_batches(batch_size=8)
+@pytest.fixture
+def bart() -> nn.Module:
+    return encoder_decoder("bart")
+
+
+def test_an_encoder_decoder_answers_after_its_start_token(bart, eight_texts):
     start = torch.tensor([[2]])
-    found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
-    expected = alone(model, batch, decoder_input_ids=start)
+    found = LogitsModel(bart, CLASS_TOKEN_IDS)(eight_texts)
+    expected = alone(bart, eight_texts, decoder_input_ids=start)
     assert_close(found, expected, **EXACT)
 
 
-def test_an_encoder_decoder_answers_after_what_the_batch_gives():
-    model = encoder_decoder("bart")
-    (batch,) = ragged_batches(batch_size=8)
+def test_an_encoder_decoder_answers_after_what_the_batch_gives(bart, eight_texts):
     given = torch.tensor([[0, 9, 4]])
-    of_batch = batch | {"decoder_input_ids": given.expand(8, -1)}
-    found = LogitsModel(model, CLASS_TOKEN_IDS)(of_batch)
-    expected = alone(model, batch, decoder_input_ids=given)
+    of_batch = eight_texts | {"decoder_input_ids": given.expand(8, -1)}
+    found = LogitsModel(bart, CLASS_TOKEN_IDS)(of_batch)
+    expected = alone(bart, eight_texts, decoder_input_ids=given)
     assert_close(found, expected, **EXACT)
 
 
@@ -318,8 +435,13 @@ MASK = 7
 def texts_without_a_mask_token(
     lengths: Sequence[int],
     side: str = "right",
-) -> dict[str, Any]:
-    (batch,) = ragged_batches(lengths, batch_size=len(lengths), padding_side=side)
+) -> Batch:
+    """Make a batch, with another token where there is a mask token by chance."""
+    (batch,) = ragged_batches(
+        lengths,
+        batch_size=len(lengths),
+        padding_side=side,
+    )
     ids = batch["input_ids"]
     ids[ids == MASK] += 1
     return batch
@@ -336,7 +458,8 @@ def test_a_masked_language_model_answers_at_its_mask_token(side):
         padded = batch["input_ids"][row]
         start = is_real.int().argmax()
         padded[start + place] = MASK
-        output = model(input_ids=padded[is_real][None])
+        text = padded[is_real]
+        output = model(input_ids=text[None])
         expected.append(output.logits[0, place, CLASS_TOKEN_IDS])
     found = LogitsModel(model, CLASS_TOKEN_IDS, mask_token_id=MASK)(batch)
     assert_close(found, torch.stack(expected), **EXACT)

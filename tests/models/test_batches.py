@@ -1,7 +1,7 @@
 """Batches as people have them."""
 
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -32,6 +32,8 @@ from tests.support.posteriors import STRUCTURES, fitted, make
 
 PAD = 3
 
+Batch = dict[str, Any]
+
 
 def adapted(
     kind: str,
@@ -45,79 +47,120 @@ def adapted(
     return LogitsModel(model, CLASS_TOKEN_IDS)
 
 
-def padded_batch(side: str = "right") -> dict[str, torch.Tensor]:
+def keep_padding_out_of_texts(batch: Batch) -> None:
+    """Put another token where a text has the padding token by chance."""
+    ids = batch["input_ids"]
+    ids[ids == PAD] += 1
+
+
+def padded_batch(side: str = "right") -> Batch:
     """Make a batch with its mask, whose texts don't hold the padding token."""
     (batch,) = ragged_batches(
         lengths=(4, 7, 5),
         padding_side=side,
     )
-    ids = batch["input_ids"]
-    ids[ids == PAD] += 1
-    ids[batch["attention_mask"] == 0] = PAD
+    keep_padding_out_of_texts(batch)
+    is_padding = batch["attention_mask"] == 0
+    batch["input_ids"][is_padding] = PAD
     return batch
 
 
 def without(
     batch: Mapping[str, Any],
     left_out: str,
-) -> dict[str, Any]:
+) -> Batch:
     """Copy a batch without one of its keys."""
     return {key: value for key, value in batch.items() if key != left_out}
+
+
+def in_a_pair(batch: Batch) -> tuple[Batch, torch.Tensor]:
+    """Take the labels out of a batch, and put them beside it."""
+    return without(batch, "labels"), batch["labels"]
+
+
+@pytest.fixture
+def batch() -> Batch:
+    """The first of `ragged_batches`."""
+    return ragged_batches()[0]
 
 
 # --- mappings, pairs and keywords -----------------------------------------------------
 
 
-def read_only(batch: dict[str, Any]) -> MappingProxyType:
+def read_only(batch: Batch) -> MappingProxyType:
     return MappingProxyType(dict(batch))
 
 
-@pytest.mark.parametrize("mapping", [dict, UserDict, BatchEncoding, read_only])
-def test_every_mapping_and_a_pair_give_the_same_and_are_left_as_they_were(
-    bert, mapping
-):
+MAPPINGS = [dict, UserDict, BatchEncoding, read_only]
+
+
+def evidence_of(
+    model: nn.Module,
+    batches: Sequence[Any],
+) -> torch.Tensor:
+    """Fit a posterior, and compute its log marginal likelihood."""
+    la = make(model)
+    la.fit(batches)
+    return la.log_marginal_likelihood()
+
+
+@pytest.mark.parametrize("as_given", [*MAPPINGS, in_a_pair])
+def test_every_mapping_and_a_pair_fit_the_same(bert, as_given):
     batches = ragged_batches()
-    expected = make(bert)
-    expected.fit(batches)
-    evidence = expected.log_marginal_likelihood()
+    given = [as_given(batch) for batch in batches]
+    found = evidence_of(bert, given)
+    expected = evidence_of(bert, batches)
+    assert torch.equal(found, expected)
 
-    wrapped = [mapping(batch) for batch in batches]
-    first = wrapped[0]
-    before = dict(first)
-    of_mappings = make(bert)
-    of_mappings.fit(wrapped)
-    assert torch.equal(of_mappings.log_marginal_likelihood(), evidence)
-    logits = bert(**without(batches[0], "labels")).logits
-    assert torch.equal(of_mappings.model(first), logits)
-    assert dict(first) == before  # the same tensor objects
 
-    pairs = [(without(batch, "labels"), batch["labels"]) for batch in batches]
-    of_pairs = make(bert)
-    of_pairs.fit(pairs)
-    assert torch.equal(of_pairs.log_marginal_likelihood(), evidence)
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_every_mapping_gives_the_same_logits(bert, batch, mapping):
+    inputs = without(batch, "labels")
+    expected = bert(**inputs).logits
+    la = make(bert)
+    found = la.model(mapping(batch))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_mappings_are_left_as_they_were(bert, batch, mapping):
+    given = mapping(batch)
+    before = dict(given)
+    la = make(bert)
+    la.fit([given])
+    la.model(given)
+    # They hold the same tensor objects, of which "equal" would say nothing.
+    after = dict(given)
+    assert list(after) == list(before)
+    for key, value in before.items():
+        assert after[key] is value
+
+
+class Taking(nn.Module):
+    """A user's module, which remembers what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = plain_model()
+        self.taken: list[Any] = []
+
+    def forward(self, batch: Mapping) -> torch.Tensor:
+        self.taken.append(batch)
+        return self.inner(batch["x"])
 
 
 @pytest.mark.parametrize("mapping", [dict, BatchEncoding])
 def test_a_users_module_gets_the_mapping_without_labels_as_it_is(mapping):
-    taken = []
-
-    class Wrapper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = plain_model()
-
-        def forward(self, batch: Mapping) -> torch.Tensor:
-            taken.append(batch)
-            return self.inner(batch["x"])
-
+    module = Taking()
     batch = {
         "x": torch.randn(2, 5).double(),
         "labels": torch.ones(2),
         "lengths": [3, 4],
     }
-    LogitsModel(Wrapper())(mapping(batch))
-    assert [type(each) for each in taken] == [mapping]
-    assert list(taken[0]) == ["x", "lengths"]
+    LogitsModel(module)(mapping(batch))
+    (taken,) = module.taken
+    assert type(taken) is mapping
+    assert list(taken) == ["x", "lengths"]
 
 
 class Answering(nn.Module):
@@ -130,7 +173,9 @@ class Answering(nn.Module):
     def answers(self, **inputs: torch.Tensor) -> torch.Tensor:
         logits = self.model(**inputs).logits
         last = inputs["attention_mask"].sum(-1) - 1
-        return logits[torch.arange(len(last)), last][:, CLASS_TOKEN_IDS]
+        rows = torch.arange(len(last))
+        after_last = logits[rows, last]
+        return after_last[:, CLASS_TOKEN_IDS]
 
 
 class OfKeywords(Answering):
@@ -161,17 +206,22 @@ class OfNamedInputs(Answering):
 @pytest.mark.parametrize("wrapper", [OfKeywords, OfKeywordsAlone, OfNamedInputs])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_wrapper_whose_forward_takes_keywords_gives_what_class_tokens_give(
-    structure, wrapper
+    gpt2,
+    structure,
+    wrapper,
 ):
-    model = lora_model("gpt2").eval()
     batches = ragged_batches()
-    expected = make(model, structure, class_token_ids=CLASS_TOKEN_IDS)
+    expected = make(gpt2, structure, class_token_ids=CLASS_TOKEN_IDS)
     expected.fit(batches)
-    found = make(wrapper(model), structure)
+    found = make(wrapper(gpt2), structure)
     found.fit(batches)
-    evidence = expected.log_marginal_likelihood()
-    assert_close(found.log_marginal_likelihood(), evidence, **EXACT)
-    assert_close(found(batches[0]), expected(batches[0]), **EXACT)
+    assert_close(
+        found.log_marginal_likelihood(),
+        expected.log_marginal_likelihood(),
+        **EXACT,
+    )
+    first = batches[0]
+    assert_close(found(first), expected(first), **EXACT)
 
 
 class Pooling(nn.Module):
@@ -183,24 +233,35 @@ class Pooling(nn.Module):
         self.layer = nn.Linear(5, 3)
 
     def forward(self, *, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.embedding(input_ids).mean(1))
+        embedded = self.embedding(input_ids)
+        return self.layer(embedded.mean(1))
 
 
-@pytest.mark.parametrize("labels", [None, torch.tensor([0, 2])])
-def test_keywords_reach_a_wrapper_within_pefts(labels):
-    """And tokens by themselves, which have no other place there."""
+TOKENS = torch.tensor([[1, 2], [3, 4]])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"input_ids": TOKENS, "labels": None},
+        {"input_ids": TOKENS, "labels": torch.tensor([0, 2])},
+        # Tokens by themselves have no other place there.
+        TOKENS,
+    ],
+    ids=["without labels", "with labels", "tokens alone"],
+)
+def test_keywords_reach_a_wrapper_within_pefts(given):
     plain = Pooling()
-    model = LogitsModel(get_peft_model(plain, LoraConfig(target_modules=["layer"])))
-    tokens = torch.tensor([[1, 2], [3, 4]])
-    expected = plain(input_ids=tokens)
-    assert torch.equal(model({"input_ids": tokens, "labels": labels}), expected)
-    assert torch.equal(model(tokens), expected)
+    config = LoraConfig(target_modules=["layer"])
+    model = LogitsModel(get_peft_model(plain, config))
+    # An adapter that is not trained yet changes nothing.
+    expected = plain(input_ids=TOKENS)
+    assert torch.equal(model(given), expected)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_a_model_may_be_called_as_transformers_models_are(kind):
+def test_a_model_may_be_called_as_transformers_models_are(kind, batch):
     model = adapted(kind)
-    batch, *_ = ragged_batches()
     assert torch.equal(model(**batch), model(batch))
 
 
@@ -208,18 +269,44 @@ def test_a_model_may_be_called_as_transformers_models_are(kind):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_labels_that_are_none_are_no_labels(structure):
+def test_labels_that_are_none_are_not_asked_for_by_predictions(batch, structure):
     la = fitted(structure=structure)
-    batch, *_ = ragged_batches()
-    inputs = without(batch, "labels")
     unlabelled = batch | {"labels": None}
     assert torch.equal(la(unlabelled), la(batch))
+    found = la.predict_proba(unlabelled)
     expected = la.predict_proba(batch)
-    assert (la.predict_proba(unlabelled) == expected).all()
-    for given in (unlabelled, (inputs, None), [inputs, None]):
-        assert (la.predict_proba([given]) == expected).all()
-        if structure == "lowrank_kron":
-            assert la.predictive_statistics([given]).targets is None
+    assert (found == expected).all()
+
+
+def labels_of_none(batch: Batch) -> Batch:
+    return batch | {"labels": None}
+
+
+def a_pair_with_none(batch: Batch) -> tuple[Batch, None]:
+    return without(batch, "labels"), None
+
+
+def a_list_with_none(batch: Batch) -> list[Any]:
+    return [without(batch, "labels"), None]
+
+
+WITHOUT_LABELS = [labels_of_none, a_pair_with_none, a_list_with_none]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("unlabel", WITHOUT_LABELS)
+def test_a_loader_may_have_labels_that_are_none(batch, structure, unlabel):
+    la = fitted(structure=structure)
+    loader = [unlabel(batch)]
+    found = la.predict_proba(loader)
+    expected = la.predict_proba(batch)
+    assert (found == expected).all()
+
+
+@pytest.mark.parametrize("unlabel", WITHOUT_LABELS)
+def test_statistics_of_labels_that_are_none_have_no_targets(batch, unlabel):
+    statistics = fitted().predictive_statistics([unlabel(batch)])
+    assert statistics.targets is None
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -240,39 +327,49 @@ def test_batches_keep_their_numbers_where_empty_ones_are_left_out():
         (none, none),
         none,
         {"x": none, "y": 3},
-        {"x": [1]},
+        {"x": [1]},  # of which nothing says that it is empty
         ({"x": X}, X),
     ]
     names = [name for name, _ in named_batches(loader)]
     assert names == ["batch 0", "batch 4", "batch 5"]
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("unlabel", [labels_of_none, a_pair_with_none])
+def test_labels_that_are_none_fit_nothing(bert, batch, structure, unlabel):
+    la = make(bert, structure)
+    loader = [batch, unlabel(batch)]
+    message = r"batch 1: No labels .*\['attention_mask', 'input_"
+    with pytest.raises(ValueError, match=message):
+        la.fit(loader)
+
+
+def test_tokens_alone_have_no_labels_within_them(bert, batch):
+    la = make(bert)
+    tokens = batch["input_ids"]
+    with pytest.raises(TypeError, match="not Tensor without labels"):
+        la.model.split((tokens, None))
+
+
 # --- several texts in a row -----------------------------------------------------------
 
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_labels_that_are_none_fit_nothing(structure):
-    la = make(lora_model("bert"), structure)
-    batch, *_ = ragged_batches()
-    inputs = without(batch, "labels")
-    message = r"batch 1: No labels .*\['attention_mask', 'input_"
-    for given in (batch | {"labels": None}, (inputs, None)):
-        with pytest.raises(ValueError, match=message):
-            la.fit([batch, given])
-    with pytest.raises(TypeError, match="not Tensor without labels"):
-        la.model.split((inputs["input_ids"], None))
-
-
-RESTARTING = torch.tensor([0, 1, 2, 3, 0, 1, 2])
 IN_ORDER = torch.arange(7)
-
-
-ENDS = torch.tensor([0, 3, 7, 14, 21]).int()  # two texts in the first of three rows
+RESTARTING = torch.tensor([0, 1, 2, 3, 0, 1, 2])
+# Two texts in the first of three rows.
+ENDS = torch.tensor([0, 3, 7, 14, 21]).int()
 
 
 SHOWING_SEVERAL_TEXTS = [
-    pytest.param("position_ids", RESTARTING.expand(3, 7), id="position_ids"),
-    pytest.param("position_ids", RESTARTING[None], id="position_ids of all rows"),
+    pytest.param(
+        "position_ids",
+        RESTARTING.expand(3, 7),
+        id="position_ids",
+    ),
+    pytest.param(
+        "position_ids",
+        RESTARTING[None],
+        id="position_ids of all rows",
+    ),
     pytest.param(
         "position_ids",
         torch.stack([RESTARTING, IN_ORDER, IN_ORDER, IN_ORDER])[:, None],
@@ -307,14 +404,22 @@ SHOWING_SEVERAL_TEXTS = [
 @pytest.mark.parametrize(("key", "numbers"), SHOWING_SEVERAL_TEXTS)
 def test_several_texts_in_a_row_are_refused_by_what_shows_them(key, numbers, kind):
     (batch,) = ragged_batches(lengths=(7, 7, 7))
+    packed = batch | {key: numbers}
     model = adapted(kind, pad=None)
     message = f"as {key} shows: give each text a row of its"
     with pytest.raises(NotImplementedError, match=message):
-        model(batch | {key: numbers})
-    embedded = without(batch, "input_ids")
-    embedded["inputs_embeds"] = torch.randn(3, 7, 12).double()
+        model(packed)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+@pytest.mark.parametrize(("key", "numbers"), SHOWING_SEVERAL_TEXTS)
+def test_several_embedded_texts_in_a_row_are_refused(key, numbers, kind):
+    (batch,) = ragged_batches(lengths=(7, 7, 7))
+    packed = without(batch, "input_ids") | {key: numbers}
+    packed["inputs_embeds"] = torch.randn(3, 7, 12).double()
+    model = adapted(kind, pad=None)
     with pytest.raises(NotImplementedError, match=f"as {key} shows"):
-        model(embedded | {key: numbers})
+        model(packed)
 
 
 # As transformers' `DataCollatorWithFlattening` makes them.
@@ -328,13 +433,23 @@ def test_several_texts_in_a_row_are_refused_by_what_shows_them(key, numbers, kin
     ],
 )
 def test_packed_texts_of_supervised_fine_tuning_are_refused_and_one_text_is_not(
-    key, of_two, of_one
+    gpt2,
+    key,
+    of_two,
+    of_one,
 ):
-    model = TokensModel(lora_model("gpt2").eval())
+    model = TokensModel(gpt2)
     tokens = torch.tensor([[1, 2, 3, 4, 5]])
-    whole = {"input_ids": tokens, key: torch.tensor(of_one)}
+    whole = {
+        "input_ids": tokens,
+        key: torch.tensor(of_one),
+    }
     check_texts(whole, model.transformer)
-    packed = {"input_ids": tokens, "labels": tokens, key: torch.tensor(of_two)}
+    packed = {
+        "input_ids": tokens,
+        "labels": tokens,
+        key: torch.tensor(of_two),
+    }
     with pytest.raises(NotImplementedError, match=f"as {key} shows"):
         model(packed)
 
@@ -342,31 +457,36 @@ def test_packed_texts_of_supervised_fine_tuning_are_refused_and_one_text_is_not(
 # --- texts that a model would read in another way -------------------------------------
 
 
-def packed_with_a_mask_of_ones(
-    batch: dict[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
+def packed_with_a_mask_of_ones(batch: Batch) -> Batch:
     return batch | {
         "position_ids": RESTARTING.expand(3, 7),
         "attention_mask": torch.ones(3, 7),
     }
 
 
-def without_a_mask(
-    batch: dict[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
+def without_a_mask(batch: Batch) -> Batch:
     return without(batch, "attention_mask")
 
 
-def tokens_alone(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def tokens_alone(batch: Batch) -> torch.Tensor:
     return batch["input_ids"]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (packed_with_a_mask_of_ones, "as position_ids shows"),
-        (without_a_mask, "no attention_mask, but the padding token 3"),
-        (tokens_alone, "pass the tokenizer's attention_mask"),
+        (
+            packed_with_a_mask_of_ones,
+            "as position_ids shows",
+        ),
+        (
+            without_a_mask,
+            "no attention_mask, but the padding token 3",
+        ),
+        (
+            tokens_alone,
+            "pass the tokenizer's attention_mask",
+        ),
     ],
 )
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -394,8 +514,10 @@ def test_one_text_a_row_is_not_refused():
 
 
 def test_positions_of_an_image_are_not_refused():
+    # Places in the text, and in time, rows and columns.
     axes = IN_ORDER.repeat(4, 3, 1)
-    axes[2] = torch.tensor([0, 1, 2, 1, 2, 3, 4])  # columns of an image
+    columns = torch.tensor([0, 1, 2, 1, 2, 3, 4])
+    axes[2] = columns
     batch = padded_batch() | {"position_ids": axes}
     check_texts(batch, adapted("gpt2").transformer)
 
@@ -416,40 +538,70 @@ def test_longformers_tokens_of_global_attention_are_not_refused():
 def test_a_padding_token_inside_of_a_text_is_not_refused():
     model = adapted("gpt2")
     (batch,) = ragged_batches(lengths=(7, 7))
-    ids = batch["input_ids"]
-    ids[ids == PAD] += 1
-    ids[0, 2] = PAD
-    assert torch.equal(model({"input_ids": ids}), model(batch))
+    keep_padding_out_of_texts(batch)
+    batch["input_ids"][0, 2] = PAD
+    expected = model(batch)
+    unmasked = without(batch, "attention_mask")
+    assert torch.equal(model(unmasked), expected)
 
 
 # --- padding on the left --------------------------------------------------------------
 
 
-def test_what_lies_by_position_comes_with_its_tokens_and_nothing_else_does():
-    (batch,) = ragged_batches(lengths=(4, 7, 5), padding_side="left")
-    mask = batch["attention_mask"]
+@pytest.fixture
+def padded_left() -> Batch:
+    (batch,) = ragged_batches(
+        lengths=(4, 7, 5),
+        padding_side="left",
+    )
+    return batch
+
+
+def test_what_lies_by_position_comes_with_its_tokens(padded_left):
+    mask = padded_left["attention_mask"]
     types = IN_ORDER.expand(3, 7)
-    features = torch.randn(3, 7, 2)
-    more = {"token_type_ids": types, "decoder_x": types, "pixel_values": features}
-    moved = text_first(batch | more)
+    moved = text_first(padded_left | {"token_type_ids": types})
     # Of ones behind zeros, the mirror image has the ones first.
     expected_mask = mask.flip(1)
     assert torch.equal(moved["attention_mask"], expected_mask)
-    of_texts = moved["token_type_ids"][expected_mask.bool()]
-    assert torch.equal(of_texts, types[mask.bool()])
-    assert moved["decoder_x"] is types
-    assert moved["pixel_values"] is features
+    found = moved["token_type_ids"][expected_mask.bool()]
+    expected = types[mask.bool()]
+    assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_a_classifier_and_a_model_with_positions_read_texts_where_they_stand(kind):
-    """How a classifier pools is its own, and given positions stay."""
-    (batch,) = ragged_batches(lengths=(4, 7, 5), padding_side="left")
-    mask = batch["attention_mask"]
-    if kind == "gpt2":
-        running = mask.cumsum(1) - 1
-        batch["position_ids"] = running.clamp_min(0)
+def test_a_decoders_inputs_and_images_stay_where_they_are(padded_left):
+    # Both have a number for each place by chance.
+    of_decoder = IN_ORDER.expand(3, 7)
+    pixels = torch.randn(3, 7, 2)
+    more = {
+        "decoder_x": of_decoder,
+        "pixel_values": pixels,
+    }
+    moved = text_first(padded_left | more)
+    assert moved["decoder_x"] is of_decoder
+    assert moved["pixel_values"] is pixels
+
+
+def mask_read(
+    kind: str,
+    batch: Batch,
+) -> torch.Tensor:
+    """Take the mask that a transformer is given for a batch."""
     model = adapted(kind)
     calls = record_calls(model.model.base_model.model)
     model(batch)
-    assert torch.equal(calls[-1]["attention_mask"], mask)
+    return calls[-1]["attention_mask"]
+
+
+def test_a_classifier_reads_texts_where_they_stand(padded_left):
+    # How it pools is its own.
+    found = mask_read("bert", padded_left)
+    assert torch.equal(found, padded_left["attention_mask"])
+
+
+def test_texts_with_positions_are_read_where_they_stand(padded_left):
+    mask = padded_left["attention_mask"]
+    running = mask.cumsum(1) - 1
+    padded_left["position_ids"] = running.clamp_min(0)
+    found = mask_read("gpt2", padded_left)
+    assert torch.equal(found, mask)

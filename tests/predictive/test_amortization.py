@@ -1,6 +1,9 @@
 """Predictions from one forward pass, against exact ones."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,11 +51,19 @@ def batch():
     return ragged_batches()[0]
 
 
-def forbid_backward_passes(monkeypatch):
-    def fail(*_, **__):
+@pytest.fixture
+def forbid_backward_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[], None]:
+    """A function from whose call on a backward pass fails."""
+
+    def fail(*_: Any, **__: Any) -> None:
         pytest.fail("a backward pass")
 
-    monkeypatch.setattr(torch.autograd, "grad", fail)
+    def forbid() -> None:
+        monkeypatch.setattr(torch.autograd, "grad", fail)
+
+    return forbid
 
 
 # --- against exact predictions --------------------------------------------------------
@@ -88,7 +99,7 @@ def inputs(
 def exponential(
     structure: str = "lowrank_kron",
     likelihood: str = "classification",
-    **keywords,
+    **keywords: Any,
 ):
     """Fit a posterior, and let it learn variances that its features tell exactly."""
     model = with_lora(Exponential(), "layer")
@@ -101,46 +112,67 @@ def exponential(
     return la
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("link", LINKS)
-def test_variances_that_are_linear_in_the_features_predict_exactly(structure, link):
-    la = exponential(structure)
-    # Within what it has learnt from, beyond which variances are cut off.
-    X = inputs(20, seed=4, spread=0.9)
+@pytest.fixture
+def points() -> torch.Tensor:
+    """Inputs within what is learnt from, beyond which variances are cut off."""
+    return inputs(20, seed=4, spread=0.9)
+
+
+@pytest.fixture(params=STRUCTURES)
+def linear(request: pytest.FixtureRequest):
+    """A posterior of each structure whose learnt variances are exact."""
+    la = exponential(request.param)
     # Not 1, for the regression has a penalty.
     assert la.learnt_variance.r_squared > 1 - 1e-8
-    found = la(X, link_approx=link, generator=generator(), **AMORTIZED)
-    moments = la.predictive_moments(X)
-    exact = la(moments, link_approx=link, generator=generator())
+    return la
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_variances_that_are_linear_in_the_features_predict_exactly(
+    linear, points, link
+):
+    found = linear(points, link_approx=link, generator=generator(), **AMORTIZED)
+    moments = linear.predictive_moments(points)
+    exact = linear(moments, link_approx=link, generator=generator())
     assert_close(found, exact, rtol=1e-5, atol=1e-5)
-    of_map = la.model(X).softmax(-1)
-    assert (exact - of_map).abs().max() > 0.01
+    # Without a variance there would be an error.
+    of_map = linear.model(points).softmax(-1)
+    error = (exact - of_map).abs().max()
+    assert error > 0.01
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("link", LINKS_OF_DECISIONS)
-def test_decisions_by_variances_that_are_linear_are_exact(structure, link):
-    la = exponential(structure)
-    X = inputs(20, seed=4, spread=0.9)
-    found = la.predict(X, link, generator=generator(), **AMORTIZED)
-    expected = la.predict(X, link, generator=generator())
+def test_decisions_by_variances_that_are_linear_are_exact(linear, points, link):
+    found = linear.predict(points, link, generator=generator(), **AMORTIZED)
+    expected = linear.predict(points, link, generator=generator())
     for part, of_exact in zip(found, expected, strict=True):
         # Entropies that are differences of others keep fewer digits.
         assert_close(part, of_exact, rtol=1e-3, atol=1e-5)
-    proba = torch.from_numpy(la.predict_proba(X, link, **AMORTIZED))
-    expected_proba = torch.from_numpy(la.predict_proba(X, link))
-    assert_close(proba, expected_proba, rtol=1e-5, atol=1e-5)
 
 
-def test_regression_has_a_mean_and_a_covariance():
-    la = exponential(likelihood="regression", sigma_noise=0.7)
-    X = inputs(20, seed=4, spread=0.9)
-    mean, covariance = la(X, **AMORTIZED)
-    f_mu, f_var = la(X)
+@pytest.mark.parametrize("link", LINKS_OF_DECISIONS)
+def test_probabilities_by_variances_that_are_linear_are_exact(linear, points, link):
+    found = linear.predict_proba(points, link, **AMORTIZED)
+    expected = linear.predict_proba(points, link)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.fixture
+def of_numbers():
+    """A regression whose learnt variances are exact."""
+    return exponential(likelihood="regression", sigma_noise=0.7)
+
+
+def test_regression_has_a_mean_and_a_covariance(of_numbers, points):
+    mean, covariance = of_numbers(points, **AMORTIZED)
+    f_mu, f_var = of_numbers(points)
     assert_close(mean, f_mu, rtol=1e-5, atol=1e-6)
     assert_close(covariance, f_var, rtol=1e-5, atol=1e-6)
+
+
+def test_regression_learns_no_covariance_between_examples(of_numbers, points):
     with pytest.raises(ValueError, match="no covariance between examples"):
-        la(X, joint=True, **AMORTIZED)
+        of_numbers(points, joint=True, **AMORTIZED)
 
 
 @pytest.mark.parametrize("n_outputs", [1, 2])
@@ -168,24 +200,44 @@ def test_variances_that_fit_no_covariance_give_the_nearest_one():
     )
     _, f_var = la(X, **AMORTIZED)
     # Of [[1, -4], [-4, 1]], without its eigenvalue of -3.
-    nearest = torch.tensor([[2.5, -2.5], [-2.5, 2.5]]).double()
-    assert_close(f_var, nearest.expand_as(f_var))
+    nearest = [
+        [2.5, -2.5],
+        [-2.5, 2.5],
+    ]
+    expected = torch.tensor(nearest).double()
+    assert_close(f_var, expected.expand_as(f_var))
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_a_prediction_is_one_forward_pass(kind, batch, monkeypatch):
-    la = fitted(kind)
+# --- their price ----------------------------------------------------------------------
+
+
+@pytest.fixture(params=["bert", "gpt2"])
+def passes_of(
+    request: pytest.FixtureRequest,
+    forbid_backward_passes: Callable[[], None],
+):
+    """A posterior that has learnt variances, and a list of its forward passes."""
+    la = fitted(request.param)
     la.amortize(ragged_batches())
-    forbid_backward_passes(monkeypatch)
-    passes = count_forward_passes(la)
-    links = [*LINKS, "bridge_norm"]
-    for link in links:
-        probs = la(batch, link_approx=link, **AMORTIZED)
-        assert_close(probs.sum(1), torch.ones(3).double())
-        assert not probs.requires_grad
-    la.predict(batch, **AMORTIZED)
-    la.predict_proba(batch, **AMORTIZED)
-    assert len(passes) == len(links) + 2
+    forbid_backward_passes()
+    return la, count_forward_passes(la)
+
+
+@pytest.mark.parametrize("link", [*LINKS, "bridge_norm"])
+def test_a_prediction_is_one_forward_pass(passes_of, batch, link):
+    la, passes = passes_of
+    probs = la(batch, link_approx=link, **AMORTIZED)
+    assert len(passes) == 1
+    assert_close(probs.sum(1), torch.ones(3).double())
+    assert not probs.requires_grad
+
+
+@pytest.mark.parametrize("name", ["predict", "predict_proba"])
+def test_a_decision_is_one_forward_pass(passes_of, batch, name):
+    la, passes = passes_of
+    decide = getattr(la, name)
+    decide(batch, **AMORTIZED)
+    assert len(passes) == 1
 
 
 # --- many outputs ---------------------------------------------------------------------
@@ -201,48 +253,84 @@ def test_changes_of_logits_are_those_of_the_linearised_model(batch):
     assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_many_outputs_learn_from_draws(monkeypatch):
-    n_outputs = 18
-    model = with_lora(Exponential(n_outputs), "layer")
-    la = make(model, prior_precision=20.0)
-    y = torch.arange(40) % n_outputs
-    la.fit([(inputs(40, seed=1), y)])
-    batches = [inputs(4, seed=seed) for seed in range(100)]
-    X = inputs(20, seed=1000, spread=0.9)
-    exact = la(X, link_approx="mean_field", n_contrasts=n_outputs)
-    of_map = la.model(X).softmax(-1)
+N_OUTPUTS = 18
+"""More than are learnt from exact covariances."""
 
-    forbid_backward_passes(monkeypatch)
-    passes = count_forward_passes(la)
-    learnt = la.amortize(batches, None)
-    # One at the weights and two at each of eight draws, whatever the number of classes.
-    assert len(passes) == 17 * len(batches)
+
+@pytest.fixture
+def of_many_outputs():
+    """A posterior of a classifier of so many classes, which has learnt nothing yet."""
+    model = with_lora(Exponential(N_OUTPUTS), "layer")
+    la = make(model, prior_precision=20.0)
+    y = torch.arange(40) % N_OUTPUTS
+    la.fit([(inputs(40, seed=1), y)])
+    return la
+
+
+@pytest.fixture
+def unlabelled() -> list[torch.Tensor]:
+    """A hundred batches of four inputs."""
+    return [inputs(4, seed=seed) for seed in range(100)]
+
+
+def test_many_outputs_learn_from_draws(of_many_outputs, unlabelled, points):
+    la = of_many_outputs
+    exact = la(points, link_approx="mean_field", n_contrasts=N_OUTPUTS)
+    of_map = la.model(points).softmax(-1)
+    learnt = la.amortize(unlabelled, None)
     # From draws a variance is known with noise only.
     assert learnt.r_squared > 0.8
-    found = la(X, link_approx="mean_field", **AMORTIZED)
+    found = la(points, link_approx="mean_field", **AMORTIZED)
     error = (found - exact).abs().mean()
     error_of_map = (of_map - exact).abs().mean()
     assert error < 0.2 * error_of_map
-    again = la.amortize(batches, None)
-    assert torch.equal(again.weights, learnt.weights)
+
+
+def test_many_outputs_cost_no_backward_pass(
+    of_many_outputs,
+    unlabelled,
+    forbid_backward_passes,
+):
+    forbid_backward_passes()
+    passes = count_forward_passes(of_many_outputs)
+    of_many_outputs.amortize(unlabelled, None)
+    # One at the weights and two at each of eight draws, whatever the number of classes.
+    assert len(passes) == 17 * len(unlabelled)
+
+
+def test_many_outputs_learn_the_same_each_time(of_many_outputs, unlabelled):
+    once = of_many_outputs.amortize(unlabelled, None)
+    again = of_many_outputs.amortize(unlabelled, None)
+    assert torch.equal(again.weights, once.weights)
 
 
 # --- what it learns from --------------------------------------------------------------
 
 
-def test_what_it_learns_from_and_that_copies_are_seeded():
+def test_it_learns_from_each_text_and_a_copy():
+    la = fitted()
+    batches = ragged_batches()
+    assert la.amortize(batches).n_examples == 16
+    assert la.amortize(batches, None).n_examples == 8
+
+
+def test_copies_are_seeded():
     la = fitted()
     batches = ragged_batches()
     before = torch.get_rng_state()
-    assert la.amortize(batches, None).n_examples == 8
     one = la.amortize(batches)
     same = la.amortize(batches)
-    other = la.amortize(batches, generator=generator(1))
-    for learnt in (one, same, other):
-        assert learnt.n_examples == 16  # a copy of each text
     assert torch.equal(one.offset, same.offset)
-    assert not torch.equal(one.offset, other.offset)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_copies_are_others_with_another_generator():
+    la = fitted()
+    batches = ragged_batches()
+    one = la.amortize(batches)
+    other = la.amortize(batches, generator=generator(1))
+    assert other.n_examples == one.n_examples
+    assert not torch.equal(one.offset, other.offset)
 
 
 def test_texts_without_labels_are_learnt_from_like_others():
@@ -254,42 +342,74 @@ def test_texts_without_labels_are_learnt_from_like_others():
     both = la.amortize([*batches, *more], None)
     # A principal component may have either sign.
     assert_close(found.weights.abs(), both.weights.abs())
-    assert la.learnt_variance is both
+
+
+def test_what_was_learnt_last_is_kept():
+    la = fitted()
+    la.amortize(ragged_batches())
+    last = la.amortize(ragged_batches(seed=7))
+    assert la.learnt_variance is last
 
 
 def test_numbers_have_no_swapped_copies():
     la, X = plain_regression()
-    assert la.amortize([X]).n_examples == 12
+    learnt = la.amortize([X])
+    assert learnt.n_examples == 12
 
 
-def test_it_belongs_to_a_fit(batch):
+# --- what it belongs to ---------------------------------------------------------------
+
+
+def test_without_a_call_nothing_is_learnt(batch):
     la = fitted()
-    with pytest.raises(
-        ValueError,
-        match=r"No variance is learnt for this fit: call la\.amortize",
-    ):
+    message = r"No variance is learnt for this fit: call la\.amortize"
+    with pytest.raises(ValueError, match=message):
         la(batch, **AMORTIZED)
-    la.amortize(ragged_batches())
-    la.fit(ragged_batches())
+
+
+def test_it_belongs_to_a_fit(amortized, batch):
+    amortized.fit(ragged_batches())
     with pytest.raises(ValueError, match="No variance is learnt"):
-        la.predict(batch, **AMORTIZED)
+        amortized.predict(batch, **AMORTIZED)
 
 
-def test_it_belongs_to_a_prior(amortized, batch):
+def double_the_prior_precision(la: Any) -> None:
+    la.prior_precision = 2 * la.prior_precision
+
+
+def give_each_layer_a_prior_precision(la: Any) -> None:
+    la.prior_precision = some_precision(la, "layerwise")
+
+
+def raise_the_temperature(la: Any) -> None:
+    la.temperature = 2.0
+
+
+CHANGES_OF_THE_PRIOR = [
+    double_the_prior_precision,
+    give_each_layer_a_prior_precision,
+    raise_the_temperature,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_THE_PRIOR)
+def test_it_belongs_to_a_prior(amortized, batch, change):
+    change(amortized)
+    for predict in (amortized, amortized.predict, amortized.predict_proba):
+        with pytest.raises(ValueError, match="The prior has changed since"):
+            predict(batch, **AMORTIZED)
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_THE_PRIOR)
+def test_it_serves_again_with_its_own_prior(amortized, batch, change):
     expected = amortized(batch, **AMORTIZED)
-    changes = [
-        ("prior_precision", 2 * amortized.prior_precision),
-        ("prior_precision", some_precision(amortized, "layerwise")),
-        ("temperature", 2.0),
-    ]
-    for name, value in changes:
-        before = getattr(amortized, name)
-        setattr(amortized, name, value)
-        for predict in (amortized, amortized.predict, amortized.predict_proba):
-            with pytest.raises(ValueError, match="The prior has changed since"):
-                predict(batch, **AMORTIZED)
-        setattr(amortized, name, before)
-        assert torch.equal(amortized(batch, **AMORTIZED), expected)
+    prior_precision = amortized.prior_precision
+    temperature = amortized.temperature
+    change(amortized)
+    amortized.prior_precision = prior_precision
+    amortized.temperature = temperature
+    found = amortized(batch, **AMORTIZED)
+    assert torch.equal(found, expected)
 
 
 # --- what is refused ------------------------------------------------------------------
@@ -300,39 +420,39 @@ PACKED = {
 }
 
 
-def no_data(la, batches):
+def no_data(la: Any, batches: list) -> None:
     la.amortize([])
 
 
-def packed_texts(la, batches):
+def packed_texts(la: Any, batches: list) -> None:
     la.amortize([batches[0], PACKED], None)
 
 
-def an_unknown_name(la, batches):
+def an_unknown_name(la: Any, batches: list) -> None:
     la.amortize(batches, "shuffled")
 
 
-def packed_texts_to_predict(la, batches):
+def packed_texts_to_predict(la: Any, batches: list) -> None:
     la(PACKED, **AMORTIZED)
 
 
-def moments_to_predict(la, batches):
+def moments_to_predict(la: Any, batches: list) -> None:
     la(la.predictive_moments(batches[0]), **AMORTIZED)
 
 
-def a_decision_in_the_weights(la, batches):
+def a_decision_in_the_weights(la: Any, batches: list) -> None:
     la.predict(batches[0], pred_type="nn")
 
 
-def a_posterior_that_is_not_fitted(la, batches):
+def a_posterior_that_is_not_fitted(la: Any, batches: list) -> None:
     make(plain_model()).amortize([inputs(4, seed=1)])
 
 
-def a_language_model(la, batches):
+def a_language_model(la: Any, batches: list) -> None:
     fitted_text().amortize(batches)
 
 
-def rewards(la, batches):
+def rewards(la: Any, batches: list) -> None:
     model = lora_model("bert", n_labels=1)
     make(model, likelihood="reward_modeling").amortize(batches)
 
@@ -350,22 +470,31 @@ REFUSED = [
 ]
 
 
-def test_what_is_refused_leaves_the_model_and_what_was_learnt():
+REFUSALS = (ValueError, AttributeError, NotImplementedError)
+
+
+def test_learning_and_predicting_leave_the_model():
     model = half_trained(lora_model("bert"))
     la = fitted(model=model)
     batches = ragged_batches()
     before = Snapshot(model)
-    learnt = la.amortize(batches)
+    la.amortize(batches)
     la.predict_proba(batches, **AMORTIZED)
     before.assert_equal(model)
-    for use, message in REFUSED:
-        with pytest.raises(
-            (ValueError, AttributeError, NotImplementedError),
-            match=message,
-        ):
-            use(la, batches)
-        assert la.learnt_variance is learnt
-        before.assert_equal(model, random_state=False)
+
+
+@pytest.mark.parametrize(("use", "message"), REFUSED)
+def test_what_is_refused_leaves_the_model_and_what_was_learnt(use, message):
+    model = half_trained(lora_model("bert"))
+    la = fitted(model=model)
+    batches = ragged_batches()
+    learnt = la.amortize(batches)
+    before = Snapshot(model)
+    with pytest.raises(REFUSALS, match=message):
+        use(la, batches)
+    assert la.learnt_variance is learnt
+    # Some refusals make a model of their own first, by draws.
+    before.assert_equal(model, random_state=False)
 
 
 def test_weights_that_have_changed_are_refused(amortized, batch):
@@ -380,16 +509,26 @@ def test_weights_that_have_changed_are_refused(amortized, batch):
 # --- files ----------------------------------------------------------------------------
 
 
-def test_it_is_saved_with_the_posterior(amortized, batch, tmp_path):
+def restored(la: Any, folder: Path):
+    """Load a posterior's state into another of the same model."""
+    other = make(la.model.model, backend_kwargs={"rank": 3})
+    other.load_state_dict(la.state_dict())
+    return other
+
+
+def read(la: Any, folder: Path):
+    """Save a posterior in a folder, and read it for another model."""
+    la.save_pretrained(folder)
+    return from_pretrained(lora_model("bert"), folder)
+
+
+@pytest.mark.parametrize("load", [restored, read])
+def test_it_is_saved_with_the_posterior(amortized, batch, tmp_path, load):
     expected = amortized(batch, **AMORTIZED)
+    loaded = load(amortized, tmp_path)
+    assert_close(loaded(batch, **AMORTIZED), expected)
     r_squared = amortized.learnt_variance.r_squared
-    restored = make(amortized.model.model, backend_kwargs={"rank": 3})
-    restored.load_state_dict(amortized.state_dict())
-    amortized.save_pretrained(tmp_path)
-    read = from_pretrained(lora_model("bert"), tmp_path)
-    for loaded in (restored, read):
-        assert_close(loaded(batch, **AMORTIZED), expected)
-        assert loaded.learnt_variance.r_squared == r_squared
+    assert loaded.learnt_variance.r_squared == r_squared
 
 
 def test_a_state_without_learnt_variances_removes_them(amortized, batch):

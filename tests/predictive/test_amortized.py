@@ -14,7 +14,7 @@ from laplace_lora_ext.predictive.amortized import (
 from laplace_lora_ext.predictive.links import mean_field
 from tests.support.posteriors import generator
 
-# A prior precision and a temperature, which these tests do not vary.
+# A prior precision and a scale of the curvature, which these tests do not vary.
 ONE = torch.ones(1).double()
 
 
@@ -33,7 +33,13 @@ def learnt_from(
     X: torch.Tensor,
     logs: torch.Tensor,
 ) -> LearntVariance:
-    return LearntVariance.of(X, logs, ONE, ONE)
+    """Learn logarithms of variances from features."""
+    return LearntVariance.of(
+        X,
+        logs,
+        prior_precision=ONE,
+        curvature_scale=ONE,
+    )
 
 
 def pairs_of(n_outputs: int) -> int:
@@ -49,12 +55,16 @@ def weights_of(
     Y: torch.Tensor,
     penalty: torch.Tensor,
 ) -> torch.Tensor:
-    """Regress by least squares of as many more rows as there are features."""
+    """Regress by least squares of as many more rows as there are features.
+
+    Each asks one weight, times the penalty's root, to be 0.
+    """
     n_features = X.shape[1]
     n_outputs = Y.shape[1]
-    rows_of_penalty = penalty.sqrt() * torch.eye(n_features).double()
-    rows = torch.cat([X, rows_of_penalty])
-    targets = torch.cat([Y, Y.new_zeros(n_features, n_outputs)])
+    of_penalty = penalty.sqrt() * torch.eye(n_features).double()
+    zeros = Y.new_zeros(n_features, n_outputs)
+    rows = torch.cat([X, of_penalty])
+    targets = torch.cat([Y, zeros])
     return torch.linalg.lstsq(rows, targets).solution
 
 
@@ -65,13 +75,15 @@ def by_brute_force(
 ) -> torch.Tensor:
     """Compute each example's error, by a regression with a free intercept."""
     errors = []
-    for n in range(len(X)):
-        rest = torch.arange(len(X)) != n
-        mean_x = X[rest].mean(0)
-        mean_y = Y[rest].mean(0)
-        weights = weights_of(X[rest] - mean_x, Y[rest] - mean_y, penalty)
-        predicted = mean_y + (X[n] - mean_x) @ weights
-        errors.append(Y[n] - predicted)
+    for left_out in range(len(X)):
+        kept = torch.arange(len(X)) != left_out
+        mean_x = X[kept].mean(0)
+        mean_y = Y[kept].mean(0)
+        weights = weights_of(X[kept] - mean_x, Y[kept] - mean_y, penalty)
+        x = X[left_out]
+        y = Y[left_out]
+        predicted = mean_y + (x - mean_x) @ weights
+        errors.append(y - predicted)
     return torch.stack(errors)
 
 
@@ -79,16 +91,26 @@ def centred(X: torch.Tensor) -> torch.Tensor:
     return X - X.mean(0)
 
 
-@pytest.mark.parametrize("n", [6, 15, 40])  # fewer examples than features, and more
+def collinear_features(n: int) -> torch.Tensor:
+    """Draw centred features `(n, 11)`, of which two are sums of others.
+
+    Without a penalty these would have no weights of their own.
+    """
+    independent = randn(n, 9)
+    sums = independent[:, :2] @ randn(2, 2, seed=1)
+    return centred(torch.cat([independent, sums], dim=1))
+
+
+# Fewer examples than features, and more.
+@pytest.mark.parametrize("n", [6, 15, 40])
 @pytest.mark.parametrize("noise", [0.1, 3.0])
 def test_examples_that_are_left_out_against_as_many_regressions(n, noise):
-    independent = randn(n, 9)
-    # Without a penalty these would have no weights of their own.
-    collinear = independent[:, :2] @ randn(2, 2, seed=1)
-    X = centred(torch.cat([independent, collinear], dim=1))
+    X = collinear_features(n)
     true_weights = randn(11, 3, seed=2)
-    Y = centred(X @ true_weights + noise * randn(n, 3, seed=3))
+    exact = X @ true_weights
+    Y = centred(exact + noise * randn(n, 3, seed=3))
 
+    # Penalties are relative to the largest eigenvalue of XᵀX.
     largest = torch.linalg.svdvals(X)[0].square()
     penalties = PENALTIES * largest
     errors_of = [by_brute_force(X, Y, penalty) for penalty in penalties]
@@ -106,53 +128,87 @@ def test_examples_that_are_left_out_against_as_many_regressions(n, noise):
 # --- variances of outputs and of their differences ------------------------------------
 
 
-def test_links_see_the_variances_of_differences_even_if_no_covariance_has_them():
-    # Standard deviations of differences obey the triangle inequality, and 3 > 1 + 1.
-    of_pairs = [
-        [0.0, 9.0, 1.0],
-        [9.0, 0.0, 1.0],
-        [1.0, 1.0, 0.0],
-    ]
-    D = torch.tensor(of_pairs).double()
-    of_outputs = torch.tensor([2.0, 3.0, 4.0]).double()
-    # Each pair once, in the order of the upper triangle.
-    above_diagonal = torch.ones(3, 3).triu(diagonal=1).bool()
-    learnt = torch.cat([of_outputs, D[above_diagonal]])
-    (V,) = covariances(learnt[None])
-
-    # What all outputs share plays no part; the rest has a negative eigenvalue.
-    assert torch.linalg.eigvalsh(centred(V)).min() < -0.1
+def variances_of_differences(V: torch.Tensor) -> torch.Tensor:
+    """Compute the variance `(C, C)` of each two outputs' difference."""
     variances = V.diagonal()
-    assert_close(variances, of_outputs)
-    assert_close(variances[:, None] + variances - 2 * V, D)
+    return variances[:, None] + variances - 2 * V
 
+
+class NoCovariance:
+    """Variances that no three outputs can have, since 3 > 1 + 1.
+
+    Standard deviations of differences obey the triangle inequality.
+    """
+
+    of_outputs = torch.tensor([2.0, 3.0, 4.0]).double()
+    of_differences = torch.tensor(
+        [
+            [0.0, 9.0, 1.0],
+            [9.0, 0.0, 1.0],
+            [1.0, 1.0, 0.0],
+        ]
+    ).double()
+
+    @staticmethod
+    def matrix() -> torch.Tensor:
+        """Make what stands for a covariance `(3, 3)`."""
+        # Each pair once, in the order of the upper triangle.
+        above_diagonal = torch.ones(3, 3).triu(diagonal=1).bool()
+        of_pairs = NoCovariance.of_differences[above_diagonal]
+        learnt = torch.cat([NoCovariance.of_outputs, of_pairs])
+        (V,) = covariances(learnt[None])
+        return V
+
+
+def test_variances_are_kept_even_if_no_covariance_has_them():
+    V = NoCovariance.matrix()
+    # What all outputs share plays no part; the rest has a negative eigenvalue.
+    smallest = torch.linalg.eigvalsh(centred(V)).min()
+    assert smallest < -0.1
+    assert_close(V.diagonal(), NoCovariance.of_outputs)
+    assert_close(variances_of_differences(V), NoCovariance.of_differences)
+
+
+def test_links_see_the_variances_of_differences_even_if_no_covariance_has_them():
+    V = NoCovariance.matrix()
     f_mu = randn(3)
     differences = f_mu[:, None] - f_mu
-    shrunk = differences / (1 + torch.pi / 8 * D).sqrt()
+    # MacKay's approximation, for each difference of two logits.
+    factor = 1 + torch.pi / 8 * NoCovariance.of_differences
+    shrunk = differences / factor.sqrt()
     p = 1 / (-shrunk).exp().sum(1)
     (log_p,) = mean_field(f_mu[None], V[None])
     assert_close(log_p.exp(), p / p.sum())
 
 
 @pytest.mark.parametrize("n_outputs", [1, 2, 5])
-def test_a_covariance_comes_back_from_its_variances_and_may_be_zero(n_outputs):
+def test_a_covariance_comes_back_from_its_variances(n_outputs):
     root = randn(4, n_outputs, n_outputs)
     V = root @ root.mT
     logs = log_variances(V)
     assert logs.shape == (4, pairs_of(n_outputs))
-    assert_close(covariances(logs.exp()), V, rtol=1e-12, atol=1e-12)
+    found = covariances(logs.exp())
+    assert_close(found, V, rtol=1e-12, atol=1e-12)
 
+
+@pytest.mark.parametrize("n_outputs", [1, 2, 5])
+def test_variances_may_be_zero(n_outputs):
+    nothing = torch.zeros(5, n_outputs, n_outputs)
     # The logarithm of 0 is infinite: the smallest number stands for it.
-    nothing = torch.zeros(5, n_outputs, n_outputs).double()
-    learnt = learnt_from(randn(5, 3), log_variances(nothing))
-    assert learnt.covariance(randn(5, 3)).abs().max() < 1e-300
+    logs = log_variances(nothing.double())
+    learnt = learnt_from(randn(5, 3), logs)
+    found = learnt.covariance(randn(5, 3))
+    assert found.abs().max() < 1e-300
 
+
+@pytest.mark.parametrize("n_outputs", [1, 2, 5])
+def test_some_variances_may_be_zero(n_outputs):
+    V = torch.zeros(5, n_outputs, n_outputs).double()
     # Differences from the first output have the same variance, and the others none.
-    of_first = nothing.clone()
-    of_first[:, 0, 0] = 1
-    logs = log_variances(of_first)
+    V[:, 0, 0] = 1
+    logs = log_variances(V)
     assert torch.isfinite(logs).all()
-    assert_close(covariances(logs.exp()), of_first)
+    assert_close(covariances(logs.exp()), V)
 
 
 # --- what is learnt -------------------------------------------------------------------
@@ -164,6 +220,7 @@ def linear_in_features(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw 60 examples, and logarithms of variances that are linear in them."""
     n_pairs = pairs_of(n_outputs)
+    # Neither centred nor scaled, which is for the regression to do.
     X = 3 + 2 * randn(60, 7, seed=seed)
     weights = randn(7, n_pairs, seed=5) / 10
     offset = randn(n_pairs, seed=6)
@@ -183,67 +240,97 @@ def test_what_is_linear_in_the_features_is_learnt_exactly(n_outputs):
     found = learnt.covariance(new_X[inside])
     expected = covariances(new_logs[inside].exp())
     assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("n_outputs", [1, 3, 12])
+def test_it_says_that_what_is_linear_is_learnt_exactly(n_outputs):
+    X, logs = linear_in_features(n_outputs)
+    learnt = learnt_from(X, logs)
+    # Not 1 and 0, for the regression has a penalty.
     assert learnt.r_squared > 1 - 1e-9
     assert learnt.mean_error < 1e-6
     assert learnt.n_examples == 60
 
 
+def with_noise(
+    n: int,
+    seed: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw features, and logarithms that depend on the first of them.
+
+    Half of their variance is noise, which nobody can know.
+    """
+    X = randn(n, 5, seed=seed)
+    noise = randn(n, 3, seed=seed + 1)
+    first = X[:, :1]
+    return X, first + noise
+
+
 def test_it_says_how_good_it_is_on_examples_that_it_leaves_out():
-    X = randn(80, 5)
-    noise = randn(80, 3, seed=1)
-    # Half of the variance is the noise's, which nobody can know.
-    learnt = learnt_from(X, X[:, :1] + noise)
+    learnt = learnt_from(*with_noise(80, seed=0))
 
     # So many that only the 80 examples above leave an error in what is estimated.
-    new_X = randn(20_000, 5, seed=2)
-    new_noise = randn(20_000, 3, seed=3)
+    new_X, new_logs = with_noise(20_000, seed=2)
     scaled = (new_X - learnt.mean) / learnt.scale
     predicted = learnt.offset + scaled @ learnt.weights @ learnt.components
-    errors = predicted - (new_X[:, :1] + new_noise)
+    errors = predicted - new_logs
     total_variance = 2
     r_squared = 1 - errors.square().mean().item() / total_variance
     assert learnt.r_squared == pytest.approx(r_squared, abs=0.12)
     mean_error = errors.abs().mean().item()
     assert learnt.mean_error == pytest.approx(mean_error, abs=0.1)
 
-    # Of noise alone nothing can be known.
-    of_noise = learnt_from(new_X[:80], new_noise[:80])
-    assert of_noise.r_squared < 0.05
+
+def test_it_says_that_noise_alone_cannot_be_learnt():
+    X = randn(80, 5, seed=2)
+    noise = randn(80, 3, seed=3)
+    learnt = learnt_from(X, noise)
+    assert learnt.r_squared < 0.05
 
 
-def test_it_never_goes_more_than_a_factor_of_two_beyond_what_it_has_seen():
+@pytest.mark.parametrize("far", [1e6, -1e6])
+def test_it_never_goes_more_than_a_factor_of_two_beyond_what_it_has_seen(far):
     X, logs = linear_in_features()
     learnt = learnt_from(X, logs)
-    for far in (1e6, -1e6):
-        distant = X + far * randn(60, 7, seed=4)
-        found = log_variances(learnt.covariance(distant))
-        above = found - logs.amax(0)
-        below = logs.amin(0) - found
-        beyond = torch.maximum(above, below)
-        # So far off that every variance is at one of its two limits.
-        log_of_two = torch.full_like(found, 2.0).log()
-        assert_close(beyond, log_of_two, rtol=1e-4, atol=1e-4)
+    distant = X + far * randn(60, 7, seed=4)
+    found = log_variances(learnt.covariance(distant))
+    above = found - logs.amax(0)
+    below = logs.amin(0) - found
+    beyond = torch.maximum(above, below)
+    # So far off that every variance is at one of its two limits.
+    log_of_two = torch.full_like(found, 2.0).log()
+    assert_close(beyond, log_of_two, rtol=1e-4, atol=1e-4)
 
 
-def test_features_without_variance_play_no_part():
+def beside(
+    X: torch.Tensor,
+    value: float,
+) -> torch.Tensor:
+    """Add a feature that is the same everywhere."""
+    constant = torch.full((len(X), 1), value)
+    return torch.cat([X, constant], dim=1)
+
+
+def test_a_feature_without_variance_plays_no_part():
     X, logs = linear_in_features()
     # A mean of sixty times 0.1 is not 0.1 exactly: rounding leaves some variance.
-    constant = torch.full((60, 1), 0.1)
-    learnt = learnt_from(torch.cat([X, constant], dim=1), logs)
-    elsewhere = torch.full((60, 1), 5.0)
-    found = learnt.covariance(torch.cat([X, elsewhere], dim=1))
+    learnt = learnt_from(beside(X, 0.1), logs)
+    found = learnt.covariance(beside(X, 5.0))
     expected = covariances(logs.exp())
     assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
-    of_constants = learnt_from(torch.ones(60, 3), logs)
-    found = of_constants.covariance(torch.ones(4, 3).double())
-    # What is constant tells nothing: every example has the mean.
+
+def test_where_no_feature_varies_every_example_has_the_mean():
+    _, logs = linear_in_features()
+    learnt = learnt_from(torch.ones(60, 3), logs)
+    found = learnt.covariance(torch.ones(4, 3).double())
     of_mean = covariances(logs.mean(0).exp())
     assert_close(found, of_mean.expand(4, -1, -1))
 
 
 def test_two_examples_are_too_few():
-    with pytest.raises(ValueError, match="from 2 examples that have some: give more"):
+    message = "from 2 examples that have some: give more"
+    with pytest.raises(ValueError, match=message):
         learnt_from(randn(2, 3), randn(2, 3))
 
 

@@ -1,41 +1,55 @@
 """One pass over the data answers what any prior precision would predict."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch.testing import assert_close
 
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
+from tests.support.dense import predicted
 from tests.support.models import ragged_batches
 from tests.support.posteriors import PRIORS, fitted, some_precision
 
+# --- against dense algebra ------------------------------------------------------------
 
-def test_an_infinite_prior_precision_leaves_layers_out():
-    batch = ragged_batches()[0]
-    la = fitted()
-    statistics = la.predictive_statistics([batch], dtype=torch.float64)
-    is_first = torch.tensor([".layer.0." in block.name for block in la.blocks])
-    of_first_layer = torch.where(is_first, 2.0, torch.inf)
-    f_var = statistics.moments(of_first_layer).f_var
 
-    first = fitted(layers_to_transform=range(1), prior_precision=2.0)
-    expected = first.predictive_moments(batch).f_var
-    of_all_layers = statistics.moments(2.0).f_var
-    assert_close(f_var, expected)
-    assert not torch.allclose(f_var, of_all_layers)
-    of_none = torch.full_like(of_first_layer, torch.inf)
-    assert not statistics.moments(of_none).f_var.any()
+@pytest.fixture(
+    params=[(0, True), (3, True), (3, False), (100, False)],
+    ids=["tail alone", "rank and tail", "rank alone", "full rank"],
+)
+def rank_and_tail(request: pytest.FixtureRequest) -> tuple[int, bool]:
+    return request.param
+
+
+@pytest.fixture(params=["bert", "gpt2"])
+def la(
+    request: pytest.FixtureRequest,
+    rank_and_tail: tuple[int, bool],
+):
+    """A posterior of a classifier and of a language model, of all kinds of factors."""
+    rank, tail = rank_and_tail
+    return fitted(
+        request.param,
+        rank=rank,
+        tail=tail,
+        temperature=0.7,
+    )
+
+
+def statistics_of(
+    la: Any,
+    batches: Sequence[Any],
+):
+    """Compute statistics in float64, as predictions of batches are."""
+    return la.predictive_statistics(batches, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("prior", PRIORS)
-@pytest.mark.parametrize(
-    ("rank", "tail"),
-    [(0, True), (3, True), (3, False), (100, False)],
-)
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_moments_equal_dense_algebra(kind, rank, tail, prior, monkeypatch):
-    la = fitted(kind, rank=rank, tail=tail, temperature=0.7)
+def test_moments_equal_dense_algebra(la, prior):
     batches = ragged_batches(seed=5)
-    statistics = la.predictive_statistics(batches, dtype=torch.float64)
+    statistics = statistics_of(la, batches)
     precision = some_precision(la, prior)
     f_mu, f_var = statistics.moments(precision)
 
@@ -51,15 +65,62 @@ def test_moments_equal_dense_algebra(kind, rank, tail, prior, monkeypatch):
     assert_close(f_mu, torch.cat(logits))
     assert_close(f_var, J @ covariance @ J.mT, rtol=1e-9, atol=1e-9)
 
-    index = torch.tensor([6, 1])
-    targets = torch.cat([batch["labels"] for batch in batches])
-    part = statistics[index]
-    assert torch.equal(part.targets, targets[index])
-    assert_close(part.moments(precision).f_var, f_var[index])
 
-    # Whatever part of the examples is in memory at once.
+@pytest.mark.parametrize("prior", PRIORS)
+def test_a_part_of_statistics_has_its_moments_and_labels(la, prior):
+    batches = ragged_batches(seed=5)
+    statistics = statistics_of(la, batches)
+    precision = some_precision(la, prior)
+    _, f_var = statistics.moments(precision)
+    targets = torch.cat([batch["labels"] for batch in batches])
+    index = torch.tensor([6, 1])
+    part = statistics[index]
+    _, of_part = part.moments(precision)
+    assert_close(of_part, f_var[index])
+    assert torch.equal(part.targets, targets[index])
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_moments_do_not_depend_on_how_many_are_in_memory_at_once(
+    la,
+    prior,
+    monkeypatch,
+):
+    statistics = statistics_of(la, ragged_batches(seed=5))
+    precision = some_precision(la, prior)
+    _, expected = statistics.moments(precision)
     monkeypatch.setattr("laplace_lora_ext.predictive.statistics._AT_ONCE", 3)
-    assert_close(statistics.moments(precision).f_var, f_var)
+    _, found = statistics.moments(precision)
+    assert_close(found, expected)
+
+
+# --- an infinite prior precision ------------------------------------------------------
+
+
+def test_an_infinite_prior_precision_leaves_layers_out():
+    batch = ragged_batches()[0]
+    la = fitted()
+    statistics = statistics_of(la, [batch])
+    is_first = torch.tensor([".layer.0." in block.name for block in la.blocks])
+    of_first_layer = torch.where(is_first, 2.0, torch.inf)
+    _, found = statistics.moments(of_first_layer)
+
+    first = fitted(layers_to_transform=range(1), prior_precision=2.0)
+    _, expected = first.predictive_moments(batch)
+    assert_close(found, expected)
+    _, of_all_layers = statistics.moments(2.0)
+    assert not torch.allclose(found, of_all_layers)
+
+
+def test_where_all_layers_are_left_out_nothing_varies():
+    la = fitted()
+    statistics = statistics_of(la, ragged_batches())
+    of_none = torch.full((len(la.blocks),), torch.inf)
+    _, f_var = statistics.moments(of_none)
+    assert not f_var.any()
+
+
+# --- dtypes and gradients -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prior", PRIORS)
@@ -70,25 +131,27 @@ def test_moments_in_single_precision(prior):
     assert statistics.f_mu.dtype == torch.float32
     assert statistics.f_mu.device.type == "cpu"
     la.prior_precision = some_precision(la, prior)
-    found = statistics.moments(la.prior_precision)
-    direct = [la.predictive_moments(batch) for batch in batches]
-    f_mu = torch.cat([moments.f_mu for moments in direct])
-    f_var = torch.cat([moments.f_var for moments in direct])
-    assert_close(found.f_mu, f_mu, rtol=1e-5, atol=1e-6)
-    assert_close(found.f_var, f_var, rtol=1e-5, atol=1e-6)
+    found_mu, found_var = statistics.moments(la.prior_precision)
+    f_mu, f_var = predicted(la, batches)
+    assert_close(found_mu, f_mu, rtol=1e-5, atol=1e-6)
+    assert_close(found_var, f_var, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("prior", PRIORS)
 def test_moments_have_gradients_of_the_prior_precision(prior):
     la = fitted()
     batch = ragged_batches()[0]
-    statistics = la.predictive_statistics([batch], dtype=torch.float64)
+    statistics = statistics_of(la, [batch])
 
-    def variances(precision):
-        return statistics.moments(precision).f_var
+    def variances(precision: torch.Tensor) -> torch.Tensor:
+        _, f_var = statistics.moments(precision)
+        return f_var
 
     precision = some_precision(la, prior).requires_grad_()
     assert torch.autograd.gradcheck(variances, (precision,))
+
+
+# --- mixtures -------------------------------------------------------------------------
 
 
 def test_members_of_a_mixture_must_have_the_same_order():

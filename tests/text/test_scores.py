@@ -17,17 +17,31 @@ LABELLED = torch.tensor(
     ]
 )
 TOKENS = torch.tensor([4, 0, 2])
-N_TOKENS = torch.tensor([2, 1, 1])  # the last text's sum is 0, and so is its mean
+# The last text's sum is 0, and so is its mean.
+N_TOKENS = torch.tensor([2, 1, 1])
 
 
 def logits_of(n: int) -> torch.Tensor:
     """Draw logits of `n` models for the tokens, `(n, 3, 6)`."""
     generator = torch.Generator().manual_seed(0)
+    # So large that tokens differ in how probable they are.
     return 3 * torch.randn(n, 3, 6, generator=generator).double()
 
 
 def entropy(p: torch.Tensor) -> torch.Tensor:
     return -(p * p.log()).sum(-1)
+
+
+def of_tokens(p: torch.Tensor) -> torch.Tensor:
+    """Take the probabilities of the three tokens, `(..., 3)`."""
+    places = torch.arange(3)
+    return p[..., places, TOKENS]
+
+
+@pytest.fixture
+def f() -> torch.Tensor:
+    """The logits of the model itself."""
+    return logits_of(1)[0]
 
 
 @pytest.fixture
@@ -38,17 +52,23 @@ def found() -> TextScores:
 
 
 @pytest.fixture
-def expected() -> Scores:
+def p_of_draws() -> torch.Tensor:
+    """Probabilities under the four draws, `(4, 3, 6)`."""
+    _, *drawn = logits_of(5)
+    return torch.stack(drawn).softmax(-1)
+
+
+@pytest.fixture
+def expected(p_of_draws: torch.Tensor) -> Scores:
     """The same of tokens, by their definitions."""
-    f, *drawn = logits_of(5)
+    f, *_ = logits_of(5)
     p_of_map = f.softmax(-1)
-    p = torch.stack(drawn).softmax(-1)
-    mixture = p.mean(0)
-    of_label = p[:, range(3), TOKENS]
-    aleatoric = entropy(p).mean(0)
+    mixture = p_of_draws.mean(0)
+    of_label = of_tokens(p_of_draws)
+    aleatoric = entropy(p_of_draws).mean(0)
     return Scores(
         log_prob=of_label.mean(0).log(),
-        map_log_prob=p_of_map[range(3), TOKENS].log(),
+        map_log_prob=of_tokens(p_of_map).log(),
         map_entropy=entropy(p_of_map),
         total=entropy(mixture),
         aleatoric=aleatoric,
@@ -59,23 +79,24 @@ def expected() -> Scores:
 
 @pytest.mark.parametrize("name", Scores._fields)
 def test_scores_of_tokens_are_what_they_are_defined_as(name, found, expected):
-    of_tokens = getattr(found.tokens, name)
-    assert_close(of_tokens[LABELLED], getattr(expected, name))
-    assert (of_tokens[~LABELLED] == 0).all()
+    scores = getattr(found.tokens, name)
+    assert_close(scores[LABELLED], getattr(expected, name))
+    # Others have none.
+    assert (scores[~LABELLED] == 0).all()
 
 
 @pytest.mark.parametrize("name", Scores._fields)
 def test_scores_of_texts_are_sums_and_means_over_their_tokens(name, found, expected):
     first, second, third = getattr(expected, name)
-    sums = torch.stack([first + second, third, torch.zeros_like(third)])
+    of_text_without_tokens = torch.zeros_like(third)
+    sums = torch.stack([first + second, third, of_text_without_tokens])
     assert_close(getattr(found.sums, name), sums)
-    assert_close(getattr(found.means, name), sums / N_TOKENS)
+    means = sums / N_TOKENS
+    assert_close(getattr(found.means, name), means)
 
 
-def test_a_texts_probability_is_the_mean_of_products(found):
-    _, *drawn = logits_of(5)
-    p = torch.stack(drawn).softmax(-1)
-    first, second, third = p[:, range(3), TOKENS].unbind(1)
+def test_a_texts_probability_is_the_mean_of_products(found, p_of_draws):
+    first, second, third = of_tokens(p_of_draws).unbind(1)
     # The tokens of a text share a draw, so that they are not independent.
     of_first_text = (first * second).mean()
     of_second_text = third.mean()
@@ -84,30 +105,44 @@ def test_a_texts_probability_is_the_mean_of_products(found):
     assert found.log_prob[2] == 0
 
 
-@pytest.mark.parametrize("n_draws", [0, 2])
-def test_without_draws_that_differ_nothing_is_epistemic(n_draws):
-    (f,) = logits_of(1)
+@pytest.fixture(params=[0, 2], ids=["no draws", "two draws"])
+def without_doubt(
+    request: pytest.FixtureRequest,
+    f: torch.Tensor,
+) -> TextScores:
+    """Scores under draws that say the same as the model, or none."""
     # A constant does not change what logits say.
-    drawn = [f, f + 1][:n_draws]
-    found = score(f, drawn, TOKENS, LABELLED)
-    assert_close(found.tokens.log_prob, found.tokens.map_log_prob)
-    assert_close(found.tokens.total, found.tokens.map_entropy)
-    assert found.tokens.epistemic.abs().max() < 1e-12
-    assert found.tokens.log_prob_sd.abs().max() < 1e-12
-    of_first_text = found.log_prob[0].item()
-    assert found.sums.log_prob[0].item() == pytest.approx(of_first_text)
+    drawn = [f, f + 1][: request.param]
+    return score(f, drawn, TOKENS, LABELLED)
 
 
-def test_an_impossible_token_adds_nothing_to_an_entropy():
-    (f,) = logits_of(1)
+def test_without_draws_that_differ_scores_are_the_models(without_doubt):
+    scores = without_doubt.tokens
+    assert_close(scores.log_prob, scores.map_log_prob)
+    assert_close(scores.total, scores.map_entropy)
+
+
+def test_without_draws_that_differ_nothing_is_epistemic(without_doubt):
+    scores = without_doubt.tokens
+    assert scores.epistemic.abs().max() < 1e-12
+    assert scores.log_prob_sd.abs().max() < 1e-12
+
+
+def test_without_draws_that_differ_tokens_are_independent(without_doubt):
+    of_first_text = without_doubt.log_prob[0]
+    sum_of_tokens = without_doubt.sums.log_prob[0]
+    assert_close(sum_of_tokens, of_first_text)
+
+
+def test_an_impossible_token_adds_nothing_to_an_entropy(f):
     f[:, 5] = -math.inf
-    found = score(f, [f], TOKENS, LABELLED)
+    scores = score(f, [f], TOKENS, LABELLED)
+    found = scores.tokens.total[LABELLED]
     p_of_others = f[:, :5].softmax(-1)
-    assert_close(found.tokens.total[LABELLED], entropy(p_of_others))
+    assert_close(found, entropy(p_of_others))
 
 
-def test_a_logit_that_is_not_a_number_is_refused():
-    (f,) = logits_of(1)
+def test_a_logit_that_is_not_a_number_is_refused(f):
     f[0, 1] = math.nan
     with pytest.raises(ValueError, match="non-finite"):
         score(f, [f], TOKENS, LABELLED)

@@ -1,7 +1,10 @@
 """A student: an ordinary adapter that has learnt a posterior's probabilities."""
 
 import warnings
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from laplace_lora_ext import LaplaceMixture
 from tests.support.models import (
@@ -25,9 +28,18 @@ from tests.support.snapshots import Snapshot
 from tests.support.trainers import Stop, Watch, trainer_of
 
 N_TEXTS = 16
+N_STEPS = 400
+N_STEPS_OF_A_STUDENT = 120
+"""30 % of the training's steps."""
+
+Batch = dict[str, torch.Tensor]
+Weights = dict[str, torch.Tensor]
 
 
-def texts(seed=1):
+# --- texts ----------------------------------------------------------------------------
+
+
+def texts(seed: int = 1) -> Batch:
     """Make a batch of sixteen padded texts."""
     (batch,) = ragged_batches(
         lengths=(7, 4, 5, 6) * 4,
@@ -37,12 +49,16 @@ def texts(seed=1):
     return batch
 
 
-def rows(batch):
+def rows(batch: Batch) -> list[Batch]:
     """Take each text of a batch by itself."""
-    return [{key: value[row] for key, value in batch.items()} for row in range(N_TEXTS)]
+    of_texts = []
+    for row in range(N_TEXTS):
+        of_text = {key: value[row] for key, value in batch.items()}
+        of_texts.append(of_text)
+    return of_texts
 
 
-def without_padding(batch):
+def without_padding(batch: Batch) -> list[torch.Tensor]:
     """Take the token ids of each text."""
     tokens = []
     for row in rows(batch):
@@ -51,7 +67,10 @@ def without_padding(batch):
     return tokens
 
 
-def output_layer(model):
+# --- teachers and students ------------------------------------------------------------
+
+
+def output_layer(model: PeftModel) -> Any:
     """Find the layer that gives a classifier's logits, or a language model's."""
     base = model.base_model.model
     if hasattr(base, "classifier"):
@@ -59,14 +78,18 @@ def output_layer(model):
     return base.lm_head
 
 
-def trainer_around(model, folder, *callbacks):
+def trainer_around(
+    model: PeftModel,
+    folder: Path,
+    *callbacks: TrainerCallback,
+) -> Trainer:
     """Make a trainer of the sixteen texts."""
     return trainer_of(
         folder,
         *callbacks,
         model=model,
         data=rows(texts()),
-        max_steps=400,
+        max_steps=N_STEPS,
         learning_rate=5e-3,
         lr_scheduler_type="constant",
         per_device_train_batch_size=8,
@@ -75,7 +98,12 @@ def trainer_around(model, folder, *callbacks):
     )
 
 
-def taught(folder, *callbacks, kind="bert", **keywords):
+def taught(
+    folder: Path,
+    *callbacks: TrainerCallback,
+    kind: str = "bert",
+    **keywords: Any,
+) -> tuple[Any, Trainer]:
     """Fit a broad posterior around a model that is sure of itself; make its trainer.
 
     So the posterior's probabilities are far from the model's.
@@ -90,38 +118,52 @@ def taught(folder, *callbacks, kind="bert", **keywords):
     return la, trainer_around(model, folder, *callbacks)
 
 
-def loaded(folder):
+def loaded(folder: Path) -> PeftModel:
     """Read the adapter of a folder, into the base model of `taught`."""
     torch.manual_seed(0)
     base = base_model("bert", n_labels=3, hidden_size=12)
     return PeftModel.from_pretrained(base, folder)
 
 
-def weights_of(model, adapter):
+def weights_of(
+    model: PeftModel,
+    adapter: str,
+) -> Weights:
     """Copy an adapter's weights, by their names without the adapter's."""
-    return {
-        name.replace(f".{adapter}.", "."): weight.detach().clone()
-        for name, weight in model.named_parameters()
-        if f".{adapter}." in name
-    }
+    weights = {}
+    part = f".{adapter}."
+    for name, weight in model.named_parameters():
+        if part in name:
+            of_any = name.replace(part, ".")
+            weights[of_any] = weight.detach().clone()
+    return weights
 
 
-def assert_same(model, before):
+def lora_of(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what belongs to a head."""
+    return {name: value for name, value in weights.items() if "lora_" in name}
+
+
+def assert_same(model: PeftModel, before: Snapshot) -> None:
     """Compare all but the attributes that any training leaves on modules."""
     now = Snapshot(model)
     before.attributes = now.attributes
     before.assert_equal(model)
 
 
-def log_probs(model, batch):
+def log_probs(model: PeftModel, batch: Batch) -> torch.Tensor:
     """Compute the logarithms of a model's own probabilities."""
     model.eval()
     with torch.no_grad():
-        logits = model(**without_labels(batch)).logits
-    return logits.log_softmax(-1)
+        output = model(**without_labels(batch))
+    return output.logits.log_softmax(-1)
 
 
-def divergence(targets, log_p):
+def divergence(
+    targets: torch.Tensor,
+    log_p: torch.Tensor,
+) -> float:
+    """Average the Kullback-Leibler divergence from the targets."""
     of_classes = targets * (targets.log() - log_p)
     return of_classes.sum(-1).mean().item()
 
@@ -135,149 +177,239 @@ def test_its_own_probabilities_are_the_posteriors(tmp_path, modules_to_save):
     batch = texts()
     targets = la(batch, link_approx="mean_field")
     of_map = divergence(targets, log_probs(trainer.model, batch))
+    # So far apart that there is something to learn.
     assert of_map > 0.1
-    before = Snapshot(trainer.model)
     assert la.distill(trainer) == "calibrated"
-    assert trainer.model.active_adapter == "default"
-    of_student = weights_of(trainer.model, "calibrated")
-    of_teacher = weights_of(trainer.model, "default")
-    assert of_student.keys() == of_teacher.keys()
-    trainer.model.delete_adapter("calibrated")
-    assert_same(trainer.model, before)
     student = loaded(tmp_path / "calibrated")
-    assert divergence(targets, log_probs(student, batch)) < 0.2 * of_map
+    of_student = divergence(targets, log_probs(student, batch))
+    assert of_student < 0.2 * of_map
+
+
+@pytest.mark.parametrize("modules_to_save", [False, True])
+def test_it_is_one_more_adapter_of_a_model_that_stays(tmp_path, modules_to_save):
+    la, trainer = taught(tmp_path, modules_to_save=modules_to_save)
+    trainer.args.max_steps = 20
+    model = trainer.model
+    before = Snapshot(model)
+    la.distill(trainer)
+    assert model.active_adapter == "default"
+    of_student = weights_of(model, "calibrated")
+    of_teacher = weights_of(model, "default")
+    assert of_student.keys() == of_teacher.keys()
+    model.delete_adapter("calibrated")
+    assert_same(model, before)
+
+
+def student_named(folder: Path, name: str) -> tuple[Any, Weights]:
+    """Distill in a few steps; return the teacher, and what PEFT reads of the student.
+
+    The head that PEFT reads beside its LoRA weights is left out.
+    """
+    la, trainer = taught(folder)
+    trainer.args.max_steps = 20
+    la.distill(trainer, adapter_name=name)
+    student = loaded(folder / name)
+    return la, lora_of(student.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:The model has modules that are named 'layer'")
 @pytest.mark.parametrize("name", ["s", "lora", "layer", "default_"])
 def test_its_name_may_begin_others(tmp_path, name):
-    la, trainer = taught(tmp_path / "one")
-    same, other = taught(tmp_path / "other")
-    trainer.args.max_steps = 20
-    other.args.max_steps = 20
-    la.distill(trainer, adapter_name=name)
-    same.distill(other)
-    found = loaded(tmp_path / "one" / name).state_dict()
-    expected = loaded(tmp_path / "other" / "calibrated").state_dict()
+    la, found = student_named(tmp_path / "one", name)
+    same, expected = student_named(tmp_path / "other", "calibrated")
+    assert found.keys() == expected.keys()
     for key, value in expected.items():
-        # The head that PEFT reads beside them is not compared.
-        if "lora_" in key:
-            assert torch.equal(found[key], value)
+        assert torch.equal(found[key], value)
     assert torch.equal(la.mean, same.mean)
     la.check_model()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Probabilities `(N, answers)` that a language model gives to answers."""
+
+    p: torch.Tensor
+
+    @staticmethod
+    def of(
+        model: PeftModel,
+        batch: Batch,
+        tokens: Sequence[int],
+    ) -> "Answers":
+        """Read the answers' probabilities behind each text's last token."""
+        of_tokens = log_probs(model, batch)
+        last = batch["attention_mask"].sum(1) - 1
+        at_last = of_tokens[torch.arange(N_TEXTS), last]
+        return Answers(at_last[:, tokens].exp())
+
+    @property
+    def together(self) -> torch.Tensor:
+        """What the answers have together, `(N, 1)`."""
+        return self.p.sum(1, keepdim=True)
+
+    @property
+    def log_shares(self) -> torch.Tensor:
+        """How the answers share it, as logarithms."""
+        return (self.p / self.together).log()
 
 
 def test_answers_share_the_probability_that_the_model_gives_them(tmp_path):
     la, trainer = taught(tmp_path, kind="gpt2")
     batch = texts()
-    answers = la.model.class_token_ids
-    last = batch["attention_mask"].sum(1) - 1
-
-    def probabilities_of_answers():
-        of_tokens = log_probs(trainer.model, batch)
-        at_last = of_tokens[torch.arange(N_TEXTS), last]
-        return at_last[:, answers].exp()
-
+    tokens = la.model.class_token_ids
     targets = la(batch, link_approx="mean_field")
-    before = probabilities_of_answers()
+    before = Answers.of(trainer.model, batch, tokens)
     student = la.distill(trainer, unlabelled=None)
     trainer.model.set_adapter(student)
-    after = probabilities_of_answers()
+    after = Answers.of(trainer.model, batch, tokens)
 
     # What the answers have together stays, and how they share it is learnt.
-    together_before = before.sum(1, keepdim=True)
-    together = after.sum(1, keepdim=True)
-    change = (together - together_before).abs()
-    assert change.mean() < 0.1 * together_before.mean()
-    of_map = divergence(targets, (before / together_before).log())
+    change = (after.together - before.together).abs()
+    assert change.mean() < 0.1 * before.together.mean()
+    of_map = divergence(targets, before.log_shares)
     assert of_map > 0.03
-    of_student = divergence(targets, (after / together).log())
+    of_student = divergence(targets, after.log_shares)
     assert of_student < 0.3 * of_map
 
 
-def test_it_learns_from_training_texts_and_copies_with_swapped_tokens(tmp_path):
-    seen = Watch()
-    la, trainer = taught(tmp_path, seen)
-    own = without_padding(texts())
-    more = [without_labels(text) for text in rows(texts(2))]
-    la.distill(trainer, None, "student_0")
-    la.distill(trainer, "swapped", "student_1")
-    la.distill(trainer, more, "student_2")
-    assert len(seen.steps[0]) == 120  # 30 % of the training's
-    assert [len(records) for records in seen.data] == [16, 32, 32]
-    for records in seen.data:
-        first = records[:N_TEXTS]
-        for record, text in zip(first, own, strict=True):
-            assert torch.equal(record["input_ids"], text)
+# --- what it learns from --------------------------------------------------------------
 
-    _, swapped, _ = seen.data
-    pool = set(torch.cat(own).tolist())
+
+def data_of_student(
+    folder: Path,
+    unlabelled: Any,
+) -> Sequence[Any]:
+    """Distill, and return the texts that the student learnt from."""
+    watch = Watch()
+    la, trainer = taught(folder, watch)
+    la.distill(trainer, unlabelled)
+    (steps,) = watch.steps
+    assert len(steps) == N_STEPS_OF_A_STUDENT
+    (records,) = watch.data
+    return records
+
+
+def assert_begins_with_training_texts(records: Sequence[Any]) -> None:
+    own = without_padding(texts())
+    for record, text in zip(records[:N_TEXTS], own, strict=True):
+        assert torch.equal(record["input_ids"], text)
+
+
+def test_it_learns_from_training_texts(tmp_path):
+    records = data_of_student(tmp_path, None)
+    assert len(records) == N_TEXTS
+    assert_begins_with_training_texts(records)
+
+
+def test_it_learns_from_more_texts(tmp_path):
+    more = [without_labels(text) for text in rows(texts(2))]
+    records = data_of_student(tmp_path, more)
+    assert len(records) == 2 * N_TEXTS
+    assert_begins_with_training_texts(records)
+
+
+def test_it_learns_from_copies_with_swapped_tokens(tmp_path):
+    records = data_of_student(tmp_path, "swapped")
+    assert len(records) == 2 * N_TEXTS
+    assert_begins_with_training_texts(records)
+
+    own = without_padding(texts())
+    tokens_of_texts = set(torch.cat(own).tolist())
     n_changed = []
-    for record, text in zip(swapped[N_TEXTS:], own, strict=True):
+    for record, text in zip(records[N_TEXTS:], own, strict=True):
         copy = record["input_ids"]
-        n_changed.append(int((copy != text).sum()))
-        assert n_changed[-1] <= round(0.3 * len(text))
-        assert set(copy.tolist()) <= pool
+        assert set(copy.tolist()) <= tokens_of_texts
+        n_swapped = int((copy != text).sum())
+        assert n_swapped <= round(0.3 * len(text))
+        n_changed.append(n_swapped)
     assert any(n_changed)
 
 
-def first_weights(la, trainer):
-    """Distill in four steps, and return the weights that the student begins with."""
-    begun = {}
+# --- what it begins with --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A student's weights before its first step and after its last, and its teacher's.
+
+    Attributes
+    ----------
+    scales : dict of float
+        how much larger each of the first weights is than the teacher's
+    """
+
+    before: Weights
+    after: Weights
+    scales: dict[str, float]
+
+
+def begun(la: Any, trainer: Trainer) -> Begun:
+    """Distill in four steps."""
+    before: Weights = {}
 
     class Watching(TrainerCallback):
         # It writes into a dictionary outside, for distill restores its own attributes.
-        def on_train_begin(self, *_, model, **__):
-            begun.update(weights_of(model, "student"))
+        def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+            before.update(weights_of(model, "student"))
 
+    teacher = weights_of(trainer.model, "default")
     trainer.add_callback(Watching())
     trainer.args.max_steps = 4
     la.distill(trainer, None, "student")
-    return begun
-
-
-def scales_beside(weights, others):
-    """Compute how much larger each weight is than its counterpart."""
     scales = {}
-    for name, weight in weights.items():
-        scale = weight.norm() / others[name].norm()
+    for name, weight in before.items():
+        scale = weight.norm() / teacher[name].norm()
         scales[name] = scale.item()
-    return scales
+    after = weights_of(trainer.model, "student")
+    return Begun(before, after, scales)
+
+
+def best_scale(
+    targets: torch.Tensor,
+    logits: torch.Tensor,
+) -> float:
+    """Find the factor of the logits that brings them nearest to the targets."""
+    grid = torch.logspace(-2, 1, 3001).tolist()
+    losses = []
+    for scale in grid:
+        log_p = (scale * logits).log_softmax(-1)
+        losses.append(divergence(targets, log_p))
+    return grid[losses.index(min(losses))]
 
 
 def test_a_head_of_its_own_has_the_best_temperature(tmp_path):
     la, trainer = taught(tmp_path)
-    teacher = weights_of(trainer.model, "default")
-    begun = first_weights(la, trainer)
-    scales = scales_beside(begun, teacher)
-    of_head = {name: scale for name, scale in scales.items() if "lora_" not in name}
-    of_lora = {name: scale for name, scale in scales.items() if "lora_" in name}
-
     targets = la(texts(), link_approx="mean_field")
-    logits = log_probs(trainer.model, texts())
-    grid = torch.logspace(-2, 1, 3001).tolist()
-    losses = [divergence(targets, (scale * logits).log_softmax(-1)) for scale in grid]
-    best = grid[losses.index(min(losses))]
+    best = best_scale(targets, log_probs(trainer.model, texts()))
     assert best < 0.8
+    scales = begun(la, trainer).scales
+    of_lora = lora_of(scales)
+    of_head = {name: scales[name] for name in scales if name not in of_lora}
     # Its weight and its bias; the grid has steps of 0.23 %.
     assert list(of_head.values()) == pytest.approx([best, best], rel=2e-3)
     assert set(of_lora.values()) == {1.0}
 
-    after = weights_of(trainer.model, "student")
-    stay = {name for name in after if torch.equal(begun[name], after[name])}
-    # Steps have changed all LoRA weights.
-    assert stay == of_head.keys()
+
+def test_a_head_of_its_own_stays_and_lora_weights_are_trained(tmp_path):
+    la, trainer = taught(tmp_path)
+    student = begun(la, trainer)
+    changed = set()
+    for name, weight in student.after.items():
+        if not torch.equal(student.before[name], weight):
+            changed.add(name)
+    assert changed == lora_of(student.after).keys()
 
 
 def test_a_head_of_the_base_model_is_not_scaled(tmp_path):
     la, trainer = taught(tmp_path, kind="gpt2")
-    teacher = weights_of(trainer.model, "default")
-    begun = first_weights(la, trainer)
-    scales = scales_beside(begun, teacher)
+    scales = begun(la, trainer).scales
     assert set(scales.values()) == {1.0}
 
 
-def add_opponent(model):
+# --- mixtures -------------------------------------------------------------------------
+
+
+def add_opponent(model: PeftModel):
     """Fit a posterior around another adapter, whose head prefers other classes."""
     model.add_adapter("other", model.peft_config["default"])
     model.set_adapter("other")
@@ -300,15 +432,20 @@ def test_a_mixture_teaches_its_mean(tmp_path):
     targets = mixture(batch, link_approx="mean_field")
     student = mixture.distill(trainer)
     trainer.model.set_adapter(student)
-    assert divergence(targets, log_probs(trainer.model, batch)) < 0.1
+    found = log_probs(trainer.model, batch)
+    assert divergence(targets, found) < 0.1
 
 
 # --- how it trains --------------------------------------------------------------------
 
 
-def dropout_rates(model):
-    modules = model.modules()
-    return [module.p for module in modules if isinstance(module, nn.Dropout)]
+def dropout_rates(model: nn.Module) -> list[float]:
+    """List the rates of all dropout modules."""
+    rates = []
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            rates.append(module.p)
+    return rates
 
 
 def test_it_learns_without_dropout(tmp_path):
@@ -316,7 +453,7 @@ def test_it_learns_without_dropout(tmp_path):
         # Of the class, for distill restores the attributes of callbacks.
         found: ClassVar[set[float]] = set()
 
-        def on_step_begin(self, *_, model, **__):
+        def on_step_begin(self, *_: Any, model: Any, **__: Any) -> None:
             self.found.update(dropout_rates(model))
 
     la, trainer = taught(tmp_path, Rates())
@@ -328,38 +465,63 @@ def test_it_learns_without_dropout(tmp_path):
     assert dropout_rates(trainer.model) == before
 
 
-def collate(examples):
-    """Pad rows of lists, which may have a column of their own."""
-    ids = [torch.tensor(example["input_ids"]) for example in examples]
-    labels = [torch.tensor(example["labels"]) for example in examples]
-    mask = [torch.ones(len(text), dtype=torch.long) for text in ids]
+def listed(batch: Batch) -> list[dict[str, Any]]:
+    """Make rows of lists, with a column that only the user knows of."""
+    of_texts = []
+    for text, label in zip(without_padding(batch), batch["labels"], strict=True):
+        of_text = {
+            "input_ids": text.tolist(),
+            "labels": label.item(),
+            "book": "a",
+        }
+        of_texts.append(of_text)
+    return of_texts
+
+
+def collate(examples: Sequence[Mapping[str, Any]]) -> Batch:
+    """Pad rows of lists."""
+    ids = []
+    labels = []
+    masks = []
+    for example in examples:
+        text = torch.tensor(example["input_ids"])
+        ids.append(text)
+        masks.append(torch.ones_like(text))
+        labels.append(example["labels"])
     return {
         "input_ids": pad_sequence(ids, batch_first=True),
-        "attention_mask": pad_sequence(mask, batch_first=True),
-        "labels": torch.stack(labels),
+        "attention_mask": pad_sequence(masks, batch_first=True),
+        "labels": torch.tensor(labels),
     }
 
 
-def smoothed(outputs, labels, num_items_in_batch=None):
+def smoothed(
+    outputs: Mapping[str, torch.Tensor],
+    labels: torch.Tensor,
+    num_items_in_batch: Any = None,
+) -> torch.Tensor:
     """Compute a loss of the user's own."""
     return cross_entropy(outputs["logits"], labels, label_smoothing=0.3)
 
 
-@pytest.mark.parametrize("of_sets", [False, True])
-def test_evaluations_between_its_steps_are_the_users(tmp_path, of_sets):
-    evaluated = []
+@pytest.mark.parametrize("as_data", [list, Dataset.from_list])
+def test_evaluations_between_its_steps_are_the_users(tmp_path, as_data):
+    losses = []
 
     class Evaluated(TrainerCallback):
-        def on_evaluate(self, args, state, control, metrics, **kwargs):
-            evaluated.append(metrics["eval_loss"])
+        def on_evaluate(
+            self,
+            args,
+            state,
+            control,
+            metrics,
+            **kwargs,
+        ):
+            losses.append(metrics["eval_loss"])
 
     la, trainer = taught(tmp_path, Evaluated())
     batch = texts()
-    labels = batch["labels"]
-    listed = []
-    for text, label in zip(without_padding(batch), labels.tolist(), strict=True):
-        listed.append({"input_ids": text.tolist(), "labels": label, "book": "a"})
-    data = Dataset.from_list(listed) if of_sets else listed
+    data = as_data(listed(batch))
     trainer.train_dataset = data
     trainer.eval_dataset = data
     trainer.data_collator = collate
@@ -371,20 +533,24 @@ def test_evaluations_between_its_steps_are_the_users(tmp_path, of_sets):
     before = dict(vars(trainer))
     student = la.distill(trainer)
     assert vars(trainer) == before
+
     trainer.model.set_adapter(student)
-    log_p = log_probs(trainer.model, collate(listed))
-    expected = smoothed({"logits": log_p}, labels)
+    log_p = log_probs(trainer.model, collate(listed(batch)))
+    expected = smoothed({"logits": log_p}, batch["labels"])
     # After 4, 8 and 12 steps, 30 % of the training's.
-    first, _, last = evaluated
+    first, _, last = losses
     assert last == pytest.approx(expected.item(), rel=1e-5)
     assert first != last
 
 
-def no_loss(*args, **kwargs):
+def no_loss(*args: Any, **kwargs: Any) -> None:
     """Fail to be a loss; it must play no part in a student's training."""
 
 
-def learnt_in_parts(folder, n_parts):
+def learnt_in_parts(
+    folder: Path,
+    n_parts: int,
+) -> Weights:
     """Distill in steps that accumulate so many backward passes; take the weights."""
     la, trainer = taught(folder)
     batch_size = N_TEXTS // n_parts
@@ -410,22 +576,49 @@ def test_accumulated_steps_are_divided_whatever_loss_the_user_has(tmp_path):
 # --- what fails -----------------------------------------------------------------------
 
 
-def test_what_fails_leaves_nothing_behind(tmp_path):
+class Everything:
+    """A trainer's model and attributes, which a failure must leave."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.model = Snapshot(trainer.model)
+        self.attributes = dict(vars(trainer))
+
+    def assert_same(self, trainer: Trainer) -> None:
+        assert_same(trainer.model, self.model)
+        assert list(trainer.model.peft_config) == ["default"]
+        assert vars(trainer) == self.attributes
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"adapter_name": "default"}, "an adapter 'default' already"),
+        ({"unlabelled": "more"}, "unlabelled must be"),
+    ],
+)
+def test_what_is_refused_leaves_nothing_behind(tmp_path, keywords, message):
+    la, trainer = taught(tmp_path)
+    before = Everything(trainer)
+    with pytest.raises(ValueError, match=message):
+        la.distill(trainer, **keywords)
+    before.assert_same(trainer)
+
+
+def test_a_training_that_fails_leaves_nothing_behind(tmp_path):
     la, trainer = taught(tmp_path, Stop(2))
-    before = Snapshot(trainer.model)
-    of_trainer = dict(vars(trainer))
+    before = Everything(trainer)
     with pytest.raises(RuntimeError, match="killed"):
         la.distill(trainer)
-    with pytest.raises(ValueError, match="an adapter 'default' already"):
-        la.distill(trainer, adapter_name="default")
-    with pytest.raises(ValueError, match="unlabelled must be"):
-        la.distill(trainer, unlabelled="more")
+    before.assert_same(trainer)
+
+
+def test_a_trainer_of_another_model_is_refused_and_leaves_nothing_behind(tmp_path):
+    la, trainer = taught(tmp_path)
     _, of_another = taught(tmp_path)
+    before = Everything(trainer)
     with pytest.raises(ValueError, match="this one has another"):
         la.distill(of_another)
-    assert_same(trainer.model, before)
-    assert list(trainer.model.peft_config) == ["default"]
-    assert vars(trainer) == of_trainer
+    before.assert_same(trainer)
 
 
 def test_regression_has_no_probabilities_to_learn(tmp_path):
