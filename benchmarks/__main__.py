@@ -20,6 +20,7 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Cross,
     options.Contrasts,
     options.Settings,
+    options.Penalty,
     options.Merge,
     options.Molecules,
     options.Optimisation,

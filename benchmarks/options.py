@@ -4,7 +4,7 @@ A dataclass for each experiment: its docstring describes it, its fields are the 
 Whole numbers are at least 1 unless a field says otherwise.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,9 @@ class TextRun(Reading):
         "causal language model), or one of the paper's: winogrande_s, winogrande_m, "
         "arc_easy, arc_challenge, obqa, boolq (for causal language models), mrpc, "
         "rte, cola, wic, wnli, boolq_pairs (for encoders); or intents of CLINC150 and "
-        "banking77 (--data): travel, banking, work, clinc150, banking77; or ARC and "
-        "OpenBookQA (--data), answered by letters or by the choices' texts: "
+        "banking77 (--data): travel, banking, work or another domain, clinc150, "
+        "banking77; or ARC and OpenBookQA (--data), answered by letters or by the "
+        "choices' texts: "
         "arc_easy_letters, arc_easy_texts, arc_challenge_letters, "
         "arc_challenge_texts, obqa_letters, obqa_texts",
     )
@@ -138,6 +139,23 @@ class Settings(SeveralSeeds):
     rivals: tuple[str, ...] = option(
         ("ivon", "blob", "swag", "monteclora"), "rivals, by key"
     )
+
+
+@dataclass(frozen=True)
+class Penalty(SeveralSeeds):
+    """Draws of few texts, which choose with penalties on the scale of the logits."""
+
+    tasks: tuple[str, ...] = option(
+        ("home", "utility", "small_talk"), "tasks to train on, in place of --task"
+    )
+    penalties: tuple[float, ...] = option(
+        (0.0, 0.5, 2.0, 4.0, 8.0, 16.0), "factors of the squared logarithm, in nats"
+    )
+    draws: int = option(200, "draws of texts that choose")
+
+    def of_task(self, task: str) -> "Penalty":
+        """Return the same options for one of the tasks."""
+        return replace(self, task=task)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,11 @@ KEPT = (
     code.COMMENTS,
     numpydoc.DEFAULTS,
 )
-OF_DATA = (*intents.INTENTS, *multiple_choice.MULTIPLE_CHOICE)  # that a folder holds
+OF_DATA = (  # that a folder holds
+    *intents.INTENTS,
+    *intents.CHOOSING_INTENTS,
+    *multiple_choice.MULTIPLE_CHOICE,
+)
 TASKS = {task.name: task for task in (*CHOSEN_ON, *KEPT, *OF_DATA)} | paper.PAPER_TASKS
 # Each of their texts, or of the words of a text, has labels of its own.
 LABELLED = (functions.FUNCTIONS, requests.REQUESTS, signatures.PARAMETER_TYPES)

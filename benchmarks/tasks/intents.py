@@ -146,6 +146,17 @@ def _drawn(
     return examples
 
 
+# Settings are chosen on these, and nothing is reported of them but that.
+CHOOSING_DOMAINS = (
+    "auto_and_commute",
+    "credit_cards",
+    "home",
+    "kitchen_and_dining",
+    "meta",
+    "small_talk",
+    "utility",
+)
+CHOOSING_INTENTS = tuple(Intents(name, CLINC, domain=name) for name in CHOOSING_DOMAINS)
 INTENTS = (
     Intents("travel", CLINC, domain="travel"),
     Intents("banking", CLINC, domain="banking"),
