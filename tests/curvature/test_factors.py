@@ -1,5 +1,8 @@
 """Kronecker factors: streaming updates against optimal and dense ones."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,7 +58,8 @@ def matrix_of(factor: Factor) -> torch.Tensor:
     """Build a factor from its eigendecomposition."""
     vectors, values, tail = factor.eigendecomposition()
     kept = (vectors * values) @ vectors.T
-    complement = torch.eye(factor.size).to(vectors) - vectors @ vectors.T
+    identity = torch.eye(factor.size).to(vectors)
+    complement = identity - vectors @ vectors.T
     return kept + tail * complement
 
 
@@ -74,51 +78,129 @@ def test_is_exact_where_the_rank_reaches_the_size(n, d, extra, tail, batch):
     assert factor.columns.shape[1] <= d
 
 
+# --- sums of two runs -----------------------------------------------------------------
+
+
+def in_two_runs(
+    rows: torch.Tensor,
+    rank: int,
+) -> LowRankFactor:
+    """Add the factors of the first 25 rows and of the rest."""
+    first = low_rank(rows[:25], rank)
+    second = low_rank(rows[25:], rank)
+    return first + second
+
+
 def test_merging_two_runs_is_one_longer_run():
     rows = decaying_rows(60, 8)
-    first = rows[:25]
-    second = rows[25:]
-    merged = low_rank(first, rank=8) + low_rank(second, rank=8)
+    merged = in_two_runs(rows, rank=8)
     assert_close(matrix_of(merged), rows.T @ rows)
-    truncated = low_rank(first, rank=3) + low_rank(second, rank=3)
-    # Sums keep twice the rank, so that cutting them loses little.
+
+
+def test_sums_keep_twice_the_rank():
+    # So that cutting them loses little.
+    rows = decaying_rows(60, 8)
+    truncated = in_two_runs(rows, rank=3)
     assert truncated.columns.shape[1] == 2 * 3
     assert_close(truncated.trace, rows.square().sum())
 
 
-def test_an_eigendecomposition_that_does_not_converge_is_done_otherwise(monkeypatch):
-    rows = decaying_rows(60, 20)
-    expected = matrix_of(low_rank(rows, rank=4))
+# --- eigendecompositions that fail ----------------------------------------------------
 
-    def fail(matrix):
+
+@pytest.fixture
+def forbid_eigh(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A function from whose call on `torch.linalg.eigh` converges nowhere."""
+
+    def fail(matrix: torch.Tensor) -> None:
         raise torch.linalg.LinAlgError("did not converge")
 
-    monkeypatch.setattr(torch.linalg, "eigh", fail)
-    assert_close(matrix_of(low_rank(rows, rank=4)), expected)
-    dense = DenseFactor(rows.T @ rows)
-    assert_close(matrix_of(dense), dense.matrix)
+    def forbid() -> None:
+        monkeypatch.setattr(torch.linalg, "eigh", fail)
+
+    return forbid
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("power", [0.3, 1.0, 2.0])
-@pytest.mark.parametrize("d", [60, 400])
-def test_streaming_keeps_the_energy_of_the_optimal_factor(d, power, dtype):
-    """Many rows go through subspace iteration, few through an eigensolver."""
-    rows = decaying_rows(1500, d, power, dtype)
-    eigenvalues = torch.linalg.eigvalsh((rows.T @ rows).double())
-    optimal = eigenvalues[-10:].sum()
-    trace = rows.double().square().sum()
-    for batch in (30, 1500):
-        factor = low_rank(rows, rank=10, batch=batch)
-        vectors, values, _ = factor.eigendecomposition()
-        energy = (rows @ vectors).square().sum()
-        assert energy >= 0.98 * optimal
-        # A sketch sees less energy in its directions than there is, never more.
-        assert values.sum() <= optimal * (1 + 1e-5)
-        # What the rank leaves out is in the tail.
-        assert_close(factor.trace.double(), trace, rtol=1e-5, atol=0)
-        of_matrix = matrix_of(factor).double().trace()
-        assert_close(of_matrix, trace, rtol=1e-5, atol=0)
+def test_low_rank_factors_are_decomposed_otherwise(forbid_eigh):
+    rows = decaying_rows(60, 20)
+    expected = matrix_of(low_rank(rows, rank=4))
+    forbid_eigh()
+    found = matrix_of(low_rank(rows, rank=4))
+    assert_close(found, expected)
+
+
+def test_dense_factors_are_decomposed_otherwise(forbid_eigh):
+    rows = decaying_rows(60, 20)
+    factor = DenseFactor(rows.T @ rows)
+    forbid_eigh()
+    assert_close(matrix_of(factor), factor.matrix)
+
+
+# --- against the optimal factor -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """Rows, and a factor of rank 10 that has seen them batch by batch."""
+
+    rows: torch.Tensor
+    factor: LowRankFactor
+
+    @property
+    def optimum(self) -> torch.Tensor:
+        """The ten largest eigenvalues' sum."""
+        matrix = (self.rows.T @ self.rows).double()
+        eigenvalues = torch.linalg.eigvalsh(matrix)
+        return eigenvalues[-10:].sum()
+
+    @property
+    def trace(self) -> torch.Tensor:
+        return self.rows.double().square().sum()
+
+
+# Few rows at once go through an eigensolver, and many through subspace iteration.
+@pytest.fixture(params=[30, 1500], ids="{} rows at once".format)
+def batch(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture(params=[torch.float32, torch.float64], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(params=[0.3, 1.0, 2.0], ids="power {}".format)
+def power(request: pytest.FixtureRequest) -> float:
+    return request.param
+
+
+@pytest.fixture(params=[60, 400], ids="{} features".format)
+def streamed(
+    request: pytest.FixtureRequest,
+    power: float,
+    dtype: torch.dtype,
+    batch: int,
+) -> Streamed:
+    rows = decaying_rows(1500, request.param, power, dtype)
+    factor = low_rank(rows, rank=10, batch=batch)
+    return Streamed(rows, factor)
+
+
+def test_streaming_keeps_the_energy_of_the_optimal_factor(streamed):
+    vectors, values, _ = streamed.factor.eigendecomposition()
+    energy = (streamed.rows @ vectors).square().sum()
+    optimum = streamed.optimum
+    assert energy >= 0.98 * optimum
+    # A sketch sees less energy in its directions than there is, never more.
+    assert values.sum() <= optimum * (1 + 1e-5)
+
+
+def test_what_the_rank_leaves_out_is_in_the_tail(streamed):
+    factor = streamed.factor
+    trace = streamed.trace
+    assert_close(factor.trace.double(), trace, rtol=1e-5, atol=0)
+    of_matrix = matrix_of(factor).double().trace()
+    assert_close(of_matrix, trace, rtol=1e-5, atol=0)
 
 
 def test_updates_are_the_same_from_run_to_run():

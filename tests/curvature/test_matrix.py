@@ -15,7 +15,7 @@ from laplace_lora_ext.curvature.factors import (
     Factor,
     StreamingUpdates,
 )
-from laplace_lora_ext.curvature.matrix import LowRankKron
+from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from tests.support.dense import power
 from tests.support.posteriors import PRIORS, fitted, generator, some_precision
 
@@ -69,7 +69,9 @@ def random_kron(
         for factor in (block.output_factor, block.input_factor):
             rows = torch.randn(n_rows, factor.size, generator=noise)
             StreamingUpdates().add(factor, rows.double())
-        block.normalizer = torch.tensor(n_rows + 0.5, dtype=torch.float64)
+        # Any number but 1.
+        normalizer = n_rows + 0.5
+        block.normalizer = torch.tensor(normalizer, dtype=torch.float64)
         blocks.append(block)
     return LowRankKron(blocks)
 
@@ -85,12 +87,12 @@ def factor_matrix(factor: Factor) -> torch.Tensor:
     values, vectors = torch.linalg.eigh(factor.columns @ factor.columns.T)
     values = values[n_left_out:]
     vectors = vectors[:, n_left_out:]
-    matrix = vectors @ values.diag() @ vectors.T
-    if factor.tail and n_left_out:
-        complement = torch.eye(factor.size).double() - vectors @ vectors.T
-        mean_left_out = (factor.trace - values.sum()) / n_left_out
-        matrix = matrix + mean_left_out * complement
-    return matrix
+    kept = vectors @ values.diag() @ vectors.T
+    if not factor.tail or not n_left_out:
+        return kept
+    complement = torch.eye(factor.size).double() - vectors @ vectors.T
+    mean_left_out = (factor.trace - values.sum()) / n_left_out
+    return kept + mean_left_out * complement
 
 
 def matrix_of(kron: LowRankKron) -> torch.Tensor:
@@ -107,50 +109,70 @@ def some_vectors(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator(1)).double()
 
 
+@st.composite
+def sums(draw: st.DrawFn) -> LowRankKron:
+    """Draw sum forms of one to three blocks, of any rank."""
+    sizes = draw(
+        st.lists(
+            st.tuples(st.integers(1, 4), st.integers(1, 7)),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    return random_kron(
+        shapes=in_turn(*sizes),
+        rank=draw(st.integers(0, 9)),
+        n_rows=draw(st.integers(1, 12)),
+        tail=draw(st.booleans()),
+    )
+
+
 @settings(deadline=None, max_examples=60)
 @given(
-    sizes=st.lists(
-        st.tuples(st.integers(1, 4), st.integers(1, 7)),
-        min_size=1,
-        max_size=3,
-    ),
-    rank=st.integers(0, 9),
-    tail=st.booleans(),
-    n_rows=st.integers(1, 12),
+    kron=sums(),
     layerwise=st.booleans(),
     scale=st.floats(0.1, 10),
 )
-def test_decomposed_operations_equal_dense_ones(
-    sizes, rank, tail, n_rows, layerwise, scale
-):
-    shapes = in_turn(*sizes)
-    kron = random_kron(shapes, rank, n_rows, tail)
-    n_deltas = len(shapes) if layerwise else 1
+def test_decomposed_operations_equal_dense_ones(kron, layerwise, scale):
+    sizes = []
+    for block in kron.blocks:
+        sizes.append(block.output_factor.size * block.input_factor.size)
+    n_weights = torch.tensor(sizes)
+    n_deltas = len(n_weights) if layerwise else 1
     deltas = torch.rand(n_deltas).double() + 0.1
     P = scale * kron.decompose() + deltas
     scaled_from_the_right = kron.decompose() * scale + deltas
     assert_close(scaled_from_the_right.logdet(), P.logdet())
 
-    n_weights = torch.tensor([shape.small * shape.large for shape in shapes])
-    prior = deltas.expand(len(shapes)).repeat_interleave(n_weights)
+    prior = deltas.expand(len(n_weights)).repeat_interleave(n_weights)
     dense = scale * matrix_of(kron) + prior.diag()
+    log_determinant = torch.linalg.slogdet(dense).logabsdet
+    assert_close(P.logdet(), log_determinant, **TIGHT)
     W = some_vectors(2, 3, len(dense))
     square_form = W @ torch.linalg.inv(dense) @ W.mT
     assert_close(P.inv_square_form(W), square_form, **TIGHT)
-    log_determinant = torch.linalg.slogdet(dense).logabsdet
-    assert_close(P.logdet(), log_determinant, **TIGHT)
     for exponent in (-1, -0.5, 0.5, 1):
-        expected = power(dense, exponent)
-        assert_close(P.to_matrix(exponent), expected, **TIGHT)
-        assert_close(P.diag(exponent), expected.diag(), **TIGHT)
-        # With two leading dimensions, one, and none.
-        for vectors in (W, W[0], W[0, 0]):
-            assert_close(P.bmm(vectors, exponent), vectors @ expected, **TIGHT)
+        assert_power(P, exponent, power(dense, exponent), W)
+
+
+def assert_power(
+    P: LowRankKronDecomposed,
+    exponent: float,
+    expected: torch.Tensor,
+    W: torch.Tensor,
+) -> None:
+    """Compare a power as a matrix, its diagonal, and products with vectors."""
+    assert_close(P.to_matrix(exponent), expected, **TIGHT)
+    assert_close(P.diag(exponent), expected.diag(), **TIGHT)
+    # With two leading dimensions, one, and none.
+    for vectors in (W, W[0], W[0, 0]):
+        product = vectors @ expected
+        assert_close(P.bmm(vectors, exponent), product, **TIGHT)
 
 
 def test_gradient_in_the_prior_precision_is_that_of_finite_differences():
-    sums = random_kron(in_turn((2, 5), (3, 4)), rank=2, n_rows=6)
-    kron = sums.decompose()
+    shapes = in_turn((2, 5), (3, 4))
+    kron = random_kron(shapes, rank=2, n_rows=6).decompose()
     W = some_vectors(1, 2, 2 * 5 + 3 * 4)
 
     def determinant_and_square_form(
@@ -184,31 +206,38 @@ def test_nothing_cancels_at_a_tiny_prior_precision_in_float32():
         },
         "normalizer": torch.tensor(1.0, dtype=torch.float64),
     }
-    W = kept.sum(1).repeat(2)[None, None]
+    # The same direction in both rows of the weight.
+    w = kept.sum(1).repeat(2)
     P = in_float32([block]).decompose() + torch.tensor(1.0)
-    variance = P.inv_square_form(W).squeeze()
+    variance = P.inv_square_form(w[None, None]).squeeze()
     # Twice, the squared length of three directions.
     expected = torch.tensor(2 * n_kept / (1e8 + 1))
     assert_close(variance, expected, rtol=1e-3, atol=0)
 
 
 def test_rounding_is_no_remainder_where_nothing_is_left_out():
-    sums = random_kron(in_turn((3, 7), (3, 7)), rank=7, n_rows=9)
+    shapes = in_turn((3, 7), (3, 7))
+    kron = random_kron(shapes, rank=7, n_rows=9)
     # A prior beside which the curvature is rounding.
     delta = torch.tensor(1e8)
-    single = in_float32(sums.state_dict()).decompose() + delta
-    double = sums.decompose() + delta.double()
+    single = in_float32(kron.state_dict()).decompose() + delta
+    double = kron.decompose() + delta.double()
     for exponent in (-1, -0.5):
         expected = double.diag(exponent).float()
-        of_matrix = single.to_matrix(exponent).diagonal()
         assert_close(single.diag(exponent), expected, rtol=1e-5, atol=0)
+        of_matrix = single.to_matrix(exponent).diagonal()
         assert_close(of_matrix, expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize(
     ("rank", "tail"),
-    [(0, True), (3, True), (3, False), (100, True)],
+    [
+        (0, True),
+        (3, True),
+        (3, False),
+        (100, True),
+    ],
 )
 def test_the_determinant_of_a_posterior_is_that_of_its_matrix(rank, tail, prior):
     la = fitted(rank=rank, tail=tail, temperature=0.7)

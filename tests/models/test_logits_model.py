@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
-from tests.support.models import lora_model, ragged_batches, record_calls
+from tests.support.models import ragged_batches, record_calls
 from tests.support.posteriors import STRUCTURES, make
 
 LOGITS = torch.arange(6.0).reshape(3, 2)
@@ -39,7 +39,8 @@ def test_labels_never_reach_the_model_and_other_options_do(bert, key):
     batch[key] = batch.pop("labels")
     calls = record_calls(bert.base_model.model)
     LogitsModel(bert, dict_key_y=key)(batch)
-    given = {name for name, value in calls[0].items() if value is not None}
+    (call,) = calls
+    given = {name for name, value in call.items() if value is not None}
     assert given >= {"input_ids", "attention_mask", "output_hidden_states"}
     assert given.isdisjoint({"label", "labels", "answer"})
 
@@ -55,21 +56,38 @@ def test_a_tensor_and_keyword_arguments_are_passed_on_as_they_are():
 # --- labels ---------------------------------------------------------------------------
 
 
-def test_split_gives_inputs_and_labels():
-    y = torch.tensor([0, 1, 1])
+def test_split_takes_labels_out_of_a_mapping():
     model = LogitsModel(Spy(LOGITS), dict_key_y="answer")
-    inputs, labels = model.split({"x": X, "answer": y})
+    batch = {
+        "x": X,
+        "answer": torch.tensor([0, 1, 1]),
+    }
+    inputs, labels = model.split(batch)
     assert inputs["x"] is X
     assert labels.tolist() == [0, 1, 1]
-    for pair in ((X, y), [X, [0, 1, 1]]):
-        inputs, labels = model.split(pair)
-        assert inputs is X
-        assert labels.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (X, torch.tensor([0, 1, 1])),
+        [X, [0, 1, 1]],
+    ],
+    ids=["tuple", "list"],
+)
+def test_split_takes_a_pair_apart(pair):
+    model = LogitsModel(Spy(LOGITS))
+    inputs, labels = model.split(pair)
+    assert inputs is X
+    assert labels.tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_missing_labels_are_refused_by_batch_and_say_which_keys_there_are(structure):
-    la = make(lora_model("bert"), structure)
+def test_missing_labels_are_refused_by_batch_and_say_which_keys_there_are(
+    bert,
+    structure,
+):
+    la = make(bert, structure)
     batches = ragged_batches()
     del batches[1]["labels"]
     keys = r"\['attention_mask', 'input_ids'\]"
@@ -86,15 +104,20 @@ Output = namedtuple("Output", ["logits", "hidden_states"])
 @pytest.mark.parametrize(
     "output",
     [
-        pytest.param(LOGITS, id="tensor"),
-        pytest.param((LOGITS, "more"), id="tuple"),
-        pytest.param(SimpleNamespace(logits=LOGITS), id="attribute"),
-        pytest.param(
-            SimpleNamespace(logits=(LOGITS, "more")),
-            id="attribute with a tuple",
-        ),
-        pytest.param(Output(logits=LOGITS, hidden_states=()), id="named tuple"),
-        pytest.param(LOGITS.bfloat16(), id="bfloat16"),
+        LOGITS,
+        LOGITS.bfloat16(),
+        (LOGITS, "more"),
+        SimpleNamespace(logits=LOGITS),
+        SimpleNamespace(logits=(LOGITS, "more")),
+        Output(logits=LOGITS, hidden_states=()),
+    ],
+    ids=[
+        "tensor",
+        "bfloat16",
+        "tuple",
+        "attribute",
+        "attribute with a tuple",
+        "named tuple",
     ],
 )
 def test_logits_are_read_off_the_output_in_float32(output):
@@ -112,7 +135,12 @@ def test_logits_in_float64_stay_there():
 
 @pytest.mark.parametrize(
     "output",
-    [(), {"scores": LOGITS}, ("text", LOGITS), 1.0],
+    [
+        (),
+        {"scores": LOGITS},
+        ("text", LOGITS),
+        1.0,
+    ],
     ids=repr,
 )
 def test_any_other_output_is_refused(output):

@@ -1,5 +1,9 @@
 """Weights that FSDP2 has sharded or Accelerate has offloaded."""
 
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
 import accelerate
 import pytest
 import torch
@@ -16,17 +20,22 @@ from tests.support.models import laplace_keywords, lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, generator, make
 from tests.support.ranks import assert_alike, on_ranks, strided_loader
 
+CPU = torch.device("cpu")
 REACHABLE = [structure for structure in STRUCTURES if structure != "kron"]
 
 
-def build(model, structure: str, kind: str = "bert"):
+def build(
+    model: nn.Module,
+    structure: str,
+    kind: str = "bert",
+):
     keywords = laplace_keywords(kind)
     if structure == "lowrank_kron":
         keywords["backend_kwargs"] = {"rank": 100}
     return make(model, structure, prior_precision=0.1, **keywords)
 
 
-def facts(la) -> dict[str, torch.Tensor]:
+def facts(la: Any) -> dict[str, torch.Tensor]:
     """Find what a fit, a prediction and a choice come to."""
     la.fit(strided_loader(12))
     evidence = la.log_marginal_likelihood().detach()
@@ -39,24 +48,53 @@ def facts(la) -> dict[str, torch.Tensor]:
     }
 
 
-CPU = torch.device("cpu")
-
-
-def expected_facts(structure: str, kind: str = "bert") -> dict[str, torch.Tensor]:
+def expected_facts(
+    structure: str,
+    kind: str = "bert",
+) -> dict[str, torch.Tensor]:
     """Find what a model comes to whose weights are whole and at hand."""
-    return facts(build(lora_model(kind), structure, kind))
+    la = build(lora_model(kind), structure, kind)
+    return facts(la)
 
 
-def settings_of(model) -> dict[str, tuple]:
-    return {
-        name: (weight.requires_grad, weight.device, weight.shape, weight.grad)
-        for name, weight in model.named_parameters()
-    }
+def settings_of(model: nn.Module) -> dict[str, tuple]:
+    """List what of each weight a pass may not change."""
+    settings = {}
+    for name, weight in model.named_parameters():
+        settings[name] = (
+            weight.requires_grad,
+            weight.device,
+            weight.shape,
+            weight.grad,
+        )
+    return settings
 
 
-def predict_by_draws(la, **keywords) -> None:
+def predict_by_draws(la: Any, **keywords: Any) -> None:
     batch = ragged_batches()[0]
-    la(batch, pred_type="nn", link_approx="mc", n_samples=2, **keywords)
+    la(
+        batch,
+        pred_type="nn",
+        link_approx="mc",
+        n_samples=2,
+        **keywords,
+    )
+
+
+# --- offloaded ------------------------------------------------------------------------
+
+
+def offload(
+    model: nn.Module,
+    where: str,
+    folder: Path,
+) -> None:
+    """Let Accelerate fetch weights for each layer's pass from somewhere else."""
+    if where == "disk":
+        accelerate.disk_offload(model, str(folder), execution_device=CPU)
+    else:
+        accelerate.cpu_offload(model, execution_device=CPU)
+    assert next(model.parameters()).is_meta
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
@@ -64,40 +102,55 @@ def predict_by_draws(la, **keywords) -> None:
 @pytest.mark.parametrize("where", ["disk", "main memory"])
 def test_offloaded_weights(tmp_path, where, structure, kind):
     model = lora_model(kind)
-    if where == "disk":
-        accelerate.disk_offload(model, str(tmp_path), execution_device=CPU)
-    else:
-        accelerate.cpu_offload(model, execution_device=CPU)
+    offload(model, where, tmp_path)
     before = settings_of(model)
-    assert next(model.parameters()).is_meta
     la = build(model, structure, kind)
-    assert_close(facts(la), expected_facts(structure, kind), **EXACT)
+    expected = expected_facts(structure, kind)
+    assert_close(facts(la), expected, **EXACT)
     assert settings_of(model) == before
+
+
+@pytest.mark.parametrize("where", ["disk", "main memory"])
+def test_offloaded_weights_are_not_drawn(tmp_path, where):
+    model = lora_model("bert")
+    offload(model, where, tmp_path)
+    la = build(model, "lowrank_kron")
+    la.fit(ragged_batches())
     message = "A draw of the weights needs whole LoRA weights"
     with pytest.raises(NotImplementedError, match=message):
         predict_by_draws(la)
 
 
-def test_weights_that_changed_elsewhere_are_noticed():
+def test_weights_that_changed_elsewhere_are_noticed(tmp_path):
     model = lora_model("bert")
-    accelerate.cpu_offload(model, execution_device=CPU)
+    offload(model, "main memory", tmp_path)
     la = build(model, "lowrank_kron")
-    la.fit(ragged_batches())
-    la.blocks[2].values.add_(1)  # in main memory, where the hook fetches it from
+    batches = ragged_batches()
+    la.fit(batches)
+    # In main memory, where the hook fetches it from.
+    la.blocks[2].values.add_(1)
     with pytest.raises(RuntimeError, match="have changed since the fit"):
-        la(ragged_batches()[0])
+        la(batches[0])
+
+
+# --- in several processes -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("structure", REACHABLE)
 def test_data_parallel(structure):
-    def job(_):
+    def job(rank: int) -> dict[str, torch.Tensor]:
         model = DistributedDataParallel(lora_model("bert"))
         return facts(build(model, structure))
 
-    assert_alike(on_ranks(job, 2), expected_facts(structure), **EXACT)
+    results = on_ranks(job, 2)
+    assert_alike(results, expected_facts(structure), **EXACT)
 
 
-def sharded(structure: str, leave_out: bool = False, model: nn.Module | None = None):
+def sharded(
+    structure: str,
+    leave_out: bool = False,
+    model: nn.Module | None = None,
+):
     """Make a posterior of a model that FSDP2 shards, perhaps without LoRA."""
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp, "fully_shard"):
@@ -119,7 +172,7 @@ def sharded(structure: str, leave_out: bool = False, model: nn.Module | None = N
 
 @pytest.mark.parametrize("structure", REACHABLE)
 def test_sharded_weights(structure):
-    def job(_):
+    def job(rank: int) -> dict[str, torch.Tensor]:
         la = sharded(structure)
         before = settings_of(la.model)
         found = facts(la)
@@ -128,32 +181,35 @@ def test_sharded_weights(structure):
             predict_by_draws(la)
         return found
 
-    assert_alike(on_ranks(job, 2), expected_facts(structure), **EXACT)
+    results = on_ranks(job, 2)
+    assert_alike(results, expected_facts(structure), **EXACT)
 
 
-def checkpoint_by_the_models_own(layers) -> None:
+def checkpoint_by_the_models_own(layers: Iterable[Any]) -> None:
     """Switch checkpointing on as a trainer does."""
     for layer in layers:
         layer.gradient_checkpointing = True
 
 
-def checkpoint_by_wrappers(layers) -> None:
+def checkpoint_by_wrappers(layers: Iterable[Any]) -> None:
     """Wrap what a layer does in PyTorch's own checkpoints, as scripts for FSDP do."""
     for layer in layers:
         layer.attention = checkpoint_wrapper(layer.attention)
 
 
 @pytest.mark.parametrize(
-    "switch_on", [checkpoint_by_the_models_own, checkpoint_by_wrappers]
+    "switch_on",
+    [checkpoint_by_the_models_own, checkpoint_by_wrappers],
 )
 @pytest.mark.parametrize("structure", REACHABLE)
 def test_sharded_weights_of_checkpointed_layers(structure, switch_on):
-    def job(_):
+    def job(rank: int) -> dict[str, torch.Tensor]:
         model = lora_model("bert")
         layers = model.base_model.model.bert.encoder.layer
         switch_on(layers)
         calls = []
-        layers[0].attention.self.register_forward_hook(lambda *_: calls.append(1))
+        attention = layers[0].attention.self
+        attention.register_forward_hook(lambda *_: calls.append(1))
         la = sharded(structure, model=model)
         found = facts(la)
         calls.clear()
@@ -163,14 +219,16 @@ def test_sharded_weights_of_checkpointed_layers(structure, switch_on):
         assert len(calls) == 1 + 3
         return found
 
-    assert_alike(on_ranks(job, 2), expected_facts(structure), **EXACT)
+    results = on_ranks(job, 2)
+    assert_alike(results, expected_facts(structure), **EXACT)
 
 
 def test_a_sharded_base_with_whole_lora_weights():
-    def job(_):
+    def job(rank: int) -> dict[str, torch.Tensor]:
         la = sharded("kron", leave_out=True)
         found = facts(la)
         predict_by_draws(la, generator=generator())
         return found
 
-    assert_alike(on_ranks(job, 2), expected_facts("kron"), **EXACT)
+    results = on_ranks(job, 2)
+    assert_alike(results, expected_facts("kron"), **EXACT)

@@ -1,8 +1,11 @@
 """Copies of texts with swapped tokens."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from laplace_lora_ext.models.swapping import Swapping
 from tests.support.models import base_model
@@ -13,10 +16,13 @@ LENGTH = 24
 PROMPT = [5, 6, 7]
 END = 2
 PADDING = 0
-FIRST_WORD = 20  # tokens below have a meaning
+# Tokens below have a meaning.
+FIRST_WORD = 20
+
+Batch = dict[str, torch.Tensor]
 
 
-def texts(padding_side: str = "right") -> dict[str, torch.Tensor]:
+def texts(padding_side: str = "right") -> Batch:
     """Make texts of 8 to 24 tokens, from a prompt to an end."""
     shape = (N_TEXTS, LENGTH)
     ids = torch.randint(FIRST_WORD, 60, shape, generator=generator())
@@ -35,55 +41,90 @@ def texts(padding_side: str = "right") -> dict[str, torch.Tensor]:
 
 
 def swapped(
-    batch: dict[str, torch.Tensor],
-    *texts: dict[str, torch.Tensor],
+    batch: Batch,
+    *texts: Batch,
     model: nn.Module | None = None,
     seed: int = 0,
 ) -> torch.Tensor:
     """Swap a batch's tokens for those of some texts, or of the batch."""
     swapping = Swapping(texts or [batch], model, generator(seed))
-    return swapping(batch)["input_ids"]
+    copy = swapping(batch)
+    return copy["input_ids"]
 
 
-@pytest.mark.parametrize("padding_side", ["right", "left"])
-def test_three_tenths_of_what_is_no_prompt_are_swapped_for_tokens_of_texts(
-    padding_side,
-):
+@dataclass(frozen=True)
+class Copy:
+    """Texts and their copy."""
+
+    ids: torch.Tensor
+    copy: torch.Tensor
+
+    @property
+    def is_word(self) -> torch.Tensor:
+        return self.ids >= FIRST_WORD
+
+    @property
+    def is_changed(self) -> torch.Tensor:
+        return self.copy != self.ids
+
+
+def copied(padding_side: str) -> Copy:
+    """Copy texts, whose tokens are read in two batches."""
     batch = texts(padding_side)
     first = {key: value[:25] for key, value in batch.items()}
     second = {key: value[25:] for key, value in batch.items()}
     copy = swapped(batch, first, second)
-    ids = batch["input_ids"]
-    is_word = ids >= FIRST_WORD
-    is_changed = copy != ids
-    # Prompt, end and padding stay.
-    assert is_word[is_changed].all()
-    n_words = is_word.sum(1)
-    n_changed = is_changed.sum(1)
-    assert (n_changed <= (0.3 * n_words).round()).all()
+    return Copy(batch["input_ids"], copy)
+
+
+@pytest.fixture(params=["right", "left"])
+def of_texts(request: pytest.FixtureRequest) -> Copy:
+    return copied(request.param)
+
+
+def test_prompt_end_and_padding_stay(of_texts):
+    assert of_texts.is_word[of_texts.is_changed].all()
+
+
+def test_three_tenths_of_the_words_are_swapped(of_texts):
+    n_words = of_texts.is_word.sum(1)
+    n_changed = of_texts.is_changed.sum(1)
+    most = (0.3 * n_words).round()
+    assert (n_changed <= most).all()
     # One in forty drawn tokens is the same as before.
-    share = (n_changed.sum() / n_words.sum()).item()
-    assert 0.27 < share <= 0.3
-    words_of_texts = ids[is_word].unique()
-    assert torch.isin(copy[is_changed], words_of_texts).all()
-    if padding_side == "right":  # every place behind the prompt has its turn
-        assert is_changed[:, 4:8].any(0).all()
+    share = n_changed.sum() / n_words.sum()
+    assert 0.27 < share.item() <= 0.3
+
+
+def test_words_are_swapped_for_words_of_the_texts(of_texts):
+    words = of_texts.ids[of_texts.is_word].unique()
+    drawn = of_texts.copy[of_texts.is_changed]
+    assert torch.isin(drawn, words).all()
+
+
+def test_every_place_behind_the_prompt_has_its_turn():
+    is_changed = copied("right").is_changed
+    # Of places that all texts have.
+    assert is_changed[:, 4:8].any(0).all()
 
 
 def test_tokens_are_drawn_as_often_as_they_stand_in_texts():
-    ids = torch.full((1000, 10), 30)
-    ids[:, 0] = torch.arange(100, 1100)  # no two texts begin alike: there is no prompt
-    ids[:100, 5:] = 40
+    common, rare = 30, 40
+    ids = torch.full((1000, 10), common)
+    ids[:100, 5:] = rare
+    # No two texts begin alike: there is no prompt.
+    ids[:, 0] = torch.arange(100, 1100)
     copy = swapped({"input_ids": ids})
-    share_before = (ids == 40).double().mean().item()
-    share_after = (copy == 40).double().mean().item()
-    assert share_after == pytest.approx(share_before, abs=0.01)
     assert not torch.equal(copy, ids)
+    share_before = (ids == rare).double().mean()
+    share_after = (copy == rare).double().mean()
+    assert_close(share_after, share_before, rtol=0, atol=0.01)
 
 
 def test_texts_of_a_prompt_alone_stay():
     ids = torch.tensor([PROMPT, PROMPT])
-    assert torch.equal(swapped({"input_ids": ids}), ids)
+    copy = swapped({"input_ids": ids})
+    assert torch.equal(copy, ids)
 
 
 @pytest.fixture
@@ -108,8 +149,9 @@ def test_tokens_that_a_configuration_names_stay(model_with_named_tokens):
 
 
 def test_a_seed_gives_the_same_copy(model_with_named_tokens):
-    def copy(seed):
+    def copy(seed: int) -> torch.Tensor:
         return swapped(texts(), model=model_with_named_tokens, seed=seed)
 
-    assert torch.equal(copy(0), copy(0))
-    assert not torch.equal(copy(0), copy(1))
+    first = copy(seed=0)
+    assert torch.equal(copy(seed=0), first)
+    assert not torch.equal(copy(seed=1), first)

@@ -1,7 +1,11 @@
 """Logits of labelled tokens, whatever the padding, and what batches are refused."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from transformers import FSMTConfig, FSMTForConditionalGeneration
@@ -21,40 +25,129 @@ from tests.support.texts import (
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 NO_LABEL = -100
 
+Batch = dict[str, Any]
+
+
+@pytest.fixture
+def adapted(gpt2: nn.Module) -> TokensModel:
+    """GPT-2, whose logits are those of labelled tokens."""
+    return TokensModel(gpt2)
+
+
 # --- decoders -------------------------------------------------------------------------
+
+
+def six_texts(**changes: torch.Tensor) -> Batch:
+    """Make a batch of six texts of seven positions, some of its columns replaced."""
+    (batch,) = text_batches(batch_size=6)
+    return batch | changes
+
+
+def padded_texts(side: str) -> Batch:
+    """Make a batch of all texts, with two positions more than the longest has."""
+    (batch,) = text_batches(
+        batch_size=6,
+        padding_side=side,
+        padded_to=9,
+    )
+    return batch
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
 def test_logits_are_those_that_predict_labels_in_the_texts_alone(kind, side):
     model = lora_model(kind).eval()
-    (batch,) = text_batches(batch_size=6, padding_side=side, padded_to=9)
+    batch = padded_texts(side)
     adapted = TokensModel(model)
-    expected, of_texts = token_logits(model, [batch])
+    expected, _ = token_logits(model, [batch])
     assert_close(adapted(batch), expected, **CLOSE)
     assert adapted.output_size == VOCABULARY
-    is_labelled = batch["labels"] != NO_LABEL
-    assert torch.equal(adapted.labelled(batch), is_labelled)
-    _, targets = adapted.split(batch)
-    assert torch.equal(targets[targets != NO_LABEL], of_texts)
-    assert torch.equal(of_texts, batch["labels"][is_labelled])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_texts_first_token_is_predicted_by_nothing_and_by_no_padding(side):
-    model = lora_model("gpt2").eval()
-    (batch,) = text_batches(batch_size=6, padding_side=side, padded_to=9)
+def test_targets_are_the_labels_of_the_texts_in_their_order(gpt2, adapted, side):
+    batch = padded_texts(side)
+    _, of_texts = token_logits(gpt2, [batch])
+    is_labelled = batch["labels"] != NO_LABEL
+    assert torch.equal(adapted.labelled(batch), is_labelled)
+    assert torch.equal(batch["labels"][is_labelled], of_texts)
+    _, targets = adapted.split(batch)
+    assert torch.equal(targets[targets != NO_LABEL], of_texts)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_texts_first_token_is_predicted_by_nothing_and_by_no_padding(
+    gpt2,
+    adapted,
+    side,
+):
+    batch = padded_texts(side)
     is_real = batch["attention_mask"].bool()
     batch["labels"] = batch["input_ids"].masked_fill(~is_real, NO_LABEL)
-    adapted = TokensModel(model)
-    expected, _ = token_logits(model, [batch])
-    n_predicted = is_real.sum() - 6
+    expected, _ = token_logits(gpt2, [batch])
+    n_texts = len(LENGTHS)
+    n_predicted = is_real.sum() - n_texts
     assert len(expected) == n_predicted
     assert adapted.labelled(batch).sum() == n_predicted
     assert_close(adapted(batch), expected, **CLOSE)
 
 
-@pytest.mark.parametrize(
+def assert_has_the_loss_of_training(
+    model: nn.Module,
+    batch: Batch,
+) -> None:
+    """Compare with the loss that the model itself makes of the labels."""
+    is_labelled = batch["labels"] != NO_LABEL
+    tokens = batch["labels"][is_labelled]
+    logits = TokensModel(model)(batch)
+    found = cross_entropy(logits, tokens)
+    expected = model(**batch).loss
+    assert_close(found, expected.to(found))
+
+
+def test_a_gap_in_a_text_predicts_what_follows_as_in_training():
+    model = lora_model("gpt_neox").eval()
+    batch = six_texts()
+    batch["attention_mask"][0, 3] = 0
+    batch["labels"][0, 3] = NO_LABEL
+    assert_has_the_loss_of_training(model, batch)
+
+
+def test_the_output_layer_runs_for_labelled_tokens_alone(gpt2, adapted):
+    n_positions = []
+
+    def note(
+        layer: nn.Module,
+        args: Any,
+        output: torch.Tensor,
+    ) -> None:
+        n_positions.append(output.shape[1])
+
+    layer = gpt2.get_output_embeddings()
+    layer.register_forward_hook(note)
+    (batch,) = text_batches(batch_size=6, padded_to=20)
+    adapted(batch)
+    assert n_positions == [max(LENGTHS) - PROMPT]
+    assert not layer._forward_pre_hooks
+
+
+# --- parts of a batch -----------------------------------------------------------------
+
+
+def with_labels(n_labels: Sequence[int]) -> Batch:
+    """Make texts of twelve tokens, of which so many are labelled behind the prompt."""
+    (batch,) = text_batches(
+        lengths=(12,) * 6,
+        batch_size=6,
+        padded_to=12,
+    )
+    for labels, number in zip(batch["labels"], n_labels, strict=True):
+        labels[PROMPT + number :] = NO_LABEL
+    return batch
+
+
+# Of six labelled tokens at the most, unless one text has more.
+PARTS = pytest.mark.parametrize(
     ("n_labels", "sizes"),
     [
         ((2, 4, 1, 6, 0, 0), [2, 1, 3]),
@@ -63,16 +156,27 @@ def test_a_texts_first_token_is_predicted_by_nothing_and_by_no_padding(side):
         ((9, 7, 0, 8, 9, 7), [1, 2, 1, 1, 1]),
     ],
 )
+
+
+@PARTS
 def test_batches_have_few_labelled_tokens_or_one_text_with_any(
-    n_labels, sizes, monkeypatch
+    adapted,
+    n_labels,
+    sizes,
+    monkeypatch,
 ):
     monkeypatch.setattr(vocabulary, "MOST_ROWS", 6)
-    (batch,) = text_batches(lengths=(12,) * 6, batch_size=6, padded_to=12)
-    for labels, number in zip(batch["labels"], n_labels, strict=True):
-        labels[PROMPT + number :] = NO_LABEL
-    batch["given"] = ["as it is"] * 2
-    parts = TokensModel(lora_model("gpt2").eval()).by_texts(batch)
+    parts = adapted.by_texts(with_labels(n_labels))
     assert [len(part["labels"]) for part in parts] == sizes
+
+
+@PARTS
+def test_parts_of_a_batch_are_the_batch(adapted, n_labels, sizes, monkeypatch):
+    monkeypatch.setattr(vocabulary, "MOST_ROWS", 6)
+    batch = with_labels(n_labels)
+    # Two of them, for six texts: what has no row for each stays as it is.
+    batch["given"] = ["as it is"] * 2
+    parts = adapted.by_texts(batch)
     for key in ("input_ids", "attention_mask", "labels"):
         together = torch.cat([part[key] for part in parts])
         assert torch.equal(together, batch[key])
@@ -80,52 +184,29 @@ def test_batches_have_few_labelled_tokens_or_one_text_with_any(
         assert part["given"] == batch["given"]
 
 
-def test_a_gap_in_a_text_predicts_what_follows_as_in_training():
-    model = lora_model("gpt_neox").eval()
-    (batch,) = text_batches(batch_size=6)
-    batch["attention_mask"][0, 3] = 0
-    batch["labels"][0, 3] = NO_LABEL
-    assert_has_the_loss_of_training(model, batch)
-
-
-def assert_has_the_loss_of_training(model, batch):
-    """Compare with the loss that the model itself makes of the labels."""
-    tokens = batch["labels"][batch["labels"] != NO_LABEL]
-    logits = TokensModel(model)(batch)
-    expected = model(**batch).loss
-    assert_close(cross_entropy(logits, tokens), expected.to(logits))
-
-
-def test_the_output_layer_runs_for_labelled_tokens_alone():
-    model = lora_model("gpt2").eval()
-    n_positions = []
-
-    def note(layer, args, output):
-        n_positions.append(output.shape[1])
-
-    layer = model.get_output_embeddings()
-    layer.register_forward_hook(note)
-    (batch,) = text_batches(batch_size=6, padded_to=20)
-    TokensModel(model)(batch)
-    assert n_positions == [max(LENGTHS) - PROMPT]
-    assert not layer._forward_pre_hooks
-
-
 # --- encoder-decoders -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_an_encoder_reads_left_and_right_padded_texts_alike(kind):
-    labels = pairs_of_texts()["labels"]  # as many as positions
+    # As many as positions.
+    labels = pairs_of_texts()["labels"]
     adapted = TokensModel(encoder_decoder(kind))
     logits = {}
     for side in ("left", "right"):
-        (texts,) = ragged_batches((4, 3, 2), padded_to=4, padding_side=side)
+        (texts,) = ragged_batches(
+            lengths=(4, 3, 2),
+            padded_to=4,
+            padding_side=side,
+        )
         logits[side] = adapted(texts | {"labels": labels})
     assert_close(logits["left"], logits["right"])
 
 
-def shifted(model, labels: torch.Tensor) -> torch.Tensor:
+def shifted(
+    model: nn.Module,
+    labels: torch.Tensor,
+) -> torch.Tensor:
     """Make what the decoder reads, as collators do that are given the model."""
     return model.get_base_model().prepare_decoder_input_ids_from_labels(labels)
 
@@ -133,11 +214,17 @@ def shifted(model, labels: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_labels_of_an_encoder_decoder_are_predicted_at_their_own_place(kind):
     model = encoder_decoder(kind)
+    assert_has_the_loss_of_training(model, pairs_of_texts())
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_a_collator_may_say_what_the_decoder_reads(kind):
+    model = encoder_decoder(kind)
     batch = pairs_of_texts()
-    assert_has_the_loss_of_training(model, batch)
+    tokens = shifted(model, batch["labels"])
     adapted = TokensModel(model)
-    of_collator = batch | {"decoder_input_ids": shifted(model, batch["labels"])}
-    assert_close(adapted(of_collator), adapted(batch))
+    found = adapted(batch | {"decoder_input_ids": tokens})
+    assert_close(found, adapted(batch))
 
 
 def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
@@ -150,23 +237,28 @@ def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
         ]
     )
     batch = pairs_of_texts() | {"labels": labels}
-    every = model(**batch, decoder_input_ids=shifted(model, labels)).logits
+    tokens = shifted(model, labels)
+    output = model(**batch, decoder_input_ids=tokens)
+    expected = output.logits[labels != NO_LABEL]
     found = TokensModel(model)(batch)
-    expected = every[labels != NO_LABEL]
     assert_close(found, expected.to(found))
 
 
-def test_what_a_decoder_reads_may_be_given_as_embeddings_or_left_open():
+def test_what_a_decoder_reads_may_be_left_open():
+    adapted = TokensModel(encoder_decoder("t5"))
+    batch = pairs_of_texts()
+    found = adapted(batch | {"decoder_input_ids": None})
+    assert_close(found, adapted(batch))
+
+
+def test_what_a_decoder_reads_may_be_given_as_embeddings():
     model = encoder_decoder("t5")
     batch = pairs_of_texts()
     tokens = shifted(model, batch["labels"])
     embeddings = model.get_input_embeddings()(tokens)
     adapted = TokensModel(model)
-    expected = adapted(batch)
-    left_open = batch | {"decoder_input_ids": None}
-    assert_close(adapted(left_open), expected)
-    of_embeddings = batch | {"decoder_inputs_embeds": embeddings}
-    assert_close(adapted(of_embeddings), expected)
+    found = adapted(batch | {"decoder_inputs_embeds": embeddings})
+    assert_close(found, adapted(batch))
 
 
 def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
@@ -179,7 +271,9 @@ def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
     assert_close(TokensModel(model)(batch), expected, rtol=0, atol=0)
 
 
-def test_an_embedding_that_is_also_the_output_layer_and_labels_that_a_model_writes_to():
+@pytest.fixture
+def fsmt() -> nn.Module:
+    """A model whose embedding is also its output layer, and which writes to labels."""
     torch.manual_seed(0)
     config = FSMTConfig(
         langs=["en", "de"],
@@ -194,23 +288,27 @@ def test_an_embedding_that_is_also_the_output_layer_and_labels_that_a_model_writ
         decoder_attention_heads=2,
         decoder_ffn_dim=24,
     )
-    model = FSMTForConditionalGeneration(config).eval()
+    return FSMTForConditionalGeneration(config).eval()
+
+
+def test_an_embedding_that_is_also_the_output_layer(fsmt):
+    batch = pairs_of_texts()
+    found = TokensModel(fsmt)(batch)
+    labels = batch.pop("labels")
+    tokens = fsmt.prepare_decoder_input_ids_from_labels(labels.clone())
+    output = fsmt(**batch, decoder_input_ids=tokens, use_cache=False)
+    expected = output.logits[labels != NO_LABEL]
+    assert_close(found, expected)
+
+
+def test_labels_that_a_model_writes_to_stay(fsmt):
     batch = pairs_of_texts()
     labels = batch["labels"].clone()
-    found = TokensModel(model)(batch)
+    TokensModel(fsmt)(batch)
     assert torch.equal(batch["labels"], labels)
-    shifted = model.prepare_decoder_input_ids_from_labels(batch.pop("labels"))
-    everything = model(**batch, decoder_input_ids=shifted, use_cache=False).logits
-    assert_close(found, everything[labels != NO_LABEL])
 
 
 # --- refused --------------------------------------------------------------------------
-
-
-def six_texts(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Make a batch of six texts of seven positions, some of its columns replaced."""
-    (batch,) = text_batches(batch_size=6)
-    return batch | changes
 
 
 @pytest.mark.parametrize(
@@ -248,25 +346,37 @@ def six_texts(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
         ),
     ],
 )
-def test_what_is_refused(changes, message):
+def test_what_is_refused(adapted, changes, message):
+    batch = six_texts(**changes)
     with pytest.raises(ValueError, match=message):
-        TokensModel(lora_model("gpt2").eval())(six_texts(**changes))
+        adapted(batch)
 
 
-def test_a_batch_without_labels_and_one_that_is_no_mapping_are_refused():
-    model = TokensModel(lora_model("gpt2").eval())
+def test_a_batch_without_labels_is_refused(adapted):
     batch = six_texts()
     del batch["labels"]
     with pytest.raises(ValueError, match="No labels 'labels'"):
-        model(batch)
+        adapted(batch)
+
+
+def test_a_batch_that_is_no_mapping_is_refused(adapted):
+    batch = six_texts()
     with pytest.raises(TypeError, match="be a mapping, not tuple"):
-        model((batch, batch))
+        adapted((batch, batch))
 
 
-def test_models_that_write_no_text_are_refused():
+def test_models_that_write_no_text_are_refused(bert):
     with pytest.raises(ValueError, match="generates text"):
-        TokensModel(lora_model("bert"))
+        TokensModel(bert)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"class_token_ids": [1, 2]},
+        {"mask_token_id": 1},
+    ],
+)
+def test_some_tokens_alone_are_refused(gpt2, keywords):
     with pytest.raises(ValueError, match="whole vocabulary"):
-        TokensModel(lora_model("gpt2"), [1, 2])
-    with pytest.raises(ValueError, match="whole vocabulary"):
-        TokensModel(lora_model("gpt2"), mask_token_id=1)
+        TokensModel(gpt2, **keywords)

@@ -1,6 +1,6 @@
 """Predictions of whole data sets, against those of each example alone."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,30 +27,41 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 LENGTHS = [2, 7, 4, 5, 7, 3, 6, 2, 7, 4, 1]
 
 
-def rows() -> list[dict]:
+Row = dict[str, Any]
+Batch = dict[str, torch.Tensor]
+
+
+def rows() -> list[Row]:
     """Make texts of several lengths without padding, as a tokenizer leaves them."""
     examples = []
     for batch in ragged_batches(lengths=LENGTHS, batch_size=1):
-        (ids,) = unpadded(batch, 0)["input_ids"]
-        label = batch["labels"].item()
-        examples.append({"input_ids": ids.tolist(), "labels": label})
+        text = unpadded(batch, 0)
+        (ids,) = text["input_ids"]
+        example = {
+            "input_ids": ids.tolist(),
+            "labels": batch["labels"].item(),
+        }
+        examples.append(example)
     return examples
 
 
-def collate(records: list[dict]) -> dict[str, torch.Tensor]:
+def collate(records: Sequence[Row]) -> Batch:
     """Pad texts to the longest of them."""
     longest = max(len(record["input_ids"]) for record in records)
     ids = []
-    mask = []
+    masks = []
+    labels = []
     for record in records:
         n_real = len(record["input_ids"])
         n_padded = longest - n_real
-        ids.append(record["input_ids"] + [0] * n_padded)
-        mask.append([1] * n_real + [0] * n_padded)
+        padding = [0] * n_padded
+        ids.append(record["input_ids"] + padding)
+        masks.append([1] * n_real + padding)
+        labels.append(record["labels"])
     return {
         "input_ids": torch.tensor(ids),
-        "attention_mask": torch.tensor(mask),
-        "labels": torch.tensor([record["labels"] for record in records]),
+        "attention_mask": torch.tensor(masks),
+        "labels": torch.tensor(labels),
     }
 
 
@@ -64,7 +75,8 @@ def expected(la) -> Prediction:
     """Predictions of one example at a time, in the data's order."""
     alone = []
     for row in rows():
-        decision = la.predict(collate([row]), n_samples=50, generator=generator())
+        batch = collate([row])
+        decision = la.predict(batch, n_samples=50, generator=generator())
         alone.append(decision)
     parts = [torch.cat(of_examples) for of_examples in zip(*alone, strict=True)]
     return Prediction(*parts)
@@ -76,26 +88,32 @@ class Rows:
     def __len__(self) -> int:
         return len(LENGTHS)
 
-    def __getitem__(self, index: int) -> dict:
+    def __getitem__(self, index: int) -> Row:
         return rows()[index]
 
 
-BATCHES = {"collate_fn": collate, "batch_size": 4}
+def of_size(batch_size: int) -> dict[str, Any]:
+    """Tell how rows make batches of a size."""
+    return {
+        "collate_fn": collate,
+        "batch_size": batch_size,
+    }
 
 
-def loader():
-    return DataLoader(Rows(), **BATCHES)
+def loader() -> DataLoader:
+    return DataLoader(Rows(), **of_size(4))
 
 
-def batches():
+def batches() -> list[Batch]:
     return list(loader())
 
 
-def one_by_one():
-    return (collate([row]) for row in rows())
+def one_by_one() -> Iterator[Batch]:
+    for row in rows():
+        yield collate([row])
 
 
-def data_set():
+def data_set() -> datasets.Dataset:
     return datasets.Dataset.from_list(rows())
 
 
@@ -111,14 +129,14 @@ DATA = {
     "DataLoader": Given(loader),
     "list of batches": Given(batches),
     "generator": Given(one_by_one),
-    "datasets": Given(data_set, BATCHES),
-    "indexed": Given(Rows, {"collate_fn": collate, "batch_size": 1}),
-    "list of rows": Given(rows, {"collate_fn": collate, "batch_size": 32}),
+    "datasets": Given(data_set, of_size(4)),
+    "indexed": Given(Rows, of_size(1)),
+    "list of rows": Given(rows, of_size(32)),
 }
 
 
 @pytest.mark.parametrize("kind", DATA)
-def test_data_are_predicted_in_their_order(la, expected, kind, capsys):
+def test_data_are_predicted_in_their_order_and_silently(la, expected, kind, capsys):
     given = DATA[kind]
     found = la.predict(
         given.data(),
@@ -128,60 +146,106 @@ def test_data_are_predicted_in_their_order(la, expected, kind, capsys):
     )
     assert_close(tuple(found), tuple(expected), **CLOSE)
     assert not capsys.readouterr().err
-    proba = la.predict_proba(given.data(), progress_bar=True, **given.options)
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_probabilities_are_predicted_with_a_bar(la, expected, kind, capsys):
+    given = DATA[kind]
+    proba = la.predict_proba(
+        given.data(),
+        progress_bar=True,
+        **given.options,
+    )
     assert_close(torch.from_numpy(proba), expected.probabilities, **CLOSE)
+    said = capsys.readouterr().err
+    assert "[Predictions]" in said
     # A bar has an end only where there is a length.
     if kind != "generator":
-        assert "[Predictions]: 100%" in capsys.readouterr().err
+        assert "[Predictions]: 100%" in said
 
 
 def test_long_texts_come_first_and_little_is_padded(la):
     shapes = []
 
-    def note_shape(_, inputs):
+    def note_shape(
+        module: torch.nn.Module,
+        inputs: tuple[Batch],
+    ) -> None:
         (batch,) = inputs
-        shapes.append(tuple(batch["input_ids"].shape))
+        shape = batch["input_ids"].shape
+        shapes.append(tuple(shape))
 
     with la.model.register_forward_pre_hook(note_shape):
-        la.predict_proba(Rows(), collate_fn=collate, batch_size=4)
+        la.predict_proba(Rows(), **of_size(4))
     assert shapes == [(4, 7), (4, 5), (3, 2)]
+
+
+def by_five_draws(
+    la: Any,
+    data: Any,
+    **options: Any,
+) -> Prediction:
+    """Predict with the same noise each time."""
+    return la.predict(
+        data,
+        n_samples=5,
+        generator=generator(),
+        **options,
+    )
 
 
 def test_every_batch_gets_the_same_draws(la):
     (batch,) = ragged_batches(batch_size=8)
-    twice = la.predict([batch, batch], "mc", n_samples=5, generator=generator())
-    once = la.predict(batch, "mc", n_samples=5, generator=generator())
+    twice = by_five_draws(la, [batch, batch], link_approx="mc")
+    once = by_five_draws(la, batch, link_approx="mc")
     first, second = twice.probabilities.split(8)
     assert torch.equal(first, once.probabilities)
     assert torch.equal(second, once.probabilities)
+
+
+def test_every_batch_gets_the_same_draws_for_scikit_learn(la):
+    (batch,) = ragged_batches(batch_size=8)
     proba = la.predict_proba([batch, batch], "mc")
     assert (proba[:8] == proba[8:]).all()
 
 
-def test_ranks_share_a_data_set_and_a_sharded_loader(la):
-    def predicted(data, **options):
-        return la.predict(data, n_samples=5, generator=generator(), **options)
+# --- several processes ----------------------------------------------------------------
 
-    def of_rows(rank):
-        return predicted(rows(), collate_fn=collate, batch_size=2)
 
-    def strided(rank):
-        return predicted(strided_loader(11))
+def assert_shared_by_ranks(
+    job: Callable[[int], Prediction],
+    expected: Prediction,
+) -> None:
+    """Check that three ranks together predict what one predicts alone."""
+    results = on_ranks(job, 3)
+    assert_alike(results, expected, rtol=1e-7, atol=1e-10)
 
-    def prepared(rank):
-        loader = DataLoader(Texts(11), batch_size=2)
-        return predicted(accelerated(rank, 3, loader))
 
-    def assert_shared(job, expected):
-        assert_alike(on_ranks(job, 3), expected, rtol=1e-7, atol=1e-10)
+def test_ranks_share_a_data_set(la):
+    def job(rank: int) -> Prediction:
+        return by_five_draws(la, rows(), **of_size(2))
 
-    assert_shared(of_rows, of_rows(0))
-    assert_shared(strided, strided(0))
-    assert_shared(prepared, strided(0))
+    assert_shared_by_ranks(job, job(0))
+
+
+def test_ranks_share_a_loader_that_deals_examples(la):
+    def job(rank: int) -> Prediction:
+        return by_five_draws(la, strided_loader(11))
+
+    assert_shared_by_ranks(job, job(0))
+
+
+def test_ranks_share_a_loader_of_accelerate(la):
+    def job(rank: int) -> Prediction:
+        texts = DataLoader(Texts(11), batch_size=2)
+        return by_five_draws(la, accelerated(rank, 3, texts))
+
+    alone = by_five_draws(la, strided_loader(11))
+    assert_shared_by_ranks(job, alone)
 
 
 def test_a_rank_may_predict_batches_alone(la):
-    def job(rank):
+    def job(rank: int) -> Any:
         if rank == 0:
             return la.predict_proba(ragged_batches())
         return None
@@ -197,10 +261,10 @@ def test_the_error_of_a_rank_in_shared_data_is_everyones(la):
         {"input_ids": [5], "labels": 0},
     ]
 
-    def job(rank):
-        if rank:
+    def job(rank: int) -> Any:
+        if rank == 1:
             la.blocks[0].weight.data.fill_(torch.nan)
-        return la.predict_proba(data, collate_fn=collate, batch_size=1)
+        return la.predict_proba(data, **of_size(1))
 
     first, second = failures(on_ranks(job, 2))
     assert "Rank 1 failed" in first

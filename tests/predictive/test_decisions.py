@@ -1,10 +1,13 @@
 """Decisions have the link's probabilities; mixtures are tested elsewhere."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
+from laplace_lora_ext import Prediction
 from laplace_lora_ext.predictive.links import own_links
 from tests.support.models import ragged_batches
 from tests.support.posteriors import (
@@ -20,23 +23,67 @@ def batch():
     return ragged_batches()[0]
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("link", ["mean_field", "probit", "mc"])
-def test_probabilities_are_those_of_the_link(structure, link, batch):
-    la = fitted(structure=structure)
+@pytest.fixture(params=STRUCTURES)
+def la(request: pytest.FixtureRequest):
+    """A fitted posterior of each structure."""
+    return fitted(structure=request.param)
+
+
+@pytest.fixture(params=["mean_field", "probit", "mc"])
+def link(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def probabilities(
+    la: Any,
+    given: Any,
+    link: str,
+) -> torch.Tensor:
+    """Predict with the same noise each time."""
+    return la(
+        given,
+        link_approx=link,
+        n_samples=50,
+        generator=generator(),
+    )
+
+
+def decision(
+    la: Any,
+    batch: dict[str, torch.Tensor],
+    link: str = "mean_field",
+    seed: int = 0,
+) -> Prediction:
+    """Decide with the noise of a seed."""
+    return la.predict(
+        batch,
+        link_approx=link,
+        n_samples=50,
+        generator=generator(seed),
+    )
+
+
+# --- decisions ------------------------------------------------------------------------
+
+
+def test_probabilities_are_those_of_the_link(la, link, batch):
     f_mu, f_var = moments = la.predictive_moments(batch)
-
-    def probabilities(given):
-        return la(given, link_approx=link, n_samples=50, generator=generator())
-
-    expected = probabilities(batch)
-    assert_close(probabilities(moments), expected)
+    found = probabilities(la, batch, link)
+    assert_close(probabilities(la, moments, link), found)
     apply_link = own_links(50, generator())[link]
-    assert_close(apply_link(f_mu, f_var).exp(), expected)
+    expected = apply_link(f_mu, f_var).exp()
+    assert_close(found, expected)
 
-    found = la.predict(batch, link_approx=link, n_samples=50, generator=generator())
+
+def test_decisions_have_the_links_probabilities(la, link, batch):
+    expected = probabilities(la, batch, link)
+    found = decision(la, batch, link)
     assert torch.equal(found.probabilities, expected)
     assert torch.equal(found.labels, expected.argmax(-1))
+
+
+def test_the_total_entropy_is_that_of_both_parts(la, link, batch):
+    found = decision(la, batch, link)
     for values in found:
         assert torch.isfinite(values).all()
     assert (found.epistemic_entropy > 0).all()
@@ -44,25 +91,22 @@ def test_probabilities_are_those_of_the_link(structure, link, batch):
     assert_close(found.total_entropy, of_parts)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_entropies_are_drawn_by_the_generator(structure, batch):
-    la = fitted(structure=structure)
-
-    def epistemic(seed):
-        decision = la.predict(batch, n_samples=50, generator=generator(seed))
-        return decision.epistemic_entropy
-
-    assert torch.equal(epistemic(seed=0), epistemic(seed=0))
-    assert not torch.equal(epistemic(seed=0), epistemic(seed=1))
+def test_entropies_are_drawn_by_the_generator(la, batch):
+    first = decision(la, batch, seed=0).epistemic_entropy
+    same = decision(la, batch, seed=0).epistemic_entropy
+    other = decision(la, batch, seed=1).epistemic_entropy
+    assert torch.equal(same, first)
+    assert not torch.equal(other, first)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_links_of_other_predictions_are_refused(structure, batch):
-    la = fitted(structure=structure)
+def test_links_of_other_predictions_are_refused(la, batch):
     with pytest.raises(ValueError, match="link_approx 'bridge' is none of"):
         la.predict(batch, link_approx="bridge")
     with pytest.raises(ValueError, match="mean_field"):
         la(batch, pred_type="nn", link_approx="mean_field")
+
+
+# --- arrays for scikit-learn ----------------------------------------------------------
 
 
 def test_probabilities_for_scikit_learn_are_an_array(batch):
@@ -73,13 +117,18 @@ def test_probabilities_for_scikit_learn_are_an_array(batch):
     np.testing.assert_array_equal(found, expected.numpy())
 
 
-def test_probabilities_for_scikit_learn_are_no_single_draw(batch):
+def test_probabilities_for_scikit_learn_draw_the_same_noise_each_time(batch):
     la = fitted()
     before = torch.get_rng_state()
     found = la.predict_proba(batch, link_approx="mc")
     again = la.predict_proba(batch, link_approx="mc")
     assert torch.equal(torch.get_rng_state(), before)
     np.testing.assert_array_equal(found, again)
+
+
+def test_probabilities_for_scikit_learn_are_no_single_draw(batch):
+    la = fitted()
+    found = la.predict_proba(batch, link_approx="mc")
     by_many_draws = la(
         batch,
         link_approx="mc",
@@ -97,27 +146,39 @@ def test_regression_has_no_classes():
         la.predict_proba(X)
 
 
+# --- what a label would tell ----------------------------------------------------------
+
+
 def entropy(p: torch.Tensor) -> torch.Tensor:
     return torch.special.entr(p).sum(-1)
+
+
+def drawn_probabilities(
+    la: Any,
+    batch: dict[str, torch.Tensor],
+    n: int,
+) -> torch.Tensor:
+    """Draw probabilities `(n, B, C)` by other means than the library's."""
+    f_mu, f_var = la.predictive_moments(batch)
+    # A covariance that is nearly singular may have no Cholesky factor.
+    values, vectors = torch.linalg.eigh(f_var)
+    deviations = values.clamp_min(0).sqrt()
+    root = vectors * deviations[:, None]
+    noise = torch.randn(n, *f_mu.shape, generator=generator(1)).double()
+    logits = f_mu + torch.einsum("bij,sbj->sbi", root, noise)
+    return logits.softmax(-1)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_epistemic_entropy_is_what_bald_asks_for(structure):
     la = fitted(structure=structure, prior_precision=0.3)
     (pool,) = ragged_batches(batch_size=8)
-    decision = la.predict(pool, n_samples=20_000, generator=generator())
-    found = decision.epistemic_entropy
-
-    f_mu, f_var = la.predictive_moments(pool)
-    # A covariance that is nearly singular may have no Cholesky factor.
-    values, vectors = torch.linalg.eigh(f_var)
-    deviations = values.clamp_min(0).sqrt()
-    root = vectors * deviations[:, None]
-    noise = torch.randn(20_000, *f_mu.shape, generator=generator(1)).double()
-    logits = f_mu + torch.einsum("bij,sbj->sbi", root, noise)
-    p = logits.softmax(-1)
+    prediction = la.predict(pool, n_samples=20_000, generator=generator())
+    found = prediction.epistemic_entropy
+    p = drawn_probabilities(la, pool, n=20_000)
     # A label's information on the weights, H(E p) - E H(p) (Houlsby, 2011).
     expected = entropy(p.mean(0)) - entropy(p).mean(0)
     # Two estimates by 20,000 draws each.
     assert_close(found, expected, rtol=0.02, atol=2e-3)
-    assert found.argmax() == expected.argmax()  # the text to be labelled next
+    # The text to be labelled next.
+    assert found.argmax() == expected.argmax()

@@ -1,6 +1,7 @@
 """The linearised predictive and networks of drawn weights, by structure."""
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,22 @@ from tests.support.posteriors import (
     sizes,
 )
 
+Batch = dict[str, torch.Tensor]
 
-def dense_precision(la) -> torch.Tensor:
+
+@pytest.fixture
+def batch() -> Batch:
+    """The first of the batches that posteriors are fitted to."""
+    return ragged_batches()[0]
+
+
+@pytest.fixture(params=STRUCTURES)
+def of_structure(request: pytest.FixtureRequest):
+    """A fitted posterior of each structure."""
+    return fitted(structure=request.param)
+
+
+def dense_precision(la: Any) -> torch.Tensor:
     """Make a matrix of any structure's posterior precision."""
     P = la.posterior_precision
     if hasattr(P, "to_matrix"):
@@ -49,85 +64,122 @@ def own_blocks(
 def test_mean_and_joint_covariance_of_a_regression(n_outputs, structure):
     la, X = plain_regression(n_outputs, structure)
     x = X[:4]
-    f_mu, covariance = la(x, joint=True)
-    Js = jacobians(la.model.model, x)
+    model = la.model.model
+    Js = jacobians(model, x)
     J = Js.flatten(0, 1)  # a row for each output of each example
     expected = J @ torch.linalg.inv(dense_precision(la)) @ J.T
+    f_mu, covariance = la(x, joint=True)
+    assert_close(f_mu, model(x).detach().flatten())
     assert_close(covariance, expected)
     assert_close(la.functional_covariance(Js), expected)
-    assert_close(f_mu, la.model.model(x).detach().flatten())
     _, f_var = la(x)
     assert_close(f_var, own_blocks(expected, n_outputs))
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_predictive_moments_are_the_hosts_predictive_distribution(structure, n):
-    la = fitted(structure=structure)
-    batch = {key: value[:n] for key, value in ragged_batches()[0].items()}
-    of_host = la._glm_predictive_distribution
-    f_mu, f_var = la.predictive_moments(batch)
-    host_mu, host_var = of_host(batch)
+@pytest.fixture(params=[1, 3], ids=["one text", "three texts"])
+def texts(request: pytest.FixtureRequest, batch: Batch) -> Batch:
+    return {key: value[: request.param] for key, value in batch.items()}
+
+
+def test_predictive_moments_are_the_hosts_predictive_distribution(of_structure, texts):
+    f_mu, f_var = of_structure.predictive_moments(texts)
+    host_mu, host_var = of_structure._glm_predictive_distribution(texts)
     assert torch.equal(f_mu, host_mu)
     assert torch.equal(f_var, host_var)
+    n = len(texts["labels"])
     assert f_mu.shape == (n, 3)
     assert f_var.shape == (n, 3, 3)
 
-    joint_mu, joint_var = la.predictive_moments(batch, joint=True)
-    host_mu, host_var = of_host(batch, joint=True)
-    assert torch.equal(joint_mu, host_mu)
-    assert torch.equal(joint_var, host_var)
-    assert joint_var.shape == (3 * n, 3 * n)
+
+def test_joint_moments_are_the_hosts_predictive_distribution(of_structure, texts):
+    f_mu, f_var = of_structure.predictive_moments(texts, joint=True)
+    of_host = of_structure._glm_predictive_distribution
+    host_mu, host_var = of_host(texts, joint=True)
+    assert torch.equal(f_mu, host_mu)
+    assert torch.equal(f_var, host_var)
+
+
+def test_joint_moments_hold_those_of_each_example(of_structure, texts):
+    f_mu, f_var = of_structure.predictive_moments(texts)
+    joint_mu, joint_var = of_structure.predictive_moments(texts, joint=True)
+    n_logits = 3 * len(texts["labels"])
+    assert joint_var.shape == (n_logits, n_logits)
     assert_close(joint_mu, f_mu.flatten())
     assert_close(own_blocks(joint_var, n_outputs=3), f_var)
 
-    _, variances = of_host(batch, diagonal_output=True)
+
+def test_the_hosts_diagonal_output_is_variances(of_structure, texts):
+    _, f_var = of_structure.predictive_moments(texts)
+    of_host = of_structure._glm_predictive_distribution
+    _, variances = of_host(texts, diagonal_output=True)
     assert_close(variances, f_var.diagonal(dim1=1, dim2=2))
 
 
-def arguments_of(cls) -> list[tuple]:
+def arguments_of(cls: type) -> list[tuple]:
     """List names and defaults of the method's arguments, `self` left out."""
     signature = inspect.signature(cls._glm_predictive_distribution)
     _, *arguments = signature.parameters.values()
     return [(argument.name, argument.default) for argument in arguments]
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_predictive_distribution_takes_the_hosts_arguments(structure):
-    la = fitted(structure=structure)
-    assert arguments_of(type(la)) == arguments_of(ParametricLaplace)
+def test_the_predictive_distribution_takes_the_hosts_arguments(of_structure):
+    found = arguments_of(type(of_structure))
+    assert found == arguments_of(ParametricLaplace)
+
+
+# --- moments in place of a batch ------------------------------------------------------
+
+
+@pytest.fixture
+def in_float32():
+    return fitted(dtype=torch.float32, prior_precision=0.5)
+
+
+@pytest.fixture
+def moments(in_float32: Any, batch: Batch) -> Moments:
+    """The batch's moments, out of statistics."""
+    statistics = in_float32.predictive_statistics([batch])
+    return statistics.moments(0.5)
 
 
 @pytest.mark.parametrize("link_approx", ["probit", "mc", "bridge", "bridge_norm"])
-def test_moments_take_the_place_of_a_batch(link_approx):
-    la = fitted(dtype=torch.float32, prior_precision=0.5)
-    batch = ragged_batches()[0]
-    moments = la.predictive_statistics([batch]).moments(0.5)
+def test_moments_are_predicted_from_as_a_batch_is(
+    in_float32,
+    moments,
+    batch,
+    link_approx,
+):
     kept = Moments(moments.f_mu.clone(), moments.f_var.clone())
-
-    found = la(moments, link_approx=link_approx, generator=generator())
-    expected = la(batch, link_approx=link_approx, generator=generator())
+    found = in_float32(moments, link_approx=link_approx, generator=generator())
+    expected = in_float32(batch, link_approx=link_approx, generator=generator())
     assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert_close(found.sum(1), torch.ones(3))
+    # The bridge of the host writes into what it is given.
     assert_close(moments, kept, rtol=0, atol=0)
 
-    found = la.functional_samples(moments, generator=generator())
-    expected = la.functional_samples(batch, generator=generator())
+
+def test_moments_are_drawn_from_as_a_batch_is(in_float32, moments, batch):
+    found = in_float32.functional_samples(moments, generator=generator())
+    expected = in_float32.functional_samples(batch, generator=generator())
     assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
+
+def test_networks_of_drawn_weights_need_a_batch(in_float32, moments):
     with pytest.raises(ValueError, match="pass a batch"):
-        la(moments, pred_type="nn", link_approx="mc")
+        in_float32(moments, pred_type="nn", link_approx="mc")
+
+
+def test_a_joint_covariance_needs_inputs(in_float32, moments):
     with pytest.raises(ValueError, match="pass the inputs"):
-        la.predictive_moments(moments, joint=True)
+        in_float32.predictive_moments(moments, joint=True)
 
 
 # --- samples --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("diagonal_output", [False, True])
-def test_functional_samples_have_the_predictive_moments(diagonal_output):
+def test_functional_samples_have_the_predictive_moments(batch, diagonal_output):
     la = fitted()
-    batch = ragged_batches()[0]
     samples = la.functional_samples(
         batch,
         n_samples=50_000,
@@ -137,90 +189,113 @@ def test_functional_samples_have_the_predictive_moments(diagonal_output):
     f_mu, f_var = la.predictive_moments(batch)
     expected = f_var
     if diagonal_output:
-        expected = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2))
-    covariance = torch.stack([of_text.T.cov() for of_text in samples.unbind(1)])
+        variances = f_var.diagonal(dim1=1, dim2=2)
+        expected = torch.diag_embed(variances)
+    of_texts = [of_text.T.cov() for of_text in samples.unbind(1)]
+    covariance = torch.stack(of_texts)
     # Eight standard errors, sqrt(2 / 50,000) each, of the largest variance.
     scale = expected.amax().item()
     assert_close(covariance, expected, rtol=0, atol=0.05 * scale)
     assert_close(samples.mean(0), f_mu, rtol=0, atol=0.05 * scale**0.5)
 
 
-def test_diagonal_output_changes_no_link_but_samples():
+def test_diagonal_output_changes_no_link_but_samples(batch):
     # As in the host.
     la = fitted()
-    batch = ragged_batches()[0]
     diagonal = la(batch, link_approx="mean_field", diagonal_output=True)
     usual = la(batch, link_approx="mean_field", diagonal_output=False)
     assert torch.equal(diagonal, usual)
 
 
+def probabilities(la: Any, batch: Batch, **settings: Any) -> torch.Tensor:
+    return la(batch, link_approx="mc", **settings)
+
+
+def functional_samples(la: Any, batch: Batch, **settings: Any) -> torch.Tensor:
+    return la.functional_samples(batch, **settings)
+
+
+def predictive_samples(la: Any, batch: Batch, **settings: Any) -> torch.Tensor:
+    return la.predictive_samples(batch, **settings)
+
+
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
-def test_a_generator_seeds_every_prediction(pred_type):
+@pytest.mark.parametrize(
+    "predict",
+    [probabilities, functional_samples, predictive_samples],
+)
+def test_a_generator_seeds_every_prediction(batch, pred_type, predict):
     la = fitted()
-    batch = ragged_batches()[0]
 
-    def probabilities(seed):
-        return la(
-            batch,
-            pred_type=pred_type,
-            link_approx="mc",
-            n_samples=5,
-            generator=generator(seed),
-        )
-
-    def functional(seed):
-        return la.functional_samples(
+    def drawn(seed: int) -> torch.Tensor:
+        return predict(
+            la,
             batch,
             pred_type=pred_type,
             n_samples=5,
             generator=generator(seed),
         )
 
-    def predictive(seed):
-        return la.predictive_samples(
-            batch,
-            pred_type=pred_type,
-            n_samples=5,
-            generator=generator(seed),
-        )
-
-    for draw in (probabilities, functional, predictive):
-        assert torch.equal(draw(seed=0), draw(seed=0))
-        assert not torch.equal(draw(seed=0), draw(seed=1))
+    first = drawn(seed=0)
+    assert torch.equal(drawn(seed=0), first)
+    assert not torch.equal(drawn(seed=1), first)
 
 
 # --- networks of drawn weights --------------------------------------------------------
 
 
-def test_nn_predictions_are_those_of_models_with_sampled_weights():
-    la = fitted()
-    batch = ragged_batches()[0]
-    model = la.model.model.eval()
+def logits_at(
+    la: Any,
+    sample: torch.Tensor,
+    batch: Batch,
+) -> torch.Tensor:
+    """Compute the model's logits with other LoRA weights."""
+    model = la.model.model
+    # Blocks are in the order of the parameters.
+    parts = sample.split(sizes(la))
+    weights = {}
+    for (name, weight), part in zip(lora_weights(model).items(), parts, strict=True):
+        weights[name] = part.reshape(weight.shape)
     inputs = without_labels(batch)
+    output = torch.func.functional_call(model, weights, (), inputs)
+    return output.logits
+
+
+@pytest.fixture
+def by_hand(batch: Batch) -> tuple[Any, torch.Tensor]:
+    """A posterior, and logits of three networks that the same seed draws."""
+    la = fitted()
+    la.model.model.eval()
     draws = generator()
-    by_hand = []
+    logits = []
     for _ in range(3):
         (sample,) = la.sample(1, draws)
-        # Blocks are in the order of the parameters.
-        parts = sample.split(sizes(la))
-        weights = {}
-        for (name, weight), part in zip(
-            lora_weights(model).items(), parts, strict=True
-        ):
-            weights[name] = part.reshape(weight.shape)
-        output = torch.func.functional_call(model, weights, (), inputs)
-        by_hand.append(output.logits)
-    expected = torch.stack(by_hand)
-    samples = la.functional_samples(batch, "nn", n_samples=3, generator=generator())
-    assert_close(samples, expected)
-    probs = la(
+        logits.append(logits_at(la, sample, batch))
+    return la, torch.stack(logits)
+
+
+def test_samples_are_logits_of_models_with_sampled_weights(by_hand, batch):
+    la, logits = by_hand
+    samples = la.functional_samples(
+        batch,
+        "nn",
+        n_samples=3,
+        generator=generator(),
+    )
+    assert_close(samples, logits)
+
+
+def test_predictions_are_means_over_models_with_sampled_weights(by_hand, batch):
+    la, logits = by_hand
+    found = la(
         batch,
         "nn",
         link_approx="mc",
         n_samples=3,
         generator=generator(),
     )
-    assert_close(probs, expected.softmax(-1).mean(0))
+    expected = logits.softmax(-1).mean(0)
+    assert_close(found, expected)
 
 
 def test_regression_in_the_weights():
@@ -232,6 +307,11 @@ def test_regression_in_the_weights():
         n_samples=4,
         generator=generator(),
     )
-    samples = la.functional_samples(X, "nn", n_samples=4, generator=generator())
+    samples = la.functional_samples(
+        X,
+        "nn",
+        n_samples=4,
+        generator=generator(),
+    )
     assert_close(mean, samples.mean(0))
     assert_close(variance, samples.var(0))

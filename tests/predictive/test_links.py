@@ -37,15 +37,18 @@ def some_moments(
 ) -> Moments:
     """Draw means `(n, C)` and covariances `(n, C, C)`."""
     draws = generator()
-    f_mu = 2 * torch.randn(n, n_classes, generator=draws, dtype=torch.float64)
-    root = torch.randn(
-        n,
-        n_classes,
-        n_classes,
-        generator=draws,
-        dtype=torch.float64,
-    )
-    return Moments(f_mu, scale * root @ root.mT)
+
+    def next_numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(
+            *shape,
+            generator=draws,
+            dtype=torch.float64,
+        )
+
+    f_mu = 2 * next_numbers(n, n_classes)
+    root = next_numbers(n, n_classes, n_classes)
+    f_var = scale * root @ root.mT
+    return Moments(f_mu, f_var)
 
 
 # --- links against their definitions --------------------------------------------------
@@ -54,38 +57,55 @@ def some_moments(
 def test_probit_shrinks_each_logit_by_its_own_variance():
     f_mu, f_var = some_moments(4)
     variances = f_var.diagonal(dim1=1, dim2=2)
-    shrunk = f_mu / (1 + math.pi / 8 * variances).sqrt()
-    assert_close(probit(f_mu, f_var).exp(), shrunk.softmax(-1))
+    # MacKay's approximation.
+    factor = 1 + math.pi / 8 * variances
+    expected = (f_mu / factor.sqrt()).softmax(-1)
+    assert_close(probit(f_mu, f_var).exp(), expected)
 
 
 def test_monte_carlo_is_the_mean_probability_of_samples():
     f_mu, f_var = some_moments(4)
-    noise = torch.randn(7, len(f_mu), 4, generator=generator()).double()
+    noise = randn(7, len(f_mu), 4)
     # Takes away what all logits of an example share, of which no probability knows.
     centring = torch.eye(4).double() - 1 / 4
-    samples = gaussian_samples(f_mu, centring @ f_var @ centring, noise)
+    centred = centring @ f_var @ centring
+    samples = gaussian_samples(f_mu, centred, noise)
     expected = samples.softmax(-1).mean(0)
-    assert_close(monte_carlo(f_mu, f_var, noise).exp(), expected)
-    # Covariances of differences from the first logit lack what all share, too.
-    with_first = f_var[:, :1]
-    variance_of_first = f_var[:, :1, :1]
-    of_differences = f_var - with_first - with_first.mT + variance_of_first
-    found = monte_carlo(f_mu, of_differences, noise).exp()
+    found = monte_carlo(f_mu, f_var, noise).exp()
     assert_close(found, expected)
 
 
-def test_samples_are_shared_by_a_batch_or_each_examples_own():
+def test_monte_carlo_reads_differences_alone():
+    f_mu, f_var = some_moments(4)
+    noise = randn(7, len(f_mu), 4)
+    # Covariances of differences from the first logit lack what all logits share.
+    with_first = f_var[:, :1]
+    variance_of_first = f_var[:, :1, :1]
+    of_differences = f_var - with_first - with_first.mT + variance_of_first
+    found = monte_carlo(f_mu, of_differences, noise)
+    expected = monte_carlo(f_mu, f_var, noise)
+    assert_close(found.exp(), expected.exp())
+
+
+def three_alike() -> Moments:
+    """Repeat the moments of one example."""
     f_mu, f_var = some_moments(4, n=1)
-    same_mu = f_mu.expand(3, -1)
-    same_var = f_var.expand(3, -1, -1)
-    shared = own_links(9, generator())["mc"]
-    alike = shared(same_mu, same_var)
-    assert torch.equal(alike[0], alike[2])
-    own = sampled(9, generator())
-    first = own(same_mu, same_var)
-    second = own(same_mu, same_var)
+    return Moments(f_mu.expand(3, -1), f_var.expand(3, -1, -1))
+
+
+def test_the_links_samples_are_shared_by_a_batch():
+    link = own_links(9, generator())["mc"]
+    log_p = link(*three_alike())
+    assert torch.equal(log_p[0], log_p[2])
+
+
+def test_samples_of_a_search_are_each_examples_own_and_drawn_anew_at_every_call():
+    link = sampled(9, generator())
+    moments = three_alike()
+    first = link(*moments)
+    second = link(*moments)
     assert not torch.allclose(first[0], first[2])
-    assert not torch.allclose(first, second)  # drawn anew at every call
+    assert not torch.allclose(first, second)
 
 
 def test_shared_noise_is_drawn_as_the_host_draws_it():
@@ -103,7 +123,7 @@ def test_shared_noise_is_drawn_as_the_host_draws_it():
 
 def test_what_all_logits_share_plays_no_part():
     f_mu, f_var = some_moments(4)
-    share = torch.randn(len(f_mu), 4, 1, generator=generator(1)).double()
+    share = randn(len(f_mu), 4, 1, seed=1)
     # Var(f + c 1): each entry gains a row's and a column's part.
     shifted = f_var + share + share.mT
     found = mean_field(f_mu + 3, shifted)
@@ -128,6 +148,17 @@ def total_variation(
     return distances.mean()
 
 
+def integrated(
+    f_mu: torch.Tensor,
+    f_var: torch.Tensor,
+) -> torch.Tensor:
+    """Average the softmax over so many draws that chance plays no part."""
+    noise = randn(20_000, 4, seed=2)
+    root = torch.linalg.cholesky(f_var)
+    logits = f_mu + torch.einsum("bck,sk->sbc", root, noise)
+    return logits.softmax(-1).mean(0)
+
+
 # Measured with these moments; of a broader posterior, the link is less exact.
 @pytest.mark.parametrize(
     ("scale", "measured"),
@@ -139,16 +170,20 @@ def total_variation(
 )
 def test_it_is_close_to_the_exact_integral(scale, measured):
     f_mu, f_var = some_moments(4, scale)
-    noise = randn(20_000, 4, seed=2)
-    root = torch.linalg.cholesky(f_var)
-    logits = f_mu + torch.einsum("bck,sk->sbc", root, noise)
-    exact = logits.softmax(-1).mean(0)
     p = mean_field(f_mu, f_var).exp()
     assert_close(p.sum(-1), torch.ones(len(p)).double())
-    distance = total_variation(p, exact)
+    distance = total_variation(p, integrated(f_mu, f_var))
     assert distance < 1.1 * measured
-    if scale >= 1:
-        assert total_variation(f_mu.softmax(-1), exact) > 2.5 * distance
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0])
+def test_it_is_closer_to_the_exact_integral_than_the_mean_of_the_logits(scale):
+    f_mu, f_var = some_moments(4, scale)
+    exact = integrated(f_mu, f_var)
+    p = mean_field(f_mu, f_var).exp()
+    distance = total_variation(p, exact)
+    of_map = total_variation(f_mu.softmax(-1), exact)
+    assert of_map > 2.5 * distance
 
 
 @pytest.mark.parametrize(
@@ -162,14 +197,19 @@ def test_it_is_close_to_the_exact_integral(scale, measured):
 )
 def test_extreme_moments_give_finite_logarithms_and_gradients(mean, variance):
     f_mu = torch.tensor([[mean, 0.0, -mean]]).requires_grad_()
-    f_var = (variance * torch.eye(3)[None]).requires_grad_()
+    of_each = variance * torch.eye(3)
+    f_var = of_each[None].requires_grad_()
     log_p = mean_field(f_mu, f_var)
-    assert torch.isfinite(log_p).all()
-    if not variance:
-        assert_close(log_p, f_mu.log_softmax(-1))
     log_p[0, 1].backward()
-    assert torch.isfinite(f_mu.grad).all()
-    assert torch.isfinite(f_var.grad).all()
+    for tensor in (log_p, f_mu.grad, f_var.grad):
+        assert torch.isfinite(tensor).all()
+
+
+@pytest.mark.parametrize("mean", [1.0, 1e4])
+def test_without_a_variance_it_is_the_softmax(mean):
+    f_mu = torch.tensor([[mean, 0.0, -mean]])
+    found = mean_field(f_mu, torch.zeros(1, 3, 3))
+    assert_close(found, f_mu.log_softmax(-1))
 
 
 def test_a_variance_that_rounding_has_made_negative_counts_as_none():
@@ -182,6 +222,7 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
         ]
     )
     f_var = torch.full((2, 3, 3), 1e8)
+    # Steps of float32 at such a number are 8.
     f_var[:, [0, 1], [1, 0]] += 16
     f_var[1, [0, 2], [2, 0]] += 1024
     found = mean_field(f_mu, f_var).exp()
@@ -191,22 +232,37 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
 # --- samples --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2, 4])
-def test_roots_and_samples_of_singular_covariances(rank):
-    factor = randn(3, 4, rank)
-    V = factor @ factor.mT
-    S = square_root(V)
-    assert_close(S @ S, V)
+@pytest.fixture(params=[0, 1, 2, 4], ids="rank {}".format)
+def covariance(request: pytest.FixtureRequest) -> torch.Tensor:
+    """Covariances `(3, 4, 4)` of a rank."""
+    factor = randn(3, 4, request.param)
+    return factor @ factor.mT
+
+
+def test_roots_of_singular_covariances(covariance):
+    S = square_root(covariance)
+    assert_close(S @ S, covariance)
     assert_close(S, S.mT)
 
+
+def test_samples_of_singular_covariances(covariance):
+    S = square_root(covariance)
     f_mu = randn(3, 4, seed=1)
-    own = randn(5, 3, 4, seed=2)
-    shared = own[:, :1]
-    of_own = gaussian_samples(f_mu, V, own)
-    of_shared = gaussian_samples(f_mu, V, shared)
+    noise = randn(5, 3, 4, seed=2)
+    samples = gaussian_samples(f_mu, covariance, noise)
     for b in range(3):
-        assert_close(of_own[:, b], f_mu[b] + own[:, b] @ S[b])
-        assert_close(of_shared[:, b], f_mu[b] + shared[:, 0] @ S[b])
+        expected = f_mu[b] + noise[:, b] @ S[b]
+        assert_close(samples[:, b], expected)
+
+
+def test_samples_of_singular_covariances_may_share_noise(covariance):
+    S = square_root(covariance)
+    f_mu = randn(3, 4, seed=1)
+    shared = randn(5, 1, 4, seed=2)
+    samples = gaussian_samples(f_mu, covariance, shared)
+    for b in range(3):
+        expected = f_mu[b] + shared[:, 0] @ S[b]
+        assert_close(samples[:, b], expected)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
@@ -215,7 +271,9 @@ def test_roots_of_singular_covariances_have_gradients(rank):
     scales = randn(rank, seed=1).abs() + 0.5
 
     # Gradients keep the null space, as those of a prior precision do.
-    def root_of(scales):
-        return square_root((factor * scales) @ factor.mT)
+    def root_of(scales: torch.Tensor) -> torch.Tensor:
+        V = (factor * scales) @ factor.mT
+        return square_root(V)
 
-    assert torch.autograd.gradcheck(root_of, (scales.requires_grad_(),), atol=1e-6)
+    scales.requires_grad_()
+    assert torch.autograd.gradcheck(root_of, (scales,), atol=1e-6)

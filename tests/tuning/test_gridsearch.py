@@ -3,7 +3,7 @@
 import re
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributions import MultivariateNormal, Normal
 from torch.nn.functional import nll_loss
 from torch.testing import assert_close
 
-from laplace_lora_ext import GridSearch, PredictiveStatistics
+from laplace_lora_ext import GridSearch, Moments, PredictiveStatistics
 from laplace_lora_ext.tuning import gridsearch
 from tests.support.models import ragged_batches
 from tests.support.posteriors import (
@@ -27,6 +27,14 @@ from tests.support.posteriors import (
     validation_loss,
 )
 
+Batch = dict[str, torch.Tensor]
+
+# The points of `PRIORS_ALONE`.
+POINTS = torch.logspace(-2, 2, 7)
+
+
+# --- the grid -------------------------------------------------------------------------
+
 
 def test_gridsearch_scales_a_layerwise_prior(validation):
     la = fitted(dtype=torch.float64)
@@ -37,8 +45,7 @@ def test_gridsearch_scales_a_layerwise_prior(validation):
         init_prior_prec=base,
         **PRIORS_ALONE,
     )
-    factors = torch.logspace(-2, 2, 7)
-    points = torch.outer(factors.double(), base)
+    points = torch.outer(POINTS.double(), base)
     assert_close(history.prior_precision, points)
     losses = []
     for point in points:
@@ -55,10 +62,16 @@ def test_gridsearch_of_a_scalar_prior_has_the_hosts_grid(validation):
         init_prior_prec=5.0,
         **PRIORS_ALONE,
     )
-    assert_close(history.prior_precision[:, 0], torch.logspace(-2, 2, 7))
+    assert_close(history.prior_precision, POINTS[:, None])
 
 
-def log_loss(probs, y):
+# --- against brute force --------------------------------------------------------------
+
+
+def log_loss(
+    probs: torch.Tensor,
+    y: torch.Tensor,
+) -> torch.Tensor:
     """A loss of the user's own."""
     return nll_loss(probs.log(), y)
 
@@ -74,23 +87,44 @@ class Case:
 
 # Without the tail, and in the precision that models usually have.
 SINGLE = {"dtype": torch.float32, "tail": False}
-SAMPLED = {"pred_type": "nn", "link_approx": "mc", "n_samples": 2}
+SAMPLED = {
+    "pred_type": "nn",
+    "link_approx": "mc",
+    "n_samples": 2,
+}
 CASES = {
-    "mc": Case({"link_approx": "mc", "n_samples": 30}),
-    "bridge_norm": Case({"link_approx": "bridge_norm", "n_samples": 30}),
-    "probit": Case({"link_approx": "probit"}, posterior=SINGLE),
-    "mean_field": Case({"link_approx": "mean_field"}, posterior=SINGLE),
-    "bridge": Case({"link_approx": "bridge"}, posterior=SINGLE),
-    "the host's metric": Case({"link_approx": "probit"}, loss=RunningNLLMetric()),
+    "mc": Case(
+        predictions={"link_approx": "mc", "n_samples": 30},
+    ),
+    "bridge_norm": Case(
+        predictions={"link_approx": "bridge_norm", "n_samples": 30},
+    ),
+    "probit": Case(
+        predictions={"link_approx": "probit"},
+        posterior=SINGLE,
+    ),
+    "mean_field": Case(
+        predictions={"link_approx": "mean_field"},
+        posterior=SINGLE,
+    ),
+    "bridge": Case(
+        predictions={"link_approx": "bridge"},
+        posterior=SINGLE,
+    ),
+    "the host's metric": Case(
+        predictions={"link_approx": "probit"},
+        loss=RunningNLLMetric(),
+    ),
     "a function": Case(
-        {"link_approx": "probit"},
+        predictions={"link_approx": "probit"},
         loss=log_loss,
         posterior={"tail": False},
     ),
 }
 for structure in STRUCTURES:
     CASES[f"drawn networks, {structure}"] = Case(
-        SAMPLED, posterior={"structure": structure}
+        predictions=SAMPLED,
+        posterior={"structure": structure},
     )
 
 
@@ -101,9 +135,12 @@ def test_gridsearch_equals_brute_force(name):
     # Each batch of drawn networks has draws of its own.
     batch_size = 3 if "pred_type" in case.predictions else 8
     batches = ragged_batches(seed=7, batch_size=batch_size)
-    grid = torch.logspace(-2, 2, 7)
+    # Both draw from the global generator, the same numbers.
     torch.manual_seed(0)
-    losses = [validation_loss(la, point, batches, **case.predictions) for point in grid]
+    losses = []
+    for point in POINTS:
+        loss = validation_loss(la, point, batches, **case.predictions)
+        losses.append(loss)
     torch.manual_seed(0)
     history = la.optimize_prior_precision(
         method="gridsearch",
@@ -114,8 +151,12 @@ def test_gridsearch_equals_brute_force(name):
     )
     assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
     lowest = losses.index(min(losses))
-    assert la.prior_precision.item() == pytest.approx(grid[lowest].item())
+    best = POINTS[lowest].item()
+    assert la.prior_precision.item() == pytest.approx(best)
     assert history.prior_precision.shape == (7, 1)
+
+
+# --- regression -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_outputs", [1, 2])
@@ -123,10 +164,13 @@ def test_gridsearch_equals_brute_force(name):
 def test_a_regression_is_chosen_by_the_density_of_its_targets(structure, n_outputs):
     la, X = plain_regression(n_outputs, structure)
     y = torch.randn(12, n_outputs, generator=generator(3)).double()
-    targets = y[:, 0] if n_outputs == 1 else y  # they may be flat
+    # Targets of one output may be flat.
+    targets = y[:, 0] if n_outputs == 1 else y
+    small = (X[:5], targets[:5])
+    large = (X[5:], targets[5:])
     history = la.optimize_prior_precision(
         method="gridsearch",
-        val_loader=[(X[:5], targets[:5]), (X[5:], targets[5:])],
+        val_loader=[small, large],
         grid_size=7,
         optimize_scale=False,
     )
@@ -141,11 +185,40 @@ def test_a_regression_is_chosen_by_the_density_of_its_targets(structure, n_outpu
     assert len(set(objective)) == 7
 
 
-def in_turn(losses):
+def test_a_regression_by_drawn_networks_is_scored_by_its_variances():
+    la, X = plain_regression()
+    y = X[:, :2]
+    predictions = {
+        "pred_type": "nn",
+        "link_approx": "mc",
+        "n_samples": 5,
+    }
+    search = GridSearch(
+        val_loader=[(X, y)],
+        grid_size=1,
+        log_prior_prec_min=0,
+        **predictions,
+    )
+    # Both draw from the global generator, the same numbers.
+    torch.manual_seed(0)
+    history = search(la)
+    torch.manual_seed(0)
+    mean, variance = la(X, **predictions)
+    noise = 0.5**2
+    predictive = Normal(mean, (variance + noise).sqrt())
+    of_targets = predictive.log_prob(y).sum(1)
+    expected = -of_targets.mean().item()
+    assert history.objective.item() == pytest.approx(expected)
+
+
+# --- losses that choose nothing -------------------------------------------------------
+
+
+def in_turn(losses: Sequence[float]) -> Callable[..., torch.Tensor]:
     """Make a loss of which each call gives the next number."""
     numbers = iter(losses)
 
-    def loss(*outputs_and_targets):
+    def loss(*outputs_and_targets: Any) -> torch.Tensor:
         return torch.tensor(next(numbers), dtype=torch.float64)
 
     return loss
@@ -155,7 +228,7 @@ def in_turn(losses):
     ("losses", "message"),
     [
         ([1, torch.nan], "not a number at prior precisions"),
-        ([torch.inf] * 2, "finite nowhere"),
+        ([torch.inf, torch.inf], "finite nowhere"),
     ],
 )
 def test_losses_that_choose_nothing_are_refused(validation, losses, message):
@@ -170,7 +243,30 @@ def test_losses_that_choose_nothing_are_refused(validation, losses, message):
     assert la.prior_precision.tolist() == [0.4]
 
 
-def warnings_of(losses, la=None, data=None, **grid):
+def test_a_matrix_that_is_no_covariance_is_the_worst(validation):
+    la = fitted()
+
+    def loss(probs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        if la.prior_precision < 1:
+            raise torch.linalg.LinAlgError
+        return la.prior_precision.sum()
+
+    search = GridSearch(val_loader=validation, loss=loss, **PRIORS_ALONE)
+    history = search(la)
+    below_one = history.objective[:3]
+    assert below_one.isinf().all()
+    assert la.prior_precision.item() == pytest.approx(1)
+
+
+# --- choices at an end of the grid ----------------------------------------------------
+
+
+def warnings_of(
+    losses: Sequence[float],
+    la: Any = None,
+    data: Any = None,
+    **grid: Any,
+) -> list[str]:
     """Collect what is said when the points of a grid have these losses."""
     if la is None:
         la = fitted()
@@ -193,10 +289,12 @@ def warnings_of(losses, la=None, data=None, **grid):
     ("losses", "says"),
     [
         ([3.0, 2.0, 1.0], r"last, 1e\+04: there is nothing to broaden"),
-        ([3.0, 1 - 1e-9, 1.0], "last"),  # all that rounding tells apart
+        # All that rounding tells apart.
+        ([3.0, 1 - 1e-9, 1.0], "last"),
         ([torch.inf, 2.0, 2.0, 1.0], "last"),
         ([1.0, 2.0, 3.0], "first, 0.0001: still more variance"),
-        ([1.0, 2.0, 1.0], "first"),  # which is taken
+        # Of two that are as good, the first is taken.
+        ([1.0, 2.0, 1.0], "first"),
     ],
 )
 def test_a_choice_at_an_end_of_the_grid_is_said_once(losses, says):
@@ -210,7 +308,8 @@ def test_a_choice_at_an_end_of_the_grid_is_said_once(losses, says):
     [
         [2.0, 1.0, 1.5],
         [2.0, 1.0, 1.001],
-        [1.0, 2.0],  # no grid has a middle
+        # These have no middle.
+        [1.0, 2.0],
         [2.0, 1.0],
         [1.0],
     ],
@@ -221,7 +320,10 @@ def test_a_choice_between_the_ends_of_the_grid_is_not(losses):
 
 @pytest.mark.parametrize(
     ("losses", "size"),
-    [([3.0, 2.0, 1.0], "large"), ([1.0, 2.0, 3.0], "small")],
+    [
+        ([3.0, 2.0, 1.0], "large"),
+        ([1.0, 2.0, 3.0], "small"),
+    ],
 )
 def test_of_numbers_the_noise_may_be_wrong(losses, size):
     la, X = plain_regression()
@@ -235,42 +337,11 @@ def test_a_grid_that_multiplies_a_base_has_ends_too():
     base = some_precision(la, "layerwise")
     (message,) = warnings_of([3.0, 2.0, 1.0], la, init_prior_prec=base)
     geometric_mean = base.log().mean().exp().item()
-    assert f"the last, {1e4 * geometric_mean:.3g}:" in message
+    last = 1e4 * geometric_mean
+    assert f"the last, {last:.3g}:" in message
 
 
-def test_a_matrix_that_is_no_covariance_is_the_worst(validation):
-    la = fitted()
-
-    def loss(probs, _):
-        if la.prior_precision < 1:
-            raise torch.linalg.LinAlgError
-        return la.prior_precision.sum()
-
-    search = GridSearch(val_loader=validation, loss=loss, **PRIORS_ALONE)
-    history = search(la)
-    assert history.objective[:3].tolist() == [torch.inf] * 3
-    assert la.prior_precision.item() == pytest.approx(1)
-
-
-def test_a_regression_by_drawn_networks_is_scored_by_its_variances():
-    la, X = plain_regression()
-    y = X[:, :2]
-    predictions = {"pred_type": "nn", "link_approx": "mc", "n_samples": 5}
-    search = GridSearch(
-        val_loader=[(X, y)],
-        grid_size=1,
-        log_prior_prec_min=0,
-        **predictions,
-    )
-    torch.manual_seed(0)
-    history = search(la)
-    torch.manual_seed(0)
-    mean, variance = la(X, **predictions)
-    noise = 0.5**2
-    predictive = Normal(mean, (variance + noise).sqrt())
-    of_targets = predictive.log_prob(y).sum(1)
-    expected = -of_targets.mean().item()
-    assert history.objective.item() == pytest.approx(expected)
+# --- one pass over the data -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -279,72 +350,117 @@ def test_data_that_can_be_read_once_are_the_same_at_every_point(structure, predi
     la = fitted(structure=structure)
     batches = ragged_batches(seed=7)
 
-    def objective(data):
+    def objective(data: Iterable[Batch]) -> torch.Tensor:
         torch.manual_seed(0)
         search = GridSearch(val_loader=data, **predictions, **PRIORS_ALONE)
         return search(la).objective
 
-    assert torch.equal(objective(iter(batches)), objective(batches))
+    found = objective(iter(batches))
+    assert torch.equal(found, objective(batches))
 
 
 @pytest.mark.parametrize("link", ["mean_field", "probit", "bridge"])
-@pytest.mark.parametrize("rows", [4, 256])  # several times, and all at the end
+@pytest.mark.parametrize(
+    "rows",
+    [4, 256],
+    ids=["scored several times", "scored at the end"],
+)
 def test_losses_that_are_summed_in_one_pass_are_those_of_kept_statistics(
-    link, rows, monkeypatch
+    link,
+    rows,
+    monkeypatch,
 ):
     la = fitted(dtype=torch.float64)
     batches = [*ragged_batches(seed=7), *ragged_batches(seed=8)]
     statistics = la.predictive_statistics(batches)
     monkeypatch.setattr(gridsearch, "_ROWS", rows)
 
-    def objective(data):
+    def objective(data: Any) -> torch.Tensor:
         search = GridSearch(val_loader=data, link_approx=link, **PRIORS_ALONE)
         return search(la).objective
 
-    assert_close(objective(batches), objective(statistics), rtol=1e-6, atol=0)
+    found = objective(batches)
+    expected = objective(statistics)
+    assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+class Watch:
+    """Keeps, of searches by a posterior, what statistics there are at a time."""
+
+    def __init__(
+        self,
+        la: Any,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        self.bytes_alive: list[int] = []
+        self.examples_at_once: list[int] = []
+        self._columns: list[weakref.ref] = []
+        self._statistics_of = la.statistics_by_batch()
+        self._moments = PredictiveStatistics.moments
+        monkeypatch.setattr(la, "statistics_by_batch", lambda *_: self._of_batch)
+        # A function, which becomes a method; a method would not.
+        monkeypatch.setattr(
+            PredictiveStatistics,
+            "moments",
+            lambda statistics, prior: self._score(statistics, prior),
+        )
+
+    def _of_batch(self, batch: Batch) -> PredictiveStatistics:
+        """Count the bytes of all statistics that are there after a batch."""
+        statistics = self._statistics_of(batch)
+        for column in statistics.columns:
+            self._columns.append(weakref.ref(column))
+        n_bytes = 0
+        for reference in self._columns:
+            column = reference()
+            if column is not None:
+                n_bytes += column.nbytes
+        self.bytes_alive.append(n_bytes)
+        return statistics
+
+    def _score(
+        self,
+        statistics: PredictiveStatistics,
+        prior_precision: torch.Tensor,
+    ) -> Moments:
+        self.examples_at_once.append(len(statistics))
+        return self._moments(statistics, prior_precision)
+
+
+@dataclass(frozen=True)
+class Most:
+    """The most bytes after any batch of a search, and the most examples of a score."""
+
+    n_bytes: int
+    n_examples: int
 
 
 @pytest.mark.parametrize("limit", ["_ROWS", "_BYTES"])
 def test_a_search_keeps_no_statistics_of_examples_that_it_has_scored(
-    limit, monkeypatch
+    limit,
+    monkeypatch,
 ):
     la = fitted()
     batches = ragged_batches(seed=7, batch_size=2)
-    of_one_batch = max(la.predictive_statistics([batch]).nbytes for batch in batches)
+    sizes = [la.predictive_statistics([batch]).nbytes for batch in batches]
+    of_one_batch = max(sizes)
     of_two_batches = {"_ROWS": 4, "_BYTES": 2 * of_one_batch}
     monkeypatch.setattr(gridsearch, limit, of_two_batches[limit])
-    statistics_of = la.statistics_by_batch()
-    moments = PredictiveStatistics.moments
-    columns: list[weakref.ref] = []
-    bytes_alive: list[int] = []
-    examples_at_once: list[int] = []
 
-    def watched(batch):
-        """Count the bytes of all statistics that are there after a batch."""
-        statistics = statistics_of(batch)
-        columns.extend(weakref.ref(column) for column in statistics.columns)
-        alive = [column() for column in columns]
-        bytes_alive.append(sum(column.nbytes for column in alive if column is not None))
-        return statistics
+    def most_kept(n_times: int) -> Most:
+        """Search with the batches so many times over."""
+        with monkeypatch.context() as patched:
+            watch = Watch(la, patched)
+            search = GridSearch(val_loader=batches * n_times, **PRIORS_ALONE)
+            search(la)
+        assert len(watch.bytes_alive) == n_times * len(batches)
+        return Most(
+            n_bytes=max(watch.bytes_alive),
+            n_examples=max(watch.examples_at_once),
+        )
 
-    def counted(statistics, prior_precision):
-        examples_at_once.append(len(statistics))
-        return moments(statistics, prior_precision)
-
-    monkeypatch.setattr(la, "statistics_by_batch", lambda *_: watched)
-    monkeypatch.setattr(PredictiveStatistics, "moments", counted)
-
-    def most_kept(n_times: int) -> tuple[int, int]:
-        """Find the most bytes after any batch, and the most examples of a score."""
-        for record in (columns, bytes_alive, examples_at_once):
-            record.clear()
-        search = GridSearch(val_loader=batches * n_times, **PRIORS_ALONE)
-        search(la)
-        assert len(bytes_alive) == n_times * len(batches)
-        return max(bytes_alive), max(examples_at_once)
-
-    most_bytes, most_examples = most_kept(6)
-    assert (most_bytes, most_examples) == most_kept(1)
+    most = most_kept(6)
+    assert most == most_kept(1)
     # What waits to be scored, and the batch that comes.
-    assert most_bytes <= 3 * of_one_batch
-    assert most_examples <= 3 * 2
+    assert most.n_bytes <= 3 * of_one_batch
+    assert most.n_examples <= 3 * 2

@@ -1,6 +1,9 @@
 """The evidence at the trained weights."""
 
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +23,17 @@ def differentiable(value: torch.Tensor) -> torch.Tensor:
     return value.detach().clone().requires_grad_()
 
 
-def steepness(evidence: torch.Tensor, value: torch.Tensor) -> float:
+def steepness(
+    evidence: torch.Tensor,
+    value: torch.Tensor,
+) -> float:
     """Find an evidence's steepest slope in logarithms, in nats a factor of e."""
     (gradient,) = torch.autograd.grad(evidence, value, retain_graph=True)
-    return (gradient * value).abs().max().item()
+    slope = gradient * value
+    return slope.abs().max().item()
+
+
+# --- where the search ends ------------------------------------------------------------
 
 
 def test_the_noise_of_a_regression_is_tuned_with_the_prior():
@@ -38,42 +48,83 @@ def test_the_noise_of_a_regression_is_tuned_with_the_prior():
     assert steepness(best, noise) < 0.05
 
 
-@pytest.mark.parametrize(
-    ("prior", "tail", "dtype"),
-    [
+@dataclass(frozen=True)
+class Search:
+    """A posterior whose evidence a search has maximised, and what it went through."""
+
+    la: Any
+    history: Any
+    prior_precision: torch.Tensor
+    highest: float  # the evidence at the prior precision that was chosen
+
+
+# Of the module, for it takes thousands of steps.
+@pytest.fixture(
+    scope="module",
+    params=[
         ("scalar", True, torch.float64),
         ("scalar", False, torch.float32),
         ("layerwise", True, torch.float32),
     ],
+    ids=str,
 )
-def test_the_evidence_converges(dtype, tail, prior):
-    """Its slope is 0 where the search ends, and no point of a grid is higher."""
+def search(request: pytest.FixtureRequest) -> Search:
+    """A search for the highest evidence, with steps to spare."""
+    prior, tail, dtype = request.param
     la = fitted(dtype=dtype, tail=tail)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # there is a maximum
+        # That it has not converged would be said.
+        warnings.simplefilter("error")
         history = la.optimize_prior_precision(prior_structure=prior, n_steps=3000)
-    assert 11 < len(history.objective) < 3000
-    last_prior = history.prior_precision[-1].to(dtype)
-    assert_close(last_prior, la.prior_precision)
+    return Search(
+        la=la,
+        history=history,
+        prior_precision=la.prior_precision.clone(),
+        highest=la.log_marginal_likelihood().item(),
+    )
 
-    precision = differentiable(la.prior_precision)
-    final = la.log_marginal_likelihood(precision)
-    assert steepness(final, precision) < 0.05
-    highest = final.item()
-    assert history.objective[-1].item() == pytest.approx(highest, abs=1e-6)
+
+def test_a_search_stops_where_nothing_changes_any_more(search):
+    history = search.history
+    assert 11 < len(history.objective) < 3000
+    last = history.objective[-1].item()
+    assert last == pytest.approx(search.highest, abs=1e-6)
     # Steps before the last may have come a little nearer.
-    assert history.objective.max().item() <= highest + 1e-2
-    if prior == "scalar":
-        for point in torch.logspace(-4, 4, 81):
-            assert la.log_marginal_likelihood(point).item() <= highest + 1e-3
+    assert history.objective.max().item() <= search.highest + 1e-2
+
+
+def test_the_last_prior_is_chosen(search):
+    chosen = search.prior_precision
+    last = search.history.prior_precision[-1]
+    assert_close(last.to(chosen), chosen)
+
+
+def test_the_evidence_has_no_slope_where_the_search_ends(search):
+    precision = differentiable(search.prior_precision)
+    final = search.la.log_marginal_likelihood(precision)
+    assert steepness(final, precision) < 0.05
+
+
+def test_no_point_of_a_grid_has_more_evidence(search):
+    # A layerwise prior may be any scalar.
+    for point in torch.logspace(-4, 4, 81):
+        found = search.la.log_marginal_likelihood(point).item()
+        assert found <= search.highest + 1e-3
 
 
 def test_an_evidence_that_still_changes_is_said():
+    la = fitted()
     with pytest.warns(UserWarning, match="has not converged in 3 steps"):
-        fitted().optimize_prior_precision(n_steps=3)
+        la.optimize_prior_precision(n_steps=3)
 
 
-def n_weights_of(prior: str, la) -> torch.Tensor:
+# --- against dense algebra ------------------------------------------------------------
+
+
+def n_weights_of(
+    prior: str,
+    la: Any,
+) -> torch.Tensor:
     """Count the weights that each precision of a prior is for."""
     if prior == "scalar":
         return torch.tensor([la.n_params])
@@ -84,7 +135,8 @@ def n_weights_of(prior: str, la) -> torch.Tensor:
 
 @pytest.mark.parametrize("prior", ["scalar", "layerwise", "diagonal"])
 def test_a_prior_is_the_gaussian_with_these_precisions(prior):
-    la = fitted(structure="diag")  # it takes any prior
+    # This structure takes any prior.
+    la = fitted(structure="diag")
     n_weights = n_weights_of(prior, la)
     precision = torch.linspace(0.5, 3.0, len(n_weights), dtype=torch.float64)
     la.prior_precision = precision
@@ -92,11 +144,15 @@ def test_a_prior_is_the_gaussian_with_these_precisions(prior):
     of_weights = precision.repeat_interleave(n_weights)
     log_det = of_weights.log().sum()
     assert_close(la.log_det_prior_precision, log_det)
-    scatter = of_weights @ (la.mean - 0.1).square()
+    distances = la.mean - 0.1
+    scatter = of_weights @ distances.square()
     assert_close(la.scatter, scatter)
 
 
-def dense_curvature(la, structure: str) -> torch.Tensor:
+def dense_curvature(
+    la: Any,
+    structure: str,
+) -> torch.Tensor:
     if structure == "diag":
         return la.H.diag()
     if structure == "full":
@@ -104,8 +160,19 @@ def dense_curvature(la, structure: str) -> torch.Tensor:
     return la.H.to_matrix()
 
 
-def climbed(objective, n_precisions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take fifty steps of Adam; return precisions and the objective before each."""
+@dataclass(frozen=True)
+class Climb:
+    """Where fifty steps end, and the objective before each."""
+
+    precisions: torch.Tensor
+    values: torch.Tensor
+
+
+def climbed(
+    objective: Callable[[torch.Tensor], torch.Tensor],
+    n_precisions: int,
+) -> Climb:
+    """Take fifty steps of Adam from precisions of 1, as a user may."""
     logarithms = torch.zeros(n_precisions, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([logarithms], lr=0.1, maximize=True)
     values = []
@@ -116,29 +183,39 @@ def climbed(objective, n_precisions: int) -> tuple[torch.Tensor, torch.Tensor]:
         optimizer.step()
         values.append(value.detach())
     precisions = logarithms.detach().exp()
-    return precisions, torch.stack(values)
+    return Climb(precisions, torch.stack(values))
 
 
 OF_BLOCKS = [(structure, "layerwise") for structure in STRUCTURES]
 
 
-@pytest.mark.parametrize(("structure", "prior"), [*OF_BLOCKS, ("diag", "diagonal")])
+@pytest.mark.parametrize(
+    ("structure", "prior"),
+    [*OF_BLOCKS, ("diag", "diagonal")],
+)
 def test_fifty_steps_of_a_users_own_on_the_evidence_are_those_on_a_dense_one(
-    structure, prior
+    structure,
+    prior,
 ):
     la = fitted(structure=structure)
     n_weights = n_weights_of(prior, la)
     H = dense_curvature(la, structure)
 
-    def of_dense(precision):
+    def of_dense(precision: torch.Tensor) -> torch.Tensor:
         of_weights = precision.repeat_interleave(n_weights)
         return evidence(H, la.log_likelihood, la.mean, of_weights)
 
-    found, values = climbed(la.log_marginal_likelihood, len(n_weights))
-    expected, expected_values = climbed(of_dense, len(n_weights))
-    assert_close(found, expected, rtol=1e-6, atol=1e-8)
-    assert_close(values, expected_values, rtol=1e-6, atol=1e-8)
-    assert values[-1] > values[0] + 1
-    # Numbers that a user has differentiated can be set.
-    la.prior_precision = found
-    assert torch.isfinite(la(ragged_batches()[0])).all()
+    found = climbed(la.log_marginal_likelihood, len(n_weights))
+    expected = climbed(of_dense, len(n_weights))
+    assert_close(found.precisions, expected.precisions, rtol=1e-6, atol=1e-8)
+    assert_close(found.values, expected.values, rtol=1e-6, atol=1e-8)
+    # They do climb.
+    assert found.values[-1] > found.values[0] + 1
+
+
+def test_numbers_that_a_user_has_differentiated_can_be_set():
+    la = fitted()
+    found = climbed(la.log_marginal_likelihood, len(la.blocks))
+    la.prior_precision = found.precisions
+    batch = ragged_batches()[0]
+    assert torch.isfinite(la(batch)).all()
