@@ -29,7 +29,8 @@ from tests.support.models import VOCABULARY, OfBatches
 EXACT = "exact"
 OWN_PADDING = "the model's own dependence on padding"
 NOT_FINITE = "refused: its own gradients of one token are not finite"
-MISSING = "-"  # the family has no such model
+# The family has no such model.
+MISSING = "-"
 
 CLASSIFIER = "classifier"
 RIGHT = "answer tokens, right"
@@ -137,18 +138,22 @@ class Family:
         torch.manual_seed(0)
         make_config = getattr(transformers, f"{self.config}Config")
         config = make_config(**self.settings, num_labels=3)
-        config._experts_implementation = "eager"  # others know no float64
+        # The other implementations know no float64.
+        config._experts_implementation = "eager"
         name = self.model_class(column)
         assert name is not None
         model = getattr(transformers, name)(config)
+        # Larger than transformers' own, so that every layer matters to the logits.
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.3)
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
-                nn.init.ones_(module.weight)  # MobileViT begins near 0
+                # Where MobileViT begins near 0.
+                nn.init.ones_(module.weight)
         lora = LoraConfig(r=2, lora_alpha=4, target_modules=self.targets)
         model = get_peft_model(model, lora)
+        # These begin at 0, where nothing depends on the other matrix.
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.3)
@@ -223,7 +228,8 @@ FAMILIES = {
         "Mamba",
         {**_TOKENS, **_WIDTH, "state_size": 4},
         "ForCausalLM",
-        targets=["in_proj", "x_proj"],  # PEFT refuses out_proj
+        # PEFT refuses out_proj.
+        targets=["in_proj", "x_proj"],
     ),
     "Bamba": _family(
         "Bamba",
@@ -283,13 +289,15 @@ FAMILIES = {
             "d_inner": 12,
         },
         _SEQUENCE,
-        outcomes={CLASSIFIER: OWN_PADDING},  # it wants padding on the left
+        # It wants padding on the left.
+        outcomes={CLASSIFIER: OWN_PADDING},
     ),
     "Longformer": _family(
         "Longformer",
         {**_TEXT, "attention_window": 4},
         _SEQUENCE,
-        outcomes={TOKENS: NOT_FINITE},  # no token has global attention
+        # No token has global attention.
+        outcomes={TOKENS: NOT_FINITE},
     ),
     "T5": _family(
         "T5",

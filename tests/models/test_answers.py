@@ -146,16 +146,25 @@ def unpadded_ids() -> torch.Tensor:
     return batch["input_ids"]
 
 
-def as_keyword(model: nn.Module, ids: torch.Tensor) -> Batch:
+def as_keyword(
+    model: nn.Module,
+    ids: torch.Tensor,
+) -> Batch:
     return {"input_ids": ids}
 
 
-def as_embeddings(model: nn.Module, ids: torch.Tensor) -> Batch:
+def as_embeddings(
+    model: nn.Module,
+    ids: torch.Tensor,
+) -> Batch:
     embeddings = model.get_input_embeddings()(ids)
     return {"inputs_embeds": embeddings.detach()}
 
 
-def by_themselves(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def by_themselves(
+    model: nn.Module,
+    ids: torch.Tensor,
+) -> torch.Tensor:
     return ids
 
 

@@ -25,7 +25,11 @@ class Spy(nn.Module):
         self.output = output
         self.calls: list[tuple[tuple, dict]] = []
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         self.calls.append((args, kwargs))
         return self.output
 
@@ -40,6 +44,7 @@ def test_labels_never_reach_the_model_and_other_options_do(bert, key):
     calls = record_calls(bert.base_model.model)
     LogitsModel(bert, dict_key_y=key)(batch)
     (call,) = calls
+    # PEFT passes all of its own arguments on, most of them None.
     given = {name for name, value in call.items() if value is not None}
     assert given >= {"input_ids", "attention_mask", "output_hidden_states"}
     assert given.isdisjoint({"label", "labels", "answer"})

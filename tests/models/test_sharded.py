@@ -70,7 +70,10 @@ def settings_of(model: nn.Module) -> dict[str, tuple]:
     return settings
 
 
-def predict_by_draws(la: Any, **keywords: Any) -> None:
+def predict_by_draws(
+    la: Any,
+    **keywords: Any,
+) -> None:
     batch = ragged_batches()[0]
     la(
         batch,

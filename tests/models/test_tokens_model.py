@@ -22,6 +22,7 @@ from tests.support.texts import (
     token_logits,
 )
 
+# Of texts that are padded and texts that are not, in float64.
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 NO_LABEL = -100
 

@@ -23,7 +23,9 @@ from tests.support.ranks import (
     strided_loader,
 )
 
+# Of texts alone and of the same texts padded beside others, in float64.
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
+# So many that batches of four leave some over, in no order.
 LENGTHS = [2, 7, 4, 5, 7, 3, 6, 2, 7, 4, 1]
 
 
@@ -177,6 +179,7 @@ def test_long_texts_come_first_and_little_is_padded(la):
 
     with la.model.register_forward_pre_hook(note_shape):
         la.predict_proba(Rows(), **of_size(4))
+    # As they come, each batch has a text of seven tokens.
     assert shapes == [(4, 7), (4, 5), (3, 2)]
 
 

@@ -114,6 +114,7 @@ def taught(
         keywords["class_token_ids"] = [3, 11, 25]
     la = make(model, **keywords)
     la.fit([texts()])
+    # How broad that must be depends on the model.
     la.prior_precision = 1e-4 if kind == "bert" else 1e-7
     return la, trainer_around(model, folder, *callbacks)
 
@@ -144,14 +145,20 @@ def lora_of(weights: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in weights.items() if "lora_" in name}
 
 
-def assert_same(model: PeftModel, before: Snapshot) -> None:
+def assert_same(
+    model: PeftModel,
+    before: Snapshot,
+) -> None:
     """Compare all but the attributes that any training leaves on modules."""
     now = Snapshot(model)
     before.attributes = now.attributes
     before.assert_equal(model)
 
 
-def log_probs(model: PeftModel, batch: Batch) -> torch.Tensor:
+def log_probs(
+    model: PeftModel,
+    batch: Batch,
+) -> torch.Tensor:
     """Compute the logarithms of a model's own probabilities."""
     model.eval()
     with torch.no_grad():
@@ -200,7 +207,10 @@ def test_it_is_one_more_adapter_of_a_model_that_stays(tmp_path, modules_to_save)
     assert_same(model, before)
 
 
-def student_named(folder: Path, name: str) -> tuple[Any, Weights]:
+def student_named(
+    folder: Path,
+    name: str,
+) -> tuple[Any, Weights]:
     """Distill in a few steps; return the teacher, and what PEFT reads of the student.
 
     The head that PEFT reads beside its LoRA weights is left out.
@@ -343,13 +353,21 @@ class Begun:
     scales: dict[str, float]
 
 
-def begun(la: Any, trainer: Trainer) -> Begun:
+def begun(
+    la: Any,
+    trainer: Trainer,
+) -> Begun:
     """Distill in four steps."""
     before: Weights = {}
 
     class Watching(TrainerCallback):
         # It writes into a dictionary outside, for distill restores its own attributes.
-        def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+        def on_train_begin(
+            self,
+            *_: Any,
+            model: Any,
+            **__: Any,
+        ) -> None:
             before.update(weights_of(model, "student"))
 
     teacher = weights_of(trainer.model, "default")
@@ -386,7 +404,8 @@ def test_a_head_of_its_own_has_the_best_temperature(tmp_path):
     of_lora = lora_of(scales)
     of_head = {name: scales[name] for name in scales if name not in of_lora}
     # Its weight and its bias; the grid has steps of 0.23 %.
-    assert list(of_head.values()) == pytest.approx([best, best], rel=2e-3)
+    found = list(of_head.values())
+    assert found == pytest.approx([best, best], rel=2e-3)
     assert set(of_lora.values()) == {1.0}
 
 
@@ -453,7 +472,12 @@ def test_it_learns_without_dropout(tmp_path):
         # Of the class, for distill restores the attributes of callbacks.
         found: ClassVar[set[float]] = set()
 
-        def on_step_begin(self, *_: Any, model: Any, **__: Any) -> None:
+        def on_step_begin(
+            self,
+            *_: Any,
+            model: Any,
+            **__: Any,
+        ) -> None:
             self.found.update(dropout_rates(model))
 
     la, trainer = taught(tmp_path, Rates())
@@ -543,7 +567,10 @@ def test_evaluations_between_its_steps_are_the_users(tmp_path, as_data):
     assert first != last
 
 
-def no_loss(*args: Any, **kwargs: Any) -> None:
+def no_loss(
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     """Fail to be a loss; it must play no part in a student's training."""
 
 

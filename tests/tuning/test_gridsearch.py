@@ -246,7 +246,10 @@ def test_losses_that_choose_nothing_are_refused(validation, losses, message):
 def test_a_matrix_that_is_no_covariance_is_the_worst(validation):
     la = fitted()
 
-    def loss(probs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    def loss(
+        probs: torch.Tensor,
+        _: torch.Tensor,
+    ) -> torch.Tensor:
         if la.prior_precision < 1:
             raise torch.linalg.LinAlgError
         return la.prior_precision.sum()

@@ -65,7 +65,10 @@ def eigenvalues_of_precision(la: Any) -> torch.Tensor:
     return torch.linalg.eigvalsh(P)
 
 
-def loss_of(la: Any, batches: Batches) -> float:
+def loss_of(
+    la: Any,
+    batches: Batches,
+) -> float:
     """Average the negative log-density of the targets."""
     losses = []
     for X, y in batches:
