@@ -2,6 +2,8 @@
 
 import copy
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +22,13 @@ from tests.support.models import (
 )
 from tests.support.posteriors import fitted, generator
 
+Batch = dict[str, torch.Tensor]
 
-def reloaded(kind, folder) -> PeftModel:
+
+def reloaded(
+    kind: str,
+    folder: Path,
+) -> PeftModel:
     """Load an adapter as a user would, onto the base model of `lora_model`."""
     torch.manual_seed(0)  # as `lora_model` sets it
     base = base_model(kind).double()
@@ -29,9 +36,16 @@ def reloaded(kind, folder) -> PeftModel:
     return model.double().eval()
 
 
-def probabilities(model, batch):
+# --- files of drawn adapters ----------------------------------------------------------
+
+
+def probabilities(
+    model: PeftModel,
+    batch: Batch,
+) -> torch.Tensor:
+    """Predict texts of which none is padded."""
     logits = model(**without_labels(batch)).logits
-    if logits.ndim == 3:  # no row of the batch is padded
+    if logits.ndim == 3:
         logits = logits[:, -1, CLASS_TOKEN_IDS]
     return logits.softmax(-1)
 
@@ -40,11 +54,16 @@ def probabilities(model, batch):
 def test_averaged_adapters_are_the_sampled_networks_prediction(kind, tmp_path):
     la = fitted(kind, prior_precision=20.0)
     (batch,) = ragged_batches(lengths=(5, 5, 5), padded_to=5)
-    before = copy.deepcopy(la.model.state_dict())
-    folders = la.sample_adapters(3, tmp_path / "samples", generator=generator())
-    assert [folder.name for folder in folders] == ["sample_0", "sample_1", "sample_2"]
-    drawn = [probabilities(reloaded(kind, folder), batch) for folder in folders]
+    folders = la.sample_adapters(3, tmp_path, generator=generator())
+    names = [folder.name for folder in folders]
+    assert names == ["sample_0", "sample_1", "sample_2"]
+    drawn = []
+    for folder in folders:
+        model = reloaded(kind, folder)
+        drawn.append(probabilities(model, batch))
     assert not torch.allclose(drawn[0], drawn[1], atol=1e-4)
+
+    found = torch.stack(drawn).mean(0)
     expected = la(
         batch,
         pred_type="nn",
@@ -52,12 +71,26 @@ def test_averaged_adapters_are_the_sampled_networks_prediction(kind, tmp_path):
         n_samples=3,
         generator=generator(),
     )
-    assert_close(torch.stack(drawn).mean(0), expected)
-    for name, value in la.model.state_dict().items():
-        assert torch.equal(value, before[name])
+    assert_close(found, expected)
 
 
-def weights_in(folder):
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_drawing_adapters_leaves_the_model(kind, tmp_path):
+    la = fitted(kind)
+    before = copy.deepcopy(la.model.state_dict())
+    la.sample_adapters(2, tmp_path)
+    after = la.model.state_dict()
+    assert after.keys() == before.keys()
+    for name, value in before.items():
+        assert torch.equal(after[name], value), name
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    text = (folder / "adapter_config.json").read_text()
+    return json.loads(text)
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
@@ -77,10 +110,6 @@ def test_files_are_those_of_the_users_own_adapter(tmp_path):
         assert torch.equal(value, own[name]) != is_drawn, name
 
 
-def configuration(folder):
-    return json.loads((folder / "adapter_config.json").read_text())
-
-
 def test_weights_outside_the_posterior_stay_at_their_map_value(tmp_path):
     la = fitted(layers_to_transform=[1])
     (folder,) = la.sample_adapters(1, tmp_path)
@@ -88,7 +117,8 @@ def test_weights_outside_the_posterior_stay_at_their_map_value(tmp_path):
     trained = dict(lora_model("bert").named_parameters())
     assert drawn.keys() == trained.keys()
     for name, value in drawn.items():
-        if "original_module" in name:  # PEFT's own copy of the head, which is not used
+        # PEFT's own copy of the head, which is not used.
+        if "original_module" in name:
             continue
         takes_part = ".layer.1." in name and "lora_" in name
         assert torch.equal(value, trained[name]) != takes_part, name
@@ -97,47 +127,66 @@ def test_weights_outside_the_posterior_stay_at_their_map_value(tmp_path):
 # --- adapters beside another ----------------------------------------------------------
 
 
+def trained_names(model: PeftModel) -> list[str]:
+    """List the names of the weights that a training would change."""
+    names = []
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            names.append(name)
+    return names
+
+
 @pytest.mark.filterwarnings("ignore:The model has modules that are named 'weight'")
 @pytest.mark.parametrize(
     "adapter",
-    ["second", "s", "lora", "q", "weight", "default_2", "lora_A"],
+    [
+        "second",
+        "s",
+        "lora",
+        "q",
+        "weight",
+        "default_2",
+        "lora_A",
+    ],
 )
 def test_a_fresh_adapter_trains_what_the_other_one_does(adapter):
     model = lora_model("bert", trainable_token_indices=[1, 5])
+    # As LoRA-FA, which does not train A.
     for name, weight in model.named_parameters():
         if "lora_A" in name:
-            weight.requires_grad_(False)  # as LoRA-FA
+            weight.requires_grad_(False)
     of_default = trained_names(model)
     expected = [name.replace(".default", f".{adapter}") for name in of_default]
     add_fresh_adapter(model, adapter)
     assert trained_names(model) == expected
 
 
-def trained_names(model) -> list[str]:
-    return [name for name, weight in model.named_parameters() if weight.requires_grad]
-
-
-def test_a_name_of_modules_is_warned_of():
+def test_a_name_of_modules_is_warned_of(bert):
     with pytest.warns(UserWarning, match="modules that are named 'layer'"):
-        add_fresh_adapter(lora_model("bert"), "layer")
+        add_fresh_adapter(bert, "layer")
 
 
-def test_an_adapter_runs_alone_whatever_another_one_has():
+def test_an_adapter_runs_alone_whatever_another_one_has(eight_texts):
     model = lora_model("bert", trainable_token_indices=[1, 5]).eval()
-    config = LoraConfig(r=2, target_modules=["key"], init_lora_weights=False)
+    config = LoraConfig(
+        r=2,
+        target_modules=["key"],
+        init_lora_weights=False,
+    )
     model.add_adapter("plain", config)
-    (batch,) = ragged_batches(batch_size=8)
-    inputs = without_labels(batch)
+    inputs = without_labels(eight_texts)
 
-    def logits():
+    def logits() -> torch.Tensor:
         return model(**inputs).logits
 
-    model.set_adapter("default")
-    of_default = logits()
-    with only_active(model, "plain"):
-        of_plain = logits()
-    model.set_adapter("plain")
-    assert torch.equal(of_plain, logits())
-    with only_active(model, "default"):
-        assert torch.equal(of_default, logits())
-    assert not torch.allclose(of_default, of_plain)
+    logits_of = {}
+    for adapter in ("default", "plain"):
+        model.set_adapter(adapter)
+        logits_of[adapter] = logits()
+    assert not torch.allclose(logits_of["default"], logits_of["plain"])
+
+    # Whichever of them is active outside.
+    for active, alone in (("default", "plain"), ("plain", "default")):
+        model.set_adapter(active)
+        with only_active(model, alone):
+            assert torch.equal(logits(), logits_of[alone])

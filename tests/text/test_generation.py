@@ -1,9 +1,11 @@
 """Generated texts, against a loop over drawn models without caches."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from transformers import (
@@ -33,7 +35,8 @@ from tests.support.texts import (
 N_NEW = 5
 N_TEXTS = 3
 PAD = 0
-NO_TOKEN = -1  # as the end of a text, so that all texts have their full length
+# As the end of a text, so that all texts have their full length.
+NO_TOKEN = -1
 GREEDY = {
     "max_new_tokens": N_NEW,
     "do_sample": False,
@@ -49,6 +52,8 @@ SAMPLING = {
 # So broad that draws write other texts than the model.
 BROAD = 20.0
 
+Batch = dict[str, torch.Tensor]
+
 
 # --- what writes ----------------------------------------------------------------------
 
@@ -57,17 +62,22 @@ class Writer(NamedTuple):
     """A posterior, and a batch of what it continues."""
 
     la: Any
-    given: dict[str, torch.Tensor]
+    given: Batch
 
 
-def row_of(batch, row):
+def row_of(
+    batch: Batch,
+    row: int,
+) -> Batch:
+    """Take one example of a batch, as a batch of one."""
     return {key: value[row : row + 1] for key, value in batch.items()}
 
 
 def translator(kind: str) -> Writer:
     """Of three padded texts, which an encoder reads."""
     batch = pairs_of_texts()
-    la = fitted_text(encoder_decoder(kind), [batch], prior_precision=BROAD)
+    model = encoder_decoder(kind)
+    la = fitted_text(model, [batch], prior_precision=BROAD)
     return Writer(la, without_labels(batch))
 
 
@@ -88,12 +98,20 @@ def transcriber() -> Writer:
     )
     base = Speech2TextForConditionalGeneration(config)
     model = with_lora(base, "q_proj", "v_proj").eval()
+    features = torch.randn(3, 24, 4, generator=generator())
     lengths = torch.tensor([[24], [20], [12]])
+    is_sound = torch.arange(24) < lengths
     given = {
-        "input_features": torch.randn(3, 24, 4, generator=generator()).double(),
-        "attention_mask": (torch.arange(24) < lengths).long(),
+        "input_features": features.double(),
+        "attention_mask": is_sound.long(),
     }
-    labels = torch.tensor([[5, 6, 2], [7, 2, -100], [9, 8, 2]])
+    labels = torch.tensor(
+        [
+            [5, 6, 2],
+            [7, 2, -100],
+            [9, 8, 2],
+        ]
+    )
     batch = given | {"labels": labels}
     la = fitted_text(model, [batch], prior_precision=BROAD)
     return Writer(la, given)
@@ -102,12 +120,17 @@ def transcriber() -> Writer:
 def continuer(kind: str) -> Writer:
     """Of three prompts, padded on the left."""
     model = lora_model("gpt2") if kind == "gpt2" else FAMILIES[kind].model(RIGHT)
-    (batch,) = ragged_batches((4, 2, 3), padding_side="left", padded_to=4)
+    (batch,) = ragged_batches(
+        lengths=(4, 2, 3),
+        padding_side="left",
+        padded_to=4,
+    )
     la = fitted_text(model.eval(), prior_precision=BROAD)
     return Writer(la, without_labels(batch))
 
 
 def writer(kind: str) -> Writer:
+    """Make a posterior of a kind of model, and what it is to continue."""
     if kind in ("t5", "bart"):
         return translator(kind)
     if kind == "sounds":
@@ -118,8 +141,19 @@ def writer(kind: str) -> Writer:
 # --- texts ----------------------------------------------------------------------------
 
 
-def continued(models, given, begun):
-    """Find what a mixture writes after some tokens, and how probable it is."""
+class Text(NamedTuple):
+    """What is written after some tokens, and how probable each new token is."""
+
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+
+
+def continued(
+    models: Sequence[nn.Module],
+    given: Batch,
+    begun: torch.Tensor,
+) -> Text:
+    """Let a mixture continue a text by its most probable tokens."""
     tokens = begun
     written = "decoder_input_ids" if given else "input_ids"
     log_probs = []
@@ -133,7 +167,26 @@ def continued(models, given, begun):
             log_probs.append(p.max().log())
             best = p.argmax().view(1, 1)
             tokens = torch.cat([tokens, best], dim=1)
-    return tokens[0], torch.stack(log_probs)
+    return Text(tokens[0], torch.stack(log_probs))
+
+
+def written_by(
+    la: Any,
+    models: Sequence[nn.Module],
+    given: Batch,
+    row: int,
+) -> Text:
+    """Let a mixture write after one row of a batch, without its padding."""
+    ids = given["input_ids"][row]
+    is_real = given["attention_mask"][row].bool()
+    text = ids[is_real][None]
+    config = la.model.model.config
+    if not config.is_encoder_decoder:
+        tokens, log_probs = continued(models, {}, text)
+        padding = ids[~is_real]
+        return Text(torch.cat([padding, tokens]), log_probs)
+    begun = torch.tensor([[config.decoder_start_token_id]])
+    return continued(models, {"input_ids": text}, begun)
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -151,21 +204,12 @@ def test_texts_are_those_of_a_mixture_of_drawn_models(kind, cached):
     )
     # T5 normalises in float32.
     rtol = 1e-5 if kind == "t5" else 1e-8
-    for row, mask in enumerate(given["attention_mask"].bool()):
-        ids = given["input_ids"][row]
-        text = ids[mask][None]
-        if kind == "gpt2":
-            expected, log_probs = continued(models, {}, text)
-            padding = ids[~mask]
-            expected = torch.cat([padding, expected])
-        else:
-            start = la.model.model.config.decoder_start_token_id
-            begun = torch.tensor([[start]])
-            expected, log_probs = continued(models, {"input_ids": text}, begun)
-        assert torch.equal(found.sequences[row], expected)
+    for row in range(N_TEXTS):
+        expected = written_by(la, models, given, row)
+        assert torch.equal(found.sequences[row], expected.tokens)
         is_new = found.scores.labelled[row]
-        of_tokens = found.scores.tokens.log_prob[row][is_new]
-        assert_close(of_tokens, log_probs, rtol=rtol, atol=0)
+        log_probs = found.scores.tokens.log_prob[row][is_new]
+        assert_close(log_probs, expected.log_probs, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "sampling"])
@@ -178,7 +222,8 @@ def test_without_draws_texts_are_the_models_own_row_by_row(kind, options):
     torch.manual_seed(0)
     texts = []
     for row in range(N_TEXTS):
-        (text,) = la.model.model.generate(**row_of(given, row), **options)
+        example = row_of(given, row)
+        (text,) = la.model.model.generate(**example, **options)
         texts.append(text)
     expected = pad_sequence(texts, batch_first=True, padding_value=PAD)
     assert torch.equal(found.sequences, expected)
@@ -193,7 +238,8 @@ def test_without_draws_texts_are_the_models_own_row_by_row(kind, options):
 def test_caches_change_no_text(kind):
     la, given = writer(kind)
 
-    def write(cached):
+    def write(cached: bool) -> torch.Tensor:
+        # Texts are drawn by torch's own generator.
         torch.manual_seed(0)
         found = la.generate(
             **given,
@@ -205,7 +251,8 @@ def test_caches_change_no_text(kind):
         )
         return found.sequences
 
-    assert torch.equal(write(cached=True), write(cached=False))
+    found = write(cached=True)
+    assert torch.equal(found, write(cached=False))
 
 
 def test_each_new_token_takes_a_pass_a_draw_and_encoders_read_once_a_draw():
@@ -216,7 +263,9 @@ def test_each_new_token_takes_a_pass_a_draw_and_encoders_read_once_a_draw():
     transformer.register_forward_hook(lambda *_: passes.append(1))
     transformer.get_encoder().register_forward_hook(lambda *_: encodings.append(1))
     la.generate(**given, n_samples=3, **GREEDY)
-    n_models = 1 + 3  # the model itself and its draws
+    # The model itself and its draws.
+    n_models = 1 + 3
+    # What has been written is scored once, by all.
     of_scores = n_models
     assert len(passes) == N_TEXTS * N_NEW * n_models + of_scores
     assert len(encodings) == N_TEXTS * n_models + of_scores
@@ -226,10 +275,19 @@ def test_texts_of_many_lengths_are_padded_and_scored_up_to_their_ends():
     la, given = writer("gpt2")
     n_read = 4
 
-    def write(batch, **options):
-        return la.generate(**batch, n_samples=2, generator=generator(), **options)
+    def write(
+        batch: Batch,
+        **options: Any,
+    ) -> Any:
+        return la.generate(
+            **batch,
+            n_samples=2,
+            generator=generator(),
+            **options,
+        )
 
     greedy = write(given, **GREEDY).sequences
+    # A token that one text has after two, and that ends it now.
     end = int(greedy[0, 5])
     options = GREEDY | {"eos_token_id": torch.tensor([end])}
     found = write(given, **options)
@@ -245,52 +303,88 @@ def test_texts_of_many_lengths_are_padded_and_scored_up_to_their_ends():
         assert_close(found.scores.log_prob[row], alone.log_prob[0])
 
 
-def test_processors_see_log_probabilities_and_what_they_forbid_stays_forbidden():
+def next_tokens(**options: Any) -> set[int]:
+    """Write one token after each prompt."""
+    la, given = writer("gpt2")
+    found = la.generate(
+        **given,
+        n_samples=2,
+        generator=generator(),
+        max_new_tokens=1,
+        pad_token_id=PAD,
+        **options,
+    )
+    new = found.sequences[:, -1]
+    return set(new.tolist())
+
+
+def test_processors_see_log_probabilities():
     sums = []
 
-    def note(input_ids, scores):
+    def note(
+        input_ids: torch.Tensor,
+        scores: torch.Tensor,
+    ) -> torch.Tensor:
         sums.append(scores.exp().sum(-1))
         return scores
 
+    next_tokens(logits_processor=LogitsProcessorList([note]))
+    assert_close(torch.stack(sums), torch.ones(N_TEXTS, 1))
+
+
+def test_tokens_that_are_forbidden_are_not_written():
+    usual = next_tokens()
+    others = next_tokens(suppress_tokens=list(usual))
+    assert not others & usual
+
+
+# --- seeds, and the model afterwards --------------------------------------------------
+
+
+def test_draws_are_seeded():
     la, given = writer("gpt2")
 
-    def new_tokens(**options):
-        found = la.generate(
+    def write(seed: int) -> Any:
+        return la.generate(
             **given,
             n_samples=2,
-            generator=generator(),
-            max_new_tokens=1,
-            pad_token_id=PAD,
-            **options,
+            generator=generator(seed),
+            **GREEDY,
         )
-        return found.sequences[:, -1].tolist()
-
-    usual = new_tokens(logits_processor=LogitsProcessorList([note]))
-    assert_close(torch.stack(sums), torch.ones(3, 1))
-    others = new_tokens(suppress_tokens=usual)
-    assert not set(others) & set(usual)
-
-
-def fail(*_):
-    raise KeyError
-
-
-def test_draws_are_seeded_and_the_model_stays_as_it_was():
-    model = half_trained(lora_model("gpt2"))
-    la = fitted_text(model, prior_precision=BROAD)
-    _, given = writer("gpt2")
-    before = Snapshot(model)
-
-    def write(seed):
-        return la.generate(**given, n_samples=2, generator=generator(seed), **GREEDY)
 
     one = write(seed=0)
     same = write(seed=0)
-    assert torch.equal(one.sequences, same.sequences)
-    assert torch.equal(one.scores.tokens.total, same.scores.tokens.total)
     other = write(seed=1)
-    assert not torch.equal(one.scores.tokens.total, other.scores.tokens.total)
+    entropies = one.scores.tokens.total
+    assert torch.equal(same.sequences, one.sequences)
+    assert torch.equal(same.scores.tokens.total, entropies)
+    assert not torch.equal(other.scores.tokens.total, entropies)
+
+
+def half_trained_writer() -> Writer:
+    """Of a model that is unlike any default."""
+    model = half_trained(lora_model("gpt2"))
+    la = fitted_text(model, prior_precision=BROAD)
+    _, given = writer("gpt2")
+    return Writer(la, given)
+
+
+def test_the_model_stays_as_it_was():
+    la, given = half_trained_writer()
+    model = la.model.model
+    before = Snapshot(model)
+    la.generate(**given, n_samples=2, generator=generator(), **GREEDY)
     before.assert_equal(model, random_state=False)
+
+
+def test_the_model_stays_as_it_was_where_writing_fails():
+    la, given = half_trained_writer()
+    model = la.model.model
+    before = Snapshot(model)
+
+    def fail(*_: Any) -> None:
+        raise KeyError
+
     failing = StoppingCriteriaList([fail])
     with pytest.raises(KeyError):
         la.generate(**given, n_samples=2, stopping_criteria=failing)
@@ -299,7 +393,12 @@ def test_draws_are_seeded_and_the_model_stays_as_it_was():
 
 # --- what can't be continued ----------------------------------------------------------
 
-PROMPTS = torch.tensor([[7, 8, 9], [5, 6, 0]])  # padded on the right
+PADDED_ON_THE_RIGHT = torch.tensor(
+    [
+        [7, 8, 9],
+        [5, 6, PAD],
+    ]
+)
 REFUSED = [
     pytest.param(
         "gpt2",
@@ -339,16 +438,19 @@ REFUSED = [
     ),
     pytest.param(
         "gpt2",
-        {"input_ids": PROMPTS, "attention_mask": (PROMPTS > 0).long()},
+        {
+            "input_ids": PADDED_ON_THE_RIGHT,
+            "attention_mask": (PADDED_ON_THE_RIGHT != PAD).long(),
+        },
         "pad on the left",
         id="padding on the right",
     ),
     pytest.param(
         "gpt2",
         {
-            "input_ids": PROMPTS,
+            "input_ids": PADDED_ON_THE_RIGHT,
             "attention_mask": None,
-            "pad_token_id": 0,
+            "pad_token_id": PAD,
             "eos_token_id": 59,
         },
         "pad on the left",
@@ -370,7 +472,10 @@ def test_what_can_not_be_continued_is_refused(kind, options, message):
 def test_other_texts_that_are_read_in_turn_are_refused():
     la, given = writer("gpt2")
 
-    def read(input_ids, scores):
+    def read(
+        input_ids: torch.Tensor,
+        scores: torch.Tensor,
+    ) -> torch.Tensor:
         la.model.model(input_ids=input_ids[:, :1])
         return scores
 

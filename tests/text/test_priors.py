@@ -1,5 +1,8 @@
 """Prior precisions that draws choose, against models with drawn weights and scores."""
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +26,7 @@ from tests.support.texts import (
     text_batches,
 )
 
+# Few, for each of them costs a pass at each point.
 N_SAMPLES = 2
 GRID = {
     "log_prior_prec_min": -1,
@@ -31,7 +35,14 @@ GRID = {
 }
 
 
-def agreement(texts, draws, **options):
+Batch = dict[str, torch.Tensor]
+
+
+def agreement(
+    texts: Any,
+    draws: torch.Generator,
+    **options: Any,
+) -> TokenAgreement:
     return TokenAgreement(
         train_loader=texts,
         generator=draws,
@@ -41,7 +52,10 @@ def agreement(texts, draws, **options):
     )
 
 
-def grid_search(texts, draws):
+def grid_search(
+    texts: Any,
+    draws: torch.Generator,
+) -> TokenGridSearch:
     return TokenGridSearch(
         val_loader=texts,
         generator=draws,
@@ -53,18 +67,24 @@ def grid_search(texts, draws):
 METHODS = [agreement, grid_search]
 
 
-def validation(**ragged):
+def validation(**ragged: Any) -> list[Batch]:
     return text_batches(lengths=(6, 5, 7, 4), seed=7, **ragged)
 
 
-def layerwise_prior(la) -> torch.Tensor:
+def layerwise_prior(la: Any) -> torch.Tensor:
     return torch.linspace(0.5, 2, len(la.blocks)).double()
+
+
+@pytest.fixture
+def la():
+    """A posterior of a tiny GPT-2."""
+    return fitted_text()
 
 
 # --- agreement ------------------------------------------------------------------------
 
 
-def rows_of(batches) -> list[dict[str, torch.Tensor]]:
+def rows_of(batches: Sequence[Batch]) -> list[Batch]:
     """Take the texts out of batches of one text."""
     rows = []
     for batch in batches:
@@ -73,13 +93,13 @@ def rows_of(batches) -> list[dict[str, torch.Tensor]]:
     return rows
 
 
-def change(la) -> float:
+def change(la: Any) -> float:
     """Compute draws' mean total variation distance, by drawn copies."""
     (batch,) = text_batches(batch_size=6)
     is_labelled = la.model.targets(batch) != -100
     inputs = without_labels(batch)
 
-    def probabilities(model):
+    def probabilities(model: torch.nn.Module) -> torch.Tensor:
         with torch.no_grad():
             logits = model(**inputs).logits
         return logits[is_labelled].softmax(-1)
@@ -93,14 +113,12 @@ def change(la) -> float:
     return torch.stack(distances).mean().item()
 
 
-@pytest.mark.parametrize("max_change", [0.005, 0.02])
-@pytest.mark.parametrize("layerwise", [False, True])
-def test_the_chosen_posterior_changes_tokens_as_much_as_is_allowed(
-    layerwise, max_change
-):
-    la = fitted_text()
-    base = layerwise_prior(la)
-    start = {"init_prior_prec": base} if layerwise else {}
+def agree(
+    la: Any,
+    max_change: float,
+    **start: Any,
+) -> None:
+    """Choose a prior precision by the draws of `change`."""
     la.optimize_prior_precision(
         method="agreement",
         train_loader=text_batches(),
@@ -109,14 +127,25 @@ def test_the_chosen_posterior_changes_tokens_as_much_as_is_allowed(
         n_samples=3,
         **start,
     )
+
+
+@pytest.mark.parametrize("max_change", [0.005, 0.02])
+def test_the_chosen_posterior_changes_tokens_as_much_as_is_allowed(la, max_change):
+    agree(la, max_change)
     assert change(la) == pytest.approx(max_change, rel=0.02)
-    if layerwise:
-        factors = la.prior_precision / base
-        assert_close(factors, factors.mean().expand_as(factors), rtol=1e-6, atol=0)
 
 
-def test_of_many_texts_some_batches_choose():
-    la = fitted_text()
+@pytest.mark.parametrize("max_change", [0.005, 0.02])
+def test_a_layerwise_prior_is_scaled_as_a_whole(la, max_change):
+    base = layerwise_prior(la)
+    agree(la, max_change, init_prior_prec=base)
+    assert change(la) == pytest.approx(max_change, rel=0.02)
+    factors = la.prior_precision / base
+    expected = factors.mean().expand_as(factors)
+    assert_close(factors, expected, rtol=1e-6, atol=0)
+
+
+def test_of_many_texts_some_batches_choose(la):
     batches = text_batches(batch_size=1)
     of_some = agreement(batches, generator(), max_examples=3)
     of_some(la)
@@ -129,7 +158,10 @@ def test_of_many_texts_some_batches_choose():
 # --- search on a grid -----------------------------------------------------------------
 
 
-def mean_loss(la, prior_precision) -> torch.Tensor:
+def mean_loss(
+    la: Any,
+    prior_precision: torch.Tensor,
+) -> torch.Tensor:
     """Average tokens' negative log-likelihoods, by one score of each batch."""
     la.prior_precision = prior_precision
     # The search draws a seed once: all its batches and points have the same draws.
@@ -141,13 +173,12 @@ def mean_loss(la, prior_precision) -> torch.Tensor:
     return -torch.cat(log_probs).mean()
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
-def test_the_losses_of_a_grid_are_those_of_scores_and_the_least_is_chosen(layerwise):
-    la = fitted_text()
-    base = layerwise_prior(la) if layerwise else torch.ones(1).double()
-    start = {"init_prior_prec": base} if layerwise else {}
-    passes = count_forward_passes(la)
-    history = la.optimize_prior_precision(
+def searched(
+    la: Any,
+    **start: Any,
+):
+    """Search a grid by its name."""
+    return la.optimize_prior_precision(
         method="gridsearch",
         val_loader=validation(),
         generator=generator(3),
@@ -155,23 +186,58 @@ def test_the_losses_of_a_grid_are_those_of_scores_and_the_least_is_chosen(layerw
         **GRID,
         **start,
     )
-    of_a_batch = N_SAMPLES + 1  # the draws and the model itself
-    assert len(passes) == GRID["grid_size"] * of_a_batch * len(validation())
-    tried = history.prior_precision
+
+
+@pytest.fixture(params=["scalar", "layerwise"])
+def base(
+    request: pytest.FixtureRequest,
+    la: Any,
+) -> torch.Tensor:
+    """The numbers that a grid multiplies."""
+    if request.param == "scalar":
+        return torch.ones(1).double()
+    return layerwise_prior(la)
+
+
+def test_a_grid_multiplies_the_numbers_that_it_starts_from(la, base):
+    history = searched(la, init_prior_prec=base)
     factors = torch.logspace(-1, 3, 5, dtype=torch.float64)
-    points = torch.outer(factors, base)
-    assert_close(tried.double(), points, rtol=1e-6, atol=0)
+    expected = torch.outer(factors, base)
+    found = history.prior_precision.double()
+    assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_the_losses_of_a_grid_are_those_of_scores_and_the_least_is_chosen(la, base):
+    history = searched(la, init_prior_prec=base)
+    tried = history.prior_precision
     best = tried[history.objective.argmin()]
     assert_close(la.prior_precision, best.to(la.prior_precision))
-    losses = torch.stack([mean_loss(la, point) for point in tried])
-    assert_close(history.objective, losses, rtol=1e-10, atol=0)
+    losses = [mean_loss(la, point) for point in tried]
+    assert_close(history.objective, torch.stack(losses), rtol=1e-10, atol=0)
+
+
+def test_a_grid_of_one_number_multiplies_1(la):
+    history = searched(la)
+    expected = torch.logspace(-1, 3, 5)
+    assert_close(history.prior_precision.float(), expected[:, None])
+
+
+def test_each_point_of_a_grid_is_a_pass_of_the_model_and_of_each_draw(la):
+    passes = count_forward_passes(la)
+    searched(la)
+    of_a_batch = N_SAMPLES + 1
+    n_batches = len(validation())
+    assert len(passes) == GRID["grid_size"] * of_a_batch * n_batches
 
 
 def test_neither_batches_nor_the_models_mode_matter():
     model = lora_model("gpt2")
     la = fitted_text(model)
 
-    def losses(is_training, **ragged):
+    def losses(
+        is_training: bool,
+        **ragged: Any,
+    ) -> torch.Tensor:
         model.train(is_training)
         search = grid_search(validation(**ragged), generator(3))
         found = search(la).objective
@@ -180,7 +246,11 @@ def test_neither_batches_nor_the_models_mode_matter():
 
     expected = losses(is_training=False)
     of_one = losses(is_training=True, batch_size=1)
-    on_the_left = losses(is_training=True, batch_size=4, padding_side="left")
+    on_the_left = losses(
+        is_training=True,
+        batch_size=4,
+        padding_side="left",
+    )
     assert_close(of_one, expected, rtol=1e-9, atol=0)
     assert_close(on_the_left, expected, rtol=1e-9, atol=0)
 
@@ -189,59 +259,68 @@ def test_neither_batches_nor_the_models_mode_matter():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_ranks_choose_by_the_texts_of_all_of_them(method):
-    la = fitted_text()
+def test_ranks_choose_by_the_texts_of_all_of_them(la, method):
     batches = text_batches(batch_size=2)
 
-    def choose(texts, draws):
+    def choose(
+        texts: Sequence[Batch],
+        draws: torch.Generator,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         history = method(texts, draws)(la)
         return history.objective, la.prior_precision
 
-    def on_a_rank(rank):
-        return choose(batches[rank::2], generator(rank))
+    def on_a_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        own = batches[rank::2]
+        return choose(own, generator(rank))
 
-    expected = choose(batches, generator(0))  # the first rank's draws
+    # By the first rank's draws.
+    expected = choose(batches, generator(0))
     assert_alike(on_ranks(on_a_rank, 2), expected)
 
 
-def divided_texts(n=5):
-    """A loader of texts, which a sampler that repeats one divides among the ranks."""
-    rows = rows_of(text_batches(LENGTHS[:n], batch_size=1, padded_to=max(LENGTHS)))
+def divided_texts(n: int = 5) -> DataLoader:
+    """Load texts, which a sampler that repeats one divides among the ranks."""
+    batches = text_batches(
+        LENGTHS[:n],
+        batch_size=1,
+        padded_to=max(LENGTHS),
+    )
+    rows = rows_of(batches)
     sampler = None
     if dist.is_initialized():
         sampler = DistributedSampler(rows, shuffle=False)
     return DataLoader(rows, batch_size=1, sampler=sampler)
 
 
-def losses_of_agreement(la):
+def losses_of_agreement(la: Any) -> torch.Tensor:
     choose = agreement(divided_texts(), generator())
     return choose(la).objective
 
 
-def losses_of_grid(la):
+def losses_of_grid(la: Any) -> torch.Tensor:
     search = grid_search(divided_texts(), generator())
     return search(la).objective
 
 
-def loss_of_evaluation(la):
-    return eval_figures(la, divided_texts())["eval_laplace_nll"]
+def loss_of_evaluation(la: Any) -> float:
+    figures = eval_figures(la, divided_texts())
+    return figures["eval_laplace_nll"]
 
 
 @pytest.mark.parametrize(
     "losses",
     [losses_of_agreement, losses_of_grid, loss_of_evaluation],
 )
-def test_texts_that_a_sampler_repeats_count_once(losses):
-    la = fitted_text()
-    la.prior_precision = 1e12  # draws of an evaluation are the model
+def test_texts_that_a_sampler_repeats_count_once(la, losses):
+    # So narrow that draws of an evaluation are the model.
+    la.prior_precision = 1e12
     expected = losses(la)
-    assert_alike(on_ranks(lambda _: losses(la), 2), expected)
+    results = on_ranks(lambda rank: losses(la), 2)
+    assert_alike(results, expected)
 
 
-def test_of_divided_texts_every_second_batch_is_taken():
-    la = fitted_text()
-
-    def losses(_):
+def test_of_divided_texts_every_second_batch_is_taken(la):
+    def losses(rank: int) -> torch.Tensor:
         choose = agreement(divided_texts(6), generator(), max_examples=3)
         return choose(la).objective
 
@@ -259,18 +338,17 @@ def test_of_divided_texts_every_second_batch_is_taken():
 class Drawn(torch.utils.data.IterableDataset):
     """Each pass gives other texts."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.n_passes = 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Batch]:
         self.n_passes += 1
         yield from text_batches(seed=self.n_passes, batch_size=2)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("workers", [0, 1])
-def test_each_prior_precision_is_tried_on_the_same_texts(method, workers):
-    la = fitted_text()
+def test_each_prior_precision_is_tried_on_the_same_texts(la, method, workers):
     drawn = Drawn()
     loader = DataLoader(drawn, batch_size=None, num_workers=workers)
     history = method(loader, generator())(la)
@@ -282,15 +360,15 @@ def test_each_prior_precision_is_tried_on_the_same_texts(method, workers):
     assert len(history.objective) > 3
 
 
-def test_held_out_texts_choose():
+def test_held_out_texts_choose(la):
     texts = rows_of(text_batches(batch_size=1))
     learnt = []
 
-    def train(examples):
+    def train(examples: Any) -> torch.nn.Module:
         learnt.extend(examples.indices)
         return another_training("gpt2").eval()
 
-    def search(**options):
+    def search(**options: Any) -> TokenGridSearch:
         return TokenGridSearch(
             generator=generator(3),
             n_samples=N_SAMPLES,
@@ -298,7 +376,6 @@ def test_held_out_texts_choose():
             **options,
         )
 
-    la = fitted_text()
     la.optimize_prior_precision(
         method="second_training",
         train=train,
@@ -307,12 +384,14 @@ def test_held_out_texts_choose():
         search=search,
     )
     assert len(learnt) == 4
-    learnt_texts = [texts[place] for place in learnt]
-    held_out_texts = [texts[place] for place in range(6) if place not in learnt]
-    other = fitted_text(
-        another_training("gpt2").eval(),
-        DataLoader(learnt_texts, batch_size=2),
-    )
-    search_on_held_out = search(val_loader=DataLoader(held_out_texts, batch_size=2))
+    held_out = [place for place in range(6) if place not in learnt]
+
+    def loader_of(places: Sequence[int]) -> DataLoader:
+        rows = [texts[place] for place in places]
+        return DataLoader(rows, batch_size=2)
+
+    model = another_training("gpt2").eval()
+    other = fitted_text(model, loader_of(learnt))
+    search_on_held_out = search(val_loader=loader_of(held_out))
     other.optimize_prior_precision(method=search_on_held_out)
     assert torch.equal(la.prior_precision, other.prior_precision)

@@ -1,7 +1,11 @@
 """Training that remembers: a penalty in steps, and a fit after a fit."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import TrainerCallback
@@ -19,7 +23,7 @@ from tests.support.posteriors import (
 from tests.support.trainers import N, trainer_of
 
 
-def move(la):
+def move(la: Any) -> torch.Tensor:
     """Move the model's weights away from the posterior's mean; return how far."""
     for block in la.blocks:
         noise = torch.randn(block.weight.shape, generator=generator(4))
@@ -28,11 +32,12 @@ def move(la):
     return torch.cat(weights) - la.mean
 
 
-def trainable_weights(la):
+def trainable_weights(la: Any) -> list[nn.Parameter]:
+    """Let all weights that the posterior is over have gradients."""
     return [block.weight.requires_grad_() for block in la.blocks]
 
 
-def dense_curvature(la):
+def dense_curvature(la: Any) -> torch.Tensor:
     """Make a matrix of the log-likelihood's curvature, whatever the structure."""
     H = la.H
     if hasattr(H, "to_matrix"):
@@ -45,19 +50,37 @@ def dense_curvature(la):
 # --- the penalty ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_penalty_is_a_quadratic_form_with_its_gradient(structure):
-    la, _ = plain_regression(structure=structure)
+@pytest.fixture(params=STRUCTURES)
+def la(request: pytest.FixtureRequest):
+    """A regression of each structure."""
+    la, _ = plain_regression(structure=request.param)
     la.prior_precision = 3.0
+    return la
+
+
+def dense_precision(la: Any) -> torch.Tensor:
+    return dense_curvature(la) + la.prior_precision_diag.diag()
+
+
+def test_at_the_posteriors_mean_there_is_no_penalty(la):
     assert la.penalty() == 0
-    P = dense_curvature(la) + la.prior_precision_diag.diag()
+
+
+def test_the_penalty_is_a_quadratic_form(la):
+    P = dense_precision(la)
+    distance = move(la)
+    expected = distance @ P @ distance / 2
+    assert_close(la.penalty(weight=0.5), 0.5 * expected)
+
+
+def test_the_penalty_has_the_gradient_of_a_quadratic_form(la):
+    P = dense_precision(la)
     distance = move(la)
     weights = trainable_weights(la)
     penalty = la.penalty(weight=0.5)
-    assert_close(penalty, distance @ P @ distance / 4)
     gradients = torch.autograd.grad(penalty, weights)
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    assert_close(flat, P @ distance / 2)
+    found = torch.cat([gradient.flatten() for gradient in gradients])
+    assert_close(found, 0.5 * P @ distance)
 
 
 # --- a fit after a fit ----------------------------------------------------------------
@@ -72,9 +95,10 @@ def test_a_posterior_of_the_past_is_the_prior_of_the_next_fit():
     whole = fitted()
     assert la.n_data == whole.n_data
     assert_close(la.loss, whole.loss)
+    found = la.log_marginal_likelihood()
+    expected = whole.log_marginal_likelihood()
     # At rank 3, what a fit leaves out depends on where the other has ended.
-    evidence = la.log_marginal_likelihood()
-    assert_close(evidence, whole.log_marginal_likelihood(), rtol=1e-6, atol=1e-6)
+    assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -82,7 +106,12 @@ def test_the_past_loss_follows_its_parabola(structure):
     past, X = plain_regression(structure=structure)
     y = torch.randn(12, 2, generator=generator(1)).double()
     loader = DataLoader(TensorDataset(X, y), batch_size=5)
-    la = make(past.model.model, structure, "regression", sigma_noise=0.5)
+    la = make(
+        past.model.model,
+        structure,
+        "regression",
+        sigma_noise=0.5,
+    )
     past_loss = past.loss
     # The loss is half the sum of squares, which the log-likelihood has divided by the
     # variance of the noise.
@@ -96,20 +125,39 @@ def test_the_past_loss_follows_its_parabola(structure):
     assert la.n_data == 24
 
 
-def test_priors_of_other_models_are_refused():
-    la = fitted()
-    batches = ragged_batches()
-    with pytest.raises(ValueError, match="structure, the likelihood and the layers"):
-        la.fit(batches, prior=fitted(structure="diag"))
-    with pytest.raises(ValueError, match="the same settings"):
-        la.fit(batches, prior=fitted(rank=2))
-    with pytest.raises(ValueError, match="override=True"):
-        la.fit(batches, override=False, prior=fitted())
-    other = another_training()
-    embeddings = other.base_model.model.bert.embeddings.word_embeddings
+def of_another_structure():
+    return fitted(structure="diag")
+
+
+def of_another_rank():
+    return fitted(rank=2)
+
+
+def of_another_base_model():
+    model = another_training()
+    embeddings = model.base_model.model.bert.embeddings.word_embeddings
     embeddings.weight.data.add_(1)
-    with pytest.raises(ValueError, match="another base model"):
-        la.fit(batches, prior=fitted(model=other))
+    return fitted(model=model)
+
+
+@pytest.mark.parametrize(
+    ("prior", "message"),
+    [
+        (of_another_structure, "structure, the likelihood and the layers"),
+        (of_another_rank, "the same settings"),
+        (of_another_base_model, "another base model"),
+    ],
+)
+def test_priors_of_other_models_are_refused(prior, message):
+    la = fitted()
+    with pytest.raises(ValueError, match=message):
+        la.fit(ragged_batches(), prior=prior())
+
+
+def test_a_fit_that_goes_on_has_its_prior_already():
+    la = fitted()
+    with pytest.raises(ValueError, match="override=True"):
+        la.fit(ragged_batches(), override=False, prior=fitted())
 
 
 # --- a trainer's steps ----------------------------------------------------------------
@@ -118,19 +166,20 @@ def test_priors_of_other_models_are_refused():
 class Gradients(TrainerCallback):
     """Notes the gradients that the optimizer gets."""
 
-    def __init__(self, blocks):
+    def __init__(self, blocks: Sequence[Any]) -> None:
         self.blocks = blocks
-        self.noted = []
+        self.noted: list[list[torch.Tensor]] = []
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.noted.append([block.weight.grad.clone() for block in self.blocks])
+        of_step = [block.weight.grad.clone() for block in self.blocks]
+        self.noted.append(of_step)
 
 
 @pytest.fixture
-def away():
+def away() -> Callable[[], Any]:
     """Makes posteriors whose model has moved away from them, always alike."""
 
-    def make_one():
+    def make_one() -> Any:
         la = fitted()
         trainable_weights(la)
         move(la)
@@ -145,7 +194,10 @@ def test_a_trainer_adds_the_gradient_of_the_penalty_once_a_step(
     away,
     tmp_path,
 ):
-    def gradients_of_a_step(la, *callbacks):
+    def gradients_of_a_step(
+        la: Any,
+        *callbacks: TrainerCallback,
+    ) -> list[torch.Tensor]:
         notes = Gradients(la.blocks)
         trainer = trainer_of(
             tmp_path,
@@ -174,12 +226,17 @@ def test_a_trainer_adds_the_gradient_of_the_penalty_once_a_step(
         assert_close(with_penalty - without, gradient)
 
 
-def test_what_can_not_be_remembered_is_refused(tmp_path):
+def test_there_is_something_to_remember():
     with pytest.raises(ValueError, match="pass a fitted posterior"):
         Remember()
-    la = fitted()
+
+
+def test_a_negative_weight_is_refused():
     with pytest.raises(ValueError, match="weight"):
-        Remember(la, weight=-1.0)
+        Remember(fitted(), weight=-1.0)
+
+
+def test_a_posterior_that_is_not_fitted_has_no_penalty():
     unfitted = make(plain_model())
     with pytest.raises(AttributeError):
         unfitted.penalty()

@@ -5,6 +5,7 @@ from collections import defaultdict, deque
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,17 +28,21 @@ from tests.support.posteriors import fitted
 from tests.support.ranks import Texts
 from tests.support.trainers import N, trainer_of
 
+# --- loaders --------------------------------------------------------------------------
 
-def rows():
+
+def rows() -> Dataset:
     """Make a data set of texts, with a column that no model takes."""
     texts = []
     for text in Texts(N):
         row = {name: value.tolist() for name, value in text.items()}
-        texts.append(row | {"origin": "a book"})
+        row["origin"] = "a book"
+        texts.append(row)
     return Dataset.from_list(texts)
 
 
-def random_states():
+def random_states() -> dict[str, Any]:
+    """Find where each generator of random numbers is."""
     _, _, place, *_ = np.random.get_state()
     return {
         "torch": torch.get_rng_state().tolist(),
@@ -46,20 +51,33 @@ def random_states():
     }
 
 
-@pytest.mark.parametrize("data", [Texts(N), rows()], ids=["torch", "datasets"])
-def test_batches_are_those_of_training_once_and_in_order(tmp_path, data):
+@pytest.fixture(params=[Texts(N), rows()], ids=["torch", "datasets"])
+def data(request: pytest.FixtureRequest) -> Any:
+    """Twenty texts."""
+    return request.param
+
+
+def test_making_a_loader_draws_nothing(tmp_path, data):
     trainer = trainer_of(tmp_path, data=data)
     before = random_states()
-    loader = loader_of(trainer, data)
+    loader_of(trainer, data)
     assert random_states() == before
-    found = list(loader)
-    assert [len(batch["labels"]) for batch in found] == [5, 5, 5, 5]
+
+
+def test_batches_are_those_of_training_once_and_in_order(tmp_path, data):
+    trainer = trainer_of(tmp_path, data=data)
+    found = list(loader_of(trainer, data))
+    sizes = [len(batch["labels"]) for batch in found]
+    assert sizes == [5, 5, 5, 5]
     texts = [Texts(N)[place] for place in range(N)]
     assert found[0].keys() == texts[0].keys()
     for name in found[0]:
         joined = torch.cat([batch[name] for batch in found])
         expected = torch.stack([text[name] for text in texts])
         assert torch.equal(joined, expected)
+
+
+# --- what a training leaves -----------------------------------------------------------
 
 
 @dataclass
@@ -70,15 +88,17 @@ class Meter:
 class Keeping(TrainerCallback):
     """Has containers within containers that each step adds to."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.losses = {"all": [], "last": {}}
         self.seen = ({0}, Meter())
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.losses["all"].append(state.global_step)
-        self.losses["last"][state.global_step] = "a step"
-        self.seen[0].add(state.global_step)
-        self.seen[1].numbers.append(state.global_step)
+        step = state.global_step
+        steps, meter = self.seen
+        self.losses["all"].append(step)
+        self.losses["last"][step] = "a step"
+        steps.add(step)
+        meter.numbers.append(step)
 
 
 # What a training sets of a trainer.
@@ -101,10 +121,15 @@ def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
     bar.training_bar = "of the training that goes on"
     trainer.own_figures = {"train": defaultdict(list, loss=[1.0])}
 
-    def containers():
-        return [trainer.state.log_history, trainer.own_figures, vars(keeping)]
+    def containers() -> list[Any]:
+        return [
+            trainer.state.log_history,
+            trainer.own_figures,
+            vars(keeping),
+        ]
 
     before = [getattr(trainer, name) for name in KEPT]
+    # What a callback might set, for that training alone.
     stops = trainer.control.should_training_stop
     contents = deepcopy(containers())
     prepared = list(trainer.accelerator._optimizers)
@@ -137,8 +162,11 @@ def test_a_second_training_ends_with_the_best_of_its_own_adapter(tmp_path):
     )
     la.fit(loader_of(trainer, trainer.train_dataset))
 
-    def second_posterior(la):
-        history = la.optimize_prior_precision(method="second_training", trainer=trainer)
+    def second_posterior(la: Any) -> Any:
+        history = la.optimize_prior_precision(
+            method="second_training",
+            trainer=trainer,
+        )
         (posterior,) = history.posteriors
         return posterior
 
@@ -147,8 +175,9 @@ def test_a_second_training_ends_with_the_best_of_its_own_adapter(tmp_path):
     with pytest.raises(ValueError, match="'second_training_0' already: remove it"):
         second_posterior(la)
     trainer.model.delete_adapter("second_training_0")
+    # It is the same whatever was drawn since.
     again = second_posterior(la)
-    assert torch.equal(again.mean, other.mean)  # whatever was drawn since
+    assert torch.equal(again.mean, other.mean)
     with pytest.raises(ValueError, match="this one has another"):
         second_posterior(fitted())
     assert trainer.model.active_adapter == "default"
@@ -157,13 +186,19 @@ def test_a_second_training_ends_with_the_best_of_its_own_adapter(tmp_path):
 # --- TRL's trainers -------------------------------------------------------------------
 
 
-def text(number, n_words):
+def text(
+    number: int,
+    n_words: int,
+) -> str:
     """Make a text of words of the tokenizer, another one for each number."""
-    words = [f"w{3 + (7 * number + place) % 50}" for place in range(n_words)]
+    words = []
+    for place in range(n_words):
+        word = 3 + (7 * number + place) % 50
+        words.append(f"w{word}")
     return " ".join(words)
 
 
-def completion(number):
+def completion(number: int) -> dict[str, str]:
     """Complete three words by one, two or three others."""
     n_words = 1 + number % 3
     return {
@@ -172,7 +207,7 @@ def completion(number):
     }
 
 
-def preference(number):
+def preference(number: int) -> dict[str, str]:
     """Prefer three or four words to four others."""
     n_words = 3 + number % 2
     return {
@@ -181,11 +216,11 @@ def preference(number):
     }
 
 
-def tokenizer():
+def tokenizer() -> PreTrainedTokenizerFast:
     """Make a tokenizer to whom each word is a token."""
-    words = ["<pad>", "?", "</s>"]
-    words += [f"w{i}" for i in range(3, VOCABULARY)]
-    ids = {word: i for i, word in enumerate(words)}
+    special = ["<pad>", "?", "</s>"]
+    words = [f"w{i}" for i in range(3, VOCABULARY)]
+    ids = {word: i for i, word in enumerate(special + words)}
     made = Tokenizer(models.WordLevel(ids, unk_token="?"))
     made.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -202,9 +237,21 @@ def trl(monkeypatch):
     return pytest.importorskip("trl")
 
 
-def trl_trainer(trl, folder, kind):
-    """Make TRL's trainer of completions, "SFT", or of preferences, "Reward"."""
+def examples_of(
+    kind: str,
+    n: int,
+) -> Dataset:
+    """Make completions for "SFT", or preferences for "Reward"."""
     example = completion if kind == "SFT" else preference
+    return Dataset.from_list([example(i) for i in range(n)])
+
+
+def trl_trainer(
+    trl: Any,
+    folder: Path,
+    kind: str,
+) -> Any:
+    """Make TRL's trainer of completions, "SFT", or of preferences, "Reward"."""
     base = llama()
     task = "CAUSAL_LM"
     if kind == "Reward":
@@ -227,8 +274,8 @@ def trl_trainer(trl, folder, kind):
     return trainer_class(
         get_peft_model(base, lora),
         config,
-        train_dataset=Dataset.from_list([example(i) for i in range(12)]),
-        eval_dataset=Dataset.from_list([example(i) for i in range(4)]),
+        train_dataset=examples_of(kind, 12),
+        eval_dataset=examples_of(kind, 4),
         processing_class=tokenizer(),
     )
 

@@ -2,6 +2,8 @@
 
 import re
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,11 @@ def batches() -> list:
     return list(loader())
 
 
-def agreement(la, data, **options):
+def agreement(
+    la: Any,
+    data: Any,
+    **options: Any,
+):
     return la.optimize_prior_precision(
         method="agreement",
         train_loader=data,
@@ -32,7 +38,11 @@ def agreement(la, data, **options):
     )
 
 
-def val_gd(la, data, **options):
+def val_gd(
+    la: Any,
+    data: Any,
+    **options: Any,
+):
     return la.optimize_prior_precision(
         method="val_gd",
         val_loader=data,
@@ -46,12 +56,12 @@ METHODS = pytest.mark.parametrize("choose", [agreement, val_gd])
 DATA = pytest.mark.parametrize("make_data", [loader, batches])
 
 
-def watched(la) -> list:
+def watched(la: Any) -> list[Any]:
     """Make a list that gets all statistics of data that a search asks for."""
-    kept = []
+    kept: list[Any] = []
     ask = la.statistics_of
 
-    def asked(*args):
+    def asked(*args: Any) -> Any:
         statistics = ask(*args)
         kept.append(statistics)
         return statistics
@@ -60,53 +70,118 @@ def watched(la) -> list:
     return kept
 
 
-def warnings_of_limit(warned) -> list[str]:
+def warnings_of_limit(warned: Sequence[Any]) -> list[str]:
     """Find the messages that name `max_bytes`."""
     messages = [str(one.message) for one in warned]
     return [message for message in messages if "max_bytes" in message]
 
 
+# --- a limit --------------------------------------------------------------------------
+
+N_KEPT = 11
+
+
+@pytest.fixture
+def la():
+    return fitted(batches=loader())
+
+
+@pytest.fixture
+def limit(la: Any) -> int:
+    """So many bytes that a twelfth example has too few."""
+    return N_KEPT * la.bytes_of_statistics() + 5
+
+
+LIMITED = pytest.mark.filterwarnings("ignore:.*max_bytes")
+
+
 @METHODS
 @DATA
-def test_statistics_take_no_more_memory_than_is_allowed(choose, make_data):
-    la = fitted(batches=loader())
-    of_example = la.bytes_of_statistics()
-    n_kept = 11
-    max_bytes = n_kept * of_example + 5  # too few bytes for a twelfth
+def test_a_limit_that_leaves_examples_out_is_said_once(la, limit, choose, make_data):
+    of_all = N_TEXTS * la.bytes_of_statistics()
+    message = rf"by 11 of 30 examples.* all would take {of_all:,} bytes.*={limit:,}"
+    with pytest.warns(UserWarning, match=message) as warned:
+        choose(la, make_data(), max_bytes=limit)
+    assert len(warnings_of_limit(warned)) == 1
+
+
+@METHODS
+@DATA
+@LIMITED
+def test_statistics_take_no_more_memory_than_is_allowed(la, limit, choose, make_data):
     statistics_of_search = watched(la)
+    choose(la, make_data(), max_bytes=limit)
+    (statistics,) = statistics_of_search
+    assert len(statistics) == N_KEPT
+    assert statistics.nbytes <= limit
+
+
+@METHODS
+@pytest.mark.parametrize(
+    ("make_data", "n_passed"),
+    [
+        (loader, N_KEPT),
+        # Only a loader tells how many texts there are before the first has passed.
+        (batches, N_TEXTS),
+    ],
+)
+@LIMITED
+def test_of_a_loader_no_more_texts_pass_than_are_kept(
+    la,
+    limit,
+    choose,
+    make_data,
+    n_passed,
+):
     n_texts = []
 
-    def note_size(module, args, logits):
+    def note_size(
+        module: torch.nn.Module,
+        args: Any,
+        logits: torch.Tensor,
+    ) -> None:
         n_texts.append(len(logits))
 
     la.model.register_forward_hook(note_size)
-    of_all = N_TEXTS * of_example
-    message = rf"by 11 of 30 examples.* all would take {of_all:,} bytes.*={max_bytes:,}"
-    with pytest.warns(UserWarning, match=message) as warned:
-        history = choose(la, make_data(), max_bytes=max_bytes)
-    assert len(warnings_of_limit(warned)) == 1
-    (statistics,) = statistics_of_search
-    assert len(statistics) == n_kept
-    assert statistics.nbytes <= max_bytes
-    # Only a loader tells how many texts there are before the first has passed.
-    n_passed = n_kept if make_data is loader else N_TEXTS
+    choose(la, make_data(), max_bytes=limit)
     assert sum(n_texts) == n_passed
-
-    # All choices are by the texts that were kept, which are some of all, each once.
-    given = fitted(batches=loader())
-    again = choose(given, statistics)
-    assert torch.equal(again.objective, history.objective)
-    every = given.predictive_statistics(loader())
-    distances = torch.cdist(statistics.f_mu.double(), every.f_mu.double())
-    nearest = distances.min(dim=1)
-    assert nearest.values.max() < 1e-5  # one is there, but for rounding
-    assert len(nearest.indices.unique()) == n_kept
 
 
 @METHODS
 @DATA
-def test_nothing_changes_where_all_statistics_fit(choose, make_data):
-    la = fitted(batches=loader())
+@LIMITED
+def test_all_choices_are_by_the_texts_that_were_kept(la, limit, choose, make_data):
+    statistics_of_search = watched(la)
+    history = choose(la, make_data(), max_bytes=limit)
+    (statistics,) = statistics_of_search
+    given = fitted(batches=loader())
+    again = choose(given, statistics)
+    assert torch.equal(again.objective, history.objective)
+
+
+@METHODS
+@DATA
+@LIMITED
+def test_the_texts_that_were_kept_are_some_of_all_each_once(
+    la,
+    limit,
+    choose,
+    make_data,
+):
+    every = la.predictive_statistics(loader())
+    statistics_of_search = watched(la)
+    choose(la, make_data(), max_bytes=limit)
+    (statistics,) = statistics_of_search
+    distances = torch.cdist(statistics.f_mu.double(), every.f_mu.double())
+    nearest = distances.min(dim=1)
+    # One is there, but for rounding.
+    assert nearest.values.max() < 1e-5
+    assert len(nearest.indices.unique()) == N_KEPT
+
+
+@METHODS
+@DATA
+def test_nothing_changes_where_all_statistics_fit(la, choose, make_data):
     max_bytes = N_TEXTS * la.bytes_of_statistics()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -117,27 +192,33 @@ def test_nothing_changes_where_all_statistics_fit(choose, make_data):
     assert torch.equal(history.prior_precision, given.prior_precision)
 
 
-def of_classes():
+# --- the size of statistics -----------------------------------------------------------
+
+Case = tuple[Any, list[dict[str, torch.Tensor]]]
+
+
+def of_classes() -> Case:
     return fitted(), ragged_batches()
 
 
-def without_tail():
+def without_tail() -> Case:
     return fitted(tail=False), ragged_batches()
 
 
-def of_contrasts():
+def of_contrasts() -> Case:
     """Fit so many classes that statistics hold contrasts of a few."""
     texts = ragged_batches(n_classes=14)
     model = lora_model("bert", n_labels=14)
     return fitted(model=model, batches=texts), texts
 
 
-def of_answers():
+def of_answers() -> Case:
     return fitted("gpt2"), ragged_batches()
 
 
 @pytest.mark.parametrize(
-    "make_case", [of_classes, without_tail, of_contrasts, of_answers]
+    "make_case",
+    [of_classes, without_tail, of_contrasts, of_answers],
 )
 @pytest.mark.parametrize("link", ["mean_field", "probit"])
 def test_the_size_is_known_before_any_pass(make_case, link):
@@ -184,37 +265,67 @@ def test_a_fit_comes_first(choose):
         choose(la, ragged_batches())
 
 
+# --- some examples --------------------------------------------------------------------
+
+
 def test_statistics_of_some_examples_can_be_asked_for():
     la = fitted()
-    data = ragged_batches()
-    n_all = sum(len(batch["labels"]) for batch in data)
-    some = la.predictive_statistics(data, max_examples=3)
+    some = la.predictive_statistics(ragged_batches(), max_examples=3)
     assert len(some) == 3
-    assert some.n_left_out == n_all - 3
-    again = la.predictive_statistics(data, max_examples=3)
+    assert some.n_left_out == 8 - 3
+
+
+def test_statistics_of_some_examples_are_the_same_each_time():
+    la = fitted()
+    some = la.predictive_statistics(ragged_batches(), max_examples=3)
+    again = la.predictive_statistics(ragged_batches(), max_examples=3)
     assert torch.equal(again.f_mu, some.f_mu)
-    every = la.predictive_statistics(data, max_examples=n_all)
+
+
+def test_as_many_examples_as_there_are_leave_none_out():
+    la = fitted()
+    every = la.predictive_statistics(ragged_batches(), max_examples=8)
     assert every.n_left_out == 0
+
+
+def test_statistics_of_no_example_are_refused():
+    la = fitted()
     with pytest.raises(ValueError, match="max_examples must be at least 1"):
-        la.predictive_statistics(data, max_examples=0)
+        la.predictive_statistics(ragged_batches(), max_examples=0)
 
 
-def test_a_sample_holds_never_more_than_asked_for_and_every_row_has_the_same_chance():
-    n_rows = 2000
-    n_kept = 300
-    sample = Sample(n_kept)
-    for places in torch.arange(n_rows).split(7):
+N_ROWS = 2000
+N_SAMPLED = 300
+
+
+@pytest.fixture
+def sample() -> Sample:
+    """A sample of numbers that came a few at a time, and of their doubles."""
+    sample = Sample(N_SAMPLED)
+    for places in torch.arange(N_ROWS).split(7):
         sample.add((places, 2 * places), places)
-        assert len(sample.places()) <= n_kept
+        assert len(sample.places()) <= N_SAMPLED
+    return sample
+
+
+def test_a_sample_holds_as_many_rows_as_asked_for(sample):
+    places = sample.places()
+    assert len(places.unique()) == N_SAMPLED
+    assert sample.n_left_out == N_ROWS - N_SAMPLED
+
+
+def test_a_sample_holds_whole_rows(sample):
     places = sample.places()
     numbers, doubled = sample.columns()
-    assert len(places.unique()) == n_kept
-    assert sample.n_left_out == n_rows - n_kept
     assert torch.equal(numbers, places)
     assert torch.equal(doubled, 2 * places)
+
+
+def test_every_row_has_the_same_chance(sample):
+    places = sample.places().float()
     # Quarters of the rows: the standard deviation of each number is 7.
-    counts = torch.histc(places.float(), bins=4, min=0, max=n_rows)
-    excess = counts - n_kept / 4
+    counts = torch.histc(places, bins=4, min=0, max=N_ROWS)
+    excess = counts - N_SAMPLED / 4
     assert excess.abs().max() < 3 * 7
 
 
@@ -230,7 +341,7 @@ def dealt_to(rank: int) -> list:
 def test_the_limit_is_each_processes_own_and_all_choose_by_the_same(choose):
     limit = 9 * fitted(batches=loader()).bytes_of_statistics()
 
-    def job(rank):
+    def job(rank: int) -> tuple[torch.Tensor, list[str]]:
         own = dealt_to(rank)
         la = fitted(batches=own)
         statistics_of_search = watched(la)
@@ -252,7 +363,7 @@ def test_the_limit_is_each_processes_own_and_all_choose_by_the_same(choose):
 
 
 def test_ranks_with_the_same_data_are_still_refused():
-    def job(rank):
+    def job(rank: int) -> None:
         la = fitted(batches=dealt_to(rank))
         max_bytes = 8 * la.bytes_of_statistics()
         agreement(la, batches(), max_bytes=max_bytes)
