@@ -9,17 +9,25 @@ from tests.support.models import N_CLASSES, VOCABULARY
 Example = dict[str, torch.Tensor]
 
 IMAGE_TOKEN = 3
-_LENGTHS = (4, 2, 3, 4, 3, 1)  # as many positions as examples, in a first batch of four
-_FIRST_WORD = 10  # tokens below have a meaning
+# As many positions as examples, in a first batch of four.
+_LENGTHS = (4, 2, 3, 4, 3, 1)
+# Tokens below have a meaning.
+_FIRST_WORD = 10
 _END = 2
 
 
-def _random(*shape: int, seed: int) -> torch.Tensor:
+def _random(
+    *shape: int,
+    seed: int,
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def _words(length: int, seed: int) -> torch.Tensor:
+def _words(
+    length: int,
+    seed: int,
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(
         _FIRST_WORD,
@@ -27,64 +35,45 @@ def _words(length: int, seed: int) -> torch.Tensor:
         (1, length),
         generator=generator,
     )
-    words[:, -1] = _END  # BART reads its class there
+    # BART reads its class there.
+    words[:, -1] = _END
     return words
 
 
 def of_texts(n: int) -> list[Example]:
-    return [
-        {
-            "input_ids": _words(
-                _LENGTHS[i],
-                i,
-            )
-        }
-        for i in range(n)
-    ]
+    examples = []
+    for i in range(n):
+        words = _words(_LENGTHS[i], seed=i)
+        examples.append({"input_ids": words})
+    return examples
 
 
 def of_images(
     n: int,
     *shape: int,
 ) -> list[Example]:
-    shape = shape or (3, 8, 8)
-    return [
-        {
-            "pixel_values": _random(
-                1,
-                *shape,
-                seed=i,
-            )
-        }
-        for i in range(n)
-    ]
+    return _of_numbers("pixel_values", n, shape or (3, 8, 8))
 
 
 def of_spectra(n: int) -> list[Example]:
-    return [
-        {
-            "input_features": _random(
-                1,
-                4,
-                16,
-                seed=i,
-            )
-        }
-        for i in range(n)
-    ]
+    return _of_numbers("input_features", n, (4, 16))
 
 
 def of_waves(n: int) -> list[Example]:
-    return [
-        {
-            "input_values": _random(
-                1,
-                200,
-                seed=i,
-            )
-        }
-        for i in range(n)
-    ]
+    return _of_numbers("input_values", n, (200,))
+
+
+def _of_numbers(
+    key: str,
+    n: int,
+    shape: Sequence[int],
+) -> list[Example]:
+    """Make examples of random numbers, another seed for each."""
+    examples = []
+    for i in range(n):
+        numbers = _random(1, *shape, seed=i)
+        examples.append({key: numbers})
+    return examples
 
 
 def of_images_and_prompts(n: int) -> list[Example]:
@@ -115,11 +104,9 @@ def of_patches_in_texts(n: int) -> list[Example]:
         width = 4 if i % 2 else 8
         image = torch.full((1, width), IMAGE_TOKEN)
         words = _words(_LENGTHS[i], i)
+        text = torch.cat([start, image, end, words], dim=1)
         example = {
-            "input_ids": torch.cat(
-                [start, image, end, words],
-                dim=1,
-            ),
+            "input_ids": text,
             "pixel_values": _random(4 * width, 12, seed=i),
             "image_grid_thw": torch.tensor([[1, 4, width]]),
         }
@@ -133,13 +120,18 @@ def together(
     length: int | None = None,
 ) -> Example:
     """Make a batch of texts, padded on a side to a length."""
-    keys = list(dict.fromkeys(key for example in examples for key in example))
+    # Not all examples have images.
+    parts_of: dict[str, list[torch.Tensor]] = {}
+    for example in examples:
+        for key, part in example.items():
+            parts_of.setdefault(key, []).append(part)
+
     batch = {}
-    for key in keys:
-        parts = [example[key] for example in examples if key in example]
+    for key, parts in parts_of.items():
         if key != "input_ids":
             batch[key] = torch.cat(parts)
-        elif len(parts[0]) > 1:  # texts that are classes, alike in all examples
+        elif len(parts[0]) > 1:
+            # Texts that are classes, alike in all examples.
             batch[key] = parts[0]
         else:
             masks = [torch.ones_like(part) for part in parts]
@@ -156,10 +148,8 @@ def _padded(
 ) -> torch.Tensor:
     rows = []
     for part in parts:
-        zeros = torch.zeros(
-            1,
-            length - part.shape[1],
-        ).long()
+        n_padded = length - part.shape[1]
+        zeros = torch.zeros(1, n_padded).long()
         row = [zeros, part] if side == "left" else [part, zeros]
         rows.append(torch.cat(row, dim=1))
     return torch.cat(rows)

@@ -54,7 +54,8 @@ def with_dora() -> nn.Module:
     model = plain_model(use_dora=True)
     for name, parameter in model.named_parameters():
         if "magnitude" in name:
-            parameter.data.mul_(torch.linspace(0.5, 2, len(parameter)).double())
+            factors = torch.linspace(0.5, 2, len(parameter))
+            parameter.data.mul_(factors.double())
     return model
 
 
@@ -163,10 +164,14 @@ ADAPTERS = {
     "DoRA": Kind(with_dora, "exact, the magnitude held"),
     "beside an inactive adapter": Kind(with_inactive),
     "two active adapters": Kind(
-        with_two_active, "refused", "default, second.*set_adapter"
+        with_two_active,
+        "refused",
+        "default, second.*set_adapter",
     ),
     "merged": Kind(
-        merged, "refused until unmerged", "first is merged .*unmerge_adapter"
+        merged,
+        "refused until unmerged",
+        "first is merged .*unmerge_adapter",
     ),
     "VeRA": _other(peft.VeraConfig, rf"{_NO_LORA}.*VERA.*{_BY_LORA}", _CONVERTIBLE),
     "LoHa": _other(peft.LoHaConfig, rf"{_NO_LORA}.*LOHA.*{_BY_LORA}", _CONVERTIBLE),
@@ -218,8 +223,9 @@ def checkpointed_as_by_qlora() -> nn.Module:
 
 
 def sharded() -> nn.Module:
+    # Here, for older torch has none: an ImportError.
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard  # an ImportError in older torch
+    from torch.distributed.fsdp import fully_shard
 
     model = bert()
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
@@ -233,12 +239,14 @@ def offloaded() -> nn.Module:
 
 
 def hidden_by_fsdp1() -> nn.Module:
+    # It is known by its name: a real one takes a process group, and hides weights.
     wrapper = type("FullyShardedDataParallel", (nn.Sequential,), {})
     return wrapper(bert())
 
 
 def hidden_by_zero3() -> nn.Module:
     model = bert()
+    # What DeepSpeed marks each of its parameters with.
     next(model.parameters()).ds_id = 0
     return model
 

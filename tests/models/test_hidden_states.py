@@ -23,7 +23,10 @@ from tests.support.models import (
 from tests.support.texts import encoder_decoder
 
 
-def layer_named(model: nn.Module, ending: str) -> nn.Module:
+def layer_named(
+    model: nn.Module,
+    ending: str,
+) -> nn.Module:
     """Find the one layer whose name ends so, but for PEFT's own copy of a head."""
     layers = []
     for name, module in model.named_modules():
@@ -52,6 +55,9 @@ def mixtral() -> nn.Module:
 
 def head_beside_an_adapter() -> nn.Module:
     return lora_model("bert").eval()
+
+
+# --- classifiers ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("padding_side", ["right", "left"])
@@ -87,7 +93,9 @@ def head_beside_an_adapter() -> nn.Module:
     ],
 )
 def test_the_output_layer_makes_the_logits_of_what_it_read(
-    make_model, output_layer, padding_side
+    make_model,
+    output_layer,
+    padding_side,
 ):
     plain = make_model()
     model = LogitsModel(plain)
@@ -98,6 +106,8 @@ def test_the_output_layer_makes_the_logits_of_what_it_read(
             layer = layer_named(plain, output_layer)
             assert_close(layer(hidden), logits)
 
+
+# --- language models ------------------------------------------------------------------
 
 MASK = 1
 
@@ -115,7 +125,11 @@ def t5() -> LogitsModel:
 
 
 def masked_bert() -> LogitsModel:
-    return LogitsModel(built("BertForMaskedLM"), CLASS_TOKEN_IDS, mask_token_id=MASK)
+    return LogitsModel(
+        built("BertForMaskedLM"),
+        CLASS_TOKEN_IDS,
+        mask_token_id=MASK,
+    )
 
 
 @pytest.mark.parametrize("padding_side", ["right", "left"])
@@ -129,12 +143,16 @@ def masked_bert() -> LogitsModel:
     ],
 )
 def test_a_language_models_is_read_where_it_answers(
-    make_model, output_layer, padding_side
+    make_model,
+    output_layer,
+    padding_side,
 ):
     model = make_model()
-    place = -2 if padding_side == "left" else 1  # in the shortest text too
+    # The shortest text has two tokens, of which this is the last, or the first.
+    place = -2 if padding_side == "left" else 1
     for batch in ragged_batches(padding_side=padding_side):
         ids = batch["input_ids"]
+        # Each text of a masked language model has one mask token.
         ids[ids == MASK] = 3
         ids[:, place] = MASK
         with model.prepared():
@@ -143,6 +161,9 @@ def test_a_language_models_is_read_where_it_answers(
             layer = layer_named(model.model, output_layer)
             of_vocabulary = layer(hidden)
             assert_close(of_vocabulary[:, CLASS_TOKEN_IDS], logits)
+
+
+# --- layers that are none -------------------------------------------------------------
 
 
 class Router(nn.Module):
@@ -189,7 +210,12 @@ def test_keywords_are_read_and_what_is_no_tensor_of_rows_is_passed_over(routed):
 
 
 def test_without_such_a_layer_there_are_no_hidden_states():
-    def halve(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    # What the last layer returns is then not the logits.
+    def halve(
+        module: nn.Module,
+        args: Any,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
         return output / 2
 
     plain = TwoLinear()

@@ -18,22 +18,29 @@ def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
     batch = batches[0]
     expected = la(batch)
 
-    def fit():
+    def fit() -> None:
         la.fit(batches)
 
-    def collect_statistics():
+    def collect_statistics() -> None:
         la.predictive_statistics(batches)
 
-    def predict_by_draws():
-        la(batch, pred_type="nn", link_approx="mc", n_samples=2)
+    def predict_by_draws() -> None:
+        la(
+            batch,
+            pred_type="nn",
+            link_approx="mc",
+            n_samples=2,
+        )
 
-    def predict_the_same():
+    # Weights that another thread draws or moves would show here.
+    def predict_the_same() -> None:
         assert_close(la(batch), expected, rtol=0, atol=0)
 
     uses = [fit, collect_statistics, predict_by_draws, predict_the_same]
     with ThreadPoolExecutor(max_workers=4) as pool:
         futures = [pool.submit(use) for use in uses * 4]
         for future in futures:
+            # Raises what its thread has raised.
             future.result()
 
 

@@ -1,5 +1,8 @@
 """A posterior is used with the model that it was fitted to, and with no other."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -22,30 +25,55 @@ from tests.support.posteriors import STRUCTURES, fitted, make
 
 RANK = {"backend_kwargs": {"rank": 3}}
 
+Batches = list[dict[str, torch.Tensor]]
+
 # --- uses of a posterior --------------------------------------------------------------
 
 
-def predict(la, batches):
+def predict(
+    la: Any,
+    batches: Batches,
+) -> Any:
     return la(batches[0])
 
 
-def predict_by_draws(la, batches):
-    return la(batches[0], pred_type="nn", link_approx="mc", n_samples=2)
+def predict_by_draws(
+    la: Any,
+    batches: Batches,
+) -> Any:
+    return la(
+        batches[0],
+        pred_type="nn",
+        link_approx="mc",
+        n_samples=2,
+    )
 
 
-def compute_moments(la, batches):
+def compute_moments(
+    la: Any,
+    batches: Batches,
+) -> Any:
     return la.predictive_moments(batches[0])
 
 
-def draw_functions(la, batches):
+def draw_functions(
+    la: Any,
+    batches: Batches,
+) -> Any:
     return la.functional_samples(batches[0], n_samples=2)
 
 
-def fit_more(la, batches):
+def fit_more(
+    la: Any,
+    batches: Batches,
+) -> Any:
     return la.fit(batches, override=False)
 
 
-def collect_statistics(la, batches):
+def collect_statistics(
+    la: Any,
+    batches: Batches,
+) -> Any:
     return la.predictive_statistics(batches).f_mu
 
 
@@ -64,34 +92,43 @@ of_every_use = pytest.mark.parametrize(
 # --- parts of its model ---------------------------------------------------------------
 
 
-def bert(model) -> nn.Module:
+def bert_of(model: PeftModel) -> nn.Module:
     return model.base_model.model.bert
 
 
-def query(model) -> nn.Module:
-    return bert(model).encoder.layer[0].attention.self.query
+def query(model: PeftModel) -> Any:
+    return bert_of(model).encoder.layer[0].attention.self.query
 
 
-def adapter(la) -> torch.Tensor:
+def adapter(la: Any) -> torch.Tensor:
     return la.blocks[3].weight
 
 
-def head(la) -> torch.Tensor:
+def head(la: Any) -> torch.Tensor:
     classifier = la.model.model.base_model.model.classifier
     return classifier.modules_to_save["default"].weight
 
 
-def base(la) -> torch.Tensor:
-    return bert(la.model.model).encoder.layer[0].output.dense.weight
+def base(la: Any) -> torch.Tensor:
+    layer = bert_of(la.model.model).encoder.layer[0]
+    return layer.output.dense.weight
 
 
-def outside(la) -> torch.Tensor:
+def outside(la: Any) -> torch.Tensor:
     """Find a LoRA weight that is not in the posterior."""
     return query(la.model.model).lora_B["default"].weight
 
 
-def only_values(structure: str = "lowrank_kron", **keywords):
-    return fitted(structure=structure, target_modules=["value"], **keywords)
+def only_values(
+    structure: str = "lowrank_kron",
+    **keywords: Any,
+):
+    """Fit a posterior that leaves the queries' adapters out."""
+    return fitted(
+        structure=structure,
+        target_modules=["value"],
+        **keywords,
+    )
 
 
 # --- what is a change -----------------------------------------------------------------
@@ -114,12 +151,14 @@ def only_values(structure: str = "lowrank_kron", **keywords):
     ],
 )
 def test_a_weight_that_has_changed_since_the_fit_is_named(part, message, structure):
+    # So that there is a LoRA weight outside of the posterior, too.
     la = only_values(structure)
     batch, *_ = ragged_batches()
     weight = part(la)
     expected = la(batch)
     before = weight.detach().clone()
-    weight.data[0, 0] += 1e-6  # seen by no version counter
+    # So little, and seen by no version counter.
+    weight.data[0, 0] += 1e-6
     with pytest.raises(RuntimeError, match=message):
         la(batch)
     weight.data.copy_(before)
@@ -128,19 +167,19 @@ def test_a_weight_that_has_changed_since_the_fit_is_named(part, message, structu
     la(batch)
 
 
-def merge(model):
+def merge(model: PeftModel) -> None:
     model.merge_adapter()
 
 
-def disable(model):
+def disable(model: PeftModel) -> None:
     model.base_model.disable_adapter_layers()
 
 
-def unload(model):
+def unload(model: PeftModel) -> None:
     model.unload()
 
 
-def replace(model):
+def replace(model: PeftModel) -> None:
     another = nn.Linear(12, 2, bias=False)
     query(model).lora_A["default"] = another.double()
 
@@ -156,7 +195,9 @@ def replace(model):
     ],
 )
 def test_an_adapter_that_does_not_run_is_named_and_can_not_be_fitted(
-    change, message, use
+    change,
+    message,
+    use,
 ):
     la = fitted()
     change(la.model.model)
@@ -167,13 +208,14 @@ def test_an_adapter_that_does_not_run_is_named_and_can_not_be_fitted(
         la.fit(batches)
 
 
-def scale(model):
+def scale(model: PeftModel) -> None:
     query(model).set_scale("default", 3.0)
 
 
-def replace_weight(model):
-    layer = bert(model).pooler.dense
-    layer.weight = nn.Parameter(layer.weight.detach() * 1.001)
+def replace_weight(model: PeftModel) -> None:
+    layer = bert_of(model).pooler.dense
+    scaled = 1.001 * layer.weight.detach()
+    layer.weight = nn.Parameter(scaled)
 
 
 @of_every_use
@@ -236,7 +278,7 @@ def test_an_adapter_may_be_merged_and_unmerged():
     assert_close(la(batch), expected, rtol=1e-5, atol=1e-6)
 
 
-def active_of(model):
+def active_of(model: PeftModel) -> tuple[list[Any], list[bool]]:
     """Read what is active in each layer, and what requires grad."""
     active = []
     for module in model.modules():
@@ -246,7 +288,29 @@ def active_of(model):
     return active, require_grad
 
 
-# In its layers, or not.
+def activate_another(
+    model: PeftModel,
+    target: str,
+    active: str | list[str],
+) -> None:
+    """Add an adapter "other" with a head of its own, and activate it."""
+    config = LoraConfig(
+        task_type="SEQ_CLS",
+        r=2,
+        target_modules=[target],
+        init_lora_weights=False,
+    )
+    model.add_adapter("other", config)
+    head = model.base_model.model.classifier.modules_to_save["other"]
+    head.weight.data.mul_(2)
+    model.set_adapter("other")
+    # Which PEFT's model does for one adapter alone.
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.set_adapter(active)
+
+
+# In the posterior's layers, or not.
 @pytest.mark.parametrize("target", ["query", "intermediate.dense"])
 @pytest.mark.parametrize("active", ["other", ["default", "other"]], ids=str)
 @of_every_use
@@ -256,19 +320,7 @@ def test_a_posterior_runs_its_own_adapter_whichever_is_active(use, target, activ
     torch.manual_seed(0)
     expected = use(la, batches)
     model = la.model.model
-    config = LoraConfig(
-        task_type="SEQ_CLS",
-        r=2,
-        target_modules=[target],
-        init_lora_weights=False,
-    )
-    model.add_adapter("other", config)
-    other_head = model.base_model.model.classifier.modules_to_save["other"]
-    other_head.weight.data.mul_(2)
-    model.set_adapter("other")
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            module.set_adapter(active)
+    activate_another(model, target, active)
     before = active_of(model)
     torch.manual_seed(0)
     assert_close(use(la, batches), expected)
@@ -334,8 +386,9 @@ def test_a_state_is_loaded_under_another_adapter_name_and_precision_of_the_base(
     for name, value in model.state_dict().items():
         weights[name.replace(".default.", ".renamed.")] = value
     renamed.load_state_dict(weights)
-    embeddings = bert(renamed).embeddings
-    embeddings.bfloat16().float().bfloat16()  # there, back, and there again
+    embeddings = bert_of(renamed).embeddings
+    # There, back, and there again.
+    embeddings.bfloat16().float().bfloat16()
     other = make(renamed, **RANK)
     other.load_state_dict(la.state_dict())
     evidence = la.log_marginal_likelihood()
@@ -348,7 +401,7 @@ def test_a_state_is_loaded_under_another_adapter_name_and_precision_of_the_base(
 def test_a_base_with_weights_that_are_subnormal_in_float16_is_the_same_there(tmp_path):
     """Numbers there are 6e-8 apart, so that rounding moves small ones much."""
     model = lora_model("bert", torch.float32)
-    embeddings = bert(model).embeddings
+    embeddings = bert_of(model).embeddings
     small = torch.tensor([5.1e-7, -8.7e-8, 2e-8])
     embeddings.word_embeddings.weight.data[0, :3] = small
     la = fitted(model=model)
@@ -364,22 +417,22 @@ def test_a_base_with_weights_that_are_subnormal_in_float16_is_the_same_there(tmp
         from_pretrained(model, tmp_path)
 
 
-@pytest.mark.parametrize("trained", [None, ["wte"]])
-def test_resized_and_tied_embeddings_under_another_name_of_the_adapter(
-    trained, tmp_path
-):
-    def resized():
-        torch.manual_seed(0)
-        base = base_model("gpt2")
-        base.resize_token_embeddings(VOCABULARY + 4)
-        assert base.lm_head.weight is base.transformer.wte.weight
-        return base.double()
+def resized() -> nn.Module:
+    """Make a GPT-2 with four more tokens, whose output layer is its embedding."""
+    torch.manual_seed(0)
+    base = base_model("gpt2")
+    base.resize_token_embeddings(VOCABULARY + 4)
+    assert base.lm_head.weight is base.transformer.wte.weight
+    return base.double()
 
+
+def trained_on_resized(modules_to_save: list[str] | None) -> PeftModel:
+    """Make what a training of an adapter, and perhaps of the embedding, ends with."""
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=2,
         target_modules=["c_attn"],
-        modules_to_save=trained,
+        modules_to_save=modules_to_save,
         fan_in_fan_out=True,
     )
     model = get_peft_model(resized(), config, "trained")
@@ -387,19 +440,36 @@ def test_resized_and_tied_embeddings_under_another_name_of_the_adapter(
         if "lora_B" in name or "modules_to_save" in name:
             waves = torch.ones_like(parameter).cumsum(0).sin()
             parameter.data = parameter.data + waves / 3
-    model.double()
-    (batch,) = ragged_batches(batch_size=8)
-    old_and_new_tokens = [11, VOCABULARY, VOCABULARY + 3]
-    la = make(model, class_token_ids=old_and_new_tokens, **RANK)
-    la.fit([batch])
+    return model.double()
+
+
+def served(folder: Path) -> PeftModel:
+    """Load the adapter of a folder under another name."""
+    model = PeftModel.from_pretrained(resized(), folder / "trained", "served")
+    return model.double()
+
+
+OLD_AND_NEW_TOKENS = [11, VOCABULARY, VOCABULARY + 3]
+
+
+@pytest.mark.parametrize("modules_to_save", [None, ["wte"]])
+def test_resized_and_tied_embeddings_under_another_name_of_the_adapter(
+    modules_to_save,
+    eight_texts,
+    tmp_path,
+):
+    model = trained_on_resized(modules_to_save)
+    la = make(model, class_token_ids=OLD_AND_NEW_TOKENS, **RANK)
+    la.fit([eight_texts])
     model.save_pretrained(tmp_path)
     la.save_pretrained(tmp_path)
-    served = PeftModel.from_pretrained(resized(), tmp_path / "trained", "served")
-    served.double()
-    loaded = from_pretrained(served, tmp_path)
+
+    other = served(tmp_path)
+    loaded = from_pretrained(other, tmp_path)
     assert {block.adapter for block in loaded.blocks} == {"served"}
-    assert_close(loaded(batch), la(batch), rtol=1e-6, atol=1e-9)
-    served.get_input_embeddings().weight.data[0] += 0.1
+    expected = la(eight_texts)
+    assert_close(loaded(eight_texts), expected, rtol=1e-6, atol=1e-9)
+    other.get_input_embeddings().weight.data[0] += 0.1
     message = r"(wte|lm_head).*weight differs from that of the fit"
     with pytest.raises(RuntimeError, match=message):
-        loaded(batch)
+        loaded(eight_texts)

@@ -1,17 +1,19 @@
 """Trainers of several labels: losses, stages, trainings, callback."""
 
 import copy
-import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch.nn import BCEWithLogitsLoss
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.testing import assert_close
+from transformers import Trainer
 
 from laplace_lora_ext import (
     Laplace,
-    LaplaceCallback,
     LaplaceMixture,
     from_pretrained,
     train_in_stages,
@@ -21,29 +23,27 @@ from laplace_lora_ext.metrics import compare
 from tests.support.models import lora_model, without_labels
 from tests.support.ranks import Texts
 from tests.support.trainers import N, trainer_of
-from tests.training.support import entry_with, second_member
+from tests.training.support import entry_with, second_member, trained_with_callback
+
+# Much is said of so few texts.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 N_LABELS = 3
+
+Batch = dict[str, torch.Tensor]
 
 
 class Labelled(Texts):
     """Texts with three labels each, all but one of them 1."""
 
-    def __getitem__(self, number):
+    def __getitem__(self, number: int) -> Batch:
         text = dict(super().__getitem__(number))
         labels = torch.ones(N_LABELS)
         labels[text["labels"]] = 0.0
         return text | {"labels": labels}
 
 
-@pytest.fixture(autouse=True)
-def _few_texts():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def classifier():
+def classifier() -> PeftModel:
     """Make a model with three labels, whose adapter is untrained."""
     model = lora_model("bert", torch.float32, n_labels=N_LABELS)
     model.config.problem_type = MULTI_LABEL
@@ -53,23 +53,42 @@ def classifier():
     return model
 
 
-def trainer_of_labels(folder, *callbacks, model=None, **settings):
+def trainer_of_labels(
+    folder: Path,
+    model: PeftModel | None = None,
+    **settings: Any,
+) -> Trainer:
+    """Make a trainer of the texts with three labels each."""
     if model is None:
         model = classifier()
-    return trainer_of(folder, *callbacks, model=model, data=Labelled(N), **settings)
+    return trainer_of(
+        folder,
+        model=model,
+        data=Labelled(N),
+        **settings,
+    )
 
 
-def batch_of(trainer):
+def batch_of(trainer: Trainer) -> Batch:
     """Collate all training texts."""
-    return trainer.data_collator(list(trainer.train_dataset))
+    texts = list(trainer.train_dataset)
+    return trainer.data_collator(texts)
 
 
-def logits_of(model, batch):
+def logits_of(
+    model: PeftModel,
+    batch: Batch,
+) -> torch.Tensor:
+    inputs = without_labels(batch)
     with torch.no_grad():
-        return model.eval()(**without_labels(batch)).logits
+        output = model.eval()(**inputs)
+    return output.logits
 
 
-def assert_fitted_to_training_texts(la, trainer):
+def assert_fitted_to_training_texts(
+    la: Any,
+    trainer: Trainer,
+) -> None:
     """Compare a posterior's loss with that of all labels, none of them weighted."""
     assert la.likelihood == MULTI_LABEL
     assert la.n_data == N
@@ -86,16 +105,23 @@ def assert_fitted_to_training_texts(la, trainer):
 class PositivesCount(BCEWithLogitsLoss):
     """A trainer's loss for rare labels, which counts the texts it sees."""
 
-    def __init__(self):
-        super().__init__(pos_weight=torch.tensor([1.0, 4.0, 20.0]))
+    def __init__(self) -> None:
+        weights = torch.tensor([1.0, 4.0, 20.0])
+        super().__init__(pos_weight=weights)
         self.n_seen = 0
 
-    def forward(self, outputs, labels, num_items_in_batch=None):
+    def forward(
+        self,
+        outputs: Any,
+        labels: torch.Tensor,
+        num_items_in_batch: Any = None,
+    ) -> torch.Tensor:
         self.n_seen += len(labels)
         return super().forward(outputs["logits"], labels)
 
 
-def by_second_training(trainer):
+def by_second_training(trainer: Trainer) -> Any:
+    """Train twice, and fit a posterior of the first training."""
     trainer.train()
     la = Laplace(trainer.model)
     la.fit([batch_of(trainer)])
@@ -127,7 +153,9 @@ def test_weights_of_positives_move_the_weights_and_not_the_likelihood(
     assert loss.n_seen == n_texts
     assert_fitted_to_training_texts(la, trainer)
 
-    posterior_of(trainer_of_labels(tmp_path / "plain", model=plain))
+    # Without weights, the label of the heaviest is given less.
+    of_plain = trainer_of_labels(tmp_path / "plain", model=plain)
+    posterior_of(of_plain)
     batch = batch_of(trainer)
     difference = logits_of(model, batch) - logits_of(plain, batch)
     of_heaviest_label = difference[:, 2]
@@ -160,15 +188,13 @@ def test_the_callback_fits_saves_and_measures_several_labels(method, tmp_path):
         eval_steps=2,
         eval_data=Labelled(9),
     )
-    callback = LaplaceCallback(method=method, trainer=trainer)
-    trainer.add_callback(callback)
-    trainer.train()
-    la = callback.la
+    la = trained_with_callback(trainer, method)
     assert_fitted_to_training_texts(la, trainer)
     batch = batch_of(trainer)
     read = from_pretrained(trainer.model, tmp_path)
     found = read(batch, link_approx="mean_field")
-    assert_close(found, la(batch, link_approx="mean_field"))
+    expected = la(batch, link_approx="mean_field")
+    assert_close(found, expected)
 
     entry = entry_with("laplace_evidence", trainer)
     assert entry["laplace_evidence"] == la.log_marginal_likelihood().item()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext import train_in_stages
@@ -17,28 +17,51 @@ N_TRAIN = 60
 N_TEST = 200
 
 
-def texts_with(targets: torch.Tensor, first: int) -> list[dict[str, torch.Tensor]]:
-    """Give texts, from one of them on, targets that they tell nothing of."""
-    texts = Texts(N_TRAIN + N_TEST)
-    return [
-        texts[first + place] | {"labels": target}
-        for place, target in enumerate(targets)
-    ]
+Text = dict[str, torch.Tensor]
+
+
+def texts_with_noise(
+    mean: float,
+    deviation: float,
+) -> tuple[list[Text], list[Text]]:
+    """Make texts to train on and to test by, with targets that they tell nothing of."""
+    texts = []
+    generator = torch.Generator().manual_seed(0)
+    for text in Texts(N_TRAIN + N_TEST):
+        noise = torch.randn((), generator=generator)
+        target = mean + deviation * noise
+        texts.append(text | {"labels": target})
+    return texts[:N_TRAIN], texts[N_TRAIN:]
+
+
+def untrained_model(mean: float) -> PeftModel:
+    """Make a model that predicts the mean of the targets."""
+    torch.manual_seed(0)
+    base = base_model("bert", n_labels=1)
+    # Small steps would take long to get there.
+    base.classifier.bias.data.fill_(mean)
+    config = LoraConfig(
+        r=2,
+        target_modules=["query", "value"],
+        task_type="SEQ_CLS",
+    )
+    return get_peft_model(base, config)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("mean", "deviation"), [(50.0, 10.0), (0.0, 0.05)])
+@pytest.mark.parametrize(
+    ("mean", "deviation"),
+    [
+        (50.0, 10.0),
+        (0.0, 0.05),
+    ],
+)
 def test_noise_of_any_size_is_found_by_the_held_out_texts(tmp_path, mean, deviation):
-    generator = torch.Generator().manual_seed(0)
-    targets = mean + deviation * torch.randn(N_TRAIN + N_TEST, generator=generator)
-    torch.manual_seed(0)
-    base = base_model("bert", n_labels=1)
-    base.classifier.bias.data.fill_(mean)  # small steps would take long to get there
-    config = LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS")
+    train_texts, test_texts = texts_with_noise(mean, deviation)
     trainer = trainer_of(
         tmp_path,
-        model=get_peft_model(base, config),
-        data=texts_with(targets[:N_TRAIN], first=0),
+        model=untrained_model(mean),
+        data=train_texts,
         max_steps=200,
         per_device_train_batch_size=20,
         save_strategy="no",
@@ -47,8 +70,8 @@ def test_noise_of_any_size_is_found_by_the_held_out_texts(tmp_path, mean, deviat
     )
     la = train_in_stages(trainer)
 
-    test_texts = texts_with(targets[N_TRAIN:], first=N_TRAIN)
-    found = compare(la, DataLoader(test_texts, batch_size=50)).posterior
+    loader = DataLoader(test_texts, batch_size=50)
+    found = compare(la, loader).posterior
     # The least NLL that a prediction can have: 3.72 and -1.58.
     entropy = math.log(deviation) + (1 + math.log(2 * math.pi)) / 2
     # Both what the test texts' mean square and what twelve held-out texts say of the

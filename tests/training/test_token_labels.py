@@ -1,24 +1,25 @@
 """Trainers of labels of tokens: stages, second trainings, the callback and students."""
 
 import math
-import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, nll_loss
 from torch.testing import assert_close
 from transformers import (
     BertForTokenClassification,
     DataCollatorForTokenClassification,
     PreTrainedTokenizerFast,
+    Trainer,
 )
 
 from laplace_lora_ext import (
     Laplace,
-    LaplaceCallback,
     LaplaceMixture,
     from_pretrained,
     train_in_stages,
@@ -28,17 +29,18 @@ from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.training.trainers import loader_of
 from tests.support.models import N_CLASSES, base_model, ragged_batches
 from tests.support.trainers import N, trainer_of, values
-from tests.training.support import entry_with, second_member
+from tests.training.support import entry_with, second_member, trained_with_callback
+
+# Much is said of so few texts.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Text = dict[str, list[int]]
 
 
-@pytest.fixture(autouse=True)
-def _few_texts():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def labelled(n_texts, classes=N_CLASSES):
+def labelled(
+    n_texts: int,
+    classes: int = N_CLASSES,
+) -> list[Text]:
     """Make texts of unlike lengths, with labels at some tokens.
 
     TRL's PRMTrainer marks a step's last token so.
@@ -49,7 +51,10 @@ def labelled(n_texts, classes=N_CLASSES):
     for tokens, length in zip(batch["input_ids"], lengths, strict=True):
         ids = tokens[:length].tolist()
         # What a label is can be learnt from the token.
-        labels = [token % classes if token % 3 else IGNORED for token in ids]
+        labels = []
+        for token in ids:
+            is_labelled = token % 3 != 0
+            labels.append(token % classes if is_labelled else IGNORED)
         labels[-1] = ids[-1] % classes
         text = {
             "input_ids": ids,
@@ -60,19 +65,27 @@ def labelled(n_texts, classes=N_CLASSES):
     return texts
 
 
-def classifier(classes=N_CLASSES):
+def classifier(classes: int) -> PeftModel:
     """Make a model that labels tokens, whose adapter is untrained."""
     torch.manual_seed(0)
-    base = BertForTokenClassification(base_model("bert", classes).config)
-    lora = LoraConfig(task_type="TOKEN_CLS", r=2, target_modules=["query", "value"])
+    config = base_model("bert", classes).config
+    base = BertForTokenClassification(config)
+    lora = LoraConfig(
+        task_type="TOKEN_CLS",
+        r=2,
+        target_modules=["query", "value"],
+    )
     return get_peft_model(base, lora)
 
 
-def trainer_of_tokens(folder, *callbacks, classes=N_CLASSES, **settings):
+def trainer_of_tokens(
+    folder: Path,
+    classes: int = N_CLASSES,
+    **settings: Any,
+) -> Trainer:
     """Make a trainer that pads labels as it pads tokens."""
     trainer = trainer_of(
         folder,
-        *callbacks,
         model=classifier(classes),
         data=labelled(N, classes),
         **settings,
@@ -83,7 +96,7 @@ def trainer_of_tokens(folder, *callbacks, classes=N_CLASSES, **settings):
     return trainer
 
 
-def fitted_to(trainer):
+def fitted_to(trainer: Trainer):
     """Train, and fit a posterior to the same texts."""
     trainer.train()
     la = Laplace(trainer.model)
@@ -91,7 +104,10 @@ def fitted_to(trainer):
     return la
 
 
-def assert_fitted_to_training_texts(la, trainer):
+def assert_fitted_to_training_texts(
+    la: Any,
+    trainer: Trainer,
+) -> None:
     """Compare a posterior's loss with that of all labelled tokens."""
     assert la.likelihood == TOKENS
     assert la.n_data == N
@@ -99,9 +115,25 @@ def assert_fitted_to_training_texts(la, trainer):
     labels = batch.pop("labels")
     with torch.no_grad():
         logits = trainer.model.eval()(**batch).logits
-    loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = cross_entropy(
+        logits.flatten(0, 1),
+        labels.flatten(),
+        reduction="sum",
+    )
     # Sums in float32, over other batches.
     assert_close(la.loss.float(), loss, rtol=1e-4, atol=1e-4)
+
+
+def mean_loss(
+    la: Any,
+    batch: Any,
+) -> float:
+    """Average the negative log-probability of all labelled tokens."""
+    p = la(batch, link_approx="mean_field")
+    assert p.shape == (*batch["input_ids"].shape, N_CLASSES)
+    is_labelled = batch["labels"] != IGNORED
+    y = batch["labels"][is_labelled]
+    return nll_loss(p[is_labelled].log(), y).item()
 
 
 @pytest.mark.parametrize("members", [1, 2])
@@ -113,13 +145,7 @@ def test_trainers_of_tokens_train_in_stages(members, tmp_path):
     assert math.isfinite(figures["laplace_held_out_nll"])
 
     batch = trainer.data_collator(trainer.eval_dataset)
-    p = la(batch, link_approx="mean_field")
-    assert p.shape == (*batch["input_ids"].shape, N_CLASSES)
-    is_labelled = batch["labels"] != IGNORED
-    y = batch["labels"][is_labelled]
-    of_labelled = p[is_labelled]
-    of_right = of_labelled[torch.arange(len(y)), y]
-    nll = -of_right.log().mean().item()
+    nll = mean_loss(la, batch)
     assert figures["eval_laplace_nll"] == pytest.approx(nll, rel=1e-4)
     ece = compare(la, [batch]).posterior["ece"]
     assert figures["eval_laplace_ece"] == pytest.approx(ece, rel=1e-3)
@@ -145,16 +171,12 @@ def test_the_callback_fits_saves_and_measures_labels_of_tokens(method, tmp_path)
         eval_steps=2,
         eval_data=labelled(7),
     )
-    callback = LaplaceCallback(method=method, trainer=trainer)
-    trainer.add_callback(callback)
-    trainer.train()
-    la = callback.la
-    assert la is not None
+    la = trained_with_callback(trainer, method)
     assert_fitted_to_training_texts(la, trainer)
     entry = entry_with("laplace_evidence", trainer)
     batch = trainer.data_collator(trainer.eval_dataset)
-    measured = compare(la, [batch]).posterior
-    assert entry["eval_laplace_nll"] == pytest.approx(measured["nll"], rel=1e-4)
+    nll = compare(la, [batch]).posterior["nll"]
+    assert entry["eval_laplace_nll"] == pytest.approx(nll, rel=1e-4)
     read = from_pretrained(trainer.model, tmp_path)
     found = read(batch, link_approx="mean_field")
     expected = la(batch, link_approx="mean_field")
@@ -164,10 +186,12 @@ def test_the_callback_fits_saves_and_measures_labels_of_tokens(method, tmp_path)
 def test_steps_of_a_reasoning_train_in_stages(tmp_path):
     trainer = trainer_of_tokens(tmp_path, classes=2)
     la = train_in_stages(trainer)
-    statistics = la.predictive_statistics(loader_of(trainer, trainer.train_dataset))
+    texts = trainer.train_dataset
     n_labels = 0
-    for text in trainer.train_dataset:
-        n_labels += sum(label != IGNORED for label in text["labels"])
+    for text in texts:
+        is_labelled = [label != IGNORED for label in text["labels"]]
+        n_labels += sum(is_labelled)
+    statistics = la.predictive_statistics(loader_of(trainer, texts))
     assert len(statistics) == n_labels
     batch = trainer.data_collator(trainer.train_dataset[:3])
     assert la(batch).shape == (3, 4, 2)

@@ -1,8 +1,7 @@
 """The prior precision that held-out examples choose for another training."""
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import (
     DataLoader,
@@ -40,28 +40,29 @@ from tests.support.ranks import (
 )
 from tests.support.trainers import values
 
+# Odd, so that batches of two leave one over.
 N = 11
 
 
 class Training:
     """Returns a model, and remembers what it was to train on."""
 
-    def __init__(self, model=None):
+    def __init__(self, model: nn.Module | None = None) -> None:
         self.model = another_training() if model is None else model
-        self.seen = None
+        self.seen: Any = None
 
-    def __call__(self, examples):
+    def __call__(self, examples: Any) -> nn.Module:
         self.seen = examples
         return self.model
 
 
-def loader(examples=None, batch_size=2):
+def loader(examples: Any = None) -> DataLoader:
     if examples is None:
         examples = Texts(N)
-    return DataLoader(examples, batch_size=batch_size)
+    return DataLoader(examples, batch_size=2)
 
 
-def loader_of(places):
+def loader_of(places: Sequence[int]) -> DataLoader:
     """Load the texts at some places of all."""
     return loader(Subset(Texts(N), places))
 
@@ -96,7 +97,9 @@ def test_it_takes_over_what_the_held_out_examples_choose(structure):
     other = make(another_training(), structure, **settings)
     other.fit(loader_of(train.seen.indices))
     expected = other.optimize_prior_precision(
-        method="gridsearch", val_loader=loader_of(held_out), **search
+        method="gridsearch",
+        val_loader=loader_of(held_out),
+        **search,
     )
     chosen = other.prior_precision.double()
     assert torch.equal(la.prior_precision.double(), chosen)
@@ -105,7 +108,7 @@ def test_it_takes_over_what_the_held_out_examples_choose(structure):
 
 
 def test_held_out_examples_are_searched_by_the_default_link():
-    def objective(**options):
+    def objective(**options: Any) -> torch.Tensor:
         history = fitted().optimize_prior_precision(
             method="second_training",
             train=Training(),
@@ -114,8 +117,12 @@ def test_held_out_examples_are_searched_by_the_default_link():
         )
         return history.objective
 
-    search = partial(GridSearch, link_approx="mean_field")
-    assert torch.equal(objective(), objective(search=search))
+    by_mean_field = partial(GridSearch, link_approx="mean_field")
+    expected = objective(search=by_mean_field)
+    assert torch.equal(objective(), expected)
+
+
+# --- several trainings ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,11 @@ class Part:
     posterior: Any
     held_out: list[int]
 
-    def loss(self, prior_precision, logit_scale: float) -> float:
+    def loss(
+        self,
+        prior_precision: torch.Tensor,
+        logit_scale: float,
+    ) -> float:
         """Sum the losses of the texts that were held out, at a prior and a scale."""
         self.posterior.logit_scale = logit_scale
         mean = validation_loss(
@@ -137,17 +148,29 @@ class Part:
         return mean * len(self.held_out)
 
 
-def test_several_trainings_ask_every_example_and_choose_together():
-    la = fitted()
-    parts = []
+@dataclass(frozen=True)
+class Several:
+    """A posterior, five trainings for it, and what they went through together."""
 
-    def train(examples):
+    la: Any
+    parts: list[Part]
+    history: Any
+
+
+@pytest.fixture
+def several() -> Several:
+    la = fitted()
+    parts: list[Part] = []
+
+    def train(examples: Subset) -> nn.Module:
         model = another_training()
         head = model.base_model.model.classifier.modules_to_save["default"]
-        head.weight.data *= 1 + len(parts)  # no two trainings end alike
+        # No two trainings end alike.
+        head.weight.data *= 1 + len(parts)
         posterior = make(model, backend_kwargs={"rank": 3})
         posterior.fit(loader_of(examples.indices))
-        parts.append(Part(posterior, held_out_of(examples)))
+        part = Part(posterior, held_out_of(examples))
+        parts.append(part)
         return model
 
     history = la.optimize_prior_precision(
@@ -156,32 +179,52 @@ def test_several_trainings_ask_every_example_and_choose_together():
         train_loader=loader(),
         trainings=5,
     )
-    asked = itertools.chain.from_iterable(part.held_out for part in parts)
-    assert sorted(asked) == list(range(N))
-    assert sorted(len(part.held_out) for part in parts) == [2, 2, 2, 2, 3]
+    return Several(la, parts, history)
 
-    # All held-out examples, each by the posterior that has not seen it, at one prior
-    # and scale.
+
+def test_several_trainings_ask_every_example(several):
+    asked = []
+    for part in several.parts:
+        asked += part.held_out
+    assert sorted(asked) == list(range(N))
+    sizes = [len(part.held_out) for part in several.parts]
+    assert sorted(sizes) == [2, 2, 2, 2, 3]
+
+
+def test_several_trainings_losses_are_those_of_all_held_out_examples(several):
+    # Each by the posterior that has not seen it, at one prior and scale.
+    history = several.history
     for point in (0, 40, 60, 100):
         prior = history.prior_precision[point]
         scale = history.logit_scale[point].item()
-        expected = PENALTY * math.log(scale) ** 2 / N
-        for part in parts:
-            expected += part.loss(prior, scale) / N
-        objective = history.objective[point].item()
-        assert objective == pytest.approx(expected, rel=1e-4)
+        losses = [part.loss(prior, scale) for part in several.parts]
+        penalty = PENALTY * math.log(scale) ** 2
+        expected = (sum(losses) + penalty) / N
+        found = history.objective[point].item()
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_several_trainings_choose_together(several):
+    la = several.la
+    history = several.history
     best = history.objective.argmin()
     assert la.prior_precision.item() == history.prior_precision[best].item()
     assert la.logit_scale == history.logit_scale[best].item()
     assert la.logit_scale != 1
 
 
+# --- what is said, and what is drawn --------------------------------------------------
+
+
 @pytest.mark.parametrize("trainings", [1, 3])
 def test_a_choice_at_an_end_of_the_grid_is_said_once(trainings):
-    def confidence(probs, labels):
+    def confidence(
+        probs: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> torch.Tensor:
         return -probs.max(1).values.mean()
 
-    def train(examples):
+    def train(examples: Any) -> nn.Module:
         return another_training()
 
     message = "prior precision of the grid is the last"
@@ -198,81 +241,107 @@ def test_a_choice_at_an_end_of_the_grid_is_said_once(trainings):
 
 
 def test_the_examples_depend_on_the_generator_alone():
-    def held_out(draws):
+    def held_out(draws: torch.Generator | None) -> list[int]:
         train = Training()
-        choose = SecondTraining(train=train, train_loader=loader(), generator=draws)
+        choose = SecondTraining(
+            train=train,
+            train_loader=loader(),
+            generator=draws,
+        )
         choose(fitted())
         return held_out_of(train.seen)
 
     assert held_out(None) == held_out(None)
-    assert held_out(generator(3)) == held_out(generator(3))
-    assert held_out(generator(3)) != held_out(generator(4))
+    first = held_out(generator(3))
+    assert held_out(generator(3)) == first
+    assert held_out(generator(4)) != first
 
 
-def descent(val_loader, **others):
-    """Searches along a path of its own."""
-    return ValGD(val_loader=val_loader, n_steps=2, **others)
+# --- several processes ----------------------------------------------------------------
 
 
 def test_two_processes_choose_as_one():
-    def chosen(rank=0, of=strided_loader):
-        la = fitted(batches=of(N), rank=24)  # exact: no order matters
+    def chosen(rank: int) -> tuple[torch.Tensor, list[int]]:
+        # At this rank nothing is left out, so that no order matters.
+        la = fitted(batches=strided_loader(N), rank=24)
         train = Training()
         history = la.optimize_prior_precision(
             method="second_training",
             train=train,
-            train_loader=of(N),
+            train_loader=strided_loader(N),
         )
         return history.objective, list(train.seen.indices)
 
-    expected, taken = chosen()
+    expected, taken = chosen(0)
     for objective, places in on_ranks(chosen, 2):
         assert_close(objective, expected)
         assert places == taken
 
 
+def test_processes_with_data_of_their_own_are_refused():
+    def job(rank: int) -> None:
+        own = loader(Texts(N + rank))
+        la = fitted(batches=own)
+        choose = SecondTraining(train=Training(), train_loader=own)
+        choose(la)
+
+    for message in failures(on_ranks(job, 2)):
+        assert "DistributedSampler" in message
+
+
+# --- what can't work ------------------------------------------------------------------
+
 # Trainings by the fitted posterior that they are made for.
+Train = Callable[[Any], nn.Module]
 
 
-def in_place(la):
+def in_place(la: Any) -> Train:
     """Trains the fitted model, and another."""
 
-    def train(examples):
+    def train(examples: Any) -> nn.Module:
         la.blocks[0].weight.data.mul_(1.5)
         return another_training()
 
     return train
 
 
-def none(la):
+def none(la: Any) -> Callable[[Any], None]:
     """Trains a model and keeps it to itself."""
 
-    def train(examples):
+    def train(examples: Any) -> None:
         return None
 
     return train
 
 
-def the_same_model(la):
-    def train(examples):
+def the_same_model(la: Any) -> Train:
+    def train(examples: Any) -> nn.Module:
         return la.model.model
 
     return train
 
 
-def a_copy(la):
-    def train(examples):
+def a_copy(la: Any) -> Train:
+    def train(examples: Any) -> nn.Module:
         return deepcopy(la.model.model)
 
     return train
 
 
-def another(la):
+def another(la: Any) -> Train:
     return Training()
 
 
-def a_language_model(la):
+def a_language_model(la: Any) -> Train:
     return Training(another_training("gpt2"))
+
+
+def descent(
+    val_loader: Any,
+    **others: Any,
+) -> ValGD:
+    """Searches along a path of its own."""
+    return ValGD(val_loader=val_loader, n_steps=2, **others)
 
 
 @dataclass(frozen=True)
@@ -302,17 +371,6 @@ REFUSED = [
 ]
 
 
-def test_processes_with_data_of_their_own_are_refused():
-    def job(rank):
-        own = loader(Texts(N + rank))
-        la = fitted(batches=own)
-        choose = SecondTraining(train=Training(), train_loader=own)
-        choose(la)
-
-    for message in failures(on_ranks(job, 2)):
-        assert "DistributedSampler" in message
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_can_not_work_is_refused(case):
     la = fitted(prior_precision=0.4)
@@ -335,24 +393,27 @@ def test_a_posterior_that_is_not_fitted_has_no_second_training():
     assert untouched.seen is None
 
 
+# --- loaders --------------------------------------------------------------------------
+
+
 class Every2nd(Sampler):
     """A user's own sampler."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.calls = 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         self.calls += 1
         return iter(range(0, N, 2))
 
-    def __len__(self):
+    def __len__(self) -> int:
         return (N + 1) // 2
 
 
 class Table(Texts):
     """Rows that keep their columns."""
 
-    def select(self, places):
+    def select(self, places: Sequence[int]) -> Subset:
         return Subset(self, places)
 
 
@@ -365,27 +426,27 @@ class Data:
     share: float = 0.3
 
 
-def loader_of_all():
+def loader_of_all() -> DataLoader:
     return DataLoader(Texts(N), batch_size=2)
 
 
-def loader_of_a_table():
+def loader_of_a_table() -> DataLoader:
     return DataLoader(Table(N), batch_size=2)
 
 
-def loader_of_a_part():
+def loader_of_a_part() -> DataLoader:
     return DataLoader(Texts(N), sampler=SubsetRandomSampler(PART))
 
 
-def loader_with_its_own_sampler():
+def loader_with_its_own_sampler() -> DataLoader:
     return DataLoader(Texts(N), sampler=Every2nd())
 
 
-def loader_with_its_own_batches():
+def loader_with_its_own_batches() -> DataLoader:
     return DataLoader(Texts(N), batch_sampler=[[0, 4], [2, 6, 8], [10]])
 
 
-def loader_of_whole_batches():
+def loader_of_whole_batches() -> DataLoader:
     return DataLoader(ragged_batches(batch_size=1), batch_size=None)
 
 
@@ -414,9 +475,14 @@ def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(data):
     assert sorted([*part.indices, *rest.indices]) == list(data.places)
     n_held_out = 3 if len(data.places) == N else 2
     assert len(rest) == n_held_out
-    assert getattr(given.sampler, "calls", 0) == 0  # a copy was asked
+    # A copy of the sampler was asked.
+    assert getattr(given.sampler, "calls", 0) == 0
     train = Training()
-    choose = SecondTraining(train=train, train_loader=given, held_out=data.share)
+    choose = SecondTraining(
+        train=train,
+        train_loader=given,
+        held_out=data.share,
+    )
     choose(la)
     assert list(train.seen.indices) == list(part.indices)
 

@@ -1,37 +1,62 @@
 """Descent on the loss of validation data."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import nll_loss
 from torch.testing import assert_close
 
+from laplace_lora_ext import TuningHistory
 from laplace_lora_ext.predictive.links import mean_field, probit, sampled
 from tests.support.posteriors import fitted, generator, overconfident
 
 
+def descended(
+    la: Any,
+    validation: Any,
+    **options: Any,
+) -> TuningHistory:
+    """Descend on the loss of the link "probit"."""
+    return la.optimize_prior_precision(
+        method="val_gd",
+        val_loader=validation,
+        link_approx="probit",
+        **options,
+    )
+
+
+# --- layerwise priors -----------------------------------------------------------------
+
+
 def test_val_gd_of_a_layerwise_prior_beats_the_best_scalar():
     la, validation = overconfident()
-
-    def descend(**options):
-        return la.optimize_prior_precision(
-            method="val_gd",
-            val_loader=validation,
-            link_approx="probit",
-            **options,
-        )
-
     n_blocks = len(la.blocks)
-    scalar = descend(batch_size=24)
-    layerwise = descend(batch_size=24, prior_structure="layerwise")
+    # All texts at once, so that no noise hides the difference.
+    scalar = descended(la, validation, batch_size=24)
+    layerwise = descended(
+        la,
+        validation,
+        batch_size=24,
+        prior_structure="layerwise",
+    )
     assert len(la.prior_precision) == n_blocks
     assert layerwise.objective.min() < scalar.objective.min()
     # It is measured before the first step, and twenty times along the way.
     assert layerwise.step.tolist() == list(range(0, 1001, 50))
     assert layerwise.prior_precision.shape == (21, n_blocks)
-    start = torch.full((n_blocks,), 2.0)
-    from_scalar = descend(init_prior_prec=start, n_steps=1)
-    first = from_scalar.prior_precision[0]
-    assert first.tolist() == pytest.approx(start.tolist())
+
+
+def test_a_descent_starts_from_numbers_of_each_block():
+    la, validation = overconfident()
+    start = torch.full((len(la.blocks),), 2.0)
+    history = descended(la, validation, init_prior_prec=start, n_steps=1)
+    first = history.prior_precision[0]
+    assert_close(first.to(start), start)
+
+
+# --- the loss and its minimum ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -64,8 +89,8 @@ def test_the_history_is_the_loss_of_the_predictions(validation, link, n_samples,
     assert history.objective[0].item() == pytest.approx(expected, rel=close)
 
 
-def link_of(name):
-    """A link that gives the same for the same moments."""
+def link_of(name: str) -> Callable[..., torch.Tensor]:
+    """Make a link that gives the same for the same moments."""
     if name == "mc":
         return sampled(5_000, generator())
     return {"probit": probit, "mean_field": mean_field}[name]
@@ -106,7 +131,7 @@ def test_val_gd_finds_the_best_scalar(link, posterior, options, close):
     la, validation = overconfident(**posterior)
     statistics = la.predictive_statistics(validation)
 
-    def measure(point):
+    def measure(point: Any) -> float:
         f_mu, f_var = statistics.moments(point)
         log_p = link_of(link)(f_mu, f_var)
         return nll_loss(log_p, statistics.targets).item()
@@ -123,24 +148,40 @@ def test_val_gd_finds_the_best_scalar(link, posterior, options, close):
     )
     chosen = measure(la.prior_precision)
     assert chosen <= best + close
+    # Where it started, there was something to find.
     assert measure(start) > best + 0.02
+    # Draws of "mc" are others than those above.
     if link != "mc":
         assert history.objective.min().item() == pytest.approx(chosen, rel=1e-5)
 
 
-def test_it_is_measured_twenty_times_and_takes_the_best_and_not_the_last():
+# --- steps ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_steps_far_too_long() -> tuple[Any, TuningHistory]:
+    """A posterior, and a descent that jumps from end to end."""
     la, validation = overconfident()
-    history = la.optimize_prior_precision(
-        method="val_gd",
-        val_loader=validation,
-        link_approx="probit",
-        n_steps=45,
-        lr=200.0,  # steps far too long
-    )
+    history = descended(la, validation, n_steps=45, lr=200.0)
+    return la, history
+
+
+def test_it_is_measured_twenty_times(with_steps_far_too_long):
+    _, history = with_steps_far_too_long
+    # And after the last step.
     assert history.step.tolist() == [*range(0, 45, 2), 45]
-    tiny = torch.finfo(torch.float32).tiny  # there is no going farther
+
+
+def test_prior_precisions_stay_numbers(with_steps_far_too_long):
+    _, history = with_steps_far_too_long
+    # There is no going farther.
+    tiny = torch.finfo(torch.float32).tiny
     smallest = history.prior_precision.min().item()
     assert smallest == pytest.approx(tiny, rel=1e-5, abs=0)
+
+
+def test_it_takes_the_best_and_not_the_last(with_steps_far_too_long):
+    la, history = with_steps_far_too_long
     best = history.objective.argmin()
     assert best < len(history.objective) - 1
     assert_close(la.prior_precision, history.prior_precision[best])
@@ -148,10 +189,9 @@ def test_it_is_measured_twenty_times_and_takes_the_best_and_not_the_last():
 
 def test_steps_become_shorter_along_half_a_cosine():
     la, validation = overconfident()
-    history = la.optimize_prior_precision(
-        method="val_gd",
-        val_loader=validation,
-        link_approx="probit",
+    history = descended(
+        la,
+        validation,
         n_steps=20,
         init_prior_prec=1e4,
         batch_size=24,
