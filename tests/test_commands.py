@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -31,10 +31,11 @@ from laplace_lora_ext.commands.main import COMMANDS, USAGE, main
 WORDS = ("red", "green", "blue", "sky", "grass", "rose", "A", "B")
 NAMES = ("plant", "air")
 SMALL = {
-    "hidden_size": 64,  # whole blocks of four-bit numbers, as below
+    # Whole blocks of numbers in four bits.
+    "hidden_size": 64,
+    "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "intermediate_size": 64,
     "vocab_size": 2 + len(WORDS),
 }
 CHROMIUM = shutil.which("chromium")
@@ -49,9 +50,13 @@ def write_rows(
     generator = torch.Generator().manual_seed(n_rows)
     lines = []
     for _ in range(n_rows):
-        first, label = torch.randint(len(names), (2,), generator=generator).tolist()
-        text = f"{WORDS[first]} {WORDS[3 + label]}"
-        lines.append(json.dumps({"text": text, "label": names[label]}))
+        drawn = torch.randint(len(names), (2,), generator=generator)
+        first, label = drawn.tolist()
+        row = {
+            "text": f"{WORDS[first]} {WORDS[3 + label]}",
+            "label": names[label],
+        }
+        lines.append(json.dumps(row))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
@@ -98,7 +103,11 @@ def save_adapter(
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory) -> Path:
     torch.manual_seed(0)
-    config = BertConfig(**SMALL, id2label=dict(enumerate(NAMES)), pad_token_id=0)
+    config = BertConfig(
+        **SMALL,
+        id2label=dict(enumerate(NAMES)),
+        pad_token_id=0,
+    )
     base = BertForSequenceClassification(config)
     return save_adapter(
         tmp_path_factory.mktemp("bert"),
@@ -120,7 +129,10 @@ def decoder(tmp_path_factory) -> Path:
     )
 
 
-def run(command: str, **options: object) -> None:
+def run(
+    command: str,
+    **options: object,
+) -> None:
     """Run a command; options with several values are tuples."""
     given = command.split()
     for name, value in options.items():
@@ -133,7 +145,10 @@ def run(command: str, **options: object) -> None:
 def refusal(capsys) -> Callable[..., str]:
     """Runs a command that must end with one sentence and the exit code of misuse."""
 
-    def message_of(command: str, **options: object) -> str:
+    def message_of(
+        command: str,
+        **options: object,
+    ) -> str:
         with pytest.raises(SystemExit) as exit_of:
             run(command, **options)
         assert exit_of.value.code == USAGE
@@ -152,7 +167,8 @@ def refusal(capsys) -> Callable[..., str]:
 class Calibrated:
     """An adapter with a posterior, and labelled texts."""
 
-    options: dict[str, object]  # of commands that read the posterior
+    # Of commands that read the posterior.
+    options: dict[str, object]
     names: Sequence[str]
     train: Path
     test: Path
@@ -205,7 +221,10 @@ def test_predictions_are_in_order_and_go_on_where_they_stopped(
         assert row["probabilities"] == pytest.approx(before["probabilities"], abs=1e-5)
 
 
-def take_picture(page: Path, width: int) -> Path:
+def take_picture(
+    page: Path,
+    width: int,
+) -> Path:
     """Let a browser draw a page."""
     assert CHROMIUM is not None
     picture = page.with_name(f"{width}.png")
@@ -229,7 +248,8 @@ def take_picture(page: Path, width: int) -> Path:
 
 
 def test_the_report_is_one_page_without_any_outside_file(calibrated, refusal, tmp_path):
-    output = tmp_path / "reports" / "report.html"  # in a folder that is made
+    # In a folder that is made.
+    output = tmp_path / "reports" / "report.html"
     options = {"data": calibrated.test, "output": output, **calibrated.options}
     run("report", title="A < B", **options)
     document = output.read_text(encoding="utf-8")
@@ -243,7 +263,8 @@ def test_the_report_is_one_page_without_any_outside_file(calibrated, refusal, tm
     if CHROMIUM is not None:
         for width in (1280, 390):
             picture = take_picture(output, width)
-            assert picture.stat().st_size > 10_000  # an empty page's is smaller
+            # An empty page's is smaller.
+            assert picture.stat().st_size > 10_000
 
 
 def test_learnt_variances_predict(calibrated, refusal, tmp_path):
@@ -265,12 +286,18 @@ def test_drawn_adapters_differ(calibrated, tmp_path, capsys):
 
 def test_a_student_is_trained_and_saved(calibrated, tmp_path, capsys):
     folder = tmp_path / "student"
-    train = calibrated.train
-    run("distill", train=train, output=folder, epochs=2, **calibrated.options)
+    run(
+        "distill",
+        train=calibrated.train,
+        output=folder,
+        epochs=2,
+        **calibrated.options,
+    )
     printed = capsys.readouterr()
     student = folder / "calibrated"
     assert printed.out == f"The student is in {student}.\n"
-    assert "2/2" in printed.err  # the bar of its training
+    # The bar of its training.
+    assert "2/2" in printed.err
     assert (student / "adapter_model.safetensors").exists()
 
 
@@ -302,8 +329,13 @@ def test_csv_and_labels_by_number(options, tmp_path):
         lines.append(f"{number},{text},{label}")
     train = tmp_path / "train.csv"
     train.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    columns = {"text_column": "body", "label_column": "class"}
-    run("calibrate", **(options | {"train": train}), **columns)
+    options["train"] = train
+    run(
+        "calibrate",
+        text_column="body",
+        label_column="class",
+        **options,
+    )
     assert (tmp_path / "posterior" / "laplace_posterior.safetensors").exists()
 
 
@@ -344,12 +376,13 @@ def test_values_that_are_wrong(change, message, options, refusal):
 def test_files_that_are_wrong(name, text, message, options, refusal, tmp_path):
     train = tmp_path / name
     train.write_text(text, encoding="utf-8")
-    assert message in refusal("calibrate", **(options | {"train": train}))
+    options["train"] = train
+    assert message in refusal("calibrate", **options)
 
 
 def test_a_folder_without_an_adapter(options, refusal, tmp_path):
-    message = refusal("calibrate", **(options | {"adapter": tmp_path}))
-    assert "holds no adapter" in message
+    options["adapter"] = tmp_path
+    assert "holds no adapter" in refusal("calibrate", **options)
 
 
 def test_a_language_model_needs_answers_that_have_a_text(decoder, options, refusal):
@@ -389,10 +422,14 @@ def test_mistakes_after_a_calibration(command, data, options, refusal, tmp_path)
         "output": tmp_path / "new",
         data: options["train"],
     }
-    assert "plant, air" in refusal(command, **(right | {data: others}))
-    assert "'body'" in refusal(command, text_column="body", **right)
-    assert "holds no adapter" in refusal(command, **(right | {"adapter": tmp_path}))
-    assert "exists" in refusal(command, **(right | {"output": others}))
+
+    def message_of(**change: object) -> str:
+        return refusal(command, **(right | change))
+
+    assert "plant, air" in message_of(**{data: others})
+    assert "'body'" in message_of(text_column="body")
+    assert "holds no adapter" in message_of(adapter=tmp_path)
+    assert "exists" in message_of(output=others)
 
 
 # --- answers, and the demo ------------------------------------------------------------
@@ -444,16 +481,27 @@ def test_the_demo_prints_a_table_and_three_texts(monkeypatch, tmp_path, capsys):
     assert "1/1" in printed.err
 
 
-def test_help_shows_an_example(capsys):
+# --- help -----------------------------------------------------------------------------
+
+
+def test_without_a_command_all_are_listed(capsys):
     main([])
     overview = capsys.readouterr().out
     for name in COMMANDS:
         assert f"  {name} " in overview
-        with pytest.raises(SystemExit) as exit_of:
-            main([name, "--help"])
-        assert not exit_of.value.code
-        _, _, example = capsys.readouterr().out.partition("example:")
-        assert f"laplace-lora {name}" in example
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_an_example(name, capsys):
+    with pytest.raises(SystemExit) as exit_of:
+        main([name, "--help"])
+    assert not exit_of.value.code
+    printed = capsys.readouterr().out
+    _, _, example = printed.partition("example:")
+    assert f"laplace-lora {name}" in example
+
+
+def test_a_command_that_there_is_not_is_named(capsys):
     with pytest.raises(SystemExit):
         main(["calibrates"])
     assert "no command 'calibrates'" in capsys.readouterr().err
@@ -463,13 +511,17 @@ def test_help_shows_an_example(capsys):
 
 
 @pytest.fixture
-def loaded(monkeypatch):
+def loaded(monkeypatch) -> list[tuple[PeftModel, dict[str, Any]]]:
     """The models that commands load, and with which keywords."""
     found = []
     for name in ("AutoPeftModelForSequenceClassification", "AutoPeftModelForCausalLM"):
         read = getattr(loading, name).from_pretrained
 
-        def spy(adapter, read=read, **keywords):
+        def spy(
+            adapter: object,
+            read: Callable = read,
+            **keywords: Any,
+        ) -> PeftModel:
             model = read(adapter, **keywords)
             found.append((model, keywords))
             return model
@@ -510,11 +562,10 @@ def test_bases_in_four_bits(kind, n_linear, request, tmp_path, loaded):
     )
     assert len(read_rows(output)) == 24
     for model, _ in loaded:
-        in_four_bits = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, bitsandbytes.nn.Linear4bit)
-        ]
+        in_four_bits = []
+        for name, module in model.named_modules():
+            if isinstance(module, bitsandbytes.nn.Linear4bit):
+                in_four_bits.append(name)
         assert len(in_four_bits) == n_linear
         for name in in_four_bits:
             assert "classifier" not in name
@@ -524,7 +575,8 @@ def test_bases_in_four_bits(kind, n_linear, request, tmp_path, loaded):
 @pytest.mark.parametrize(
     ("dtype", "expected"),
     [
-        ("auto", torch.float32),  # what the base was saved in
+        # What the base was saved in.
+        ("auto", torch.float32),
         ("bfloat16", torch.bfloat16),
     ],
 )

@@ -47,7 +47,8 @@ def test_regression_has_the_curvature_of_the_squared_error():
     la.fit([(X, real_targets())])
     Js = jacobians(regressor, X)
     # The squared error has the same curvature wherever the outputs are.
-    of_outputs = torch.eye(2).double().expand(len(X), 2, 2)
+    of_example = torch.eye(2).double()
+    of_outputs = of_example.expand(len(X), 2, 2)
     H = gradient_curvature(regressor, Js, of_outputs)
     assert_close(la.H.to_matrix(), H, **EXACT)
 

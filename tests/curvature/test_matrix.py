@@ -194,7 +194,8 @@ def test_nothing_cancels_at_a_tiny_prior_precision_in_float32():
     # The weights lie within the kept directions, where the curvature is 1e8 times the
     # prior.
     n_kept = 3
-    rotation = torch.linalg.qr(torch.randn(50, 50, generator=generator())).Q
+    square = torch.randn(50, 50, generator=generator())
+    rotation = torch.linalg.qr(square).Q
     kept = rotation[:, :n_kept]
     block = {
         "output_factor": {"matrix": torch.eye(2)},

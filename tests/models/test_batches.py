@@ -312,7 +312,8 @@ def test_statistics_of_labels_that_are_none_have_no_targets(batch, unlabel):
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_empty_batches_are_left_out(structure):
     batches = ragged_batches()
-    empty = {key: value[:0] for key, value in batches[0].items()}
+    first = batches[0]
+    empty = {key: value[:0] for key, value in first.items()}
     la = fitted(batches=batches, structure=structure)
     evidence = la.log_marginal_likelihood()
     la.fit([empty, *batches, empty])
@@ -355,6 +356,9 @@ def test_tokens_alone_have_no_labels_within_them(bert, batch):
 
 IN_ORDER = torch.arange(7)
 RESTARTING = torch.tensor([0, 1, 2, 3, 0, 1, 2])
+# The number of each token's text.
+NUMBERED = torch.tensor([1, 1, 1, 2, 2, 3, 3])
+NUMBERED_AND_PADDED = torch.tensor([1.0, 1, 1, 2, 2, 0, 0])
 # Two texts in the first of three rows.
 ENDS = torch.tensor([0, 3, 7, 14, 21]).int()
 
@@ -382,12 +386,12 @@ SHOWING_SEVERAL_TEXTS = [
     ),
     pytest.param(
         "attention_mask",
-        torch.tensor([1, 1, 1, 2, 2, 3, 3]).expand(3, 7),
+        NUMBERED.expand(3, 7),
         id="attention_mask",
     ),
     pytest.param(
         "attention_mask",
-        torch.tensor([1.0, 1, 1, 2, 2, 0, 0]).expand(3, 7),
+        NUMBERED_AND_PADDED.expand(3, 7),
         id="attention_mask of floats",
     ),
     pytest.param(
@@ -426,8 +430,16 @@ def test_several_embedded_texts_in_a_row_are_refused(key, numbers, kind):
 @pytest.mark.parametrize(
     ("key", "of_two", "of_one"),
     [
-        ("position_ids", [[0, 1, 2, 0, 1]], [[0, 1, 2, 3, 4]]),
-        ("seq_idx", [[0, 0, 0, 1, 1]], [[0, 0, 0, 0, 0]]),
+        (
+            "position_ids",
+            [[0, 1, 2, 0, 1]],
+            [[0, 1, 2, 3, 4]],
+        ),
+        (
+            "seq_idx",
+            [[0, 0, 0, 1, 1]],
+            [[0, 0, 0, 0, 0]],
+        ),
         ("cu_seq_lens_q", [0, 3, 5], [0, 5]),
         ("cu_seq_lens_k", [0, 3, 5], [0, 5]),
     ],

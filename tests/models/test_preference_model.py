@@ -126,6 +126,7 @@ def test_rewards_have_samples(kind):
     la = fit(reward_model())
     first = first_texts()
     mean, variance = la(first)
+    # Predictive samples of rewards have no noise of their own.
     draw = getattr(la, kind)
     samples = draw(first, n_samples=4000, generator=generator())
     assert_close(samples.mean(0), mean, atol=0.2, rtol=0.1)
@@ -203,7 +204,14 @@ def stacked() -> Batch:
     return batch
 
 
-@pytest.mark.parametrize("labels", [{}, {"labels": None}], ids=["absent", "None"])
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {},
+        {"labels": None},
+    ],
+    ids=["absent", "None"],
+)
 def test_trls_batches_are_taken_as_they_come(labels):
     la = make(reward_model(), likelihood="reward_modeling")
     la.fit([first_preferred()])

@@ -1,5 +1,7 @@
 """The regression of learnt variances, against brute force."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -12,21 +14,13 @@ from laplace_lora_ext.predictive.amortized import (
     ridge,
 )
 from laplace_lora_ext.predictive.links import mean_field
-from tests.support.posteriors import generator
+from tests.predictive.support import randn
+
+# How exactly it is learnt what can be: the regression has a penalty.
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 # A prior precision and a scale of the curvature, which these tests do not vary.
 ONE = torch.ones(1).double()
-
-
-def randn(
-    *shape: int,
-    seed: int = 0,
-) -> torch.Tensor:
-    return torch.randn(
-        *shape,
-        generator=generator(seed),
-        dtype=torch.float64,
-    )
 
 
 def learnt_from(
@@ -113,8 +107,12 @@ def test_examples_that_are_left_out_against_as_many_regressions(n, noise):
     # Penalties are relative to the largest eigenvalue of XᵀX.
     largest = torch.linalg.svdvals(X)[0].square()
     penalties = PENALTIES * largest
-    errors_of = [by_brute_force(X, Y, penalty) for penalty in penalties]
-    losses = [of_penalty.square().mean().item() for of_penalty in errors_of]
+    errors_of = []
+    losses = []
+    for penalty in penalties:
+        of_penalty = by_brute_force(X, Y, penalty)
+        errors_of.append(of_penalty)
+        losses.append(of_penalty.square().mean().item())
     best = losses.index(min(losses))
 
     weights, errors = ridge(X, Y)
@@ -181,7 +179,11 @@ def test_links_see_the_variances_of_differences_even_if_no_covariance_has_them()
     assert_close(log_p.exp(), p / p.sum())
 
 
-@pytest.mark.parametrize("n_outputs", [1, 2, 5])
+@pytest.fixture(params=[1, 2, 5], ids="{} outputs".format)
+def n_outputs(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 def test_a_covariance_comes_back_from_its_variances(n_outputs):
     root = randn(4, n_outputs, n_outputs)
     V = root @ root.mT
@@ -191,7 +193,6 @@ def test_a_covariance_comes_back_from_its_variances(n_outputs):
     assert_close(found, V, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("n_outputs", [1, 2, 5])
 def test_variances_may_be_zero(n_outputs):
     nothing = torch.zeros(5, n_outputs, n_outputs)
     # The logarithm of 0 is infinite: the smallest number stands for it.
@@ -201,7 +202,6 @@ def test_variances_may_be_zero(n_outputs):
     assert found.abs().max() < 1e-300
 
 
-@pytest.mark.parametrize("n_outputs", [1, 2, 5])
 def test_some_variances_may_be_zero(n_outputs):
     V = torch.zeros(5, n_outputs, n_outputs).double()
     # Differences from the first output have the same variance, and the others none.
@@ -227,25 +227,35 @@ def linear_in_features(
     return X, X @ weights + offset
 
 
+@dataclass(frozen=True)
+class Learnt:
+    """What is learnt from examples of so many outputs."""
+
+    n_outputs: int
+    variance: LearntVariance
+
+
 # Of twelve, 64 components are kept of 78.
-@pytest.mark.parametrize("n_outputs", [1, 3, 12])
-def test_what_is_linear_in_the_features_is_learnt_exactly(n_outputs):
-    X, logs = linear_in_features(n_outputs)
-    learnt = learnt_from(X, logs)
-    new_X, new_logs = linear_in_features(n_outputs, seed=2)
+@pytest.fixture(params=[1, 3, 12], ids="{} outputs".format)
+def linear(request: pytest.FixtureRequest) -> Learnt:
+    X, logs = linear_in_features(request.param)
+    return Learnt(request.param, learnt_from(X, logs))
+
+
+def test_what_is_linear_in_the_features_is_learnt_exactly(linear):
+    learnt = linear.variance
+    X, logs = linear_in_features(linear.n_outputs, seed=2)
     # Beyond what it has seen, a learnt variance is cut off.
-    is_inside = (new_logs < learnt.highest) & (new_logs > learnt.lowest)
+    is_inside = (logs < learnt.highest) & (logs > learnt.lowest)
     inside = is_inside.all(1)
     assert inside.sum() > 3
-    found = learnt.covariance(new_X[inside])
-    expected = covariances(new_logs[inside].exp())
-    assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    found = learnt.covariance(X[inside])
+    expected = covariances(logs[inside].exp())
+    assert_close(found, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("n_outputs", [1, 3, 12])
-def test_it_says_that_what_is_linear_is_learnt_exactly(n_outputs):
-    X, logs = linear_in_features(n_outputs)
-    learnt = learnt_from(X, logs)
+def test_it_says_that_what_is_linear_is_learnt_exactly(linear):
+    learnt = linear.variance
     # Not 1 and 0, for the regression has a penalty.
     assert learnt.r_squared > 1 - 1e-9
     assert learnt.mean_error < 1e-6
@@ -317,7 +327,7 @@ def test_a_feature_without_variance_plays_no_part():
     learnt = learnt_from(beside(X, 0.1), logs)
     found = learnt.covariance(beside(X, 5.0))
     expected = covariances(logs.exp())
-    assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert_close(found, expected, **CLOSE)
 
 
 def test_where_no_feature_varies_every_example_has_the_mean():

@@ -13,6 +13,8 @@ from laplace_lora_ext.predictive.distributions import moments_for
 from laplace_lora_ext.predictive.links import mean_field
 from laplace_lora_ext.predictive.moments import DifferenceMoments
 from laplace_lora_ext.predictive.statistics import joined_statistics
+from tests.predictive.support import randn
+from tests.support.dense import labels_of
 from tests.support.models import lora_model, ragged_batches, without_labels
 from tests.support.posteriors import (
     PRIORS_ALONE,
@@ -128,8 +130,7 @@ def logits_of_texts(
     n: int,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    drawn = torch.randn(n, N_CLASSES, generator=generator())
-    return scale * drawn.double()
+    return scale * randn(n, N_CLASSES)
 
 
 def test_classes_are_compared_until_little_probability_is_left():
@@ -277,23 +278,30 @@ def test_a_prediction_does_not_depend_on_the_other_texts_of_a_batch(la):
     assert_close(together, alone)
 
 
-def drawn_classes(n: int, n_known: int) -> torch.Tensor:
+def drawn_classes(
+    n: int,
+    n_known: int,
+) -> torch.Tensor:
     """Draw a most probable class and others that are compared with it."""
     drawn = torch.rand(n, N_CLASSES, generator=generator(1))
     order = drawn.argsort(1)
     return order[:, : 1 + n_known]
 
 
-@pytest.mark.parametrize("n_known", [1, 2, 5])
+@pytest.fixture(params=[1, 2, 5], ids="{} known".format)
+def n_known(request: pytest.FixtureRequest) -> int:
+    """The number of contrasts whose covariance is known."""
+    return request.param
+
+
 def test_what_is_completed_is_a_covariance(n_known):
-    root = torch.randn(50, n_known, 6, generator=generator()).double()
+    root = randn(50, n_known, 6)
     of_known = root @ root.mT
     V = completed(of_known, drawn_classes(50, n_known), N_CLASSES)
     smallest = torch.linalg.eigvalsh(V).min()
     assert smallest > -1e-9
 
 
-@pytest.mark.parametrize("n_known", [1, 2, 5])
 def test_where_nothing_varies_nothing_is_completed(n_known):
     # A mean of what is known, relative to its variance, would be 0 / 0.
     zeros = torch.zeros(50, n_known, n_known)
@@ -352,8 +360,9 @@ def test_a_part_of_statistics_has_its_labels(la, n_contrasts):
     batches = batches_of()
     statistics = statistics_of(la, batches, n_contrasts)
     index = torch.tensor([5, 0])
-    labels = torch.cat([batch["labels"] for batch in batches])
-    assert torch.equal(statistics[index].targets, labels[index])
+    part = statistics[index]
+    expected = labels_of(batches)[index]
+    assert torch.equal(part.targets, expected)
 
 
 def test_statistics_need_no_labels(la, n_contrasts):
@@ -517,7 +526,10 @@ def test_no_contrasts_are_refused(la, batch):
 # --- agreement and mixtures -----------------------------------------------------------
 
 
-def agreed(la: Any, data: Any) -> torch.Tensor:
+def agreed(
+    la: Any,
+    data: Any,
+) -> torch.Tensor:
     """Choose the prior precision at which draws agree on the data."""
     la.optimize_prior_precision(method="agreement", train_loader=data)
     return la.prior_precision.clone()

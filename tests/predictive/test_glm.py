@@ -77,7 +77,10 @@ def test_mean_and_joint_covariance_of_a_regression(n_outputs, structure):
 
 
 @pytest.fixture(params=[1, 3], ids=["one text", "three texts"])
-def texts(request: pytest.FixtureRequest, batch: Batch) -> Batch:
+def texts(
+    request: pytest.FixtureRequest,
+    batch: Batch,
+) -> Batch:
     return {key: value[: request.param] for key, value in batch.items()}
 
 
@@ -136,7 +139,10 @@ def in_float32():
 
 
 @pytest.fixture
-def moments(in_float32: Any, batch: Batch) -> Moments:
+def moments(
+    in_float32: Any,
+    batch: Batch,
+) -> Moments:
     """The batch's moments, out of statistics."""
     statistics = in_float32.predictive_statistics([batch])
     return statistics.moments(0.5)
@@ -196,7 +202,8 @@ def test_functional_samples_have_the_predictive_moments(batch, diagonal_output):
     # Eight standard errors, sqrt(2 / 50,000) each, of the largest variance.
     scale = expected.amax().item()
     assert_close(covariance, expected, rtol=0, atol=0.05 * scale)
-    assert_close(samples.mean(0), f_mu, rtol=0, atol=0.05 * scale**0.5)
+    of_mean = 0.05 * scale**0.5
+    assert_close(samples.mean(0), f_mu, rtol=0, atol=of_mean)
 
 
 def test_diagonal_output_changes_no_link_but_samples(batch):
@@ -207,15 +214,27 @@ def test_diagonal_output_changes_no_link_but_samples(batch):
     assert torch.equal(diagonal, usual)
 
 
-def probabilities(la: Any, batch: Batch, **settings: Any) -> torch.Tensor:
+def probabilities(
+    la: Any,
+    batch: Batch,
+    **settings: Any,
+) -> torch.Tensor:
     return la(batch, link_approx="mc", **settings)
 
 
-def functional_samples(la: Any, batch: Batch, **settings: Any) -> torch.Tensor:
+def functional_samples(
+    la: Any,
+    batch: Batch,
+    **settings: Any,
+) -> torch.Tensor:
     return la.functional_samples(batch, **settings)
 
 
-def predictive_samples(la: Any, batch: Batch, **settings: Any) -> torch.Tensor:
+def predictive_samples(
+    la: Any,
+    batch: Batch,
+    **settings: Any,
+) -> torch.Tensor:
     return la.predictive_samples(batch, **settings)
 
 

@@ -16,18 +16,8 @@ from laplace_lora_ext.predictive.links import (
     shared_noise,
 )
 from laplace_lora_ext.predictive.moments import gaussian_samples, square_root
+from tests.predictive.support import randn
 from tests.support.posteriors import generator
-
-
-def randn(
-    *shape: int,
-    seed: int = 0,
-) -> torch.Tensor:
-    return torch.randn(
-        *shape,
-        generator=generator(seed),
-        dtype=torch.float64,
-    )
 
 
 def some_moments(
@@ -90,7 +80,10 @@ def test_monte_carlo_reads_differences_alone():
 def three_alike() -> Moments:
     """Repeat the moments of one example."""
     f_mu, f_var = some_moments(4, n=1)
-    return Moments(f_mu.expand(3, -1), f_var.expand(3, -1, -1))
+    return Moments(
+        f_mu=f_mu.expand(3, -1),
+        f_var=f_var.expand(3, -1, -1),
+    )
 
 
 def test_the_links_samples_are_shared_by_a_batch():
@@ -171,7 +164,8 @@ def integrated(
 def test_it_is_close_to_the_exact_integral(scale, measured):
     f_mu, f_var = some_moments(4, scale)
     p = mean_field(f_mu, f_var).exp()
-    assert_close(p.sum(-1), torch.ones(len(p)).double())
+    total = p.sum(-1)
+    assert_close(total, torch.ones_like(total))
     distance = total_variation(p, integrated(f_mu, f_var))
     assert distance < 1.1 * measured
 

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
-from tests.support.dense import predicted
+from tests.support.dense import labels_of, predicted
 from tests.support.models import ragged_batches
 from tests.support.posteriors import PRIORS, fitted, some_precision
 
@@ -16,8 +16,18 @@ from tests.support.posteriors import PRIORS, fitted, some_precision
 
 
 @pytest.fixture(
-    params=[(0, True), (3, True), (3, False), (100, False)],
-    ids=["tail alone", "rank and tail", "rank alone", "full rank"],
+    params=[
+        (0, True),
+        (3, True),
+        (3, False),
+        (100, False),
+    ],
+    ids=[
+        "tail alone",
+        "rank and tail",
+        "rank alone",
+        "full rank",
+    ],
 )
 def rank_and_tail(request: pytest.FixtureRequest) -> tuple[int, bool]:
     return request.param
@@ -72,7 +82,7 @@ def test_a_part_of_statistics_has_its_moments_and_labels(la, prior):
     statistics = statistics_of(la, batches)
     precision = some_precision(la, prior)
     _, f_var = statistics.moments(precision)
-    targets = torch.cat([batch["labels"] for batch in batches])
+    targets = labels_of(batches)
     index = torch.tensor([6, 1])
     part = statistics[index]
     _, of_part = part.moments(precision)

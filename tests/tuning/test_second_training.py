@@ -157,7 +157,8 @@ class Several:
     history: Any
 
 
-@pytest.fixture
+# Of the module, for it fits and searches for each of five trainings.
+@pytest.fixture(scope="module")
 def several() -> Several:
     la = fitted()
     parts: list[Part] = []
