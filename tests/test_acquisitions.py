@@ -1,9 +1,12 @@
 """What to label or measure next, and choices from a pool."""
 
+from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from torch.special import entr
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
@@ -13,6 +16,7 @@ from tests.support.posteriors import (
     another_training,
     fitted,
     generator,
+    normal,
     plain_regression,
 )
 
@@ -24,32 +28,32 @@ N_TEXTS = 6
 @pytest.fixture
 def probabilities():
     """Class probabilities `(draws, texts, classes)` of draws that differ."""
-    logits = torch.randn(7, N_TEXTS, 3, generator=generator()).double()
-    return (3 * logits).softmax(-1)
+    logits = 3 * normal(7, N_TEXTS, 3)
+    return logits.softmax(-1)
 
 
 def joint_information(
     probabilities: torch.Tensor,
     places: list[int],
 ) -> torch.Tensor:
-    """Compute what some labels tell of the weights, over all outcomes."""
+    """Compute what some labels tell of the weights, `H(y) - E_w H(y | w)`."""
     n_draws, _, n_classes = probabilities.shape
     joint_entropy = torch.zeros(()).double()
     for labels in product(range(n_classes), repeat=len(places)):
         p = torch.ones(n_draws).double()
         for place, label in zip(places, labels, strict=True):
             p = p * probabilities[:, place, label]
-        joint_entropy += torch.special.entr(p.mean())
+        joint_entropy += entr(p.mean())
     # Given the weights, labels are independent: their entropies add up.
-    given_weights = torch.special.entr(probabilities[:, places])
-    return joint_entropy - given_weights.sum((1, 2)).mean()
+    of_labels = entr(probabilities[:, places])
+    given_weights = of_labels.sum((1, 2))
+    return joint_entropy - given_weights.mean()
 
 
 def test_expected_improvement_is_the_mean_of_what_is_ahead():
     mean = torch.tensor([0.0, 1.0, -2.0]).double()
     deviation = torch.tensor([1.0, 0.5, 0.0]).double()
-    noise = torch.randn(400_000, 3, generator=generator()).double()
-    draws = mean + deviation * noise
+    draws = mean + deviation * normal(400_000, 3)
     improvements = (draws - 0.7).clamp_min(0)
     found = acquisitions.expected_improvement(mean, deviation, best=0.7)
     # Four standard errors of a mean of 400,000, or more.
@@ -64,7 +68,9 @@ def test_thompson_lets_each_function_choose_its_best_of_those_that_are_left():
             [3.0, 2.0, 1.0],
         ]
     )
-    assert acquisitions.thompson(functions, 3).tolist() == [0, 2, 1]
+    # The first is the best of all three, and is chosen once.
+    found = acquisitions.thompson(functions, 3)
+    assert found.tolist() == [0, 2, 1]
 
 
 def test_margin_and_entropy_are_largest_where_classes_are_as_probable():
@@ -90,41 +96,41 @@ def chosen_greedily(
     n: int,
 ) -> list[int]:
     """Choose texts one by one, each by what it tells beside those before."""
+    _, n_texts, _ = probabilities.shape
     chosen: list[int] = []
     for _ in range(n):
-        left = [place for place in range(probabilities.shape[1]) if place not in chosen]
-        information = [
-            joint_information(probabilities, [*chosen, place]) for place in left
-        ]
-        best = torch.stack(information).argmax()
-        chosen.append(left[best])
+        information = torch.zeros(n_texts).double()
+        for place in range(n_texts):
+            if place not in chosen:
+                together = [*chosen, place]
+                information[place] = joint_information(probabilities, together)
+        best = information.argmax()
+        chosen.append(int(best))
     return chosen
 
 
 # Three labels have 27 outcomes, of which a limit of 27 drops none.
 @pytest.mark.parametrize("most_outcomes", [1024, 27])
 def test_batch_bald_chooses_greedily_by_joint_information(
-    most_outcomes,
-    probabilities,
-    monkeypatch,
+    most_outcomes, probabilities, monkeypatch
 ):
     monkeypatch.setattr(acquisitions, "_OUTCOMES", most_outcomes)
     # A second copy of a text tells little that the first has not told.
     twice = torch.cat([probabilities, probabilities], dim=1)
     expected = chosen_greedily(twice, 3)
-    found = acquisitions.batch_bald(twice, 3, generator()).tolist()
+    found = acquisitions.batch_bald(twice, 3, generator())
     # Of two copies it does not matter which.
-    texts = [place % N_TEXTS for place in found]
+    texts = (found % N_TEXTS).tolist()
     assert texts == [place % N_TEXTS for place in expected]
     assert len(set(texts)) == 3
 
 
 def test_thinned_outcomes_have_the_joint_entropy_in_the_mean(
-    probabilities,
-    monkeypatch,
+    probabilities, monkeypatch
 ):
     # So many draws of outcomes that their mean is near what they estimate.
     monkeypatch.setattr(acquisitions, "_OUTCOMES", 20_000)
+    # The probabilities of two texts' labels, `(classes, draws)` each.
     first = probabilities[:, 0].T
     second = probabilities[:, 1].T
     of_pairs = first[:, None] * second
@@ -133,6 +139,7 @@ def test_thinned_outcomes_have_the_joint_entropy_in_the_mean(
     expected = acquisitions._joint_entropies(outcomes, shares, probabilities)
     drawn, shares = acquisitions._thinned(outcomes, shares, generator())
     found = acquisitions._joint_entropies(drawn, shares, probabilities)
+    # Twenty thousand draws estimate an entropy within a few per cent.
     assert_close(found, expected, rtol=0.03, atol=0)
 
 
@@ -177,46 +184,76 @@ def test_a_choice_is_the_same_each_time(by, pool):
     assert torch.equal(found, la.acquire(pool, 2, by=by))
 
 
-def test_numbers_are_chosen_by_mean_and_deviation():
-    la, X = plain_regression(n_outputs=1)
-    pool = DataLoader(list(X), batch_size=5)
-    f_mu, f_var = la(X)
-    mean = f_mu[:, 0]
-    deviation = f_var[:, 0, 0].sqrt()
+@dataclass(frozen=True)
+class Numbers:
+    """A posterior of numbers, a pool, and what it predicts of the pool."""
 
-    bound = mean + 2 * deviation
-    found = la.acquire(pool, 3, by="upper_confidence_bound")
+    la: Any
+    pool: DataLoader
+    mean: torch.Tensor
+    deviation: torch.Tensor
+
+
+@pytest.fixture
+def numbers() -> Numbers:
+    la, X = plain_regression(n_outputs=1)
+    f_mu, f_var = la(X)
+    return Numbers(
+        la=la,
+        pool=DataLoader(list(X), batch_size=5),
+        mean=f_mu.flatten(),
+        deviation=f_var.flatten().sqrt(),
+    )
+
+
+def test_numbers_are_chosen_by_two_deviations_above_the_mean(numbers):
+    bound = numbers.mean + 2 * numbers.deviation
+    found = numbers.la.acquire(numbers.pool, 3, by="upper_confidence_bound")
     assert torch.equal(found, bound.topk(3).indices)
 
-    improvement = acquisitions.expected_improvement(mean, deviation, best=0.3)
-    found = la.acquire(pool, 3, by="expected_improvement", best=0.3)
+
+def test_numbers_are_chosen_by_their_improvement_of_the_best(numbers):
+    improvement = acquisitions.expected_improvement(
+        numbers.mean,
+        numbers.deviation,
+        best=0.3,
+    )
+    found = numbers.la.acquire(numbers.pool, 3, by="expected_improvement", best=0.3)
     assert torch.equal(found, improvement.topk(3).indices)
 
-    found = la.acquire(pool, 3, by="thompson")
+
+def test_drawn_functions_choose_different_numbers(numbers):
+    found = numbers.la.acquire(numbers.pool, 3, by="thompson")
     assert len(set(found.tolist())) == 3
 
 
-def test_a_mixture_draws_functions_of_all_members(pool):
-    mixture = LaplaceMixture([fitted(), fitted(model=another_training())])
-    for by in acquisitions.OF_CLASSES:
-        chosen = mixture.acquire(pool, 3, by=by).tolist()
-        assert len(set(chosen)) == 3
+@pytest.mark.parametrize("by", acquisitions.OF_CLASSES)
+def test_a_mixture_draws_functions_of_all_members(by, pool):
+    first = fitted()
+    second = fitted(model=another_training())
+    mixture = LaplaceMixture([first, second])
+    chosen = mixture.acquire(pool, 3, by=by)
+    assert len(set(chosen.tolist())) == 3
 
 
 # --- what is refused ------------------------------------------------------------------
 
 
-def test_what_cannot_be_chosen_of_texts_is_refused(pool):
-    la = fitted()
-    for by in acquisitions.OF_CLASSES:
-        with pytest.raises(ValueError, match=f"The pool has {N_TEXTS} examples"):
-            la.acquire(pool, N_TEXTS + 1, by=by)
+@pytest.mark.parametrize("by", acquisitions.OF_CLASSES)
+def test_more_than_the_pool_has_is_refused(by, pool):
+    with pytest.raises(ValueError, match=f"The pool has {N_TEXTS} examples"):
+        fitted().acquire(pool, N_TEXTS + 1, by=by)
+
+
+def test_texts_are_not_chosen_by_what_is_for_numbers(pool):
     with pytest.raises(ValueError, match="by='thompson' is none of"):
-        la.acquire(pool, 1, by="thompson")
-    # Places in a pool whose order changes say nothing.
+        fitted().acquire(pool, 1, by="thompson")
+
+
+def test_places_in_a_pool_whose_order_changes_are_refused():
     shuffled = DataLoader(range(3), shuffle=True)
     with pytest.raises(ValueError, match="shuffled pool"):
-        la.acquire(shuffled, 1)
+        fitted().acquire(shuffled, 1)
 
 
 def test_numbers_without_a_best_one_cannot_be_improved():

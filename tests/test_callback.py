@@ -17,13 +17,14 @@ import laplace_lora_ext
 from laplace_lora_ext import LaplaceCallback
 from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.structures import LowRankKronLoRALaplace
-from tests.support.models import lora_model
+from tests.support.models import Batch, lora_model, one_by_one
 from tests.support.ranks import Texts
 from tests.support.texts import text_batches
 from tests.support.trainers import N, Watch, trainer_of, values
 from tests.training.support import entry_with
 
-(BATCH,) = DataLoader(Texts(9), batch_size=9)
+N_EVALUATED = 9
+(BATCH,) = DataLoader(Texts(N_EVALUATED), batch_size=N_EVALUATED)
 
 
 def assert_same_weights(
@@ -55,10 +56,12 @@ class States(TrainerCallback):
         self._remember(model)
 
     def _remember(self, model: nn.Module) -> None:
+        # How far its stream has been read.
+        _, _, position, *_ = np.random.get_state()
         now = {
             "training": model.training,
             "random": random.getstate(),
-            "numpy": np.random.get_state()[2],  # how far its stream has been read
+            "numpy": position,
             "torch": torch.get_rng_state().sum(),
         }
         self.seen.append(now)
@@ -67,7 +70,12 @@ class States(TrainerCallback):
 def test_training_is_the_same_to_the_bit(tmp_path):
     def train(*callbacks: TrainerCallback):
         states = States()
-        trainer = trainer_of(tmp_path, *callbacks, states, eval_data=Texts(9))
+        trainer = trainer_of(
+            tmp_path,
+            *callbacks,
+            states,
+            eval_data=Texts(N_EVALUATED),
+        )
         trainer.data_collator = drawing
         trainer.train()
         return states.seen, values(trainer.model)
@@ -85,7 +93,7 @@ def test_the_posterior_is_saved_beside_the_adapter_and_figures_are_logged(tmp_pa
         callback,
         eval_strategy="steps",
         eval_steps=2,
-        eval_data=Texts(9),
+        eval_data=Texts(N_EVALUATED),
     )
     trainer.train()
     la = callback.la
@@ -98,9 +106,10 @@ def test_the_posterior_is_saved_beside_the_adapter_and_figures_are_logged(tmp_pa
     assert entry["laplace_evidence"] == la.log_marginal_likelihood().item()
     assert entry["laplace_prior_precision"] == la.prior_precision.item()
     measured = quality(found, BATCH["labels"])
-    # The evaluation has batches of five texts, whose padding rounds in another way.
-    assert entry["eval_laplace_nll"] == pytest.approx(measured["nll"], abs=1e-5)
-    assert entry["eval_laplace_ece"] == pytest.approx(measured["ece"], abs=1e-5)
+    for figure in ("nll", "ece"):
+        logged = entry[f"eval_laplace_{figure}"]
+        # The evaluation has batches of five texts, whose padding rounds in another way.
+        assert logged == pytest.approx(measured[figure], abs=1e-5)
 
 
 def test_a_second_training_leaves_the_trainer_and_its_weights_as_they_were(tmp_path):
@@ -112,9 +121,17 @@ def test_a_second_training_leaves_the_trainer_and_its_weights_as_they_were(tmp_p
     trainer.train()
     assert trainer.state.global_step == alone.state.global_step
     assert_same_weights(values(trainer.model), values(alone.model))
-    (other,) = callback.history.posteriors
-    assert other.n_data == 0.8 * N  # a fifth is held out
     assert trainer.model.active_adapter == "default"
+
+
+def test_the_posterior_of_a_second_training_can_be_mixed_with_the_first(tmp_path):
+    trainer = trainer_of(tmp_path)
+    callback = LaplaceCallback(method="second_training", trainer=trainer)
+    trainer.add_callback(callback)
+    trainer.train()
+    (other,) = callback.history.posteriors
+    # A fifth is held out.
+    assert other.n_data == 0.8 * N
     mixture = laplace_lora_ext.LaplaceMixture([callback.la, other])
     mean = (callback.la(BATCH) + other(BATCH)) / 2
     assert_close(mixture(BATCH), mean)
@@ -166,11 +183,20 @@ def test_what_cannot_be_fitted_is_refused_before_training(tmp_path, case):
 
 
 def test_a_regression_has_the_noise_of_its_residuals_by_default(tmp_path):
-    data = [text | {"labels": text["labels"].float()} for text in Texts(N)]
+    data = []
+    for text in Texts(N):
+        number = text["labels"].float()
+        data.append(text | {"labels": number})
 
     def posterior_of(callback: LaplaceCallback):
         model = lora_model("bert", torch.float32, n_labels=1)
-        trainer = trainer_of(tmp_path, callback, model=model, data=data, max_steps=1)
+        trainer = trainer_of(
+            tmp_path,
+            callback,
+            model=model,
+            data=data,
+            max_steps=1,
+        )
         trainer.train()
         return callback.la
 
@@ -179,13 +205,13 @@ def test_a_regression_has_the_noise_of_its_residuals_by_default(tmp_path):
     assert la.likelihood == "regression"
     assert torch.equal(la.prior_precision, expected.prior_precision)
     assert torch.equal(la.sigma_noise, expected.sigma_noise)
+    # It is 1 where nothing chooses it.
     assert la.sigma_noise.item() != 1
 
 
-def six_texts(seed: int) -> list[dict[str, torch.Tensor]]:
+def six_texts(seed: int) -> list[Batch]:
     """Make texts with labels on their tokens."""
-    (batch,) = text_batches(batch_size=6, seed=seed)
-    return [{key: values[row] for key, values in batch.items()} for row in range(6)]
+    return one_by_one(text_batches(seed=seed))
 
 
 def test_a_language_model_is_evaluated_by_its_tokens(tmp_path):

@@ -1,6 +1,7 @@
 """Guides whose blocks of Python run as they stand, one after the other."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,56 @@ from tests.test_token_classification import token_classifier
 DOCS = Path(__file__).parents[1] / "docs"
 
 
+# What is said of models that are not trained, and of a few texts.
+OF_TINY_MODELS = "have only|no better than guessing"
+
+
+def ignoring(messages: str) -> pytest.MarkDecorator:
+    """Let warnings pass in which one of these is said."""
+    return pytest.mark.filterwarnings(f"ignore:.*({messages})")
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text("utf-8")
+
+
+def blocks_of(text: str) -> list[str]:
+    """Find the blocks of code of a guide, or of a part of one."""
+    return [code for _, code in FENCE.findall(text)]
+
+
+def section_of(page: str, title: str) -> str:
+    """Find a section by the beginning of its title."""
+    section = re.search(
+        rf"## {re.escape(title)}.*?\n(.*?)\n## ",
+        text_of(page),
+        re.DOTALL,
+    )
+    assert section is not None
+    return section[1]
+
+
+def run(code: str, names: dict[str, Any], place: str) -> None:
+    """Run a block, with its place in what an error says."""
+    exec(compile(code, place, "exec"), names)
+
+
 def run_section(page: str, title: str, names: dict[str, Any]) -> None:
     """Run the one block of a guide's section."""
-    text = (DOCS / page).read_text("utf-8")
-    section = re.search(rf"## {re.escape(title)}\n(.*?)\n## ", text, re.DOTALL)
-    assert section is not None
-    ((_, code),) = FENCE.findall(section[1])
-    exec(compile(code, f"{page}, {title}", "exec"), names)
+    (code,) = blocks_of(section_of(page, title))
+    run(code, names, f"{page}, {title}")
 
 
-@pytest.mark.filterwarnings("ignore:.*(have only|no better than guessing)")
+def assert_probabilities(p: torch.Tensor) -> None:
+    """Check that the last dimension adds up to one."""
+    sums = p.sum(-1)
+    assert_close(sums, torch.ones_like(sums))
+
+
+# --- answers --------------------------------------------------------------------------
+
+
+@ignoring(OF_TINY_MODELS)
 def test_answers_of_several_tokens(tmp_path):
     write_adapter(tmp_path, "gpt2")
     model = lora_model("gpt2", torch.float32)
@@ -41,24 +82,70 @@ def test_answers_of_several_tokens(tmp_path):
         "train_loader": batches,
         "batch": batches[0],
     }
-    blocks = [
-        code for kind, code in FENCE.findall((DOCS / "answers.md").read_text("utf-8"))
-    ]
+    blocks = blocks_of(text_of("answers.md"))
     assert len(blocks) == 3
     for number, code in enumerate(blocks):
-        exec(compile(code, f"answers.md, block {number}", "exec"), names)
-        probabilities = names["probs"]
-        assert_close(probabilities.sum(1), torch.ones(len(probabilities)))
-    loss = names["AnswerTrainer"].compute_loss(None, model, next(iter(names["loader"])))
+        run(code, names, f"answers.md, block {number}")
+        assert_probabilities(names["probs"])
+    batch, *_ = names["loader"]
+    loss = names["AnswerTrainer"].compute_loss(None, model, batch)
     assert loss.requires_grad
 
 
-@pytest.mark.filterwarnings("ignore:.*(have only|no better than guessing|best prior)")
-def test_several_labels_and_labels_of_tokens(tmp_path):
+# --- labels ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The guide's four blocks, two for each likelihood, and what they have made."""
+
+    several: str
+    of_texts: str
+    tokens: str
+    of_tokens: str
+    names: dict[str, Any]
+
+    def run(self, code: str) -> None:
+        run(code, self.names, "labels.md")
+
+    def load(self, code: str) -> dict[str, torch.Tensor]:
+        """Run a block that makes a loader, and take it for all data; return a batch."""
+        self.run(code)
+        loader = self.names["train_loader"]
+        (batch,) = loader
+        self.names.update(
+            val_loader=loader,
+            test_loader=loader,
+            pool=loader,
+            batch=batch,
+        )
+        return batch
+
+
+def some_labels_of_texts() -> list[tuple[str, list[str]]]:
+    """Give texts none of two labels, the first, or both, by turns."""
+    texts = []
+    for number, prompt in enumerate(PROMPTS):
+        n_labels = number % 3
+        texts.append((prompt, ["returns", "billing"][:n_labels]))
+    return texts
+
+
+def labels_of_words() -> list[tuple[list[str], list[int]]]:
+    """Give the words of texts all classes by turns."""
+    sentences = []
+    for prompt in PROMPTS:
+        words = prompt.split()
+        labels = [place % N_CLASSES for place in range(len(words))]
+        sentences.append((words, labels))
+    return sentences
+
+
+@pytest.fixture
+def labels_guide(tmp_path: Path) -> Labels:
     write_adapter(tmp_path, "bert")
     model = lora_model("bert", torch.float32)
     model.config.problem_type = "multi_label_classification"
-    words = [prompt.split() for prompt in PROMPTS]
     names = {
         "laplace_lora_ext": laplace_lora_ext,
         "torch": torch,
@@ -66,57 +153,57 @@ def test_several_labels_and_labels_of_tokens(tmp_path):
         "tokenizer": transformers.AutoTokenizer.from_pretrained(tmp_path),
         "model": model,
         "token_model": token_classifier(dtype=torch.float32),
-        "train_texts": [
-            (prompt, ["returns", "billing"][: n % 3])
-            for n, prompt in enumerate(PROMPTS)
-        ],
-        "train_sentences": [
-            (text, [n % N_CLASSES for n in range(len(text))]) for text in words
-        ],
+        "train_texts": some_labels_of_texts(),
+        "train_sentences": labels_of_words(),
     }
-    several, of_texts, tokens, of_tokens = [
-        code for _, code in FENCE.findall((DOCS / "labels.md").read_text("utf-8"))
-    ]
+    several, of_texts, tokens, of_tokens = blocks_of(text_of("labels.md"))
+    return Labels(several, of_texts, tokens, of_tokens, names)
 
-    def run(code: str) -> None:
-        exec(compile(code, "labels.md", "exec"), names)
 
-    def serve_loaders() -> dict[str, torch.Tensor]:
-        loader = names["train_loader"]
-        (batch,) = loader
-        names.update(val_loader=loader, test_loader=loader, pool=loader, batch=batch)
-        return batch
+@ignoring(f"{OF_TINY_MODELS}|best prior")
+def test_several_labels(labels_guide):
+    labels = labels_guide.load(labels_guide.several)["labels"]
+    # In the order of the guide's list of labels.
+    expected = torch.tensor([[0.0, 0, 0], [0, 0, 1], [1, 0, 1]])
+    assert_close(labels[:3], expected)
 
-    run(several)
-    labels = serve_loaders()["labels"]
-    assert_close(labels[:3], torch.tensor([[0.0, 0, 0], [0, 0, 1], [1, 0, 1]]))
-    run(of_texts)
+    labels_guide.run(labels_guide.of_texts)
+    names = labels_guide.names
     assert names["la"].likelihood == "multi_label_classification"
     prediction = names["prediction"]
+    assert prediction.probabilities.shape == labels.shape
     assert_close(names["probs"], prediction.probabilities)
-    assert (prediction.labels == (prediction.probabilities > 0.5)).all()
-    assert prediction.epistemic_entropy.shape == names["probs"].shape == labels.shape
+    is_yes = prediction.probabilities > 0.5
+    assert torch.equal(prediction.labels, is_yes.long())
+    assert prediction.epistemic_entropy.shape == labels.shape
     assert names["places"].shape == (2,)
 
-    run(tokens)
-    labels = serve_loaders()["labels"]
+
+@ignoring(f"{OF_TINY_MODELS}|best prior")
+def test_labels_of_tokens(labels_guide):
+    batch = labels_guide.load(labels_guide.tokens)
+    labels = batch["labels"]
     assert (labels == -100).any()
-    run(of_tokens)
+
+    labels_guide.run(labels_guide.of_tokens)
+    names = labels_guide.names
     assert names["la"].likelihood == "token_classification"
-    is_real = names["batch"]["attention_mask"].bool()
-    assert_close(names["probs"][is_real].sum(-1), torch.ones(int(is_real.sum())))
+    is_real = batch["attention_mask"].bool()
+    assert_probabilities(names["probs"][is_real])
     assert names["probs"].shape == (*labels.shape, N_CLASSES)
     assert (names["prediction"].labels[~is_real] == -100).all()
-    assert (names["doubt"].isnan() == ~is_real).all()
+    assert torch.equal(names["doubt"].isnan(), ~is_real)
     assert names["places"].shape == (2,)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*(have only|no better than guessing|best prior|0 or 1)"
-)
+# --- priors ---------------------------------------------------------------------------
+
+
+@ignoring(f"{OF_TINY_MODELS}|best prior|0 or 1")
 def test_numbers_with_their_noise(capsys):
-    texts = ragged_batches()
-    batches = [batch | {"labels": batch["labels"].double()} for batch in texts]
+    batches = ragged_batches()
+    for batch in batches:
+        batch["labels"] = batch["labels"].double()
     names = {
         "laplace_lora_ext": laplace_lora_ext,
         "model": lora_model("bert", n_labels=1),
@@ -132,7 +219,7 @@ def test_numbers_with_their_noise(capsys):
     assert "coverage" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore:.*(have only|no better than guessing)")
+@ignoring(OF_TINY_MODELS)
 def test_new_data_without_the_old(tmp_path):
     model = lora_model("bert", torch.float32)
     la = laplace_lora_ext.Laplace(model)
@@ -145,11 +232,11 @@ def test_new_data_without_the_old(tmp_path):
     }
     run_section("priors.md", "New data, without the old", names)
     assert names["la_of_both"].n_data == 2 * la.n_data
-    assert la.penalty() > 0  # the adapter that was trained is the posterior's
+    # The adapter that was trained is the posterior's.
+    assert la.penalty() > 0
 
 
 def test_losses_of_ones_own_are_explained_in_few_sentences():
-    text = (DOCS / "priors.md").read_text("utf-8")
-    section = re.search(r"## Class weights.*?\n(.*?)\n## ", text, re.DOTALL)
-    assert section is not None
-    assert section[1].count(". ") + section[1].count(".\n") == 3
+    section = section_of("priors.md", "Class weights")
+    n_sentences = section.count(". ") + section.count(".\n")
+    assert n_sentences == 3

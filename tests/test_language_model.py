@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
+from torch.special import entr
 from torch.testing import assert_close
 from transformers import (
     BertConfig,
@@ -40,7 +42,8 @@ from tests.support.texts import (
     token_logits,
 )
 
-FULL_RANK = 60  # that of the vocabulary
+# Of no factor more columns than the vocabulary has words.
+FULL_RANK = VOCABULARY
 SOME_FIT = {"num_samples": 3, "rank": 3, "seed": 0}
 """Settings of `fitted_text`."""
 
@@ -152,6 +155,11 @@ def gpt2() -> nn.Module:
     return gpt2_model()
 
 
+def first_batch() -> dict[str, torch.Tensor]:
+    first, *_ = text_batches()
+    return first
+
+
 def make_of_texts(model: nn.Module, **settings: Any) -> Any:
     """Make a posterior of a language model that is not fitted."""
     return make(model, likelihood="language_modeling", **settings)
@@ -176,10 +184,10 @@ def token_jacobians(
         logits, _ = token_logits(of_weights, batches)
         return logits
 
-    Js = torch.func.jacrev(forward)(dense.lora_weights(model))
-    J = torch.cat([of_weight.flatten(2) for of_weight in Js.values()], dim=2)
+    derivatives = torch.func.jacrev(forward)(dense.lora_weights(model))
+    of_weights = [derivative.flatten(2) for derivative in derivatives.values()]
     logits, labels = token_logits(model, batches)
-    return J, logits.detach(), labels
+    return torch.cat(of_weights, dim=2), logits.detach(), labels
 
 
 def test_the_error_of_the_sampled_factors_falls_with_the_root_of_the_number_of_draws(
@@ -187,11 +195,14 @@ def test_the_error_of_the_sampled_factors_falls_with_the_root_of_the_number_of_d
 ):
     J, logits, _ = token_jacobians(gpt2, text_batches())
     exact = dense.gradient_curvature(gpt2, J, dense.softmax_fisher(logits))
+    few = 8
+    many = 512
+    n_seeds = 12
 
-    def error(n_draws):
-        """Compute the mean relative error of twelve seeds."""
+    def error(n_draws: int) -> torch.Tensor:
+        """Compute the mean relative error of some seeds."""
         norms = []
-        for seed in range(12):
+        for seed in range(n_seeds):
             la = fitted_text(
                 gpt2,
                 num_samples=n_draws,
@@ -202,9 +213,9 @@ def test_the_error_of_the_sampled_factors_falls_with_the_root_of_the_number_of_d
             norms.append(difference.norm())
         return torch.stack(norms).mean() / exact.norm()
 
-    of_few = error(8)
-    of_many = error(512)
-    slope = math.log(of_many / of_few) / math.log(512 / 8)
+    of_few = error(few)
+    of_many = error(many)
+    slope = math.log(of_many / of_few) / math.log(many / few)
     assert slope == pytest.approx(-0.5, abs=0.1)
     assert of_many < 0.1
 
@@ -242,6 +253,7 @@ def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens(gpt2):
     logits, labels = token_logits(gpt2, text_batches())
     loss = cross_entropy(logits.detach(), labels, reduction="sum")
     assert_close(la.loss, loss)
+    # Texts, and not tokens.
     assert la.n_data == 6
     expected = dense.evidence(
         la.H.to_matrix(),
@@ -249,89 +261,128 @@ def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens(gpt2):
         mean=la.mean,
         prior_precision=torch.full_like(la.mean, 2.0),
     )
-    assert_close(la.log_marginal_likelihood(torch.tensor([2.0])), expected)
+    found = la.log_marginal_likelihood(torch.tensor([2.0]))
+    assert_close(found, expected)
 
 
 # --- files ----------------------------------------------------------------------------
 
 
-def test_a_posterior_on_disk_is_that_of_texts_again_and_of_no_classifier(
-    gpt2,
-    tmp_path,
-):
+def test_a_posterior_on_disk_is_that_of_texts_again(gpt2, tmp_path):
     la = fitted_text(gpt2, prior_precision=20.0)
     la.save_pretrained(tmp_path)
     again = laplace_lora_ext.from_pretrained(gpt2, tmp_path)
     assert again.likelihood == "language_modeling"
-    batch = text_batches()[0]
+    batch = first_batch()
     expected = la.score(batch, 2, generator())
     found = again.score(batch, 2, generator())
     assert_close(found.tokens.total, expected.tokens.total)
 
+
+def test_a_copy_is_of_texts_too():
+    again = copy.deepcopy(fitted_text())
+    assert again.likelihood == "language_modeling"
+
+
+def test_a_classifier_does_not_take_the_state_of_texts(gpt2):
+    state = fitted_text(gpt2).state_dict()
     classifier = make(gpt2, class_token_ids=[1, 2, 3])
     with pytest.raises(ValueError, match="likelihood='language_modeling', not 'class"):
-        classifier.load_state_dict(la.state_dict())
-    assert copy.deepcopy(la).likelihood == "language_modeling"
+        classifier.load_state_dict(state)
+
+
+def as_of_releases_with_a_class_for_texts(la) -> dict[str, Any]:
+    """Make the state that these releases have written."""
+    return la.state_dict() | {"cls_name": "LanguageModelLaplace"}
+
+
+def assert_same_scores(again, la) -> None:
+    """Compare posteriors by what they say of a batch."""
+    found = again.score(first_batch(), 2, generator())
+    expected = la.score(first_batch(), 2, generator())
+    assert_close(found.log_prob, expected.log_prob)
 
 
 def test_files_of_releases_that_had_a_class_for_texts_are_read(gpt2, tmp_path):
     la = fitted_text(gpt2, prior_precision=20.0)
-    of_then = la.state_dict() | {"cls_name": "LanguageModelLaplace"}
-    write_state(of_then, tmp_path)
-    from_file = laplace_lora_ext.from_pretrained(gpt2, tmp_path)
-    from_state = make_of_texts(gpt2, backend_kwargs=SOME_FIT)
-    from_state.load_state_dict(of_then)
-    batch = text_batches()[0]
-    expected = la.score(batch, 2, generator())
-    for again in (from_file, from_state):
-        found = again.score(batch, 2, generator())
-        assert_close(found.log_prob, expected.log_prob)
+    write_state(as_of_releases_with_a_class_for_texts(la), tmp_path)
+    again = laplace_lora_ext.from_pretrained(gpt2, tmp_path)
+    assert_same_scores(again, la)
+
+
+def test_states_of_releases_that_had_a_class_for_texts_are_read(gpt2):
+    la = fitted_text(gpt2, prior_precision=20.0)
+    again = make_of_texts(gpt2, backend_kwargs=SOME_FIT)
+    again.load_state_dict(as_of_releases_with_a_class_for_texts(la))
+    assert_same_scores(again, la)
 
 
 # --- what classes and texts refuse each other -----------------------------------------
 
 
-def test_what_reads_texts_refuses_a_classifier(gpt2):
+def draw_logits(la, batch):
+    la.draw_logits(batch)
+
+
+def tokens(la, batch):
+    la.tokens(batch)
+
+
+def score(la, batch):
+    la.score(batch, n_samples=2)
+
+
+def generate(la, batch):
+    la.generate(input_ids=batch["input_ids"])
+
+
+@pytest.mark.parametrize("read", [score, draw_logits, tokens, generate])
+def test_what_reads_texts_refuses_a_classifier(read, gpt2):
     la = make(gpt2, class_token_ids=[1, 2, 3])
-    batch = text_batches()[0]
     with pytest.raises(ValueError, match="language_modeling"):
-        la.score(batch)
-    with pytest.raises(ValueError, match="language_modeling"):
-        la.draw_logits(batch)
-    with pytest.raises(ValueError, match="language_modeling"):
-        la.tokens(batch)
-    with pytest.raises(ValueError, match="language_modeling"):
-        la.generate(input_ids=batch["input_ids"])
+        read(la, first_batch())
 
 
-def test_what_needs_jacobians_of_the_vocabulary_is_refused():
-    la = fitted_text()
-    batch = text_batches()[0]
+def predict(la, batch):
+    la(batch)
+
+
+def predict_by_draws(la, batch):
+    la(batch, pred_type="nn")
+
+
+def moments(la, batch):
+    la.predictive_moments(batch)
+
+
+def statistics(la, batch):
+    la.predictive_statistics([batch])
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [predict, predict_by_draws, moments, statistics],
+)
+def test_what_needs_jacobians_of_the_vocabulary_is_refused(differentiate):
     with pytest.raises(NotImplementedError, match=r"la\.score"):
-        la(batch)
-    with pytest.raises(NotImplementedError, match=r"la\.score"):
-        la(batch, pred_type="nn")
-    with pytest.raises(NotImplementedError, match=r"la\.score"):
-        la.predictive_moments(batch)
-    with pytest.raises(NotImplementedError, match=r"la\.score"):
-        la.predictive_statistics([batch])
+        differentiate(fitted_text(), first_batch())
 
 
 # --- scores ---------------------------------------------------------------------------
 
 
+N_DRAWS = 4
+
+
 def scored(la, **ragged):
-    """Score six texts by four draws, and the labelled tokens of each."""
-    of_texts = []
-    of_tokens = {}
+    """Score six texts by some draws, and the labelled tokens of each."""
+    parts = defaultdict(list)
     for batch in text_batches(**ragged):
-        score = la.score(batch, 4, generator())
-        of_texts.append(score.log_prob)
-        for name, numbers in score.tokens._asdict().items():
-            labelled = numbers[score.labelled]
-            of_tokens.setdefault(name, []).append(labelled)
-    joined = {name: torch.cat(parts) for name, parts in of_tokens.items()}
-    return joined | {"text": torch.cat(of_texts)}
+        of_batch = la.score(batch, N_DRAWS, generator())
+        parts["text"].append(of_batch.log_prob)
+        for name, numbers in of_batch.tokens._asdict().items():
+            parts[name].append(numbers[of_batch.labelled])
+    return {name: torch.cat(of_name) for name, of_name in parts.items()}
 
 
 def test_scores_are_those_of_a_mixture_of_drawn_models():
@@ -340,7 +391,7 @@ def test_scores_are_those_of_a_mixture_of_drawn_models():
     with torch.no_grad():
         logits, labels = token_logits(la.model.model, text_batches())
         drawn = []
-        for model in drawn_models(la, 4, generator()):
+        for model in drawn_models(la, N_DRAWS, generator()):
             of_model, _ = token_logits(model, text_batches())
             drawn.append(of_model.softmax(-1))
     of_map = logits.log_softmax(-1)
@@ -350,20 +401,23 @@ def test_scores_are_those_of_a_mixture_of_drawn_models():
     expected = {
         "log_prob": mixture[tokens, labels].log(),
         "map_log_prob": of_map[tokens, labels],
-        "total": torch.special.entr(mixture).sum(-1),
+        "total": entr(mixture).sum(-1),
     }
     for name, numbers in expected.items():
         assert_close(found[name], numbers, rtol=1e-8, atol=1e-10)
 
 
-PADDINGS = [
-    {"batch_size": 1},
-    {"batch_size": 6, "padded_to": 12},
-    {"batch_size": 4, "padding_side": "left", "padded_to": 9},
-]
+paddings = pytest.mark.parametrize(
+    "ragged",
+    [
+        {"batch_size": 1},
+        {"batch_size": 6, "padded_to": 12},
+        {"batch_size": 4, "padding_side": "left", "padded_to": 9},
+    ],
+)
 
 
-@pytest.mark.parametrize("ragged", PADDINGS)
+@paddings
 def test_batch_size_and_padding_change_neither_fit_nor_score(gpt2, ragged):
     def figures(**ragged):
         la = make_without_draws(gpt2)
@@ -381,18 +435,38 @@ def test_batch_size_and_padding_change_neither_fit_nor_score(gpt2, ragged):
 def test_a_score_takes_a_pass_a_draw_and_one_more(n_samples):
     la = fitted_text()
     passes = count_forward_passes(la)
-    la.score(text_batches()[0], n_samples)
+    la.score(first_batch(), n_samples)
     assert len(passes) == 1 + n_samples
 
 
 def test_a_score_without_draws_is_the_models_own():
     la = fitted_text()
-    tokens = la.score(text_batches()[0], n_samples=0).tokens
+    tokens = la.score(first_batch(), n_samples=0).tokens
     assert torch.equal(tokens.log_prob, tokens.map_log_prob)
     assert not tokens.epistemic.any()
 
 
 # --- few rows of logits at once -------------------------------------------------------
+
+A_FEW_ROWS = 6
+kinds_with_an_output_layer = pytest.mark.parametrize(
+    "kind", ["gpt2", "t5", "gemma2", "two models", "behind"]
+)
+
+
+def record_rows(layer: nn.Module, rows: list[int]):
+    """Note from now on how many rows of outputs each call has."""
+
+    def note(_, inputs, output):
+        n_rows = output.shape[:-1].numel()
+        rows.append(n_rows)
+
+    return layer.register_forward_hook(note)
+
+
+def record_calls(layer: nn.Module, calls: list[int]):
+    """Note each call from now on."""
+    return layer.register_forward_hook(lambda *_: calls.append(1))
 
 
 def assert_no_forward_is_left(model):
@@ -401,8 +475,8 @@ def assert_no_forward_is_left(model):
         assert "forward" not in vars(module)
 
 
-@pytest.mark.parametrize("ragged", PADDINGS)
-@pytest.mark.parametrize("kind", ["gpt2", "t5", "gemma2", "two models", "behind"])
+@paddings
+@kinds_with_an_output_layer
 def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(
     kind,
     ragged,
@@ -423,50 +497,51 @@ def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(
     expected = figures()
     rows: list[int] = []
     output_layer = la.model.transformer.get_output_embeddings()
-
-    def note_rows(_, inputs, output):
-        rows.append(output.shape[:-1].numel())
-
-    monkeypatch.setattr(vocabulary, "MOST_ROWS", 6)
-    with output_layer.register_forward_hook(note_rows):
+    monkeypatch.setattr(vocabulary, "MOST_ROWS", A_FEW_ROWS)
+    with record_rows(output_layer, rows):
         found = figures()
     assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    assert max(rows) <= 6
+    assert max(rows) <= A_FEW_ROWS
     assert_no_forward_is_left(model)
 
 
-@pytest.mark.parametrize("ragged", PADDINGS)
-@pytest.mark.parametrize("kind", ["gpt2", "t5", "gemma2", "two models", "behind"])
+@paddings
+@kinds_with_an_output_layer
 def test_scores_in_parts_run_the_layers_before_the_output_layer_once(
     kind,
     ragged,
     monkeypatch,
 ):
     la = fitted_text(MODELS[kind](), prior_precision=3.0)
-    monkeypatch.setattr(vocabulary, "MOST_ROWS", 6)
+    monkeypatch.setattr(vocabulary, "MOST_ROWS", A_FEW_ROWS)
     calls: list[int] = []
-    first_layer = la.blocks[0].module
-    with first_layer.register_forward_hook(lambda *_: calls.append(1)):
+    first_block, *_ = la.blocks
+    with record_calls(first_block.module, calls):
         scored(la, **ragged)
     n_parts = sum(parts_of(batch) for batch in text_batches(**ragged))
     # Once for the trained model, and once a draw.
-    assert len(calls) == 5 * n_parts
+    assert len(calls) == (1 + N_DRAWS) * n_parts
 
 
 def parts_of(batch):
-    """Count parts of a batch of at most six labelled tokens, or of one text."""
+    """Count parts of a batch of at most a few labelled tokens, or of one text."""
     is_label = batch["labels"] != -100
     n_parts = 0
     n_tokens = 0
     for n_more in is_label.sum(1).tolist():
-        if n_parts == 0 or n_tokens + n_more > 6:
+        if n_parts == 0 or n_tokens + n_more > A_FEW_ROWS:
             n_parts += 1
             n_tokens = 0
         n_tokens += n_more
     return n_parts
 
 
-LONG = {"lengths": (21, 18, 12, 26, 3, 20), "batch_size": 6, "padded_to": 26}
+# All in one batch, which has far more labelled tokens than a part may.
+LONG = {
+    "lengths": (21, 18, 12, 26, 3, 20),
+    "batch_size": 6,
+    "padded_to": 26,
+}
 
 
 @pytest.mark.parametrize("backend", [LowRankKronGGN, LowRankKronEF])
@@ -495,9 +570,17 @@ def test_a_fit_in_parts_is_the_same_and_holds_few_rows_of_the_vocabulary(
     assert_close(la.loss, expected.loss, **EXACT)
 
 
+def first_layer_of(model: nn.Module) -> nn.Module:
+    """Find the first of a list of layers."""
+    for name, module in model.named_modules():
+        if name.endswith(".0"):
+            return module
+    raise AssertionError("no list of layers")
+
+
 # Gemma's LoRA is in the output layer as well, and so is that of an embedding which is
 # tied to it.
-@pytest.mark.parametrize("ragged", PADDINGS)
+@paddings
 @pytest.mark.parametrize(
     "kind",
     ["gpt2", "gemma2", "embedding", "two models", "behind"],
@@ -512,10 +595,7 @@ def test_draws_of_a_fit_do_not_depend_on_its_parts(kind, ragged, monkeypatch):
         la = fitted_text(model, batches, rank=FULL_RANK)
         return la, len(calls)
 
-    first_layer, *_ = [
-        module for name, module in model.named_modules() if name.endswith(".0")
-    ]
-    with first_layer.register_forward_hook(lambda *_: calls.append(1)):
+    with record_calls(first_layer_of(model), calls):
         expected, n_calls = fit()
         monkeypatch.setattr(vocabulary, "MOST_ROWS", 3)
         la, n_calls_in_parts = fit()
@@ -537,22 +617,32 @@ def test_a_model_that_overwrites_what_is_remembered_is_refused(gpt2, monkeypatch
     output_layer = gpt2.get_output_embeddings()
     output_layer.register_forward_pre_hook(overwrite, prepend=True)
     with pytest.raises(NotImplementedError, match="x = x"):
-        la.score(text_batches()[0])
+        la.score(first_batch())
 
 
 # --- what is refused ------------------------------------------------------------------
 
 
-def test_settings_that_do_not_fit_are_refused(gpt2):
-    with pytest.raises(NotImplementedError, match="gradient"):
-        make_of_texts(gpt2, backend_kwargs={"kfac_approx": "expand"})
-    with pytest.raises(ValueError, match='needs hessian_structure="lowrank_kron"'):
-        make_of_texts(gpt2, structure="kron")
-    with pytest.raises(ValueError, match="whole vocabulary"):
-        make_of_texts(gpt2, class_token_ids=[1, 2])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backend_kwargs": {"kfac_approx": "expand"}}, "gradient"),
+        ({"structure": "kron"}, 'needs hessian_structure="lowrank_kron"'),
+        ({"class_token_ids": [1, 2]}, "whole vocabulary"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, message, gpt2):
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        make_of_texts(gpt2, **settings)
+
+
+def test_a_fit_by_exact_seeds_is_refused(gpt2):
     la = make_of_texts(gpt2, backend_kwargs={"stochastic": False})
     with pytest.raises(NotImplementedError, match="a backward pass for each word"):
         la.fit(text_batches())
+
+
+def test_texts_are_no_choices(gpt2):
     # Without answers, a model waits for batches that bring choices.
     of_choices = make(gpt2)
     with pytest.raises(ValueError, match="language_modeling"):
@@ -564,16 +654,12 @@ def test_an_unknown_method_is_refused():
         fitted_text().optimize_prior_precision(method="marginal")
 
 
-def score(la, texts):
-    la.score(texts[0], n_samples=2)
+def agreement(la, batch):
+    la.optimize_prior_precision(method="agreement", train_loader=[batch])
 
 
-def agreement(la, texts):
-    la.optimize_prior_precision(method="agreement", train_loader=texts)
-
-
-def gridsearch(la, texts):
-    la.optimize_prior_precision(method="gridsearch", val_loader=texts)
+def gridsearch(la, batch):
+    la.optimize_prior_precision(method="gridsearch", val_loader=[batch])
 
 
 @pytest.mark.parametrize("use", [score, agreement, gridsearch])
@@ -581,5 +667,5 @@ def test_a_model_that_has_changed_is_refused(use):
     la = fitted_text()
     la.blocks[1].weight.data.mul_(1.01)
     with pytest.raises(RuntimeError, match="have changed since the fit"):
-        use(la, text_batches())
+        use(la, first_batch())
     assert la.prior_precision.item() == 1

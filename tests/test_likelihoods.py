@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from laplace_lora_ext.likelihoods import LIKELIHOODS, Classification, Regression
 from tests.support.dense import EXACT, softmax_fisher
 from tests.support.models import pairs, plain_model, real_targets
-from tests.support.posteriors import STRUCTURES, generator, make
+from tests.support.posteriors import STRUCTURES, generator, make, normal
 
 # --- seeds ----------------------------------------------------------------------------
 
@@ -25,24 +25,34 @@ def fisher(seeds) -> torch.Tensor:
 @pytest.mark.parametrize("n_classes", [2, 3, 10])
 @pytest.mark.parametrize("scale", [0, 1, 10, 20])
 def test_exact_seeds_keep_float32_accuracy_on_confident_samples(n_classes, scale):
-    logits = scale * torch.randn(500, n_classes, generator=generator())
+    n = 500
+    logits = scale * torch.randn(n, n_classes, generator=generator())
     seeds = Classification().exact_seeds(logits)
-    assert seeds.vectors.shape == (n_classes - 1, 500, n_classes)
+    assert seeds.vectors.shape == (n_classes - 1, n, n_classes)
     expected = softmax_fisher(logits)
-    errors = (fisher(seeds) - expected).abs().amax((1, 2))
+    off = fisher(seeds) - expected
+    errors = off.abs().amax((1, 2))
     sizes = expected.abs().amax((1, 2))
-    assert (errors / sizes).max() < 1e-5  # measured: 2e-6 at scale 10
+    # It was 2e-6 at a scale of 10.
+    assert (errors / sizes).max() < 1e-5
 
 
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
-def test_sampled_seeds_are_unbiased(likelihood):
-    logits = torch.tensor([[1.0, 0.0, -0.5]])
-    seeds = LIKELIHOODS[likelihood].sampled_seeds(logits, 40_000, generator())
-    expected = torch.eye(3).double()
-    if likelihood == "classification":
-        expected = softmax_fisher(logits)[0]
+LOGITS = torch.tensor([[1.0, 0.0, -0.5]])
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "expected"),
+    [
+        ("classification", softmax_fisher(LOGITS)),
+        # That of the squared error, wherever the outputs are.
+        ("regression", torch.eye(3).double()[None]),
+    ],
+)
+def test_sampled_seeds_are_unbiased(likelihood, expected):
+    n_draws = 40_000
+    seeds = LIKELIHOODS[likelihood].sampled_seeds(LOGITS, n_draws, generator())
     # Four standard errors.
-    assert_close(fisher(seeds)[0], expected, rtol=0, atol=0.03)
+    assert_close(fisher(seeds), expected, rtol=0, atol=0.03)
 
 
 def test_sampled_slopes_of_tokens_are_unbiased():
@@ -75,7 +85,7 @@ def test_regression_loss_is_half_the_sum_of_squares(structure, shape):
     n_outputs = 2 if shape == (4, 2) else 1
     regressor = plain_model(n_outputs)
     ((X, _),) = pairs()
-    y = torch.randn(shape, generator=generator()).double()
+    y = normal(*shape)
     la = make(regressor, structure, "regression")
     first_batch = (X[:3], y[:3])
     second_batch = (X[3:], y[3:])
@@ -93,9 +103,9 @@ def changed(
     value: float,
 ) -> torch.Tensor:
     """Copy targets, with another one in the third place."""
-    values = values.clone()
-    values.view(-1)[2] = value
-    return values
+    copied = values.clone()
+    copied.view(-1)[2] = value
+    return copied
 
 
 CLASSES = torch.arange(4) % 3
@@ -156,6 +166,24 @@ def refused_number(n: float):
     )
 
 
+def refused_numbers_as_classes():
+    return refused(
+        "numbers as classes",
+        "classification",
+        NUMBERS,
+        'likelihood "regression"',
+    )
+
+
+def refused_classes_as_numbers():
+    return refused(
+        "classes as numbers",
+        "regression",
+        CLASSES,
+        'likelihood "classification"',
+    )
+
+
 REFUSED = [
     refused_class(-1),
     refused_class(-100),
@@ -167,8 +195,8 @@ REFUSED = [
     refused_shape_of_classes(4, 1),
     refused_shape_of_classes(4, 3),
     refused_shape_of_classes(2, 2),
-    refused("numbers as classes", "classification", NUMBERS, 'likelihood "regression"'),
-    refused("classes as numbers", "regression", CLASSES, 'likelihood "classification"'),
+    refused_numbers_as_classes(),
+    refused_classes_as_numbers(),
     refused_shape_of_numbers(3, 2),
     refused_shape_of_numbers(4),
     refused_shape_of_numbers(4, 1),
@@ -198,33 +226,39 @@ def test_one_class_is_refused():
         la.fit([(X, torch.zeros(4, dtype=torch.long))])
 
 
-def test_probabilities_in_place_of_logits_are_warned_of():
-    classification = LIKELIHOODS["classification"]
-    logits = torch.tensor(
-        [
-            [2.0, -1.0, 0.5],
-            [0.0, 1.0, 0.0],
-        ]
-    )
-    y = torch.tensor([0, 2])
+TWO_LOGITS = torch.tensor(
+    [
+        [2.0, -1.0, 0.5],
+        [0.0, 1.0, 0.0],
+    ]
+)
+TWO_CLASSES = torch.tensor([0, 2])
+
+
+@pytest.mark.parametrize("logits", [TWO_LOGITS, TWO_LOGITS.log_softmax(-1)])
+def test_logits_are_not_taken_for_probabilities(logits):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        classification.check_targets(y, logits)
-        classification.check_targets(y, logits.log_softmax(-1))
+        Classification().check_targets(TWO_CLASSES, logits)
+
+
+# In bfloat16 probabilities don't add up to 1 exactly.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probabilities_in_place_of_logits_are_warned_of(dtype):
+    probabilities = TWO_LOGITS.to(dtype).softmax(-1)
     message = "look like probabilities: return logits"
-    # In bfloat16 probabilities don't add up to 1 exactly.
-    for dtype in (torch.float32, torch.bfloat16):
-        probabilities = logits.to(dtype).softmax(-1)
-        with pytest.warns(UserWarning, match=message):
-            classification.check_targets(y, probabilities)
+    with pytest.warns(UserWarning, match=message):
+        Classification().check_targets(TWO_CLASSES, probabilities)
 
 
 def test_tokens_outside_the_vocabulary_are_refused():
     tokens = LIKELIHOODS["language_modeling"]
     y = torch.tensor([[-100, 3], [-100, 4]])
-    assert tokens.check_targets(y, torch.zeros(2, 5)).tolist() == [3, 4]
+    of_five_words = torch.zeros(2, 5)
+    of_four_words = torch.zeros(2, 4)
+    assert tokens.check_targets(y, of_five_words).tolist() == [3, 4]
     with pytest.raises(ValueError, match="from 0 to 3, but range from 3 to 4"):
-        tokens.check_targets(y, torch.zeros(2, 4))
+        tokens.check_targets(y, of_four_words)
 
 
 @pytest.mark.parametrize(

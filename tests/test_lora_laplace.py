@@ -7,24 +7,32 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch.autograd import gradcheck
+from torch.distributions import MultivariateNormal
+from torch.testing import assert_close
 
-import laplace_lora_ext
 from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.structures import (
     DiagLoRALaplace,
     FullLoRALaplace,
     KronLoRALaplace,
+    LowRankKronLoRALaplace,
 )
+from tests.support.dense import lora_weights
 from tests.support.models import (
+    first_batch,
+    head_of,
     lora_model,
     plain_model,
     ragged_batches,
 )
 from tests.support.posteriors import (
+    PRIORS,
     STRUCTURES,
     fitted,
     generator,
     make,
+    normal,
     plain_regression,
     some_precision,
 )
@@ -35,61 +43,64 @@ def la():
     return fitted()
 
 
-def test_evidence_is_differentiable_in_the_prior_precision(la):
-    for shape in ((1,), (len(la.blocks),)):
-        precision = torch.full(shape, 0.7, dtype=torch.float64, requires_grad=True)
-        assert torch.autograd.gradcheck(
-            lambda p: la.log_marginal_likelihood(p), (precision,)
-        )
+@pytest.mark.parametrize("prior", PRIORS)
+def test_evidence_is_differentiable_in_the_prior_precision(la, prior):
+    prior_precision = some_precision(la, prior).requires_grad_()
+    assert gradcheck(la.log_marginal_likelihood, (prior_precision,))
 
 
 def test_samples_have_the_posterior_covariance(la):
-    samples = la.sample(20_000, generator())
+    n_samples = 20_000
+    samples = la.sample(n_samples, generator())
     covariance = torch.linalg.inv(la.posterior_precision.to_matrix())
     difference = samples.T.cov() - covariance
     error = difference.norm() / covariance.norm()
-    assert error < 2 * (la.n_params / 20_000) ** 0.5
-    torch.testing.assert_close(samples.mean(0), la.mean, rtol=0, atol=0.05)
+    # Each of so many numbers errs by its part of a root of the number of samples.
+    assert error < 2 * (la.n_params / n_samples) ** 0.5
+    assert_close(samples.mean(0), la.mean, rtol=0, atol=0.05)
 
 
 def test_log_prob_is_that_of_the_gaussian(la):
     value = la.mean + 0.1
-    gaussian = torch.distributions.MultivariateNormal(
-        la.mean,
-        precision_matrix=la.posterior_precision.to_matrix(),
-    )
-    torch.testing.assert_close(la.log_prob(value), gaussian.log_prob(value))
+    P = la.posterior_precision.to_matrix()
+    gaussian = MultivariateNormal(la.mean, precision_matrix=P)
+    assert_close(la.log_prob(value), gaussian.log_prob(value))
     difference = value - la.mean
-    expected = -0.5 * difference @ la.posterior_precision.to_matrix() @ difference
-    torch.testing.assert_close(la.log_prob(value, normalized=False), expected)
+    expected = -0.5 * difference @ P @ difference
+    assert_close(la.log_prob(value, normalized=False), expected)
 
 
-def test_noise_of_a_regression_and_a_temperature_scale_the_curvature():
-    la, X = plain_regression()
-    for la.temperature, factor in (
-        (1.0, 4),
-        (0.5, 8),
-    ):  # sigma_noise is 0.5
-        expected = factor * la.H.to_matrix() + torch.eye(la.n_params).double()
-        torch.testing.assert_close(la.posterior_precision.to_matrix(), expected)
-    sigma = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda s: la.log_marginal_likelihood(sigma_noise=s),
-        (sigma,),
-    )
-    assert la(X)[0].shape == (12, 2)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_noise_of_a_regression_and_a_temperature_scale_the_curvature(temperature):
+    la, _ = plain_regression()
+    la.temperature = temperature
+    variance_of_noise = 0.5**2
+    factor = 1 / (variance_of_noise * temperature)
+    prior = torch.eye(la.n_params).double()
+    expected = factor * la.H.to_matrix() + prior
+    assert_close(la.posterior_precision.to_matrix(), expected)
+
+
+def test_evidence_is_differentiable_in_the_noise():
+    la, _ = plain_regression()
+
+    def evidence(sigma_noise: torch.Tensor) -> torch.Tensor:
+        return la.log_marginal_likelihood(sigma_noise=sigma_noise)
+
+    sigma_noise = torch.tensor(0.7).double().requires_grad_()
+    assert gradcheck(evidence, (sigma_noise,))
 
 
 def test_backpropagation_to_the_inputs():
     """For a user who optimises an input, `enable_backprop` as the host has it."""
     la, X = plain_regression()
     la.enable_backprop = True
-    X = X[:2].requires_grad_()
+    two_inputs = X[:2].requires_grad_()
 
-    def moments(x):
-        return la(x)
+    def moments(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(la(x))
 
-    assert torch.autograd.gradcheck(moments, (X,), atol=1e-6)
+    assert gradcheck(moments, (two_inputs,), atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "gpt_neox"])
@@ -98,11 +109,12 @@ def test_backpropagation_through_a_transformers_fused_attention(structure, kind)
     """The gradient in embeddings against finite differences."""
     model = lora_model(kind, attention="sdpa").eval()
     la = fitted(model=model, structure=structure, kind=kind)
-    batch, *_ = ragged_batches()
+    batch = first_batch()
     la.enable_backprop = True
     tokens = batch["input_ids"]
-    embeddings = model.get_input_embeddings()(tokens).detach().requires_grad_()
-    direction = torch.randn(embeddings.shape, generator=generator(1)).double()
+    embedded = model.get_input_embeddings()(tokens)
+    embeddings = embedded.detach().requires_grad_()
+    direction = normal(*embeddings.shape, seed=1)
 
     def confidence(embeddings: torch.Tensor) -> torch.Tensor:
         inputs = {
@@ -118,69 +130,84 @@ def test_backpropagation_through_a_transformers_fused_attention(structure, kind)
     behind = confidence(embeddings - step * direction)
     slope = (ahead - behind) / (2 * step)
     assert slope.abs() > 1e-3
-    torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-6, atol=0)
+    found = (gradient * direction).sum()
+    assert_close(found, slope, rtol=1e-6, atol=0)
+    # Whatever was switched off for a while is on again.
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_trainable_head_takes_no_part_in_the_posterior(
-    structure,
-):
+def test_a_trainable_head_takes_no_part_in_the_posterior(structure):
     """A head that is trained and has the largest gradients takes no part."""
     model = lora_model("bert")
-    head = model.base_model.model.classifier.modules_to_save["default"]
-    lora = {name: p for name, p in model.named_parameters() if "lora_" in name}
-    assert head.weight.requires_grad
+    assert head_of(model).weight.requires_grad
     la = fitted(model=model, structure=structure, prior_precision=0.1)
-    n_params = sum(p.numel() for p in lora.values())
-    assert la.n_params == la.mean.numel() == n_params
-    assert la.sample(2).shape == (2, n_params)
-    assert torch.equal(
-        la.mean,
-        torch.cat([p.detach().flatten() for p in lora.values()]),
-    )
+    weights = [weight.flatten() for weight in lora_weights(model).values()]
+    mean = torch.cat(weights)
+    assert torch.equal(la.mean, mean)
+    assert la.n_params == len(mean)
+    assert la.sample(2).shape == (2, len(mean))
 
 
 CLASSES = [
-    laplace_lora_ext.LowRankKronLoRALaplace,
+    LowRankKronLoRALaplace,
     KronLoRALaplace,
     DiagLoRALaplace,
     FullLoRALaplace,
 ]
+OUR_METHODS = {
+    "fit",
+    "predict",
+    "optimize_prior_precision",
+    "amortize",
+    "distill",
+}
+
+
+def public_names(cls: type) -> list[str]:
+    names = [name for name in dir(cls) if not name.startswith("_")]
+    return [*names, "__init__", "__call__"]
+
+
+def function_of(cls: type, name: str):
+    """Find a method, or what a property calls."""
+    member = getattr(cls, name)
+    return member.fget if isinstance(member, property) else member
 
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_completion_help_and_hover_say_what_a_method_takes(cls):
-    names = [name for name in dir(cls) if not name.startswith("_")]
-    assert {
-        "fit",
-        "predict",
-        "optimize_prior_precision",
-        "amortize",
-        "distill",
-    } < {*names}
-    for name in [*names, "__init__", "__call__"]:
-        member = getattr(cls, name)
-        function = member.fget if isinstance(member, property) else member
-        if not function.__module__.startswith("laplace_lora_ext"):
-            continue  # the host's own
-        doc = inspect.getdoc(LoRALaplace if name == "__init__" else member)
+    names = public_names(cls)
+    assert set(names) > OUR_METHODS
+    for name in names:
+        function = function_of(cls, name)
+        is_ours = function.__module__.startswith("laplace_lora_ext")
+        if not is_ours:
+            continue
+        # The class itself describes what it is made with.
+        described = LoRALaplace if name == "__init__" else getattr(cls, name)
+        doc = inspect.getdoc(described)
         assert doc, name
-        signature = inspect.signature(function)
-        assert signature.return_annotation is not signature.empty, name
-        for parameter in [*signature.parameters.values()][1:]:
-            assert parameter.annotation is not parameter.empty, (
-                name,
-                parameter,
-            )
-            assert parameter.kind is not parameter.VAR_POSITIONAL, name
-            assert (
-                parameter.kind is not parameter.VAR_KEYWORD
-                or f"**{parameter.name}" in doc
-            ), name
+        assert_says_what_it_takes(name, function, doc)
 
 
-def test_another_posterior_of_the_same_kind():
+def assert_says_what_it_takes(name: str, function, doc: str) -> None:
+    signature = inspect.signature(function)
+    assert signature.return_annotation is not signature.empty, name
+    _, *parameters = signature.parameters.values()
+    for parameter in parameters:
+        place = f"{name}, {parameter.name}"
+        assert parameter.annotation is not parameter.empty, place
+        assert parameter.kind is not parameter.VAR_POSITIONAL, place
+        if parameter.kind is parameter.VAR_KEYWORD:
+            assert f"**{parameter.name}" in doc, place
+
+
+def another_model():
+    return lora_model("bert", lora_alpha=3)
+
+
+def test_another_posterior_of_the_same_kind_has_the_same_options():
     options = {
         "prior_mean": 0.3,
         "temperature": 2.0,
@@ -193,28 +220,34 @@ def test_another_posterior_of_the_same_kind():
         },
     }
     la = fitted(**options)
-    other = la.for_model(lora_model("bert", lora_alpha=3))
+    other = la.for_model(another_model())
     assert other.H is None
     other.fit(ragged_batches())
-    same = make(lora_model("bert", lora_alpha=3), **options)
+    same = make(another_model(), **options)
     same.fit(ragged_batches())
-    assert [block.name for block in other.blocks] == [block.name for block in la.blocks]
+    names = [block.name for block in la.blocks]
+    assert [block.name for block in other.blocks] == names
     assert other.log_marginal_likelihood() == same.log_marginal_likelihood()
-    assert (
-        other.temperature,
-        other.prior_mean,
-        other.enable_backprop,
-    ) == (2.0, 0.3, True)
-    answers = fitted("gpt2")
-    of_answers = answers.for_model(lora_model("gpt2"))
-    assert of_answers.model.class_token_ids == answers.model.class_token_ids
-    kron = fitted(structure="kron", damping=True)
-    assert kron.for_model(lora_model("bert", lora_alpha=3)).damping
-    regression, _ = plain_regression()
-    assert (
-        regression.for_model(regression.model.model).sigma_noise
-        == regression.sigma_noise
-    )
+    assert other.temperature == 2.0
+    assert other.prior_mean == 0.3
+    assert other.enable_backprop
+
+
+def test_another_posterior_of_answers_has_the_same_answers():
+    la = fitted("gpt2")
+    other = la.for_model(lora_model("gpt2"))
+    assert other.model.class_token_ids == la.model.class_token_ids
+
+
+def test_another_posterior_of_the_hosts_kron_is_damped_too():
+    la = fitted(structure="kron", damping=True)
+    assert la.for_model(another_model()).damping
+
+
+def test_another_posterior_of_a_regression_has_the_same_noise():
+    la, _ = plain_regression()
+    other = la.for_model(la.model.model)
+    assert other.sigma_noise == la.sigma_noise
 
 
 def pickled(la):
@@ -232,19 +265,21 @@ def test_a_copy_is_the_same_and_a_posterior_of_its_own(structure, copied_by):
     copied = copied_by(la)
     assert torch.equal(copied(batch), probabilities)
     assert torch.equal(copied.log_marginal_likelihood(), evidence)
+
+    # What becomes of the copy does not become of the first.
     copied.fit(rest, override=False)
     copied.prior_precision = 9.0
     copied.blocks[0].weight.data.mul_(2)
     assert torch.equal(la(batch), probabilities)
     assert torch.equal(la.log_marginal_likelihood(), evidence)
-    la.fit(rest, override=False)
-    la.prior_precision = 9.0
-    assert torch.equal(
-        la.log_marginal_likelihood(),
-        copied.log_marginal_likelihood(),
-    )
     with pytest.raises(RuntimeError, match="have changed since the fit"):
         copied(batch)
+
+    # The same becomes of both.
+    la.fit(rest, override=False)
+    la.prior_precision = 9.0
+    of_copy = copied.log_marginal_likelihood()
+    assert torch.equal(la.log_marginal_likelihood(), of_copy)
 
 
 IMPOSSIBLE = [
@@ -261,17 +296,16 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize("name", ["prior_precision", "temperature", "sigma_noise"])
 def test_what_makes_no_gaussian_is_refused_and_changes_nothing(name, structure):
     la = fitted(structure=structure)
-    batch, *_ = ragged_batches()
+    batch = first_batch()
     before = getattr(la, name)
     expected = la.predictive_moments(batch)
+    message = f"{name} must be positive and finite, not "
     for value in IMPOSSIBLE:
-        with pytest.raises(
-            ValueError,
-            match=f"{name} must be positive and finite, not ",
-        ):
+        with pytest.raises(ValueError, match=message):
             setattr(la, name, value)
     assert getattr(la, name) is before
-    torch.testing.assert_close(la.predictive_moments(batch).f_var, expected.f_var)
+    found = la.predictive_moments(batch)
+    assert_close(found.f_var, expected.f_var)
 
 
 SEVERAL = [
@@ -282,40 +316,42 @@ SEVERAL = [
 ]
 
 
-@pytest.mark.parametrize("several", SEVERAL)
-@pytest.mark.parametrize("structure", STRUCTURES)
+ONE_NOISE = r"sigma_noise must be one number, not [24]: .*pass output_scales="
+several_numbers = pytest.mark.parametrize("several", SEVERAL)
+structures = pytest.mark.parametrize("structure", STRUCTURES)
+
+
+@several_numbers
+@structures
+def test_a_posterior_is_made_with_one_noise(structure, several):
+    with pytest.raises(ValueError, match=ONE_NOISE):
+        make(plain_model(2), structure, "regression", sigma_noise=several)
+    with pytest.raises(ValueError, match=ONE_NOISE):
+        make(lora_model("bert"), structure, sigma_noise=several)
+
+
+@several_numbers
+@structures
 def test_one_noise_is_of_all_outputs(structure, several):
     la, X = plain_regression(structure=structure)
     expected = la(X)
-    message = r"sigma_noise must be one number, not [24]: .*pass output_scales="
-    uses = [
-        lambda: make(
-            plain_model(2),
-            structure,
-            "regression",
-            sigma_noise=several,
-        ),
-        lambda: make(lora_model("bert"), structure, sigma_noise=several),
-        lambda: setattr(la, "sigma_noise", several),
-        lambda: la.log_marginal_likelihood(sigma_noise=several),
-    ]
-    for use in uses:
-        with pytest.raises(ValueError, match=message):
-            use()
+    with pytest.raises(ValueError, match=ONE_NOISE):
+        la.sigma_noise = several
+    with pytest.raises(ValueError, match=ONE_NOISE):
+        la.log_marginal_likelihood(sigma_noise=several)
     with pytest.raises(ValueError, match="temperature must be one number, not"):
         la.temperature = several
+    # Nothing has changed.
     assert la.sigma_noise.item() == 0.5
-    assert all(map(torch.equal, la(X), expected))
+    for found, before in zip(la(X), expected, strict=True):
+        assert torch.equal(found, before)
 
 
 def test_it_says_what_it_is_of_and_whether_it_is_fitted():
     la = make(lora_model("bert"))
-    size = sum(block.weight.numel() for block in la.blocks)
-    start = (
-        "classification by BertForSequenceClassification; "
-        f"8 weights of {size:,} parameters; "
-    )
-    assert repr(la) == f"LowRankKronLoRALaplace({start}not fitted; prior precision 1)"
+    kind = "LowRankKronLoRALaplace(classification by BertForSequenceClassification"
+    size = f"8 weights of {la.n_params:,} parameters"
+    assert repr(la) == f"{kind}; {size}; not fitted; prior precision 1)"
     la.fit(ragged_batches())
     la.prior_precision = 2.5
     assert repr(la).endswith("; fitted to 8 examples; prior precision 2.5)")

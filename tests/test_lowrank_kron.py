@@ -6,7 +6,12 @@ from torch.testing import assert_close
 
 from laplace_lora_ext.curvature.factors import LowRankFactor
 from tests.support.models import ragged_batches, without_labels
-from tests.support.posteriors import fitted, generator, sizes
+from tests.support.posteriors import (
+    fitted,
+    generator,
+    priors_of_blocks,
+    sizes,
+)
 
 
 def test_the_sums_that_are_kept_have_twice_as_many_columns_as_the_curvature():
@@ -14,12 +19,15 @@ def test_the_sums_that_are_kept_have_twice_as_many_columns_as_the_curvature():
     n_columns = []
     for block in la.H_facs.blocks:
         for factor in (block.output_factor, block.input_factor):
+            # The smaller factor of a block is dense.
             if isinstance(factor, LowRankFactor):
-                n_columns.append(factor.columns.shape[1])
+                _, n_of_factor = factor.columns.shape
+                n_columns.append(n_of_factor)
     n_blocks = len(la.blocks)
     assert n_columns == [2] * n_blocks
-    n_vectors = [block.large.vectors.shape[1] for block in la.H.blocks]
-    assert n_vectors == [1] * n_blocks
+    for block in la.H.blocks:
+        _, n_vectors = block.large.vectors.shape
+        assert n_vectors == 1
 
 
 # --- statistics -----------------------------------------------------------------------
@@ -32,11 +40,11 @@ def test_statistics_of_no_data_are_refused():
 
 def test_statistics_have_the_labels_of_all_batches_or_of_none():
     la = fitted()
-    batches = ragged_batches()
-    unlabelled = [without_labels(batch) for batch in batches]
+    first, second, _ = ragged_batches()
+    unlabelled = [without_labels(batch) for batch in (first, second)]
     assert la.predictive_statistics(unlabelled).targets is None
     with pytest.raises(ValueError, match="others have none"):
-        la.predictive_statistics([batches[0], unlabelled[1]])
+        la.predictive_statistics([first, without_labels(second)])
 
 
 def test_statistics_of_unknown_classes_are_refused():
@@ -48,8 +56,9 @@ def test_statistics_of_unknown_classes_are_refused():
 
 def test_statistics_that_are_not_finite_are_refused():
     la = fitted()
+    # A number that is not among those that are compared with the fit's.
     base_layer = la.blocks[0].owner.base_layer
-    base_layer.weight.data[0, 1] = torch.nan  # past what is compared with the fit
+    base_layer.weight.data[0, 1] = torch.nan
     with pytest.raises(ValueError, match=r"batch 0: .*non-finite"):
         la.predictive_statistics(ragged_batches())
 
@@ -97,31 +106,27 @@ def test_statistics_of_another_temperature_choose_as_the_data_do(choose):
 def determined_by_data(la) -> list[float]:
     """Sum the share of each parameter's posterior precision that the data bring."""
     n_weights = torch.tensor(sizes(la))
-    prior = la.prior_precision.double().repeat_interleave(n_weights).diag()
+    of_blocks = la.prior_precision.double()
+    prior = of_blocks.repeat_interleave(n_weights).diag()
     H = la.H.to_matrix() / la.temperature
-    shares = (H @ torch.linalg.inv(H + prior)).diagonal()
-    return [of_block.sum().item() for of_block in shares.split(sizes(la))]
+    shares = H @ torch.linalg.inv(H + prior)
+    diagonal = shares.diagonal()
+    return [of_block.sum().item() for of_block in diagonal.split(sizes(la))]
 
 
 def test_a_summary_counts_the_parameters_that_the_data_determine():
     la = fitted("gpt2")
     la.temperature = 0.01
-    la.prior_precision = torch.linspace(0.5, 3.0, len(la.blocks))
-    names = []
-    n_params = []
-    precisions = []
-    n_determined = []
+    la.prior_precision = priors_of_blocks(la)
     _, *lines = la.summary().splitlines()
-    for line in lines:
-        name, n_of_block, precision, determined = line.split()
-        names.append(name)
-        n_params.append(int(n_of_block))
-        precisions.append(float(precision))
-        n_determined.append(float(determined))
+    columns = zip(*[line.split() for line in lines], strict=True)
+    names, n_params, precisions, n_determined = columns
 
     assert names[-1] == "transformer.h.1.mlp.c_proj.lora_B.default.weight"
-    assert n_params == sizes(la)
+    assert [int(n) for n in n_params] == sizes(la)
     # As many digits as are printed.
     printed = {"rel": 1e-3, "abs": 0.05}
-    assert precisions == pytest.approx(la.prior_precision.tolist(), **printed)
-    assert n_determined == pytest.approx(determined_by_data(la), **printed)
+    found = [float(precision) for precision in precisions]
+    assert found == pytest.approx(la.prior_precision.tolist(), **printed)
+    found = [float(n) for n in n_determined]
+    assert found == pytest.approx(determined_by_data(la), **printed)

@@ -1,12 +1,15 @@
 """Figures of predictions whose quality is known."""
 
+import math
+
 import pytest
 import torch
-from torch.distributions import MultivariateNormal
+from torch.distributions import MultivariateNormal, Normal
 
 from laplace_lora_ext.metrics import compare, quality, quality_of_numbers
+from tests.support.dense import labels_of, predicted
 from tests.support.models import ragged_batches
-from tests.support.posteriors import fitted, generator, plain_regression
+from tests.support.posteriors import fitted, normal, plain_regression
 
 # --- classes --------------------------------------------------------------------------
 
@@ -29,12 +32,16 @@ def test_figures_of_predictions_that_are_certain_and_wrong():
     assert figures["ece"] == 1
 
 
-def test_figures_of_predictions_that_are_unsure():
-    # The logarithm of 2.
-    assert quality(EVEN, LABELS)["nll"] == pytest.approx(0.6931, abs=1e-4)
+def test_a_coin_has_the_logarithm_of_two_for_its_loss():
+    figures = quality(EVEN, LABELS)
+    assert figures["nll"] == pytest.approx(math.log(2))
+
+
+def test_the_calibration_error_of_predictions_that_are_too_modest():
     # They say 0.65 and are always right.
     too_modest = 0.3 * PERFECT + 0.7 * EVEN
-    assert quality(too_modest, LABELS)["ece"] == pytest.approx(0.35, abs=1e-6)
+    figures = quality(too_modest, LABELS)
+    assert figures["ece"] == pytest.approx(0.35, abs=1e-6)
 
 
 def test_probabilities_that_are_no_numbers_are_refused():
@@ -50,18 +57,31 @@ def batches():
 
 @pytest.fixture
 def labels(batches):
-    return torch.cat([batch["labels"] for batch in batches])
+    return labels_of(batches)
+
+
+def probabilities(la, batches, **options) -> torch.Tensor:
+    """Predict all texts by the link that figures are made with."""
+    of_batches = [la(batch, link_approx="mean_field", **options) for batch in batches]
+    return torch.cat(of_batches)
+
+
+def test_figures_of_a_posterior_are_those_of_its_predictions(batches, labels):
+    la = fitted()
+    expected = quality(probabilities(la, batches), labels)
+    assert compare(la, batches).posterior == expected
 
 
 @pytest.mark.filterwarnings("error:The model's outputs")
-def test_the_trained_model_beside_its_posterior(batches, labels):
+def test_figures_of_the_trained_model_are_those_of_its_softmax(batches, labels):
     la = fitted()
-    found = compare(la, batches)
-    posterior = torch.cat([la(batch, link_approx="mean_field") for batch in batches])
-    assert found.posterior == quality(posterior, labels)
-    f_mu = torch.cat([la.predictive_moments(batch).f_mu for batch in batches])
-    assert found.trained == pytest.approx(quality(f_mu.softmax(-1), labels))
+    f_mu, _ = predicted(la, batches)
+    expected = quality(f_mu.softmax(-1), labels)
+    assert compare(la, batches).trained == pytest.approx(expected)
 
+
+def test_figures_are_printed_in_a_table(batches):
+    found = compare(fitted(), batches)
     head, trained, _ = str(found).splitlines()
     assert head.split() == ["accuracy", "nll", "ece", "brier"]
     name, accuracy, *_ = trained.split()
@@ -72,10 +92,8 @@ def test_the_trained_model_beside_its_posterior(batches, labels):
 def test_learnt_variances_of_classes_have_a_row_of_their_own(batches, labels):
     la = fitted()
     la.amortize(ragged_batches())
-    predicted = [
-        la(batch, pred_type="amortized", link_approx="mean_field") for batch in batches
-    ]
-    expected = quality(torch.cat(predicted), labels)
+    by_learnt = probabilities(la, batches, pred_type="amortized")
+    expected = quality(by_learnt, labels)
     assert compare(la, batches).amortized == expected
 
 
@@ -85,7 +103,7 @@ def test_learnt_variances_of_classes_have_a_row_of_their_own(batches, labels):
 @pytest.fixture
 def targets():
     """Two numbers for each of the twelve inputs of `plain_regression`."""
-    return torch.randn(12, 2, generator=generator(5)).double()
+    return normal(12, 2, seed=5)
 
 
 def assert_figures_of_numbers(
@@ -103,24 +121,31 @@ def assert_figures_of_numbers(
     deviation = covariance.diagonal(dim1=1, dim2=2).sqrt()
     z = (targets - mean) / deviation
     # Nine in ten numbers are so near their mean.
-    is_within = z.abs() < 1.6448536269514722
+    quantile = Normal(0, 1).icdf(torch.tensor(0.95).double())
+    is_within = z.abs() < quantile
     coverage = is_within.double().mean()
     assert figures["coverage"] == pytest.approx(coverage.item())
 
 
 def test_figures_of_numbers_are_means_of_each_ones(targets):
     la, X = plain_regression()
+    # Two batches of unequal size.
     first = (X[:7], targets[:7])
     second = (X[7:], targets[7:])
     found = compare(la, [first, second])
 
     f_mu, f_var = la(X)
     noise = la.sigma_noise**2 * torch.eye(2).double()
-    noise_of_each = noise.expand(12, 2, 2)
+    noise_of_each = noise.expand_as(f_var)
     assert_figures_of_numbers(found.trained, f_mu, noise_of_each, targets)
     assert_figures_of_numbers(found.posterior, f_mu, f_var + noise, targets)
     assert found.trained["crps"] != found.posterior["crps"]
     assert found.posterior == quality_of_numbers(la.predict(X), targets)
+
+
+def test_figures_of_numbers_are_printed_in_a_table(targets):
+    la, X = plain_regression()
+    found = compare(la, [(X, targets)])
     head, *_ = str(found).splitlines()
     assert head.split() == ["rmse", "nll", "coverage", "crps"]
 
@@ -131,18 +156,22 @@ def test_targets_of_another_shape_are_refused(targets):
         quality_of_numbers(la.predict(X), targets[:, 0])
 
 
-def test_learnt_variances_have_a_row_while_they_are_the_posteriors(targets):
+def test_learnt_variances_of_numbers_have_a_row_of_their_own(targets):
     la, X = plain_regression()
-    data = [(X, targets)]
-    assert compare(la, data).amortized is None
-
     la.amortize([X])
-    found = compare(la, data)
-    predicted = la.predict(X, pred_type="amortized")
-    assert found.amortized == quality_of_numbers(predicted, targets)
+    found = compare(la, [(X, targets)])
+    prediction = la.predict(X, pred_type="amortized")
+    assert found.amortized == quality_of_numbers(prediction, targets)
     *_, last = str(found).splitlines()
     name, *_ = last.split()
     assert name == "amortized"
 
+
+def test_learnt_variances_have_a_row_while_they_are_the_posteriors(targets):
+    la, X = plain_regression()
+    data = [(X, targets)]
+    assert compare(la, data).amortized is None
+    la.amortize([X])
+    assert compare(la, data).amortized is not None
     la.prior_precision = 2 * la.prior_precision
     assert compare(la, data).amortized is None

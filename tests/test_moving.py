@@ -1,18 +1,22 @@
 """A posterior follows its model to other devices and into other precisions."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import nn
+from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
-from tests.support.models import lora_model, ragged_batches
+from tests.support.models import first_batch, lora_model, ragged_batches
 from tests.support.posteriors import (
     STRUCTURES,
     fitted,
     generator,
     make,
+    priors_of_blocks,
 )
 from tests.support.snapshots import tensors_of
 
@@ -89,7 +93,7 @@ OTHER_BLOCKS = {
 
 
 def cases():
-    """Every structure over LoRA, and one over each of the other blocks."""
+    """List every structure over LoRA, and one over each of the other blocks."""
     for structure in STRUCTURES:
         yield pytest.param(structure, {}, {}, id=structure)
     for name, (adapter, choice) in OTHER_BLOCKS.items():
@@ -114,52 +118,56 @@ def test_a_posterior_follows_its_model_into_another_precision(
     model.double()
     moved = use(la, batches)
     assert moved.dtype is torch.float64
-    if use in (drawn_networks, draws):  # other random numbers
+    if use in (drawn_networks, draws):
+        # In another precision, other random numbers are drawn.
         assert torch.isfinite(moved).all()
     else:
-        torch.testing.assert_close(moved, expected.double(), rtol=2e-3, atol=1e-4)
+        # What was fitted in float32 keeps its rounding.
+        assert_close(moved, expected.double(), rtol=2e-3, atol=1e-4)
+
+
+def fitted_classifier(structure: str):
+    la = make(lora_model("bert", torch.float32), structure)
+    la.fit(ragged_batches())
+    return la
+
+
+def fitted_regression(structure: str):
+    model = lora_model("bert", torch.float32)
+    la = make(model, structure, "regression", sigma_noise=0.5)
+    batches = ragged_batches()
+    for batch in batches:
+        batch["labels"] = torch.randn(len(batch["labels"]), 3)
+    la.fit(batches)
+    return la
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
-def test_no_tensor_of_a_posterior_stays_behind(structure, likelihood, monkeypatch):
-    # Meta has none.
+@pytest.mark.parametrize("fit", [fitted_classifier, fitted_regression])
+def test_no_tensor_of_a_posterior_stays_behind(structure, fit, monkeypatch):
+    # The device "meta" has none.
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
-    model = lora_model("bert", torch.float32)
-    la = make(
-        model,
-        structure,
-        likelihood,
-        **{"sigma_noise": 0.5} if likelihood[0] == "r" else {},
-    )
-    batches = ragged_batches()
-    if likelihood == "regression":
-        batches = [
-            batch | {"labels": torch.randn(len(batch["labels"]), 3)}
-            for batch in batches
-        ]
-    la.fit(batches)
+    la = fit(structure)
+    # Whatever is computed once and kept, besides the fit.
     la.optimize_prior_precision(
-        method="marglik", n_steps=2, prior_structure="layerwise"
+        method="marglik",
+        n_steps=2,
+        prior_structure="layerwise",
     )
     la.sample(1)
-    model.to("meta")
+    la.model.model.to("meta")
     la._move_with_model()
     # Samples of other weights, compared in main memory.
     la._fit = replace(la._fit, model=None)
-    left = [
-        t for t in tensors_of(vars(la), set()) if t.numel() and t.device.type != "meta"
-    ]
-    assert not left
+    for tensor in tensors_of(vars(la), set()):
+        assert tensor.numel() == 0 or tensor.device.type == "meta"
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_half_precision_rounds_the_weights_and_keeps_the_posterior(
-    structure,
-):
+def test_half_precision_rounds_the_weights_and_keeps_the_posterior(structure):
     model = lora_model("bert", torch.float32)
     la = fitted(model=model, structure=structure)
-    batch, *_ = ragged_batches()
+    batch = first_batch()
     moments = la.predictive_moments(batch)
     mean = la.mean
     model.bfloat16()
@@ -167,42 +175,54 @@ def test_half_precision_rounds_the_weights_and_keeps_the_posterior(
     assert rounded.f_var.dtype is torch.float32
     assert la.mean is mean
     for before, after in zip(moments, rounded, strict=True):
-        assert (after - before).abs().max() < 0.05 * before.abs().max()
-    model.float()
-    with pytest.raises(RuntimeError, match="have changed since the fit"):
-        la(batch)  # their last digits are lost
+        largest_error = (after - before).abs().max()
+        assert largest_error < 0.05 * before.abs().max()
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_model_may_move_between_the_posterior_and_its_fit(
-    structure,
-):
+def test_weights_that_were_in_half_precision_are_others(structure):
+    model = lora_model("bert", torch.float32)
+    la = fitted(model=model, structure=structure)
+    batch = first_batch()
+    # In which their last digits are lost.
+    model.bfloat16()
+    la(batch)
+    model.float()
+    with pytest.raises(RuntimeError, match="have changed since the fit"):
+        la(batch)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_model_may_move_between_the_posterior_and_its_fit(structure):
     model = lora_model("bert", torch.float32)
     la = make(model, structure, prior_precision=2.0, prior_mean=0.5)
     model.double()
-    la.fit(ragged_batches())
-    assert la.prior_precision.dtype is la.prior_mean.dtype is torch.float64
-    assert la(ragged_batches()[0]).dtype is torch.float64
+    batches = ragged_batches()
+    la.fit(batches)
+    assert la.prior_precision.dtype is torch.float64
+    assert la.prior_mean.dtype is torch.float64
+    assert la(batches[0]).dtype is torch.float64
 
 
 @pytest.mark.filterwarnings("ignore:.*no linear layer")
 @pytest.mark.parametrize(("adapter", "choice"), OTHER_BLOCKS.values(), ids=OTHER_BLOCKS)
 def test_a_file_serves_the_model_in_another_precision(adapter, choice, tmp_path):
-    batch, *_ = ragged_batches()
+    batch = first_batch()
     model = lora_model("bert", torch.float32, **adapter)
     la = fitted(model=model, **choice)
-    la.prior_precision = torch.linspace(0.5, 2, len(la.blocks))
+    la.prior_precision = priors_of_blocks(la).float()
+    names = [block.name for block in la.blocks]
     expected = la(batch)
     log_evidence = la.log_marginal_likelihood()
     la.save_pretrained(tmp_path)
     read = from_pretrained(model.double(), tmp_path)
-    assert [block.name for block in read.blocks] == [block.name for block in la.blocks]
+    assert [block.name for block in read.blocks] == names
     found = read(batch)
     assert found.dtype is torch.float64
-    torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        read.log_marginal_likelihood(), log_evidence.double(), rtol=1e-5, atol=1e-5
-    )
+    # As near as float32 comes.
+    assert_close(found, expected.double(), rtol=1e-5, atol=1e-6)
+    found = read.log_marginal_likelihood()
+    assert_close(found, log_evidence.double(), rtol=1e-5, atol=1e-5)
 
 
 def double(model):
@@ -225,38 +245,63 @@ def single(model):
     model.float()
 
 
-# Functions, the precision that they start from, and how close learnt variances stay.
-MOVES = [
-    (double, torch.float32, 1e-4, 1e-5),
-    (to_double, torch.float32, 1e-4, 1e-5),
-    (there_and_back, torch.float32, 1e-4, 1e-5),
-    (bfloat16, torch.float32, 0.05, 0.05),
-    (single, torch.float64, 1e-4, 1e-5),
-]
+@dataclass(frozen=True)
+class Move:
+    """A move, the precision that it starts from, and how near learnt variances stay."""
+
+    move: Callable[[nn.Module], object]
+    dtype: torch.dtype = torch.float32
+    rtol: float = 1e-4
+    atol: float = 1e-5
 
 
-@pytest.mark.parametrize(("move", "dtype", "rtol", "atol"), MOVES)
-@pytest.mark.parametrize("rank", [0, 3, 100])
-def test_what_was_kept_of_data_serves_the_same_fit_after_a_move(
-    move, dtype, rtol, atol, rank
-):
-    model = lora_model("bert", dtype)
+MOVES = {
+    "double": Move(double),
+    "to double": Move(to_double),
+    "there and back": Move(there_and_back),
+    # Which rounds the hidden states that they are learnt from.
+    "bfloat16": Move(bfloat16, rtol=0.05, atol=0.05),
+    "single": Move(single, dtype=torch.float64),
+}
+moves = pytest.mark.parametrize("case", MOVES.values(), ids=MOVES)
+ranks = pytest.mark.parametrize("rank", [0, 3, 100])
+
+
+def on_one_batch(case: Move, rank: int):
+    """Fit a posterior to eight texts; return them too."""
     (batch,) = ragged_batches(batch_size=8)
-    la = fitted(model=model, batches=[batch], rank=rank, temperature=0.3)
-    la.prior_precision = 1 / 3
-    statistics = la.predictive_statistics([batch], dtype=torch.float64)
-    la.amortize([batch])
-    exact = la(batch)
-    learnt = la(batch, pred_type="amortized")
-    move(model)
-    given = la.statistics_of(statistics, False)
-    moments = given.moments(la.prior_precision)
-    torch.testing.assert_close(
-        la(moments).double(), exact.double(), rtol=2e-5, atol=1e-6
+    la = fitted(
+        model=lora_model("bert", case.dtype),
+        batches=[batch],
+        rank=rank,
+        temperature=0.3,
     )
-    found = la(batch, pred_type="amortized")
-    torch.testing.assert_close(found.double(), learnt.double(), rtol=rtol, atol=atol)
+    la.prior_precision = 1 / 3
+    return la, batch
+
+
+@moves
+@ranks
+def test_statistics_serve_the_same_fit_after_a_move(case, rank):
+    la, batch = on_one_batch(case, rank)
+    statistics = la.predictive_statistics([batch], dtype=torch.float64)
+    exact = la(batch)
+    case.move(la.model.model)
+    given = la.statistics_of(statistics, False)
+    found = la(given.moments(la.prior_precision))
+    assert_close(found.double(), exact.double(), rtol=2e-5, atol=1e-6)
     la.optimize_prior_precision(method="gridsearch", val_loader=statistics, grid_size=2)
+
+
+@moves
+@ranks
+def test_learnt_variances_serve_the_same_fit_after_a_move(case, rank):
+    la, batch = on_one_batch(case, rank)
+    la.amortize([batch])
+    learnt = la(batch, pred_type="amortized")
+    case.move(la.model.model)
+    found = la(batch, pred_type="amortized")
+    assert_close(found.double(), learnt.double(), rtol=case.rtol, atol=case.atol)
 
 
 OTHERS = {
@@ -269,16 +314,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_statistics_of_another_fit_are_refused_before_and_after_a_move(
-    other,
-):
-    batches = ragged_batches()
+def test_statistics_of_another_fit_are_refused_before_and_after_a_move(other):
+    another = fitted(dtype=torch.float32, **OTHERS[other])
+    statistics = another.predictive_statistics(ragged_batches())
     model = lora_model("bert", torch.float32)
-    of_other = fitted(dtype=torch.float32, **OTHERS[other]).predictive_statistics(
-        batches
-    )
     la = fitted(model=model)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="belong to another fit"):
-            la.statistics_of(of_other, False)
-        model.double()
+    with pytest.raises(ValueError, match="belong to another fit"):
+        la.statistics_of(statistics, False)
+    model.double()
+    with pytest.raises(ValueError, match="belong to another fit"):
+        la.statistics_of(statistics, False)

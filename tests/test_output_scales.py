@@ -2,7 +2,10 @@
 
 import copy
 import math
+from collections.abc import Callable
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import Trainer
 
 import laplace_lora_ext
 from laplace_lora_ext import (
@@ -22,8 +26,8 @@ from laplace_lora_ext import (
 )
 from laplace_lora_ext.curvature.backend import LowRankKronEF
 from laplace_lora_ext.metrics import compare
-from tests.support.models import base_model
-from tests.support.posteriors import generator, make, plain_model
+from tests.support.models import base_model, plain_model
+from tests.support.posteriors import generator, make, normal
 from tests.support.ranks import Texts
 from tests.support.trainers import trainer_of
 
@@ -43,168 +47,214 @@ class InUnits(nn.Module):
         return self.model(x) / SCALES
 
 
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator(seed)).double()
+def data_to_fit() -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw inputs and targets, each of which is of its own scale."""
+    X = normal(N_TRAIN, 5)
+    return X, SCALES * normal(N_TRAIN, 2, seed=1)
 
 
-def loader(X, y) -> DataLoader:
+def held_out_data(la) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw inputs, and targets around their predictions."""
+    X = normal(N_HELD_OUT, 5, seed=5)
+    f_mu = la.predictive_moments(X).f_mu
+    return X, f_mu + SCALES * normal(N_HELD_OUT, 2, seed=6)
+
+
+def loader(
+    X: torch.Tensor,
+    y: torch.Tensor,
+) -> DataLoader:
     return DataLoader(TensorDataset(X, y), batch_size=5)
 
 
-def both(structure: str, **options):
-    """Fit with scales, and in one unit to the same data; return training inputs too."""
-    X = normal(0, N_TRAIN, 5)
-    y = SCALES * normal(1, N_TRAIN, 2)
-    scaled = make(
-        plain_model(2).requires_grad_(False),
+def regressor() -> nn.Module:
+    return plain_model(2).requires_grad_(False)
+
+
+def with_scales(
+    structure: str = "lowrank_kron",
+    output_scales: Any = SCALES,
+    **options: Any,
+):
+    """Fit a posterior of targets in their own units."""
+    la = make(
+        regressor(),
         structure,
         "regression",
-        sigma_noise=0.5,
-        output_scales=SCALES,
+        output_scales=output_scales,
         **options,
     )
-    scaled.fit(loader(X, y))
-    in_units = make(InUnits(), structure, "regression", sigma_noise=0.5, **options)
-    in_units.fit(loader(X, y / SCALES))
-    return scaled, in_units, X
+    la.fit(loader(*data_to_fit()))
+    return la
+
+
+def in_one_unit(structure: str = "lowrank_kron", **options: Any):
+    """Fit the posterior of the same model and targets, in one unit."""
+    la = make(InUnits(), structure, "regression", **options)
+    X, y = data_to_fit()
+    la.fit(loader(X, y / SCALES))
+    return la
+
+
+def both(structure: str = "lowrank_kron", **options: Any):
+    """Fit with scales, and in one unit to the same data."""
+    # Another noise than 1, which is what is multiplied by scales.
+    options = {"sigma_noise": 0.5} | options
+    scaled = with_scales(structure, **options)
+    in_units = in_one_unit(structure, **options)
+    return scaled, in_units
 
 
 def assert_same_posterior(scaled, in_units) -> None:
     """Compare predictions, evidence and densities, which differ by the unit alone."""
-    X = normal(5, N_HELD_OUT, 5)
+    X, y = held_out_data(scaled)
     f_mu, f_var = scaled(X)
     expected_mu, expected_var = in_units(X)
     assert_close(f_mu / SCALES, expected_mu)
-    assert_close(f_var / torch.outer(SCALES, SCALES), expected_var)
+    of_pairs = torch.outer(SCALES, SCALES)
+    assert_close(f_var / of_pairs, expected_var)
 
+    # The density of a number in another unit is another by the unit's factor.
     log_unit = SCALES.log().sum()
     of_targets = scaled.log_marginal_likelihood() + N_TRAIN * log_unit
     assert_close(of_targets, in_units.log_marginal_likelihood())
 
-    y = f_mu + SCALES * normal(6, N_HELD_OUT, 2)
-    prediction, expected = scaled.predict(X), in_units.predict(X)
+    prediction = scaled.predict(X)
+    expected = in_units.predict(X)
     assert_close(prediction.total_std / SCALES, expected.total_std)
     densities = prediction.log_density(y) + log_unit
     assert_close(densities, expected.log_density(y / SCALES))
+
+
+PAPER = {"backend_kwargs": laplace_lora_ext.PAPER_SETTINGS}
+DRAWN = {"backend_kwargs": {"stochastic": True}}
+EMPIRICAL = {"backend": LowRankKronEF}
 
 
 @pytest.mark.parametrize(
     ("structure", "options"),
     [
         pytest.param("lowrank_kron", {}, id="lowrank_kron"),
-        pytest.param(
-            "lowrank_kron",
-            {"backend_kwargs": laplace_lora_ext.PAPER_SETTINGS},
-            id="paper",
-        ),
-        pytest.param("lowrank_kron", {"backend": LowRankKronEF}, id="empirical"),
-        pytest.param(
-            "lowrank_kron", {"backend_kwargs": {"stochastic": True}}, id="drawn"
-        ),
+        pytest.param("lowrank_kron", PAPER, id="paper"),
+        pytest.param("lowrank_kron", EMPIRICAL, id="empirical"),
+        pytest.param("lowrank_kron", DRAWN, id="drawn"),
         pytest.param("diag", {}, id="diag"),
         pytest.param("full", {}, id="full"),
-        pytest.param("full", {"backend": LowRankKronEF}, id="full, empirical"),
+        pytest.param("full", EMPIRICAL, id="full, empirical"),
     ],
 )
 def test_scales_are_a_change_of_unit(structure, options):
-    scaled, in_units, _ = both(structure, **options)
+    scaled, in_units = both(structure, **options)
     assert_close(scaled.loss, in_units.loss)
     assert_same_posterior(scaled, in_units)
     assert_close(scaled.output_noise, 0.5 * SCALES)
 
 
-OF_ALL_STRUCTURES = ["gridsearch", "agreement", "marglik"]
+def search_by(
+    method: str,
+    inputs: torch.Tensor,
+    y: torch.Tensor,
+) -> Callable[[Any], Any]:
+    """Make a method that chooses a prior and the noise."""
+    held_out = [(inputs, y)]
+    if method == "agreement":
+        X, _ = data_to_fit()
+        return Agreement(train_loader=[X])
+    if method == "marglik":
+        return Marglik(optimize_sigma_noise=True, n_steps=30)
+    if method == "gridsearch":
+        return GridSearch(val_loader=held_out, grid_size=7)
+    return ValGD(val_loader=held_out, n_steps=30, generator=generator())
 
 
 @pytest.mark.parametrize(
     ("structure", "method"),
     [
+        # Gradients are those of statistics, which this structure alone has.
         ("lowrank_kron", "val_gd"),
-        *product(["lowrank_kron", "diag", "full"], OF_ALL_STRUCTURES),
+        *product(
+            ["lowrank_kron", "diag", "full"],
+            ["gridsearch", "agreement", "marglik"],
+        ),
     ],
 )
 def test_searches_prefer_no_unit(structure, method):
-    scaled, in_units, X = both(structure)
-    inputs = normal(5, N_HELD_OUT, 5)
-    f_mu = scaled.predictive_moments(inputs).f_mu
-    targets = f_mu + SCALES * normal(6, N_HELD_OUT, 2)
-
-    def search(y):
-        if method == "agreement":
-            return Agreement(train_loader=[X])
-        if method == "marglik":
-            return Marglik(optimize_sigma_noise=True, n_steps=30)
-        val_loader = [(inputs, y)]
-        if method == "gridsearch":
-            return GridSearch(val_loader=val_loader, grid_size=7)
-        return ValGD(val_loader=val_loader, n_steps=30, generator=generator())
-
-    search(targets)(scaled)
-    search(targets / SCALES)(in_units)
+    scaled, in_units = both(structure)
+    inputs, y = held_out_data(scaled)
+    search_by(method, inputs, y)(scaled)
+    search_by(method, inputs, y / SCALES)(in_units)
     # Prior precisions are float32, and descents add up their rounding.
-    assert_close(scaled.sigma_noise, in_units.sigma_noise, rtol=1e-5, atol=0)
-    assert_close(scaled.prior_precision, in_units.prior_precision, rtol=1e-5, atol=0)
+    close = {"rtol": 1e-5, "atol": 0}
+    assert_close(scaled.sigma_noise, in_units.sigma_noise, **close)
+    assert_close(scaled.prior_precision, in_units.prior_precision, **close)
+    # To the same numbers, lest these roundings count.
     scaled.hyperparameters = in_units.hyperparameters
     assert_same_posterior(scaled, in_units)
 
 
 def test_the_loss_of_a_search_is_that_of_the_targets_in_their_own_units():
-    la, _, _ = both("lowrank_kron")
-    X = normal(5, N_HELD_OUT, 5)
-    y = la.predictive_moments(X).f_mu + SCALES * normal(6, N_HELD_OUT, 2)
+    la = with_scales(sigma_noise=0.5)
+    X, y = held_out_data(la)
     history = GridSearch(val_loader=[(X, y)], grid_size=7)(la)
-    found = -la.predict(X).log_density(y).mean().item()
-    assert history.objective.min().item() == pytest.approx(found, rel=1e-6)
+    densities = la.predict(X).log_density(y)
+    expected = -densities.mean().item()
+    assert history.objective.min().item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("scales", [[10, 0.05], np.array([10, 0.05]), SCALES])
 def test_scales_of_every_kind_are_saved(tmp_path, scales):
-    model = plain_model(2).requires_grad_(False)
-    la = make(model, "lowrank_kron", "regression", output_scales=scales)
-    la.fit(loader(normal(0, N_TRAIN, 5), SCALES * normal(1, N_TRAIN, 2)))
+    la = with_scales(output_scales=scales)
     la.save_pretrained(tmp_path)
-    loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
+    loaded = laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
     assert_close(loaded.output_noise, SCALES)
 
 
 def test_files_keep_the_scales(tmp_path):
-    la, _, _ = both("lowrank_kron")
+    la = with_scales(sigma_noise=0.5)
     la.save_pretrained(tmp_path)
     model = copy.deepcopy(la.model.model)
     loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
-    X = normal(5, N_HELD_OUT, 5)
+    X = normal(N_HELD_OUT, 5, seed=5)
     assert_close(loaded.predict(X).total_std, la.predict(X).total_std)
-    without = make(model, "lowrank_kron", "regression")
-    with pytest.raises(
-        ValueError, match=r"fitted with output_scales=\[10\.0, 0\.05\], not None"
-    ):
-        without.load_state_dict(la.state_dict())
+
+
+def test_states_of_other_scales_are_refused():
+    state = with_scales().state_dict()
+    without = make(regressor(), "lowrank_kron", "regression")
+    message = r"fitted with output_scales=\[10\.0, 0\.05\], not None"
+    with pytest.raises(ValueError, match=message):
+        without.load_state_dict(state)
 
 
 def test_other_trainings_have_the_same_scales():
-    la, _, _ = both("lowrank_kron")
+    la = with_scales(sigma_noise=0.5)
     other = la.for_model(plain_model(2))
-    X = normal(0, N_TRAIN, 5)
-    other.fit(loader(X, SCALES * normal(1, N_TRAIN, 2)))
+    other.fit(loader(*data_to_fit()))
     assert_close(other.output_noise, 0.5 * SCALES)
 
 
 # --- where scales are missing, or wrong -----------------------------------------------
 
 
-def test_residuals_of_different_sizes_are_warned_of_with_the_scales_to_pass():
-    model = plain_model(2).requires_grad_(False)
-    X = normal(0, N_TRAIN, 5)
-    y = SCALES * normal(1, N_TRAIN, 2)
-    la = make(model, "lowrank_kron", "regression")
-    la.fit(loader(X, y))
-    held_out = la.predictive_moments(X).f_mu + SCALES
-    with pytest.warns(UserWarning, match=r"output_scales=\[10, 0\.05\]"):
-        GridSearch(val_loader=[(X, held_out)], grid_size=7)(la)
+def residuals_of_different_sizes(la) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Make held-out data from which a posterior is off by the scales."""
+    X, _ = data_to_fit()
+    return [(X, la.predictive_moments(X).f_mu + SCALES)]
 
-    la = make(model, "lowrank_kron", "regression", output_scales=[10, 0.05])
-    la.fit(loader(X, y))
-    GridSearch(val_loader=[(X, held_out)], grid_size=7)(la)  # warnings are errors here
+
+def test_residuals_of_different_sizes_are_warned_of_with_the_scales_to_pass():
+    la = make(regressor(), "lowrank_kron", "regression")
+    la.fit(loader(*data_to_fit()))
+    held_out = residuals_of_different_sizes(la)
+    with pytest.warns(UserWarning, match=r"output_scales=\[10, 0\.05\]"):
+        GridSearch(val_loader=held_out, grid_size=7)(la)
+
+
+def test_the_scales_that_the_warning_names_silence_it():
+    la = with_scales(output_scales=[10, 0.05])
+    held_out = residuals_of_different_sizes(la)
+    # Warnings are errors here.
+    GridSearch(val_loader=held_out, grid_size=7)(la)
 
 
 @pytest.mark.parametrize(
@@ -220,20 +270,18 @@ def test_residuals_of_different_sizes_are_warned_of_with_the_scales_to_pass():
     ],
 )
 def test_what_is_no_scale_is_refused(options, message):
-    options = {"likelihood": "regression"} | options
+    settings = {"likelihood": "regression"} | options
     with pytest.raises(ValueError, match=message):
-        make(plain_model(2), "lowrank_kron", **options)
+        make(plain_model(2), **settings)
 
 
 def test_a_scale_for_another_number_of_outputs_is_refused_by_the_fit():
-    la = make(plain_model(2), "lowrank_kron", "regression", output_scales=[1, 2, 3])
-    batches = loader(normal(0, N_TRAIN, 5), normal(1, N_TRAIN, 2))
     with pytest.raises(ValueError, match="has 3 numbers, and the model 2 outputs"):
-        la.fit(batches)
+        with_scales(output_scales=[1, 2, 3])
 
 
 def test_members_of_a_mixture_share_their_scales():
-    scaled, in_units, _ = both("lowrank_kron")
+    scaled, in_units = both()
     with pytest.raises(ValueError, match="or output_scales"):
         laplace_lora_ext.LaplaceMixture([scaled, in_units])
 
@@ -255,11 +303,17 @@ def texts_that_tell_nothing(n: int) -> list[dict[str, torch.Tensor]]:
     """Give texts two targets, whose units have nothing in common."""
     noise = torch.randn(n, 2, generator=generator())
     targets = MEANS + DEVIATIONS * noise
-    pairs = zip(Texts(n), targets, strict=True)
-    return [text | {"labels": target} for text, target in pairs]
+    texts = []
+    for text, target in zip(Texts(n), targets, strict=True):
+        texts.append(text | {"labels": target})
+    return texts
 
 
-def trainer_of_numbers(folder, texts, max_steps=20):
+def trainer_of_numbers(
+    folder: Path,
+    texts: list[dict[str, torch.Tensor]],
+    max_steps: int = 20,
+) -> Trainer:
     torch.manual_seed(0)
     base = base_model("bert", n_labels=2)
     base.config.problem_type = "regression"
@@ -279,23 +333,36 @@ def trainer_of_numbers(folder, texts, max_steps=20):
     )
 
 
+def entropy_of_targets() -> float:
+    """Compute the entropy of two normal numbers, the best NLL that there is: 2.14."""
+    of_one = 0.5 * math.log(2 * math.pi * math.e)
+    return 2 * of_one + DEVIATIONS.log().sum().item()
+
+
+# A few held-out texts may make a choice at an end of the grid.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("members", [1, 2])
 def test_stages_find_the_noise_of_each_output(tmp_path, members):
-    texts = texts_that_tell_nothing(60 + N_TESTS)
-    trainer = trainer_of_numbers(tmp_path, texts[:60])
+    n_train = 60
+    n_held_out = n_train // 5
+    texts = texts_that_tell_nothing(n_train + N_TESTS)
+    trainer = trainer_of_numbers(tmp_path, texts[:n_train])
     la = train_in_stages(trainer, members=members)
 
+    # The standard error of a deviation, relative to it, that n numbers tell.
+    error_of_deviation = 1 / math.sqrt(2 * n_held_out)
     for member in la.members:
         found = member.output_noise / DEVIATIONS
-        # Four standard errors of a deviation, which twelve held-out texts tell.
-        assert_close(found, torch.ones(2).to(found), rtol=4 / math.sqrt(24), atol=0)
-    tests = DataLoader(texts[60:], batch_size=50)
+        ones = torch.ones_like(found)
+        assert_close(found, ones, rtol=4 * error_of_deviation, atol=0)
+    tests = DataLoader(texts[n_train:], batch_size=50)
     nll = compare(la, tests).posterior["nll"]
-    entropy = DEVIATIONS.log().sum().item() + 1 + math.log(2 * math.pi)  # 2.14
-    # As for one output, but of two: what test texts and held-out texts say vary.
-    error = 2 * (math.sqrt(2 / N_TESTS) / 2 + math.sqrt(2 / 12) / 2)
-    assert abs(nll - entropy) < 2 * error
+    # The mean of half a squared normal number varies by √(2 / n) / 2, in test texts and
+    # in held-out texts, and that of each of two outputs.
+    of_tests = math.sqrt(2 / N_TESTS) / 2
+    of_held_out = math.sqrt(2 / n_held_out) / 2
+    error = 2 * (of_tests + of_held_out)
+    assert abs(nll - entropy_of_targets()) < 2 * error
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -304,8 +371,8 @@ def test_stages_with_a_backend_of_the_host_have_one_noise(tmp_path):
     texts = texts_that_tell_nothing(20)
     trainer = trainer_of_numbers(tmp_path, texts, max_steps=2)
     la = train_in_stages(trainer, hessian_structure="kron")
-    noise = la.output_noise
-    assert noise[0] == noise[1]
+    first, second = la.output_noise
+    assert first == second
 
 
 @pytest.mark.filterwarnings("ignore")

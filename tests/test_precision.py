@@ -6,17 +6,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close as assert_numbers_close
 
-from tests.support.models import lora_model, ragged_batches
+from tests.support.models import first_batch, head_of, lora_model, ragged_batches
 from tests.support.posteriors import (
-    KFAC_APPROX,
     STRUCTURES,
     fitted,
     generator,
 )
 from tests.support.snapshots import tensors_of
 
-KINDS = ["bert", "gpt2", "gpt_neox"]
 needs_float16 = pytest.mark.skipif(
     torch.__version__ < (2, 3),
     reason="no float16 layer normalisation on the CPU",
@@ -59,7 +58,9 @@ def half_base(
 
 
 def autocast(enabled: bool = True) -> AbstractContextManager:
-    return torch.autocast("cpu", dtype=torch.bfloat16) if enabled else nullcontext()
+    if not enabled:
+        return nullcontext()
+    return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
 def posterior(
@@ -77,11 +78,16 @@ def posterior(
 
 
 def results(la: Any) -> Results:
-    batch = ragged_batches()[0]
+    batch = first_batch()
     with torch.autocast("cpu", enabled=False):
         H = la.H if isinstance(la.H, torch.Tensor) else la.H.diag()
-    covariance = la.predictive_moments(batch)[1]
-    return Results(H, covariance, la.log_marginal_likelihood(), la(batch))
+    moments = la.predictive_moments(batch)
+    return Results(
+        curvature=H,
+        covariance=moments.f_var,
+        evidence=la.log_marginal_likelihood(),
+        probabilities=la(batch),
+    )
 
 
 def assert_full_precision(la: Any) -> None:
@@ -96,18 +102,20 @@ def assert_full_precision(la: Any) -> None:
         set(),
     )
     assert len(kept) > 2
-    assert {t.dtype for t in kept if t.is_floating_point()} <= {
-        torch.float32,
-        torch.float64,
-    }
+    for tensor in kept:
+        if tensor.is_floating_point():
+            assert tensor.dtype in (torch.float32, torch.float64)
     if hasattr(la.H, "blocks"):
-        assert {block.normalizer.dtype for block in la.H_facs.blocks} == {torch.float64}
-    log_dets = (
+        for block in la.H_facs.blocks:
+            assert block.normalizer.dtype == torch.float64
+    numbers = [
         la.log_det_prior_precision,
         la.log_det_posterior_precision,
         la.log_det_ratio,
-    )
-    for number in (*log_dets, la.scatter, la.loss):
+        la.scatter,
+        la.loss,
+    ]
+    for number in numbers:
         assert number.dtype == torch.float64
 
 
@@ -125,11 +133,11 @@ def assert_close(
     expected: Results,
     dtype: torch.dtype,
 ) -> None:
-    errors = Results(*map(relative_error, actual, expected))
-    for name, error, bound in zip(
-        Results._fields, errors, MEASURED[dtype], strict=True
-    ):
-        assert error < bound, name
+    bounds = MEASURED[dtype]
+    for name in Results._fields:
+        found = getattr(actual, name)
+        error = relative_error(found, getattr(expected, name))
+        assert error < getattr(bounds, name), name
 
 
 @pytest.mark.parametrize("make", [half_base, lora_model], ids=["the base", "all"])
@@ -137,9 +145,13 @@ def assert_close(
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        *((kind, {}) for kind in KINDS),
-        *(("bert", {"structure": structure}) for structure in STRUCTURES[1:]),
-        *(("gpt2", {"kfac_approx": kfac_approx}) for kfac_approx in KFAC_APPROX[1:]),
+        ("bert", {}),
+        ("gpt2", {}),
+        ("gpt_neox", {}),
+        ("bert", {"structure": "kron"}),
+        ("bert", {"structure": "diag"}),
+        ("bert", {"structure": "full"}),
+        ("gpt2", {"kfac_approx": "expand"}),
     ],
 )
 def test_a_model_in_half_precision_gives_the_posterior_of_float32(
@@ -155,46 +167,49 @@ def test_a_model_in_half_precision_gives_the_posterior_of_float32(
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_predictions_of_a_half_precision_model_are_in_float32(structure, dtype):
     la = posterior(lora_model("bert", dtype), "bert", structure)
-    batch = ragged_batches()[0]
-    f_mu, f_var = la.predictive_moments(batch)
-    assert f_mu.dtype == f_var.dtype == torch.float32
+    batch = first_batch()
+    for moment in la.predictive_moments(batch):
+        assert moment.dtype == torch.float32
     for link in ("probit", "mc", "bridge", "bridge_norm"):
         probabilities = la(batch, link_approx=link, n_samples=10)
         assert probabilities.dtype == torch.float32
-    assert (
-        la(batch, pred_type="nn", link_approx="mc", n_samples=3).dtype == torch.float32
-    )
+    by_draws = la(batch, pred_type="nn", link_approx="mc", n_samples=3)
+    assert by_draws.dtype == torch.float32
     assert la.sample(2).dtype == torch.float32
 
 
 def test_a_prior_precision_with_many_digits_survives_a_bf16_model():
     la = posterior(lora_model("bert", torch.bfloat16), "bert")
-    la.prior_precision = 1.2345
-    torch.testing.assert_close(la.prior_precision, torch.tensor([1.2345]))
-    expected = la.n_params * torch.tensor(1.2345).double().log()
-    torch.testing.assert_close(la.log_det_prior_precision, expected, rtol=1e-7, atol=0)
+    many_digits = torch.tensor([1.2345])
+    la.prior_precision = many_digits
+    assert_numbers_close(la.prior_precision, many_digits)
+    expected = la.n_params * many_digits.double().log().sum()
+    assert_numbers_close(la.log_det_prior_precision, expected, rtol=1e-7, atol=0)
 
 
 @needs_float16
 def test_confident_samples_keep_their_curvature_in_half_precision():
     """At a margin of 40 nats a seed scaled too early is 0 in float16."""
-    posteriors = []
-    for dtype in (torch.float16, torch.float32):
+
+    def traces(dtype: torch.dtype) -> torch.Tensor:
+        """Fit a model that is sure of one class; return each block's trace."""
         model = lora_model("bert", dtype)
-        model.classifier.modules_to_save["default"].bias.data[1] = 40.0
-        posteriors.append(posterior(model, "bert"))
-    traces = [
-        torch.stack([b.output_factor.trace for b in la.H_facs.blocks])
-        for la in posteriors
-    ]
-    assert (traces[1] > 0).all()
-    assert relative_error(*traces) < 0.2
+        head_of(model).bias.data[1] = 40.0
+        blocks = posterior(model, "bert").H_facs.blocks
+        return torch.stack([block.output_factor.trace for block in blocks])
+
+    expected = traces(torch.float32)
+    assert (expected > 0).all()
+    assert relative_error(traces(torch.float16), expected) < 0.2
 
 
 @pytest.mark.parametrize(
     ("kind", "structure"),
-    [("bert", structure) for structure in STRUCTURES]
-    + [
+    [
+        ("bert", "lowrank_kron"),
+        ("bert", "kron"),
+        ("bert", "diag"),
+        ("bert", "full"),
         ("gpt2", "lowrank_kron"),
         ("gpt2", "kron"),
         ("gpt2", "diag"),
@@ -208,7 +223,9 @@ def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(
         la = posterior(lora_model(kind, torch.float32), kind, structure)
         assert_full_precision(la)
         actual = results(la)
-        assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.bfloat16
+        # What was computed in between has left autocast on.
+        one = torch.ones(1, 1)
+        assert (one @ one).dtype == torch.bfloat16
     assert_close(actual, expected, torch.bfloat16)
     # The model's are rounded.
     assert not torch.equal(actual.probabilities, expected.probabilities)
@@ -218,7 +235,7 @@ def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_predictions_alone_under_autocast_are_near_those_without(structure, pred_type):
     la = posterior(lora_model("bert", torch.float32), "bert", structure)
-    batch = ragged_batches()[0]
+    batch = first_batch()
 
     def predicted():
         options = {
@@ -232,7 +249,8 @@ def test_predictions_alone_under_autocast_are_near_those_without(structure, pred
     with autocast():
         found = predicted()
     assert found.dtype is torch.float32
-    assert not torch.equal(found, expected)  # the model's passes are rounded
+    # The model's passes are rounded.
+    assert not torch.equal(found, expected)
     assert (found - expected).abs().max() < 0.02
     assert torch.equal(predicted(), expected)
 
@@ -277,11 +295,12 @@ IN_THE_POSTERIORS_OWN_PRECISION = [
 @pytest.mark.parametrize("algebra", IN_THE_POSTERIORS_OWN_PRECISION)
 def test_the_posteriors_algebra_under_autocast_is_that_without(algebra, structure):
     la = posterior(lora_model("bert", torch.float32), "bert", structure)
-    moments = la.predictive_moments(ragged_batches()[0])
+    batch = first_batch()
+    moments = la.predictive_moments(batch)
     expected = algebra(la, moments)
     with autocast():
         found = algebra(la, moments)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_numbers_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["agreement", "val_gd", "gridsearch"])
@@ -304,4 +323,4 @@ def test_what_statistics_say_is_the_same_under_autocast(method):
     expected = said()
     with autocast():
         found = said()
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_numbers_close(found, expected, rtol=0, atol=0)

@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +16,15 @@ import pytest
 import laplace_lora_ext as package
 
 SECTION = re.compile(r"^(\w[\w ]*)\n-{3,}\n", re.MULTILINE)
-ENTRY = re.compile(r"^(\S.*?)(?: : .*)?$", re.MULTILINE)  # of a section, not indented
-ELSEWHERE = re.compile(r"(those of|as for)\s+`")  # another method has the list
-STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+# An entry of a section is not indented.
+ENTRY = re.compile(r"^(\S.*?)(?: : .*)?$", re.MULTILINE)
+# Another method has the list.
+ELSEWHERE = re.compile(r"(those of|as for)\s+`")
+LISTS = ("Parameters", "Attributes", "Raises")
+STARS = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
 
 
 @dataclass(frozen=True)
@@ -35,32 +41,32 @@ class Documented:
     @cached_property
     def sections(self) -> dict[str, list[str]]:
         """Names of the entries of each section of the docstring."""
-        _, *parts = SECTION.split(self.docstring)  # by turns titles and bodies
-        return {
-            title: ENTRY.findall(body)
-            for title, body in zip(parts[::2], parts[1::2], strict=True)
-            if title in ("Parameters", "Attributes", "Raises")
-        }
+        # Titles and bodies take turns.
+        _, *parts = SECTION.split(self.docstring)
+        titles = parts[::2]
+        bodies = parts[1::2]
+        entries = {}
+        for title, body in zip(titles, bodies, strict=True):
+            if title in LISTS:
+                entries[title] = ENTRY.findall(body)
+        return entries
 
     @property
     def arguments(self) -> list[str]:
         """Names of the signature, with the stars of those that take all others."""
-        parameters = inspect.signature(self.found).parameters.values()
-        return [
-            STARS.get(parameter.kind, "") + parameter.name
-            for parameter in parameters
-            if parameter.name not in ("self", "cls")
-        ]
+        names = []
+        for name, parameter in inspect.signature(self.found).parameters.items():
+            if name not in ("self", "cls"):
+                stars = STARS.get(parameter.kind, "")
+                names.append(stars + name)
+        return names
 
     @property
     def inherits_arguments(self) -> bool:
         """Whether it is a class whose arguments another one describes."""
-        is_dataclass = hasattr(self.found, "__dataclass_fields__")
-        return (
-            inspect.isclass(self.found)
-            and not is_dataclass
-            and ("__init__" not in vars(self.found))
-        )
+        if not inspect.isclass(self.found) or is_dataclass(self.found):
+            return False
+        return "__init__" not in vars(self.found)
 
 
 def modules() -> Iterator[Any]:
@@ -71,21 +77,44 @@ def modules() -> Iterator[Any]:
 def members_of(name: str, cls: type) -> Iterator[Documented]:
     """List a class's own public methods."""
     for method, value in vars(cls).items():
-        function = getattr(value, "__func__", value)  # of a class method
-        if inspect.isfunction(function) and (method == "__call__" or method[0] != "_"):
+        # A class method holds its function.
+        function = getattr(value, "__func__", value)
+        is_public = method == "__call__" or is_public_name(method)
+        if is_public and inspect.isfunction(function):
             yield Documented(f"{name}.{method}", function)
+
+
+def is_public_name(name: str) -> bool:
+    return not name.startswith("_")
+
+
+def defined_in(module: Any) -> Iterator[tuple[str, Any]]:
+    """List what a module defines itself, public by its name."""
+    for name, found in vars(module).items():
+        is_own = getattr(found, "__module__", None) == module.__name__
+        if is_own and is_public_name(name):
+            yield name, found
 
 
 def documented() -> Iterator[Documented]:
     """List whatever is public in the package, each where it is defined."""
     for module in modules():
-        for name, found in vars(module).items():
-            if name[0] == "_" or getattr(found, "__module__", None) != module.__name__:
-                continue
+        for name, found in defined_in(module):
+            full_name = f"{module.__name__}.{name}"
             if inspect.isclass(found):
-                yield from members_of(f"{module.__name__}.{name}", found)
-            if inspect.isclass(found) or inspect.isfunction(found):
-                yield Documented(f"{module.__name__}.{name}", found)
+                yield from members_of(full_name, found)
+                yield Documented(full_name, found)
+            elif inspect.isfunction(found):
+                yield Documented(full_name, found)
+
+
+def new_members_of(name: str, cls: type) -> Iterator[Documented]:
+    """List a class's public methods that no base describes."""
+    _, *bases = cls.__mro__
+    for member in members_of(name, cls):
+        _, _, method = member.name.rpartition(".")
+        if not any(method in vars(base) for base in bases):
+            yield member
 
 
 def of_reference() -> Iterator[Documented]:
@@ -93,19 +122,12 @@ def of_reference() -> Iterator[Documented]:
     for name in package.__all__:
         found = getattr(package, name)
         if inspect.isclass(found):
-            for member in members_of(name, found):
-                method = member.name.rpartition(".")[2]
-                is_described_by_base = any(
-                    method in vars(base) for base in found.__mro__[1:]
-                )
-                if not is_described_by_base:
-                    yield member
+            yield from new_members_of(name, found)
         elif inspect.isfunction(found):
             yield Documented(name, found)
         elif inspect.ismodule(found):
-            for part, value in vars(found).items():
-                is_own = getattr(value, "__module__", None) == found.__name__
-                if part[0] != "_" and is_own and inspect.isfunction(value):
+            for part, value in defined_in(found):
+                if inspect.isfunction(value):
                     yield Documented(f"{name}.{part}", value)
 
 
@@ -114,8 +136,9 @@ def test_every_option_has_a_line_of_its_own(each):
     for title, entries in each.sections.items():
         for entry in entries:
             assert "," not in entry, f"{title} of {each.name} has one line for {entry}"
-    if "Parameters" in each.sections and not each.inherits_arguments:
-        assert sorted(each.sections["Parameters"]) == sorted(each.arguments)
+    parameters = each.sections.get("Parameters")
+    if parameters is not None and not each.inherits_arguments:
+        assert sorted(parameters) == sorted(each.arguments)
 
 
 @pytest.mark.parametrize("each", list(of_reference()), ids=lambda each: each.name)

@@ -1,14 +1,16 @@
 """Labels of tokens: a text is one of the data, its labels examples."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.nn.functional import cross_entropy, nll_loss
+from torch.nn.functional import cross_entropy, nll_loss, pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -27,8 +29,11 @@ from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.passes.recorder import _Jacobians
 from tests.support.dense import (
     EXACT,
+    curvature_of,
+    dense_curvature,
     evidence,
-    exact_ggn,
+    full_rank,
+    glm_covariance,
     gradient_blocks,
     gradient_curvature,
     lora_weights,
@@ -47,9 +52,10 @@ from tests.support.models import (
 from tests.support.posteriors import PRIORS_ALONE, generator, make
 from tests.support.ranks import assert_alike, failures, on_ranks
 
+Batch = Mapping[str, torch.Tensor]
 TOKENS = "token_classification"
-EXACTLY = {"backend_kwargs": {"rank": 200, "stochastic": False}}
 IGNORED = -100
+N_TEXTS = 8
 PADDING = {
     "input_ids": 0,
     "attention_mask": 0,
@@ -57,95 +63,124 @@ PADDING = {
 }
 
 
+def bert(n_labels: int) -> nn.Module:
+    config = base_model("bert", n_labels).config
+    return BertForTokenClassification(config)
+
+
+def gpt2(n_labels: int) -> nn.Module:
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=12,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        num_labels=n_labels,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation="eager",
+    )
+    return GPT2ForTokenClassification(config)
+
+
+def llama(n_labels: int) -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        num_labels=n_labels,
+        pad_token_id=0,
+    )
+    return LlamaForTokenClassification(config)
+
+
+BASES = {
+    "bert": bert,
+    "gpt2": gpt2,
+    "llama": llama,
+}
+TARGET_MODULES = {
+    "bert": ["query", "value"],
+    "gpt2": ["c_attn"],
+    "llama": ["q_proj", "v_proj"],
+}
+
+
 def token_classifier(
-    kind="bert",
-    n_labels=N_CLASSES,
-    dtype=torch.float64,
+    kind: str = "bert",
+    n_labels: int = N_CLASSES,
+    dtype: torch.dtype = torch.float64,
 ) -> nn.Module:
+    """Make a classifier of tokens with an adapter that is not 0."""
     torch.manual_seed(0)
-    if kind == "bert":
-        base = BertForTokenClassification(base_model("bert", n_labels).config)
-        target_modules = ["query", "value"]
-    elif kind == "gpt2":
-        config = GPT2Config(
-            vocab_size=VOCABULARY,
-            n_embd=12,
-            n_layer=2,
-            n_head=2,
-            n_positions=64,
-            num_labels=n_labels,
-            bos_token_id=0,
-            eos_token_id=0,
-            attn_implementation="eager",
-        )
-        base = GPT2ForTokenClassification(config)
-        target_modules = ["c_attn"]
-    else:
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=12,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=24,
-            num_labels=n_labels,
-            pad_token_id=0,
-        )
-        base = LlamaForTokenClassification(config)
-        target_modules = ["q_proj", "v_proj"]
     lora = LoraConfig(
         r=2,
-        target_modules=target_modules,
+        target_modules=TARGET_MODULES[kind],
         # With B at 0, as PEFT begins, the gradient of A would be 0 everywhere.
         init_lora_weights=False,
     )
-    return get_peft_model(base, lora).to(dtype).eval()
+    model = get_peft_model(BASES[kind](n_labels), lora)
+    return model.to(dtype).eval()
 
 
-def is_real(batch) -> torch.Tensor:
+def is_real(batch: Batch) -> torch.Tensor:
     """Tell tokens from padding, `(texts, tokens)`."""
     return batch["attention_mask"].bool()
 
 
-def batches(n_labels=N_CLASSES, **keywords):
-    """Ragged texts of which some tokens are labelled, and one text has none."""
-    found = ragged_batches(**keywords)
+def batches(batch_size: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Make ragged texts of which some tokens are labelled, and one text has none."""
+    found = ragged_batches(batch_size=batch_size)
     draws = generator(3)
     for number, batch in enumerate(found):
         shape = batch["input_ids"].shape
-        labels = torch.randint(0, n_labels, shape, generator=draws)
+        labels = torch.randint(0, N_CLASSES, shape, generator=draws)
         is_drawn = torch.rand(shape, generator=draws) < 0.6
-        labels[~is_drawn | ~is_real(batch)] = IGNORED
+        has_label = is_drawn & is_real(batch)
+        labels[~has_label] = IGNORED
         if number == 1:
             labels[1] = IGNORED
         batch["labels"] = labels
     return found
 
 
-def is_labelled(batch) -> torch.Tensor:
+def first_batch() -> dict[str, torch.Tensor]:
+    first, *_ = batches()
+    return first
+
+
+def is_labelled(batch: Batch) -> torch.Tensor:
     return batch["labels"] != IGNORED
 
 
-def labels_of(data) -> torch.Tensor:
+def labels_of(data: Sequence[Batch]) -> torch.Tensor:
     """Join the labels of all labelled tokens."""
-    return torch.cat([batch["labels"][is_labelled(batch)] for batch in data])
+    of_batches = [batch["labels"][is_labelled(batch)] for batch in data]
+    return torch.cat(of_batches)
 
 
-def texts_of(batch, rows: slice):
+def texts_of(batch: Batch, rows: slice) -> dict[str, torch.Tensor]:
     """Take some texts of a batch, with their padding."""
     return {key: value[rows] for key, value in batch.items()}
 
 
 def fitted(
-    kind="bert",
-    structure="lowrank_kron",
-    data=None,
-    model=None,
-    **keywords,
+    kind: str = "bert",
+    structure: str = "lowrank_kron",
+    data: Any = None,
+    model: nn.Module | None = None,
+    **keywords: Any,
 ):
-    model = model or token_classifier(kind)
-    settings = EXACTLY if structure == "lowrank_kron" else {}
-    la = make(model, structure, TOKENS, **settings | keywords)
-    la.fit(batches() if data is None else data)
+    """Fit a posterior at full rank and by exact seeds."""
+    if model is None:
+        model = token_classifier(kind)
+    if data is None:
+        data = batches()
+    settings = full_rank(structure, stochastic=False) | keywords
+    la = make(model, structure, TOKENS, **settings)
+    la.fit(data)
     return la
 
 
@@ -158,7 +193,11 @@ class Tokens:
     y: torch.Tensor
 
 
-def tokens_of(model, data, every=False) -> Tokens:
+def tokens_of(
+    model: nn.Module,
+    data: Sequence[Batch],
+    every: bool = False,
+) -> Tokens:
     """Compute what belongs to labelled tokens, or to all, from each text alone."""
     weights = lora_weights(model)
     logits = []
@@ -173,11 +212,13 @@ def tokens_of(model, data, every=False) -> Tokens:
                 return output.logits[0]
 
             derivatives = torch.func.jacrev(forward)(weights)
-            of_weights = [derivative.flatten(2) for derivative in derivatives.values()]
+            of_weights = [each.flatten(2) for each in derivatives.values()]
+            J = torch.cat(of_weights, dim=2)
+            f = forward(weights).detach()
             y = batch["labels"][row][is_token]
             counts = (y != IGNORED) | every
-            logits.append(forward(weights).detach()[counts])
-            Js.append(torch.cat(of_weights, dim=2)[counts])
+            logits.append(f[counts])
+            Js.append(J[counts])
             labels.append(y[counts])
     return Tokens(
         f=torch.cat(logits),
@@ -186,27 +227,7 @@ def tokens_of(model, data, every=False) -> Tokens:
     )
 
 
-def curvature_of(la) -> torch.Tensor:
-    """Make one matrix of a fitted curvature, whatever its structure."""
-    if hasattr(la.H, "to_matrix"):
-        return la.H.to_matrix()
-    if la.H.ndim == 1:
-        return la.H.diag()
-    return la.H
-
-
-def dense_curvature(structure, model, tokens: Tokens) -> torch.Tensor:
-    """Compute by dense algebra what `curvature_of` a structure is to be."""
-    fisher = softmax_fisher(tokens.f)
-    if structure == "lowrank_kron":
-        return gradient_curvature(model, tokens.Js, fisher)
-    exact = exact_ggn(tokens.Js, fisher)
-    if structure == "diag":
-        return exact.diagonal().diag()
-    return exact
-
-
-def moments_of(la, data) -> Moments:
+def moments_of(la, data: Sequence[Batch]) -> Moments:
     """Join the moments of the labelled tokens of all batches."""
     of_batches = [la.predictive_moments(batch) for batch in data]
     f_mu = torch.cat([moments.f_mu for moments in of_batches])
@@ -222,64 +243,71 @@ def test_curvature_evidence_and_covariances_are_exact(kind, structure):
     model = la.model.model
     tokens = tokens_of(model, data)
     assert torch.equal(tokens.y, labels_of(data))
-    H = dense_curvature(structure, model, tokens)
+    H = dense_curvature(structure, model, tokens.Js, softmax_fisher(tokens.f))
     # Low-rank factors leave out what is rounding beside their largest eigenvalue.
     rounding = 1e-10 * H.abs().max().item()
     assert_close(curvature_of(la), H, rtol=1e-9, atol=rounding)
 
     loss = cross_entropy(tokens.f, tokens.y, reduction="sum")
     assert_close(la.loss, loss, **EXACT)
-    assert la.n_data == 8  # texts, and not tokens
+    # Texts, and not tokens.
+    assert la.n_data == N_TEXTS
     la.prior_precision = 3.0
     priors = torch.full_like(la.mean, 3.0)
     expected = evidence(H, -loss, la.mean, priors)
     assert_close(la.log_marginal_likelihood(), expected, **EXACT)
 
     f_mu, f_var = moments_of(la, data)
-    precision = H + priors.diag()
-    covariances = tokens.Js @ torch.linalg.solve(precision, tokens.Js.mT)
+    covariances = glm_covariance(tokens.Js, H, priors)
     assert_close(f_mu, tokens.f, **EXACT)
     assert_close(f_var, covariances, **EXACT)
 
 
-def test_batches_and_padding_change_nothing():
-    (whole,) = batches(batch_size=8)
-    at_once = fitted(data=[whole]).H.to_matrix()
-    for batch_size in (2, 5):  # 5 leaves a last batch of another size
-        parts = []
-        for start in range(0, 8, batch_size):
-            part = texts_of(whole, slice(start, start + batch_size))
-            parts.append(part)
-        found = fitted(data=parts).H.to_matrix()
-        assert_close(found, at_once, **EXACT)
+# 5 leaves a last batch of another size.
+@pytest.mark.parametrize("batch_size", [2, 5])
+def test_the_size_of_batches_changes_nothing(batch_size):
+    (whole,) = batches(batch_size=N_TEXTS)
+    at_once = curvature_of(fitted(data=[whole]))
+    parts = []
+    for start in range(0, N_TEXTS, batch_size):
+        part = texts_of(whole, slice(start, start + batch_size))
+        parts.append(part)
+    in_parts = curvature_of(fitted(data=parts))
+    assert_close(in_parts, at_once, **EXACT)
 
-    expected = fitted().H.to_matrix()
+
+def test_padding_changes_nothing():
     longer = batches()
+    three_on_the_right = (0, 3)
     for batch in longer:
         for key, value in PADDING.items():
-            batch[key] = nn.functional.pad(batch[key], (0, 3), value=value)
-    found = fitted(data=longer).H.to_matrix()
-    assert_close(found, expected, **EXACT)
+            batch[key] = pad(batch[key], three_on_the_right, value=value)
+    found = curvature_of(fitted(data=longer))
+    assert_close(found, curvature_of(fitted()), **EXACT)
 
 
-def test_drawn_labels_take_as_many_passes_as_draws_and_are_right_on_average():
-    """A text costs its passes once for all of its tokens."""
+def test_drawn_labels_are_right_on_average():
     model = token_classifier()
     tokens = tokens_of(model, batches())
     fisher = softmax_fisher(tokens.f)
     blocks = gradient_blocks(model, tokens.Js, fisher)
     exact = torch.stack([block.trace() for block in blocks])
-    drawn = fitted(model=model, backend_kwargs={"rank": 200, "num_samples": 4000})
+    drawn = fitted(model=model, **full_rank(num_samples=4000))
     # A block has the trace of its output factor.
     found = torch.stack([block.output_factor.trace for block in drawn.H_facs.blocks])
     assert_close(found, exact, rtol=0.05, atol=0)
 
-    assert drawn.backend.settings["stochastic"] is None
-    default = fitted(model=model, backend_kwargs={"rank": 200})
-    logits = torch.zeros(5, N_CLASSES)
-    texts = torch.zeros(1, 5)
-    seeds = default.backend.seeds(logits, texts)
-    assert seeds.vectors.shape == (8, 5, N_CLASSES)
+
+def test_labels_are_drawn_by_default_and_take_as_many_passes_as_draws():
+    """A text costs its passes once for all of its tokens."""
+    la = fitted(**full_rank())
+    assert la.backend.settings["stochastic"] is None
+    n_tokens = 5
+    logits = torch.zeros(n_tokens, N_CLASSES)
+    of_texts = torch.zeros(1, n_tokens)
+    seeds = la.backend.seeds(logits, of_texts)
+    n_draws = 8
+    assert seeds.vectors.shape == (n_draws, n_tokens, N_CLASSES)
 
 
 @pytest.mark.parametrize("link", ["probit", "mean_field", "mc"])
@@ -290,49 +318,59 @@ def test_predictions_are_of_every_token_but_padding(link):
         p = la(batch, link_approx=link, generator=generator())
         assert p.shape == (*mask.shape, N_CLASSES)
         assert p[~mask].isnan().all()
-        ones = torch.ones(mask.sum()).double()
-        assert_close(p[mask].sum(-1), ones, **EXACT)
-        again = la(without_labels(batch), link_approx=link, generator=generator())
+        sums = p[mask].sum(-1)
+        assert_close(sums, torch.ones_like(sums), **EXACT)
+        texts = without_labels(batch)
+        again = la(texts, link_approx=link, generator=generator())
         assert_close(again, p, equal_nan=True, **EXACT)
 
 
 def test_so_narrow_a_prior_leaves_the_model_alone():
     la = fitted()
     la.prior_precision = 1e14
-    p = torch.cat([la(batch)[is_real(batch)] for batch in batches()])
-    every = tokens_of(la.model.model, batches(), every=True)
-    assert_close(p, every.f.softmax(-1), rtol=1e-6, atol=1e-8)
+    of_batches = [la(batch)[is_real(batch)] for batch in batches()]
+    tokens = tokens_of(la.model.model, batches(), every=True)
+    of_map = tokens.f.softmax(-1)
+    assert_close(torch.cat(of_batches), of_map, rtol=1e-6, atol=1e-8)
 
 
 def test_a_prediction_has_entropies_of_each_token():
-    la = fitted()
-    data = batches()
-    batch = data[0]
-    prediction = la.predict(batch, generator=generator())
+    batch = first_batch()
+    prediction = fitted().predict(batch, generator=generator())
     mask = is_real(batch)
+    # All but the probabilities have a number a token.
     _, *by_token = prediction
     for column in by_token:
         assert column.shape == mask.shape
     most_probable = prediction.probabilities.argmax(-1)
     assert torch.equal(prediction.labels[mask], most_probable[mask])
     assert (prediction.labels[~mask] == IGNORED).all()
-    assert (prediction.epistemic_entropy[mask] > 0).all()
-    assert prediction.epistemic_entropy[~mask].isnan().all()
+    information = prediction.epistemic_entropy
+    assert (information[mask] > 0).all()
+    assert information[~mask].isnan().all()
 
 
 def test_a_prediction_of_a_loader_pads_its_batches_to_one_width():
     la = fitted()
-    data = batches()
-    # The text is of four tokens.
-    narrow = {key: value[:1, :5] for key, value in data[1].items()}
-    found = la.predict([narrow, *data], generator=generator())
-    assert found.labels[0, 5:].tolist() == [IGNORED] * 2
-    probabilities = found.probabilities[1:]
-    assert probabilities.shape == (8, 7, N_CLASSES)
-    expected = la.predict(data[0], generator=generator()).probabilities
-    assert_close(probabilities[:3], expected, equal_nan=True, **EXACT)
+    first, second, _ = batches()
+    width = 7
+    # Its first text is of four tokens.
+    narrower = 5
+    narrow = {key: value[:1, :narrower] for key, value in second.items()}
+    found = la.predict([narrow, first], generator=generator())
+    of_narrow, *_ = found.labels
+    assert of_narrow[narrower:].tolist() == [IGNORED] * (width - narrower)
+    of_first = found.probabilities[1:]
+    assert of_first.shape == (3, width, N_CLASSES)
+    expected = la.predict(first, generator=generator()).probabilities
+    assert_close(of_first, expected, equal_nan=True, **EXACT)
 
 
+# --- choices of a prior ---------------------------------------------------------------
+
+may_end_at_the_grids_edge = pytest.mark.filterwarnings(
+    "ignore:The best prior precision of the grid"
+)
 DATA_OF_METHODS = {
     "agreement": {"train_loader": batches()},
     "gridsearch": {"val_loader": batches(), **PRIORS_ALONE},
@@ -341,7 +379,7 @@ DATA_OF_METHODS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
+@may_end_at_the_grids_edge
 @pytest.mark.parametrize("method", DATA_OF_METHODS)
 def test_methods_choose_a_prior_by_labelled_tokens(method):
     la = fitted()
@@ -350,20 +388,26 @@ def test_methods_choose_a_prior_by_labelled_tokens(method):
     assert la.prior_precision.isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
+@may_end_at_the_grids_edge
 def test_a_grid_search_minimises_the_loss_of_labelled_tokens():
     la = fitted()
     history = la.optimize_prior_precision(
-        method="gridsearch", val_loader=batches(), **PRIORS_ALONE
+        method="gridsearch",
+        val_loader=batches(),
+        **PRIORS_ALONE,
     )
     best = int(history.objective.argmin())
     la.prior_precision = history.prior_precision[best]
-    probabilities = []
+    of_batches = []
     for batch in batches():
         p = la(batch, link_approx="mean_field")
-        probabilities.append(p[is_labelled(batch)])
-    loss = nll_loss(torch.cat(probabilities).log(), labels_of(batches()))
+        of_batches.append(p[is_labelled(batch)])
+    log_p = torch.cat(of_batches).log()
+    loss = nll_loss(log_p, labels_of(batches()))
     assert_close(history.objective[best], loss, rtol=1e-5, atol=1e-6)
+
+
+# --- predictions at a cost of their own -----------------------------------------------
 
 
 def test_statistics_give_the_moments_of_labelled_tokens():
@@ -385,7 +429,7 @@ def test_learnt_variances_predict_every_token_by_one_pass():
     # What the classifier reads, and the log-probabilities.
     hidden_size = 12
     assert len(learnt.mean) == hidden_size + N_CLASSES
-    (batch, *_) = batches()
+    batch = first_batch()
     calls = record_calls(la.model.model)
     p = la(batch, pred_type="amortized", link_approx="mean_field")
     assert len(calls) == 1
@@ -407,7 +451,7 @@ def assert_of_every_token(samples, batch, expected):
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
 def test_samples_are_of_every_token_but_padding(pred_type):
     la = fitted()
-    (batch, *_) = batches()
+    batch = first_batch()
     # So narrow a prior that each sample is the model's own logits.
     la.prior_precision = 1e14
     f = tokens_of(la.model.model, [batch], every=True).f
@@ -421,66 +465,105 @@ def test_samples_are_of_every_token_but_padding(pred_type):
 
 def test_a_joint_sample_is_that_of_one_function():
     la = fitted()
-    (batch, *_) = batches()
+    batch = first_batch()
+    function = la.function(0)
+    (joint_sample,) = la.functional_samples(
+        batch,
+        n_samples=1,
+        generator=generator(),
+        joint=True,
+    )
+    assert_close(function(batch), joint_sample, equal_nan=True)
 
-    def joint_sample():
-        return la.functional_samples(
-            batch, n_samples=1, generator=generator(), joint=True
-        )
 
-    assert_close(la.function(0)(batch), joint_sample()[0], equal_nan=True)
+def test_a_joint_sample_under_a_narrow_prior_is_the_model():
+    la = fitted()
+    batch = first_batch()
     la.prior_precision = 1e14
+    samples = la.functional_samples(batch, n_samples=1, joint=True)
     f = tokens_of(la.model.model, [batch], every=True).f
-    assert_of_every_token(joint_sample(), batch, f)
+    assert_of_every_token(samples, batch, f)
+
+
+def predictions_of(la, text: Batch) -> dict[str, Any]:
+    """Predict a text in every way."""
+    return {
+        "probabilities": la(text),
+        "moments": la.predictive_moments(text),
+        "function": la.function(3)(text),
+        "prediction": la.predict(text, generator=generator()),
+    }
+
+
+def statistics_of(la, text: Batch) -> dict[str, torch.Tensor]:
+    """Tell what is kept of a text's labelled tokens."""
+    statistics = la.predictive_statistics([text], dtype=torch.float64)
+    return {
+        "variances": statistics.moments(2.0).f_var,
+        "targets": statistics.targets,
+    }
+
+
+@pytest.fixture
+def long_text() -> dict[str, torch.Tensor]:
+    """Make a text of seven tokens, of which more than two are labelled."""
+    text = texts_of(first_batch(), slice(1))
+    assert is_real(text).sum() == 7
+    assert is_labelled(text).sum() > 2
+    return text
+
+
+def two_tokens_at_a_time(la, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the Jacobians of two tokens room, and no more."""
+    numbers_of_two = 2 * N_CLASSES * la.n_params
+    monkeypatch.setattr(recorder, "_NUMBERS", numbers_of_two)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
-def test_a_long_text_is_predicted_for_a_few_tokens_at_a_time(structure, monkeypatch):
-    data = batches()
-    text = texts_of(data[0], slice(1))
-    n_tokens = 7
-    assert is_real(text).sum() == n_tokens
-    assert is_labelled(text).sum() > 2  # more than go together below
+def test_a_long_text_is_predicted_alike_by_a_few_tokens_at_a_time(
+    structure, long_text, monkeypatch
+):
     la = fitted(structure=structure)
+    expected = predictions_of(la, long_text)
+    two_tokens_at_a_time(la, monkeypatch)
+    found = predictions_of(la, long_text)
+    assert_close(found, expected, equal_nan=True, **EXACT)
+    # Of several texts, each by itself.
+    of_first, *_ = la(first_batch())
+    (of_text,) = expected["probabilities"]
+    assert_close(of_first, of_text, equal_nan=True, **EXACT)
 
-    def predictions():
-        found = {
-            "probabilities": la(text),
-            "moments": la.predictive_moments(text),
-            "function": la.function(3)(text),
-            "prediction": la.predict(text, generator=generator()),
-        }
-        if structure == "lowrank_kron":
-            statistics = la.predictive_statistics([text], dtype=torch.float64)
-            found["variances"] = statistics.moments(2.0).f_var
-            found["targets"] = statistics.targets
-        return found
 
-    expected = predictions()
-    of_two_tokens = 2 * la.n_params * N_CLASSES
-    monkeypatch.setattr(recorder, "_NUMBERS", of_two_tokens)
-    sizes = []
+def test_statistics_of_a_long_text_are_kept_by_a_few_tokens_at_a_time(
+    long_text, monkeypatch
+):
+    la = fitted()
+    expected = statistics_of(la, long_text)
+    two_tokens_at_a_time(la, monkeypatch)
+    assert_close(statistics_of(la, long_text), expected, **EXACT)
+
+
+def test_a_long_text_takes_a_pass_for_each_two_tokens(long_text, monkeypatch):
+    la = fitted()
+    two_tokens_at_a_time(la, monkeypatch)
+    n_rows = []
     visit = _Jacobians.gradients
 
     def note(visitor, gradients):
-        sizes.append(visitor._size.numel())
+        n_rows.append(visitor._size.numel())
         visit(visitor, gradients)
 
     monkeypatch.setattr(_Jacobians, "gradients", note)
     calls = record_calls(la.model.model)
-    la(text)
-    assert len(calls) == math.ceil(n_tokens / 2)
-    assert max(sizes) == 2 * N_CLASSES
-    assert_close(predictions(), expected, equal_nan=True, **EXACT)
-    # Of several texts, each by itself.
-    of_first = la(data[0])[:1]
-    assert_close(of_first, expected["probabilities"], equal_nan=True, **EXACT)
+    la(long_text)
+    assert len(calls) == math.ceil(7 / 2)
+    assert max(n_rows) == 2 * N_CLASSES
 
 
 def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
     la = fitted()
-    batch = batches()[1]
-    assert (batch["labels"][1] == IGNORED).all()
+    _, batch, _ = batches()
+    assert not is_labelled(batch)[1].any()
     expected = la.predictive_statistics([batch], dtype=torch.float64)
     # Not even one text's rows may be in a pass together.
     monkeypatch.setattr(recorder, "_ON_CPU", 1)
@@ -497,8 +580,8 @@ def test_figures_are_over_labelled_tokens():
     nll = cross_entropy(tokens.f, tokens.y).item()
     assert trained["nll"] == pytest.approx(nll)
     is_right = tokens.f.argmax(-1) == tokens.y
-    accuracy = is_right.double().mean().item()
-    assert trained["accuracy"] == pytest.approx(accuracy)
+    accuracy = is_right.double().mean()
+    assert trained["accuracy"] == pytest.approx(accuracy.item())
 
 
 @pytest.mark.filterwarnings("ignore:The posterior is over")
@@ -509,7 +592,7 @@ def test_a_model_of_tokens_tells_its_likelihood_and_a_file_keeps_it(tmp_path):
     la.fit(batches())
     la.save_pretrained(tmp_path)
     loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
-    (batch, *_) = batches()
+    batch = first_batch()
     assert_close(loaded(batch), la(batch), equal_nan=True)
 
 
@@ -522,9 +605,10 @@ def test_steps_of_a_reasoning_have_two_classes():
         batch["labels"] = labels
     la = fitted(model=token_classifier("gpt2", n_labels=2), data=data)
     tokens = tokens_of(la.model.model, data)
-    expected = dense_curvature("lowrank_kron", la.model.model, tokens)
+    expected = gradient_curvature(la.model.model, tokens.Js, softmax_fisher(tokens.f))
     assert_close(la.H.to_matrix(), expected, **EXACT)
-    assert la(data[0]).shape == (3, 7, 2)
+    texts, *_ = data
+    assert la(texts).shape == (*texts["input_ids"].shape, 2)
 
 
 # --- texts without labels -------------------------------------------------------------
@@ -544,35 +628,51 @@ def test_texts_without_a_label_add_nothing_to_a_fit(
 ):
     la = fitted(structure=structure)
     other = fitted(structure=structure, data=with_a_batch_without_labels)
-    assert other.n_data == la.n_data + 3
+    n_without = 3
+    assert other.n_data == la.n_data + n_without
     assert_close(other.loss, la.loss, **EXACT)
     assert_close(curvature_of(other), curvature_of(la), **EXACT)
 
 
-@pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
-def test_texts_without_a_label_change_no_figure_and_no_choice(
-    structure, with_a_batch_without_labels
+def test_texts_without_a_label_change_no_figure(structure, with_a_batch_without_labels):
+    la = fitted(structure=structure)
+    found = compare(la, with_a_batch_without_labels)
+    assert found.posterior == compare(la, batches()).posterior
+
+
+def chosen_by_agreement(la, loader: Sequence[Batch]) -> torch.Tensor:
+    la.optimize_prior_precision(method="agreement", train_loader=loader)
+    return la.prior_precision
+
+
+def chosen_by_a_grid_search(la, loader: Sequence[Batch]) -> torch.Tensor:
+    la.optimize_prior_precision(method="gridsearch", val_loader=loader)
+    return la.prior_precision
+
+
+def learnt_weights(la, loader: Sequence[Batch]) -> torch.Tensor:
+    return la.amortize(loader, unlabelled=None).weights
+
+
+@may_end_at_the_grids_edge
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+@pytest.mark.parametrize(
+    "choose",
+    [chosen_by_agreement, chosen_by_a_grid_search, learnt_weights],
+)
+def test_texts_without_a_label_change_no_choice(
+    choose, structure, with_a_batch_without_labels
 ):
     la = fitted(structure=structure)
-    data = batches()
-    more = with_a_batch_without_labels
-    assert compare(la, more).posterior == compare(la, data).posterior
+    found = choose(la, with_a_batch_without_labels)
+    assert_close(found, choose(la, batches()))
 
-    def by_agreement(loader):
-        la.optimize_prior_precision(method="agreement", train_loader=loader)
-        return la.prior_precision
 
-    def by_a_grid_search(loader):
-        la.optimize_prior_precision(method="gridsearch", val_loader=loader)
-        return la.prior_precision
-
-    def learnt_weights(loader):
-        return la.amortize(loader, unlabelled=None).weights
-
-    for choose in (by_agreement, by_a_grid_search, learnt_weights):
-        assert_close(choose(more), choose(data))
-    assert la.amortize(more).n_examples == la.amortize(data).n_examples
+def test_texts_without_a_label_teach_no_variance(with_a_batch_without_labels):
+    la = fitted()
+    learnt = la.amortize(with_a_batch_without_labels)
+    assert learnt.n_examples == la.amortize(batches()).n_examples
 
 
 # --- several processes ----------------------------------------------------------------
@@ -582,12 +682,14 @@ class LabelledTexts(Dataset):
     """Texts with labels of tokens, each by itself and without padding."""
 
     def __init__(self, n_texts: int) -> None:
-        (whole,) = batches(batch_size=8)
+        (whole,) = batches(batch_size=N_TEXTS)
         whole["labels"][3] = IGNORED
         self.texts = []
         for row in range(n_texts):
             is_token = is_real(whole)[row]
-            text = {key: value[row][is_token] for key, value in whole.items()}
+            text = {}
+            for key, value in whole.items():
+                text[key] = value[row][is_token]
             self.texts.append(text)
 
     def __len__(self) -> int:
@@ -620,7 +722,7 @@ def dealt_loader(n_texts=5, batch_size=2):
     )
 
 
-@pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
+@may_end_at_the_grids_edge
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
 def test_several_processes_that_share_texts_do_as_one_does(structure):
     def job(_):
@@ -706,17 +808,14 @@ def name_a_class_too_many(labels):
     ("change", "message"),
     [
         (label_padding, "labels where attention_mask is 0: set them to -100"),
-        (
-            name_a_class_too_many,
-            "must be -100 or from 0 to 2, but range from 0 to 3",
-        ),
+        (name_a_class_too_many, "must be -100 or from 0 to 2, but range from 0 to 3"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(change, message):
-    data = batches()
-    change(data[0]["labels"])
+    batch = first_batch()
+    change(batch["labels"])
     with pytest.raises(ValueError, match=message):
-        fitted(data=data)
+        fitted(data=[batch])
 
 
 def test_data_without_a_label_are_refused():
@@ -729,27 +828,38 @@ def test_data_without_a_label_are_refused():
         fitted()(data[0], fitting=True)
 
 
-def test_another_likelihood_is_named_where_it_would_fit():
-    of_texts = batches()[0] | {"labels": torch.zeros(3, dtype=torch.long)}
+def test_labels_of_texts_are_told_of_their_likelihood():
+    of_texts = torch.zeros(3, dtype=torch.long)
     message = r'\(texts, tokens\).*likelihood "classification"'
     with pytest.raises(ValueError, match=message):
-        fitted(data=[of_texts])
+        fitted(data=[first_batch() | {"labels": of_texts}])
+
+
+def test_a_model_of_texts_is_told_of_its_likelihood():
     with pytest.raises(ValueError, match='one label a text use "classification"'):
         fitted(model=lora_model("bert"))
+
+
+def test_a_model_of_tokens_is_told_of_its_likelihood():
     with pytest.raises(ValueError, match='use the likelihood "token_classification"'):
         make(token_classifier()).fit(batches())
+
+
+def test_a_model_that_writes_is_told_of_its_likelihood():
     with pytest.raises(ValueError, match='a model that writes use "language_modeling"'):
         make(lora_model("gpt2"), "lowrank_kron", TOKENS)
 
 
 def test_what_ranks_whole_texts_is_refused():
-    la = fitted()
     with pytest.raises(NotImplementedError, match=r"epistemic_entropy.nansum\(1\)"):
-        la.acquire(batches(), 2)
-    prediction = la.predict(batches(), generator=generator())
-    information = prediction.epistemic_entropy.nansum(1)
-    assert information.shape == (8,)
-    assert math.isfinite(information.sum())
+        fitted().acquire(batches(), 2)
+
+
+def test_what_the_refusal_says_ranks_whole_texts():
+    prediction = fitted().predict(batches(), generator=generator())
+    of_texts = prediction.epistemic_entropy.nansum(1)
+    assert of_texts.shape == (N_TEXTS,)
+    assert of_texts.isfinite().all()
 
 
 def test_a_structure_without_rows_of_tokens_is_refused():

@@ -81,7 +81,8 @@ def polygraph(tmp_path_factory) -> Polygraph:
 
 def test_lm_polygraph_has_a_number_for_each_prompt(polygraph):
     estimations = polygraph.manager.estimations
-    assert len(estimations) == 5  # it drops estimators that fail
+    # It drops estimators that fail.
+    assert len(estimations) == 5
     for values in estimations.values():
         assert len(values) == len(PROMPTS)
 
@@ -123,29 +124,34 @@ def log_probabilities(
 ) -> torch.Tensor:
     """Compute `(tokens, vocabulary)` log-probabilities where a text goes on."""
     whole = torch.cat([text, tokens[None]], dim=1)
-    first = text.shape[1] - 1  # whose logits are those of the first token
-    return model(whole).logits[0, first:-1].log_softmax(-1)
+    logits = model(whole).logits[0]
+    # The logits at a place are those of the token behind it.
+    last_of_text = text.shape[1] - 1
+    return logits[last_of_text:-1].log_softmax(-1)
 
 
 def test_the_ensembles_of_lm_polygraph_are_draws(polygraph):
     writer = polygraph.writer
-    text = text_batches()[0]["input_ids"][:1]
+    batch, *_ = text_batches()
+    text = batch["input_ids"][:1]
     tokens = torch.tensor([5, 6, 7])
     of_trained_model = log_probabilities(writer.model.model, text, tokens)
     draws = drawn_models(writer, 5, generator())
     of_draws = [log_probabilities(model, text, tokens) for model in draws]
-    p = torch.stack(of_draws).exp()  # (draws, tokens, vocabulary)
+    # (draws, tokens, vocabulary)
+    p = torch.stack(of_draws).exp()
 
     # What "ep" weighs each draw by: the probability that it gave the tokens so far.
     weights = torch.ones(5, 1).double()
     of_pe = []
     of_ep = []
     for place, token in enumerate(tokens):
-        mean = p[:, place].mean(0)
-        weighted_mean = (weights * p[:, place]).sum(0) / weights.sum()
+        of_place = p[:, place]
+        mean = of_place.mean(0)
+        weighted_mean = (weights * of_place).sum(0) / weights.sum()
         of_pe.append(entr(mean).sum())
         of_ep.append(entr(weighted_mean).sum())
-        weights = weights * p[:, place, token, None]
+        weights = weights * of_place[:, token, None]
     scores = polygraph.ensemble_scores(writer, 5)
     found = scores.measures(text, tokens, of_trained_model)
     for mode, of_tokens in (("pe", of_pe), ("ep", of_ep)):
@@ -200,7 +206,12 @@ def test_vllm_serves_draws_as_peft_does(tmp_path, monkeypatch):
     )
     base = LlamaForCausalLM.from_pretrained("base")
     writer = fitted_text(get_peft_model(base, lora))
-    names = run("vLLM", {"writer": writer, "base_model": "base", "prompts": PROMPTS})
+    given = {
+        "writer": writer,
+        "base_model": "base",
+        "prompts": PROMPTS,
+    }
+    names = run("vLLM", given)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     for folder, answers in zip(names["folders"], names["answers"], strict=True):
         base = LlamaForCausalLM.from_pretrained("base")
@@ -208,6 +219,9 @@ def test_vllm_serves_draws_as_peft_does(tmp_path, monkeypatch):
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             ids = tokenizer(prompt, return_tensors="pt").input_ids
             with torch.no_grad():
-                expected = model(ids).logits[0, -1].log_softmax(-1)
+                logits = model(ids).logits[0, -1]
+            expected = logits.log_softmax(-1)
+            # Of the first token that was written.
             for token, found in answer.outputs[0].logprobs[0].items():
-                assert found.logprob == pytest.approx(expected[token].item(), abs=1e-5)
+                of_token = expected[token].item()
+                assert found.logprob == pytest.approx(of_token, abs=1e-5)

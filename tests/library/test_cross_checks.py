@@ -12,6 +12,7 @@ from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block, LinearRows
 from laplace_lora_ext.passes.recorder import Recorder
+from tests.support.posteriors import normal
 
 # Our factors have gone through an eigendecomposition, theirs have not.
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}
@@ -65,11 +66,11 @@ def ours(backend, X, y, likelihood="classification"):
 
 
 def data(likelihood="classification"):
-    generator = torch.Generator().manual_seed(1)
-    X = torch.randn(8, 5, generator=generator).double()
+    n = 8
+    X = normal(n, 5, seed=1)
     if likelihood == "regression":
-        return X, torch.randn(8, 3, generator=generator).double()
-    return X, torch.randint(0, 3, (8,), generator=generator)
+        return X, normal(n, 3, seed=2)
+    return X, torch.arange(n) % 3
 
 
 @pytest.mark.parametrize(
@@ -104,8 +105,10 @@ def test_empirical_fisher_of_a_linear_net():
 def test_empirical_fisher_of_one_example():
     """Its Kronecker form is exact, so that its diagonal is BackPACK's."""
     X, y = data()
+    x = X[:1]
+    label = y[:1]
     theirs = BackPackEF(flat_net(), "classification")
-    _, diagonal = theirs.diag(X[:1], y[:1])
-    _, H = ours(LowRankKronEF, X[:1], y[:1])
+    _, diagonal = theirs.diag(x, label)
+    _, H = ours(LowRankKronEF, x, label)
     found = H.decompose().diag()
     assert_close(found, diagonal, **CLOSE)

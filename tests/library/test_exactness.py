@@ -19,12 +19,15 @@ from tests.support.dense import (
     as_padded,
     block_diagonal_covariance,
     evidence,
+    exact_ggn,
+    full_rank,
     glm_covariance,
     gradient_blocks,
     jacobian,
     logits_of,
     lora_layers,
     lora_weights,
+    power,
     predicted,
     softmax_fisher,
     unpadded,
@@ -36,10 +39,18 @@ from tests.support.models import (
     ragged_batches,
     without_labels,
 )
-from tests.support.posteriors import KFAC_APPROX, fitted, make, sizes, stock
+from tests.support.posteriors import (
+    KFAC_APPROX,
+    fitted,
+    make,
+    priors_of_blocks,
+    sizes,
+    stock,
+)
 
 # Many entries of a Kronecker product are near 0, sums of larger ones that cancel.
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
+LEAVES_NOTHING_OUT = 100
 
 # --- dense Kronecker blocks -----------------------------------------------------------
 
@@ -64,13 +75,12 @@ def dense_examples(
     keeps_padding = kind == "bert" and side == "left"
     for batch in batches:
         for row, label in enumerate(batch["labels"]):
+            mask = batch["attention_mask"][row].bool()
             if keeps_padding:
-                inputs = as_padded(batch, row)
-                is_valid = inputs["attention_mask"][0].bool()
+                yield Labelled(as_padded(batch, row), mask, label)
             else:
-                inputs = unpadded(batch, row)
-                is_valid = torch.ones_like(inputs["input_ids"][0]).bool()
-            yield Labelled(inputs, is_valid, label)
+                all_of_them = mask[mask]
+                yield Labelled(unpadded(batch, row), all_of_them, label)
 
 
 @contextmanager
@@ -81,7 +91,8 @@ def hooks(
     """Register a forward hook on each layer, for a while."""
     handles = []
     for layer, hook in zip(layers, of_layers, strict=True):
-        handles.append(layer.register_forward_hook(hook))
+        handle = layer.register_forward_hook(hook)
+        handles.append(handle)
     yield
     for handle in handles:
         handle.remove()
@@ -116,8 +127,10 @@ def inputs_and_gradients(
     with hooks(layers, [record] * len(layers)):
         logits_of(model, inputs)
 
+    # The derivative in a layer's output is that in a shift of it, at 0.
     def logits_after(*shifts):
-        with hooks(layers, [shifting(shift) for shift in shifts]):
+        of_layers = [shifting(shift) for shift in shifts]
+        with hooks(layers, of_layers):
             return logits_of(model, inputs)
 
     no_shifts = tuple(torch.zeros_like(written[layer]) for layer in layers)
@@ -132,16 +145,19 @@ def expand_blocks(
     model: nn.Module,
     examples: Sequence[Labelled],
 ) -> list[torch.Tensor]:
-    """Compute dense Kronecker blocks of `kfac_approx="expand"`."""
+    """Compute dense Kronecker blocks of `kfac_approx="expand"`.
+
+    Each is `(Σ g gᵀ) ⊗ (Σ a aᵀ) / T` over all T positions, with inputs a and gradients
+    g of each of the Fisher's columns.
+    """
     n_blocks = len(lora_layers(model))
     F_out: list[Any] = [0.0] * n_blocks
     F_in: list[Any] = [0.0] * n_blocks
     n_positions = 0
     for example in examples:
-        H = softmax_fisher(logits_of(model, example.inputs).detach())
+        logits = logits_of(model, example.inputs).detach()
         # H = root rootᵀ, another factor (C, C) than the library's.
-        values, vectors = torch.linalg.eigh(H)
-        root = vectors * values.clamp_min(0).sqrt()
+        root = power(softmax_fisher(logits), 0.5)
         of_layers = inputs_and_gradients(model, example.inputs)
         for index, of_layer in enumerate(of_layers):
             a = of_layer.inputs[example.is_valid]
@@ -152,13 +168,14 @@ def expand_blocks(
         n_positions += int(example.is_valid.sum())
     blocks = []
     for outputs, inputs in zip(F_out, F_in, strict=True):
-        blocks.append(torch.kron(outputs, inputs) / n_positions)
+        block = torch.kron(outputs, inputs)
+        blocks.append(block / n_positions)
     return blocks
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Logits `(N, C)` and Jacobians `(N, C, parameters)` of examples."""
+    """Logits, Jacobians `(N, C, parameters)` and the Fisher at each one's logits."""
 
     logits: torch.Tensor
     Js: torch.Tensor
@@ -170,9 +187,14 @@ class Dense:
         examples: Sequence[Labelled],
     ) -> "Dense":
         """Differentiate each example by itself."""
-        logits = torch.stack([logits_of(model, each.inputs) for each in examples])
-        Js = torch.stack([jacobian(model, each.inputs) for each in examples])
-        return Dense(logits.detach(), Js, softmax_fisher(logits.detach()))
+        logits = []
+        Js = []
+        for example in examples:
+            of_example = logits_of(model, example.inputs)
+            logits.append(of_example.detach())
+            Js.append(jacobian(model, example.inputs))
+        f = torch.stack(logits)
+        return Dense(f, torch.stack(Js), softmax_fisher(f))
 
 
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
@@ -181,16 +203,15 @@ class Dense:
 def test_covariance_and_evidence_equal_dense_formulas(kind, side, kfac_approx):
     model = lora_model(kind).eval()
     batches = ragged_batches(padding_side=side)
-    n_blocks = len(lora_layers(model))
-    prior_precision = torch.linspace(0.3, 2.0, n_blocks).double()
     la = fitted(
         kind,
         batches,
         model=model,
-        rank=100,
+        rank=LEAVES_NOTHING_OUT,
         kfac_approx=kfac_approx,
-        prior_precision=prior_precision,
     )
+    prior_precision = priors_of_blocks(la)
+    la.prior_precision = prior_precision
 
     examples = list(dense_examples(kind, side, batches))
     dense = Dense.of(model, examples)
@@ -212,28 +233,40 @@ def test_covariance_and_evidence_equal_dense_formulas(kind, side, kfac_approx):
     labels = torch.stack([example.label for example in examples])
     log_likelihood = -cross_entropy(dense.logits, labels, reduction="sum")
     weights = [weight.flatten() for weight in lora_weights(model).values()]
-    expected = evidence(H, log_likelihood, torch.cat(weights), prior)
+    mean = torch.cat(weights)
+    expected = evidence(H, log_likelihood, mean, prior)
     assert_close(la.log_marginal_likelihood(), expected, **EXACT)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_expand_on_one_unpadded_batch_equals_stock_kron(kind):
     model = lora_model(kind)
-    batches = ragged_batches(lengths=[6] * 5, batch_size=5, padded_to=6)
-    ours = fitted(kind, batches, model=model, rank=100, kfac_approx="expand")
-    theirs = stock(model, kind, "kron", batches)
-
     # In one batch of texts of one length there is no padding that the host would count,
     # nor a mean over batches of other lengths.
+    batches = ragged_batches(
+        lengths=[6] * 5,
+        batch_size=5,
+        padded_to=6,
+    )
+    ours = fitted(
+        kind,
+        batches,
+        model=model,
+        rank=LEAVES_NOTHING_OUT,
+        kfac_approx="expand",
+    )
+    theirs = stock(model, kind, "kron", batches)
+
     found = ours.posterior_precision.to_matrix()
     expected = theirs.posterior_precision.to_matrix()
     assert_close(found, expected, **EXACT)
     found = ours.log_marginal_likelihood()
     expected = theirs.log_marginal_likelihood()
     assert_close(found, expected, **EXACT)
+    (batch,) = batches
     for link_approx in ("probit", "bridge", "bridge_norm"):
-        found = ours(batches[0], link_approx=link_approx)
-        expected = theirs(batches[0], link_approx=link_approx)
+        found = ours(batch, link_approx=link_approx)
+        expected = theirs(batch, link_approx=link_approx)
         assert_close(found, expected, **EXACT)
 
 
@@ -242,7 +275,7 @@ def test_a_tail_keeps_the_trace_of_each_block_and_its_absence_loses_it(kind):
     model = lora_model(kind).eval()
     examples = list(dense_examples(kind, "right", ragged_batches()))
     dense = Dense.of(model, examples)
-    diagonal = torch.einsum("bcp,bcd,bdp->p", dense.Js, dense.fisher, dense.Js)
+    diagonal = exact_ggn(dense.Js, dense.fisher).diagonal()
     with_tail = fitted(kind, model=model, rank=1, tail=True)
     without = fitted(kind, model=model, rank=1, tail=False)
 
@@ -250,11 +283,14 @@ def test_a_tail_keeps_the_trace_of_each_block_and_its_absence_loses_it(kind):
         of_blocks = diagonal.split(sizes(with_tail))
         return torch.stack([part.sum() for part in of_blocks])
 
-    assert_close(traces(with_tail.H.diag()), traces(diagonal), **EXACT)
-    assert (traces(without.H.diag()) < traces(diagonal)).all()
+    exact = traces(diagonal)
+    kept = traces(without.H.diag())
+    assert_close(traces(with_tail.H.diag()), exact, **EXACT)
+    assert (kept < exact).all()
 
 
 def test_paper_settings_are_those_of_the_paper():
+    # Wider than the ten columns that the paper keeps.
     model = lora_model("bert", hidden_size=16)
     la = make(model, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
     la.fit(ragged_batches())
@@ -263,7 +299,8 @@ def test_paper_settings_are_those_of_the_paper():
         assert block.large.tail == 0
     # KFAC-expand counts positions, "gradient" the energy of gradients.
     n_positions = sum(batch["attention_mask"].sum() for batch in ragged_batches())
-    assert all(block.normalizer == n_positions for block in la.H_facs.blocks)
+    for block in la.H_facs.blocks:
+        assert block.normalizer == n_positions
 
 
 # --- batches that are no rows of tokens -----------------------------------------------
@@ -308,7 +345,8 @@ class Prompts(nn.Module):
         ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
         logits = self.model(ids, attention_mask=mask.long()).logits
-        return logits[range(len(ids)), lengths - 1][:, CLASS_TOKEN_IDS]
+        at_last = logits[range(len(ids)), lengths - 1]
+        return at_last[:, CLASS_TOKEN_IDS]
 
 
 def rows_of(
@@ -321,14 +359,17 @@ def rows_of(
 
 def batches_of_choices() -> list[dict[str, Any]]:
     """Make two batches, of three examples and one, with three answers each."""
+    n_questions = 4
+    n_answers = 3
     (texts,) = ragged_batches(
         lengths=(7, 4, 5, 7, 3, 6) * 2,
-        batch_size=12,
+        batch_size=n_questions * n_answers,
     )
+    shape = (n_questions, n_answers)
     batch = {
-        "input_ids": texts["input_ids"].unflatten(0, (4, 3)),
-        "attention_mask": texts["attention_mask"].unflatten(0, (4, 3)),
-        "labels": texts["labels"][:4],
+        "input_ids": texts["input_ids"].unflatten(0, shape),
+        "attention_mask": texts["attention_mask"].unflatten(0, shape),
+        "labels": texts["labels"][:n_questions],
     }
     # Two tokens are the question, the one to five others an answer.
     behind_question = torch.arange(7) >= 2
@@ -351,7 +392,8 @@ def multiple_choice_model() -> nn.Module:
         attn_implementation="eager",
     )
     base = transformers.BertForMultipleChoice(config)
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["query", "value"]))
+    lora = LoraConfig(r=2, target_modules=["query", "value"])
+    model = get_peft_model(base, lora)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model.double()
@@ -409,16 +451,18 @@ def multiple_choice() -> Case:
 )
 def test_batches_that_are_no_rows_of_tokens(make_case: Callable[[], Case]):
     case = make_case()
-    la = make(case.model, likelihood="classification", backend_kwargs={"rank": 100})
+    la = make(case.model, **full_rank())
     la.fit(case.batches)
 
     examples = []
     for batch in case.batches:
         inputs = without_labels(batch)
         for row in range(len(batch["labels"])):
-            examples.append(rows_of(inputs, slice(row, row + 1)))
-    logits, Js = alone(case.model.eval(), case.logits_of, examples)
-    blocks = gradient_blocks(case.model, Js, softmax_fisher(logits))
+            example = rows_of(inputs, slice(row, row + 1))
+            examples.append(example)
+    model = case.model.eval()
+    logits, Js = alone(model, case.logits_of, examples)
+    blocks = gradient_blocks(model, Js, softmax_fisher(logits))
     assert_close(la.H.to_matrix(), torch.block_diag(*blocks), **EXACT)
 
     f_mu, f_var = predicted(la, case.batches)

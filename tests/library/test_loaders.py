@@ -22,7 +22,7 @@ def test_an_empty_loader_is_refused(la, loader):
         la.fit(loader)
 
 
-X, Y = pairs()[0]
+((X, Y),) = pairs()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,8 @@ def test_drop_last_counts_what_was_seen_and_warns(la):
         la.fit(loader)
     assert la.n_data == 4
     (warning,) = [each for each in caught if "data set has" in str(each.message)]
+    # It points to the user's own line.
     assert warning.filename == __file__
-    evidence = la.log_marginal_likelihood()
+    found = la.log_marginal_likelihood()
     la.fit([(X[:4], y[:4])])
-    assert torch.equal(evidence, la.log_marginal_likelihood())
+    assert torch.equal(found, la.log_marginal_likelihood())

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from tests.support.dense import full_rank
-from tests.support.models import lora_model, ragged_batches
+from tests.support.models import first_batch, lora_model, ragged_batches
 from tests.support.posteriors import GRID, STRUCTURES, generator, make
 from tests.support.ranks import (
     Texts,
@@ -80,7 +80,7 @@ def outcomes(la, choose, data) -> dict[str, torch.Tensor]:
     return {
         "prior precision": la.prior_precision,
         "objective": history.objective[-1:],
-        "prediction": la(ragged_batches()[0]),
+        "prediction": la(first_batch()),
     }
 
 
@@ -199,7 +199,7 @@ def test_fits_and_statistics_are_those_of_one_process_in_the_order_of_the_data(
             "covariances": moments.f_var,
             "targets": statistics.targets,
             "offset": amortized.offset,
-            "amortized prediction": la(ragged_batches()[0], pred_type="amortized"),
+            "amortized prediction": la(first_batch(), pred_type="amortized"),
         }
 
     expected = facts(strided_loader())

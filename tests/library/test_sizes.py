@@ -14,11 +14,12 @@ from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.factors import StreamingUpdates
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.passes import graph
-from tests.support.models import N_CLASSES, lora_model, ragged_batches
+from tests.support.models import N_CLASSES, first_batch, lora_model, ragged_batches
 from tests.support.posteriors import count_forward_passes, fitted
 
 WIDTH = 52
-LARGE = {WIDTH, 2 * WIDTH, 3 * WIDTH}  # sizes of the large factors, and of nothing else
+# Sizes of the large factors, and of nothing else.
+LARGE = {WIDTH, 2 * WIDTH, 3 * WIDTH}
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "mv", "dot"}
 # Each backward pass goes through the model's layer norms once.
 LAYER_NORM_BACKWARD = "native_layer_norm_backward"
@@ -129,49 +130,69 @@ def passes_counter(
 @pytest.mark.parametrize("n_classes", [2, 3, 5])
 def test_links_of_differences_take_a_backward_pass_a_contrast(n_classes):
     la = of_classes(n_classes)
-    batch = ragged_batches()[0]
+    batch = first_batch()
     n_passes = passes_counter(la, batch)
     n_contrasts = n_classes - 1
     for link in ("mean_field", "mc"):
         assert n_passes(la, batch, link_approx=link) == n_contrasts
         assert n_passes(la.predict, batch, link) == n_contrasts
     assert n_passes(la.predict_proba, batch) == n_contrasts
-    # These read each logit by itself.
+
+
+@pytest.mark.parametrize("n_classes", [2, 3, 5])
+def test_what_reads_each_logit_by_itself_takes_a_backward_pass_a_class(n_classes):
+    la = of_classes(n_classes)
+    batch = first_batch()
+    n_passes = passes_counter(la, batch)
     assert n_passes(la, batch, link_approx="probit") == n_classes
     assert n_passes(la, batch, link_approx="mc", diagonal_output=True) == n_classes
     assert n_passes(la.predictive_moments, batch) == n_classes
 
 
+def search(la, data) -> None:
+    la.optimize_prior_precision(
+        method="gridsearch",
+        val_loader=data,
+        grid_size=2,
+    )
+
+
+def agree(la, data) -> None:
+    la.optimize_prior_precision(method="agreement", train_loader=data)
+
+
 def test_many_classes_take_a_backward_pass_for_eight_contrasts_at_most():
-    n_classes = 40
-    la = of_classes(n_classes)
-    batch = ragged_batches()[0]
-    statistics = la.predictive_statistics([batch])
+    la = of_classes(40)
+    batch = first_batch()
     n_passes = passes_counter(la, batch)
-
-    def search(data):
-        la.optimize_prior_precision(
-            method="gridsearch",
-            val_loader=data,
-            grid_size=2,
-        )
-
-    def agree():
-        la.optimize_prior_precision(method="agreement", train_loader=[batch])
-
     by_default = [
         n_passes(la, batch, link_approx="mean_field"),
         n_passes(la, batch, link_approx="mc"),
         n_passes(la.predict, batch),
         n_passes(la.predict_proba, batch),
         n_passes(la.predictive_statistics, [batch]),
-        n_passes(search, [batch]),
-        n_passes(agree),
+        n_passes(search, la, [batch]),
+        n_passes(agree, la, [batch]),
     ]
     assert min(by_default) >= 1
     assert max(by_default) <= 8
-    assert n_passes(search, statistics) == 0
+
+
+def test_a_search_by_statistics_takes_no_backward_pass():
+    la = of_classes(40)
+    batch = first_batch()
+    statistics = la.predictive_statistics([batch])
+    n_passes = passes_counter(la, batch)
+    assert n_passes(search, la, statistics) == 0
+
+
+def test_the_number_of_contrasts_can_be_chosen():
+    n_classes = 40
+    la = of_classes(n_classes)
+    batch = first_batch()
+    n_passes = passes_counter(la, batch)
     assert n_passes(la, batch, link_approx="mean_field", n_contrasts=2) == 2
+    # There are no more than a class less.
     assert n_passes(la.predict, batch, n_contrasts=100) == n_classes - 1
     assert n_passes(la.predictive_moments, batch) == n_classes
 
@@ -182,7 +203,8 @@ def test_many_classes_take_a_backward_pass_for_eight_contrasts_at_most():
 @pytest.fixture(params=[1, N_CLASSES - 1])
 def seeds_at_once(request, monkeypatch) -> int:
     """Let backward passes take one seed at a time, or all of them at once."""
-    monkeypatch.setattr(graph, "_ROWS", 1 if request.param == 1 else 1000)
+    most_rows = 1 if request.param == 1 else 1000
+    monkeypatch.setattr(graph, "_ROWS", most_rows)
     return request.param
 
 
@@ -217,7 +239,8 @@ def test_a_fit_takes_few_passes_and_makes_no_large_tensor(wide, seeds_at_once):
     assert_no_product_of_two_large_sides(made)
 
     of_model = bare_loop(wide, batches[0], one_hot_seeds(n_seeds))
-    factors = wide.backend.zeros().nbytes // 4
+    bytes_of_a_number = 4
+    factors = wide.backend.zeros().nbytes // bytes_of_a_number
     # Rows wait until they are as many numbers as the factors, and then stand beside
     # these.
     waiting = factors + seeds_at_once * gradients_of_four(wide)
@@ -227,7 +250,7 @@ def test_a_fit_takes_few_passes_and_makes_no_large_tensor(wide, seeds_at_once):
 
 @pytest.mark.usefixtures("seeds_at_once")
 def test_a_prediction_takes_few_passes_and_makes_no_large_tensor(wide):
-    batch = texts()[0]
+    batch, *_ = texts()
     forwards = count_forward_passes(wide)
     with NewTensors(wide.model.parameters()) as made:
         wide(batch, link_approx="probit")
@@ -245,7 +268,8 @@ def n_backward_passes(
     la,
 ) -> float:
     """Count passes by the layer norms that each of them goes through."""
-    one = bare_loop(la, texts()[0], one_hot_seeds(1))
+    batch, *_ = texts()
+    one = bare_loop(la, batch, one_hot_seeds(1))
     return made.calls[LAYER_NORM_BACKWARD] / one.calls[LAYER_NORM_BACKWARD]
 
 
@@ -258,7 +282,8 @@ def assert_no_product_of_two_large_sides(made: NewTensors) -> None:
 
 def gradients_of_four(la) -> int:
     """Count the numbers of four examples' gradients in the largest weight."""
-    return 4 * max(block.weight.numel() for block in la.blocks)
+    largest = max(block.weight.numel() for block in la.blocks)
+    return 4 * largest
 
 
 def block_of_a_7b_adapter(shape: tuple[int, int]) -> KroneckerBlock:
@@ -281,8 +306,11 @@ def block_of_a_7b_adapter(shape: tuple[int, int]) -> KroneckerBlock:
 def test_the_posterior_of_a_7b_adapter_takes_65_mb_at_most():
     """32 layers, width 4096, r 8, rank 10: sums and eigenvectors together."""
     torch.manual_seed(0)
-    # A and B of two projections of each layer.
-    shapes = [(8, 4096), (4096, 8)] * 2 * 32
+    A = (8, 4096)
+    B = (4096, 8)
+    n_projections = 2
+    n_layers = 32
+    shapes = [A, B] * n_projections * n_layers
     sums = LowRankKron([block_of_a_7b_adapter(shape) for shape in shapes])
     held = _tensors(sums.state_dict())
     for block in sums.decompose().blocks:

@@ -20,8 +20,8 @@ from tests.support.models import (
 from tests.support.posteriors import (
     count_forward_passes,
     fitted,
-    generator,
     make,
+    normal,
 )
 
 
@@ -46,7 +46,8 @@ def test_a_layer_that_the_logits_do_not_depend_on_has_no_curvature(structure, ki
     assert_close(la(X), of_used_layer(X), **EXACT)
     # The other layer's blocks add log 1.
     found = la.log_det_posterior_precision
-    assert_close(found, of_used_layer.log_det_posterior_precision, **EXACT)
+    expected = of_used_layer.log_det_posterior_precision
+    assert_close(found, expected, **EXACT)
     assert_exact(la, model, [X])
 
 
@@ -59,7 +60,8 @@ class SharedRows(nn.Module):
         self.embedding = nn.Parameter(torch.randn(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.layer(x) * self.layer(self.embedding)).tanh()
+        shared = self.layer(self.embedding)
+        return (self.layer(x) * shared).tanh()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(
 ):
     model = with_lora(kind(), *layers)
     ((X, _),) = pairs()
-    weights = torch.randn(number, len(X), 3, generator=generator(5)).double()
+    weights = normal(number, len(X), 3, seed=5)
     recorder = Recorder(LogitsModel(model), find_blocks(model))
     Js, _ = recorder.jacobians(X, lambda logits: weights)
     expected = torch.einsum("sbc,bcp->bsp", weights, jacobians(model, X))
@@ -105,6 +107,15 @@ def test_a_prediction_within_a_function_of_the_users_own_is_no_checkpoint():
 # --- batches in parts -----------------------------------------------------------------
 
 
+# Of seven tokens each, for each of three outputs.
+ROWS_OF_TWO_TEXTS = 2 * 7 * 3
+
+
+def eight_texts() -> dict[str, torch.Tensor]:
+    (batch,) = ragged_batches(batch_size=8)
+    return batch
+
+
 def allow_at_once(monkeypatch, n_rows: int) -> None:
     """Let so many rows through a layer at once: tokens of all texts, for each logit."""
     monkeypatch.setattr("laplace_lora_ext.passes.recorder._ON_CPU", n_rows)
@@ -126,20 +137,31 @@ def facts(
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_parts_bring_the_same_numbers(kind, monkeypatch):
     la = fitted(kind)
-    (batch,) = ragged_batches(batch_size=8)
+    batch = eight_texts()
     whole = facts(la, batch)
     calls = count_forward_passes(la)
-    # Two texts of seven tokens with three outputs.
-    allow_at_once(monkeypatch, 2 * 7 * 3)
+    allow_at_once(monkeypatch, ROWS_OF_TWO_TEXTS)
     assert_close(facts(la, batch), whole, **EXACT)
     n_parts = 4
+    # Of moments, and of statistics.
     assert len(calls) == 2 * n_parts
-    calls.clear()
-    la.predictive_moments(batch, joint=True)  # which joins all examples
+
+
+def test_covariances_between_examples_come_of_the_whole_batch(monkeypatch):
+    la = fitted()
+    calls = count_forward_passes(la)
+    allow_at_once(monkeypatch, ROWS_OF_TWO_TEXTS)
+    la.predictive_moments(eight_texts(), joint=True)
     assert len(calls) == 1
-    wrong = batch | {"labels": batch["labels"] + 5}
+
+
+def test_parts_of_a_batch_with_wrong_labels_are_named_by_the_batch(monkeypatch):
+    la = fitted()
+    batch = eight_texts()
+    batch["labels"] += 5
+    allow_at_once(monkeypatch, ROWS_OF_TWO_TEXTS)
     with pytest.raises(ValueError, match="batch 0: labels must be from 0 to 2"):
-        la.predictive_statistics([wrong])
+        la.predictive_statistics([batch])
 
 
 class Normalized(TwoLinear):
@@ -151,11 +173,11 @@ class Normalized(TwoLinear):
 
 
 def test_logits_that_depend_on_the_batch_are_not_divided(monkeypatch):
-    X = torch.randn(8, 5, generator=generator()).double()
-    y = torch.arange(8) % 3
+    ((X, y),) = pairs(n=8)
     la = make(with_lora(Normalized(), "first", "second"))
     la.fit([(X, y)])
     whole = la.predictive_moments(X)
+    # Of two examples, for each of three outputs.
     allow_at_once(monkeypatch, 2 * 3)
     assert_close(la.predictive_moments(X), whole, **EXACT)
     statistics = la.predictive_statistics([(X, y)], dtype=torch.float64)

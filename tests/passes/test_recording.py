@@ -22,6 +22,7 @@ from tests.support.models import (
 from tests.support.posteriors import (
     KFAC_APPROX,
     count_forward_passes,
+    generator,
     make,
 )
 
@@ -100,9 +101,10 @@ def positions_first_flat(
     m: Any,
     x: torch.Tensor,
 ) -> torch.Tensor:
-    rows = both_layers(m, x.transpose(0, 1).flatten(0, 1))
     length = x.shape[1]
-    return average(rows.unflatten(0, (length, -1)).transpose(0, 1))
+    rows = both_layers(m, x.transpose(0, 1).flatten(0, 1))
+    by_position = rows.unflatten(0, (length, -1))
+    return average(by_position.transpose(0, 1))
 
 
 def windows(
@@ -124,7 +126,8 @@ def frames(
     taking_turns = halves.transpose(1, 2)
     rows = both_layers(m, taking_turns.flatten(0, 1))
     restored = rows.reshape(len(x), -1, 2, 3)
-    return average(restored.transpose(1, 2).flatten(1, 2))
+    of_halves = restored.transpose(1, 2)
+    return average(of_halves.flatten(1, 2))
 
 
 def backwards(
@@ -187,11 +190,12 @@ def shared(*leading: int) -> Forward:
         m: Any,
         x: torch.Tensor,
     ) -> torch.Tensor:
-        constant = m.constant[: leading[-1]]
-        distances = m.first(constant.reshape(*leading, 5))
-        distances = distances.reshape(-1, 5)
+        n_rows = leading[-1]
+        constant = m.constant[:n_rows].reshape(*leading, 5)
+        distances = m.first(constant).reshape(-1, 5)
         attention = (m.first(x) @ distances.T).softmax(-1)
-        return m.second((attention @ distances).tanh()).mean(1)
+        attended = attention @ distances
+        return m.second(attended.tanh()).mean(1)
 
     return run
 
@@ -221,7 +225,8 @@ def ordering(
 ) -> torch.Tensor:
     """Examples are sorted by their first number, and come back in their own order."""
     order = x[:, 0, 0].argsort()
-    return by_example(m, x[order])[order.argsort()]
+    back = order.argsort()
+    return by_example(m, x[order])[back]
 
 
 def routed(
@@ -245,7 +250,9 @@ def of_chosen(
     # As routers do, which do not call an expert that has nothing to do.
     if not chosen.any():
         return out
-    rows = layer(x[chosen]).tanh()[:, :3]
+    rows = layer(x[chosen]).tanh()
+    # Of the first layer's five outputs, too, as many as there are logits.
+    rows = rows[:, :3]
     return out.masked_scatter(chosen[..., None], rows)
 
 
@@ -254,12 +261,12 @@ def unequal_windows(
     x: torch.Tensor,
 ) -> torch.Tensor:
     """Windows of two positions, as many as a text has before its zeros."""
-    lengths = (x[..., 0] != 0).sum(1)
-    counts = (lengths + 1) // 2
+    has_text = x[..., 0] != 0
+    n_windows = ((has_text.sum(1) + 1) // 2).tolist()
     windows = x.unflatten(1, (-1, 2))
-    has_text = first_positions(windows.shape[1], counts.tolist())
-    rows = hidden(m, windows[has_text]).mean(1)
-    of_texts = rows.split(counts.tolist())
+    counts = first_positions(windows.shape[1], n_windows)
+    rows = hidden(m, windows[counts]).mean(1)
+    of_texts = rows.split(n_windows)
     means = [of_text.mean(0) for of_text in of_texts]
     return m.second(torch.stack(means))
 
@@ -302,13 +309,28 @@ def images_in_texts(m: Any, batch: Batch) -> torch.Tensor:
 # --- inputs ---------------------------------------------------------------------------
 
 
+def some_numbers(
+    n: int,
+    length: int,
+) -> torch.Tensor:
+    """Make `(n, length, 5)` inputs."""
+    X, _ = sequences(n, length)
+    return X
+
+
 def numbers(*sizes: tuple[int, int]) -> list[torch.Tensor]:
-    return [sequences(*size)[0] for size in sizes]
+    """Make a batch of each size, of so many examples and positions."""
+    return [some_numbers(n, length) for n, length in sizes]
 
 
 def texts(*sizes: tuple[int, int]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(1, VOCABULARY, size, generator=generator) for size in sizes]
+    """Make a batch of each size, of so many texts and tokens."""
+    draws = generator()
+    batches = []
+    for size in sizes:
+        ids = torch.randint(1, VOCABULARY, size, generator=draws)
+        batches.append(ids)
+    return batches
 
 
 def first_positions(
@@ -316,14 +338,15 @@ def first_positions(
     counts: Sequence[int],
 ) -> torch.Tensor:
     """`(B, n_positions)`, true at so many positions of each example."""
-    return torch.arange(n_positions) < torch.tensor(counts)[:, None]
+    ends = torch.tensor(counts)[:, None]
+    return torch.arange(n_positions) < ends
 
 
 def choices(*counts: Sequence[int]) -> list[torch.Tensor]:
     """So many of four positions of each example go to the first layer."""
     batches = []
     for of_batch in counts:
-        X, _ = sequences(len(of_batch), 4)
+        X = some_numbers(len(of_batch), 4)
         to_first = first_positions(4, of_batch)
         X[..., 0] = torch.where(to_first, 1.0, -1.0)
         batches.append(X)
@@ -334,9 +357,10 @@ def ending_at(*lengths: Sequence[int]) -> list[torch.Tensor]:
     """Examples that are zero from some position on."""
     batches = []
     for of_batch in lengths:
-        X, _ = sequences(len(of_batch), max(of_batch))
-        X[~first_positions(X.shape[1], of_batch)] = 0
-        batches.append(X)
+        longest = max(of_batch)
+        X = some_numbers(len(of_batch), longest)
+        has_text = first_positions(longest, of_batch)
+        batches.append(X * has_text[..., None])
     return batches
 
 
@@ -347,17 +371,19 @@ def with_images(
     batches = []
     for of_batch in counts:
         (tokens,) = texts((len(of_batch), 4))
-        batch = {"input_ids": torch.where(first_positions(4, of_batch), 0, tokens)}
+        is_image = first_positions(4, of_batch)
+        batch = {"input_ids": torch.where(is_image, 0, tokens)}
         n_images = sum(of_batch)
         if n_images:
-            batch["x"] = sequences(n_images, 4)[0]
+            batch["x"] = some_numbers(n_images, 4)
         batches.append(batch)
     return batches
 
 
 def owners_of(n_windows: Sequence[int]) -> torch.Tensor:
     """The number of the text that each window belongs to."""
-    return torch.arange(len(n_windows)).repeat_interleave(torch.tensor(n_windows))
+    text_numbers = torch.arange(len(n_windows))
+    return text_numbers.repeat_interleave(torch.tensor(n_windows))
 
 
 def in_windows(
@@ -366,7 +392,7 @@ def in_windows(
     batches = []
     for n_windows in counts:
         text = owners_of(n_windows)
-        X, _ = sequences(len(text), 4)
+        X = some_numbers(len(text), 4)
         batches.append({"x": X, "text": text})
     return batches
 
@@ -385,7 +411,8 @@ def tokens_in_windows(
 def with_classes(
     *sizes: tuple[int, int],
 ) -> list[Batch]:
-    return [{"x": X, "classes": SORTED[:3]} for X in numbers(*sizes)]
+    three_texts = SORTED[:3]
+    return [{"x": X, "classes": three_texts} for X in numbers(*sizes)]
 
 
 def examples_alike() -> list[torch.Tensor]:
@@ -394,13 +421,16 @@ def examples_alike() -> list[torch.Tensor]:
 
 
 def in_some_orders() -> list[torch.Tensor]:
-    return [SORTED, SORTED.flip(0), SORTED, SORTED[[2, 0, 1]]]
+    in_no_order = SORTED[[2, 0, 1]]
+    return [SORTED, SORTED.flip(0), SORTED, in_no_order]
 
 
-UNSORTED = sequences(4, 3)[0]
-SORTED = UNSORTED[UNSORTED[:, 0, 0].argsort()]
+UNSORTED = some_numbers(4, 3)
+BY_FIRST_NUMBER = UNSORTED[:, 0, 0].argsort()
+SORTED = UNSORTED[BY_FIRST_NUMBER]
 # The first size is a square, in which rows and positions could be taken for each other.
 SIZES = ((4, 4), (1, 4), (3, 4), (2, 6), (6, 6), (4, 8))
+# With examples that need one layer alone, and batches of which no example needs one.
 COUNTS = (
     (1, 1),
     (2, 0),
@@ -561,7 +591,8 @@ def test_factors_of_expand_are_those_of_batches_of_one(run):
     batches = [sequences(4, 4), sequences(3, 6)]
     batches_of_one = []
     for X, y in batches:
-        batches_of_one += zip(X.split(1), y.split(1), strict=True)
+        alone = zip(X.split(1), y.split(1), strict=True)
+        batches_of_one += alone
     found = matrix(model, batches, "expand")
     expected = matrix(model, batches_of_one, "expand")
     assert_close(found, expected, **EXACT)
@@ -576,7 +607,8 @@ def padded(joined: int) -> Forward:
     def run(m: Any, batch: Batch) -> torch.Tensor:
         mask = batch["attention_mask"][..., None]
         embedded = m.embed(batch["input_ids"]) * mask
-        rows = embedded.unflatten(1, (-1, joined)).sum(2)
+        groups = embedded.unflatten(1, (-1, joined))
+        rows = groups.sum(2)
         flat_rows = hidden(m, rows.flatten(0, 1))
         of_positions = flat_rows.unflatten(0, rows.shape[:2])
         real = of_positions * mask[:, ::joined]
@@ -596,53 +628,63 @@ def test_padding_does_not_count(kfac_approx):
 def test_a_mask_of_other_positions_is_refused():
     model = adapted(padded(2))
     batches = ragged_batches(padded_to=8)
-    with pytest.raises(
-        NotImplementedError,
-        match=r"first\S+: the layer sees 4 .*use kfac",
-    ):
+    message = r"first\S+: the layer sees 4 .*use kfac"
+    with pytest.raises(NotImplementedError, match=message):
         matrix(model, batches, "expand")
     # Gradients of whole examples need no mask of the positions.
     assert matrix(model, batches, "gradient").any()
 
 
 def test_rows_that_count_for_others_are_refused():
-    with pytest.raises(
-        NotImplementedError,
-        match=r'rows of others: use kfac_approx="gradient"',
-    ):
-        matrix(adapted(contrast), [sequences(4, 3)], "expand")
+    model = adapted(contrast)
+    message = r'rows of others: use kfac_approx="gradient"'
+    with pytest.raises(NotImplementedError, match=message):
+        matrix(model, [sequences(4, 3)], "expand")
 
 
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
 def test_one_mask_of_all_texts_is_that_of_each(kfac_approx):
     (batch,) = ragged_batches(lengths=(5, 5, 5), padded_to=7)
-    shared_by_all = batch | {"attention_mask": batch["attention_mask"][:1]}
-    found = matrix(adapted(padded(1)), [shared_by_all], kfac_approx)
-    expected = matrix(adapted(padded(1)), [batch], kfac_approx)
+    of_first = batch["attention_mask"][:1]
+    shared_by_all = batch | {"attention_mask": of_first}
+    model = adapted(padded(1))
+    found = matrix(model, [shared_by_all], kfac_approx)
+    expected = matrix(model, [batch], kfac_approx)
     assert_close(found, expected, **EXACT)
 
 
-@pytest.mark.parametrize("n_queries", [1, 7])
-def test_a_mask_of_what_tokens_attend_to_is_exact_or_refused(
-    n_queries,
-):
-    (batch,) = ragged_batches(lengths=(4, 7, 5))
+def with_additive_mask(batch: Batch, n_queries: int) -> Batch:
+    """Take a mask of what tokens attend to, which is added to their logits."""
     of_tokens = batch["attention_mask"][:, None, None]
-    is_padding = of_tokens.expand(3, 1, n_queries, 7) == 0
-    additive = is_padding.double() * torch.finfo(torch.float64).min
-    of_queries = batch | {"attention_mask": additive}
+    is_padding = of_tokens.expand(-1, 1, n_queries, -1) == 0
+    lowest = torch.finfo(torch.float64).min
+    return batch | {"attention_mask": is_padding.double() * lowest}
+
+
+# One mask of all queries, or one of each.
+queries = pytest.mark.parametrize("n_queries", [1, 7])
+
+
+@queries
+def test_a_mask_of_what_tokens_attend_to_is_exact_or_refused(n_queries):
+    (batch,) = ragged_batches(lengths=(4, 7, 5))
+    of_queries = with_additive_mask(batch, n_queries)
     model = lora_model("bert")
     found = matrix(model, [of_queries], "gradient")
     expected = matrix(model, [batch], "gradient")
     assert_close(found, expected, **EXACT)
+    # It does not tell which positions count.
     with pytest.raises(NotImplementedError, match=r"1, \d, 7\): use kfac_approx"):
         matrix(model, [of_queries], "expand")
-    # The last token, whose logits are the answers, can't be found in such a mask.
+
+
+@queries
+def test_the_last_token_is_not_looked_for_in_a_mask_of_what_tokens_attend_to(n_queries):
+    (batch,) = ragged_batches(lengths=(4, 7, 5))
+    of_queries = with_additive_mask(batch, n_queries)
     la = make(lora_model("gpt2"), class_token_ids=CLASS_TOKEN_IDS)
-    with pytest.raises(
-        NotImplementedError,
-        match=r"does not show .* pass one of shape \(3, 7\)",
-    ):
+    message = r"does not show .* pass one of shape \(3, 7\)"
+    with pytest.raises(NotImplementedError, match=message):
         la.fit([of_queries])
 
 
@@ -654,15 +696,16 @@ def without_mask(m: Any, batch: Batch) -> torch.Tensor:
 def test_a_mask_beside_features_counts_no_padding_as_positions(
     shape,
 ):
-    mask = (torch.arange(4) > 0).expand(shape)
+    counts = torch.arange(4) > 0
     batch = {
-        "x": sequences(3, 4)[0],
-        "attention_mask": mask,
+        "x": some_numbers(3, 4),
+        "attention_mask": counts.expand(shape),
         "labels": torch.arange(3),
     }
-    assert matrix(adapted(without_mask), [batch], "gradient").any()
+    model = adapted(without_mask)
+    assert matrix(model, [batch], "gradient").any()
     with pytest.raises(NotImplementedError, match='use kfac_approx="gradient"'):
-        matrix(adapted(without_mask), [batch], "expand")
+        matrix(model, [batch], "expand")
 
 
 # --- passes ---------------------------------------------------------------------------
@@ -671,13 +714,17 @@ def test_a_mask_beside_features_counts_no_padding_as_positions(
 @pytest.mark.parametrize("run", [by_example, shared(3), contrast])
 def test_jacobians_are_differentiable_in_the_inputs(run):
     model = adapted(run)
-    x = sequences(3, 3)[0].requires_grad_()
-    Js, logits = make(model).backend.jacobians(x, enable_backprop=True)
-    (Js.square().sum() + logits.sum()).backward()
-    same_x = sequences(3, 3)[0].requires_grad_()
-    expected_Js = jacobians(model, same_x)
-    (expected_Js.square().sum() + model(same_x).sum()).backward()
-    assert_close(x.grad, same_x.grad, **EXACT)
+    x = some_numbers(3, 3).requires_grad_()
+
+    def slope(Js: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Differentiate some function of both in the inputs."""
+        total = Js.square().sum() + logits.sum()
+        (slope,) = torch.autograd.grad(total, x)
+        return slope
+
+    found = slope(*make(model).backend.jacobians(x, enable_backprop=True))
+    expected = slope(jacobians(model, x), model(x))
+    assert_close(found, expected, **EXACT)
 
 
 @pytest.mark.parametrize(
@@ -695,9 +742,16 @@ def test_jacobians_are_differentiable_in_the_inputs(run):
 )
 def test_an_example_comes_alone_or_through_the_batch(run, n_passes):
     la = checked(adapted(run), numbers((4, 3)))
-    calls = count_forward_passes(la)  # that come to an end
+    # Of those that come to an end.
+    calls = count_forward_passes(la)
     la.fit([sequences(4, 3)])
     assert len(calls) == n_passes
-    if run is not needs_pairs:
-        la.fit([sequences(1, 3)])
-        assert len(calls) == n_passes + 1
+
+
+@pytest.mark.parametrize("run", [flat, shared(3), contrast])
+def test_a_batch_of_one_takes_one_pass(run):
+    # Of a larger batch it is proved first how examples are laid out.
+    la = checked(adapted(run), numbers((4, 3)))
+    calls = count_forward_passes(la)
+    la.fit([sequences(1, 3)])
+    assert len(calls) == 1

@@ -29,17 +29,19 @@ from tests.support.ranks import accelerated, failures, on_ranks
 
 SIZES = [1, 2, 5, 8, 9, 11, 12, 13]
 NO_EXAMPLES = torch.empty(0).long()
+BATCH_SIZE = 2
 
 # --- loaders that are dealt to ranks --------------------------------------------------
 
 
 def numbered(
     n: int,
-    batch_size: int = 2,
+    batch_size: int = BATCH_SIZE,
     **options,
 ) -> DataLoader:
     """Load numbers from 0 to n, which are the examples' places too."""
-    return DataLoader(torch.arange(n), batch_size=batch_size, **options)
+    examples = torch.arange(n)
+    return DataLoader(examples, batch_size=batch_size, **options)
 
 
 def strided(
@@ -47,7 +49,8 @@ def strided(
     world: int,
     n: int,
 ) -> DataLoader:
-    return numbered(n, sampler=DistributedSampler(torch.arange(n)))
+    sampler = DistributedSampler(range(n))
+    return numbered(n, sampler=sampler)
 
 
 def strided_and_dropping(
@@ -55,7 +58,7 @@ def strided_and_dropping(
     world: int,
     n: int,
 ) -> DataLoader:
-    sampler = DistributedSampler(torch.arange(n), drop_last=True)
+    sampler = DistributedSampler(range(n), drop_last=True)
     return numbered(n, sampler=sampler)
 
 
@@ -88,6 +91,7 @@ def prepared_by_splitting(
     world: int,
     n: int,
 ) -> DataLoader:
+    # Of which each of three ranks gets two.
     loader = numbered(n, batch_size=6)
     return accelerated(rank, world, loader, split_batches=True)
 
@@ -96,11 +100,13 @@ class SortedBatches(BatchSampler):
     """Batches of many sizes, as those with as many tokens are."""
 
     def __init__(self, n: int) -> None:
-        super().__init__(SequentialSampler(range(n)), 2, drop_last=False)
+        in_turn = SequentialSampler(range(n))
+        super().__init__(in_turn, BATCH_SIZE, drop_last=False)
         del self.batch_size
 
 
-SortedBatches.__module__ = "torch.utils.data"  # as if it were one that gives all
+# As if it were one of torch's own, which give all.
+SortedBatches.__module__ = "torch.utils.data"
 
 
 def prepared_by_batches(
@@ -117,7 +123,7 @@ def dealt_in_order(
     world: int,
     n: int,
 ) -> DataLoader:
-    return in_order(torch.arange(n), 2, None)
+    return in_order(torch.arange(n), BATCH_SIZE, None)
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,7 @@ def given(loader: DataLoader) -> Given:
     for batch in share.loader:
         batch_sizes.append(len(batch))
         of_batch = share.places(len(batch))
+        # Ranks pass over a batch that is no part of their share, with the others.
         if len(of_batch):
             examples.append(batch)
             places.append(of_batch)
@@ -147,34 +154,38 @@ def given(loader: DataLoader) -> Given:
     return Given(column.tolist(), batch_sizes)
 
 
-@pytest.mark.parametrize(
-    "make_loader",
-    [
-        pytest.param(strided, id="DistributedSampler"),
-        pytest.param(strided_and_dropping, id="DistributedSampler, dropping"),
-        pytest.param(prepared, id="Accelerate"),
-        pytest.param(prepared_and_shuffled, id="Accelerate, shuffled"),
-        pytest.param(prepared_uneven, id="Accelerate, uneven"),
-        pytest.param(prepared_by_splitting, id="Accelerate, split"),
-        pytest.param(prepared_by_batches, id="Accelerate, batches of many sizes"),
-        pytest.param(dealt_in_order, id="in order"),
-    ],
-)
-def test_all_ranks_together_have_each_example_once_and_in_order(make_loader):
-    def job(rank):
-        return {n: given(make_loader(rank, 3, n)) for n in SIZES}
+LOADERS = {
+    "DistributedSampler": strided,
+    "DistributedSampler, dropping": strided_and_dropping,
+    "Accelerate": prepared,
+    "Accelerate, shuffled": prepared_and_shuffled,
+    "Accelerate, uneven": prepared_uneven,
+    "Accelerate, split": prepared_by_splitting,
+    "Accelerate, batches of many sizes": prepared_by_batches,
+    "in order": dealt_in_order,
+}
 
-    of_ranks = on_ranks(job, 3)
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_all_ranks_together_have_each_example_once_and_in_order(kind):
+    make_loader = LOADERS[kind]
+    world = 3
+
+    def job(rank):
+        return {n: given(make_loader(rank, world, n)) for n in SIZES}
+
+    of_ranks = on_ranks(job, world)
     for of_rank in of_ranks:
         assert isinstance(of_rank, dict), of_rank
     for n in SIZES:
         results = [of_rank[n] for of_rank in of_ranks]
         for result in results:
             assert result.column == list(range(n))
-            if make_loader is not prepared_by_batches:
-                assert max(result.batch_sizes) <= 2
+            if kind != "Accelerate, batches of many sizes":
+                assert max(result.batch_sizes) <= BATCH_SIZE
         # Ranks that share a model pass over it together.
-        assert len({len(result.batch_sizes) for result in results}) == 1
+        n_batches = {len(result.batch_sizes) for result in results}
+        assert len(n_batches) == 1
 
 
 def passes_over(share: Share) -> list[list[int]]:
@@ -187,15 +198,19 @@ def passes_over(share: Share) -> list[list[int]]:
 
 
 def test_a_share_that_is_read_once_gives_every_pass_the_same():
-    def job(rank):
-        return passes_over(Share.read_once(prepared_and_shuffled(rank, 2, 5)))
-
-    for passes in on_ranks(job, 2):
-        assert passes == [[0, 1, 2, 3, 4]] * 2
     shuffled = numbered(40, batch_size=3, shuffle=True)
     first, second = passes_over(Share.read_once(shuffled))
     assert first == second
     assert first != list(range(40))
+
+
+def test_a_share_that_ranks_read_once_gives_every_pass_the_same():
+    def job(rank):
+        shuffled = prepared_and_shuffled(rank, 2, 5)
+        return passes_over(Share.read_once(shuffled))
+
+    for passes in on_ranks(job, 2):
+        assert passes == [[0, 1, 2, 3, 4]] * 2
 
 
 # --- other loaders --------------------------------------------------------------------
@@ -217,9 +232,12 @@ def shared(
     """Join examples of all ranks, of which rank 1 adds 10 to its own."""
     share = Share(loader)
     # A pass over a share tells the places of each batch in turn.
-    places = torch.cat([share.places(len(batch)) for batch in share.loader])
+    places = []
+    for batch in share.loader:
+        of_batch = share.places(len(batch))
+        places.append(of_batch)
     values = torch.cat(list(share.loader)) + 10 * rank
-    (column,) = joined(places, (values,))
+    (column,) = joined(torch.cat(places), (values,))
     return Shared(share.is_dealt, share.size, column.tolist())
 
 
@@ -262,12 +280,14 @@ def test_the_total_size_of_what_ranks_have_of_their_own():
 
     for of_loader, of_list in on_ranks(job, 2):
         assert of_loader == 2 * 5
-        assert of_list == 7  # as it was given: a list doesn't tell
+        # As it was given, since a list doesn't tell.
+        assert of_list == 7
 
 
 def test_a_sampler_of_ranks_deals_nothing_to_a_single_process():
-    sampler = DistributedSampler(torch.arange(5), num_replicas=2, rank=0)
-    assert not Share(numbered(5, sampler=sampler)).is_dealt
+    sampler = DistributedSampler(range(5), num_replicas=2, rank=0)
+    share = Share(numbered(5, sampler=sampler))
+    assert not share.is_dealt
 
 
 # --- refused --------------------------------------------------------------------------
@@ -298,7 +318,7 @@ def dispatched(rank: int) -> DataLoader:
 
 
 def for_four_processes(rank: int) -> DataLoader:
-    sampler = DistributedSampler(torch.arange(8), num_replicas=4, rank=rank)
+    sampler = DistributedSampler(range(8), num_replicas=4, rank=rank)
     return numbered(8, sampler=sampler)
 
 
@@ -382,30 +402,28 @@ def test_labels_of_some_ranks_alone_are_refused():
 # --- examples that a sampler leaves out -----------------------------------------------
 
 
+TWO_OF_THEM = SubsetRandomSampler([4, 0])
+# Any may be drawn, so that all are part of the data.
+BY_CHANCE = WeightedRandomSampler([1.0] * 5, num_samples=3)
+OF_BATCHES = {
+    "batch_size": 1,
+    "batch_sampler": [[2, 0], [1]],
+}
+
+
 @pytest.mark.parametrize(
-    ("loader", "examples"),
+    ("options", "examples"),
     [
-        pytest.param(numbered(5), [0, 1, 2, 3, 4], id="none"),
-        pytest.param(numbered(5, shuffle=True), [0, 1, 2, 3, 4], id="none, shuffled"),
-        pytest.param(
-            numbered(5, sampler=SubsetRandomSampler([4, 0])),
-            [0, 4],
-            id="a subset",
-        ),
-        pytest.param(
-            numbered(5, sampler=WeightedRandomSampler([1.0] * 5, 3)),
-            [0, 1, 2, 3, 4],
-            id="by chance",
-        ),
-        pytest.param(numbered(5, sampler=Own()), [1, 3], id="a sampler of one's own"),
-        pytest.param(
-            numbered(5, batch_size=1, batch_sampler=[[2, 0], [1]]),
-            [0, 1, 2],
-            id="batches",
-        ),
+        pytest.param({}, [0, 1, 2, 3, 4], id="none"),
+        pytest.param({"shuffle": True}, [0, 1, 2, 3, 4], id="none, shuffled"),
+        pytest.param({"sampler": TWO_OF_THEM}, [0, 4], id="a subset"),
+        pytest.param({"sampler": BY_CHANCE}, [0, 1, 2, 3, 4], id="by chance"),
+        pytest.param({"sampler": Own()}, [1, 3], id="a sampler of one's own"),
+        pytest.param(OF_BATCHES, [0, 1, 2], id="batches"),
     ],
 )
-def test_examples_that_a_sampler_leaves_out_are_no_part_of_the_data(loader, examples):
+def test_examples_that_a_sampler_leaves_out_are_no_part_of_the_data(options, examples):
+    loader = numbered(5, **options)
     assert examples_of(loader).tolist() == examples
 
 
@@ -430,7 +448,11 @@ def held_out(
     return places
 
 
-@pytest.mark.parametrize("seed", range(10))
+# What is held out is drawn: a promise is to be kept whatever the draw.
+seeds = pytest.mark.parametrize("seed", range(10))
+
+
+@seeds
 def test_classes_are_held_out_in_proportion_and_never_to_the_last(seed):
     three_large = torch.arange(90) % 3
     ten_of_one_text = torch.arange(3, 13)
@@ -438,13 +460,13 @@ def test_classes_are_held_out_in_proportion_and_never_to_the_last(seed):
     (held,) = held_out(classes, share=0.2, seed=seed)
     assert len(held) == 20
     counts = classes[held].bincount(minlength=13)
+    of_large, of_others = counts.split([3, 10])
     # 20 texts of three classes of 30.
-    assert counts[:3].min() >= 6
-    assert counts[:3].max() <= 7
-    assert not counts[3:].any()
+    assert set(of_large.tolist()) == {6, 7}
+    assert not of_others.any()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@seeds
 def test_one_of_two_texts_is_held_out_at_most(seed):
     two_of_each = torch.arange(20) % 10
     (held,) = held_out(two_of_each, share=0.7, seed=seed)
@@ -452,27 +474,32 @@ def test_one_of_two_texts_is_held_out_at_most(seed):
     assert classes.sort().values.tolist() == list(range(10))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@seeds
 def test_parts_hold_out_each_text_once_and_each_class_in_proportion(seed):
-    classes = torch.tensor([0] * 5 + [1] * 40 + [2] * 55)
+    sizes = torch.tensor([5, 40, 55])
+    classes = torch.arange(3).repeat_interleave(sizes)
     parts = held_out(classes, share=0.2, seed=seed, n_parts=5)
-    places = [place for part in parts for place in part]
-    assert sorted(places) == list(range(100))
-    fifths = torch.tensor([1, 8, 11])
+    places = torch.cat([torch.tensor(part) for part in parts])
+    assert sorted(places.tolist()) == list(range(100))
     for part in parts:
         counts = classes[part].bincount(minlength=3)
-        assert (counts - fifths).abs().max() <= 1
+        off = counts - sizes / 5
+        assert off.abs().max() <= 1
 
 
 def test_each_example_of_a_class_is_as_likely_to_be_held_out():
-    classes = torch.tensor([0] * 2 + [1] * 7 + [2] * 11)
+    sizes = torch.tensor([2, 7, 11])
+    classes = torch.arange(3).repeat_interleave(sizes)
     share = 0.25
     n_seeds = 1000
-    counts = torch.zeros(20)
+    n_examples = len(classes)
+    n_held_out = int(share * n_examples)
+    counts = torch.zeros(n_examples)
     for seed in range(n_seeds):
         (held,) = held_out(classes, share, seed)
-        counts += torch.tensor(held).bincount(minlength=20)
-    assert counts.sum() == 5 * n_seeds
-    expected = share * n_seeds
-    standard_deviation = (n_seeds * share * (1 - share)) ** 0.5
-    assert (counts - expected).abs().max() < 5 * standard_deviation
+        counts[held] += 1
+    assert counts.sum() == n_held_out * n_seeds
+    off = counts - share * n_seeds
+    # Of a binomial number; one in millions is five deviations off.
+    deviation = (n_seeds * share * (1 - share)) ** 0.5
+    assert off.abs().max() < 5 * deviation

@@ -43,7 +43,11 @@ def as_padded(
     row: int,
 ) -> dict[str, torch.Tensor]:
     """Take one example with its padding and mask."""
-    return {key: batch[key][row : row + 1] for key in ("input_ids", "attention_mask")}
+    only = slice(row, row + 1)
+    return {
+        "input_ids": batch["input_ids"][only],
+        "attention_mask": batch["attention_mask"][only],
+    }
 
 
 def batch_logits(
@@ -72,32 +76,35 @@ def _answers(
         return logits
     # A language model answers after the last token.
     if "attention_mask" not in inputs:
-        return logits[:, -1, CLASS_TOKEN_IDS]
+        at_last = logits[:, -1]
+        return at_last[:, CLASS_TOKEN_IDS]
     mask = inputs["attention_mask"]
+    # With padding on the left too, the last token is the one furthest to the right.
     positions = torch.arange(mask.shape[1])
     last = (mask * positions).argmax(-1)
-    at_last = logits[torch.arange(len(logits)), last]
+    texts = torch.arange(len(logits))
+    at_last = logits[texts, last]
     return at_last[:, CLASS_TOKEN_IDS]
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     """Find the layers that hold a LoRA weight, with their names."""
     with_a_weight = (nn.Linear, nn.Conv1d, nn.Conv2d)
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, with_a_weight) and "lora_" in name
-    ]
+    layers: list[tuple[str, nn.Linear]] = []
+    for name, module in model.named_modules():
+        if "lora_" in name and isinstance(module, with_a_weight):
+            layers.append((name, module))
+    return layers
 
 
 def lora_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Find LoRA weights of layers and convolutions, in parameters' order."""
     of_layers = {id(layer.weight) for _, layer in lora_layers(model)}
-    return {
-        name: weight.detach()
-        for name, weight in model.named_parameters()
-        if id(weight) in of_layers
-    }
+    weights: dict[str, torch.Tensor] = {}
+    for name, weight in model.named_parameters():
+        if id(weight) in of_layers:
+            weights[name] = weight.detach()
+    return weights
 
 
 def matrix_places(model: nn.Module) -> list[torch.Tensor]:
@@ -112,8 +119,9 @@ def matrix_places(model: nn.Module) -> list[torch.Tensor]:
     start = 0
     for name in lora_weights(model):
         weight = parameters[name]
+        n_rows = len(weight)
         end = start + weight.numel()
-        places = torch.arange(start, end).reshape(len(weight), -1)
+        places = torch.arange(start, end).reshape(n_rows, -1)
         start = end
         n_experts = n_experts_of.get(id(weight), 1)
         if "lora_A" in name:
@@ -130,8 +138,9 @@ def _experts_of_weights(model: nn.Module) -> dict[int, int]:
     for layer in model.modules():
         # By its name, since older versions of PEFT have no such class.
         if type(layer).__name__ == "ParamWrapper":
-            for half in (*layer.lora_A.values(), *layer.lora_B.values()):
-                n_experts[id(half.weight)] = layer.num_experts
+            for adapters in (layer.lora_A, layer.lora_B):
+                for half in adapters.values():
+                    n_experts[id(half.weight)] = layer.num_experts
     return n_experts
 
 
@@ -183,14 +192,16 @@ def alone(
     weights: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            weights.append(parameter.requires_grad_())
+            parameter.requires_grad_()
+            weights.append(parameter)
     logits: list[torch.Tensor] = []
     Js: list[torch.Tensor] = []
     for example in examples:
         of_example = logits_of(model, example)
         of_weights = derivatives_of(of_example, weights)
+        rows = [J.flatten(1) for J in of_weights]
         logits.append(of_example.detach())
-        Js.append(torch.cat([J.flatten(1) for J in of_weights], dim=1))
+        Js.append(torch.cat(rows, dim=1))
     return torch.stack(logits), torch.stack(Js)
 
 
@@ -205,6 +216,7 @@ def derivatives_of(
             logit,
             weights,
             retain_graph=True,
+            # A text may call for none of an adapter: its gradients are then zeros.
             allow_unused=True,
             materialize_grads=True,
         )
@@ -223,11 +235,12 @@ def softmax_fisher(logits: torch.Tensor) -> torch.Tensor:
     itself = torch.eye(n_classes).bool()
     # 1 - p cancels where p is near 1: the sum of the other classes' probabilities does
     # not.
-    log_others = log_p[..., None, :].expand(*log_p.shape, n_classes)
-    log_others = log_others.masked_fill(itself, -torch.inf).logsumexp(-1)
-    variances = p * log_others.exp()
+    of_each = log_p[..., None, :].expand(*log_p.shape, n_classes)
+    of_others = of_each.masked_fill(itself, -torch.inf)
+    variances = p * of_others.logsumexp(-1).exp()
     products = p[..., :, None] * p[..., None, :]
-    return torch.diag_embed(variances) - products.masked_fill(itself, 0)
+    covariances = products.masked_fill(itself, 0)
+    return torch.diag_embed(variances) - covariances
 
 
 def exact_ggn(
@@ -271,13 +284,30 @@ def gradient_curvature(
     return torch.block_diag(*gradient_blocks(model, Js, H))
 
 
+def dense_curvature(
+    structure: str,
+    model: nn.Module,
+    Js: torch.Tensor,
+    H: torch.Tensor,
+) -> torch.Tensor:
+    """Compute a structure's curvature, but for the host's Kron, as one matrix."""
+    if structure == "lowrank_kron":
+        return gradient_curvature(model, Js, H)
+    exact = exact_ggn(Js, H)
+    if structure == "diag":
+        return exact.diagonal().diag()
+    return exact
+
+
 def power(
     matrix: torch.Tensor,
     exponent: float,
 ) -> torch.Tensor:
     """Raise a symmetric positive semi-definite matrix to a power."""
     values, vectors = torch.linalg.eigh(matrix)
-    return vectors @ values.clamp_min(0).pow(exponent).diag() @ vectors.T
+    # An eigenvalue of 0 comes out as a rounding error of either sign.
+    powers = values.clamp_min(0).pow(exponent)
+    return vectors @ powers.diag() @ vectors.T
 
 
 def block_diagonal_covariance(
@@ -289,8 +319,9 @@ def block_diagonal_covariance(
     Js_of_blocks = Js.split(n_weights, dim=-1)
     covariance = torch.zeros(())
     for block, J in zip(blocks, Js_of_blocks, strict=True):
-        ones = torch.ones(len(block)).to(block)
-        covariance = covariance + glm_covariance(J, block, ones)
+        prior_precision = torch.ones(len(block)).to(block)
+        of_block = glm_covariance(J, block, prior_precision)
+        covariance = covariance + of_block
     return covariance
 
 
@@ -304,13 +335,33 @@ def full_rank(
     """Ask for factors that leave nothing out, where a structure has a rank at all."""
     if structure != "lowrank_kron":
         return {}
+    # More columns than any factor of the small models has.
     return {"backend_kwargs": {"rank": 1000} | settings}
 
 
-def evidence(H, log_likelihood, mean, prior_precision) -> torch.Tensor:
-    """Compute the log marginal likelihood at prior precisions `(parameters,)`."""
+def curvature_of(la: Any) -> torch.Tensor:
+    """Make one matrix of a fitted curvature, whatever its structure."""
+    if hasattr(la.H, "to_matrix"):
+        return la.H.to_matrix()
+    if la.H.ndim == 1:
+        return la.H.diag()
+    return la.H
+
+
+def evidence(
+    H: torch.Tensor,
+    log_likelihood: torch.Tensor,
+    mean: torch.Tensor,
+    prior_precision: torch.Tensor,
+) -> torch.Tensor:
+    """Compute the log marginal likelihood at prior precisions `(parameters,)`.
+
+    That is `log p(D | mean) - ½ (log det P - log det P₀ + meanᵀ P₀ mean)`, with the
+    prior's precision P₀ and the posterior's P.
+    """
     P = H + prior_precision.diag()
-    log_det_ratio = torch.linalg.slogdet(P).logabsdet - prior_precision.log().sum()
+    log_det = torch.linalg.slogdet(P).logabsdet
+    log_det_ratio = log_det - prior_precision.log().sum()
     scatter = (prior_precision * mean**2).sum()
     return log_likelihood - 0.5 * (log_det_ratio + scatter)
 
@@ -353,25 +404,25 @@ def assert_exact(
     """
     Js = torch.cat([jacobians(model, X) for X in inputs])
     f_mu = torch.cat([model(X) for X in inputs]).detach()
-    fisher = fisher_of(f_mu)
-    if hasattr(la.H, "to_matrix"):
-        found = la.H.to_matrix()
-        of_all = gradient_curvature(model, Js, fisher)
-    elif la.H.ndim == 1:
-        found = la.H.diag()
-        of_all = exact_ggn(Js, fisher).diagonal().diag()
-    else:
-        found = la.H
-        of_all = exact_ggn(Js, fisher)
+    of_all = dense_curvature(_structure_of(la), model, Js, fisher_of(f_mu))
     takes_part = _takes_part(la, model)
     H = of_all[takes_part][:, takes_part]
-    assert_close(found, H, **EXACT)
+    assert_close(curvature_of(la), H, **EXACT)
 
     prior_precision = torch.ones(len(H)).to(H)
     covariance = glm_covariance(Js[..., takes_part], H, prior_precision)
     means, covariances = predicted(la, inputs)
     assert_close(means, f_mu, **EXACT)
     assert_close(covariances, covariance, **EXACT)
+
+
+def _structure_of(la: Any) -> str:
+    """Tell a structure by what its curvature is."""
+    if hasattr(la.H, "to_matrix"):
+        return "lowrank_kron"
+    if la.H.ndim == 1:
+        return "diag"
+    return "full"
 
 
 def _takes_part(

@@ -1,7 +1,7 @@
 """Small models with LoRA adapters, and ragged batches for them."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,10 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+Batch = dict[str, torch.Tensor]
+
 VOCABULARY = 60
+# The answers of language models that classify: any tokens but padding, which is 0.
 CLASS_TOKEN_IDS = [11, 23, 42]
 N_CLASSES = len(CLASS_TOKEN_IDS)
 
@@ -108,6 +111,7 @@ def lora_model(
         "task_type": "SEQ_CLS" if kind == "bert" else "CAUSAL_LM",
         "r": 2,
         "lora_alpha": 4,
+        # A pass in training mode would be seen in any number.
         "lora_dropout": 0.1,
         "target_modules": TARGET_MODULES[kind],
         "fan_in_fan_out": kind == "gpt2",
@@ -118,9 +122,18 @@ def lora_model(
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "lora_embedding_A" in name:
             nn.init.normal_(parameter, std=0.3)
+        # With a head as small as a new one, all texts have nearly the same logits.
         elif "classifier" in name or "score" in name:
             nn.init.normal_(parameter, std=0.5)
     return model.to(dtype)
+
+
+def untrained(model: nn.Module) -> nn.Module:
+    """Set an adapter's B to 0, as PEFT begins."""
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.zeros_(weight)
+    return model
 
 
 def llama() -> LlamaForCausalLM:
@@ -163,6 +176,16 @@ def laplace_keywords(kind: str) -> dict[str, object]:
     return {"class_token_ids": CLASS_TOKEN_IDS}
 
 
+def head_of(model: nn.Module) -> nn.Module:
+    """Find the one layer that PEFT trains beside the adapter."""
+    heads: list[nn.Module] = []
+    for name, module in model.named_modules():
+        if name.endswith("modules_to_save.default"):
+            heads.append(module)
+    (head,) = heads
+    return head
+
+
 def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
     """Leave the labels out of a batch."""
     return {key: value for key, value in batch.items() if key != "labels"}
@@ -175,7 +198,7 @@ def ragged_batches(
     padded_to: int = 7,
     n_classes: int = N_CLASSES,
     seed: int = 1,
-) -> list[dict[str, torch.Tensor]]:
+) -> list[Batch]:
     """Make batches of the same examples, whatever the batch size and the padding."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.full((len(lengths), padded_to), 0)
@@ -203,6 +226,23 @@ def ragged_batches(
         }
         batches.append(batch)
     return batches
+
+
+def one_by_one(batches: Iterable[Batch]) -> list[Batch]:
+    """Take the examples of batches, as a data set has them."""
+    examples: list[Batch] = []
+    for batch in batches:
+        n_examples = len(batch["labels"])
+        for row in range(n_examples):
+            example = {key: column[row] for key, column in batch.items()}
+            examples.append(example)
+    return examples
+
+
+def first_batch(**ragged: Any) -> Batch:
+    """Make the first of `ragged_batches`, of three texts by default."""
+    first, *_ = ragged_batches(**ragged)
+    return first
 
 
 class TwoLinear(nn.Module):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import laplace
+import pytest
 import torch
 from laplace.utils.metrics import RunningNLLMetric
 from torch import nn
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
+    head_of,
     laplace_keywords,
     lora_model,
     plain_model,
@@ -21,12 +23,18 @@ from tests.support.models import (
 STRUCTURES = ["lowrank_kron", "kron", "diag", "full"]
 KFAC_APPROX = ["gradient", "expand"]
 PRIORS = ["scalar", "layerwise"]
+# So few that each can be computed by hand.
 GRID = {"log_prior_prec_min": -2, "log_prior_prec_max": 2, "grid_size": 7}
 PRIORS_ALONE = GRID | {"optimize_scale": False}
 
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Draw standard normal numbers in float64."""
+    return torch.randn(*shape, generator=generator(seed)).double()
 
 
 def make(
@@ -79,12 +87,9 @@ def fitted(
 def plain_regression(n_outputs: int = 2, structure: str = "lowrank_kron"):
     """Fit a plain module's posterior to twelve examples; return inputs too."""
     model = plain_model(n_outputs).requires_grad_(False)
-    X = torch.randn(12, 5, generator=generator()).double()
-    y = torch.randn(
-        12,
-        n_outputs,
-        generator=generator(1),
-    ).double()
+    X = normal(12, 5)
+    y = normal(12, n_outputs, seed=1)
+    # Another noise than 1, which divides nothing.
     la = make(model, structure, "regression", sigma_noise=0.5)
     la.fit(DataLoader(TensorDataset(X, y), batch_size=5))
     return la, X
@@ -93,9 +98,9 @@ def plain_regression(n_outputs: int = 2, structure: str = "lowrank_kron"):
 def overconfident(**keywords: Any):
     """Fit a posterior, and make texts of which three in four are right."""
     la = fitted(**keywords)
-    classifier = la.model.model.base_model.classifier.modules_to_save["default"]
-    classifier.weight.data.mul_(20)
+    head_of(la.model.model).weight.data.mul_(20)
     la.fit(ragged_batches())
+    # Other texts than it was fitted to, three times as many.
     texts = ragged_batches(
         lengths=(7, 4, 5, 7, 3, 6, 2, 7) * 3,
         seed=7,
@@ -112,22 +117,39 @@ def another_training(kind: str = "bert") -> nn.Module:
     model = lora_model(kind)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
-            noise = torch.randn(weight.shape, generator=generator())
-            weight.data += 0.2 * noise.double()
+            weight.data += 0.2 * normal(*weight.shape)
     return model
 
 
 def some_precision(la, prior: str) -> torch.Tensor:
     """Draw `(1,)` or `(blocks,)` prior precisions."""
     size = 1 if prior == "scalar" else len(la.blocks)
-    drawn = torch.rand(size, generator=generator(3)).to(la.mean.dtype)
-    return drawn + 0.1
+    drawn = torch.rand(size, generator=generator(3))
+    return drawn.to(la.mean.dtype) + 0.1
+
+
+def priors_of_blocks(la) -> torch.Tensor:
+    """Make another prior precision for each block, so that none passes for another."""
+    return torch.linspace(0.3, 2.0, len(la.blocks)).double()
 
 
 def count_forward_passes(la) -> list[int]:
     """Make a list that gets an entry at each forward pass."""
     calls: list[int] = []
     la.model.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def count_backward_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Make a list that gets an entry at each backward pass."""
+    calls: list[int] = []
+    grad = torch.autograd.grad
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return grad(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", counting)
     return calls
 
 

@@ -1,5 +1,6 @@
 """Everything of a model and of torch that a user could see changed."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,23 +48,14 @@ class Snapshot:
         parameters = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
         modules = dict(model.named_modules())
-        self.parameters = {
-            name: Parameter.of(each) for name, each in parameters.items()
-        }
-        self.buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        self.training = {name: module.training for name, module in modules.items()}
-        self.attributes = {name: set(vars(module)) for name, module in modules.items()}
-        self.hooks = {name: _hooks_of(module) for name, module in modules.items()}
-        self.config = model.config.to_dict() if hasattr(model, "config") else None
-        self.torch = {
-            "grad mode": torch.is_grad_enabled(),
-            "inference mode": torch.is_inference_mode_enabled(),
-            "default dtype": torch.get_default_dtype(),
-            # What autocast would do, without asking it for each kind of device.
-            "autocast": torch.ones(1, 1).matmul(torch.ones(1, 1)).dtype,
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "threads": torch.get_num_threads(),
-        }
+        has_config = hasattr(model, "config")
+        self.parameters = _of_each(parameters, Parameter.of)
+        self.buffers = _of_each(buffers, torch.clone)
+        self.training = _of_each(modules, _is_training)
+        self.attributes = _of_each(modules, _attributes_of)
+        self.hooks = _of_each(modules, _hooks_of)
+        self.config = model.config.to_dict() if has_config else None
+        self.torch = _torch_state()
         self.random_state = torch.get_rng_state()
 
     def assert_equal(
@@ -87,8 +79,42 @@ class Snapshot:
             assert torch.equal(now.random_state, self.random_state)
 
 
+def _of_each(
+    named: Mapping[str, Any],
+    read: Callable[[Any], Any],
+) -> dict[str, Any]:
+    return {name: read(value) for name, value in named.items()}
+
+
+def _is_training(module: nn.Module) -> bool:
+    return module.training
+
+
+def _attributes_of(module: nn.Module) -> set[str]:
+    return set(vars(module))
+
+
 def _hooks_of(module: nn.Module) -> dict[str, dict]:
-    return {kind: dict(getattr(module, kind) or {}) for kind in HOOKS}
+    hooks: dict[str, dict] = {}
+    for kind in HOOKS:
+        # A kind of which none was ever registered may be None.
+        of_kind = getattr(module, kind) or {}
+        hooks[kind] = dict(of_kind)
+    return hooks
+
+
+def _torch_state() -> dict[str, Any]:
+    """Tell what torch is set to, for all models."""
+    one = torch.ones(1, 1)
+    return {
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        # What autocast would do, without asking it for each kind of device.
+        "autocast": one.matmul(one).dtype,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def facts_of(
@@ -121,11 +147,12 @@ def half_trained(model: nn.Module) -> nn.Module:
             module.register_forward_hook(_changing_nothing)
             module.register_forward_pre_hook(_changing_nothing)
     for index, parameter in enumerate(model.parameters()):
-        if index % 2:
+        if index % 2 == 1:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.grad = noise.to(parameter)
         if index % 5 == 0:
-            parameter.requires_grad_(not parameter.requires_grad)
+            was_trained = parameter.requires_grad
+            parameter.requires_grad_(not was_trained)
     return model
 
 
@@ -149,4 +176,7 @@ def tensors_of(
         parts = list(value)
     else:
         parts = list(getattr(value, "__dict__", {}).values())
-    return [tensor for part in parts for tensor in tensors_of(part, seen)]
+    tensors: list[torch.Tensor] = []
+    for part in parts:
+        tensors += tensors_of(part, seen)
+    return tensors
