@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, load_peft_weights
+from torch.special import entr
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
@@ -32,12 +33,15 @@ from tests.support.posteriors import (
 from tests.support.ranks import Texts
 from tests.support.texts import fitted_text, text_batches
 
+MEAN_FIELD = {"link_approx": "mean_field"}
+# Factors of the members' priors.
 GRID = {
     "log_prior_prec_min": -1,
     "log_prior_prec_max": 1,
     "grid_size": 3,
     "optimize_scale": False,
 }
+FACTORS = [0.1, 1, 10]
 
 
 # --- posteriors around two adapters ---------------------------------------------------
@@ -46,7 +50,8 @@ GRID = {
 def numbers():
     """Make one batch of texts with two numbers each."""
     (batch,) = ragged_batches(batch_size=8)
-    return [batch | {"labels": real_targets(8, 2)}]
+    targets = real_targets(8, n_outputs=2)
+    return [batch | {"labels": targets}]
 
 
 def preferences():
@@ -55,7 +60,8 @@ def preferences():
     pairs = {"labels": batch["labels"]}
     for key in ("input_ids", "attention_mask"):
         text = batch[key]
-        pairs[key] = torch.stack([text, text.flip(0)], dim=1)
+        another = text.flip(0)
+        pairs[key] = torch.stack([text, another], dim=1)
     return [pairs]
 
 
@@ -93,6 +99,11 @@ class Two:
     first: Any
     second: Any
     batches: list
+
+    @property
+    def batch(self):
+        """The first batch."""
+        return self.batches[0]
 
     def mixture(self) -> LaplaceMixture:
         return LaplaceMixture([self.first, self.second])
@@ -149,9 +160,10 @@ CALLS = [
 def test_probabilities_are_the_members_mean(kind):
     both = two(kind)
     mixture = both.mixture()
-    batch = both.batches[0]
+    batch = both.batch
     for call in CALLS:
-        shared = generator()  # the second member draws after the first
+        # The second member draws after the first.
+        shared = generator()
         first = both.first(batch, generator=shared, **call)
         second = both.second(batch, generator=shared, **call)
         found = mixture(batch, generator=generator(), **call)
@@ -175,12 +187,18 @@ def test_numbers_have_the_mixtures_moments(kind):
         n, T = both.second(batch, **options)
         mean, covariance = mixture(batch, **options)
         assert_close(mean, (m + n) / 2)
+        # E[x xᵀ] = Cov[x] + E[x] E[x]ᵀ is the members' mean too.
         of_first = S + squared(m, S)
         of_second = T + squared(n, T)
         second_moment = covariance + squared(mean, covariance)
         assert_close(second_moment, (of_first + of_second) / 2)
+
+
+@pytest.mark.parametrize("kind", ["numbers", "rewards"])
+def test_numbers_have_no_probabilities(kind):
+    both = two(kind)
     with pytest.raises(ValueError, match="predicts numbers"):
-        mixture.predict_proba(batch)
+        both.mixture().predict_proba(both.batch)
 
 
 def test_preferences_have_the_members_mean_probability():
@@ -194,59 +212,84 @@ def test_preferences_have_the_members_mean_probability():
 
 def test_entropies_are_those_of_all_members_draws():
     both = two()
+    batch = both.batch
+    n_samples = 40
     mixture = both.mixture()
-    batch = both.batches[0]
-    passes = [count_forward_passes(la) for la in mixture.members]
-    found = mixture.predict(batch, "probit", n_samples=40, generator=generator(5))
-    assert passes == [[1], [1]]
+    found = mixture.predict(batch, "probit", n_samples, generator=generator(5))
 
-    shared = generator(5)  # the second member draws after the first
+    # The second member draws after the first.
+    shared = generator(5)
     drawn = []
     for la in (both.first, both.second):
         f_mu, f_var = la.predictive_moments(batch)
-        noise = shared_noise(f_mu, 40, shared)
+        noise = shared_noise(f_mu, n_samples, shared)
         log_p = softmax_samples(f_mu, f_var, noise)
         drawn.append(log_p.exp())
     p = torch.cat(drawn)
-    total = torch.special.entr(p.mean(0)).sum(-1)
-    of_draws = torch.special.entr(p).sum(-1)
+    total = entr(p.mean(0)).sum(-1)
+    of_draws = entr(p).sum(-1)
     aleatoric = of_draws.mean(0)
-    of_label = p[:, range(3), found.labels]
+    n_texts = len(found.labels)
+    of_label = p[:, range(n_texts), found.labels]
     assert_close(found.total_entropy, total)
     assert_close(found.epistemic_entropy, total - aleatoric)
     assert_close(found.label_variance, of_label.var(0, correction=0))
 
 
+def test_a_prediction_takes_one_pass_of_each_member():
+    both = two()
+    mixture = both.mixture()
+    passes = [count_forward_passes(la) for la in mixture.members]
+    mixture.predict(both.batch)
+    n_passes = [len(of_member) for of_member in passes]
+    assert n_passes == [1, 1]
+
+
 def test_decisions_have_the_probabilities_of_their_link():
-    mixture = two().mixture()
-    batch = ragged_batches()[0]
-    decided = mixture.predict(batch, "probit")
-    assert_close(decided.probabilities, mixture(batch, link_approx="probit"))
-    expected = mixture(batch, link_approx="mean_field").numpy()
-    assert mixture.predict_proba(batch) == pytest.approx(expected)
+    both = two()
+    mixture = both.mixture()
+    by_probit = mixture.predict(both.batch, "probit")
+    expected = mixture(both.batch, link_approx="probit")
+    assert_close(by_probit.probabilities, expected)
+    by_default = mixture.predict_proba(both.batch)
+    expected = mixture(both.batch, **MEAN_FIELD)
+    assert by_default == pytest.approx(expected.numpy())
+
+
+def some_texts(labelled: bool) -> list[dict[str, torch.Tensor]]:
+    texts = [Texts()[place] for place in range(11)]
+    if labelled:
+        return texts
+    return [without_labels(text) for text in texts]
 
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_members_pass_over_the_same_rows_of_a_loader_that_shuffles(labelled):
     mixture = two().mixture()
-    texts = [Texts()[place] for place in range(11)]
-    if not labelled:
-        texts = [without_labels(text) for text in texts]
+    texts = some_texts(labelled)
     torch.manual_seed(0)
     shuffled = DataLoader(texts, batch_size=3, shuffle=True)
     statistics = mixture.predictive_statistics(shuffled, dtype=torch.float64)
-    found = mixture(statistics.moments(1.0), link_approx="mean_field")
+    found = mixture(statistics.moments(1.0), **MEAN_FIELD)
 
-    in_order = [mixture(batch, link_approx="mean_field") for batch in DataLoader(texts)]
+    in_order = [mixture(text, **MEAN_FIELD) for text in DataLoader(texts)]
     expected = torch.cat(in_order)
     # Each prediction is nearest to that of its own text.
     distances = (found[:, None] - expected).abs().sum(-1)
     order = distances.argmin(1)
-    assert order.tolist() != list(range(11))
-    assert sorted(order.tolist()) == list(range(11))
     assert_close(found, expected[order])
-    has_targets = statistics.members[0].targets is not None
-    assert has_targets == labelled
+    places = list(range(len(texts)))
+    assert order.tolist() != places
+    assert sorted(order.tolist()) == places
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_statistics_have_targets_where_texts_have_labels(labelled):
+    texts = some_texts(labelled)
+    statistics = two().mixture().predictive_statistics(DataLoader(texts))
+    for of_member in statistics.members:
+        has_targets = of_member.targets is not None
+        assert has_targets == labelled
 
 
 # --- priors ---------------------------------------------------------------------------
@@ -262,48 +305,67 @@ def loss_by_hand(both, batches):
     likelihood = both.first.trained_likelihood
     losses = []
     for batch in batches:
-        predicted = mixture(batch, link_approx="mean_field", fitting=True)
+        predicted = mixture(batch, **MEAN_FIELD, fitting=True)
         # Of numbers these are moments, of classes probabilities.
-        outputs = predicted if likelihood.is_gaussian else [predicted.log()]
+        is_moments = likelihood.is_gaussian
+        outputs = predicted if is_moments else [predicted.log()]
         nll = likelihood.nll(outputs, batch["labels"], both.first.sigma_noise)
         losses.append(nll)
     return torch.cat(losses).mean().item()
 
 
+def losses_of_factors(both) -> list[float]:
+    """Compute the loss of a mixture with priors at each factor of the members'."""
+    of_first, of_second = priors_of(both.first, both.second)
+    losses = []
+    for factor in FACTORS:
+        both.first.prior_precision = of_first * factor
+        both.second.prior_precision = of_second * factor
+        losses.append(loss_by_hand(both, both.batches))
+    return losses
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(kind):
     both = two(kind)
-    batches = both.batches
     mixture = both.mixture()
-    history = mixture.optimize_prior_precision(val_loader=batches, **GRID)
-    factors = [0.1, 1, 10]
-    losses = []
-    for factor in factors:
-        both.first.prior_precision = 2 * factor
-        both.second.prior_precision = 0.5 * factor
-        losses.append(loss_by_hand(both, batches))
+    history = mixture.optimize_prior_precision(val_loader=both.batches, **GRID)
+    losses = losses_of_factors(both)
     assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
-    best = factors[losses.index(min(losses))]
+    best = FACTORS[losses.index(min(losses))]
     assert mixture.prior_precision.item() == pytest.approx(best)
-    assert priors_of(*mixture.members) == pytest.approx([2 * best, 0.5 * best])
-    # Of the structures, "lowrank_kron" alone has statistics.
-    if kind != "diagonal":
-        given = mixture.predictive_statistics(batches)
-        search = GridSearch(val_loader=given, link_approx="mean_field", **GRID)
-        assert_close(search(mixture).objective, history.objective)
+    priors = priors_of(*mixture.members)
+    assert priors == pytest.approx([2 * best, 0.5 * best])
+
+
+# Of the structures, "lowrank_kron" alone has statistics.
+@pytest.mark.parametrize("kind", ["classes", "answers", "numbers", "rewards"])
+def test_given_statistics_choose_the_same_factor(kind):
+    both = two(kind)
+    mixture = both.mixture()
+    expected = mixture.optimize_prior_precision(val_loader=both.batches, **GRID)
+    given = mixture.predictive_statistics(both.batches)
+    history = GridSearch(val_loader=given, **MEAN_FIELD, **GRID)(mixture)
+    assert_close(history.objective, expected.objective)
 
 
 def test_given_posteriors_keep_their_priors_and_the_mixture_its_own():
     both = two()
     mixture = both.mixture()
-    batch = both.batches[0]
-    before = both.first(batch)
+    before = both.first(both.batch)
     # The mixture's is a factor of its members' own.
     mixture.prior_precision = 10
     assert priors_of(both.first, both.second) == [2, 0.5]
-    assert torch.equal(both.first(batch), before)
+    assert torch.equal(both.first(both.batch), before)
+
+
+def test_a_mixture_keeps_what_its_posteriors_were_when_they_were_given():
+    both = two()
+    mixture = both.mixture()
+    mixture.prior_precision = 10
     both.first.prior_precision = 7
-    both.first.fit([batch])
+    # One batch is fewer than the eight texts that it was fitted to.
+    both.first.fit([both.batch])
     assert mixture.n_data == 8
     assert priors_of(*mixture.members) == [20, 5]
 
@@ -312,7 +374,9 @@ def test_a_search_that_fails_leaves_the_priors():
     both = two()
     mixture = both.mixture()
     mixture.prior_precision = 10
-    mixture.members[1].prior_precision = 6.0
+    _, second = mixture.members
+    # By itself, so that a factor alone could not tell what it was.
+    second.prior_precision = 6.0
 
     def failing_loss(*_):
         raise ZeroDivisionError
@@ -336,7 +400,7 @@ def test_a_search_in_inference_mode_keeps_ordinary_numbers():
 def test_a_prediction_is_of_one_factor_whatever_other_threads_do():
     both = two()
     mixture = both.mixture()
-    batch = both.batches[0]
+    batch = both.batch
     expected = mixture(batch)
     changes = []
 
@@ -346,7 +410,8 @@ def test_a_prediction_is_of_one_factor_whatever_other_threads_do():
             if not changes:
                 change = pool.submit(setattr, mixture, "prior_precision", 100.0)
                 changes.append(change)
-                wait(changes, timeout=1)  # without a lock it would be done by now
+                # Without a lock it would be done by then.
+                wait(changes, timeout=1)
 
         # While the first member predicts, and the second has not begun.
         handle = both.first.model.model.register_forward_hook(change_prior)
@@ -361,53 +426,83 @@ def test_a_prediction_is_of_one_factor_whatever_other_threads_do():
 
 
 def trainable(model):
-    return [name for name, weight in model.named_parameters() if weight.requires_grad]
+    names = []
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            names.append(name)
+    return names
+
+
+OF_OTHER_LAYERS = {
+    "target_modules": ["key"],
+    "task_type": "SEQ_CLS",
+}
+
+
+def bare_base():
+    """Make the model that `lora_model("bert")` adapts."""
+    torch.manual_seed(0)
+    return base_model("bert").double()
+
+
+def with_first_adapter():
+    return lora_model("bert")
 
 
 @pytest.mark.parametrize(
     "second",
     [
         pytest.param({}, id="adapters alike"),
-        pytest.param(
-            {"target_modules": ["key"], "task_type": "SEQ_CLS"},
-            id="adapters of other layers",
-        ),
+        pytest.param(OF_OTHER_LAYERS, id="adapters of other layers"),
     ],
 )
-def test_it_is_saved_and_loaded_with_its_adapters_and_heads(second, tmp_path):
+@pytest.mark.parametrize("given", [bare_base, with_first_adapter])
+def test_it_is_saved_and_loaded_with_its_adapters_and_heads(second, given, tmp_path):
     both = two(**second)
     mixture = both.mixture()
-    batch = both.batches[0]
     mixture.prior_precision = 3
     mixture.save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    without_adapters = base_model("bert").double()
-    model = lora_model("bert")  # which has the first adapter
+    loaded = LaplaceMixture.from_pretrained(given(), tmp_path)
+    assert_close(loaded(both.batch), mixture(both.batch))
+
+
+def test_loading_leaves_the_models_own_adapter_active_and_trainable(tmp_path):
+    two().mixture().save_pretrained(tmp_path)
+    model = with_first_adapter()
     before = trainable(model)
-    for given in (without_adapters, model):
-        loaded = LaplaceMixture.from_pretrained(given, tmp_path)
-        assert_close(loaded(batch), mixture(batch))
+    LaplaceMixture.from_pretrained(model, tmp_path)
     assert model.active_adapter == "default"
     assert trainable(model) == before
 
 
-def test_no_damaged_mixture_is_loaded(tmp_path):
-    mixture = two().mixture()
-    mixture.save_pretrained(tmp_path)
-    model = lora_model("bert")
+def with_one_name_twice(text: str) -> str:
+    return text.replace("second", "default")
+
+
+def cut_off(text: str) -> str:
+    return text[:-1]
+
+
+def of_one_member(text: str) -> str:
+    return '{"members":["second"]}'
+
+
+@pytest.mark.parametrize("damage", [with_one_name_twice, cut_off, of_one_member])
+def test_a_damaged_list_of_members_is_refused(damage, tmp_path):
+    two().mixture().save_pretrained(tmp_path)
     description = tmp_path / "laplace_mixture.json"
     content = description.read_text()
-    twice = content.replace("second", "default")
-    cut_off = content[:-1]
-    of_one = '{"members":["second"]}'
+    description.write_text(damage(content))
     message = r"laplace_mixture.json (is damaged|holds no mixture)"
-    for damaged in (twice, cut_off, of_one):
-        description.write_text(damaged)
-        with pytest.raises(ValueError, match=message):
-            LaplaceMixture.from_pretrained(model, tmp_path)
-    description.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        LaplaceMixture.from_pretrained(lora_model("bert"), tmp_path)
+
+
+def test_a_damaged_member_is_named_and_leaves_no_adapter(tmp_path):
+    two().mixture().save_pretrained(tmp_path)
     posterior = tmp_path / "second" / "laplace_posterior.safetensors"
     posterior.write_text("{")
+    model = lora_model("bert")
     with pytest.raises(ValueError, match="second"):
         LaplaceMixture.from_pretrained(model, tmp_path)
     assert list(model.peft_config) == ["default"]
@@ -425,7 +520,8 @@ def test_adapters_are_drawn_from_each_member(tmp_path):
     shared = generator(2)
     of_first = both.first.sample_adapters(2, tmp_path / "first", shared)
     of_second = both.second.sample_adapters(1, tmp_path / "second", shared)
-    for found, expected in zip(drawn, [*of_first, *of_second], strict=True):
+    of_members = [*of_first, *of_second]
+    for found, expected in zip(drawn, of_members, strict=True):
         assert_same_weights(found, expected)
 
 
@@ -450,35 +546,38 @@ def two_of_texts() -> Two:
 
 def test_members_score_texts_together():
     both = two_of_texts()
-    batch = both.batches[0]
+    batch = both.batch
     mixture = both.mixture()
     found = mixture.score(batch, 3, generator()).tokens
     # Of three draws the first member gives two.
     shared = generator()
     first = both.first.score(batch, 2, shared).tokens
     second = both.second.score(batch, 1, shared).tokens
-    expected = (2 * first.log_prob.exp() + second.log_prob.exp()) / 3
-    assert_close(found.log_prob.exp(), expected)
-    expected_of_map = (first.map_log_prob.exp() + second.map_log_prob.exp()) / 2
-    assert_close(found.map_log_prob.exp(), expected_of_map)
+    sum_of_draws = 2 * first.log_prob.exp() + second.log_prob.exp()
+    assert_close(found.log_prob.exp(), sum_of_draws / 3)
+    sum_of_maps = first.map_log_prob.exp() + second.map_log_prob.exp()
+    assert_close(found.map_log_prob.exp(), sum_of_maps / 2)
+
+
+def written_by(mixture, text):
+    """Continue a text by three tokens, each the most probable."""
+    written = mixture.generate(
+        input_ids=text,
+        n_samples=0,
+        max_new_tokens=3,
+        do_sample=False,
+        # So that no text ends early.
+        eos_token_id=-1,
+        pad_token_id=0,
+    )
+    return written.sequences
 
 
 def test_members_write_texts_together():
     both = two_of_texts()
     model = both.first.model.model
-    text = both.batches[0]["input_ids"][:1, :4]
-
-    def write(mixture):
-        return mixture.generate(
-            input_ids=text,
-            n_samples=0,
-            max_new_tokens=3,
-            do_sample=False,
-            eos_token_id=-1,  # so that no text ends early
-            pad_token_id=0,
-        )
-
-    found = write(both.mixture()).sequences
+    text = both.batch["input_ids"][:1, :4]
+    found = written_by(both.mixture(), text)
     expected = text
     for _ in range(3):
         p = torch.zeros(()).double()
@@ -489,8 +588,13 @@ def test_members_write_texts_together():
         most_probable = p.argmax(-1, keepdim=True)
         expected = torch.cat([expected, most_probable], dim=1)
     assert torch.equal(found, expected)
+
+
+def test_adapters_of_two_models_write_no_text():
+    both = two_of_texts()
+    of_two_models = LaplaceMixture([both.first, fitted_text()])
     with pytest.raises(ValueError, match="adapters of one model"):
-        write(LaplaceMixture([both.second, fitted_text()]))
+        written_by(of_two_models, both.batch["input_ids"])
 
 
 # --- what cannot be mixed -------------------------------------------------------------
@@ -561,18 +665,32 @@ def test_what_cannot_be_mixed_is_refused(posteriors, message):
         LaplaceMixture(given)
 
 
-def test_what_a_mixture_lacks_is_said(tmp_path):
-    both = two()
-    mixture = both.mixture()
+def test_its_text_tells_of_each_member():
+    mixture = two().mixture()
     assert repr(mixture).count("fitted to 8 examples; prior precision") == 2
+
+
+def test_evidence_chooses_no_prior_of_a_mixture():
+    mixture = two().mixture()
     with pytest.raises(ValueError, match=r"gridsearch. or a GridSearch"):
         mixture.optimize_prior_precision("marglik")
+
+
+def test_statistics_of_members_in_another_order_are_refused():
+    both = two()
+    mixture = both.mixture()
     given = mixture.predictive_statistics(both.batches)
     in_other_order = LaplaceMixture([both.second, both.first])
     with pytest.raises(ValueError, match="belong to another fit"):
         in_other_order.optimize_prior_precision(val_loader=given)
-    of_two_models = LaplaceMixture([both.first, fitted()])
+
+
+def test_adapters_of_two_models_are_not_saved_together(tmp_path):
+    of_two_models = LaplaceMixture([fitted(), fitted()])
     with pytest.raises(ValueError, match="one PeftModel"):
         of_two_models.save_pretrained(tmp_path)
+
+
+def test_a_folder_without_a_mixture_is_not_found(tmp_path):
     with pytest.raises(FileNotFoundError):
         LaplaceMixture.from_pretrained(lora_model("bert"), tmp_path)

@@ -16,11 +16,12 @@ from torch.testing import assert_close
 from transformers import BertForTokenClassification
 
 import laplace_lora_ext
-from tests.support.dense import EXACT, assert_exact
+from tests.support.dense import EXACT, assert_exact, full_rank
 from tests.support.models import (
     N_CLASSES,
     OfMapping,
     base_model,
+    first_batch,
     lora_model,
     pairs,
     plain_model,
@@ -28,8 +29,9 @@ from tests.support.models import (
     real_targets,
     without_labels,
 )
-from tests.support.posteriors import make
+from tests.support.posteriors import generator, make
 
+# As messages name it, in quotes.
 MULTI_LABEL = '"multi_label_classification"'
 LABELS = torch.tensor(
     [
@@ -43,7 +45,7 @@ LABELS = torch.tensor(
 
 
 class InTwoColumns(nn.Module):
-    """Makes rows [0, f] of each logit f, whose softmax is f's sigmoid."""
+    """Makes rows `[0, f]` of each logit f, whose softmax is f's sigmoid."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -51,14 +53,8 @@ class InTwoColumns(nn.Module):
 
     def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
         f = self.model(**batch).logits
-        return torch.stack([torch.zeros_like(f), f], -1).flatten(0, 1)
-
-
-def options_of(structure: str) -> dict[str, Any]:
-    """Keep full factors, where a structure would cut them."""
-    if structure != "lowrank_kron":
-        return {}
-    return {"backend_kwargs": {"rank": 200}}
+        rows = torch.stack([torch.zeros_like(f), f], dim=-1)
+        return rows.flatten(0, 1)
 
 
 def several_labels(
@@ -66,9 +62,10 @@ def several_labels(
     n_labels: int,
 ) -> torch.Tensor:
     """Draw `(B, C)` numbers 0 and 1."""
-    generator = torch.Generator().manual_seed(4)
-    shape = len(batch["input_ids"]), n_labels
-    return torch.randint(0, 2, shape, generator=generator).double()
+    n_texts = len(batch["input_ids"])
+    shape = (n_texts, n_labels)
+    labels = torch.randint(0, 2, shape, generator=generator(4))
+    return labels.double()
 
 
 def in_two_classes(
@@ -77,8 +74,9 @@ def in_two_classes(
     """Make pairs for `InTwoColumns`: each label of each text is an example."""
     examples = []
     for batch in batches:
-        y = batch["labels"].long().flatten()
-        examples.append((without_labels(batch), y))
+        texts = without_labels(batch)
+        y = batch["labels"].long()
+        examples.append((texts, y.flatten()))
     return examples
 
 
@@ -88,11 +86,12 @@ def test_two_columns_for_each_logit_make_sigmoids_exact(structure, n_labels):
     """One logit for two classes, and several labels for each example."""
     plain = lora_model("bert", n_labels=n_labels).eval()
     model = OfMapping(InTwoColumns(plain)).eval()
-    (batch,) = ragged_batches(lengths=(7, 4, 5), padded_to=7)
-    labels = several_labels(batch, n_labels)
-    la = make(model, structure, **options_of(structure))
-    la.fit(in_two_classes([batch | {"labels": labels}]))
-    X = without_labels(batch)
+    (texts,) = ragged_batches(lengths=(7, 4, 5))
+    labels = several_labels(texts, n_labels)
+    la = make(model, structure, **full_rank(structure))
+    la.fit(in_two_classes([texts | {"labels": labels}]))
+
+    X = without_labels(texts)
     logits = plain(**X).logits.detach()
     loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
     assert_close(la.loss, loss, **EXACT)
@@ -125,22 +124,25 @@ def token_classifier() -> nn.Module:
         target_modules=["query", "value"],
         init_lora_weights=False,
     )
-    return get_peft_model(BertForTokenClassification(config), lora).double().eval()
+    model = get_peft_model(BertForTokenClassification(config), lora)
+    return model.double().eval()
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
 def test_rows_of_labelled_tokens_make_token_classification_exact(structure):
     plain = token_classifier()
     model = OfMapping(OfTokens(plain)).eval()
-    (batch,) = ragged_batches(lengths=(7, 4, 5), padded_to=7)
+    (batch,) = ragged_batches(lengths=(7, 4, 5))
     texts = without_labels(batch)
     is_labelled = texts["attention_mask"].bool()
-    is_labelled[1] = False  # a text without labels
+    # A text without labels.
+    is_labelled[1] = False
     X = texts | {"is_labelled": is_labelled}
     n_labelled = 7 + 5
     y = torch.arange(n_labelled) % N_CLASSES
-    la = make(model, structure, **options_of(structure))
+    la = make(model, structure, **full_rank(structure))
     la.fit([(X, y)])
+
     logits = plain(**texts).logits.detach()[is_labelled]
     loss = cross_entropy(logits, y, reduction="sum")
     assert_close(la.loss, loss, **EXACT)
@@ -152,7 +154,7 @@ def test_rows_of_labelled_tokens_make_token_classification_exact(structure):
 
 def test_token_classification_is_told_of_its_likelihood():
     la = make(token_classifier())
-    (batch, *_) = ragged_batches()
+    batch = first_batch()
     message = r"batch 0: .*\(3, 7, 3\).*tokens.*\"token_classification\""
     with pytest.raises(ValueError, match=message):
         la.fit([batch])
@@ -178,17 +180,31 @@ def test_numbers_are_told_of_their_likelihood(structure):
         la.fit([(X, y)])
 
 
-def test_a_multi_label_classifier_is_not_fitted_with_a_softmax():
+@pytest.fixture
+def multi_label_classifier() -> nn.Module:
     model = lora_model("bert")
     model.config.problem_type = "multi_label_classification"
+    return model
+
+
+def test_a_multi_label_classifier_tells_its_likelihood(multi_label_classifier):
+    la = laplace_lora_ext.Laplace(multi_label_classifier)
+    assert la.likelihood == "multi_label_classification"
+
+
+def test_a_multi_label_classifier_is_not_fitted_with_a_softmax(multi_label_classifier):
     with pytest.raises(ValueError, match=MULTI_LABEL):
-        laplace_lora_ext.Laplace(model, "classification")
-    assert laplace_lora_ext.Laplace(model).likelihood == "multi_label_classification"
-    # A wrapper's logits are those of two classes, whatever the model is for.
+        laplace_lora_ext.Laplace(multi_label_classifier, "classification")
+
+
+def test_a_wrappers_logits_are_classes_whatever_its_model_is_for(
+    multi_label_classifier,
+):
     batches = ragged_batches()
     for batch in batches:
         batch["labels"] = several_labels(batch, 3)
-    make(OfMapping(InTwoColumns(model))).fit(in_two_classes(batches))
+    wrapper = OfMapping(InTwoColumns(multi_label_classifier))
+    make(wrapper).fit(in_two_classes(batches))
 
 
 def test_a_classifier_is_not_fitted_to_several_labels():
@@ -199,22 +215,30 @@ def test_a_classifier_is_not_fitted_to_several_labels():
         make(model, likelihood="multi_label_classification")
 
 
-@pytest.mark.parametrize("dtype", [torch.long, torch.float64])
-def test_one_logit_of_two_classes_is_warned_of_once_after_a_fit(dtype):
-    model = lora_model("bert", n_labels=1)
+@pytest.fixture(params=[torch.long, torch.float64])
+def of_two_classes(request: pytest.FixtureRequest) -> list[dict[str, torch.Tensor]]:
+    """Make texts of two classes, as indices or as numbers 0 and 1."""
     batches = ragged_batches(n_classes=2)
     for batch in batches:
-        batch["labels"] = batch["labels"].to(dtype)
-    la = laplace_lora_ext.Laplace(model)
+        batch["labels"] = batch["labels"].to(request.param)
+    return batches
+
+
+def test_one_logit_of_two_classes_is_warned_of_once_after_a_fit(of_two_classes):
+    la = laplace_lora_ext.Laplace(lora_model("bert", n_labels=1))
     assert la.likelihood == "regression"
     message = f"Every target is 0 or 1.*{MULTI_LABEL}"
     with pytest.warns(UserWarning, match=message) as caught:
-        la.fit(batches)
+        la.fit(of_two_classes)
     messages = [str(warning.message) for warning in caught]
-    assert sum("Every target" in text for text in messages) == 1
-    of_classes = make(model)
+    ours = [text for text in messages if "Every target" in text]
+    assert len(ours) == 1
+
+
+def test_one_logit_is_no_classification(of_two_classes):
+    la = make(lora_model("bert", n_labels=1))
     with pytest.raises(ValueError, match=f"at least two outputs.*{MULTI_LABEL}"):
-        of_classes.fit(batches)
+        la.fit(of_two_classes)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])

@@ -43,11 +43,13 @@ from tests.support.models import (
     base_model,
     lora_model,
     plain_model,
+    untrained,
     without_labels,
 )
 from tests.support.posteriors import (
     fitted,
     generator,
+    normal,
     validation_loss,
 )
 from tests.support.ranks import Texts, on_ranks
@@ -246,11 +248,12 @@ def test_each_stage_takes_its_share_of_the_steps(tmp_path, case):
     n_steps = [len(steps) for steps in watch.steps]
     assert tuple(n_steps) == case.steps
     for n_warmup, steps in zip(case.warmup_steps, watch.steps, strict=True):
-        first_rate, n_remembered = steps[0]
-        assert n_remembered == 0  # by the optimizer
-        assert first_rate == (0 if n_warmup else 1e-2)
         rates = [rate for rate, _ in steps]
         assert rates.index(max(rates)) == n_warmup
+        first_rate, n_remembered = steps[0]
+        assert first_rate == (0 if n_warmup else 1e-2)
+        # Each stage has an optimizer of its own.
+        assert n_remembered == 0
     stages = []
     for entry in trainer.state.log_history:
         if "learning_rate" in entry:
@@ -323,9 +326,11 @@ def test_the_prior_is_what_the_held_out_texts_choose(tmp_path):
     validation = list(DataLoader(Subset(data, held_out), N))
     by_hand = of_first_stage(tmp_path, Subset(data, trained_on.indices))
     history = by_hand.optimize_prior_precision(
-        method="gridsearch", val_loader=validation
+        method="gridsearch",
+        val_loader=validation,
     )
-    assert 0 < history.objective.argmin() < 100  # within the grid
+    # Within the grid, so that another choice of texts would make another.
+    assert 0 < history.objective.argmin() < 100
     assert chosen == by_hand.prior_precision.item()
     assert la.logit_scale == pytest.approx(by_hand.logit_scale)
     assert la.logit_scale != 1
@@ -400,8 +405,9 @@ def test_all_members_are_in_the_output_folder_and_the_logs(tmp_path):
     la, _ = in_folder_with_evaluations(tmp_path, "default", members=2)
     again = LaplaceMixture.from_pretrained(fresh_base(), tmp_path)
     assert_close(again(BATCH), la(BATCH))
-    one, other = (member.mean for member in la.members)
-    assert not torch.equal(one, other)  # the best of "default" is not the other's
+    one, other = la.members
+    # The best weights of "default" are not the other's.
+    assert not torch.equal(one.mean, other.mean)
 
 
 def test_rows_of_embeddings_belong_to_each_member(tmp_path):
@@ -435,8 +441,9 @@ def moved(
     """Move a folder, so that later checkpoints have earlier times."""
     folder.rename(to)
     for path in to.rglob("*"):
-        step = path.parent.name.rpartition("-")[2]
-        time = 2e9 - int(step) if step.isdigit() else 2e9
+        _, _, step = path.parent.name.rpartition("-")
+        n_steps = int(step) if step.isdigit() else 0
+        time = 2e9 - n_steps
         os.utime(path, (time, time))
     return to
 
@@ -619,8 +626,11 @@ def test_what_cannot_work_is_refused_before_any_training(tmp_path, case):
 
 def differences() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Make twelve examples whose targets are differences of their numbers."""
-    X = torch.randn(12, 5, generator=generator()).double()
-    return [(x, x[:2] - x[2:4]) for x in X]
+    examples = []
+    for x in normal(12, 5):
+        y = x[:2] - x[2:4]
+        examples.append((x, y))
+    return examples
 
 
 def no_training(model, examples, share):
@@ -641,8 +651,12 @@ def test_a_loop_of_ones_own_trains_on_what_its_loader_gives():
     def train(trained, examples, share):
         assert trained is model
         inputs = [x.tolist() for x, _ in examples]
-        seen = [place for place in range(12) if data[place][0].tolist() in inputs]
+        seen = []
+        for place, (x, _) in enumerate(data):
+            if x.tolist() in inputs:
+                seen.append(place)
         calls.append((seen, share))
+        # As a training would, so that the second stage has another model.
         for weight in model.parameters():
             weight.data.mul_(0.9)
 
@@ -654,8 +668,9 @@ def test_a_loop_of_ones_own_trains_on_what_its_loader_gives():
     assert set(rest) < set(places)
     assert everything == (places, 0.25)
     assert la.likelihood == "regression"
-    assert la.n_data == 10
-    assert la.sigma_noise.item() != 0.5  # the held-out texts have chosen it
+    assert la.n_data == len(places)
+    # The held-out examples have chosen it.
+    assert la.sigma_noise.item() != 0.5
 
 
 @pytest.mark.parametrize("sigma_noise", [0.01, 1.0, 100.0])
@@ -700,7 +715,8 @@ def in_ranks(
 
 def without_training(_=0) -> tuple[torch.Tensor, int]:
     """Choose a prior where each of two ranks has a text of a rare class."""
-    texts = of_two_classes(3, 8)  # of which one is held out
+    # Of these two, one is held out.
+    texts = of_two_classes(3, 8)
     sampler = None
     if dist.is_initialized():
         sampler = DistributedSampler(texts, shuffle=False)
@@ -716,9 +732,11 @@ def without_training(_=0) -> tuple[torch.Tensor, int]:
 
 def test_processes_train_and_choose_together(tmp_path):
     first, second = on_ranks(in_ranks, 2, tmp_path)
-    prediction, n_data, figures = first
-    assert_close(prediction, second[0])
-    assert second[1:] == (n_data, figures)
+    prediction, *figures = first
+    other_prediction, *other_figures = second
+    assert_close(prediction, other_prediction)
+    assert figures == other_figures
+    n_data, _ = figures
     assert n_data == N
 
 
@@ -748,13 +766,8 @@ def of_outputs(outputs, labels, *, counts: list[int], **_) -> torch.Tensor:
     return cross_entropy(outputs["logits"], labels, weight=WEIGHTS_OF_CLASSES)
 
 
-def untrained() -> nn.Module:
-    """Make an encoder whose adapter is 0, as a new one is."""
-    model = lora_model("bert", torch.float32)
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.zeros_(weight)
-    return model
+def new_encoder() -> nn.Module:
+    return untrained(lora_model("bert", torch.float32))
 
 
 def logits_of(
@@ -770,8 +783,12 @@ def logits_of(
 def test_losses_of_ones_own_move_the_weights_and_not_the_likelihood(kind, tmp_path):
     counts: list[int] = []
     smoothing = 0.3 if kind == "label_smoothing_factor" else 0.0
-    model = untrained()
-    trainer = trainer_of(tmp_path / kind, model=model, label_smoothing_factor=smoothing)
+    model = new_encoder()
+    trainer = trainer_of(
+        tmp_path / kind,
+        model=model,
+        label_smoothing_factor=smoothing,
+    )
     if kind == "class weights":
         trainer.compute_loss = partial(weighted, counts=counts)
     elif kind == "compute_loss_func":
@@ -785,7 +802,7 @@ def test_losses_of_ones_own_move_the_weights_and_not_the_likelihood(kind, tmp_pa
     logits = logits_of(model, batch)
     of_likelihood = cross_entropy(logits, batch["labels"], reduction="sum")
     assert_close(la.loss.float(), of_likelihood, rtol=1e-4, atol=1e-4)
-    plain = untrained()
+    plain = new_encoder()
     train_in_stages(trainer_of(tmp_path / "plain", model=plain))
     assert not torch.allclose(logits_of(plain, batch), logits, atol=1e-3)
 

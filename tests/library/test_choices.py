@@ -1,13 +1,14 @@
 """Posteriors over answers of several tokens: exact, and all that other answers have."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div, pad
 from torch.testing import assert_close
 from transformers import Trainer
 
@@ -29,9 +30,13 @@ from tests.support.dense import (
     EXACT,
     alone,
     block_diagonal_covariance,
+    curvature_of,
     evidence,
     exact_ggn,
+    full_rank,
     gradient_blocks,
+    labels_of,
+    predicted,
     softmax_fisher,
 )
 from tests.support.models import (
@@ -40,14 +45,20 @@ from tests.support.models import (
     llama_with_output_layer,
     lora_model,
     ragged_batches,
+    untrained,
     without_labels,
 )
-from tests.support.posteriors import GRID, STRUCTURES, another_training, make
+from tests.support.posteriors import GRID, another_training, make
 from tests.support.texts import RowsOfTheVocabulary, encoder_decoder
 from tests.support.trainers import trainer_of
 
 # The models are not trained.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(have only|no better than guessing)")
+
+
+# The same sums, of other shapes.
+SAME = {"rtol": 1e-10, "atol": 1e-12}
+MEAN_FIELD = {"link_approx": "mean_field"}
 
 
 @dataclass(frozen=True)
@@ -64,18 +75,28 @@ class Case:
 
     @property
     def labels(self) -> torch.Tensor:
-        return torch.cat([batch["labels"] for batch in self.batches])
+        return labels_of(self.batches)
 
     @property
     def inputs(self) -> list[dict[str, Any]]:
         return [without_labels(batch) for batch in self.batches]
 
+    @property
+    def first_inputs(self) -> dict[str, Any]:
+        return without_labels(self.batches[0])
+
     def with_means(self) -> "Case":
         """Take means in place of sums over an answer's tokens."""
-        return replace(self, options=self.options | {"normalised": True})
+        options = self.options | {"normalised": True}
+        return replace(self, options=options)
+
+    def with_sums(self) -> "Case":
+        """Take sums, as is the default."""
+        options = self.options | {"normalised": False}
+        return replace(self, options=options)
 
 
-def of_all_texts(side: str) -> Case:
+def of_all_texts(side: str = "right") -> Case:
     batches = ragged_batches(padding_side=side, n_classes=4)
     return Case(
         options={"class_token_ids": ANSWERS},
@@ -84,11 +105,11 @@ def of_all_texts(side: str) -> Case:
     )
 
 
-def means_of_all_texts(side: str) -> Case:
+def means_of_all_texts(side: str = "right") -> Case:
     return of_all_texts(side).with_means()
 
 
-def of_each_text(side: str) -> Case:
+def of_each_text(side: str = "right") -> Case:
     batches = batches_of_own_choices(side)
     return Case(
         options={},
@@ -97,7 +118,7 @@ def of_each_text(side: str) -> Case:
     )
 
 
-def means_of_each_text(side: str) -> Case:
+def means_of_each_text(side: str = "right") -> Case:
     return of_each_text(side).with_means()
 
 
@@ -124,15 +145,25 @@ def dense(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute logits and Jacobians of all texts, each choice by itself."""
 
-    def logits_of(
-        model: nn.Module,
-        choices: Any,
-    ) -> torch.Tensor:
+    def logits_of(model: nn.Module, choices: Any) -> torch.Tensor:
         return logits_of_choices(model, choices, case.normalised)
 
-    texts = [text for batch in case.choices for text in unpadded_choices(batch)]
-    # Of a copy, whose weights may ask for gradients and whose mode may change.
-    return alone(copy.deepcopy(model).eval(), logits_of, texts)
+    texts = []
+    for batch in case.choices:
+        texts += unpadded_choices(batch)
+    return alone(copy_of(model), logits_of, texts)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """Copy a model for dense algebra, which changes its mode and asks for gradients."""
+    return copy.deepcopy(model).eval()
+
+
+def assert_near(found: torch.Tensor, H: torch.Tensor) -> None:
+    """Compare curvatures, relative to the largest entry of all."""
+    # Entries near 0 are sums of large ones that cancel.
+    largest = H.max().item()
+    assert_close(found, H, rtol=1e-9, atol=1e-9 * largest)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -143,21 +174,16 @@ def test_curvature_evidence_and_predictions_are_those_of_dense_algebra(
 ):
     case = make_case(side)
     model = lora_model("gpt2")
-    settings = {}
-    if structure == "lowrank_kron":
-        settings["backend_kwargs"] = {"rank": 100}  # which leaves nothing out
-    la = fitted(case, structure, model, **settings)
+    la = fitted(case, structure, model, **full_rank(structure))
 
     logits, Js = dense(model, case)
     fisher = softmax_fisher(logits)
     if structure == "full":
         blocks = [exact_ggn(Js, fisher)]
-        found = la.H
     else:
         blocks = gradient_blocks(model, Js, fisher)
-        found = la.H.to_matrix()
     H = torch.block_diag(*blocks)
-    assert_close(found, H, rtol=1e-9, atol=1e-9 * H.max().item())
+    assert_near(curvature_of(la), H)
 
     loss = cross_entropy(logits, case.labels, reduction="sum")
     assert_close(la.loss, loss, **EXACT)
@@ -165,34 +191,54 @@ def test_curvature_evidence_and_predictions_are_those_of_dense_algebra(
     expected = evidence(H, -loss, la.mean, prior)
     assert_close(la.log_marginal_likelihood(), expected, **EXACT)
 
-    moments = [la.predictive_moments(inputs) for inputs in case.inputs]
-    means = torch.cat([of_batch.f_mu for of_batch in moments])
-    covariances = torch.cat([of_batch.f_var for of_batch in moments])
-    assert_close(means, logits, **EXACT)
-    assert_close(covariances, block_diagonal_covariance(blocks, Js), **EXACT)
+    f_mu, f_var = predicted(la, case.inputs)
+    covariances = block_diagonal_covariance(blocks, Js)
+    assert_close(f_mu, logits, **EXACT)
+    assert_close(f_var, covariances, **EXACT)
 
 
-@pytest.mark.parametrize("structure", [name for name in STRUCTURES if name != "kron"])
-def test_choices_of_one_token_are_class_tokens(structure):
+@dataclass(frozen=True)
+class OneToken:
+    """Posteriors of the same texts: of class tokens, and of choices of one token."""
+
+    of_tokens: Any
+    batches: list[dict[str, Any]]
+    of_choices: Any
+    choices: list[dict[str, Any]]
+
+
+@pytest.fixture(params=["lowrank_kron", "diag", "full"])
+def one_token(request: pytest.FixtureRequest) -> OneToken:
     model = lora_model("gpt2")
     batches = ragged_batches()
-    plain = make(model, structure, class_token_ids=CLASS_TOKEN_IDS)
-    plain.fit(batches)
+    of_tokens = make(model, request.param, class_token_ids=CLASS_TOKEN_IDS)
+    of_tokens.fit(batches)
     choices = one_token_choices(batches)
-    of_choices = make(model, structure)
+    of_choices = make(model, request.param)
     of_choices.fit(choices)
-    close = {"rtol": 1e-10, "atol": 1e-12}
-    found = of_choices.log_marginal_likelihood()
-    assert_close(found, plain.log_marginal_likelihood(), **close)
-    for batch, batch_of_choices in zip(batches, choices, strict=True):
-        expected = plain(batch, link_approx="mean_field")
-        found = of_choices(batch_of_choices, link_approx="mean_field")
-        assert_close(found, expected, **close)
+    return OneToken(of_tokens, batches, of_choices, choices)
 
-    search = {"method": "gridsearch", "link_approx": "mean_field", **GRID}
-    plain.optimize_prior_precision(val_loader=batches, **search)
-    of_choices.optimize_prior_precision(val_loader=choices, **search)
-    assert_close(of_choices.prior_precision, plain.prior_precision, **close)
+
+def test_choices_of_one_token_have_the_evidence_of_class_tokens(one_token):
+    found = one_token.of_choices.log_marginal_likelihood()
+    expected = one_token.of_tokens.log_marginal_likelihood()
+    assert_close(found, expected, **SAME)
+
+
+def test_choices_of_one_token_are_predicted_as_class_tokens(one_token):
+    for batch, choices in zip(one_token.batches, one_token.choices, strict=True):
+        expected = one_token.of_tokens(batch, **MEAN_FIELD)
+        found = one_token.of_choices(choices, **MEAN_FIELD)
+        assert_close(found, expected, **SAME)
+
+
+def test_choices_of_one_token_choose_a_prior_as_class_tokens(one_token):
+    la = one_token.of_choices
+    expected = one_token.of_tokens
+    search = {"method": "gridsearch", **MEAN_FIELD, **GRID}
+    la.optimize_prior_precision(val_loader=one_token.choices, **search)
+    expected.optimize_prior_precision(val_loader=one_token.batches, **search)
+    assert_close(la.prior_precision, expected.prior_precision, **SAME)
 
 
 def test_any_tokens_of_the_vocabulary_are_choices():
@@ -202,8 +248,8 @@ def test_any_tokens_of_the_vocabulary_are_choices():
     whole_vocabulary = list(range(VOCABULARY))
     logits = make(model, class_token_ids=whole_vocabulary).model(batch)
     best = logits.topk(3).indices
-    tokens = best.unsqueeze(-1).tolist()  # choices of one token
-    choices = choices_batch(prompts_of(batch), tokens)
+    of_one_token = best.unsqueeze(-1)
+    choices = choices_batch(prompts_of(batch), of_one_token.tolist())
     la = make(model)
     la.fit([choices | {"labels": batch["labels"]}])
     found = la.model(choices).softmax(-1)
@@ -214,18 +260,17 @@ def test_any_tokens_of_the_vocabulary_are_choices():
 @pytest.mark.parametrize("make_case", CASES)
 @pytest.mark.parametrize("kfac_approx", ["gradient", "expand"])
 def test_padding_changes_nothing(make_case, kfac_approx):
-    evidences = {}
-    for side in ("right", "left"):
-        settings = {"kfac_approx": kfac_approx}
-        la = fitted(make_case(side), backend_kwargs=settings)
-        evidences[side] = la.log_marginal_likelihood()
-    assert_close(evidences["right"], evidences["left"], **EXACT)
+    settings = {"kfac_approx": kfac_approx}
+    right = fitted(make_case("right"), backend_kwargs=settings)
+    left = fitted(make_case("left"), backend_kwargs=settings)
+    found = right.log_marginal_likelihood()
+    assert_close(found, left.log_marginal_likelihood(), **EXACT)
 
 
 @pytest.fixture(params=[of_all_texts, of_each_text])
 def case(request: pytest.FixtureRequest) -> Case:
     """Texts with answers of all, and texts with choices of their own."""
-    return request.param("right")
+    return request.param()
 
 
 @pytest.mark.parametrize("method", ["agreement", "marglik", "gridsearch", "val_gd"])
@@ -234,31 +279,37 @@ def test_every_method_chooses_a_prior(case, method):
     data = {
         "agreement": {"train_loader": case.batches},
         "marglik": {"n_steps": 2},
-        "gridsearch": {"val_loader": case.batches, "link_approx": "mean_field", **GRID},
+        "gridsearch": {"val_loader": case.batches, **MEAN_FIELD, **GRID},
         "val_gd": {"val_loader": case.batches, "n_steps": 2},
     }
     la.optimize_prior_precision(method=method, **data[method])
     assert torch.isfinite(la.prior_precision).all()
 
 
-def test_statistics_and_learnt_variances_predict_as_many_choices(case):
+def test_statistics_predict_as_the_posterior(case):
     la = fitted(case)
-    inputs = case.inputs[0]
-    exact = la(inputs, link_approx="mean_field")
-    la.amortize(case.batches, unlabelled=None)
-    learnt = la(inputs, link_approx="mean_field", pred_type="amortized")
-    assert learnt.shape == exact.shape
     statistics = la.predictive_statistics(case.batches)
     moments = statistics.moments(la.prior_precision)
-    of_statistics = la(moments, link_approx="mean_field")[: len(exact)]
-    assert_close(of_statistics, exact, rtol=1e-5, atol=1e-6)  # kept in float32
-    prediction = la.predict(inputs)
-    assert prediction.probabilities.shape == exact.shape
+    exact = la(case.first_inputs, **MEAN_FIELD)
+    found = la(moments, **MEAN_FIELD)
+    of_first = found[: len(exact)]
+    # They are kept in float32.
+    assert_close(of_first, exact, rtol=1e-5, atol=1e-6)
+
+
+def test_learnt_variances_and_predictions_are_of_as_many_choices(case):
+    la = fitted(case)
+    inputs = case.first_inputs
+    expected = la(inputs, **MEAN_FIELD).shape
+    assert la.predict(inputs).probabilities.shape == expected
+    la.amortize(case.batches, unlabelled=None)
+    learnt = la(inputs, **MEAN_FIELD, pred_type="amortized")
+    assert learnt.shape == expected
 
 
 @pytest.fixture(params=[means_of_all_texts, means_of_each_text])
 def case_of_means(request: pytest.FixtureRequest) -> Case:
-    return request.param("right")
+    return request.param()
 
 
 def test_files_know_the_answers(case_of_means, tmp_path):
@@ -268,30 +319,36 @@ def test_files_know_the_answers(case_of_means, tmp_path):
     loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
     expected = case_of_means.options.get("class_token_ids")
     assert loaded.model.class_token_ids == expected
-    inputs = case_of_means.inputs[0]
+    inputs = case_of_means.first_inputs
     assert torch.equal(loaded(inputs), la(inputs))
+
+
+def test_files_of_means_are_not_read_for_sums(case_of_means, tmp_path):
+    model = lora_model("gpt2").eval()
+    la = fitted(case_of_means, model=model)
+    la.save_pretrained(tmp_path)
     message = "normalised was True at the fit, and now is False"
     with pytest.raises(ValueError, match=message):
         laplace_lora_ext.from_pretrained(model, tmp_path, normalised=False)
 
 
 def test_mixtures_know_the_answers(case_of_means):
-    la = fitted(case_of_means, model=lora_model("gpt2").eval())
-    another = another_training("gpt2").eval()
-    other = fitted(case_of_means, model=another)
-    mixture = LaplaceMixture([la, other])
-    inputs = case_of_means.inputs[0]
-    predicted = []
-    for each in (mixture, la, other):
-        predicted.append(each(inputs, link_approx="mean_field"))
-    of_mixture, *of_members = predicted
-    mean = torch.stack(of_members).mean(0)
-    assert_close(of_mixture, mean, **EXACT)
+    first = fitted(case_of_means, model=lora_model("gpt2").eval())
+    second = fitted(case_of_means, model=another_training("gpt2").eval())
+    mixture = LaplaceMixture([first, second])
+    inputs = case_of_means.first_inputs
+    of_first = first(inputs, **MEAN_FIELD)
+    of_second = second(inputs, **MEAN_FIELD)
+    mean = (of_first + of_second) / 2
+    assert_close(mixture(inputs, **MEAN_FIELD), mean, **EXACT)
 
-    options = case_of_means.options | {"normalised": False}
-    of_sums = fitted(replace(case_of_means, options=options), model=another)
+
+def test_means_and_sums_are_not_mixed(case_of_means):
+    of_means = fitted(case_of_means, model=lora_model("gpt2").eval())
+    another = another_training("gpt2").eval()
+    of_sums = fitted(case_of_means.with_sums(), model=another)
     with pytest.raises(ValueError, match=r"differ in .* normalised or"):
-        LaplaceMixture([la, of_sums])
+        LaplaceMixture([of_means, of_sums])
 
 
 def logits_of_written_answers(model: nn.Module, prompt: list[int]) -> torch.Tensor:
@@ -312,43 +369,44 @@ def logits_of_written_answers(model: nn.Module, prompt: list[int]) -> torch.Tens
 @pytest.mark.parametrize("kind", ["bart", "t5"])
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
 def test_encoder_decoders_write_them(kind, structure):
-    case = of_all_texts("right")
+    case = of_all_texts()
     model = encoder_decoder(kind)
     la = fitted(case, structure, model)
-    prompts = [prompt for batch in case.batches for prompt in prompts_of(batch)]
-    copied = copy.deepcopy(model).eval()
-    logits, Js = alone(copied, logits_of_written_answers, prompts)
+    prompts = []
+    for batch in case.batches:
+        prompts += prompts_of(batch)
+    logits, Js = alone(copy_of(model), logits_of_written_answers, prompts)
     loss = cross_entropy(logits, case.labels, reduction="sum")
     assert_close(la.loss, loss, **EXACT)
     if structure == "full":
-        H = exact_ggn(Js, softmax_fisher(logits))
-        assert_close(la.H, H, rtol=1e-9, atol=1e-9 * H.max().item())
-    f_mu, _ = la.predictive_moments(case.inputs[0])
-    assert_close(f_mu, logits[: len(f_mu)], **EXACT)
+        assert_near(la.H, exact_ggn(Js, softmax_fisher(logits)))
+    f_mu, _ = predicted(la, case.inputs)
+    assert_close(f_mu, logits, **EXACT)
 
 
 def test_unequal_numbers_of_choices_are_fitted_and_not_compared():
     (batch,) = ragged_batches(batch_size=8)
     prompts = prompts_of(batch)
     labels = batch["labels"]
+    three_answers = ANSWERS[:3]
     of_four = choices_batch(prompts[:4], [ANSWERS] * 4)
-    of_three = choices_batch(prompts[4:], [ANSWERS[:3]] * 4)
+    of_three = choices_batch(prompts[4:], [three_answers] * 4)
     loader = [
         of_four | {"labels": labels[:4]},
         of_three | {"labels": labels[4:]},
     ]
     la = make(lora_model("gpt2"))
     la.fit(loader)
-    assert la(of_four, link_approx="mean_field").shape == (4, 4)
-    assert la(of_three, link_approx="mean_field").shape == (4, 3)
+    assert la(of_four, **MEAN_FIELD).shape == (4, 4)
+    assert la(of_three, **MEAN_FIELD).shape == (4, 3)
     with pytest.raises(ValueError, match="unequal numbers of choices"):
         la.optimize_prior_precision(method="gridsearch", val_loader=loader, **GRID)
 
 
 def test_nothing_is_printed_and_no_name_is_out_of_date(caplog, capsys):
-    case = of_all_texts("right")
+    case = of_all_texts()
     la = fitted(case)
-    la(case.inputs[0])
+    la(case.first_inputs)
     printed = capsys.readouterr()
     assert not printed.out
     assert not printed.err
@@ -381,7 +439,7 @@ def padded_to_one_length(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for key, values in without_labels(batch).items():
                 tokens = values[number]
                 n_missing = longest - tokens.shape[-1]
-                row[key] = nn.functional.pad(tokens, (0, n_missing))
+                row[key] = pad(tokens, (0, n_missing))
             rows.append(row)
     return rows
 
@@ -410,9 +468,8 @@ def trainer_for(
 
 def test_stages_train_and_fit_them(case, tmp_path):
     trainer = trainer_for(tmp_path, case)
-    for name, weight in trainer.model.named_parameters():
-        if "lora_B" in name:
-            nn.init.zeros_(weight)
+    # Stages warn of an adapter that looks trained.
+    untrained(trainer.model)
     la = train_in_stages(
         trainer,
         likelihood="classification",
@@ -421,49 +478,74 @@ def test_stages_train_and_fit_them(case, tmp_path):
     )
     assert la.n_data == len(trainer.train_dataset)
     assert la.model.class_token_ids == case.options.get("class_token_ids")
-    probabilities = la(case.inputs[0], link_approx="mean_field")
-    assert_close(probabilities.sum(-1), torch.ones(len(probabilities)))
+    sums = la(case.first_inputs, **MEAN_FIELD).sum(-1)
+    assert_close(sums, torch.ones_like(sums))
 
 
-@pytest.mark.parametrize("output_layer", [False, True])
+def gpt2() -> nn.Module:
+    return lora_model("gpt2")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a fit and a student come to, and how many rows were held at once."""
+
+    values: dict[str, Any]
+    most_rows: int
+
+
+def figures_of(model: nn.Module, case: Case) -> Figures:
+    inputs = case.first_inputs
+    la = make(model, **full_rank(), **case.options)
+    weights = [block.weight.requires_grad_() for block in la.blocks]
+    with RowsOfTheVocabulary(model) as rows:
+        la.fit(case.batches)
+        student = la.model.around(model)
+        student.divide_vocabulary()
+        log_p = student.log_probs(inputs)
+        total = log_p.square().sum()
+        slopes = torch.autograd.grad(total, weights)
+    values = {
+        "H": la.H.to_matrix(),
+        "loss": la.loss,
+        "prediction": la(inputs, **MEAN_FIELD),
+        "log_p": log_p,
+        "slopes": slopes,
+    }
+    return Figures(values, rows.most)
+
+
+@pytest.mark.parametrize("build", [gpt2, llama_with_output_layer])
 @pytest.mark.parametrize("make_case", CASES)
 def test_parts_of_the_vocabulary_give_the_same_and_hold_few_rows(
-    make_case, output_layer, monkeypatch
+    make_case, build, monkeypatch
 ):
-    model = llama_with_output_layer() if output_layer else lora_model("gpt2")
-    model.double().eval()
+    model = build().double().eval()
     case = make_case("left")
-    n_texts, n_choices, _ = case.choices[0]["input_ids"].shape
-    inputs = case.inputs[0]
     # One seed at a time: several have as many times the rows.
     monkeypatch.setattr(graph, "_ROWS", 1)
-
-    def figures():
-        la = make(model, backend_kwargs={"rank": 100}, **case.options)
-        weights = [block.weight.requires_grad_() for block in la.blocks]
-        with RowsOfTheVocabulary(model) as rows:
-            la.fit(case.batches)
-            student = la.model.around(model)
-            student.divide_vocabulary()
-            log_p = student.log_probs(inputs)
-            total = log_p.square().sum()
-            slopes = torch.autograd.grad(total, weights)
-        figures = {
-            "H": la.H.to_matrix(),
-            "loss": la.loss,
-            "prediction": la(inputs, link_approx="mean_field"),
-            "log_p": log_p,
-            "slopes": slopes,
-        }
-        return figures, rows.most
-
-    expected, n_at_once = figures()
+    at_once = figures_of(model, case)
     monkeypatch.setattr(vocabulary, "MOST_ROWS", 1)
-    found, n_in_parts = figures()
-    assert_close(found, expected, rtol=1e-9, atol=1e-10)
-    if not output_layer:  # whose own weights have gradients at each token
-        assert n_in_parts == n_texts * n_choices
-        assert n_in_parts < n_at_once
+    in_parts = figures_of(model, case)
+    assert_close(in_parts.values, at_once.values, rtol=1e-9, atol=1e-10)
+    # An adapted output layer's own weights have gradients at each token.
+    if build is gpt2:
+        n_texts, n_choices, _ = case.choices[0]["input_ids"].shape
+        assert in_parts.most_rows == n_texts * n_choices
+        assert in_parts.most_rows < at_once.most_rows
+
+
+def joined_logits(
+    model: Callable[[Any], torch.Tensor],
+    case: Case,
+) -> torch.Tensor:
+    return torch.cat([model(inputs) for inputs in case.inputs])
+
+
+def divergence(targets: torch.Tensor, logits: torch.Tensor) -> float:
+    """Compute the mean Kullback-Leibler divergence from targets `(N, C)`."""
+    log_p = logits.log_softmax(-1)
+    return kl_div(log_p, targets, reduction="batchmean").item()
 
 
 def test_a_student_has_the_posteriors_probabilities(case_of_means, tmp_path):
@@ -480,19 +562,13 @@ def test_a_student_has_the_posteriors_probabilities(case_of_means, tmp_path):
     model.base_model.model.lm_head.weight.data *= 20
     la = fitted(case, model=model)
     la.prior_precision = 1e-7
-    predicted = [la(inputs, link_approx="mean_field") for inputs in case.inputs]
-    targets = torch.cat(predicted)
+    of_batches = [la(inputs, **MEAN_FIELD) for inputs in case.inputs]
+    targets = torch.cat(of_batches)
 
-    def divergence(answers: Any) -> float:
-        """Compute the mean Kullback-Leibler divergence from the posterior."""
-        logits = torch.cat([answers(inputs) for inputs in case.inputs])
-        log_p = logits.log_softmax(-1)
-        return nn.functional.kl_div(log_p, targets, reduction="batchmean").item()
-
-    before = divergence(la.model)
+    before = divergence(targets, joined_logits(la.model, case))
     student = la.distill(trainer, unlabelled=None)
     model.set_adapter(student)
     model.eval()
-    after = divergence(la.model.around(model))
+    after = divergence(targets, joined_logits(la.model.around(model), case))
     assert before > 0.05
     assert after < 0.2 * before

@@ -16,6 +16,7 @@ from laplace_lora_ext.models.weights import Block
 from tests.support.dense import (
     evidence,
     exact_ggn,
+    full_rank,
     glm_covariance,
     kronecker_block,
     labels_of,
@@ -28,15 +29,20 @@ from tests.support.models import (
     TwoLinear,
     base_model,
     built,
+    first_batch,
+    head_of,
     lora_model,
     pairs,
     ragged_batches,
 )
 from tests.support.posteriors import (
+    count_backward_passes,
     count_forward_passes,
     fitted,
     generator,
     make,
+    normal,
+    priors_of_blocks,
     sizes,
     stock,
 )
@@ -47,9 +53,13 @@ EXACT = {"rtol": 1e-8, "atol": 1e-11}
 # --- models with heads ----------------------------------------------------------------
 
 
-def classifier(name: str, *target_modules: str) -> PeftModel:
+def classifier(name: str, target_modules: list[str]) -> PeftModel:
     """Make a one-layer classifier whose head PEFT trains by itself."""
-    adapter = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=list(target_modules))
+    adapter = LoraConfig(
+        task_type="SEQ_CLS",
+        r=2,
+        target_modules=target_modules,
+    )
     return trained(built(name), adapter)
 
 
@@ -78,11 +88,11 @@ def bert() -> nn.Module:
 
 
 def roberta() -> PeftModel:
-    return classifier("RobertaForSequenceClassification", "query", "value")
+    return classifier("RobertaForSequenceClassification", ["query", "value"])
 
 
 def gpt_neox() -> PeftModel:
-    return classifier("GPTNeoXForSequenceClassification", "query_key_value")
+    return classifier("GPTNeoXForSequenceClassification", ["query_key_value"])
 
 
 CASES = {
@@ -92,10 +102,6 @@ CASES = {
     "a layer that all tokens go through": Case(gpt_neox, ragged_batches()),
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-
-
-FULL_RANK = {"rank": 100}
-"""A rank above every size, at which only the Kronecker form approximates."""
 
 
 def around(case: Case, structure: str = "lowrank_kron", **keywords):
@@ -123,7 +129,8 @@ def for_each_weight(
     prior_precision: torch.Tensor,
 ) -> torch.Tensor:
     """Repeat each block's prior precision for all of its weights."""
-    return prior_precision.repeat_interleave(torch.tensor(sizes(la)))
+    n_weights = torch.tensor(sizes(la))
+    return prior_precision.repeat_interleave(n_weights)
 
 
 def parts_of(la) -> list[tuple[Block, slice]]:
@@ -144,10 +151,12 @@ def kronecker(
 ) -> torch.Tensor:
     """Compute the curvature of `kfac_approx="gradient"`, a bias being `(m, 1)`."""
     weights = weights_of(model).values()
-    n_parameters = [weight.numel() for weight in weights]
+    n_weights = [weight.numel() for weight in weights]
+    Js_of_weights = Js.split(n_weights, dim=-1)
     blocks = []
-    for weight, J in zip(weights, Js.split(n_parameters, dim=-1), strict=True):
-        as_matrices = J.unflatten(-1, (len(weight), -1))
+    for weight, J in zip(weights, Js_of_weights, strict=True):
+        n_rows = len(weight)
+        as_matrices = J.unflatten(-1, (n_rows, -1))
         blocks.append(kronecker_block(as_matrices, H))
     return torch.block_diag(*blocks)
 
@@ -158,7 +167,8 @@ def ggn(
 ) -> torch.Tensor:
     """Compute the exact generalised Gauss-Newton matrix of adapter and head."""
     logits, Js = dense_of(model, case.examples())
-    return exact_ggn(Js, softmax_fisher(logits))
+    fisher = softmax_fisher(logits)
+    return exact_ggn(Js, fisher)
 
 
 # --- exactness ------------------------------------------------------------------------
@@ -178,9 +188,8 @@ def test_blocks_are_the_weights_and_biases_of_adapter_and_head(case):
 
 @cases
 def test_curvature_predictive_and_evidence_are_the_dense_ones_at_full_rank(case):
-    la = around(case, backend_kwargs=FULL_RANK)
-    # Another prior for each block, so that none can be taken for its neighbour.
-    prior_precision = torch.linspace(0.3, 3, len(la.blocks)).double()
+    la = around(case, **full_rank())
+    prior_precision = priors_of_blocks(la)
     la.prior_precision = prior_precision
     model = la.model.model
     logits, Js = dense_of(model, case.examples())
@@ -190,10 +199,11 @@ def test_curvature_predictive_and_evidence_are_the_dense_ones_at_full_rank(case)
     prior = for_each_weight(la, prior_precision)
     covariance = glm_covariance(Js, H, prior)
     inputs = [la.model.inputs(batch) for batch in case.batches]
-    _, f_var = predicted(la, inputs)
-    assert_close(f_var, covariance, **EXACT)
+    _, of_inputs = predicted(la, inputs)
+    assert_close(of_inputs, covariance, **EXACT)
     statistics = la.predictive_statistics(case.batches, dtype=torch.float64)
-    assert_close(statistics.moments(prior_precision).f_var, covariance, **EXACT)
+    of_statistics = statistics.moments(prior_precision).f_var
+    assert_close(of_statistics, covariance, **EXACT)
 
     labels = labels_of(case.batches)
     log_likelihood = -cross_entropy(logits, labels, reduction="sum")
@@ -206,12 +216,13 @@ def test_full_and_diag_are_the_exact_ggn(case):
     full = around(case, "full")
     expected = ggn(full.model.model, case)
     assert_close(full.H, expected, **EXACT)
-    assert_close(around(case, "diag").H, expected.diagonal(), **EXACT)
+    diag = around(case, "diag")
+    assert_close(diag.H, expected.diagonal(), **EXACT)
 
 
 @cases
 def test_a_bias_has_its_exact_block_of_the_ggn(case):
-    la = around(case, backend_kwargs=FULL_RANK)
+    la = around(case, **full_rank())
     expected = ggn(la.model.model, case)
     found = la.H.to_matrix()
     for block, part in parts_of(la):
@@ -231,12 +242,13 @@ def test_the_smaller_factor_is_dense_and_the_larger_one_has_the_rank(rank):
 
 def test_expand_is_kfac_of_a_head_that_examples_go_through_once():
     case = CASES["three layers of a plain module"]
-    la = around(case, backend_kwargs=FULL_RANK | {"kfac_approx": "expand"})
+    la = around(case, **full_rank(kfac_approx="expand"))
     expected = ggn(la.model.model, case)
     found = la.H.to_matrix()
     for block, part in parts_of(la):
         of_block = found[part, part]
-        if block.parameter == "bias":  # ones: nothing is approximated
+        if block.parameter == "bias":
+            # Its inputs are ones, so that nothing is approximated.
             assert_close(of_block, expected[part, part], **EXACT)
         else:
             assert of_block.trace() > 0
@@ -246,13 +258,15 @@ def test_the_hosts_kron_is_stock_krons_over_the_same_weights():
     case = CASES["one layer with a bias"]
     ours = around(case, "kron")
     theirs = stock(case.build(), "bert", "kron", case.batches, PARTS)
-    pairs_of_factors = zip(ours.H_facs.kfacs, theirs.H_facs.kfacs, strict=True)
-    for factors, of_host in pairs_of_factors:
-        assert len(factors) == len(of_host)
-        assert_close(factors[0], of_host[0], **EXACT)
+    blocks = zip(ours.H_facs.kfacs, theirs.H_facs.kfacs, strict=True)
+    for factors, of_host in blocks:
+        # A bias has no factor of inputs.
+        F_out, *F_in = factors
+        host_out, *host_in = of_host
+        assert_close(F_out, host_out, **EXACT)
         # The host has divided the factor of the inputs by the number of examples.
-        for of_inputs, of_host_inputs in zip(factors[1:], of_host[1:], strict=True):
-            assert_close(of_inputs / ours.n_data, of_host_inputs, **EXACT)
+        mean_in = [factor / ours.n_data for factor in F_in]
+        assert_close(mean_in, host_in, **EXACT)
 
 
 # --- everything else ------------------------------------------------------------------
@@ -263,26 +277,19 @@ def test_lora_alone_is_the_default():
     assert set(kinds_of(la)) == {"lora"}
 
 
-def passes_of_a_fit(monkeypatch, modules_to_save: bool) -> tuple[int, int]:
+def passes_of_a_fit(modules_to_save: bool, monkeypatch) -> tuple[int, int]:
     """Count forward and backward passes."""
-    grad = torch.autograd.grad
-    backward: list[int] = []
-
-    def counting(*args, **kwargs):
-        backward.append(1)
-        return grad(*args, **kwargs)
-
     la = make(lora_model("bert"), modules_to_save=modules_to_save)
     forward = count_forward_passes(la)
     with monkeypatch.context() as patch:
-        patch.setattr(torch.autograd, "grad", counting)
+        backward = count_backward_passes(patch)
         la.fit(ragged_batches())
     return len(forward), len(backward)
 
 
 def test_a_fit_with_the_head_takes_no_further_passes(monkeypatch):
-    of_adapter = passes_of_a_fit(monkeypatch, modules_to_save=False)
-    with_head = passes_of_a_fit(monkeypatch, modules_to_save=True)
+    of_adapter = passes_of_a_fit(False, monkeypatch)
+    with_head = passes_of_a_fit(True, monkeypatch)
     assert with_head == of_adapter
     assert all(of_adapter)
 
@@ -290,7 +297,7 @@ def test_a_fit_with_the_head_takes_no_further_passes(monkeypatch):
 def test_samples_of_the_head_are_saved_and_predict_as_drawn(tmp_path):
     la = fitted("bert", modules_to_save=True, dtype=torch.float32)
     la.prior_precision = 5.0
-    batch = ragged_batches()[0]
+    batch = first_batch()
     expected = la(
         batch,
         pred_type="nn",
@@ -301,38 +308,43 @@ def test_samples_of_the_head_are_saved_and_predict_as_drawn(tmp_path):
     probabilities = []
     biases = []
     for folder in la.sample_adapters(3, tmp_path, generator=generator()):
-        torch.manual_seed(0)  # the base model of `lora_model`
-        model = PeftModel.from_pretrained(base_model("bert"), folder).eval()
+        # The base model of `lora_model`.
+        torch.manual_seed(0)
+        base = base_model("bert")
+        model = PeftModel.from_pretrained(base, folder).eval()
         probabilities.append(model(**batch).logits.softmax(-1))
-        biases.append(model.base_model.classifier.modules_to_save["default"].bias)
+        biases.append(head_of(model).bias)
     mean = torch.stack(probabilities).mean(0)
-    assert_close(mean, expected, rtol=1e-5, atol=1e-6)  # float32
-    assert not torch.equal(biases[0], biases[1])
+    # Files are of float32.
+    assert_close(mean, expected, rtol=1e-5, atol=1e-6)
+    first, second, _ = biases
+    assert not torch.equal(first, second)
 
 
 def test_a_file_keeps_the_choice_of_heads(tmp_path):
     case = CASES["two layers with biases"]
     la = make(case.build(), modules_to_save=["classifier.out_proj"])
     la.fit(case.batches)
-    la.prior_precision = torch.linspace(0.5, 2, len(la.blocks)).double()
+    la.prior_precision = priors_of_blocks(la)
     la.amortize(case.batches)
     la.save_pretrained(tmp_path)
     loaded = laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
     assert names_of(loaded) == names_of(la)
-    batch = case.batches[0]
+    batch = first_batch()
     assert torch.equal(loaded(batch), la(batch))
-    learnt = loaded(batch, pred_type="amortized")
-    assert torch.equal(learnt, la(batch, pred_type="amortized"))
+    by_loaded = loaded(batch, pred_type="amortized")
+    by_learnt = la(batch, pred_type="amortized")
+    assert torch.equal(by_loaded, by_learnt)
+    # More data are added to what the file says of the first.
     loaded.fit(case.batches, override=False)
     assert loaded.n_data == 2 * la.n_data
 
 
 def test_a_changed_head_is_another_model():
     la = fitted("bert", modules_to_save=True)
-    head = la.model.model.base_model.classifier.modules_to_save["default"]
-    head.bias.data[0] += 1
+    head_of(la.model.model).bias.data[0] += 1
     with pytest.raises(RuntimeError, match=r"classifier\S*\.bias have changed since"):
-        la(ragged_batches()[0])
+        la(first_batch())
 
 
 def test_a_mixture_of_adapters_has_each_ones_head():
@@ -348,8 +360,9 @@ def test_a_mixture_of_adapters_has_each_ones_head():
     expected = [name.replace("default", "second") for name in heads_of(first)]
     assert heads_of(second) == expected
     mixture = laplace_lora_ext.LaplaceMixture([first, second])
-    batch = ragged_batches()[0]
-    assert_close(mixture(batch), (first(batch) + second(batch)) / 2)
+    batch = first_batch()
+    mean = (first(batch) + second(batch)) / 2
+    assert_close(mixture(batch), mean)
 
 
 def test_another_posterior_of_the_same_choice_has_the_same_heads():
@@ -367,9 +380,8 @@ def test_another_posterior_of_the_same_choice_has_the_same_heads():
         pytest.param(["classifier"], ["dense", "out_proj"], id="what PEFT wraps"),
         pytest.param("classifier", ["dense", "out_proj"], id="a single name"),
         pytest.param(["classifier.out_proj"], ["out_proj"], id="a layer within"),
-        pytest.param(
-            ["out_proj", "dense"], ["dense", "out_proj"], id="names of layers"
-        ),
+        # In the order of the model, whatever that of the names.
+        pytest.param(["out_proj", "dense"], ["dense", "out_proj"], id="two layers"),
         pytest.param([], [], id="no name"),
     ],
 )
@@ -385,11 +397,13 @@ def test_names_select_heads(names, expected):
 
 def test_what_is_frozen_in_a_head_is_left_out_unless_all_of_it_is():
     model = CASES["two layers with biases"].build()
-    head = model.base_model.classifier.modules_to_save["default"]
-    head.dense.requires_grad_(False)
+    head_of(model).dense.requires_grad_(False)
     trainable = heads_of(make(model, modules_to_save=True))
-    assert [name.split(".")[-2] for name in trainable] == ["out_proj", "out_proj"]
-    model.requires_grad_(False)  # as adapters that were loaded for inference
+    layers = [name.split(".")[-2] for name in trainable]
+    # Weight and bias of one layer.
+    assert layers == ["out_proj", "out_proj"]
+    # As adapters that were loaded for inference.
+    model.requires_grad_(False)
     every = heads_of(make(model, modules_to_save=True))
     assert len(every) == 4
 
@@ -415,6 +429,7 @@ def with_norm() -> nn.Module:
 
 
 def too_large() -> nn.Module:
+    """Make a model whose head is a square, of which no factor is small."""
     layers = nn.Sequential(
         nn.Linear(5, 6),
         nn.Linear(6, 2100),
@@ -431,9 +446,8 @@ def headless() -> nn.Module:
 def tied() -> nn.Module:
     """Make a model in which another layer has the weight of the head's last one."""
     model = plain()
-    head = model.base_model.model.head.modules_to_save["default"]
     spare = nn.Linear(4, 3)
-    spare.weight = head[4].weight
+    spare.weight = head_of(model)[4].weight
     model.base_model.model.spare = spare
     return model
 
@@ -469,8 +483,7 @@ def test_the_linear_layer_of_a_head_takes_part_by_its_name():
 
 def test_the_hosts_kron_refuses_a_layer_without_its_bias():
     model = lora_model("bert")
-    head = model.base_model.classifier.modules_to_save["default"]
-    head.bias.requires_grad_(False)
+    head_of(model).bias.requires_grad_(False)
     la = make(model, "kron", modules_to_save=True)
     message = r"biases of 1 layers .*classifier\S*\.weight"
     with pytest.raises(NotImplementedError, match=message):
@@ -493,8 +506,8 @@ class OfMolecules(nn.Module):
 
 def evidences_of_training(la) -> list[float]:
     """Learn prior precisions and noise by the evidence; return it at each step."""
-    log_prior = torch.zeros(len(la.blocks), dtype=torch.float64, requires_grad=True)
-    log_sigma = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    log_prior = torch.zeros(len(la.blocks)).double().requires_grad_()
+    log_sigma = torch.zeros(1).double().requires_grad_()
     optimizer = torch.optim.Adam([log_prior, log_sigma], lr=0.1)
     evidences = []
     for _ in range(20):
@@ -509,11 +522,10 @@ def evidences_of_training(la) -> list[float]:
 
 def test_the_calls_of_a_surrogate_with_a_head_of_three_layers():
     model = plain(n_outputs=1)
-    X = torch.randn(10, 5, generator=generator()).double()
-    y = torch.randn(10, 1, generator=generator(1)).double()  # labels (B, 1)
+    X = normal(6, 5)
     batches = [
-        {"x": X[:6], "labels": y[:6]},
-        {"x": X[6:], "labels": y[6:]},
+        {"x": X, "labels": normal(6, 1, seed=1)},
+        {"x": normal(4, 5, seed=2), "labels": normal(4, 1, seed=3)},
     ]
     la = make(OfMolecules(model), likelihood="regression", modules_to_save=True)
     la.fit(batches)
@@ -521,12 +533,16 @@ def test_the_calls_of_a_surrogate_with_a_head_of_three_layers():
     evidences = evidences_of_training(la)
     assert evidences[-1] > evidences[0] + 1
 
-    f_mu, f_var = la(batches[0])
+    first, _ = batches
+    f_mu, f_var = la(first)
     assert f_mu.shape == (6, 1)
     assert f_var.shape == (6, 1, 1)
-    expected, Js = dense_of(model, list(X[:6].split(1)))
+    examples = list(X.split(1))
+    expected, Js = dense_of(model, examples)
     assert_close(f_mu, expected, **EXACT)
-    H = la.H.to_matrix() / la.sigma_noise.detach() ** 2
+    # The evidence has chosen the noise and the prior precisions.
+    variance_of_noise = la.sigma_noise.detach() ** 2
+    H = la.H.to_matrix() / variance_of_noise
     prior = for_each_weight(la, la.prior_precision.detach())
     covariance = glm_covariance(Js, H, prior)
     assert_close(f_var.detach(), covariance, **EXACT)

@@ -3,6 +3,9 @@
 import gc
 import math
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +18,8 @@ from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.graph import Graph
 from laplace_lora_ext.passes.recorder import Recorder
 from tests.support.dense import derivatives_of, jacobians
-from tests.support.models import pairs, ragged_batches, with_lora
-from tests.support.posteriors import fitted, generator, make
+from tests.support.models import first_batch, pairs, with_lora
+from tests.support.posteriors import fitted, make, normal
 
 
 def recorded_jacobians(
@@ -103,8 +106,8 @@ def test_calls_without_a_gradient_hold_back_no_other_call():
     weights = [block.weight.requires_grad_() for block in find_blocks(model)]
     # By plain autograd, since torch.func refuses functions of this kind.
     of_weights = derivatives_of(model(x).flatten(), weights)
-    expected = torch.cat([J.flatten(1) for J in of_weights], dim=1)
-    assert_close(Js.flatten(0, 1), expected)
+    rows = [J.flatten(1) for J in of_weights]
+    assert_close(Js.flatten(0, 1), torch.cat(rows, dim=1))
 
 
 @torch.library.custom_op(
@@ -120,7 +123,11 @@ def attention_backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """Write into its arguments as FlashAttention 2 does, which vmap refuses."""
+    """Write into its arguments as FlashAttention 2 does, which vmap refuses.
+
+    With scores S = q kᵀ / √d, weights P = softmax(S) and outputs P v, the slope of S is
+    P (dP - Σ P dP), where dP = dout vᵀ.
+    """
     scale = q.shape[-1] ** -0.5
     weights = (scale * q @ k.mT).softmax(-1)
     dv.copy_(weights.mT @ dout)
@@ -161,35 +168,66 @@ class Attending(nn.Module):
         return self.head(attended.mean(1))
 
 
-@pytest.mark.parametrize(
-    "n_tokens",
-    [
+@dataclass(frozen=True)
+class Kernels:
+    """Posteriors of one model by such a kernel and by torch's, and their inputs."""
+
+    ours: Any
+    expected: Any
+    x: torch.Tensor
+
+
+def posterior_by(attend: Callable[..., torch.Tensor], x: torch.Tensor):
+    model = with_lora(Attending(attend), "query", "value")
+    y = torch.tensor([0, 1, 2, 1])
+    la = make(model)
+    # A second batch, for which it is known what the kernel refuses.
+    la.fit([(x, y), (x[:2], y[:2])])
+    return la
+
+
+@pytest.fixture(
+    params=[
         pytest.param(3, id="seeds at once"),
         pytest.param(300, id="rows enough for one seed"),
-    ],
+    ]
 )
-def test_kernels_that_write_into_their_arguments_take_one_seed_at_a_time(n_tokens):
-    x = torch.randn(4, n_tokens, 5, generator=generator()).double()
-    y = torch.tensor([0, 1, 2, 1])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    n_tokens = request.param
+    x = normal(4, n_tokens, 5)
+    return Kernels(
+        ours=posterior_by(_Attention.apply, x),
+        expected=posterior_by(scaled_dot_product_attention, x),
+        x=x,
+    )
 
-    def posterior(attend):
-        la = make(with_lora(Attending(attend), "query", "value"))
-        la.fit([(x, y), (x[:2], y[:2])])
-        return la
 
-    ours = posterior(_Attention.apply)
-    expected = posterior(scaled_dot_product_attention)
-    assert_close(ours.H.to_matrix(), expected.H.to_matrix())
-    found = ours.predictive_statistics([x]).moments(1.0)
-    moments = expected.predictive_statistics([x]).moments(1.0)
-    assert_close(found.f_mu, moments.f_mu)
-    assert_close(found.f_var, moments.f_var)
+def test_kernels_that_write_into_their_arguments_are_learnt(kernels):
+    found = kernels.ours.H.to_matrix()
+    assert_close(found, kernels.expected.H.to_matrix())
+
+
+def test_kernels_that_write_into_their_arguments_predict(kernels):
     for link_approx in ("mean_field", "probit"):
-        found = ours(x, link_approx=link_approx)
-        assert_close(found, expected(x, link_approx=link_approx))
-    # What was found out once is remembered: no further pass is tried in vain.
-    assert ours.recorder.layouts.seeds_at_most == 1
-    assert expected.recorder.layouts.seeds_at_most == math.inf
+        found = kernels.ours(kernels.x, link_approx=link_approx)
+        expected = kernels.expected(kernels.x, link_approx=link_approx)
+        assert_close(found, expected)
+
+
+def test_kernels_that_write_into_their_arguments_have_statistics(kernels):
+    found = kernels.ours.predictive_statistics([kernels.x]).moments(1.0)
+    expected = kernels.expected.predictive_statistics([kernels.x]).moments(1.0)
+    assert_close(found.f_mu, expected.f_mu)
+    assert_close(found.f_var, expected.f_var)
+
+
+def test_that_a_kernel_takes_one_seed_at_a_time_is_found_out_once(kernels):
+    # A fit with rows enough for one seed has not yet asked for more.
+    for la in (kernels.ours, kernels.expected):
+        la(kernels.x, link_approx="probit")
+    # No further pass is tried in vain.
+    assert kernels.ours.recorder.layouts.seeds_at_most == 1
+    assert kernels.expected.recorder.layouts.seeds_at_most == math.inf
 
 
 @pytest.fixture
@@ -211,6 +249,7 @@ def test_no_graph_waits_for_the_garbage_collector(monkeypatch):
 
     monkeypatch.setattr(Graph, "__init__", note)
     la = fitted("gpt2")
-    la(ragged_batches()[0], link_approx="mean_field")
+    batch = first_batch()
+    la(batch, link_approx="mean_field")
     assert len(logits_of_graphs) > 2
     assert all(logits() is None for logits in logits_of_graphs)

@@ -2,19 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.support.models import CLASS_TOKEN_IDS, VOCABULARY, ragged_batches
+from tests.support.posteriors import generator
+
+Tokens: TypeAlias = Sequence[int]
+Batch: TypeAlias = Mapping[str, torch.Tensor]
 
 # The first is a prefix of the second, and the last one begins like it.
 ANSWERS = [[11], [11, 5, 30], [23, 42], [11, 5, 8]]
 
 
-def prompts_of(batch: Mapping[str, torch.Tensor]) -> list[list[int]]:
+def prompts_of(batch: Batch) -> list[list[int]]:
     """Take the tokens of each text of a batch, without padding."""
     prompts = []
     for row, is_real in enumerate(batch["attention_mask"].bool()):
@@ -24,8 +28,8 @@ def prompts_of(batch: Mapping[str, torch.Tensor]) -> list[list[int]]:
 
 
 def choices_batch(
-    prompts: Sequence[Sequence[int]],
-    choices: Sequence[Sequence[Sequence[int]]],
+    prompts: Sequence[Tokens],
+    choices: Sequence[Sequence[Tokens]],
     side: str = "right",
 ) -> dict[str, torch.Tensor]:
     """Put each choice of each prompt behind it, `(B, K, T)`, and mark what counts."""
@@ -42,33 +46,35 @@ def choices_batch(
         "attention_mask": [torch.ones_like(text) for text in tokens],
         "score_mask": counts,
     }
+    n_texts = len(prompts)
     batch = {}
     for key, rows in rows_by_key.items():
         padded = pad_sequence(rows, batch_first=True, padding_side=side)
-        batch[key] = padded.unflatten(0, (len(prompts), -1))
+        batch[key] = padded.unflatten(0, (n_texts, -1))
     return batch
 
 
 def of_prompts(
-    batches: Sequence[Mapping[str, torch.Tensor]],
-    answers: Sequence[Sequence[int]],
+    batches: Sequence[Batch],
+    answers: Sequence[Tokens],
     side: str = "right",
 ) -> list[dict[str, torch.Tensor]]:
     """Make batches of choices that are the same for each text."""
     made = []
     for batch in batches:
         prompts = prompts_of(batch)
-        of_batch = choices_batch(prompts, [answers] * len(prompts), side)
+        of_each = [answers] * len(prompts)
+        of_batch = choices_batch(prompts, of_each, side)
         made.append(of_batch | {"labels": batch["labels"]})
     return made
 
 
-def some_choices(generator: torch.Generator) -> list[list[int]]:
+def some_choices(draws: torch.Generator) -> list[list[int]]:
     """Draw three choices of 1 to 4 tokens."""
-    lengths = torch.randint(1, 5, (3,), generator=generator)
+    lengths = torch.randint(1, 5, (3,), generator=draws)
     choices = []
     for length in lengths.tolist():
-        tokens = torch.randint(1, VOCABULARY, (length,), generator=generator)
+        tokens = torch.randint(1, VOCABULARY, (length,), generator=draws)
         choices.append(tokens.tolist())
     return choices
 
@@ -78,14 +84,13 @@ def batches_of_own_choices(side: str = "right") -> list[dict[str, torch.Tensor]]
     (texts,) = ragged_batches(lengths=(5, 2, 6, 3, 4), batch_size=5)
     prompts = prompts_of(texts)
     labels = texts["labels"]
-    generator = torch.Generator().manual_seed(4)
-    choices = [some_choices(generator) for _ in prompts]
-    first = choices_batch(prompts[:3], choices[:3], side)
-    second = choices_batch(prompts[3:], choices[3:], side)
-    return [
-        first | {"labels": labels[:3]},
-        second | {"labels": labels[3:]},
-    ]
+    draws = generator(4)
+    choices = [some_choices(draws) for _ in prompts]
+    batches = []
+    for rows in (slice(0, 3), slice(3, 5)):
+        batch = choices_batch(prompts[rows], choices[rows], side)
+        batches.append(batch | {"labels": labels[rows]})
+    return batches
 
 
 @dataclass(frozen=True)
@@ -96,18 +101,19 @@ class Choice:
     counts: torch.Tensor
 
 
-def unpadded_choices(batch: Mapping[str, torch.Tensor]) -> list[list[Choice]]:
+def unpadded_choices(batch: Batch) -> list[list[Choice]]:
     """Take a batch's choices, text by text."""
-    masks = batch["attention_mask"].bool()
+    is_real = batch["attention_mask"].bool()
+    counts = batch["score_mask"].bool()
+    n_texts, n_choices, _ = is_real.shape
     texts = []
-    for text, of_choices in enumerate(masks):
+    for text in range(n_texts):
         choices = []
-        for row, is_real in enumerate(of_choices):
-            choice = Choice(
-                tokens=batch["input_ids"][text, row][is_real],
-                counts=batch["score_mask"][text, row][is_real].bool(),
-            )
-            choices.append(choice)
+        for number in range(n_choices):
+            place = (text, number)
+            kept = is_real[place]
+            tokens = batch["input_ids"][place]
+            choices.append(Choice(tokens[kept], counts[place][kept]))
         texts.append(choices)
     return texts
 
@@ -125,12 +131,14 @@ def logits_of_choices(
         # What a place predicts is the token behind it.
         (places,) = choice.counts.nonzero(as_tuple=True)
         of_tokens = log_p[places - 1, choice.tokens[places]]
-        logits.append(of_tokens.mean() if normalised else of_tokens.sum())
+        of_choice = of_tokens.mean() if normalised else of_tokens.sum()
+        logits.append(of_choice)
     return torch.stack(logits)
 
 
 def one_token_choices(
-    batches: Sequence[Mapping[str, torch.Tensor]],
+    batches: Sequence[Batch],
 ) -> list[dict[str, Any]]:
     """Make the choices that `CLASS_TOKEN_IDS` are of texts."""
-    return of_prompts(batches, [[token] for token in CLASS_TOKEN_IDS])
+    answers = [[token] for token in CLASS_TOKEN_IDS]
+    return of_prompts(batches, answers)

@@ -24,6 +24,7 @@ from tests.support.models import (
     ragged_batches,
     without_labels,
 )
+from tests.support.posteriors import generator
 
 Batch = Any
 
@@ -117,6 +118,7 @@ def dense(case: Case) -> Dense:
     """Differentiate each example's logits, alone."""
     case.model.eval()
     weights = case.weights()
+    in_order = list(weights.values())
     differentiate = _differences if case.by_differences else _gradients
     logits: list[torch.Tensor] = []
     by_example: list[list[torch.Tensor]] = []
@@ -124,7 +126,7 @@ def dense(case: Case) -> Dense:
         for example in _examples(inputs):
             with torch.no_grad():
                 logits.append(logits_of(case.model, example))
-            of_example = differentiate(case.model, example, list(weights.values()))
+            of_example = differentiate(case.model, example, in_order)
             by_example.append(of_example)
 
     Js: list[torch.Tensor] = []
@@ -170,7 +172,8 @@ def _differences(
             numbers_of_weight[place] = number - step
             behind = logits_of(model, example)
             numbers_of_weight[place] = number
-            columns.append((ahead - behind) / (2 * step))
+            slopes = (ahead - behind) / (2 * step)
+            columns.append(slopes)
         J = torch.stack(columns, dim=-1)
         Js.append(J.unflatten(-1, weight.shape))
     return Js
@@ -258,13 +261,18 @@ def of_tokens() -> Case:
 
 def of_activated() -> Case:
     """Adapt only what follows some tokens, by aLoRA, which one of the texts lacks."""
-    invocation, other = 9, 10
+    invocation = 9
+    other = 10
     batches = ragged_batches()
     for batch in batches:
         batch["input_ids"][:, 1] = invocation
     batches[0]["input_ids"][1, 1] = other
     model = lora_model("gpt2", alora_invocation_tokens=[invocation])
-    return Case(drawn(model), batches, keywords={"class_token_ids": CLASS_TOKEN_IDS})
+    return Case(
+        model=drawn(model),
+        batches=batches,
+        keywords={"class_token_ids": CLASS_TOKEN_IDS},
+    )
 
 
 def of_singular_values() -> Case:
@@ -290,8 +298,9 @@ class Images(nn.Module):
         self.last = nn.Linear(4, N_CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.second(self.first(x).tanh()).tanh()
-        return self.last(x.mean((-2, -1)))
+        hidden = self.first(x).tanh()
+        pixels = self.second(hidden).tanh()
+        return self.last(pixels.mean((-2, -1)))
 
 
 class Sequences(nn.Module):
@@ -309,10 +318,10 @@ class Sequences(nn.Module):
 
 def numbers(*shape: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Make batches of five examples and two, of numbers of a shape."""
-    generator = torch.Generator().manual_seed(1)
+    draws = generator(1)
     batches: list[tuple[torch.Tensor, torch.Tensor]] = []
     for n in (5, 2):
-        X = torch.randn(n, *shape, generator=generator)
+        X = torch.randn(n, *shape, generator=draws)
         labels = torch.arange(n) % N_CLASSES
         batches.append((X.double(), labels))
     return batches
