@@ -32,7 +32,6 @@ from benchmarks.training import (
     train,
 )
 from laplace_lora_ext import DataCollatorForChoices
-from laplace_lora_ext.processes.shards import divided
 
 MEMBER_SEEDS = 1000  # from one member of an ensemble to the next
 # Texts in a batch of predictions: an accelerator takes many for the time of a few.
@@ -312,17 +311,6 @@ def with_lora(
     )
     followed = recipe or Recipe()
     return get_peft_model(base, followed.adapters(lora))
-
-
-def held_out(
-    pretrained: Pretrained,
-    share: float,
-) -> tuple[Records, Records]:
-    """Divide training texts, holding out a share of each class."""
-    records = pretrained.data[TRAIN]
-    labels = torch.tensor([record["labels"] for record in records])
-    ((rest, held),) = divided(pretrained.loader(records), share, labels)
-    return list(rest), list(held)
 
 
 def untrained(

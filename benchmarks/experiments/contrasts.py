@@ -11,21 +11,19 @@ from benchmarks.fine_tuning import (
     TRAIN,
     Pretrained,
     fine_tune,
-    held_out,
     prepare,
 )
+from benchmarks.held_out import held_out
 from benchmarks.methods.method import labels_of
-from benchmarks.methods.posteriors import lowrank_kron, probabilities
+from benchmarks.methods.posteriors import LINK, lowrank_kron, probabilities
 from benchmarks.options import Contrasts
 from benchmarks.report import Result, Row, say, table
 from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.predictive.contrasts import NO_CLASS
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 
-LINK = "mean_field"
 # Where a posterior is broader than the chosen one, what is not known matters more.
 BROADER = (1.0, 10.0, 100.0)
-HELD_OUT = 0.2
 
 
 def run(options: Contrasts) -> Iterator[Result]:
@@ -56,7 +54,7 @@ def measured(
     seed: int,
 ) -> Iterator[Row]:
     """Train without a fifth of the texts, which choose the prior, and predict."""
-    rest, held = held_out(pretrained, HELD_OUT)
+    rest, held = held_out(pretrained)
     model = fine_tune(pretrained, rest, seed)
     say(options, f"Seed {seed}: fit and search")
     la = lowrank_kron(model)

@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from benchmarks.experiments.calibration import Costs, Tests, figures_of, text_of
-from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, held_out, prepare
+from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, prepare
+from benchmarks.held_out import HELD, held_out
 from benchmarks.methods import METHODS
 from benchmarks.methods.method import (
     Loaders,
@@ -19,6 +20,7 @@ from benchmarks.methods.method import (
     fit_temperature,
     labels_of,
 )
+from benchmarks.methods.posteriors import LINK
 from benchmarks.methods.priors import (
     BY_TRAINING,
     NO_PRIOR,
@@ -31,9 +33,6 @@ from benchmarks.options import Cross
 from benchmarks.report import Result, Row, say
 from laplace_lora_ext.metrics import negative_log_likelihood
 
-HELD_OUT = 0.2
-HELD = "held-out texts"
-LINK = "mean_field"
 CURVATURES = ("diag", "kron", "lowrank_kron_paper", "lowrank_kron")
 HEAD = "head"  # of encoders: a prompt's answers have none
 EVIDENCES = ("marglik_scalar", "marglik_layerwise")
@@ -68,7 +67,7 @@ class Trial:
         self.pretrained = pretrained
         self.options = options
         self.seed = seed
-        self.rest, held = held_out(pretrained, HELD_OUT)
+        self.rest, held = held_out(pretrained)
         self.held_labels = labels_of(held)
         self.tests = Tests(pretrained, seed)
         self.loaders: Loaders = {HELD: pretrained.loader(held), **self.tests.loaders}

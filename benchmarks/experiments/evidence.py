@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from benchmarks.experiments.overview import COUNTS, Keys, keys_of, read_figures
+from benchmarks.methods.posteriors import LINK
 from benchmarks.options import Evidence
 from benchmarks.report import (
     NOTHING,
@@ -19,7 +20,6 @@ from benchmarks.report import (
     table,
 )
 
-LINK = "mean_field"
 MEASURES = ("nll", "ece", "brier", "aurc", "shift_nll", "shift_ece", "auroc")
 SIGNS = (
     "entropy",
@@ -31,9 +31,11 @@ SIGNS = (
 )
 RUN = ["task", "texts_a_class", "seed"]
 TASK = ["task", "texts_a_class"]  # trained on other numbers of texts, it is another
+# By their keys too: a method may have the name of another, with another prior.
 CONTEST = ["keys", "name", "against"]
 ALL_TASKS = "mean of the tasks"
-NLL_BEHIND = 0.005  # that a method may be, on any task
+# That a method may be, on any task: standard errors over seeds are about as large.
+NLL_BEHIND = 0.005
 ECE_BEHIND = 0.01
 EXPLAINED = (
     "Differences are a method's figure less that of what it is measured against, of "
@@ -80,29 +82,45 @@ def _contests() -> Iterator[Contest]:
     yield Contest(Keys("map"), AFTER_SECOND)
     for keys in (SECOND, SECOND_HEAD):
         yield Contest(keys, AFTER_SECOND)
+        # A posterior that a temperature still betters has too little variance, or too
+        # much.
         yield Contest(_tempered(keys), AFTER_SECOND)
+    # What a head adds is seen beside the same posterior without it.
     yield Contest(SECOND_HEAD, SECOND)
     yield Contest(Keys("second_mixture", "validation_elsewhere", LINK), AFTER_SECOND)
-    yield Contest(STAGED_MAP, _temperature(1))
-    yield Contest(Keys("label_smoothing", "held_out"), _temperature(1))
-    alone = Keys("staged_1", "held_out_prior", LINK)
-    for keys in (alone, STAGED, STAGED_HEAD):
-        yield Contest(keys, _temperature(1))
-        yield Contest(_tempered(keys), _temperature(1))
+    # In stages the rival has them too: it is the same model at a temperature.
+    yield from _contests_in_stages(_temperature(1))
+    for count in COUNTS[1:]:
+        yield from _contests_of_mixtures(count)
+
+
+def _contests_in_stages(temperature: Keys) -> Iterator[Contest]:
+    """Yield the contests of what one member in stages has trained."""
+    yield Contest(STAGED_MAP, temperature)
+    yield Contest(Keys("label_smoothing", "held_out"), temperature)
+    without_scale = Keys("staged_1", "held_out_prior", LINK)
+    for keys in (without_scale, STAGED, STAGED_HEAD):
+        yield Contest(keys, temperature)
+        yield Contest(_tempered(keys), temperature)
     yield Contest(STAGED_HEAD, STAGED)
     for taught_by in ("training_texts", "swapped"):
-        yield Contest(Keys("staged_1_amortized", taught_by, LINK), _temperature(1))
-        yield Contest(Keys("staged_1_student", taught_by), _temperature(1))
-    yield Contest(Keys("staged_map_1_student", "swapped"), _temperature(1))
-    for count in COUNTS[1:]:
-        yield Contest(_temperature(count), _temperature(1))
-        mixture = Keys(f"staged_{count}", "held_out", LINK)
-        for keys in (mixture, _tempered(mixture)):
-            yield Contest(keys, _temperature(count))
-        yield Contest(
-            Keys(f"staged_{count}_amortized", "swapped", LINK), _temperature(count)
-        )
-        yield Contest(Keys(f"staged_{count}_student", "swapped"), _temperature(count))
+        yield Contest(Keys("staged_1_amortized", taught_by, LINK), temperature)
+        yield Contest(Keys("staged_1_student", taught_by), temperature)
+    # It tells whether a student owes its calibration to the posterior: this one has
+    # learnt from the temperature itself.
+    yield Contest(Keys("staged_map_1_student", "swapped"), temperature)
+
+
+def _contests_of_mixtures(members: int) -> Iterator[Contest]:
+    """Yield the contests of mixtures of several members."""
+    # The mean of as many models: more members alone are no merit of a posterior.
+    models = _temperature(members)
+    yield Contest(models, _temperature(1))
+    mixture = Keys(f"staged_{members}", "held_out", LINK)
+    amortized = Keys(f"staged_{members}_amortized", "swapped", LINK)
+    student = Keys(f"staged_{members}_student", "swapped")
+    for keys in (mixture, _tempered(mixture), amortized, student):
+        yield Contest(keys, models)
 
 
 CONTESTS = tuple(_contests())
@@ -127,19 +145,12 @@ def run(options: Evidence) -> Iterator[Result]:
             "Nothing is beside a temperature: give folders that `stages` has written."
         )
     of_tasks = averaged(differences, [*TASK, *CONTEST], MEASURES)
-    of_all = averaged(of_tasks, CONTEST, MEASURES).assign(
-        task=ALL_TASKS, texts_a_class=None
-    )
-    by_task = of_tasks.sort_values(TASK, kind="stable").astype(
-        {"texts_a_class": object}
-    )
-    compared = pd.concat([of_all, by_task])
+    compared = below_their_mean(of_tasks)
     goals = goals_of(of_tasks, overconfident_tasks(rows))
-    order = {spelt(keys): place for place, keys in enumerate(SHOWN)}
-    shown = rows[rows["keys"].isin(order)]
-    shown = shown.assign(place=shown["keys"].map(order))
-    shown = shown.sort_values(["task", "place", "texts_a_class"], kind="stable")
-    signs = averaged(shown[shown["entropy"].notna()], [*TASK, "name"], SIGNS)
+    shown = in_order_of_shown(rows)
+    # Some tasks have no foreign texts, which an AUROC needs.
+    has_foreign = shown["entropy"].notna()
+    signs = averaged(shown[has_foreign], [*TASK, "name"], SIGNS)
     sizes = averaged(shown, ["task", "name", "texts_a_class"], ["nll"])
     figures = {
         "differences": records(compared),
@@ -160,15 +171,40 @@ def run(options: Evidence) -> Iterator[Result]:
     yield figures, parts
 
 
+def below_their_mean(of_tasks: Frame) -> Frame:
+    """Put each contest's mean over the tasks above its figures of each task."""
+    # Every task counts alike, whatever the number of its seeds.
+    of_all = averaged(of_tasks, CONTEST, MEASURES)
+    of_all = of_all.assign(task=ALL_TASKS, texts_a_class=None)
+    # Stable: within a task contests keep their order.
+    by_task = of_tasks.sort_values(TASK, kind="stable")
+    # A column of whole numbers can't hold the None of all tasks.
+    by_task = by_task.astype({"texts_a_class": object})
+    return pd.concat([of_all, by_task])
+
+
+def in_order_of_shown(rows: Frame) -> Frame:
+    """Keep what is shown as it is: in each task in the order of `SHOWN`."""
+    places = {spelt(keys): place for place, keys in enumerate(SHOWN)}
+    shown = rows[rows["keys"].isin(places)]
+    shown = shown.assign(place=shown["keys"].map(places))
+    return shown.sort_values(["task", "place", "texts_a_class"], kind="stable")
+
+
 def spelt(keys: Keys) -> str:
     """Join the keys of a row, since frames compare no tuples."""
     return "/".join(keys)
 
 
+def rows_of(rows: Frame, keys: Keys) -> Frame:
+    """Find the rows of one method."""
+    return rows[rows["keys"] == spelt(keys)]
+
+
 def read_all(folders: Sequence[Path]) -> Frame:
     """Read a row for each method, task and seed, once: MAP may be in several runs."""
     rows = pd.DataFrame([row for folder in folders for row in read(folder)])
-    # What was not measured is no number.
+    # What was not measured is None, and in a column of numbers NaN: averages skip it.
     numbers = dict.fromkeys(["chosen", *MEASURES, *SIGNS], float)
     return rows.astype(numbers).drop_duplicates([*RUN, "keys"])
 
@@ -177,13 +213,17 @@ def read(folder: Path) -> Iterator[Row]:
     """Read what is compared of a run."""
     figures = read_figures(folder)
     task = figures["task"]
+    n_texts = task["train"] / len(task["classes"])
     for row in figures["methods"]:
         sets = list(row["shifted"].values())
+        # Only where a class is right there is a loss.
         of_known_classes = [each for each in sets if "nll" in each]
         foreign = [each for each in sets if "nll" not in each]
+        aurocs = [each["auroc"] for each in foreign]
+        signs = {sign: _mean(aurocs, sign) for sign in SIGNS}
         yield {
             "task": task["name"],
-            "texts_a_class": round(task["train"] / len(task["classes"])),
+            "texts_a_class": round(n_texts),
             "seed": row["seed"],
             "keys": spelt(keys_of(row)),
             "name": label(row),
@@ -195,9 +235,7 @@ def read(folder: Path) -> Iterator[Row]:
             "shift_nll": _mean(of_known_classes, "nll"),
             "shift_ece": _mean(of_known_classes, "ece"),
             "auroc": _mean(foreign, "shift_auroc"),
-            **{
-                sign: _mean([each["auroc"] for each in foreign], sign) for sign in SIGNS
-            },
+            **signs,
         }
 
 
@@ -207,17 +245,21 @@ def _mean(
 ) -> float | None:
     """Average a figure of several shifted sets; None if none has it."""
     values = [each[name] for each in sets if name in each]
-    return sum(values) / len(values) if values else None
+    if not values:
+        return None
+    return sum(values) / len(values)
 
 
 def differences_of(rows: Frame) -> Frame:
     """Subtract from each method what it is measured against, by task and seed."""
     parts = []
-    for method, against in CONTESTS:
-        ours = rows[rows["keys"] == spelt(method)]
-        others = rows[rows["keys"] == spelt(against)]
+    for contest in CONTESTS:
+        ours = rows_of(rows, contest.method)
+        others = rows_of(rows, contest.against)
+        # Seeds differ by more than methods do: differences are taken within each.
         both = ours.merge(others, on=RUN, suffixes=("", "_against"))
-        part = both[[*RUN, "keys", "name"]].assign(against=both["name_against"])
+        part = both[[*RUN, "keys", "name"]]
+        part = part.assign(against=both["name_against"])
         for measure in MEASURES:
             part[measure] = both[measure] - both[f"{measure}_against"]
         parts.append(part)
@@ -231,8 +273,10 @@ def averaged(
 ) -> Frame:
     """Average measures of alike rows, with their standard errors."""
     groups = rows.groupby(list(identity), sort=False)[list(measures)]
+    means = groups.mean()
     errors = groups.sem().add_suffix("_error")
-    return groups.mean().join(errors).join(groups.size().rename("count")).reset_index()
+    counts = groups.size().rename("count")
+    return means.join(errors).join(counts).reset_index()
 
 
 def table_of(
@@ -246,7 +290,8 @@ def table_of(
     for row in records(averages):
         cells = {name: row[name] for name in [*identity, "count"]}
         for measure in measures:
-            cells[measure] = _with_error(row[measure], row[f"{measure}_error"], style)
+            error = row[f"{measure}_error"]
+            cells[measure] = _with_error(row[measure], error, style)
         shown.append(cells)
     return table(shown)
 
@@ -258,8 +303,11 @@ def _with_error(
 ) -> str:
     if mean is None:
         return NOTHING
+    written = format(mean, style)
     # One value has no error that anybody knows.
-    return format(mean, style) if error is None else f"{mean:{style}} ± {error:.3f}"
+    if error is None:
+        return written
+    return f"{written} ± {error:.3f}"
 
 
 def overconfident_tasks(rows: Frame) -> pd.MultiIndex:
@@ -268,13 +316,18 @@ def overconfident_tasks(rows: Frame) -> pd.MultiIndex:
     A temperature above 1 then lowers its ECE. Where a model is less sure than right,
     one below 1 does, and no variance can.
     """
-    of_keys = {
-        keys: rows[rows["keys"] == spelt(keys)].groupby(TASK)[["ece", "chosen"]].mean()
-        for keys in (STAGED_MAP, _temperature(1))
-    }
-    both = of_keys[STAGED_MAP].join(of_keys[_temperature(1)], rsuffix="_tempered")
+    of_model = _means_of_tasks(rows, STAGED_MAP)
+    tempered = _means_of_tasks(rows, _temperature(1))
+    both = of_model.join(tempered, rsuffix="_tempered")
     is_lower = both["ece_tempered"] < both["ece"]
-    return both[is_lower & (both["chosen_tempered"] > 1)].index
+    is_above_1 = both["chosen_tempered"] > 1
+    return both[is_lower & is_above_1].index
+
+
+def _means_of_tasks(rows: Frame, keys: Keys) -> Frame:
+    """Average a method's ECE, and what was chosen for it, over each task's seeds."""
+    groups = rows_of(rows, keys).groupby(TASK)
+    return groups[["ece", "chosen"]].mean()
 
 
 def goals_of(
@@ -284,16 +337,20 @@ def goals_of(
     """Count each contest's tasks where it is not behind, and average its gains."""
     goals = []
     for (_, name, against), rows in of_tasks.groupby(CONTEST, sort=False):
-        is_overconfident = pd.MultiIndex.from_frame(rows[TASK]).isin(overconfident)
+        tasks = pd.MultiIndex.from_frame(rows[TASK])
+        is_overconfident = tasks.isin(overconfident)
         where_overconfident = rows["nll"][is_overconfident]
+        # Tasks of which no shifted texts have a class tell nothing here.
         under_shift = rows["shift_nll"].dropna()
+        is_near_in_nll = rows["nll"] <= NLL_BEHIND
+        is_near_in_ece = rows["ece"] <= ECE_BEHIND
         goals.append(
             {
                 "name": name,
                 "against": against,
                 "tasks": len(rows),
-                "nll_not_behind": int((rows["nll"] <= NLL_BEHIND).sum()),
-                "ece_not_behind": int((rows["ece"] <= ECE_BEHIND).sum()),
+                "nll_not_behind": int(is_near_in_nll.sum()),
+                "ece_not_behind": int(is_near_in_ece.sum()),
                 "overconfident": len(where_overconfident),
                 "lower_where_overconfident": _gain(where_overconfident),
                 "shifted": len(under_shift),
@@ -305,4 +362,6 @@ def goals_of(
 
 def _gain(differences: Frame) -> float | None:
     """Average by how much something is lower."""
-    return None if differences.empty else -float(differences.mean())
+    if differences.empty:
+        return None
+    return -float(differences.mean())

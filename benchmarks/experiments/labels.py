@@ -1,17 +1,16 @@
 """Several labels, or labels of tokens: posteriors beside a temperature."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-import laplace_lora_ext
 from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, fine_tune, prepare
+from benchmarks.held_out import TrainedTwice
 from benchmarks.methods.method import Loaders, Probabilities, fit_temperature
-from benchmarks.methods.posteriors import probabilities
+from benchmarks.methods.posteriors import LINK, probabilities
 from benchmarks.metrics import quality_with_aurc, shift_detection, signs_of
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Labels
@@ -22,8 +21,6 @@ from benchmarks.training import Records
 from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.likelihoods import LIKELIHOODS, MULTI_LABEL, TOKENS
 
-HELD_OUT = 0.2
-LINK = "mean_field"
 FIGURES = ("accuracy", "exact", "nll", "ece", "chosen", "logit_scale")
 
 
@@ -54,36 +51,31 @@ class Trial:
 
     def rows(self) -> Iterator[Row]:
         """Measure every method on the labels of each data set."""
-        records = self.pretrained.data[TRAIN]  # in an order that the seed has drawn
-        n_rest = len(records) - math.ceil(HELD_OUT * len(records))
-        rest, held = records[:n_rest], records[n_rest:]
-        say(self.options, f"Seed {self.seed}: training without a fifth")
-        first = fine_tune(self.pretrained, rest, self.seed)
-        say(self.options, f"Seed {self.seed}: training on all")
-        final = fine_tune(self.pretrained, records, self.seed)
-
-        yield self._row("Trained model", self._tempered(final, 1.0))
-        of_held = self._logits(first, self.pretrained.prediction_loader(held))
-        temperature = fit_temperature(of_held, labels_of(held))
-        yield self._row(
-            "Temperature of the held-out texts",
-            self._tempered(final, temperature),
-            temperature,
+        trained = TrainedTwice.by(
+            partial(fine_tune, self.pretrained, seed=self.seed),
+            self.pretrained,
+            self._likelihood,
+            self.seed,
         )
-        for with_head in (False, True):
-            name = "The same with the head" if with_head else "lowrank_kron"
-            say(self.options, f"Seed {self.seed}: {name}")
-            chosen = self._fitted(first, rest, with_head)
-            chosen.optimize_prior_precision(
-                method="gridsearch", val_loader=self.pretrained.loader(held)
-            )
-            la = self._fitted(final, records, with_head)
-            la.hyperparameters = chosen.hyperparameters
-            yield self._row_of(name, la, "glm")
-            if not with_head:
-                say(self.options, f"Seed {self.seed}: learnt variance")
-                la.amortize(self.pretrained.loader(records))
-                yield self._row_of("The same, learnt variance", la, "amortized")
+        yield self._row("Trained model", self._tempered(trained.final, 1.0))
+        temperature = self._temperature_of(trained)
+        tempered = self._tempered(trained.final, temperature)
+        yield self._row("Temperature of the held-out texts", tempered, temperature)
+        say(self.options, f"Seed {self.seed}: lowrank_kron")
+        la = trained.posterior(with_head=False)
+        yield self._row_of("lowrank_kron", la, "glm")
+        say(self.options, f"Seed {self.seed}: learnt variance")
+        la.amortize(self.pretrained.loader(self.pretrained.data[TRAIN]))
+        yield self._row_of("The same, learnt variance", la, "amortized")
+        say(self.options, f"Seed {self.seed}: The same with the head")
+        la = trained.posterior(with_head=True)
+        yield self._row_of("The same with the head", la, "glm")
+
+    def _temperature_of(self, trained: TrainedTwice) -> float:
+        """Find the temperature that suits the first model, by the held-out labels."""
+        held = trained.split.held
+        logits = self._logits(trained.first, self.pretrained.prediction_loader(held))
+        return fit_temperature(logits, labels_of(held))
 
     @property
     def _likelihood(self) -> str:
@@ -100,19 +92,6 @@ class Trial:
             name: (self._logits(model, loader) / temperature).softmax(-1)
             for name, loader in self._loaders.items()
         }
-
-    def _fitted(
-        self,
-        model: AdaptedModel,
-        records: Records,
-        with_head: bool,
-    ) -> LowRankKronLoRALaplace:
-        """Fit a posterior around a trained model."""
-        la = laplace_lora_ext.Laplace(
-            model.model, self._likelihood, modules_to_save=with_head
-        )
-        la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)
-        return la
 
     def _row_of(
         self,

@@ -9,7 +9,8 @@ import torch
 from laplace.utils.matrix import KronDecomposed
 from peft.utils.merge_utils import dare_linear, ties
 
-from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, held_out, prepare
+from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, prepare
+from benchmarks.held_out import held_out
 from benchmarks.methods.method import labels_of
 from benchmarks.methods.posteriors import lowrank_kron
 from benchmarks.models import AdaptedModel
@@ -20,7 +21,6 @@ from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood, quality
 from laplace_lora_ext.models.weights import Block
 
-HELD_OUT = 0.2
 FACTORS = (0.5, 0.6, 0.7, 0.8)  # of the sum of two adapters
 PRIORS = (0.1, 1.0, 10.0, 100.0)
 # Not its "linear", which is a sum by the root of 1/2: `FACTORS` have one near it.
@@ -64,7 +64,7 @@ class Trial:
     ) -> None:
         self._pretrained = pretrained
         self._seed = seed
-        self._rest, held = held_out(pretrained, HELD_OUT)
+        self._rest, held = held_out(pretrained)
         tested = pretrained.data[TEST]
         self._held = pretrained.prediction_loader(held)
         self._test = pretrained.prediction_loader(tested)

@@ -1,6 +1,5 @@
 """Numbers instead of classes: a property of molecules, predicted with honest doubt."""
 
-import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,9 +10,9 @@ import pandas as pd
 import torch
 from torch.nn.functional import mse_loss
 
-import laplace_lora_ext
 from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, untrained
 from benchmarks.frozen import frozen_features, gaussian_process
+from benchmarks.held_out import HELD_OUT, TrainedTwice
 from benchmarks.models import (
     AdaptedModel,
     MissingDataError,
@@ -21,22 +20,23 @@ from benchmarks.models import (
     load_tokenizer,
 )
 from benchmarks.options import Molecules
-from benchmarks.report import Result, Row, cell, over_seeds, say, table
+from benchmarks.report import Figures, Result, Row, cell, over_seeds, say, table
 from benchmarks.tasks.balanced import ENCODER
 from benchmarks.tasks.task import Example, Task
 from benchmarks.training import Recipe, Records, read_or_train, train
-from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
+from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.metrics import quality_of_numbers
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.numbers import NumberPrediction
 
-HELD_OUT = 0.2
 PROPERTIES = {
     "photoswitches": "Pi-Pi* Transition Wavelength",
     "redox_mer": "Ered",
 }
 # A SMILES string has about a token a letter.
 SETTINGS = replace(ENCODER, maximum_length=128, checkpoints=1)
+# By their names in tables: whether the head has a posterior too.
+POSTERIORS = {"lowrank_kron": False, "The same with the head": True}
 OVERRIDES = ("steps", "learning_rate", "batch_size")
 FIGURES = ("rmse", "nll", "coverage", "crps")
 
@@ -56,7 +56,7 @@ def run(options: Molecules) -> Iterator[Result]:
         trial = Trial(prepared(options, task), options, seed, unit)
         rows += trial.rows()
         figures = {
-            "task": {"name": task.name, TRAIN: len(task.train), TEST: len(task.test)},
+            "task": description_of(task),
             "hyperparameters": asdict(trial.pretrained.hyperparameters),
             "rows": rows,
         }
@@ -102,6 +102,11 @@ def read(
     return task, unit
 
 
+def description_of(task: Task) -> Figures:
+    """Describe the task in figures."""
+    return {"name": task.name, TRAIN: len(task.train), TEST: len(task.test)}
+
+
 def prepared(options: Molecules, task: Task) -> Pretrained:
     """Find the encoder, which gets a head of one output."""
     folder: Path = encoder_folder()
@@ -123,37 +128,34 @@ class Trial:
 
     def rows(self) -> Iterator[Row]:
         """Measure every method on the test molecules."""
-        records = self.pretrained.data[TRAIN]  # in an order that the seed has drawn
-        n_rest = len(records) - math.ceil(HELD_OUT * len(records))
-        rest, held = records[:n_rest], records[n_rest:]
-        say(self.options, f"Seed {self.seed}: training without a fifth")
-        first = self._trained(rest)
-        say(self.options, f"Seed {self.seed}: training on all")
-        final = self._trained(records)
-
-        yield self._row(
-            "Mean of the training targets", known_exactly(self._zeros(), 1.0)
+        trained = TrainedTwice.by(
+            self._trained, self.pretrained, "regression", self.seed
         )
-        residuals = self._outputs(first, held) - targets_of(held)
-        noise = residuals.square().mean().sqrt().item()
-        by_model = self._outputs(final, self.pretrained.data[TEST])
-        yield self._row("Trained model, constant noise", known_exactly(by_model, noise))
-        for name, with_head in (
-            ("lowrank_kron", False),
-            ("The same with the head", True),
-        ):
+        test = self.pretrained.data[TEST]
+
+        # In units of the training targets, whose mean is 0 and whose deviation is 1.
+        mean = known_exactly(torch.zeros(len(test), 1), noise=1.0)
+        yield self._row("Mean of the training targets", mean)
+        by_model = known_exactly(
+            self._outputs(trained.final, test), self._noise_of(trained)
+        )
+        yield self._row("Trained model, constant noise", by_model)
+        for name, with_head in POSTERIORS.items():
             say(self.options, f"Seed {self.seed}: {name}")
-            chosen = self._fitted(first, rest, with_head)
-            held_loader = self.pretrained.loader(held)
-            chosen.optimize_prior_precision(method="gridsearch", val_loader=held_loader)
-            la = self._fitted(final, records, with_head)
-            la.hyperparameters = chosen.hyperparameters
-            test = self.pretrained.data[TEST]
+            la = trained.posterior(with_head)
             yield self._row(name, predicted_numbers(self.pretrained, la, test))
         say(self.options, f"Seed {self.seed}: Gaussian process")
-        yield self._row(
-            "Gaussian process on frozen features", self._by_gaussian_process()
-        )
+        by_process = self._by_gaussian_process()
+        yield self._row("Gaussian process on frozen features", by_process)
+
+    def _noise_of(self, trained: TrainedTwice) -> float:
+        """Find the deviation of the held-out targets from the first model's outputs.
+
+        Training targets are fitted too closely to tell how large the noise is.
+        """
+        held = trained.split.held
+        residuals = self._outputs(trained.first, held) - targets_of(held)
+        return residuals.square().mean().sqrt().item()
 
     def _row(self, name: str, prediction: NumberPrediction) -> Row:
         """Measure predictions of the test molecules."""
@@ -166,9 +168,6 @@ class Trial:
             "epistemic_std": prediction.epistemic_std.mean().item(),
             "total_std": prediction.total_std.mean().item(),
         }
-
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros(len(self.pretrained.data[TEST]), 1)
 
     def _trained(self, records: Records) -> AdaptedModel:
         """Fine-tune LoRA weights and the head by least squares, or read them."""
@@ -199,19 +198,6 @@ class Trial:
         records: Records,
     ) -> torch.Tensor:
         return model.logits(self.pretrained.prediction_loader(records))
-
-    def _fitted(
-        self,
-        model: AdaptedModel,
-        records: Records,
-        with_head: bool,
-    ) -> LowRankKronLoRALaplace:
-        """Fit a posterior around a trained model."""
-        la = laplace_lora_ext.Laplace(
-            model.model, "regression", modules_to_save=with_head
-        )
-        la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)
-        return la
 
     def _by_gaussian_process(self) -> NumberPrediction:
         """Fit a Gaussian process to all training molecules."""

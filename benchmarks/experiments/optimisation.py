@@ -13,6 +13,7 @@ import laplace_lora_ext
 from benchmarks.exact_ggn import exact_ggn, outputs_and_gradients
 from benchmarks.experiments.molecules import (
     Unit,
+    description_of,
     predicted_numbers,
     prepared,
     read,
@@ -268,7 +269,7 @@ def run(options: Optimisation) -> Iterator[Result]:
             say(options, f"Seed {seed}: {name}")
             rows += measured(pretrained, options, seed, unit, name)
         figures = {
-            "task": {"name": task.name, TRAIN: len(task.train), TEST: len(task.test)},
+            "task": description_of(task),
             "hyperparameters": asdict(pretrained.hyperparameters),
             "rows": rows,
         }

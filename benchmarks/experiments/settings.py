@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator
 
-from benchmarks.fine_tuning import Pretrained, fine_tune, held_out, prepare
+from benchmarks.fine_tuning import Pretrained, fine_tune, prepare
+from benchmarks.held_out import HELD, held_out
 from benchmarks.methods.method import Members, labels_of
 from benchmarks.methods.settings import SETTINGS
 from benchmarks.options import Settings
 from benchmarks.report import Result, Row, as_frame, over_seeds, say, table
 from laplace_lora_ext.metrics import quality
 
-HELD_OUT = 0.2
-HELD = "held-out texts"
 TRAINED = "maximum likelihood"
 FIGURES = ("accuracy", "nll", "ece")
 # Of what the trained model gets right, a rival may lose less than two texts in 100.
@@ -40,7 +39,7 @@ def measured(
     seed: int,
 ) -> Iterator[Row]:
     """Train without a fifth of the texts by each recipe, and predict that fifth."""
-    rest, held = held_out(pretrained, HELD_OUT)
+    rest, held = held_out(pretrained)
     labels = labels_of(held)
     loaders = {HELD: pretrained.prediction_loader(held)}
     batches = pretrained.loader(rest)

@@ -20,11 +20,11 @@ from benchmarks.fine_tuning import (
     prepare,
     untrained,
 )
+from benchmarks.held_out import HELD, HELD_OUT, held_out
 from benchmarks.measuring import processor_clock
 from benchmarks.methods import METHODS
 from benchmarks.methods.mahalanobis import distances, hidden_states
 from benchmarks.methods.members import (
-    LINK,
     Member,
     Posteriors,
     predict_maps,
@@ -32,7 +32,7 @@ from benchmarks.methods.members import (
     with_temperature,
 )
 from benchmarks.methods.method import Loaders, Method, labels_of
-from benchmarks.methods.posteriors import lowrank_kron, probabilities
+from benchmarks.methods.posteriors import LINK, lowrank_kron, probabilities
 from benchmarks.methods.priors import Prediction, Prior
 from benchmarks.methods.students import Scaled, predict_with_student
 from benchmarks.models import AdaptedModel
@@ -43,15 +43,13 @@ from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
-from laplace_lora_ext.processes.shards import divided
 from laplace_lora_ext.training import stages
 from laplace_lora_ext.training.stages import SECOND_STAGE, Stage
 from laplace_lora_ext.training.students import STEPS, Teacher
 from laplace_lora_ext.tuning.method import Hyperparameters
 
-HELD_OUT = 0.2
 FIRST_STAGE = 1 - HELD_OUT  # of the steps, as of the texts
-HELD = "held-out texts"
+BOTH_TRAININGS = 1 + FIRST_STAGE  # an ordinary one, and a second one as long as a stage
 EXPLAINED = (
     "Trainings are steps relative to an ordinary training's; forward passes are the "
     "seconds of a prediction relative to the bare model's; seconds of fits are "
@@ -81,7 +79,9 @@ TAUGHT_BY = {
     None: Prior("training_texts", "training texts"),
     SWAPPED: Prior("swapped", "training texts and swapped copies"),
 }
-MOST_TAUGHT = 2  # members of a mixture that teaches
+# Members of a mixture that teaches: each student takes a training's time, and two
+# members tell already whether a mixture can be taught.
+MOST_TAUGHT = 2
 
 TEMPERATURE_SCALING = Method("temperature_scaling", "Temperature scaling")
 SECOND_MIXTURE = Method("second_mixture", "Mixture of two")
@@ -138,9 +138,7 @@ class Trial:
         self.seed = seed
         self.records = pretrained.data[TRAIN]
         self.batches = pretrained.loader(self.records)
-        ((rest, held),) = divided(self.batches, HELD_OUT, labels_of(self.records))
-        self.rest: Records = list(rest)
-        self.held: Records = list(held)
+        self.rest, self.held = held_out(pretrained)
         self.held_loaders = {HELD: pretrained.loader(self.held)}
         self.held_labels = labels_of(self.held)
         self.tests = Tests(pretrained, seed)
@@ -152,10 +150,7 @@ class Trial:
         model = fine_tune(self.pretrained, self.records, self.seed)
         trained = self._trained(model.model, self.records, self.loaders)
         member = trained.lora
-        self.seconds = Seconds(
-            bare=self.tests.seconds(lambda batch: model.logits([batch])),
-            exact=self.tests.seconds(lambda batch: member.la(batch, link_approx=LINK)),
-        )
+        self.seconds = self._seconds_of(model, member)
         other = self._second_training(model.model, member)
         yield self.tests.row(
             METHODS["map"],
@@ -170,11 +165,10 @@ class Trial:
             predict_maps([other], self.loaders, VALIDATION, temperature),
             self._costs_of_maps(1, trainings=FIRST_STAGE),
         )
-        both_trainings = 1 + FIRST_STAGE
         yield self.tests.row(
             TEMPERATURE_SCALING,
             predict_maps([member], self.loaders, ELSEWHERE, temperature),
-            self._costs_of_maps(1, trainings=both_trainings),
+            self._costs_of_maps(1, trainings=BOTH_TRAININGS),
         )
         yield from self._after_second_training(METHODS["lowrank_kron"], member, other)
         for with_head in trained.with_head:
@@ -182,13 +176,25 @@ class Trial:
             yield from self._after_second_training(
                 LOWRANK_KRON_HEAD, with_head, other_with_head
             )
+        # Both trainings have been paid for: here both predict.
         chosen = member.la.hyperparameters
         mixture = Posteriors([member, other], [chosen, chosen])
         fit_seconds = member.seconds + other.seconds
         yield self.tests.row(
             SECOND_MIXTURE,
             self._predicted(mixture, ELSEWHERE),
-            self._costs_of_posteriors(2, both_trainings, fit_seconds),
+            self._costs_of_posteriors(2, BOTH_TRAININGS, fit_seconds),
+        )
+
+    def _seconds_of(self, model: AdaptedModel, member: Member) -> Seconds:
+        """Time predictions by a model itself, and by the posterior around it."""
+
+        def predict(batch: Any) -> Any:
+            return member.la(batch, link_approx=LINK)
+
+        return Seconds(
+            bare=self.tests.seconds(lambda batch: model.logits([batch])),
+            exact=self.tests.seconds(predict),
         )
 
     def _after_second_training(
@@ -196,13 +202,13 @@ class Trial:
     ) -> Iterator[Row]:
         """Measure a posterior with what a second training's held-out texts chose."""
         chosen = [member.la.hyperparameters]
+        fit_seconds = member.seconds + other.seconds
         yield from self._and_tempered(
             method,
             self._predicted(Posteriors([member], chosen), ELSEWHERE),
+            # Only the second training's model has not seen the held-out texts.
             held=Posteriors([other], chosen),
-            costs=self._costs_of_posteriors(
-                1, 1 + FIRST_STAGE, member.seconds + other.seconds
-            ),
+            costs=self._costs_of_posteriors(1, BOTH_TRAININGS, fit_seconds),
         )
 
     def _second_training(self, model: Any, member: Member) -> Member:
@@ -224,12 +230,18 @@ class Trial:
         """
 
         def train(_: Any) -> Any:
+            # It is trained already, by the adapter that the other posterior is over.
             model.set_adapter(other.la.blocks[0].adapter)
             return model
 
-        return self._with_statistics(self._chosen_by(member, train), self.held_loaders)
+        second = self._chosen_by(member, train)
+        return self._with_statistics(second, self.held_loaders)
 
-    def _chosen_by(self, member: Member, train: Callable[[Any], Any]) -> Any:
+    def _chosen_by(
+        self,
+        member: Member,
+        train: Callable[[Any], Any],
+    ) -> Any:
         """Choose a posterior's prior by that of what `train` makes; return it."""
         history = member.la.optimize_prior_precision(
             method="second_training",
@@ -260,7 +272,8 @@ class Trial:
         trained and fitted: a test asks for equality.
         """
         counts = [count for count in COUNTS if count <= members]
-        trainings = stages.Stages(HELD_OUT, counts[-1])
+        most = counts[-1]
+        trainings = stages.Stages(HELD_OUT, most)
         model = untrained(self.pretrained, self.seed)
         adapters = stages.Members(model)
         for number in range(1, trainings.members):
@@ -284,7 +297,12 @@ class Trial:
         trained = adapters.run(trainings.second, second_stage)
         seconds = [each.lora for each in trained]
         for count in counts:
-            yield from self._staged(firsts[:count], seconds[:count], choices[count])
+            yield from self._staged(
+                firsts[:count],
+                seconds[:count],
+                choices[count],
+            )
+        # What the scale of the logits adds is seen beside the same without it.
         yield from self._posterior_in_stages(
             STAGED, PRIOR_ALONE, firsts[:1], seconds[:1], without_scale
         )
@@ -381,14 +399,10 @@ class Trial:
             return probabilities(la, batch, LINK, pred_type="amortized")
 
         predict_seconds = self.tests.seconds(predict)
-        prediction = Prediction(
-            {
-                name: torch.cat([predict(batch) for batch in loader])
-                for name, loader in self.loaders.items()
-            },
-            prior=TAUGHT_BY[unlabelled],
-            link=LINK,
-        )
+        predicted = {}
+        for name, loader in self.loaders.items():
+            predicted[name] = torch.cat([predict(batch) for batch in loader])
+        prediction = Prediction(predicted, TAUGHT_BY[unlabelled], LINK)
         costs = Costs(
             predict_seconds=predict_seconds,
             forward_passes=predict_seconds / self.seconds.bare,
@@ -412,6 +426,7 @@ class Trial:
             teacher, self.pretrained, unlabelled, self.seed, self.loaders
         )
         costs = Costs(
+            # It is a model of the same size, and predicts by itself.
             predict_seconds=self.seconds.bare,
             forward_passes=1.0,
             fit_seconds=fit_seconds + self.clock() - started,
@@ -424,13 +439,8 @@ class Trial:
         """Train in stages with as much label smoothing as held-out texts prefer."""
         if not amounts:
             return
-        losses: dict[float, float] = {}
-        for amount in (0.0, *amounts):
-            first = self._first_stage(amount)
-            logits = first.logits(self.held_loaders[HELD])
-            losses[amount] = negative_log_likelihood(
-                logits.softmax(-1), self.held_labels
-            )
+        # Without any smoothing, too: a method must be free to do nothing.
+        losses = {amount: self._loss_with(amount) for amount in (0.0, *amounts)}
         best = min(losses, key=lambda amount: losses[amount])
         # Read from the cache: of all the amounts only one first stage has to be in
         # memory.
@@ -445,6 +455,12 @@ class Trial:
         yield self.tests.row(
             LABEL_SMOOTHING, prediction, self._costs_of_maps(1, trainings)
         )
+
+    def _loss_with(self, smoothing: float) -> float:
+        """Compute the held-out texts' NLL after a first stage with smoothed labels."""
+        model = self._first_stage(smoothing)
+        logits = model.logits(self.held_loaders[HELD])
+        return negative_log_likelihood(logits.softmax(-1), self.held_labels)
 
     def _first_stage(self, smoothing: float) -> AdaptedModel:
         """Train a model on the texts that are not held out, with smoothed labels."""
@@ -495,11 +511,11 @@ class Trial:
     ) -> Trained:
         """Fit posteriors to their models' training texts; with a head, the first."""
         lora = self._fitted(model, records, loaders)
+        # Mixtures are of posteriors over LoRA weights: of a head one is enough.
         if number > 0 or not self.pretrained.has_head:
             return Trained(lora, ())
-        return Trained(
-            lora, (self._fitted(model, records, loaders, modules_to_save=True),)
-        )
+        with_head = self._fitted(model, records, loaders, modules_to_save=True)
+        return Trained(lora, (with_head,))
 
     def _fitted(
         self,
@@ -524,22 +540,27 @@ class Trial:
         for name, loader in loaders.items():
             started = self.clock()
             statistics[name] = la.predictive_statistics(loader)
+            # Those of held-out texts are part of choosing; others only measure.
             if name not in self.loaders:
                 seconds += self.clock() - started
         return Member(la, statistics, seconds)
 
     def _choices(self, firsts: Sequence[Member]) -> stages.Choice:
         """Let held-out texts choose for one posterior, or for a mixture."""
-        held = tuple(member.statistics[HELD] for member in firsts)
-        val_loader = held[0] if len(held) == 1 else MixtureStatistics(held, ())
         posteriors = [member.la for member in firsts]
-        return stages.choose_priors(posteriors, val_loader)
+        held = tuple(member.statistics[HELD] for member in firsts)
+        if len(held) == 1:
+            return stages.choose_priors(posteriors, held[0])
+        # A mixture is less sure than its members: they choose for it together.
+        return stages.choose_priors(posteriors, MixtureStatistics(held, ()))
 
     def _prior_alone(self, first: Member) -> Hyperparameters:
         """Let held-out texts choose one posterior's prior, without a scale."""
+        # A copy: the posterior keeps what was chosen for it with the scale.
         la = copy(first.la)
+        held = first.statistics[HELD]
         la.optimize_prior_precision(
-            method="gridsearch", val_loader=first.statistics[HELD], optimize_scale=False
+            method="gridsearch", val_loader=held, optimize_scale=False
         )
         return la.hyperparameters
 
@@ -556,9 +577,8 @@ class Trial:
     ) -> Iterator[Row]:
         """Measure a prediction, and again after a temperature of held-out texts."""
         yield self.tests.row(method, prediction, costs)
-        tempered = with_temperature(
-            prediction, held.probabilities(HELD), self.held_labels
-        )
+        of_held = held.probabilities(HELD)
+        tempered = with_temperature(prediction, of_held, self.held_labels)
         yield self.tests.row(method, tempered, costs)
 
     def _costs_of_maps(self, members: int, trainings: float) -> Costs:

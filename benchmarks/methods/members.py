@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.fine_tuning import TEST
 from benchmarks.methods.method import Probabilities, fit_temperature
-from benchmarks.methods.posteriors import probabilities
+from benchmarks.methods.posteriors import LINK, probabilities
 from benchmarks.methods.priors import (
     FACTORS,
     NO_PRIOR,
@@ -24,7 +24,6 @@ from laplace_lora_ext.predictive.moments import Moments, centred, mixed
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import Hyperparameters
 
-LINK = "mean_field"
 DRAWS = 256  # of the logits, for entropies
 AT_ONCE = 64  # texts whose logits are drawn together
 

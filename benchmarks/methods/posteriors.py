@@ -14,6 +14,10 @@ from laplace_lora_ext.likelihoods import Classification
 from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.models.adapters import find_peft_model
 
+# What a posterior predicts with unless an experiment compares links. It is right for
+# two classes as for many: "probit" is less doubtful than it should be of two.
+LINK = "mean_field"
+
 
 def over_lora(
     model: AdaptedModel,
