@@ -35,11 +35,11 @@ class Domains:
 
         They leave the intents of the label's own domain, and no other.
         """
-        n_classes = [len(task.classes) for task in self.tasks]
-        domain = torch.arange(len(self.tasks)).repeat_interleave(
-            torch.tensor(n_classes)
-        )
-        return IMPOSSIBLE * (domain[:, None] != domain).float()
+        n_classes = torch.tensor([len(task.classes) for task in self.tasks])
+        places = torch.arange(len(self.tasks))
+        domain = places.repeat_interleave(n_classes)  # of each class
+        is_outside = domain[:, None] != domain
+        return IMPOSSIBLE * is_outside.float()
 
     @cached_property
     def train(self) -> list[Records]:
@@ -57,9 +57,11 @@ def read_domains(names: str, options: Remember, seed: int) -> Domains:
     tasks: list[Task] = []
     classes: list[str] = []
     for name in names.split(SEPARATOR):
-        task = Intents(name, CLINC, domain=name).read(options, seed)
-        tasks.append(_counted_on(task, len(classes)))
+        intents = Intents(name, CLINC, domain=name)
+        task = intents.read(options, seed)
+        tasks.append(_counted_on(task, first=len(classes)))
         classes += task.classes
+    # One head has the intents of all domains from the start, also of those to come.
     union = Task(
         name=names,
         classes=classes,
@@ -76,12 +78,18 @@ def _counted_on(task: Task, first: int) -> Task:
         task,
         train=_moved(task.train, first),
         test=_moved(task.test, first),
+        # What is out of one domain's scope may be another's.
         shifted={},
     )
 
 
 def _moved(examples: Sequence[Example], first: int) -> list[Example]:
-    return [Example(each.text, (each.label or 0) + first) for each in examples]
+    """Count labels from that number on."""
+    moved = []
+    for example in examples:
+        assert example.label is not None  # of training and test texts
+        moved.append(Example(example.text, example.label + first))
+    return moved
 
 
 def _prepared(task: Task, options: Remember) -> Pretrained:

@@ -46,43 +46,59 @@ class ExactGGN:
     ) -> torch.Tensor:
         """Compute the evidence that Laplace approximates, differentiably."""
         n = len(self.targets)
-        errors = (self.targets - self.outputs).square().sum()
-        misfit = errors / sigma_noise**2
-        normaliser = n * torch.log(2 * math.pi * sigma_noise**2)
+        variance = sigma_noise**2
+        errors = self.targets - self.outputs
+        misfit = errors.square().sum() / variance
+        normaliser = n * torch.log(2 * math.pi * variance)
         from_prior = prior_precision * self.squared_norm
         # Sylvester: this matrix (N, N) has the determinant of the posterior's
         # precision over that of the prior's.
-        scaled = self.kernel / (prior_precision * sigma_noise**2)
-        volume = torch.logdet(torch.eye(n, dtype=scaled.dtype) + scaled)
+        scaled = self.kernel / (prior_precision * variance)
+        volume = torch.logdet(self._identity + scaled)
         return -0.5 * (misfit + normaliser + from_prior + volume)
 
     def predict(
-        self, outputs: torch.Tensor, gradients: torch.Tensor
+        self,
+        outputs: torch.Tensor,
+        gradients: torch.Tensor,
     ) -> NumberPrediction:
         """Predict by outputs `(M,)` and their gradients `(M, P)`."""
         to_known = gradients @ self.gradients.T
         ridge = self.prior_precision * self.sigma_noise**2
-        identity = torch.eye(len(self.targets), dtype=self.kernel.dtype)
-        weights = torch.linalg.solve(self.kernel + ridge * identity, to_known.T).T
+        ridged = self.kernel + ridge * self._identity
+        weights = torch.linalg.solve(ridged, to_known.T).T
         # Woodbury: the prior's variance, less what the known examples tell.
         told = (to_known * weights).sum(1)
-        variance = (gradients.square().sum(1) - told) / self.prior_precision
-        moments = Moments(f_mu=outputs[:, None], f_var=variance[:, None, None])
+        untold = gradients.square().sum(1) - told
+        variance = untold / self.prior_precision
+        moments = Moments(
+            f_mu=outputs[:, None],
+            f_var=variance[:, None, None],
+        )
         return NumberPrediction.of([moments], [float(self.sigma_noise)])
+
+    @property
+    def _identity(self) -> torch.Tensor:
+        """Return the identity `(N, N)`."""
+        return torch.eye(len(self.targets), dtype=self.kernel.dtype)
 
 
 def outputs_and_gradients(
-    pretrained: Pretrained, model: AdaptedModel, records: Records
+    pretrained: Pretrained,
+    model: AdaptedModel,
+    records: Records,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute outputs `(N,)` and their gradients `(N, P)` in float64, one by one."""
     parameters = model.trained_weights
     outputs = []
     gradients = []
     for batch in pretrained.prediction_loader(records):
-        for output in model.logits_model(batch)[:, 0]:
+        logits = model.logits_model(batch)
+        for output in logits[:, 0]:
             # The examples of a batch share one graph.
             slopes = torch.autograd.grad(output, parameters, retain_graph=True)
             gradient = torch.cat([slope.flatten() for slope in slopes])
+            # The kernel sums over all P of them, and its determinant feels rounding.
             gradients.append(gradient.double())
             outputs.append(output.detach().double())
     return torch.stack(outputs).cpu(), torch.stack(gradients).cpu()
@@ -96,12 +112,12 @@ def exact_ggn(
 ) -> ExactGGN:
     """Compute the exact GGN of a model's outputs for records and targets `(N, 1)`."""
     outputs, gradients = outputs_and_gradients(pretrained, model, records)
-    squares = [
-        weight.detach().double().square().sum() for weight in model.trained_weights
-    ]
+    weights = [weight.detach().double() for weight in model.trained_weights]
+    squares = [weight.square().sum() for weight in weights]
+    squared_norm = sum(squares, start=torch.zeros(()))
     return ExactGGN(
         outputs=outputs,
         gradients=gradients,
         targets=targets[:, 0].double(),
-        squared_norm=sum(squares, start=torch.zeros(())).cpu(),
+        squared_norm=squared_norm.cpu(),
     )

@@ -31,13 +31,19 @@ def frozen_features(pretrained: Pretrained, records: Records) -> torch.Tensor:
     for batch in pretrained.prediction_loader(records):
         mask = batch["attention_mask"]
         outputs = model(input_ids=batch["input_ids"], attention_mask=mask)
+        is_token = mask[:, :, None]
         # Sums over tokens: at norm 1 they are what means are.
-        sums = (outputs.last_hidden_state * mask[:, :, None]).sum(1)
-        embeddings.append(normalize(sums, dim=1).double().cpu())
+        sums = (outputs.last_hidden_state * is_token).sum(1)
+        of_batch = normalize(sums, dim=1)
+        embeddings.append(of_batch.double().cpu())
     return torch.cat(embeddings)
 
 
-def k_centres(candidates: torch.Tensor, known: torch.Tensor, n: int) -> list[int]:
+def k_centres(
+    candidates: torch.Tensor,
+    known: torch.Tensor,
+    n: int,
+) -> list[int]:
     """Choose, one after the other, the candidate farthest from all that is known.
 
     Parameters
@@ -64,15 +70,19 @@ def k_centres(candidates: torch.Tensor, known: torch.Tensor, n: int) -> list[int
         place = int(distances.argmax())
         places.append(place)
         chosen = candidates[place]
-        to_chosen = torch.cdist(candidates, chosen[None])[:, 0]
-        distances = torch.minimum(distances, to_chosen)
+        # Only the new one can be nearer than what was known before.
+        to_chosen = torch.cdist(candidates, chosen[None])
+        distances = torch.minimum(distances, to_chosen[:, 0])
         # One equal to another known text is at distance 0, and not chosen twice.
         distances[places] = -1
     return places
 
 
 def gaussian_process(
-    known: torch.Tensor, targets: torch.Tensor, features: torch.Tensor, seed: int
+    known: torch.Tensor,
+    targets: torch.Tensor,
+    features: torch.Tensor,
+    seed: int,
 ) -> NumberPrediction:
     """Fit a Gaussian process by the evidence, and predict.
 
@@ -99,9 +109,12 @@ def gaussian_process(
     mean, std = process.predict(features.numpy(), return_std=True)
     # The process predicts targets: its deviation has the noise in it.
     noise_variance = process.kernel_.k2.noise_level
-    variance = torch.from_numpy(std.ravel() ** 2 - noise_variance).clamp_min(0)
+    variance = torch.from_numpy(std.ravel() ** 2 - noise_variance)
+    # Rounding may leave less than nothing beside known examples.
+    variance = variance.clamp_min(0)
+    outputs = torch.from_numpy(mean.ravel())
     moments = Moments(
-        f_mu=torch.from_numpy(mean.reshape(-1, 1)),
+        f_mu=outputs[:, None],
         f_var=variance[:, None, None],
     )
     return NumberPrediction.of([moments], [math.sqrt(noise_variance)])

@@ -28,9 +28,11 @@ def quality_with_aurc(
 
     Texts are ordered by their largest probability.
     """
-    wrong = probabilities.argmax(-1) != labels
+    predicted = probabilities.argmax(-1)
     sign = signs_of(probabilities)["maximum"]
-    return {**quality(probabilities, labels), "aurc": aurc(sign, wrong)}
+    figures = quality(probabilities, labels)
+    figures["aurc"] = aurc(sign, wrong=predicted != labels)
+    return figures
 
 
 def shift_detection(
@@ -61,8 +63,10 @@ def auroc(
     if n_wrong == 0 or n_right == 0:
         return None
     # Mann and Whitney's U counts the pairs in the right order, ties as halves.
-    test = mannwhitneyu(sign[wrong].double(), sign[~wrong].double())
-    return float(test.statistic) / (n_wrong * n_right)
+    of_wrong = sign[wrong].double()
+    of_right = sign[~wrong].double()
+    n_ordered = mannwhitneyu(of_wrong, of_right).statistic
+    return float(n_ordered) / (n_wrong * n_right)
 
 
 def aurc(
@@ -74,14 +78,18 @@ def aurc(
     A coverage keeps the texts that are least doubtful.
     """
     # Equal signs keep the texts' order, so that figures can be repeated.
-    wrong_among_kept = wrong[sign.argsort(stable=True)].double().cumsum(0)
-    kept = torch.arange(1, len(sign) + 1)
-    return (wrong_among_kept / kept).mean().item()
+    order = sign.argsort(stable=True)
+    n_wrong = wrong[order].double().cumsum(0)
+    n_kept = torch.arange(1, len(sign) + 1)
+    risks = n_wrong / n_kept
+    return risks.mean().item()
 
 
 def entropies(probabilities: torch.Tensor) -> torch.Tensor:
     """Compute the entropy (texts,) of each text's probabilities, in nats."""
-    return torch.special.entr(probabilities.double()).sum(-1)
+    # `entr` has the limit where a probability is 0, whose logarithm is no number.
+    terms = torch.special.entr(probabilities.double())
+    return terms.sum(-1)
 
 
 def reliability(

@@ -66,6 +66,7 @@ UNITS = {
     "percent": "%",
 }
 NOTHING = "-"
+# As many as a page shows in a size that can be read: those of lines are wider.
 PANELS_PER_ROW = 5
 RELIABILITY_PANELS_PER_ROW = 4
 TITLE_WIDTH = 36  # letters
@@ -86,6 +87,8 @@ def publish(
     """Run an experiment; write all that it yields at once, and print the words."""
     known = provenance(options)
     hardware = _hardware(known["machine"])
+    file_of_figures = options.output / f"{name}.json"
+    file_of_words = options.output / f"{name}.md"
     started = time.perf_counter()
     for figures, parts in experiment(options):
         seconds = time.perf_counter() - started
@@ -94,14 +97,16 @@ def publish(
         # file.
         content = json.dumps(everything, indent=2, allow_nan=False)
         text = "\n\n".join([*parts, f"{hardware}; {seconds:.0f} s in all."])
+        # Only now: a run that fails at once leaves no folder.
         options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / f"{name}.json").write_text(content + "\n", encoding="utf-8")
-        (options.output / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+        file_of_figures.write_text(content + "\n", encoding="utf-8")
+        file_of_words.write_text(text + "\n", encoding="utf-8")
         print(text)
 
 
 def say(options: Run, *words: object) -> None:
     """Show progress, if the options don't ask for quiet."""
+    # Not among the words of the result, which may be read by another program.
     if not options.quiet:
         print(*words, file=sys.stderr, flush=True)
 
@@ -162,7 +167,8 @@ def label(row: Row) -> str:
 
 def seeds_of(rows: Sequence[Row]) -> str:
     """List the seeds of rows in words."""
-    return ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
+    seeds = {row["seed"] for row in rows}
+    return ", ".join(str(seed) for seed in sorted(seeds))
 
 
 def table(
@@ -174,12 +180,15 @@ def table(
     By default it has a column for everything that a row has.
     """
     if not columns:
+        # A dictionary keeps the order in which rows bring them up.
         columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = {}
     for key in columns:
         title = TITLES.get(key) or title_of(key)
         cells[title] = [cell(row.get(key)) for row in rows]
-    sides = ["left"] + ["right"] * (len(columns) - 1)
+    # Names first, and then figures, whose digits stand below each other.
+    n_figures = len(columns) - 1
+    sides = ["left", *["right"] * n_figures]
     frame = pd.DataFrame(cells)
     # The cells are words already: "1.50" must not become "1.5".
     return frame.to_markdown(index=False, disable_numparse=True, colalign=sides)
@@ -204,9 +213,11 @@ def over_seeds(
             return mean
         return f"{mean} ± {cell(values.std())}"
 
+    # What some rows have not measured is None there, and NaN as a number.
     frame = as_frame(rows).astype(dict.fromkeys(figures, float))
     groups = frame.groupby(list(identity), sort=False, as_index=False)
-    return groups[list(figures)].agg(spread).to_dict("records")
+    joined = groups[list(figures)].agg(spread)
+    return joined.to_dict("records")
 
 
 def paired_differences(
@@ -228,31 +239,38 @@ def paired_differences(
             return mean
         return f"{mean} ± {differences.sem():.3f}"
 
-    frame = as_frame(rows).groupby(["name", "seed"], sort=False)[list(figures)].mean()
-    ahead = frame - frame.xs(reference, level="name")
+    groups = as_frame(rows).groupby(["name", "seed"], sort=False)
+    means = groups[list(figures)].mean()
+    # Pandas finds the reference of the same seed for each row.
+    differences = means - means.xs(reference, level="name")
     compared: list[Row] = []
     for name in dict.fromkeys(row["name"] for row in rows):
-        if name != reference:
-            of_name = ahead.xs(name, level="name")
-            spreads = {figure: spread(of_name[figure]) for figure in figures}
-            compared.append({"name": name, **spreads})
+        if name == reference:
+            continue
+        of_name = differences.xs(name, level="name")
+        spreads = {figure: spread(of_name[figure]) for figure in figures}
+        compared.append({"name": name, **spreads})
     return compared
 
 
 def records(frame: Frame) -> list[Row]:
     """Return the rows of a frame, with None where nothing was measured."""
     # A column of numbers can't hold None.
-    return frame.astype(object).where(frame.notna(), None).to_dict("records")
+    values = frame.astype(object)
+    known = values.where(frame.notna(), None)
+    return known.to_dict("records")
 
 
 def title_of(key: str) -> str:
     """Spell a figure's key as a title, such as "Fit (s)" for "fit_seconds"."""
     words = key.split("_")
     unit = ""
+    # A figure that is called "seconds" alone has nothing else for a title.
     if len(words) > 1 and words[-1] in UNITS:
         unit = f" ({UNITS[words.pop()]})"
     spelt = [word.upper() if word in ABBREVIATIONS else word for word in words]
     title = " ".join(spelt)
+    # `capitalize` would write "NLL" as "Nll".
     return title[:1].upper() + title[1:] + unit
 
 
@@ -266,6 +284,7 @@ def cell(value: Any) -> str:
         return str(value)
     if math.isnan(value):
         return NOTHING
+    # Three decimals, as NLL and ECE have, where they are neither noise nor all zeros.
     if value == 0 or 0.01 <= abs(value) < 100:
         return f"{value:.3f}"
     return f"{value:.4g}"
@@ -275,16 +294,20 @@ def draw_reliability(rows: Sequence[Row], path: Path) -> None:
     """Draw each row's reliability diagram, of its `label` and `reliability`."""
     width = min(RELIABILITY_PANELS_PER_ROW, len(rows))
     height = math.ceil(len(rows) / width)
-    figure = Figure(figsize=(3.4 * width, 3.7 * height), layout="constrained")
+    # In inches: a panel is a square with two lines of a title above it.
+    size = (3.4 * width, 3.7 * height)
+    figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(height, width, sharex=True, sharey=True, squeeze=False)
     panels = list(grid.flat)
     # The last line of the grid may have panels to spare.
-    for panel, row in zip(panels, rows, strict=False):
+    used = panels[: len(rows)]
+    unused = panels[len(rows) :]
+    for panel, row in zip(used, rows, strict=True):
         _draw_bins(panel, row["reliability"])
         title = textwrap.fill(label(row), TITLE_WIDTH)
         panel.set_title(f"{title}\nECE {row['ece']:.3f}", fontsize=10)
-    for unused in panels[len(rows) :]:
-        unused.set_axis_off()
+    for panel in unused:
+        panel.set_axis_off()
     figure.supxlabel(f"Confidence in {N_BINS} bins")
     figure.supylabel("Accuracy, share of texts")
     # All panels have the same entries.
@@ -306,12 +329,15 @@ def _draw_bins(
 ) -> None:
     """Draw accuracy and share of texts in each bin of confidence."""
     width = 1 / N_BINS
+    narrower = 0.7 * width  # both can be seen where they are equal
     centres = [(place + 0.5) * width for place in range(N_BINS)]
-    panel.bar(centres, bins["share"], width, color="0.85", label="share of texts")
-    panel.bar(centres, bins["accuracy"], 0.7 * width, alpha=0.8, label="accuracy")
-    diagonal = [0, 1]
-    panel.plot(diagonal, diagonal, "--", color="black", linewidth=1, label="calibrated")
-    panel.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    share = bins["share"]
+    accuracy = bins["accuracy"]
+    panel.bar(centres, share, width, color="0.85", label="share of texts")
+    panel.bar(centres, accuracy, narrower, alpha=0.8, label="accuracy")
+    ends = (0, 1)
+    panel.plot(ends, ends, "--", color="black", linewidth=1, label="calibrated")
+    panel.set(xlim=ends, ylim=ends, aspect="equal")
 
 
 @dataclass
@@ -347,13 +373,18 @@ def draw_lines(
     """Draw panels side by side, in logarithms, with one legend."""
     height = math.ceil(len(panels) / PANELS_PER_ROW)
     width = math.ceil(len(panels) / height)
-    figure = Figure(figsize=(4.2 * width + 3.2, 4 * height), layout="constrained")
-    axes = list(figure.subplots(height, width, squeeze=False).flat)
+    # In inches: the legend stands beside the panels.
+    size = (4.2 * width + 3.2, 4 * height)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(height, width, squeeze=False)
+    axes = list(grid.flat)
     # A method has the same colour in all panels, even where another is missing.
     colours: dict[str, str] = {}
-    for panel, (title, of_panel) in zip(axes, panels.items(), strict=True):
+    for panel, title in zip(axes, panels, strict=True):
+        of_panel = panels[title]
         for name, line in of_panel.items():
-            colour = colours.setdefault(name, f"C{len(colours)}")
+            next_colour = f"C{len(colours)}"
+            colour = colours.setdefault(name, next_colour)
             panel.plot(line.x, line.y, marker=".", color=colour, label=name)
         panel.set(title=title, xlabel=xlabel, xscale="log", yscale="log")
         sizes = sorted({size for line in of_panel.values() for size in line.x})

@@ -57,12 +57,14 @@ def at_random(this: Round) -> list[int]:
 
 def by_entropy(this: Round) -> list[int]:
     """Choose those of which the trained model is least sure."""
-    return entropy(this.probabilities()).topk(this.n).indices.tolist()
+    doubts = entropy(this.probabilities())
+    return doubts.topk(this.n).indices.tolist()
 
 
 def by_margin(this: Round) -> list[int]:
     """Choose those whose two first classes are nearest to each other."""
-    return margin(this.probabilities()).topk(this.n).indices.tolist()
+    doubts = margin(this.probabilities())
+    return doubts.topk(this.n).indices.tolist()
 
 
 def by_core_set(this: Round) -> list[int]:
@@ -87,9 +89,11 @@ def _by_posterior(this: Round, by: str) -> list[int]:
     la = lowrank_kron(this.model)
     loader = this.pretrained.loader(this.labelled)
     la.fit(loader, progress_bar=False)
+    # By training texts: none of the few that have a label can be spared to choose.
     la.optimize_prior_precision(method="agreement", train_loader=loader)
     batches = this.pretrained.prediction_loader(this.pool)
-    return la.acquire(batches, this.n, by=by, seed=this.seed).tolist()
+    places = la.acquire(batches, this.n, by=by, seed=this.seed)
+    return places.tolist()
 
 
 RULES: dict[str, Callable[[Round], list[int]]] = {
@@ -180,14 +184,24 @@ def measured(
         # The last training is measured only.
         if number == options.rounds:
             break
-        this = Round(pretrained, model, labelled, pool=pool, n=options.batch, seed=seed)
+        this = Round(
+            pretrained,
+            model,
+            labelled,
+            pool,
+            n=options.batch,
+            seed=seed,
+        )
         # In the order of a set, in which all figures have been measured.
         chosen, pool = divided_at(pool, set(choose(this)))
         labelled = labelled + chosen
-        # Another order of the texts in each round.
-        seed_of_round = seed + len(labelled)
+        # On all that is labelled, so that nothing that was learnt first is forgotten.
         pretrained.train_or_read(
-            model.logits_model, labelled, settings, seed_of_round, recipe
+            model.logits_model,
+            labelled,
+            settings,
+            seed + len(labelled),  # another order of the texts in each round
+            recipe,
         )
 
 

@@ -18,6 +18,7 @@ from benchmarks.methods.method import labels_of
 from benchmarks.methods.posteriors import LINK, lowrank_kron, probabilities
 from benchmarks.options import Contrasts
 from benchmarks.report import Result, Row, say, table
+from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.predictive.contrasts import NO_CLASS
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
@@ -67,7 +68,9 @@ def measured(
     compared = {factor: Compared([], []) for factor in BROADER}
     of_model = []
     n_known = 0
-    for batch in pretrained.loader(pretrained.data[TEST], PREDICTION_BATCH_SIZE):
+    test = pretrained.data[TEST]
+    # On an accelerator too, where batches of others are larger.
+    for batch in pretrained.loader(test, PREDICTION_BATCH_SIZE):
         # What all contrasts take is let go of after each batch: it is much.
         exact = la.predictive_statistics(
             [batch], device=pretrained.device, n_contrasts=n_all
@@ -77,23 +80,29 @@ def measured(
         n_known += n_contrasts_of(some, n_all)
         for factor, pair in compared.items():
             la.prior_precision = chosen / factor
-            for statistics, into in ((exact, pair.by_all), (some, pair.by_some)):
-                moments = statistics.moments(la.prior_precision)
-                into.append(probabilities(la, moments, LINK))
+            pair.by_all.append(_predicted(la, exact))
+            pair.by_some.append(_predicted(la, some))
     la.prior_precision = chosen
 
-    labels = labels_of(pretrained.data[TEST])
-    common: Row = {"seed": seed, "logit_scale": la.logit_scale}
-    yield {"name": "MAP", "seed": seed, **quality(torch.cat(of_model), labels)}
+    labels = labels_of(test)
+    of_map = quality(torch.cat(of_model), labels)
+    yield {"name": "MAP", "seed": seed, **of_map}
     for factor, pair in compared.items():
-        by_all, by_some = torch.cat(pair.by_all), torch.cat(pair.by_some)
-        of_all, of_some = quality(by_all, labels), quality(by_some, labels)
-        prior = {"broader": factor, "prior_precision": (chosen / factor).mean().item()}
-        yield {"name": "all", **common, **prior, "contrasts": float(n_all), **of_all}
+        by_all = torch.cat(pair.by_all)
+        by_some = torch.cat(pair.by_some)
+        of_all = quality(by_all, labels)
+        of_some = quality(by_some, labels)
+        prior_precision = (chosen / factor).mean().item()
+        common: Row = {
+            "seed": seed,
+            "logit_scale": la.logit_scale,
+            "broader": factor,
+            "prior_precision": prior_precision,
+        }
+        yield {"name": "all", **common, "contrasts": float(n_all), **of_all}
         yield {
             "name": "those that matter",
             **common,
-            **prior,
             "contrasts": n_known / len(labels),
             **of_some,
             "nll_beside_all": of_some["nll"] - of_all["nll"],
@@ -101,11 +110,23 @@ def measured(
         }
 
 
+def _predicted(
+    la: LowRankKronLoRALaplace,
+    statistics: PredictiveStatistics,
+) -> torch.Tensor:
+    """Compute class probabilities under the prior that a posterior has now."""
+    moments = statistics.moments(la.prior_precision)
+    return probabilities(la, moments, LINK)
+
+
 def n_contrasts_of(statistics: PredictiveStatistics, n_all: int) -> int:
     """Count the contrasts of all examples."""
+    # With few classes all of them are compared, and none are listed.
     if statistics.classes is None:
         return n_all * len(statistics)
-    return int((statistics.classes[:, 1:] != NO_CLASS).sum())
+    # Each class behind the first one is compared with it.
+    is_compared = statistics.classes[:, 1:] != NO_CLASS
+    return int(is_compared.sum())
 
 
 def text_of(

@@ -31,12 +31,15 @@ from benchmarks.methods.priors import (
 )
 from benchmarks.options import Cross
 from benchmarks.report import Result, Row, say
+from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood
 
+# From the coarsest on, each around the same weights.
 CURVATURES = ("diag", "kron", "lowrank_kron_paper", "lowrank_kron")
 HEAD = "head"  # of encoders: a prompt's answers have none
 EVIDENCES = ("marglik_scalar", "marglik_layerwise")
 BY_HELD_OUT = Prior("held_out", "held-out fifth")
+# What no honest way could beat: it shows what choosing has cost.
 BY_TEST = Prior("test", "the test texts themselves")
 TEMPERATURE = Prior("held_out_temperature", "temperature of the held-out fifth")
 FIGURES = ("accuracy", "nll", "ece", "chosen")
@@ -70,7 +73,8 @@ class Trial:
         self.rest, held = held_out(pretrained)
         self.held_labels = labels_of(held)
         self.tests = Tests(pretrained, seed)
-        self.loaders: Loaders = {HELD: pretrained.loader(held), **self.tests.loaders}
+        of_held = pretrained.loader(held)
+        self.loaders: Loaders = {HELD: of_held, **self.tests.loaders}
         self.model = fine_tune(pretrained, self.rest, seed)
 
     def without_posterior(self) -> Iterator[Row]:
@@ -78,52 +82,62 @@ class Trial:
         logits = {
             name: self.model.logits(loader) for name, loader in self.loaders.items()
         }
-        temperature = fit_temperature(logits[HELD], self.held_labels)
-        for prior, divisor in ((NO_PRIOR, 1.0), (TEMPERATURE, temperature)):
-            probabilities = {
-                name: (each / divisor).softmax(-1) for name, each in logits.items()
-            }
-            yield self._row(
-                METHODS["map"], Prediction(probabilities, prior, chosen=divisor)
-            )
+        fitted = fit_temperature(logits[HELD], self.held_labels)
+        # The model itself is the one at a temperature of 1.
+        for prior, temperature in ((NO_PRIOR, 1.0), (TEMPERATURE, fitted)):
+            probabilities = {}
+            for name, of_set in logits.items():
+                tempered = of_set / temperature
+                probabilities[name] = tempered.softmax(-1)
+            prediction = Prediction(probabilities, prior, chosen=temperature)
+            yield self._row(METHODS["map"], prediction)
 
     def with_curvature(self, method: Method) -> Iterator[Row]:
         """Measure a curvature with each prior."""
         assert isinstance(method, Posterior)
         say(self.options, f"Seed {self.seed}: {method.title}")
         la = method.build(self.model)
-        la.fit(self.pretrained.loader(self.rest), progress_bar=not self.options.quiet)
+        batches = self.pretrained.loader(self.rest)
+        la.fit(batches, progress_bar=not self.options.quiet)
         by_evidence = [BY_TRAINING[key] for key in EVIDENCES]
-        grid = torch.logspace(-2, 4, self.options.grid_size)[:, None]
-        tried = [*(prior.choose(la, None) for prior in by_evidence), *grid]
-        # All of them at once: a stock curvature takes passes for its predictions.
-        predicts = predictor_of(la, self.loaders, [LINK])
-        predicted = predicts.of_each(tried, LINK)
-        predictions = [
-            Prediction(probabilities, link=LINK, chosen=geometric_mean(prior_precision))
-            for probabilities, prior_precision in zip(predicted, tried, strict=True)
-        ]
-        of_grid = predictions[len(by_evidence) :]
+        n_evidences = len(by_evidence)
+        of_evidence = [prior.choose(la, None) for prior in by_evidence]
+        # From next to no prior to one that leaves next to nothing of the variance.
+        grid = torch.logspace(-2, 4, self.options.grid_size)
+        predictions = self._predictions(la, [*of_evidence, *grid[:, None]])
+        of_grid = predictions[n_evidences:]
         chosen: dict[Prior, Prediction] = {}
-        for prior, prediction in zip(by_evidence, predictions, strict=False):
+        for prior, prediction in zip(
+            by_evidence, predictions[:n_evidences], strict=True
+        ):
             chosen[prior] = prediction
         chosen[BY_HELD_OUT] = _best(of_grid, HELD, self.held_labels)
         chosen[BY_TEST] = _best(of_grid, TEST, self.tests.labels[TEST])
         for prior, prediction in chosen.items():
             yield self._row(method, replace(prediction, prior=prior))
 
+    def _predictions(
+        self,
+        la: LoRALaplace,
+        prior_precisions: Sequence[torch.Tensor],
+    ) -> list[Prediction]:
+        """Predict the held-out and the test texts with each prior precision."""
+        predicts = predictor_of(la, self.loaders, [LINK])
+        # All of them at once: a stock curvature takes passes for its predictions.
+        predicted = predicts.of_each(prior_precisions, LINK)
+        predictions = []
+        for tried, probabilities in zip(prior_precisions, predicted, strict=True):
+            chosen = geometric_mean(tried)
+            predictions.append(Prediction(probabilities, link=LINK, chosen=chosen))
+        return predictions
+
     def _row(self, method: Method, prediction: Prediction) -> Row:
-        measured = {
-            name: each
-            for name, each in prediction.probabilities.items()
-            if name != HELD
-        }
-        of_tests = Prediction(
-            measured, prediction.prior, prediction.link, prediction.chosen
-        )
-        return self.tests.row(
-            method, of_tests, Costs(predict_seconds=0.0, forward_passes=0.0)
-        )
+        """Measure a prediction of the test texts; what it costs is no question here."""
+        measured = dict(prediction.probabilities)
+        del measured[HELD]
+        of_tests = replace(prediction, probabilities=measured)
+        costs = Costs(predict_seconds=0.0, forward_passes=0.0)
+        return self.tests.row(method, of_tests, costs)
 
 
 def _best(

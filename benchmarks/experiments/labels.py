@@ -14,7 +14,7 @@ from benchmarks.methods.posteriors import LINK, probabilities
 from benchmarks.metrics import quality_with_aurc, shift_detection, signs_of
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Labels
-from benchmarks.report import Result, Row, counts, over_seeds, say, table
+from benchmarks.report import Result, Row, counts, over_seeds, say, seeds_of, table
 from benchmarks.tasks import LABELLED_TASKS
 from benchmarks.tasks.task import UNLABELLED
 from benchmarks.training import Records
@@ -22,6 +22,8 @@ from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.likelihoods import LIKELIHOODS, MULTI_LABEL, TOKENS
 
 FIGURES = ("accuracy", "exact", "nll", "ece", "chosen", "logit_scale")
+# Of shifted sets, with their titles in the table.
+OF_SHIFTED = {"nll": "NLL", "ece": "ECE", "shift_auroc": "AUROC"}
 
 
 def run(options: Labels) -> Iterator[Result]:
@@ -84,14 +86,18 @@ class Trial:
     def _logits(self, model: AdaptedModel, loader: Iterable[Any]) -> torch.Tensor:
         """Compute logits `(labels, classes)` of a trained model, for a softmax."""
         likelihood = LIKELIHOODS[self._likelihood]
-        return likelihood.class_logits(model.logits(loader)).flatten(0, -2)
+        # A label by itself, right or wrong, has one logit, and a softmax two.
+        logits = likelihood.class_logits(model.logits(loader))
+        # A label counts alike, whichever text it is of.
+        return logits.flatten(0, -2)
 
     def _tempered(self, model: AdaptedModel, temperature: float) -> Probabilities:
         """Predict by a trained model, at a temperature."""
-        return {
-            name: (self._logits(model, loader) / temperature).softmax(-1)
-            for name, loader in self._loaders.items()
-        }
+        tempered = {}
+        for name, loader in self._loaders.items():
+            logits = self._logits(model, loader) / temperature
+            tempered[name] = logits.softmax(-1)
+        return tempered
 
     def _row_of(
         self,
@@ -107,7 +113,8 @@ class Trial:
                 probabilities(la, batch, LINK, pred_type=pred_type, fitting=True)
                 for batch in loader
             ]
-            predicted[data_set] = torch.cat(parts).flatten(0, -2)
+            of_labels = torch.cat(parts)
+            predicted[data_set] = of_labels.flatten(0, -2)
         chosen = la.prior_precision.mean().item()
         return self._row(name, predicted, chosen, la.logit_scale)
 
@@ -119,20 +126,24 @@ class Trial:
         logit_scale: float | None = None,
     ) -> Row:
         """Measure probabilities `(labels, classes)`."""
-        labels = {each: labels_of(self.pretrained.data[each]) for each in self._loaders}
+        data = self.pretrained.data
+        labels = {each: labels_of(data[each]) for each in self._loaders}
+        n_labels = {each: len(of_set) for each, of_set in labels.items()}
         signs = {each: signs_of(p) for each, p in predicted.items()}
         shifted = {}
         for each in self.pretrained.task.shifted:
             figures = quality_with_aurc(predicted[each], labels[each])
-            shifted[each] = figures | shift_detection(signs[TEST], signs[each])
+            detected = shift_detection(signs[TEST], signs[each])
+            shifted[each] = figures | detected
+        of_test = predicted[TEST]
         return {
             "name": name,
             "seed": self.seed,
-            "labels": {each: len(of_set) for each, of_set in labels.items()},
+            "labels": n_labels,
             "chosen": chosen,
             "logit_scale": logit_scale,
-            **quality_with_aurc(predicted[TEST], labels[TEST]),
-            "exact": exact_matches(predicted[TEST], self.pretrained.data[TEST]),
+            **quality_with_aurc(of_test, labels[TEST]),
+            "exact": exact_matches(of_test, data[TEST]),
             "shifted": shifted,
         }
 
@@ -148,15 +159,16 @@ class Trial:
 def labels_of(records: Records) -> torch.Tensor:
     """Collect all labels of all texts, `(labels,)`; tokens without one are left out."""
     labels = torch.tensor([label for record in records for label in record["labels"]])
+    # Whole numbers, as classes are: a loss of several labels needs them as floats.
     return labels[labels != UNLABELLED].long()
 
 
 def exact_matches(probabilities: torch.Tensor, records: Records) -> float:
     """Compute the share of texts all of whose labels are the most probable ones."""
     is_right = probabilities.argmax(-1) == labels_of(records)
-    counts = [len(labels_of([record])) for record in records]
-    texts = [of_text.all() for of_text in is_right.split(counts)]
-    return torch.stack(texts).double().mean().item()
+    n_labels = [len(labels_of([record])) for record in records]
+    is_exact = [of_text.all() for of_text in is_right.split(n_labels)]
+    return torch.stack(is_exact).double().mean().item()
 
 
 def text_of(
@@ -165,18 +177,15 @@ def text_of(
 ) -> list[str]:
     """Put the figures in words and a table."""
     task = pretrained.task
+    # Copies: what is added for the table is no part of the figures.
     shown = [dict(row) for row in rows]
     columns: list[str] = list(FIGURES)
     for name in task.shifted:
-        for figure, title in (
-            ("nll", f"NLL of {name}"),
-            ("ece", f"ECE of {name}"),
-            ("shift_auroc", f"AUROC of {name}"),
-        ):
+        for figure, beginning in OF_SHIFTED.items():
+            title = f"{beginning} of {name}"
             columns.append(title)
             for row in shown:
                 row[title] = row["shifted"][name][figure]
-    seeds = sorted({row["seed"] for row in rows})
     kind = "classes of tokens" if task.labels_words else "labels for each text"
     words = (
         f"{task.name}: {pretrained.hyperparameters.model} with LoRA, "
@@ -187,6 +196,6 @@ def text_of(
         "precision and scale of the logits. Figures are means over labels, and "
         '"Exact" is the share of texts all of whose labels are right; the AUROC is of '
         "the entropy of a label. "
-        f"Seeds: {', '.join(map(str, seeds))}; mean ± standard deviation of several."
+        f"Seeds: {seeds_of(rows)}; mean ± standard deviation of several."
     )
     return [words, table(over_seeds(shown, ("name",), columns))]

@@ -21,12 +21,13 @@ from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood, quality
 from laplace_lora_ext.models.weights import Block
 
-FACTORS = (0.5, 0.6, 0.7, 0.8)  # of the sum of two adapters
+# Of the sum of two adapters, of which a half is the mean.
+FACTORS = (0.5, 0.6, 0.7, 0.8)
 PRIORS = (0.1, 1.0, 10.0, 100.0)
 # Not its "linear", which is a sum by the root of 1/2: `FACTORS` have one near it.
 PEFTS = {"ties": ties, "dare_linear": dare_linear}
 DENSITY = 0.5  # share of the weights that these keep
-ITERATIONS = 500
+ITERATIONS = 500  # at most; what has not converged by then is measured as it is
 TOLERANCE = 1e-10  # of the squared residual
 # From 1/16 to 16, four to an octave.
 SCALES = tuple(2 ** (step / 4) for step in range(-16, 17))
@@ -64,7 +65,7 @@ class Trial:
     ) -> None:
         self._pretrained = pretrained
         self._seed = seed
-        self._rest, held = held_out(pretrained)
+        rest, held = held_out(pretrained)
         tested = pretrained.data[TEST]
         self._held = pretrained.prediction_loader(held)
         self._test = pretrained.prediction_loader(tested)
@@ -72,9 +73,9 @@ class Trial:
         self._test_labels = labels_of(tested)
         say(options, f"Seed {seed}: halves of {halved}")
         n_classes = len(pretrained.task.classes)
-        self._halves = halves_of(self._rest, halved, n_classes)
+        self._halves = halves_of(rest, halved, n_classes)
         self._models = [fine_tune(pretrained, half, seed) for half in self._halves]
-        self._joint = fine_tune(pretrained, self._rest, seed)
+        self._joint = fine_tune(pretrained, rest, seed)
 
     def rows(self) -> Iterator[Row]:
         """Measure the halves' adapters, what is merged of them, and one on all."""
@@ -86,21 +87,23 @@ class Trial:
             self._posterior(model, half)
             for model, half in zip(self._models, self._halves, strict=True)
         ]
-        # The first half's model holds what is tried.
+        # The first half's model holds what is tried: it has been measured already.
         blocks = posteriors[0].blocks
         for candidates in self._merged(posteriors):
             yield self._best(first, blocks, candidates)
 
     def _merged(
-        self, posteriors: Sequence[LowRankKronLoRALaplace]
+        self,
+        posteriors: Sequence[LowRankKronLoRALaplace],
     ) -> Iterator[list["Candidate"]]:
         """Merge in each way, with each number that may be chosen for it."""
+        # In float64: conjugate gradients add up many small steps.
         means = [la.mean.double() for la in posteriors]
         mean = torch.stack(means).mean(0)
         yield [Candidate("mean", 0.5, mean)]
+        total = 2 * mean
         yield [
-            Candidate("sum, by a factor", factor, 2 * factor * mean)
-            for factor in FACTORS
+            Candidate("sum, by a factor", factor, factor * total) for factor in FACTORS
         ]
         products = []
         for prior in PRIORS:
@@ -113,9 +116,11 @@ class Trial:
             yield [Candidate(f"PEFT's {way}", DENSITY, weights)]
 
     def _posterior(
-        self, model: AdaptedModel, records: Records
+        self,
+        model: AdaptedModel,
+        records: Records,
     ) -> LowRankKronLoRALaplace:
-        """Fit a posterior over LoRA weights and the head."""
+        """Fit a posterior over LoRA weights and the head, which is merged as well."""
         la = lowrank_kron(model, modules_to_save=True)
         la.fit(self._pretrained.loader(records))
         return la
@@ -141,9 +146,12 @@ class Trial:
     def _row(self, name: str, model: AdaptedModel) -> Row:
         """Predict the test texts, at the scale that suits the held-out ones."""
         model.model.eval()
-        scale, _ = best_scale(model.logits(self._held), self._held_labels)
-        probabilities = (scale * model.logits(self._test)).softmax(-1)
-        return {"adapter": name, **quality(probabilities, self._test_labels)}
+        # For every row: a merged model is less sure, or surer, by its size alone.
+        of_held = model.logits(self._held)
+        scale, _ = best_scale(of_held, self._held_labels)
+        logits = scale * model.logits(self._test)
+        figures = quality(logits.softmax(-1), self._test_labels)
+        return {"adapter": name, **figures}
 
 
 @dataclass(frozen=True)
@@ -155,7 +163,10 @@ class Candidate:
     weights: torch.Tensor
 
 
-def best_scale(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+def best_scale(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+) -> tuple[float, float]:
     """Find the scale of logits with the least loss, and this loss.
 
     A penalty keeps a few texts that are all right from asking for certainty.
@@ -171,7 +182,11 @@ def best_scale(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, float
     return scale, loss(scale)
 
 
-def halves_of(records: Records, halved: str, n_classes: int) -> tuple[Records, Records]:
+def halves_of(
+    records: Records,
+    halved: str,
+    n_classes: int,
+) -> tuple[Records, Records]:
     """Halve training texts: every intent's texts, or the intents."""
     first: Records = []
     second: Records = []
@@ -181,6 +196,7 @@ def halves_of(records: Records, halved: str, n_classes: int) -> tuple[Records, R
         if halved == "intents":
             is_first = label < n_classes / 2
         else:
+            # By turns within each intent, so that both halves have all of them.
             is_first = seen[label] % 2 == 0
         seen[label] += 1
         half = first if is_first else second
@@ -195,7 +211,7 @@ def product(
 ) -> torch.Tensor:
     """Find the mode `(Σ P_i)⁻¹ Σ P_i μ_i` of a product of Gaussians.
 
-    By conjugate gradients from the mean of the means on.
+    Conjugate gradients go to it from the mean of the means on.
     """
     dtype = posteriors[0].mean.dtype
     precisions: list[KronDecomposed] = []
@@ -204,7 +220,10 @@ def product(
         precisions.append(la.posterior_precision)
 
     def times(precision: KronDecomposed, weights: torch.Tensor) -> torch.Tensor:
-        return precision.bmm(weights.to(dtype)[None], exponent=1)[0].double()
+        # The host multiplies several vectors at once, in the posterior's precision.
+        vectors = weights.to(dtype)[None]
+        (product_of_weights,) = precision.bmm(vectors, exponent=1)
+        return product_of_weights.double()
 
     def times_sum(weights: torch.Tensor) -> torch.Tensor:
         products = [times(precision, weights) for precision in precisions]
@@ -266,12 +285,12 @@ def merged_by_peft(
     """
     merge = PEFTS[way]
     # The root, as PEFT takes, since both factors of a product are merged.
-    halves = torch.full((len(weights),), 0.5).sqrt().to(weights[0])
+    halves = torch.full((len(weights),), 0.5).sqrt()
+    halves = halves.to(weights[0])
     sizes = [block.weight.numel() for block in blocks]
     adapters = [each.split(sizes) for each in weights]
     merged: list[torch.Tensor] = []
-    for place, block in enumerate(blocks):
-        of_block = [adapter[place] for adapter in adapters]
+    for block, *of_block in zip(blocks, *adapters, strict=True):
         if "lora_" in block.known_as:
             merged.append(merge(of_block, halves, DENSITY))
         else:

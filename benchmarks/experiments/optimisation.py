@@ -39,7 +39,7 @@ from laplace_lora_ext.metrics import quality_of_numbers
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.numbers import NumberPrediction
 
-# Adam is at the maximum after these: a test finds next to no slope.
+# Adam is at the maximum after these: a test finds next to no slope there.
 EVIDENCE_STEPS = 100
 EVIDENCE_RATE = 0.1
 PLAIN = "Gaussian process on frozen features"
@@ -103,7 +103,8 @@ class Search:
     def improvement(self, prediction: NumberPrediction) -> list[int]:
         """Choose by the expected improvement of the outputs, without noise.
 
-        A measurement that happens to come out high is no better molecule.
+        A measurement that happens to come out high is no better molecule. Molecules of
+        one round are chosen as if each were measured alone.
         """
         improvement = expected_improvement(
             mean=prediction.mean[:, 0],
@@ -144,7 +145,10 @@ def by_last_layer(search: Search, share: float) -> Proposal:
     everything = laplace_lora_ext.Laplace(model, "regression", modules_to_save=True)
     head = [block.known_as for block in everything.blocks if block.kind == "head"]
     la = laplace_lora_ext.Laplace(
-        model, "regression", modules_to_save=True, weight_names=head
+        model,
+        "regression",
+        modules_to_save=True,
+        weight_names=head,
     )
     prediction = predicted(search, la)
     return Proposal(search.improvement(prediction), prediction)
@@ -156,10 +160,12 @@ def by_stock_kron(search: Search, share: float) -> Proposal:
     la = Laplace(
         model.logits_model,
         "regression",
+        # All that requires a gradient: LoRA weights and head.
         subset_of_weights="all",
         hessian_structure="kron",
     )
-    la.fit(search.pretrained.loader(in_columns(search.known)))
+    known = in_columns(search.known)
+    la.fit(search.pretrained.loader(known))
     choose_by_evidence(la)
     means = []
     variances = []
@@ -178,7 +184,8 @@ def by_exact_ggn(search: Search, share: float) -> Proposal:
     pretrained = search.pretrained
     la = exact_ggn(pretrained, model, search.known, targets_of(search.known))
     choose_by_evidence(la)
-    prediction = la.predict(*outputs_and_gradients(pretrained, model, search.pool))
+    outputs, gradients = outputs_and_gradients(pretrained, model, search.pool)
+    prediction = la.predict(outputs, gradients)
     return Proposal(search.improvement(prediction), prediction)
 
 
@@ -240,7 +247,8 @@ def predicted(search: Search, la: LoRALaplace) -> NumberPrediction:
 
 def choose_by_evidence(la: Any) -> None:
     """Choose prior precision and noise by the evidence, alike for all posteriors."""
-    # Of their logarithms all values are allowed.
+    # Of their logarithms all values are allowed, and both begin at 1: targets are
+    # standardised.
     logarithms = torch.zeros(2, requires_grad=True)
     optimizer = torch.optim.Adam([logarithms], lr=EVIDENCE_RATE)
     for _ in range(EVIDENCE_STEPS):
@@ -287,12 +295,14 @@ def measured(
     known = pretrained.data[TRAIN]
     pool = pretrained.data[TEST]
     search = Search(pretrained, seed, n=options.batch, known=known, pool=pool)
+    # All have been measured: the pool's targets are only kept from the rules.
     highest = targets_of([*known, *pool]).max().item()
     propose = RULES[name]
     for _ in range(options.rounds):
         started = time.perf_counter()
         proposal = propose(search, options.share)
         seconds = time.perf_counter() - started
+        # Choosing without looking predicts nothing.
         nll = None
         if proposal.prediction is not None:
             targets = targets_of(search.pool)
@@ -330,6 +340,7 @@ def text_of(
         "deviations of the molecules known first; seconds of a round, training and "
         "prediction included. Mean ± standard deviation over seeds."
     )
+    # Rows of a seed end with its last round.
     n_last = rows[-1]["measured"]
     last = [row for row in rows if row["measured"] == n_last]
     return [

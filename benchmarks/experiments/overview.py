@@ -39,6 +39,7 @@ COLUMNS = [
     "fit_seconds",
     "predict_seconds",
 ]
+RUN = ["task", "seed"]
 FILES = ("calibration.json", "stages.json")
 SPANS = ("regret", "fit_seconds", "predict_seconds")
 PANELS = {"nll": "NLL above the least of the task", "ece": "ECE"}
@@ -59,6 +60,7 @@ def _mixtures() -> Iterator[Keys]:
         yield Keys(f"staged_map_{count}", "held_out_temperature")
     yield Keys("label_smoothing", "held_out")
     yield Keys("staged_map_1_student", "swapped")
+    # A loop each: what predicts at the same price stands together.
     for count in COUNTS:
         yield Keys(f"staged_{count}", "held_out", "mean_field")
     for count in COUNTS:
@@ -96,13 +98,15 @@ def run(options: Overview) -> Iterator[Result]:
     # Every task counts alike, whatever the number of its seeds.
     over_tasks = of_tasks.groupby("name", sort=False)
     of_all = over_tasks[COLUMNS].mean().reset_index()
+    shown_columns = ["name", *COLUMNS]
+    parts = [table(records(of_all), shown_columns)]
     seeds = {}
     for task, rows in frame.groupby("task", sort=False):
         seeds[task] = sorted(set(rows["seed"]))
-    parts = [table(records(of_all), ["name", *COLUMNS])]
     for task, rows in of_tasks.groupby("task", sort=False):
-        parts.append(f"{task}, seeds {', '.join(map(str, seeds[task]))}:")
-        parts.append(table(rows.to_dict("records"), ["name", *COLUMNS]))
+        listed = ", ".join(str(seed) for seed in seeds[task])
+        parts.append(f"{task}, seeds {listed}:")
+        parts.append(table(rows.to_dict("records"), shown_columns))
     against = run_by_run(frame, options.ours)
     parts.append(f"{options.ours}, against each method run by run:")
     parts.append(table(against))
@@ -113,6 +117,7 @@ def run(options: Overview) -> Iterator[Result]:
         "against": against,
     }
     yield figures, parts
+    # After the figures, which make the folder.
     draw(of_tasks, options.output / "overview.png")
     draw_costs(over_cost(of_tasks), options.output / "costs.png")
 
@@ -126,13 +131,17 @@ def run_by_run(frame: Frame, ours: str) -> list[Row]:
     of_ours = frame[frame["name"] == ours]
     rows = []
     for name, other in frame.groupby("name", sort=False):
-        both = of_ours.merge(other, on=["task", "seed"], suffixes=("", "_other"))
+        # Only runs that have both: not every run has every method.
+        both = of_ours.merge(other, on=RUN, suffixes=("", "_other"))
+        has_lower_nll = both["nll"] < both["nll_other"]
+        has_lower_ece = both["ece"] < both["ece_other"]
+        differences = both["accuracy"] - both["accuracy_other"]
         row: Row = {
             "name": name,
             "runs": len(both),
-            "lower_nll": int((both["nll"] < both["nll_other"]).sum()),
-            "lower_ece": int((both["ece"] < both["ece_other"]).sum()),
-            "accuracy_difference": span(both["accuracy"] - both["accuracy_other"]),
+            "lower_nll": int(has_lower_nll.sum()),
+            "lower_ece": int(has_lower_ece.sum()),
+            "accuracy_difference": span(differences),
         }
         for key in SPANS:
             row[key] = span(other[key])
@@ -151,7 +160,7 @@ def span(values: Frame) -> str | None:
 def read_all(folders: Sequence[Path]) -> Frame:
     """Read the rows to show from several runs, each once: MAP is in every run."""
     frame = pd.concat([read(folder) for folder in folders], ignore_index=True)
-    return frame.drop_duplicates(["name", "task", "seed"])
+    return frame.drop_duplicates(["name", *RUN])
 
 
 def read(folder: Path) -> Frame:
@@ -163,14 +172,15 @@ def read(folder: Path) -> Frame:
         task=figures["task"]["name"],
     )
     # Not every experiment measures every column.
-    return frame.reindex(columns=["name", "task", "seed", *COLUMNS])
+    return frame.reindex(columns=["name", *RUN, *COLUMNS])
 
 
 def read_figures(folder: Path) -> Figures:
     """Read what a run of `calibration` or `stages` has written."""
     candidates = [folder / name for name in FILES]
-    (file,) = (candidate for candidate in candidates if candidate.exists())
-    return json.loads(file.read_text(encoding="utf-8"))
+    (file,) = [candidate for candidate in candidates if candidate.exists()]
+    content = file.read_text(encoding="utf-8")
+    return json.loads(content)
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
@@ -188,17 +198,23 @@ def keys_of(row: Row) -> Keys:
 
 def over_cost(rows: Frame) -> Lines:
     """Find NLL and forward passes of a prediction, a point for each method."""
-    least = rows.groupby("task")["nll"].transform("min")
-    # Tasks differ in how hard they are; what counts is how far a method is from the
-    # best.
-    above = rows.assign(nll=rows["nll"] - least)
-    columns = ["forward_passes", "nll"]
-    means = above.groupby("name", sort=False)[columns].mean()
+    above = rows.assign(nll=above_the_least(rows))
+    by_method = above.groupby("name", sort=False)
+    means = by_method[["forward_passes", "nll"]].mean()
     points = {}
     # A method whose costs were not measured has no place in the diagram.
     for name, passes, nll in means.dropna().itertuples():
         points[str(name)] = Line([passes], [nll])
     return points
+
+
+def above_the_least(rows: Frame) -> Frame:
+    """Subtract from each NLL the least one of its task.
+
+    Tasks differ in how hard they are; what counts is how far a method is from the best.
+    """
+    nll = rows["nll"]
+    return nll - rows.groupby("task")["nll"].transform("min")
 
 
 def draw_costs(points: Lines, path: Path) -> None:
@@ -218,12 +234,13 @@ def draw_costs(points: Lines, path: Path) -> None:
 
 def draw(rows: Frame, path: Path) -> None:
     """Draw NLL and ECE of every method in two panels, a mark per task."""
+    # In inches: a line of text for each method, below a title.
     height = 0.3 * rows["name"].nunique() + 1.5
     figure = Figure(figsize=(10, height), layout="constrained")
     nll, ece = figure.subplots(1, 2, sharey=True)
-    least = rows.groupby("task")["nll"].transform("min")
-    _draw_marks(nll, rows.assign(value=rows["nll"] - least), PANELS["nll"])
-    _draw_marks(ece, rows.assign(value=rows["ece"]), PANELS["ece"])
+    above = rows.assign(nll=above_the_least(rows))
+    _draw_marks(nll, above, "nll")
+    _draw_marks(ece, rows, "ece")
     # Tables begin at the top.
     nll.invert_yaxis()
     explain_beside(figure, [nll])
@@ -233,12 +250,12 @@ def draw(rows: Frame, path: Path) -> None:
 def _draw_marks(
     panel: Axes,
     rows: Frame,
-    title: str,
+    figure: str,
 ) -> None:
-    """Draw the column "value" of every method, and its mean over the tasks."""
+    """Draw a figure of every method, and its mean over the tasks."""
     for task, of_task in rows.groupby("task", sort=False):
-        panel.plot(of_task["value"], of_task["name"], "o", label=task)
-    means = rows.groupby("name", sort=False)["value"].mean()
+        panel.plot(of_task[figure], of_task["name"], "o", label=task)
+    means = rows.groupby("name", sort=False)[figure].mean()
     panel.plot(means, means.index, "k|", markersize=14, label="mean")
-    panel.set(xlabel=title, xlim=(0, None))
+    panel.set(xlabel=PANELS[figure], xlim=(0, None))
     panel.grid(axis="y", alpha=0.3)

@@ -18,9 +18,10 @@ from benchmarks.report import Result, Row, over_seeds, paired_differences, say, 
 from benchmarks.training import Checkpoints, Recipe, Records, read_or_train, train
 from laplace_lora_ext import LoRALaplace
 
-CHOOSING_SEED = 0
+CHOOSING_SEED = 0  # one is enough: weights are powers of ten
 REPLAYED_AN_INTENT = 5
 QUALITIES = ("accuracy", "nll")
+IDENTITY = ("name", "seed", "weight")  # of a course
 
 
 class Memory:
@@ -54,13 +55,18 @@ class OldWeights(Memory):
     def keep(self, records: Records) -> None:
         """Copy the weights."""
         del records
-        self._old = [weight.detach().clone() for weight in self.model.trained_weights]
+        weights = self.model.trained_weights
+        # Clones: training goes on in place.
+        self._old = [weight.detach().clone() for weight in weights]
 
     def penalty(self) -> torch.Tensor:
         """Sum the squares over LoRA weights and head."""
+        weights = self.model.trained_weights
         squares = []
-        for weight, old in zip(self.model.trained_weights, self._old, strict=True):
-            squares.append((weight - old).square().sum())
+        for weight, old in zip(weights, self._old, strict=True):
+            distance = weight - old
+            squares.append(distance.square().sum())
+        # Half of them, as a Gaussian's logarithm has it.
         return torch.stack(squares).sum() / 2
 
 
@@ -68,6 +74,7 @@ class Posteriors(Memory):
     """One posterior a domain, over LoRA weights and head; their penalties add up."""
 
     name = "Remember, one posterior a domain"
+    # From Bayes' rule, which is a weight of 1, on.
     weights = (1.0, 10.0, 100.0)
     structure: ClassVar[str] = "lowrank_kron"
 
@@ -81,11 +88,13 @@ class Posteriors(Memory):
             self.model.model,
             "classification",
             hessian_structure=self.structure,
+            # The head is trained on every domain, and forgets as well.
             modules_to_save=True,
         )
         # All texts are of one domain, so that one row is the offset of all.
         some_label = records[0]["labels"]
         offset = self.domains.outside[some_label]
+        batches = self.domains.pretrained.loader(records)
 
         def leave_the_domain(module: Any, inputs: Any, output: Any) -> Any:
             output.logits = output.logits + offset.to(output.logits)
@@ -93,13 +102,14 @@ class Posteriors(Memory):
 
         # Training had the same offsets: the Fisher has to be that of its loss.
         hook = self.model.model.register_forward_hook(leave_the_domain)
-        la.fit(self.domains.pretrained.loader(records), progress_bar=False)
+        la.fit(batches, progress_bar=False)
         hook.remove()
         self._posteriors.append(la)
 
     def penalty(self) -> torch.Tensor:
         """Add up the posteriors' penalties, as the callback `Remember` does."""
-        return torch.stack([la.penalty() for la in self._posteriors]).sum()
+        penalties = [la.penalty() for la in self._posteriors]
+        return torch.stack(penalties).sum()
 
 
 OURS = Posteriors.name
@@ -135,7 +145,14 @@ class Replay(Memory):
         return self._kept
 
 
-METHODS: tuple[type[Memory], ...] = (Memory, OldWeights, Diagonals, Replay, Posteriors)
+# Nothing comes first, as the floor; ours comes last, behind all its rivals.
+METHODS: tuple[type[Memory], ...] = (
+    Memory,
+    OldWeights,
+    Diagonals,
+    Replay,
+    Posteriors,
+)
 
 
 @dataclass(frozen=True)
@@ -150,24 +167,27 @@ class Course:
 
     def rows(self, n_domains: int) -> Iterator[Row]:
         """Learn as many domains; measure all of these after each."""
-        model = AdaptedModel(untrained(self.domains.pretrained, self.seed))
-        memory = self.method(self.domains, model)
+        domains = self.domains
+        model = AdaptedModel(untrained(domains.pretrained, self.seed))
+        memory = self.method(domains, model)
         for place in range(n_domains):
-            new = self.domains.train[place]
+            new = domains.train[place]
             say(self.options, self.seed, self.method.name, self.weight, place)
             # In the first domain nothing is remembered yet.
             weight = None if place == 0 else self.weight
             self._learn(model, memory, new, weight)
             learnt = place + 1
             for tested in range(n_domains):
+                quality = self._quality(model, domains.test[tested])
                 yield {
                     "name": self.method.name,
                     "weight": self.weight,
                     "seed": self.seed,
                     "learnt": learnt,
-                    "domain": self.domains.names[tested],
-                    **self._quality(model, self.domains.test[tested]),
+                    "domain": domains.names[tested],
+                    **quality,
                 }
+            # Nothing is learnt after the last.
             if learnt < n_domains:
                 memory.keep(new)
 
@@ -184,8 +204,10 @@ class Course:
 
         def loss_of(batch: Any) -> torch.Tensor:
             labels = batch["labels"]
+            # Replayed texts are of other domains than the rest of their batch.
             offsets = self.domains.outside.to(labels.device)[labels]
-            loss = cross_entropy(model.logits_model(batch) + offsets, labels)
+            logits = model.logits_model(batch) + offsets
+            loss = cross_entropy(logits, labels)
             if weight is None:
                 return loss
             # The loss is a mean over the new texts, the penalty a sum over the old.
@@ -203,7 +225,8 @@ class Course:
 
         settings = asdict(pretrained.hyperparameters)
         key: list[Any] = ["domains", settings, records, self.seed]
-        # Methods without a weight differ by their records alone, if at all.
+        # Methods without a weight differ by their records alone, if at all: the first
+        # domain is learnt once for all methods.
         if weight is not None:
             key += [self.method.name, weight]
         read_or_train(model.model, key, self.options.cache, trained)
@@ -211,11 +234,13 @@ class Course:
     def _quality(self, model: AdaptedModel, records: Records) -> Row:
         """Measure the model among the intents of the texts' domain."""
         labels = torch.tensor([record["labels"] for record in records])
-        logits = model.logits(self.domains.pretrained.prediction_loader(records))
+        batches = self.domains.pretrained.prediction_loader(records)
+        logits = model.logits(batches)
         logits += self.domains.outside[labels]
-        right = (logits.argmax(-1) == labels).double().mean()
+        predicted = logits.argmax(-1)
+        is_right = predicted == labels
         return {
-            "accuracy": right.item(),
+            "accuracy": is_right.double().mean().item(),
             "nll": cross_entropy(logits, labels).item(),
         }
 
@@ -228,7 +253,8 @@ def run(options: Remember) -> Iterator[Result]:
         chosen[method] = None
         if method.weights:
             of_method = list(_tried(method, options))
-            chosen[method] = min(of_method, key=itemgetter("nll"))["weight"]
+            best = min(of_method, key=itemgetter("nll"))
+            chosen[method] = best["weight"]
             tried += of_method
     rows: list[Row] = []
     for seed in options.seeds:
@@ -256,6 +282,7 @@ def _tried(method: type[Memory], options: Remember) -> Iterator[Row]:
         last = [row for row in course.rows(2) if row["learnt"] == 2]
         tried: Row = {"name": method.name, "weight": weight}
         for key in QUALITIES:
+            # Over both: what is kept of the old may be bought by learning less new.
             tried[key] = mean(row[key] for row in last)
         yield tried
 
@@ -264,49 +291,59 @@ def summaries(domains: Domains, rows: Sequence[Row]) -> list[Row]:
     """Sum up each method and seed: means over the domains learnt so far."""
     courses: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
-        courses.setdefault((row["seed"], row["name"]), []).append(row)
+        seed_and_name = (row["seed"], row["name"])
+        course = courses.setdefault(seed_and_name, [])
+        course.append(row)
     return [_summary(domains.names, course) for course in courses.values()]
 
 
 def _summary(domains: Sequence[str], course: Sequence[Row]) -> Row:
     """Sum up the rows of one method and seed."""
-    summary: Row = {key: course[0][key] for key in ("name", "seed", "weight")}
+    first = course[0]
+    summary: Row = {key: first[key] for key in IDENTITY}
     # After the first domain nothing can be forgotten: all methods are alike.
     for n_learnt in range(2, len(domains) + 1):
+        learnt = domains[:n_learnt]
         after = [row for row in course if row["learnt"] == n_learnt]
-        known = [row for row in after if row["domain"] in domains[:n_learnt]]
+        known = [row for row in after if row["domain"] in learnt]
         for key in QUALITIES:
-            summary[f"{key}_after_{n_learnt}"] = mean(row[key] for row in known)
-    for row in course:
-        if row["learnt"] == len(domains):
-            summary[f"{row['domain']}_at_the_end"] = row["accuracy"]
+            of_domains = [row[key] for row in known]
+            summary[f"{key}_after_{n_learnt}"] = mean(of_domains)
+    at_the_end = [row for row in course if row["learnt"] == len(domains)]
+    for row in at_the_end:
+        summary[f"{row['domain']}_at_the_end"] = row["accuracy"]
     return summary
 
 
 def text_of(
-    domains: Domains, options: Remember, tried: Sequence[Row], rows: Sequence[Row]
+    domains: Domains,
+    options: Remember,
+    tried: Sequence[Row],
+    rows: Sequence[Row],
 ) -> list[str]:
     """Put the figures in words and tables."""
     by_seed = summaries(domains, rows)
-    measured = [key for key in by_seed[0] if key not in ("name", "seed", "weight")]
-    ends = [key for key in measured if key.startswith(("accuracy_", "nll_"))]
+    measured = [key for key in by_seed[0] if key not in IDENTITY]
+    # Not those of each domain at the end: they are in the means already.
+    means = [key for key in measured if key.startswith(("accuracy_", "nll_"))]
     settings = domains.pretrained.hyperparameters
-    sizes = f"{len(domains.train[0])} training and {len(domains.test[0])} test texts"
+    n_train = len(domains.train[0])
+    n_test = len(domains.test[0])
     seeds = {row["seed"] for row in rows}
     words = (
-        f"{', then '.join(domains.names)}: {sizes} a domain, {settings.steps} steps "
-        f"each, {len(seeds)} seeds. One head has the intents "
-        "of all; a text's domain is known, in training and test, and the softmax is "
-        "over its intents. Accuracy and NLL are means over the domains learnt so far, "
-        "and at the end there is the accuracy on each. Mean ± standard deviation over "
-        "seeds."
+        f"{', then '.join(domains.names)}: {n_train} training and {n_test} test texts "
+        f"a domain, {settings.steps} steps each, {len(seeds)} seeds. One head has the "
+        "intents of all; a text's domain is known, in training and test, and the "
+        "softmax is over its intents. Accuracy and NLL are means over the domains "
+        "learnt so far, and at the end there is the accuracy on each. Mean ± standard "
+        "deviation over seeds."
     )
     beside = f"Each method minus {OURS!r}, of the same seed; mean ± standard error:"
     choice = (
         f"Weights tried on two domains of {options.chosen_on}, learnt in turn (means "
         "over both); the lowest NLL chooses:"
     )
-    differences = paired_differences(by_seed, OURS, ends)
+    differences = paired_differences(by_seed, OURS, means)
     return [
         words,
         table(over_seeds(by_seed, ("name",), measured)),

@@ -46,8 +46,8 @@ def measured(
     model = fine_tune(pretrained, rest, seed)
 
     def row(rival: str, name: str, members: Members) -> Row:
-        probabilities = members.predict(loaders)[HELD]
-        figures = quality(probabilities, labels)
+        predicted = members.predict(loaders)
+        figures = quality(predicted[HELD], labels)
         return {"seed": seed, "rival": rival, "settings": name, **figures}
 
     yield row(TRAINED, TRAINED, Members.of([model]))
@@ -66,7 +66,8 @@ def text_of(pretrained: Pretrained, rows: list[Row]) -> list[str]:
         "training, and predicted."
     )
     settings = table(over_seeds(rows, ["settings"], FIGURES))
-    return [words, settings, *(_chosen(rows, rival) for rival in _rivals(rows))]
+    choices = [_chosen(rows, rival) for rival in _rivals(rows)]
+    return [words, settings, *choices]
 
 
 def _rivals(rows: list[Row]) -> list[str]:
@@ -77,11 +78,13 @@ def _rivals(rows: list[Row]) -> list[str]:
 
 def _chosen(rows: list[Row], rival: str) -> str:
     """Say which settings of a rival are chosen, or that all of them fail."""
-    means = as_frame(rows).groupby(["rival", "settings"], sort=False)[list(FIGURES)]
-    of_settings = means.mean()
-    least = of_settings.loc[(TRAINED, TRAINED), "accuracy"] - MOST_LOST
-    of_rival = of_settings.loc[rival]
-    accurate = of_rival[of_rival["accuracy"] > least]
+    by_settings = as_frame(rows).groupby(["rival", "settings"], sort=False)
+    means = by_settings[list(FIGURES)].mean()
+    accuracy = means.loc[(TRAINED, TRAINED), "accuracy"]
+    of_rival = means.loc[rival]
+    is_accurate = of_rival["accuracy"] > accuracy - MOST_LOST
+    accurate = of_rival[is_accurate]
     if accurate.empty:
         return f"{rival} fails: its settings lose {100 * MOST_LOST:g} points or more."
-    return f"{rival}: {accurate['nll'].idxmin()} is chosen, by NLL."
+    best = accurate["nll"].idxmin()
+    return f"{rival}: {best} is chosen, by NLL."

@@ -15,7 +15,7 @@ from laplace_lora_ext.metrics import N_BINS
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.text.scores import score
 
-LONGEST_ANSWER = 16  # tokens
+LONGEST_ANSWER = 16  # tokens, more than names and types take
 REPETITIONS = 3
 
 
@@ -41,14 +41,16 @@ def quality(
     p = torch.cat(p_of_labels)
     hit = torch.cat(hits)
     # A binary question: is the most probable token right?
+    # A mean of probabilities may be above 1 by rounding, which the measure refuses.
     confidence = torch.cat(confidences).clamp(0, 1)
     error = binary_calibration_error(confidence, hit.long(), N_BINS, norm="l1")
     # A token's probability may be too small for its precision.
     smallest = torch.finfo(p.dtype).tiny
+    log_p = p.clamp_min(smallest).log()
     return {
         "tokens": len(hit),
         "token_accuracy": hit.double().mean().item(),
-        "nll": -p.clamp_min(smallest).log().mean().item(),
+        "nll": -log_p.mean().item(),
         "ece": error.item(),
     }
 
@@ -63,10 +65,12 @@ def write_answers(
     written = []
     wrong = []
     for part in by_length(texts, batch_size):
+        # Without draws: all methods judge the same answers, the model's own.
         answers, _ = written_behind(la, tokenizer, part, draws=0)
         for one, answer in zip(part, answers, strict=True):
             written.append(Written(one.prompt, answer))
-            wrong.append(answer.strip() != one.answer.strip())
+            is_right = answer.strip() == one.answer.strip()
+            wrong.append(not is_right)
     return written, wrong
 
 
@@ -77,9 +81,8 @@ def written_behind(
     draws: int,
 ) -> tuple[list[str], int]:
     """Write greedy answers, and count how many tokens they took."""
-    prompts = tokenizer(
-        [one.prompt for one in texts], padding=True, return_tensors="pt"
-    )
+    asked = [one.prompt for one in texts]
+    prompts = tokenizer(asked, padding=True, return_tensors="pt")
     output = la.generate(
         input_ids=prompts["input_ids"],
         attention_mask=prompts["attention_mask"],
@@ -90,6 +93,7 @@ def written_behind(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
+    # What is generated begins with the prompts.
     _, length = prompts["input_ids"].shape
     new = output.sequences[:, length:]
     answers = tokenizer.batch_decode(new, skip_special_tokens=True)
@@ -166,7 +170,8 @@ def _differences(
     some: Sequence[str],
     others: Sequence[str],
 ) -> int:
-    return sum(one != other for one, other in zip(some, others, strict=True))
+    pairs = zip(some, others, strict=True)
+    return sum(one != other for one, other in pairs)
 
 
 def relative_cost(

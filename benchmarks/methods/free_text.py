@@ -39,7 +39,9 @@ class Predictor:
     ) -> tuple[torch.Tensor, Iterable[torch.Tensor], torch.Tensor]:
         """Compute logits `(N, V)`, those of each draw, and the labels `(N,)`."""
         logits, tokens = self.la.tokens(batch)
-        return logits / self.temperature, self.draws(batch), tokens
+        tempered = logits / self.temperature
+        # Draws come one by one, when they are read: all of them are much.
+        return tempered, self.draws(batch), tokens
 
 
 class Writer(AdaptedModel):
@@ -56,10 +58,11 @@ def scaled(la: LowRankKronLoRALaplace, validation: Iterable[Any]) -> Predictor:
     logits = []
     tokens = []
     for batch in validation:
-        of_batch, labels = la.tokens(batch)
-        logits.append(of_batch)
-        tokens.append(labels)
-    temperature = fit_temperature(torch.cat(logits), torch.cat(tokens))
+        logits_of_batch, tokens_of_batch = la.tokens(batch)
+        logits.append(logits_of_batch)
+        tokens.append(tokens_of_batch)
+    labels = torch.cat(tokens)
+    temperature = fit_temperature(torch.cat(logits), labels)
     return Predictor(la, temperature=temperature)
 
 
@@ -95,4 +98,6 @@ def training_free(
 def token_loss(model: Any, batch: Any) -> torch.Tensor:
     """Compute a batch's mean loss of labelled tokens."""
     targets = model.targets(batch)
-    return cross_entropy(model(batch), targets[targets != IGNORED])
+    # The model gives logits for labelled places alone.
+    labels = targets[targets != IGNORED]
+    return cross_entropy(model(batch), labels)

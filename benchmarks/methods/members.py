@@ -24,8 +24,8 @@ from laplace_lora_ext.predictive.moments import Moments, centred, mixed
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import Hyperparameters
 
-DRAWS = 256  # of the logits, for entropies
-AT_ONCE = 64  # texts whose logits are drawn together
+DRAWS = 256  # of the logits, for entropies, which have no closed form
+AT_ONCE = 64  # texts whose logits are drawn together: those of all take gigabytes
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Posteriors:
         """
         of_members = []
         for member, chosen in zip(self.members, self.choices, strict=True):
+            # A copy: the posterior itself keeps what was chosen for it.
             la = copy(member.la)
             la.hyperparameters = chosen
             moments = member.moments(name, factor * chosen.prior_precision)
@@ -81,15 +82,17 @@ class Posteriors:
     ) -> Prediction:
         """Predict data sets; measure the regret by the labels of the test texts."""
         mean = {name: self.probabilities(name) for name in names}
+        # One by one, as they are read: each is as large as the prediction.
         tried = (self.probabilities(TEST, factor) for factor in FACTORS)
         priors = torch.stack([chosen.prior_precision for chosen in self.choices])
+        signs = {name: self._signs(name, mean[name]) for name in names}
         return Prediction(
             mean,
             prior,
             LINK,
             chosen=geometric_mean(priors),
             regret=regret_of(mean[TEST], tried, labels),
-            signs={name: self._signs(name, mean[name]) for name in names},
+            signs=signs,
         )
 
     def _signs(
@@ -102,11 +105,14 @@ class Posteriors:
         for member, chosen in zip(self.members, self.choices, strict=True):
             moments = member.moments(name, chosen.prior_precision)
             scaled.append(moments.scaled(chosen.logit_scale))
+        parts_of_mean = mean.split(AT_ONCE)
         parts = [moments.split(AT_ONCE) for moments in scaled]
         epistemic = []
-        for of_mean, *of_members in zip(mean.split(AT_ONCE), *parts, strict=True):
+        for of_mean, *of_members in zip(parts_of_mean, *parts, strict=True):
+            # As many draws of each member: a mixture takes each of them as likely.
             draws = torch.cat([_drawn(moments) for moments in of_members])
-            epistemic.append(Decisions.of_draws(of_mean, draws).epistemic_entropy)
+            decisions = Decisions.of_draws(of_mean, draws)
+            epistemic.append(decisions.epistemic_entropy)
         f_mu = torch.stack([moments.f_mu for moments in scaled])
         f_var = torch.stack([moments.f_var for moments in scaled])
         _, covariance = mixed(f_mu, f_var)
@@ -161,10 +167,10 @@ def with_temperature(
 ) -> Prediction:
     """Divide log-probabilities by a temperature that held-out texts choose."""
     temperature = fit_temperature(_log(held), labels)
-    tempered = {
-        name: (_log(each) / temperature).softmax(-1)
-        for name, each in prediction.probabilities.items()
-    }
+    tempered = {}
+    for name, each in prediction.probabilities.items():
+        logits = _log(each) / temperature
+        tempered[name] = logits.softmax(-1)
     prior = Prior(
         f"{prediction.prior.key}_tempered",
         f"{prediction.prior.title}, then a temperature",
@@ -174,6 +180,7 @@ def with_temperature(
         probabilities=tempered,
         prior=prior,
         chosen=temperature,
+        # Both are of the prediction without a temperature.
         regret=None,
         signs={},
     )
@@ -181,4 +188,5 @@ def with_temperature(
 
 def _log(probabilities: torch.Tensor) -> torch.Tensor:
     """Take logarithms; a probability of 0 counts as the smallest positive number."""
-    return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
+    smallest = torch.finfo(probabilities.dtype).tiny
+    return probabilities.clamp_min(smallest).log()

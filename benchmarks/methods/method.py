@@ -56,7 +56,10 @@ class Members:
             for name, loader in loaders.items():
                 logits = torch.cat([logits_of(batch).cpu() for batch in loader])
                 draws[name].append(logits.softmax(-1))
-        return {name: torch.stack(of_set).mean(0) for name, of_set in draws.items()}
+        means = {}
+        for name, of_set in draws.items():
+            means[name] = torch.stack(of_set).mean(0)
+        return means
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ def with_dropout(model: AdaptedModel, _: DataLoader) -> Members:
 
 def last_checkpoints(model: AdaptedModel, _: DataLoader) -> Members:
     """Predict with the last checkpoints of one training; the model ends at the last."""
-    steps = list(model.checkpoints)[-CHECKPOINTS_IN_ENSEMBLE:]
+    all_steps = list(model.checkpoints)
+    steps = all_steps[-CHECKPOINTS_IN_ENSEMBLE:]
 
     def checkpoints() -> Iterator[LogitsOf]:
         for step in steps:
@@ -117,6 +121,7 @@ def other_seeds(model: AdaptedModel, _: DataLoader) -> Members:
 def ensemble(model: AdaptedModel) -> list[AdaptedModel]:
     """Train other seeds up to the same step as a model, which is the first of them."""
     assert model.another is not None
+    # A model may have been taken back to an earlier checkpoint, for a curve of them.
     step = max(model.checkpoints)
     members = [model]
     for number in range(1, ENSEMBLE_SIZE):
@@ -135,7 +140,7 @@ def fit_temperature(
     """
     if logits.dim() == 2:
         logits = logits[None]
-    # Of its logarithm any value is a temperature.
+    # Of its logarithm any value is a temperature, and 0 leaves the logits as they are.
     log_temperature = torch.zeros((), requires_grad=True)
     optimizer = torch.optim.LBFGS(
         [log_temperature], max_iter=100, line_search_fn="strong_wolfe"
@@ -143,10 +148,11 @@ def fit_temperature(
 
     def closure() -> float:
         optimizer.zero_grad()
+        tempered = logits / log_temperature.exp()
         # The logarithm of a mean of probabilities, in which no small one is lost.
-        members = (logits / log_temperature.exp()).log_softmax(-1)
-        mean = members.logsumexp(0) - math.log(len(members))
-        loss = nll_loss(mean, labels)
+        log_p = tempered.log_softmax(-1)
+        log_mean = log_p.logsumexp(0) - math.log(len(log_p))
+        loss = nll_loss(log_mean, labels)
         loss.backward()
         return loss.item()
 

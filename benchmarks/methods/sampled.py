@@ -17,7 +17,7 @@ from benchmarks.methods.method import LogitsOf, Members
 from benchmarks.models import AdaptedModel
 from benchmarks.training import Hyperparameters, Recipe, Weights
 
-SAMPLES = 10
+SAMPLES = 10  # as in the tables of these rivals' papers
 DEVIATION = ".deviation"  # after a weight's name: its standard deviation
 
 Noise = Callable[[torch.Generator], Weights]
@@ -28,7 +28,7 @@ def sampled(
     noise: Noise,
     draws: int = SAMPLES,
 ) -> Members:
-    """Draw noise on the model's weights, as many times as for the papers' tables."""
+    """Draw noise on the model's weights, and predict with each draw."""
 
     def drawn() -> Iterator[LogitsOf]:
         # Every data set, and every size of noise, gets the same draws.
@@ -50,7 +50,7 @@ MOST_CHANGED = 0.01  # share of the training texts whose class may change
 REACH_OF_NOISE = (1e-4, 10.0)
 # Halved ten times, five decades leave a size that is right to about 1 %.
 BISECTIONS = 10
-MOST_TEXTS = 500
+MOST_TEXTS = 500  # to look for changes in: each size of noise predicts all of them
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,16 @@ def training_free(
     lower, upper = (math.log(end) for end in REACH_OF_NOISE)
     for _ in range(BISECTIONS):
         middle = (lower + upper) / 2
-        tried = sampled(model, replace(noise, sigma=math.exp(middle)), draws)
+        noise_tried = replace(noise, sigma=math.exp(middle))
+        tried = sampled(model, noise_tried, draws)
         is_changed = _predicted_classes(tried, texts) != classes
         if is_changed.double().mean() <= MOST_CHANGED:
             lower = middle
         else:
             upper = middle
-    return sampled(model, replace(noise, sigma=math.exp(lower)), draws)
+    # The lower end has kept the classes; the upper one has not.
+    noise_found = replace(noise, sigma=math.exp(lower))
+    return sampled(model, noise_found, draws)
 
 
 def _noise_for(model: AdaptedModel) -> NoiseOfLoraA:
@@ -111,7 +114,8 @@ def _first_batches(train: Iterable[Any]) -> list[Any]:
     batch_size = 1
     if isinstance(train, DataLoader) and train.batch_size is not None:
         batch_size = train.batch_size
-    return list(islice(train, MOST_TEXTS // batch_size))
+    n_batches = MOST_TEXTS // batch_size
+    return list(islice(train, n_batches))
 
 
 def _predicted_classes(
@@ -132,7 +136,8 @@ def noise_basis(B: torch.Tensor) -> torch.Tensor:
     # A singular value this small is 0 but for rounding.
     precision = torch.finfo(B.dtype).eps
     rounding = max(B.shape) * precision * d.amax()
-    return Vh.mT * torch.where(d > rounding, 1 / d, 0)
+    reciprocal = torch.where(d > rounding, 1 / d, 0)
+    return Vh.mT * reciprocal
 
 
 # --- methods that train again ---------------------------------------------------------
@@ -184,7 +189,9 @@ class BLoB(Recipe):
         for name, module in list(model.named_modules()):
             if "lora_A." in name and isinstance(module, nn.Linear):
                 spread = torch.empty_like(module.weight)
-                nn.init.uniform_(spread, self.start / math.sqrt(2), self.start)
+                # Deviations are squares: from half of the largest one to this.
+                least = self.start / math.sqrt(2)
+                nn.init.uniform_(spread, least, self.start)
                 module.register_parameter("spread", nn.Parameter(spread))
                 module.register_forward_hook(self._add_noise)
 
@@ -200,8 +207,10 @@ class BLoB(Recipe):
         (x,) = inputs
         signs_of_inputs = torch.randn_like(x).sign()
         signs_of_outputs = torch.randn_like(output).sign()
-        noise = module.spread.square() * torch.randn_like(module.spread)
-        return output + (x * signs_of_inputs) @ noise.mT * signs_of_outputs
+        deviation = module.spread.square()
+        noise = deviation * torch.randn_like(deviation)
+        of_outputs = (x * signs_of_inputs) @ noise.mT
+        return output + of_outputs * signs_of_outputs
 
     def after_step(
         self,
@@ -213,7 +222,8 @@ class BLoB(Recipe):
         """Take a step down the divergence from the prior."""
         # The last batches of an epoch carry most of its divergence.
         place = (step - 1) % steps_an_epoch + 1
-        rate = self.learning_rate * pace * 2.0 ** (place - steps_an_epoch - 1)
+        share = 2.0 ** (place - steps_an_epoch - 1)
+        rate = self.learning_rate * pace * share
         variance = self.prior_deviation**2
         with torch.no_grad():
             for module in model.modules():
@@ -221,7 +231,8 @@ class BLoB(Recipe):
                 if isinstance(module, nn.Linear) and isinstance(spread, nn.Parameter):
                     weight = module.weight
                     weight -= rate * weight / variance
-                    spread -= rate * (2 * spread**3 / variance - 2 / spread)
+                    slope = 2 * spread**3 / variance - 2 / spread
+                    spread -= rate * slope
 
     def deviations(
         self,
@@ -292,8 +303,9 @@ class IVONLoRA(Recipe):
         deviation = (1 / precision).sqrt()
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # The optimizer keeps one long vector, in the order of the parameters.
-        parts = deviation.split([weight.numel() for weight in trained.values()])
+        sizes = [weight.numel() for weight in trained.values()]
+        parts = deviation.split(sizes)
         deviations = {}
-        for (name, weight), part in zip(trained.items(), parts, strict=True):
-            deviations[name + DEVIATION] = part.view_as(weight)
+        for name, part in zip(trained, parts, strict=True):
+            deviations[name + DEVIATION] = part.view_as(trained[name])
         return deviations

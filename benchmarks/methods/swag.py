@@ -45,9 +45,11 @@ class SWAG(Recipe):
         warmup = settings.warmup_steps
         if steps_done < warmup:
             return steps_done / warmup
-        falling = max(1, self._before_tail(settings) - warmup)
-        fallen = min(1.0, (steps_done - warmup) / falling)
-        return 1 - fallen * (1 - self.rate)
+        # Warming up may last until the tail begins, where few steps are asked for.
+        n_falling = max(1, self._before_tail(settings) - warmup)
+        fallen = (steps_done - warmup) / n_falling
+        share_fallen = min(1.0, fallen)
+        return 1 - share_fallen * (1 - self.rate)
 
     def kept_steps(self, settings: Hyperparameters) -> list[int]:
         """List the steps of the iterates."""
@@ -57,8 +59,12 @@ class SWAG(Recipe):
         return [first + tail * number // count for number in range(1, count + 1)]
 
     def _before_tail(self, settings: Hyperparameters) -> int:
-        """Count the steps before the tail, which has two at least."""
-        return min(round((1 - self.tail) * settings.steps), settings.steps - 2)
+        """Count the steps before the tail, which has two at least.
+
+        One iterate has no deviations.
+        """
+        before = round((1 - self.tail) * settings.steps)
+        return min(before, settings.steps - 2)
 
 
 @dataclass(frozen=True)
@@ -75,24 +81,28 @@ class Iterates:
         All iterates are in memory, so that deviations are from the mean of all, and not
         from that of the iterates so far.
         """
-        mean = {}
+        means = {}
         deviations = {}
         for name in iterates[0]:
             of_weight = torch.stack([weights[name] for weights in iterates])
-            mean[name] = of_weight.mean(0)
-            deviations[name] = of_weight - mean[name]
-        return cls(mean, deviations)
+            mean = of_weight.mean(0)
+            means[name] = mean
+            deviations[name] = of_weight - mean
+        return cls(means, deviations)
 
     def __call__(self, generator: torch.Generator) -> Weights:
         """Draw how far all weights are from the mean."""
-        count = len(next(iter(self.deviations.values())))
-        # The same numbers for all weights, which thus vary together.
+        some_weight = next(iter(self.deviations.values()))
+        count = len(some_weight)
         # Two covariances share the whole, hence the roots of 2.
-        shared = torch.randn(count, generator=generator) / math.sqrt(2 * (count - 1))
+        divisor = math.sqrt(2 * (count - 1))
+        # The same numbers for all weights, which thus vary together.
+        shared = torch.randn(count, generator=generator) / divisor
         drawn = {}
         for name, deviations in self.deviations.items():
             own = torch.randn(deviations.shape[1:], generator=generator)
-            spread = deviations.square().mean(0).sqrt()
+            variance = deviations.square().mean(0)
+            spread = variance.sqrt()
             diagonal = spread * own.to(spread) / math.sqrt(2)
             together = torch.tensordot(shared.to(deviations), deviations, dims=1)
             drawn[name] = diagonal + together
@@ -110,7 +120,9 @@ def of_iterates(
     """
     assert model.retrained is not None
     other = model.retrained(recipe)
-    noise = Iterates.of(list(other.checkpoints.values()))
+    iterates = list(other.checkpoints.values())
+    noise = Iterates.of(iterates)
     last = max(other.checkpoints)
-    at_mean = replace(other, checkpoints={last: noise.mean}).at(last)
-    return sampled(at_mean, noise)
+    # As if training had ended at the mean: draws are around the weights that it has.
+    averaged = replace(other, checkpoints={last: noise.mean})
+    return sampled(averaged.at(last), noise)

@@ -62,8 +62,12 @@ class Balanced:
         if self.unseen is not None:
             known = {_folded(text) for of_class in texts.values() for text in of_class}
             of_unseen = self._texts_by_class([self.unseen], options, seed)
+            # A generator of its own: what is drawn here changes none of the other sets.
             examples = self._foreign(
-                of_unseen, known, sizes.shifted, random.Random(seed)
+                of_unseen,
+                known,
+                sizes.shifted,
+                random.Random(seed),
             )
             if examples:  # a few files may have none
                 shifted[self.unseen] = examples
@@ -83,10 +87,13 @@ class Balanced:
         classes = list(self.classes)
         if self.shifted is not None:
             classes.append(self.shifted)
-        by_class: dict[str, dict[str, Text]] = {name: {} for name in classes}
+        by_class: dict[str, dict[str, Text]] = {}
+        for name in classes:
+            by_class[name] = {}
         for name, text in self.find(libraries, options, seed):
             if name in by_class:
                 by_class[name][_folded(text)] = text
+        # A text that two classes have is no fair question.
         n_classes = Counter(folded for texts in by_class.values() for folded in texts)
         return {
             name: [text for folded, text in texts.items() if n_classes[folded] == 1]
@@ -122,9 +129,9 @@ class Balanced:
     ) -> list[Example]:
         """Take examples out of the texts that are left, the classes by turns."""
         labels = [place % len(self.classes) for place in range(count)]
-        for label, asked in Counter(labels).items():
-            name = self.classes[label]
-            if asked > len(texts[name]):
+        n_asked = Counter(labels)
+        for label, name in enumerate(self.classes):
+            if n_asked[label] > len(texts[name]):
                 raise ValueError(f"{name} has too few texts; ask for fewer.")
         examples = []
         for label in labels:

@@ -29,8 +29,9 @@ def raised(tree: ast.AST) -> Iterator[tuple[str, str]]:
         match node:
             case ast.Raise(exc=ast.Call(func=ast.Name(id=name), args=[message, *_])):
                 text = masked(literal(message))
+                n_words = len(text.split())
                 # A message that names its exception would give the answer away.
-                if len(text.split()) >= MINIMUM_WORDS and name not in text:
+                if n_words >= MINIMUM_WORDS and name not in text:
                     yield name, text
 
 
@@ -50,10 +51,13 @@ def find_commented(
     """Yield pairs of a comment and a line, every second with another line."""
     generator = random.Random(seed)
     for path in drawn_files(libraries, options, seed):
-        pairs = list(commented(path.read_text(encoding="utf-8")))
+        source = path.read_text(encoding="utf-8")
+        pairs = list(commented(source))
+        # Of the same file: a line of another would be too easy to tell.
+        lines = {line for _, line in pairs}
         for place, (comment, line) in enumerate(pairs):
             # Sorted, so that the same seed draws the same line in every process.
-            others = sorted({other for _, other in pairs} - {line})
+            others = sorted(lines - {line})
             if not others:
                 continue
             is_right = place % 2
@@ -66,7 +70,8 @@ def commented(source: str) -> Iterator[tuple[str, str]]:
     for match in COMMENTED.finditer(source):
         comment = match["comment"].strip()
         line = match["line"].strip()
-        if len(comment.split()) >= MINIMUM_WORDS and len(line) >= MINIMUM_LETTERS:
+        n_words = len(comment.split())
+        if n_words >= MINIMUM_WORDS and len(line) >= MINIMUM_LETTERS:
             yield comment, line
 
 

@@ -28,10 +28,12 @@ def find(options: Text, seed: int) -> Iterator[Written]:
         yield from find_functions(options, seed)
         return
     for parameter in read_parameters(DESCRIBED, options, seed):
+        description = parameter.description
+        # An answer begins with a space, as a word does to most tokenizers.
         if options.task == "parameters":
-            yield Written(f"{parameter.description}\nParameter:", f" {parameter.name}")
+            yield Written(f"{description}\nParameter:", f" {parameter.name}")
         elif parameter.type in TYPES:
-            yield Written(f"{parameter.description}\nType:", f" {parameter.type}")
+            yield Written(f"{description}\nType:", f" {parameter.type}")
 
 
 def find_functions(options: Text, seed: int) -> Iterator[Written]:
@@ -52,7 +54,11 @@ def read(
             by_prompt[one.prompt.casefold()] = one
     texts = list(by_prompt.values())
     random.Random(seed).shuffle(texts)
-    sizes = (options.train_examples, options.validation_examples, options.test_examples)
+    sizes = (
+        options.train_examples,
+        options.validation_examples,
+        options.test_examples,
+    )
     if sum(sizes) > len(texts):
         raise ValueError(
             f"{options.task} has only {len(texts)} short texts; ask for fewer."
@@ -67,10 +73,12 @@ def collate(tokenizer: Any, texts: list[Written]) -> Any:
         prompt = tokenizer(one.prompt)["input_ids"]
         # The two are tokenized apart, so that no token is part of both.
         answer = tokenizer(one.answer, add_special_tokens=False)["input_ids"]
+        # The end is learnt too: whoever writes has to stop.
         answer = [*answer, tokenizer.eos_token_id]
+        of_prompt = [IGNORED] * len(prompt)
         record = {
             "input_ids": prompt + answer,
-            "labels": [IGNORED] * len(prompt) + answer,
+            "labels": of_prompt + answer,
         }
         records.append(record)
     pad = transformers.DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED)

@@ -25,15 +25,17 @@ def functions(tree: ast.AST) -> Iterator[Example]:
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
             continue
         summary = first_paragraph(ast.get_docstring(node) or "")
+        # Behind the docstring; where there is no code, what it does can't be asked.
         _, *code = node.body
         if len(summary.split()) < MINIMUM_WORDS or not code:
             continue
-        found = [part for statement in code for part in ast.walk(statement)]
-        labels = [
-            any(isinstance(part, signs) for part in found) for signs in SIGNS.values()
-        ]
+        parts = [part for statement in code for part in ast.walk(statement)]
+        labels = []
+        for signs in SIGNS.values():
+            is_there = any(isinstance(part, signs) for part in parts)
+            labels.append(int(is_there))
         text = f"{spoken(node.name)} : {summary}"
-        yield Example(text, None, labels=tuple(map(int, labels)))
+        yield Example(text, None, labels=tuple(labels))
 
 
 FUNCTIONS = Drawn(

@@ -48,6 +48,7 @@ class MultipleChoice:
         sources = [Source(*self.dataset, split) for split in ("train", "test")]
         train, test = read_sources(sources, options.data)
         sizes = SIZES.asked(options)
+        # One generator for all sets, which are drawn in this order.
         rng = random.Random(seed)
         return Task(
             name=self.name,
@@ -72,7 +73,8 @@ class MultipleChoice:
         shifted = {}
         for dataset in (ARC_EASY, ARC_CHALLENGE):
             _, configuration = dataset
-            (rows,) = read_sources([Source(*dataset, "test")], data)
+            source = Source(*dataset, "test")
+            (rows,) = read_sources([source], data)
             shifted[configuration] = _examples(rows, self.shifted_example, count, rng)
         return shifted
 
@@ -84,7 +86,12 @@ def _examples(
     rng: random.Random,
 ) -> list[Example]:
     """Draw examples of the questions with four choices."""
-    kept = [row for row in rows if len(row["choices"]["text"]) == len(LETTERS)]
+    kept = []
+    for row in rows:
+        choices = row["choices"]["text"]
+        # By texts too, though they could be more or fewer: both ask the same questions.
+        if len(choices) == len(LETTERS):
+            kept.append(row)
     rng.shuffle(kept)
     examples = [to_example(row) for row in kept[:count]]
     return [example for example in examples if example is not None]

@@ -76,7 +76,9 @@ def entries(docstring: str) -> list[Entry]:
     section = PARAMETERS.search(textwrap.dedent(docstring))
     if section is None:
         return []
-    return [Entry(*groups) for groups in PARAMETER.findall(section[1] + "\n")]
+    # The last entry may end with the text, and an entry's pattern with a line.
+    text = section[1] + "\n"
+    return [Entry(*groups) for groups in PARAMETER.findall(text)]
 
 
 def read_parameters(
@@ -97,9 +99,9 @@ def described(
 ) -> Iterator[Parameter]:
     """Yield the parameters that a source's public docstrings describe."""
     for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith(
-            "_"
-        ):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        if node.name.startswith("_"):
             continue
         docstring = ast.get_docstring(node) or ""
         summary = first_paragraph(docstring)
@@ -120,7 +122,8 @@ def described(
 
 def first_word_of(written: str) -> str:
     """Return the first word of a type as a docstring has it, a key of `TYPES`."""
-    return re.split(r"[,;\s]", written)[0].strip("`")
+    words = re.split(r"[,;\s]", written)
+    return words[0].strip("`")
 
 
 def find_types(
@@ -155,6 +158,7 @@ def pairs(
         description = parameter.description.casefold()
         first.setdefault(description, parameter)
         summaries[parameter.file].add(parameter.summary)
+        # Functions share parameters: what belongs to another must not count as wrong.
         owners[description].add(parameter.summary)
     for place, (description, parameter) in enumerate(first.items()):
         # Sorted, so that the same seed draws the same summary in every process.
@@ -210,7 +214,9 @@ def paragraphs(tree: ast.AST) -> Iterator[tuple[str, str]]:
                 # An entry's first line, its name and type, would give the section away.
                 indented = [line for line in lines if line.startswith("    ")]
                 text = masked(" ".join(indented or lines))
-                if len(text.split()) in PARAGRAPH_WORDS and ">>>" not in text:
+                n_words = len(text.split())
+                # Code would give the section of examples away.
+                if n_words in PARAGRAPH_WORDS and ">>>" not in text:
                     yield section, text
 
 

@@ -26,9 +26,11 @@ def with_full_stop(text: str) -> str:
 
 def winogrande(row: Row) -> Example:
     """Ask which of two options fills the gap."""
+    sentence = row["sentence"]
     first = with_full_stop(row["option1"])
     second = with_full_stop(row["option2"])
-    prompt = f"{SELECT} {row['sentence']} Choices: A. {first} B {second} Answer:"
+    # As it is: a full stop after "B" would be another prompt than the authors'.
+    prompt = f"{SELECT} {sentence} Choices: A. {first} B {second} Answer:"
     label = ("1", "2").index(row["answer"])
     return Example(prompt, label)
 
@@ -39,14 +41,15 @@ def four_choices(
     label: int,
 ) -> Example | None:
     """Ask which of four choices is right; None if there aren't four."""
+    # A few questions of ARC have three or five, for which there is no letter's class.
     if len(choices) != len(LETTERS):
         return None
-    lettered = [
-        f"{letter}. {with_full_stop(choice)}"
-        for letter, choice in zip(LETTERS, choices, strict=True)
-    ]
+    lettered = []
+    for letter, choice in zip(LETTERS, choices, strict=True):
+        lettered.append(f"{letter}. {with_full_stop(choice)}")
     listed = " ".join(lettered)
-    return Example(f"{SELECT} {question} Choices: {listed} Answer:", label)
+    prompt = f"{SELECT} {question} Choices: {listed} Answer:"
+    return Example(prompt, label)
 
 
 def arc(row: Row) -> Example | None:
@@ -64,6 +67,7 @@ def openbookqa(row: Row) -> Example | None:
 
 def boolq_label(row: Row) -> int:
     """Read BoolQ's answer, whose field has two names."""
+    # SuperGLUE's copy calls it "label", and the original data "answer".
     if "label" in row:
         return int(row["label"])
     return int(row["answer"])
@@ -71,8 +75,10 @@ def boolq_label(row: Row) -> int:
 
 def boolq(row: Row) -> Example:
     """Ask whether something is true according to a passage."""
+    question = row["question"]
     passage = with_full_stop(row["passage"])
-    prompt = f"{TRUE_OR_FALSE} {row['question']} Context: {passage}"
+    # Without "Answer:", which the template has for choices only.
+    prompt = f"{TRUE_OR_FALSE} {question} Context: {passage}"
     return Example(prompt, boolq_label(row))
 
 

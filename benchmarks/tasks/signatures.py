@@ -20,7 +20,7 @@ from benchmarks.tasks.sources import UNSEEN_LIBRARY, in_each
 from benchmarks.tasks.task import UNLABELLED, Example, Sizes
 
 CLASSES = tuple(WRITTEN_TYPES)
-N_PARAMETERS = range(2, 9)
+N_PARAMETERS = range(2, 9)  # more would leave no room for the summary
 MINIMUM_KNOWN = 2  # parameters whose type is one of the classes
 # Parameters come first, so that none is cut off.
 SIGNATURES = replace(ENCODER, maximum_length=48)
@@ -43,12 +43,14 @@ def signatures(tree: ast.AST) -> Iterator[Example]:
         words: list[str] = []
         classes: list[int] = []
         for entry, kind in zip(parameters, types, strict=True):
+            label = UNLABELLED if kind is None else CLASSES.index(kind)
             words += [entry.name, ","]
-            classes += [UNLABELLED if kind is None else CLASSES.index(kind), UNLABELLED]
+            classes += [label, UNLABELLED]
         # The name and the summary tell what the parameters are of.
-        others = [*spoken(node.name).split(), ":", *summary.split()]
-        text = " ".join([*words, *others])
-        yield Example(text, None, word_labels=(*classes, *[UNLABELLED] * len(others)))
+        others = f"{spoken(node.name)} : {summary}".split()
+        words += others
+        classes += [UNLABELLED] * len(others)
+        yield Example(" ".join(words), None, word_labels=tuple(classes))
 
 
 PARAMETER_TYPES = Drawn(

@@ -28,14 +28,18 @@ class Example(NamedTuple):
     @property
     def identity(self) -> object:
         """Return what no two examples share: the labelled words, or the text."""
-        return self.text if self.word_labels is None else self.labelled_words
+        if self.word_labels is None:
+            return self.text
+        # Many functions have the same parameters, whose types would be known by heart.
+        return self.labelled_words
 
     @property
     def labelled_words(self) -> tuple[str, ...]:
         """List the words that have a class."""
-        assert isinstance(self.text, str)
+        assert isinstance(self.text, str)  # a pair has no classes of words
         assert self.word_labels is not None
-        pairs = zip(self.text.split(), self.word_labels, strict=True)
+        words = self.text.split()
+        pairs = zip(words, self.word_labels, strict=True)
         return tuple(word for word, label in pairs if label != UNLABELLED)
 
 
@@ -50,6 +54,8 @@ class Task:
     test: Sequence[Example]
     shifted: Mapping[str, Sequence[Example]] = field(default_factory=dict)
     truncation_side: Side = "right"  # where a text is cut that is too long
+
+    # A task's examples are all of one kind: the first tells which.
 
     @property
     def has_choices(self) -> bool:
@@ -76,6 +82,7 @@ class Sizes(NamedTuple):
 
     def asked(self, options: TextRun) -> "Sizes":
         """Return the numbers that options ask for, or else these."""
+        # None asks for nothing, and 0 is no number of texts that could be asked for.
         return Sizes(
             train=options.train_examples or self.train,
             test=options.test_examples or self.test,
