@@ -20,8 +20,9 @@ from benchmarks.report import (
     seeds_of,
     table,
 )
+from benchmarks.rounds import Rounds
 from benchmarks.tasks.task import Example, Task
-from benchmarks.training import Records, UpperLayers, divided_at
+from benchmarks.training import UpperLayers
 from laplace_lora_ext.acquisitions import entropy, margin
 from laplace_lora_ext.metrics import quality
 
@@ -30,16 +31,11 @@ PLAIN = "random"
 FIGURES = ("accuracy", "nll")
 
 
-@dataclass(frozen=True)
-class Round:
-    """A model that is trained on what is labelled, and what it may choose from."""
+@dataclass
+class Labelling(Rounds):
+    """Texts that are labelled by rounds, and the model that is trained on them."""
 
-    pretrained: Pretrained
     model: AdaptedModel
-    labelled: Records
-    pool: Records
-    n: int
-    seed: int
 
     def probabilities(self) -> torch.Tensor:
         """Predict the pool with the trained model."""
@@ -47,47 +43,39 @@ class Round:
         return self.model.logits(batches).softmax(-1)
 
 
-def at_random(this: Round) -> list[int]:
-    """Choose without looking."""
-    # Another draw in each round.
-    generator = torch.Generator().manual_seed(this.seed + len(this.labelled))
-    order = torch.randperm(len(this.pool), generator=generator)
-    return order[: this.n].tolist()
-
-
-def by_entropy(this: Round) -> list[int]:
+def by_entropy(this: Labelling) -> list[int]:
     """Choose those of which the trained model is least sure."""
     doubts = entropy(this.probabilities())
     return doubts.topk(this.n).indices.tolist()
 
 
-def by_margin(this: Round) -> list[int]:
+def by_margin(this: Labelling) -> list[int]:
     """Choose those whose two first classes are nearest to each other."""
     doubts = margin(this.probabilities())
     return doubts.topk(this.n).indices.tolist()
 
 
-def by_core_set(this: Round) -> list[int]:
+def by_core_set(this: Labelling) -> list[int]:
     """Choose those that are unlike all that is labelled."""
     candidates = frozen_features(this.pretrained, this.pool)
-    known = frozen_features(this.pretrained, this.labelled)
+    known = frozen_features(this.pretrained, this.known)
     return k_centres(candidates, known, this.n)
 
 
-def by_bald(this: Round) -> list[int]:
+def by_bald(this: Labelling) -> list[int]:
     """Choose those whose labels tell most of the weights, each by itself."""
     return _by_posterior(this, "bald")
 
 
-def by_joint_information(this: Round) -> list[int]:
+def by_joint_information(this: Labelling) -> list[int]:
     """Choose those whose labels together tell most of the weights."""
     return _by_posterior(this, "batch_bald")
 
 
-def _by_posterior(this: Round, by: str) -> list[int]:
+def _by_posterior(this: Labelling, by: str) -> list[int]:
     """Fit a posterior over the LoRA weights, whose training texts choose its prior."""
     la = lowrank_kron(this.model)
-    loader = this.pretrained.loader(this.labelled)
+    loader = this.pretrained.loader(this.known)
     la.fit(loader, progress_bar=False)
     # By training texts: none of the few that have a label can be spared to choose.
     la.optimize_prior_precision(method="agreement", train_loader=loader)
@@ -96,8 +84,8 @@ def _by_posterior(this: Round, by: str) -> list[int]:
     return places.tolist()
 
 
-RULES: dict[str, Callable[[Round], list[int]]] = {
-    PLAIN: at_random,
+RULES: dict[str, Callable[[Labelling], list[int]]] = {
+    PLAIN: Labelling.at_random,
     "entropy of the model": by_entropy,
     "margin of the model": by_margin,
     "core-set": by_core_set,
@@ -165,44 +153,35 @@ def measured(
     records = pretrained.data[TRAIN]  # the classes by turns
     n_first = TEXTS_TO_BEGIN * len(pretrained.task.classes)
     labelled = records[:n_first]
-    pool = records[n_first:]
     test = pretrained.prediction_loader(pretrained.data[TEST])
     labels = labels_of(pretrained.data[TEST])
     recipe = UpperLayers(pretrained.load().config.num_hidden_layers)
     model = fine_tune(pretrained, labelled, seed, recipe)
-    settings = pretrained.hyperparameters.for_share(options.share)
+    this = Labelling(
+        pretrained,
+        seed,
+        n=options.batch,
+        known=labelled,
+        pool=records[n_first:],
+        model=model,
+    )
     choose = RULES[name]
     for number in range(options.rounds + 1):
         figures = quality(model.logits(test).softmax(-1), labels)
         yield {
             "name": name,
             "seed": seed,
-            "labels": len(labelled),
+            "labels": len(this.known),
             "accuracy": figures["accuracy"],
             "nll": figures["nll"],
         }
         # The last training is measured only.
         if number == options.rounds:
             break
-        this = Round(
-            pretrained,
-            model,
-            labelled,
-            pool,
-            n=options.batch,
-            seed=seed,
-        )
+        places = choose(this)
         # In the order of a set, in which all figures have been measured.
-        chosen, pool = divided_at(pool, set(choose(this)))
-        labelled = labelled + chosen
-        # On all that is labelled, so that nothing that was learnt first is forgotten.
-        pretrained.train_or_read(
-            model.logits_model,
-            labelled,
-            settings,
-            seed + len(labelled),  # another order of the texts in each round
-            recipe,
-        )
+        this.learn(set(places))
+        this.train(model, recipe, options.share)
 
 
 def text_of(

@@ -28,6 +28,7 @@ from benchmarks.methods.priors import Prediction
 from benchmarks.options import Calibration
 from benchmarks.report import Figures, Result, Row, say
 
+# In the order of tables and measurements: MAP's predictions are the unit of costs.
 CONTESTANTS = (
     "map",
     "mc_dropout",
@@ -55,7 +56,7 @@ FIGURES = (
     "fit_seconds",
     "predict_seconds",
 )
-TIMED_BATCHES = 4  # of predictions
+TIMED_BATCHES = 4  # of predictions, which take stock classes seconds each
 REPETITIONS = 3
 
 
@@ -132,10 +133,9 @@ class Comparison:
         started = timer()
         probabilities = members.predict({TEST: self.tests.loaders[TEST]})
         predict_seconds = timer() - started
-        shifted = {
-            name: self.tests.loaders[name] for name in self.pretrained.task.shifted
-        }
         # They are no part of the time, which is that of the test texts.
+        shifted = dict(self.tests.loaders)
+        del shifted[TEST]
         probabilities |= members.predict(shifted)
         if self.bare_seconds is None:
             self.bare_seconds = predict_seconds
@@ -153,10 +153,13 @@ class Comparison:
         batches = self.pretrained.loader(self.pretrained.data[TRAIN])
         la.fit(batches, progress_bar=not self.pretrained.options.quiet)
         fit_seconds = timer() - started
-        predict_seconds = self.tests.seconds(
-            lambda batch: la(batch, link_approx="probit")
-        )
-        assert self.bare_seconds is not None
+
+        def predict(batch: Any) -> object:
+            # Links differ by little: the passes are the same.
+            return la(batch, link_approx="probit")
+
+        predict_seconds = self.tests.seconds(predict)
+        assert self.bare_seconds is not None  # MAP comes first
         costs = Costs(
             predict_seconds=predict_seconds,
             forward_passes=predict_seconds / self.bare_seconds,
@@ -197,7 +200,8 @@ class Tests:
                 predict(batch)
 
         timing = repeated_seconds(predict_some, REPETITIONS, clock=clock)
-        return timing.minimum * len(self.loaders[TEST]) / len(batches)
+        n_batches = len(self.loaders[TEST])
+        return timing.minimum * n_batches / len(batches)
 
     def row(
         self,
@@ -208,11 +212,8 @@ class Tests:
         """Measure probabilities of the test texts and each shifted set."""
         test = prediction.probabilities[TEST]
         labels = self.labels[TEST]
-        shifted = {
-            name: self._shifted(name, prediction)
-            for name in self.labels
-            if name != TEST
-        }
+        names = [name for name in self.labels if name != TEST]
+        shifted = {name: self._shifted(name, prediction) for name in names}
         return {
             "seed": self.seed,
             "method": method.key,
@@ -232,12 +233,15 @@ class Tests:
         """Measure predictions of a shifted set; quality only where a class is right."""
         labels = self.labels[name]
         figures = {}
-        if bool((labels != NO_CLASS).all()):
+        has_class = labels != NO_CLASS
+        if bool(has_class.all()):
             figures |= metrics.quality_with_aurc(prediction.probabilities[name], labels)
         signs = {}
+        # Shifted texts are to be told apart from the test texts.
         for of_set in (TEST, name):
             of_probabilities = metrics.signs_of(prediction.probabilities[of_set])
-            signs[of_set] = {**of_probabilities, **prediction.signs.get(of_set, {})}
+            others = prediction.signs.get(of_set, {})
+            signs[of_set] = {**of_probabilities, **others}
         return figures | metrics.shift_detection(signs[TEST], signs[name])
 
 
@@ -257,24 +261,27 @@ def text_of(
 ) -> list[str]:
     """Put rows of several seeds in words and a table."""
     task = pretrained.description
-    seeds = sorted({row["seed"] for row in rows})
     columns = list(figures)
+    # Copies: what is added for the table is no part of the figures.
     shown = [dict(row) for row in rows]
     for name in task["shifted"]:
-        title = f"AUROC of {name}"
-        columns.append(title)
+        auroc = f"AUROC of {name}"
+        nll = f"NLL of {name}"
+        columns.append(auroc)
+        # Foreign texts have no labels, and then no row has their loss.
         has_labels = "nll" in rows[0]["shifted"][name]
         if has_labels:
-            columns.append(f"NLL of {name}")
+            columns.append(nll)
         for row in shown:
             of_set = row["shifted"][name]
-            row[title] = of_set["shift_auroc"]
-            row[f"NLL of {name}"] = of_set.get("nll")
-    return [
+            row[auroc] = of_set["shift_auroc"]
+            row[nll] = of_set.get("nll")
+    words = (
         f"Task {task['name']}: {pretrained.hyperparameters.model} with LoRA, "
         f"{task['train']} training texts, {task['test']} test texts, "
         f"{len(task['classes'])} classes; shifted texts: "
-        f"{report.counts(task['shifted'])}. Seeds: {', '.join(map(str, seeds))}; mean "
-        "± standard deviation of several.",
-        report.table(report.over_seeds(shown, ["name", "chosen_by", "link"], columns)),
-    ]
+        f"{report.counts(task['shifted'])}. Seeds: {report.seeds_of(rows)}; mean "
+        "± standard deviation of several."
+    )
+    joined = report.over_seeds(shown, ["name", "chosen_by", "link"], columns)
+    return [words, report.table(joined)]

@@ -23,7 +23,7 @@ from benchmarks.options import Molecules
 from benchmarks.report import Figures, Result, Row, cell, over_seeds, say, table
 from benchmarks.tasks.balanced import ENCODER
 from benchmarks.tasks.task import Example, Task
-from benchmarks.training import Recipe, Records, read_or_train, train
+from benchmarks.training import Checkpoints, Recipe, Records, read_or_train, train
 from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.metrics import quality_of_numbers
 from laplace_lora_ext.predictive.moments import Moments
@@ -42,10 +42,19 @@ FIGURES = ("rmse", "nll", "coverage", "crps")
 
 
 class Unit(NamedTuple):
-    """Standardises targets by the training targets' mean and deviation."""
+    """Standardises targets by the training targets' mean and deviation.
+
+    Not by those of all targets, of which a method knows the training ones alone.
+    """
 
     mean: float
     std: float
+
+    @classmethod
+    def of(cls, targets: Sequence[float]) -> "Unit":
+        """Compute the unit of training targets."""
+        values = torch.tensor(targets, dtype=torch.float64)
+        return cls(values.mean().item(), values.std().item())
 
 
 def run(options: Molecules) -> Iterator[Result]:
@@ -76,22 +85,25 @@ def read(
     file = options.data / "molecules" / f"{options.task}.csv"
     if not file.exists():
         raise MissingDataError(f"There is no {file}.")
+    # Some molecules have several rows: a known one must not be predicted.
     frame = pd.read_csv(file).drop_duplicates("SMILES")
-    molecules = list(zip(frame["SMILES"], frame[PROPERTIES[options.task]], strict=True))
+    properties = frame[PROPERTIES[options.task]]
+    molecules = list(zip(frame["SMILES"], properties, strict=True))
     n_train, n_test = options.train_examples, options.test_examples
-    if n_train < 1 / HELD_OUT or n_train >= len(molecules):
+    n_least = 1 / HELD_OUT  # a fifth of fewer is less than one
+    n_most = len(molecules) - 1  # one at least is left to be predicted
+    if n_train < n_least or n_train > n_most:
         raise SystemExit(
-            f"--train-examples must be from {1 / HELD_OUT:.0f} to "
-            f"{len(molecules) - 1}: {options.task} has {len(molecules)} molecules."
+            f"--train-examples must be from {n_least:.0f} to {n_most}: "
+            f"{options.task} has {len(molecules)} molecules."
         )
     random.Random(seed).shuffle(molecules)
-    targets = torch.tensor(
-        [target for _, target in molecules[:n_train]], dtype=torch.float64
-    )
-    unit = Unit(targets.mean().item(), targets.std().item())
-    examples = [
-        Example(smiles, (target - unit.mean) / unit.std) for smiles, target in molecules
-    ]
+    known = [target for _, target in molecules[:n_train]]
+    unit = Unit.of(known)
+    examples = []
+    for smiles, target in molecules:
+        standardised = (target - unit.mean) / unit.std
+        examples.append(Example(smiles, standardised))
     task = Task(
         name=options.task,
         classes=[PROPERTIES[options.task]],
@@ -159,7 +171,8 @@ class Trial:
 
     def _row(self, name: str, prediction: NumberPrediction) -> Row:
         """Measure predictions of the test molecules."""
-        figures = quality_of_numbers(prediction, targets_of(self.pretrained.data[TEST]))
+        targets = targets_of(self.pretrained.data[TEST])
+        figures = quality_of_numbers(prediction, targets)
         return {
             "name": name,
             "seed": self.seed,
@@ -175,21 +188,23 @@ class Trial:
         settings = self.pretrained.hyperparameters
 
         def loss_of(batch: Any) -> torch.Tensor:
-            return mse_loss(adapted.logits_model(batch)[:, 0], batch["labels"])
+            outputs = adapted.logits_model(batch)
+            return mse_loss(outputs[:, 0], batch["labels"])
 
-        read_or_train(
-            adapted.model,
-            ["least squares", asdict(settings), records, self.seed],
-            self.options.cache,
-            lambda: train(
+        def trained() -> Checkpoints:
+            return train(
                 adapted.model,
                 self.pretrained.shuffled_loader(records, self.seed),
                 loss_of,
                 settings,
                 show_progress=not self.options.quiet,
                 recipe=Recipe(),
-            ),
-        )
+            )
+
+        # The loss is named in front: of classes an equal training would differ by it
+        # alone.
+        key = ["least squares", asdict(settings), records, self.seed]
+        read_or_train(adapted.model, key, self.options.cache, trained)
         return adapted
 
     def _outputs(
@@ -242,7 +257,9 @@ def text_of(
     """Put the figures in words and a table."""
     task = pretrained.task
     (of_what,) = task.classes
-    units = [row["unit"] for row in rows if row["name"] == rows[0]["name"]]
+    # Each method of a seed has its unit: the first method's are one of each seed.
+    first = rows[0]["name"]
+    units = [row["unit"] for row in rows if row["name"] == first]
     words = (
         f"{task.name} ({of_what}): {len(task.train)} training and {len(task.test)} "
         f"test molecules for each of {len(units)} seeds; targets in standard "

@@ -1,7 +1,7 @@
 """Bayesian optimisation: which molecules to measure next, to find the best one."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +32,8 @@ from benchmarks.report import (
     seeds_of,
     table,
 )
-from benchmarks.training import Records, UpperLayers, divided_at
+from benchmarks.rounds import Rounds
+from benchmarks.training import Records, UpperLayers
 from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
 from laplace_lora_ext.acquisitions import expected_improvement
 from laplace_lora_ext.metrics import quality_of_numbers
@@ -59,45 +60,24 @@ class LeastSquares(UpperLayers):
 
 
 @dataclass
-class Search:
-    """What is known, what may be measured next, and a model of what is known."""
+class Search(Rounds):
+    """Molecules that are measured by rounds, and a model of what is known."""
 
-    pretrained: Pretrained
-    seed: int
-    n: int
-    known: Records
-    pool: Records
-    model: AdaptedModel | None = None
+    model: AdaptedModel | None = None  # some rules have none
 
     @property
     def best(self) -> float:
         """The largest number that is known."""
         return targets_of(self.known).max().item()
 
-    @property
-    def round_seed(self) -> int:
-        """Return a seed for what this round draws, which is new in each round."""
-        return self.seed + len(self.known)
-
-    def measure(self, places: Sequence[int]) -> None:
-        """Move molecules of the pool to what is known."""
-        chosen, self.pool = divided_at(self.pool, places)
-        self.known = self.known + chosen
-
-    def train(self, share: float) -> AdaptedModel:
+    def trained(self, share: float) -> AdaptedModel:
         """Train on what is known, after the first time from where the weights are."""
         n_layers = self.pretrained.load().config.num_hidden_layers
         recipe = LeastSquares(n_layers)
         if self.model is None:
             self.model = fine_tune(self.pretrained, self.known, self.seed, recipe)
-            return self.model
-        self.pretrained.train_or_read(
-            self.model.logits_model,
-            self.known,
-            self.pretrained.hyperparameters.for_share(share),
-            self.round_seed,
-            recipe,
-        )
+        else:
+            self.train(self.model, recipe, share)
         return self.model
 
     def improvement(self, prediction: NumberPrediction) -> list[int]:
@@ -123,9 +103,7 @@ class Proposal(NamedTuple):
 
 def at_random(search: Search, _: float) -> Proposal:
     """Choose without looking."""
-    generator = torch.Generator().manual_seed(search.round_seed)
-    order = torch.randperm(len(search.pool), generator=generator)
-    return Proposal(order[: search.n].tolist(), None)
+    return Proposal(search.at_random(), None)
 
 
 def by_gaussian_process(search: Search, _: float) -> Proposal:
@@ -141,7 +119,7 @@ def by_gaussian_process(search: Search, _: float) -> Proposal:
 
 def by_last_layer(search: Search, share: float) -> Proposal:
     """Choose by the exact posterior of the head alone."""
-    model = search.train(share).model
+    model = search.trained(share).model
     everything = laplace_lora_ext.Laplace(model, "regression", modules_to_save=True)
     head = [block.known_as for block in everything.blocks if block.kind == "head"]
     la = laplace_lora_ext.Laplace(
@@ -156,7 +134,7 @@ def by_last_layer(search: Search, share: float) -> Proposal:
 
 def by_stock_kron(search: Search, share: float) -> Proposal:
     """Choose by laplace-torch's own Kron over LoRA weights and head."""
-    model = search.train(share)
+    model = search.trained(share)
     la = Laplace(
         model.logits_model,
         "regression",
@@ -180,7 +158,7 @@ def by_stock_kron(search: Search, share: float) -> Proposal:
 
 def by_exact_ggn(search: Search, share: float) -> Proposal:
     """Choose by what all posteriors over LoRA weights and head approximate."""
-    model = search.train(share)
+    model = search.trained(share)
     pretrained = search.pretrained
     la = exact_ggn(pretrained, model, search.known, targets_of(search.known))
     choose_by_evidence(la)
@@ -217,7 +195,7 @@ def by_thompson(search: Search, share: float) -> Proposal:
 
 def ours(search: Search, share: float) -> LowRankKronLoRALaplace:
     """Make our posterior over LoRA weights and head, which is still to be fitted."""
-    model = search.train(share).model
+    model = search.trained(share).model
     return laplace_lora_ext.Laplace(model, "regression", modules_to_save=True)
 
 
@@ -307,7 +285,7 @@ def measured(
         if proposal.prediction is not None:
             targets = targets_of(search.pool)
             nll = quality_of_numbers(proposal.prediction, targets)["nll"]
-        search.measure(proposal.places)
+        search.learn(proposal.places)
         yield {
             "name": name,
             "seed": seed,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from benchmarks.experiments.settings import HELD_OUT
-from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, held_out, prepare
+from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, prepare
+from benchmarks.held_out import held_out
 from benchmarks.methods.method import labels_of
 from benchmarks.methods.posteriors import lowrank_kron
 from benchmarks.options import Penalty
@@ -40,7 +40,7 @@ def run(options: Penalty) -> Iterator[Result]:
 
 def measured(pretrained: Pretrained, options: Penalty, seed: int) -> list[Row]:
     """Let held-out texts choose by every rule, again and again."""
-    rest, held = held_out(pretrained, HELD_OUT)
+    rest, held = held_out(pretrained)
     model = fine_tune(pretrained, rest, seed)
     la = lowrank_kron(model)
     la.fit(pretrained.loader(rest), progress_bar=not options.quiet)

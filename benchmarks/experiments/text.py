@@ -78,22 +78,23 @@ def measure(
     tokenizer.padding_side = "left"
 
     def batches(texts: list[Written]) -> list[Any]:
-        return [
-            collate(tokenizer, part) for part in by_length(texts, options.batch_size)
-        ]
+        parts = by_length(texts, options.batch_size)
+        return [collate(tokenizer, part) for part in parts]
 
     model = fine_tuned(options, seed, folder, train, tokenizer, device)
     training_seconds = time.perf_counter() - started
     la = posterior_of(model, seed)
+    # What comes is the same for a model that was trained and one that was read.
     torch.manual_seed(seed)
     la.fit(batches(train), progress_bar=not options.quiet)
     written, wrong = measures.write_answers(la, tokenizer, test, options.batch_size)
     batches_of_test = batches(test)
     batches_of_answers = batches(written)
     few_of_train = batches(train[:FEW_TEXTS])
+    offered = contestants(la, options, seed, few_of_train, batches(validation))
     rows = []
     detectors = []
-    for contestant in contestants(la, options, seed, few_of_train, batches(validation)):
+    for contestant in offered:
         elapsed = time.perf_counter() - started
         say(options, f"{contestant.name}, {contestant.chosen_by} ({elapsed:.0f} s)")
         method = {"name": contestant.name, "chosen_by": contestant.chosen_by}
@@ -101,9 +102,9 @@ def measure(
         begun = clock()
         quality = measures.quality(predictor, batches_of_test)
         seconds = clock() - begun
-        prior_precision = (
-            la.prior_precision.mean().item() if predictor.is_posterior else None
-        )
+        prior_precision = None
+        if predictor.is_posterior:
+            prior_precision = la.prior_precision.mean().item()
         rows.append(
             {
                 **method,
@@ -114,11 +115,14 @@ def measure(
         )
         for detector in measures.detection(predictor, batches_of_answers, wrong):
             detectors.append({**method, **detector})
+    # Under the predictive every token takes a pass for each draw.
     few_of_test = test[: options.written_examples]
+    # Batches are ordered by length, and a longer one is timed more surely.
+    *_, longest = batches(train)
     costs = {
         "wrong_answers": sum(wrong),
         **measures.speed(la, tokenizer, few_of_test, options.draws, clock),
-        **measures.relative_cost(la, batches(train)[-1], options.draws, clock),
+        **measures.relative_cost(la, longest, options.draws, clock),
         "training_seconds": training_seconds,
         "seconds": time.perf_counter() - started,
     }
@@ -173,6 +177,7 @@ def fine_tuned(
         batch_size=options.batch_size,
         maximum_length=0,  # texts are short, and none is cut
         rank=options.rank,
+        # As LoRA's settings have it elsewhere in the lab: 16 for a rank of 8.
         alpha=2 * options.rank,
         dropout=0.0,
         learning_rate=options.learning_rate,
