@@ -31,7 +31,7 @@ class Shape:
     layers: int
     intermediate_size: int
     heads: int = 4
-    vocabulary: int = 1000
+    vocabulary: int = 1000  # small: embeddings cost all methods alike
     rank: int = 8
     target_modules: tuple[str, ...] = ("q_proj", "v_proj")
     classes: int = 4
@@ -75,6 +75,7 @@ def _with_lora(
     )
     config.num_labels = shape.classes  # of a classifier
     dtype = getattr(torch, shape.dtype)
+    # Made where it is used: a large model has no room on the CPU first.
     with torch.device(device):
         base = auto_class.from_config(config, torch_dtype=dtype)
     lora = LoraConfig(

@@ -62,12 +62,11 @@ class Shape:
 
 def shapes_of(options: Gpu) -> list[Shape]:
     """List the models to measure, in the order asked for."""
-    known = {shape.name: shape for shape in all_shapes(options.tiny)}
-    return (
-        list(known.values())
-        if options.tiny
-        else [known[name] for name in options.models]
-    )
+    shapes = all_shapes(options.tiny)
+    if options.tiny:
+        return shapes
+    known = {shape.name: shape for shape in shapes}
+    return [known[name] for name in options.models]
 
 
 def all_shapes(tiny: bool) -> list[Shape]:
@@ -251,23 +250,26 @@ class Page:
             "texts": n_examples,
             "checkpointed": "yes" if setting.checkpointed else "no",
         }
-        batches = [
-            {key: value.to(self._device) for key, value in batch.items()}
-            for batch in random_batches(
-                n_examples,
-                self._options.batches,
-                setting.length,
-                shape.config.vocab_size,
-            )
-        ]
+        batches = random_batches(
+            n_examples,
+            self._options.batches,
+            setting.length,
+            shape.config.vocab_size,
+            self._device,
+        )
         jobs = Jobs(model, batches)
-        for name in Jobs.RIVALS if setting.with_rivals else Jobs.OURS:
+        names = Jobs.RIVALS if setting.with_rivals else Jobs.OURS
+        for name in names:
+            # Within a setting too: a job of a large model may take a minute.
             if self.is_over:
                 break
-            with self._reporting(", ".join(map(str, [*place.values(), name]))):
+            where = [str(value) for value in place.values()]
+            with self._reporting(", ".join([*where, name])):
                 try:
                     figures = self._cost(lambda name=name: jobs.run(name))
                 except torch.cuda.OutOfMemoryError:
+                    # Fewer texts are tried until they can be trained on. Another job
+                    # that these leave no room for has failed.
                     if name == "training step" and n_examples > 1:
                         return False
                     raise
@@ -281,7 +283,10 @@ class Page:
         return True
 
     def _cost(self, job: Callable[[], object]) -> Cost:
-        """Time the second call of a job, and take the peak of both."""
+        """Time the second call of a job, and take the peak of both.
+
+        What is loaded and chosen during the first one counts for no job.
+        """
         on_cuda = torch.device(self._device).type == "cuda"
         gc.collect()
         if on_cuda:
@@ -348,7 +353,9 @@ class Jobs:
         self._inputs = {
             key: value for key, value in batches[0].items() if key != "labels"
         }
-        self._weights = [w for n, w in model.named_parameters() if ".lora_" in n]
+        self._weights = [
+            weight for name, weight in model.named_parameters() if ".lora_" in name
+        ]
         self._fitted: LowRankKronLoRALaplace | None = None
 
     @property
@@ -407,10 +414,13 @@ class Jobs:
         assert isinstance(targets, torch.Tensor)
         self._model.train()
         optimizer = torch.optim.AdamW(self._weights, lr=0.0)
-        log_p = LogitsModel(self._model, ANSWERS).log_probs(self._inputs)[
-            :, : len(ANSWERS)
-        ]
-        nn.functional.kl_div(log_p, targets.to(log_p), reduction="batchmean").backward()
+        log_p = LogitsModel(self._model, ANSWERS).log_probs(self._inputs)
+        # The answers come first, and then what is left to all other tokens.
+        of_answers = log_p[:, : len(ANSWERS)]
+        divergence = nn.functional.kl_div(
+            of_answers, targets.to(of_answers), reduction="batchmean"
+        )
+        divergence.backward()
         optimizer.step()
         optimizer.zero_grad()
         self._model.eval()
@@ -465,17 +475,15 @@ def exactness(
     labels = torch.tensor([0, 1, 2], device=device)
     la.fit([{**batch, "labels": labels}])
     _, f_var = la.predictive_moments(batch)
-    H = la.H.to_matrix().double() + torch.eye(la.n_params, device=device).double()
+    # The prior precision is 1.
+    prior = torch.eye(la.n_params, device=device).double()
+    H = la.H.to_matrix().double() + prior
     wide = expected.double()
-    covariance = torch.einsum(
-        "bcp,bdp->bcd",
-        wide,
-        torch.linalg.solve(H, wide.flatten(0, 1).mT).mT.view_as(wide),
-    )
+    solved = torch.linalg.solve(H, wide.flatten(0, 1).mT)
+    covariance = torch.einsum("bcp,bdp->bcd", wide, solved.mT.view_as(wide))
     figures["covariance"] = relative(f_var, covariance)
-    evidence = (
-        la.log_likelihood.double() - (la.mean.double().square().sum() + H.logdet()) / 2
-    )
+    squared_norm = la.mean.double().square().sum()
+    evidence = la.log_likelihood.double() - (squared_norm + H.logdet()) / 2
     figures["evidence"] = relative(la.log_marginal_likelihood(), evidence)
     return figures
 
@@ -489,12 +497,12 @@ def by_rows(
     for weight in weights:
         weight.requires_grad_(True)
     logits = model(batch)
-    rows = [
-        torch.cat(
-            [g.flatten() for g in torch.autograd.grad(f, weights, retain_graph=True)]
-        )
-        for f in logits.flatten()
-    ]
+    rows = []
+    for logit in logits.flatten():
+        # All logits share one graph.
+        gradients = torch.autograd.grad(logit, weights, retain_graph=True)
+        row = torch.cat([gradient.flatten() for gradient in gradients])
+        rows.append(row)
     return torch.stack(rows).view(*logits.shape, -1)
 
 
@@ -503,8 +511,10 @@ def relative(
     expected: torch.Tensor,
 ) -> float:
     """Compute the largest difference, relative to the largest number."""
-    found, expected = found.detach().double(), expected.detach().double()
-    return ((found - expected).abs().max() / expected.abs().max()).item()
+    found = found.detach().double()
+    expected = expected.detach().double()
+    largest_difference = (found - expected).abs().max()
+    return (largest_difference / expected.abs().max()).item()
 
 
 def random_model(
@@ -566,19 +576,26 @@ def quantize(model: nn.Module) -> None:
 
 
 def random_batches(
-    n_examples: int, n_batches: int, length: int, vocabulary: int
+    n_examples: int,
+    n_batches: int,
+    length: int,
+    vocabulary: int,
+    device: str,
 ) -> list[dict[str, torch.Tensor]]:
-    """Make batches of random tokens, all of one length."""
+    """Make batches of random tokens on the device, all of one length."""
+    # On the CPU: the same tokens for every device.
     generator = torch.Generator().manual_seed(0)
+    shape = (n_examples, length)
     batches = []
     for _ in range(n_batches):
-        tokens = torch.randint(1, vocabulary, (n_examples, length), generator=generator)
+        # From 1 on: 0 is padding.
+        tokens = torch.randint(1, vocabulary, shape, generator=generator)
         labels = torch.randint(len(ANSWERS), (n_examples,), generator=generator)
         batches.append(
             {
-                "input_ids": tokens,
-                "attention_mask": torch.ones_like(tokens),
-                "labels": labels,
+                "input_ids": tokens.to(device),
+                "attention_mask": torch.ones_like(tokens, device=device),
+                "labels": labels.to(device),
             }
         )
     return batches

@@ -158,15 +158,20 @@ def _ratio(
     unit: float | None,
 ) -> float | None:
     """Divide; None where there is no unit, or one too small to be seen."""
-    return figure / unit if unit and unit > 0 else None
+    if unit is None or unit <= 0:
+        return None
+    return figure / unit
 
 
 def _by_name(rows: Sequence[Row]) -> list[Row]:
     """Put rows of one name together, and the name in front."""
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    return [
-        {"name": name, **row} for name in names for row in rows if row["name"] == name
-    ]
+    by_name: dict[str, list[Row]] = {}
+    for row in rows:
+        name = row["name"]
+        of_name = by_name.setdefault(name, [])
+        # The name first: rows begin with a size, and tables with what it is of.
+        of_name.append({"name": name, **row})
+    return [row for of_name in by_name.values() for row in of_name]
 
 
 @dataclass(frozen=True)
@@ -460,7 +465,8 @@ def _fit_shard(shard: Shard) -> Row:
         sampler=DistributedSampler(whole.dataset, shuffle=False),
         collate_fn=whole.collate_fn,
     )
-    la = posterior(shard.key).build(random_llama(shard.shape, "cpu", options.seed))
+    model = random_llama(shard.shape, "cpu", options.seed)
+    la = posterior(shard.key).build(model)
     # A first fit, while PyTorch loads its parts.
     with measuring.peak_memory("cpu") as memory:
         la.fit(part)

@@ -25,10 +25,11 @@ ENCODER = Hyperparameters(
 PAIRS = replace(ENCODER, maximum_length=48, steps=400)
 
 Text = str | tuple[str, str]
+Labelled = tuple[str, Text]  # a class, and a text of it
 TextsByClass = dict[str, list[Text]]
 # Yields each text of libraries with its class, in the order of the sources: the same
 # texts in every run.
-Find = Callable[[Sequence[str], TextRun, int], Iterable[tuple[str, Text]]]
+Find = Callable[[Sequence[str], TextRun, int], Iterable[Labelled]]
 
 
 @dataclass(frozen=True)

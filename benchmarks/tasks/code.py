@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from benchmarks.options import Reading
-from benchmarks.tasks.balanced import PAIRS, Balanced
+from benchmarks.tasks.balanced import PAIRS, Balanced, Labelled
 from benchmarks.tasks.docstrings import LIBRARIES, SHIFTED_LIBRARY, masked
 from benchmarks.tasks.sources import UNSEEN_LIBRARY, drawn_files, in_each
 from benchmarks.tasks.task import Sizes
@@ -23,7 +23,7 @@ COMMENTED = re.compile(
 )
 
 
-def raised(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def raised(tree: ast.AST) -> Iterator[Labelled]:
     """Yield the name and message of each exception raised with a literal message."""
     for node in ast.walk(tree):
         match node:
@@ -47,7 +47,7 @@ def literal(node: ast.AST) -> str:
 
 def find_commented(
     libraries: Sequence[str], options: Reading, seed: int
-) -> Iterator[tuple[str, tuple[str, str]]]:
+) -> Iterator[Labelled]:
     """Yield pairs of a comment and a line, every second with another line."""
     generator = random.Random(seed)
     for path in drawn_files(libraries, options, seed):

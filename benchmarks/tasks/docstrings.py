@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from benchmarks.models import package_folder
 from benchmarks.options import Reading
-from benchmarks.tasks.balanced import Balanced
+from benchmarks.tasks.balanced import Balanced, Labelled
 from benchmarks.tasks.sources import UNSEEN_LIBRARY, parsed_files
 from benchmarks.tasks.task import Sizes
 
@@ -124,7 +124,7 @@ def find(
     libraries: Sequence[str],
     options: Reading,
     seed: int,
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[Labelled]:
     """Yield library and summary."""
     for library in libraries:
         for one in read_library(library, options, seed):
@@ -135,7 +135,7 @@ def find_parts(
     libraries: Sequence[str],
     options: Reading,
     seed: int,
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[Labelled]:
     """Yield part of a library and summary."""
     for library in libraries:
         root = package_folder(library)
@@ -148,7 +148,7 @@ def find_verbs(
     libraries: Sequence[str],
     options: Reading,
     seed: int,
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[Labelled]:
     """Yield the verb that a summary begins with and the rest of it."""
     for library in libraries:
         for one in read_library(library, options, seed):

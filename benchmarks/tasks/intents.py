@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.models import MissingDataError, encoder_folder
+from benchmarks.models import encoder_folder
 from benchmarks.options import TextRun
 from benchmarks.tasks.balanced import ENCODER
-from benchmarks.tasks.paper import Source, read_sources
+from benchmarks.tasks.paper import read_from_folder
 from benchmarks.tasks.paper_prompts import Row
 from benchmarks.tasks.task import Example, Sizes, Task
 from benchmarks.training import Hyperparameters
@@ -47,13 +47,12 @@ class Intents:
 
     def read(self, options: TextRun, seed: int) -> Task:
         """Draw training and test texts, in an order that the seed says."""
-        if options.data is None:
-            raise MissingDataError(
-                f"{self.name} reads JSON lines with a text, and the names of its "
-                "intent and its domain: give --data FOLDER."
-            )
-        sources = [Source(*self.dataset, split) for split in ("train", "test")]
-        train, test = read_sources(sources, options.data)
+        train, test = read_from_folder(
+            self.dataset,
+            options.data,
+            f"{self.name} reads JSON lines with a text, and the names of its intent "
+            "and its domain",
+        )
         classes = sorted({_intent(row) for row in train if self._is_known(row)})
         if not classes:
             raise SystemExit(f"CLINC150 has no domain {self.domain!r}.")
@@ -66,11 +65,7 @@ class Intents:
         drawn = _drawn(train, classes, sizes.train, generator)
         tested = _drawn(test, classes, sizes.test, generator)
         shifted = self._shifted(test, sizes.shifted, generator)
-        # Typos in test texts: the label is the same, and only the spelling differs.
-        shifted[TYPOS] = [
-            example._replace(text=mistyped(str(example.text), generator))
-            for example in tested[: sizes.shifted]
-        ]
+        shifted[TYPOS] = with_typos(tested[: sizes.shifted], generator)
         return Task(
             name=self.name,
             classes=classes,
@@ -93,18 +88,33 @@ class Intents:
         generator: random.Random,
     ) -> dict[str, list[Example]]:
         """Draw texts without a right answer, out of scope or of other domains."""
-        unknown: dict[str, list[Row]] = {OUT_OF_SCOPE: [], OTHER_DOMAINS: []}
+        out_of_scope: list[Row] = []
+        of_other_domains: list[Row] = []
         for row in rows:
             if _intent(row) == OUT_OF_SCOPE:
-                unknown[OUT_OF_SCOPE].append(row)
+                out_of_scope.append(row)
             elif not self._is_known(row):
-                unknown[OTHER_DOMAINS].append(row)
+                of_other_domains.append(row)
+        unknown = {OUT_OF_SCOPE: out_of_scope, OTHER_DOMAINS: of_other_domains}
         shifted = {}
         for name, of_name in unknown.items():
-            if of_name:
-                chosen = generator.sample(of_name, min(count, len(of_name)))
+            if of_name:  # banking77 has neither
+                n_chosen = min(count, len(of_name))
+                chosen = generator.sample(of_name, n_chosen)
                 shifted[name] = [Example(row["text"], None) for row in chosen]
         return shifted
+
+
+def with_typos(
+    examples: Sequence[Example],
+    generator: random.Random,
+) -> list[Example]:
+    """Mistype texts: labels are the same, and only the spelling differs."""
+    changed = []
+    for example in examples:
+        text = mistyped(str(example.text), generator)
+        changed.append(example._replace(text=text))
+    return changed
 
 
 def mistyped(text: str, generator: random.Random) -> str:
@@ -133,8 +143,9 @@ def _drawn(
     """Draw examples, the classes by turns; fewer where a class has no more texts."""
     texts: dict[str, list[str]] = {name: [] for name in classes}
     for row in rows:
-        if _intent(row) in texts:
-            texts[_intent(row)].append(row["text"])
+        intent = _intent(row)
+        if intent in texts:
+            texts[intent].append(row["text"])
     for of_class in texts.values():
         generator.shuffle(of_class)
     examples = []

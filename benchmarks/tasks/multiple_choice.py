@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.models import MissingDataError, gemma_folder
+from benchmarks.models import gemma_folder
 from benchmarks.options import TextRun
 from benchmarks.tasks import paper_prompts as prompts
 from benchmarks.tasks.names import GEMMA
-from benchmarks.tasks.paper import Source, ToExample, read_sources
+from benchmarks.tasks.paper import Source, ToExample, read_from_folder, read_sources
 from benchmarks.tasks.paper_prompts import LETTERS, Row
 from benchmarks.tasks.task import Example, Sizes, Task
 from benchmarks.training import Hyperparameters
@@ -40,13 +40,11 @@ class MultipleChoice:
 
     def read(self, options: TextRun, seed: int) -> Task:
         """Draw questions from each split, in an order that the seed says."""
-        if options.data is None:
-            raise MissingDataError(
-                f"{self.name} reads JSON lines with a question and its choices: give "
-                "--data FOLDER."
-            )
-        sources = [Source(*self.dataset, split) for split in ("train", "test")]
-        train, test = read_sources(sources, options.data)
+        train, test = read_from_folder(
+            self.dataset,
+            options.data,
+            f"{self.name} reads JSON lines with a question and its choices",
+        )
         sizes = SIZES.asked(options)
         # One generator for all sets, which are drawn in this order.
         rng = random.Random(seed)
@@ -63,7 +61,7 @@ class MultipleChoice:
 
     def _shifted(
         self,
-        data: Path,
+        data: Path | None,
         count: int,
         rng: random.Random,
     ) -> dict[str, list[Example]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.options import Reading
-from benchmarks.tasks.balanced import PAIRS, Balanced
+from benchmarks.tasks.balanced import PAIRS, Balanced, Labelled
 from benchmarks.tasks.docstrings import first_paragraph, masked
 from benchmarks.tasks.sources import UNSEEN_LIBRARY, in_each, parsed_files
 from benchmarks.tasks.task import Sizes
@@ -130,7 +130,7 @@ def find_types(
     libraries: Sequence[str],
     options: Reading,
     seed: int,
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[Labelled]:
     """Yield class of types and description."""
     for parameter in read_parameters(libraries, options, seed):
         if parameter.type in TYPES:
@@ -139,14 +139,12 @@ def find_types(
 
 def find_pairs(
     libraries: Sequence[str], options: Reading, seed: int
-) -> Iterator[tuple[str, tuple[str, str]]]:
+) -> Iterator[Labelled]:
     """Yield verdict and pair, each description once."""
     return pairs(read_parameters(libraries, options, seed), random.Random(seed))
 
 
-def pairs(
-    parameters: list[Parameter], generator: random.Random
-) -> Iterator[tuple[str, tuple[str, str]]]:
+def pairs(parameters: list[Parameter], generator: random.Random) -> Iterator[Labelled]:
     """Pair summaries and descriptions, every second time wrongly.
 
     Both then come from one file.
@@ -170,7 +168,7 @@ def pairs(
         yield VERDICTS[is_right], (summary, parameter.description)
 
 
-def flags(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def flags(tree: ast.AST) -> Iterator[Labelled]:
     """Yield default and description of parameters that are on or off by default."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
@@ -203,7 +201,7 @@ def default_values(arguments: ast.arguments) -> Iterator[tuple[str, object]]:
             yield parameter.arg, default.value
 
 
-def paragraphs(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def paragraphs(tree: ast.AST) -> Iterator[Labelled]:
     """Yield section and text of each paragraph of prose in a source's docstrings."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):

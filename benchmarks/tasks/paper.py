@@ -70,6 +70,18 @@ def read_sources(
         raise MissingDataError(_what_to_download(sources, data)) from error
 
 
+def read_from_folder(
+    dataset: tuple[str, str],
+    data: Path | None,
+    what_is_read: str,
+) -> list[list[Row]]:
+    """Read the training and the test split of a data set, which no hub is asked for."""
+    if data is None:
+        raise MissingDataError(f"{what_is_read}: give --data FOLDER.")
+    sources = [Source(*dataset, split) for split in ("train", "test")]
+    return read_sources(sources, data)
+
+
 def _what_to_download(
     sources: Sequence[Source],
     data: Path | None,

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.models import MissingDataError, encoder_folder
+from benchmarks.models import encoder_folder
 from benchmarks.options import TextRun
 from benchmarks.tasks.balanced import ENCODER
-from benchmarks.tasks.intents import CLINC, OUT_OF_SCOPE, TYPOS, mistyped
-from benchmarks.tasks.paper import Source, read_sources
+from benchmarks.tasks.intents import CLINC, OUT_OF_SCOPE, TYPOS, with_typos
+from benchmarks.tasks.paper import read_from_folder
 from benchmarks.tasks.paper_prompts import Row
 from benchmarks.tasks.task import Example, Sizes, Task
 from benchmarks.training import Hyperparameters
@@ -31,13 +31,11 @@ class Requests:
 
     def read(self, options: TextRun, seed: int) -> Task:
         """Draw training and test texts, each request of which is in one text alone."""
-        if options.data is None:
-            raise MissingDataError(
-                f"{self.name} reads JSON lines with a text and the name of its domain: "
-                "give --data FOLDER."
-            )
-        sources = [Source(*CLINC, split) for split in ("train", "test")]
-        train, test = read_sources(sources, options.data)
+        train, test = read_from_folder(
+            CLINC,
+            options.data,
+            f"{self.name} reads JSON lines with a text and the name of its domain",
+        )
         known = [row for row in train if row["domain"] != OUT_OF_SCOPE]
         domains = sorted({row["domain"] for row in known})
         sizes = self.sizes.asked(options)
@@ -45,18 +43,14 @@ class Requests:
         drawn = _joined(known, domains, sizes.train, generator)
         of_domains = [row for row in test if row["domain"] in domains]
         tested = _joined(of_domains, domains, sizes.test, generator)
-        # The same labels, and only the spelling differs.
-        mistyped_tests = [
-            example._replace(text=mistyped(str(example.text), generator))
-            for example in tested[: sizes.shifted]
-        ]
+        mistyped = with_typos(tested[: sizes.shifted], generator)
         return Task(
             name=self.name,
             classes=domains,
             is_prompt=False,
             train=drawn,
             test=tested,
-            shifted={TYPOS: mistyped_tests},
+            shifted={TYPOS: mistyped},
         )
 
 
@@ -68,12 +62,13 @@ def _joined(
 ) -> list[Example]:
     """Join requests, drawn without replacement, to texts; label their domains."""
     lengths = [generator.randint(1, MOST_REQUESTS) for _ in range(count)]
-    if sum(lengths) > len(rows):
+    n_requests = sum(lengths)
+    if n_requests > len(rows):
         raise ValueError(
-            f"{count} texts take {sum(lengths)} requests, and there are {len(rows)}; "
+            f"{count} texts take {n_requests} requests, and there are {len(rows)}; "
             "ask for fewer."
         )
-    drawn = iter(generator.sample(rows, sum(lengths)))
+    drawn = iter(generator.sample(rows, n_requests))
     examples = []
     for length in lengths:
         requests = [next(drawn) for _ in range(length)]
