@@ -75,7 +75,7 @@ def _with_lora(
     )
     config.num_labels = shape.classes  # of a classifier
     dtype = getattr(torch, shape.dtype)
-    # Made where it is used: a large model has no room on the CPU first.
+    # On the device at once, without a copy on the CPU.
     with torch.device(device):
         base = auto_class.from_config(config, torch_dtype=dtype)
     lora = LoraConfig(

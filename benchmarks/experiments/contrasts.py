@@ -69,7 +69,7 @@ def measured(
     of_model = []
     n_known = 0
     test = pretrained.data[TEST]
-    # On an accelerator too, where batches of others are larger.
+    # In small batches on an accelerator too: all contrasts take much memory.
     for batch in pretrained.loader(test, PREDICTION_BATCH_SIZE):
         # What all contrasts take is let go of after each batch: it is much.
         exact = la.predictive_statistics(

@@ -201,8 +201,7 @@ class Trial:
                 recipe=Recipe(),
             )
 
-        # The loss is named in front: of classes an equal training would differ by it
-        # alone.
+        # The loss is named: an equal training of classes would have the same key.
         key = ["least squares", asdict(settings), records, self.seed]
         read_or_train(adapted.model, key, self.options.cache, trained)
         return adapted

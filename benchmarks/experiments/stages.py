@@ -79,8 +79,8 @@ TAUGHT_BY = {
     None: Prior("training_texts", "training texts"),
     SWAPPED: Prior("swapped", "training texts and swapped copies"),
 }
-# Members of a mixture that teaches: each student takes a training's time, and two
-# members tell already whether a mixture can be taught.
+# Members of a mixture that teaches: every student has to be trained, and those of two
+# members tell already whether a mixture can teach.
 MOST_TAUGHT = 2
 
 TEMPERATURE_SCALING = Method("temperature_scaling", "Temperature scaling")
@@ -511,7 +511,7 @@ class Trial:
     ) -> Trained:
         """Fit posteriors to their models' training texts; with a head, the first."""
         lora = self._fitted(model, records, loaders)
-        # Mixtures are of posteriors over LoRA weights: of a head one is enough.
+        # What a head adds is asked of one posterior, and not of mixtures.
         if number > 0 or not self.pretrained.has_head:
             return Trained(lora, ())
         with_head = self._fitted(model, records, loaders, modules_to_save=True)

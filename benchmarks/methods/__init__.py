@@ -11,7 +11,7 @@ from benchmarks.methods.method import Method, PointMethod, Posterior
 # Stock curvatures in this library's class.
 LORA_DIAG = partial(posteriors.over_lora, structure="diag")
 LORA_KRON = partial(posteriors.over_lora, structure="kron")
-# The stock classes themselves, whose costs they have: tables of quality need one kind.
+# The stock classes themselves, for comparisons of costs.
 STOCK_DIAG = partial(posteriors.stock, structure="diag")
 STOCK_KRON = partial(posteriors.stock, structure="kron")
 STOCK_KRON_ASDL = partial(posteriors.stock, structure="kron", backend=AsdlGGN)

@@ -25,7 +25,7 @@ from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import Hyperparameters
 
 DRAWS = 256  # of the logits, for entropies, which have no closed form
-AT_ONCE = 64  # texts whose logits are drawn together: those of all take gigabytes
+AT_ONCE = 64  # texts whose logits are drawn together, for the sake of memory
 
 
 @dataclass(frozen=True)

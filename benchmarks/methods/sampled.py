@@ -91,7 +91,7 @@ def training_free(
             lower = middle
         else:
             upper = middle
-    # The lower end has kept the classes; the upper one has not.
+    # The upper end is a size that changes too many.
     noise_found = replace(noise, sigma=math.exp(lower))
     return sampled(model, noise_found, draws)
 
