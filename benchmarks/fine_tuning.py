@@ -141,6 +141,14 @@ class Pretrained:
             "shifted": {name: len(examples) for name, examples in task.shifted.items()},
         }
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Describe what figures of a training depend on: its task and its settings."""
+        return {
+            "task": self.description,
+            "hyperparameters": asdict(self.hyperparameters),
+        }
+
     def records(self, examples: Sequence[Example]) -> Records:
         """Tokenize texts or pairs of texts, with their labels if they have any."""
         records = []

@@ -1,7 +1,7 @@
 """Active learning: which texts to label next, by a posterior and by plain rivals."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -102,11 +102,7 @@ def run(options: Active) -> Iterator[Result]:
         for name in RULES:
             say(options, f"Seed {seed}: {name}")
             rows += measured(pretrained, options, seed, name)
-        figures = {
-            "task": pretrained.description,
-            "hyperparameters": asdict(pretrained.hyperparameters),
-            "rows": rows,
-        }
+        figures = {**pretrained.figures, "rows": rows}
         yield figures, text_of(pretrained, options, rows)
 
 

@@ -247,11 +247,7 @@ class Tests:
 
 def figures_of(pretrained: Pretrained, rows: list[Row]) -> Figures:
     """Join rows with what they were measured on."""
-    return {
-        "task": pretrained.description,
-        "hyperparameters": asdict(pretrained.hyperparameters),
-        "methods": rows,
-    }
+    return {**pretrained.figures, "methods": rows}
 
 
 def text_of(

@@ -1,7 +1,7 @@
 """What predictions lose that compare only the classes that matter."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -33,11 +33,7 @@ def run(options: Contrasts) -> Iterator[Result]:
     for seed in options.seeds:
         pretrained = prepare(options, seed)
         rows += measured(pretrained, options, seed)
-        figures = {
-            "task": pretrained.description,
-            "hyperparameters": asdict(pretrained.hyperparameters),
-            "rows": rows,
-        }
+        figures = {**pretrained.figures, "rows": rows}
         yield figures, text_of(pretrained, rows)
 
 

@@ -1,7 +1,7 @@
 """Several labels, or labels of tokens: posteriors beside a temperature."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -32,11 +32,7 @@ def run(options: Labels) -> Iterator[Result]:
     for seed in options.seeds:
         pretrained = prepare(options, seed, LABELLED_TASKS)
         rows += Trial(pretrained, options, seed).rows()
-        figures = {
-            "task": pretrained.description,
-            "hyperparameters": asdict(pretrained.hyperparameters),
-            "rows": rows,
-        }
+        figures = {**pretrained.figures, "rows": rows}
         yield figures, text_of(pretrained, rows)
 
 
