@@ -45,17 +45,11 @@ def measured(pretrained: Pretrained, options: Penalty, seed: int) -> list[Row]:
     la = lowrank_kron(model)
     la.fit(pretrained.loader(rest), progress_bar=not options.quiet)
     records = pretrained.data[TEST]
-    batches = pretrained.prediction_loader(records)
-    statistics = la.predictive_statistics(batches)
+    statistics = la.predictive_statistics(pretrained.prediction_loader(records))
     losses = losses_of(statistics, labels_of(records))
     # Texts of the test set that the model has not seen stand in for those held out: as
     # many, and others in every draw.
-    draws = Draws(
-        losses,
-        n_held=len(held),
-        n_draws=options.draws,
-        seed=seed,
-    )
+    draws = Draws(losses, n_held=len(held), n_draws=options.draws, seed=seed)
     rows = []
     for name, rule in rules_of(options.penalties).items():
         nll, regret = draws.judged(rule)
@@ -78,19 +72,15 @@ def losses_of(statistics: PredictiveStatistics, labels: torch.Tensor) -> np.ndar
 
     At the last of the priors there is no variance to speak of.
     """
-    # The grid that a search has.
     grid = grid_of_priors(-4, 4, N_PRIORS, 10.0, None).tolist()
-    texts = torch.arange(len(labels))
     of_priors = []
     for prior_precision in (*grid, NO_VARIANCE):
         moments = statistics.moments(prior_precision)
-        # Regrets are small differences of losses.
-        f_mu = moments.f_mu.double()
-        f_var = moments.f_var.double()
+        f_mu, f_var = moments.f_mu.double(), moments.f_var.double()
         of_scales = []
         for scale in SCALES:
             log_p = mean_field(scale * f_mu, scale**2 * f_var)
-            of_scales.append(-log_p[texts, labels])
+            of_scales.append(-log_p.gather(1, labels[:, None])[:, 0])
         of_priors.append(torch.stack(of_scales, dim=1))
     return torch.stack(of_priors, dim=1).numpy()
 
@@ -107,18 +97,16 @@ def rules_of(penalties: Sequence[float]) -> dict[str, Rule]:
 
         return choose
 
-    # Both are at the last prior, which leaves no variance: a scale is a temperature.
     def temperature(summed: np.ndarray) -> tuple[int, ...]:
-        without_variance = summed[-1]
-        return len(summed) - 1, int(without_variance.argmin())
+        return len(summed) - 1, int(summed[-1].argmin())
 
     def trained_model(summed: np.ndarray) -> tuple[int, ...]:
         return len(summed) - 1, PRESENT
 
-    rules = {}
-    for penalty in penalties:
-        name = f"prior and scale, {penalty:g} (log s)²"
-        rules[name] = penalised(penalty * squares)
+    rules = {
+        f"prior and scale, {penalty:g} (log s)²": penalised(penalty * squares)
+        for penalty in penalties
+    }
     return rules | {
         "prior alone": penalised(only_present),
         "temperature alone": temperature,
@@ -145,14 +133,10 @@ class Draws:
         regrets = []
         for _ in range(self.n_draws):
             order = generator.permutation(len(self.losses))
-            held = order[: self.n_held]
-            others = order[self.n_held :]
-            # A sum, as in a search: the more texts choose, the less a penalty counts.
-            chosen = rule(self.losses[held].sum(0))
-            of_others = self.losses[others].mean(0)
-            nll = of_others[chosen]
-            nlls.append(nll)
-            regrets.append(nll - of_others.min())
+            chosen = rule(self.losses[order[: self.n_held]].sum(0))
+            of_others = self.losses[order[self.n_held :]].mean(0)
+            nlls.append(of_others[chosen])
+            regrets.append(of_others[chosen] - of_others.min())
         return np.array(nlls), np.array(regrets)
 
 
@@ -161,9 +145,8 @@ def text_of(rows: list[Row], options: Penalty) -> list[str]:
     frame = as_frame(rows)
     shown = []
     for rule, of_rule in frame.groupby("rule", sort=False):
-        of_tasks = of_rule.groupby("task", sort=False)
-        means = of_tasks[["nll", "regret", "bad_luck"]].mean()
-        # Every task counts alike.
+        of_tasks = of_rule.groupby("task", sort=False)[["nll", "regret", "bad_luck"]]
+        means = of_tasks.mean()
         of_all = means.mean()
         shown.append(
             {
@@ -184,5 +167,4 @@ def text_of(rows: list[Row], options: Penalty) -> list[str]:
 
 def _lowest(summed: np.ndarray) -> tuple[int, ...]:
     """Find the place of the lowest number."""
-    place = np.unravel_index(summed.argmin(), summed.shape)
-    return tuple(int(index) for index in place)
+    return tuple(int(i) for i in np.unravel_index(summed.argmin(), summed.shape))
