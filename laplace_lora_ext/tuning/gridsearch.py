@@ -65,7 +65,7 @@ class GridSearch(TuningMethod):
     the same Gaussian logits, and chooses the best pair: `la.prior_precision` and
     `la.logit_scale`. One more point, far beyond the grid, has no variance to speak of:
     that is temperature scaling. So the pair is no worse on the validation data than the
-    best prior or the best temperature alone, by the loss with a penalty of 2 (log
+    best prior or the best temperature alone, by the loss with a penalty of 4 (log
     scale)², which keeps few examples from asking for much.
 
     Of a regression it chooses `la.sigma_noise` along with the prior precision λ. The
