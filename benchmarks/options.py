@@ -154,8 +154,12 @@ class Penalty(SeveralSeeds):
     tasks: tuple[str, ...] = option(
         ("home", "utility", "small_talk"), "tasks to train on, in place of --task"
     )
-    penalties: tuple[float, ...] = option(
-        (0.0, 0.5, 2.0, 4.0, 8.0, 16.0), "factors of the squared logarithm, in nats"
+    below: tuple[float, ...] = option(
+        (0.0, 0.5, 2.0, 4.0),
+        "factors of the squared logarithm of a scale below 1, in nats",
+    )
+    above: tuple[float, ...] = option(
+        (0.0, 2.0, 4.0, 8.0), "the same of a scale above 1; each with each"
     )
     draws: int = option(200, "draws of texts that choose")
 

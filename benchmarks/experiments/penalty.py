@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ def measured(pretrained: Pretrained, options: Penalty, seed: int) -> list[Row]:
     # many, and others in every draw.
     draws = Draws(losses, n_held=len(held), n_draws=options.draws, seed=seed)
     rows = []
-    for name, rule in rules_of(options.penalties).items():
+    for name, rule in rules_of(options.below, options.above).items():
         nll, regret = draws.judged(rule)
         rows.append(
             {
@@ -85,7 +86,7 @@ def losses_of(statistics: PredictiveStatistics, labels: torch.Tensor) -> np.ndar
     return torch.stack(of_priors, dim=1).numpy()
 
 
-def rules_of(penalties: Sequence[float]) -> dict[str, Rule]:
+def rules_of(below: Sequence[float], above: Sequence[float]) -> dict[str, Rule]:
     """Make the rules by which a pair of prior and scale is chosen."""
     squares = np.log(SCALES) ** 2
     only_present = np.full(len(SCALES), np.inf)
@@ -103,10 +104,11 @@ def rules_of(penalties: Sequence[float]) -> dict[str, Rule]:
     def trained_model(summed: np.ndarray) -> tuple[int, ...]:
         return len(summed) - 1, PRESENT
 
-    rules = {
-        f"prior and scale, {penalty:g} (log s)²": penalised(penalty * squares)
-        for penalty in penalties
-    }
+    rules = {}
+    for of_smaller, of_larger in product(below, above):
+        factors = np.where(SCALES < 1, of_smaller, of_larger)
+        name = f"{of_smaller:g} (log s)² below 1, {of_larger:g} above"
+        rules[name] = penalised(factors * squares)
     return rules | {
         "prior alone": penalised(only_present),
         "temperature alone": temperature,

@@ -16,8 +16,8 @@ from tests.support.models import ragged_batches
 from tests.support.posteriors import fitted
 
 RULES = [
-    "prior and scale, 0 (log s)²",
-    "prior and scale, 4 (log s)²",
+    "1 (log s)² below 1, 0 above",
+    "1 (log s)² below 1, 4 above",
     "prior alone",
     "temperature alone",
     "trained model",
@@ -39,6 +39,9 @@ def losses_with(lowest, depth, elsewhere=1.0):
         (RULES[0], (1, -1), 35, (1, len(SCALES) - 1)),
         (RULES[1], (1, -1), 37, (1, len(SCALES) - 1)),
         (RULES[1], (1, -1), 35, (0, PRESENT)),
+        # At the first, 0.2, one of 1 asks for (log 0.2)², about 2.6 nats.
+        (RULES[1], (1, 0), 3, (1, 0)),
+        (RULES[1], (1, 0), 2, (0, PRESENT)),
         (RULES[2], (1, PRESENT), 1, (1, PRESENT)),
         (RULES[2], (1, 0), 100, (0, PRESENT)),
         (RULES[3], (2, 5), 1, (2, 5)),
@@ -49,7 +52,7 @@ def losses_with(lowest, depth, elsewhere=1.0):
 def test_a_rule_chooses_the_lowest_of_the_pairs_that_it_may(
     rule, lowest, depth, chosen
 ):
-    rules = rules_of([0.0, 4.0])
+    rules = rules_of(below=[1.0], above=[0.0, 4.0])
     assert list(rules) == RULES
     assert rules[rule](losses_with(lowest, depth)) == chosen
 
@@ -102,7 +105,8 @@ def test_every_rule_has_a_row_for_each_task(intents, capsys, tmp_path):
         test_examples=24,
         steps=3,
         draws=4,
-        penalties=(0.0, 4.0),
+        below=(1.0,),
+        above=(0.0, 4.0),
     )
     rows = finished.figures["rows"]
     assert [row["rule"] for row in rows] == RULES

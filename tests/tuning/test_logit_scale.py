@@ -10,7 +10,13 @@ from torch.testing import assert_close
 
 from laplace_lora_ext import GridSearch, LaplaceMixture, Moments, ValGD, from_pretrained
 from laplace_lora_ext.saving import read_state, write_state
-from laplace_lora_ext.tuning.scales import LOGIT_SCALES, PENALTY, GridLosses
+from laplace_lora_ext.tuning.scales import (
+    LOGIT_SCALES,
+    PENALTY_ABOVE,
+    PENALTY_BELOW,
+    GridLosses,
+    WithLogitScale,
+)
 from tests.support.models import lora_model, ragged_batches, without_labels
 from tests.support.posteriors import (
     GRID,
@@ -253,7 +259,8 @@ def test_a_mixture_chooses_by_the_mean_of_its_members(two_trainings):
 
 def penalty_of(scale: float, batches) -> float:
     """What a scale adds to the mean loss of some texts."""
-    return PENALTY * math.log(scale) ** 2 / size(batches)
+    factor = PENALTY_ABOVE if scale > 1 else PENALTY_BELOW
+    return factor * math.log(scale) ** 2 / size(batches)
 
 
 def size(batches) -> int:
@@ -377,6 +384,30 @@ def test_the_choice_is_the_best_between_the_scales_too(link):
         losses[factor] = penalised_loss(la, texts, link_approx=link)
     assert losses[1.0] < losses[0.98]
     assert losses[1.0] < losses[1.02]
+
+
+@pytest.mark.parametrize(
+    ("factor", "best", "expected"),
+    [
+        # The loss a (log s - b)², with the penalty c (log s)², is least at a b / (a +
+        # c).
+        pytest.param(3.0, -0.9, 3 * -0.9 / (3 + PENALTY_BELOW), id="below 1"),
+        pytest.param(3.0, 0.9, 3 * 0.9 / (3 + PENALTY_ABOVE), id="above 1"),
+        pytest.param(3.0, 0.0, 0.0, id="at 1"),
+    ],
+)
+def test_each_side_of_1_has_a_penalty_of_its_own(factor, best, expected):
+    logs = torch.from_numpy(LOGIT_SCALES).log()
+    sums = factor * (logs - best) ** 2
+    score = WithLogitScale("mean_field", n_samples=1, seed=0)
+    found = score.best(sums, n_examples=2)
+    assert found.logit_scale is not None
+    assert math.log(found.logit_scale) == pytest.approx(expected, abs=1e-9)
+    of_sums = factor * (expected - best) ** 2
+    side = PENALTY_BELOW if best < 0 else PENALTY_ABOVE
+    penalty = side * expected**2
+    assert found.penalty == pytest.approx(penalty / 2, abs=1e-9)
+    assert found.objective == pytest.approx((of_sums + penalty) / 2, abs=1e-9)
 
 
 def test_a_few_texts_that_are_all_right_do_not_ask_for_the_largest_scale():

@@ -22,7 +22,7 @@ from laplace_lora_ext import GridSearch, SecondTraining, ValGD
 from laplace_lora_ext.processes.shards import divided, in_order_like
 from laplace_lora_ext.processes.shards import taken as given_by
 from laplace_lora_ext.training.trainers import groups_of
-from laplace_lora_ext.tuning.scales import PENALTY
+from laplace_lora_ext.tuning.scales import scale_penalty
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import (
     STRUCTURES,
@@ -199,7 +199,7 @@ def test_several_trainings_losses_are_those_of_all_held_out_examples(several):
         prior = history.prior_precision[point]
         scale = history.logit_scale[point].item()
         losses = [part.loss(prior, scale) for part in several.parts]
-        penalty = PENALTY * math.log(scale) ** 2
+        penalty = scale_penalty(math.log(scale)).item()
         expected = (sum(losses) + penalty) / N
         found = history.objective[point].item()
         assert found == pytest.approx(expected, rel=1e-4)
