@@ -20,6 +20,7 @@ from benchmarks.training import Records
 from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood, quality
 from laplace_lora_ext.models.weights import Block
+from laplace_lora_ext.tuning.scales import scale_penalty
 
 # Of the sum of two adapters, of which a half is the mean.
 FACTORS = (0.5, 0.6, 0.7, 0.8)
@@ -31,7 +32,6 @@ ITERATIONS = 500  # at most; what has not converged by then is measured as it is
 TOLERANCE = 1e-10  # of the squared residual
 # From 1/16 to 16, four to an octave.
 SCALES = tuple(2 ** (step / 4) for step in range(-16, 17))
-PENALTY = 2.0  # as for `la.logit_scale`
 HALVES = ("texts", "intents")
 FIGURES = ("accuracy", "nll", "ece")
 
@@ -175,7 +175,7 @@ def best_scale(
     def loss(scale: float) -> float:
         probabilities = (scale * logits).softmax(-1)
         nll = negative_log_likelihood(probabilities, labels)
-        penalty = PENALTY * math.log(scale) ** 2
+        penalty = scale_penalty(math.log(scale)).item()
         return len(labels) * nll + penalty
 
     scale = min(SCALES, key=loss)

@@ -1,6 +1,6 @@
 """The penalty on the scale of the logits, chosen by many draws of few texts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -17,15 +17,13 @@ from laplace_lora_ext.predictive.links import mean_field
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.gridsearch import grid_of_priors
 
-# From 0.2 to 20 as in a search, but close enough to need no polynomial between them.
+# From 0.2 to 20 as in a search, but close enough to need no spline between them.
 SCALES = 5.0 ** (np.arange(-16, 31) / 16)
 PRESENT = 16  # the place of the scale 1
-N_PRIORS = 50
-NO_VARIANCE = 1e12  # prior precision, far beyond the grid
-FEW_DRAWS_ARE_WORSE = 0.05  # than the figure that is shown as the bad luck
-
-# Takes summed losses `(priors, scales)`; returns the place of the pair to predict with.
-Rule = Callable[[np.ndarray], tuple[int, ...]]
+# The last is far beyond the grid of a search: without variance.
+PRIORS = (*grid_of_priors(-4, 4, 50, 10.0, None).tolist(), 1e12)
+ONE_OF_TWENTY = 0.95  # quantile: only one draw of twenty is worse
+MEANS = ["nll", "regret", "bad_luck"]
 
 
 def run(options: Penalty) -> Iterator[Result]:
@@ -52,17 +50,17 @@ def measured(pretrained: Pretrained, options: Penalty, seed: int) -> list[Row]:
     # many, and others in every draw.
     draws = Draws(losses, n_held=len(held), n_draws=options.draws, seed=seed)
     rows = []
-    for name, rule in rules_of(options.below, options.above).items():
-        nll, regret = draws.judged(rule)
+    for name, penalty in penalties_of(options.below, options.above).items():
+        judged = draws.judged(penalty)
         rows.append(
             {
                 "task": pretrained.task.name,
                 "seed": seed,
                 "rule": name,
                 "held_out": len(held),
-                "nll": nll.mean().item(),
-                "regret": regret.mean().item(),
-                "bad_luck": np.quantile(regret, 1 - FEW_DRAWS_ARE_WORSE).item(),
+                "nll": judged.nll.mean().item(),
+                "regret": judged.regret.mean().item(),
+                "bad_luck": np.quantile(judged.regret, ONE_OF_TWENTY).item(),
             }
         )
     return rows
@@ -73,73 +71,79 @@ def losses_of(statistics: PredictiveStatistics, labels: torch.Tensor) -> np.ndar
 
     At the last of the priors there is no variance to speak of.
     """
-    grid = grid_of_priors(-4, 4, N_PRIORS, 10.0, None).tolist()
     of_priors = []
-    for prior_precision in (*grid, NO_VARIANCE):
+    for prior_precision in PRIORS:
         moments = statistics.moments(prior_precision)
-        f_mu, f_var = moments.f_mu.double(), moments.f_var.double()
+        f_mu = moments.f_mu.double()
+        f_var = moments.f_var.double()
         of_scales = []
         for scale in SCALES:
             log_p = mean_field(scale * f_mu, scale**2 * f_var)
-            of_scales.append(-log_p.gather(1, labels[:, None])[:, 0])
+            of_labels = log_p.gather(1, labels[:, None])[:, 0]
+            of_scales.append(-of_labels)
         of_priors.append(torch.stack(of_scales, dim=1))
     return torch.stack(of_priors, dim=1).numpy()
 
 
-def rules_of(below: Sequence[float], above: Sequence[float]) -> dict[str, Rule]:
-    """Make the rules by which a pair of prior and scale is chosen."""
+def penalties_of(
+    below: Sequence[float],
+    above: Sequence[float],
+) -> dict[str, np.ndarray]:
+    """Make what each rule adds to summed losses `(priors, scales)` before it chooses.
+
+    A rule that may not choose a pair adds infinity to it.
+    """
+    shape = (len(PRIORS), len(SCALES))
     squares = np.log(SCALES) ** 2
-    only_present = np.full(len(SCALES), np.inf)
-    only_present[PRESENT] = 0.0
-
-    def penalised(penalty: np.ndarray) -> Rule:
-        def choose(summed: np.ndarray) -> tuple[int, ...]:
-            return _lowest(summed + penalty)
-
-        return choose
-
-    def temperature(summed: np.ndarray) -> tuple[int, ...]:
-        return len(summed) - 1, int(summed[-1].argmin())
-
-    def trained_model(summed: np.ndarray) -> tuple[int, ...]:
-        return len(summed) - 1, PRESENT
-
-    rules = {}
+    penalties = {}
     for of_smaller, of_larger in product(below, above):
         factors = np.where(SCALES < 1, of_smaller, of_larger)
         name = f"{of_smaller:g} (log s)² below 1, {of_larger:g} above"
-        rules[name] = penalised(factors * squares)
-    return rules | {
-        "prior alone": penalised(only_present),
-        "temperature alone": temperature,
-        "trained model": trained_model,
-    }
+        penalties[name] = np.broadcast_to(factors * squares, shape)
+    prior_alone = np.full(shape, np.inf)
+    prior_alone[:, PRESENT] = 0
+    penalties["prior alone"] = prior_alone
+    temperature_alone = np.full(shape, np.inf)
+    temperature_alone[-1, :] = 0
+    penalties["temperature alone"] = temperature_alone
+    trained_model = np.full(shape, np.inf)
+    trained_model[-1, PRESENT] = 0
+    penalties["trained model"] = trained_model
+    return penalties
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a rule's choices are worth, each array one number a draw."""
+
+    nll: np.ndarray
+    regret: np.ndarray  # above the best pair of the texts that judge
 
 
 @dataclass(frozen=True)
 class Draws:
     """Texts that choose, drawn again and again; those left judge."""
 
-    losses: np.ndarray
+    losses: np.ndarray  # (texts, priors, scales)
     n_held: int
     n_draws: int
     seed: int
 
-    def judged(self, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
-        """Compute each draw's NLL, and how much lower the best pair's is.
-
-        All rules have the same draws.
-        """
+    def judged(self, penalty: np.ndarray) -> Judged:
+        """Let the texts of each draw choose, and measure what they chose."""
+        # The same draws for all rules.
         generator = np.random.default_rng(self.seed)
         nlls = []
         regrets = []
         for _ in range(self.n_draws):
             order = generator.permutation(len(self.losses))
-            chosen = rule(self.losses[order[: self.n_held]].sum(0))
+            of_held = self.losses[order[: self.n_held]].sum(0)
             of_others = self.losses[order[self.n_held :]].mean(0)
-            nlls.append(of_others[chosen])
-            regrets.append(of_others[chosen] - of_others.min())
-        return np.array(nlls), np.array(regrets)
+            chosen = (of_held + penalty).argmin()
+            nll = of_others.flat[chosen]
+            nlls.append(nll)
+            regrets.append(nll - of_others.min())
+        return Judged(nll=np.array(nlls), regret=np.array(regrets))
 
 
 def text_of(rows: list[Row], options: Penalty) -> list[str]:
@@ -147,17 +151,13 @@ def text_of(rows: list[Row], options: Penalty) -> list[str]:
     frame = as_frame(rows)
     shown = []
     for rule, of_rule in frame.groupby("rule", sort=False):
-        of_tasks = of_rule.groupby("task", sort=False)[["nll", "regret", "bad_luck"]]
-        means = of_tasks.mean()
-        of_all = means.mean()
-        shown.append(
-            {
-                "Chosen": rule,
-                **means["nll"].to_dict(),
-                "Regret": of_all["regret"],
-                "Bad luck": of_all["bad_luck"],
-            }
-        )
+        # Seeds of a task first, so that all tasks count alike.
+        of_tasks = of_rule.groupby("task", sort=False)[MEANS].mean()
+        of_all = of_tasks.mean()
+        row = {"Chosen": rule} | of_tasks["nll"].to_dict()
+        row["Regret"] = of_all["regret"]
+        row["Bad luck"] = of_all["bad_luck"]
+        shown.append(row)
     held = sorted({str(row["held_out"]) for row in rows})
     words = (
         f"Test NLL by what {' or '.join(held)} texts choose, means of {options.draws} "
@@ -165,8 +165,3 @@ def text_of(rows: list[Row], options: Penalty) -> list[str]:
         "what it exceeds in one of twenty draws, both means of the tasks."
     )
     return [words, table(shown)]
-
-
-def _lowest(summed: np.ndarray) -> tuple[int, ...]:
-    """Find the place of the lowest number."""
-    return tuple(int(i) for i in np.unravel_index(summed.argmin(), summed.shape))

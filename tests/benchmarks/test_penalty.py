@@ -6,15 +6,17 @@ import torch
 
 from benchmarks.experiments.penalty import (
     PRESENT,
+    PRIORS,
     SCALES,
     Draws,
     losses_of,
-    rules_of,
+    penalties_of,
 )
 from tests.benchmarks.support import run
 from tests.support.models import ragged_batches
 from tests.support.posteriors import fitted
 
+LAST = len(PRIORS) - 1  # of the priors: without variance
 RULES = [
     "1 (log s)² below 1, 0 above",
     "1 (log s)² below 1, 4 above",
@@ -22,12 +24,11 @@ RULES = [
     "temperature alone",
     "trained model",
 ]
-N_PRIORS = 3
 
 
-def losses_with(lowest, depth, elsewhere=1.0):
+def losses_with(lowest, depth):
     """Make summed losses `(priors, scales)` that are lower at one place."""
-    losses = np.full((N_PRIORS, len(SCALES)), elsewhere)
+    losses = np.ones((len(PRIORS), len(SCALES)))
     losses[lowest] -= depth
     return losses
 
@@ -44,17 +45,19 @@ def losses_with(lowest, depth, elsewhere=1.0):
         (RULES[1], (1, 0), 2, (0, PRESENT)),
         (RULES[2], (1, PRESENT), 1, (1, PRESENT)),
         (RULES[2], (1, 0), 100, (0, PRESENT)),
-        (RULES[3], (2, 5), 1, (2, 5)),
-        (RULES[3], (1, 5), 100, (2, 0)),
-        (RULES[4], (1, 5), 100, (2, PRESENT)),
+        (RULES[3], (-1, 5), 1, (LAST, 5)),
+        (RULES[3], (1, 5), 100, (LAST, 0)),
+        (RULES[4], (1, 5), 100, (LAST, PRESENT)),
     ],
 )
 def test_a_rule_chooses_the_lowest_of_the_pairs_that_it_may(
     rule, lowest, depth, chosen
 ):
-    rules = rules_of(below=[1.0], above=[0.0, 4.0])
-    assert list(rules) == RULES
-    assert rules[rule](losses_with(lowest, depth)) == chosen
+    penalties = penalties_of(below=[1.0], above=[0.0, 4.0])
+    assert list(penalties) == RULES
+    objective = losses_with(lowest, depth) + penalties[rule]
+    place = np.unravel_index(objective.argmin(), objective.shape)
+    assert place == chosen
 
 
 def test_the_texts_that_judge_are_not_those_that_choose():
@@ -63,14 +66,14 @@ def test_the_texts_that_judge_are_not_those_that_choose():
     losses[0] = [[0.0, 9.0]]
     losses[1:] = [[5.0, 1.0]]
     draws = Draws(losses, n_held=1, n_draws=40, seed=0)
-    nll, regret = draws.judged(lambda summed: (0, int(summed.argmin())))
+    judged = draws.judged(penalty=np.zeros((1, 2)))
     # One that likes the first pair chose it: the others lose 4 by it.
-    chosen_by_first = nll == 5
+    chosen_by_first = judged.nll == 5
     assert 0 < chosen_by_first.mean() < 1
-    assert np.all(regret[chosen_by_first] == 4)
+    assert np.all(judged.regret[chosen_by_first] == 4)
     # One of the others chose the second; three of these and the first judge.
-    assert np.all(nll[~chosen_by_first] == (9 + 3 * 1) / 4)
-    assert np.all(regret[~chosen_by_first] == 0)
+    assert np.all(judged.nll[~chosen_by_first] == (9 + 3 * 1) / 4)
+    assert np.all(judged.regret[~chosen_by_first] == 0)
 
 
 def test_losses_are_those_of_predictions_at_the_prior_and_the_scale():
