@@ -1,8 +1,6 @@
 """The command `laplace-lora` on tiny adapters that are trained and saved here."""
 
 import json
-import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from transformers import (
 
 from laplace_lora_ext.commands import loading
 from laplace_lora_ext.commands.main import COMMANDS, USAGE, main
+from tests.support.browser import CHROMIUM, browse
 
 WORDS = ("red", "green", "blue", "sky", "grass", "rose", "A", "B")
 NAMES = ("plant", "air")
@@ -38,7 +37,6 @@ SMALL = {
     "num_attention_heads": 2,
     "vocab_size": 2 + len(WORDS),
 }
-CHROMIUM = shutil.which("chromium")
 
 
 def write_rows(
@@ -226,24 +224,13 @@ def take_picture(
     width: int,
 ) -> Path:
     """Let a browser draw a page."""
-    assert CHROMIUM is not None
     picture = page.with_name(f"{width}.png")
-    arguments = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        f"--user-data-dir={page.with_name('profile')}",
+    browse(
+        page,
+        page.with_name("profile"),
         f"--window-size={width},900",
         f"--screenshot={picture}",
-        page.as_uri(),
-    ]
-    subprocess.run(arguments, check=True, capture_output=True, timeout=120)
+    )
     return picture
 
 

@@ -29,6 +29,12 @@ from tests.support.dense import (
     full_rank,
     jacobians,
 )
+from tests.support.labels import (
+    LABELS,
+    InTwoColumns,
+    in_two_classes,
+    several_labels,
+)
 from tests.support.models import (
     Batch,
     OfBatches,
@@ -44,12 +50,6 @@ from tests.support.models import (
 )
 from tests.support.posteriors import generator, make
 from tests.support.trainers import trainer_of
-from tests.test_several_labels import (
-    LABELS,
-    InTwoColumns,
-    in_two_classes,
-    several_labels,
-)
 
 BERNOULLIS = LIKELIHOODS[MULTI_LABEL]
 STRUCTURES = ["lowrank_kron", "diag", "full"]

@@ -1,7 +1,7 @@
 """Labels of tokens, and several labels, by exact wrappers."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,6 +17,12 @@ from transformers import BertForTokenClassification
 
 import laplace_lora_ext
 from tests.support.dense import EXACT, assert_exact, full_rank
+from tests.support.labels import (
+    LABELS,
+    InTwoColumns,
+    in_two_classes,
+    several_labels,
+)
 from tests.support.models import (
     N_CLASSES,
     OfMapping,
@@ -29,55 +35,10 @@ from tests.support.models import (
     real_targets,
     without_labels,
 )
-from tests.support.posteriors import generator, make
+from tests.support.posteriors import make
 
 # As messages name it, in quotes.
 MULTI_LABEL = '"multi_label_classification"'
-LABELS = torch.tensor(
-    [
-        [0, 1, 1],
-        [0, 0, 0],
-        [1, 1, 1],
-        [1, 0, 0],
-    ]
-)
-"""Three labels of each of four examples."""
-
-
-class InTwoColumns(nn.Module):
-    """Makes rows `[0, f]` of each logit f, whose softmax is f's sigmoid."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        f = self.model(**batch).logits
-        rows = torch.stack([torch.zeros_like(f), f], dim=-1)
-        return rows.flatten(0, 1)
-
-
-def several_labels(
-    batch: Mapping[str, torch.Tensor],
-    n_labels: int,
-) -> torch.Tensor:
-    """Draw `(B, C)` numbers 0 and 1."""
-    n_texts = len(batch["input_ids"])
-    shape = (n_texts, n_labels)
-    labels = torch.randint(0, 2, shape, generator=generator(4))
-    return labels.double()
-
-
-def in_two_classes(
-    batches: Sequence[Mapping[str, torch.Tensor]],
-) -> list[tuple[Any, torch.Tensor]]:
-    """Make pairs for `InTwoColumns`: each label of each text is an example."""
-    examples = []
-    for batch in batches:
-        texts = without_labels(batch)
-        y = batch["labels"].long()
-        examples.append((texts, y.flatten()))
-    return examples
 
 
 @pytest.mark.parametrize("n_labels", [1, 3])

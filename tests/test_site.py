@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.browser import CHROMIUM, browse
+
 ROOT = Path(__file__).parents[1]
-CHROMIUM = shutil.which("chromium")
 WIDEST = 80  # letters of a line of code that a laptop shows
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -87,52 +87,47 @@ def document_of(file: Path, profile: Path) -> str:
     """Read a page, after its scripts have run where there is a browser."""
     if CHROMIUM is None:
         return file.read_text(encoding="utf-8")
-    return subprocess.run(
-        [
-            CHROMIUM,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-quic",
-            "--no-first-run",
-            "--disable-background-networking",
-            "--disable-component-update",
-            "--disable-sync",
-            f"--user-data-dir={profile}",
-            "--dump-dom",
-            file.as_uri(),
-        ],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    ).stdout
+    return browse(file, profile, "--dump-dom")
 
 
 def test_every_page_of_the_menu_has_something_to_read(site, tmp_path):
     from mkdocs.config import load_config
 
-    pages = list(pages_of(load_config(str(ROOT / "mkdocs.yml")).nav))
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    pages = list(pages_of(config.nav))
+    # A menu that was not read would have no page to fail.
     assert len(pages) > 15
     for page in pages:
-        document = document_of(site / place_of(page) / "index.html", tmp_path)
+        file = site / place_of(page) / "index.html"
+        document = document_of(file, tmp_path)
         found = Words()
         found.feed(document)
         assert len(found.words) > 100, page
         if page.endswith(".ipynb"):
             assert document.count("jp-CodeCell") > 3, page
+            # A notebook that was copied and not drawn begins with its own JSON.
             assert '"cells":' not in document[:10_000], page
         if "quick_tour" in page or page == "README.md":
             assert found.n_pictures, page
 
 
-def test_code_fits_into_its_box():
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for block in FENCE.findall(path.read_text(encoding="utf-8")):
-            for line in block.splitlines():
-                assert len(line) <= WIDEST, f"{path.name}: {line}"
+def assert_fits(code: str, name: str) -> None:
+    for line in code.splitlines():
+        assert len(line) <= WIDEST, f"{name}: {line}"
+
+
+def test_code_of_pages_fits_into_its_box():
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    for page in [ROOT / "README.md", *pages]:
+        text = page.read_text(encoding="utf-8")
+        for block in FENCE.findall(text):
+            assert_fits(block, page.name)
+
+
+def test_code_of_notebooks_fits_into_its_box():
     for path in (ROOT / "examples").glob("*.ipynb"):
-        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        for cell in notebook["cells"]:
             if cell["cell_type"] == "code":
-                for line in "".join(cell["source"]).splitlines():
-                    assert len(line) <= WIDEST, f"{path.name}: {line}"
+                code = "".join(cell["source"])
+                assert_fits(code, path.name)

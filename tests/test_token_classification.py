@@ -54,8 +54,11 @@ from tests.support.ranks import assert_alike, failures, on_ranks
 
 Batch = Mapping[str, torch.Tensor]
 TOKENS = "token_classification"
+# The label that transformers' own loss passes over.
 IGNORED = -100
 N_TEXTS = 8
+# A prior precision that leaves weights a standard deviation of 1e-7.
+NARROW = 1e14
 PADDING = {
     "input_ids": 0,
     "attention_mask": 0,
@@ -69,6 +72,7 @@ def bert(n_labels: int) -> nn.Module:
 
 
 def gpt2(n_labels: int) -> nn.Module:
+    # Its layers store their weights transposed, which the other two do not.
     config = GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=12,
@@ -137,6 +141,7 @@ def batches(batch_size: int = 3) -> list[dict[str, torch.Tensor]]:
     for number, batch in enumerate(found):
         shape = batch["input_ids"].shape
         labels = torch.randint(0, N_CLASSES, shape, generator=draws)
+        # Few enough that texts have gaps, and many enough that most have labels.
         is_drawn = torch.rand(shape, generator=draws) < 0.6
         has_label = is_drawn & is_real(batch)
         labels[~has_label] = IGNORED
@@ -243,7 +248,8 @@ def test_curvature_evidence_and_covariances_are_exact(kind, structure):
     model = la.model.model
     tokens = tokens_of(model, data)
     assert torch.equal(tokens.y, labels_of(data))
-    H = dense_curvature(structure, model, tokens.Js, softmax_fisher(tokens.f))
+    fisher = softmax_fisher(tokens.f)
+    H = dense_curvature(structure, model, tokens.Js, fisher)
     # Low-rank factors leave out what is rounding beside their largest eigenvalue.
     rounding = 1e-10 * H.abs().max().item()
     assert_close(curvature_of(la), H, rtol=1e-9, atol=rounding)
@@ -283,7 +289,8 @@ def test_padding_changes_nothing():
         for key, value in PADDING.items():
             batch[key] = pad(batch[key], three_on_the_right, value=value)
     found = curvature_of(fitted(data=longer))
-    assert_close(found, curvature_of(fitted()), **EXACT)
+    expected = curvature_of(fitted())
+    assert_close(found, expected, **EXACT)
 
 
 def test_drawn_labels_are_right_on_average():
@@ -294,7 +301,9 @@ def test_drawn_labels_are_right_on_average():
     exact = torch.stack([block.trace() for block in blocks])
     drawn = fitted(model=model, **full_rank(num_samples=4000))
     # A block has the trace of its output factor.
-    found = torch.stack([block.output_factor.trace for block in drawn.H_facs.blocks])
+    traces = [block.output_factor.trace for block in drawn.H_facs.blocks]
+    found = torch.stack(traces)
+    # So many draws come within two hundredths.
     assert_close(found, exact, rtol=0.05, atol=0)
 
 
@@ -316,10 +325,12 @@ def test_predictions_are_of_every_token_but_padding(link):
     for batch in batches():
         mask = is_real(batch)
         p = la(batch, link_approx=link, generator=generator())
-        assert p.shape == (*mask.shape, N_CLASSES)
+        n_texts, n_tokens = mask.shape
+        assert p.shape == (n_texts, n_tokens, N_CLASSES)
         assert p[~mask].isnan().all()
         sums = p[mask].sum(-1)
         assert_close(sums, torch.ones_like(sums), **EXACT)
+        # Which tokens are labelled is nothing that a prediction may depend on.
         texts = without_labels(batch)
         again = la(texts, link_approx=link, generator=generator())
         assert_close(again, p, equal_nan=True, **EXACT)
@@ -327,11 +338,15 @@ def test_predictions_are_of_every_token_but_padding(link):
 
 def test_so_narrow_a_prior_leaves_the_model_alone():
     la = fitted()
-    la.prior_precision = 1e14
-    of_batches = [la(batch)[is_real(batch)] for batch in batches()]
+    la.prior_precision = NARROW
+    of_batches = []
+    for batch in batches():
+        p = la(batch)
+        of_batches.append(p[is_real(batch)])
+    found = torch.cat(of_batches)
     tokens = tokens_of(la.model.model, batches(), every=True)
     of_map = tokens.f.softmax(-1)
-    assert_close(torch.cat(of_batches), of_map, rtol=1e-6, atol=1e-8)
+    assert_close(found, of_map, rtol=1e-6, atol=1e-8)
 
 
 def test_a_prediction_has_entropies_of_each_token():
@@ -356,10 +371,13 @@ def test_a_prediction_of_a_loader_pads_its_batches_to_one_width():
     width = 7
     # Its first text is of four tokens.
     narrower = 5
-    narrow = {key: value[:1, :narrower] for key, value in second.items()}
+    first_text = texts_of(second, slice(1))
+    narrow = {key: value[:, :narrower] for key, value in first_text.items()}
     found = la.predict([narrow, first], generator=generator())
     of_narrow, *_ = found.labels
-    assert of_narrow[narrower:].tolist() == [IGNORED] * (width - narrower)
+    added = of_narrow[narrower:]
+    assert len(added) == width - narrower
+    assert (added == IGNORED).all()
     of_first = found.probabilities[1:]
     assert of_first.shape == (3, width, N_CLASSES)
     expected = la.predict(first, generator=generator()).probabilities
@@ -391,6 +409,7 @@ def test_methods_choose_a_prior_by_labelled_tokens(method):
 @may_end_at_the_grids_edge
 def test_a_grid_search_minimises_the_loss_of_labelled_tokens():
     la = fitted()
+    # Without a scale of the logits, which would change the predictions below.
     history = la.optimize_prior_precision(
         method="gridsearch",
         val_loader=batches(),
@@ -404,6 +423,7 @@ def test_a_grid_search_minimises_the_loss_of_labelled_tokens():
         of_batches.append(p[is_labelled(batch)])
     log_p = torch.cat(of_batches).log()
     loss = nll_loss(log_p, labels_of(batches()))
+    # The search keeps its statistics in float32.
     assert_close(history.objective[best], loss, rtol=1e-5, atol=1e-6)
 
 
@@ -428,13 +448,15 @@ def test_learnt_variances_predict_every_token_by_one_pass():
     assert learnt.n_examples == 2 * n_labelled
     # What the classifier reads, and the log-probabilities.
     hidden_size = 12
-    assert len(learnt.mean) == hidden_size + N_CLASSES
+    n_features = hidden_size + N_CLASSES
+    assert len(learnt.mean) == n_features
     batch = first_batch()
     calls = record_calls(la.model.model)
     p = la(batch, pred_type="amortized", link_approx="mean_field")
     assert len(calls) == 1
     exact = la(batch, link_approx="mean_field")
     assert p.shape == exact.shape
+    # At padding alone, as the exact ones.
     assert p.isnan().equal(exact.isnan())
 
 
@@ -452,20 +474,22 @@ def assert_of_every_token(samples, batch, expected):
 def test_samples_are_of_every_token_but_padding(pred_type):
     la = fitted()
     batch = first_batch()
-    # So narrow a prior that each sample is the model's own logits.
-    la.prior_precision = 1e14
+    # Each sample is then the model's own logits.
+    la.prior_precision = NARROW
     f = tokens_of(la.model.model, [batch], every=True).f
     logits = la.functional_samples(batch, pred_type, n_samples=3)
     assert_of_every_token(logits, batch, f)
     probabilities = la.predictive_samples(batch, pred_type, n_samples=3)
     assert_of_every_token(probabilities, batch, f.softmax(-1))
-    of_function = la.function(0, pred_type)(batch)
-    assert_of_every_token(of_function[None], batch, f)
+    function = la.function(0, pred_type)
+    as_one_sample = function(batch)[None]
+    assert_of_every_token(as_one_sample, batch, f)
 
 
 def test_a_joint_sample_is_that_of_one_function():
     la = fitted()
     batch = first_batch()
+    # Of the seed that `generator()` has, too.
     function = la.function(0)
     (joint_sample,) = la.functional_samples(
         batch,
@@ -479,7 +503,7 @@ def test_a_joint_sample_is_that_of_one_function():
 def test_a_joint_sample_under_a_narrow_prior_is_the_model():
     la = fitted()
     batch = first_batch()
-    la.prior_precision = 1e14
+    la.prior_precision = NARROW
     samples = la.functional_samples(batch, n_samples=1, joint=True)
     f = tokens_of(la.model.model, [batch], every=True).f
     assert_of_every_token(samples, batch, f)
@@ -524,6 +548,7 @@ def test_a_long_text_is_predicted_alike_by_a_few_tokens_at_a_time(
     structure, long_text, monkeypatch
 ):
     la = fitted(structure=structure)
+    # At once, before there is room for two tokens only.
     expected = predictions_of(la, long_text)
     two_tokens_at_a_time(la, monkeypatch)
     found = predictions_of(la, long_text)
@@ -556,13 +581,16 @@ def test_a_long_text_takes_a_pass_for_each_two_tokens(long_text, monkeypatch):
     monkeypatch.setattr(_Jacobians, "gradients", note)
     calls = record_calls(la.model.model)
     la(long_text)
-    assert len(calls) == math.ceil(7 / 2)
+    # The last of seven tokens has a pass for itself.
+    n_passes = math.ceil(7 / 2)
+    assert len(calls) == n_passes
     assert max(n_rows) == 2 * N_CLASSES
 
 
 def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
     la = fitted()
     _, batch, _ = batches()
+    # Its second text is the one that has none.
     assert not is_labelled(batch)[1].any()
     expected = la.predictive_statistics([batch], dtype=torch.float64)
     # Not even one text's rows may be in a pass together.
@@ -603,12 +631,15 @@ def test_steps_of_a_reasoning_have_two_classes():
         labels = torch.full_like(batch["input_ids"], IGNORED)
         labels[:, 1] = torch.arange(len(labels)) % 2
         batch["labels"] = labels
-    la = fitted(model=token_classifier("gpt2", n_labels=2), data=data)
-    tokens = tokens_of(la.model.model, data)
-    expected = gradient_curvature(la.model.model, tokens.Js, softmax_fisher(tokens.f))
+    model = token_classifier("gpt2", n_labels=2)
+    la = fitted(model=model, data=data)
+    tokens = tokens_of(model, data)
+    fisher = softmax_fisher(tokens.f)
+    expected = gradient_curvature(model, tokens.Js, fisher)
     assert_close(la.H.to_matrix(), expected, **EXACT)
     texts, *_ = data
-    assert la(texts).shape == (*texts["input_ids"].shape, 2)
+    n_texts, n_tokens = texts["input_ids"].shape
+    assert la(texts).shape == (n_texts, n_tokens, 2)
 
 
 # --- texts without labels -------------------------------------------------------------
@@ -638,7 +669,8 @@ def test_texts_without_a_label_add_nothing_to_a_fit(
 def test_texts_without_a_label_change_no_figure(structure, with_a_batch_without_labels):
     la = fitted(structure=structure)
     found = compare(la, with_a_batch_without_labels)
-    assert found.posterior == compare(la, batches()).posterior
+    expected = compare(la, batches())
+    assert found.posterior == expected.posterior
 
 
 def chosen_by_agreement(la, loader: Sequence[Batch]) -> torch.Tensor:
@@ -652,7 +684,9 @@ def chosen_by_a_grid_search(la, loader: Sequence[Batch]) -> torch.Tensor:
 
 
 def learnt_weights(la, loader: Sequence[Batch]) -> torch.Tensor:
-    return la.amortize(loader, unlabelled=None).weights
+    # Swapped tokens are drawn for each batch, of which one more changes the draws.
+    learnt = la.amortize(loader, unlabelled=None)
+    return learnt.weights
 
 
 @may_end_at_the_grids_edge
@@ -666,13 +700,15 @@ def test_texts_without_a_label_change_no_choice(
 ):
     la = fitted(structure=structure)
     found = choose(la, with_a_batch_without_labels)
-    assert_close(found, choose(la, batches()))
+    expected = choose(la, batches())
+    assert_close(found, expected)
 
 
 def test_texts_without_a_label_teach_no_variance(with_a_batch_without_labels):
     la = fitted()
-    learnt = la.amortize(with_a_batch_without_labels)
-    assert learnt.n_examples == la.amortize(batches()).n_examples
+    found = la.amortize(with_a_batch_without_labels)
+    expected = la.amortize(batches())
+    assert found.n_examples == expected.n_examples
 
 
 # --- several processes ----------------------------------------------------------------
@@ -683,6 +719,7 @@ class LabelledTexts(Dataset):
 
     def __init__(self, n_texts: int) -> None:
         (whole,) = batches(batch_size=N_TEXTS)
+        # One text without a label is among them, which one rank alone sees.
         whole["labels"][3] = IGNORED
         self.texts = []
         for row in range(n_texts):
@@ -704,12 +741,17 @@ def padded(texts):
     batch = {}
     for key, value in PADDING.items():
         rows = [text[key] for text in texts]
-        batch[key] = pad_sequence(rows, batch_first=True, padding_value=value)
+        batch[key] = pad_sequence(
+            rows,
+            batch_first=True,
+            padding_value=value,
+        )
     return batch
 
 
 def dealt_loader(n_texts=5, batch_size=2):
     """Load this rank's texts, or all where there is one process."""
+    # Two ranks can't share five alike: the sampler repeats one, which must not count.
     texts = LabelledTexts(n_texts)
     sampler = None
     if dist.is_initialized():
@@ -733,6 +775,7 @@ def test_several_processes_that_share_texts_do_as_one_does(structure):
             train_loader=loader,
             max_change=0.05,
         )
+        # Before the grid search writes its own.
         by_agreement = la.prior_precision
         la.optimize_prior_precision(
             method="gridsearch",
@@ -756,7 +799,10 @@ def test_several_processes_that_share_texts_do_as_one_does(structure):
             "labels": prediction.labels,
         }
 
-    assert_alike(on_ranks(job, 2), job(0), rtol=1e-5, atol=1e-6)
+    of_ranks = on_ranks(job, 2)
+    alone = job(0)
+    # Batches are other ones, and statistics are kept in float32.
+    assert_alike(of_ranks, alone, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -789,7 +835,8 @@ def test_a_collator_that_makes_texts_of_its_own_is_refused_by_their_number():
         loader.collate_fn = twice
         la.predictive_statistics(loader)
 
-    for message in failures(on_ranks(job, 2)):
+    messages = failures(on_ranks(job, 2))
+    for message in messages:
         assert "The collator did not make 2 examples of 2" in message
 
 
@@ -830,9 +877,10 @@ def test_data_without_a_label_are_refused():
 
 def test_labels_of_texts_are_told_of_their_likelihood():
     of_texts = torch.zeros(3, dtype=torch.long)
+    batch = first_batch() | {"labels": of_texts}
     message = r'\(texts, tokens\).*likelihood "classification"'
     with pytest.raises(ValueError, match=message):
-        fitted(data=[first_batch() | {"labels": of_texts}])
+        fitted(data=[batch])
 
 
 def test_a_model_of_texts_is_told_of_its_likelihood():

@@ -14,7 +14,7 @@ from laplace_lora_ext.predictive.amortized import (
     ridge,
 )
 from laplace_lora_ext.predictive.links import mean_field
-from tests.predictive.support import randn
+from tests.support.posteriors import normal
 
 # How exactly it is learnt what can be: the regression has a penalty.
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
@@ -90,8 +90,8 @@ def collinear_features(n: int) -> torch.Tensor:
 
     Without a penalty these would have no weights of their own.
     """
-    independent = randn(n, 9)
-    sums = independent[:, :2] @ randn(2, 2, seed=1)
+    independent = normal(n, 9)
+    sums = independent[:, :2] @ normal(2, 2, seed=1)
     return centred(torch.cat([independent, sums], dim=1))
 
 
@@ -100,9 +100,9 @@ def collinear_features(n: int) -> torch.Tensor:
 @pytest.mark.parametrize("noise", [0.1, 3.0])
 def test_examples_that_are_left_out_against_as_many_regressions(n, noise):
     X = collinear_features(n)
-    true_weights = randn(11, 3, seed=2)
+    true_weights = normal(11, 3, seed=2)
     exact = X @ true_weights
-    Y = centred(exact + noise * randn(n, 3, seed=3))
+    Y = centred(exact + noise * normal(n, 3, seed=3))
 
     # Penalties are relative to the largest eigenvalue of XᵀX.
     largest = torch.linalg.svdvals(X)[0].square()
@@ -169,7 +169,7 @@ def test_variances_are_kept_even_if_no_covariance_has_them():
 
 def test_links_see_the_variances_of_differences_even_if_no_covariance_has_them():
     V = NoCovariance.matrix()
-    f_mu = randn(3)
+    f_mu = normal(3)
     differences = f_mu[:, None] - f_mu
     # MacKay's approximation, for each difference of two logits.
     factor = 1 + torch.pi / 8 * NoCovariance.of_differences
@@ -185,7 +185,7 @@ def n_outputs(request: pytest.FixtureRequest) -> int:
 
 
 def test_a_covariance_comes_back_from_its_variances(n_outputs):
-    root = randn(4, n_outputs, n_outputs)
+    root = normal(4, n_outputs, n_outputs)
     V = root @ root.mT
     logs = log_variances(V)
     assert logs.shape == (4, pairs_of(n_outputs))
@@ -197,8 +197,8 @@ def test_variances_may_be_zero(n_outputs):
     nothing = torch.zeros(5, n_outputs, n_outputs)
     # The logarithm of 0 is infinite: the smallest number stands for it.
     logs = log_variances(nothing.double())
-    learnt = learnt_from(randn(5, 3), logs)
-    found = learnt.covariance(randn(5, 3))
+    learnt = learnt_from(normal(5, 3), logs)
+    found = learnt.covariance(normal(5, 3))
     assert found.abs().max() < 1e-300
 
 
@@ -221,9 +221,9 @@ def linear_in_features(
     """Draw 60 examples, and logarithms of variances that are linear in them."""
     n_pairs = pairs_of(n_outputs)
     # Neither centred nor scaled, which is for the regression to do.
-    X = 3 + 2 * randn(60, 7, seed=seed)
-    weights = randn(7, n_pairs, seed=5) / 10
-    offset = randn(n_pairs, seed=6)
+    X = 3 + 2 * normal(60, 7, seed=seed)
+    weights = normal(7, n_pairs, seed=5) / 10
+    offset = normal(n_pairs, seed=6)
     return X, X @ weights + offset
 
 
@@ -270,8 +270,8 @@ def with_noise(
 
     Half of their variance is noise, which nobody can know.
     """
-    X = randn(n, 5, seed=seed)
-    noise = randn(n, 3, seed=seed + 1)
+    X = normal(n, 5, seed=seed)
+    noise = normal(n, 3, seed=seed + 1)
     first = X[:, :1]
     return X, first + noise
 
@@ -292,8 +292,8 @@ def test_it_says_how_good_it_is_on_examples_that_it_leaves_out():
 
 
 def test_it_says_that_noise_alone_cannot_be_learnt():
-    X = randn(80, 5, seed=2)
-    noise = randn(80, 3, seed=3)
+    X = normal(80, 5, seed=2)
+    noise = normal(80, 3, seed=3)
     learnt = learnt_from(X, noise)
     assert learnt.r_squared < 0.05
 
@@ -302,7 +302,7 @@ def test_it_says_that_noise_alone_cannot_be_learnt():
 def test_it_never_goes_more_than_a_factor_of_two_beyond_what_it_has_seen(far):
     X, logs = linear_in_features()
     learnt = learnt_from(X, logs)
-    distant = X + far * randn(60, 7, seed=4)
+    distant = X + far * normal(60, 7, seed=4)
     found = log_variances(learnt.covariance(distant))
     above = found - logs.amax(0)
     below = logs.amin(0) - found
@@ -341,7 +341,7 @@ def test_where_no_feature_varies_every_example_has_the_mean():
 def test_two_examples_are_too_few():
     message = "from 2 examples that have some: give more"
     with pytest.raises(ValueError, match=message):
-        learnt_from(randn(2, 3), randn(2, 3))
+        learnt_from(normal(2, 3), normal(2, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

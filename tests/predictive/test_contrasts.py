@@ -13,13 +13,13 @@ from laplace_lora_ext.predictive.distributions import moments_for
 from laplace_lora_ext.predictive.links import mean_field
 from laplace_lora_ext.predictive.moments import DifferenceMoments
 from laplace_lora_ext.predictive.statistics import joined_statistics
-from tests.predictive.support import randn
 from tests.support.dense import labels_of
 from tests.support.models import lora_model, ragged_batches, without_labels
 from tests.support.posteriors import (
     PRIORS_ALONE,
     fitted,
     generator,
+    normal,
     some_precision,
     validation_loss,
 )
@@ -130,7 +130,7 @@ def logits_of_texts(
     n: int,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    return scale * randn(n, N_CLASSES)
+    return scale * normal(n, N_CLASSES)
 
 
 def test_classes_are_compared_until_little_probability_is_left():
@@ -295,7 +295,7 @@ def n_known(request: pytest.FixtureRequest) -> int:
 
 
 def test_what_is_completed_is_a_covariance(n_known):
-    root = randn(50, n_known, 6)
+    root = normal(50, n_known, 6)
     of_known = root @ root.mT
     V = completed(of_known, drawn_classes(50, n_known), N_CLASSES)
     smallest = torch.linalg.eigvalsh(V).min()

@@ -9,12 +9,12 @@ from torch.testing import assert_close
 
 from laplace_lora_ext import Prediction
 from laplace_lora_ext.predictive.links import own_links
-from tests.predictive.support import randn
 from tests.support.models import ragged_batches
 from tests.support.posteriors import (
     STRUCTURES,
     fitted,
     generator,
+    normal,
     plain_regression,
 )
 
@@ -165,7 +165,7 @@ def drawn_probabilities(
     values, vectors = torch.linalg.eigh(f_var)
     deviations = values.clamp_min(0).sqrt()
     root = vectors * deviations[:, None]
-    noise = randn(n, *f_mu.shape, seed=1)
+    noise = normal(n, *f_mu.shape, seed=1)
     logits = f_mu + torch.einsum("bij,sbj->sbi", root, noise)
     return logits.softmax(-1)
 

@@ -16,8 +16,7 @@ from laplace_lora_ext.predictive.links import (
     shared_noise,
 )
 from laplace_lora_ext.predictive.moments import gaussian_samples, square_root
-from tests.predictive.support import randn
-from tests.support.posteriors import generator
+from tests.support.posteriors import generator, normal
 
 
 def some_moments(
@@ -55,7 +54,7 @@ def test_probit_shrinks_each_logit_by_its_own_variance():
 
 def test_monte_carlo_is_the_mean_probability_of_samples():
     f_mu, f_var = some_moments(4)
-    noise = randn(7, len(f_mu), 4)
+    noise = normal(7, len(f_mu), 4)
     # Takes away what all logits of an example share, of which no probability knows.
     centring = torch.eye(4).double() - 1 / 4
     centred = centring @ f_var @ centring
@@ -67,7 +66,7 @@ def test_monte_carlo_is_the_mean_probability_of_samples():
 
 def test_monte_carlo_reads_differences_alone():
     f_mu, f_var = some_moments(4)
-    noise = randn(7, len(f_mu), 4)
+    noise = normal(7, len(f_mu), 4)
     # Covariances of differences from the first logit lack what all logits share.
     with_first = f_var[:, :1]
     variance_of_first = f_var[:, :1, :1]
@@ -107,7 +106,8 @@ def test_shared_noise_is_drawn_as_the_host_draws_it():
     assert noise.shape == (9, 1, 4)
     # The host multiplies its root with one matrix of a row an output and a column a
     # sample.
-    of_host = randn(4, 9)
+    # By `normal` they would be others: a generator draws another stream in float32.
+    of_host = torch.randn(4, 9, generator=generator(), dtype=torch.float64)
     assert torch.equal(noise[:, 0], of_host.T)
 
 
@@ -116,7 +116,7 @@ def test_shared_noise_is_drawn_as_the_host_draws_it():
 
 def test_what_all_logits_share_plays_no_part():
     f_mu, f_var = some_moments(4)
-    share = randn(len(f_mu), 4, 1, seed=1)
+    share = normal(len(f_mu), 4, 1, seed=1)
     # Var(f + c 1): each entry gains a row's and a column's part.
     shifted = f_var + share + share.mT
     found = mean_field(f_mu + 3, shifted)
@@ -146,7 +146,7 @@ def integrated(
     f_var: torch.Tensor,
 ) -> torch.Tensor:
     """Average the softmax over so many draws that chance plays no part."""
-    noise = randn(20_000, 4, seed=2)
+    noise = normal(20_000, 4, seed=2)
     root = torch.linalg.cholesky(f_var)
     logits = f_mu + torch.einsum("bck,sk->sbc", root, noise)
     return logits.softmax(-1).mean(0)
@@ -229,7 +229,7 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
 @pytest.fixture(params=[0, 1, 2, 4], ids="rank {}".format)
 def covariance(request: pytest.FixtureRequest) -> torch.Tensor:
     """Covariances `(3, 4, 4)` of a rank."""
-    factor = randn(3, 4, request.param)
+    factor = normal(3, 4, request.param)
     return factor @ factor.mT
 
 
@@ -241,8 +241,8 @@ def test_roots_of_singular_covariances(covariance):
 
 def test_samples_of_singular_covariances(covariance):
     S = square_root(covariance)
-    f_mu = randn(3, 4, seed=1)
-    noise = randn(5, 3, 4, seed=2)
+    f_mu = normal(3, 4, seed=1)
+    noise = normal(5, 3, 4, seed=2)
     samples = gaussian_samples(f_mu, covariance, noise)
     for b in range(3):
         expected = f_mu[b] + noise[:, b] @ S[b]
@@ -251,8 +251,8 @@ def test_samples_of_singular_covariances(covariance):
 
 def test_samples_of_singular_covariances_may_share_noise(covariance):
     S = square_root(covariance)
-    f_mu = randn(3, 4, seed=1)
-    shared = randn(5, 1, 4, seed=2)
+    f_mu = normal(3, 4, seed=1)
+    shared = normal(5, 1, 4, seed=2)
     samples = gaussian_samples(f_mu, covariance, shared)
     for b in range(3):
         expected = f_mu[b] + shared[:, 0] @ S[b]
@@ -261,8 +261,8 @@ def test_samples_of_singular_covariances_may_share_noise(covariance):
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_roots_of_singular_covariances_have_gradients(rank):
-    factor = randn(3, 4, rank)
-    scales = randn(rank, seed=1).abs() + 0.5
+    factor = normal(3, 4, rank)
+    scales = normal(rank, seed=1).abs() + 0.5
 
     # Gradients keep the null space, as those of a prior precision do.
     def root_of(scales: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,8 @@ from scipy.stats import norm
 from torch.testing import assert_close
 
 from laplace_lora_ext import LaplaceMixture, NumberPrediction
-from tests.predictive.support import randn
 from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted, plain_regression
+from tests.support.posteriors import STRUCTURES, fitted, normal, plain_regression
 from tests.test_mixture import preferences, two
 
 LEVELS = [0.01, 0.3, 0.5, 0.95]
@@ -177,13 +176,13 @@ def test_a_mixtures_density_is_the_mean_of_its_members(mixed):
 
 def some_numbers(n_members: int) -> tuple[NumberPrediction, torch.Tensor]:
     """Make predictions of two numbers for three examples, and targets."""
-    means = randn(n_members, 3, 2, seed=0)
-    roots = randn(n_members, 3, 2, 2, seed=1)
+    means = normal(n_members, 3, 2, seed=0)
+    roots = normal(n_members, 3, 2, 2, seed=1)
     covariances = roots @ roots.mT
     members = list(zip(means, covariances, strict=True))
     noises = [0.3] * n_members
     prediction = NumberPrediction.of(members, noises)
-    targets = 2 * randn(3, 2, seed=2)
+    targets = 2 * normal(3, 2, seed=2)
     return prediction, targets
 
 

@@ -1,0 +1,56 @@
+"""Several labels of an example, and how they are told as classes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.support.models import without_labels
+from tests.support.posteriors import generator
+
+LABELS = torch.tensor(
+    [
+        [0, 1, 1],
+        [0, 0, 0],
+        [1, 1, 1],
+        [1, 0, 0],
+    ]
+)
+"""Three labels of each of four examples."""
+
+
+class InTwoColumns(nn.Module):
+    """Makes rows `[0, f]` of each logit f, whose softmax is f's sigmoid."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        f = self.model(**batch).logits
+        rows = torch.stack([torch.zeros_like(f), f], dim=-1)
+        return rows.flatten(0, 1)
+
+
+def several_labels(
+    batch: Mapping[str, torch.Tensor],
+    n_labels: int,
+) -> torch.Tensor:
+    """Draw `(B, C)` numbers 0 and 1."""
+    n_texts = len(batch["input_ids"])
+    shape = (n_texts, n_labels)
+    labels = torch.randint(0, 2, shape, generator=generator(4))
+    return labels.double()
+
+
+def in_two_classes(
+    batches: Sequence[Mapping[str, torch.Tensor]],
+) -> list[tuple[Any, torch.Tensor]]:
+    """Make pairs for `InTwoColumns`: each label of each text is an example."""
+    examples = []
+    for batch in batches:
+        texts = without_labels(batch)
+        y = batch["labels"].long()
+        examples.append((texts, y.flatten()))
+    return examples
