@@ -27,7 +27,9 @@ def test_figures_of_perfect_predictions():
 
 
 def test_figures_of_predictions_that_are_certain_and_wrong():
-    figures = quality(PERFECT.flip(1), LABELS)
+    certain_and_wrong = PERFECT.flip(1)
+    figures = quality(certain_and_wrong, LABELS)
+    # Squared errors are summed over both classes.
     assert figures["brier"] == 2
     assert figures["ece"] == 1
 
@@ -41,12 +43,14 @@ def test_the_calibration_error_of_predictions_that_are_too_modest():
     # They say 0.65 and are always right.
     too_modest = 0.3 * PERFECT + 0.7 * EVEN
     figures = quality(too_modest, LABELS)
-    assert figures["ece"] == pytest.approx(0.35, abs=1e-6)
+    error = 1 - 0.65
+    assert figures["ece"] == pytest.approx(error, abs=1e-6)
 
 
 def test_probabilities_that_are_no_numbers_are_refused():
+    infinite = EVEN / 0
     with pytest.raises(ValueError, match="not finite"):
-        quality(EVEN / 0, LABELS)
+        quality(infinite, LABELS)
 
 
 @pytest.fixture
@@ -62,14 +66,18 @@ def labels(batches):
 
 def probabilities(la, batches, **options) -> torch.Tensor:
     """Predict all texts by the link that figures are made with."""
-    of_batches = [la(batch, link_approx="mean_field", **options) for batch in batches]
+    of_batches = []
+    for batch in batches:
+        p = la(batch, link_approx="mean_field", **options)
+        of_batches.append(p)
     return torch.cat(of_batches)
 
 
 def test_figures_of_a_posterior_are_those_of_its_predictions(batches, labels):
     la = fitted()
-    expected = quality(probabilities(la, batches), labels)
-    assert compare(la, batches).posterior == expected
+    p = probabilities(la, batches)
+    found = compare(la, batches)
+    assert found.posterior == quality(p, labels)
 
 
 @pytest.mark.filterwarnings("error:The model's outputs")
@@ -77,7 +85,8 @@ def test_figures_of_the_trained_model_are_those_of_its_softmax(batches, labels):
     la = fitted()
     f_mu, _ = predicted(la, batches)
     expected = quality(f_mu.softmax(-1), labels)
-    assert compare(la, batches).trained == pytest.approx(expected)
+    found = compare(la, batches)
+    assert found.trained == pytest.approx(expected)
 
 
 def test_figures_are_printed_in_a_table(batches):
@@ -93,8 +102,8 @@ def test_learnt_variances_of_classes_have_a_row_of_their_own(batches, labels):
     la = fitted()
     la.amortize(ragged_batches())
     by_learnt = probabilities(la, batches, pred_type="amortized")
-    expected = quality(by_learnt, labels)
-    assert compare(la, batches).amortized == expected
+    found = compare(la, batches)
+    assert found.amortized == quality(by_learnt, labels)
 
 
 # --- numbers --------------------------------------------------------------------------
@@ -116,11 +125,12 @@ def assert_figures_of_numbers(
     density = MultivariateNormal(mean, covariance)
     nll = -density.log_prob(targets).mean()
     assert figures["nll"] == pytest.approx(nll.item())
-    rmse = (mean - targets).square().mean().sqrt()
+    errors = targets - mean
+    rmse = errors.square().mean().sqrt()
     assert figures["rmse"] == pytest.approx(rmse.item())
-    deviation = covariance.diagonal(dim1=1, dim2=2).sqrt()
-    z = (targets - mean) / deviation
-    # Nine in ten numbers are so near their mean.
+    variances = covariance.diagonal(dim1=1, dim2=2)
+    z = errors / variances.sqrt()
+    # Nine in ten numbers are so near their mean: one in twenty is beyond either side.
     quantile = Normal(0, 1).icdf(torch.tensor(0.95).double())
     is_within = z.abs() < quantile
     coverage = is_within.double().mean()
@@ -139,8 +149,10 @@ def test_figures_of_numbers_are_means_of_each_ones(targets):
     noise_of_each = noise.expand_as(f_var)
     assert_figures_of_numbers(found.trained, f_mu, noise_of_each, targets)
     assert_figures_of_numbers(found.posterior, f_mu, f_var + noise, targets)
+    # They differ by the doubt about weights, which the trained model has none of.
     assert found.trained["crps"] != found.posterior["crps"]
-    assert found.posterior == quality_of_numbers(la.predict(X), targets)
+    prediction = la.predict(X)
+    assert found.posterior == quality_of_numbers(prediction, targets)
 
 
 def test_figures_of_numbers_are_printed_in_a_table(targets):
@@ -152,8 +164,10 @@ def test_figures_of_numbers_are_printed_in_a_table(targets):
 
 def test_targets_of_another_shape_are_refused(targets):
     la, X = plain_regression()
+    prediction = la.predict(X)
+    of_first_output = targets[:, 0]
     with pytest.raises(ValueError, match=r"targets must be \(12, 2\), not \(12, 1\)"):
-        quality_of_numbers(la.predict(X), targets[:, 0])
+        quality_of_numbers(prediction, of_first_output)
 
 
 def test_learnt_variances_of_numbers_have_a_row_of_their_own(targets):
@@ -173,5 +187,6 @@ def test_learnt_variances_have_a_row_while_they_are_the_posteriors(targets):
     assert compare(la, data).amortized is None
     la.amortize([X])
     assert compare(la, data).amortized is not None
+    # They were learnt under the former prior.
     la.prior_precision = 2 * la.prior_precision
     assert compare(la, data).amortized is None

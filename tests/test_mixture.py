@@ -119,6 +119,7 @@ def add_second(model, **lora_config):
         add_fresh_adapter(model, "second")
     for name, weight in model.double().named_parameters():
         if ".second" in name:
+            # So large that the members disagree.
             torch.nn.init.normal_(weight, std=0.4)
 
 
@@ -140,6 +141,7 @@ def two(name: str = "classes", **lora_config) -> Two:
     first = posterior(2.0)
     add_second(model, **lora_config)
     second = posterior(0.5)
+    # As it was: a posterior activates its own adapter by itself.
     model.set_adapter("default")
     return Two(first, second, batches)
 
@@ -229,11 +231,14 @@ def test_entropies_are_those_of_all_members_draws():
     total = entr(p.mean(0)).sum(-1)
     of_draws = entr(p).sum(-1)
     aleatoric = of_draws.mean(0)
+    epistemic = total - aleatoric
     n_texts = len(found.labels)
     of_label = p[:, range(n_texts), found.labels]
+    # Of all draws of both, so that what the members disagree about counts too.
+    variance = of_label.var(0, correction=0)
     assert_close(found.total_entropy, total)
-    assert_close(found.epistemic_entropy, total - aleatoric)
-    assert_close(found.label_variance, of_label.var(0, correction=0))
+    assert_close(found.epistemic_entropy, epistemic)
+    assert_close(found.label_variance, variance)
 
 
 def test_a_prediction_takes_one_pass_of_each_member():
@@ -257,7 +262,8 @@ def test_decisions_have_the_probabilities_of_their_link():
 
 
 def some_texts(labelled: bool) -> list[dict[str, torch.Tensor]]:
-    texts = [Texts()[place] for place in range(11)]
+    dataset = Texts()
+    texts = [dataset[place] for place in range(len(dataset))]
     if labelled:
         return texts
     return [without_labels(text) for text in texts]
@@ -267,6 +273,7 @@ def some_texts(labelled: bool) -> list[dict[str, torch.Tensor]]:
 def test_members_pass_over_the_same_rows_of_a_loader_that_shuffles(labelled):
     mixture = two().mixture()
     texts = some_texts(labelled)
+    # Of an order that is not the texts' own, as is checked below.
     torch.manual_seed(0)
     shuffled = DataLoader(texts, batch_size=3, shuffle=True)
     statistics = mixture.predictive_statistics(shuffled, dtype=torch.float64)
@@ -331,7 +338,9 @@ def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(kind):
     mixture = both.mixture()
     history = mixture.optimize_prior_precision(val_loader=both.batches, **GRID)
     losses = losses_of_factors(both)
-    assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
+    found = history.objective.tolist()
+    # Where the search keeps statistics, they are of float32.
+    assert found == pytest.approx(losses, rel=1e-5)
     best = FACTORS[losses.index(min(losses))]
     assert mixture.prior_precision.item() == pytest.approx(best)
     priors = priors_of(*mixture.members)
@@ -356,7 +365,8 @@ def test_given_posteriors_keep_their_priors_and_the_mixture_its_own():
     # The mixture's is a factor of its members' own.
     mixture.prior_precision = 10
     assert priors_of(both.first, both.second) == [2, 0.5]
-    assert torch.equal(both.first(both.batch), before)
+    after = both.first(both.batch)
+    assert torch.equal(after, before)
 
 
 def test_a_mixture_keeps_what_its_posteriors_were_when_they_were_given():
@@ -414,7 +424,8 @@ def test_a_prediction_is_of_one_factor_whatever_other_threads_do():
                 wait(changes, timeout=1)
 
         # While the first member predicts, and the second has not begun.
-        handle = both.first.model.model.register_forward_hook(change_prior)
+        model = both.first.model.model
+        handle = model.register_forward_hook(change_prior)
         found = mixture(batch)
         handle.remove()
     assert torch.equal(found, expected)
@@ -463,7 +474,9 @@ def test_it_is_saved_and_loaded_with_its_adapters_and_heads(second, given, tmp_p
     mixture.prior_precision = 3
     mixture.save_pretrained(tmp_path)
     loaded = LaplaceMixture.from_pretrained(given(), tmp_path)
-    assert_close(loaded(both.batch), mixture(both.batch))
+    found = loaded(both.batch)
+    expected = mixture(both.batch)
+    assert_close(found, expected)
 
 
 def test_loading_leaves_the_models_own_adapter_active_and_trainable(tmp_path):
@@ -540,6 +553,7 @@ def two_of_texts() -> Two:
     model = lora_model("gpt2").eval()
     first = fitted_text(model)
     add_second(model)
+    # Once more, since layers that were added are in training mode.
     second = fitted_text(model.eval())
     return Two(first, second, text_batches())
 
@@ -580,11 +594,14 @@ def test_members_write_texts_together():
     found = written_by(both.mixture(), text)
     expected = text
     for _ in range(3):
-        p = torch.zeros(()).double()
+        of_members = []
         for adapter in ("default", "second"):
             model.set_adapter(adapter)
             logits = model(input_ids=expected).logits
-            p = p + logits[:, -1].softmax(-1)
+            of_next_token = logits[:, -1].softmax(-1)
+            of_members.append(of_next_token)
+        # Probabilities are averaged before each token, and not texts at the end.
+        p = torch.stack(of_members).mean(0)
         most_probable = p.argmax(-1, keepdim=True)
         expected = torch.cat([expected, most_probable], dim=1)
     assert torch.equal(found, expected)
@@ -667,7 +684,8 @@ def test_what_cannot_be_mixed_is_refused(posteriors, message):
 
 def test_its_text_tells_of_each_member():
     mixture = two().mixture()
-    assert repr(mixture).count("fitted to 8 examples; prior precision") == 2
+    n_told = repr(mixture).count("fitted to 8 examples; prior precision")
+    assert n_told == 2
 
 
 def test_evidence_chooses_no_prior_of_a_mixture():

@@ -153,10 +153,13 @@ def test_evidence_is_the_dense_one(n_labels):
 
     logits = model(**X).logits.detach()
     Js = jacobians(of_mapping(model), X)
-    H = exact_ggn(Js, bernoulli_fisher(logits))
-    prior_precision = torch.full_like(la.mean, 0.25)
-    expected = evidence(H, -la.loss, la.mean, prior_precision)
-    found = la.log_marginal_likelihood(torch.tensor([0.25]))
+    fisher = bernoulli_fisher(logits)
+    H = exact_ggn(Js, fisher)
+    # Another than 1, whose logarithm is 0.
+    prior_precision = 0.25
+    of_weights = torch.full_like(la.mean, prior_precision)
+    expected = evidence(H, -la.loss, la.mean, of_weights)
+    found = la.log_marginal_likelihood(torch.tensor([prior_precision]))
     assert_close(found, expected, rtol=1e-9, atol=0)
 
 
@@ -174,6 +177,7 @@ def test_a_label_is_a_classification_into_two_classes(structure, n_labels):
         expected = wrapped.log_marginal_likelihood()
         assert_close(found, expected, **SAME)
         for link in LINKS:
+            # Of one seed, so that "mc" draws the same numbers.
             p = la(X, link_approx=link, generator=generator())
             of_classes = wrapped(X, link_approx=link, generator=generator())
             # The wrapper's examples are the labels, text by text.
@@ -193,7 +197,9 @@ def test_the_hosts_kron_is_expand(n_labels):
     for la in (kron, lowrank):
         la.fit([batch])
         la.prior_precision = 0.5
-    assert_close(kron(batch), lowrank(batch), **SAME)
+    found = kron(batch)
+    expected = lowrank(batch)
+    assert_close(found, expected, **SAME)
     found = kron.log_marginal_likelihood()
     expected = lowrank.log_marginal_likelihood()
     assert_close(found, expected, **SAME)
@@ -205,6 +211,7 @@ def test_decisions_are_those_of_two_classes():
     found = la.predict(texts, generator=generator())
     of_classes = wrapped.predict(in_two_classes(texts), generator=generator())
     of_yes = of_classes.probabilities[:, 1]
+    # Everything else is a number an example.
     expected = of_classes._replace(probabilities=of_yes)
     assert found.probabilities.shape == (N_TEXTS, N_LABELS)
     # The wrapper's examples are the labels, text by text.
@@ -254,6 +261,7 @@ def test_one_logit_takes_labels_with_and_without_a_column():
     with_a_column = fitted(n_labels=1)
     texts = batches(n_labels=1)
     for batch in texts:
+        # As transformers' collators make them.
         batch["labels"] = batch["labels"].squeeze(1).long()
     model = classifier(n_labels=1)
     without = make(model, likelihood=MULTI_LABEL, **full_rank())
@@ -295,6 +303,7 @@ def test_sampled_seeds_are_unbiased():
     logits = three_logits()
     seeds = BERNOULLIS.sampled_seeds(logits, 40_000, generator())
     of_example = seeds.dense()[:, 0].double()
+    # Seeds are divided by the root of their number: the sum is a mean.
     fisher = of_example.T @ of_example
     (expected,) = bernoulli_fisher(logits)
     # Four standard errors.
@@ -326,6 +335,7 @@ def chosen_by_both(
     la, wrapped = both()
     found = la.optimize_prior_precision(method=method, **of_texts)
     expected = wrapped.optimize_prior_precision(method=method, **of_classes)
+    # Near an optimum, rounding moves the place more than the height.
     assert_close(la.prior_precision, wrapped.prior_precision, rtol=1e-3, atol=0)
     return found.objective, expected.objective
 
@@ -357,14 +367,17 @@ def test_a_grid_search_chooses_as_for_two_classes():
 
 def test_gradient_descent_chooses_as_for_two_classes():
     # All there is in one batch, so that no draw decides what is in it.
-    steps = {"n_steps": 3}
     of_texts, of_labels = chosen_by_both(
         "val_gd",
-        of_texts=steps | {"val_loader": batches(), "batch_size": N_TEXTS},
-        of_classes=steps
-        | {
+        of_texts={
+            "val_loader": batches(),
+            "batch_size": N_TEXTS,
+            "n_steps": 3,
+        },
+        of_classes={
             "val_loader": in_two_classes(batches()),
             "batch_size": N_TEXTS * N_LABELS,
+            "n_steps": 3,
         },
     )
     # Only the first, since Adam's steps are those of a loss of any scale.
@@ -420,8 +433,10 @@ def test_variances_are_learnt():
     X = without_labels(texts[0])
     exact = la(X, link_approx="mean_field")
     learnt = la(X, pred_type="amortized", link_approx="mean_field")
-    assert learnt.shape == exact.shape == (8, N_LABELS)
-    assert (learnt - exact).abs().max() < 0.1
+    assert learnt.shape == (8, N_LABELS)
+    assert exact.shape == learnt.shape
+    error = (learnt - exact).abs().max()
+    assert error < 0.1
     prediction = la.predict(texts, pred_type="amortized")
     assert_close(prediction.probabilities[:8], learnt)
 
@@ -472,6 +487,7 @@ def test_a_mixtures_prior_is_searched():
 @pytest.mark.parametrize("by", ["bald", "entropy", "margin"])
 def test_texts_are_acquired_by_what_all_their_labels_tell(by):
     places = fitted().acquire(batches(), N_TEXTS, by=by)
+    # Each text once, although each has several labels.
     assert sorted(places.tolist()) == list(range(N_TEXTS))
 
 
@@ -545,10 +561,12 @@ def test_a_student_learns_each_labels_probability(tmp_path):
     X = without_labels(batch)
     targets = la(X, link_approx="mean_field")
     before = divergence(targets, sigmoids(model, X))
+    # Otherwise there would be nothing to learn.
     assert before > 0.05
     student = la.distill(trainer, unlabelled=None)
     model.set_adapter(student)
-    assert divergence(targets, sigmoids(model, X)) < 0.1 * before
+    after = divergence(targets, sigmoids(model, X))
+    assert after < 0.1 * before
 
 
 def test_trained_in_stages_by_a_trainer(tmp_path):

@@ -1,12 +1,14 @@
 """Posteriors in files and on the hub: the same after a round trip, or refused."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.curvature.backend import LowRankKronGGN
@@ -30,6 +32,13 @@ from tests.support.posteriors import (
 )
 
 
+def assert_same_posterior(read, la) -> None:
+    """Compare evidences to the bit."""
+    found = read.log_marginal_likelihood()
+    expected = la.log_marginal_likelihood()
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_posterior_survives(structure, tmp_path):
     model = lora_model("bert")
@@ -42,23 +51,21 @@ def test_a_posterior_survives(structure, tmp_path):
     )
     la.prior_precision = some_precision(la, "layerwise")
     model.save_pretrained(tmp_path)
-    la.save_pretrained(tmp_path / "new")
-    read = from_pretrained(model, tmp_path / "new")
+    # In a folder that is made.
+    folder = tmp_path / "new"
+    la.save_pretrained(folder)
+    read = from_pretrained(model, folder)
     assert type(read) is type(la)
+    assert_same_posterior(read, la)
     assert torch.equal(read(batch), la(batch))
-    assert torch.equal(
-        read.log_marginal_likelihood(),
-        la.log_marginal_likelihood(),
-    )
+
+    # A fit goes on from a file as from memory.
     for posterior in (la, read):
         posterior.fit(rest, override=False)
-    torch.testing.assert_close(read(batch), la(batch), rtol=1e-12, atol=0)
-    torch.testing.assert_close(
-        read.state_dict()["H"],
-        la.state_dict()["H"],
-        rtol=1e-8,
-        atol=1e-12,
-    )
+    assert_close(read(batch), la(batch), rtol=1e-12, atol=0)
+    curvature = read.state_dict()["H"]
+    expected = la.state_dict()["H"]
+    assert_close(curvature, expected, rtol=1e-8, atol=1e-12)
 
 
 def test_answers_and_settings_survive(tmp_path):
@@ -73,69 +80,88 @@ def test_answers_and_settings_survive(tmp_path):
     assert read.backend.settings == la.backend.settings
 
 
-def test_a_file_that_holds_no_posterior_is_refused(tmp_path):
-    la = fitted()
+def test_a_folder_without_a_file_is_not_found(tmp_path):
     with pytest.raises(FileNotFoundError, match=FILE):
-        from_pretrained(la.model.model, tmp_path)
-    path = tmp_path / FILE
+        from_pretrained(lora_model("bert"), tmp_path)
+
+
+def of_no_release(path: Path) -> None:
+    safetensors.torch.save_file(SOME_TENSORS, path)
+
+
+def of_an_earlier_release(path: Path) -> None:
+    metadata = {"laplace_lora_ext": "3", "state": "{}"}
+    safetensors.torch.save_file(SOME_TENSORS, path, metadata)
+
+
+def of_a_later_release(path: Path) -> None:
+    metadata = {"laplace_lora_ext": "5", CHECKSUM: UNKNOWN}
+    content = safetensors.torch.save(SOME_TENSORS, metadata)
+    # With a checksum that is right: it is not taken for damage.
+    write_sealed(path, content)
+
+
+SOME_TENSORS = {"a": torch.ones(2)}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [of_no_release, of_an_earlier_release, of_a_later_release],
+)
+def test_a_file_that_holds_no_posterior_is_refused(write, tmp_path):
+    write(tmp_path / FILE)
     no_posterior = (
         rf"{FILE} holds no posterior that this release reads .*fit and save it again"
     )
-    for metadata in (
-        None,
-        {"laplace_lora_ext": "3", "state": "{}"},
-    ):
-        safetensors.torch.save_file({"a": torch.ones(2)}, path, metadata)
-        with pytest.raises(ValueError, match=no_posterior):
-            from_pretrained(la.model.model, tmp_path)
-    of_later_release = {
-        "laplace_lora_ext": "5",
-        CHECKSUM: UNKNOWN,
-    }
-    write_sealed(
-        path,
-        safetensors.torch.save({"a": torch.ones(2)}, of_later_release),
-    )
     with pytest.raises(ValueError, match=no_posterior):
-        from_pretrained(la.model.model, tmp_path)
+        from_pretrained(lora_model("bert"), tmp_path)
 
 
 def damaged(content: bytes, rng: random.Random) -> bytes:
-    """A file of which some bytes are others, missing, or too many."""
+    """Make a file of which some bytes are others, missing, or too many."""
     start = rng.randrange(len(content))
+    # Mostly one byte, the smallest damage that there is.
     length = rng.choice([1, 1, 1, 8])
-    others = bytes(
-        byte ^ rng.randrange(1, 256) for byte in content[start : start + length]
-    )
-    ways = [
-        content[:start] + others + content[start + length :],
-        content[:start] + content[start + length :],
-        content[:start] + others + content[start:],
-        content[:start],
-        content + others,
-    ]
-    return rng.choice([ways[0], *ways])
+    before = content[:start]
+    hit = content[start : start + length]
+    behind = content[start + length :]
+    # Exclusive or with a number that is not 0 leaves no byte as it was.
+    others = bytes(byte ^ rng.randrange(1, 256) for byte in hit)
+    replaced = before + others + behind
+    removed = before + behind
+    inserted = before + others + hit + behind
+    cut_off = before
+    continued = content + others
+    # Replaced twice as often as any other way.
+    ways = [replaced, replaced, removed, inserted, cut_off, continued]
+    return rng.choice(ways)
 
 
 def test_no_damaged_file_is_loaded(tmp_path):
     la = fitted()
+    model = la.model.model
     rng = random.Random(0)
     la.save_pretrained(tmp_path)
     path = tmp_path / FILE
     content = path.read_bytes()
-    header = 8 + int.from_bytes(content[:8], "little")
+    # Safetensors begins with the header's length, in eight bytes.
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[:end]
+    numbers = content[end:]
+    message = rf"{FILE} (is damaged|holds no posterior that this)"
+    # Enough for each way of damage at many places.
     for number in range(600):
         if number % 2:
             path.write_bytes(damaged(content, rng))
-        else:  # most bytes are numbers, and mistakes in the header are worse
-            path.write_bytes(damaged(content[:header], rng) + content[header:])
-        with pytest.raises(
-            ValueError,
-            match=rf"{FILE} (is damaged|holds no posterior that this)",
-        ):
-            from_pretrained(la.model.model, tmp_path)
+        else:
+            # Most bytes are numbers, and mistakes in the header are worse.
+            path.write_bytes(damaged(header, rng) + numbers)
+        with pytest.raises(ValueError, match=message):
+            from_pretrained(model, tmp_path)
+    # It was the damage that was refused.
     path.write_bytes(content)
-    assert torch.equal(from_pretrained(la.model.model, tmp_path).mean, la.mean)
+    read = from_pretrained(model, tmp_path)
+    assert torch.equal(read.mean, la.mean)
 
 
 class WithOptions(LowRankKronGGN):
@@ -155,6 +181,13 @@ class WithOptions(LowRankKronGGN):
         return super().settings | {"options": self.options}
 
 
+def with_options(options: Any, **keywords: Any):
+    """Fit a posterior by a backend with options."""
+    settings = {"rank": 3, "options": options}
+    return fitted(backend=WithOptions, backend_kwargs=settings, **keywords)
+
+
+# JSON has none of these, or takes one for another.
 OPTIONS = {
     "a tuple": (2, 3),
     "tuples within": {
@@ -171,16 +204,21 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_settings_come_back_from_a_file_as_they_were(name, tmp_path):
-    settings = {"rank": 3, "options": OPTIONS[name]}
-    la = fitted(backend=WithOptions, backend_kwargs=settings)
+    la = with_options(OPTIONS[name])
     la.save_pretrained(tmp_path)
     read = from_pretrained(la.model.model, tmp_path, backend=WithOptions)
-    assert read.backend.options == OPTIONS[name]
-    assert type(read.backend.options) is type(OPTIONS[name]) or name == "numpy"
-    assert torch.equal(
-        read.log_marginal_likelihood(),
-        la.log_marginal_likelihood(),
-    )
+    found = read.backend.options
+    assert found == OPTIONS[name]
+    # A number of numpy's comes back as one of Python's.
+    assert type(found) is type(OPTIONS[name]) or name == "numpy"
+    assert_same_posterior(read, la)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_state_loads_where_settings_are_the_same_and_nowhere_else(name, tmp_path):
+    la = with_options(OPTIONS[name])
+    la.save_pretrained(tmp_path)
+    settings = {"rank": 3, "options": OPTIONS[name]}
     same = make(
         la.model.model,
         backend=WithOptions,
@@ -194,36 +232,33 @@ def test_settings_come_back_from_a_file_as_they_were(name, tmp_path):
     )
     with pytest.raises(ValueError, match=r"options=.*, not \[9\]"):
         other.load_state_dict(read_state(tmp_path))
+
+
+def test_a_file_does_not_choose_a_backend_of_ones_own(tmp_path):
+    la = with_options(None)
+    la.save_pretrained(tmp_path)
+    # Otherwise whoever wrote the file would decide which code is run.
     with pytest.raises(ValueError, match="pass backend=WithOptions"):
         from_pretrained(la.model.model, tmp_path)
 
 
 def test_lists_and_tensors_in_settings_equal_tuples():
     model = lora_model("bert")
-    states = []
+    posteriors = []
     for options in ((1, 2), [1, 2], torch.tensor([1, 2])):
-        states.append(
-            fitted(
-                model=model,
-                backend=WithOptions,
-                backend_kwargs={"options": options},
-            )
-        )
-    for la in states:
-        for other in states:
+        la = with_options(options, model=model)
+        posteriors.append(la)
+    for la in posteriors:
+        for other in posteriors:
             other.load_state_dict(la.state_dict())
 
 
 def test_what_a_file_can_not_hold_is_named(tmp_path):
-    la = fitted(
-        backend=WithOptions,
-        backend_kwargs={"options": {torch.float32}},
-    )
-    with pytest.raises(
-        TypeError,
-        match=r"no set: pass something else than \{torch.float32\}",
-    ):
+    la = with_options({torch.float32})
+    message = r"no set: pass something else than \{torch.float32\}"
+    with pytest.raises(TypeError, match=message):
         la.save_pretrained(tmp_path)
+    # Not even a part of a file is left.
     assert not list(tmp_path.iterdir())
 
 
@@ -277,11 +312,13 @@ def test_the_state_of_another_posterior_is_refused_and_changes_nothing(
     another, message
 ):
     la = fitted()
+    # Another prior than any has by default, so that loading would be seen.
     state = la.state_dict() | {"prior_precision": torch.tensor([7.0])}
     other = another(la)
     before = dict(vars(other))
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(state)
+    # The same objects, and not copies that are equal.
     for name, value in before.items():
         assert vars(other)[name] is value, name
 
@@ -290,6 +327,7 @@ def test_draws_of_a_model_that_has_changed_are_not_written(
     tmp_path,
 ):
     la = other_weights(fitted())
+    folder = tmp_path / "draws"
     with pytest.raises(RuntimeError, match="have changed since the fit"):
-        la.sample_adapters(2, tmp_path / "draws")
-    assert not (tmp_path / "draws").exists()
+        la.sample_adapters(2, folder)
+    assert not folder.exists()

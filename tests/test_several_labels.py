@@ -50,7 +50,8 @@ def test_two_columns_for_each_logit_make_sigmoids_exact(structure, n_labels):
     (texts,) = ragged_batches(lengths=(7, 4, 5))
     labels = several_labels(texts, n_labels)
     la = make(model, structure, **full_rank(structure))
-    la.fit(in_two_classes([texts | {"labels": labels}]))
+    labelled = texts | {"labels": labels}
+    la.fit(in_two_classes([labelled]))
 
     X = without_labels(texts)
     logits = plain(**X).logits.detach()
@@ -83,6 +84,7 @@ def token_classifier() -> nn.Module:
     lora = LoraConfig(
         r=2,
         target_modules=["query", "value"],
+        # With B at 0, as PEFT begins, the gradient of A would be 0 everywhere.
         init_lora_weights=False,
     )
     model = get_peft_model(BertForTokenClassification(config), lora)
@@ -99,6 +101,7 @@ def test_rows_of_labelled_tokens_make_token_classification_exact(structure):
     # A text without labels.
     is_labelled[1] = False
     X = texts | {"is_labelled": is_labelled}
+    # All tokens of the first text and of the last.
     n_labelled = 7 + 5
     y = torch.arange(n_labelled) % N_CLASSES
     la = make(model, structure, **full_rank(structure))
@@ -134,6 +137,7 @@ def test_multi_hot_labels_are_told_of_their_likelihood(structure, dtype):
 @pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
 def test_numbers_are_told_of_their_likelihood(structure):
     ((X, _),) = pairs()
+    # Of the shape of several labels, and neither 0 nor 1.
     y = torch.full((4, 3), 0.5).double()
     la = make(plain_model(), structure)
     message = r"not \(4, 3\) of torch\.float64: numbers .* \"regression\"$"
@@ -164,6 +168,7 @@ def test_a_wrappers_logits_are_classes_whatever_its_model_is_for(
     batches = ragged_batches()
     for batch in batches:
         batch["labels"] = several_labels(batch, 3)
+    # Its outputs are rows of two classes, in spite of the model's `problem_type`.
     wrapper = OfMapping(InTwoColumns(multi_label_classifier))
     make(wrapper).fit(in_two_classes(batches))
 
@@ -171,6 +176,7 @@ def test_a_wrappers_logits_are_classes_whatever_its_model_is_for(
 def test_a_classifier_is_not_fitted_to_several_labels():
     model = lora_model("bert")
     model.config.problem_type = "single_label_classification"
+    # As transformers says it, and as it is fitted without a word.
     make(model).fit(ragged_batches())
     with pytest.raises(ValueError, match='"multi_label_classification" does not fit'):
         make(model, likelihood="multi_label_classification")
@@ -192,6 +198,7 @@ def test_one_logit_of_two_classes_is_warned_of_once_after_a_fit(of_two_classes):
     with pytest.warns(UserWarning, match=message) as caught:
         la.fit(of_two_classes)
     messages = [str(warning.message) for warning in caught]
+    # Other warnings of a fit are none of this test's.
     ours = [text for text in messages if "Every target" in text]
     assert len(ours) == 1
 
@@ -208,6 +215,7 @@ def test_numbers_are_not_taken_for_classes(structure):
     ((X, _),) = pairs()
     numbers = real_targets()
     binary = LABELS[:, :2]
+    # One batch of 0 and 1 says nothing, as long as another has other numbers.
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Every target")
         la.fit([(X, binary), (X, numbers)])

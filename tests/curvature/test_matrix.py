@@ -69,7 +69,7 @@ def random_kron(
         for factor in (block.output_factor, block.input_factor):
             rows = torch.randn(n_rows, factor.size, generator=noise)
             StreamingUpdates().add(factor, rows.double())
-        # Any number but 1.
+        # Any number but 1, which would divide nothing.
         normalizer = n_rows + 0.5
         block.normalizer = torch.tensor(normalizer, dtype=torch.float64)
         blocks.append(block)
@@ -112,15 +112,18 @@ def some_vectors(*shape: int) -> torch.Tensor:
 @st.composite
 def sums(draw: st.DrawFn) -> LowRankKron:
     """Draw sum forms of one to three blocks, of any rank."""
+    rank_of_lora = st.integers(1, 4)
+    n_features = st.integers(1, 7)
     sizes = draw(
         st.lists(
-            st.tuples(st.integers(1, 4), st.integers(1, 7)),
+            st.tuples(rank_of_lora, n_features),
             min_size=1,
             max_size=3,
         )
     )
     return random_kron(
         shapes=in_turn(*sizes),
+        # From nothing that is kept to more than any factor has.
         rank=draw(st.integers(0, 9)),
         n_rows=draw(st.integers(1, 12)),
         tail=draw(st.booleans()),
@@ -136,9 +139,12 @@ def sums(draw: st.DrawFn) -> LowRankKron:
 def test_decomposed_operations_equal_dense_ones(kron, layerwise, scale):
     sizes = []
     for block in kron.blocks:
-        sizes.append(block.output_factor.size * block.input_factor.size)
+        n_rows = block.output_factor.size
+        n_columns = block.input_factor.size
+        sizes.append(n_rows * n_columns)
     n_weights = torch.tensor(sizes)
     n_deltas = len(n_weights) if layerwise else 1
+    # Not so small that dense inverses lose what the tolerance asks for.
     deltas = torch.rand(n_deltas).double() + 0.1
     P = scale * kron.decompose() + deltas
     scaled_from_the_right = kron.decompose() * scale + deltas
@@ -181,6 +187,7 @@ def test_gradient_in_the_prior_precision_is_that_of_finite_differences():
         P = kron + deltas
         return P.logdet(), P.inv_square_form(W)
 
+    # In float64, since finite differences of float32 are too rough to compare.
     deltas = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(determinant_and_square_form, (deltas,))
 
@@ -212,7 +219,8 @@ def test_nothing_cancels_at_a_tiny_prior_precision_in_float32():
     P = in_float32([block]).decompose() + torch.tensor(1.0)
     variance = P.inv_square_form(w[None, None]).squeeze()
     # Twice, the squared length of three directions.
-    expected = torch.tensor(2 * n_kept / (1e8 + 1))
+    squared_length = 2 * n_kept
+    expected = torch.tensor(squared_length / (1e8 + 1))
     assert_close(variance, expected, rtol=1e-3, atol=0)
 
 
@@ -241,6 +249,7 @@ def test_rounding_is_no_remainder_where_nothing_is_left_out():
     ],
 )
 def test_the_determinant_of_a_posterior_is_that_of_its_matrix(rank, tail, prior):
+    # With a temperature, which divides the curvature and not the prior precision.
     la = fitted(rank=rank, tail=tail, temperature=0.7)
     la.prior_precision = some_precision(la, prior)
     P = la.posterior_precision.to_matrix()

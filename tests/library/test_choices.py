@@ -151,7 +151,8 @@ def dense(
     texts = []
     for batch in case.choices:
         texts += unpadded_choices(batch)
-    return alone(copy_of(model), logits_of, texts)
+    of_its_own = copy_of(model)
+    return alone(of_its_own, logits_of, texts)
 
 
 def copy_of(model: nn.Module) -> nn.Module:
@@ -247,9 +248,11 @@ def test_any_tokens_of_the_vocabulary_are_choices():
     (batch,) = ragged_batches(batch_size=8)
     whole_vocabulary = list(range(VOCABULARY))
     logits = make(model, class_token_ids=whole_vocabulary).model(batch)
+    # Other ones for each text, and in no order of their numbers.
     best = logits.topk(3).indices
-    of_one_token = best.unsqueeze(-1)
-    choices = choices_batch(prompts_of(batch), of_one_token.tolist())
+    of_one_token = best.unsqueeze(-1).tolist()
+    prompts = prompts_of(batch)
+    choices = choices_batch(prompts, of_one_token)
     la = make(model)
     la.fit([choices | {"labels": batch["labels"]}])
     found = la.model(choices).softmax(-1)
@@ -260,6 +263,7 @@ def test_any_tokens_of_the_vocabulary_are_choices():
 @pytest.mark.parametrize("make_case", CASES)
 @pytest.mark.parametrize("kfac_approx", ["gradient", "expand"])
 def test_padding_changes_nothing(make_case, kfac_approx):
+    # "expand" counts positions, and would count padding where it is not masked.
     settings = {"kfac_approx": kfac_approx}
     right = fitted(make_case("right"), backend_kwargs=settings)
     left = fitted(make_case("left"), backend_kwargs=settings)
@@ -293,18 +297,19 @@ def test_statistics_predict_as_the_posterior(case):
     exact = la(case.first_inputs, **MEAN_FIELD)
     found = la(moments, **MEAN_FIELD)
     of_first = found[: len(exact)]
-    # They are kept in float32.
+    # Statistics are kept in float32.
     assert_close(of_first, exact, rtol=1e-5, atol=1e-6)
 
 
 def test_learnt_variances_and_predictions_are_of_as_many_choices(case):
     la = fitted(case)
     inputs = case.first_inputs
-    expected = la(inputs, **MEAN_FIELD).shape
-    assert la.predict(inputs).probabilities.shape == expected
+    expected = la(inputs, **MEAN_FIELD)
+    prediction = la.predict(inputs)
+    assert prediction.probabilities.shape == expected.shape
     la.amortize(case.batches, unlabelled=None)
     learnt = la(inputs, **MEAN_FIELD, pred_type="amortized")
-    assert learnt.shape == expected
+    assert learnt.shape == expected.shape
 
 
 @pytest.fixture(params=[means_of_all_texts, means_of_each_text])
@@ -379,7 +384,9 @@ def test_encoder_decoders_write_them(kind, structure):
     loss = cross_entropy(logits, case.labels, reduction="sum")
     assert_close(la.loss, loss, **EXACT)
     if structure == "full":
-        assert_near(la.H, exact_ggn(Js, softmax_fisher(logits)))
+        fisher = softmax_fisher(logits)
+        H = exact_ggn(Js, fisher)
+        assert_near(la.H, H)
     f_mu, _ = predicted(la, case.inputs)
     assert_close(f_mu, logits, **EXACT)
 
@@ -389,6 +396,7 @@ def test_unequal_numbers_of_choices_are_fitted_and_not_compared():
     prompts = prompts_of(batch)
     labels = batch["labels"]
     three_answers = ANSWERS[:3]
+    # In batches of their own, since within one the numbers can't differ.
     of_four = choices_batch(prompts[:4], [ANSWERS] * 4)
     of_three = choices_batch(prompts[4:], [three_answers] * 4)
     loader = [
@@ -431,7 +439,8 @@ class OfAnswers(Trainer):
 
 def padded_to_one_length(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Take texts out of batches, all as long as the longest."""
-    longest = max(batch["input_ids"].shape[-1] for batch in batches)
+    lengths = [batch["input_ids"].shape[-1] for batch in batches]
+    longest = max(lengths)
     rows = []
     for batch in batches:
         for number, label in enumerate(batch["labels"]):
@@ -456,11 +465,13 @@ def trainer_for(
         folder,
         model=model,
         data=rows * 2,
+        # The model's own signature knows nothing of `score_mask`.
         remove_unused_columns=False,
         save_strategy="no",
         logging_strategy="no",
         **settings,
     )
+    # Its class is changed here, since `trainer_of` makes a plain one.
     trainer.__class__ = OfAnswers
     trainer.answers = make(model, **case.options).model
     return trainer
@@ -478,7 +489,8 @@ def test_stages_train_and_fit_them(case, tmp_path):
     )
     assert la.n_data == len(trainer.train_dataset)
     assert la.model.class_token_ids == case.options.get("class_token_ids")
-    sums = la(case.first_inputs, **MEAN_FIELD).sum(-1)
+    p = la(case.first_inputs, **MEAN_FIELD)
+    sums = p.sum(-1)
     assert_close(sums, torch.ones_like(sums))
 
 
@@ -503,6 +515,7 @@ def figures_of(model: nn.Module, case: Case) -> Figures:
         student = la.model.around(model)
         student.divide_vocabulary()
         log_p = student.log_probs(inputs)
+        # Some function of all of them, whose slopes are compared.
         total = log_p.square().sum()
         slopes = torch.autograd.grad(total, weights)
     values = {
@@ -561,14 +574,18 @@ def test_a_student_has_the_posteriors_probabilities(case_of_means, tmp_path):
     # Sure of itself, where the posterior is not.
     model.base_model.model.lm_head.weight.data *= 20
     la = fitted(case, model=model)
+    # So broad a posterior that its predictions are far from the model's.
     la.prior_precision = 1e-7
     of_batches = [la(inputs, **MEAN_FIELD) for inputs in case.inputs]
     targets = torch.cat(of_batches)
 
-    before = divergence(targets, joined_logits(la.model, case))
-    student = la.distill(trainer, unlabelled=None)
-    model.set_adapter(student)
-    model.eval()
-    after = divergence(targets, joined_logits(la.model.around(model), case))
+    of_model = joined_logits(la.model, case)
+    before = divergence(targets, of_model)
+    # Otherwise there would be nothing to learn.
     assert before > 0.05
+    name = la.distill(trainer, unlabelled=None)
+    model.set_adapter(name)
+    model.eval()
+    student = la.model.around(model)
+    after = divergence(targets, joined_logits(student, case))
     assert after < 0.2 * before

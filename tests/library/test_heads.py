@@ -196,6 +196,7 @@ def test_curvature_predictive_and_evidence_are_the_dense_ones_at_full_rank(case)
     H = kronecker(model, Js, softmax_fisher(logits))
     assert_close(la.H.to_matrix(), H, **EXACT)
 
+    # Each block has another, which for a head must not be the adapter's.
     prior = for_each_weight(la, prior_precision)
     covariance = glm_covariance(Js, H, prior)
     inputs = [la.model.inputs(batch) for batch in case.batches]
@@ -233,11 +234,14 @@ def test_a_bias_has_its_exact_block_of_the_ggn(case):
 
 @pytest.mark.parametrize("rank", [1, 3])
 def test_the_smaller_factor_is_dense_and_the_larger_one_has_the_rank(rank):
-    la = around(CASES["two layers with biases"], backend_kwargs={"rank": rank})
+    case = CASES["two layers with biases"]
+    la = around(case, backend_kwargs={"rank": rank})
     for block, factors in zip(la.blocks, la.H.blocks, strict=True):
         smaller, larger = sorted(block.shape)
         assert factors.small.vectors.shape == (smaller, smaller)
-        assert factors.large.vectors.shape == (larger, min(rank, larger))
+        # No more than the factor has.
+        n_columns = min(rank, larger)
+        assert factors.large.vectors.shape == (larger, n_columns)
 
 
 def test_expand_is_kfac_of_a_head_that_examples_go_through_once():
@@ -251,6 +255,7 @@ def test_expand_is_kfac_of_a_head_that_examples_go_through_once():
             # Its inputs are ones, so that nothing is approximated.
             assert_close(of_block, expected[part, part], **EXACT)
         else:
+            # Of a weight, KFAC is an approximation: it must be there at least.
             assert of_block.trace() > 0
 
 
@@ -291,11 +296,13 @@ def test_a_fit_with_the_head_takes_no_further_passes(monkeypatch):
     of_adapter = passes_of_a_fit(False, monkeypatch)
     with_head = passes_of_a_fit(True, monkeypatch)
     assert with_head == of_adapter
+    # Passes were counted at all.
     assert all(of_adapter)
 
 
 def test_samples_of_the_head_are_saved_and_predict_as_drawn(tmp_path):
     la = fitted("bert", modules_to_save=True, dtype=torch.float32)
+    # So broad a posterior that its samples differ by more than rounding.
     la.prior_precision = 5.0
     batch = first_batch()
     expected = la(
@@ -354,6 +361,7 @@ def test_a_mixture_of_adapters_has_each_ones_head():
     model.add_adapter("second", config)
     model.set_adapter("second")
     for name, weight in model.named_parameters():
+        # An adapter as PEFT begins it has a B of zeros, and the base model's head.
         if ".second" in name:
             nn.init.normal_(weight, std=0.3)
     second = fitted(model=model, modules_to_save=True)
@@ -361,7 +369,9 @@ def test_a_mixture_of_adapters_has_each_ones_head():
     assert heads_of(second) == expected
     mixture = laplace_lora_ext.LaplaceMixture([first, second])
     batch = first_batch()
-    mean = (first(batch) + second(batch)) / 2
+    of_first = first(batch)
+    of_second = second(batch)
+    mean = (of_first + of_second) / 2
     assert_close(mixture(batch), mean)
 
 

@@ -51,7 +51,9 @@ class Overwriting(nn.Module):
 def test_a_model_that_overwrites_what_its_layers_were_given_is_refused():
     model = with_lora(Overwriting(), "first")
     ((x, _),) = pairs()
-    assert_close(recorded_jacobians(model, x), jacobians(model, x))
+    # It is the overwriting that is refused, and not the model.
+    found = recorded_jacobians(model, x)
+    assert_close(found, jacobians(model, x))
     model.overwrites = True
     message = r"overwrites .* first\.lora_A.*target_modules"
     with pytest.raises(NotImplementedError, match=message):
@@ -74,7 +76,8 @@ def test_hooks_of_the_users_own_are_part_of_the_model():
         layer = block.rows.layer
         layer.register_forward_pre_hook(sines_of_inputs)
         layer.register_forward_hook(more_output)
-    assert_close(recorded_jacobians(model, x), jacobians(model, x))
+    found = recorded_jacobians(model, x)
+    assert_close(found, jacobians(model, x))
 
 
 class _Stopped(torch.autograd.Function):
@@ -107,7 +110,8 @@ def test_calls_without_a_gradient_hold_back_no_other_call():
     # By plain autograd, since torch.func refuses functions of this kind.
     of_weights = derivatives_of(model(x).flatten(), weights)
     rows = [J.flatten(1) for J in of_weights]
-    assert_close(Js.flatten(0, 1), torch.cat(rows, dim=1))
+    expected = torch.cat(rows, dim=1)
+    assert_close(Js.flatten(0, 1), expected)
 
 
 @torch.library.custom_op(
@@ -163,6 +167,7 @@ class Attending(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Of no layer, so that a gradient comes to keys which nobody asks for.
         key = x @ x.new_ones(5, 4)
         attended = self.attend(self.query(x), key, self.value(x))
         return self.head(attended.mean(1))
@@ -187,6 +192,7 @@ def posterior_by(attend: Callable[..., torch.Tensor], x: torch.Tensor):
 
 
 @pytest.fixture(
+    # Numbers of tokens.
     params=[
         pytest.param(3, id="seeds at once"),
         pytest.param(300, id="rows enough for one seed"),
@@ -204,7 +210,8 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 def test_kernels_that_write_into_their_arguments_are_learnt(kernels):
     found = kernels.ours.H.to_matrix()
-    assert_close(found, kernels.expected.H.to_matrix())
+    expected = kernels.expected.H.to_matrix()
+    assert_close(found, expected)
 
 
 def test_kernels_that_write_into_their_arguments_predict(kernels):
@@ -215,8 +222,10 @@ def test_kernels_that_write_into_their_arguments_predict(kernels):
 
 
 def test_kernels_that_write_into_their_arguments_have_statistics(kernels):
-    found = kernels.ours.predictive_statistics([kernels.x]).moments(1.0)
-    expected = kernels.expected.predictive_statistics([kernels.x]).moments(1.0)
+    of_ours = kernels.ours.predictive_statistics([kernels.x])
+    of_torchs = kernels.expected.predictive_statistics([kernels.x])
+    found = of_ours.moments(1.0)
+    expected = of_torchs.moments(1.0)
     assert_close(found.f_mu, expected.f_mu)
     assert_close(found.f_var, expected.f_var)
 
@@ -232,6 +241,7 @@ def test_that_a_kernel_takes_one_seed_at_a_time_is_found_out_once(kernels):
 
 @pytest.fixture
 def no_garbage_collection():
+    # What other tests have left behind must not be taken for this one's.
     gc.collect()
     gc.disable()
     yield
@@ -245,11 +255,14 @@ def test_no_graph_waits_for_the_garbage_collector(monkeypatch):
 
     def note(self, *args) -> None:
         initialise(self, *args)
+        # A plain reference would itself keep the graph alive.
         logits_of_graphs.append(weakref.ref(self.logits))
 
     monkeypatch.setattr(Graph, "__init__", note)
     la = fitted("gpt2")
     batch = first_batch()
     la(batch, link_approx="mean_field")
+    # At least one of each batch of the fit, and one of the prediction.
     assert len(logits_of_graphs) > 2
+    # A graph that refers to itself would live on until a collection.
     assert all(logits() is None for logits in logits_of_graphs)

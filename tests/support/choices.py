@@ -43,6 +43,7 @@ def choices_batch(
             counts.append(is_answer.long())
     rows_by_key = {
         "input_ids": tokens,
+        # Of ones, which padding turns into 0 where there is no token.
         "attention_mask": [torch.ones_like(text) for text in tokens],
         "score_mask": counts,
     }
@@ -87,6 +88,7 @@ def batches_of_own_choices(side: str = "right") -> list[dict[str, torch.Tensor]]
     draws = generator(4)
     choices = [some_choices(draws) for _ in prompts]
     batches = []
+    # Batches of two sizes, so that nothing kept of the first fits the second.
     for rows in (slice(0, 3), slice(3, 5)):
         batch = choices_batch(prompts[rows], choices[rows], side)
         batches.append(batch | {"labels": labels[rows]})
@@ -126,7 +128,8 @@ def logits_of_choices(
     """Sum log-probabilities of tokens that count, `(K,)`, choice by choice."""
     logits = []
     for choice in choices:
-        output = model(input_ids=choice.tokens[None], use_cache=False)
+        text = choice.tokens[None]
+        output = model(input_ids=text, use_cache=False)
         log_p = output.logits[0].log_softmax(-1)
         # What a place predicts is the token behind it.
         (places,) = choice.counts.nonzero(as_tuple=True)
