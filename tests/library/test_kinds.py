@@ -24,6 +24,7 @@ def made(kind: Kind) -> nn.Module:
     except ImportError as error:
         pytest.skip(f"this torch: {error}")
     except (AttributeError, TypeError, ValueError) as error:
+        # From here on PEFT has all of them: such an error is a fault.
         if Version(peft.__version__) >= Version("0.21"):
             raise
         pytest.skip(f"this PEFT: {error}")
@@ -38,11 +39,13 @@ def test_each_kind_of_adapter(name: str, structure: str):
     if kind.refusal:
         with pytest.raises((ValueError, NotImplementedError), match=kind.refusal):
             make(model, structure, **full_rank(structure))
+        # There is no posterior to compare.
         return
     batches = kind.batches()
     la = make(model, structure, **full_rank(structure))
     la.fit(batches)
-    assert_exact(la, model, [X for X, _ in batches])
+    inputs = [X for X, _ in batches]
+    assert_exact(la, model, inputs)
 
 
 @pytest.fixture
@@ -68,14 +71,17 @@ def test_each_wrapper(name: str):
         with pytest.raises(NotImplementedError, match=kind.refusal):
             make(model, **full_rank())
         return
+    # A wrapper must change nothing: what is expected is the model without it.
     batches = ragged_batches()
     bare = make(lora_model("bert"), **full_rank())
     bare.fit(batches)
     wrapped = make(model, **full_rank())
     wrapped.fit(batches)
     assert_close(wrapped.H.to_matrix(), bare.H.to_matrix(), **EXACT)
-    expected = bare.predictive_moments(batches[0])
-    assert_close(wrapped.predictive_moments(batches[0]), expected, **EXACT)
+    first, *_ = batches
+    expected = bare.predictive_moments(first)
+    found = wrapped.predictive_moments(first)
+    assert_close(found, expected, **EXACT)
 
 
 def in_precision(precision: Precision) -> nn.Module:
@@ -93,13 +99,16 @@ def covariances(
 ) -> torch.Tensor:
     """Fit a posterior, perhaps under autocast, and find covariances of its logits."""
     batches = ragged_batches()
-    with torch.autocast("cpu", autocast) if autocast else nullcontext():
+    precision = torch.autocast("cpu", autocast) if autocast else nullcontext()
+    with precision:
         la = make(model, **full_rank())
         try:
             la.fit(batches)
         except RuntimeError as error:
+            # Older ones lack kernels of some data types.
             pytest.skip(f"this torch: {error}")
-        return la.predictive_moments(batches[0]).f_var
+        first, *_ = batches
+        return la.predictive_moments(first).f_var
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -108,7 +117,13 @@ def test_each_precision(name: str):
     precision = PRECISIONS[name]
     rounded = in_precision(precision)
     # The same rounded weights, with which float64 computes.
-    expected = covariances(copy.deepcopy(rounded).double())
+    in_float64 = copy.deepcopy(rounded).double()
+    expected = covariances(in_float64)
     found = covariances(rounded, precision.autocast)
-    assert found.dtype is torch.promote_types(precision.lora, torch.float32)
-    assert (found - expected).abs().max() <= precision.bound * expected.abs().max()
+    # Half precision is not enough for what is summed.
+    at_least_float32 = torch.promote_types(precision.lora, torch.float32)
+    assert found.dtype is at_least_float32
+    error = (found - expected).abs().max()
+    # Relative to the largest number, which small ones are rounded like.
+    largest = expected.abs().max()
+    assert error <= precision.bound * largest

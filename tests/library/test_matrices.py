@@ -134,16 +134,18 @@ def test_curvature_covariances_and_evidence_are_the_dense_ones(case, structure):
 
 def test_batches_of_one_give_the_same():
     case = of_embedding()
-    one_by_one = Case(case.model, ragged_batches(batch_size=1))
-    found = curvature_of(fitted(one_by_one))
-    assert_close(found, curvature_of(fitted(case)))
+    batches_of_one = Case(case.model, ragged_batches(batch_size=1))
+    found = curvature_of(fitted(batches_of_one))
+    expected = curvature_of(fitted(case))
+    assert_close(found, expected)
 
 
 def test_a_checkpointed_model_gives_the_same():
     case = of_embedding()
     expected = curvature_of(fitted(case))
     case.model.gradient_checkpointing_enable()
-    assert_close(curvature_of(fitted(case)), expected)
+    found = curvature_of(fitted(case))
+    assert_close(found, expected)
 
 
 class Centred(nn.Module):
@@ -218,7 +220,9 @@ def test_draws_are_adapters(case, tmp_path):
         with torch.no_grad():
             of_file = batch_logits(model, inputs).softmax(-1)
         assert_close(of_file, of_draw, **EXACT)
-        assert (of_file - of_map).abs().max() > 1e-7
+        # A draw that was the mean would agree with its file, too.
+        distance = (of_file - of_map).abs().max()
+        assert distance > 1e-7
 
 
 def test_a_posterior_survives_a_file(case, tmp_path):
@@ -239,7 +243,8 @@ def test_a_posterior_of_some_experts_leaves_the_others_as_they_are():
         if block.name.endswith("[1]"):
             of_second_experts.append(block.known_as)
     la = fitted(case, weight_names=of_second_experts)
-    assert la.n_params == sum(block.values.numel() for block in la.blocks)
+    n_weights = [block.values.numel() for block in la.blocks]
+    assert la.n_params == sum(n_weights)
     before = values(case.model)
     inputs = first_inputs(case)
     la.predictive_samples(inputs, pred_type="nn", n_samples=1)
@@ -260,7 +265,8 @@ def test_the_model_stays_as_it_was(case):
     la(inputs)
     la.predictive_samples(inputs, pred_type="nn", n_samples=1)
     assert flags_of(case.model) == flags
-    assert all(weight.grad is None for weight in case.model.parameters())
+    gradients = [weight.grad for weight in case.model.parameters()]
+    assert all(gradient is None for gradient in gradients)
     after = values(case.model)
     assert after.keys() == before.keys()
     for name, weight in before.items():
@@ -276,6 +282,7 @@ def draw_second_adapter(model: nn.Module) -> dict[str, torch.Tensor]:
     """Add an adapter named "second" that is not 0; return its weights."""
     add_fresh_adapter(model, "second")
     weights = own_weights(model, "second")
+    # A seed for each weight, so that none is drawn alike.
     for place, weight in enumerate(weights.values()):
         noise = torch.randn(weight.shape, generator=generator(place))
         weight.data.copy_(0.3 * noise)
@@ -297,9 +304,11 @@ def test_a_second_adapter_has_matrices_of_its_own(build):
         weight.data.copy_(drawn[name])
     expected = fitted(alone)
     assert_close(curvature_of(second), curvature_of(expected))
-    assert_close(predicted(second, texts), predicted(expected, texts))
+    of_second = predicted(second, texts)
+    assert_close(of_second, predicted(expected, texts))
     # The first posterior still predicts by its own adapter.
-    assert_close(predicted(first, texts), of_first)
+    of_first_again = predicted(first, texts)
+    assert_close(of_first_again, of_first)
 
 
 @pytest.mark.parametrize("build", WITH_TEXTS)
@@ -310,7 +319,9 @@ def test_a_mixture_of_two_adapters_averages_their_predictions(build):
     second = fitted(case)
     mixture = laplace_lora_ext.LaplaceMixture([first, second])
     inputs = first_inputs(case)
-    mean = (first(inputs) + second(inputs)) / 2
+    of_first = first(inputs)
+    of_second = second(inputs)
+    mean = (of_first + of_second) / 2
     assert_close(mixture(inputs), mean)
 
 

@@ -48,6 +48,7 @@ class Broken(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "hidden":
+            # Ten times this is no finite number any more.
             is_first = torch.arange(5) == 0
             x = x.masked_fill(is_first, 1e308) * 10
         if self.kind == "activation":
@@ -77,7 +78,7 @@ def test_what_is_not_finite_is_named_and_does_no_harm(
     structure, kfac_approx, kind, message
 ):
     model = with_lora(Broken(), "first", "second")
-    X, y = pairs()[0]
+    ((X, y),) = pairs()
     settings = {}
     if kfac_approx:
         settings["backend_kwargs"] = {"kfac_approx": kfac_approx}
@@ -94,7 +95,8 @@ def test_what_is_not_finite_is_named_and_does_no_harm(
     la.fit([(X, y)])
     calls = count_forward_passes(la)
     la(X)
-    assert len(calls) == 1  # examples are still together
+    # A failed pass proves nothing of the layout: examples are still together.
+    assert len(calls) == 1
     if structure == "lowrank_kron":
         model.kind = kind
         with pytest.raises(ValueError, match=message):
@@ -214,20 +216,23 @@ def test_layers_that_a_batch_does_not_call_get_no_curvature_from_it(structure):
     ]
     la = make(model, structure, **full_rank(structure))
     la.fit(batches)
-    assert_exact(la, OfMapping(model), [X for X, _ in batches])
+    inputs = [X for X, _ in batches]
+    assert_exact(la, OfMapping(model), inputs)
+    # Logits that no layer has made are in no doubt.
     assert not la.predictive_moments(neither).f_var.any()
     la.fit([batch_of("texts")], override=False)
-    assert la.n_data == 20
+    n_batches = len(batches) + 1
+    assert la.n_data == 4 * n_batches
 
 
 def hooks_of(model: nn.Module) -> list[dict]:
     """Copy all hooks of all modules."""
-    return [
-        dict(hooks)
-        for module in model.modules()
-        for name, hooks in vars(module).items()
-        if "_hooks" in name and isinstance(hooks, dict)
-    ]
+    of_modules = []
+    for module in model.modules():
+        for name, hooks in vars(module).items():
+            if "_hooks" in name and isinstance(hooks, dict):
+                of_modules.append(dict(hooks))
+    return of_modules
 
 
 def only_looking(*_: object) -> None:

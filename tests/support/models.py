@@ -40,6 +40,7 @@ def base_model(
     attention: str = "eager",
 ) -> nn.Module:
     """Initialise a two-layer model at random; only "bert" classifies."""
+    # Token 0 is padding as well, and in no text.
     tokens = {
         "vocab_size": VOCABULARY,
         "bos_token_id": 0,
@@ -59,6 +60,7 @@ def base_model(
         "hidden_size": hidden_size,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
+        # Another size than the hidden one, so that no dimension passes for another.
         "intermediate_size": 2 * hidden_size,
         "max_position_embeddings": 64,
     }
@@ -110,6 +112,7 @@ def lora_model(
     settings = {
         "task_type": "SEQ_CLS" if kind == "bert" else "CAUSAL_LM",
         "r": 2,
+        # A scaling of 2: where it was forgotten, nothing would come out right.
         "lora_alpha": 4,
         # A pass in training mode would be seen in any number.
         "lora_dropout": 0.1,
@@ -147,6 +150,7 @@ def llama() -> LlamaForCausalLM:
         num_attention_heads=2,
         num_key_value_heads=1,
         attn_implementation="eager",
+        # An adapter in the output layer must not be one in the embedding.
         tie_word_embeddings=False,
         pad_token_id=0,
         bos_token_id=1,
@@ -200,6 +204,7 @@ def ragged_batches(
     seed: int = 1,
 ) -> list[Batch]:
     """Make batches of the same examples, whatever the batch size and the padding."""
+    # All texts are drawn before they are divided, so that batches change none.
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.full((len(lengths), padded_to), 0)
     attention_mask = torch.zeros_like(input_ids)
@@ -387,7 +392,8 @@ def record_calls(module: nn.Module) -> list[dict]:
     calls: list[dict] = []
     forward = module.forward
 
-    @functools.wraps(forward)  # older PEFT calls `forward`, past all hooks
+    # No hook, since older versions of PEFT call `forward` itself.
+    @functools.wraps(forward)
     def record(**kwargs: Any) -> Any:
         calls.append(kwargs)
         return forward(**kwargs)

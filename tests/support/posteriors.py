@@ -68,6 +68,7 @@ def fitted(
     **keywords: Any,
 ):
     """Fit a posterior of a classifier, by default on `ragged_batches()`."""
+    # The host's structures have no such settings.
     if structure == "lowrank_kron":
         settings = {
             "rank": rank,
@@ -98,6 +99,7 @@ def plain_regression(n_outputs: int = 2, structure: str = "lowrank_kron"):
 def overconfident(**keywords: Any):
     """Fit a posterior, and make texts of which three in four are right."""
     la = fitted(**keywords)
+    # With logits of twenty times the size it is as sure of what is wrong.
     head_of(la.model.model).weight.data.mul_(20)
     la.fit(ragged_batches())
     # Other texts than it was fitted to, three times as many.
@@ -116,6 +118,7 @@ def another_training(kind: str = "bert") -> nn.Module:
     """Make what a training of `lora_model(kind)` on other texts might end with."""
     model = lora_model(kind)
     for name, weight in model.named_parameters():
+        # Little enough that both trainings' predictions have much in common.
         if "lora_B" in name:
             weight.data += 0.2 * normal(*weight.shape)
     return model
@@ -125,6 +128,7 @@ def some_precision(la, prior: str) -> torch.Tensor:
     """Draw `(1,)` or `(blocks,)` prior precisions."""
     size = 1 if prior == "scalar" else len(la.blocks)
     drawn = torch.rand(size, generator=generator(3))
+    # Not so near 0 that rounding decides.
     return drawn.to(la.mean.dtype) + 0.1
 
 

@@ -32,6 +32,7 @@ def on_ranks(
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         processes = []
+        # All are begun before any is waited for: each waits for the others.
         for rank in range(world):
             process = context.Process(
                 target=_run,
@@ -70,6 +71,7 @@ def _run(
     time_limit: float,
     arguments: Sequence[Any],
 ) -> None:
+    # Several processes with threads of all cores each would only hinder one another.
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -81,13 +83,16 @@ def _run(
     try:
         result: Any = job(rank, *arguments)
     except Exception as error:
+        # A result as any other, which the test looks at.
         result = error
     torch.save(result, folder / f"{rank}.pt")
 
 
 def _result(path: Path) -> Any:
+    # A process that was killed has had no time to write.
     if not path.exists():
         return RuntimeError("killed")
+    # Errors are no tensors, and the files are this module's own.
     return torch.load(path, weights_only=False)
 
 
@@ -113,9 +118,10 @@ def strided_loader(
 ) -> DataLoader:
     """Load this rank's texts, or all where there is one process."""
     texts = Texts(n)
-    sampler = (
-        DistributedSampler(texts, shuffle=False) if dist.is_initialized() else None
-    )
+    sampler = None
+    if dist.is_initialized():
+        # In order, so that what ranks have together is what one process has.
+        sampler = DistributedSampler(texts, shuffle=False)
     return DataLoader(texts, batch_size=batch_size, sampler=sampler)
 
 
@@ -131,6 +137,7 @@ def accelerated(
     os.environ["WORLD_SIZE"] = str(world)
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     os.environ["MASTER_ADDR"] = "localhost"
-    PartialState._reset_state()  # of the process that this one was forked from
+    # That of the process which this one was forked from.
+    PartialState._reset_state()
     PartialState(cpu=True)
     return prepare_data_loader(loader, put_on_device=True, **options)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+# Asked of torch, since later versions may have more kinds.
 HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 
 
@@ -33,6 +34,7 @@ class Parameter:
         )
 
     def assert_equal(self, now: "Parameter", name: str) -> None:
+        # The same object: an optimizer holds on to the one that it was given.
         assert now.parameter is self.parameter, name
         assert torch.equal(now.value, self.value), name
         assert now.requires_grad == self.requires_grad, name
@@ -139,6 +141,7 @@ def facts_of(
 def half_trained(model: nn.Module) -> nn.Module:
     """Leave a model unlike any default: modes, gradients, flags, hooks."""
     generator = torch.Generator().manual_seed(3)
+    # Every few modules and parameters, so that no rule for all restores them.
     model.train()
     for index, module in enumerate(model.modules()):
         if index % 3 == 1:
@@ -165,7 +168,10 @@ def tensors_of(
     seen: set[int],
 ) -> list[torch.Tensor]:
     """Find tensors that can be reached from a value, those of modules left out."""
-    if isinstance(value, (nn.Module, nn.Parameter, str)) or id(value) in seen:
+    if isinstance(value, (nn.Module, nn.Parameter, str)):
+        return []
+    # What refers to itself would otherwise be followed without end.
+    if id(value) in seen:
         return []
     seen.add(id(value))
     if isinstance(value, torch.Tensor):

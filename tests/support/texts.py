@@ -15,7 +15,8 @@ from tests.compatibility.families import FAMILIES, RIGHT
 from tests.support.models import VOCABULARY, lora_model, ragged_batches
 from tests.support.posteriors import make, sizes
 
-PROMPT = 2  # tokens of a text that no label is on
+# The tokens at the beginning of a text that have no label.
+PROMPT = 2
 LENGTHS = (7, 4, 5, 7, 3, 6)
 
 
@@ -66,6 +67,7 @@ class RowsOfTheVocabulary(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        # The output layer's own has a dimension of the vocabulary, too.
         self.weights = {weight.data_ptr() for weight in model.parameters()}
         self.most = 0
 
@@ -82,7 +84,8 @@ class RowsOfTheVocabulary(TorchDispatchMode):
                 continue
             is_of_weight = tensor.data_ptr() in self.weights
             if tensor.shape[-1] == VOCABULARY and not is_of_weight:
-                self.most = max(self.most, tensor.shape[:-1].numel())
+                n_rows = tensor.shape[:-1].numel()
+                self.most = max(self.most, n_rows)
         return output
 
 
@@ -119,6 +122,7 @@ def drawn_models(
         la.H.to_matrix() + prior.diag(),
         -0.5,
     )
+    # `score` draws one seed of the generator that it is given, and weights by that.
     noise = torch.Generator().manual_seed(draw_seed(seed))
     models = []
     for _ in range(n_samples):
@@ -150,7 +154,8 @@ def token_logits(
             following = batch["labels"][row][is_real][1:]
             (places,) = (following != -100).nonzero(as_tuple=True)
             inputs = dense.unpadded(batch, row)
-            of_text = model(**inputs, use_cache=False).logits[0]
+            output = model(**inputs, use_cache=False)
+            of_text = output.logits[0]
             logits.append(of_text[places])
             labels.append(following[places])
     return torch.cat(logits), torch.cat(labels)
