@@ -288,8 +288,11 @@ def test_statistics_serve_the_same_fit_after_a_move(case, rank):
     exact = la(batch)
     case.move(la.model.model)
     given = la.statistics_of(statistics, False)
-    found = la(given.moments(la.prior_precision))
+    moments = given.moments(la.prior_precision)
+    found = la(moments)
+    # What is kept is of the precision before the move, whatever the model has now.
     assert_close(found.double(), exact.double(), rtol=2e-5, atol=1e-6)
+    # And a search takes them.
     la.optimize_prior_precision(method="gridsearch", val_loader=statistics, grid_size=2)
 
 

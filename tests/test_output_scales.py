@@ -111,13 +111,15 @@ def assert_same_posterior(scaled, in_units) -> None:
     f_mu, f_var = scaled(X)
     expected_mu, expected_var = in_units(X)
     assert_close(f_mu / SCALES, expected_mu)
+    # Covariances have the units of both outputs.
     of_pairs = torch.outer(SCALES, SCALES)
     assert_close(f_var / of_pairs, expected_var)
 
     # The density of a number in another unit is another by the unit's factor.
     log_unit = SCALES.log().sum()
-    of_targets = scaled.log_marginal_likelihood() + N_TRAIN * log_unit
-    assert_close(of_targets, in_units.log_marginal_likelihood())
+    found = scaled.log_marginal_likelihood() + N_TRAIN * log_unit
+    expected = in_units.log_marginal_likelihood()
+    assert_close(found, expected)
 
     prediction = scaled.predict(X)
     expected = in_units.predict(X)
@@ -160,6 +162,7 @@ def search_by(
     if method == "agreement":
         X, _ = data_to_fit()
         return Agreement(train_loader=[X])
+    # Few steps do: what is compared is the way, and not where it ends.
     if method == "marglik":
         return Marglik(optimize_sigma_noise=True, n_steps=30)
     if method == "gridsearch":
@@ -196,12 +199,17 @@ def test_the_loss_of_a_search_is_that_of_the_targets_in_their_own_units():
     la = with_scales(sigma_noise=0.5)
     X, y = held_out_data(la)
     history = GridSearch(val_loader=[(X, y)], grid_size=7)(la)
+    # At the prior that the search has chosen.
     densities = la.predict(X).log_density(y)
     expected = -densities.mean().item()
-    assert history.objective.min().item() == pytest.approx(expected, rel=1e-6)
+    found = history.objective.min().item()
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("scales", [[10, 0.05], np.array([10, 0.05]), SCALES])
+AS_LIST = [10, 0.05]
+
+
+@pytest.mark.parametrize("scales", [AS_LIST, np.array(AS_LIST), SCALES])
 def test_scales_of_every_kind_are_saved(tmp_path, scales):
     la = with_scales(output_scales=scales)
     la.save_pretrained(tmp_path)
@@ -215,7 +223,9 @@ def test_files_keep_the_scales(tmp_path):
     model = copy.deepcopy(la.model.model)
     loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
     X = normal(N_HELD_OUT, 5, seed=5)
-    assert_close(loaded.predict(X).total_std, la.predict(X).total_std)
+    found = loaded.predict(X)
+    expected = la.predict(X)
+    assert_close(found.total_std, expected.total_std)
 
 
 def test_states_of_other_scales_are_refused():
@@ -239,7 +249,8 @@ def test_other_trainings_have_the_same_scales():
 def residuals_of_different_sizes(la) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Make held-out data from which a posterior is off by the scales."""
     X, _ = data_to_fit()
-    return [(X, la.predictive_moments(X).f_mu + SCALES)]
+    f_mu = la.predictive_moments(X).f_mu
+    return [(X, f_mu + SCALES)]
 
 
 def test_residuals_of_different_sizes_are_warned_of_with_the_scales_to_pass():
@@ -320,7 +331,11 @@ def trainer_of_numbers(
     # Small steps would take long to get to the means, and make large slopes.
     base.classifier.bias.data.copy_(MEANS)
     base.classifier.weight.data.zero_()
-    config = LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS")
+    config = LoraConfig(
+        task_type="SEQ_CLS",
+        r=2,
+        target_modules=["query", "value"],
+    )
     return trainer_of(
         folder,
         model=get_peft_model(base, config),
@@ -329,6 +344,7 @@ def trainer_of_numbers(
         per_device_train_batch_size=20,
         save_strategy="no",
         logging_strategy="no",
+        # So small that the head stays at the means, where it began.
         learning_rate=1e-5,
     )
 
@@ -362,7 +378,8 @@ def test_stages_find_the_noise_of_each_output(tmp_path, members):
     of_tests = math.sqrt(2 / N_TESTS) / 2
     of_held_out = math.sqrt(2 / n_held_out) / 2
     error = 2 * (of_tests + of_held_out)
-    assert abs(nll - entropy_of_targets()) < 2 * error
+    excess = nll - entropy_of_targets()
+    assert abs(excess) < 2 * error
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -102,7 +102,8 @@ def positions_first_flat(
     x: torch.Tensor,
 ) -> torch.Tensor:
     length = x.shape[1]
-    rows = both_layers(m, x.transpose(0, 1).flatten(0, 1))
+    turned = x.transpose(0, 1)
+    rows = both_layers(m, turned.flatten(0, 1))
     by_position = rows.unflatten(0, (length, -1))
     return average(by_position.transpose(0, 1))
 
@@ -114,7 +115,8 @@ def windows(
     """Pairs of neighbours are rows of their own, as in attention within windows."""
     pairs = x.unflatten(1, (-1, 2))
     rows = both_layers(m, pairs.flatten(0, 1))
-    return average(rows.reshape(*x.shape[:2], -1))
+    restored = rows.reshape(*x.shape[:2], -1)
+    return average(restored)
 
 
 def frames(
@@ -262,7 +264,9 @@ def unequal_windows(
 ) -> torch.Tensor:
     """Windows of two positions, as many as a text has before its zeros."""
     has_text = x[..., 0] != 0
-    n_windows = ((has_text.sum(1) + 1) // 2).tolist()
+    n_positions = has_text.sum(1)
+    # The last window of an odd number is half empty.
+    n_windows = ((n_positions + 1) // 2).tolist()
     windows = x.unflatten(1, (-1, 2))
     counts = first_positions(windows.shape[1], n_windows)
     rows = hidden(m, windows[counts]).mean(1)
@@ -300,6 +304,7 @@ def images_in_texts(m: Any, batch: Batch) -> torch.Tensor:
     """Images take the places of tokens, as in LLaVA."""
     x = m.embed(batch["input_ids"])
     if "x" in batch:
+        # Token 0 stands for an image.
         is_image = (batch["input_ids"] == 0)[..., None]
         images = hidden(m, batch["x"]).mean(1)
         x = x.masked_scatter(is_image, images)
@@ -461,6 +466,7 @@ def checked(
         n_examples = len(model(X))
         labels = torch.arange(n_examples) % 3
         batches.append((X, labels))
+    # One fit sees all sizes, since what was proved of a batch is used for the next.
     la.fit(batches)
     assert_exact(la, model, inputs)
     return la
@@ -571,7 +577,9 @@ def test_curvature_and_covariance_are_exact(run, inputs):
 
 @pytest.mark.parametrize("structure", ["diag", "full"])
 def test_shared_rows_in_the_hosts_structures(structure):
-    checked(adapted(shared(3)), numbers((4, 3), (2, 3)), structure)
+    model = adapted(shared(3))
+    inputs = numbers((4, 3), (2, 3))
+    checked(model, inputs, structure)
 
 
 def matrix(
@@ -722,7 +730,9 @@ def test_jacobians_are_differentiable_in_the_inputs(run):
         (slope,) = torch.autograd.grad(total, x)
         return slope
 
-    found = slope(*make(model).backend.jacobians(x, enable_backprop=True))
+    backend = make(model).backend
+    Js, logits = backend.jacobians(x, enable_backprop=True)
+    found = slope(Js, logits)
     expected = slope(jacobians(model, x), model(x))
     assert_close(found, expected, **EXACT)
 

@@ -73,11 +73,12 @@ def by_brute_force(
         kept = torch.arange(len(X)) != left_out
         mean_x = X[kept].mean(0)
         mean_y = Y[kept].mean(0)
-        weights = weights_of(X[kept] - mean_x, Y[kept] - mean_y, penalty)
-        x = X[left_out]
-        y = Y[left_out]
-        predicted = mean_y + (x - mean_x) @ weights
-        errors.append(y - predicted)
+        centred_X = X[kept] - mean_x
+        centred_Y = Y[kept] - mean_y
+        weights = weights_of(centred_X, centred_Y, penalty)
+        distance = X[left_out] - mean_x
+        predicted = mean_y + distance @ weights
+        errors.append(Y[left_out] - predicted)
     return torch.stack(errors)
 
 
@@ -91,8 +92,10 @@ def collinear_features(n: int) -> torch.Tensor:
     Without a penalty these would have no weights of their own.
     """
     independent = normal(n, 9)
-    sums = independent[:, :2] @ normal(2, 2, seed=1)
-    return centred(torch.cat([independent, sums], dim=1))
+    first_two = independent[:, :2]
+    sums = first_two @ normal(2, 2, seed=1)
+    X = torch.cat([independent, sums], dim=1)
+    return centred(X)
 
 
 # Fewer examples than features, and more.
@@ -102,10 +105,11 @@ def test_examples_that_are_left_out_against_as_many_regressions(n, noise):
     X = collinear_features(n)
     true_weights = normal(11, 3, seed=2)
     exact = X @ true_weights
-    Y = centred(exact + noise * normal(n, 3, seed=3))
+    drawn = noise * normal(n, 3, seed=3)
+    Y = centred(exact + drawn)
 
     # Penalties are relative to the largest eigenvalue of XᵀX.
-    largest = torch.linalg.svdvals(X)[0].square()
+    largest, *_ = torch.linalg.svdvals(X).square()
     penalties = PENALTIES * largest
     errors_of = []
     losses = []
@@ -222,6 +226,7 @@ def linear_in_features(
     n_pairs = pairs_of(n_outputs)
     # Neither centred nor scaled, which is for the regression to do.
     X = 3 + 2 * normal(60, 7, seed=seed)
+    # So small that variances are within a few orders of magnitude.
     weights = normal(7, n_pairs, seed=5) / 10
     offset = normal(n_pairs, seed=6)
     return X, X @ weights + offset
@@ -284,6 +289,7 @@ def test_it_says_how_good_it_is_on_examples_that_it_leaves_out():
     scaled = (new_X - learnt.mean) / learnt.scale
     predicted = learnt.offset + scaled @ learnt.weights @ learnt.components
     errors = predicted - new_logs
+    # Of the feature and of the noise, 1 each.
     total_variance = 2
     r_squared = 1 - errors.square().mean().item() / total_variance
     assert learnt.r_squared == pytest.approx(r_squared, abs=0.12)
@@ -295,6 +301,7 @@ def test_it_says_that_noise_alone_cannot_be_learnt():
     X = normal(80, 5, seed=2)
     noise = normal(80, 3, seed=3)
     learnt = learnt_from(X, noise)
+    # On the examples that it has seen, five features would explain more by chance.
     assert learnt.r_squared < 0.05
 
 
@@ -303,7 +310,8 @@ def test_it_never_goes_more_than_a_factor_of_two_beyond_what_it_has_seen(far):
     X, logs = linear_in_features()
     learnt = learnt_from(X, logs)
     distant = X + far * normal(60, 7, seed=4)
-    found = log_variances(learnt.covariance(distant))
+    covariance = learnt.covariance(distant)
+    found = log_variances(covariance)
     above = found - logs.amax(0)
     below = logs.amin(0) - found
     beyond = torch.maximum(above, below)
