@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,11 @@ class Finished:
     printed: str
     progress: str
 
+    @property
+    def rows(self) -> list[Row]:
+        """Return the rows of an experiment that has one table of them."""
+        return self.figures["rows"]
+
 
 def run(
     capsys: pytest.CaptureFixture[str],
@@ -84,9 +89,17 @@ def rows_with(rows: list[Row], **fields: object) -> list[Row]:
     return found
 
 
+def values_of(rows: list[Row], field: str) -> list:
+    """List what all rows have in one field."""
+    return [row[field] for row in rows]
+
+
 def rows_by(rows: list[Row], *fields: str) -> dict[tuple, Row]:
     """Index rows by their values of some fields, of which no two have the same."""
-    found = {tuple(row[name] for name in fields): row for row in rows}
+    found = {}
+    for row in rows:
+        key = tuple(row[name] for name in fields)
+        found[key] = row
     assert len(found) == len(rows)
     return found
 
@@ -100,6 +113,15 @@ def trained(
     return fine_tune(pretrained, pretrained.data[TRAIN], seed, recipe)
 
 
+def trained_again(
+    model: AdaptedModel,
+    recipe: Recipe,
+) -> AdaptedModel:
+    """Fine-tune the same tiny model by another recipe."""
+    assert model.retrained is not None
+    return model.retrained(recipe)
+
+
 def training_texts(pretrained: Pretrained) -> DataLoader:
     """Load all training texts in one batch."""
     return pretrained.loader(pretrained.data[TRAIN], batch_size=8)
@@ -110,9 +132,26 @@ def predicted(members: Members, texts: DataLoader) -> torch.Tensor:
     return members.predict({TRAIN: texts})[TRAIN]
 
 
+def probabilities_of(model: AdaptedModel, texts: Iterable[Any]) -> torch.Tensor:
+    """Predict the probabilities `(texts, classes)` of the model itself."""
+    logits = model.logits(texts)
+    return logits.softmax(-1)
+
+
+def assert_sum_to_1(probabilities: torch.Tensor) -> None:
+    """Demand that the probabilities of each text's classes sum to 1."""
+    sums = probabilities.sum(-1)
+    ones = torch.ones_like(sums)
+    # In float32, of many draws.
+    torch.testing.assert_close(sums, ones, rtol=0, atol=2e-5)
+
+
 def drawn_logits(members: Members, batch: Any) -> torch.Tensor:
     """Compute a batch's logits by each member, `(members, texts, classes)`."""
-    drawn = [logits_of(batch).detach() for logits_of in members.logits()]
+    drawn = []
+    for logits_of in members.logits():
+        logits = logits_of(batch)
+        drawn.append(logits.detach())
     return torch.stack(drawn)
 
 

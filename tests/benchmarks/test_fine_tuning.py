@@ -1,7 +1,6 @@
 """The one fine-tuning, its cache, and methods on what it leaves, with tiny models."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,14 +13,24 @@ from benchmarks.methods.method import fit_temperature, labels_of
 from benchmarks.methods.priors import GRID, by_tfb_rule
 from benchmarks.tasks.paper import PAPER_TASKS
 from laplace_lora_ext import Moments
-from tests.benchmarks.support import predicted, trained, training_texts
+from tests.benchmarks.support import (
+    assert_sum_to_1,
+    predicted,
+    trained,
+    training_texts,
+)
+from tests.support.posteriors import generator
+
+# --- tasks of the paper ---------------------------------------------------------------
+
+# One of each kind: choices' letters, true or false, one sentence, and pairs.
+KINDS = ["arc_easy", "boolq", "cola", "boolq_pairs"]
 
 
-@pytest.mark.parametrize("name", ["arc_easy", "boolq", "cola", "boolq_pairs"])
-def test_every_kind_of_task_of_the_paper_runs_on_a_tiny_model(name, prepared):
-    pretrained = prepared(name)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_task_has_the_papers_settings_but_for_those_asked_for(name, prepared):
+    settings = prepared(name).hyperparameters
     paper = PAPER_TASKS[name].hyperparameters
-    settings = pretrained.hyperparameters
     assert settings.rank == paper.rank
     assert settings.learning_rate == paper.learning_rate
     assert settings.target_modules == paper.target_modules
@@ -29,124 +38,228 @@ def test_every_kind_of_task_of_the_paper_runs_on_a_tiny_model(name, prepared):
     assert settings.steps == 2
     assert settings.batch_size == 2
 
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_task_of_the_paper_runs_on_a_tiny_model(name, prepared):
+    pretrained = prepared(name)
     texts = training_texts(pretrained)
     model = trained(pretrained)
     la = posterior("lowrank_kron").build(model)
     la.fit(texts)
     labels = labels_of(pretrained.data[TRAIN])
-    predictions = priors.predictions(la, None, {TEST: texts}, labels)
 
     of_map = METHODS["map"].fit(model, texts)
     found = [predicted(of_map, texts)]
-    found += [prediction.probabilities[TEST] for prediction in predictions]
+    for prediction in priors.predictions(la, None, {TEST: texts}, labels):
+        of_prior = prediction.probabilities[TEST]
+        found.append(of_prior)
+
     n_texts = len(pretrained.task.train)
     n_classes = len(PAPER_TASKS[name].classes)
     for probabilities in found:
         assert probabilities.shape == (n_texts, n_classes)
-        assert torch.allclose(probabilities.sum(-1), torch.ones(n_texts), atol=1e-4)
+        assert_sum_to_1(probabilities)
+
+
+# --- TFB's rule -----------------------------------------------------------------------
+
+N_TEXTS = 200
+
+
+class VarianceOfThePrior:
+    """A posterior with the variance of its prior alone, that notes what is tried."""
+
+    def __init__(self) -> None:
+        self.f_mu = torch.randn(N_TEXTS, 3, generator=generator(1))
+        self.tried: list[torch.Tensor] = []
+
+    def moments(self, prior_precision: torch.Tensor) -> Moments:
+        self.tried.append(prior_precision)
+        variance = torch.eye(3) / prior_precision
+        f_var = variance.expand(N_TEXTS, 3, 3)
+        return Moments(self.f_mu, f_var)
+
+    def n_changed(self, prior_precision: torch.Tensor) -> int:
+        """Count the texts whose class ten draws of the logits change."""
+        noise = torch.randn((10, N_TEXTS, 3), generator=generator(0))
+        draws = self.f_mu + noise / prior_precision.sqrt()
+        p = draws.softmax(-1).mean(0)
+        is_changed = p.argmax(-1) != self.f_mu.argmax(-1)
+        return int(is_changed.sum())
 
 
 def test_tfbs_rule_takes_the_smallest_prior_precision_that_changes_few_classes():
-    torch.manual_seed(0)
-    f_mu = torch.randn(200, 3)
-    tried = []
+    la = VarianceOfThePrior()
+    chosen = by_tfb_rule(None, la)
 
-    def moments(prior_precision):
-        tried.append(prior_precision)
-        f_var = torch.eye(3).expand(200, 3, 3) / prior_precision
-        return Moments(f_mu, f_var)
+    tried = torch.cat(la.tried)
+    first_of_grid = GRID[: len(tried)]
+    assert torch.equal(tried, first_of_grid)
+    assert torch.equal(chosen, la.tried[-1])
 
-    chosen = by_tfb_rule(None, SimpleNamespace(moments=moments))
-    assert torch.equal(torch.cat(tried), GRID[: len(tried)])
-    assert torch.equal(chosen, tried[-1])
-
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn((10, 200, 3), generator=generator)
-    n_changed = []
-    for prior_precision in tried:
-        draws = f_mu + noise / prior_precision.sqrt()
-        mean = draws.softmax(-1).mean(0)
-        is_changed = mean.argmax(-1) != f_mu.argmax(-1)
-        n_changed.append(int(is_changed.sum()))
-    *before, last = n_changed
-    assert last <= 2 < min(before)  # 2 are 1 % of the texts
+    *before, last = map(la.n_changed, la.tried)
+    most = 2  # 1 % of the texts
+    assert last <= most
+    assert min(before) > most
 
 
-def test_ensembles_average_probabilities(prepared):
+# --- ensembles ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_seeds(prepared):
+    """Three models with four checkpoints, whose seeds are as far apart as members'."""
     pretrained = prepared("mrpc", steps=4, checkpoints=4)
-    texts = training_texts(pretrained)
-    # As far apart as an ensemble's seeds are.
-    first = trained(pretrained, seed=0)
-    second = trained(pretrained, seed=1000)
-    third = trained(pretrained, seed=2000)
+    return [trained(pretrained, seed) for seed in (0, 1000, 2000)]
 
-    def predicted_by(key, model):
-        return predicted(METHODS[key].fit(model, texts), texts)
 
-    def mean_of(*models):
+@pytest.fixture
+def predicted_by(prepared):
+    """Predicts by one method's members for a model."""
+    texts = training_texts(prepared("mrpc"))
+
+    def predict(key, model):
+        members = METHODS[key].fit(model, texts)
+        return predicted(members, texts)
+
+    return predict
+
+
+@pytest.fixture
+def mean_of(predicted_by):
+    """Averages models' probabilities."""
+
+    def average(models):
         each = [predicted_by("map", model) for model in models]
         return torch.stack(each).mean(0)
 
-    assert not torch.equal(predicted_by("map", first), predicted_by("map", second))
+    return average
+
+
+def test_ensembles_average_probabilities(of_seeds, predicted_by, mean_of):
+    first, second, _ = of_seeds
+    of_first = predicted_by("map", first)
+    of_second = predicted_by("map", second)
+    assert not torch.equal(of_first, of_second)
     found = predicted_by("deep_ensemble", first)
-    assert torch.allclose(found, mean_of(first, second, third))
+    expected = mean_of(of_seeds)
+    assert torch.allclose(found, expected)
 
-    # An ensemble of an earlier checkpoint has the others' at the same step.
+
+def test_an_ensemble_of_an_earlier_checkpoint_has_the_others_at_the_same_step(
+    of_seeds,
+    predicted_by,
+    mean_of,
+):
+    first, *_ = of_seeds
     assert list(first.checkpoints) == [1, 2, 3, 4]
-    early = first.at(3)
-    assert list(early.checkpoints) == [1, 2, 3]
-    expected = mean_of(early, second.at(3), third.at(3))
-    assert torch.allclose(predicted_by("deep_ensemble", early), expected)
+    early = [model.at(3) for model in of_seeds]
+    assert list(early[0].checkpoints) == [1, 2, 3]
+    expected = mean_of(early)
+    found = predicted_by("deep_ensemble", early[0])
+    assert torch.allclose(found, expected)
 
+
+def test_an_ensemble_of_checkpoints_has_the_last_three(of_seeds, predicted_by):
+    model, *_ = of_seeds
     # The checkpoints share one model: each is predicted by before the next is set.
-    of_steps = [predicted_by("map", first.at(step)) for step in (2, 3, 4)]
-    found = predicted_by("checkpoint_ensemble", first)
-    assert torch.allclose(found, torch.stack(of_steps).mean(0))
+    of_steps = []
+    for step in (2, 3, 4):
+        of_step = predicted_by("map", model.at(step))
+        of_steps.append(of_step)
+    expected = torch.stack(of_steps).mean(0)
+    found = predicted_by("checkpoint_ensemble", model)
+    assert torch.allclose(found, expected)
 
-    of_dropout = predicted_by("mc_dropout", first)
-    assert not torch.allclose(of_dropout, of_steps[-1], atol=1e-6)
-    assert not first.model.training
+
+def test_dropout_while_predicting_leaves_the_model_in_evaluation(
+    of_seeds,
+    predicted_by,
+):
+    model, *_ = of_seeds
+    of_map = predicted_by("map", model)
+    of_dropout = predicted_by("mc_dropout", model)
+    assert not torch.allclose(of_dropout, of_map, atol=1e-6)
+    assert not model.model.training
 
 
-def test_a_training_is_read_from_the_cache(prepared, monkeypatch):
-    pretrained = prepared("mrpc")
-    train = pretrained.data[TRAIN]
-    texts = training_texts(pretrained)
-    expected = trained(pretrained).logits(texts)
-    trainings = []
+# --- the cache ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trainings(monkeypatch):
+    """A list that has an entry for each training that is not read from the cache."""
+    done = []
     original = fine_tuning_module.train
 
     def counted(*args, **kwargs):
-        trainings.append(1)
+        done.append(1)
         return original(*args, **kwargs)
 
     monkeypatch.setattr(fine_tuning_module, "train", counted)
-    again = trained(pretrained)
-    assert torch.equal(again.logits(texts), expected)
-    assert list(again.checkpoints) == [1, 2]
-    assert not trainings
+    return done
 
-    # Another seed, other texts, or other settings are another training each.
-    fine_tune(pretrained, train, seed=1)
+
+def test_a_training_is_read_from_the_cache(prepared, trainings):
+    pretrained = prepared("mrpc")
+    texts = training_texts(pretrained)
+    model = trained(pretrained)
+    expected = model.logits(texts)
     assert len(trainings) == 1
-    fine_tune(pretrained, train[1:], seed=0)
+    again = trained(pretrained)
+    found = again.logits(texts)
+    assert torch.equal(found, expected)
+    assert list(again.checkpoints) == [1, 2]
+    assert len(trainings) == 1
+
+
+def test_another_seed_other_texts_and_other_settings_are_other_trainings(
+    prepared,
+    trainings,
+):
+    pretrained = prepared("mrpc")
+    train = pretrained.data[TRAIN]
+    fine_tune(pretrained, train, seed=0)
+    assert len(trainings) == 1
+    fine_tune(pretrained, train, seed=1)
     assert len(trainings) == 2
+    fine_tune(pretrained, train[1:], seed=0)
+    assert len(trainings) == 3
     settings = replace(pretrained.hyperparameters, learning_rate=1e-3)
     other = replace(pretrained, hyperparameters=settings)
     fine_tune(other, train, seed=0)
-    assert len(trainings) == 3
+    assert len(trainings) == 4
 
 
-def test_a_temperature_is_recovered():
+# --- temperatures ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def logits():
     torch.manual_seed(0)
-    logits = 3 * torch.randn(20000, 4)
-    labels = Categorical(logits=logits / 2.5).sample()
-    assert fit_temperature(logits, labels) == pytest.approx(2.5, rel=0.05)
-    # The mean of two members is fitted, not each: opposite logits cancel at any
-    # temperature.
+    return 3 * torch.randn(20000, 4)
+
+
+@pytest.fixture
+def labels(logits):
+    """Labels that are drawn at a temperature of 2.5."""
+    classes = Categorical(logits=logits / 2.5)
+    return classes.sample()
+
+
+def test_a_temperature_is_recovered(logits, labels):
+    temperature = fit_temperature(logits, labels)
+    assert temperature == pytest.approx(2.5, rel=0.05)
+
+
+def test_a_temperature_is_fitted_to_the_mean_of_members(logits, labels):
     alike = torch.stack([logits, logits])
-    assert fit_temperature(alike, labels) == pytest.approx(2.5, rel=0.05)
+    temperature = fit_temperature(alike, labels)
+    assert temperature == pytest.approx(2.5, rel=0.05)
+    # Not to each: opposite logits cancel at any temperature.
     noise = torch.randn(logits.shape)
     other = logits + 3 * noise
     apart = torch.stack([logits, other])
-    assert fit_temperature(apart, labels) < fit_temperature(other, labels)
+    of_both = fit_temperature(apart, labels)
+    of_other = fit_temperature(other, labels)
+    assert of_both < of_other

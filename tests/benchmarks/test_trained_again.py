@@ -1,22 +1,31 @@
 """Rivals that train again: SWAG, MonteCLoRA, and a student of an ensemble."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 from benchmarks.methods.method import Members, ensemble
 from benchmarks.methods.swag import SWAG, Iterates, of_iterates
-from benchmarks.methods.trained_again import Distilled, MonteCLoRA, alone, distilled
+from benchmarks.methods.trained_again import (
+    Distilled,
+    MonteCLoRA,
+    alone,
+    distilled,
+)
 from benchmarks.training import Hyperparameters
 from tests.benchmarks.support import (
     assert_same,
     copied,
     drawn_logits,
     predicted,
+    probabilities_of,
     trained,
+    trained_again,
     training_texts,
 )
 
@@ -25,56 +34,92 @@ SAMPLER = "lora_monteclora_sampler"
 
 # --- SWAG -----------------------------------------------------------------------------
 
+TWELVE_STEPS = Hyperparameters(
+    model="",
+    target_modules=(),
+    batch_size=1,
+    maximum_length=1,
+    steps=12,
+    warmup_steps=2,
+)
+
 
 def test_swags_rate_is_constant_in_the_tail():
-    settings = Hyperparameters(
-        model="",
-        target_modules=(),
-        batch_size=1,
-        maximum_length=1,
-        steps=12,
-        warmup_steps=2,
-    )
-    recipe = SWAG(rate=0.4, tail=0.5, iterates=3)
-    paces = [recipe.pace(steps_done, settings) for steps_done in range(12)]
+    recipe = SWAG(rate=0.4, tail=0.5)
+    paces = []
+    for steps_done in range(TWELVE_STEPS.steps):
+        pace = recipe.pace(steps_done, TWELVE_STEPS)
+        paces.append(pace)
     rising = [0.0, 0.5]
     falling = [1.0, 0.85, 0.7, 0.55]
     tail = [0.4] * 6
     assert paces == pytest.approx(rising + falling + tail)
-    assert recipe.kept_steps(settings) == [8, 10, 12]
-    # Of a tail of fewer steps each is kept, and a deviation needs two of them.
-    assert SWAG(tail=0.25).kept_steps(settings) == [10, 11, 12]
-    assert SWAG(tail=0.01).kept_steps(settings) == [11, 12]
 
 
-def flat(weights) -> torch.Tensor:
-    """Join the numbers of weights "a" and "b"."""
-    return torch.cat([weights["a"], weights["b"].flatten()])
+@pytest.mark.parametrize(
+    ("tail", "steps"),
+    [
+        (0.5, [8, 10, 12]),
+        # Of a tail of two steps each is kept, and a deviation needs two of them.
+        (0.2, [11, 12]),
+        (0.01, [11, 12]),
+    ],
+)
+def test_swag_keeps_steps_at_equal_distances_of_the_tail(tail, steps):
+    recipe = SWAG(tail=tail, iterates=3)
+    kept = recipe.kept_steps(TWELVE_STEPS)
+    assert kept == steps
 
 
-def test_swags_covariance_is_half_diagonal_and_half_that_of_the_iterates():
+def test_swag_keeps_each_step_of_a_tail_that_is_shorter_than_asked_for():
+    recipe = SWAG(tail=0.25)
+    kept = recipe.kept_steps(TWELVE_STEPS)
+    assert kept == [10, 11, 12]
+
+
+def four_iterates():
+    """Draw two weights four times, of which the second varies twice as much."""
     torch.manual_seed(0)
     iterates = []
     for _ in range(4):
         a = torch.randn(2).double()
         b = 2 * torch.randn(1, 2).double()
         iterates.append({"a": a, "b": b})
+    return iterates
+
+
+def flat(weights) -> torch.Tensor:
+    """Join the numbers of weights "a" and "b"."""
+    a = weights["a"]
+    b = weights["b"].flatten()
+    return torch.cat([a, b])
+
+
+def test_swags_covariance_is_half_diagonal_and_half_that_of_the_iterates():
+    iterates = four_iterates()
     rows = torch.stack([flat(weights) for weights in iterates])
     # By NumPy's divisors: the paper's variances have K, its low-rank part has K - 1.
-    diagonal = rows.var(0, correction=0).diag()
-    expected = (diagonal + rows.mT.cov()) / 2
+    variances = rows.var(0, correction=0)
+    covariance = rows.mT.cov()
+    expected = (variances.diag() + covariance) / 2
 
     gaussian = Iterates.of(iterates)
     generator = torch.Generator().manual_seed(0)
-    draws = torch.stack([flat(gaussian(generator)) for _ in range(20_000)])
+    drawn = []
+    for _ in range(20_000):
+        apart = gaussian(generator)
+        drawn.append(flat(apart))
+    draws = torch.stack(drawn)
 
-    assert_close(flat(gaussian.mean), rows.mean(0))
+    mean = flat(gaussian.mean)
+    assert_close(mean, rows.mean(0))
     # Four standard errors, sqrt(2 / 20,000) each, of a variance of 20,000 draws.
     largest_variance = expected.diag().max()
     error = draws.mT.cov() - expected
     assert error.abs().max() < 0.04 * largest_variance
     # They are drawn around 0: how far from the mean.
-    assert draws.mean(0).abs().max() < 0.04 * largest_variance.sqrt()
+    off_0 = draws.mean(0).abs()
+    assert off_0.max() < 0.04 * largest_variance.sqrt()
 
 
 def test_swag_predicts_around_the_mean_of_its_iterates(prepared):
@@ -82,35 +127,57 @@ def test_swag_predicts_around_the_mean_of_its_iterates(prepared):
     texts = training_texts(pretrained)
     (batch,) = texts
     model = trained(pretrained)
-    assert model.retrained is not None
     before = copied(model.model)
     recipe = SWAG(tail=0.5, iterates=4)
 
     members = of_iterates(recipe, model, texts)
 
     assert_same(model.model, before)
-    again = model.retrained(recipe)
+    again = trained_again(model, recipe)
     assert list(again.checkpoints) == [5, 6, 7, 8]
     draws = drawn_logits(members, batch)
-    assert draws.std(0).min() > 0
+    deviations = draws.std(0)
+    assert deviations.min() > 0
+
     # The first draw is that of seed 0, around the mean.
-    gaussian = Iterates.of(list(again.checkpoints.values()))
-    apart = gaussian(torch.Generator().manual_seed(0))
-    drawn = {name: gaussian.mean[name] + apart[name] for name in apart}
+    iterates = list(again.checkpoints.values())
+    gaussian = Iterates.of(iterates)
+    generator = torch.Generator().manual_seed(0)
+    apart = gaussian(generator)
+    drawn = {}
+    for name, mean in gaussian.mean.items():
+        drawn[name] = mean + apart[name]
     again.model.load_state_dict(drawn, strict=False)
-    assert_close(draws[0], again.logits_model(batch).detach())
+    expected = again.logits_model(batch)
+    assert_close(draws[0], expected.detach())
 
 
 # --- MonteCLoRA -----------------------------------------------------------------------
 
 
-def penalties_of(model: torch.nn.Module) -> list[Any]:
+@dataclass
+class LogitsSeen:
+    """Keeps the logits of each forward pass, as a hook."""
+
+    of_passes: list[torch.Tensor] = field(default_factory=list)
+
+    def __call__(
+        self,
+        _module: nn.Module,
+        _inputs: tuple,
+        output: torch.Tensor,
+    ) -> None:
+        self.of_passes.append(output)
+
+
+def penalties_of(model: nn.Module) -> list[float]:
     """Take PEFT's penalty from each layer, as it stands after a forward pass."""
     penalties = []
     for name, module in model.named_modules():
         if name.endswith(f"{SAMPLER}.default"):
             sampler: Any = module
-            penalties.append(sum(sampler.get_variational_loss()))
+            parts = sampler.get_variational_loss()
+            penalties.append(float(sum(parts)))
     return penalties
 
 
@@ -121,31 +188,43 @@ def test_monteclora_adds_pefts_penalty_to_the_loss(prepared):
     recipe = MonteCLoRA(scale=0.1, divergence=1e-2)
     adapted = trained(pretrained, recipe=recipe)
     adapted.model.train()
-    seen = []
+    logits_model = adapted.logits_model
+    seen = LogitsSeen()
 
-    def note(_module, _inputs, output):
-        seen.append(output)
-
-    handle = adapted.logits_model.register_forward_hook(note)
-    loss = recipe.loss(adapted.logits_model, batch, labels)
-    penalties = penalties_of(adapted.model)  # before another pass changes them
-    recipe.loss(adapted.logits_model, batch, labels)
-    handle.remove()
+    with logits_model.register_forward_hook(seen):
+        loss = recipe.loss(logits_model, batch, labels)
+        # Before another pass changes them.
+        penalties = penalties_of(adapted.model)
+        recipe.loss(logits_model, batch, labels)
 
     assert len(penalties) == 4  # query and value of two layers
-    penalty = float(sum(penalties)) / len(penalties)
+    penalty = sum(penalties) / len(penalties)
     assert abs(penalty) > 1e-3
-    first, second = seen
-    of_data = float(cross_entropy(first, labels))
-    assert float(loss) == pytest.approx(of_data + penalty, rel=1e-5)
+    first, second = seen.of_passes
+    of_data = cross_entropy(first, labels).item()
+    expected = of_data + penalty
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
     # Steps differ in their samples.
     assert not torch.equal(first, second)
 
+
+def test_monteclora_learns_what_it_samples_by(prepared):
+    pretrained = prepared("mrpc", learning_rate=1e-2)
+    (batch,) = training_texts(pretrained)
+    recipe = MonteCLoRA(scale=0.1, divergence=1e-2)
+    adapted = trained(pretrained, recipe=recipe)
+    adapted.model.train()
+
+    loss = recipe.loss(adapted.logits_model, batch, batch["labels"])
     loss.backward()
-    weights = adapted.model.named_parameters()
-    of_samplers = [weight.grad for name, weight in weights if SAMPLER in name]
-    assert len(of_samplers) == 2 * len(penalties)
-    for gradient in of_samplers:
+
+    gradients = []
+    for name, weight in adapted.model.named_parameters():
+        if SAMPLER in name:
+            gradients.append(weight.grad)
+    # Two weights of the samplers of query and value in two layers.
+    assert len(gradients) == 2 * 4
+    for gradient in gradients:
         assert gradient is not None
         assert gradient.count_nonzero() > 0
 
@@ -155,11 +234,14 @@ def test_monteclora_predicts_with_lora_a_itself(prepared):
     texts = training_texts(pretrained)
     model = trained(pretrained)
     before = copied(model.model)
-    members = alone(MonteCLoRA(scale=0.1), model, texts)
-    probabilities = predicted(members, texts)
+    recipe = MonteCLoRA(scale=0.1)
+    members = alone(recipe, model, texts)
+    p = predicted(members, texts)
     # Samples of lora_A would differ each time.
-    assert torch.equal(predicted(members, texts), probabilities)
-    assert not torch.equal(model.logits(texts).softmax(-1), probabilities)
+    again = predicted(members, texts)
+    assert torch.equal(again, p)
+    of_map = probabilities_of(model, texts)
+    assert not torch.equal(of_map, p)
     assert_same(model.model, before)
 
 
@@ -173,35 +255,42 @@ def test_a_students_loss_is_the_divergence_from_the_mean_of_its_teachers(prepare
     second = trained(pretrained, seed=1)
     student = trained(pretrained, seed=2)
 
-    def loss_of(recipe):
-        return float(recipe.loss(student.logits_model, batch, batch["labels"]))
+    def loss_beside(*teachers):
+        recipe = Distilled(teachers)
+        loss = recipe.loss(student.logits_model, batch, batch["labels"])
+        return loss.item()
 
     def probabilities(adapted):
-        return adapted.logits_model(batch).detach().double().softmax(-1)
+        logits = adapted.logits_model(batch).detach()
+        return logits.double().softmax(-1)
 
     p = (probabilities(first) + probabilities(second)) / 2
     q = probabilities(student)
-    of_classes = p * (p / q).log()
-    expected = of_classes.sum(-1).mean().item()
+    of_texts = (p * (p / q).log()).sum(-1)
+    expected = of_texts.mean().item()
     # Little is left of a difference between numbers in float32 that are nearly equal.
     assert expected > 1e-6
-    assert loss_of(Distilled([first, second])) == pytest.approx(expected, rel=1e-3)
+    found = loss_beside(first, second)
+    assert found == pytest.approx(expected, rel=1e-3)
     # Nothing is to learn from oneself.
-    assert loss_of(Distilled([student])) == pytest.approx(0, abs=1e-6)
+    of_itself = loss_beside(student)
+    assert of_itself == pytest.approx(0, abs=1e-6)
 
 
 def test_a_student_of_an_ensemble_is_one_model(prepared):
     pretrained = prepared("mrpc", steps=2, learning_rate=1e-2)
     texts = training_texts(pretrained)
     model = trained(pretrained)
-    assert model.retrained is not None
     members = distilled(model, texts)
-    assert len(list(members.logits())) == 1
-    probabilities = predicted(members, texts)
+    models = list(members.logits())
+    assert len(models) == 1
+    p = predicted(members, texts)
 
     recipe = Distilled(ensemble(model))
     assert len(recipe.teachers) == 3
-    student = model.retrained(recipe)
-    assert torch.equal(student.logits(texts).softmax(-1), probabilities)
-    of_ensemble = predicted(Members.of(recipe.teachers), texts)
-    assert not torch.equal(of_ensemble, probabilities)
+    student = trained_again(model, recipe)
+    of_student = probabilities_of(student, texts)
+    assert torch.equal(of_student, p)
+    teachers = Members.of(recipe.teachers)
+    of_ensemble = predicted(teachers, texts)
+    assert not torch.equal(of_ensemble, p)
