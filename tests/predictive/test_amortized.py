@@ -1,5 +1,7 @@
 """The regression of learnt variances, against brute force."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import pytest
@@ -23,17 +25,33 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 ONE = torch.ones(1).double()
 
 
-def learnt_from(
-    X: torch.Tensor,
-    logs: torch.Tensor,
-) -> LearntVariance:
-    """Learn logarithms of variances from features."""
-    return LearntVariance.of(
-        X,
-        logs,
-        prior_precision=ONE,
-        curvature_scale=ONE,
-    )
+@dataclass(frozen=True)
+class Examples:
+    """Features `(n, d)` of examples, and logarithms of their variances."""
+
+    X: torch.Tensor
+    logs: torch.Tensor
+
+    def at(self, places: torch.Tensor) -> Examples:
+        """Take some of the examples."""
+        return Examples(
+            X=self.X[places],
+            logs=self.logs[places],
+        )
+
+    def learnt(self) -> LearntVariance:
+        """Learn the variances from the features."""
+        return LearntVariance.of(
+            self.X,
+            self.logs,
+            prior_precision=ONE,
+            curvature_scale=ONE,
+        )
+
+    def covariance(self) -> torch.Tensor:
+        """Compute the covariances `(n, C, C)` that have these variances."""
+        variances = self.logs.exp()
+        return covariances(variances)
 
 
 def pairs_of(n_outputs: int) -> int:
@@ -55,11 +73,13 @@ def weights_of(
     """
     n_features = X.shape[1]
     n_outputs = Y.shape[1]
-    of_penalty = penalty.sqrt() * torch.eye(n_features).double()
+    identity = torch.eye(n_features).double()
+    of_penalty = penalty.sqrt() * identity
     zeros = Y.new_zeros(n_features, n_outputs)
     rows = torch.cat([X, of_penalty])
     targets = torch.cat([Y, zeros])
-    return torch.linalg.lstsq(rows, targets).solution
+    regression = torch.linalg.lstsq(rows, targets)
+    return regression.solution
 
 
 def by_brute_force(
@@ -68,17 +88,23 @@ def by_brute_force(
     penalty: torch.Tensor,
 ) -> torch.Tensor:
     """Compute each example's error, by a regression with a free intercept."""
+    places = torch.arange(len(X))
     errors = []
-    for left_out in range(len(X)):
-        kept = torch.arange(len(X)) != left_out
-        mean_x = X[kept].mean(0)
-        mean_y = Y[kept].mean(0)
-        centred_X = X[kept] - mean_x
-        centred_Y = Y[kept] - mean_y
-        weights = weights_of(centred_X, centred_Y, penalty)
+    for left_out in places:
+        kept = places != left_out
+        kept_X = X[kept]
+        kept_Y = Y[kept]
+        mean_x = kept_X.mean(0)
+        mean_y = kept_Y.mean(0)
+        weights = weights_of(
+            kept_X - mean_x,
+            kept_Y - mean_y,
+            penalty,
+        )
         distance = X[left_out] - mean_x
         predicted = mean_y + distance @ weights
-        errors.append(Y[left_out] - predicted)
+        error = Y[left_out] - predicted
+        errors.append(error)
     return torch.stack(errors)
 
 
@@ -93,7 +119,8 @@ def collinear_features(n: int) -> torch.Tensor:
     """
     independent = normal(n, 9)
     first_two = independent[:, :2]
-    sums = first_two @ normal(2, 2, seed=1)
+    factors = normal(2, 2, seed=1)
+    sums = first_two @ factors
     X = torch.cat([independent, sums], dim=1)
     return centred(X)
 
@@ -105,24 +132,23 @@ def test_examples_that_are_left_out_against_as_many_regressions(n, noise):
     X = collinear_features(n)
     true_weights = normal(11, 3, seed=2)
     exact = X @ true_weights
-    drawn = noise * normal(n, 3, seed=3)
-    Y = centred(exact + drawn)
+    drawn = normal(n, 3, seed=3)
+    Y = centred(exact + noise * drawn)
 
     # Penalties are relative to the largest eigenvalue of XᵀX.
-    largest, *_ = torch.linalg.svdvals(X).square()
+    singular_values = torch.linalg.svdvals(X)
+    largest, *_ = singular_values.square()
     penalties = PENALTIES * largest
-    errors_of = []
-    losses = []
-    for penalty in penalties:
-        of_penalty = by_brute_force(X, Y, penalty)
-        errors_of.append(of_penalty)
-        losses.append(of_penalty.square().mean().item())
-    best = losses.index(min(losses))
+    of_penalties = [by_brute_force(X, Y, penalty) for penalty in penalties]
+    errors_of = torch.stack(of_penalties)
+    losses = errors_of.square().mean((1, 2))
+    best = losses.argmin()
 
     weights, errors = ridge(X, Y)
+    expected_errors = errors_of[best]
     # The smallest penalty leaves 1e-10 of the leverage, to which rounding adds up to
     # 1e-15.
-    assert_close(errors, errors_of[best], rtol=1e-4, atol=1e-6)
+    assert_close(errors, expected_errors, rtol=1e-4, atol=1e-6)
     expected = weights_of(X, Y, penalties[best])
     assert_close(weights, expected, rtol=1e-6, atol=1e-8)
 
@@ -142,33 +168,44 @@ class NoCovariance:
     Standard deviations of differences obey the triangle inequality.
     """
 
-    of_outputs = torch.tensor([2.0, 3.0, 4.0]).double()
+    of_outputs = torch.tensor(
+        [2.0, 3.0, 4.0],
+        dtype=torch.float64,
+    )
     of_differences = torch.tensor(
         [
             [0.0, 9.0, 1.0],
             [9.0, 0.0, 1.0],
             [1.0, 1.0, 0.0],
-        ]
-    ).double()
+        ],
+        dtype=torch.float64,
+    )
 
     @staticmethod
     def matrix() -> torch.Tensor:
         """Make what stands for a covariance `(3, 3)`."""
         # Each pair once, in the order of the upper triangle.
-        above_diagonal = torch.ones(3, 3).triu(diagonal=1).bool()
-        of_pairs = NoCovariance.of_differences[above_diagonal]
+        rows, columns = torch.triu_indices(3, 3, offset=1)
+        of_pairs = NoCovariance.of_differences[rows, columns]
         learnt = torch.cat([NoCovariance.of_outputs, of_pairs])
-        (V,) = covariances(learnt[None])
+        of_one_example = learnt[None]
+        (V,) = covariances(of_one_example)
         return V
+
+
+def test_what_stands_for_no_covariance_is_none():
+    V = NoCovariance.matrix()
+    # What all outputs share plays no part; the rest has a negative eigenvalue.
+    rest = centred(V)
+    eigenvalues = torch.linalg.eigvalsh(rest)
+    assert eigenvalues.min() < -0.1
 
 
 def test_variances_are_kept_even_if_no_covariance_has_them():
     V = NoCovariance.matrix()
-    # What all outputs share plays no part; the rest has a negative eigenvalue.
-    smallest = torch.linalg.eigvalsh(centred(V)).min()
-    assert smallest < -0.1
     assert_close(V.diagonal(), NoCovariance.of_outputs)
-    assert_close(variances_of_differences(V), NoCovariance.of_differences)
+    differences = variances_of_differences(V)
+    assert_close(differences, NoCovariance.of_differences)
 
 
 def test_links_see_the_variances_of_differences_even_if_no_covariance_has_them():
@@ -178,41 +215,57 @@ def test_links_see_the_variances_of_differences_even_if_no_covariance_has_them()
     # MacKay's approximation, for each difference of two logits.
     factor = 1 + torch.pi / 8 * NoCovariance.of_differences
     shrunk = differences / factor.sqrt()
-    p = 1 / (-shrunk).exp().sum(1)
+    odds = torch.exp(-shrunk)
+    p = 1 / odds.sum(1)
     (log_p,) = mean_field(f_mu[None], V[None])
-    assert_close(log_p.exp(), p / p.sum())
+    expected = p / p.sum()
+    assert_close(log_p.exp(), expected)
 
 
-@pytest.fixture(params=[1, 2, 5], ids="{} outputs".format)
+@pytest.fixture(
+    params=[1, 2, 5],
+    ids="{} outputs".format,
+)
 def n_outputs(request: pytest.FixtureRequest) -> int:
     return request.param
+
+
+def test_each_pair_of_outputs_has_a_variance(n_outputs):
+    root = normal(4, n_outputs, n_outputs)
+    V = root @ root.mT
+    logs = log_variances(V)
+    n_pairs = pairs_of(n_outputs)
+    assert logs.shape == (4, n_pairs)
 
 
 def test_a_covariance_comes_back_from_its_variances(n_outputs):
     root = normal(4, n_outputs, n_outputs)
     V = root @ root.mT
     logs = log_variances(V)
-    assert logs.shape == (4, pairs_of(n_outputs))
     found = covariances(logs.exp())
     assert_close(found, V, rtol=1e-12, atol=1e-12)
 
 
 def test_variances_may_be_zero(n_outputs):
     nothing = torch.zeros(5, n_outputs, n_outputs)
+    X = normal(5, 3)
     # The logarithm of 0 is infinite: the smallest number stands for it.
     logs = log_variances(nothing.double())
-    learnt = learnt_from(normal(5, 3), logs)
-    found = learnt.covariance(normal(5, 3))
-    assert found.abs().max() < 1e-300
+    learnt = Examples(X, logs).learnt()
+    found = learnt.covariance(X)
+    largest = found.abs().max()
+    assert largest < 1e-300
 
 
 def test_some_variances_may_be_zero(n_outputs):
-    V = torch.zeros(5, n_outputs, n_outputs).double()
+    zeros = torch.zeros(5, n_outputs, n_outputs)
+    V = zeros.double()
     # Differences from the first output have the same variance, and the others none.
     V[:, 0, 0] = 1
     logs = log_variances(V)
     assert torch.isfinite(logs).all()
-    assert_close(covariances(logs.exp()), V)
+    found = covariances(logs.exp())
+    assert_close(found, V)
 
 
 # --- what is learnt -------------------------------------------------------------------
@@ -221,15 +274,17 @@ def test_some_variances_may_be_zero(n_outputs):
 def linear_in_features(
     n_outputs: int = 2,
     seed: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Examples:
     """Draw 60 examples, and logarithms of variances that are linear in them."""
     n_pairs = pairs_of(n_outputs)
+    standard = normal(60, 7, seed=seed)
     # Neither centred nor scaled, which is for the regression to do.
-    X = 3 + 2 * normal(60, 7, seed=seed)
-    # So small that variances are within a few orders of magnitude.
-    weights = normal(7, n_pairs, seed=5) / 10
+    X = 3 + 2 * standard
+    weights = normal(7, n_pairs, seed=5)
     offset = normal(n_pairs, seed=6)
-    return X, X @ weights + offset
+    # So small that variances are within a few orders of magnitude.
+    logs = X @ weights / 10 + offset
+    return Examples(X, logs)
 
 
 @dataclass(frozen=True)
@@ -241,21 +296,30 @@ class Learnt:
 
 
 # Of twelve, 64 components are kept of 78.
-@pytest.fixture(params=[1, 3, 12], ids="{} outputs".format)
+@pytest.fixture(
+    params=[1, 3, 12],
+    ids="{} outputs".format,
+)
 def linear(request: pytest.FixtureRequest) -> Learnt:
-    X, logs = linear_in_features(request.param)
-    return Learnt(request.param, learnt_from(X, logs))
+    n_outputs = request.param
+    examples = linear_in_features(n_outputs)
+    return Learnt(
+        n_outputs=n_outputs,
+        variance=examples.learnt(),
+    )
 
 
 def test_what_is_linear_in_the_features_is_learnt_exactly(linear):
     learnt = linear.variance
-    X, logs = linear_in_features(linear.n_outputs, seed=2)
+    others = linear_in_features(linear.n_outputs, seed=2)
     # Beyond what it has seen, a learnt variance is cut off.
-    is_inside = (logs < learnt.highest) & (logs > learnt.lowest)
-    inside = is_inside.all(1)
-    assert inside.sum() > 3
-    found = learnt.covariance(X[inside])
-    expected = covariances(logs[inside].exp())
+    below_highest = others.logs < learnt.highest
+    above_lowest = others.logs > learnt.lowest
+    is_inside = (below_highest & above_lowest).all(1)
+    assert is_inside.sum() > 3
+    inside = others.at(is_inside)
+    found = learnt.covariance(inside.X)
+    expected = inside.covariance()
     assert_close(found, expected, **CLOSE)
 
 
@@ -270,7 +334,7 @@ def test_it_says_that_what_is_linear_is_learnt_exactly(linear):
 def with_noise(
     n: int,
     seed: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Examples:
     """Draw features, and logarithms that depend on the first of them.
 
     Half of their variance is noise, which nobody can know.
@@ -278,46 +342,72 @@ def with_noise(
     X = normal(n, 5, seed=seed)
     noise = normal(n, 3, seed=seed + 1)
     first = X[:, :1]
-    return X, first + noise
+    return Examples(X, first + noise)
 
 
-def test_it_says_how_good_it_is_on_examples_that_it_leaves_out():
-    learnt = learnt_from(*with_noise(80, seed=0))
+@dataclass(frozen=True)
+class Estimated:
+    """What is learnt from noisy examples, and its errors on a great many others."""
 
+    learnt: LearntVariance
+    errors: torch.Tensor
+
+
+@pytest.fixture
+def of_noise() -> Estimated:
+    learnt = with_noise(80, seed=0).learnt()
     # So many that only the 80 examples above leave an error in what is estimated.
-    new_X, new_logs = with_noise(20_000, seed=2)
-    scaled = (new_X - learnt.mean) / learnt.scale
-    predicted = learnt.offset + scaled @ learnt.weights @ learnt.components
-    errors = predicted - new_logs
+    others = with_noise(20_000, seed=2)
+    distances = others.X - learnt.mean
+    scaled = distances / learnt.scale
+    weights = learnt.weights @ learnt.components
+    predicted = learnt.offset + scaled @ weights
+    return Estimated(
+        learnt=learnt,
+        errors=predicted - others.logs,
+    )
+
+
+def test_it_says_how_much_it_explains_of_examples_that_it_leaves_out(of_noise):
+    squared_error = of_noise.errors.square().mean()
     # Of the feature and of the noise, 1 each.
     total_variance = 2
-    r_squared = 1 - errors.square().mean().item() / total_variance
-    assert learnt.r_squared == pytest.approx(r_squared, abs=0.12)
-    mean_error = errors.abs().mean().item()
-    assert learnt.mean_error == pytest.approx(mean_error, abs=0.1)
+    unexplained = squared_error / total_variance
+    expected = 1 - unexplained.item()
+    found = of_noise.learnt.r_squared
+    assert found == pytest.approx(expected, abs=0.12)
+
+
+def test_it_says_how_far_it_is_off_on_examples_that_it_leaves_out(of_noise):
+    expected = of_noise.errors.abs().mean().item()
+    found = of_noise.learnt.mean_error
+    assert found == pytest.approx(expected, abs=0.1)
 
 
 def test_it_says_that_noise_alone_cannot_be_learnt():
-    X = normal(80, 5, seed=2)
-    noise = normal(80, 3, seed=3)
-    learnt = learnt_from(X, noise)
+    noise = Examples(
+        X=normal(80, 5, seed=2),
+        logs=normal(80, 3, seed=3),
+    )
+    learnt = noise.learnt()
     # On the examples that it has seen, five features would explain more by chance.
     assert learnt.r_squared < 0.05
 
 
 @pytest.mark.parametrize("far", [1e6, -1e6])
 def test_it_never_goes_more_than_a_factor_of_two_beyond_what_it_has_seen(far):
-    X, logs = linear_in_features()
-    learnt = learnt_from(X, logs)
-    distant = X + far * normal(60, 7, seed=4)
+    examples = linear_in_features()
+    learnt = examples.learnt()
+    direction = normal(60, 7, seed=4)
+    distant = examples.X + far * direction
     covariance = learnt.covariance(distant)
     found = log_variances(covariance)
-    above = found - logs.amax(0)
-    below = logs.amin(0) - found
+    above = found - examples.logs.amax(0)
+    below = examples.logs.amin(0) - found
     beyond = torch.maximum(above, below)
     # So far off that every variance is at one of its two limits.
-    log_of_two = torch.full_like(found, 2.0).log()
-    assert_close(beyond, log_of_two, rtol=1e-4, atol=1e-4)
+    two = torch.full_like(found, 2.0)
+    assert_close(beyond, two.log(), rtol=1e-4, atol=1e-4)
 
 
 def beside(
@@ -325,44 +415,58 @@ def beside(
     value: float,
 ) -> torch.Tensor:
     """Add a feature that is the same everywhere."""
-    constant = torch.full((len(X), 1), value)
+    constant = torch.full_like(X[:, :1], value)
     return torch.cat([X, constant], dim=1)
 
 
 def test_a_feature_without_variance_plays_no_part():
-    X, logs = linear_in_features()
+    examples = linear_in_features()
     # A mean of sixty times 0.1 is not 0.1 exactly: rounding leaves some variance.
-    learnt = learnt_from(beside(X, 0.1), logs)
-    found = learnt.covariance(beside(X, 5.0))
-    expected = covariances(logs.exp())
+    with_constant = Examples(
+        X=beside(examples.X, 0.1),
+        logs=examples.logs,
+    )
+    learnt = with_constant.learnt()
+    elsewhere = beside(examples.X, 5.0)
+    found = learnt.covariance(elsewhere)
+    expected = examples.covariance()
     assert_close(found, expected, **CLOSE)
 
 
 def test_where_no_feature_varies_every_example_has_the_mean():
-    _, logs = linear_in_features()
-    learnt = learnt_from(torch.ones(60, 3), logs)
-    found = learnt.covariance(torch.ones(4, 3).double())
-    of_mean = covariances(logs.mean(0).exp())
-    assert_close(found, of_mean.expand(4, -1, -1))
+    logs = linear_in_features().logs
+    alike = Examples(torch.ones(60, 3), logs)
+    learnt = alike.learnt()
+    four_of_them = torch.ones(4, 3).double()
+    found = learnt.covariance(four_of_them)
+    mean = logs.mean(0)
+    of_mean = covariances(mean.exp())
+    expected = of_mean.expand(4, -1, -1)
+    assert_close(found, expected)
 
 
 def test_two_examples_are_too_few():
+    numbers = normal(2, 3)
+    examples = Examples(X=numbers, logs=numbers)
     message = "from 2 examples that have some: give more"
     with pytest.raises(ValueError, match=message):
-        learnt_from(normal(2, 3), normal(2, 3))
+        examples.learnt()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_example_without_doubt_takes_none_from_others(dtype):
-    X, logs = linear_in_features()
-    f_var = covariances(logs.exp()).to(dtype)
+    examples = linear_in_features()
+    f_var = examples.covariance().to(dtype)
     f_var[7] = 0
-    others = torch.arange(60) != 7
-
-    logs = log_variances(f_var)
-    learnt = learnt_from(X, logs)
+    with_sure = Examples(
+        X=examples.X,
+        logs=log_variances(f_var),
+    )
+    learnt = with_sure.learnt()
     assert learnt.n_examples == 59
-    without = learnt_from(X[others], logs[others])
-    found = learnt.covariance(X[others])
-    expected = without.covariance(X[others])
+
+    is_other = torch.arange(60) != 7
+    others = with_sure.at(is_other)
+    found = learnt.covariance(others.X)
+    expected = others.learnt().covariance(others.X)
     assert_close(found, expected, rtol=0, atol=0)
