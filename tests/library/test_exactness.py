@@ -1,8 +1,9 @@
 """With rank >= d only the Kronecker form approximates: dense equality."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 
 import laplace_lora_ext
@@ -24,6 +26,7 @@ from tests.support.dense import (
     glm_covariance,
     gradient_blocks,
     jacobian,
+    labels_of,
     logits_of,
     lora_layers,
     lora_weights,
@@ -49,8 +52,10 @@ from tests.support.posteriors import (
 )
 
 # Many entries of a Kronecker product are near 0, sums of larger ones that cancel.
-EXACT = {"rtol": 1e-9, "atol": 1e-9}
+assert_exact = partial(assert_close, rtol=1e-9, atol=1e-9)
 LEAVES_NOTHING_OUT = 100
+
+Batch = dict[str, Any]
 
 # --- dense Kronecker blocks -----------------------------------------------------------
 
@@ -59,7 +64,7 @@ LEAVES_NOTHING_OUT = 100
 class Labelled:
     """An example as a batch of one, which positions `(T,)` count, and its label."""
 
-    inputs: dict[str, torch.Tensor]
+    inputs: Batch
     is_valid: torch.Tensor
     label: torch.Tensor
 
@@ -77,10 +82,13 @@ def dense_examples(
         for row, label in enumerate(batch["labels"]):
             mask = batch["attention_mask"][row].bool()
             if keeps_padding:
-                yield Labelled(as_padded(batch, row), mask, label)
+                inputs = as_padded(batch, row)
+                is_valid = mask
             else:
-                all_of_them = mask[mask]
-                yield Labelled(unpadded(batch, row), all_of_them, label)
+                inputs = unpadded(batch, row)
+                # All that are left.
+                is_valid = mask[mask]
+            yield Labelled(inputs, is_valid, label)
 
 
 @contextmanager
@@ -89,18 +97,20 @@ def hooks(
     of_layers: Sequence[Callable],
 ) -> Iterator[None]:
     """Register a forward hook on each layer, for a while."""
-    handles = []
-    for layer, hook in zip(layers, of_layers, strict=True):
-        handle = layer.register_forward_hook(hook)
-        handles.append(handle)
-    yield
-    for handle in handles:
-        handle.remove()
+    with ExitStack() as handles:
+        for layer, hook in zip(layers, of_layers, strict=True):
+            handle = layer.register_forward_hook(hook)
+            handles.callback(handle.remove)
+        yield
 
 
 def shifting(shift: torch.Tensor) -> Callable:
     """Make a hook that adds a shift to a layer's output."""
-    return lambda layer, args, output: output + shift
+
+    def shifted(layer, args, output):
+        return output + shift
+
+    return shifted
 
 
 @dataclass(frozen=True)
@@ -118,11 +128,13 @@ def inputs_and_gradients(
     """Find each LoRA layer's inputs, and the logits' derivatives in its outputs."""
     layers = [layer for _, layer in lora_layers(model)]
     read: dict[nn.Module, torch.Tensor] = {}
-    written: dict[nn.Module, torch.Tensor] = {}
+    no_shift: dict[nn.Module, torch.Tensor] = {}
 
     def record(layer, args, output):
-        read[layer] = args[0].detach()[0]
-        written[layer] = output.detach()[0]
+        (batch,) = args
+        # A batch of one.
+        read[layer] = batch[0].detach()
+        no_shift[layer] = torch.zeros_like(output[0])
 
     with hooks(layers, [record] * len(layers)):
         logits_of(model, inputs)
@@ -133,11 +145,12 @@ def inputs_and_gradients(
         with hooks(layers, of_layers):
             return logits_of(model, inputs)
 
-    no_shifts = tuple(torch.zeros_like(written[layer]) for layer in layers)
+    no_shifts = tuple(no_shift[layer] for layer in layers)
     gradients = torch.autograd.functional.jacobian(logits_after, no_shifts)
     of_layers = []
-    for layer, of_layer in zip(layers, gradients, strict=True):
-        of_layers.append(OfLayer(read[layer], of_layer))
+    for layer, in_output in zip(layers, gradients, strict=True):
+        of_layer = OfLayer(read[layer], in_output)
+        of_layers.append(of_layer)
     return of_layers
 
 
@@ -155,17 +168,19 @@ def expand_blocks(
     F_in: list[Any] = [0.0] * n_blocks
     n_positions = 0
     for example in examples:
-        logits = logits_of(model, example.inputs).detach()
+        is_valid = example.is_valid
+        logits = logits_of(model, example.inputs)
+        fisher = softmax_fisher(logits.detach())
         # H = root rootᵀ, another factor (C, C) than the library's.
-        root = power(softmax_fisher(logits), 0.5)
+        root = power(fisher, 0.5)
         of_layers = inputs_and_gradients(model, example.inputs)
         for index, of_layer in enumerate(of_layers):
-            a = of_layer.inputs[example.is_valid]
-            gradients = of_layer.gradients[:, example.is_valid]
+            a = of_layer.inputs[is_valid]
+            gradients = of_layer.gradients[:, is_valid]
             g = torch.einsum("cs,ctm->stm", root, gradients)
             F_out[index] += torch.einsum("stm,stk->mk", g, g)
             F_in[index] += a.T @ a
-        n_positions += int(example.is_valid.sum())
+        n_positions += int(is_valid.sum())
     blocks = []
     for outputs, inputs in zip(F_out, F_in, strict=True):
         block = torch.kron(outputs, inputs)
@@ -192,9 +207,14 @@ class Dense:
         for example in examples:
             of_example = logits_of(model, example.inputs)
             logits.append(of_example.detach())
-            Js.append(jacobian(model, example.inputs))
+            J = jacobian(model, example.inputs)
+            Js.append(J)
         f = torch.stack(logits)
-        return Dense(f, torch.stack(Js), softmax_fisher(f))
+        return Dense(
+            logits=f,
+            Js=torch.stack(Js),
+            fisher=softmax_fisher(f),
+        )
 
 
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
@@ -220,22 +240,26 @@ def test_covariance_and_evidence_equal_dense_formulas(kind, side, kfac_approx):
     else:
         blocks = expand_blocks(model, examples)
     H = torch.block_diag(*blocks)
-    assert_close(la.H.to_matrix(), H, **EXACT)
+    found = la.H.to_matrix()
+    assert_exact(found, H)
 
-    n_weights = torch.tensor([len(block) for block in blocks])
-    prior = prior_precision.repeat_interleave(n_weights)
+    n_weights = [len(block) for block in blocks]
+    repeats = torch.tensor(n_weights)
+    prior = prior_precision.repeat_interleave(repeats)
     covariance = glm_covariance(dense.Js, H, prior)
     f_mu, f_var = predicted(la, batches)
-    assert_close(f_mu, dense.logits, **EXACT)
-    assert_close(f_var, covariance, **EXACT)
-    assert_close(la.functional_variance(dense.Js), covariance, **EXACT)
+    assert_exact(f_mu, dense.logits)
+    assert_exact(f_var, covariance)
+    of_jacobians = la.functional_variance(dense.Js)
+    assert_exact(of_jacobians, covariance)
 
-    labels = torch.stack([example.label for example in examples])
-    log_likelihood = -cross_entropy(dense.logits, labels, reduction="sum")
-    weights = [weight.flatten() for weight in lora_weights(model).values()]
-    mean = torch.cat(weights)
-    expected = evidence(H, log_likelihood, mean, prior)
-    assert_close(la.log_marginal_likelihood(), expected, **EXACT)
+    labels = labels_of(batches)
+    loss = cross_entropy(dense.logits, labels, reduction="sum")
+    weights = lora_weights(model).values()
+    mean = nn.utils.parameters_to_vector(weights)
+    expected = evidence(H, -loss, mean, prior)
+    found = la.log_marginal_likelihood()
+    assert_exact(found, expected)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
@@ -259,46 +283,64 @@ def test_expand_on_one_unpadded_batch_equals_stock_kron(kind):
 
     found = ours.posterior_precision.to_matrix()
     expected = theirs.posterior_precision.to_matrix()
-    assert_close(found, expected, **EXACT)
+    assert_exact(found, expected)
     found = ours.log_marginal_likelihood()
     expected = theirs.log_marginal_likelihood()
-    assert_close(found, expected, **EXACT)
+    assert_exact(found, expected)
     (batch,) = batches
+    # The host's links that need no draws.
     for link_approx in ("probit", "bridge", "bridge_norm"):
         found = ours(batch, link_approx=link_approx)
         expected = theirs(batch, link_approx=link_approx)
-        assert_close(found, expected, **EXACT)
+        assert_exact(found, expected)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_a_tail_keeps_the_trace_of_each_block_and_its_absence_loses_it(kind):
     model = lora_model(kind).eval()
-    examples = list(dense_examples(kind, "right", ragged_batches()))
+    batches = ragged_batches()
+    examples = list(dense_examples(kind, "right", batches))
     dense = Dense.of(model, examples)
-    diagonal = exact_ggn(dense.Js, dense.fisher).diagonal()
-    with_tail = fitted(kind, model=model, rank=1, tail=True)
-    without = fitted(kind, model=model, rank=1, tail=False)
+    ggn = exact_ggn(dense.Js, dense.fisher)
+    with_tail = fitted(
+        model=model,
+        kind=kind,
+        rank=1,
+        tail=True,
+    )
+    without = fitted(
+        model=model,
+        kind=kind,
+        rank=1,
+        tail=False,
+    )
 
     def traces(diagonal: torch.Tensor) -> torch.Tensor:
         of_blocks = diagonal.split(sizes(with_tail))
-        return torch.stack([part.sum() for part in of_blocks])
+        sums = [part.sum() for part in of_blocks]
+        return torch.stack(sums)
 
-    exact = traces(diagonal)
+    exact = traces(ggn.diagonal())
+    found = traces(with_tail.H.diag())
+    assert_exact(found, exact)
     kept = traces(without.H.diag())
-    assert_close(traces(with_tail.H.diag()), exact, **EXACT)
     assert (kept < exact).all()
 
 
 def test_paper_settings_are_those_of_the_paper():
     # Wider than the ten columns that the paper keeps.
     model = lora_model("bert", hidden_size=16)
-    la = make(model, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
-    la.fit(ragged_batches())
+    settings = laplace_lora_ext.PAPER_SETTINGS
+    batches = ragged_batches()
+    la = make(model, backend_kwargs=settings)
+    la.fit(batches)
     for block in la.H.blocks:
-        assert block.large.values.shape == (10,)
-        assert block.large.tail == 0
+        large = block.large
+        assert large.values.shape == (10,)
+        assert large.tail == 0
     # KFAC-expand counts positions, "gradient" the energy of gradients.
-    n_positions = sum(batch["attention_mask"].sum() for batch in ragged_batches())
+    masks = [batch["attention_mask"] for batch in batches]
+    n_positions = sum(mask.sum() for mask in masks)
     for block in la.H_facs.blocks:
         assert block.normalizer == n_positions
 
@@ -316,16 +358,21 @@ class Choices(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self,
+        batch: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
         n_texts = batch["input_ids"].shape[:2]
         ids = batch["input_ids"].flatten(0, 1)
         mask = batch["attention_mask"].flatten(0, 1)
         is_answer = batch["is_answer"].flatten(0, 1)
-        log_p = self.model(ids, attention_mask=mask).logits.log_softmax(-1)
+        output = self.model(ids, attention_mask=mask)
+        log_p = output.logits.log_softmax(-1)
         # The logits at a position are those of the next token.
         next_tokens = ids[:, 1:, None]
-        of_tokens = log_p[:, :-1].gather(-1, next_tokens).squeeze(-1)
-        of_answers = (of_tokens * is_answer[:, 1:]).sum(-1)
+        of_tokens = log_p[:, :-1].gather(-1, next_tokens)
+        counted = of_tokens.squeeze(-1) * is_answer[:, 1:]
+        of_answers = counted.sum(-1)
         return of_answers.unflatten(0, n_texts)
 
 
@@ -338,26 +385,33 @@ class Prompts(nn.Module):
 
     def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
         texts = []
+        masks = []
         for prompt in batch["prompt"]:
-            tokens = [ord(letter) % VOCABULARY for letter in prompt]
-            texts.append(torch.tensor(tokens))
-        lengths = torch.tensor([len(text) for text in texts])
-        ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
-        mask = torch.arange(ids.shape[1]) < lengths[:, None]
-        logits = self.model(ids, attention_mask=mask.long()).logits
-        at_last = logits[range(len(ids)), lengths - 1]
+            letters = [ord(letter) for letter in prompt]
+            tokens = torch.tensor(letters) % VOCABULARY
+            texts.append(tokens)
+            masks.append(torch.ones_like(tokens))
+        ids = pad_sequence(texts, batch_first=True)
+        mask = pad_sequence(masks, batch_first=True)
+        output = self.model(ids, attention_mask=mask)
+        rows = torch.arange(len(ids))
+        last = mask.sum(-1) - 1
+        at_last = output.logits[rows, last]
         return at_last[:, CLASS_TOKEN_IDS]
 
 
 def rows_of(
     batch: Mapping[str, Any],
     rows: slice,
-) -> dict[str, Any]:
+) -> Batch:
     """Take some examples of a batch."""
-    return {name: column[rows] for name, column in batch.items()}
+    taken = {}
+    for name, column in batch.items():
+        taken[name] = column[rows]
+    return taken
 
 
-def batches_of_choices() -> list[dict[str, Any]]:
+def batches_of_choices() -> list[Batch]:
     """Make two batches, of three examples and one, with three answers each."""
     n_questions = 4
     n_answers = 3
@@ -366,14 +420,16 @@ def batches_of_choices() -> list[dict[str, Any]]:
         batch_size=n_questions * n_answers,
     )
     shape = (n_questions, n_answers)
-    batch = {
-        "input_ids": texts["input_ids"].unflatten(0, shape),
-        "attention_mask": texts["attention_mask"].unflatten(0, shape),
-        "labels": texts["labels"][:n_questions],
-    }
+    ids = texts["input_ids"].unflatten(0, shape)
+    mask = texts["attention_mask"].unflatten(0, shape)
     # Two tokens are the question, the one to five others an answer.
     behind_question = torch.arange(7) >= 2
-    batch["is_answer"] = batch["attention_mask"] * behind_question
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "is_answer": mask * behind_question,
+        "labels": texts["labels"][:n_questions],
+    }
     return [
         rows_of(batch, slice(0, 3)),
         rows_of(batch, slice(3, 4)),
@@ -394,6 +450,7 @@ def multiple_choice_model() -> nn.Module:
     base = transformers.BertForMultipleChoice(config)
     lora = LoraConfig(r=2, target_modules=["query", "value"])
     model = get_peft_model(base, lora)
+    # Larger than weights begin, so that answers differ; and no B is 0.
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model.double()
@@ -404,13 +461,13 @@ class Case:
     """A model, its batches, and how it is called with an example."""
 
     model: nn.Module
-    batches: list[dict[str, Any]]
-    logits_of: Callable[[nn.Module, dict[str, Any]], torch.Tensor]
+    batches: list[Batch]
+    logits_of: Callable[[nn.Module, Batch], torch.Tensor]
 
 
 def of_mapping(
     model: nn.Module,
-    example: dict[str, Any],
+    example: Batch,
 ) -> torch.Tensor:
     """Compute `(C,)` logits of one example by a model that takes mappings."""
     return model(example)[0]
@@ -435,10 +492,12 @@ def prompts_as_strings() -> Case:
 
 
 def multiple_choice() -> Case:
+    model = multiple_choice_model()
     batches = batches_of_choices()
+    # It reads whole texts.
     for batch in batches:
         del batch["is_answer"]
-    return Case(multiple_choice_model(), batches, logits_of)
+    return Case(model, batches, logits_of)
 
 
 @pytest.mark.parametrize(
@@ -462,9 +521,13 @@ def test_batches_that_are_no_rows_of_tokens(make_case: Callable[[], Case]):
             examples.append(example)
     model = case.model.eval()
     logits, Js = alone(model, case.logits_of, examples)
-    blocks = gradient_blocks(model, Js, softmax_fisher(logits))
-    assert_close(la.H.to_matrix(), torch.block_diag(*blocks), **EXACT)
+    fisher = softmax_fisher(logits)
+    blocks = gradient_blocks(model, Js, fisher)
+    H = torch.block_diag(*blocks)
+    found = la.H.to_matrix()
+    assert_exact(found, H)
 
     f_mu, f_var = predicted(la, case.batches)
-    assert_close(f_mu, logits, **EXACT)
-    assert_close(f_var, block_diagonal_covariance(blocks, Js), **EXACT)
+    covariances = block_diagonal_covariance(blocks, Js)
+    assert_exact(f_mu, logits)
+    assert_exact(f_var, covariances)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,7 +25,13 @@ from tests.support.dense import (
     softmax_fisher,
     unpadded,
 )
-from tests.support.heads import PARTS, dense_of, plain, trained, weights_of
+from tests.support.heads import (
+    PARTS,
+    dense_of,
+    plain,
+    trained,
+    weights_of,
+)
 from tests.support.models import (
     TwoLinear,
     base_model,
@@ -47,20 +54,25 @@ from tests.support.posteriors import (
     stock,
 )
 
-EXACT = {"rtol": 1e-8, "atol": 1e-11}
+# What rounding leaves of float64.
+assert_exact = partial(assert_close, rtol=1e-8, atol=1e-11)
 
 
 # --- models with heads ----------------------------------------------------------------
 
 
-def classifier(name: str, target_modules: list[str]) -> PeftModel:
+def classifier(
+    name: str,
+    target_modules: list[str],
+) -> PeftModel:
     """Make a one-layer classifier whose head PEFT trains by itself."""
+    base = built(name)
     adapter = LoraConfig(
         task_type="SEQ_CLS",
         r=2,
         target_modules=target_modules,
     )
-    return trained(built(name), adapter)
+    return trained(base, adapter)
 
 
 @dataclass(frozen=True)
@@ -72,15 +84,19 @@ class Case:
 
     def examples(self) -> list[Any]:
         """Take each example without padding."""
-        examples: list[Any] = []
+        examples = []
         for batch in self.batches:
-            if isinstance(batch, Mapping):
-                n_examples = len(batch["input_ids"])
-                examples += [unpadded(batch, row) for row in range(n_examples)]
-            else:
-                X, _ = batch
-                examples += list(X.split(1))
+            examples += one_by_one(batch)
         return examples
+
+
+def one_by_one(batch: Any) -> list[Any]:
+    """Take the examples of a batch, without its padding or its labels."""
+    if isinstance(batch, Mapping):
+        rows = range(len(batch["input_ids"]))
+        return [unpadded(batch, row) for row in rows]
+    X, _ = batch
+    return list(X.split(1))
 
 
 def bert() -> nn.Module:
@@ -88,11 +104,17 @@ def bert() -> nn.Module:
 
 
 def roberta() -> PeftModel:
-    return classifier("RobertaForSequenceClassification", ["query", "value"])
+    return classifier(
+        "RobertaForSequenceClassification",
+        target_modules=["query", "value"],
+    )
 
 
 def gpt_neox() -> PeftModel:
-    return classifier("GPTNeoXForSequenceClassification", ["query_key_value"])
+    return classifier(
+        "GPTNeoXForSequenceClassification",
+        target_modules=["query_key_value"],
+    )
 
 
 CASES = {
@@ -104,9 +126,18 @@ CASES = {
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def around(case: Case, structure: str = "lowrank_kron", **keywords):
+def around(
+    case: Case,
+    structure: str = "lowrank_kron",
+    **keywords: Any,
+):
     """Fit a posterior of a case's adapter and head."""
-    la = make(case.build(), structure, modules_to_save=True, **keywords)
+    la = make(
+        case.build(),
+        structure,
+        modules_to_save=True,
+        **keywords,
+    )
     la.fit(case.batches)
     return la
 
@@ -121,7 +152,11 @@ def kinds_of(la) -> list[str]:
 
 def heads_of(la) -> list[str]:
     """Name the head's weights and biases."""
-    return [block.name for block in la.blocks if block.kind == "head"]
+    names = []
+    for block in la.blocks:
+        if block.kind == "head":
+            names.append(block.name)
+    return names
 
 
 def for_each_weight(
@@ -137,9 +172,10 @@ def parts_of(la) -> list[tuple[Block, slice]]:
     """Tell where each block's weights are among all parameters."""
     parts = []
     start = 0
-    for block, size in zip(la.blocks, sizes(la), strict=True):
-        end = start + size
-        parts.append((block, slice(start, end)))
+    for block in la.blocks:
+        end = start + block.weight.numel()
+        part = slice(start, end)
+        parts.append((block, part))
         start = end
     return parts
 
@@ -150,14 +186,17 @@ def kronecker(
     H: torch.Tensor,
 ) -> torch.Tensor:
     """Compute the curvature of `kfac_approx="gradient"`, a bias being `(m, 1)`."""
-    weights = weights_of(model).values()
-    n_weights = [weight.numel() for weight in weights]
-    Js_of_weights = Js.split(n_weights, dim=-1)
     blocks = []
-    for weight, J in zip(weights, Js_of_weights, strict=True):
+    start = 0
+    for weight in weights_of(model).values():
+        end = start + weight.numel()
+        J = Js[..., start:end]
         n_rows = len(weight)
         as_matrices = J.unflatten(-1, (n_rows, -1))
-        blocks.append(kronecker_block(as_matrices, H))
+        block = kronecker_block(as_matrices, H)
+        blocks.append(block)
+        start = end
+    assert start == Js.shape[-1]
     return torch.block_diag(*blocks)
 
 
@@ -166,7 +205,8 @@ def ggn(
     case: Case,
 ) -> torch.Tensor:
     """Compute the exact generalised Gauss-Newton matrix of adapter and head."""
-    logits, Js = dense_of(model, case.examples())
+    examples = case.examples()
+    logits, Js = dense_of(model, examples)
     fisher = softmax_fisher(logits)
     return exact_ggn(Js, fisher)
 
@@ -179,46 +219,97 @@ def test_blocks_are_the_weights_and_biases_of_adapter_and_head(case):
     la = around(case)
     weights = weights_of(la.model.model)
     assert names_of(la) == list(weights)
-    for block, weight in zip(la.blocks, weights.values(), strict=True):
-        assert block.weight.shape == weight.shape
+    # Neither kind is compared with nothing.
     assert set(kinds_of(la)) == {"lora", "head"}
-    values = [weight.flatten() for weight in weights.values()]
-    assert torch.equal(la.mean, torch.cat(values))
+    for block in la.blocks:
+        weight = weights[block.name]
+        assert block.weight.shape == weight.shape
+    values = nn.utils.parameters_to_vector(weights.values())
+    assert torch.equal(la.mean, values)
 
 
-@cases
-def test_curvature_predictive_and_evidence_are_the_dense_ones_at_full_rank(case):
+@dataclass(frozen=True)
+class FullRank:
+    """A posterior that leaves no rank out, and what dense calculus says of it."""
+
+    la: Any
+    batches: list[Any]
+    logits: torch.Tensor
+    Js: torch.Tensor
+    H: torch.Tensor
+    prior: torch.Tensor
+
+    @property
+    def covariance(self) -> torch.Tensor:
+        return glm_covariance(self.Js, self.H, self.prior)
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES)
+def at_full_rank(request: pytest.FixtureRequest) -> FullRank:
+    case = request.param
     la = around(case, **full_rank())
-    prior_precision = priors_of_blocks(la)
-    la.prior_precision = prior_precision
-    model = la.model.model
-    logits, Js = dense_of(model, case.examples())
-    H = kronecker(model, Js, softmax_fisher(logits))
-    assert_close(la.H.to_matrix(), H, **EXACT)
-
     # Each block has another, which for a head must not be the adapter's.
-    prior = for_each_weight(la, prior_precision)
-    covariance = glm_covariance(Js, H, prior)
-    inputs = [la.model.inputs(batch) for batch in case.batches]
-    _, of_inputs = predicted(la, inputs)
-    assert_close(of_inputs, covariance, **EXACT)
-    statistics = la.predictive_statistics(case.batches, dtype=torch.float64)
-    of_statistics = statistics.moments(prior_precision).f_var
-    assert_close(of_statistics, covariance, **EXACT)
+    la.prior_precision = priors_of_blocks(la)
+    model = la.model.model
+    examples = case.examples()
+    logits, Js = dense_of(model, examples)
+    fisher = softmax_fisher(logits)
+    return FullRank(
+        la=la,
+        batches=case.batches,
+        logits=logits,
+        Js=Js,
+        H=kronecker(model, Js, fisher),
+        prior=for_each_weight(la, la.prior_precision),
+    )
 
-    labels = labels_of(case.batches)
-    log_likelihood = -cross_entropy(logits, labels, reduction="sum")
-    expected = evidence(H, log_likelihood, la.mean, prior)
-    assert_close(la.log_marginal_likelihood(), expected, **EXACT)
+
+def test_the_curvature_is_the_dense_one(at_full_rank):
+    found = at_full_rank.la.H.to_matrix()
+    assert_exact(found, at_full_rank.H)
+
+
+def test_predictions_have_the_dense_covariance(at_full_rank):
+    la = at_full_rank.la
+    inputs = []
+    for batch in at_full_rank.batches:
+        inputs.append(la.model.inputs(batch))
+    _, f_var = predicted(la, inputs)
+    assert_exact(f_var, at_full_rank.covariance)
+
+
+def test_statistics_have_the_dense_covariance(at_full_rank):
+    la = at_full_rank.la
+    statistics = la.predictive_statistics(
+        at_full_rank.batches,
+        dtype=torch.float64,
+    )
+    moments = statistics.moments(la.prior_precision)
+    assert_exact(moments.f_var, at_full_rank.covariance)
+
+
+def test_the_evidence_is_the_dense_one(at_full_rank):
+    la = at_full_rank.la
+    labels = labels_of(at_full_rank.batches)
+    loss = cross_entropy(at_full_rank.logits, labels, reduction="sum")
+    expected = evidence(
+        at_full_rank.H,
+        -loss,
+        la.mean,
+        at_full_rank.prior,
+    )
+    found = la.log_marginal_likelihood()
+    assert_exact(found, expected)
 
 
 @cases
 def test_full_and_diag_are_the_exact_ggn(case):
     full = around(case, "full")
     expected = ggn(full.model.model, case)
-    assert_close(full.H, expected, **EXACT)
+    assert_exact(full.H, expected)
     diag = around(case, "diag")
-    assert_close(diag.H, expected.diagonal(), **EXACT)
+    diagonal = expected.diagonal()
+    assert_exact(diag.H, diagonal)
 
 
 @cases
@@ -229,19 +320,24 @@ def test_a_bias_has_its_exact_block_of_the_ggn(case):
     for block, part in parts_of(la):
         # Its input is 1: the Kronecker product of its factors is no approximation.
         if block.parameter == "bias":
-            assert_close(found[part, part], expected[part, part], **EXACT)
+            of_block = found[part, part]
+            assert_exact(of_block, expected[part, part])
 
 
 @pytest.mark.parametrize("rank", [1, 3])
 def test_the_smaller_factor_is_dense_and_the_larger_one_has_the_rank(rank):
     case = CASES["two layers with biases"]
-    la = around(case, backend_kwargs={"rank": rank})
-    for block, factors in zip(la.blocks, la.H.blocks, strict=True):
+    settings = {"rank": rank}
+    la = around(case, backend_kwargs=settings)
+    factors_of_blocks = zip(la.blocks, la.H.blocks, strict=True)
+    for block, factors in factors_of_blocks:
         smaller, larger = sorted(block.shape)
-        assert factors.small.vectors.shape == (smaller, smaller)
+        small = factors.small.vectors
+        assert small.shape == (smaller, smaller)
         # No more than the factor has.
         n_columns = min(rank, larger)
-        assert factors.large.vectors.shape == (larger, n_columns)
+        large = factors.large.vectors
+        assert large.shape == (larger, n_columns)
 
 
 def test_expand_is_kfac_of_a_head_that_examples_go_through_once():
@@ -253,7 +349,7 @@ def test_expand_is_kfac_of_a_head_that_examples_go_through_once():
         of_block = found[part, part]
         if block.parameter == "bias":
             # Its inputs are ones, so that nothing is approximated.
-            assert_close(of_block, expected[part, part], **EXACT)
+            assert_exact(of_block, expected[part, part])
         else:
             # Of a weight, KFAC is an approximation: it must be there at least.
             assert of_block.trace() > 0
@@ -262,16 +358,23 @@ def test_expand_is_kfac_of_a_head_that_examples_go_through_once():
 def test_the_hosts_kron_is_stock_krons_over_the_same_weights():
     case = CASES["one layer with a bias"]
     ours = around(case, "kron")
-    theirs = stock(case.build(), "bert", "kron", case.batches, PARTS)
-    blocks = zip(ours.H_facs.kfacs, theirs.H_facs.kfacs, strict=True)
-    for factors, of_host in blocks:
+    theirs = stock(
+        case.build(),
+        "bert",
+        "kron",
+        case.batches,
+        PARTS,
+    )
+    found = ours.H_facs.kfacs
+    expected = theirs.H_facs.kfacs
+    for factors, of_host in zip(found, expected, strict=True):
         # A bias has no factor of inputs.
         F_out, *F_in = factors
         host_out, *host_in = of_host
-        assert_close(F_out, host_out, **EXACT)
+        assert_exact(F_out, host_out)
         # The host has divided the factor of the inputs by the number of examples.
         mean_in = [factor / ours.n_data for factor in F_in]
-        assert_close(mean_in, host_in, **EXACT)
+        assert_exact(mean_in, host_in)
 
 
 # --- everything else ------------------------------------------------------------------
@@ -282,14 +385,26 @@ def test_lora_alone_is_the_default():
     assert set(kinds_of(la)) == {"lora"}
 
 
-def passes_of_a_fit(modules_to_save: bool, monkeypatch) -> tuple[int, int]:
-    """Count forward and backward passes."""
-    la = make(lora_model("bert"), modules_to_save=modules_to_save)
+class Passes(NamedTuple):
+    forward: int
+    backward: int
+
+
+def passes_of_a_fit(
+    modules_to_save: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Passes:
+    model = lora_model("bert")
+    la = make(model, modules_to_save=modules_to_save)
+    batches = ragged_batches()
     forward = count_forward_passes(la)
     with monkeypatch.context() as patch:
         backward = count_backward_passes(patch)
-        la.fit(ragged_batches())
-    return len(forward), len(backward)
+        la.fit(batches)
+    return Passes(
+        forward=len(forward),
+        backward=len(backward),
+    )
 
 
 def test_a_fit_with_the_head_takes_no_further_passes(monkeypatch):
@@ -297,11 +412,16 @@ def test_a_fit_with_the_head_takes_no_further_passes(monkeypatch):
     with_head = passes_of_a_fit(True, monkeypatch)
     assert with_head == of_adapter
     # Passes were counted at all.
-    assert all(of_adapter)
+    assert of_adapter.forward
+    assert of_adapter.backward
 
 
 def test_samples_of_the_head_are_saved_and_predict_as_drawn(tmp_path):
-    la = fitted("bert", modules_to_save=True, dtype=torch.float32)
+    la = fitted(
+        "bert",
+        modules_to_save=True,
+        dtype=torch.float32,
+    )
     # So broad a posterior that its samples differ by more than rounding.
     la.prior_precision = 5.0
     batch = first_batch()
@@ -312,15 +432,24 @@ def test_samples_of_the_head_are_saved_and_predict_as_drawn(tmp_path):
         n_samples=3,
         generator=generator(),
     )
+    folders = la.sample_adapters(
+        3,
+        tmp_path,
+        # As of the prediction: the same three are drawn.
+        generator=generator(),
+    )
     probabilities = []
     biases = []
-    for folder in la.sample_adapters(3, tmp_path, generator=generator()):
+    for folder in folders:
         # The base model of `lora_model`.
         torch.manual_seed(0)
         base = base_model("bert")
-        model = PeftModel.from_pretrained(base, folder).eval()
-        probabilities.append(model(**batch).logits.softmax(-1))
-        biases.append(head_of(model).bias)
+        model = PeftModel.from_pretrained(base, folder)
+        model.eval()
+        logits = model(**batch).logits
+        probabilities.append(logits.softmax(-1))
+        head = head_of(model)
+        biases.append(head.bias)
     mean = torch.stack(probabilities).mean(0)
     # Files are of float32.
     assert_close(mean, expected, rtol=1e-5, atol=1e-6)
@@ -330,34 +459,47 @@ def test_samples_of_the_head_are_saved_and_predict_as_drawn(tmp_path):
 
 def test_a_file_keeps_the_choice_of_heads(tmp_path):
     case = CASES["two layers with biases"]
-    la = make(case.build(), modules_to_save=["classifier.out_proj"])
+    model = case.build()
+    batch = first_batch()
+    # One layer of the head's two.
+    la = make(model, modules_to_save=["classifier.out_proj"])
     la.fit(case.batches)
     la.prior_precision = priors_of_blocks(la)
     la.amortize(case.batches)
+    exact = la(batch)
+    amortized = la(batch, pred_type="amortized")
     la.save_pretrained(tmp_path)
-    loaded = laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
+
+    loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
     assert names_of(loaded) == names_of(la)
-    batch = first_batch()
-    assert torch.equal(loaded(batch), la(batch))
-    by_loaded = loaded(batch, pred_type="amortized")
-    by_learnt = la(batch, pred_type="amortized")
-    assert torch.equal(by_loaded, by_learnt)
+    found = loaded(batch)
+    assert torch.equal(found, exact)
+    found = loaded(batch, pred_type="amortized")
+    assert torch.equal(found, amortized)
     # More data are added to what the file says of the first.
     loaded.fit(case.batches, override=False)
     assert loaded.n_data == 2 * la.n_data
 
 
 def test_a_changed_head_is_another_model():
-    la = fitted("bert", modules_to_save=True)
-    head_of(la.model.model).bias.data[0] += 1
-    with pytest.raises(RuntimeError, match=r"classifier\S*\.bias have changed since"):
-        la(first_batch())
+    model = lora_model("bert")
+    la = fitted(model=model, modules_to_save=True)
+    batch = first_batch()
+    head = head_of(model)
+    head.bias.data[0] += 1
+    message = r"classifier\S*\.bias have changed since"
+    with pytest.raises(RuntimeError, match=message):
+        la(batch)
 
 
 def test_a_mixture_of_adapters_has_each_ones_head():
     model = lora_model("bert")
     first = fitted(model=model, modules_to_save=True)
-    config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
+    config = LoraConfig(
+        task_type="SEQ_CLS",
+        r=2,
+        target_modules=["query"],
+    )
     model.add_adapter("second", config)
     model.set_adapter("second")
     for name, weight in model.named_parameters():
@@ -365,57 +507,72 @@ def test_a_mixture_of_adapters_has_each_ones_head():
         if ".second" in name:
             nn.init.normal_(weight, std=0.3)
     second = fitted(model=model, modules_to_save=True)
-    expected = [name.replace("default", "second") for name in heads_of(first)]
-    assert heads_of(second) == expected
+    assert heads_of(first)
+    for of_first, of_second in zip(heads_of(first), heads_of(second), strict=True):
+        expected = of_first.replace("default", "second")
+        assert of_second == expected
+
     mixture = laplace_lora_ext.LaplaceMixture([first, second])
     batch = first_batch()
-    of_first = first(batch)
-    of_second = second(batch)
-    mean = (of_first + of_second) / 2
-    assert_close(mixture(batch), mean)
+    found = mixture(batch)
+    mean = (first(batch) + second(batch)) / 2
+    assert_close(found, mean)
 
 
 def test_another_posterior_of_the_same_choice_has_the_same_heads():
     la = fitted("bert", modules_to_save=True)
-    other = la.for_model(lora_model("bert"))
+    model = lora_model("bert")
+    other = la.for_model(model)
     assert names_of(other) == names_of(la)
 
 
 # --- selected -------------------------------------------------------------------------
 
 
+WHOLE = "base_model.model.classifier.modules_to_save.default"
+# Both layers have a bias, which takes part wherever its weight does.
+DENSE = [f"{WHOLE}.dense.weight", f"{WHOLE}.dense.bias"]
+OUT_PROJ = [f"{WHOLE}.out_proj.weight", f"{WHOLE}.out_proj.bias"]
+
+
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        pytest.param(["classifier"], ["dense", "out_proj"], id="what PEFT wraps"),
-        pytest.param("classifier", ["dense", "out_proj"], id="a single name"),
-        pytest.param(["classifier.out_proj"], ["out_proj"], id="a layer within"),
+        (["classifier"], DENSE + OUT_PROJ),
+        ("classifier", DENSE + OUT_PROJ),
+        (["classifier.out_proj"], OUT_PROJ),
         # In the order of the model, whatever that of the names.
-        pytest.param(["out_proj", "dense"], ["dense", "out_proj"], id="two layers"),
-        pytest.param([], [], id="no name"),
+        (["out_proj", "dense"], DENSE + OUT_PROJ),
+        ([], []),
+    ],
+    ids=[
+        "what PEFT wraps",
+        "a single name",
+        "a layer within",
+        "two layers",
+        "no name",
     ],
 )
 def test_names_select_heads(names, expected):
-    model = CASES["two layers with biases"].build()
+    model = roberta()
     la = make(model, modules_to_save=names)
-    wanted = []
-    for layer in expected:
-        site = f"base_model.model.classifier.modules_to_save.default.{layer}"
-        wanted += [f"{site}.weight", f"{site}.bias"]
-    assert heads_of(la) == wanted
+    assert heads_of(la) == expected
 
 
-def test_what_is_frozen_in_a_head_is_left_out_unless_all_of_it_is():
-    model = CASES["two layers with biases"].build()
-    head_of(model).dense.requires_grad_(False)
-    trainable = heads_of(make(model, modules_to_save=True))
-    layers = [name.split(".")[-2] for name in trainable]
-    # Weight and bias of one layer.
-    assert layers == ["out_proj", "out_proj"]
-    # As adapters that were loaded for inference.
+def test_what_is_frozen_in_a_head_is_left_out():
+    model = roberta()
+    head = head_of(model)
+    head.dense.requires_grad_(False)
+    la = make(model, modules_to_save=True)
+    assert heads_of(la) == OUT_PROJ
+
+
+def test_a_head_of_which_all_is_frozen_takes_part():
+    """As in an adapter that was loaded for inference."""
+    model = roberta()
     model.requires_grad_(False)
-    every = heads_of(make(model, modules_to_save=True))
-    assert len(every) == 4
+    la = make(model, modules_to_save=True)
+    assert heads_of(la) == DENSE + OUT_PROJ
 
 
 # --- refused --------------------------------------------------------------------------
@@ -427,15 +584,23 @@ class WithNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Linear(5, 6)
-        self.head = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3))
+        self.head = nn.Sequential(
+            nn.LayerNorm(6),
+            nn.Linear(6, 3),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(x))
+        encoded = self.encoder(x)
+        return self.head(encoded)
 
 
 def with_norm() -> nn.Module:
-    config = LoraConfig(target_modules=["encoder"], modules_to_save=["head"])
-    return trained(WithNorm(), config)
+    base = WithNorm()
+    config = LoraConfig(
+        target_modules=["encoder"],
+        modules_to_save=["head"],
+    )
+    return trained(base, config)
 
 
 def too_large() -> nn.Module:
@@ -445,19 +610,25 @@ def too_large() -> nn.Module:
         nn.Linear(6, 2100),
         nn.Linear(2100, 2100),
     )
-    config = LoraConfig(target_modules=["0"], modules_to_save=["2"])
+    config = LoraConfig(
+        target_modules=["0"],
+        modules_to_save=["2"],
+    )
     return get_peft_model(layers, config)
 
 
 def headless() -> nn.Module:
-    return get_peft_model(TwoLinear(), LoraConfig(target_modules=["first"]))
+    base = TwoLinear()
+    config = LoraConfig(target_modules=["first"])
+    return get_peft_model(base, config)
 
 
 def tied() -> nn.Module:
     """Make a model in which another layer has the weight of the head's last one."""
     model = plain()
+    last = head_of(model)[-1]
     spare = nn.Linear(4, 3)
-    spare.weight = head_of(model)[4].weight
+    spare.weight = last.weight
     model.base_model.model.spare = spare
     return model
 
@@ -482,22 +653,27 @@ def tied() -> nn.Module:
     ],
 )
 def test_heads_that_can_not_take_part_are_refused_by_name(model, selection, message):
-    with pytest.raises((NotImplementedError, ValueError), match=message):
+    refused = (NotImplementedError, ValueError)
+    with pytest.raises(refused, match=message):
         make(model(), modules_to_save=selection)
 
 
 def test_the_linear_layer_of_a_head_takes_part_by_its_name():
-    la = make(with_norm(), modules_to_save=["head.1"])
+    model = with_norm()
+    la = make(model, modules_to_save=["head.1"])
+    # Its weight and its bias.
     assert len(heads_of(la)) == 2
 
 
 def test_the_hosts_kron_refuses_a_layer_without_its_bias():
     model = lora_model("bert")
-    head_of(model).bias.requires_grad_(False)
+    head = head_of(model)
+    head.bias.requires_grad_(False)
     la = make(model, "kron", modules_to_save=True)
+    batches = ragged_batches()
     message = r"biases of 1 layers .*classifier\S*\.weight"
     with pytest.raises(NotImplementedError, match=message):
-        la.fit(ragged_batches())
+        la.fit(batches)
 
 
 # --- regression: the calls of a surrogate for Bayesian optimisation -------------------
@@ -511,48 +687,70 @@ class OfMolecules(nn.Module):
         self.model = model
 
     def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.model(batch["x"])
+        X = batch["x"]
+        return self.model(X)
+
+
+def log_of_one(n: int) -> torch.Tensor:
+    """Begin where a search of `n` positive numbers does: at the logarithm of 1."""
+    return torch.zeros(n).double().requires_grad_()
 
 
 def evidences_of_training(la) -> list[float]:
     """Learn prior precisions and noise by the evidence; return it at each step."""
-    log_prior = torch.zeros(len(la.blocks)).double().requires_grad_()
-    log_sigma = torch.zeros(1).double().requires_grad_()
+    log_prior = log_of_one(len(la.blocks))
+    log_sigma = log_of_one(1)
     optimizer = torch.optim.Adam([log_prior, log_sigma], lr=0.1)
     evidences = []
     for _ in range(20):
         optimizer.zero_grad()
-        now = la.log_marginal_likelihood(log_prior.exp(), log_sigma.exp())
-        (-now).backward()
+        prior_precision = log_prior.exp()
+        sigma_noise = log_sigma.exp()
+        now = la.log_marginal_likelihood(prior_precision, sigma_noise)
+        loss = -now
+        loss.backward()
         optimizer.step()
         evidences.append(now.item())
+    # Each block's prior precision has been learnt, the head's too.
     assert (log_prior.grad != 0).all()
     return evidences
 
 
+def molecules(n: int, seed: int) -> dict[str, torch.Tensor]:
+    """Draw a batch of features, with one number as the label of each."""
+    return {
+        "x": normal(n, 5, seed=seed),
+        "labels": normal(n, 1, seed=seed + 1),
+    }
+
+
 def test_the_calls_of_a_surrogate_with_a_head_of_three_layers():
     model = plain(n_outputs=1)
-    X = normal(6, 5)
-    batches = [
-        {"x": X, "labels": normal(6, 1, seed=1)},
-        {"x": normal(4, 5, seed=2), "labels": normal(4, 1, seed=3)},
-    ]
-    la = make(OfMolecules(model), likelihood="regression", modules_to_save=True)
-    la.fit(batches)
+    first = molecules(6, seed=0)
+    second = molecules(4, seed=2)
+    wrapper = OfMolecules(model)
+    la = make(
+        wrapper,
+        likelihood="regression",
+        modules_to_save=True,
+    )
+    la.fit([first, second])
+    # Three weights and two biases.
     assert len(heads_of(la)) == 5
     evidences = evidences_of_training(la)
+    # Learning has gained more than rounding would.
     assert evidences[-1] > evidences[0] + 1
 
-    first, _ = batches
     f_mu, f_var = la(first)
     assert f_mu.shape == (6, 1)
     assert f_var.shape == (6, 1, 1)
-    examples = list(X.split(1))
+    examples = list(first["x"].split(1))
     expected, Js = dense_of(model, examples)
-    assert_close(f_mu, expected, **EXACT)
+    assert_exact(f_mu, expected)
     # The evidence has chosen the noise and the prior precisions.
     variance_of_noise = la.sigma_noise.detach() ** 2
+    prior_precision = la.prior_precision.detach()
     H = la.H.to_matrix() / variance_of_noise
-    prior = for_each_weight(la, la.prior_precision.detach())
+    prior = for_each_weight(la, prior_precision)
     covariance = glm_covariance(Js, H, prior)
-    assert_close(f_var.detach(), covariance, **EXACT)
+    assert_exact(f_var.detach(), covariance)
