@@ -1,11 +1,20 @@
 """Domains learnt one after the other, at the smallest."""
 
+from operator import itemgetter
+from typing import Any
+
 import pytest
 import torch
 
 from benchmarks.domains import read_domains
 from benchmarks.experiments import remember
-from tests.benchmarks.support import parsed, rows_with, run, write_intents
+from tests.benchmarks.support import (
+    parsed,
+    rows_with,
+    run,
+    values_of,
+    write_intents,
+)
 
 DOMAINS = {"one": "abc", "two": "def", "three": "ghi"}
 
@@ -14,32 +23,54 @@ DOMAINS = {"one": "abc", "two": "def", "three": "ghi"}
 def data(tmp_path, encoder, monkeypatch):
     """A folder of made-up intents of three domains; a tiny encoder reads them."""
     monkeypatch.setattr("benchmarks.domains.encoder_folder", lambda: encoder)
-    write_intents(DOMAINS, 8, tmp_path / "data")
-    return tmp_path / "data"
+    folder = tmp_path / "data"
+    write_intents(DOMAINS, 8, folder)
+    return folder
 
 
 @pytest.fixture
 def options(data):
-    return parsed("remember", data=data, train_examples=18, test_examples=6)
+    return parsed(
+        "remember",
+        data=data,
+        train_examples=18,
+        test_examples=6,
+    )
 
 
-def test_labels_count_on_from_one_domain_to_the_next(options):
-    domains = read_domains("two+one", options, 0)
-    classes = list(domains.pretrained.task.classes)
-    assert classes == list("defabc")
+# --- reading --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def domains(options):
+    """Two of the three domains, the other way round."""
+    return read_domains("two+one", options, 0)
+
+
+def test_labels_count_on_from_one_domain_to_the_next(domains):
     assert domains.names == ["two", "one"]
     of_two, of_one = domains.train
     assert len(of_two) == 18
     assert len(of_one) == 18
-    assert {record["labels"] for record in of_two} == {0, 1, 2}
-    assert {record["labels"] for record in of_one} == {3, 4, 5}
+    labels_of_two = values_of(of_two, "labels")
+    labels_of_one = values_of(of_one, "labels")
+    assert set(labels_of_two) == {0, 1, 2}
+    assert set(labels_of_one) == {3, 4, 5}
+
+
+def test_labels_are_the_places_of_intents(domains):
+    classes = list(domains.pretrained.task.classes)
+    assert classes == ["d", "e", "f", "a", "b", "c"]
     for task in domains.tasks:
-        for example in [*task.train, *task.test]:
-            _, intent, _ = str(example.text).split()
-            assert classes[int(example.label or 0)] == intent
-    # Three classes of each domain are inside of it.
-    own = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3))
-    assert torch.equal(domains.outside == 0, own.bool())
+        for example in (*task.train, *task.test):
+            _, intent, _ = example.text.split()
+            assert classes[example.label] == intent
+
+
+def test_classes_of_other_domains_are_outside(domains):
+    of_domain = torch.ones(3, 3).bool()
+    inside = torch.block_diag(of_domain, of_domain)
+    assert torch.equal(domains.outside == 0, inside)
 
 
 def test_an_unknown_domain_is_refused(options):
@@ -47,8 +78,34 @@ def test_an_unknown_domain_is_refused(options):
         read_domains("four", options, 0)
 
 
-def test_every_method_learns_the_domains_in_turn(data, tmp_path, capsys):
-    finished = run(
+def test_replay_keeps_five_texts_of_each_intent(data):
+    options = parsed(
+        "remember",
+        data=data,
+        train_examples=24,
+        test_examples=6,
+    )
+    domains = read_domains("one+two", options, 0)
+    no_model: Any = None
+    replay = remember.Replay(domains, no_model)
+    of_first, _ = domains.train
+    replay.keep(of_first)
+    labels = values_of(replay.replayed(), "labels")
+    five_of_each = [0, 1, 2] * 5
+    # Of eight texts of each intent.
+    assert sorted(labels) == sorted(five_of_each)
+
+
+# --- the experiment -------------------------------------------------------------------
+
+SEEDS = (0, 1)
+NAMES = [method.name for method in remember.METHODS]
+
+
+@pytest.fixture
+def finished(data, tmp_path, capsys):
+    """A run on all domains; the weights are chosen on another order of them."""
+    return run(
         capsys,
         tmp_path / "results",
         "remember --quiet",
@@ -59,38 +116,45 @@ def test_every_method_learns_the_domains_in_turn(data, tmp_path, capsys):
         test_examples=6,
         steps=4,
         learning_rate=0.05,
-        seeds=(0, 1),
+        seeds=SEEDS,
         cache=tmp_path / "cache",
     )
-    rows = finished.figures["rows"]
-    names = [method.name for method in remember.METHODS]
-    in_order = dict.fromkeys(row["name"] for row in rows)
-    assert list(in_order) == names
-    n_stages = n_domains = 3
-    assert len(rows) == 2 * len(names) * n_stages * n_domains
-    for seed in (0, 1):
+
+
+def test_every_method_learns_the_domains_in_turn(finished):
+    names = values_of(finished.rows, "name")
+    in_order = dict.fromkeys(names)
+    assert list(in_order) == NAMES
+    n_domains = len(DOMAINS)
+    # After each of them, all are measured.
+    n_measured = n_domains * n_domains
+    assert len(names) == len(SEEDS) * len(NAMES) * n_measured
+    for seed in SEEDS:
         # All have learnt the first domain alike, and differ afterwards.
-        first = rows_with(rows, seed=seed, learnt=1)
-        assert len({row["nll"] for row in first}) == n_domains
-        last = rows_with(rows, seed=seed, learnt=3, domain="one")
-        assert len({row["nll"] for row in last}) == len(names)
+        first = rows_with(
+            finished.rows,
+            seed=seed,
+            learnt=1,
+        )
+        last = rows_with(
+            finished.rows,
+            seed=seed,
+            learnt=3,
+            domain="one",
+        )
+        losses_of_first = values_of(first, "nll")
+        losses_of_last = values_of(last, "nll")
+        assert len(set(losses_of_first)) == n_domains
+        assert len(set(losses_of_last)) == len(NAMES)
     assert "±" in finished.printed
 
+
+def test_the_best_weight_of_another_order_is_used(finished):
     for method in remember.METHODS:
         if method.weights:
             tried = rows_with(finished.figures["tried"], name=method.name)
-            weights = [row["weight"] for row in tried]
-            losses = [row["nll"] for row in tried]
-            best = weights[losses.index(min(losses))]
-            assert weights == list(method.weights)
-            used = rows_with(rows, name=method.name)
-            assert {row["weight"] for row in used} == {best}
-
-
-def test_replay_keeps_five_texts_of_each_intent(data):
-    options = parsed("remember", data=data, train_examples=24, test_examples=6)
-    domains = read_domains("one+two", options, 0)
-    replay = remember.Replay(domains, None)  # pyright: ignore[reportArgumentType]
-    replay.keep(domains.train[0])
-    labels = [record["labels"] for record in replay.replayed()]
-    assert sorted(labels) == [0] * 5 + [1] * 5 + [2] * 5
+            assert values_of(tried, "weight") == list(method.weights)
+            best = min(tried, key=itemgetter("nll"))
+            used = rows_with(finished.rows, name=method.name)
+            weights = values_of(used, "weight")
+            assert set(weights) == {best["weight"]}
