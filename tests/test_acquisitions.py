@@ -28,7 +28,8 @@ N_TEXTS = 6
 @pytest.fixture
 def probabilities():
     """Class probabilities `(draws, texts, classes)` of draws that differ."""
-    logits = 3 * normal(7, N_TEXTS, 3)
+    n_draws = 7
+    logits = 3 * normal(n_draws, N_TEXTS, 3)
     return logits.softmax(-1)
 
 
@@ -37,15 +38,18 @@ def joint_information(
     places: list[int],
 ) -> torch.Tensor:
     """Compute what some labels tell of the weights, `H(y) - E_w H(y | w)`."""
-    n_draws, _, n_classes = probabilities.shape
-    joint_entropy = torch.zeros(()).double()
-    for labels in product(range(n_classes), repeat=len(places)):
-        p = torch.ones(n_draws).double()
-        for place, label in zip(places, labels, strict=True):
-            p = p * probabilities[:, place, label]
-        joint_entropy += entr(p.mean())
+    of_places = probabilities[:, places]
+    n_draws, n_places, n_classes = of_places.shape
+    classes = range(n_classes)
+    joint_entropy = torch.zeros((), dtype=torch.float64)
+    for labels in product(classes, repeat=n_places):
+        p = torch.ones(n_draws, dtype=torch.float64)
+        for number, label in enumerate(labels):
+            p = p * of_places[:, number, label]
+        mean = p.mean()
+        joint_entropy += entr(mean)
     # Given the weights, labels are independent: their entropies add up.
-    of_labels = entr(probabilities[:, places])
+    of_labels = entr(of_places)
     given_weights = of_labels.sum((1, 2))
     return joint_entropy - given_weights.mean()
 
@@ -53,11 +57,15 @@ def joint_information(
 def test_expected_improvement_is_the_mean_of_what_is_ahead():
     mean = torch.tensor([0.0, 1.0, -2.0]).double()
     deviation = torch.tensor([1.0, 0.5, 0.0]).double()
-    draws = mean + deviation * normal(400_000, 3)
-    improvements = (draws - 0.7).clamp_min(0)
-    found = acquisitions.expected_improvement(mean, deviation, best=0.7)
+    best = 0.7
+    noise = normal(400_000, 3)
+    draws = mean + deviation * noise
+    differences = draws - best
+    improvements = differences.clamp_min(0)
+    expected = improvements.mean(0)
+    found = acquisitions.expected_improvement(mean, deviation, best)
     # Four standard errors of a mean of 400,000, or more.
-    assert_close(found, improvements.mean(0), rtol=0, atol=3e-3)
+    assert_close(found, expected, rtol=0, atol=3e-3)
 
 
 def test_thompson_lets_each_function_choose_its_best_of_those_that_are_left():
@@ -80,15 +88,19 @@ def test_margin_and_entropy_are_largest_where_classes_are_as_probable():
             [0.9, 0.1, 0.0],
         ]
     )
-    found = acquisitions.margin(probabilities)
-    assert_close(found, torch.tensor([1.0, 0.2]))
-    assert acquisitions.entropy(probabilities).argmax() == 0
+    margins = acquisitions.margin(probabilities)
+    expected = torch.tensor([1.0, 0.2])
+    assert_close(margins, expected)
+    entropies = acquisitions.entropy(probabilities)
+    assert entropies.argmax() == 0
 
 
 def test_bald_is_the_information_of_one_label(probabilities):
-    expected = [joint_information(probabilities, [place]) for place in range(N_TEXTS)]
+    expected = []
+    for place in range(N_TEXTS):
+        expected.append(joint_information(probabilities, [place]))
     found = acquisitions.bald(probabilities)
-    assert_close(found, torch.stack(expected))
+    assert_close(list(found), expected)
 
 
 def chosen_greedily(
@@ -99,11 +111,12 @@ def chosen_greedily(
     _, n_texts, _ = probabilities.shape
     chosen: list[int] = []
     for _ in range(n):
-        information = torch.zeros(n_texts).double()
+        information = torch.zeros(n_texts, dtype=torch.float64)
         for place in range(n_texts):
             if place not in chosen:
                 together = [*chosen, place]
-                information[place] = joint_information(probabilities, together)
+                of_labels = joint_information(probabilities, together)
+                information[place] = of_labels
         best = information.argmax()
         chosen.append(int(best))
     return chosen
@@ -112,22 +125,29 @@ def chosen_greedily(
 # Three labels have 27 outcomes, of which a limit of 27 drops none.
 @pytest.mark.parametrize("most_outcomes", [1024, 27])
 def test_batch_bald_chooses_greedily_by_joint_information(
-    most_outcomes, probabilities, monkeypatch
+    most_outcomes,
+    probabilities,
+    monkeypatch,
 ):
     monkeypatch.setattr(acquisitions, "_OUTCOMES", most_outcomes)
     # A second copy of a text tells little that the first has not told.
     twice = torch.cat([probabilities, probabilities], dim=1)
-    expected = chosen_greedily(twice, 3)
-    found = acquisitions.batch_bald(twice, 3, generator())
+    by_hand = chosen_greedily(twice, 3)
+    chosen = acquisitions.batch_bald(twice, 3, generator())
     # Of two copies it does not matter which.
-    texts = (found % N_TEXTS).tolist()
-    assert texts == [place % N_TEXTS for place in expected]
-    assert len(set(texts)) == 3
+    expected = torch.tensor(by_hand) % N_TEXTS
+    found = chosen % N_TEXTS
+    assert torch.equal(found, expected)
+    assert len(found.unique()) == 3
 
 
 def test_thinned_outcomes_have_the_joint_entropy_in_the_mean(
-    probabilities, monkeypatch
+    probabilities,
+    monkeypatch,
 ):
+    def entropies(outcomes, shares):
+        return acquisitions._joint_entropies(outcomes, shares, probabilities)
+
     # So many draws of outcomes that their mean is near what they estimate.
     monkeypatch.setattr(acquisitions, "_OUTCOMES", 20_000)
     # The probabilities of two texts' labels, `(classes, draws)` each.
@@ -135,10 +155,10 @@ def test_thinned_outcomes_have_the_joint_entropy_in_the_mean(
     second = probabilities[:, 1].T
     of_pairs = first[:, None] * second
     outcomes = of_pairs.flatten(0, 1)
-    shares = torch.ones(len(outcomes)).double()
-    expected = acquisitions._joint_entropies(outcomes, shares, probabilities)
-    drawn, shares = acquisitions._thinned(outcomes, shares, generator())
-    found = acquisitions._joint_entropies(drawn, shares, probabilities)
+    shares = torch.ones(len(outcomes), dtype=torch.float64)
+    drawn, of_drawn = acquisitions._thinned(outcomes, shares, generator())
+    found = entropies(drawn, of_drawn)
+    expected = entropies(outcomes, shares)
     # Twenty thousand draws estimate an entropy within a few per cent.
     assert_close(found, expected, rtol=0.03, atol=0)
 
@@ -149,17 +169,32 @@ def test_thinned_outcomes_have_the_joint_entropy_in_the_mean(
 @pytest.fixture
 def pool():
     """Six texts that the posteriors are not fitted to, in two batches."""
-    return ragged_batches(lengths=(7, 4, 5, 7, 3, 6), seed=3)
+    return ragged_batches(
+        lengths=(7, 4, 5, 7, 3, 6),
+        # Another than that of the texts which they are fitted to.
+        seed=3,
+    )
+
+
+each_choice_of_texts = pytest.mark.parametrize("by", acquisitions.OF_CLASSES)
+
+
+def assert_largest(found: torch.Tensor, scores: torch.Tensor) -> None:
+    """Check that the places found are those of the largest scores, in order."""
+    largest = scores.topk(len(found))
+    assert torch.equal(found, largest.indices)
 
 
 @pytest.mark.parametrize("by", ["entropy", "margin"])
 def test_the_most_doubtful_texts_are_chosen_over_all_batches(by, pool):
     la = fitted()
-    predicted = [la(batch, link_approx="mean_field") for batch in pool]
+    of_batches = [la(batch, link_approx="mean_field") for batch in pool]
+    predicted = torch.cat(of_batches)
     score = getattr(acquisitions, by)
-    scores = score(torch.cat(predicted))
+    scores = score(predicted)
     found = la.acquire(pool, 2, by=by)
-    assert torch.equal(found, scores.topk(2).indices)
+    assert len(found) == 2
+    assert_largest(found, scores)
 
 
 @pytest.mark.parametrize("by", ["bald", "batch_bald"])
@@ -168,20 +203,24 @@ def test_the_most_telling_texts_are_chosen_over_all_batches(by, pool):
     samples = []
     for seed in range(300):
         function = la.function(seed)
-        logits = torch.cat([function(batch) for batch in pool])
+        of_batches = [function(batch) for batch in pool]
+        logits = torch.cat(of_batches)
         samples.append(logits.softmax(-1))
-    scores = acquisitions.bald(torch.stack(samples))
+    probabilities = torch.stack(samples)
+    scores = acquisitions.bald(probabilities)
     first, _ = la.acquire(pool, 2, by=by)
     # These scores are estimated from other draws; what is chosen first must be near
     # the best.
-    assert scores[first] >= 0.8 * scores.max()
+    enough = 0.8 * scores.max()
+    assert scores[first] >= enough
 
 
-@pytest.mark.parametrize("by", acquisitions.OF_CLASSES)
+@each_choice_of_texts
 def test_a_choice_is_the_same_each_time(by, pool):
     la = fitted()
     found = la.acquire(pool, 2, by=by)
-    assert torch.equal(found, la.acquire(pool, 2, by=by))
+    again = la.acquire(pool, 2, by=by)
+    assert torch.equal(found, again)
 
 
 @dataclass(frozen=True)
@@ -193,23 +232,31 @@ class Numbers:
     mean: torch.Tensor
     deviation: torch.Tensor
 
+    def chosen(self, by: str, **settings: Any) -> torch.Tensor:
+        """Choose three of the pool."""
+        places = self.la.acquire(self.pool, 3, by=by, **settings)
+        assert len(places) == 3
+        return places
+
 
 @pytest.fixture
 def numbers() -> Numbers:
     la, X = plain_regression(n_outputs=1)
     f_mu, f_var = la(X)
+    variance = f_var.flatten()
     return Numbers(
         la=la,
+        # Twelve examples, and so a last batch that is smaller.
         pool=DataLoader(list(X), batch_size=5),
         mean=f_mu.flatten(),
-        deviation=f_var.flatten().sqrt(),
+        deviation=variance.sqrt(),
     )
 
 
 def test_numbers_are_chosen_by_two_deviations_above_the_mean(numbers):
     bound = numbers.mean + 2 * numbers.deviation
-    found = numbers.la.acquire(numbers.pool, 3, by="upper_confidence_bound")
-    assert torch.equal(found, bound.topk(3).indices)
+    found = numbers.chosen("upper_confidence_bound")
+    assert_largest(found, bound)
 
 
 def test_numbers_are_chosen_by_their_improvement_of_the_best(numbers):
@@ -218,42 +265,46 @@ def test_numbers_are_chosen_by_their_improvement_of_the_best(numbers):
         numbers.deviation,
         best=0.3,
     )
-    found = numbers.la.acquire(numbers.pool, 3, by="expected_improvement", best=0.3)
-    assert torch.equal(found, improvement.topk(3).indices)
+    found = numbers.chosen("expected_improvement", best=0.3)
+    assert_largest(found, improvement)
 
 
 def test_drawn_functions_choose_different_numbers(numbers):
-    found = numbers.la.acquire(numbers.pool, 3, by="thompson")
-    assert len(set(found.tolist())) == 3
+    found = numbers.chosen("thompson")
+    assert len(found.unique()) == 3
 
 
-@pytest.mark.parametrize("by", acquisitions.OF_CLASSES)
+@each_choice_of_texts
 def test_a_mixture_draws_functions_of_all_members(by, pool):
     first = fitted()
     second = fitted(model=another_training())
     mixture = LaplaceMixture([first, second])
     chosen = mixture.acquire(pool, 3, by=by)
-    assert len(set(chosen.tolist())) == 3
+    assert len(chosen.unique()) == 3
 
 
 # --- what is refused ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by", acquisitions.OF_CLASSES)
+@each_choice_of_texts
 def test_more_than_the_pool_has_is_refused(by, pool):
+    la = fitted()
+    too_many = N_TEXTS + 1
     with pytest.raises(ValueError, match=f"The pool has {N_TEXTS} examples"):
-        fitted().acquire(pool, N_TEXTS + 1, by=by)
+        la.acquire(pool, too_many, by=by)
 
 
 def test_texts_are_not_chosen_by_what_is_for_numbers(pool):
+    la = fitted()
     with pytest.raises(ValueError, match="by='thompson' is none of"):
-        fitted().acquire(pool, 1, by="thompson")
+        la.acquire(pool, 1, by="thompson")
 
 
 def test_places_in_a_pool_whose_order_changes_are_refused():
+    la = fitted()
     shuffled = DataLoader(range(3), shuffle=True)
     with pytest.raises(ValueError, match="shuffled pool"):
-        fitted().acquire(shuffled, 1)
+        la.acquire(shuffled, 1)
 
 
 def test_numbers_without_a_best_one_cannot_be_improved():

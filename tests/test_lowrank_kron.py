@@ -18,7 +18,8 @@ def test_the_sums_that_are_kept_have_twice_as_many_columns_as_the_curvature():
     la = fitted(rank=1)
     n_columns = []
     for block in la.H_facs.blocks:
-        for factor in (block.output_factor, block.input_factor):
+        factors = (block.output_factor, block.input_factor)
+        for factor in factors:
             # The smaller factor of a block is dense.
             if isinstance(factor, LowRankFactor):
                 _, n_of_factor = factor.columns.shape
@@ -26,7 +27,8 @@ def test_the_sums_that_are_kept_have_twice_as_many_columns_as_the_curvature():
     n_blocks = len(la.blocks)
     assert n_columns == [2] * n_blocks
     for block in la.H.blocks:
-        _, n_vectors = block.large.vectors.shape
+        vectors = block.large.vectors
+        _, n_vectors = vectors.shape
         assert n_vectors == 1
 
 
@@ -34,31 +36,38 @@ def test_the_sums_that_are_kept_have_twice_as_many_columns_as_the_curvature():
 
 
 def test_statistics_of_no_data_are_refused():
+    la = fitted()
     with pytest.raises(ValueError, match="no data"):
-        fitted().predictive_statistics([])
+        la.predictive_statistics([])
 
 
 def test_statistics_have_the_labels_of_all_batches_or_of_none():
     la = fitted()
-    first, second, _ = ragged_batches()
-    unlabelled = [without_labels(batch) for batch in (first, second)]
-    assert la.predictive_statistics(unlabelled).targets is None
+    batches = ragged_batches()
+    unlabelled = [without_labels(batch) for batch in batches]
+    statistics = la.predictive_statistics(unlabelled)
+    assert statistics.targets is None
+    labelled, *_ = batches
+    _, without, *_ = unlabelled
     with pytest.raises(ValueError, match="others have none"):
-        la.predictive_statistics([first, without_labels(second)])
+        la.predictive_statistics([labelled, without])
 
 
 def test_statistics_of_unknown_classes_are_refused():
+    la = fitted()
     first, second, _ = ragged_batches()
-    wrong = second | {"labels": torch.tensor([0, 7, 1])}
-    with pytest.raises(ValueError, match=r"batch 1: labels must be from 0 to 2"):
-        fitted().predictive_statistics([first, wrong])
+    labels = torch.tensor([0, 7, 1])
+    wrong = second | {"labels": labels}
+    with pytest.raises(ValueError, match="batch 1: labels must be from 0 to 2"):
+        la.predictive_statistics([first, wrong])
 
 
 def test_statistics_that_are_not_finite_are_refused():
     la = fitted()
+    first_block, *_ = la.blocks
+    weight = first_block.owner.base_layer.weight
     # A number that is not among those that are compared with the fit's.
-    base_layer = la.blocks[0].owner.base_layer
-    base_layer.weight.data[0, 1] = torch.nan
+    weight.data[0, 1] = torch.nan
     with pytest.raises(ValueError, match=r"batch 0: .*non-finite"):
         la.predictive_statistics(ragged_batches())
 
@@ -66,9 +75,10 @@ def test_statistics_that_are_not_finite_are_refused():
 def test_statistics_of_another_fit_are_refused():
     la = fitted()
     statistics = la.predictive_statistics(ragged_batches())
-    la.fit(ragged_batches(seed=9))
+    other_texts = ragged_batches(seed=9)
+    la.fit(other_texts)
     with pytest.raises(ValueError, match="another fit"):
-        la.optimize_prior_precision(method="gridsearch", val_loader=statistics)
+        by_gridsearch(la, statistics)
 
 
 def by_agreement(la, data) -> None:
@@ -88,7 +98,10 @@ def by_gridsearch(la, data) -> None:
     la.optimize_prior_precision(method="gridsearch", val_loader=data)
 
 
-@pytest.mark.parametrize("choose", [by_agreement, by_descent, by_gridsearch])
+@pytest.mark.parametrize(
+    "choose",
+    [by_agreement, by_descent, by_gridsearch],
+)
 def test_statistics_of_another_temperature_choose_as_the_data_do(choose):
     la = fitted()
     statistics = la.predictive_statistics(ragged_batches())
@@ -105,13 +118,17 @@ def test_statistics_of_another_temperature_choose_as_the_data_do(choose):
 
 def determined_by_data(la) -> list[float]:
     """Sum the share of each parameter's posterior precision that the data bring."""
-    n_weights = torch.tensor(sizes(la))
+    n_weights = sizes(la)
     of_blocks = la.prior_precision.double()
-    prior = of_blocks.repeat_interleave(n_weights).diag()
+    of_weights = of_blocks.repeat_interleave(torch.tensor(n_weights))
     H = la.H.to_matrix() / la.temperature
-    shares = H @ torch.linalg.inv(H + prior)
+    posterior_precision = H + of_weights.diag()
+    shares = H @ torch.linalg.inv(posterior_precision)
     diagonal = shares.diagonal()
-    return [of_block.sum().item() for of_block in diagonal.split(sizes(la))]
+    sums = []
+    for of_block in diagonal.split(n_weights):
+        sums.append(of_block.sum().item())
+    return sums
 
 
 def test_a_summary_counts_the_parameters_that_the_data_determine():
@@ -119,14 +136,25 @@ def test_a_summary_counts_the_parameters_that_the_data_determine():
     la.temperature = 0.01
     la.prior_precision = priors_of_blocks(la)
     _, *lines = la.summary().splitlines()
-    columns = zip(*[line.split() for line in lines], strict=True)
-    names, n_params, precisions, n_determined = columns
+    names = []
+    n_params = []
+    precisions = []
+    n_determined = []
+    for line in lines:
+        name, n, precision, determined = line.split()
+        names.append(name)
+        n_params.append(int(n))
+        precisions.append(float(precision))
+        n_determined.append(float(determined))
 
     assert names[-1] == "transformer.h.1.mlp.c_proj.lora_B.default.weight"
-    assert [int(n) for n in n_params] == sizes(la)
+    assert n_params == sizes(la)
     # As many digits as are printed.
-    printed = {"rel": 1e-3, "abs": 0.05}
-    found = [float(precision) for precision in precisions]
-    assert found == pytest.approx(la.prior_precision.tolist(), **printed)
-    found = [float(n) for n in n_determined]
-    assert found == pytest.approx(determined_by_data(la), **printed)
+    printed = {
+        "rel": 1e-3,
+        "abs": 0.05,
+    }
+    expected = la.prior_precision.tolist()
+    assert precisions == pytest.approx(expected, **printed)
+    expected = determined_by_data(la)
+    assert n_determined == pytest.approx(expected, **printed)

@@ -6,16 +6,31 @@ import pytest
 import torch
 from torch.distributions import MultivariateNormal, Normal
 
-from laplace_lora_ext.metrics import compare, quality, quality_of_numbers
+from laplace_lora_ext.metrics import (
+    compare,
+    quality,
+    quality_of_numbers,
+)
 from tests.support.dense import labels_of, predicted
 from tests.support.models import ragged_batches
-from tests.support.posteriors import fitted, normal, plain_regression
+from tests.support.posteriors import (
+    fitted,
+    normal,
+    plain_regression,
+)
 
 # --- classes --------------------------------------------------------------------------
 
 LABELS = torch.tensor([0, 1, 1, 0])
-PERFECT = torch.eye(2)[LABELS]
-EVEN = torch.full((4, 2), 0.5)
+PERFECT = torch.tensor(
+    [
+        [1.0, 0.0],
+        [0.0, 1.0],
+        [0.0, 1.0],
+        [1.0, 0.0],
+    ]
+)
+EVEN = torch.full_like(PERFECT, 0.5)
 
 
 def test_figures_of_perfect_predictions():
@@ -36,7 +51,8 @@ def test_figures_of_predictions_that_are_certain_and_wrong():
 
 def test_a_coin_has_the_logarithm_of_two_for_its_loss():
     figures = quality(EVEN, LABELS)
-    assert figures["nll"] == pytest.approx(math.log(2))
+    loss = math.log(2)
+    assert figures["nll"] == pytest.approx(loss)
 
 
 def test_the_calibration_error_of_predictions_that_are_too_modest():
@@ -84,14 +100,19 @@ def test_figures_of_a_posterior_are_those_of_its_predictions(batches, labels):
 def test_figures_of_the_trained_model_are_those_of_its_softmax(batches, labels):
     la = fitted()
     f_mu, _ = predicted(la, batches)
-    expected = quality(f_mu.softmax(-1), labels)
+    p = f_mu.softmax(-1)
+    expected = quality(p, labels)
     found = compare(la, batches)
     assert found.trained == pytest.approx(expected)
 
 
+def lines_of(table) -> list[str]:
+    return str(table).splitlines()
+
+
 def test_figures_are_printed_in_a_table(batches):
     found = compare(fitted(), batches)
-    head, trained, _ = str(found).splitlines()
+    head, trained, _ = lines_of(found)
     assert head.split() == ["accuracy", "nll", "ece", "brier"]
     name, accuracy, *_ = trained.split()
     assert name == "trained"
@@ -112,7 +133,12 @@ def test_learnt_variances_of_classes_have_a_row_of_their_own(batches, labels):
 @pytest.fixture
 def targets():
     """Two numbers for each of the twelve inputs of `plain_regression`."""
-    return normal(12, 2, seed=5)
+    n_inputs = 12
+    return normal(n_inputs, 2, seed=5)
+
+
+# Nine in ten numbers are so near their mean: one in twenty is beyond either side.
+STANDARD_DEVIATIONS = Normal(0, 1).icdf(torch.tensor(0.95)).item()
 
 
 def assert_figures_of_numbers(
@@ -122,17 +148,16 @@ def assert_figures_of_numbers(
     targets: torch.Tensor,
 ) -> None:
     """Compare figures with those of a normal distribution of each example."""
-    density = MultivariateNormal(mean, covariance)
-    nll = -density.log_prob(targets).mean()
+    normals = MultivariateNormal(mean, covariance)
+    densities = normals.log_prob(targets)
+    nll = -densities.mean()
     assert figures["nll"] == pytest.approx(nll.item())
     errors = targets - mean
-    rmse = errors.square().mean().sqrt()
-    assert figures["rmse"] == pytest.approx(rmse.item())
+    mse = errors.square().mean()
+    assert figures["rmse"] == pytest.approx(mse.sqrt().item())
     variances = covariance.diagonal(dim1=1, dim2=2)
     z = errors / variances.sqrt()
-    # Nine in ten numbers are so near their mean: one in twenty is beyond either side.
-    quantile = Normal(0, 1).icdf(torch.tensor(0.95).double())
-    is_within = z.abs() < quantile
+    is_within = z.abs() < STANDARD_DEVIATIONS
     coverage = is_within.double().mean()
     assert figures["coverage"] == pytest.approx(coverage.item())
 
@@ -140,15 +165,26 @@ def assert_figures_of_numbers(
 def test_figures_of_numbers_are_means_of_each_ones(targets):
     la, X = plain_regression()
     # Two batches of unequal size.
-    first = (X[:7], targets[:7])
-    second = (X[7:], targets[7:])
-    found = compare(la, [first, second])
+    X_of_batches = X.split(7)
+    y_of_batches = targets.split(7)
+    batches = zip(X_of_batches, y_of_batches, strict=True)
+    found = compare(la, list(batches))
 
     f_mu, f_var = la(X)
-    noise = la.sigma_noise**2 * torch.eye(2).double()
-    noise_of_each = noise.expand_as(f_var)
-    assert_figures_of_numbers(found.trained, f_mu, noise_of_each, targets)
-    assert_figures_of_numbers(found.posterior, f_mu, f_var + noise, targets)
+    identity = torch.eye(2, dtype=torch.float64)
+    noise = la.sigma_noise**2 * identity
+    assert_figures_of_numbers(
+        found.trained,
+        f_mu,
+        noise.expand_as(f_var),
+        targets,
+    )
+    assert_figures_of_numbers(
+        found.posterior,
+        f_mu,
+        f_var + noise,
+        targets,
+    )
     # They differ by the doubt about weights, which the trained model has none of.
     assert found.trained["crps"] != found.posterior["crps"]
     prediction = la.predict(X)
@@ -157,8 +193,9 @@ def test_figures_of_numbers_are_means_of_each_ones(targets):
 
 def test_figures_of_numbers_are_printed_in_a_table(targets):
     la, X = plain_regression()
-    found = compare(la, [(X, targets)])
-    head, *_ = str(found).splitlines()
+    data = [(X, targets)]
+    found = compare(la, data)
+    head, *_ = lines_of(found)
     assert head.split() == ["rmse", "nll", "coverage", "crps"]
 
 
@@ -166,17 +203,20 @@ def test_targets_of_another_shape_are_refused(targets):
     la, X = plain_regression()
     prediction = la.predict(X)
     of_first_output = targets[:, 0]
-    with pytest.raises(ValueError, match=r"targets must be \(12, 2\), not \(12, 1\)"):
+    message = r"targets must be \(12, 2\), not \(12, 1\)"
+    with pytest.raises(ValueError, match=message):
         quality_of_numbers(prediction, of_first_output)
 
 
 def test_learnt_variances_of_numbers_have_a_row_of_their_own(targets):
     la, X = plain_regression()
     la.amortize([X])
-    found = compare(la, [(X, targets)])
+    data = [(X, targets)]
+    found = compare(la, data)
     prediction = la.predict(X, pred_type="amortized")
-    assert found.amortized == quality_of_numbers(prediction, targets)
-    *_, last = str(found).splitlines()
+    expected = quality_of_numbers(prediction, targets)
+    assert found.amortized == expected
+    *_, last = lines_of(found)
     name, *_ = last.split()
     assert name == "amortized"
 
@@ -184,9 +224,12 @@ def test_learnt_variances_of_numbers_have_a_row_of_their_own(targets):
 def test_learnt_variances_have_a_row_while_they_are_the_posteriors(targets):
     la, X = plain_regression()
     data = [(X, targets)]
-    assert compare(la, data).amortized is None
+    before = compare(la, data)
+    assert before.amortized is None
     la.amortize([X])
-    assert compare(la, data).amortized is not None
+    learnt = compare(la, data)
+    assert learnt.amortized is not None
     # They were learnt under the former prior.
     la.prior_precision = 2 * la.prior_precision
-    assert compare(la, data).amortized is None
+    under_another = compare(la, data)
+    assert under_another.amortized is None

@@ -17,6 +17,7 @@ from laplace_lora_ext import GridSearch, LaplaceMixture
 from laplace_lora_ext.models.adapters import add_fresh_adapter
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
 from tests.support.models import (
+    Batch,
     base_model,
     lora_model,
     ragged_batches,
@@ -61,7 +62,8 @@ def preferences():
     for key in ("input_ids", "attention_mask"):
         text = batch[key]
         another = text.flip(0)
-        pairs[key] = torch.stack([text, another], dim=1)
+        both = [text, another]
+        pairs[key] = torch.stack(both, dim=1)
     return [pairs]
 
 
@@ -77,8 +79,12 @@ class Kind:
 
 KINDS = {
     "classes": Kind(),
-    "diagonal": Kind(keywords={"structure": "diag"}),
-    "answers": Kind(base="gpt2"),
+    "diagonal": Kind(
+        keywords={"structure": "diag"},
+    ),
+    "answers": Kind(
+        base="gpt2",
+    ),
     "numbers": Kind(
         n_labels=2,
         data=numbers,
@@ -101,12 +107,16 @@ class Two:
     batches: list
 
     @property
+    def members(self) -> list:
+        return [self.first, self.second]
+
+    @property
     def batch(self):
         """The first batch."""
         return self.batches[0]
 
     def mixture(self) -> LaplaceMixture:
-        return LaplaceMixture([self.first, self.second])
+        return LaplaceMixture(self.members)
 
 
 def add_second(model, **lora_config):
@@ -117,7 +127,8 @@ def add_second(model, **lora_config):
         model.set_adapter("second")
     else:
         add_fresh_adapter(model, "second")
-    for name, weight in model.double().named_parameters():
+    model.double()
+    for name, weight in model.named_parameters():
         if ".second" in name:
             # So large that the members disagree.
             torch.nn.init.normal_(weight, std=0.4)
@@ -154,8 +165,16 @@ CALLS = [
     {"link_approx": "bridge"},
     {"link_approx": "bridge_norm"},
     {"link_approx": "mc"},
-    {"link_approx": "mc", "pred_type": "nn", "n_samples": 3},
+    {
+        "link_approx": "mc",
+        "pred_type": "nn",
+        "n_samples": 3,
+    },
 ]
+
+
+def mean_of(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return (first + second) / 2
 
 
 @pytest.mark.parametrize("kind", ["classes", "answers"])
@@ -169,47 +188,64 @@ def test_probabilities_are_the_members_mean(kind):
         first = both.first(batch, generator=shared, **call)
         second = both.second(batch, generator=shared, **call)
         found = mixture(batch, generator=generator(), **call)
-        assert_close(found, (first + second) / 2)
+        expected = mean_of(first, second)
+        assert_close(found, expected)
 
 
 def squared(mean, covariance):
     """Square numbers where variances are given, or pairs for covariances."""
     if covariance.ndim == mean.ndim:
         return mean**2
-    return mean[..., None] * mean[..., None, :]
+    column = mean[..., None]
+    row = mean[..., None, :]
+    return column * row
 
 
-@pytest.mark.parametrize("kind", ["numbers", "rewards"])
-def test_numbers_have_the_mixtures_moments(kind):
+kinds_of_numbers = pytest.mark.parametrize("kind", ["numbers", "rewards"])
+
+
+@kinds_of_numbers
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"joint": True},
+        {"diagonal_output": True},
+    ],
+)
+def test_numbers_have_the_mixtures_moments(kind, options):
     both = two(kind)
     mixture = both.mixture()
     (batch,) = both.batches
-    for options in ({}, {"joint": True}, {"diagonal_output": True}):
-        m, S = both.first(batch, **options)
-        n, T = both.second(batch, **options)
-        mean, covariance = mixture(batch, **options)
-        assert_close(mean, (m + n) / 2)
-        # E[x xᵀ] = Cov[x] + E[x] E[x]ᵀ is the members' mean too.
-        of_first = S + squared(m, S)
-        of_second = T + squared(n, T)
-        second_moment = covariance + squared(mean, covariance)
-        assert_close(second_moment, (of_first + of_second) / 2)
+    m, S = both.first(batch, **options)
+    n, T = both.second(batch, **options)
+    mean, covariance = mixture(batch, **options)
+    assert_close(mean, mean_of(m, n))
+    # E[x xᵀ] = Cov[x] + E[x] E[x]ᵀ is the members' mean too.
+    of_first = S + squared(m, S)
+    of_second = T + squared(n, T)
+    found = covariance + squared(mean, covariance)
+    expected = mean_of(of_first, of_second)
+    assert_close(found, expected)
 
 
-@pytest.mark.parametrize("kind", ["numbers", "rewards"])
+@kinds_of_numbers
 def test_numbers_have_no_probabilities(kind):
     both = two(kind)
+    mixture = both.mixture()
     with pytest.raises(ValueError, match="predicts numbers"):
-        both.mixture().predict_proba(both.batch)
+        mixture.predict_proba(both.batch)
 
 
 def test_preferences_have_the_members_mean_probability():
     both = two("rewards")
+    mixture = both.mixture()
     (batch,) = both.batches
     first = both.first(batch, fitting=True)
     second = both.second(batch, fitting=True)
-    found = both.mixture()(batch, fitting=True)
-    assert_close(found, (first + second) / 2)
+    found = mixture(batch, fitting=True)
+    expected = mean_of(first, second)
+    assert_close(found, expected)
 
 
 def test_entropies_are_those_of_all_members_draws():
@@ -217,23 +253,30 @@ def test_entropies_are_those_of_all_members_draws():
     batch = both.batch
     n_samples = 40
     mixture = both.mixture()
-    found = mixture.predict(batch, "probit", n_samples, generator=generator(5))
+    found = mixture.predict(
+        batch,
+        "probit",
+        n_samples,
+        generator=generator(5),
+    )
 
     # The second member draws after the first.
     shared = generator(5)
     drawn = []
-    for la in (both.first, both.second):
+    for la in both.members:
         f_mu, f_var = la.predictive_moments(batch)
         noise = shared_noise(f_mu, n_samples, shared)
         log_p = softmax_samples(f_mu, f_var, noise)
         drawn.append(log_p.exp())
     p = torch.cat(drawn)
-    total = entr(p.mean(0)).sum(-1)
+    mean = p.mean(0)
+    total = entr(mean).sum(-1)
     of_draws = entr(p).sum(-1)
     aleatoric = of_draws.mean(0)
     epistemic = total - aleatoric
     n_texts = len(found.labels)
-    of_label = p[:, range(n_texts), found.labels]
+    texts = range(n_texts)
+    of_label = p[:, texts, found.labels]
     # Of all draws of both, so that what the members disagree about counts too.
     variance = of_label.var(0, correction=0)
     assert_close(found.total_entropy, total)
@@ -244,32 +287,41 @@ def test_entropies_are_those_of_all_members_draws():
 def test_a_prediction_takes_one_pass_of_each_member():
     both = two()
     mixture = both.mixture()
-    passes = [count_forward_passes(la) for la in mixture.members]
+    one, other = mixture.members
+    of_one = count_forward_passes(one)
+    of_other = count_forward_passes(other)
     mixture.predict(both.batch)
-    n_passes = [len(of_member) for of_member in passes]
-    assert n_passes == [1, 1]
+    assert len(of_one) == 1
+    assert len(of_other) == 1
 
 
 def test_decisions_have_the_probabilities_of_their_link():
     both = two()
     mixture = both.mixture()
-    by_probit = mixture.predict(both.batch, "probit")
-    expected = mixture(both.batch, link_approx="probit")
+    batch = both.batch
+    by_probit = mixture.predict(batch, "probit")
+    expected = mixture(batch, link_approx="probit")
     assert_close(by_probit.probabilities, expected)
-    by_default = mixture.predict_proba(both.batch)
-    expected = mixture(both.batch, **MEAN_FIELD)
+    by_default = mixture.predict_proba(batch)
+    expected = mixture(batch, **MEAN_FIELD)
     assert by_default == pytest.approx(expected.numpy())
 
 
-def some_texts(labelled: bool) -> list[dict[str, torch.Tensor]]:
+with_and_without_labels = pytest.mark.parametrize("labelled", [True, False])
+
+
+def some_texts(labelled: bool) -> list[Batch]:
     dataset = Texts()
-    texts = [dataset[place] for place in range(len(dataset))]
-    if labelled:
-        return texts
-    return [without_labels(text) for text in texts]
+    texts = []
+    for place in range(len(dataset)):
+        text = dataset[place]
+        if not labelled:
+            text = without_labels(text)
+        texts.append(text)
+    return texts
 
 
-@pytest.mark.parametrize("labelled", [True, False])
+@with_and_without_labels
 def test_members_pass_over_the_same_rows_of_a_loader_that_shuffles(labelled):
     mixture = two().mixture()
     texts = some_texts(labelled)
@@ -277,23 +329,28 @@ def test_members_pass_over_the_same_rows_of_a_loader_that_shuffles(labelled):
     torch.manual_seed(0)
     shuffled = DataLoader(texts, batch_size=3, shuffle=True)
     statistics = mixture.predictive_statistics(shuffled, dtype=torch.float64)
-    found = mixture(statistics.moments(1.0), **MEAN_FIELD)
+    moments = statistics.moments(1.0)
+    found = mixture(moments, **MEAN_FIELD)
 
-    in_order = [mixture(text, **MEAN_FIELD) for text in DataLoader(texts)]
+    in_order = []
+    for text in DataLoader(texts):
+        in_order.append(mixture(text, **MEAN_FIELD))
     expected = torch.cat(in_order)
     # Each prediction is nearest to that of its own text.
-    distances = (found[:, None] - expected).abs().sum(-1)
+    distances = torch.cdist(found, expected)
     order = distances.argmin(1)
     assert_close(found, expected[order])
     places = list(range(len(texts)))
-    assert order.tolist() != places
-    assert sorted(order.tolist()) == places
+    found_places = order.tolist()
+    assert found_places != places
+    assert sorted(found_places) == places
 
 
-@pytest.mark.parametrize("labelled", [True, False])
+@with_and_without_labels
 def test_statistics_have_targets_where_texts_have_labels(labelled):
-    texts = some_texts(labelled)
-    statistics = two().mixture().predictive_statistics(DataLoader(texts))
+    mixture = two().mixture()
+    loader = DataLoader(some_texts(labelled))
+    statistics = mixture.predictive_statistics(loader)
     for of_member in statistics.members:
         has_targets = of_member.targets is not None
         assert has_targets == labelled
@@ -316,45 +373,62 @@ def loss_by_hand(both, batches):
         # Of numbers these are moments, of classes probabilities.
         is_moments = likelihood.is_gaussian
         outputs = predicted if is_moments else [predicted.log()]
-        nll = likelihood.nll(outputs, batch["labels"], both.first.sigma_noise)
+        nll = likelihood.nll(
+            outputs,
+            batch["labels"],
+            both.first.sigma_noise,
+        )
         losses.append(nll)
-    return torch.cat(losses).mean().item()
+    of_texts = torch.cat(losses)
+    return of_texts.mean().item()
 
 
-def losses_of_factors(both) -> list[float]:
+def losses_of_factors(both: Two) -> list[float]:
     """Compute the loss of a mixture with priors at each factor of the members'."""
-    of_first, of_second = priors_of(both.first, both.second)
+    of_first, of_second = priors_of(*both.members)
     losses = []
     for factor in FACTORS:
         both.first.prior_precision = of_first * factor
         both.second.prior_precision = of_second * factor
-        losses.append(loss_by_hand(both, both.batches))
+        loss = loss_by_hand(both, both.batches)
+        losses.append(loss)
     return losses
+
+
+def search(mixture: LaplaceMixture, data):
+    """Search the factors for that of the least loss of the data."""
+    return mixture.optimize_prior_precision(val_loader=data, **GRID)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(kind):
     both = two(kind)
     mixture = both.mixture()
-    history = mixture.optimize_prior_precision(val_loader=both.batches, **GRID)
+    history = search(mixture, both.batches)
     losses = losses_of_factors(both)
     found = history.objective.tolist()
     # Where the search keeps statistics, they are of float32.
     assert found == pytest.approx(losses, rel=1e-5)
-    best = FACTORS[losses.index(min(losses))]
-    assert mixture.prior_precision.item() == pytest.approx(best)
+    place = losses.index(min(losses))
+    best = FACTORS[place]
+    (factor,) = priors_of(mixture)
+    assert factor == pytest.approx(best)
     priors = priors_of(*mixture.members)
     assert priors == pytest.approx([2 * best, 0.5 * best])
 
 
 # Of the structures, "lowrank_kron" alone has statistics.
-@pytest.mark.parametrize("kind", ["classes", "answers", "numbers", "rewards"])
+@pytest.mark.parametrize(
+    "kind",
+    ["classes", "answers", "numbers", "rewards"],
+)
 def test_given_statistics_choose_the_same_factor(kind):
     both = two(kind)
     mixture = both.mixture()
-    expected = mixture.optimize_prior_precision(val_loader=both.batches, **GRID)
+    expected = search(mixture, both.batches)
     given = mixture.predictive_statistics(both.batches)
-    history = GridSearch(val_loader=given, **MEAN_FIELD, **GRID)(mixture)
+    method = GridSearch(val_loader=given, **MEAN_FIELD, **GRID)
+    history = method(mixture)
     assert_close(history.objective, expected.objective)
 
 
@@ -364,7 +438,7 @@ def test_given_posteriors_keep_their_priors_and_the_mixture_its_own():
     before = both.first(both.batch)
     # The mixture's is a factor of its members' own.
     mixture.prior_precision = 10
-    assert priors_of(both.first, both.second) == [2, 0.5]
+    assert priors_of(*both.members) == [2, 0.5]
     after = both.first(both.batch)
     assert torch.equal(after, before)
 
@@ -393,7 +467,7 @@ def test_a_search_that_fails_leaves_the_priors():
 
     with pytest.raises(ZeroDivisionError):
         mixture.optimize_prior_precision(val_loader=both.batches, loss=failing_loss)
-    assert mixture.prior_precision.item() == 10
+    assert mixture.prior_precision == 10
     assert priors_of(*mixture.members) == [20, 6]
 
 
@@ -401,10 +475,11 @@ def test_a_search_in_inference_mode_keeps_ordinary_numbers():
     both = two()
     with torch.inference_mode():
         mixture = both.mixture()
-        mixture.optimize_prior_precision(val_loader=both.batches, **GRID)
+        search(mixture, both.batches)
         mixture.prior_precision = 2 * mixture.prior_precision
     for each in (mixture, *mixture.members):
-        assert not each.prior_precision.is_inference()
+        prior_precision = each.prior_precision
+        assert not prior_precision.is_inference()
 
 
 def test_a_prediction_is_of_one_factor_whatever_other_threads_do():
@@ -429,14 +504,15 @@ def test_a_prediction_is_of_one_factor_whatever_other_threads_do():
         found = mixture(batch)
         handle.remove()
     assert torch.equal(found, expected)
-    assert mixture.prior_precision.item() == 100
-    assert not torch.equal(mixture(batch), expected)
+    assert mixture.prior_precision == 100
+    afterwards = mixture(batch)
+    assert not torch.equal(afterwards, expected)
 
 
 # --- files ----------------------------------------------------------------------------
 
 
-def trainable(model):
+def trainable(model) -> list[str]:
     names = []
     for name, weight in model.named_parameters():
         if weight.requires_grad:
@@ -444,6 +520,7 @@ def trainable(model):
     return names
 
 
+ALIKE: dict[str, Any] = {}
 OF_OTHER_LAYERS = {
     "target_modules": ["key"],
     "task_type": "SEQ_CLS",
@@ -463,27 +540,42 @@ def with_first_adapter():
 @pytest.mark.parametrize(
     "second",
     [
-        pytest.param({}, id="adapters alike"),
+        pytest.param(ALIKE, id="adapters alike"),
         pytest.param(OF_OTHER_LAYERS, id="adapters of other layers"),
     ],
 )
-@pytest.mark.parametrize("given", [bare_base, with_first_adapter])
-def test_it_is_saved_and_loaded_with_its_adapters_and_heads(second, given, tmp_path):
+@pytest.mark.parametrize(
+    "make_model",
+    [bare_base, with_first_adapter],
+)
+def test_it_is_saved_and_loaded_with_its_adapters_and_heads(
+    second,
+    make_model,
+    tmp_path,
+):
     both = two(**second)
     mixture = both.mixture()
     mixture.prior_precision = 3
     mixture.save_pretrained(tmp_path)
-    loaded = LaplaceMixture.from_pretrained(given(), tmp_path)
+    model = make_model()
+    loaded = LaplaceMixture.from_pretrained(model, tmp_path)
     found = loaded(both.batch)
     expected = mixture(both.batch)
     assert_close(found, expected)
 
 
-def test_loading_leaves_the_models_own_adapter_active_and_trainable(tmp_path):
-    two().mixture().save_pretrained(tmp_path)
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder with a mixture of adapters "default" and "second"."""
+    mixture = two().mixture()
+    mixture.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_loading_leaves_the_models_own_adapter_active_and_trainable(saved):
     model = with_first_adapter()
     before = trainable(model)
-    LaplaceMixture.from_pretrained(model, tmp_path)
+    LaplaceMixture.from_pretrained(model, saved)
     assert model.active_adapter == "default"
     assert trainable(model) == before
 
@@ -500,25 +592,28 @@ def of_one_member(text: str) -> str:
     return '{"members":["second"]}'
 
 
-@pytest.mark.parametrize("damage", [with_one_name_twice, cut_off, of_one_member])
-def test_a_damaged_list_of_members_is_refused(damage, tmp_path):
-    two().mixture().save_pretrained(tmp_path)
-    description = tmp_path / "laplace_mixture.json"
+@pytest.mark.parametrize(
+    "damage",
+    [with_one_name_twice, cut_off, of_one_member],
+)
+def test_a_damaged_list_of_members_is_refused(damage, saved):
+    description = saved / "laplace_mixture.json"
     content = description.read_text()
     description.write_text(damage(content))
+    model = lora_model("bert")
     message = r"laplace_mixture.json (is damaged|holds no mixture)"
     with pytest.raises(ValueError, match=message):
-        LaplaceMixture.from_pretrained(lora_model("bert"), tmp_path)
+        LaplaceMixture.from_pretrained(model, saved)
 
 
-def test_a_damaged_member_is_named_and_leaves_no_adapter(tmp_path):
-    two().mixture().save_pretrained(tmp_path)
-    posterior = tmp_path / "second" / "laplace_posterior.safetensors"
+def test_a_damaged_member_is_named_and_leaves_no_adapter(saved):
+    posterior = saved / "second" / "laplace_posterior.safetensors"
     posterior.write_text("{")
     model = lora_model("bert")
     with pytest.raises(ValueError, match="second"):
-        LaplaceMixture.from_pretrained(model, tmp_path)
-    assert list(model.peft_config) == ["default"]
+        LaplaceMixture.from_pretrained(model, saved)
+    adapters = list(model.peft_config)
+    assert adapters == ["default"]
 
 
 def test_adapters_are_drawn_from_each_member(tmp_path):
@@ -526,8 +621,12 @@ def test_adapters_are_drawn_from_each_member(tmp_path):
     mixture = both.mixture()
     folder = tmp_path / "mixed"
     drawn = mixture.sample_adapters(3, folder, generator(2))
-    names = [of_draw.relative_to(folder).as_posix() for of_draw in drawn]
-    assert names == ["sample_0", "sample_1", "sample_2/second"]
+    expected = [
+        folder / "sample_0",
+        folder / "sample_1",
+        folder / "sample_2" / "second",
+    ]
+    assert drawn == expected
 
     # Of three draws the first member gives two.
     shared = generator(2)
@@ -541,7 +640,8 @@ def test_adapters_are_drawn_from_each_member(tmp_path):
 def assert_same_weights(folder: Path, other: Path) -> None:
     """Compare the adapters of two folders."""
     found = load_peft_weights(str(folder))
-    for name, weight in load_peft_weights(str(other)).items():
+    expected = load_peft_weights(str(other))
+    for name, weight in expected.items():
         assert torch.equal(found[name], weight)
 
 
@@ -562,15 +662,22 @@ def test_members_score_texts_together():
     both = two_of_texts()
     batch = both.batch
     mixture = both.mixture()
-    found = mixture.score(batch, 3, generator()).tokens
+    mixed = mixture.score(batch, 3, generator())
     # Of three draws the first member gives two.
     shared = generator()
-    first = both.first.score(batch, 2, shared).tokens
-    second = both.second.score(batch, 1, shared).tokens
-    sum_of_draws = 2 * first.log_prob.exp() + second.log_prob.exp()
-    assert_close(found.log_prob.exp(), sum_of_draws / 3)
-    sum_of_maps = first.map_log_prob.exp() + second.map_log_prob.exp()
-    assert_close(found.map_log_prob.exp(), sum_of_maps / 2)
+    first = both.first.score(batch, 2, shared)
+    second = both.second.score(batch, 1, shared)
+
+    found = mixed.tokens.log_prob.exp()
+    of_first = first.tokens.log_prob.exp()
+    of_second = second.tokens.log_prob.exp()
+    total = 2 * of_first + of_second
+    assert_close(found, total / 3)
+
+    found = mixed.tokens.map_log_prob.exp()
+    of_first = first.tokens.map_log_prob.exp()
+    of_second = second.tokens.map_log_prob.exp()
+    assert_close(found, mean_of(of_first, of_second))
 
 
 def written_by(mixture, text):
@@ -590,28 +697,34 @@ def written_by(mixture, text):
 def test_members_write_texts_together():
     both = two_of_texts()
     model = both.first.model.model
-    text = both.batch["input_ids"][:1, :4]
-    found = written_by(both.mixture(), text)
-    expected = text
+    texts = both.batch["input_ids"]
+    beginning = texts[:1, :4]
+    found = written_by(both.mixture(), beginning)
+
+    def of_next_token(adapter: str, text: torch.Tensor) -> torch.Tensor:
+        model.set_adapter(adapter)
+        output = model(input_ids=text)
+        of_last = output.logits[:, -1]
+        return of_last.softmax(-1)
+
+    expected = beginning
     for _ in range(3):
-        of_members = []
-        for adapter in ("default", "second"):
-            model.set_adapter(adapter)
-            logits = model(input_ids=expected).logits
-            of_next_token = logits[:, -1].softmax(-1)
-            of_members.append(of_next_token)
+        of_first = of_next_token("default", expected)
+        of_second = of_next_token("second", expected)
         # Probabilities are averaged before each token, and not texts at the end.
-        p = torch.stack(of_members).mean(0)
+        p = mean_of(of_first, of_second)
         most_probable = p.argmax(-1, keepdim=True)
         expected = torch.cat([expected, most_probable], dim=1)
     assert torch.equal(found, expected)
 
 
 def test_adapters_of_two_models_write_no_text():
-    both = two_of_texts()
-    of_two_models = LaplaceMixture([both.first, fitted_text()])
+    one = fitted_text()
+    other = fitted_text()
+    of_two_models = LaplaceMixture([one, other])
+    first, *_ = text_batches()
     with pytest.raises(ValueError, match="adapters of one model"):
-        written_by(of_two_models, both.batch["input_ids"])
+        written_by(of_two_models, first["input_ids"])
 
 
 # --- what cannot be mixed -------------------------------------------------------------
@@ -622,11 +735,13 @@ def alone():
 
 
 def with_one_that_is_not_fitted():
-    return [fitted(), make(lora_model("bert"))]
+    empty = make(lora_model("bert"))
+    return [fitted(), empty]
 
 
 def with_more_classes():
-    of_four = fitted(model=lora_model("bert", n_labels=4))
+    model = lora_model("bert", n_labels=4)
+    of_four = fitted(model=model)
     return [fitted(), of_four]
 
 
@@ -636,55 +751,88 @@ def with_numbers():
 
 
 def answering(*tokens):
-    la = make(lora_model("gpt2"), class_token_ids=tokens)
+    model = lora_model("gpt2")
+    la = make(model, class_token_ids=tokens)
     la.fit(ragged_batches())
     return la
 
 
 def with_answers_in_another_order():
-    return [answering(1, 2, 3), answering(3, 2, 1)]
+    one = answering(1, 2, 3)
+    other = answering(3, 2, 1)
+    return [one, other]
 
 
 def with_another_base():
     model = lora_model("bert")
-    model.get_base_model().bert.pooler.dense.bias.data += 0.1
-    return [fitted(), fitted(model=model)]
+    pooler = model.get_base_model().bert.pooler
+    pooler.dense.bias.data += 0.1
+    other = fitted(model=model)
+    return [fitted(), other]
 
 
 def without_an_adapter():
     both = two()
-    both.second.model.model.delete_adapter("second")
-    return [both.first, both.second]
+    model = both.second.model.model
+    model.delete_adapter("second")
+    return both.members
 
 
 def with_other_weights():
     both = two()
-    both.second.blocks[0].weight.data.mul_(2)
-    return [both.first, both.second]
+    block, *_ = both.second.blocks
+    block.weight.data.mul_(2)
+    return both.members
 
 
 REFUSED = [
-    (alone, "needs two posteriors"),
-    (with_one_that_is_not_fitted, "not fitted"),
-    (with_more_classes, "n_outputs.* 3,.* 4,"),
-    (with_numbers, "differ in likelihood"),
-    (with_answers_in_another_order, r"1, 2, 3.*3, 2, 1"),
-    (with_another_base, "different base models .*pooler"),
-    (without_an_adapter, "lost weights of the posterior: .*second"),
-    (with_other_weights, "have changed since the fit"),
+    (
+        alone,
+        "needs two posteriors",
+    ),
+    (
+        with_one_that_is_not_fitted,
+        "not fitted",
+    ),
+    (
+        with_more_classes,
+        "n_outputs.* 3,.* 4,",
+    ),
+    (
+        with_numbers,
+        "differ in likelihood",
+    ),
+    (
+        with_answers_in_another_order,
+        "1, 2, 3.*3, 2, 1",
+    ),
+    (
+        with_another_base,
+        "different base models .*pooler",
+    ),
+    (
+        without_an_adapter,
+        "lost weights of the posterior: .*second",
+    ),
+    (
+        with_other_weights,
+        "have changed since the fit",
+    ),
 ]
+ERRORS = (ValueError, RuntimeError, AttributeError)
 
 
 @pytest.mark.parametrize(("posteriors", "message"), REFUSED)
 def test_what_cannot_be_mixed_is_refused(posteriors, message):
     given = posteriors()
-    with pytest.raises((ValueError, RuntimeError, AttributeError), match=message):
+    with pytest.raises(ERRORS, match=message):
         LaplaceMixture(given)
 
 
 def test_its_text_tells_of_each_member():
     mixture = two().mixture()
-    n_told = repr(mixture).count("fitted to 8 examples; prior precision")
+    text = repr(mixture)
+    n_told = text.count("fitted to 8 examples; prior precision")
     assert n_told == 2
 
 
@@ -698,17 +846,21 @@ def test_statistics_of_members_in_another_order_are_refused():
     both = two()
     mixture = both.mixture()
     given = mixture.predictive_statistics(both.batches)
-    in_other_order = LaplaceMixture([both.second, both.first])
+    second_first = [both.second, both.first]
+    in_other_order = LaplaceMixture(second_first)
     with pytest.raises(ValueError, match="belong to another fit"):
         in_other_order.optimize_prior_precision(val_loader=given)
 
 
 def test_adapters_of_two_models_are_not_saved_together(tmp_path):
-    of_two_models = LaplaceMixture([fitted(), fitted()])
+    one = fitted()
+    other = fitted()
+    of_two_models = LaplaceMixture([one, other])
     with pytest.raises(ValueError, match="one PeftModel"):
         of_two_models.save_pretrained(tmp_path)
 
 
 def test_a_folder_without_a_mixture_is_not_found(tmp_path):
+    model = lora_model("bert")
     with pytest.raises(FileNotFoundError):
-        LaplaceMixture.from_pretrained(lora_model("bert"), tmp_path)
+        LaplaceMixture.from_pretrained(model, tmp_path)

@@ -1,8 +1,9 @@
 """A posterior follows its model to other devices and into other precisions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ from torch import nn
 from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
-from tests.support.models import first_batch, lora_model, ragged_batches
+from tests.support.models import (
+    first_batch,
+    lora_model,
+    ragged_batches,
+)
 from tests.support.posteriors import (
     STRUCTURES,
     fitted,
@@ -20,14 +25,26 @@ from tests.support.posteriors import (
 )
 from tests.support.snapshots import tensors_of
 
+of_each_structure = pytest.mark.parametrize("structure", STRUCTURES)
+
+
+def single_precision(**adapter) -> nn.Module:
+    """Make a model in the precision that most are moved from."""
+    return lora_model("bert", torch.float32, **adapter)
+
+
+# --- what a posterior is used for -----------------------------------------------------
+
 
 def glm(la, batches):
-    return la(batches[0])
+    first, *_ = batches
+    return la(first)
 
 
 def drawn_networks(la, batches):
+    first, *_ = batches
     return la(
-        batches[0],
+        first,
         pred_type="nn",
         link_approx="mc",
         n_samples=2,
@@ -36,7 +53,8 @@ def drawn_networks(la, batches):
 
 
 def joint(la, batches):
-    _, covariance = la.predictive_moments(batches[0], joint=True)
+    first, *_ = batches
+    _, covariance = la.predictive_moments(first, joint=True)
     return covariance
 
 
@@ -45,11 +63,13 @@ def evidence(la, batches):
 
 
 def evidence_of_a_prior(la, batches):
-    return la.log_marginal_likelihood(torch.tensor(3.0))
+    prior_precision = torch.tensor(3.0)
+    return la.log_marginal_likelihood(prior_precision)
 
 
 def density(la, batches):
-    return la.log_prob(la.mean + 0.1)
+    near_the_mean = la.mean + 0.1
+    return la.log_prob(near_the_mean)
 
 
 def draws(la, batches):
@@ -84,69 +104,90 @@ USES = [
 ]
 
 
-# What a posterior is over beside layers of LoRA, by its name: the adapter, the choice.
+@dataclass(frozen=True)
+class Blocks:
+    """What a posterior is over, by the adapter and by the posterior's own choice."""
+
+    structure: str = "lowrank_kron"
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+    choice: Mapping[str, Any] = field(default_factory=dict)
+
+    def model(self) -> nn.Module:
+        return single_precision(**self.adapter)
+
+    def fitted(self, model: nn.Module):
+        return fitted(
+            model=model,
+            structure=self.structure,
+            **self.choice,
+        )
+
+
+# Beside layers of LoRA.
 OTHER_BLOCKS = {
-    "head": ({}, {"modules_to_save": True}),
-    "embedding": ({"target_modules": ["word_embeddings", "query"]}, {}),
-    "tokens": ({"trainable_token_indices": [3, 17]}, {}),
+    "head": Blocks(
+        choice={"modules_to_save": True},
+    ),
+    "embedding": Blocks(
+        adapter={"target_modules": ["word_embeddings", "query"]},
+    ),
+    "tokens": Blocks(
+        adapter={"trainable_token_indices": [3, 17]},
+    ),
 }
-
-
-def cases():
-    """List every structure over LoRA, and one over each of the other blocks."""
-    for structure in STRUCTURES:
-        yield pytest.param(structure, {}, {}, id=structure)
-    for name, (adapter, choice) in OTHER_BLOCKS.items():
-        yield pytest.param("lowrank_kron", adapter, choice, id=name)
+BLOCKS = {structure: Blocks(structure) for structure in STRUCTURES} | OTHER_BLOCKS
 
 
 @pytest.mark.filterwarnings("ignore:.*no linear layer")
-@pytest.mark.parametrize(("structure", "adapter", "choice"), cases())
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("use", USES)
-def test_a_posterior_follows_its_model_into_another_precision(
-    use, structure, adapter, choice
-):
+def test_a_posterior_follows_its_model_into_another_precision(use, blocks):
     batches = ragged_batches()
-    model = lora_model("bert", torch.float32, **adapter)
-    la = fitted(model=model, structure=structure, **choice)
-    unmoved = fitted(
-        model=lora_model("bert", torch.float32, **adapter),
-        structure=structure,
-        **choice,
-    )
+    model = blocks.model()
+    la = blocks.fitted(model)
+    unmoved = blocks.fitted(blocks.model())
     expected = use(unmoved, batches)
     model.double()
-    moved = use(la, batches)
-    assert moved.dtype is torch.float64
+    found = use(la, batches)
+    assert found.dtype is torch.float64
     if use in (drawn_networks, draws):
         # In another precision, other random numbers are drawn.
-        assert torch.isfinite(moved).all()
+        assert found.isfinite().all()
     else:
+        expected = expected.double()
         # What was fitted in float32 keeps its rounding.
-        assert_close(moved, expected.double(), rtol=2e-3, atol=1e-4)
+        assert_close(found, expected, rtol=2e-3, atol=1e-4)
 
 
 def fitted_classifier(structure: str):
-    la = make(lora_model("bert", torch.float32), structure)
+    la = make(single_precision(), structure)
     la.fit(ragged_batches())
     return la
 
 
 def fitted_regression(structure: str):
-    model = lora_model("bert", torch.float32)
+    model = single_precision()
     la = make(model, structure, "regression", sigma_noise=0.5)
     batches = ragged_batches()
     for batch in batches:
-        batch["labels"] = torch.randn(len(batch["labels"]), 3)
+        n_texts = len(batch["labels"])
+        batch["labels"] = torch.randn(n_texts, 3)
     la.fit(batches)
     return la
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("fit", [fitted_classifier, fitted_regression])
+def no_autocast(*_, **__):
+    return nullcontext()
+
+
+@of_each_structure
+@pytest.mark.parametrize(
+    "fit",
+    [fitted_classifier, fitted_regression],
+)
 def test_no_tensor_of_a_posterior_stays_behind(structure, fit, monkeypatch):
     # The device "meta" has none.
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch, "autocast", no_autocast)
     la = fit(structure)
     # Whatever is computed once and kept, besides the fit.
     la.optimize_prior_precision(
@@ -160,12 +201,13 @@ def test_no_tensor_of_a_posterior_stays_behind(structure, fit, monkeypatch):
     # Samples of other weights, compared in main memory.
     la._fit = replace(la._fit, model=None)
     for tensor in tensors_of(vars(la), set()):
-        assert tensor.numel() == 0 or tensor.device.type == "meta"
+        is_empty = tensor.numel() == 0
+        assert is_empty or tensor.is_meta
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@of_each_structure
 def test_half_precision_rounds_the_weights_and_keeps_the_posterior(structure):
-    model = lora_model("bert", torch.float32)
+    model = single_precision()
     la = fitted(model=model, structure=structure)
     batch = first_batch()
     moments = la.predictive_moments(batch)
@@ -175,13 +217,14 @@ def test_half_precision_rounds_the_weights_and_keeps_the_posterior(structure):
     assert rounded.f_var.dtype is torch.float32
     assert la.mean is mean
     for before, after in zip(moments, rounded, strict=True):
-        largest_error = (after - before).abs().max()
-        assert largest_error < 0.05 * before.abs().max()
+        errors = (after - before).abs()
+        largest = before.abs().max()
+        assert errors.max() < 0.05 * largest
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@of_each_structure
 def test_weights_that_were_in_half_precision_are_others(structure):
-    model = lora_model("bert", torch.float32)
+    model = single_precision()
     la = fitted(model=model, structure=structure)
     batch = first_batch()
     # In which their last digits are lost.
@@ -192,37 +235,45 @@ def test_weights_that_were_in_half_precision_are_others(structure):
         la(batch)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@of_each_structure
 def test_a_model_may_move_between_the_posterior_and_its_fit(structure):
-    model = lora_model("bert", torch.float32)
-    la = make(model, structure, prior_precision=2.0, prior_mean=0.5)
+    model = single_precision()
+    la = make(
+        model,
+        structure,
+        prior_precision=2.0,
+        prior_mean=0.5,
+    )
     model.double()
-    batches = ragged_batches()
-    la.fit(batches)
-    assert la.prior_precision.dtype is torch.float64
-    assert la.prior_mean.dtype is torch.float64
-    assert la(batches[0]).dtype is torch.float64
+    la.fit(ragged_batches())
+    prediction = la(first_batch())
+    for number in (la.prior_precision, la.prior_mean, prediction):
+        assert number.dtype is torch.float64
+
+
+def names_of_blocks(la) -> list[str]:
+    return [block.name for block in la.blocks]
 
 
 @pytest.mark.filterwarnings("ignore:.*no linear layer")
-@pytest.mark.parametrize(("adapter", "choice"), OTHER_BLOCKS.values(), ids=OTHER_BLOCKS)
-def test_a_file_serves_the_model_in_another_precision(adapter, choice, tmp_path):
+@pytest.mark.parametrize("blocks", OTHER_BLOCKS.values(), ids=OTHER_BLOCKS)
+def test_a_file_serves_the_model_in_another_precision(blocks, tmp_path):
     batch = first_batch()
-    model = lora_model("bert", torch.float32, **adapter)
-    la = fitted(model=model, **choice)
+    model = blocks.model()
+    la = blocks.fitted(model)
     la.prior_precision = priors_of_blocks(la).float()
-    names = [block.name for block in la.blocks]
-    expected = la(batch)
-    log_evidence = la.log_marginal_likelihood()
+    names = names_of_blocks(la)
+    expected_p = la(batch).double()
+    expected_evidence = la.log_marginal_likelihood().double()
     la.save_pretrained(tmp_path)
-    read = from_pretrained(model.double(), tmp_path)
-    assert [block.name for block in read.blocks] == names
-    found = read(batch)
-    assert found.dtype is torch.float64
+    model.double()
+    read = from_pretrained(model, tmp_path)
+    assert names_of_blocks(read) == names
+    p = read(batch)
     # As near as float32 comes.
-    assert_close(found, expected.double(), rtol=1e-5, atol=1e-6)
+    assert_close(p, expected_p, rtol=1e-5, atol=1e-6)
     found = read.log_marginal_likelihood()
-    assert_close(found, log_evidence.double(), rtol=1e-5, atol=1e-5)
+    assert_close(found, expected_evidence, rtol=1e-5, atol=1e-5)
 
 
 def double(model):
@@ -260,10 +311,18 @@ MOVES = {
     "to double": Move(to_double),
     "there and back": Move(there_and_back),
     # Which rounds the hidden states that they are learnt from.
-    "bfloat16": Move(bfloat16, rtol=0.05, atol=0.05),
-    "single": Move(single, dtype=torch.float64),
+    "bfloat16": Move(
+        bfloat16,
+        rtol=0.05,
+        atol=0.05,
+    ),
+    "single": Move(
+        single,
+        dtype=torch.float64,
+    ),
 }
 moves = pytest.mark.parametrize("case", MOVES.values(), ids=MOVES)
+# None of a factor's columns, some and all.
 ranks = pytest.mark.parametrize("rank", [0, 3, 100])
 
 
@@ -291,9 +350,18 @@ def test_statistics_serve_the_same_fit_after_a_move(case, rank):
     moments = given.moments(la.prior_precision)
     found = la(moments)
     # What is kept is of the precision before the move, whatever the model has now.
-    assert_close(found.double(), exact.double(), rtol=2e-5, atol=1e-6)
+    assert_close(
+        found.double(),
+        exact.double(),
+        rtol=2e-5,
+        atol=1e-6,
+    )
     # And a search takes them.
-    la.optimize_prior_precision(method="gridsearch", val_loader=statistics, grid_size=2)
+    la.optimize_prior_precision(
+        method="gridsearch",
+        val_loader=statistics,
+        grid_size=2,
+    )
 
 
 @moves
@@ -304,23 +372,29 @@ def test_learnt_variances_serve_the_same_fit_after_a_move(case, rank):
     learnt = la(batch, pred_type="amortized")
     case.move(la.model.model)
     found = la(batch, pred_type="amortized")
-    assert_close(found.double(), learnt.double(), rtol=case.rtol, atol=case.atol)
+    assert_close(
+        found.double(),
+        learnt.double(),
+        rtol=case.rtol,
+        atol=case.atol,
+    )
 
 
+EIGHT_TEXTS = ragged_batches(batch_size=1)
 OTHERS = {
     "tail": {"tail": False},
     "rank": {"rank": 2},
     "data": {"batches": ragged_batches(seed=8)},
-    "one text less": {"batches": ragged_batches(batch_size=1)[:7]},
+    "one text less": {"batches": EIGHT_TEXTS[:7]},
     "statistics": {"kfac_approx": "expand"},
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_statistics_of_another_fit_are_refused_before_and_after_a_move(other):
-    another = fitted(dtype=torch.float32, **OTHERS[other])
+    another = fitted(model=single_precision(), **other)
     statistics = another.predictive_statistics(ragged_batches())
-    model = lora_model("bert", torch.float32)
+    model = single_precision()
     la = fitted(model=model)
     with pytest.raises(ValueError, match="belong to another fit"):
         la.statistics_of(statistics, False)

@@ -26,14 +26,29 @@ from laplace_lora_ext import (
 )
 from laplace_lora_ext.curvature.backend import LowRankKronEF
 from laplace_lora_ext.metrics import compare
-from tests.support.models import base_model, plain_model
-from tests.support.posteriors import generator, make, normal
+from tests.support.models import (
+    Batch,
+    base_model,
+    plain_model,
+)
+from tests.support.posteriors import (
+    generator,
+    make,
+    normal,
+)
 from tests.support.ranks import Texts
 from tests.support.trainers import trainer_of
 
-SCALES = torch.tensor([10.0, 0.05], dtype=torch.float64)
+AS_LIST = [10, 0.05]
+SCALES = torch.tensor(AS_LIST, dtype=torch.float64)
 N_TRAIN = 12
 N_HELD_OUT = 20
+Data = tuple[torch.Tensor, torch.Tensor]
+
+
+def regressor() -> nn.Module:
+    model = plain_model(2)
+    return model.requires_grad_(False)
 
 
 class InUnits(nn.Module):
@@ -41,34 +56,33 @@ class InUnits(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = plain_model(2).requires_grad_(False)
+        self.model = regressor()
 
     def forward(self, x):
         return self.model(x) / SCALES
 
 
-def data_to_fit() -> tuple[torch.Tensor, torch.Tensor]:
+def data_to_fit() -> Data:
     """Draw inputs and targets, each of which is of its own scale."""
     X = normal(N_TRAIN, 5)
-    return X, SCALES * normal(N_TRAIN, 2, seed=1)
+    numbers = normal(N_TRAIN, 2, seed=1)
+    return X, SCALES * numbers
 
 
-def held_out_data(la) -> tuple[torch.Tensor, torch.Tensor]:
+def held_out_data(la) -> Data:
     """Draw inputs, and targets around their predictions."""
     X = normal(N_HELD_OUT, 5, seed=5)
-    f_mu = la.predictive_moments(X).f_mu
-    return X, f_mu + SCALES * normal(N_HELD_OUT, 2, seed=6)
+    moments = la.predictive_moments(X)
+    noise = normal(N_HELD_OUT, 2, seed=6)
+    return X, moments.f_mu + SCALES * noise
 
 
 def loader(
     X: torch.Tensor,
     y: torch.Tensor,
 ) -> DataLoader:
-    return DataLoader(TensorDataset(X, y), batch_size=5)
-
-
-def regressor() -> nn.Module:
-    return plain_model(2).requires_grad_(False)
+    data = TensorDataset(X, y)
+    return DataLoader(data, batch_size=5)
 
 
 def with_scales(
@@ -84,11 +98,15 @@ def with_scales(
         output_scales=output_scales,
         **options,
     )
-    la.fit(loader(*data_to_fit()))
+    X, y = data_to_fit()
+    la.fit(loader(X, y))
     return la
 
 
-def in_one_unit(structure: str = "lowrank_kron", **options: Any):
+def in_one_unit(
+    structure: str = "lowrank_kron",
+    **options: Any,
+):
     """Fit the posterior of the same model and targets, in one unit."""
     la = make(InUnits(), structure, "regression", **options)
     X, y = data_to_fit()
@@ -96,7 +114,10 @@ def in_one_unit(structure: str = "lowrank_kron", **options: Any):
     return la
 
 
-def both(structure: str = "lowrank_kron", **options: Any):
+def both(
+    structure: str = "lowrank_kron",
+    **options: Any,
+):
     """Fit with scales, and in one unit to the same data."""
     # Another noise than 1, which is what is multiplied by scales.
     options = {"sigma_noise": 0.5} | options
@@ -117,17 +138,21 @@ def assert_same_posterior(scaled, in_units) -> None:
 
     # The density of a number in another unit is another by the unit's factor.
     log_unit = SCALES.log().sum()
-    found = scaled.log_marginal_likelihood() + N_TRAIN * log_unit
+    of_data = N_TRAIN * log_unit
+    found = scaled.log_marginal_likelihood() + of_data
     expected = in_units.log_marginal_likelihood()
     assert_close(found, expected)
 
     prediction = scaled.predict(X)
-    expected = in_units.predict(X)
-    assert_close(prediction.total_std / SCALES, expected.total_std)
-    densities = prediction.log_density(y) + log_unit
-    assert_close(densities, expected.log_density(y / SCALES))
+    of_units = in_units.predict(X)
+    deviations = prediction.total_std / SCALES
+    assert_close(deviations, of_units.total_std)
+    found = prediction.log_density(y) + log_unit
+    expected = of_units.log_density(y / SCALES)
+    assert_close(found, expected)
 
 
+DEFAULT: dict[str, Any] = {}
 PAPER = {"backend_kwargs": laplace_lora_ext.PAPER_SETTINGS}
 DRAWN = {"backend_kwargs": {"stochastic": True}}
 EMPIRICAL = {"backend": LowRankKronEF}
@@ -136,13 +161,22 @@ EMPIRICAL = {"backend": LowRankKronEF}
 @pytest.mark.parametrize(
     ("structure", "options"),
     [
-        pytest.param("lowrank_kron", {}, id="lowrank_kron"),
-        pytest.param("lowrank_kron", PAPER, id="paper"),
-        pytest.param("lowrank_kron", EMPIRICAL, id="empirical"),
-        pytest.param("lowrank_kron", DRAWN, id="drawn"),
-        pytest.param("diag", {}, id="diag"),
-        pytest.param("full", {}, id="full"),
-        pytest.param("full", EMPIRICAL, id="full, empirical"),
+        ("lowrank_kron", DEFAULT),
+        ("lowrank_kron", PAPER),
+        ("lowrank_kron", EMPIRICAL),
+        ("lowrank_kron", DRAWN),
+        ("diag", DEFAULT),
+        ("full", DEFAULT),
+        ("full", EMPIRICAL),
+    ],
+    ids=[
+        "lowrank_kron",
+        "paper",
+        "empirical",
+        "drawn",
+        "diag",
+        "full",
+        "full, empirical",
     ],
 )
 def test_scales_are_a_change_of_unit(structure, options):
@@ -162,12 +196,17 @@ def search_by(
     if method == "agreement":
         X, _ = data_to_fit()
         return Agreement(train_loader=[X])
-    # Few steps do: what is compared is the way, and not where it ends.
-    if method == "marglik":
-        return Marglik(optimize_sigma_noise=True, n_steps=30)
     if method == "gridsearch":
         return GridSearch(val_loader=held_out, grid_size=7)
-    return ValGD(val_loader=held_out, n_steps=30, generator=generator())
+    # Few steps do: what is compared is the way, and not where it ends.
+    n_steps = 30
+    if method == "marglik":
+        return Marglik(optimize_sigma_noise=True, n_steps=n_steps)
+    return ValGD(
+        val_loader=held_out,
+        n_steps=n_steps,
+        generator=generator(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,12 +223,14 @@ def search_by(
 def test_searches_prefer_no_unit(structure, method):
     scaled, in_units = both(structure)
     inputs, y = held_out_data(scaled)
-    search_by(method, inputs, y)(scaled)
-    search_by(method, inputs, y / SCALES)(in_units)
+    search = search_by(method, inputs, y)
+    search(scaled)
+    search_in_units = search_by(method, inputs, y / SCALES)
+    search_in_units(in_units)
+    found = [scaled.sigma_noise, scaled.prior_precision]
+    expected = [in_units.sigma_noise, in_units.prior_precision]
     # Prior precisions are float32, and descents add up their rounding.
-    close = {"rtol": 1e-5, "atol": 0}
-    assert_close(scaled.sigma_noise, in_units.sigma_noise, **close)
-    assert_close(scaled.prior_precision, in_units.prior_precision, **close)
+    assert_close(found, expected, rtol=1e-5, atol=0)
     # To the same numbers, lest these roundings count.
     scaled.hyperparameters = in_units.hyperparameters
     assert_same_posterior(scaled, in_units)
@@ -198,22 +239,30 @@ def test_searches_prefer_no_unit(structure, method):
 def test_the_loss_of_a_search_is_that_of_the_targets_in_their_own_units():
     la = with_scales(sigma_noise=0.5)
     X, y = held_out_data(la)
-    history = GridSearch(val_loader=[(X, y)], grid_size=7)(la)
+    held_out = [(X, y)]
+    search = GridSearch(val_loader=held_out, grid_size=7)
+    history = search(la)
     # At the prior that the search has chosen.
-    densities = la.predict(X).log_density(y)
-    expected = -densities.mean().item()
-    found = history.objective.min().item()
-    assert found == pytest.approx(expected, rel=1e-6)
+    prediction = la.predict(X)
+    densities = prediction.log_density(y)
+    expected = -densities.mean()
+    found = history.objective.min()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-AS_LIST = [10, 0.05]
-
-
-@pytest.mark.parametrize("scales", [AS_LIST, np.array(AS_LIST), SCALES])
+@pytest.mark.parametrize(
+    "scales",
+    [
+        AS_LIST,
+        np.array(AS_LIST),
+        SCALES,
+    ],
+)
 def test_scales_of_every_kind_are_saved(tmp_path, scales):
     la = with_scales(output_scales=scales)
     la.save_pretrained(tmp_path)
-    loaded = laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
+    model = la.model.model
+    loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
     assert_close(loaded.output_noise, SCALES)
 
 
@@ -222,7 +271,7 @@ def test_files_keep_the_scales(tmp_path):
     la.save_pretrained(tmp_path)
     model = copy.deepcopy(la.model.model)
     loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
-    X = normal(N_HELD_OUT, 5, seed=5)
+    X, _ = held_out_data(la)
     found = loaded.predict(X)
     expected = la.predict(X)
     assert_close(found.total_std, expected.total_std)
@@ -239,45 +288,60 @@ def test_states_of_other_scales_are_refused():
 def test_other_trainings_have_the_same_scales():
     la = with_scales(sigma_noise=0.5)
     other = la.for_model(plain_model(2))
-    other.fit(loader(*data_to_fit()))
+    X, y = data_to_fit()
+    other.fit(loader(X, y))
     assert_close(other.output_noise, 0.5 * SCALES)
 
 
 # --- where scales are missing, or wrong -----------------------------------------------
 
 
-def residuals_of_different_sizes(la) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Make held-out data from which a posterior is off by the scales."""
+def search_by_residuals_of_different_sizes(la) -> None:
+    """Search by held-out data from which a posterior is off by the scales."""
     X, _ = data_to_fit()
-    f_mu = la.predictive_moments(X).f_mu
-    return [(X, f_mu + SCALES)]
+    moments = la.predictive_moments(X)
+    held_out = [(X, moments.f_mu + SCALES)]
+    search = GridSearch(val_loader=held_out, grid_size=7)
+    search(la)
 
 
 def test_residuals_of_different_sizes_are_warned_of_with_the_scales_to_pass():
     la = make(regressor(), "lowrank_kron", "regression")
-    la.fit(loader(*data_to_fit()))
-    held_out = residuals_of_different_sizes(la)
-    with pytest.warns(UserWarning, match=r"output_scales=\[10, 0\.05\]"):
-        GridSearch(val_loader=held_out, grid_size=7)(la)
+    X, y = data_to_fit()
+    la.fit(loader(X, y))
+    message = r"output_scales=\[10, 0\.05\]"
+    with pytest.warns(UserWarning, match=message):
+        search_by_residuals_of_different_sizes(la)
 
 
 def test_the_scales_that_the_warning_names_silence_it():
     la = with_scales(output_scales=[10, 0.05])
-    held_out = residuals_of_different_sizes(la)
     # Warnings are errors here.
-    GridSearch(val_loader=held_out, grid_size=7)(la)
+    search_by_residuals_of_different_sizes(la)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"output_scales": [1.0, 0.0]}, "output_scales must be positive"),
-        ({"output_scales": 2.0}, "a number for each output"),
         (
-            {"output_scales": [1.0, 2.0], "likelihood": "classification"},
+            {"output_scales": [1.0, 0.0]},
+            "output_scales must be positive",
+        ),
+        (
+            {"output_scales": 2.0},
+            "a number for each output",
+        ),
+        (
+            {
+                "output_scales": [1.0, 2.0],
+                "likelihood": "classification",
+            },
             "leave them out",
         ),
-        ({"sigma_noise": torch.tensor([1.0, 2.0])}, r"pass output_scales=\[\.\.\.\]"),
+        (
+            {"sigma_noise": torch.ones(2)},
+            r"pass output_scales=\[\.\.\.\]",
+        ),
     ],
 )
 def test_what_is_no_scale_is_refused(options, message):
@@ -287,7 +351,8 @@ def test_what_is_no_scale_is_refused(options, message):
 
 
 def test_a_scale_for_another_number_of_outputs_is_refused_by_the_fit():
-    with pytest.raises(ValueError, match="has 3 numbers, and the model 2 outputs"):
+    message = "has 3 numbers, and the model 2 outputs"
+    with pytest.raises(ValueError, match=message):
         with_scales(output_scales=[1, 2, 3])
 
 
@@ -298,8 +363,10 @@ def test_members_of_a_mixture_share_their_scales():
 
 
 def test_backends_of_the_host_have_one_noise():
-    with pytest.raises(NotImplementedError, match='hessian_structure="lowrank_kron"'):
-        make(plain_model(2), "kron", "regression", output_scales=[1, 2])
+    model = plain_model(2)
+    message = 'hessian_structure="lowrank_kron"'
+    with pytest.raises(NotImplementedError, match=message):
+        make(model, "kron", "regression", output_scales=[1, 2])
 
 
 # --- in stages ------------------------------------------------------------------------
@@ -310,27 +377,29 @@ DEVIATIONS = torch.tensor([10.0, 0.05])
 N_TESTS = 200
 
 
-def texts_that_tell_nothing(n: int) -> list[dict[str, torch.Tensor]]:
+def texts_that_tell_nothing(n: int) -> list[Batch]:
     """Give texts two targets, whose units have nothing in common."""
     noise = torch.randn(n, 2, generator=generator())
     targets = MEANS + DEVIATIONS * noise
     texts = []
     for text, target in zip(Texts(n), targets, strict=True):
-        texts.append(text | {"labels": target})
+        with_target = text | {"labels": target}
+        texts.append(with_target)
     return texts
 
 
 def trainer_of_numbers(
     folder: Path,
-    texts: list[dict[str, torch.Tensor]],
+    texts: list[Batch],
     max_steps: int = 20,
 ) -> Trainer:
     torch.manual_seed(0)
     base = base_model("bert", n_labels=2)
     base.config.problem_type = "regression"
+    head = base.classifier
     # Small steps would take long to get to the means, and make large slopes.
-    base.classifier.bias.data.copy_(MEANS)
-    base.classifier.weight.data.zero_()
+    head.bias.data.copy_(MEANS)
+    head.weight.data.zero_()
     config = LoraConfig(
         task_type="SEQ_CLS",
         r=2,
@@ -351,8 +420,9 @@ def trainer_of_numbers(
 
 def entropy_of_targets() -> float:
     """Compute the entropy of two normal numbers, the best NLL that there is: 2.14."""
-    of_one = 0.5 * math.log(2 * math.pi * math.e)
-    return 2 * of_one + DEVIATIONS.log().sum().item()
+    of_a_standard_one = 0.5 * math.log(2 * math.pi * math.e)
+    of_units = DEVIATIONS.log().sum()
+    return 2 * of_a_standard_one + of_units.item()
 
 
 # A few held-out texts may make a choice at an end of the grid.
@@ -367,12 +437,14 @@ def test_stages_find_the_noise_of_each_output(tmp_path, members):
 
     # The standard error of a deviation, relative to it, that n numbers tell.
     error_of_deviation = 1 / math.sqrt(2 * n_held_out)
+    four_errors = 4 * error_of_deviation
     for member in la.members:
         found = member.output_noise / DEVIATIONS
         ones = torch.ones_like(found)
-        assert_close(found, ones, rtol=4 * error_of_deviation, atol=0)
+        assert_close(found, ones, rtol=four_errors, atol=0)
     tests = DataLoader(texts[n_train:], batch_size=50)
-    nll = compare(la, tests).posterior["nll"]
+    figures = compare(la, tests)
+    nll = figures.posterior["nll"]
     # The mean of half a squared normal number varies by √(2 / n) / 2, in test texts and
     # in held-out texts, and that of each of two outputs.
     of_tests = math.sqrt(2 / N_TESTS) / 2

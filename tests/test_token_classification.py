@@ -1,7 +1,7 @@
 """Labels of tokens: a text is one of the data, its labels examples."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,16 +43,20 @@ from tests.support.dense import (
 from tests.support.models import (
     N_CLASSES,
     VOCABULARY,
+    Batch,
     base_model,
     lora_model,
     ragged_batches,
     record_calls,
     without_labels,
 )
-from tests.support.posteriors import PRIORS_ALONE, generator, make
+from tests.support.posteriors import (
+    PRIORS_ALONE,
+    generator,
+    make,
+)
 from tests.support.ranks import assert_alike, failures, on_ranks
 
-Batch = Mapping[str, torch.Tensor]
 TOKENS = "token_classification"
 # The label that transformers' own loss passes over.
 IGNORED = -100
@@ -64,6 +68,14 @@ PADDING = {
     "attention_mask": 0,
     "labels": IGNORED,
 }
+# Of predictions, which are NaN at padding.
+EXACT_OR_NAN = EXACT | {"equal_nan": True}
+
+# Factors of blocks and a number a weight, whose sums are made in different ways.
+of_two_structures = pytest.mark.parametrize(
+    "structure",
+    ["lowrank_kron", "diag"],
+)
 
 
 def bert(n_labels: int) -> nn.Module:
@@ -125,8 +137,11 @@ def token_classifier(
         # With B at 0, as PEFT begins, the gradient of A would be 0 everywhere.
         init_lora_weights=False,
     )
-    model = get_peft_model(BASES[kind](n_labels), lora)
-    return model.to(dtype).eval()
+    make_base = BASES[kind]
+    base = make_base(n_labels)
+    model = get_peft_model(base, lora)
+    model.to(dtype)
+    return model.eval()
 
 
 def is_real(batch: Batch) -> torch.Tensor:
@@ -134,7 +149,7 @@ def is_real(batch: Batch) -> torch.Tensor:
     return batch["attention_mask"].bool()
 
 
-def batches(batch_size: int = 3) -> list[dict[str, torch.Tensor]]:
+def batches(batch_size: int = 3) -> list[Batch]:
     """Make ragged texts of which some tokens are labelled, and one text has none."""
     found = ragged_batches(batch_size=batch_size)
     draws = generator(3)
@@ -142,7 +157,9 @@ def batches(batch_size: int = 3) -> list[dict[str, torch.Tensor]]:
         shape = batch["input_ids"].shape
         labels = torch.randint(0, N_CLASSES, shape, generator=draws)
         # Few enough that texts have gaps, and many enough that most have labels.
-        is_drawn = torch.rand(shape, generator=draws) < 0.6
+        share = 0.6
+        uniform = torch.rand(shape, generator=draws)
+        is_drawn = uniform < share
         has_label = is_drawn & is_real(batch)
         labels[~has_label] = IGNORED
         if number == 1:
@@ -151,7 +168,7 @@ def batches(batch_size: int = 3) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def first_batch() -> dict[str, torch.Tensor]:
+def first_batch() -> Batch:
     first, *_ = batches()
     return first
 
@@ -162,11 +179,14 @@ def is_labelled(batch: Batch) -> torch.Tensor:
 
 def labels_of(data: Sequence[Batch]) -> torch.Tensor:
     """Join the labels of all labelled tokens."""
-    of_batches = [batch["labels"][is_labelled(batch)] for batch in data]
+    of_batches = []
+    for batch in data:
+        labels = batch["labels"]
+        of_batches.append(labels[is_labelled(batch)])
     return torch.cat(of_batches)
 
 
-def texts_of(batch: Batch, rows: slice) -> dict[str, torch.Tensor]:
+def texts_of(batch: Batch, rows: slice) -> Batch:
     """Take some texts of a batch, with their padding."""
     return {key: value[rows] for key, value in batch.items()}
 
@@ -216,12 +236,17 @@ def tokens_of(
                 output = torch.func.functional_call(model, weights, (), text)
                 return output.logits[0]
 
-            derivatives = torch.func.jacrev(forward)(weights)
-            of_weights = [each.flatten(2) for each in derivatives.values()]
+            compute_derivatives = torch.func.jacrev(forward)
+            derivatives = compute_derivatives(weights)
+            of_weights = []
+            for derivative in derivatives.values():
+                of_weights.append(derivative.flatten(2))
             J = torch.cat(of_weights, dim=2)
             f = forward(weights).detach()
-            y = batch["labels"][row][is_token]
-            counts = (y != IGNORED) | every
+            of_text = batch["labels"][row]
+            y = of_text[is_token]
+            is_label = y != IGNORED
+            counts = is_label | every
             logits.append(f[counts])
             Js.append(J[counts])
             labels.append(y[counts])
@@ -232,27 +257,56 @@ def tokens_of(
     )
 
 
+def logits_of_all_tokens(la, data: Sequence[Batch]) -> torch.Tensor:
+    """Compute the model's own logits, of labelled tokens and others."""
+    model = la.model.model
+    tokens = tokens_of(model, data, every=True)
+    return tokens.f
+
+
 def moments_of(la, data: Sequence[Batch]) -> Moments:
     """Join the moments of the labelled tokens of all batches."""
-    of_batches = [la.predictive_moments(batch) for batch in data]
-    f_mu = torch.cat([moments.f_mu for moments in of_batches])
-    f_var = torch.cat([moments.f_var for moments in of_batches])
-    return Moments(f_mu, f_var)
+    means = []
+    covariances = []
+    for batch in data:
+        moments = la.predictive_moments(batch)
+        means.append(moments.f_mu)
+        covariances.append(moments.f_var)
+    return Moments(
+        f_mu=torch.cat(means),
+        f_var=torch.cat(covariances),
+    )
+
+
+def statistics_of(la, data: Sequence[Batch]):
+    # By default in float32, which is not as exact as what they are compared with.
+    return la.predictive_statistics(data, dtype=torch.float64)
+
+
+def predicted(la, data: Batch | Sequence[Batch]):
+    """Predict by draws of one seed, so that calls can be compared."""
+    return la.predict(data, generator=generator())
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
-@pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
+@pytest.mark.parametrize(
+    "structure",
+    ["lowrank_kron", "diag", "full"],
+)
 def test_curvature_evidence_and_covariances_are_exact(kind, structure):
     data = batches()
     la = fitted(kind, structure, data)
     model = la.model.model
     tokens = tokens_of(model, data)
-    assert torch.equal(tokens.y, labels_of(data))
+    labels = labels_of(data)
+    assert torch.equal(tokens.y, labels)
     fisher = softmax_fisher(tokens.f)
     H = dense_curvature(structure, model, tokens.Js, fisher)
     # Low-rank factors leave out what is rounding beside their largest eigenvalue.
-    rounding = 1e-10 * H.abs().max().item()
-    assert_close(curvature_of(la), H, rtol=1e-9, atol=rounding)
+    largest = H.abs().max()
+    rounding = 1e-10 * largest.item()
+    found = curvature_of(la)
+    assert_close(found, H, rtol=1e-9, atol=rounding)
 
     loss = cross_entropy(tokens.f, tokens.y, reduction="sum")
     assert_close(la.loss, loss, **EXACT)
@@ -260,26 +314,30 @@ def test_curvature_evidence_and_covariances_are_exact(kind, structure):
     assert la.n_data == N_TEXTS
     la.prior_precision = 3.0
     priors = torch.full_like(la.mean, 3.0)
+    found = la.log_marginal_likelihood()
     expected = evidence(H, -loss, la.mean, priors)
-    assert_close(la.log_marginal_likelihood(), expected, **EXACT)
+    assert_close(found, expected, **EXACT)
 
-    f_mu, f_var = moments_of(la, data)
+    moments = moments_of(la, data)
     covariances = glm_covariance(tokens.Js, H, priors)
-    assert_close(f_mu, tokens.f, **EXACT)
-    assert_close(f_var, covariances, **EXACT)
+    assert_close(moments.f_mu, tokens.f, **EXACT)
+    assert_close(moments.f_var, covariances, **EXACT)
 
 
 # 5 leaves a last batch of another size.
 @pytest.mark.parametrize("batch_size", [2, 5])
 def test_the_size_of_batches_changes_nothing(batch_size):
     (whole,) = batches(batch_size=N_TEXTS)
-    at_once = curvature_of(fitted(data=[whole]))
     parts = []
     for start in range(0, N_TEXTS, batch_size):
-        part = texts_of(whole, slice(start, start + batch_size))
+        rows = slice(start, start + batch_size)
+        part = texts_of(whole, rows)
         parts.append(part)
-    in_parts = curvature_of(fitted(data=parts))
-    assert_close(in_parts, at_once, **EXACT)
+    in_parts = fitted(data=parts)
+    at_once = fitted(data=[whole])
+    found = curvature_of(in_parts)
+    expected = curvature_of(at_once)
+    assert_close(found, expected, **EXACT)
 
 
 def test_padding_changes_nothing():
@@ -287,8 +345,13 @@ def test_padding_changes_nothing():
     three_on_the_right = (0, 3)
     for batch in longer:
         for key, value in PADDING.items():
-            batch[key] = pad(batch[key], three_on_the_right, value=value)
-    found = curvature_of(fitted(data=longer))
+            batch[key] = pad(
+                batch[key],
+                three_on_the_right,
+                value=value,
+            )
+    la = fitted(data=longer)
+    found = curvature_of(la)
     expected = curvature_of(fitted())
     assert_close(found, expected, **EXACT)
 
@@ -298,42 +361,56 @@ def test_drawn_labels_are_right_on_average():
     tokens = tokens_of(model, batches())
     fisher = softmax_fisher(tokens.f)
     blocks = gradient_blocks(model, tokens.Js, fisher)
-    exact = torch.stack([block.trace() for block in blocks])
-    drawn = fitted(model=model, **full_rank(num_samples=4000))
-    # A block has the trace of its output factor.
-    traces = [block.output_factor.trace for block in drawn.H_facs.blocks]
-    found = torch.stack(traces)
+    exact = [block.trace() for block in blocks]
+
+    settings = full_rank(num_samples=4000)
+    drawn = fitted(model=model, **settings)
+    found = []
+    for block in drawn.H_facs.blocks:
+        # A block has the trace of its output factor.
+        found.append(block.output_factor.trace)
     # So many draws come within two hundredths.
     assert_close(found, exact, rtol=0.05, atol=0)
 
 
 def test_labels_are_drawn_by_default_and_take_as_many_passes_as_draws():
     """A text costs its passes once for all of its tokens."""
-    la = fitted(**full_rank())
-    assert la.backend.settings["stochastic"] is None
+    backend = fitted(**full_rank()).backend
+    assert backend.settings["stochastic"] is None
     n_tokens = 5
     logits = torch.zeros(n_tokens, N_CLASSES)
     of_texts = torch.zeros(1, n_tokens)
-    seeds = la.backend.seeds(logits, of_texts)
+    seeds = backend.seeds(logits, of_texts)
     n_draws = 8
-    assert seeds.vectors.shape == (n_draws, n_tokens, N_CLASSES)
+    expected = (n_draws, n_tokens, N_CLASSES)
+    assert seeds.vectors.shape == expected
 
 
-@pytest.mark.parametrize("link", ["probit", "mean_field", "mc"])
+@pytest.mark.parametrize(
+    "link",
+    ["probit", "mean_field", "mc"],
+)
 def test_predictions_are_of_every_token_but_padding(link):
     la = fitted()
+
+    def predict(batch: Batch) -> torch.Tensor:
+        # Of one seed, since "mc" draws.
+        return la(batch, link_approx=link, generator=generator())
+
     for batch in batches():
         mask = is_real(batch)
-        p = la(batch, link_approx=link, generator=generator())
+        p = predict(batch)
         n_texts, n_tokens = mask.shape
         assert p.shape == (n_texts, n_tokens, N_CLASSES)
-        assert p[~mask].isnan().all()
-        sums = p[mask].sum(-1)
-        assert_close(sums, torch.ones_like(sums), **EXACT)
+        of_padding = p[~mask]
+        assert of_padding.isnan().all()
+        of_tokens = p[mask]
+        sums = of_tokens.sum(-1)
+        ones = torch.ones_like(sums)
+        assert_close(sums, ones, **EXACT)
         # Which tokens are labelled is nothing that a prediction may depend on.
-        texts = without_labels(batch)
-        again = la(texts, link_approx=link, generator=generator())
-        assert_close(again, p, equal_nan=True, **EXACT)
+        again = predict(without_labels(batch))
+        assert_close(again, p, **EXACT_OR_NAN)
 
 
 def test_so_narrow_a_prior_leaves_the_model_alone():
@@ -344,25 +421,27 @@ def test_so_narrow_a_prior_leaves_the_model_alone():
         p = la(batch)
         of_batches.append(p[is_real(batch)])
     found = torch.cat(of_batches)
-    tokens = tokens_of(la.model.model, batches(), every=True)
-    of_map = tokens.f.softmax(-1)
+    f = logits_of_all_tokens(la, batches())
+    of_map = f.softmax(-1)
     assert_close(found, of_map, rtol=1e-6, atol=1e-8)
 
 
 def test_a_prediction_has_entropies_of_each_token():
     batch = first_batch()
-    prediction = fitted().predict(batch, generator=generator())
+    prediction = predicted(fitted(), batch)
     mask = is_real(batch)
     # All but the probabilities have a number a token.
     _, *by_token = prediction
     for column in by_token:
         assert column.shape == mask.shape
     most_probable = prediction.probabilities.argmax(-1)
-    assert torch.equal(prediction.labels[mask], most_probable[mask])
-    assert (prediction.labels[~mask] == IGNORED).all()
+    expected = most_probable.where(mask, IGNORED)
+    assert torch.equal(prediction.labels, expected)
     information = prediction.epistemic_entropy
-    assert (information[mask] > 0).all()
-    assert information[~mask].isnan().all()
+    of_tokens = information[mask]
+    assert (of_tokens > 0).all()
+    of_padding = information[~mask]
+    assert of_padding.isnan().all()
 
 
 def test_a_prediction_of_a_loader_pads_its_batches_to_one_width():
@@ -371,17 +450,20 @@ def test_a_prediction_of_a_loader_pads_its_batches_to_one_width():
     width = 7
     # Its first text is of four tokens.
     narrower = 5
-    first_text = texts_of(second, slice(1))
-    narrow = {key: value[:, :narrower] for key, value in first_text.items()}
-    found = la.predict([narrow, first], generator=generator())
+    only_the_first = slice(1)
+    narrow = texts_of(second, only_the_first)
+    for key, value in narrow.items():
+        narrow[key] = value[:, :narrower]
+    found = predicted(la, [narrow, first])
     of_narrow, *_ = found.labels
     added = of_narrow[narrower:]
     assert len(added) == width - narrower
     assert (added == IGNORED).all()
     of_first = found.probabilities[1:]
-    assert of_first.shape == (3, width, N_CLASSES)
-    expected = la.predict(first, generator=generator()).probabilities
-    assert_close(of_first, expected, equal_nan=True, **EXACT)
+    n_texts = 3
+    assert of_first.shape == (n_texts, width, N_CLASSES)
+    by_itself = predicted(la, first)
+    assert_close(of_first, by_itself.probabilities, **EXACT_OR_NAN)
 
 
 # --- choices of a prior ---------------------------------------------------------------
@@ -389,21 +471,31 @@ def test_a_prediction_of_a_loader_pads_its_batches_to_one_width():
 may_end_at_the_grids_edge = pytest.mark.filterwarnings(
     "ignore:The best prior precision of the grid"
 )
-DATA_OF_METHODS = {
-    "agreement": {"train_loader": batches()},
-    "gridsearch": {"val_loader": batches(), **PRIORS_ALONE},
-    "val_gd": {"val_loader": batches(), "n_steps": 20},
+ARGUMENTS_OF_METHODS = {
+    "agreement": {
+        "train_loader": batches(),
+    },
+    "gridsearch": {
+        "val_loader": batches(),
+        **PRIORS_ALONE,
+    },
+    "val_gd": {
+        "val_loader": batches(),
+        "n_steps": 20,
+    },
     "marglik": {},
 }
 
 
 @may_end_at_the_grids_edge
-@pytest.mark.parametrize("method", DATA_OF_METHODS)
+@pytest.mark.parametrize("method", ARGUMENTS_OF_METHODS)
 def test_methods_choose_a_prior_by_labelled_tokens(method):
     la = fitted()
     torch.manual_seed(0)
-    la.optimize_prior_precision(method=method, **DATA_OF_METHODS[method])
-    assert la.prior_precision.isfinite().all()
+    arguments = ARGUMENTS_OF_METHODS[method]
+    la.optimize_prior_precision(method=method, **arguments)
+    chosen = la.prior_precision
+    assert chosen.isfinite().all()
 
 
 @may_end_at_the_grids_edge
@@ -415,16 +507,18 @@ def test_a_grid_search_minimises_the_loss_of_labelled_tokens():
         val_loader=batches(),
         **PRIORS_ALONE,
     )
-    best = int(history.objective.argmin())
+    losses = history.objective
+    best = losses.argmin()
     la.prior_precision = history.prior_precision[best]
     of_batches = []
     for batch in batches():
         p = la(batch, link_approx="mean_field")
         of_batches.append(p[is_labelled(batch)])
-    log_p = torch.cat(of_batches).log()
-    loss = nll_loss(log_p, labels_of(batches()))
+    probabilities = torch.cat(of_batches)
+    labels = labels_of(batches())
+    loss = nll_loss(probabilities.log(), labels)
     # The search keeps its statistics in float32.
-    assert_close(history.objective[best], loss, rtol=1e-5, atol=1e-6)
+    assert_close(losses[best], loss, rtol=1e-5, atol=1e-6)
 
 
 # --- predictions at a cost of their own -----------------------------------------------
@@ -432,42 +526,46 @@ def test_a_grid_search_minimises_the_loss_of_labelled_tokens():
 
 def test_statistics_give_the_moments_of_labelled_tokens():
     la = fitted()
-    statistics = la.predictive_statistics(batches(), dtype=torch.float64)
+    statistics = statistics_of(la, batches())
     found = statistics.moments(la.prior_precision)
     expected = moments_of(la, batches())
     assert_close(found.f_mu, expected.f_mu, **EXACT)
     assert_close(found.f_var, expected.f_var, **EXACT)
-    assert torch.equal(statistics.targets, labels_of(batches()))
+    labels = labels_of(batches())
+    assert torch.equal(statistics.targets, labels)
 
 
 def test_learnt_variances_predict_every_token_by_one_pass():
     la = fitted()
     learnt = la.amortize(batches())
     # Each once in its own text, and once in one with swapped tokens.
-    n_labelled = len(labels_of(batches()))
-    assert learnt.n_examples == 2 * n_labelled
+    labels = labels_of(batches())
+    assert learnt.n_examples == 2 * len(labels)
     # What the classifier reads, and the log-probabilities.
     hidden_size = 12
     n_features = hidden_size + N_CLASSES
     assert len(learnt.mean) == n_features
     batch = first_batch()
     calls = record_calls(la.model.model)
-    p = la(batch, pred_type="amortized", link_approx="mean_field")
+    learnt_p = la(batch, pred_type="amortized", link_approx="mean_field")
     assert len(calls) == 1
-    exact = la(batch, link_approx="mean_field")
-    assert p.shape == exact.shape
+    exact_p = la(batch, link_approx="mean_field")
+    assert learnt_p.shape == exact_p.shape
     # At padding alone, as the exact ones.
-    assert p.isnan().equal(exact.isnan())
+    found = learnt_p.isnan()
+    expected = exact_p.isnan()
+    assert torch.equal(found, expected)
 
 
 def assert_of_every_token(samples, batch, expected):
     """Check that samples are what is expected of tokens, and NaN at padding."""
     mask = is_real(batch)
-    n_samples = len(samples)
-    assert samples.shape == (n_samples, *mask.shape, N_CLASSES)
-    assert samples[:, ~mask].isnan().all()
-    of_each = expected.expand(n_samples, -1, -1)
-    assert_close(samples[:, mask], of_each, rtol=0, atol=1e-5)
+    for sample in samples:
+        assert sample.shape == (*mask.shape, N_CLASSES)
+        of_padding = sample[~mask]
+        assert of_padding.isnan().all()
+        of_tokens = sample[mask]
+        assert_close(of_tokens, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
@@ -476,14 +574,17 @@ def test_samples_are_of_every_token_but_padding(pred_type):
     batch = first_batch()
     # Each sample is then the model's own logits.
     la.prior_precision = NARROW
-    f = tokens_of(la.model.model, [batch], every=True).f
+    f = logits_of_all_tokens(la, [batch])
+    p = f.softmax(-1)
     logits = la.functional_samples(batch, pred_type, n_samples=3)
+    assert len(logits) == 3
     assert_of_every_token(logits, batch, f)
     probabilities = la.predictive_samples(batch, pred_type, n_samples=3)
-    assert_of_every_token(probabilities, batch, f.softmax(-1))
+    assert len(probabilities) == 3
+    assert_of_every_token(probabilities, batch, p)
     function = la.function(0, pred_type)
-    as_one_sample = function(batch)[None]
-    assert_of_every_token(as_one_sample, batch, f)
+    of_function = function(batch)
+    assert_of_every_token([of_function], batch, f)
 
 
 def test_a_joint_sample_is_that_of_one_function():
@@ -497,7 +598,8 @@ def test_a_joint_sample_is_that_of_one_function():
         generator=generator(),
         joint=True,
     )
-    assert_close(function(batch), joint_sample, equal_nan=True)
+    found = function(batch)
+    assert_close(found, joint_sample, equal_nan=True)
 
 
 def test_a_joint_sample_under_a_narrow_prior_is_the_model():
@@ -505,45 +607,57 @@ def test_a_joint_sample_under_a_narrow_prior_is_the_model():
     batch = first_batch()
     la.prior_precision = NARROW
     samples = la.functional_samples(batch, n_samples=1, joint=True)
-    f = tokens_of(la.model.model, [batch], every=True).f
+    assert len(samples) == 1
+    f = logits_of_all_tokens(la, [batch])
     assert_of_every_token(samples, batch, f)
 
 
 def predictions_of(la, text: Batch) -> dict[str, Any]:
     """Predict a text in every way."""
+    function = la.function(3)
     return {
         "probabilities": la(text),
         "moments": la.predictive_moments(text),
-        "function": la.function(3)(text),
-        "prediction": la.predict(text, generator=generator()),
+        "function": function(text),
+        "prediction": predicted(la, text),
     }
 
 
-def statistics_of(la, text: Batch) -> dict[str, torch.Tensor]:
+def kept_of(la, text: Batch) -> dict[str, torch.Tensor]:
     """Tell what is kept of a text's labelled tokens."""
-    statistics = la.predictive_statistics([text], dtype=torch.float64)
+    statistics = statistics_of(la, [text])
+    moments = statistics.moments(2.0)
     return {
-        "variances": statistics.moments(2.0).f_var,
+        "variances": moments.f_var,
         "targets": statistics.targets,
     }
 
 
 @pytest.fixture
-def long_text() -> dict[str, torch.Tensor]:
+def long_text() -> Batch:
     """Make a text of seven tokens, of which more than two are labelled."""
-    text = texts_of(first_batch(), slice(1))
-    assert is_real(text).sum() == 7
-    assert is_labelled(text).sum() > 2
+    only_the_first = slice(1)
+    text = texts_of(first_batch(), only_the_first)
+    n_tokens = is_real(text).sum()
+    assert n_tokens == 7
+    n_labelled = is_labelled(text).sum()
+    assert n_labelled > 2
     return text
 
 
-def two_tokens_at_a_time(la, monkeypatch: pytest.MonkeyPatch) -> None:
+def two_tokens_at_a_time(
+    la,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Leave the Jacobians of two tokens room, and no more."""
     numbers_of_two = 2 * N_CLASSES * la.n_params
     monkeypatch.setattr(recorder, "_NUMBERS", numbers_of_two)
 
 
-@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
+@pytest.mark.parametrize(
+    "structure",
+    ["lowrank_kron", "full"],
+)
 def test_a_long_text_is_predicted_alike_by_a_few_tokens_at_a_time(
     structure, long_text, monkeypatch
 ):
@@ -552,20 +666,21 @@ def test_a_long_text_is_predicted_alike_by_a_few_tokens_at_a_time(
     expected = predictions_of(la, long_text)
     two_tokens_at_a_time(la, monkeypatch)
     found = predictions_of(la, long_text)
-    assert_close(found, expected, equal_nan=True, **EXACT)
+    assert_close(found, expected, **EXACT_OR_NAN)
     # Of several texts, each by itself.
     of_first, *_ = la(first_batch())
     (of_text,) = expected["probabilities"]
-    assert_close(of_first, of_text, equal_nan=True, **EXACT)
+    assert_close(of_first, of_text, **EXACT_OR_NAN)
 
 
 def test_statistics_of_a_long_text_are_kept_by_a_few_tokens_at_a_time(
     long_text, monkeypatch
 ):
     la = fitted()
-    expected = statistics_of(la, long_text)
+    expected = kept_of(la, long_text)
     two_tokens_at_a_time(la, monkeypatch)
-    assert_close(statistics_of(la, long_text), expected, **EXACT)
+    found = kept_of(la, long_text)
+    assert_close(found, expected, **EXACT)
 
 
 def test_a_long_text_takes_a_pass_for_each_two_tokens(long_text, monkeypatch):
@@ -575,7 +690,8 @@ def test_a_long_text_takes_a_pass_for_each_two_tokens(long_text, monkeypatch):
     visit = _Jacobians.gradients
 
     def note(visitor, gradients):
-        n_rows.append(visitor._size.numel())
+        of_pass = visitor._size.numel()
+        n_rows.append(of_pass)
         visit(visitor, gradients)
 
     monkeypatch.setattr(_Jacobians, "gradients", note)
@@ -590,25 +706,27 @@ def test_a_long_text_takes_a_pass_for_each_two_tokens(long_text, monkeypatch):
 def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
     la = fitted()
     _, batch, _ = batches()
-    # Its second text is the one that has none.
-    assert not is_labelled(batch)[1].any()
-    expected = la.predictive_statistics([batch], dtype=torch.float64)
+    labelled = is_labelled(batch)
+    _, of_second, *_ = labelled
+    assert not of_second.any()
+    expected = statistics_of(la, [batch])
     # Not even one text's rows may be in a pass together.
     monkeypatch.setattr(recorder, "_ON_CPU", 1)
-    found = la.predictive_statistics([batch], dtype=torch.float64)
+    found = statistics_of(la, [batch])
     assert_close(found.columns, expected.columns, **EXACT)
     p = la(batch, fitting=True)
-    assert len(p) == is_labelled(batch).sum()
+    assert len(p) == labelled.sum()
 
 
 def test_figures_are_over_labelled_tokens():
     la = fitted()
     tokens = tokens_of(la.model.model, batches())
-    trained = compare(la, batches()).trained
-    nll = cross_entropy(tokens.f, tokens.y).item()
-    assert trained["nll"] == pytest.approx(nll)
-    is_right = tokens.f.argmax(-1) == tokens.y
+    nll = cross_entropy(tokens.f, tokens.y)
+    most_probable = tokens.f.argmax(-1)
+    is_right = most_probable == tokens.y
     accuracy = is_right.double().mean()
+    trained = compare(la, batches()).trained
+    assert trained["nll"] == pytest.approx(nll.item())
     assert trained["accuracy"] == pytest.approx(accuracy.item())
 
 
@@ -621,7 +739,9 @@ def test_a_model_of_tokens_tells_its_likelihood_and_a_file_keeps_it(tmp_path):
     la.save_pretrained(tmp_path)
     loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
     batch = first_batch()
-    assert_close(loaded(batch), la(batch), equal_nan=True)
+    found = loaded(batch)
+    expected = la(batch)
+    assert_close(found, expected, equal_nan=True)
 
 
 def test_steps_of_a_reasoning_have_two_classes():
@@ -629,17 +749,20 @@ def test_steps_of_a_reasoning_have_two_classes():
     data = ragged_batches()
     for batch in data:
         labels = torch.full_like(batch["input_ids"], IGNORED)
-        labels[:, 1] = torch.arange(len(labels)) % 2
+        numbers = torch.arange(len(labels))
+        # One step a text, right or wrong in turn, which ends with the second token.
+        labels[:, 1] = numbers % 2
         batch["labels"] = labels
     model = token_classifier("gpt2", n_labels=2)
     la = fitted(model=model, data=data)
     tokens = tokens_of(model, data)
     fisher = softmax_fisher(tokens.f)
     expected = gradient_curvature(model, tokens.Js, fisher)
-    assert_close(la.H.to_matrix(), expected, **EXACT)
+    found = la.H.to_matrix()
+    assert_close(found, expected, **EXACT)
     texts, *_ = data
-    n_texts, n_tokens = texts["input_ids"].shape
-    assert la(texts).shape == (n_texts, n_tokens, 2)
+    p = la(texts)
+    assert p.shape == (*texts["input_ids"].shape, 2)
 
 
 # --- texts without labels -------------------------------------------------------------
@@ -649,11 +772,12 @@ def test_steps_of_a_reasoning_have_two_classes():
 def with_a_batch_without_labels():
     """The batches, with one more whose texts lack labels."""
     first, *others = batches()
-    without = first | {"labels": torch.full_like(first["labels"], IGNORED)}
+    none = torch.full_like(first["labels"], IGNORED)
+    without = first | {"labels": none}
     return [first, without, *others]
 
 
-@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+@of_two_structures
 def test_texts_without_a_label_add_nothing_to_a_fit(
     structure, with_a_batch_without_labels
 ):
@@ -662,10 +786,12 @@ def test_texts_without_a_label_add_nothing_to_a_fit(
     n_without = 3
     assert other.n_data == la.n_data + n_without
     assert_close(other.loss, la.loss, **EXACT)
-    assert_close(curvature_of(other), curvature_of(la), **EXACT)
+    found = curvature_of(other)
+    expected = curvature_of(la)
+    assert_close(found, expected, **EXACT)
 
 
-@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+@of_two_structures
 def test_texts_without_a_label_change_no_figure(structure, with_a_batch_without_labels):
     la = fitted(structure=structure)
     found = compare(la, with_a_batch_without_labels)
@@ -673,24 +799,24 @@ def test_texts_without_a_label_change_no_figure(structure, with_a_batch_without_
     assert found.posterior == expected.posterior
 
 
-def chosen_by_agreement(la, loader: Sequence[Batch]) -> torch.Tensor:
+def chosen_by_agreement(la, loader) -> torch.Tensor:
     la.optimize_prior_precision(method="agreement", train_loader=loader)
     return la.prior_precision
 
 
-def chosen_by_a_grid_search(la, loader: Sequence[Batch]) -> torch.Tensor:
+def chosen_by_a_grid_search(la, loader) -> torch.Tensor:
     la.optimize_prior_precision(method="gridsearch", val_loader=loader)
     return la.prior_precision
 
 
-def learnt_weights(la, loader: Sequence[Batch]) -> torch.Tensor:
+def learnt_weights(la, loader) -> torch.Tensor:
     # Swapped tokens are drawn for each batch, of which one more changes the draws.
     learnt = la.amortize(loader, unlabelled=None)
     return learnt.weights
 
 
 @may_end_at_the_grids_edge
-@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+@of_two_structures
 @pytest.mark.parametrize(
     "choose",
     [chosen_by_agreement, chosen_by_a_grid_search, learnt_weights],
@@ -721,18 +847,19 @@ class LabelledTexts(Dataset):
         (whole,) = batches(batch_size=N_TEXTS)
         # One text without a label is among them, which one rank alone sees.
         whole["labels"][3] = IGNORED
+        masks = is_real(whole)
         self.texts = []
         for row in range(n_texts):
-            is_token = is_real(whole)[row]
             text = {}
             for key, value in whole.items():
-                text[key] = value[row][is_token]
+                of_row = value[row]
+                text[key] = of_row[masks[row]]
             self.texts.append(text)
 
     def __len__(self) -> int:
         return len(self.texts)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> Batch:
         return self.texts[index]
 
 
@@ -765,7 +892,7 @@ def dealt_loader(n_texts=5, batch_size=2):
 
 
 @may_end_at_the_grids_edge
-@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+@of_two_structures
 def test_several_processes_that_share_texts_do_as_one_does(structure):
     def job(_):
         loader = dealt_loader()
@@ -784,8 +911,10 @@ def test_several_processes_that_share_texts_do_as_one_does(structure):
         )
         learnt = la.amortize(loader, unlabelled=None)
         figures = compare(la, loader)
-        prediction = la.predict(loader, generator=generator())
+        prediction = predicted(la, loader)
+        # Five texts, the longest of seven tokens.
         assert prediction.labels.shape == (5, 7)
+        probabilities = prediction.probabilities
         return {
             "n_data": la.n_data,
             "loss": la.loss,
@@ -795,7 +924,8 @@ def test_several_processes_that_share_texts_do_as_one_does(structure):
             "learnt variances": learnt.weights.norm(),
             "figures of the model": figures.trained,
             "figures of the posterior": figures.posterior,
-            "probabilities": torch.nan_to_num(prediction.probabilities),
+            # Two NaN are never alike.
+            "probabilities": probabilities.nan_to_num(),
             "labels": prediction.labels,
         }
 
@@ -812,17 +942,23 @@ def test_statistics_of_several_processes_have_the_rows_of_texts_in_order(batch_s
         loader = dealt_loader(batch_size=batch_size)
         la = fitted(data=loader)
         assert la.n_data == 5
-        statistics = la.predictive_statistics(loader, dtype=torch.float64)
-        variances = statistics.moments(3.0).f_var
-        return statistics.f_mu, statistics.targets, variances
+        statistics = statistics_of(la, loader)
+        moments = statistics.moments(3.0)
+        return {
+            "logits": statistics.f_mu,
+            "labels": statistics.targets,
+            "variances": moments.f_var,
+        }
 
-    whole = padded(LabelledTexts(5).texts)
+    texts = LabelledTexts(5).texts
+    whole = padded(texts)
     tokens = tokens_of(token_classifier(), [whole])
-    results = on_ranks(job, 2)
-    for f_mu, targets, _ in results:
-        assert_close(f_mu, tokens.f, **EXACT)
-        assert torch.equal(targets, tokens.y)
-    assert_alike(results, job(0), **EXACT)
+    of_ranks = on_ranks(job, 2)
+    alone = job(0)
+    assert_alike(of_ranks, alone, **EXACT)
+    for of_rank in of_ranks:
+        assert_close(of_rank["logits"], tokens.f, **EXACT)
+        assert torch.equal(of_rank["labels"], tokens.y)
 
 
 def test_a_collator_that_makes_texts_of_its_own_is_refused_by_their_number():
@@ -835,8 +971,8 @@ def test_a_collator_that_makes_texts_of_its_own_is_refused_by_their_number():
         loader.collate_fn = twice
         la.predictive_statistics(loader)
 
-    messages = failures(on_ranks(job, 2))
-    for message in messages:
+    of_ranks = on_ranks(job, 2)
+    for message in failures(of_ranks):
         assert "The collator did not make 2 examples of 2" in message
 
 
@@ -854,8 +990,14 @@ def name_a_class_too_many(labels):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (label_padding, "labels where attention_mask is 0: set them to -100"),
-        (name_a_class_too_many, "must be -100 or from 0 to 2, but range from 0 to 3"),
+        (
+            label_padding,
+            "labels where attention_mask is 0: set them to -100",
+        ),
+        (
+            name_a_class_too_many,
+            "must be -100 or from 0 to 2, but range from 0 to 3",
+        ),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(change, message):
@@ -869,42 +1011,72 @@ def test_data_without_a_label_are_refused():
     data = batches()
     for batch in data:
         batch["labels"].fill_(IGNORED)
-    with pytest.raises(ValueError, match=r"No token of the data has a label"):
+    with pytest.raises(ValueError, match="No token of the data has a label"):
         fitted(data=data)
+    la = fitted()
+    first, *_ = data
     with pytest.raises(ValueError, match="no token is labelled"):
-        fitted()(data[0], fitting=True)
+        la(first, fitting=True)
 
 
-def test_labels_of_texts_are_told_of_their_likelihood():
-    of_texts = torch.zeros(3, dtype=torch.long)
-    batch = first_batch() | {"labels": of_texts}
-    message = r'\(texts, tokens\).*likelihood "classification"'
+def fit_labels_of_texts():
+    batch = first_batch()
+    n_texts = len(batch["labels"])
+    batch["labels"] = torch.zeros(n_texts, dtype=torch.long)
+    fitted(data=[batch])
+
+
+def fit_a_model_of_texts():
+    fitted(model=lora_model("bert"))
+
+
+def fit_a_model_of_tokens_as_one_of_texts():
+    la = make(token_classifier())
+    la.fit(batches())
+
+
+def make_one_of_a_model_that_writes():
+    make(lora_model("gpt2"), "lowrank_kron", TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (
+            fit_labels_of_texts,
+            r'\(texts, tokens\).*likelihood "classification"',
+        ),
+        (
+            fit_a_model_of_texts,
+            'one label a text use "classification"',
+        ),
+        (
+            fit_a_model_of_tokens_as_one_of_texts,
+            'use the likelihood "token_classification"',
+        ),
+        (
+            make_one_of_a_model_that_writes,
+            'a model that writes use "language_modeling"',
+        ),
+    ],
+)
+def test_another_likelihoods_data_or_models_are_told_which_it_is(
+    attempt: Callable[[], None],
+    message: str,
+):
     with pytest.raises(ValueError, match=message):
-        fitted(data=[batch])
-
-
-def test_a_model_of_texts_is_told_of_its_likelihood():
-    with pytest.raises(ValueError, match='one label a text use "classification"'):
-        fitted(model=lora_model("bert"))
-
-
-def test_a_model_of_tokens_is_told_of_its_likelihood():
-    with pytest.raises(ValueError, match='use the likelihood "token_classification"'):
-        make(token_classifier()).fit(batches())
-
-
-def test_a_model_that_writes_is_told_of_its_likelihood():
-    with pytest.raises(ValueError, match='a model that writes use "language_modeling"'):
-        make(lora_model("gpt2"), "lowrank_kron", TOKENS)
+        attempt()
 
 
 def test_what_ranks_whole_texts_is_refused():
-    with pytest.raises(NotImplementedError, match=r"epistemic_entropy.nansum\(1\)"):
-        fitted().acquire(batches(), 2)
+    la = fitted()
+    message = r"epistemic_entropy.nansum\(1\)"
+    with pytest.raises(NotImplementedError, match=message):
+        la.acquire(batches(), 2)
 
 
 def test_what_the_refusal_says_ranks_whole_texts():
-    prediction = fitted().predict(batches(), generator=generator())
+    prediction = predicted(fitted(), batches())
     of_texts = prediction.epistemic_entropy.nansum(1)
     assert of_texts.shape == (N_TEXTS,)
     assert of_texts.isfinite().all()
