@@ -11,12 +11,20 @@ import transformers
 from torch.testing import assert_close
 
 import laplace_lora_ext
-from tests.support.models import N_CLASSES, lora_model, ragged_batches
+from tests.support.models import (
+    N_CLASSES,
+    Batch,
+    lora_model,
+    ragged_batches,
+)
 from tests.support.trainers import trainer_of
 from tests.test_readme import FENCE, PROMPTS, write_adapter
 from tests.test_token_classification import token_classifier
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+# What a guide's blocks read and make, by its name.
+Names = dict[str, Any]
 
 
 # What is said of models that are not trained, and of a few texts.
@@ -29,7 +37,8 @@ def ignoring(messages: str) -> pytest.MarkDecorator:
 
 
 def text_of(page: str) -> str:
-    return (DOCS / page).read_text("utf-8")
+    path = DOCS / page
+    return path.read_text("utf-8")
 
 
 def blocks_of(text: str) -> list[str]:
@@ -48,21 +57,24 @@ def section_of(page: str, title: str) -> str:
     return section[1]
 
 
-def run(code: str, names: dict[str, Any], place: str) -> None:
+def run(code: str, names: Names, place: str) -> None:
     """Run a block, with its place in what an error says."""
-    exec(compile(code, place, "exec"), names)
+    block = compile(code, place, "exec")
+    exec(block, names)
 
 
-def run_section(page: str, title: str, names: dict[str, Any]) -> None:
+def run_section(page: str, title: str, names: Names) -> None:
     """Run the one block of a guide's section."""
-    (code,) = blocks_of(section_of(page, title))
+    section = section_of(page, title)
+    (code,) = blocks_of(section)
     run(code, names, f"{page}, {title}")
 
 
 def assert_probabilities(p: torch.Tensor) -> None:
     """Check that the last dimension adds up to one."""
     sums = p.sum(-1)
-    assert_close(sums, torch.ones_like(sums))
+    ones = torch.ones_like(sums)
+    assert_close(sums, ones)
 
 
 # --- answers --------------------------------------------------------------------------
@@ -71,24 +83,29 @@ def assert_probabilities(p: torch.Tensor) -> None:
 @ignoring(OF_TINY_MODELS)
 def test_answers_of_several_tokens(tmp_path):
     write_adapter(tmp_path, "gpt2")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     model = lora_model("gpt2", torch.float32)
     batches = ragged_batches(n_classes=2)
+    first, *_ = batches
     names = {
         "laplace_lora_ext": laplace_lora_ext,
         "torch": torch,
         "transformers": transformers,
-        "tokenizer": transformers.AutoTokenizer.from_pretrained(tmp_path),
+        "tokenizer": tokenizer,
         "model": model,
         "train_loader": batches,
-        "batch": batches[0],
+        "batch": first,
     }
     blocks = blocks_of(text_of("answers.md"))
+    # A block that was not found would not fail either.
     assert len(blocks) == 3
     for number, code in enumerate(blocks):
         run(code, names, f"answers.md, block {number}")
         assert_probabilities(names["probs"])
     batch, *_ = names["loader"]
-    loss = names["AnswerTrainer"].compute_loss(None, model, batch)
+    trainer = names["AnswerTrainer"]
+    loss = trainer.compute_loss(None, model, batch)
+    # Otherwise nothing would be learnt from it.
     assert loss.requires_grad
 
 
@@ -103,12 +120,12 @@ class Labels:
     of_texts: str
     tokens: str
     of_tokens: str
-    names: dict[str, Any]
+    names: Names
 
     def run(self, code: str) -> None:
         run(code, self.names, "labels.md")
 
-    def load(self, code: str) -> dict[str, torch.Tensor]:
+    def load(self, code: str) -> Batch:
         """Run a block that makes a loader, and take it for all data; return a batch."""
         self.run(code)
         loader = self.names["train_loader"]
@@ -124,10 +141,12 @@ class Labels:
 
 def some_labels_of_texts() -> list[tuple[str, list[str]]]:
     """Give texts none of two labels, the first, or both, by turns."""
+    both = ["returns", "billing"]
     texts = []
     for number, prompt in enumerate(PROMPTS):
         n_labels = number % 3
-        texts.append((prompt, ["returns", "billing"][:n_labels]))
+        labels = both[:n_labels]
+        texts.append((prompt, labels))
     return texts
 
 
@@ -136,7 +155,7 @@ def labels_of_words() -> list[tuple[list[str], list[int]]]:
     sentences = []
     for prompt in PROMPTS:
         words = prompt.split()
-        labels = [place % N_CLASSES for place in range(len(words))]
+        labels = [place % N_CLASSES for place, _ in enumerate(words)]
         sentences.append((words, labels))
     return sentences
 
@@ -144,56 +163,78 @@ def labels_of_words() -> list[tuple[list[str], list[int]]]:
 @pytest.fixture
 def labels_guide(tmp_path: Path) -> Labels:
     write_adapter(tmp_path, "bert")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     model = lora_model("bert", torch.float32)
     model.config.problem_type = "multi_label_classification"
+    token_model = token_classifier(dtype=torch.float32)
     names = {
         "laplace_lora_ext": laplace_lora_ext,
         "torch": torch,
         "transformers": transformers,
-        "tokenizer": transformers.AutoTokenizer.from_pretrained(tmp_path),
+        "tokenizer": tokenizer,
         "model": model,
-        "token_model": token_classifier(dtype=torch.float32),
+        "token_model": token_model,
         "train_texts": some_labels_of_texts(),
         "train_sentences": labels_of_words(),
     }
-    several, of_texts, tokens, of_tokens = blocks_of(text_of("labels.md"))
-    return Labels(several, of_texts, tokens, of_tokens, names)
+    text = text_of("labels.md")
+    several, of_texts, tokens, of_tokens = blocks_of(text)
+    return Labels(
+        several=several,
+        of_texts=of_texts,
+        tokens=tokens,
+        of_tokens=of_tokens,
+        names=names,
+    )
 
 
 @ignoring(f"{OF_TINY_MODELS}|best prior")
 def test_several_labels(labels_guide):
-    labels = labels_guide.load(labels_guide.several)["labels"]
+    batch = labels_guide.load(labels_guide.several)
+    labels = batch["labels"]
     # In the order of the guide's list of labels.
-    expected = torch.tensor([[0.0, 0, 0], [0, 0, 1], [1, 0, 1]])
+    expected = torch.tensor(
+        [
+            [0.0, 0.0, 0.0],
+            [0.0, 0.0, 1.0],
+            [1.0, 0.0, 1.0],
+        ]
+    )
     assert_close(labels[:3], expected)
 
     labels_guide.run(labels_guide.of_texts)
     names = labels_guide.names
     assert names["la"].likelihood == "multi_label_classification"
     prediction = names["prediction"]
-    assert prediction.probabilities.shape == labels.shape
-    assert_close(names["probs"], prediction.probabilities)
-    is_yes = prediction.probabilities > 0.5
+    p = prediction.probabilities
+    assert p.shape == labels.shape
+    assert_close(names["probs"], p)
+    is_yes = p > 0.5
     assert torch.equal(prediction.labels, is_yes.long())
     assert prediction.epistemic_entropy.shape == labels.shape
-    assert names["places"].shape == (2,)
+    assert len(names["places"]) == 2
 
 
 @ignoring(f"{OF_TINY_MODELS}|best prior")
 def test_labels_of_tokens(labels_guide):
     batch = labels_guide.load(labels_guide.tokens)
     labels = batch["labels"]
+    # Of a word in several pieces the first alone has a label, and padding has none.
     assert (labels == -100).any()
 
     labels_guide.run(labels_guide.of_tokens)
     names = labels_guide.names
     assert names["la"].likelihood == "token_classification"
     is_real = batch["attention_mask"].bool()
-    assert_probabilities(names["probs"][is_real])
-    assert names["probs"].shape == (*labels.shape, N_CLASSES)
-    assert (names["prediction"].labels[~is_real] == -100).all()
-    assert torch.equal(names["doubt"].isnan(), ~is_real)
-    assert names["places"].shape == (2,)
+    p = names["probs"]
+    assert p.shape == (*labels.shape, N_CLASSES)
+    assert_probabilities(p[is_real])
+    prediction = names["prediction"]
+    of_padding = prediction.labels[~is_real]
+    assert (of_padding == -100).all()
+    has_no_doubt = names["doubt"].isnan()
+    assert torch.equal(has_no_doubt, ~is_real)
+    assert len(names["places"]) == 2
 
 
 # --- priors ---------------------------------------------------------------------------
@@ -203,20 +244,28 @@ def test_labels_of_tokens(labels_guide):
 def test_numbers_with_their_noise(capsys):
     batches = ragged_batches()
     for batch in batches:
-        batch["labels"] = batch["labels"].double()
+        labels = batch["labels"]
+        batch["labels"] = labels.double()
+    model = lora_model("bert", n_labels=1)
     names = {
         "laplace_lora_ext": laplace_lora_ext,
-        "model": lora_model("bert", n_labels=1),
+        "model": model,
         "train_loader": batches,
         "val_loader": batches,
         "test_loader": batches,
     }
     run_section("priors.md", "Numbers with their noise", names)
-    assert (names["low"] < names["median"]).all()
-    assert (names["median"] < names["high"]).all()
-    assert_close(names["median"], names["prediction"].mean)
-    assert set(names["comparison"].posterior) == {"rmse", "nll", "coverage", "crps"}
-    assert "coverage" in capsys.readouterr().out
+    median = names["median"]
+    is_above = median > names["low"]
+    assert is_above.all()
+    is_below = median < names["high"]
+    assert is_below.all()
+    prediction = names["prediction"]
+    assert_close(median, prediction.mean)
+    figures = names["comparison"].posterior
+    assert set(figures) == {"rmse", "nll", "coverage", "crps"}
+    printed = capsys.readouterr()
+    assert "coverage" in printed.out
 
 
 @ignoring(OF_TINY_MODELS)
@@ -224,19 +273,22 @@ def test_new_data_without_the_old(tmp_path):
     model = lora_model("bert", torch.float32)
     la = laplace_lora_ext.Laplace(model)
     la.fit(ragged_batches())
+    trainer = trainer_of(tmp_path, model=model)
     names = {
         "laplace_lora_ext": laplace_lora_ext,
         "la": la,
-        "new_trainer": trainer_of(tmp_path, model=model),
+        "new_trainer": trainer,
         "new_loader": ragged_batches(seed=2),
     }
     run_section("priors.md", "New data, without the old", names)
-    assert names["la_of_both"].n_data == 2 * la.n_data
+    of_both = names["la_of_both"]
+    assert of_both.n_data == 2 * la.n_data
     # The adapter that was trained is the posterior's.
     assert la.penalty() > 0
 
 
 def test_losses_of_ones_own_are_explained_in_few_sentences():
     section = section_of("priors.md", "Class weights")
-    n_sentences = section.count(". ") + section.count(".\n")
-    assert n_sentences == 3
+    n_within_lines = section.count(". ")
+    n_at_ends = section.count(".\n")
+    assert n_within_lines + n_at_ends == 3
