@@ -12,50 +12,65 @@ from torch.testing import assert_close
 import laplace_lora_ext
 from tests.compatibility.kinds import with_dora, with_frozen_a
 from tests.support.dense import full_rank
-from tests.support.models import base_model, first_batch, lora_model, pairs, plain_model
+from tests.support.models import (
+    base_model,
+    first_batch,
+    lora_model,
+    pairs,
+    plain_model,
+)
 from tests.support.posteriors import STRUCTURES, fitted, make, sizes
 
 
 def test_doras_identity_is_no_input_of_expand():
     n = 5
-    ((X, y),) = pairs(n=n)
-    la = make(with_dora(), **full_rank(kfac_approx="expand"))
-    la.fit([(X, y)])
+    batches = pairs(n=n)
+    settings = full_rank(kfac_approx="expand")
+    la = make(with_dora(), **settings)
+    la.fit(batches)
+    sums = la.H_facs.blocks
     # DoRA sends an identity through A and B too, which is no input of theirs.
-    for block in la.H_facs.blocks:
+    for block in sums:
         assert block.normalizer == n
-    of_first_A, *_ = la.H_facs.blocks
-    assert_close(of_first_A.input_factor.trace, X.square().sum())
+    # The first A reads the examples as they are.
+    ((X, _),) = batches
+    found = sums[0].input_factor.trace
+    assert_close(found, X.square().sum())
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
 def test_hosts_backends_are_refused_for_dora(structure):
+    model = with_dora()
     message = r"don't support DoRA.*first\.lora_A"
     with pytest.raises(NotImplementedError, match=message):
-        make(with_dora(), structure, backend=CurvlinopsGGN)
+        make(model, structure, backend=CurvlinopsGGN)
 
 
 def test_statistics_of_b_are_those_that_it_has_beside_a():
     settings = full_rank(kfac_approx="expand")
+    batches = pairs(2)
     both = make(plain_model(), **settings)
-    both.fit(pairs(2))
+    both.fit(batches)
     alone = make(with_frozen_a(), **settings)
-    alone.fit(pairs(2))
+    alone.fit(batches)
     # Blocks of A and B take turns.
     is_b = torch.tensor([False, True, False, True])
     n_weights = torch.tensor(sizes(both))
     of_b = is_b.repeat_interleave(n_weights)
     H = both.H.to_matrix()
-    assert_close(alone.H.to_matrix(), H[of_b][:, of_b])
+    found = alone.H.to_matrix()
+    assert_close(found, H[of_b][:, of_b])
 
 
 def loaded_for_inference(folder: Path) -> PeftModel:
     """Load an adapter of which PEFT makes no weight trainable."""
+    # The base model of `lora_model`.
     torch.manual_seed(0)
     base = base_model("bert").double()
     model = PeftModel.from_pretrained(base, folder)
     for name, weight in model.named_parameters():
-        assert not ("lora_" in name and weight.requires_grad), name
+        if "lora_" in name:
+            assert not weight.requires_grad, name
     return model
 
 
@@ -72,20 +87,24 @@ def test_a_posterior_over_b_alone_is_saved_and_loaded(structure, tmp_path):
     la.model.model.save_pretrained(tmp_path)
     loaded = loaded_for_inference(tmp_path)
     again = laplace_lora_ext.from_pretrained(loaded, tmp_path)
-    names = [block.name for block in la.blocks]
-    assert [block.name for block in again.blocks] == names
+    # Which are trained can't be seen of the model: the file must say it.
+    found = [block.name for block in again.blocks]
+    expected = [block.name for block in la.blocks]
+    assert found == expected
     batch = first_batch()
-    assert_close(again(batch), la(batch))
+    found = again(batch)
+    assert_close(found, la(batch))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_posterior_over_both_does_not_take_the_state_of_one_over_b(structure):
-    state = fitted_over_b(structure).state_dict()
-    # The rank of `fitted`.
-    settings = {"backend_kwargs": {"rank": 3}} if structure == "lowrank_kron" else {}
-    of_both = make(lora_model("bert"), structure, **settings)
-    with pytest.raises(ValueError, match=r"lora_A\.weight .*was None at the fit"):
-        of_both.load_state_dict(state)
+    over_b = fitted_over_b(structure)
+    state = over_b.state_dict()
+    # Of the same rank: that the weights differ is all that is wrong.
+    over_both = fitted(structure=structure)
+    message = r"lora_A\.weight .*was None at the fit"
+    with pytest.raises(ValueError, match=message):
+        over_both.load_state_dict(state)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -97,16 +116,18 @@ def test_draws_of_a_posterior_over_b_alone_have_their_own_b(structure, tmp_path)
     written = load_file(tmp_path / "adapter_model.safetensors")
     for name, value in written.items():
         is_drawn = not torch.equal(drawn[name], value)
-        assert is_drawn == ("lora_B" in name), name
+        is_b = "lora_B" in name
+        assert is_drawn == is_b, name
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_posterior_over_b_alone_is_guarded_against_another_a(structure):
     la = fitted_over_b(structure)
     batch = first_batch()
-    A = la.blocks[0].owner.lora_A["default"]
-    with torch.no_grad():
-        A.weight.add_(1e-3)
+    first, *_ = la.blocks
+    A = first.owner.lora_A["default"]
+    # It takes no part, and yet decides what B's inputs are.
+    A.weight.data += 1e-3
     message = r"query\.lora_A\.weight differs from that of the fit"
     with pytest.raises(RuntimeError, match=message):
         la(batch)

@@ -5,17 +5,26 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    TensorDataset,
+)
 
 from tests.support.models import pairs
 from tests.support.posteriors import fitted
 
 NO_EXAMPLES = TensorDataset(torch.zeros(0, 5))
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.mark.parametrize(
     "loader",
-    [[], iter(()), DataLoader(NO_EXAMPLES)],
+    [
+        pytest.param([], id="a list"),
+        pytest.param(iter(()), id="an iterator"),
+        pytest.param(DataLoader(NO_EXAMPLES), id="a loader"),
+    ],
 )
 def test_an_empty_loader_is_refused(la, loader):
     with pytest.raises(ValueError, match="no data"):
@@ -23,69 +32,72 @@ def test_an_empty_loader_is_refused(la, loader):
 
 
 ((X, Y),) = pairs()
+NEITHER = {
+    "tensor": X,
+    "tuple of one": (X,),
+    "tuple of three": (X, Y, None),
+    "none": None,
+    "text": "text",
+}
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        pytest.param(X, id="tensor"),
-        pytest.param((X,), id="tuple of one"),
-        pytest.param((X, Y, None), id="tuple of three"),
-        pytest.param(None, id="none"),
-        pytest.param("text", id="text"),
-    ],
-)
+@pytest.mark.parametrize("batch", NEITHER.values(), ids=NEITHER)
 def test_a_batch_that_is_neither_a_mapping_nor_a_pair_is_refused(la, batch):
-    message = rf"a pair \(X, y\), not {type(batch).__name__}"
+    name = type(batch).__name__
+    message = rf"a pair \(X, y\), not {name}"
     with pytest.raises(TypeError, match=message):
         la.fit([batch])
 
 
-def fit(la, rows) -> None:
-    la.fit(rows)
+# As in a data set of tokenised texts that no collator has made tensors of.
+ROWS = [
+    {"input_ids": [3, 4], "labels": 1},
+    {"input_ids": [5], "labels": 0},
+]
 
 
-def predict(la, rows) -> None:
-    la.predict(rows)
-
-
-def predict_one(la, rows) -> None:
-    la(rows[0])
-
-
-@pytest.mark.parametrize("use", [fit, predict, predict_one])
-def test_lists_of_tokens_want_a_collator(use):
-    rows = [
-        {"input_ids": [3, 4], "labels": 1},
-        {"input_ids": [5], "labels": 0},
-    ]
+def test_a_fit_of_lists_of_tokens_wants_a_collator():
+    la = fitted()
     with pytest.raises(TypeError, match="as collators make them"):
-        use(fitted(), rows)
+        la.fit(ROWS)
+
+
+def test_predictions_from_lists_of_tokens_want_a_collator():
+    la = fitted()
+    with pytest.raises(TypeError, match="as collators make them"):
+        la.predict(ROWS)
+
+
+def test_a_prediction_from_a_list_of_tokens_wants_a_collator():
+    la = fitted()
+    with pytest.raises(TypeError, match="as collators make them"):
+        la(ROWS[0])
 
 
 # --- six examples, in batches of four at most -----------------------------------------
 
 
-def six_examples() -> tuple[torch.Tensor, torch.Tensor]:
-    ((X, y),) = pairs(n=6)
-    return X, y
+def six_examples() -> Pair:
+    (batch,) = pairs(n=6)
+    return batch
 
 
-def four_and_two() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def four_and_two() -> list[Pair]:
     """Make a batch of four examples and one of two."""
-    return [*pairs(n=4), *pairs(n=2)]
+    return pairs(n=4) + pairs(n=2)
 
 
 class Stream(IterableDataset):
     """A data set without a length."""
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Pair]:
         X, y = six_examples()
         yield from zip(X, y, strict=True)
 
 
 def data_set() -> DataLoader:
-    return DataLoader(TensorDataset(*six_examples()), batch_size=4)
+    examples = TensorDataset(*six_examples())
+    return DataLoader(examples, batch_size=4)
 
 
 def data_set_of_batches() -> DataLoader:
@@ -96,12 +108,19 @@ def stream() -> DataLoader:
     return DataLoader(Stream(), batch_size=4)
 
 
-def generator() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def generator() -> Iterator[Pair]:
     yield from four_and_two()
 
 
 @pytest.mark.parametrize(
-    "make_loader", [data_set, data_set_of_batches, stream, generator]
+    "make_loader",
+    [
+        data_set,
+        # Its data set's length is that of batches, not of examples.
+        data_set_of_batches,
+        stream,
+        generator,
+    ],
 )
 def test_what_is_seen_whole_is_counted_without_a_warning(la, make_loader):
     with warnings.catch_warnings():
@@ -112,13 +131,26 @@ def test_what_is_seen_whole_is_counted_without_a_warning(la, make_loader):
 
 def test_drop_last_counts_what_was_seen_and_warns(la):
     X, y = six_examples()
-    loader = DataLoader(TensorDataset(X, y), batch_size=4, drop_last=True)
-    with pytest.warns(UserWarning, match=r"4 examples.*data set has 6") as caught:
+    loader = DataLoader(
+        TensorDataset(X, y),
+        batch_size=4,
+        drop_last=True,
+    )
+    message = r"4 examples.*data set has 6"
+    with pytest.warns(UserWarning, match=message) as caught:
         la.fit(loader)
     assert la.n_data == 4
-    (warning,) = [each for each in caught if "data set has" in str(each.message)]
+    ours = []
+    for warning in caught:
+        if "data set has" in str(warning.message):
+            ours.append(warning)
+    # It is given once.
+    (warning,) = ours
     # It points to the user's own line.
     assert warning.filename == __file__
+
     found = la.log_marginal_likelihood()
-    la.fit([(X[:4], y[:4])])
-    assert torch.equal(found, la.log_marginal_likelihood())
+    four = (X[:4], y[:4])
+    la.fit([four])
+    expected = la.log_marginal_likelihood()
+    assert torch.equal(found, expected)

@@ -14,13 +14,33 @@ from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.factors import StreamingUpdates
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.passes import graph
-from tests.support.models import N_CLASSES, first_batch, lora_model, ragged_batches
+from tests.support.models import (
+    N_CLASSES,
+    first_batch,
+    lora_model,
+    ragged_batches,
+)
 from tests.support.posteriors import count_forward_passes, fitted
+
+Batch = dict[str, torch.Tensor]
 
 WIDTH = 52
 # Sizes of the large factors, and of nothing else.
-LARGE = {WIDTH, 2 * WIDTH, 3 * WIDTH}
-PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "mv", "dot"}
+LARGE = {
+    WIDTH,
+    2 * WIDTH,
+    3 * WIDTH,
+}
+PRODUCTS = {
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "linear",
+    "matmul",
+    "mv",
+    "dot",
+}
 # Each backward pass goes through the model's layer norms once.
 LAYER_NORM_BACKWARD = "native_layer_norm_backward"
 
@@ -28,20 +48,24 @@ LAYER_NORM_BACKWARD = "native_layer_norm_backward"
 class NewTensors(TorchDispatchMode):
     """Notes operations, and shapes of tensors that they make, views left out."""
 
-    def __init__(self, weights: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        weights: Iterable[torch.Tensor] = (),
+    ) -> None:
         super().__init__()
-        self.shapes: set[tuple[int, ...]] = set()
+        self.shapes: set[torch.Size] = set()
         self.calls: Counter[str] = Counter()
         # Numbers through layer norms, in proportion to the vectors that pass back at
         # once.
         self.backward = 0
         # Shapes of products' operands, the model's weights left out.
-        self.operands: set[tuple[int, ...]] = set()
-        self._weights = {_storage(weight) for weight in weights}
+        self.operands: set[torch.Size] = set()
+        self._weights = _storages(weights)
 
     @property
     def largest(self) -> int:
-        return max(torch.Size(shape).numel() for shape in self.shapes)
+        """Count the numbers of the largest tensor."""
+        return max(shape.numel() for shape in self.shapes)
 
     def __torch_dispatch__(
         self,
@@ -54,36 +78,50 @@ class NewTensors(TorchDispatchMode):
         results = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         self.calls[name] += 1
+        given = _tensors(args) + _tensors(kwargs)
         if name == LAYER_NORM_BACKWARD:
-            self.backward += args[0].numel()
+            slopes = args[0]
+            self.backward += slopes.numel()
         if name in PRODUCTS:
-            for operand in _tensors(args):
-                if _storage(operand) not in self._weights:
-                    self.operands.add(tuple(operand.shape))
-        given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+            for operand in given:
+                is_weight = _storage(operand) in self._weights
+                if not is_weight:
+                    self.operands.add(operand.shape)
+        of_given = _storages(given)
         for tensor in _tensors(results):
-            is_view = _storage(tensor) in given
+            is_view = _storage(tensor) in of_given
             if not is_view:
-                self.shapes.add(tuple(tensor.shape))
+                self.shapes.add(tensor.shape)
         return results
 
 
-def _tensors(tree) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    tensors = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+    return tensors
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def one_hot_seeds(n: int, n_classes: int = N_CLASSES) -> torch.Tensor:
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {_storage(tensor) for tensor in tensors}
+
+
+def one_hot_seeds(
+    n: int,
+    n_classes: int = N_CLASSES,
+) -> torch.Tensor:
     """Make the first seeds `(n, n_classes)` of backward passes, one logit each."""
     return torch.eye(n_classes)[:n]
 
 
 def bare_loop(
     la,
-    batch: dict[str, torch.Tensor],
+    batch: Batch,
     seeds: torch.Tensor,
 ) -> NewTensors:
     """Run one forward pass, and as many backward passes as there are seeds."""
@@ -105,24 +143,27 @@ def bare_loop(
 
 def of_classes(n_classes: int):
     """Fit a posterior of a classifier of so many classes."""
-    return fitted(
-        model=lora_model("bert", n_labels=n_classes),
-        batches=ragged_batches(n_classes=n_classes),
-    )
+    model = lora_model("bert", n_labels=n_classes)
+    batches = ragged_batches(n_classes=n_classes)
+    return fitted(model=model, batches=batches)
 
 
 def passes_counter(
     la,
-    batch: dict[str, torch.Tensor],
+    batch: Batch,
 ) -> Callable[..., float]:
     """Make a function that counts the backward passes of a call."""
     seed = one_hot_seeds(1, la.n_outputs)
-    of_one_pass = bare_loop(la, batch, seed).backward
+    one_pass = bare_loop(la, batch, seed)
 
-    def n_passes(call: Callable[..., Any], *args: Any, **keywords: Any) -> float:
+    def n_passes(
+        call: Callable[..., Any],
+        *args: Any,
+        **keywords: Any,
+    ) -> float:
         with NewTensors() as made:
             call(*args, **keywords)
-        return made.backward / of_one_pass
+        return made.backward / one_pass.backward
 
     return n_passes
 
@@ -134,9 +175,12 @@ def test_links_of_differences_take_a_backward_pass_a_contrast(n_classes):
     n_passes = passes_counter(la, batch)
     n_contrasts = n_classes - 1
     for link in ("mean_field", "mc"):
-        assert n_passes(la, batch, link_approx=link) == n_contrasts
-        assert n_passes(la.predict, batch, link) == n_contrasts
-    assert n_passes(la.predict_proba, batch) == n_contrasts
+        of_call = n_passes(la, batch, link_approx=link)
+        assert of_call == n_contrasts
+        of_predict = n_passes(la.predict, batch, link)
+        assert of_predict == n_contrasts
+    of_predict_proba = n_passes(la.predict_proba, batch)
+    assert of_predict_proba == n_contrasts
 
 
 @pytest.mark.parametrize("n_classes", [2, 3, 5])
@@ -144,9 +188,17 @@ def test_what_reads_each_logit_by_itself_takes_a_backward_pass_a_class(n_classes
     la = of_classes(n_classes)
     batch = first_batch()
     n_passes = passes_counter(la, batch)
-    assert n_passes(la, batch, link_approx="probit") == n_classes
-    assert n_passes(la, batch, link_approx="mc", diagonal_output=True) == n_classes
-    assert n_passes(la.predictive_moments, batch) == n_classes
+    of_probit = n_passes(la, batch, link_approx="probit")
+    assert of_probit == n_classes
+    of_diagonal = n_passes(
+        la,
+        batch,
+        link_approx="mc",
+        diagonal_output=True,
+    )
+    assert of_diagonal == n_classes
+    of_moments = n_passes(la.predictive_moments, batch)
+    assert of_moments == n_classes
 
 
 def search(la, data) -> None:
@@ -165,6 +217,7 @@ def test_many_classes_take_a_backward_pass_for_eight_contrasts_at_most():
     la = of_classes(40)
     batch = first_batch()
     n_passes = passes_counter(la, batch)
+    # Each at least one, so that passes were counted at all.
     by_default = [
         n_passes(la, batch, link_approx="mean_field"),
         n_passes(la, batch, link_approx="mc"),
@@ -191,10 +244,18 @@ def test_the_number_of_contrasts_can_be_chosen():
     la = of_classes(n_classes)
     batch = first_batch()
     n_passes = passes_counter(la, batch)
-    assert n_passes(la, batch, link_approx="mean_field", n_contrasts=2) == 2
+    of_two = n_passes(
+        la,
+        batch,
+        link_approx="mean_field",
+        n_contrasts=2,
+    )
+    assert of_two == 2
     # There are no more than a class less.
-    assert n_passes(la.predict, batch, n_contrasts=100) == n_classes - 1
-    assert n_passes(la.predictive_moments, batch) == n_classes
+    of_too_many = n_passes(la.predict, batch, n_contrasts=100)
+    assert of_too_many == n_classes - 1
+    of_moments = n_passes(la.predictive_moments, batch)
+    assert of_moments == n_classes
 
 
 # --- how many passes, and which tensors -----------------------------------------------
@@ -203,24 +264,30 @@ def test_the_number_of_contrasts_can_be_chosen():
 @pytest.fixture(params=[1, N_CLASSES - 1])
 def seeds_at_once(request, monkeypatch) -> int:
     """Let backward passes take one seed at a time, or all of them at once."""
+    # More than a batch of all seeds has.
     most_rows = 1 if request.param == 1 else 1000
     monkeypatch.setattr(graph, "_ROWS", most_rows)
     return request.param
 
 
-def texts() -> list[dict[str, torch.Tensor]]:
+def texts() -> list[Batch]:
     return ragged_batches(batch_size=4)
 
 
 @pytest.fixture(params=["gradient", "expand"])
 def wide(request):
     """Fit a posterior with large factors once, to find out whose rows are whose."""
+    model = lora_model("bert", torch.float32, hidden_size=WIDTH)
+    settings = {
+        "rank": 4,
+        "kfac_approx": request.param,
+    }
     la = laplace.Laplace(
-        lora_model("bert", torch.float32, hidden_size=WIDTH),
+        model,
         "classification",
-        "lora",
-        "lowrank_kron",
-        backend_kwargs={"rank": 4, "kfac_approx": request.param},
+        subset_of_weights="lora",
+        hessian_structure="lowrank_kron",
+        backend_kwargs=settings,
     )
     la.fit(texts())
     return la
@@ -229,37 +296,47 @@ def wide(request):
 def test_a_fit_takes_few_passes_and_makes_no_large_tensor(wide, seeds_at_once):
     """Counts of passes and sizes are the same on any machine."""
     batches = texts()
+    weights = wide.model.parameters()
     forwards = count_forward_passes(wide)
-    with NewTensors(wide.model.parameters()) as made:
+    with NewTensors(weights) as made:
         wide.fit(batches)
     assert len(forwards) == len(batches)
     n_seeds = N_CLASSES - 1
     of_each_batch = n_seeds / seeds_at_once
-    assert n_backward_passes(made, wide) == len(batches) * of_each_batch
+    n_passes = n_backward_passes(made, wide)
+    assert n_passes == len(batches) * of_each_batch
     assert_no_product_of_two_large_sides(made)
 
-    of_model = bare_loop(wide, batches[0], one_hot_seeds(n_seeds))
+    seeds = one_hot_seeds(n_seeds)
+    of_model = bare_loop(wide, batches[0], seeds)
     bytes_of_a_number = 4
-    factors = wide.backend.zeros().nbytes // bytes_of_a_number
+    sums = wide.backend.zeros()
+    factors = sums.nbytes // bytes_of_a_number
     # Rows wait until they are as many numbers as the factors, and then stand beside
     # these.
     waiting = factors + seeds_at_once * gradients_of_four(wide)
-    largest = max(seeds_at_once * of_model.largest, waiting + factors)
-    assert made.largest <= largest
+    of_passes = seeds_at_once * of_model.largest
+    of_sums = waiting + factors
+    assert made.largest <= max(of_passes, of_sums)
 
 
 @pytest.mark.usefixtures("seeds_at_once")
 def test_a_prediction_takes_few_passes_and_makes_no_large_tensor(wide):
     batch, *_ = texts()
+    weights = wide.model.parameters()
     forwards = count_forward_passes(wide)
-    with NewTensors(wide.model.parameters()) as made:
+    with NewTensors(weights) as made:
         wide(batch, link_approx="probit")
     assert len(forwards) == 1
-    assert n_backward_passes(made, wide) <= N_CLASSES
+    n_passes = n_backward_passes(made, wide)
+    assert n_passes <= N_CLASSES
     assert_no_product_of_two_large_sides(made)
 
-    of_model = bare_loop(wide, batch, one_hot_seeds(N_CLASSES - 1))
-    largest = max(of_model.largest, gradients_of_four(wide))
+    seeds = one_hot_seeds(N_CLASSES - 1)
+    of_model = bare_loop(wide, batch, seeds)
+    of_gradients = gradients_of_four(wide)
+    # Of one class. All of them may stand beside each other.
+    largest = max(of_model.largest, of_gradients)
     assert made.largest <= N_CLASSES * largest
 
 
@@ -269,8 +346,10 @@ def n_backward_passes(
 ) -> float:
     """Count passes by the layer norms that each of them goes through."""
     batch, *_ = texts()
-    one = bare_loop(la, batch, one_hot_seeds(1))
-    return made.calls[LAYER_NORM_BACKWARD] / one.calls[LAYER_NORM_BACKWARD]
+    seed = one_hot_seeds(1)
+    one_pass = bare_loop(la, batch, seed)
+    of_one_pass = one_pass.calls[LAYER_NORM_BACKWARD]
+    return made.calls[LAYER_NORM_BACKWARD] / of_one_pass
 
 
 def assert_no_product_of_two_large_sides(made: NewTensors) -> None:
@@ -282,8 +361,8 @@ def assert_no_product_of_two_large_sides(made: NewTensors) -> None:
 
 def gradients_of_four(la) -> int:
     """Count the numbers of four examples' gradients in the largest weight."""
-    largest = max(block.weight.numel() for block in la.blocks)
-    return 4 * largest
+    sizes = [block.weight.numel() for block in la.blocks]
+    return 4 * max(sizes)
 
 
 def block_of_a_7b_adapter(shape: tuple[int, int]) -> KroneckerBlock:
@@ -297,8 +376,11 @@ def block_of_a_7b_adapter(shape: tuple[int, int]) -> KroneckerBlock:
         device=torch.device("cpu"),
         dtype=torch.float32,
     )
-    StreamingUpdates().add(block.input_factor, torch.randn(32, n_inputs))
-    StreamingUpdates().add(block.output_factor, torch.randn(32, n_outputs))
+    rows_of_inputs = torch.randn(32, n_inputs)
+    rows_of_outputs = torch.randn(32, n_outputs)
+    updates = StreamingUpdates()
+    updates.add(block.input_factor, rows_of_inputs)
+    updates.add(block.output_factor, rows_of_outputs)
     block.normalizer += 1
     return block
 
@@ -311,9 +393,13 @@ def test_the_posterior_of_a_7b_adapter_takes_65_mb_at_most():
     n_projections = 2
     n_layers = 32
     shapes = [A, B] * n_projections * n_layers
-    sums = LowRankKron([block_of_a_7b_adapter(shape) for shape in shapes])
+    blocks = [block_of_a_7b_adapter(shape) for shape in shapes]
+    sums = LowRankKron(blocks)
     held = _tensors(sums.state_dict())
-    for block in sums.decompose().blocks:
-        held += _tensors([*block.small, *block.large])
-    total = sum(tensor.nbytes for tensor in held)
-    assert 60e6 < total <= 65e6
+    decomposed = sums.decompose()
+    for block in decomposed.blocks:
+        held += _tensors([*block.small])
+        held += _tensors([*block.large])
+    sizes = [tensor.nbytes for tensor in held]
+    # Much less would be a sign that something was not counted.
+    assert 60e6 < sum(sizes) <= 65e6
