@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     Subset,
@@ -40,6 +42,7 @@ from laplace_lora_ext.training.stages import (
     with_choice,
 )
 from tests.support.models import (
+    Batch,
     base_model,
     lora_model,
     plain_model,
@@ -62,7 +65,7 @@ from tests.support.trainers import (
     values,
 )
 
-BATCH = Texts(4).batches[0]
+BATCH, *_ = Texts(4).batches
 # With it nothing is left out of a factor, so that the curvature is the same in any
 # order.
 ALL_COLUMNS = 24
@@ -93,31 +96,36 @@ class Endless(IterableDataset):
         return iter([])
 
 
-def labelled(labels: torch.Tensor) -> list[dict]:
+def labelled(labels: torch.Tensor) -> list[Batch]:
     """Make a text for each label."""
-    texts = []
-    for text, label in zip(Texts(len(labels)), labels, strict=True):
-        texts.append(text | {"labels": label})
-    return texts
+    texts = Texts(len(labels))
+    relabelled = []
+    for text, label in zip(texts, labels, strict=True):
+        with_label = text | {"labels": label}
+        relabelled.append(with_label)
+    return relabelled
 
 
-def of_two_classes(*others: int) -> list[dict]:
+def of_two_classes(*others: int) -> list[Batch]:
     """Make texts of two classes, but for the given ones."""
     labels = torch.arange(N) % 2
     labels[list(others)] = 2
     return labelled(labels)
 
 
-def packed() -> list[dict]:
+def packed() -> list[Batch]:
     """Make texts whose positions begin anew within them."""
-    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3])
-    return [text | {"position_ids": positions} for text in Texts(N)]
+    of_three = torch.arange(3)
+    of_four = torch.arange(4)
+    positions = {"position_ids": torch.cat([of_three, of_four])}
+    return [text | positions for text in Texts(N)]
 
 
 def fresh_base(dtype: torch.dtype = torch.float32) -> nn.Module:
     """Make the model that an adapter of `lora_model("bert")` belongs to."""
     torch.manual_seed(0)
-    return base_model("bert").to(dtype)
+    model = base_model("bert")
+    return model.to(dtype)
 
 
 # --- the parts ------------------------------------------------------------------------
@@ -126,12 +134,37 @@ def fresh_base(dtype: torch.dtype = torch.float32) -> nn.Module:
 def test_what_is_trained_is_a_list():
     first = Path("stage_1")
     second = Path("stage_2")
-    assert list(Stages(held_out=0.2, members=2)) == [
-        Stage("stage_1", member=0, folder=first, share=0.8, number=1),
-        Stage("stage_1", member=1, folder=first / "member_1", share=0.8, number=2),
-        # The posterior that is wanted is in the output folder itself.
-        Stage("stage_2", member=0, folder=Path(), share=0.25, number=3),
-        Stage("stage_2", member=1, folder=second / "member_1", share=0.25, number=4),
+    stages = Stages(held_out=0.2, members=2)
+    assert list(stages) == [
+        Stage(
+            "stage_1",
+            member=0,
+            folder=first,
+            share=0.8,
+            number=1,
+        ),
+        Stage(
+            "stage_1",
+            member=1,
+            folder=first / "member_1",
+            share=0.8,
+            number=2,
+        ),
+        Stage(
+            "stage_2",
+            member=0,
+            # The posterior that is wanted is in the output folder itself.
+            folder=Path(),
+            share=0.25,
+            number=3,
+        ),
+        Stage(
+            "stage_2",
+            member=1,
+            folder=second / "member_1",
+            share=0.25,
+            number=4,
+        ),
     ]
 
 
@@ -139,9 +172,10 @@ def trainable_adapters(model: nn.Module) -> set[str]:
     """Name the adapters that have a trainable A."""
     adapters = set()
     for name, weight in model.named_parameters():
-        _, of_layer, rest = name.partition(".lora_A.")
-        if of_layer and weight.requires_grad:
-            adapters.add(rest.partition(".")[0])
+        _, is_of_a, rest = name.partition(".lora_A.")
+        if is_of_a and weight.requires_grad:
+            adapter, *_ = rest.split(".")
+            adapters.add(adapter)
     return adapters
 
 
@@ -153,7 +187,8 @@ def test_each_stage_trains_its_own_member():
     def train(model, examples, share):
         adapter = model.active_adapter
         assert trainable_adapters(model) == {adapter}
-        trained.append((adapter, len(examples), share))
+        stage = (adapter, len(examples), share)
+        trained.append(stage)
 
     in_stages(train, model, loader, 0.25, members=2)
     assert trained == [
@@ -165,29 +200,34 @@ def test_each_stage_trains_its_own_member():
     assert model.active_adapter == "default"
 
 
-@pytest.mark.parametrize("n_posteriors", [1, 2])
-def test_a_choice_leaves_the_posteriors_as_they_are(n_posteriors):
-    priors = [2.0, 3.0][:n_posteriors]
+def priors_of(posteriors: list) -> list[float]:
+    return [la.prior_precision.item() for la in posteriors]
+
+
+@pytest.mark.parametrize("priors", [[2.0], [2.0, 3.0]])
+def test_a_choice_leaves_the_posteriors_as_they_are(priors):
     las = []
     for prior in priors:
         la = fitted()
         la.prior_precision = prior
         las.append(la)
     choice = choose_priors(las, [BATCH])
-    assert [la.prior_precision.item() for la in las] == priors
-    best = joined(with_choice(las, choice))
+    assert priors_of(las) == priors
+    chosen = with_choice(las, choice)
+    best = joined(chosen)
     probabilities = best(BATCH, link_approx="mean_field")
-    nll = quality(probabilities, BATCH["labels"])["nll"]
+    figures = quality(probabilities, BATCH["labels"])
 
     history = choice.history
-    chosen = history.objective.argmin()
-    loss = history.objective[chosen] - history.penalty[chosen]
+    place = history.objective.argmin()
+    loss = history.objective[place] - history.penalty[place]
     # Between two scales at which losses are summed, it is interpolated.
-    assert nll == pytest.approx(loss.item(), rel=1e-4)
-    logit_scale = history.logit_scale[chosen].item()
-    assert best.members[0].logit_scale == logit_scale
+    assert figures["nll"] == pytest.approx(loss.item(), rel=1e-4)
+    logit_scale = history.logit_scale[place]
+    member, *_ = best.members
+    assert member.logit_scale == logit_scale.item()
     assert logit_scale != 1
-    assert [la.prior_precision.item() for la in las] == priors
+    assert priors_of(las) == priors
 
 
 # --- stages of a trainer --------------------------------------------------------------
@@ -210,13 +250,19 @@ SHARES = {
         steps=(8, 2),
     ),
     "warmup": Shares(
-        settings={"max_steps": 10, "warmup_steps": 5},
+        settings={
+            "max_steps": 10,
+            "warmup_steps": 5,
+        },
         held_out=0.4,
         steps=(6, 2),
         warmup_steps=(3, 1),
     ),
     "epochs": Shares(
-        settings={"max_steps": -1, "num_train_epochs": 2},
+        settings={
+            "max_steps": -1,
+            "num_train_epochs": 2,
+        },
         held_out=0.2,
         steps=(8, 3),
     ),
@@ -249,8 +295,9 @@ def test_each_stage_takes_its_share_of_the_steps(tmp_path, case):
     assert tuple(n_steps) == case.steps
     for n_warmup, steps in zip(case.warmup_steps, watch.steps, strict=True):
         rates = [rate for rate, _ in steps]
-        assert rates.index(max(rates)) == n_warmup
-        first_rate, n_remembered = steps[0]
+        highest = max(rates)
+        assert rates.index(highest) == n_warmup
+        (first_rate, n_remembered), *_ = steps
         assert first_rate == (0 if n_warmup else 1e-2)
         # Each stage has an optimizer of its own.
         assert n_remembered == 0
@@ -259,7 +306,9 @@ def test_each_stage_takes_its_share_of_the_steps(tmp_path, case):
         if "learning_rate" in entry:
             stages.append(entry["stage"])
     first, second = case.steps
-    assert stages == ["stage_1"] * first + ["stage_2"] * second
+    in_first = ["stage_1"] * first
+    in_second = ["stage_2"] * second
+    assert stages == in_first + in_second
 
 
 def test_the_seed_chooses_what_is_held_out_and_the_second_stage_learns_it(
@@ -276,7 +325,8 @@ def test_the_seed_chooses_what_is_held_out_and_the_second_stage_learns_it(
         )
         with pytest.warns(UserWarning, match="looks trained"):
             train_in_stages(trainer, 0.25)
-    assert [len(data) for data in watch.data] == [15, N, 15, N]
+    n_texts = [len(data) for data in watch.data]
+    assert n_texts == [15, N, 15, N]
     one, _, other, _ = watch.data
     assert one.indices != other.indices
 
@@ -288,10 +338,14 @@ def test_the_last_text_of_a_class_is_never_held_out(place):
     def train(model, examples, share):
         seen.append(examples)
 
-    loader = DataLoader(of_two_classes(place), batch_size=4)
-    in_stages(train, lora_model("bert"), loader, 0.4)
-    labels = torch.stack([text["labels"] for text in seen[0]])
-    assert sorted(labels.bincount().tolist()) == [1, 5, 6]
+    texts = of_two_classes(place)
+    loader = DataLoader(texts, batch_size=4)
+    model = lora_model("bert")
+    in_stages(train, model, loader, 0.4)
+    in_first_stage, *_ = seen
+    labels = [int(text["labels"]) for text in in_first_stage]
+    n_of_classes = Counter(labels).values()
+    assert sorted(n_of_classes) == [1, 5, 6]
 
 
 def of_first_stage(
@@ -299,9 +353,18 @@ def of_first_stage(
     examples: Subset,
 ):
     """Fit a posterior of the first stage's adapter to its texts."""
-    model = PeftModel.from_pretrained(fresh_base(torch.float64), folder / "stage_1")
-    batches = list(DataLoader(examples, N))
-    return fitted(batches=batches, model=model, rank=ALL_COLUMNS)
+    base = fresh_base(torch.float64)
+    model = PeftModel.from_pretrained(base, folder / "stage_1")
+    return fitted(
+        batches=in_one_batch(examples),
+        model=model,
+        rank=ALL_COLUMNS,
+    )
+
+
+def in_one_batch(examples: Dataset) -> list[Batch]:
+    loader = DataLoader(examples, batch_size=N)
+    return list(loader)
 
 
 def test_the_prior_is_what_the_held_out_texts_choose(tmp_path):
@@ -317,35 +380,53 @@ def test_the_prior_is_what_the_held_out_texts_choose(tmp_path):
         max_steps=20,
         save_strategy="no",
     )
-    la = train_in_stages(trainer, 0.4, backend_kwargs={"rank": ALL_COLUMNS})
+    settings = {"rank": ALL_COLUMNS}
+    la = train_in_stages(trainer, 0.4, backend_kwargs=settings)
     chosen = la.prior_precision.item()
 
     # The same by hand: the first stage's adapter, fitted to its texts, on a grid.
-    trained_on = watch.data[0]
-    held_out = [place for place in range(N) if place not in trained_on.indices]
-    validation = list(DataLoader(Subset(data, held_out), N))
-    by_hand = of_first_stage(tmp_path, Subset(data, trained_on.indices))
+    in_first_stage, *_ = watch.data
+    trained_on = in_first_stage.indices
+    held_out = [place for place in range(N) if place not in trained_on]
+    validation = in_one_batch(Subset(data, held_out))
+    by_hand = of_first_stage(tmp_path, Subset(data, trained_on))
     history = by_hand.optimize_prior_precision(
         method="gridsearch",
         val_loader=validation,
     )
+    place = history.objective.argmin()
     # Within the grid, so that another choice of texts would make another.
-    assert 0 < history.objective.argmin() < 100
+    assert 0 < place < 100
     assert chosen == by_hand.prior_precision.item()
     assert la.logit_scale == pytest.approx(by_hand.logit_scale)
     assert la.logit_scale != 1
-    loss = validation_loss(by_hand, chosen, validation, link_approx="mean_field")
-    figures = trainer.state.log_history[-1]
+    loss = validation_loss(
+        by_hand,
+        chosen,
+        validation,
+        link_approx="mean_field",
+    )
+    *_, figures = trainer.state.log_history
     assert figures["laplace_held_out_nll"] == pytest.approx(loss, rel=1e-4)
     assert figures["laplace_prior_precision"] == chosen
     assert figures["laplace_logit_scale"] == la.logit_scale
 
     # The posterior is that of the second stage's weights, with what the first has
     # chosen.
-    of_second = fitted(batches=DataLoader(data, N), model=model, rank=ALL_COLUMNS)
+    of_second = fitted(
+        batches=in_one_batch(data),
+        model=model,
+        rank=ALL_COLUMNS,
+    )
     of_second.prior_precision = chosen
     of_second.logit_scale = la.logit_scale
-    assert_close(la(BATCH), of_second(BATCH))
+    assert_same_prediction(la, of_second)
+
+
+def assert_same_prediction(la, other) -> None:
+    found = la(BATCH)
+    expected = other(BATCH)
+    assert_close(found, expected)
 
 
 def in_folder_with_evaluations(
@@ -354,23 +435,32 @@ def in_folder_with_evaluations(
     members: int,
 ):
     """Train an adapter of that name in stages, with nine texts to evaluate."""
-    config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
+    config = LoraConfig(
+        task_type="SEQ_CLS",
+        r=2,
+        target_modules=["query"],
+    )
     model = get_peft_model(fresh_base(), config, adapter)
+    texts = Texts(9)
     trainer = trainer_of(
         folder,
         model=model,
-        eval_data=Texts(9),
+        eval_data=texts,
         eval_strategy="steps",
         eval_steps=1,
         load_best_model_at_end=True,
     )
     la = train_in_stages(trainer, members=members)
     assert model.active_adapter == adapter
-    assert (folder / "stage_1" / "checkpoint-4").exists()
-    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    checkpoint = folder / "stage_1" / "checkpoint-4"
+    assert checkpoint.exists()
+    content = (folder / "trainer_state.json").read_text()
+    log = json.loads(content)["log_history"]
     assert log == trainer.state.log_history
-    nll = quality_of(la, Texts(9))["nll"]
-    assert log[-1]["eval_laplace_nll"] == pytest.approx(nll, abs=1e-5)
+    *_, last = log
+    figures = quality_of(la, texts)
+    nll = figures["nll"]
+    assert last["eval_laplace_nll"] == pytest.approx(nll, abs=1e-5)
     return la, trainer
 
 
@@ -382,7 +472,8 @@ def quality_of(
     predicted = []
     labels = []
     for batch in DataLoader(texts, batch_size=5):
-        predicted.append(la(batch, link_approx="mean_field"))
+        p = la(batch, link_approx="mean_field")
+        predicted.append(p)
         labels.append(batch["labels"])
     return quality(torch.cat(predicted), torch.cat(labels))
 
@@ -391,27 +482,33 @@ def test_all_is_in_the_output_folder_and_the_logs(tmp_path):
     la, trainer = in_folder_with_evaluations(tmp_path, "mine", members=1)
     loaded = PeftModel.from_pretrained(fresh_base(), tmp_path / "mine")
     again = from_pretrained(loaded, tmp_path)
-    assert_close(again(BATCH), la(BATCH))
+    assert_same_prediction(again, la)
     # The best weights of the second stage alone are loaded at its end.
     losses = []
     for entry in trainer.state.log_history:
-        if "eval_loss" in entry and entry["stage"] == "stage_2":
+        is_of_second = entry.get("stage") == "stage_2"
+        if is_of_second and "eval_loss" in entry:
             losses.append(entry["eval_loss"])
-    loss = trainer.evaluate()["eval_loss"]
-    assert loss == pytest.approx(min(losses), rel=1e-5)
+    figures = trainer.evaluate()
+    best = min(losses)
+    assert figures["eval_loss"] == pytest.approx(best, rel=1e-5)
 
 
 def test_all_members_are_in_the_output_folder_and_the_logs(tmp_path):
     la, _ = in_folder_with_evaluations(tmp_path, "default", members=2)
     again = LaplaceMixture.from_pretrained(fresh_base(), tmp_path)
-    assert_close(again(BATCH), la(BATCH))
+    assert_same_prediction(again, la)
     one, other = la.members
     # The best weights of "default" are not the other's.
     assert not torch.equal(one.mean, other.mean)
 
 
 def test_rows_of_embeddings_belong_to_each_member(tmp_path):
-    model = lora_model("bert", torch.float32, trainable_token_indices=[1, 5])
+    model = lora_model(
+        "bert",
+        torch.float32,
+        trainable_token_indices=[1, 5],
+    )
     trainer = trainer_of(tmp_path, model=model)
     message = r"1 of 9 matrices, such as .*trainable_tokens_delta"
     with pytest.warns(UserWarning, match=message):
@@ -423,12 +520,13 @@ def test_rows_of_embeddings_belong_to_each_member(tmp_path):
     one, other = rows
     assert not torch.equal(one, other)
     again = LaplaceMixture.from_pretrained(fresh_base(), tmp_path)
-    assert_close(again(BATCH), la(BATCH))
+    assert_same_prediction(again, la)
     # A member's folder is also that of one posterior, under any adapter's name.
     folder = tmp_path / "member_1"
     renamed = PeftModel.from_pretrained(fresh_base(), folder, "mine")
     member = from_pretrained(renamed, folder)
-    assert_close(member(BATCH), la.members[1](BATCH))
+    _, second = la.members
+    assert_same_prediction(member, second)
 
 
 # --- runs that were killed ------------------------------------------------------------
@@ -449,12 +547,18 @@ def moved(
 
 
 def losses_of(trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = []
+    for entry in trainer.state.log_history:
+        if "loss" in entry:
+            losses.append(entry["loss"])
+    return losses
 
 
 def leave_checkpoints_of_other_trainings(folder: Path) -> None:
-    trainer_of(folder, learning_rate=0.1).train()
-    train_in_stages(trainer_of(folder, learning_rate=0.1, max_steps=8))
+    alone = trainer_of(folder, learning_rate=0.1)
+    alone.train()
+    in_two = trainer_of(folder, learning_rate=0.1, max_steps=8)
+    train_in_stages(in_two)
 
 
 def killed_at(
@@ -645,7 +749,8 @@ def of_regression(train, model, loader, **settings):
 def test_a_loop_of_ones_own_trains_on_what_its_loader_gives():
     model = plain_model(2)
     data = differences()
-    places = [0, 1, 2, 4, 5, 7, 8, 9, 10, 11]
+    left_out = (3, 6)
+    places = [place for place in range(12) if place not in left_out]
     calls = []
 
     def train(trained, examples, share):
@@ -754,13 +859,26 @@ def test_processes_choose_as_one_does():
 WEIGHTS_OF_CLASSES = torch.tensor([1.0, 2.0, 5.0])
 
 
-def weighted(model, inputs, *, counts: list[int], **_) -> torch.Tensor:
+def weighted(
+    model,
+    inputs,
+    *,
+    counts: list[int],
+    **_,
+) -> torch.Tensor:
     """Compute the loss of a trainer with class weights."""
-    outputs = model(**without_labels(inputs))
+    texts = without_labels(inputs)
+    outputs = model(**texts)
     return of_outputs(outputs, inputs["labels"], counts=counts)
 
 
-def of_outputs(outputs, labels, *, counts: list[int], **_) -> torch.Tensor:
+def of_outputs(
+    outputs,
+    labels,
+    *,
+    counts: list[int],
+    **_,
+) -> torch.Tensor:
     """Compute the same loss of what the model has returned, and count the labels."""
     counts.append(len(labels))
     return cross_entropy(outputs["logits"], labels, weight=WEIGHTS_OF_CLASSES)
@@ -772,9 +890,11 @@ def new_encoder() -> nn.Module:
 
 def logits_of(
     model: nn.Module,
-    batch: dict[str, torch.Tensor],
+    batch: Batch,
 ) -> torch.Tensor:
-    return model.eval()(**without_labels(batch)).logits.detach()
+    model.eval()
+    output = model(**without_labels(batch))
+    return output.logits.detach()
 
 
 @pytest.mark.parametrize(
