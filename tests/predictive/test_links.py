@@ -22,50 +22,60 @@ from tests.support.posteriors import generator, normal
 def some_moments(
     n_classes: int,
     scale: float = 1.0,
-    n: int = 40,
+    n_examples: int = 40,
 ) -> Moments:
     """Draw means `(n, C)` and covariances `(n, C, C)`."""
     draws = generator()
 
     def next_numbers(*shape: int) -> torch.Tensor:
         return torch.randn(
+            n_examples,
             *shape,
             generator=draws,
             dtype=torch.float64,
         )
 
-    f_mu = 2 * next_numbers(n, n_classes)
-    root = next_numbers(n, n_classes, n_classes)
-    f_var = scale * root @ root.mT
-    return Moments(f_mu, f_var)
+    means = next_numbers(n_classes)
+    root = next_numbers(n_classes, n_classes)
+    return Moments(
+        # Far enough apart that some examples are decided, and some are not.
+        f_mu=2 * means,
+        f_var=scale * root @ root.mT,
+    )
+
+
+@pytest.fixture
+def moments() -> Moments:
+    """Moments of forty examples of four classes."""
+    return some_moments(4)
 
 
 # --- links against their definitions --------------------------------------------------
 
 
-def test_probit_shrinks_each_logit_by_its_own_variance():
-    f_mu, f_var = some_moments(4)
-    variances = f_var.diagonal(dim1=1, dim2=2)
+def test_probit_shrinks_each_logit_by_its_own_variance(moments):
+    variances = moments.f_var.diagonal(dim1=1, dim2=2)
     # MacKay's approximation.
     factor = 1 + math.pi / 8 * variances
-    expected = (f_mu / factor.sqrt()).softmax(-1)
-    assert_close(probit(f_mu, f_var).exp(), expected)
+    shrunk = moments.f_mu / factor.sqrt()
+    log_p = probit(*moments)
+    assert_close(log_p.exp(), shrunk.softmax(-1))
 
 
-def test_monte_carlo_is_the_mean_probability_of_samples():
-    f_mu, f_var = some_moments(4)
+def test_monte_carlo_is_the_mean_probability_of_samples(moments):
+    f_mu, f_var = moments
     noise = normal(7, len(f_mu), 4)
     # Takes away what all logits of an example share, of which no probability knows.
     centring = torch.eye(4).double() - 1 / 4
     centred = centring @ f_var @ centring
     samples = gaussian_samples(f_mu, centred, noise)
-    expected = samples.softmax(-1).mean(0)
-    found = monte_carlo(f_mu, f_var, noise).exp()
-    assert_close(found, expected)
+    p = samples.softmax(-1)
+    log_p = monte_carlo(f_mu, f_var, noise)
+    assert_close(log_p.exp(), p.mean(0))
 
 
-def test_monte_carlo_reads_differences_alone():
-    f_mu, f_var = some_moments(4)
+def test_monte_carlo_reads_differences_alone(moments):
+    f_mu, f_var = moments
     noise = normal(7, len(f_mu), 4)
     # Covariances of differences from the first logit lack what all logits share.
     with_first = f_var[:, :1]
@@ -78,7 +88,7 @@ def test_monte_carlo_reads_differences_alone():
 
 def three_alike() -> Moments:
     """Repeat the moments of one example."""
-    f_mu, f_var = some_moments(4, n=1)
+    f_mu, f_var = some_moments(4, n_examples=1)
     return Moments(
         f_mu=f_mu.expand(3, -1),
         f_var=f_var.expand(3, -1, -1),
@@ -86,50 +96,66 @@ def three_alike() -> Moments:
 
 
 def test_the_links_samples_are_shared_by_a_batch():
-    link = own_links(9, generator())["mc"]
-    log_p = link(*three_alike())
-    assert torch.equal(log_p[0], log_p[2])
+    links = own_links(9, generator())
+    monte_carlo = links["mc"]
+    moments = three_alike()
+    first, _, third = monte_carlo(*moments)
+    assert torch.equal(first, third)
 
 
-def test_samples_of_a_search_are_each_examples_own_and_drawn_anew_at_every_call():
+def test_samples_of_a_search_are_each_examples_own():
     link = sampled(9, generator())
     moments = three_alike()
-    first = link(*moments)
-    second = link(*moments)
-    assert not torch.allclose(first[0], first[2])
-    assert not torch.allclose(first, second)
+    first, _, third = link(*moments)
+    assert not torch.allclose(first, third)
 
 
-def test_shared_noise_is_drawn_as_the_host_draws_it():
-    f_mu, _ = some_moments(4)
-    noise = shared_noise(f_mu, 9, generator())
+def test_samples_of_a_search_are_drawn_anew_at_every_call():
+    link = sampled(9, generator())
+    moments = three_alike()
+    once = link(*moments)
+    again = link(*moments)
+    assert not torch.allclose(once, again)
+
+
+def test_shared_noise_is_drawn_as_the_host_draws_it(moments):
+    noise = shared_noise(moments.f_mu, 9, generator())
     assert noise.shape == (9, 1, 4)
     # The host multiplies its root with one matrix of a row an output and a column a
     # sample.
     # By `normal` they would be others: a generator draws another stream in float32.
-    of_host = torch.randn(4, 9, generator=generator(), dtype=torch.float64)
-    assert torch.equal(noise[:, 0], of_host.T)
+    of_host = torch.randn(
+        4,
+        9,
+        generator=generator(),
+        dtype=torch.float64,
+    )
+    of_batch = noise[:, 0]
+    assert torch.equal(of_batch, of_host.T)
 
 
 # --- mean field -----------------------------------------------------------------------
 
 
-def test_what_all_logits_share_plays_no_part():
-    f_mu, f_var = some_moments(4)
+def test_what_all_logits_share_plays_no_part(moments):
+    f_mu, f_var = moments
     share = normal(len(f_mu), 4, 1, seed=1)
     # Var(f + c 1): each entry gains a row's and a column's part.
-    shifted = f_var + share + share.mT
-    found = mean_field(f_mu + 3, shifted)
-    assert_close(found, mean_field(f_mu, f_var))
-
-
-def test_classes_are_exchangeable():
-    f_mu, f_var = some_moments(4)
-    order = [2, 0, 3, 1]
-    permuted_var = f_var[:, order][:, :, order]
-    found = mean_field(f_mu[:, order], permuted_var)
-    expected = mean_field(f_mu, f_var)[:, order]
+    shifted_var = f_var + share + share.mT
+    shifted_mu = f_mu + 3
+    found = mean_field(shifted_mu, shifted_var)
+    expected = mean_field(f_mu, f_var)
     assert_close(found, expected)
+
+
+def test_classes_are_exchangeable(moments):
+    f_mu, f_var = moments
+    order = [2, 0, 3, 1]
+    permuted_mu = f_mu[:, order]
+    permuted_var = f_var[:, order][:, :, order]
+    found = mean_field(permuted_mu, permuted_var)
+    log_p = mean_field(f_mu, f_var)
+    assert_close(found, log_p[:, order])
 
 
 def total_variation(
@@ -137,19 +163,19 @@ def total_variation(
     q: torch.Tensor,
 ) -> torch.Tensor:
     """Compute the mean distance of examples' probabilities."""
-    distances = (p - q).abs().sum(-1) / 2
+    apart = (p - q).abs()
+    distances = apart.sum(-1) / 2
     return distances.mean()
 
 
-def integrated(
-    f_mu: torch.Tensor,
-    f_var: torch.Tensor,
-) -> torch.Tensor:
+def integrated(moments: Moments) -> torch.Tensor:
     """Average the softmax over so many draws that chance plays no part."""
     noise = normal(20_000, 4, seed=2)
-    root = torch.linalg.cholesky(f_var)
-    logits = f_mu + torch.einsum("bck,sk->sbc", root, noise)
-    return logits.softmax(-1).mean(0)
+    root = torch.linalg.cholesky(moments.f_var)
+    deviations = torch.einsum("bck,sk->sbc", root, noise)
+    logits = moments.f_mu + deviations
+    p = logits.softmax(-1)
+    return p.mean(0)
 
 
 # Measured with these moments; of a broader posterior, the link is less exact.
@@ -162,22 +188,30 @@ def integrated(
     ],
 )
 def test_it_is_close_to_the_exact_integral(scale, measured):
-    f_mu, f_var = some_moments(4, scale)
-    p = mean_field(f_mu, f_var).exp()
+    moments = some_moments(4, scale)
+    p = mean_field(*moments).exp()
+    exact = integrated(moments)
+    distance = total_variation(p, exact)
+    assert distance < 1.1 * measured
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_its_probabilities_sum_to_1(scale):
+    moments = some_moments(4, scale)
+    p = mean_field(*moments).exp()
     total = p.sum(-1)
     assert_close(total, torch.ones_like(total))
-    distance = total_variation(p, integrated(f_mu, f_var))
-    assert distance < 1.1 * measured
 
 
 @pytest.mark.parametrize("scale", [1.0, 10.0])
 def test_it_is_closer_to_the_exact_integral_than_the_mean_of_the_logits(scale):
-    f_mu, f_var = some_moments(4, scale)
-    exact = integrated(f_mu, f_var)
-    p = mean_field(f_mu, f_var).exp()
+    moments = some_moments(4, scale)
+    exact = integrated(moments)
+    p = mean_field(*moments).exp()
     distance = total_variation(p, exact)
-    of_map = total_variation(f_mu.softmax(-1), exact)
-    assert of_map > 2.5 * distance
+    of_mean = moments.f_mu.softmax(-1)
+    distance_of_mean = total_variation(of_mean, exact)
+    assert distance_of_mean > 2.5 * distance
 
 
 @pytest.mark.parametrize(
@@ -190,20 +224,28 @@ def test_it_is_closer_to_the_exact_integral_than_the_mean_of_the_logits(scale):
     ],
 )
 def test_extreme_moments_give_finite_logarithms_and_gradients(mean, variance):
-    f_mu = torch.tensor([[mean, 0.0, -mean]]).requires_grad_()
+    f_mu = torch.tensor(
+        [[mean, 0.0, -mean]],
+        requires_grad=True,
+    )
     of_each = variance * torch.eye(3)
     f_var = of_each[None].requires_grad_()
     log_p = mean_field(f_mu, f_var)
     log_p[0, 1].backward()
-    for tensor in (log_p, f_mu.grad, f_var.grad):
-        assert torch.isfinite(tensor).all()
+    assert f_mu.grad is not None
+    assert f_var.grad is not None
+    assert torch.isfinite(log_p).all()
+    assert torch.isfinite(f_mu.grad).all()
+    assert torch.isfinite(f_var.grad).all()
 
 
 @pytest.mark.parametrize("mean", [1.0, 1e4])
 def test_without_a_variance_it_is_the_softmax(mean):
     f_mu = torch.tensor([[mean, 0.0, -mean]])
-    found = mean_field(f_mu, torch.zeros(1, 3, 3))
-    assert_close(found, f_mu.log_softmax(-1))
+    f_var = torch.zeros(1, 3, 3)
+    found = mean_field(f_mu, f_var)
+    expected = f_mu.log_softmax(-1)
+    assert_close(found, expected)
 
 
 def test_a_variance_that_rounding_has_made_negative_counts_as_none():
@@ -219,14 +261,18 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
     # Steps of float32 at such a number are 8.
     f_var[:, [0, 1], [1, 0]] += 16
     f_var[1, [0, 2], [2, 0]] += 1024
-    found = mean_field(f_mu, f_var).exp()
-    assert_close(found, f_mu.softmax(-1))
+    log_p = mean_field(f_mu, f_var)
+    expected = f_mu.softmax(-1)
+    assert_close(log_p.exp(), expected)
 
 
 # --- samples --------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[0, 1, 2, 4], ids="rank {}".format)
+@pytest.fixture(
+    params=[0, 1, 2, 4],
+    ids="rank {}".format,
+)
 def covariance(request: pytest.FixtureRequest) -> torch.Tensor:
     """Covariances `(3, 4, 4)` of a rank."""
     factor = normal(3, 4, request.param)
@@ -239,35 +285,43 @@ def test_roots_of_singular_covariances(covariance):
     assert_close(S, S.mT)
 
 
-def test_samples_of_singular_covariances(covariance):
-    S = square_root(covariance)
+@pytest.mark.parametrize(
+    "n_noises",
+    [
+        pytest.param(3, id="noise of each"),
+        # What is drawn once for a whole batch.
+        pytest.param(1, id="shared noise"),
+    ],
+)
+def test_samples_of_singular_covariances(covariance, n_noises):
     f_mu = normal(3, 4, seed=1)
-    noise = normal(5, 3, 4, seed=2)
+    noise = normal(5, n_noises, 4, seed=2)
     samples = gaussian_samples(f_mu, covariance, noise)
+    roots = square_root(covariance)
+    of_each = noise.expand(5, 3, 4)
     for b in range(3):
-        expected = f_mu[b] + noise[:, b] @ S[b]
-        assert_close(samples[:, b], expected)
-
-
-def test_samples_of_singular_covariances_may_share_noise(covariance):
-    S = square_root(covariance)
-    f_mu = normal(3, 4, seed=1)
-    shared = normal(5, 1, 4, seed=2)
-    samples = gaussian_samples(f_mu, covariance, shared)
-    for b in range(3):
-        expected = f_mu[b] + shared[:, 0] @ S[b]
+        deviations = of_each[:, b] @ roots[b]
+        expected = f_mu[b] + deviations
         assert_close(samples[:, b], expected)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_roots_of_singular_covariances_have_gradients(rank):
     factor = normal(3, 4, rank)
-    scales = normal(rank, seed=1).abs() + 0.5
+    drawn = normal(rank, seed=1)
+    # So far from 0 that none of them changes the rank.
+    scales = drawn.abs() + 0.5
+    scales.requires_grad_()
 
     # Gradients keep the null space, as those of a prior precision do.
     def root_of(scales: torch.Tensor) -> torch.Tensor:
-        V = (factor * scales) @ factor.mT
+        scaled = factor * scales
+        V = scaled @ factor.mT
         return square_root(V)
 
-    scales.requires_grad_()
-    assert torch.autograd.gradcheck(root_of, (scales,), atol=1e-6)
+    is_right = torch.autograd.gradcheck(
+        root_of,
+        (scales,),
+        atol=1e-6,
+    )
+    assert is_right

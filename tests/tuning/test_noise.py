@@ -3,32 +3,38 @@
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.distributions import MultivariateNormal, Normal
 
-from laplace_lora_ext import Agreement, GridSearch, ValGD
+from laplace_lora_ext import (
+    Agreement,
+    GridSearch,
+    TuningHistory,
+    ValGD,
+)
 from laplace_lora_ext.tuning.noise import n_determined, unit_of_priors
-from tests.support.posteriors import GRID, STRUCTURES, generator, plain_regression
+from tests.support.posteriors import (
+    GRID,
+    STRUCTURES,
+    generator,
+    normal,
+    plain_regression,
+)
 
 # Of `plain_regression`, which is fitted with this noise.
 N_EXAMPLES = 12
 SIGMA_NOISE = 0.5
 
 
-Batches = list[tuple[torch.Tensor, torch.Tensor]]
+class Batch(NamedTuple):
+    """Inputs and targets."""
 
-
-def normal_draws(
-    n: int,
-    n_outputs: int,
-    seed: int,
-) -> torch.Tensor:
-    """Draw standard normal numbers `(n, n_outputs)` in float64."""
-    drawn = torch.randn(n, n_outputs, generator=generator(seed))
-    return drawn.double()
+    X: torch.Tensor
+    y: torch.Tensor
 
 
 def residuals_of(
@@ -45,13 +51,14 @@ def validation(
     la: Any,
     X: torch.Tensor,
     scale: float = 1.0,
-) -> Batches:
+) -> list[Batch]:
     """Make targets with noise of a known size around the model."""
     f_mu, _ = la.predictive_moments(X)
-    noise = normal_draws(*f_mu.shape, seed=3)
+    noise = normal(*f_mu.shape, seed=3)
     y = f_mu + scale * noise
-    small = (X[:5], y[:5])
-    large = (X[5:], y[5:])
+    # Of unlike sizes, so that a mean of batches is not that of their examples.
+    small = Batch(X[:5], y[:5])
+    large = Batch(X[5:], y[5:])
     return [small, large]
 
 
@@ -67,22 +74,24 @@ def eigenvalues_of_precision(la: Any) -> torch.Tensor:
 
 def loss_of(
     la: Any,
-    batches: Batches,
+    batches: list[Batch],
 ) -> float:
     """Average the negative log-density of the targets."""
     losses = []
     for X, y in batches:
         f_mu, f_var = la(X)
-        n_outputs = y.shape[1]
-        noise = la.sigma_noise**2 * torch.eye(n_outputs).double()
+        identity = torch.eye(y.shape[1]).double()
+        noise = la.sigma_noise**2 * identity
         predictive = MultivariateNormal(f_mu, f_var + noise)
-        losses.append(-predictive.log_prob(y))
-    return torch.cat(losses).mean().item()
+        log_density = predictive.log_prob(y)
+        losses.append(-log_density)
+    of_examples = torch.cat(losses)
+    return of_examples.mean().item()
 
 
 def loss_at(
     la: Any,
-    batches: Batches,
+    batches: list[Batch],
     *,
     prior_precision: torch.Tensor,
     sigma_noise: float,
@@ -96,6 +105,25 @@ def loss_at(
 # --- by a grid ------------------------------------------------------------------------
 
 
+def loss_beside(
+    la: Any,
+    batches: list[Batch],
+    history: TuningHistory,
+    point: int,
+    factor: float,
+) -> float:
+    """Compute the loss at a point of a search, but for a factor of its noise."""
+    prior_precision = history.prior_precision[point]
+    sigma_noise = history.sigma_noise[point].item()
+    return loss_at(
+        la,
+        batches,
+        sigma_noise=factor * sigma_noise,
+        # The search's priors are relative to the noise, which moves alone here.
+        prior_precision=prior_precision / factor**2,
+    )
+
+
 @pytest.mark.parametrize("n_outputs", [1, 2])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_each_prior_has_the_noise_that_is_best_for_it(structure, n_outputs):
@@ -107,21 +135,12 @@ def test_each_prior_has_the_noise_that_is_best_for_it(structure, n_outputs):
     n_priors = GRID["grid_size"]
     assert len(history.objective) == n_priors + 1
     for point in range(n_priors):
-        prior_precision = history.prior_precision[point]
-        noise = history.sigma_noise[point].item()
-        losses = {}
-        for factor in (0.99, 1.0, 1.01):
-            losses[factor] = loss_at(
-                la,
-                batches,
-                sigma_noise=factor * noise,
-                # The search's priors are relative to the noise, which moves alone here.
-                prior_precision=prior_precision / factor**2,
-            )
+        loss_times = partial(loss_beside, la, batches, history, point)
+        loss = loss_times(1.0)
         objective = history.objective[point].item()
-        assert losses[1.0] == pytest.approx(objective, rel=1e-5)
-        assert losses[1.0] < losses[0.99]
-        assert losses[1.0] < losses[1.01]
+        assert loss == pytest.approx(objective, rel=1e-5)
+        assert loss < loss_times(0.99)
+        assert loss < loss_times(1.01)
 
 
 def test_the_noise_alone_is_the_last_point():
@@ -129,8 +148,9 @@ def test_the_noise_alone_is_the_last_point():
     batches = validation(la, X)
     search = GridSearch(val_loader=batches, **GRID)
     history = search(la)
-    residuals = [residuals_of(la, *batch) for batch in batches]
-    variance = torch.cat(residuals).square().mean().item()
+    of_batches = [residuals_of(la, *batch) for batch in batches]
+    residuals = torch.cat(of_batches)
+    variance = residuals.square().mean().item()
     # The mean negative log-density of normals at the variance of their own residuals.
     expected = (math.log(2 * math.pi * variance) + 1) / 2
     found = history.objective[-1].item()
@@ -145,8 +165,10 @@ def test_targets_of_any_scale_have_their_noise(structure, scale):
     search = GridSearch(val_loader=batches)
     search(la)
     _, f_var = la(X)
-    variance = f_var.flatten() + la.sigma_noise**2
-    deviation = variance.sqrt().mean().item()
+    noise_variance = la.sigma_noise**2
+    variances = f_var.flatten() + noise_variance
+    deviations = variances.sqrt()
+    deviation = deviations.mean().item()
     # Chance moves the standard deviation of twelve draws by 1 / sqrt(24), or 20%.
     assert 0.5 < deviation / scale < 1.6
 
@@ -156,7 +178,10 @@ def test_targets_without_any_error_are_refused():
     f_mu, _ = la.predictive_moments(X)
     # Rounded as the statistics round the means: every residual is exactly 0.
     y = f_mu.float().double()
-    statistics = la.predictive_statistics([(X, y)], dtype=torch.float32)
+    statistics = la.predictive_statistics(
+        [(X, y)],
+        dtype=torch.float32,
+    )
     search = GridSearch(val_loader=statistics)
     message = r"without any error.*optimize_scale=False"
     with pytest.raises(ValueError, match=message):
@@ -167,36 +192,47 @@ def test_targets_without_any_error_are_refused():
 # --- what data determine --------------------------------------------------------------
 
 
+# Another than 1, which divides nothing.
+PRIOR_PRECISION = 0.3
+
+
 @pytest.fixture(params=STRUCTURES)
 def at_a_prior(request: pytest.FixtureRequest):
-    """A regression with two outputs of each structure, at a prior precision of 0.3."""
-    la, _ = plain_regression(2, request.param)
-    la.prior_precision = 0.3
+    """A regression with two outputs of each structure, at `PRIOR_PRECISION`."""
+    structure = request.param
+    la, _ = plain_regression(2, structure)
+    la.prior_precision = PRIOR_PRECISION
     return la
 
 
 def test_parameters_that_data_determine_are_counted_by_eigenvalues(at_a_prior):
     of_precision = eigenvalues_of_precision(at_a_prior)
-    expected = (1 - 0.3 / of_precision).sum().item()
+    of_prior = PRIOR_PRECISION / of_precision
+    determined = 1 - of_prior
+    expected = determined.sum().item()
     found = n_determined(at_a_prior)
     assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_priors_unit_belongs_to_the_curvature_at_a_noise_of_one(at_a_prior):
     of_precision = eigenvalues_of_precision(at_a_prior)
-    of_curvature = SIGMA_NOISE**2 * (of_precision - 0.3)
+    of_curvature = of_precision - PRIOR_PRECISION
+    at_noise_of_one = SIGMA_NOISE**2 * of_curvature
+    trace = at_noise_of_one.sum().item()
     n_targets = N_EXAMPLES * 2
-    expected = of_curvature.sum().item() / n_targets
+    expected = trace / n_targets
     found = unit_of_priors(at_a_prior)
     assert found == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("ask", [n_determined, unit_of_priors])
 def test_prior_and_noise_are_left_as_they_were(at_a_prior, ask):
-    ask(at_a_prior)
-    assert at_a_prior.sigma_noise.item() == SIGMA_NOISE
+    la = at_a_prior
+    ask(la)
+    assert la.sigma_noise.item() == SIGMA_NOISE
+    prior_precision = la.prior_precision.item()
     # The prior precision is a number of float32.
-    assert at_a_prior.prior_precision.item() == pytest.approx(0.3)
+    assert prior_precision == pytest.approx(PRIOR_PRECISION)
 
 
 # --- by the gradient of validation data -----------------------------------------------
@@ -207,22 +243,20 @@ class Descent:
     """What a descent has gone through, and where it ended."""
 
     la: Any
-    batches: Batches
+    batches: list[Batch]
     history: Any
     scale: float  # the noise of the targets
     prior_precision: torch.Tensor
     sigma_noise: float
 
-    @property
-    def objective(self) -> torch.Tensor:
-        """The losses, step by step."""
-        return self.history.objective
-
 
 # Of the module, for it takes 500 steps.
 @pytest.fixture(
     scope="module",
-    params=itertools.product([1e-3, 1.0, 1e3], [1, 2]),
+    params=itertools.product(
+        [1e-3, 1.0, 1e3],
+        [1, 2],
+    ),
     ids=str,
 )
 def descent(request: pytest.FixtureRequest) -> Descent:
@@ -236,11 +270,15 @@ def descent(request: pytest.FixtureRequest) -> Descent:
     # without that, no prior would be too narrow.
     la.sigma_noise = scale
     la.prior_precision = 5 / scale**2
-    X = normal_draws(60, 5, seed=7)
-    noise = normal_draws(60, n_outputs, seed=8)
-    y = la.function(0)(X).detach() + scale * noise
-    batches = [(X, y)]
-    statistics = la.predictive_statistics(batches, dtype=torch.float64)
+    X = normal(60, 5, seed=7)
+    function = la.function(seed=0)
+    noise = normal(60, n_outputs, seed=8)
+    y = function(X).detach() + scale * noise
+    batches = [Batch(X, y)]
+    statistics = la.predictive_statistics(
+        batches,
+        dtype=torch.float64,
+    )
     la.sigma_noise = 1.0
     method = ValGD(
         val_loader=statistics,
@@ -260,16 +298,19 @@ def descent(request: pytest.FixtureRequest) -> Descent:
 
 
 def test_objectives_of_a_descent_are_losses(descent):
-    objective = descent.objective
-    assert objective.min() < objective[0]
-    for step in (0, 10, objective.argmin()):
+    history = descent.history
+    best = history.objective.argmin()
+    # Otherwise there would be no descent.
+    assert best > 0
+    for step in (0, 10, best):
+        sigma_noise = history.sigma_noise[step]
         loss = loss_at(
             descent.la,
             descent.batches,
-            prior_precision=descent.history.prior_precision[step],
-            sigma_noise=descent.history.sigma_noise[step].item(),
+            prior_precision=history.prior_precision[step],
+            sigma_noise=sigma_noise.item(),
         )
-        expected = objective[step].item()
+        expected = history.objective[step].item()
         assert loss == pytest.approx(expected, rel=1e-6)
 
 
@@ -287,14 +328,15 @@ def test_a_descent_ends_where_neither_prior_nor_noise_could_be_better(descent, f
         prior_precision=factor * descent.prior_precision,
         sigma_noise=descent.sigma_noise,
     )
-    lowest = descent.objective.min()
+    lowest = descent.history.objective.min()
     assert of_another_noise > lowest
     assert of_another_prior > lowest
 
 
 def test_a_descent_finds_the_noise_of_the_targets(descent):
+    found = descent.sigma_noise
     # Three standard errors, which are 1 / sqrt(120), of the noise of sixty draws.
-    assert descent.sigma_noise == pytest.approx(descent.scale, rel=0.3)
+    assert found == pytest.approx(descent.scale, rel=0.3)
 
 
 # --- by agreement ---------------------------------------------------------------------
@@ -315,10 +357,13 @@ def mean_distance(
     n_outputs = f_var.shape[-1]
     zeros = torch.zeros(n_outputs).double()
     posterior = MultivariateNormal(zeros, f_var)
-    apart = posterior.sample((n_samples,)).norm(dim=-1)
+    deviations = posterior.sample((n_samples,))
+    apart = deviations.norm(dim=-1)
     # Two normals with one noise differ along the line between their means alone.
     halves = apart / (2 * la.sigma_noise)
-    distances = 2 * Normal(0, 1).cdf(halves) - 1
+    normal_distribution = Normal(0, 1)
+    below = normal_distribution.cdf(halves)
+    distances = 2 * below - 1
     return distances.mean().item()
 
 
@@ -332,8 +377,9 @@ def noise_of_residuals(
 
     Parameters that the data determine take as many degrees of freedom.
     """
-    y = normal_draws(N_EXAMPLES, n_outputs, seed=1)
-    sum_of_squares = residuals_of(la, X, y).square().sum()
+    y = normal(N_EXAMPLES, n_outputs, seed=1)
+    residuals = residuals_of(la, X, y)
+    sum_of_squares = residuals.square().sum()
     n_targets = N_EXAMPLES * n_outputs
     variance = sum_of_squares / (n_targets - determined)
     return variance.sqrt().item()
@@ -353,7 +399,11 @@ class Agreed:
 # Of the module, for it takes so many draws.
 @pytest.fixture(
     scope="module",
-    params=itertools.product(STRUCTURES, [1, 2], [0.05, 0.1]),
+    params=itertools.product(
+        STRUCTURES,
+        [1, 2],
+        [0.05, 0.1],
+    ),
     ids=str,
 )
 def agreed(request: pytest.FixtureRequest) -> Agreed:
@@ -367,37 +417,62 @@ def agreed(request: pytest.FixtureRequest) -> Agreed:
         generator=generator(),
     )
     history = agreement(la)
-    return Agreed(la, X, n_outputs, max_change, history)
+    return Agreed(
+        la=la,
+        X=X,
+        n_outputs=n_outputs,
+        max_change=max_change,
+        history=history,
+    )
 
 
 def test_draws_of_numbers_change_by_as_much_as_is_allowed(agreed):
-    expected = pytest.approx(agreed.max_change, rel=0.03)
-    assert mean_distance(agreed.la, agreed.X) == expected
-    objective = agreed.history.objective[-1].item()
-    assert objective == expected
+    distance = mean_distance(agreed.la, agreed.X)
+    assert distance == pytest.approx(agreed.max_change, rel=0.03)
+
+
+def test_an_agreements_last_objective_is_the_change_that_is_allowed(agreed):
+    objective = agreed.history.objective
+    last = objective[-1].item()
+    assert last == pytest.approx(agreed.max_change, rel=0.03)
 
 
 def test_an_agreements_noise_is_that_of_the_residuals(agreed):
     la = agreed.la
     of_precision = eigenvalues_of_precision(la)
-    determined = (1 - la.prior_precision / of_precision).sum()
-    expected = noise_of_residuals(la, agreed.X, agreed.n_outputs, determined)
+    of_prior = la.prior_precision / of_precision
+    determined = 1 - of_prior
+    expected = noise_of_residuals(
+        la,
+        agreed.X,
+        agreed.n_outputs,
+        determined.sum(),
+    )
     sigma_noise = la.sigma_noise.item()
     assert sigma_noise == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_agreements_last_noise_is_what_it_has_chosen(agreed):
     last = agreed.history.sigma_noise[-1]
-    assert last == pytest.approx(sigma_noise)
+    chosen = agreed.la.sigma_noise.item()
+    assert last == pytest.approx(chosen)
 
 
 def test_of_one_number_the_distance_has_a_closed_form():
     la, X = plain_regression(1)
-    agreement = Agreement(train_loader=[X], n_samples=N_SAMPLES)
+    agreement = Agreement(
+        train_loader=[X],
+        n_samples=N_SAMPLES,
+    )
     agreement(la)
     _, f_var = la(X)
+    deviations = f_var.flatten().sqrt()
+    s = deviations / la.sigma_noise
     # The mean of 2 Φ(|z| s / 2) - 1 over standard normal z.
-    s = f_var.flatten().sqrt() / la.sigma_noise
-    distances = 2 / math.pi * (s / 2).atan()
+    distances = 2 / math.pi * torch.atan(s / 2)
+    found = distances.mean().item()
     # The change that is allowed unless told otherwise.
-    assert distances.mean().item() == pytest.approx(0.1, rel=0.03)
+    assert found == pytest.approx(0.1, rel=0.03)
 
 
 def test_exact_curvature_determines_as_many_parameters_as_the_predictions_show():
@@ -407,9 +482,16 @@ def test_exact_curvature_determines_as_many_parameters_as_the_predictions_show()
     agreement(la)
     _, f_var = la(X)
     variances = f_var.diagonal(dim1=1, dim2=2)
-    trace = variances.sum() / la.sigma_noise**2
-    expected = noise_of_residuals(la, X, n_outputs=2, determined=trace)
-    assert la.sigma_noise.item() == pytest.approx(expected, rel=1e-6)
+    noise_variance = la.sigma_noise**2
+    trace = variances.sum() / noise_variance
+    expected = noise_of_residuals(
+        la,
+        X,
+        n_outputs=2,
+        determined=trace,
+    )
+    found = la.sigma_noise.item()
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("sigma_noise", [1e-3, 0.5, 1e3])
@@ -422,27 +504,33 @@ def test_agreement_prefers_no_unit(unit, sigma_noise):
     la, _ = plain_regression(1)
     head = la.model.model.second
     lora_B = head.lora_B["default"]
+    # What its predictions are proportional to.
     for weight in (head.weight, head.bias, lora_B.weight):
         weight.data.mul_(unit)
     la.sigma_noise = sigma_noise
-    y = unit * normal_draws(N_EXAMPLES, 1, seed=1)
-    la.fit([(X, y)])
+    targets = normal(N_EXAMPLES, 1, seed=1)
+    batch = Batch(X, unit * targets)
+    la.fit([batch])
     agreement(la)
 
-    noises = la.sigma_noise / (unit * in_one.sigma_noise)
-    assert noises.item() == pytest.approx(1, rel=0.01)
-    expected = unit * in_one.predict(X).epistemic_std
-    deviations = la.predict(X).epistemic_std / expected
+    expected_noise = unit * in_one.sigma_noise.item()
+    found_noise = la.sigma_noise.item()
+    assert found_noise == pytest.approx(expected_noise, rel=0.01)
+    expected = in_one.predict(X)
+    found = la.predict(X)
+    deviations = found.epistemic_std / expected.epistemic_std
+    mean_deviation = deviations.mean().item()
     # The prior was chosen by no more than a hundred draws of the posterior.
-    assert deviations.mean().item() == pytest.approx(1, rel=0.1)
+    assert mean_deviation == pytest.approx(unit, rel=0.1)
 
 
 def test_training_targets_without_any_error_are_refused():
     la, X = plain_regression(1)
     exact, _ = la.predictive_moments(X)
-    la.fit([(X, exact)])
+    la.fit([Batch(X, exact)])
     agreement = Agreement(train_loader=[X])
-    with pytest.raises(ValueError, match=r"without any error.*second_training"):
+    message = r"without any error.*second_training"
+    with pytest.raises(ValueError, match=message):
         agreement(la)
     assert la.sigma_noise.item() == SIGMA_NOISE
 
