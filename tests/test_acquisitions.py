@@ -56,6 +56,7 @@ def joint_information(
 
 def test_expected_improvement_is_the_mean_of_what_is_ahead():
     mean = torch.tensor([0.0, 1.0, -2.0]).double()
+    # The last number is known, and no improvement.
     deviation = torch.tensor([1.0, 0.5, 0.0]).double()
     best = 0.7
     noise = normal(400_000, 3)
@@ -78,7 +79,8 @@ def test_thompson_lets_each_function_choose_its_best_of_those_that_are_left():
     )
     # The first is the best of all three, and is chosen once.
     found = acquisitions.thompson(functions, 3)
-    assert found.tolist() == [0, 2, 1]
+    expected = torch.tensor([0, 2, 1])
+    assert torch.equal(found, expected)
 
 
 def test_margin_and_entropy_are_largest_where_classes_are_as_probable():
@@ -179,10 +181,18 @@ def pool():
 each_choice_of_texts = pytest.mark.parametrize("by", acquisitions.OF_CLASSES)
 
 
-def assert_largest(found: torch.Tensor, scores: torch.Tensor) -> None:
-    """Check that the places found are those of the largest scores, in order."""
-    largest = scores.topk(len(found))
-    assert torch.equal(found, largest.indices)
+def choose(la, pool, by: str, n: int = 2) -> torch.Tensor:
+    """Choose texts, and check that they are so many and each another one."""
+    places = la.acquire(pool, n, by=by)
+    assert len(places) == n
+    assert len(places.unique()) == n
+    return places
+
+
+def assert_largest(places: torch.Tensor, scores: torch.Tensor) -> None:
+    """Check that places are those of the largest scores, in order."""
+    largest = scores.topk(len(places))
+    assert torch.equal(places, largest.indices)
 
 
 @pytest.mark.parametrize("by", ["entropy", "margin"])
@@ -192,8 +202,7 @@ def test_the_most_doubtful_texts_are_chosen_over_all_batches(by, pool):
     predicted = torch.cat(of_batches)
     score = getattr(acquisitions, by)
     scores = score(predicted)
-    found = la.acquire(pool, 2, by=by)
-    assert len(found) == 2
+    found = choose(la, pool, by)
     assert_largest(found, scores)
 
 
@@ -208,7 +217,7 @@ def test_the_most_telling_texts_are_chosen_over_all_batches(by, pool):
         samples.append(logits.softmax(-1))
     probabilities = torch.stack(samples)
     scores = acquisitions.bald(probabilities)
-    first, _ = la.acquire(pool, 2, by=by)
+    first, _ = choose(la, pool, by)
     # These scores are estimated from other draws; what is chosen first must be near
     # the best.
     enough = 0.8 * scores.max()
@@ -218,8 +227,8 @@ def test_the_most_telling_texts_are_chosen_over_all_batches(by, pool):
 @each_choice_of_texts
 def test_a_choice_is_the_same_each_time(by, pool):
     la = fitted()
-    found = la.acquire(pool, 2, by=by)
-    again = la.acquire(pool, 2, by=by)
+    found = choose(la, pool, by)
+    again = choose(la, pool, by)
     assert torch.equal(found, again)
 
 
@@ -232,9 +241,18 @@ class Numbers:
     mean: torch.Tensor
     deviation: torch.Tensor
 
-    def chosen(self, by: str, **settings: Any) -> torch.Tensor:
+    def chosen(
+        self,
+        by: str,
+        **settings: Any,
+    ) -> torch.Tensor:
         """Choose three of the pool."""
-        places = self.la.acquire(self.pool, 3, by=by, **settings)
+        places = self.la.acquire(
+            self.pool,
+            3,
+            by=by,
+            **settings,
+        )
         assert len(places) == 3
         return places
 
@@ -244,10 +262,12 @@ def numbers() -> Numbers:
     la, X = plain_regression(n_outputs=1)
     f_mu, f_var = la(X)
     variance = f_var.flatten()
+    examples = list(X)
+    # Of twelve examples the last batch is smaller.
+    pool = DataLoader(examples, batch_size=5)
     return Numbers(
         la=la,
-        # Twelve examples, and so a last batch that is smaller.
-        pool=DataLoader(list(X), batch_size=5),
+        pool=pool,
         mean=f_mu.flatten(),
         deviation=variance.sqrt(),
     )
@@ -279,8 +299,7 @@ def test_a_mixture_draws_functions_of_all_members(by, pool):
     first = fitted()
     second = fitted(model=another_training())
     mixture = LaplaceMixture([first, second])
-    chosen = mixture.acquire(pool, 3, by=by)
-    assert len(chosen.unique()) == 3
+    choose(mixture, pool, by, n=3)
 
 
 # --- what is refused ------------------------------------------------------------------
@@ -313,7 +332,10 @@ def test_numbers_without_a_best_one_cannot_be_improved():
         la.acquire([X], 1, by="expected_improvement")
 
 
-@pytest.mark.parametrize("by", ["thompson", "upper_confidence_bound"])
+@pytest.mark.parametrize(
+    "by",
+    ["thompson", "upper_confidence_bound"],
+)
 def test_two_numbers_an_example_have_no_order(by):
     la, X = plain_regression(n_outputs=2)
     with pytest.raises(ValueError, match="2 outputs"):

@@ -11,31 +11,39 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, default_collate
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import laplace_lora_ext
 from laplace_lora_ext import LaplaceCallback
 from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.structures import LowRankKronLoRALaplace
-from tests.support.models import Batch, lora_model, one_by_one
+from tests.support.models import (
+    Batch,
+    lora_model,
+    one_by_one,
+)
 from tests.support.ranks import Texts
 from tests.support.texts import text_batches
-from tests.support.trainers import N, Watch, trainer_of, values
+from tests.support.trainers import (
+    N,
+    Watch,
+    trainer_of,
+    values,
+)
 from tests.training.support import entry_with
 
+# Of these an evaluation makes two batches, and here they are one.
 N_EVALUATED = 9
 (BATCH,) = DataLoader(Texts(N_EVALUATED), batch_size=N_EVALUATED)
 
 
-def assert_same_weights(
-    found: dict[str, torch.Tensor],
-    expected: dict[str, torch.Tensor],
-) -> None:
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
+    weights = values(found)
+    for name, value in values(expected).items():
+        assert torch.equal(weights[name], value), name
 
 
-def drawing(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def drawing(examples: list[Batch]) -> Batch:
     """Collate, and draw random numbers of every kind."""
     random.random()
     np.random.rand()
@@ -49,20 +57,36 @@ class States(TrainerCallback):
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
 
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
+    def on_step_begin(
+        self,
+        args,
+        state,
+        control,
+        model=None,
+        **kwargs,
+    ):
         self._remember(model)
 
-    def on_train_end(self, args, state, control, model=None, **kwargs):
+    def on_train_end(
+        self,
+        args,
+        state,
+        control,
+        model=None,
+        **kwargs,
+    ):
+        # Where a callback might have changed something.
         self._remember(model)
 
     def _remember(self, model: nn.Module) -> None:
         # How far its stream has been read.
         _, _, position, *_ = np.random.get_state()
+        of_torch = torch.get_rng_state()
         now = {
             "training": model.training,
             "random": random.getstate(),
             "numpy": position,
-            "torch": torch.get_rng_state().sum(),
+            "torch": of_torch.sum(),
         }
         self.seen.append(now)
 
@@ -78,12 +102,13 @@ def test_training_is_the_same_to_the_bit(tmp_path):
         )
         trainer.data_collator = drawing
         trainer.train()
-        return states.seen, values(trainer.model)
+        return states.seen, trainer.model
 
-    states, weights = train(LaplaceCallback(method="agreement"))
-    states_without, weights_without = train()
+    callback = LaplaceCallback(method="agreement")
+    states, model = train(callback)
+    states_without, model_without = train()
     assert states == states_without
-    assert_same_weights(weights, weights_without)
+    assert_same_weights(model, model_without)
 
 
 def test_the_posterior_is_saved_beside_the_adapter_and_figures_are_logged(tmp_path):
@@ -99,42 +124,52 @@ def test_the_posterior_is_saved_beside_the_adapter_and_figures_are_logged(tmp_pa
     la = callback.la
     read = laplace_lora_ext.from_pretrained(trainer.model, tmp_path)
     found = read(BATCH, link_approx="mean_field")
-    assert_close(found, la(BATCH, link_approx="mean_field"))
+    expected = la(BATCH, link_approx="mean_field")
+    assert_close(found, expected)
 
     entry = entry_with("laplace_evidence", trainer)
+    # After the last step.
     assert entry["step"] == 5
-    assert entry["laplace_evidence"] == la.log_marginal_likelihood().item()
+    evidence = la.log_marginal_likelihood()
+    assert entry["laplace_evidence"] == evidence.item()
     assert entry["laplace_prior_precision"] == la.prior_precision.item()
     measured = quality(found, BATCH["labels"])
     for figure in ("nll", "ece"):
         logged = entry[f"eval_laplace_{figure}"]
+        expected = measured[figure]
         # The evaluation has batches of five texts, whose padding rounds in another way.
-        assert logged == pytest.approx(measured[figure], abs=1e-5)
+        assert logged == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_second_training_leaves_the_trainer_and_its_weights_as_they_were(tmp_path):
     alone = trainer_of(tmp_path / "alone")
     alone.train()
     trainer = trainer_of(tmp_path / "again")
+    train_twice(trainer)
+    assert trainer.state.global_step == alone.state.global_step
+    assert_same_weights(trainer.model, alone.model)
+    assert trainer.model.active_adapter == "default"
+
+
+def train_twice(trainer: Trainer) -> LaplaceCallback:
+    """Train with a callback that makes a second training, too."""
     callback = LaplaceCallback(method="second_training", trainer=trainer)
     trainer.add_callback(callback)
     trainer.train()
-    assert trainer.state.global_step == alone.state.global_step
-    assert_same_weights(values(trainer.model), values(alone.model))
-    assert trainer.model.active_adapter == "default"
+    return callback
 
 
 def test_the_posterior_of_a_second_training_can_be_mixed_with_the_first(tmp_path):
     trainer = trainer_of(tmp_path)
-    callback = LaplaceCallback(method="second_training", trainer=trainer)
-    trainer.add_callback(callback)
-    trainer.train()
+    callback = train_twice(trainer)
+    la = callback.la
     (other,) = callback.history.posteriors
     # A fifth is held out.
     assert other.n_data == 0.8 * N
-    mixture = laplace_lora_ext.LaplaceMixture([callback.la, other])
-    mean = (callback.la(BATCH) + other(BATCH)) / 2
-    assert_close(mixture(BATCH), mean)
+    mixture = laplace_lora_ext.LaplaceMixture([la, other])
+    found = mixture(BATCH)
+    total = la(BATCH) + other(BATCH)
+    assert_close(found, total / 2)
 
 
 def of_another_kind():
@@ -157,24 +192,39 @@ class Refused:
 
 
 REFUSED = [
-    Refused("none of", {"method": "best"}),
-    Refused("pass trainer=trainer", {"method": "second_training"}),
+    Refused(
+        "none of",
+        options={"method": "best"},
+    ),
+    Refused(
+        "pass trainer=trainer",
+        options={"method": "second_training"},
+    ),
     Refused(
         "gridsearch.* needs validation data: give the trainer",
-        {"method": "gridsearch"},
+        options={"method": "gridsearch"},
     ),
-    Refused("No likelihood fits problem_type 'ranking'", model=of_another_kind),
-    Refused("rank must not be negative", {"backend_kwargs": {"rank": -1}}),
+    Refused(
+        "No likelihood fits problem_type 'ranking'",
+        model=of_another_kind,
+    ),
+    Refused(
+        "rank must not be negative",
+        options={"backend_kwargs": {"rank": -1}},
+    ),
 ]
+MESSAGES = [case.message for case in REFUSED]
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.message)
+@pytest.mark.parametrize("case", REFUSED, ids=MESSAGES)
 def test_what_cannot_be_fitted_is_refused_before_training(tmp_path, case):
     watch = Watch()
 
+    # Some are refused as the callback is made, and others as training begins.
     def train() -> None:
         callback = LaplaceCallback(**case.options)
-        trainer = trainer_of(tmp_path, callback, watch, model=case.model())
+        model = case.model()
+        trainer = trainer_of(tmp_path, callback, watch, model=model)
         trainer.train()
 
     with pytest.raises(ValueError, match=case.message):
@@ -189,7 +239,11 @@ def test_a_regression_has_the_noise_of_its_residuals_by_default(tmp_path):
         data.append(text | {"labels": number})
 
     def posterior_of(callback: LaplaceCallback):
-        model = lora_model("bert", torch.float32, n_labels=1)
+        model = lora_model(
+            "bert",
+            torch.float32,
+            n_labels=1,
+        )
         trainer = trainer_of(
             tmp_path,
             callback,
@@ -200,13 +254,15 @@ def test_a_regression_has_the_noise_of_its_residuals_by_default(tmp_path):
         trainer.train()
         return callback.la
 
-    la = posterior_of(LaplaceCallback())
-    expected = posterior_of(LaplaceCallback(method="agreement"))
+    by_default = LaplaceCallback()
+    la = posterior_of(by_default)
     assert la.likelihood == "regression"
+    by_agreement = LaplaceCallback(method="agreement")
+    expected = posterior_of(by_agreement)
     assert torch.equal(la.prior_precision, expected.prior_precision)
     assert torch.equal(la.sigma_noise, expected.sigma_noise)
     # It is 1 where nothing chooses it.
-    assert la.sigma_noise.item() != 1
+    assert la.sigma_noise != 1
 
 
 def six_texts(seed: int) -> list[Batch]:
@@ -228,6 +284,9 @@ def test_a_language_model_is_evaluated_by_its_tokens(tmp_path):
     trainer.train()
     assert type(callback.la) is LowRankKronLoRALaplace
     entry = entry_with("eval_laplace_nll", trainer)
-    assert 0 < entry["eval_laplace_nll"] < 100
+    nll = entry["eval_laplace_nll"]
+    assert 0 < nll < 100
     again = laplace_lora_ext.from_pretrained(trainer.model, tmp_path)
-    assert torch.equal(again.prior_precision, callback.la.prior_precision)
+    found = again.prior_precision
+    expected = callback.la.prior_precision
+    assert torch.equal(found, expected)

@@ -15,7 +15,11 @@ from tests.support.models import (
     ragged_batches,
 )
 from tests.support.posteriors import STRUCTURES, make
-from tests.support.snapshots import Snapshot, facts_of, half_trained
+from tests.support.snapshots import (
+    Snapshot,
+    facts_of,
+    half_trained,
+)
 
 # --- loaders that fail after two good batches -----------------------------------------
 
@@ -26,28 +30,33 @@ def broken_off(error: BaseException) -> Iterator[Any]:
 
 
 def broken_off_by_an_error():
-    return broken_off(OSError("gone"))
+    error = OSError("gone")
+    return broken_off(error)
 
 
 def broken_off_by_the_user():
-    return broken_off(KeyboardInterrupt())
+    interrupt = KeyboardInterrupt()
+    return broken_off(interrupt)
 
 
 def another_pair() -> tuple[torch.Tensor, torch.Tensor]:
     """Make the batch that would be the third."""
-    return pairs(3)[-1]
+    *_, third = pairs(3)
+    return third
 
 
 def unknown_label():
     X, y = another_pair()
-    return [*pairs(2), (X, y + 1)]
+    bad = (X, y + 1)
+    return [*pairs(2), bad]
 
 
 def not_a_number():
     X, y = another_pair()
     X = X.clone()
     X[2, 3] = torch.nan
-    return [*pairs(2), (X, y)]
+    bad = (X, y)
+    return [*pairs(2), bad]
 
 
 def without_labels():
@@ -57,7 +66,8 @@ def without_labels():
 
 def too_few_features():
     X, y = another_pair()
-    return [*pairs(2), (X[:, :4], y)]
+    bad = (X[:, :4], y)
+    return [*pairs(2), bad]
 
 
 def empty():
@@ -81,25 +91,31 @@ structures = pytest.mark.parametrize("structure", STRUCTURES)
 # --- what they leave ------------------------------------------------------------------
 
 
-def facts(la) -> dict[str, torch.Tensor]:
-    X, _ = pairs()[0]
+Facts = dict[str, torch.Tensor]
+
+
+def facts(la) -> Facts:
+    (batch,) = pairs()
+    X, _ = batch
     return facts_of(la, X)
 
 
-def assert_same(
-    found: dict[str, torch.Tensor],
-    expected: dict[str, torch.Tensor],
-) -> None:
+def assert_same(found: Facts, expected: Facts) -> None:
     """Compare to the last digit."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
 
+def with_dropout():
+    """Make a module whose every pass in training mode is another one."""
+    return plain_model(lora_dropout=0.5)
+
+
 @failures
 @structures
 def test_a_failing_first_fit_leaves_everything(structure, loader, error):
-    model = half_trained(plain_model(lora_dropout=0.5))
+    model = half_trained(with_dropout())
     la = make(model, structure)
     before = Snapshot(model)
     attributes = set(vars(la))
@@ -111,17 +127,25 @@ def test_a_failing_first_fit_leaves_everything(structure, loader, error):
 
     # It can still be fitted, as if nothing had been tried.
     la.fit(pairs(3), override=False)
-    fresh = make(plain_model(lora_dropout=0.5), structure)
+    fresh = make(with_dropout(), structure)
     fresh.fit(pairs(3), override=False)
+    # Three batches of four.
     assert fresh.n_data == 12
-    assert_same(facts(la), facts(fresh))
+    found = facts(la)
+    expected = facts(fresh)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("override", [True, False])
 @failures
 @structures
-def test_a_failing_refit_leaves_the_fit_before_it(structure, loader, error, override):
-    model = plain_model(lora_dropout=0.5)
+def test_a_failing_refit_leaves_the_fit_before_it(
+    structure,
+    loader,
+    error,
+    override,
+):
+    model = with_dropout()
     la = make(model, structure)
     la.fit(pairs(2))
     la.prior_precision = 3.0
@@ -131,10 +155,11 @@ def test_a_failing_refit_leaves_the_fit_before_it(structure, loader, error, over
     with pytest.raises(error):
         la.fit(loader(), override=override)
     snapshot.assert_equal(model)
+    # A fit makes its backend anew, whether it fails or not.
+    del before["_backend"]
+    after = vars(la)
     for name, value in before.items():
-        # A fit makes its backend anew, whether it fails or not.
-        if name != "_backend":
-            assert vars(la)[name] is value, name
+        assert after[name] is value, name
     assert_same(facts(la), expected)
 
 
@@ -142,7 +167,10 @@ def test_a_failing_refit_leaves_the_fit_before_it(structure, loader, error, over
 @structures
 def test_a_fit_in_parts_is_one_fit(structure, saved, tmp_path):
     """To the last digit, though one column of a large factor is far fewer than all."""
-    options = {"backend_kwargs": {"rank": 1}} if structure == "lowrank_kron" else {}
+    options = {}
+    # The others have no rank.
+    if structure == "lowrank_kron":
+        options["backend_kwargs"] = {"rank": 1}
     model = lora_model("bert")
     texts = ragged_batches(batch_size=1)
     at_once = make(model, structure, **options)
@@ -154,7 +182,10 @@ def test_a_fit_in_parts_is_one_fit(structure, saved, tmp_path):
             in_parts.save_pretrained(tmp_path)
             in_parts = from_pretrained(model, tmp_path)
     assert at_once.n_data == 8
-    assert_same(facts_of(in_parts, texts[0]), facts_of(at_once, texts[0]))
+    first, *_ = texts
+    found = facts_of(in_parts, first)
+    expected = facts_of(at_once, first)
+    assert_same(found, expected)
 
 
 @structures
@@ -166,10 +197,12 @@ def test_a_state_is_restored_whole_or_not_at_all(structure):
     la.fit(pairs(3))
     expected = facts(la)
     before = dict(vars(la))
+    bad = state | {"temperature": -1.0}
     with pytest.raises(ValueError, match="temperature must be positive"):
-        la.load_state_dict(state | {"temperature": -1.0})
+        la.load_state_dict(bad)
+    after = vars(la)
     for name, value in before.items():
-        assert vars(la)[name] is value, name
+        assert after[name] is value, name
     assert_same(facts(la), expected)
     la.load_state_dict(state)
     assert la.n_data == 8
@@ -181,7 +214,8 @@ def test_a_copy_keeps_the_fit_that_it_was_copied_with(structure):
     la.fit(pairs(2))
     other = copy(la)
     expected = facts(other)
-    la.fit([another_pair()], override=False)
+    third_batch = another_pair()
+    la.fit([third_batch], override=False)
     assert la.n_data == 12
     assert other.n_data == 8
     assert_same(facts(other), expected)

@@ -75,6 +75,7 @@ def with_lora(
     lora = LoraConfig(
         r=2,
         target_modules=target_modules,
+        # With B at 0, as PEFT begins, the gradient of A would be 0 everywhere.
         init_lora_weights=False,
     )
     model = get_peft_model(base.double(), lora)
@@ -165,6 +166,7 @@ def gemma2() -> nn.Module:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=4,
+        # So low that it changes logits as small as those of random weights.
         final_logit_softcapping=0.5,
         pad_token_id=0,
     )
@@ -244,6 +246,7 @@ def test_the_error_of_the_sampled_factors_falls_with_the_root_of_the_number_of_d
     exact = dense.gradient_curvature(gpt2, tokens.Js, fisher)
     few = 8
     many = 512
+    # The error of one seed alone varies too much for a slope.
     n_seeds = 12
 
     def error(n_draws: int) -> float:

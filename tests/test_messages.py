@@ -27,23 +27,36 @@ def test_places_are_named_from_the_outermost_in(kind):
     assert error.value.__cause__.__cause__ is original
 
 
+def the_same_of_all(*_) -> torch.Tensor:
+    """Give a search nothing to choose by."""
+    return torch.tensor(1.0)
+
+
 @pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
 def test_fits_and_searches_warn_of_the_users_line(structure):
     """Through the host, torch and several layers of the library."""
-    ((X, y),) = pairs(n=6)
-    # Six are no whole number of batches of four: two are left out.
-    loader = DataLoader(TensorDataset(X, y), batch_size=4, drop_last=True)
-    fitted_to = [(X[:4], y[:4])]
+    (six,) = pairs(n=6)
+    X, y = six
+    loader = DataLoader(
+        TensorDataset(X, y),
+        batch_size=4,
+        # Six are no whole number of batches of four: two are left out.
+        drop_last=True,
+    )
+    fitted_to = (X[:4], y[:4])
     la = make(plain_model(), structure)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         la.fit(loader)
         la.optimize_prior_precision(n_steps=1)
-        la.optimize_prior_precision(method="agreement", train_loader=fitted_to)
+        la.optimize_prior_precision(
+            method="agreement",
+            train_loader=[fitted_to],
+        )
         la.optimize_prior_precision(
             method="gridsearch",
-            val_loader=[(X, y)],
-            loss=lambda *_: torch.tensor(1.0),
+            val_loader=[six],
+            loss=the_same_of_all,
             grid_size=2,
         )
     messages = []

@@ -28,17 +28,23 @@ class Readings(TorchDispatchMode):
 
 
 def test_a_batch_is_read_as_often_whatever_the_number_of_layers():
-    counts = []
     batches = ragged_batches()
+    first, *_ = batches
+    counts = []
+    # One layer, and all.
     for layers in ([0], None):
         la = make(lora_model("bert"), layers_to_transform=layers)
-        la.fit(batches)  # the first pass proves more
+        # The first pass proves more.
+        la.fit(batches)
         with Readings() as fitting:
             la.fit(batches)
         with Readings() as predicting:
-            la(batches[0], link_approx="mean_field")
+            la(first, link_approx="mean_field")
         with Readings() as passing:
             la.predictive_statistics(batches)
-        counts.append([each.count for each in (fitting, predicting, passing)])
-    assert counts[0] == counts[1]
-    assert min(counts[0]) > 0
+        of_each = (fitting, predicting, passing)
+        counts.append([readings.count for readings in of_each])
+    of_one, of_all = counts
+    assert of_one == of_all
+    # That readings are counted at all.
+    assert min(of_one) > 0

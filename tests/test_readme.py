@@ -19,6 +19,7 @@ from transformers import (
 
 import laplace_lora_ext
 from tests.support.models import (
+    Batch,
     base_model,
     lora_model,
     ragged_batches,
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 BLOCKS = [code for _, code in FENCE.findall(README)]
+# Those of the prompts and of their answers.
 WORDS = [
     "[PAD]",
     "[UNK]",
@@ -87,12 +89,12 @@ def a_trainer(folder: Path) -> Trainer:
     )
 
 
-def for_fine_tuning(
-    batch: dict[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
+def for_fine_tuning(batch: Batch) -> Batch:
     """Label each real token, as collators of supervised fine-tuning do."""
     is_padding = batch["attention_mask"] == 0
-    return batch | {"labels": batch["input_ids"].masked_fill(is_padding, -100)}
+    tokens = batch["input_ids"]
+    labels = tokens.masked_fill(is_padding, -100)
+    return batch | {"labels": labels}
 
 
 def namespace(folder: Path) -> dict[str, object]:
@@ -118,6 +120,7 @@ def namespace(folder: Path) -> dict[str, object]:
 
 
 def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch):
+    # The examples read and write beside where they run, and download nothing.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     names = namespace(tmp_path) | {
@@ -152,7 +155,8 @@ def test_every_file_tells_the_same_version():
 
 def code_of(page: str) -> list[str]:
     """Find a page's lines of code, indented or fenced, and its code spans."""
-    page = re.sub(r"\\\n\s*", " ", page)  # a line that goes on
+    # Lines that go on are one.
+    page = re.sub(r"\\\n\s*", " ", page)
     code = re.findall(r"^ {4,}(.+)$", page, re.MULTILINE)
     for _, block in FENCE.findall(page):
         code += block.splitlines()
@@ -183,8 +187,10 @@ def command_lines() -> list[str]:
 def test_every_command_line_is_understood(arguments):
     main = pytest.importorskip("benchmarks.__main__")
     parse = main.build_parser().parse_args
-    if "--help" in arguments:
+    words = shlex.split(arguments)
+    if "--help" in words:
+        # Help is printed, and the program ends without an error.
         with pytest.raises(SystemExit, match="0"):
-            parse(shlex.split(arguments))
-    elif arguments:
-        parse(shlex.split(arguments))
+            parse(words)
+    elif words:
+        parse(words)

@@ -144,7 +144,7 @@ def of_reference() -> Iterator[Documented]:
                     yield Documented(f"{name}.{part}", value)
 
 
-@pytest.mark.parametrize("each", documented(), ids=str)
+@pytest.mark.parametrize("each", list(documented()), ids=str)
 def test_every_option_has_a_line_of_its_own(each):
     sections = each.sections
     for title, entries in sections.items():
@@ -156,7 +156,7 @@ def test_every_option_has_a_line_of_its_own(each):
     assert sorted(parameters) == sorted(each.arguments)
 
 
-@pytest.mark.parametrize("each", of_reference(), ids=str)
+@pytest.mark.parametrize("each", list(of_reference()), ids=str)
 def test_the_reference_describes_every_option(each):
     # One argument is what the docstring itself is about.
     if len(each.arguments) > 1:

@@ -245,7 +245,13 @@ def test_a_file_does_not_choose_a_backend_of_ones_own(tmp_path):
 def test_lists_and_tensors_in_settings_equal_tuples():
     model = lora_model("bert")
     posteriors = []
-    for options in ((1, 2), [1, 2], torch.tensor([1, 2])):
+    as_tuple = (1, 2)
+    alike = [
+        as_tuple,
+        list(as_tuple),
+        torch.tensor(as_tuple),
+    ]
+    for options in alike:
         la = with_options(options, model=model)
         posteriors.append(la)
     for la in posteriors:

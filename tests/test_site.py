@@ -56,8 +56,11 @@ def pages_of(nav: list[Any]) -> Iterator[str]:
 
 def place_of(page: str) -> str:
     """Say where in the site a file of the menu stands."""
-    stem = page.rpartition(".")[0]
-    return stem.removesuffix("README") if stem.endswith("README") else stem + "/"
+    stem, _, _ = page.rpartition(".")
+    # A folder's README is the folder's own page.
+    if stem.endswith("README"):
+        return stem.removesuffix("README")
+    return stem + "/"
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +73,19 @@ def site(tmp_path_factory) -> Path:
             "-m",
             "mkdocs",
             "build",
+            # A link that leads nowhere is an error.
             "--strict",
             "--quiet",
             "--site-dir",
             folder,
         ],
         cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "NO_MKDOCS_2_WARNING": "1",
+            # The reference is made of the docstrings of this very package.
+            "PYTHONPATH": str(ROOT),
+        },
         check=True,
         timeout=600,
     )
