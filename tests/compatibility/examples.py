@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 
 from tests.support.models import N_CLASSES, VOCABULARY
 
 Example = dict[str, torch.Tensor]
 
 IMAGE_TOKEN = 3
-# As many positions as examples, in a first batch of four.
+# As many positions as examples, in a first batch of four: whatever takes one axis for
+# the other passes unseen by shapes, and must show in numbers.
 _LENGTHS = (4, 2, 3, 4, 3, 1)
 # Tokens below have a meaning.
 _FIRST_WORD = 10
@@ -21,7 +23,11 @@ def _random(
     seed: int,
 ) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return torch.randn(
+        *shape,
+        generator=generator,
+        dtype=torch.float64,
+    )
 
 
 def _words(
@@ -52,7 +58,10 @@ def of_images(
     n: int,
     *shape: int,
 ) -> list[Example]:
-    return _of_numbers("pixel_values", n, shape or (3, 8, 8))
+    # Red, green and blue, of 8 x 8 pixels.
+    if not shape:
+        shape = (3, 8, 8)
+    return _of_numbers("pixel_values", n, shape)
 
 
 def of_spectra(n: int) -> list[Example]:
@@ -78,40 +87,54 @@ def _of_numbers(
 
 def of_images_and_prompts(n: int) -> list[Example]:
     """Make images with the texts of the classes, which all examples share."""
-    prompts = torch.cat([_words(4, seed) for seed in range(N_CLASSES)])
-    return [image | {"input_ids": prompts} for image in of_images(n)]
+    prompts = [_words(4, seed) for seed in range(N_CLASSES)]
+    classes = {"input_ids": torch.cat(prompts)}
+    return [image | classes for image in of_images(n)]
 
 
 def of_images_in_texts(n: int) -> list[Example]:
     """Make texts with one image each at first, of four tokens; then two and none."""
+    n_images_of = (1, 1, 1, 1, 2, 0)
     examples = []
-    for i, n_images in enumerate((1, 1, 1, 1, 2, 0)[:n]):
-        placeholders = torch.full((1, 4 * n_images), IMAGE_TOKEN)
-        words = _words(_LENGTHS[i], i)
-        example = {"input_ids": torch.cat([placeholders, words], dim=1)}
+    for i in range(n):
+        n_images = n_images_of[i]
+        placeholders = _repeated(IMAGE_TOKEN, 4 * n_images)
+        words = _words(_LENGTHS[i], seed=i)
+        text = torch.cat([placeholders, words], dim=1)
+        example = {"input_ids": text}
         if n_images:
-            example["pixel_values"] = _random(n_images, 3, 8, 8, seed=i)
+            images = _random(n_images, 3, 8, 8, seed=i)
+            example["pixel_values"] = images
         examples.append(example)
     return examples
 
 
 def of_patches_in_texts(n: int) -> list[Example]:
     """Make images of 4 x 4 or 4 x 8 patches, four of which make a token."""
-    start = torch.full((1, 1), 5)
-    end = torch.full((1, 1), 6)
+    start = _repeated(5)
+    end = _repeated(6)
     examples = []
     for i in range(n):
         width = 4 if i % 2 else 8
-        image = torch.full((1, width), IMAGE_TOKEN)
-        words = _words(_LENGTHS[i], i)
+        image = _repeated(IMAGE_TOKEN, width)
+        words = _words(_LENGTHS[i], seed=i)
         text = torch.cat([start, image, end, words], dim=1)
+        # Times, rows and columns.
+        grid = torch.tensor([[1, 4, width]])
         example = {
             "input_ids": text,
             "pixel_values": _random(4 * width, 12, seed=i),
-            "image_grid_thw": torch.tensor([[1, 4, width]]),
+            "image_grid_thw": grid,
         }
         examples.append(example)
     return examples
+
+
+def _repeated(
+    token: int,
+    length: int = 1,
+) -> torch.Tensor:
+    return torch.full((1, length), token)
 
 
 def together(
@@ -128,16 +151,18 @@ def together(
 
     batch = {}
     for key, parts in parts_of.items():
+        first = parts[0]
         if key != "input_ids":
             batch[key] = torch.cat(parts)
-        elif len(parts[0]) > 1:
+        elif len(first) > 1:
             # Texts that are classes, alike in all examples.
-            batch[key] = parts[0]
+            batch[key] = first
         else:
+            if length is None:
+                length = max(part.shape[1] for part in parts)
             masks = [torch.ones_like(part) for part in parts]
-            longest = length or max(part.shape[1] for part in parts)
-            batch[key] = _padded(parts, side, longest)
-            batch["attention_mask"] = _padded(masks, side, longest)
+            batch[key] = _padded(parts, side, length)
+            batch["attention_mask"] = _padded(masks, side, length)
     return batch
 
 
@@ -149,7 +174,7 @@ def _padded(
     rows = []
     for part in parts:
         n_padded = length - part.shape[1]
-        zeros = torch.zeros(1, n_padded).long()
-        row = [zeros, part] if side == "left" else [part, zeros]
-        rows.append(torch.cat(row, dim=1))
+        # Before each row, or behind it.
+        padding = (n_padded, 0) if side == "left" else (0, n_padded)
+        rows.append(pad(part, padding))
     return torch.cat(rows)

@@ -13,7 +13,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.special import entr
 from torch.testing import assert_close
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from tests.support.models import (
     VOCABULARY,
@@ -36,11 +40,13 @@ def run(
 ) -> dict[str, Any]:
     """Run a section's blocks, one after the other, if its library can be imported."""
     library = section.partition(",")[0]
-    pytest.importorskip(library.lower().replace("-", "_"))
+    module = library.lower().replace("-", "_")
+    pytest.importorskip(module)
     sections = GUIDE.split("\n## ")
     (text,) = [each for each in sections if each.startswith(section)]
-    for code in CODE.findall(text):
-        exec(compile(code, section, "exec"), names)
+    for block in CODE.findall(text):
+        code = compile(block, section, "exec")
+        exec(code, names)
     return names
 
 
@@ -63,10 +69,11 @@ def polygraph(tmp_path_factory) -> Polygraph:
     folder = tmp_path_factory.mktemp("adapter")
     write_adapter(folder, "gpt2")
     writer = fitted_text(prior_precision=20.0)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     given = {
         "writer": writer,
         "model": writer.model.transformer,
-        "tokenizer": AutoTokenizer.from_pretrained(folder, padding_side="left"),
+        "tokenizer": tokenizer,
         "prompts": PROMPTS,
         "answers": [""] * len(PROMPTS),
     }
@@ -97,21 +104,32 @@ def test_without_any_draws_the_ensemble_of_lm_polygraph_is_the_trained_model(
     from lm_polygraph import estimators as lm
     from lm_polygraph.stat_calculators import EntropyCalculator, GreedyProbsCalculator
 
-    stats = {}
-    for calculate in (
+    calculators = [
         GreedyProbsCalculator(output_attentions=False),
         EntropyCalculator(),
         polygraph.ensemble_scores(polygraph.writer, 0),
-    ):
+    ]
+    stats = {}
+    for calculate in calculators:
         stats |= calculate(stats, PROMPTS, polygraph.model, 4)
-    entropy = lm.MeanTokenEntropy()(stats)
-    likelihood = np.exp(-lm.Perplexity()(stats))
-    expected = {"Ttu": entropy, "Tdu": entropy, "Stu": -likelihood}
+
+    def estimated(name: str) -> np.ndarray:
+        estimator = getattr(lm, name)()
+        return np.asarray(estimator(stats))
+
+    entropy = estimated("MeanTokenEntropy")
+    perplexity = estimated("Perplexity")
+    expected = {
+        "Ttu": entropy,
+        "Tdu": entropy,
+        # The likelihood, less of which is more doubt.
+        "Stu": -np.exp(-perplexity),
+    }
     # One model does not disagree with itself.
     expected |= dict.fromkeys(OF_DISAGREEMENT, 0)
     for measure, of_model in expected.items():
         for mode in ("EP", "PE"):
-            found = getattr(lm, mode + measure)()(stats)
+            found = estimated(mode + measure)
             # They are in lm-polygraph's float32.
             np.testing.assert_allclose(found, of_model, rtol=1e-6, atol=1e-6)
 
@@ -124,10 +142,11 @@ def log_probabilities(
 ) -> torch.Tensor:
     """Compute `(tokens, vocabulary)` log-probabilities where a text goes on."""
     whole = torch.cat([text, tokens[None]], dim=1)
-    logits = model(whole).logits[0]
+    output = model(whole)
     # The logits at a place are those of the token behind it.
     last_of_text = text.shape[1] - 1
-    return logits[last_of_text:-1].log_softmax(-1)
+    logits = output.logits[0, last_of_text:-1]
+    return logits.log_softmax(-1)
 
 
 def test_the_ensembles_of_lm_polygraph_are_draws(polygraph):
@@ -148,17 +167,20 @@ def test_the_ensembles_of_lm_polygraph_are_draws(polygraph):
     for place, token in enumerate(tokens):
         of_place = p[:, place]
         mean = of_place.mean(0)
-        weighted_mean = (weights * of_place).sum(0) / weights.sum()
+        weighted = weights * of_place
+        weighted_mean = weighted.sum(0) / weights.sum()
         of_pe.append(entr(mean).sum())
         of_ep.append(entr(weighted_mean).sum())
         weights = weights * of_place[:, token, None]
     scores = polygraph.ensemble_scores(writer, 5)
     found = scores.measures(text, tokens, of_trained_model)
-    for mode, of_tokens in (("pe", of_pe), ("ep", of_ep)):
+    log_probas = weights.log() / len(tokens)
+    entropies = {"pe": of_pe, "ep": of_ep}
+    for mode, of_tokens in entropies.items():
         of_mode = found[f"{mode}_token_level_scores"]
         total = torch.stack(of_tokens).mean()
         assert_close(of_mode["total_uncertainty"], total[None])
-        assert_close(of_mode["log_probas"], weights.log() / len(tokens))
+        assert_close(of_mode["log_probas"], log_probas)
 
 
 # --- other libraries ------------------------------------------------------------------
@@ -169,12 +191,18 @@ def test_the_wrapper_of_torch_uncertainty_predicts_as_the_posterior_does():
     batches = ragged_batches()
     la = fitted(model=model, batches=batches, rank=10)
     la.optimize_prior_precision(method="marglik")
-    loader = [(without_labels(batch), batch["labels"]) for batch in batches]
+    # Its data are pairs of inputs and labels.
+    loader = []
+    for batch in batches:
+        inputs = without_labels(batch)
+        loader.append((inputs, batch["labels"]))
     inputs, _ = loader[0]
-    names = run(
-        "torch-uncertainty",
-        {"model": model, "train_loader": loader, "inputs": inputs},
-    )
+    given = {
+        "model": model,
+        "train_loader": loader,
+        "inputs": inputs,
+    }
+    names = run("torch-uncertainty", given)
     assert_close(names["probs"], la(inputs))
 
 
@@ -189,13 +217,17 @@ def write_base(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=2,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
 
 
 def test_vllm_serves_draws_as_peft_does(tmp_path, monkeypatch):
     vllm = pytest.importorskip("vllm")
-    monkeypatch.setattr(vllm, "LLM", partial(vllm.LLM, dtype="float32"))
+    # By itself it would take half precision, in which log-probabilities differ more.
+    in_float32 = partial(vllm.LLM, dtype="float32")
+    monkeypatch.setattr(vllm, "LLM", in_float32)
     monkeypatch.chdir(tmp_path)
+    # In this process rather than in one of its own.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     write_adapter(tmp_path, "gpt2")
     write_base(tmp_path / "base")
@@ -205,7 +237,8 @@ def test_vllm_serves_draws_as_peft_does(tmp_path, monkeypatch):
         init_lora_weights=False,
     )
     base = LlamaForCausalLM.from_pretrained("base")
-    writer = fitted_text(get_peft_model(base, lora))
+    model = get_peft_model(base, lora)
+    writer = fitted_text(model)
     given = {
         "writer": writer,
         "base_model": "base",
@@ -213,15 +246,17 @@ def test_vllm_serves_draws_as_peft_does(tmp_path, monkeypatch):
     }
     names = run("vLLM", given)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    for folder, answers in zip(names["folders"], names["answers"], strict=True):
+    answers_of_draws = zip(names["folders"], names["answers"], strict=True)
+    for folder, answers in answers_of_draws:
         base = LlamaForCausalLM.from_pretrained("base")
-        model = PeftModel.from_pretrained(base, folder).eval()
+        model = PeftModel.from_pretrained(base, folder)
+        model.eval()
         for prompt, answer in zip(PROMPTS, answers, strict=True):
-            ids = tokenizer(prompt, return_tensors="pt").input_ids
+            text = tokenizer(prompt, return_tensors="pt")
             with torch.no_grad():
-                logits = model(ids).logits[0, -1]
-            expected = logits.log_softmax(-1)
-            # Of the first token that was written.
-            for token, found in answer.outputs[0].logprobs[0].items():
+                output = model(text.input_ids)
+            expected = output.logits[0, -1].log_softmax(-1)
+            of_first_token = answer.outputs[0].logprobs[0]
+            for token, found in of_first_token.items():
                 of_token = expected[token].item()
                 assert found.logprob == pytest.approx(of_token, abs=1e-5)

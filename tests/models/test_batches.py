@@ -16,13 +16,18 @@ from transformers import (
     LongformerForSequenceClassification,
 )
 
-from laplace_lora_ext.models.batches import check_texts, named_batches, text_first
+from laplace_lora_ext.models.batches import (
+    check_texts,
+    named_batches,
+    text_first,
+)
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.tokens_model import TokensModel
 from tests.support.dense import EXACT
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     VOCABULARY,
+    first_batch,
     lora_model,
     plain_model,
     ragged_batches,
@@ -33,6 +38,10 @@ from tests.support.posteriors import STRUCTURES, fitted, make
 PAD = 3
 
 Batch = dict[str, Any]
+
+# Where a classifier reads, and where a language model that classifies.
+kinds = pytest.mark.parametrize("kind", ["bert", "gpt2"])
+structures = pytest.mark.parametrize("structure", STRUCTURES)
 
 
 def adapted(
@@ -70,18 +79,21 @@ def without(
     left_out: str,
 ) -> Batch:
     """Copy a batch without one of its keys."""
-    return {key: value for key, value in batch.items() if key != left_out}
+    copy = dict(batch)
+    del copy[left_out]
+    return copy
 
 
 def in_a_pair(batch: Batch) -> tuple[Batch, torch.Tensor]:
     """Take the labels out of a batch, and put them beside it."""
-    return without(batch, "labels"), batch["labels"]
+    inputs = without(batch, "labels")
+    return inputs, batch["labels"]
 
 
 @pytest.fixture
 def batch() -> Batch:
     """The first of `ragged_batches`."""
-    return ragged_batches()[0]
+    return first_batch()
 
 
 # --- mappings, pairs and keywords -----------------------------------------------------
@@ -92,6 +104,7 @@ def read_only(batch: Batch) -> MappingProxyType:
 
 
 MAPPINGS = [dict, UserDict, BatchEncoding, read_only]
+mappings = pytest.mark.parametrize("mapping", MAPPINGS)
 
 
 def evidence_of(
@@ -113,16 +126,17 @@ def test_every_mapping_and_a_pair_fit_the_same(bert, as_given):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
+@mappings
 def test_every_mapping_gives_the_same_logits(bert, batch, mapping):
     inputs = without(batch, "labels")
     expected = bert(**inputs).logits
     la = make(bert)
-    found = la.model(mapping(batch))
+    given = mapping(batch)
+    found = la.model(given)
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
+@mappings
 def test_mappings_are_left_as_they_were(bert, batch, mapping):
     given = mapping(batch)
     before = dict(given)
@@ -157,7 +171,8 @@ def test_a_users_module_gets_the_mapping_without_labels_as_it_is(mapping):
         "labels": torch.ones(2),
         "lengths": [3, 4],
     }
-    LogitsModel(module)(mapping(batch))
+    model = LogitsModel(module)
+    model(mapping(batch))
     (taken,) = module.taken
     assert type(taken) is mapping
     assert list(taken) == ["x", "lengths"]
@@ -170,11 +185,18 @@ class Answering(nn.Module):
         super().__init__()
         self.model = model
 
-    def answers(self, **inputs: torch.Tensor) -> torch.Tensor:
-        logits = self.model(**inputs).logits
-        last = inputs["attention_mask"].sum(-1) - 1
+    def answers(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+    ) -> torch.Tensor:
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+        )
+        last = attention_mask.sum(-1) - 1
         rows = torch.arange(len(last))
-        after_last = logits[rows, last]
+        after_last = output.logits[rows, last]
         return after_last[:, CLASS_TOKEN_IDS]
 
 
@@ -190,7 +212,7 @@ class OfKeywordsAlone(Answering):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
     ) -> torch.Tensor:
-        return self.answers(input_ids=input_ids, attention_mask=attention_mask)
+        return self.answers(input_ids, attention_mask)
 
 
 class OfNamedInputs(Answering):
@@ -199,12 +221,20 @@ class OfNamedInputs(Answering):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        # It is optional by its signature alone.
         assert attention_mask is not None
-        return self.answers(input_ids=input_ids, attention_mask=attention_mask)
+        return self.answers(input_ids, attention_mask)
 
 
-@pytest.mark.parametrize("wrapper", [OfKeywords, OfKeywordsAlone, OfNamedInputs])
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        OfKeywords,
+        OfKeywordsAlone,
+        OfNamedInputs,
+    ],
+)
+@structures
 def test_a_wrapper_whose_forward_takes_keywords_gives_what_class_tokens_give(
     gpt2,
     structure,
@@ -221,7 +251,8 @@ def test_a_wrapper_whose_forward_takes_keywords_gives_what_class_tokens_give(
         **EXACT,
     )
     first = batches[0]
-    assert_close(found(first), expected(first), **EXACT)
+    p = found(first)
+    assert_close(p, expected(first), **EXACT)
 
 
 class Pooling(nn.Module):
@@ -238,13 +269,14 @@ class Pooling(nn.Module):
 
 
 TOKENS = torch.tensor([[1, 2], [3, 4]])
+LABELS = torch.tensor([0, 2])
 
 
 @pytest.mark.parametrize(
     "given",
     [
         {"input_ids": TOKENS, "labels": None},
-        {"input_ids": TOKENS, "labels": torch.tensor([0, 2])},
+        {"input_ids": TOKENS, "labels": LABELS},
         # Tokens by themselves have no other place there.
         TOKENS,
     ],
@@ -253,26 +285,29 @@ TOKENS = torch.tensor([[1, 2], [3, 4]])
 def test_keywords_reach_a_wrapper_within_pefts(given):
     plain = Pooling()
     config = LoraConfig(target_modules=["layer"])
-    model = LogitsModel(get_peft_model(plain, config))
+    wrapped = get_peft_model(plain, config)
+    model = LogitsModel(wrapped)
     # An adapter that is not trained yet changes nothing.
     expected = plain(input_ids=TOKENS)
     assert torch.equal(model(given), expected)
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+@kinds
 def test_a_model_may_be_called_as_transformers_models_are(kind, batch):
     model = adapted(kind)
-    assert torch.equal(model(**batch), model(batch))
+    found = model(**batch)
+    assert torch.equal(found, model(batch))
 
 
 # --- labels that are none, batches that are empty -------------------------------------
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@structures
 def test_labels_that_are_none_are_not_asked_for_by_predictions(batch, structure):
     la = fitted(structure=structure)
     unlabelled = batch | {"labels": None}
-    assert torch.equal(la(unlabelled), la(batch))
+    found = la(unlabelled)
+    assert torch.equal(found, la(batch))
     found = la.predict_proba(unlabelled)
     expected = la.predict_proba(batch)
     assert (found == expected).all()
@@ -290,11 +325,19 @@ def a_list_with_none(batch: Batch) -> list[Any]:
     return [without(batch, "labels"), None]
 
 
-WITHOUT_LABELS = [labels_of_none, a_pair_with_none, a_list_with_none]
+# As loaders of texts to predict make them.
+without_labels = pytest.mark.parametrize(
+    "unlabel",
+    [
+        labels_of_none,
+        a_pair_with_none,
+        a_list_with_none,
+    ],
+)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("unlabel", WITHOUT_LABELS)
+@structures
+@without_labels
 def test_a_loader_may_have_labels_that_are_none(batch, structure, unlabel):
     la = fitted(structure=structure)
     loader = [unlabel(batch)]
@@ -303,21 +346,25 @@ def test_a_loader_may_have_labels_that_are_none(batch, structure, unlabel):
     assert (found == expected).all()
 
 
-@pytest.mark.parametrize("unlabel", WITHOUT_LABELS)
+@without_labels
 def test_statistics_of_labels_that_are_none_have_no_targets(batch, unlabel):
-    statistics = fitted().predictive_statistics([unlabel(batch)])
+    la = fitted()
+    loader = [unlabel(batch)]
+    statistics = la.predictive_statistics(loader)
     assert statistics.targets is None
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@structures
 def test_empty_batches_are_left_out(structure):
     batches = ragged_batches()
-    first = batches[0]
-    empty = {key: value[:0] for key, value in first.items()}
+    empty = {}
+    for key, value in first_batch().items():
+        empty[key] = value[:0]
     la = fitted(batches=batches, structure=structure)
-    evidence = la.log_marginal_likelihood()
+    expected = la.log_marginal_likelihood()
     la.fit([empty, *batches, empty])
-    assert torch.equal(la.log_marginal_likelihood(), evidence)
+    found = la.log_marginal_likelihood()
+    assert torch.equal(found, expected)
 
 
 def test_batches_keep_their_numbers_where_empty_ones_are_left_out():
@@ -328,14 +375,16 @@ def test_batches_keep_their_numbers_where_empty_ones_are_left_out():
         (none, none),
         none,
         {"x": none, "y": 3},
-        {"x": [1]},  # of which nothing says that it is empty
+        # Nothing says of it that it is empty.
+        {"x": [1]},
         ({"x": X}, X),
     ]
     names = [name for name, _ in named_batches(loader)]
+    # Numbers that a user finds again in the loader.
     assert names == ["batch 0", "batch 4", "batch 5"]
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@structures
 @pytest.mark.parametrize("unlabel", [labels_of_none, a_pair_with_none])
 def test_labels_that_are_none_fit_nothing(bert, batch, structure, unlabel):
     la = make(bert, structure)
@@ -356,9 +405,12 @@ def test_tokens_alone_have_no_labels_within_them(bert, batch):
 
 IN_ORDER = torch.arange(7)
 RESTARTING = torch.tensor([0, 1, 2, 3, 0, 1, 2])
+# Axes for text, time, rows and columns: the first restarts.
+OF_TEXT_AND_IMAGES = torch.stack([RESTARTING, IN_ORDER, IN_ORDER, IN_ORDER])
 # The number of each token's text.
 NUMBERED = torch.tensor([1, 1, 1, 2, 2, 3, 3])
 NUMBERED_AND_PADDED = torch.tensor([1.0, 1, 1, 2, 2, 0, 0])
+NUMBERED_FROM_0 = torch.tensor([[0, 0, 0, 1, 1, 1, 2]]).int()
 # Two texts in the first of three rows.
 ENDS = torch.tensor([0, 3, 7, 14, 21]).int()
 
@@ -376,7 +428,7 @@ SHOWING_SEVERAL_TEXTS = [
     ),
     pytest.param(
         "position_ids",
-        torch.stack([RESTARTING, IN_ORDER, IN_ORDER, IN_ORDER])[:, None],
+        OF_TEXT_AND_IMAGES[:, None],
         id="position_ids of text and images",
     ),
     pytest.param(
@@ -396,16 +448,28 @@ SHOWING_SEVERAL_TEXTS = [
     ),
     pytest.param(
         "seq_idx",
-        torch.tensor([[0, 0, 0, 1, 1, 1, 2]]).int(),
+        NUMBERED_FROM_0,
         id="seq_idx",
     ),
-    pytest.param("cu_seq_lens_q", ENDS, id="cu_seq_lens_q"),
-    pytest.param("cu_seq_lens_k", ENDS, id="cu_seq_lens_k"),
+    pytest.param(
+        "cu_seq_lens_q",
+        ENDS,
+        id="cu_seq_lens_q",
+    ),
+    pytest.param(
+        "cu_seq_lens_k",
+        ENDS,
+        id="cu_seq_lens_k",
+    ),
 ]
+showing_several_texts = pytest.mark.parametrize(
+    ("key", "numbers"),
+    SHOWING_SEVERAL_TEXTS,
+)
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-@pytest.mark.parametrize(("key", "numbers"), SHOWING_SEVERAL_TEXTS)
+@kinds
+@showing_several_texts
 def test_several_texts_in_a_row_are_refused_by_what_shows_them(key, numbers, kind):
     (batch,) = ragged_batches(lengths=(7, 7, 7))
     packed = batch | {key: numbers}
@@ -415,12 +479,13 @@ def test_several_texts_in_a_row_are_refused_by_what_shows_them(key, numbers, kin
         model(packed)
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-@pytest.mark.parametrize(("key", "numbers"), SHOWING_SEVERAL_TEXTS)
+@kinds
+@showing_several_texts
 def test_several_embedded_texts_in_a_row_are_refused(key, numbers, kind):
     (batch,) = ragged_batches(lengths=(7, 7, 7))
-    packed = without(batch, "input_ids") | {key: numbers}
+    packed = without(batch, "input_ids")
     packed["inputs_embeds"] = torch.randn(3, 7, 12).double()
+    packed[key] = numbers
     model = adapted(kind, pad=None)
     with pytest.raises(NotImplementedError, match=f"as {key} shows"):
         model(packed)
@@ -502,12 +567,14 @@ def tokens_alone(batch: Batch) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+@kinds
 def test_what_a_model_would_read_in_another_way_is_refused(kind, side, change, message):
     model = adapted(kind)
-    batch = change(padded_batch(side))
-    with pytest.raises((ValueError, NotImplementedError), match=message):
-        model(batch)
+    batch = padded_batch(side)
+    changed = change(batch)
+    refused = (ValueError, NotImplementedError)
+    with pytest.raises(refused, match=message):
+        model(changed)
 
 
 def test_positions_that_restart_in_the_padding_are_not_refused():
@@ -515,14 +582,16 @@ def test_positions_that_restart_in_the_padding_are_not_refused():
     batch = padded_batch()
     batch["position_ids"] = RESTARTING.expand(3, 7)
     batch["attention_mask"] = mask.expand(3, 7)
-    adapted("gpt2")(batch)
+    model = adapted("gpt2")
+    model(batch)
 
 
 def test_one_text_a_row_is_not_refused():
     batch = padded_batch()
     batch["cu_seq_lens_q"] = torch.tensor([0, 7, 14, 21])
     batch["seq_idx"] = torch.zeros(3, 7)
-    check_texts(batch, adapted("gpt2").transformer)
+    model = adapted("gpt2")
+    check_texts(batch, model.transformer)
 
 
 def test_positions_of_an_image_are_not_refused():
@@ -530,8 +599,10 @@ def test_positions_of_an_image_are_not_refused():
     axes = IN_ORDER.repeat(4, 3, 1)
     columns = torch.tensor([0, 1, 2, 1, 2, 3, 4])
     axes[2] = columns
-    batch = padded_batch() | {"position_ids": axes}
-    check_texts(batch, adapted("gpt2").transformer)
+    batch = padded_batch()
+    batch["position_ids"] = axes
+    model = adapted("gpt2")
+    check_texts(batch, model.transformer)
 
 
 def test_longformers_tokens_of_global_attention_are_not_refused():
@@ -542,8 +613,9 @@ def test_longformers_tokens_of_global_attention_are_not_refused():
         num_attention_heads=2,
     )
     model = LongformerForSequenceClassification(config)
-    mask = torch.tensor([[2, 1, 1, 1, 1, 0, 0]])
-    batch = padded_batch() | {"attention_mask": mask}
+    batch = padded_batch()
+    # What it calls a mask has a 2 for the tokens that all others see.
+    batch["attention_mask"] = torch.tensor([[2, 1, 1, 1, 1, 0, 0]])
     check_texts(batch, model)
 
 
@@ -576,7 +648,8 @@ def test_what_lies_by_position_comes_with_its_tokens(padded_left):
     # Of ones behind zeros, the mirror image has the ones first.
     expected_mask = mask.flip(1)
     assert torch.equal(moved["attention_mask"], expected_mask)
-    found = moved["token_type_ids"][expected_mask.bool()]
+    is_text = expected_mask.bool()
+    found = moved["token_type_ids"][is_text]
     expected = types[mask.bool()]
     assert torch.equal(found, expected)
 
@@ -600,9 +673,11 @@ def mask_read(
 ) -> torch.Tensor:
     """Take the mask that a transformer is given for a batch."""
     model = adapted(kind)
-    calls = record_calls(model.model.base_model.model)
+    transformer = model.model.base_model.model
+    calls = record_calls(transformer)
     model(batch)
-    return calls[-1]["attention_mask"]
+    (keywords,) = calls
+    return keywords["attention_mask"]
 
 
 def test_a_classifier_reads_texts_where_they_stand(padded_left):
