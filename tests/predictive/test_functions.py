@@ -1,5 +1,6 @@
 """Drawn functions: one for all batches, varying as the posterior says."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -7,8 +8,13 @@ import torch
 from torch.testing import assert_close
 
 from tests.support.dense import jacobians, unpadded
-from tests.support.models import ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
+from tests.support.models import first_batch
+from tests.support.posteriors import (
+    STRUCTURES,
+    fitted,
+    generator,
+    plain_regression,
+)
 
 SEED = 5
 """Of the function that the tests are about."""
@@ -26,33 +32,42 @@ def linearised(request: pytest.FixtureRequest) -> tuple[Any, torch.Tensor]:
 def test_a_linearised_function_is_the_model_plus_jacobians_times_a_draw(linearised):
     la, X = linearised
     (drawn,) = la.sample(1, generator(SEED))
-    Js = jacobians(la.model.model, X)
-    expected = la.model(X) + Js @ (drawn - la.mean)
+    deviation = drawn - la.mean
+    model = la.model.model
+    Js = jacobians(model, X)
+    expected = model(X) + Js @ deviation
     function = la.function(SEED)
-    assert_close(function(X), expected)
+    found = function(X)
+    assert_close(found, expected)
 
 
 def test_a_linearised_function_is_one_for_all_batches(linearised):
     la, X = linearised
     function = la.function(SEED)
+    together = function(X)
     in_batches = [function(part) for part in X.split(5)]
-    assert_close(torch.cat(in_batches), function(X))
+    found = torch.cat(in_batches)
+    assert_close(found, together)
 
 
 def test_another_seed_gives_another_function(linearised):
     la, X = linearised
     one = la.function(SEED)
     another = la.function(SEED + 1)
-    assert not torch.allclose(another(X), one(X))
+    outputs = one(X)
+    others = another(X)
+    assert not torch.allclose(others, outputs)
 
 
 def test_a_function_of_padded_texts_is_the_same_for_each_text_alone():
     la = fitted()
-    batch = ragged_batches()[0]
-    together = la.function(SEED)(batch)
-    function = la.function(SEED)
+    batch = first_batch()
+    of_batch = la.function(SEED)
+    together = of_batch(batch)
+    of_each = la.function(SEED)
     for row, expected in enumerate(together):
-        (alone,) = function(unpadded(batch, row))
+        text = unpadded(batch, row)
+        (alone,) = of_each(text)
         assert_close(alone, expected)
 
 
@@ -68,7 +83,8 @@ def test_a_sampled_function_is_the_network_with_drawn_weights():
         generator=generator(SEED),
     )
     function = la.function(SEED, pred_type="nn")
-    assert_close(function(X), expected)
+    found = function(X)
+    assert_close(found, expected)
 
 
 def test_a_sampled_function_leaves_the_models_weights():
@@ -76,13 +92,29 @@ def test_a_sampled_function_leaves_the_models_weights():
     function = la.function(SEED, pred_type="nn")
     function(X)
     weights = [block.weight.flatten() for block in la.blocks]
-    assert torch.equal(torch.cat(weights), la.mean)
+    found = torch.cat(weights)
+    assert torch.equal(found, la.mean)
 
 
 # --- joint samples --------------------------------------------------------------------
 
 
-def test_joint_samples_have_the_joint_covariance():
+@dataclass(frozen=True)
+class Joint:
+    """Samples of four examples' outputs together, and the moments that they are of."""
+
+    samples: torch.Tensor
+    mean: torch.Tensor
+    covariance: torch.Tensor
+
+    @property
+    def deviations(self) -> torch.Tensor:
+        variances = self.covariance.diagonal()
+        return variances.sqrt()
+
+
+@pytest.fixture
+def joint() -> Joint:
     la, X = plain_regression()
     few = X[:4]
     mean, covariance = la.predictive_moments(few, joint=True)
@@ -92,15 +124,28 @@ def test_joint_samples_have_the_joint_covariance():
         generator=generator(),
         joint=True,
     )
-    flat = samples.flatten(1)
-    deviation = covariance.diagonal().sqrt()
-    # Seven standard errors of a mean, and four of a correlation.
-    of_mean = 0.05 * deviation.max()
-    assert_close(flat.mean(0), mean, rtol=0, atol=of_mean)
-    correlation = covariance / torch.outer(deviation, deviation)
-    assert_close(flat.T.corrcoef(), correlation, rtol=0, atol=0.03)
+    return Joint(
+        samples=samples.flatten(1),
+        mean=mean,
+        covariance=covariance,
+    )
+
+
+def test_joint_samples_have_the_joint_mean(joint):
+    found = joint.samples.mean(0)
+    # Seven standard errors.
+    error = 0.05 * joint.deviations.max()
+    assert_close(found, joint.mean, rtol=0, atol=error)
+
+
+def test_joint_samples_have_the_joint_correlations(joint):
+    scale = torch.outer(joint.deviations, joint.deviations)
+    expected = joint.covariance / scale
+    found = joint.samples.T.corrcoef()
+    # Four standard errors.
+    assert_close(found, expected, rtol=0, atol=0.03)
     # The host's samples would have 1 or -1.
-    assert correlation.abs().min() < 0.9
+    assert expected.abs().min() < 0.9
 
 
 # --- refused --------------------------------------------------------------------------
@@ -121,6 +166,7 @@ def test_learnt_variances_make_no_function():
 def test_a_function_knows_that_its_model_has_changed():
     la, X = plain_regression()
     function = la.function(SEED)
-    la.blocks[0].weight.data.add_(1)
+    weight = la.blocks[0].weight
+    weight.data.add_(1)
     with pytest.raises(RuntimeError):
         function(X)

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from laplace_lora_ext import Moments
 from tests.support.dense import jacobians, lora_weights
-from tests.support.models import ragged_batches, without_labels
+from tests.support.models import first_batch, without_labels
 from tests.support.posteriors import (
     STRUCTURES,
     fitted,
@@ -25,7 +25,7 @@ Batch = dict[str, torch.Tensor]
 @pytest.fixture
 def batch() -> Batch:
     """The first of the batches that posteriors are fitted to."""
-    return ragged_batches()[0]
+    return first_batch()
 
 
 @pytest.fixture(params=STRUCTURES)
@@ -50,7 +50,8 @@ def own_blocks(
 ) -> torch.Tensor:
     """Cut each example's own covariance `(B, C, C)` out of that of all outputs."""
     blocks = []
-    for start in range(0, len(joint), n_outputs):
+    starts = range(0, len(joint), n_outputs)
+    for start in starts:
         rows = slice(start, start + n_outputs)
         blocks.append(joint[rows, rows])
     return torch.stack(blocks)
@@ -66,22 +67,32 @@ def test_mean_and_joint_covariance_of_a_regression(n_outputs, structure):
     x = X[:4]
     model = la.model.model
     Js = jacobians(model, x)
-    J = Js.flatten(0, 1)  # a row for each output of each example
-    expected = J @ torch.linalg.inv(dense_precision(la)) @ J.T
+    # A row for each output of each example.
+    J = Js.flatten(0, 1)
+    P = dense_precision(la)
+    expected = J @ torch.linalg.inv(P) @ J.T
     f_mu, covariance = la(x, joint=True)
-    assert_close(f_mu, model(x).detach().flatten())
+    outputs = model(x).detach()
+    assert_close(f_mu, outputs.flatten())
     assert_close(covariance, expected)
     assert_close(la.functional_covariance(Js), expected)
     _, f_var = la(x)
     assert_close(f_var, own_blocks(expected, n_outputs))
 
 
-@pytest.fixture(params=[1, 3], ids=["one text", "three texts"])
+# Of one text too, for which a dimension of 1 is not to be dropped.
+@pytest.fixture(
+    params=[
+        pytest.param(1, id="one text"),
+        pytest.param(3, id="three texts"),
+    ]
+)
 def texts(
     request: pytest.FixtureRequest,
     batch: Batch,
 ) -> Batch:
-    return {key: value[: request.param] for key, value in batch.items()}
+    n_texts = request.param
+    return {key: column[:n_texts] for key, column in batch.items()}
 
 
 def test_predictive_moments_are_the_hosts_predictive_distribution(of_structure, texts):
@@ -108,14 +119,16 @@ def test_joint_moments_hold_those_of_each_example(of_structure, texts):
     n_logits = 3 * len(texts["labels"])
     assert joint_var.shape == (n_logits, n_logits)
     assert_close(joint_mu, f_mu.flatten())
-    assert_close(own_blocks(joint_var, n_outputs=3), f_var)
+    own_var = own_blocks(joint_var, n_outputs=3)
+    assert_close(own_var, f_var)
 
 
 def test_the_hosts_diagonal_output_is_variances(of_structure, texts):
     _, f_var = of_structure.predictive_moments(texts)
     of_host = of_structure._glm_predictive_distribution
     _, variances = of_host(texts, diagonal_output=True)
-    assert_close(variances, f_var.diagonal(dim1=1, dim2=2))
+    expected = f_var.diagonal(dim1=1, dim2=2)
+    assert_close(variances, expected)
 
 
 def arguments_of(cls: type) -> list[tuple]:
@@ -135,7 +148,11 @@ def test_the_predictive_distribution_takes_the_hosts_arguments(of_structure):
 
 @pytest.fixture
 def in_float32():
-    return fitted(dtype=torch.float32, prior_precision=0.5)
+    """A posterior in float32, as statistics are unless told otherwise."""
+    return fitted(
+        dtype=torch.float32,
+        prior_precision=0.5,
+    )
 
 
 @pytest.fixture
@@ -148,31 +165,65 @@ def moments(
     return statistics.moments(0.5)
 
 
-@pytest.mark.parametrize("link_approx", ["probit", "mc", "bridge", "bridge_norm"])
+each_link = pytest.mark.parametrize(
+    "link_approx",
+    [
+        "probit",
+        "mc",
+        "bridge",
+        "bridge_norm",
+    ],
+)
+
+
+@each_link
 def test_moments_are_predicted_from_as_a_batch_is(
     in_float32,
     moments,
     batch,
     link_approx,
 ):
-    kept = Moments(moments.f_mu.clone(), moments.f_var.clone())
-    found = in_float32(moments, link_approx=link_approx, generator=generator())
-    expected = in_float32(batch, link_approx=link_approx, generator=generator())
+    def predict(given: Any) -> torch.Tensor:
+        return in_float32(
+            given,
+            link_approx=link_approx,
+            generator=generator(),
+        )
+
+    found = predict(moments)
+    expected = predict(batch)
+    # Both are float32, and one comes out of statistics.
     assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert_close(found.sum(1), torch.ones(3))
+    totals = found.sum(1)
+    assert_close(totals, torch.ones(3))
+
+
+@each_link
+def test_a_prediction_leaves_its_moments_as_they_are(in_float32, moments, link_approx):
+    kept = Moments(
+        f_mu=moments.f_mu.clone(),
+        f_var=moments.f_var.clone(),
+    )
     # The bridge of the host writes into what it is given.
+    in_float32(moments, link_approx=link_approx)
     assert_close(moments, kept, rtol=0, atol=0)
 
 
 def test_moments_are_drawn_from_as_a_batch_is(in_float32, moments, batch):
-    found = in_float32.functional_samples(moments, generator=generator())
-    expected = in_float32.functional_samples(batch, generator=generator())
+    draw = in_float32.functional_samples
+    found = draw(moments, generator=generator())
+    expected = draw(batch, generator=generator())
+    # As above, and a root of the covariance is less exact.
     assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_networks_of_drawn_weights_need_a_batch(in_float32, moments):
     with pytest.raises(ValueError, match="pass a batch"):
-        in_float32(moments, pred_type="nn", link_approx="mc")
+        in_float32(
+            moments,
+            pred_type="nn",
+            link_approx="mc",
+        )
 
 
 def test_a_joint_covariance_needs_inputs(in_float32, moments):
@@ -197,20 +248,32 @@ def test_functional_samples_have_the_predictive_moments(batch, diagonal_output):
     if diagonal_output:
         variances = f_var.diagonal(dim1=1, dim2=2)
         expected = torch.diag_embed(variances)
-    of_texts = [of_text.T.cov() for of_text in samples.unbind(1)]
+    of_texts = []
+    for of_text in samples.unbind(1):
+        of_texts.append(of_text.T.cov())
     covariance = torch.stack(of_texts)
     # Eight standard errors, sqrt(2 / 50,000) each, of the largest variance.
-    scale = expected.amax().item()
-    assert_close(covariance, expected, rtol=0, atol=0.05 * scale)
-    of_mean = 0.05 * scale**0.5
-    assert_close(samples.mean(0), f_mu, rtol=0, atol=of_mean)
+    largest = expected.amax().item()
+    error = 0.05 * largest
+    assert_close(covariance, expected, rtol=0, atol=error)
+    mean = samples.mean(0)
+    error_of_mean = 0.05 * largest**0.5
+    assert_close(mean, f_mu, rtol=0, atol=error_of_mean)
 
 
 def test_diagonal_output_changes_no_link_but_samples(batch):
-    # As in the host.
     la = fitted()
-    diagonal = la(batch, link_approx="mean_field", diagonal_output=True)
-    usual = la(batch, link_approx="mean_field", diagonal_output=False)
+
+    def predict(diagonal_output: bool) -> torch.Tensor:
+        return la(
+            batch,
+            link_approx="mean_field",
+            diagonal_output=diagonal_output,
+        )
+
+    # As in the host.
+    diagonal = predict(diagonal_output=True)
+    usual = predict(diagonal_output=False)
     assert torch.equal(diagonal, usual)
 
 
@@ -256,8 +319,10 @@ def test_a_generator_seeds_every_prediction(batch, pred_type, predict):
         )
 
     first = drawn(seed=0)
-    assert torch.equal(drawn(seed=0), first)
-    assert not torch.equal(drawn(seed=1), first)
+    same = drawn(seed=0)
+    other = drawn(seed=1)
+    assert torch.equal(same, first)
+    assert not torch.equal(other, first)
 
 
 # --- networks of drawn weights --------------------------------------------------------
@@ -270,13 +335,19 @@ def logits_at(
 ) -> torch.Tensor:
     """Compute the model's logits with other LoRA weights."""
     model = la.model.model
+    trained = lora_weights(model)
     # Blocks are in the order of the parameters.
     parts = sample.split(sizes(la))
     weights = {}
-    for (name, weight), part in zip(lora_weights(model).items(), parts, strict=True):
-        weights[name] = part.reshape(weight.shape)
-    inputs = without_labels(batch)
-    output = torch.func.functional_call(model, weights, (), inputs)
+    for name, part in zip(trained, parts, strict=True):
+        shape = trained[name].shape
+        weights[name] = part.reshape(shape)
+    output = torch.func.functional_call(
+        model,
+        weights,
+        args=(),
+        kwargs=without_labels(batch),
+    )
     return output.logits
 
 
@@ -289,7 +360,8 @@ def by_hand(batch: Batch) -> tuple[Any, torch.Tensor]:
     logits = []
     for _ in range(3):
         (sample,) = la.sample(1, draws)
-        logits.append(logits_at(la, sample, batch))
+        of_sample = logits_at(la, sample, batch)
+        logits.append(of_sample)
     return la, torch.stack(logits)
 
 
@@ -313,8 +385,8 @@ def test_predictions_are_means_over_models_with_sampled_weights(by_hand, batch):
         n_samples=3,
         generator=generator(),
     )
-    expected = logits.softmax(-1).mean(0)
-    assert_close(found, expected)
+    p = logits.softmax(-1)
+    assert_close(found, p.mean(0))
 
 
 def test_regression_in_the_weights():

@@ -152,7 +152,8 @@ def test_classes_are_exchangeable(moments):
     f_mu, f_var = moments
     order = [2, 0, 3, 1]
     permuted_mu = f_mu[:, order]
-    permuted_var = f_var[:, order][:, :, order]
+    rows = f_var[:, order]
+    permuted_var = rows[:, :, order]
     found = mean_field(permuted_mu, permuted_var)
     log_p = mean_field(f_mu, f_var)
     assert_close(found, log_p[:, order])

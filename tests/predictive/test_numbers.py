@@ -11,10 +11,16 @@ from scipy.stats import norm
 from torch.testing import assert_close
 
 from laplace_lora_ext import LaplaceMixture, NumberPrediction
-from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted, normal, plain_regression
+from tests.support.models import first_batch, lora_model
+from tests.support.posteriors import (
+    STRUCTURES,
+    fitted,
+    normal,
+    plain_regression,
+)
 from tests.test_mixture import preferences, two
 
+# The tails, the middle, and one between.
 LEVELS = [0.01, 0.3, 0.5, 0.95]
 # What `plain_regression` is fitted with.
 NOISE_VARIANCE = 0.5**2
@@ -37,13 +43,22 @@ def regression(request: pytest.FixtureRequest):
 def test_a_posterior_predicts_normal_targets(regression):
     la, X = regression
     f_mu, f_var = la(X)
-    prediction = la.predict([X[:5], X[5:]])
+    prediction = la.predict(X)
     assert isinstance(prediction, NumberPrediction)
     variance = variances_of(f_var)
     total_variance = variance + NOISE_VARIANCE
+    total_std = total_variance.sqrt()
     assert_close(prediction.mean, f_mu)
     assert_close(prediction.epistemic_std, variance.sqrt())
-    assert_close(prediction.total_std, total_variance.sqrt())
+    assert_close(prediction.total_std, total_std)
+
+
+def test_batches_are_predicted_one_after_another(regression):
+    la, X = regression
+    batches = [X[:5], X[5:]]
+    found = la.predict(batches)
+    expected = la.predict(X)
+    assert_alike(found, expected)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -51,16 +66,20 @@ def test_quantiles_are_a_normal_distributions(regression, level):
     la, X = regression
     prediction = la.predict(X)
     z = norm.ppf(level)
-    expected = prediction.mean + z * prediction.total_std
-    assert_close(prediction.quantile(level), expected)
+    deviation = z * prediction.total_std
+    expected = prediction.mean + deviation
+    found = prediction.quantile(level)
+    assert_close(found, expected)
 
 
 def test_an_interval_leaves_as_much_below_as_above(regression):
     la, X = regression
     prediction = la.predict(X)
     low, high = prediction.interval(0.8)
-    assert_close(low, prediction.quantile(0.1))
-    assert_close(high, prediction.quantile(0.9))
+    tenth = prediction.quantile(0.1)
+    nine_tenths = prediction.quantile(0.9)
+    assert_close(low, tenth)
+    assert_close(high, nine_tenths)
 
 
 def assert_alike(
@@ -73,18 +92,22 @@ def assert_alike(
 
 def test_moments_are_predicted_from_as_batches_are():
     la, X = plain_regression()
-    found = la.predict(la.predictive_moments(X))
-    assert_alike(found, la.predict(X))
+    moments = la.predictive_moments(X)
+    found = la.predict(moments)
+    expected = la.predict(X)
+    assert_alike(found, expected)
 
 
 def test_rows_are_predicted_from_as_batches_are():
     la, X = plain_regression()
+    # As a data set gives them, one by one.
     found = la.predict(
         list(X),
         collate_fn=torch.stack,
         batch_size=5,
     )
-    assert_alike(found, la.predict(X))
+    expected = la.predict(X)
+    assert_alike(found, expected)
 
 
 def test_learnt_variances_predict_numbers():
@@ -94,22 +117,26 @@ def test_learnt_variances_predict_numbers():
     prediction = la.predict(X, pred_type="amortized")
     assert_close(prediction.mean, f_mu)
     variance = variances_of(f_var)
-    assert_close(prediction.epistemic_std, variance.sqrt())
+    std = variance.sqrt()
+    assert_close(prediction.epistemic_std, std)
 
 
 def test_rewards_have_no_noise():
+    model = lora_model("bert", n_labels=1)
     la = fitted(
         batches=preferences(),
-        model=lora_model("bert", n_labels=1),
+        model=model,
         likelihood="reward_modeling",
     )
-    batch = ragged_batches()[0]
+    batch = first_batch()
     prediction = la.predict(batch)
     f_mu, f_var = la(batch)
     assert_close(prediction.mean, f_mu)
     variance = variances_of(f_var)
-    assert_close(prediction.total_std, variance.sqrt())
-    assert torch.equal(prediction.total_std, prediction.epistemic_std)
+    std = variance.sqrt()
+    assert_close(prediction.epistemic_std, std)
+    total_std = prediction.total_std
+    assert torch.equal(total_std, prediction.epistemic_std)
 
 
 # --- a mixture's ----------------------------------------------------------------------
@@ -128,6 +155,7 @@ class Mixed:
 
 @pytest.fixture
 def mixed() -> Mixed:
+    # So unlike that a mean of the deviations is not one of the variances.
     both = two("numbers")
     both.first.sigma_noise = 0.2
     both.second.sigma_noise = 0.6
@@ -147,9 +175,10 @@ def test_a_mixtures_variance_is_that_of_predictions_and_the_mean_of_noises(mixed
     variance = variances_of(f_var)
     noise_variance = (0.2**2 + 0.6**2) / 2
     total_variance = variance + noise_variance
-    assert_close(mixed.together.mean, f_mu)
-    assert_close(mixed.together.epistemic_std, variance.sqrt())
-    assert_close(mixed.together.total_std, total_variance.sqrt())
+    found = mixed.together
+    assert_close(found.mean, f_mu)
+    assert_close(found.epistemic_std, variance.sqrt())
+    assert_close(found.total_std, total_variance.sqrt())
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -157,48 +186,61 @@ def test_below_a_mixtures_quantile_lies_as_much_of_its_members(mixed, level):
     x = mixed.together.quantile(level)
     of_members = []
     for member in (mixed.first, mixed.second):
-        below = norm.cdf(x, member.mean, member.total_std)
+        of_member = norm(member.mean, member.total_std)
+        below = of_member.cdf(x)
         of_members.append(below)
     found = np.mean(of_members, axis=0)
     np.testing.assert_allclose(found, level, rtol=1e-9)
 
 
 def test_a_mixtures_density_is_the_mean_of_its_members(mixed):
-    y = mixed.batch["labels"].double()
-    of_first = mixed.first.log_density(y).exp()
-    of_second = mixed.second.log_density(y).exp()
-    expected = (of_first + of_second) / 2
-    assert_close(mixed.together.log_density(y), expected.log())
+    labels = mixed.batch["labels"]
+    y = labels.double()
+    of_first = mixed.first.log_density(y)
+    of_second = mixed.second.log_density(y)
+    mean = (of_first.exp() + of_second.exp()) / 2
+    found = mixed.together.log_density(y)
+    assert_close(found, mean.log())
 
 
 # --- scores of predictions ------------------------------------------------------------
 
 
-def some_numbers(n_members: int) -> tuple[NumberPrediction, torch.Tensor]:
-    """Make predictions of two numbers for three examples, and targets."""
+@dataclass(frozen=True)
+class Predicted:
+    """Predictions of two numbers for three examples, and what came true."""
+
+    prediction: NumberPrediction
+    targets: torch.Tensor
+
+
+def some_numbers(n_members: int) -> Predicted:
     means = normal(n_members, 3, 2, seed=0)
     roots = normal(n_members, 3, 2, 2, seed=1)
     covariances = roots @ roots.mT
     members = list(zip(means, covariances, strict=True))
     noises = [0.3] * n_members
-    prediction = NumberPrediction.of(members, noises)
-    targets = 2 * normal(3, 2, seed=2)
-    return prediction, targets
+    drawn = normal(3, 2, seed=2)
+    return Predicted(
+        prediction=NumberPrediction.of(members, noises),
+        targets=2 * drawn,
+    )
 
 
 def ranked_probability_score(
-    means: np.ndarray,
-    stds: np.ndarray,
+    means: torch.Tensor,
+    stds: torch.Tensor,
     target: float,
 ) -> float:
     """Integrate a mixture's squared distance from the target's step."""
+    members = norm(means.numpy(), stds.numpy())
 
     def squared(x: float) -> float:
-        below = norm.cdf(x, means, stds).mean()
+        below = members.cdf(x).mean()
         step = x >= target
         return (below - step) ** 2
 
-    # In two parts, as the integrand jumps at the target.
+    # In two parts, as the integrand jumps at the target; beyond 40 nothing is left.
     below, _ = quad(squared, -40, target)
     above, _ = quad(squared, target, 40)
     return below + above
@@ -206,30 +248,44 @@ def ranked_probability_score(
 
 @pytest.mark.parametrize("n_members", [1, 3])
 def test_the_ranked_probability_score_is_its_integral(n_members):
-    prediction, targets = some_numbers(n_members)
-    found = prediction.crps(targets)
+    numbers = some_numbers(n_members)
+    prediction = numbers.prediction
+    scores = prediction.crps(numbers.targets)
     for row, column in np.ndindex(3, 2):
         expected = ranked_probability_score(
-            prediction.means[row, :, column].numpy(),
-            prediction.stds[row, :, column].numpy(),
-            targets[row, column].item(),
+            prediction.means[row, :, column],
+            prediction.stds[row, :, column],
+            numbers.targets[row, column].item(),
         )
-        assert found[row, column].item() == pytest.approx(expected, rel=1e-6)
+        found = scores[row, column].item()
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_sure_prediction_has_its_absolute_error():
     f_mu = torch.zeros(1, 1).double()
     f_var = torch.zeros(1, 1, 1).double()
+    # Almost none: a noise of 0 would leave no density.
     noise = 1e-9
     prediction = NumberPrediction.of([(f_mu, f_var)], [noise])
     target = f_mu + 3
-    assert_close(prediction.crps(target), torch.full_like(f_mu, 3.0))
+    found = prediction.crps(target)
+    assert found.item() == pytest.approx(3, rel=1e-7)
 
 
-@pytest.mark.parametrize("level", [-0.1, 0.0, 1.0])
+OUTSIDE = [-0.1, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("level", OUTSIDE)
 def test_levels_outside_of_0_and_1_are_refused(level):
-    prediction, _ = some_numbers(1)
-    with pytest.raises(ValueError, match="level must be between 0 and 1"):
+    prediction = some_numbers(1).prediction
+    message = "level must be between 0 and 1"
+    with pytest.raises(ValueError, match=message):
         prediction.quantile(level)
-    with pytest.raises(ValueError, match="coverage must be between 0 and 1"):
-        prediction.interval(level)
+
+
+@pytest.mark.parametrize("coverage", OUTSIDE)
+def test_coverages_outside_of_0_and_1_are_refused(coverage):
+    prediction = some_numbers(1).prediction
+    message = "coverage must be between 0 and 1"
+    with pytest.raises(ValueError, match=message):
+        prediction.interval(coverage)

@@ -11,9 +11,19 @@ from torch.utils.data import DataLoader
 
 from laplace_lora_ext.predictive.data_sets import Sample
 from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import fitted, generator, make, plain_regression
-from tests.support.ranks import Texts, failures, on_ranks
+from tests.support.posteriors import (
+    fitted,
+    generator,
+    make,
+    plain_regression,
+)
+from tests.support.ranks import (
+    Texts,
+    failures,
+    on_ranks,
+)
 
+# Not a multiple of the batch size, so that the last batch is a part of one.
 N_TEXTS = 30
 
 
@@ -172,7 +182,9 @@ def test_the_texts_that_were_kept_are_some_of_all_each_once(
     statistics_of_search = watched(la)
     choose(la, make_data(), max_bytes=limit)
     (statistics,) = statistics_of_search
-    distances = torch.cdist(statistics.f_mu.double(), every.f_mu.double())
+    kept = statistics.f_mu.double()
+    all_texts = every.f_mu.double()
+    distances = torch.cdist(kept, all_texts)
     nearest = distances.min(dim=1)
     # One is there, but for rounding.
     assert nearest.values.max() < 1e-5
@@ -223,7 +235,11 @@ def of_answers() -> Case:
 @pytest.mark.parametrize("link", ["mean_field", "probit"])
 def test_the_size_is_known_before_any_pass(make_case, link):
     la, texts = make_case()
-    statistics = la.statistics_of(texts, progress_bar=False, link_approx=link)
+    statistics = la.statistics_of(
+        texts,
+        progress_bar=False,
+        link_approx=link,
+    )
     n_examples = len(statistics)
     foretold = la.bytes_of_statistics(link) * n_examples
     assert foretold >= statistics.nbytes
@@ -236,13 +252,17 @@ def test_the_size_is_known_before_any_pass(make_case, link):
 def test_targets_of_a_regression_count_too():
     la, X = plain_regression()
     y = torch.zeros(len(X), 2).double()
-    statistics = la.statistics_of([(X, y)], progress_bar=False)
-    assert la.bytes_of_statistics() * len(statistics) == statistics.nbytes
+    batch = (X, y)
+    statistics = la.statistics_of([batch], progress_bar=False)
+    foretold = la.bytes_of_statistics() * len(statistics)
+    # Exactly, for these targets are float64 and as many as the outputs.
+    assert foretold == statistics.nbytes
 
 
 def test_structures_without_statistics_have_no_size():
     la = fitted(structure="diag")
     assert la.bytes_of_statistics() is None
+    # They are not limited either: a search goes by all texts.
     agreement(la, ragged_batches(), max_bytes=1)
 
 
@@ -270,21 +290,24 @@ def test_a_fit_comes_first(choose):
 
 def test_statistics_of_some_examples_can_be_asked_for():
     la = fitted()
-    some = la.predictive_statistics(ragged_batches(), max_examples=3)
+    batches = ragged_batches()
+    some = la.predictive_statistics(batches, max_examples=3)
     assert len(some) == 3
     assert some.n_left_out == 8 - 3
 
 
 def test_statistics_of_some_examples_are_the_same_each_time():
     la = fitted()
-    some = la.predictive_statistics(ragged_batches(), max_examples=3)
-    again = la.predictive_statistics(ragged_batches(), max_examples=3)
+    batches = ragged_batches()
+    some = la.predictive_statistics(batches, max_examples=3)
+    again = la.predictive_statistics(batches, max_examples=3)
     assert torch.equal(again.f_mu, some.f_mu)
 
 
 def test_as_many_examples_as_there_are_leave_none_out():
     la = fitted()
-    every = la.predictive_statistics(ragged_batches(), max_examples=8)
+    batches = ragged_batches()
+    every = la.predictive_statistics(batches, max_examples=8)
     assert every.n_left_out == 0
 
 
@@ -294,6 +317,7 @@ def test_statistics_of_no_example_are_refused():
         la.predictive_statistics(ragged_batches(), max_examples=0)
 
 
+# So many rows to each that is sampled that most of those first kept are replaced.
 N_ROWS = 2000
 N_SAMPLED = 300
 
@@ -339,7 +363,8 @@ def dealt_to(rank: int) -> list:
 
 @METHODS
 def test_the_limit_is_each_processes_own_and_all_choose_by_the_same(choose):
-    limit = 9 * fitted(batches=loader()).bytes_of_statistics()
+    of_one = fitted(batches=loader()).bytes_of_statistics()
+    limit = 9 * of_one
 
     def job(rank: int) -> tuple[torch.Tensor, list[str]]:
         own = dealt_to(rank)
@@ -355,7 +380,8 @@ def test_the_limit_is_each_processes_own_and_all_choose_by_the_same(choose):
 
     first, second = on_ranks(job, 2)
     prior, warned = first
-    (message,) = warned  # of the first rank, for all
+    # Of the first rank, for all.
+    (message,) = warned
     assert "by 9 of 30 examples" in message
     other_prior, other_warned = second
     assert torch.equal(other_prior, prior)
@@ -368,5 +394,6 @@ def test_ranks_with_the_same_data_are_still_refused():
         max_bytes = 8 * la.bytes_of_statistics()
         agreement(la, batches(), max_bytes=max_bytes)
 
-    for message in failures(on_ranks(job, 2)):
+    results = on_ranks(job, 2)
+    for message in failures(results):
         assert "have the same" in message

@@ -1,7 +1,12 @@
 """The prior precision that held-out examples choose for another training."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +28,11 @@ from laplace_lora_ext.processes.shards import divided, in_order_like
 from laplace_lora_ext.processes.shards import taken as given_by
 from laplace_lora_ext.training.trainers import groups_of
 from laplace_lora_ext.tuning.scales import scale_penalty
-from tests.support.models import lora_model, ragged_batches
+from tests.support.models import (
+    head_of,
+    lora_model,
+    ragged_batches,
+)
 from tests.support.posteriors import (
     STRUCTURES,
     another_training,
@@ -47,8 +56,13 @@ N = 11
 class Training:
     """Returns a model, and remembers what it was to train on."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self.model = another_training() if model is None else model
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+    ) -> None:
+        if model is None:
+            model = another_training()
+        self.model = model
         self.seen: Any = None
 
     def __call__(self, examples: Any) -> nn.Module:
@@ -64,12 +78,14 @@ def loader(examples: Any = None) -> DataLoader:
 
 def loader_of(places: Sequence[int]) -> DataLoader:
     """Load the texts at some places of all."""
-    return loader(Subset(Texts(N), places))
+    texts = Subset(Texts(N), places)
+    return loader(texts)
 
 
 def held_out_of(examples: Subset) -> list[int]:
     """Find the places of the texts that a training was not given."""
-    return [place for place in range(N) if place not in examples.indices]
+    seen = set(examples.indices)
+    return [place for place in range(N) if place not in seen]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -94,17 +110,21 @@ def test_it_takes_over_what_the_held_out_examples_choose(structure):
     held_out = held_out_of(train.seen)
     assert len(held_out) == 3
 
-    other = make(another_training(), structure, **settings)
-    other.fit(loader_of(train.seen.indices))
+    model = another_training()
+    other = make(model, structure, **settings)
+    seen = loader_of(train.seen.indices)
+    other.fit(seen)
     expected = other.optimize_prior_precision(
         method="gridsearch",
         val_loader=loader_of(held_out),
         **search,
     )
-    chosen = other.prior_precision.double()
-    assert torch.equal(la.prior_precision.double(), chosen)
+    chosen = la.prior_precision.double()
+    best = other.prior_precision.double()
+    assert torch.equal(chosen, best)
     assert_close(history.objective, expected.objective)
-    assert_close(values(la.model), before, rtol=0, atol=0)
+    after = values(la.model)
+    assert_close(after, before, rtol=0, atol=0)
 
 
 def test_held_out_examples_are_searched_by_the_default_link():
@@ -119,7 +139,8 @@ def test_held_out_examples_are_searched_by_the_default_link():
 
     by_mean_field = partial(GridSearch, link_approx="mean_field")
     expected = objective(search=by_mean_field)
-    assert torch.equal(objective(), expected)
+    found = objective()
+    assert torch.equal(found, expected)
 
 
 # --- several trainings ----------------------------------------------------------------
@@ -165,12 +186,19 @@ def several() -> Several:
 
     def train(examples: Subset) -> nn.Module:
         model = another_training()
-        head = model.base_model.model.classifier.modules_to_save["default"]
         # No two trainings end alike.
-        head.weight.data *= 1 + len(parts)
-        posterior = make(model, backend_kwargs={"rank": 3})
-        posterior.fit(loader_of(examples.indices))
-        part = Part(posterior, held_out_of(examples))
+        factor = 1 + len(parts)
+        head_of(model).weight.data *= factor
+        posterior = make(
+            model,
+            backend_kwargs={"rank": 3},
+        )
+        seen = loader_of(examples.indices)
+        posterior.fit(seen)
+        part = Part(
+            posterior=posterior,
+            held_out=held_out_of(examples),
+        )
         parts.append(part)
         return model
 
@@ -185,11 +213,14 @@ def several() -> Several:
 
 def test_several_trainings_ask_every_example(several):
     asked = []
+    sizes = []
     for part in several.parts:
         asked += part.held_out
-    assert sorted(asked) == list(range(N))
-    sizes = [len(part.held_out) for part in several.parts]
-    assert sorted(sizes) == [2, 2, 2, 2, 3]
+        sizes.append(len(part.held_out))
+    asked.sort()
+    assert asked == list(range(N))
+    sizes.sort()
+    assert sizes == [2, 2, 2, 2, 3]
 
 
 def test_several_trainings_losses_are_those_of_all_held_out_examples(several):
@@ -199,7 +230,8 @@ def test_several_trainings_losses_are_those_of_all_held_out_examples(several):
         prior = history.prior_precision[point]
         scale = history.logit_scale[point].item()
         losses = [part.loss(prior, scale) for part in several.parts]
-        penalty = scale_penalty(math.log(scale)).item()
+        log_scale = math.log(scale)
+        penalty = scale_penalty(log_scale).item()
         expected = (sum(losses) + penalty) / N
         found = history.objective[point].item()
         assert found == pytest.approx(expected, rel=1e-4)
@@ -209,8 +241,11 @@ def test_several_trainings_choose_together(several):
     la = several.la
     history = several.history
     best = history.objective.argmin()
-    assert la.prior_precision.item() == history.prior_precision[best].item()
-    assert la.logit_scale == history.logit_scale[best].item()
+    best_prior = history.prior_precision[best]
+    best_scale = history.logit_scale[best]
+    assert la.prior_precision.item() == best_prior.item()
+    assert la.logit_scale == best_scale.item()
+    # Otherwise nothing would show that it was taken over.
     assert la.logit_scale != 1
 
 
@@ -223,21 +258,29 @@ def test_a_choice_at_an_end_of_the_grid_is_said_once(trainings):
         probs: torch.Tensor,
         labels: torch.Tensor,
     ) -> torch.Tensor:
-        return -probs.max(1).values.mean()
+        highest = probs.amax(1)
+        return -highest.mean()
 
     def train(examples: Any) -> nn.Module:
         return another_training()
 
+    la = fitted()
+    search = partial(
+        GridSearch,
+        loss=confidence,
+        grid_size=3,
+    )
     message = "prior precision of the grid is the last"
     with pytest.warns(UserWarning, match=message) as said:
-        fitted().optimize_prior_precision(
+        la.optimize_prior_precision(
             method="second_training",
             train=train,
             train_loader=loader(),
             trainings=trainings,
-            search=partial(GridSearch, loss=confidence, grid_size=3),
+            search=search,
         )
-    (found,) = [one for one in said if "of the grid" in str(one.message)]
+    of_grid = [one for one in said if "of the grid" in str(one.message)]
+    (found,) = of_grid
     assert found.filename == __file__
 
 
@@ -252,10 +295,14 @@ def test_the_examples_depend_on_the_generator_alone():
         choose(fitted())
         return held_out_of(train.seen)
 
-    assert held_out(None) == held_out(None)
+    # None is not chance: a choice can be repeated without one.
+    without = held_out(None)
+    assert held_out(None) == without
     first = held_out(generator(3))
-    assert held_out(generator(3)) == first
-    assert held_out(generator(4)) != first
+    again = held_out(generator(3))
+    another = held_out(generator(4))
+    assert again == first
+    assert another != first
 
 
 # --- several processes ----------------------------------------------------------------
@@ -263,15 +310,17 @@ def test_the_examples_depend_on_the_generator_alone():
 
 def test_two_processes_choose_as_one():
     def chosen(rank: int) -> tuple[torch.Tensor, list[int]]:
+        batches = strided_loader(N)
         # At this rank nothing is left out, so that no order matters.
-        la = fitted(batches=strided_loader(N), rank=24)
+        la = fitted(batches=batches, rank=24)
         train = Training()
         history = la.optimize_prior_precision(
             method="second_training",
             train=train,
-            train_loader=strided_loader(N),
+            train_loader=batches,
         )
-        return history.objective, list(train.seen.indices)
+        places = list(train.seen.indices)
+        return history.objective, places
 
     expected, taken = chosen(0)
     for objective, places in on_ranks(chosen, 2):
@@ -281,12 +330,17 @@ def test_two_processes_choose_as_one():
 
 def test_processes_with_data_of_their_own_are_refused():
     def job(rank: int) -> None:
-        own = loader(Texts(N + rank))
+        texts = Texts(N + rank)
+        own = loader(texts)
         la = fitted(batches=own)
-        choose = SecondTraining(train=Training(), train_loader=own)
+        choose = SecondTraining(
+            train=Training(),
+            train_loader=own,
+        )
         choose(la)
 
-    for message in failures(on_ranks(job, 2)):
+    results = on_ranks(job, 2)
+    for message in failures(results):
         assert "DistributedSampler" in message
 
 
@@ -300,7 +354,8 @@ def in_place(la: Any) -> Train:
     """Trains the fitted model, and another."""
 
     def train(examples: Any) -> nn.Module:
-        la.blocks[0].weight.data.mul_(1.5)
+        weight = la.blocks[0].weight
+        weight.data.mul_(1.5)
         return another_training()
 
     return train
@@ -342,7 +397,11 @@ def descent(
     **others: Any,
 ) -> ValGD:
     """Searches along a path of its own."""
-    return ValGD(val_loader=val_loader, n_steps=2, **others)
+    return ValGD(
+        val_loader=val_loader,
+        n_steps=2,
+        **others,
+    )
 
 
 @dataclass(frozen=True)
@@ -381,14 +440,21 @@ def test_what_can_not_work_is_refused(case):
         **case.options,
     }
     with pytest.raises(case.error, match=case.message):
-        la.optimize_prior_precision(method="second_training", **options)
+        la.optimize_prior_precision(
+            method="second_training",
+            **options,
+        )
+    # It is left as it was.
     assert la.prior_precision.tolist() == [0.4]
 
 
 def test_a_posterior_that_is_not_fitted_has_no_second_training():
     unfitted = make(lora_model("bert"))
     untouched = Training()
-    choose = SecondTraining(train=untouched, train_loader=loader())
+    choose = SecondTraining(
+        train=untouched,
+        train_loader=loader(),
+    )
     with pytest.raises(AttributeError, match="not fitted"):
         choose(unfitted)
     assert untouched.seen is None
@@ -418,47 +484,94 @@ class Table(Texts):
         return Subset(self, places)
 
 
-@dataclass(frozen=True)
-class Data:
-    """A loader, the places of the examples that it gives, and the share to hold out."""
-
-    make_loader: Callable[[], DataLoader]
-    places: Sequence[int]
-    share: float = 0.3
-
-
 def loader_of_all() -> DataLoader:
-    return DataLoader(Texts(N), batch_size=2)
+    return loader(Texts(N))
 
 
 def loader_of_a_table() -> DataLoader:
-    return DataLoader(Table(N), batch_size=2)
+    return loader(Table(N))
+
+
+# Neither all texts nor every second.
+PART = [1, 2, 4, 7, 9]
 
 
 def loader_of_a_part() -> DataLoader:
-    return DataLoader(Texts(N), sampler=SubsetRandomSampler(PART))
+    return DataLoader(
+        Texts(N),
+        sampler=SubsetRandomSampler(PART),
+    )
 
 
 def loader_with_its_own_sampler() -> DataLoader:
-    return DataLoader(Texts(N), sampler=Every2nd())
+    return DataLoader(
+        Texts(N),
+        sampler=Every2nd(),
+    )
 
 
 def loader_with_its_own_batches() -> DataLoader:
-    return DataLoader(Texts(N), batch_sampler=[[0, 4], [2, 6, 8], [10]])
+    # Of unlike sizes, as no `batch_size` would make them.
+    batches = [
+        [0, 4],
+        [2, 6, 8],
+        [10],
+    ]
+    return DataLoader(Texts(N), batch_sampler=batches)
 
 
 def loader_of_whole_batches() -> DataLoader:
-    return DataLoader(ragged_batches(batch_size=1), batch_size=None)
+    batches = ragged_batches(batch_size=1)
+    return DataLoader(batches, batch_size=None)
 
 
-PART = [1, 2, 4, 7, 9]
+@dataclass(frozen=True)
+class Data:
+    """A loader, the places of the examples that it gives, and how many to hold out."""
+
+    make_loader: Callable[[], DataLoader]
+    places: Sequence[int]
+    share: float
+    n_held_out: int
+
+
 DATA = {
-    "all": Data(loader_of_all, range(N)),
-    "with columns": Data(loader_of_a_table, range(N)),
-    "part": Data(loader_of_a_part, PART, share=0.4),
-    "own sampler": Data(loader_with_its_own_sampler, range(0, N, 2)),
-    "own batches": Data(loader_with_its_own_batches, range(0, N, 2)),
-    "whole batches": Data(loader_of_whole_batches, range(8), share=0.2),
+    "all": Data(
+        loader_of_all,
+        places=range(N),
+        share=0.3,
+        n_held_out=3,
+    ),
+    "with columns": Data(
+        loader_of_a_table,
+        places=range(N),
+        share=0.3,
+        n_held_out=3,
+    ),
+    "part": Data(
+        loader_of_a_part,
+        places=PART,
+        share=0.4,
+        n_held_out=2,
+    ),
+    "own sampler": Data(
+        loader_with_its_own_sampler,
+        places=range(0, N, 2),
+        share=0.3,
+        n_held_out=2,
+    ),
+    "own batches": Data(
+        loader_with_its_own_batches,
+        places=range(0, N, 2),
+        share=0.3,
+        n_held_out=2,
+    ),
+    "whole batches": Data(
+        loader_of_whole_batches,
+        places=range(8),
+        share=0.2,
+        n_held_out=2,
+    ),
 }
 
 
@@ -473,11 +586,12 @@ def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(data):
     in_order = in_order_like(given, given_by(given))
     groups = groups_of(la, in_order, data.share)
     ((part, rest),) = divided(given, data.share, groups)
-    assert sorted([*part.indices, *rest.indices]) == list(data.places)
-    n_held_out = 3 if len(data.places) == N else 2
-    assert len(rest) == n_held_out
+    places = sorted([*part.indices, *rest.indices])
+    assert places == list(data.places)
+    assert len(rest) == data.n_held_out
     # A copy of the sampler was asked.
-    assert getattr(given.sampler, "calls", 0) == 0
+    n_calls = getattr(given.sampler, "calls", 0)
+    assert n_calls == 0
     train = Training()
     choose = SecondTraining(
         train=train,
@@ -491,16 +605,23 @@ def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(data):
 def test_numbers_to_start_from_are_multiplied_as_a_whole(data):
     la = fitted()
     base = torch.linspace(0.5, 2, 8).double()
+    search = partial(
+        GridSearch,
+        link_approx="probit",
+        grid_size=5,
+    )
     la.optimize_prior_precision(
         method="second_training",
         train=Training(),
         train_loader=data.make_loader(),
         held_out=data.share,
         init_prior_prec=base,
-        search=partial(GridSearch, link_approx="probit", grid_size=5),
+        search=search,
     )
     factors = la.prior_precision / base
-    assert_close(factors, factors[:1].expand(8))
+    first = factors[:1]
+    assert_close(factors, first.expand(8))
     # The grid of five points has every second power of ten.
-    exponent = factors[0].log10().item()
-    assert exponent == pytest.approx(2 * round(exponent / 2))
+    half = first.log10().item() / 2
+    nearest = round(half)
+    assert half == pytest.approx(nearest)
