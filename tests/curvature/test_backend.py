@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
@@ -34,7 +34,7 @@ from tests.support.ranks import on_ranks
 from tests.support.texts import text_batches
 
 
-def first_positions() -> torch.Tensor:
+def first_positions() -> Tensor:
     """Make inputs of four examples without positions, `(4, 5)`."""
     X, _ = sequences()
     return X[:, 0]
@@ -56,7 +56,7 @@ def test_regression_has_the_curvature_of_the_squared_error():
 # --- one example ----------------------------------------------------------------------
 
 
-def one_example() -> dict[str, torch.Tensor]:
+def one_example() -> dict[str, Tensor]:
     """Make a text of one token."""
     (batch,) = ragged_batches(
         lengths=[1],
@@ -68,8 +68,8 @@ def one_example() -> dict[str, torch.Tensor]:
 
 def assert_blocks_equal(
     model: nn.Module,
-    found: torch.Tensor,
-    expected: torch.Tensor,
+    found: Tensor,
+    expected: Tensor,
 ) -> None:
     """Compare the blocks of LoRA weights; what lies beside the diagonal is left out."""
     start = 0
@@ -132,9 +132,9 @@ def posterior(
     )
 
 
-def curvature_of(la: Any) -> torch.Tensor:
+def curvature_of(la: Any) -> Tensor:
     la.fit(ragged_batches())
-    if isinstance(la.H, torch.Tensor):
+    if isinstance(la.H, Tensor):
         return la.H
     return la.H.to_matrix()
 
@@ -143,7 +143,7 @@ def drawn_curvature(
     structure: str,
     seed: int,
     state_of_torch: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Fit by two drawn labels a text, in a state of torch's own generator."""
     la = posterior(
         structure,
@@ -201,7 +201,7 @@ def test_drawn_labels_of_a_fit_in_parts_are_those_of_one_fit(likelihood, tmp_pat
 def drawn_labels(
     n_before: int = 0,
     seed: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Draw labels of thirty examples, behind so many others."""
     backend = LowRankKronGGN(plain_model(20), "classification", seed=seed)
     backend.n_before = n_before
@@ -276,9 +276,9 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
 
 
 def flat_gradient(
-    loss: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-) -> torch.Tensor:
+    loss: Tensor,
+    weights: Sequence[Tensor],
+) -> Tensor:
     """Differentiate a loss in all weights, `(parameters,)`."""
     gradients = torch.autograd.grad(loss, weights)
     return torch.cat([of_weight.flatten() for of_weight in gradients])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext.curvature.factors import (
@@ -22,7 +23,7 @@ def decaying_rows(
     d: int,
     power: float = 1.0,
     dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
+) -> Tensor:
     """Draw `(n, d)` rows; direction i has standard deviation `i ** -power`.
 
     Rows of activations and gradients have eigenvalues that decay like this.
@@ -36,7 +37,7 @@ def decaying_rows(
 
 
 def low_rank(
-    rows: torch.Tensor,
+    rows: Tensor,
     rank: int,
     tail: bool = True,
     batch: int = 7,
@@ -54,7 +55,7 @@ def low_rank(
     return factor
 
 
-def matrix_of(factor: Factor) -> torch.Tensor:
+def matrix_of(factor: Factor) -> Tensor:
     """Build a factor from its eigendecomposition."""
     vectors, values, tail = factor.eigendecomposition()
     kept = (vectors * values) @ vectors.T
@@ -82,7 +83,7 @@ def test_is_exact_where_the_rank_reaches_the_size(n, d, extra, tail, batch):
 
 
 def in_two_runs(
-    rows: torch.Tensor,
+    rows: Tensor,
     rank: int,
 ) -> LowRankFactor:
     """Add the factors of the first 25 rows and of the rest."""
@@ -112,7 +113,7 @@ def test_sums_keep_twice_the_rank():
 def forbid_eigh(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A function from whose call on `torch.linalg.eigh` converges nowhere."""
 
-    def fail(matrix: torch.Tensor) -> None:
+    def fail(matrix: Tensor) -> None:
         raise torch.linalg.LinAlgError("did not converge")
 
     def forbid() -> None:
@@ -143,18 +144,18 @@ def test_dense_factors_are_decomposed_otherwise(forbid_eigh):
 class Streamed:
     """Rows, and a factor of rank 10 that has seen them batch by batch."""
 
-    rows: torch.Tensor
+    rows: Tensor
     factor: LowRankFactor
 
     @property
-    def optimum(self) -> torch.Tensor:
+    def optimum(self) -> Tensor:
         """The ten largest eigenvalues' sum."""
         matrix = (self.rows.T @ self.rows).double()
         eigenvalues = torch.linalg.eigvalsh(matrix)
         return eigenvalues[-10:].sum()
 
     @property
-    def trace(self) -> torch.Tensor:
+    def trace(self) -> Tensor:
         return self.rows.double().square().sum()
 
 

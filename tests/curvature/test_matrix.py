@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext.curvature.block import KroneckerBlock
@@ -76,7 +77,7 @@ def random_kron(
     return LowRankKron(blocks)
 
 
-def factor_matrix(factor: Factor) -> torch.Tensor:
+def factor_matrix(factor: Factor) -> Tensor:
     """Build a factor from columns and trace, by none of its own operations."""
     if isinstance(factor, DenseFactor):
         return factor.matrix
@@ -95,7 +96,7 @@ def factor_matrix(factor: Factor) -> torch.Tensor:
     return kept + mean_left_out * complement
 
 
-def matrix_of(kron: LowRankKron) -> torch.Tensor:
+def matrix_of(kron: LowRankKron) -> Tensor:
     """Build a sum form as one matrix."""
     blocks = []
     for block in kron.blocks:
@@ -105,7 +106,7 @@ def matrix_of(kron: LowRankKron) -> torch.Tensor:
     return torch.block_diag(*blocks)
 
 
-def some_vectors(*shape: int) -> torch.Tensor:
+def some_vectors(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator(1)).double()
 
 
@@ -164,8 +165,8 @@ def test_decomposed_operations_equal_dense_ones(kron, layerwise, scale):
 def assert_power(
     P: LowRankKronDecomposed,
     exponent: float,
-    expected: torch.Tensor,
-    W: torch.Tensor,
+    expected: Tensor,
+    W: Tensor,
 ) -> None:
     """Compare a power as a matrix, its diagonal, and products with vectors."""
     assert_close(P.to_matrix(exponent), expected, **TIGHT)
@@ -182,8 +183,8 @@ def test_gradient_in_the_prior_precision_is_that_of_finite_differences():
     W = some_vectors(1, 2, 2 * 5 + 3 * 4)
 
     def determinant_and_square_form(
-        deltas: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        deltas: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         P = kron + deltas
         return P.logdet(), P.inv_square_form(W)
 

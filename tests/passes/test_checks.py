@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
@@ -46,7 +46,7 @@ class Broken(nn.Module):
         self.inner = TwoLinear()
         self.kind = ""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if self.kind == "hidden":
             # Ten times this is no finite number any more.
             is_first = torch.arange(5) == 0
@@ -84,7 +84,7 @@ def test_what_is_not_finite_is_named_and_does_no_harm(
         settings["backend_kwargs"] = {"kfac_approx": kfac_approx}
     la = make(model, structure, **settings)
 
-    def breaking_at_the_second_batch() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def breaking_at_the_second_batch() -> Iterator[tuple[Tensor, Tensor]]:
         yield X, y
         model.kind = kind
         yield X, y
@@ -117,7 +117,7 @@ class HalfFused(nn.Module):
         self.before = nn.Linear(5, 5)
         self.layer = nn.Linear(5, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         A = self.layer.lora_A["default"].weight
         B = self.layer.lora_B["default"].weight
         x = self.before(x)
@@ -184,7 +184,7 @@ class TextsAndImages(nn.Module):
         self.texts = nn.Linear(5, 3)
         self.images = nn.Linear(5, 3)
 
-    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         logits = batch["zeros"]
         if "texts" in batch:
             logits = logits + self.texts(batch["texts"]).tanh()
@@ -195,7 +195,7 @@ class TextsAndImages(nn.Module):
 
 def batch_of(
     *parts: str,
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+) -> tuple[dict[str, Tensor], Tensor]:
     """Make a batch of four examples that has these parts alone."""
     (X, y), (other, _) = pairs(2)
     inputs = {"texts": X, "images": other}
@@ -257,7 +257,7 @@ def test_where_a_pass_of_somebody_else_fails_no_hook_is_left_and_the_reason_name
     recorder = Recorder(model, find_blocks(model.model))
     shapes: list[torch.Size] = []
 
-    def note(logits: torch.Tensor) -> None:
+    def note(logits: Tensor) -> None:
         shapes.append(logits.shape)
 
     def pass_of_somebody_else() -> None:

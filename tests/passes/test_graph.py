@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
@@ -24,8 +24,8 @@ from tests.support.posteriors import fitted, make, normal
 
 def recorded_jacobians(
     model: nn.Module,
-    x: torch.Tensor,
-) -> torch.Tensor:
+    x: Tensor,
+) -> Tensor:
     """Compute Jacobians of the logits by a recorded pass."""
     recorder = Recorder(LogitsModel(model), find_blocks(model))
     Js, _ = recorder.jacobians(x)
@@ -40,7 +40,7 @@ class Overwriting(nn.Module):
         self.first = nn.Linear(5, 3)
         self.overwrites = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = x.sin()
         logits = self.first(x).tanh()
         if self.overwrites:
@@ -82,11 +82,11 @@ def test_hooks_of_the_users_own_are_part_of_the_model():
 
 class _Stopped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x: Tensor) -> Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx, *_: torch.Tensor) -> None:
+    def backward(ctx, *_: Tensor) -> None:
         """Give no gradient at all, which is not a gradient of zeros."""
 
 
@@ -97,7 +97,7 @@ class CalledTwice(nn.Module):
         super().__init__()
         self.first = nn.Linear(5, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         without_gradient = _Stopped.apply(self.first(x.sin()))
         return self.first(x).tanh() + without_gradient
 
@@ -119,13 +119,13 @@ def test_calls_without_a_gradient_hold_back_no_other_call():
     mutates_args=("dq", "dk", "dv"),
 )
 def attention_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
 ) -> None:
     """Write into its arguments as FlashAttention 2 does, which vmap refuses.
 
@@ -144,12 +144,12 @@ def attention_backward(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs)
         return scaled_dot_product_attention(*inputs)
 
     @staticmethod
-    def backward(ctx, dout: torch.Tensor):  # pyright: ignore
+    def backward(ctx, dout: Tensor):  # pyright: ignore
         gradients = [torch.empty_like(each) for each in ctx.saved_tensors]
         attention_backward(dout, *ctx.saved_tensors, *gradients)
         return tuple(gradients)
@@ -166,7 +166,7 @@ class Attending(nn.Module):
         self.value = nn.Linear(5, 4)
         self.head = nn.Linear(4, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         # Of no layer, so that a gradient comes to keys which nobody asks for.
         key = x @ x.new_ones(5, 4)
         attended = self.attend(self.query(x), key, self.value(x))
@@ -179,10 +179,10 @@ class Kernels:
 
     ours: Any
     expected: Any
-    x: torch.Tensor
+    x: Tensor
 
 
-def posterior_by(attend: Callable[..., torch.Tensor], x: torch.Tensor):
+def posterior_by(attend: Callable[..., Tensor], x: Tensor):
     model = with_lora(Attending(attend), "query", "value")
     y = torch.tensor([0, 1, 2, 1])
     la = make(model)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from tests.support.dense import EXACT, full_rank
@@ -36,15 +36,15 @@ class Machine:
     graphs: list[weakref.ref] = field(default_factory=list)
     alive: list[int] = field(default_factory=list)
 
-    def limit(self, x: torch.Tensor) -> torch.Tensor:
+    def limit(self, x: Tensor) -> Tensor:
         """Pass rows through, if there is room for them."""
         return _Limit.apply(x, self)
 
     def limit_first(
         self,
         module: nn.Module,
-        args: tuple[torch.Tensor, ...],
-    ) -> tuple[torch.Tensor, ...]:
+        args: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
         """Limit a module's first argument, as its forward pre-hook."""
         x, *others = args
         return self.limit(x), *others
@@ -82,12 +82,12 @@ class Limited(TwoLinear):
         super().__init__()
         self.machine = Machine()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         rows = self.machine.limit(self.first(x))
         return self.second(rows.tanh())
 
 
-def first_pair(n: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+def first_pair(n: int = 8) -> tuple[Tensor, Tensor]:
     """Make one batch `(X, y)`."""
     (pair,) = pairs(n=n)
     return pair
@@ -206,7 +206,7 @@ def test_statistics_are_made_in_parts():
 class Normalising(Limited):
     """What an example is taken for depends on the others, unseen by gradients."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)
         return logits - logits.mean(0)
 
@@ -253,7 +253,7 @@ class OfMask(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, x: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
         return self.model(x["rows"][x["mask"]])
 
 

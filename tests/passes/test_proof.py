@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext.passes.graph import Layouts
@@ -49,9 +49,9 @@ def two_layers() -> nn.ModuleDict:
 
 def of_chosen(
     layer: nn.Module,
-    x: torch.Tensor,
-    chosen: torch.Tensor,
-) -> torch.Tensor:
+    x: Tensor,
+    chosen: Tensor,
+) -> Tensor:
     """Send the chosen positions through a layer; the others are 0."""
     rows = layer(x[chosen]).tanh()
     out = x.new_zeros(*chosen.shape, 3)
@@ -61,7 +61,7 @@ def of_chosen(
 class Router(Texts):
     """Odd tokens go to one layer, others to the other."""
 
-    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         ids = batch["input_ids"]
         x = self.embed(ids)
         is_odd = ids % 2 == 1
@@ -78,7 +78,7 @@ class OneExpert(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, 5)
         self.experts = two_layers()
 
-    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         ids = batch["input_ids"]
         is_odd = ids % 2 == 1
         rows = of_chosen(self.experts["one"], self.embed(ids), is_odd)
@@ -88,7 +88,7 @@ class OneExpert(nn.Module):
 class Gated(Texts):
     """The second layer counts if the gate is open."""
 
-    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         x = self.embed(batch["input_ids"])
         positions_first = self.layers["two"](x.transpose(0, 1))
         behind_gate = batch["gate"] * positions_first.transpose(0, 1)
@@ -99,7 +99,7 @@ class Gated(Texts):
 class OnePosition(Texts):
     """Positions come first, and the logits are those of one position."""
 
-    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         x = self.embed(batch["input_ids"]).transpose(0, 1)
         rows = self.layers["one"](x) + self.layers["two"](x).tanh()
         of_texts = rows.transpose(0, 1)
@@ -110,8 +110,8 @@ class OnePosition(Texts):
 
 def texts(
     *rows: Sequence[int],
-    **others: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+    **others: Tensor,
+) -> dict[str, Tensor]:
     return {"input_ids": torch.tensor(rows), **others}
 
 
@@ -124,11 +124,11 @@ IDS = (
 )
 
 
-def gated(gate: float) -> dict[str, torch.Tensor]:
+def gated(gate: float) -> dict[str, Tensor]:
     return texts(*IDS, gate=torch.tensor(gate).double())
 
 
-def at_positions(*positions: int) -> dict[str, torch.Tensor]:
+def at_positions(*positions: int) -> dict[str, Tensor]:
     return texts(*IDS, at=torch.tensor(positions))
 
 
@@ -137,7 +137,7 @@ class Case:
     """A model, the layers that take part, and batches of which the first is silent."""
 
     build: Callable[[], nn.Module]
-    batches: list[dict[str, torch.Tensor]]
+    batches: list[dict[str, Tensor]]
     target_modules: list[str] | None = None
 
 
@@ -184,13 +184,13 @@ class OfTokens(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        batch: Mapping[str, torch.Tensor],
+        batch: Mapping[str, Tensor],
     ) -> None:
         super().__init__()
         self.model = model
         self.batch = batch
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         return self.model({**self.batch, "input_ids": ids})
 
 
@@ -216,7 +216,7 @@ def passes(monkeypatch) -> list[int]:
 
 def proofs_of(
     la,
-    batch: Mapping[str, torch.Tensor],
+    batch: Mapping[str, Tensor],
     passes: list[int],
 ) -> int:
     """Count the backward passes that a prediction takes beside its own."""
@@ -225,12 +225,12 @@ def proofs_of(
     return len(passes) - 1
 
 
-def eight_texts() -> dict[str, torch.Tensor]:
+def eight_texts() -> dict[str, Tensor]:
     (batch,) = ragged_batches(batch_size=8)
     return batch
 
 
-def first_texts(n: int) -> dict[str, torch.Tensor]:
+def first_texts(n: int) -> dict[str, Tensor]:
     return {key: value[:n] for key, value in eight_texts().items()}
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -59,7 +59,7 @@ class SharedRows(nn.Module):
         self.layer = nn.Linear(5, 3)
         self.embedding = nn.Parameter(torch.randn(5))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         shared = self.layer(self.embedding)
         return (self.layer(x) * shared).tanh()
 
@@ -90,9 +90,9 @@ class Predicting(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
-        x: torch.Tensor,
+        x: Tensor,
         la,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return la(x)
 
 
@@ -111,7 +111,7 @@ def test_a_prediction_within_a_function_of_the_users_own_is_no_checkpoint():
 ROWS_OF_TWO_TEXTS = 2 * 7 * 3
 
 
-def eight_texts() -> dict[str, torch.Tensor]:
+def eight_texts() -> dict[str, Tensor]:
     (batch,) = ragged_batches(batch_size=8)
     return batch
 
@@ -123,7 +123,7 @@ def allow_at_once(monkeypatch, n_rows: int) -> None:
 
 def facts(
     la,
-    batch: dict[str, torch.Tensor],
+    batch: dict[str, Tensor],
 ):
     """Tell what is predicted of a batch, and what statistics keep of it."""
     statistics = la.predictive_statistics([batch], dtype=torch.float64)
@@ -167,7 +167,7 @@ def test_parts_of_a_batch_with_wrong_labels_are_named_by_the_batch(monkeypatch):
 class Normalized(TwoLinear):
     """Its logits depend on the batch's mean."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).tanh()
         return self.second(hidden - hidden.mean(0))
 

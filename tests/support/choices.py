@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.support.models import CLASS_TOKEN_IDS, VOCABULARY, ragged_batches
 from tests.support.posteriors import generator
 
 Tokens: TypeAlias = Sequence[int]
-Batch: TypeAlias = Mapping[str, torch.Tensor]
+Batch: TypeAlias = Mapping[str, Tensor]
 
 # The first is a prefix of the second, and the last one begins like it.
 ANSWERS = [[11], [11, 5, 30], [23, 42], [11, 5, 8]]
@@ -31,10 +31,10 @@ def choices_batch(
     prompts: Sequence[Tokens],
     choices: Sequence[Sequence[Tokens]],
     side: str = "right",
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Put each choice of each prompt behind it, `(B, K, T)`, and mark what counts."""
-    tokens: list[torch.Tensor] = []
-    counts: list[torch.Tensor] = []
+    tokens: list[Tensor] = []
+    counts: list[Tensor] = []
     for prompt, answers in zip(prompts, choices, strict=True):
         for answer in answers:
             text = torch.tensor([*prompt, *answer])
@@ -59,7 +59,7 @@ def of_prompts(
     batches: Sequence[Batch],
     answers: Sequence[Tokens],
     side: str = "right",
-) -> list[dict[str, torch.Tensor]]:
+) -> list[dict[str, Tensor]]:
     """Make batches of choices that are the same for each text."""
     made = []
     for batch in batches:
@@ -80,7 +80,7 @@ def some_choices(draws: torch.Generator) -> list[list[int]]:
     return choices
 
 
-def batches_of_own_choices(side: str = "right") -> list[dict[str, torch.Tensor]]:
+def batches_of_own_choices(side: str = "right") -> list[dict[str, Tensor]]:
     """Make two batches of texts with three choices each, of 1 to 4 tokens."""
     (texts,) = ragged_batches(lengths=(5, 2, 6, 3, 4), batch_size=5)
     prompts = prompts_of(texts)
@@ -99,8 +99,8 @@ def batches_of_own_choices(side: str = "right") -> list[dict[str, torch.Tensor]]
 class Choice:
     """A text with a choice behind it, unpadded: tokens, and which of them count."""
 
-    tokens: torch.Tensor
-    counts: torch.Tensor
+    tokens: Tensor
+    counts: Tensor
 
 
 def unpadded_choices(batch: Batch) -> list[list[Choice]]:
@@ -124,7 +124,7 @@ def logits_of_choices(
     model: nn.Module,
     choices: Sequence[Choice],
     normalised: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Sum log-probabilities of tokens that count, `(K,)`, choice by choice."""
     logits = []
     for choice in choices:

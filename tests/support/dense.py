@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from tests.support.models import CLASS_TOKEN_IDS
@@ -19,9 +19,9 @@ EXACT = {"rtol": 1e-9, "atol": 1e-12}
 # --- batches and models ---------------------------------------------------------------
 
 
-def labels_of(batches: Sequence[Any]) -> torch.Tensor:
+def labels_of(batches: Sequence[Any]) -> Tensor:
     """Join the labels of batches, mappings or `(X, y)`."""
-    labels: list[torch.Tensor] = []
+    labels: list[Tensor] = []
     for batch in batches:
         of_batch = batch["labels"] if isinstance(batch, Mapping) else batch[1]
         labels.append(of_batch)
@@ -29,9 +29,9 @@ def labels_of(batches: Sequence[Any]) -> torch.Tensor:
 
 
 def unpadded(
-    batch: Mapping[str, torch.Tensor],
+    batch: Mapping[str, Tensor],
     row: int,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Take one example without its padding."""
     is_real = batch["attention_mask"][row].bool()
     tokens = batch["input_ids"][row][is_real]
@@ -39,9 +39,9 @@ def unpadded(
 
 
 def as_padded(
-    batch: Mapping[str, torch.Tensor],
+    batch: Mapping[str, Tensor],
     row: int,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Take one example with its padding and mask."""
     only = slice(row, row + 1)
     return {
@@ -53,7 +53,7 @@ def as_padded(
 def batch_logits(
     model: nn.Module,
     inputs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Read `(B, C)` logits off the model's plain output."""
     output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
     return _answers(output, inputs)
@@ -62,7 +62,7 @@ def batch_logits(
 def logits_of(
     model: nn.Module,
     inputs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Read `(C,)` logits of one example off the model's plain output."""
     return batch_logits(model, inputs)[0]
 
@@ -70,7 +70,7 @@ def logits_of(
 def _answers(
     output: Any,
     inputs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     logits = getattr(output, "logits", output)
     if logits.ndim == 2:
         return logits
@@ -97,17 +97,17 @@ def lora_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     return layers
 
 
-def lora_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def lora_weights(model: nn.Module) -> dict[str, Tensor]:
     """Find LoRA weights of layers and convolutions, in parameters' order."""
     of_layers = {id(layer.weight) for _, layer in lora_layers(model)}
-    weights: dict[str, torch.Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
         if id(weight) in of_layers:
             weights[name] = weight.detach()
     return weights
 
 
-def matrix_places(model: nn.Module) -> list[torch.Tensor]:
+def matrix_places(model: nn.Module) -> list[Tensor]:
     """Number LoRA weights in order, and cut them into matrices `(m, n)`.
 
     PEFT holds all experts' factors in one weight: of A one expert's rows after the
@@ -115,7 +115,7 @@ def matrix_places(model: nn.Module) -> list[torch.Tensor]:
     """
     n_experts_of = _experts_of_weights(model)
     parameters = dict(model.named_parameters())
-    matrices: list[torch.Tensor] = []
+    matrices: list[Tensor] = []
     start = 0
     for name in lora_weights(model):
         weight = parameters[name]
@@ -147,23 +147,23 @@ def _experts_of_weights(model: nn.Module) -> dict[int, int]:
 def jacobians(
     model: nn.Module,
     inputs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Differentiate the logits in the LoRA weights, `(B, C, parameters)`."""
     return jacobians_in(lora_weights(model), model, inputs)
 
 
 def jacobians_in(
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Tensor],
     model: nn.Module,
     inputs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Differentiate the logits in some weights, `(B, C, parameters)`."""
     if isinstance(inputs, Mapping):
         args, kwargs = (), dict(inputs)
     else:
         args, kwargs = (inputs,), {}
 
-    def logits_at(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    def logits_at(weights: dict[str, Tensor]) -> Tensor:
         output = torch.func.functional_call(model, weights, args, kwargs)
         return _answers(output, inputs)
 
@@ -174,17 +174,17 @@ def jacobians_in(
 
 def jacobian(
     model: nn.Module,
-    inputs: Mapping[str, torch.Tensor],
-) -> torch.Tensor:
+    inputs: Mapping[str, Tensor],
+) -> Tensor:
     """Differentiate the logits of one example, `(C, parameters)`."""
     return jacobians(model, inputs)[0]
 
 
 def alone(
     model: nn.Module,
-    logits_of: Callable[[nn.Module, Any], torch.Tensor],
+    logits_of: Callable[[nn.Module, Any], Tensor],
     examples: Sequence[Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute logits and Jacobians `(N, C, parameters)`, example by example.
 
     It does so without vmap, which kernels may lack.
@@ -194,8 +194,8 @@ def alone(
         if "lora_" in name:
             parameter.requires_grad_()
             weights.append(parameter)
-    logits: list[torch.Tensor] = []
-    Js: list[torch.Tensor] = []
+    logits: list[Tensor] = []
+    Js: list[Tensor] = []
     for example in examples:
         of_example = logits_of(model, example)
         of_weights = derivatives_of(of_example, weights)
@@ -206,11 +206,11 @@ def alone(
 
 
 def derivatives_of(
-    logits: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
+    logits: Tensor,
+    weights: Sequence[Tensor],
+) -> list[Tensor]:
     """Differentiate `(C,)` logits in each weight by plain autograd, `(C, *shape)`."""
-    rows: list[Sequence[torch.Tensor]] = []
+    rows: list[Sequence[Tensor]] = []
     for logit in logits:
         gradients = torch.autograd.grad(
             logit,
@@ -227,7 +227,7 @@ def derivatives_of(
 # --- curvature ------------------------------------------------------------------------
 
 
-def softmax_fisher(logits: torch.Tensor) -> torch.Tensor:
+def softmax_fisher(logits: Tensor) -> Tensor:
     """Compute `diag(p) - p pᵀ` of `(..., C)` logits in float64."""
     n_classes = logits.shape[-1]
     log_p = logits.double().log_softmax(-1)
@@ -244,17 +244,17 @@ def softmax_fisher(logits: torch.Tensor) -> torch.Tensor:
 
 
 def exact_ggn(
-    Js: torch.Tensor,
-    H: torch.Tensor,
-) -> torch.Tensor:
+    Js: Tensor,
+    H: Tensor,
+) -> Tensor:
     """Sum `J_bᵀ H_b J_b` over Jacobians and Fishers at the logits."""
     return torch.einsum("bcp,bcd,bdq->pq", Js, H, Js)
 
 
 def kronecker_block(
-    J: torch.Tensor,
-    H: torch.Tensor,
-) -> torch.Tensor:
+    J: Tensor,
+    H: Tensor,
+) -> Tensor:
     """Compute a block of `kfac_approx="gradient"` from a matrix's `(N, C, m, n)`."""
     weighted = torch.einsum("bcd,bdij->bcij", H, J)
     # Both factors sum over examples and over pairs of logits, weighted by the Fisher.
@@ -268,18 +268,18 @@ def kronecker_block(
 
 def gradient_blocks(
     model: nn.Module,
-    Js: torch.Tensor,
-    H: torch.Tensor,
-) -> list[torch.Tensor]:
+    Js: Tensor,
+    H: Tensor,
+) -> list[Tensor]:
     """Compute Kronecker blocks of `kfac_approx="gradient"` from Jacobians."""
     return [kronecker_block(Js[..., places], H) for places in matrix_places(model)]
 
 
 def gradient_curvature(
     model: nn.Module,
-    Js: torch.Tensor,
-    H: torch.Tensor,
-) -> torch.Tensor:
+    Js: Tensor,
+    H: Tensor,
+) -> Tensor:
     """Compute `gradient_blocks` as one matrix."""
     return torch.block_diag(*gradient_blocks(model, Js, H))
 
@@ -287,9 +287,9 @@ def gradient_curvature(
 def dense_curvature(
     structure: str,
     model: nn.Module,
-    Js: torch.Tensor,
-    H: torch.Tensor,
-) -> torch.Tensor:
+    Js: Tensor,
+    H: Tensor,
+) -> Tensor:
     """Compute a structure's curvature, but for the host's Kron, as one matrix."""
     if structure == "lowrank_kron":
         return gradient_curvature(model, Js, H)
@@ -300,9 +300,9 @@ def dense_curvature(
 
 
 def power(
-    matrix: torch.Tensor,
+    matrix: Tensor,
     exponent: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Raise a symmetric positive semi-definite matrix to a power."""
     values, vectors = torch.linalg.eigh(matrix)
     # An eigenvalue of 0 comes out as a rounding error of either sign.
@@ -311,9 +311,9 @@ def power(
 
 
 def block_diagonal_covariance(
-    blocks: Sequence[torch.Tensor],
-    Js: torch.Tensor,
-) -> torch.Tensor:
+    blocks: Sequence[Tensor],
+    Js: Tensor,
+) -> Tensor:
     """Compute covariances `(N, C, C)` from Jacobians, at prior precision 1."""
     n_weights = [len(block) for block in blocks]
     Js_of_blocks = Js.split(n_weights, dim=-1)
@@ -339,7 +339,7 @@ def full_rank(
     return {"backend_kwargs": {"rank": 1000} | settings}
 
 
-def curvature_of(la: Any) -> torch.Tensor:
+def curvature_of(la: Any) -> Tensor:
     """Make one matrix of a fitted curvature, whatever its structure."""
     if hasattr(la.H, "to_matrix"):
         return la.H.to_matrix()
@@ -349,11 +349,11 @@ def curvature_of(la: Any) -> torch.Tensor:
 
 
 def evidence(
-    H: torch.Tensor,
-    log_likelihood: torch.Tensor,
-    mean: torch.Tensor,
-    prior_precision: torch.Tensor,
-) -> torch.Tensor:
+    H: Tensor,
+    log_likelihood: Tensor,
+    mean: Tensor,
+    prior_precision: Tensor,
+) -> Tensor:
     """Compute the log marginal likelihood at prior precisions `(parameters,)`.
 
     That is `log p(D | mean) - ½ (log det P - log det P₀ + meanᵀ P₀ mean)`, with the
@@ -367,10 +367,10 @@ def evidence(
 
 
 def glm_covariance(
-    Js: torch.Tensor,
-    H: torch.Tensor,
-    prior_precision: torch.Tensor,
-) -> torch.Tensor:
+    Js: Tensor,
+    H: Tensor,
+    prior_precision: Tensor,
+) -> Tensor:
     """Compute covariances of logits `(N, C, C)` at prior precisions `(parameters,)`."""
     posterior_precision = H + prior_precision.diag()
     return Js @ torch.linalg.solve(posterior_precision, Js.mT)
@@ -379,10 +379,10 @@ def glm_covariance(
 def predicted(
     la: Any,
     batches: Sequence[Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Predict means `(N, C)` and covariances `(N, C, C)` of all batches' logits."""
-    f_mu: list[torch.Tensor] = []
-    f_var: list[torch.Tensor] = []
+    f_mu: list[Tensor] = []
+    f_var: list[Tensor] = []
     for batch in batches:
         of_batch = la.predictive_moments(batch)
         f_mu.append(of_batch.f_mu)
@@ -394,7 +394,7 @@ def assert_exact(
     la: Any,
     model: nn.Module,
     inputs: Sequence[Any],
-    fisher_of: Callable[[torch.Tensor], torch.Tensor] = softmax_fisher,
+    fisher_of: Callable[[Tensor], Tensor] = softmax_fisher,
 ) -> None:
     """Compare curvature, means and covariances, at prior precision 1.
 
@@ -428,11 +428,11 @@ def _structure_of(la: Any) -> str:
 def _takes_part(
     la: Any,
     model: nn.Module,
-) -> torch.Tensor:
+) -> Tensor:
     """Tell of each LoRA number whether the posterior is over it."""
     of_posterior = {id(block.weight) for block in la.blocks}
     parameters = dict(model.named_parameters())
-    parts: list[torch.Tensor] = []
+    parts: list[Tensor] = []
     for name in lora_weights(model):
         weight = parameters[name]
         takes_part = id(weight) in of_posterior

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.support.models import without_labels
 from tests.support.posteriors import generator
@@ -27,16 +27,16 @@ class InTwoColumns(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
+    def forward(self, batch: Mapping[str, Any]) -> Tensor:
         f = self.model(**batch).logits
         rows = torch.stack([torch.zeros_like(f), f], dim=-1)
         return rows.flatten(0, 1)
 
 
 def several_labels(
-    batch: Mapping[str, torch.Tensor],
+    batch: Mapping[str, Tensor],
     n_labels: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Draw `(B, C)` numbers 0 and 1."""
     n_texts = len(batch["input_ids"])
     shape = (n_texts, n_labels)
@@ -45,8 +45,8 @@ def several_labels(
 
 
 def in_two_classes(
-    batches: Sequence[Mapping[str, torch.Tensor]],
-) -> list[tuple[Any, torch.Tensor]]:
+    batches: Sequence[Mapping[str, Tensor]],
+) -> list[tuple[Any, Tensor]]:
     """Make pairs for `InTwoColumns`: each label of each text is an example."""
     examples = []
     for batch in batches:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 
 from tests.support.dense import (
     as_padded,
@@ -69,8 +69,8 @@ class Case:
     def matrices(
         self,
         name: str,
-        tensor: torch.Tensor,
-    ) -> list[torch.Tensor]:
+        tensor: Tensor,
+    ) -> list[Tensor]:
         """Cut a weight's tensors into matrices `(..., m, n)`, one an expert."""
         if self.n_experts > 1 and ".experts." in name:
             if "lora_A" in name:
@@ -93,21 +93,21 @@ class Case:
 class Dense:
     """What dense calculus finds, each example treated by itself."""
 
-    logits: torch.Tensor  # (N, C)
-    Js: list[torch.Tensor]  # (N, C, m, n) of each matrix
-    values: list[torch.Tensor]  # (m, n) of each matrix
+    logits: Tensor  # (N, C)
+    Js: list[Tensor]  # (N, C, m, n) of each matrix
+    values: list[Tensor]  # (m, n) of each matrix
 
     @property
-    def jacobian(self) -> torch.Tensor:
+    def jacobian(self) -> Tensor:
         """All Jacobians, `(N, C, parameters)`."""
         return torch.cat([J.flatten(2) for J in self.Js], dim=-1)
 
     @property
-    def mean(self) -> torch.Tensor:
+    def mean(self) -> Tensor:
         """All values, `(parameters,)`."""
         return torch.cat([value.flatten() for value in self.values])
 
-    def kronecker(self) -> torch.Tensor:
+    def kronecker(self) -> Tensor:
         """Compute the curvature of `kfac_approx="gradient"` at full rank."""
         H = softmax_fisher(self.logits)
         blocks = [kronecker_block(J, H) for J in self.Js]
@@ -120,8 +120,8 @@ def dense(case: Case) -> Dense:
     weights = case.weights()
     in_order = list(weights.values())
     differentiate = _differences if case.by_differences else _gradients
-    logits: list[torch.Tensor] = []
-    by_example: list[list[torch.Tensor]] = []
+    logits: list[Tensor] = []
+    by_example: list[list[Tensor]] = []
     for inputs in case.all_inputs():
         for example in _examples(inputs):
             with torch.no_grad():
@@ -129,8 +129,8 @@ def dense(case: Case) -> Dense:
             of_example = differentiate(case.model, example, in_order)
             by_example.append(of_example)
 
-    Js: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
+    Js: list[Tensor] = []
+    values: list[Tensor] = []
     for place, (name, weight) in enumerate(weights.items()):
         J = torch.stack([of_example[place] for of_example in by_example])
         Js += case.matrices(name, J)
@@ -142,7 +142,7 @@ def _gradients(
     model: nn.Module,
     example: Any,
     weights: list[nn.Parameter],
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Compute an example's Jacobians `(C, *shape)` by plain autograd."""
     before = [weight.requires_grad for weight in weights]
     for weight in weights:
@@ -158,14 +158,14 @@ def _differences(
     model: nn.Module,
     example: Any,
     weights: list[nn.Parameter],
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Compute an example's Jacobians `(C, *shape)` by central differences."""
     # In float64 both errors, of the step's square and of rounding, are then near 1e-10.
     step = 1e-5
-    Js: list[torch.Tensor] = []
+    Js: list[Tensor] = []
     for weight in weights:
         numbers_of_weight = weight.view(-1)
-        columns: list[torch.Tensor] = []
+        columns: list[Tensor] = []
         for place, number in enumerate(numbers_of_weight.tolist()):
             numbers_of_weight[place] = number + step
             ahead = logits_of(model, example)
@@ -297,7 +297,7 @@ class Images(nn.Module):
         self.second = nn.Conv2d(4, 4, 2, groups=2)
         self.last = nn.Linear(4, N_CLASSES)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).tanh()
         pixels = self.second(hidden).tanh()
         return self.last(pixels.mean((-2, -1)))
@@ -311,15 +311,15 @@ class Sequences(nn.Module):
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
         self.last = nn.Linear(4, N_CLASSES)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         attended, _ = self.attention(x, x, x)
         return self.last(attended.tanh().mean(1))
 
 
-def numbers(*shape: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def numbers(*shape: int) -> list[tuple[Tensor, Tensor]]:
     """Make batches of five examples and two, of numbers of a shape."""
     draws = generator(1)
-    batches: list[tuple[torch.Tensor, torch.Tensor]] = []
+    batches: list[tuple[Tensor, Tensor]] = []
     for n in (5, 2):
         X = torch.randn(n, *shape, generator=draws)
         labels = torch.arange(n) % N_CLASSES

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -19,7 +19,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 VOCABULARY = 60
 # The answers of language models that classify: any tokens but padding, which is 0.
@@ -263,7 +263,7 @@ class TwoLinear(nn.Module):
         self.first = nn.Linear(n_inputs, n_hidden)
         self.second = nn.Linear(n_hidden, n_outputs)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x).tanh())
 
 
@@ -275,7 +275,7 @@ class Detour(nn.Module):
         self.used = nn.Linear(5, n_outputs)
         self.unused = nn.Linear(5, n_outputs)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         self.unused(x)
         return self.used(x)
 
@@ -287,7 +287,7 @@ class Sorting(Detour):
         super().__init__()
         self.with_gradients = with_gradients
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             order = self.unused(x).argsort()
         with torch.set_grad_enabled(self.with_gradients):
@@ -306,7 +306,7 @@ class OfBatches(nn.Module):
         self.model = model
         self.output = output
 
-    def forward(self, batch: Any) -> torch.Tensor:
+    def forward(self, batch: Any) -> Tensor:
         return getattr(self.model(**batch), self.output)
 
 
@@ -320,8 +320,8 @@ class OfMapping(nn.Module):
     def forward(
         self,
         batch: Any = None,
-        **inputs: torch.Tensor,
-    ) -> torch.Tensor:
+        **inputs: Tensor,
+    ) -> Tensor:
         return self.model(inputs if batch is None else batch)
 
 
@@ -356,7 +356,7 @@ def plain_model(
 def pairs(
     n_batches: int = 1,
     n: int = 4,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+) -> list[tuple[Tensor, Tensor]]:
     """Make batches `(X, y)` of `n` examples for `TwoLinear` with three outputs."""
     generator = torch.Generator().manual_seed(1)
     y = torch.arange(n) % 3
@@ -370,7 +370,7 @@ def pairs(
 def sequences(
     n: int = 4,
     length: int = 3,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Make inputs `(n, length, 5)` and labels for averaging models."""
     generator = torch.Generator().manual_seed(1)
     X = torch.randn(n, length, 5, generator=generator).double()
@@ -381,7 +381,7 @@ def sequences(
 def real_targets(
     n: int = 4,
     n_outputs: int = 2,
-) -> torch.Tensor:
+) -> Tensor:
     """Make `(n, n_outputs)` targets of a regression."""
     generator = torch.Generator().manual_seed(2)
     return torch.randn(n, n_outputs, generator=generator).double()

@@ -8,7 +8,7 @@ import laplace
 import pytest
 import torch
 from laplace.utils.metrics import RunningNLLMetric
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -32,7 +32,7 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+def normal(*shape: int, seed: int = 0) -> Tensor:
     """Draw standard normal numbers in float64."""
     return torch.randn(*shape, generator=generator(seed)).double()
 
@@ -124,7 +124,7 @@ def another_training(kind: str = "bert") -> nn.Module:
     return model
 
 
-def some_precision(la, prior: str) -> torch.Tensor:
+def some_precision(la, prior: str) -> Tensor:
     """Draw `(1,)` or `(blocks,)` prior precisions."""
     size = 1 if prior == "scalar" else len(la.blocks)
     drawn = torch.rand(size, generator=generator(3))
@@ -132,7 +132,7 @@ def some_precision(la, prior: str) -> torch.Tensor:
     return drawn.to(la.mean.dtype) + 0.1
 
 
-def priors_of_blocks(la) -> torch.Tensor:
+def priors_of_blocks(la) -> Tensor:
     """Make another prior precision for each block, so that none passes for another."""
     return torch.linspace(0.3, 2.0, len(la.blocks)).double()
 
@@ -171,7 +171,7 @@ class HostLoader:
 
     def __init__(
         self,
-        batches: list[dict[str, torch.Tensor]],
+        batches: list[dict[str, Tensor]],
     ) -> None:
         self.batches = batches
         self.dataset = range(sum(len(batch["labels"]) for batch in batches))
@@ -184,7 +184,7 @@ def stock(
     model: nn.Module,
     kind: str,
     structure: str,
-    batches: list[dict[str, torch.Tensor]],
+    batches: list[dict[str, Tensor]],
     parts: Sequence[str] = ("lora_",),
 ):
     """Fit the host's posterior over weights with these parts in their names."""

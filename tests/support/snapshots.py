@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # Asked of torch, since later versions may have more kinds.
 HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
@@ -16,10 +16,10 @@ class Parameter:
     """A parameter, and copies of its value and gradient."""
 
     parameter: nn.Parameter
-    value: torch.Tensor
+    value: Tensor
     requires_grad: bool
-    grad: torch.Tensor | None
-    value_of_grad: torch.Tensor | None
+    grad: Tensor | None
+    value_of_grad: Tensor | None
 
     @staticmethod
     def of(parameter: nn.Parameter) -> "Parameter":
@@ -122,10 +122,10 @@ def _torch_state() -> dict[str, Any]:
 def facts_of(
     la: Any,
     batch: Any,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Tell what a fit comes to: sums, evidence and predictions of a batch."""
     moments = la.predictive_moments(batch)
-    is_tensor = isinstance(la.H, torch.Tensor)
+    is_tensor = isinstance(la.H, Tensor)
     return {
         "curvature": la.H if is_tensor else la.H.to_matrix(),
         "evidence": la.log_marginal_likelihood().detach(),
@@ -166,7 +166,7 @@ def _changing_nothing(*args: Any) -> None:
 def tensors_of(
     value: Any,
     seen: set[int],
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Find tensors that can be reached from a value, those of modules left out."""
     if isinstance(value, (nn.Module, nn.Parameter, str)):
         return []
@@ -174,7 +174,7 @@ def tensors_of(
     if id(value) in seen:
         return []
     seen.add(id(value))
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
         parts = list(value.values())
@@ -182,7 +182,7 @@ def tensors_of(
         parts = list(value)
     else:
         parts = list(getattr(value, "__dict__", {}).values())
-    tensors: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
     for part in parts:
         tensors += tensors_of(part, seen)
     return tensors

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tests.support.dense as dense
@@ -80,7 +80,7 @@ class RowsOfTheVocabulary(TorchDispatchMode):
     ):
         output = func(*args, **(kwargs or {}))
         for tensor in output if isinstance(output, tuple | list) else [output]:
-            if not isinstance(tensor, torch.Tensor) or not tensor.ndim:
+            if not isinstance(tensor, Tensor) or not tensor.ndim:
                 continue
             is_of_weight = tensor.data_ptr() in self.weights
             if tensor.shape[-1] == VOCABULARY and not is_of_weight:
@@ -94,7 +94,7 @@ def encoder_decoder(kind: str) -> nn.Module:
     return FAMILIES[kind.upper()].model(RIGHT)
 
 
-def pairs_of_texts() -> dict[str, torch.Tensor]:
+def pairs_of_texts() -> dict[str, Tensor]:
     """Make a batch of sources and labels of other lengths, for an encoder-decoder."""
     (source,) = ragged_batches(
         lengths=(5, 3, 4),
@@ -143,8 +143,8 @@ def drawn_models(
 
 def token_logits(
     model: Callable[..., Any],
-    batches: Sequence[Mapping[str, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    batches: Sequence[Mapping[str, Tensor]],
+) -> tuple[Tensor, Tensor]:
     """Compute logits `(N, V)` of labelled tokens, text by text."""
     logits = []
     labels = []
