@@ -6,10 +6,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
-from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
+from laplace_lora_ext.curvature.backend import (
+    LowRankKronEF,
+    LowRankKronGGN,
+    LowRankKronInterface,
+)
 from tests.support.dense import (
     EXACT,
     gradient_curvature,
@@ -21,13 +26,11 @@ from tests.support.dense import (
     unpadded,
 )
 from tests.support.models import (
-    TwoLinear,
     lora_model,
     plain_model,
     ragged_batches,
     real_targets,
     sequences,
-    with_lora,
 )
 from tests.support.posteriors import fitted, make
 from tests.support.ranks import on_ranks
@@ -43,14 +46,16 @@ def first_positions() -> Tensor:
 def test_regression_has_the_curvature_of_the_squared_error():
     regressor = plain_model(n_outputs=2)
     X = first_positions()
+    y = real_targets()
     la = make(regressor, likelihood="regression")
-    la.fit([(X, real_targets())])
+    la.fit([(X, y)])
+    found = la.H.to_matrix()
     Js = jacobians(regressor, X)
     # The squared error has the same curvature wherever the outputs are.
     of_example = torch.eye(2).double()
     of_outputs = of_example.expand(len(X), 2, 2)
-    H = gradient_curvature(regressor, Js, of_outputs)
-    assert_close(la.H.to_matrix(), H, **EXACT)
+    expected = gradient_curvature(regressor, Js, of_outputs)
+    assert_close(found, expected, **EXACT)
 
 
 # --- one example ----------------------------------------------------------------------
@@ -74,9 +79,10 @@ def assert_blocks_equal(
     """Compare the blocks of LoRA weights; what lies beside the diagonal is left out."""
     start = 0
     for _, layer in lora_layers(model):
-        part = slice(start, start + layer.weight.numel())
-        assert_close(found[part, part], expected[part, part], **EXACT)
-        start = part.stop
+        end = start + layer.weight.numel()
+        block = (slice(start, end), slice(start, end))
+        assert_close(found[block], expected[block], **EXACT)
+        start = end
 
 
 # A rank-one block vec(G) vec(G)ᵀ of a rank-one G is a Kronecker product: lora_A, lora_B
@@ -84,28 +90,46 @@ def assert_blocks_equal(
 # exact for one example of one token.
 
 
-def test_the_fisher_of_one_example_is_exact():
-    model = lora_model("bert", n_labels=2).eval()
-    batch = one_example()
-    inputs = unpadded(batch, 0)
-    J = jacobian(model, inputs)
-    logits = logits_of(model, inputs).detach()
-    expected = J.T @ softmax_fisher(logits) @ J
-    la = fitted(batches=[batch], model=model, backend=LowRankKronGGN, rank=100)
-    assert_blocks_equal(model, la.H.to_matrix(), expected)
+@pytest.fixture
+def of_two_classes():
+    model = lora_model("bert", n_labels=2)
+    return model.eval()
 
 
-def test_the_empirical_fisher_of_one_example_is_exact():
-    model = lora_model("bert", n_labels=2).eval()
+def curvature_of_one(
+    model: nn.Module,
+    backend: type[LowRankKronInterface],
+) -> Tensor:
+    """Fit a posterior to the one example, at a rank that no factor reaches."""
+    la = fitted(
+        batches=[one_example()],
+        model=model,
+        backend=backend,
+        rank=100,
+    )
+    return la.H.to_matrix()
+
+
+def test_the_fisher_of_one_example_is_exact(of_two_classes):
+    inputs = unpadded(one_example(), 0)
+    J = jacobian(of_two_classes, inputs)
+    logits = logits_of(of_two_classes, inputs)
+    H = softmax_fisher(logits.detach())
+    found = curvature_of_one(of_two_classes, LowRankKronGGN)
+    assert_blocks_equal(of_two_classes, found, J.T @ H @ J)
+
+
+def test_the_empirical_fisher_of_one_example_is_exact(of_two_classes):
     batch = one_example()
     inputs = unpadded(batch, 0)
-    J = jacobian(model, inputs)
-    logits = logits_of(model, inputs).detach()
-    (label,) = nn.functional.one_hot(batch["labels"], 2)
-    gradient = (logits.softmax(-1) - label) @ J
+    J = jacobian(of_two_classes, inputs)
+    logits = logits_of(of_two_classes, inputs)
+    p = logits.detach().softmax(-1)
+    (label,) = one_hot(batch["labels"], 2)
+    gradient = (p - label) @ J
     expected = torch.outer(gradient, gradient)
-    la = fitted(batches=[batch], model=model, backend=LowRankKronEF, rank=100)
-    assert_blocks_equal(model, la.H.to_matrix(), expected)
+    found = curvature_of_one(of_two_classes, LowRankKronEF)
+    assert_blocks_equal(of_two_classes, found, expected)
 
 
 # --- drawn labels ---------------------------------------------------------------------
@@ -168,12 +192,18 @@ def test_monte_carlo_fisher_follows_its_own_seed_alone(structure):
 
 def test_monte_carlo_fisher_approaches_the_exact_one(structure):
     exact = curvature_of(posterior(structure))
-    errors = {}
+    errors = []
     for num_samples in (1, 64):
-        la = posterior(structure, stochastic=True, num_samples=num_samples)
-        errors[num_samples] = (curvature_of(la) - exact).norm()
+        la = posterior(
+            structure,
+            stochastic=True,
+            num_samples=num_samples,
+        )
+        error = curvature_of(la) - exact
+        errors.append(error.norm())
+    of_one, of_many = errors
     # 1 / √64 of it in the mean.
-    assert errors[64] < errors[1] / 3
+    assert of_many < of_one / 3
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "language_modeling"])
@@ -188,14 +218,17 @@ def test_drawn_labels_of_a_fit_in_parts_are_those_of_one_fit(likelihood, tmp_pat
     at_once = make(model, likelihood=likelihood)
     at_once.fit(batches)
     in_parts = make(model, likelihood=likelihood)
+    # What is drawn depends on how many examples came before, which files tell.
     for batch in batches:
         in_parts.fit([batch], override=False)
         in_parts.save_pretrained(tmp_path)
         in_parts = from_pretrained(model, tmp_path)
     assert torch.equal(torch.get_rng_state(), state)
-    for one, other in zip(in_parts.H.blocks, at_once.H.blocks, strict=True):
-        assert torch.equal(one.small.values, other.small.values)
-        assert torch.equal(one.large.vectors, other.large.vectors)
+    found = in_parts.H.blocks
+    expected = at_once.H.blocks
+    for block, other in zip(found, expected, strict=True):
+        assert torch.equal(block.small.values, other.small.values)
+        assert torch.equal(block.large.vectors, other.large.vectors)
 
 
 def drawn_labels(
@@ -203,24 +236,33 @@ def drawn_labels(
     seed: int = 0,
 ) -> Tensor:
     """Draw labels of thirty examples, behind so many others."""
-    backend = LowRankKronGGN(plain_model(20), "classification", seed=seed)
+    model = plain_model(20)
+    backend = LowRankKronGGN(model, "classification", seed=seed)
     backend.n_before = n_before
     logits = torch.zeros(30, 20)
+    # Any labels: those of the data are not asked for.
     labels = torch.zeros(30).long()
-    return backend.seeds(logits, labels).vectors
+    seeds = backend.seeds(logits, labels)
+    return seeds.vectors
 
 
 def test_each_batch_and_each_seed_draw_labels_of_their_own():
     first = drawn_labels()
+    again = drawn_labels()
     of_second_batch = drawn_labels(n_before=30)
     of_another_seed = drawn_labels(seed=1)
-    assert torch.equal(drawn_labels(), first)
+    assert torch.equal(again, first)
     assert not torch.equal(of_second_batch, first)
     assert not torch.equal(of_another_seed, first)
 
 
+def drawn_on(rank: int) -> Tensor:
+    """Draw labels in a process of a group, which it is told by torch alone."""
+    return drawn_labels()
+
+
 def test_each_rank_draws_labels_of_its_own():
-    of_first_rank, of_second_rank = on_ranks(lambda rank: drawn_labels(), 2)
+    of_first_rank, of_second_rank = on_ranks(drawn_on, 2)
     alone = drawn_labels()
     assert torch.equal(of_first_rank, alone)
     assert not torch.equal(of_second_rank, alone)
@@ -232,7 +274,8 @@ def n_seeds(
     **settings: Any,
 ) -> int:
     """Count the backward passes of a batch."""
-    backend = LowRankKronGGN(plain_model(n_classes), likelihood, **settings)
+    model = plain_model(n_classes)
+    backend = LowRankKronGGN(model, likelihood, **settings)
     logits = torch.zeros(3, n_classes)
     labels = torch.zeros(3).long()
     seeds = backend.seeds(logits, labels)
@@ -281,22 +324,27 @@ def flat_gradient(
 ) -> Tensor:
     """Differentiate a loss in all weights, `(parameters,)`."""
     gradients = torch.autograd.grad(loss, weights)
-    return torch.cat([of_weight.flatten() for of_weight in gradients])
+    flat = [of_weight.flatten() for of_weight in gradients]
+    return torch.cat(flat)
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_gradients_are_those_of_each_examples_loss(likelihood):
-    model = with_lora(TwoLinear(n_outputs=2), "first", "second")
+    model = plain_model(n_outputs=2)
     X = first_positions()
-    labels = torch.tensor([0, 1, 1, 0])
-    y = real_targets() if likelihood == "regression" else labels
+    y = torch.tensor([0, 1, 1, 0])
+    if likelihood == "regression":
+        y = real_targets()
     la = make(model, likelihood=likelihood)
-    backend = la.backend
-    weights = [block.weight.requires_grad_() for block in la.blocks]
-    found, loss = backend.gradients(X, y)
-    assert_close(loss, backend.lossfunc(model(X), y), **EXACT)
+    loss_of = la.backend.lossfunc
+    found, loss = la.backend.gradients(X, y)
+    expected_loss = loss_of(model(X), y)
+    assert_close(loss, expected_loss, **EXACT)
+    weights = [block.weight for block in la.blocks]
+    for weight in weights:
+        weight.requires_grad_()
     for row, gradient in enumerate(found):
-        x = X[row : row + 1]
-        of_example = backend.lossfunc(model(x), y[row : row + 1])
+        only = slice(row, row + 1)
+        of_example = loss_of(model(X[only]), y[only])
         expected = flat_gradient(of_example, weights)
         assert_close(gradient, expected, **EXACT)

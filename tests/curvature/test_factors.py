@@ -1,7 +1,7 @@
 """Kronecker factors: streaming updates against optimal and dense ones."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -28,12 +28,17 @@ def decaying_rows(
 
     Rows of activations and gradients have eigenvalues that decay like this.
     """
-    generator = torch.Generator().manual_seed(0)
-    directions = torch.arange(1, d + 1, dtype=dtype)
-    square = torch.randn(d, d, generator=generator, dtype=dtype)
-    basis = torch.linalg.qr(square).Q
-    rows = torch.randn(n, d, generator=generator, dtype=dtype)
-    return (rows * directions**-power) @ basis
+    normal = partial(
+        torch.randn,
+        dtype=dtype,
+        generator=torch.Generator().manual_seed(0),
+    )
+    basis = torch.linalg.qr(normal(d, d)).Q
+    # From 1, so that the first has a deviation at all.
+    number = torch.arange(d, dtype=dtype) + 1
+    deviations = number**-power
+    rows = normal(n, d) * deviations
+    return rows @ basis
 
 
 def low_rank(
@@ -51,7 +56,8 @@ def low_rank(
         rows.dtype,
     )
     for part in rows.split(batch):
-        StreamingUpdates().add(factor, part)
+        updates = StreamingUpdates()
+        updates.add(factor, part)
     return factor
 
 
@@ -59,9 +65,15 @@ def matrix_of(factor: Factor) -> Tensor:
     """Build a factor from its eigendecomposition."""
     vectors, values, tail = factor.eigendecomposition()
     kept = (vectors * values) @ vectors.T
+    projection = vectors @ vectors.T
     identity = torch.eye(factor.size).to(vectors)
-    complement = identity - vectors @ vectors.T
+    complement = identity - projection
     return kept + tail * complement
+
+
+def n_columns(factor: LowRankFactor) -> int:
+    _, number = factor.columns.shape
+    return number
 
 
 @settings(deadline=None, max_examples=40)
@@ -74,9 +86,13 @@ def matrix_of(factor: Factor) -> Tensor:
 )
 def test_is_exact_where_the_rank_reaches_the_size(n, d, extra, tail, batch):
     rows = decaying_rows(n, d)
-    factor = low_rank(rows, rank=d + extra, tail=tail, batch=batch)
-    assert_close(matrix_of(factor), rows.T @ rows, rtol=1e-10, atol=1e-12)
-    assert factor.columns.shape[1] <= d
+    rank = d + extra
+    factor = low_rank(rows, rank, tail, batch)
+    found = matrix_of(factor)
+    expected = rows.T @ rows
+    assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    # More columns than the size would bring nothing new.
+    assert n_columns(factor) <= d
 
 
 # --- sums of two runs -----------------------------------------------------------------
@@ -95,45 +111,40 @@ def in_two_runs(
 def test_merging_two_runs_is_one_longer_run():
     rows = decaying_rows(60, 8)
     merged = in_two_runs(rows, rank=8)
-    assert_close(matrix_of(merged), rows.T @ rows)
+    expected = rows.T @ rows
+    assert_close(matrix_of(merged), expected)
 
 
 def test_sums_keep_twice_the_rank():
     # So that cutting them loses little.
     rows = decaying_rows(60, 8)
     truncated = in_two_runs(rows, rank=3)
-    assert truncated.columns.shape[1] == 2 * 3
-    assert_close(truncated.trace, rows.square().sum())
+    assert n_columns(truncated) == 2 * 3
+    squares = rows.square()
+    assert_close(truncated.trace, squares.sum())
 
 
 # --- eigendecompositions that fail ----------------------------------------------------
 
 
-@pytest.fixture
-def forbid_eigh(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A function from whose call on `torch.linalg.eigh` converges nowhere."""
-
-    def fail(matrix: Tensor) -> None:
-        raise torch.linalg.LinAlgError("did not converge")
-
-    def forbid() -> None:
-        monkeypatch.setattr(torch.linalg, "eigh", fail)
-
-    return forbid
+def not_converging(matrix: Tensor) -> None:
+    raise torch.linalg.LinAlgError("did not converge")
 
 
-def test_low_rank_factors_are_decomposed_otherwise(forbid_eigh):
+def test_low_rank_factors_are_decomposed_otherwise(monkeypatch):
     rows = decaying_rows(60, 20)
-    expected = matrix_of(low_rank(rows, rank=4))
-    forbid_eigh()
-    found = matrix_of(low_rank(rows, rank=4))
-    assert_close(found, expected)
+    factor = low_rank(rows, rank=4)
+    expected = matrix_of(factor)
+    monkeypatch.setattr(torch.linalg, "eigh", not_converging)
+    # Updates decompose as well.
+    factor = low_rank(rows, rank=4)
+    assert_close(matrix_of(factor), expected)
 
 
-def test_dense_factors_are_decomposed_otherwise(forbid_eigh):
+def test_dense_factors_are_decomposed_otherwise(monkeypatch):
     rows = decaying_rows(60, 20)
     factor = DenseFactor(rows.T @ rows)
-    forbid_eigh()
+    monkeypatch.setattr(torch.linalg, "eigh", not_converging)
     assert_close(matrix_of(factor), factor.matrix)
 
 
@@ -150,62 +161,71 @@ class Streamed:
     @property
     def optimum(self) -> Tensor:
         """The ten largest eigenvalues' sum."""
-        matrix = (self.rows.T @ self.rows).double()
-        eigenvalues = torch.linalg.eigvalsh(matrix)
+        matrix = self.rows.T @ self.rows
+        eigenvalues = torch.linalg.eigvalsh(matrix.double())
         return eigenvalues[-10:].sum()
 
     @property
     def trace(self) -> Tensor:
-        return self.rows.double().square().sum()
+        squares = self.rows.double().square()
+        return squares.sum()
 
 
 # Few rows at once go through an eigensolver, and many through subspace iteration.
 @pytest.fixture(params=[30, 1500], ids="{} rows at once".format)
-def batch(request: pytest.FixtureRequest) -> int:
+def batch(request) -> int:
     return request.param
 
 
 @pytest.fixture(params=[torch.float32, torch.float64], ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+def dtype(request) -> torch.dtype:
     return request.param
 
 
 @pytest.fixture(params=[0.3, 1.0, 2.0], ids="power {}".format)
-def power(request: pytest.FixtureRequest) -> float:
+def power(request) -> float:
     return request.param
 
 
 @pytest.fixture(params=[60, 400], ids="{} features".format)
+def n_features(request) -> int:
+    return request.param
+
+
+@pytest.fixture
 def streamed(
-    request: pytest.FixtureRequest,
+    n_features: int,
     power: float,
     dtype: torch.dtype,
     batch: int,
 ) -> Streamed:
-    rows = decaying_rows(1500, request.param, power, dtype)
+    rows = decaying_rows(1500, n_features, power, dtype)
     factor = low_rank(rows, rank=10, batch=batch)
     return Streamed(rows, factor)
 
 
 def test_streaming_keeps_the_energy_of_the_optimal_factor(streamed):
     vectors, values, _ = streamed.factor.eigendecomposition()
-    energy = (streamed.rows @ vectors).square().sum()
+    coordinates = streamed.rows @ vectors
+    energy = coordinates.square().sum()
     optimum = streamed.optimum
     assert energy >= 0.98 * optimum
     # A sketch sees less energy in its directions than there is, never more.
-    assert values.sum() <= optimum * (1 + 1e-5)
+    rounding = 1e-5
+    assert values.sum() <= optimum * (1 + rounding)
 
 
 def test_what_the_rank_leaves_out_is_in_the_tail(streamed):
     factor = streamed.factor
-    trace = streamed.trace
-    assert_close(factor.trace.double(), trace, rtol=1e-5, atol=0)
     of_matrix = matrix_of(factor).double().trace()
-    assert_close(of_matrix, trace, rtol=1e-5, atol=0)
+    for trace in (factor.trace, of_matrix):
+        # As near as a sum of 1,500 rows in float32 comes.
+        assert_close(trace.double(), streamed.trace, rtol=1e-5, atol=0)
 
 
 def test_updates_are_the_same_from_run_to_run():
     rows = decaying_rows(500, 60)
+    # Whatever the state of torch's own generator.
     torch.manual_seed(1)
     first = low_rank(rows, rank=4, batch=500)
     torch.manual_seed(2)

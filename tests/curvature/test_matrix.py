@@ -18,11 +18,24 @@ from laplace_lora_ext.curvature.factors import (
 )
 from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from tests.support.dense import power
-from tests.support.posteriors import PRIORS, fitted, generator, some_precision
+from tests.support.posteriors import (
+    PRIORS,
+    fitted,
+    generator,
+    normal,
+    some_precision,
+)
 
-# Both sides go through an eigendecomposition, of matrices that random rows make.
-TIGHT = {"rtol": 1e-8, "atol": 1e-9}
 CPU = torch.device("cpu")
+
+
+def assert_tight(found: Tensor, expected: Tensor) -> None:
+    """Compare in float64, as near as two eigendecompositions of random rows come."""
+    assert_close(found, expected, rtol=1e-8, atol=1e-9)
+
+
+def in_float64(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -45,7 +58,10 @@ def in_turn(*sizes: tuple[int, int]) -> list[Shape]:
     """Make shapes of A and B in turn, of so many ranks and features."""
     shapes = []
     for index, (small, large) in enumerate(sizes):
-        shapes.append(Shape(small, large, small_output=index % 2 == 0))
+        # A has as many outputs as its rank, and B as many inputs.
+        is_A = index % 2 == 0
+        shape = Shape(small, large, small_output=is_A)
+        shapes.append(shape)
     return shapes
 
 
@@ -67,12 +83,13 @@ def random_kron(
             CPU,
             torch.float64,
         )
-        for factor in (block.output_factor, block.input_factor):
+        factors = (block.output_factor, block.input_factor)
+        for factor in factors:
             rows = torch.randn(n_rows, factor.size, generator=noise)
-            StreamingUpdates().add(factor, rows.double())
+            updates = StreamingUpdates()
+            updates.add(factor, rows.double())
         # Any number but 1, which would divide nothing.
-        normalizer = n_rows + 0.5
-        block.normalizer = torch.tensor(normalizer, dtype=torch.float64)
+        block.normalizer = in_float64(n_rows + 0.5)
         blocks.append(block)
     return LowRankKron(blocks)
 
@@ -81,19 +98,22 @@ def factor_matrix(factor: Factor) -> Tensor:
     """Build a factor from columns and trace, by none of its own operations."""
     if isinstance(factor, DenseFactor):
         return factor.matrix
-    n_columns = factor.columns.shape[1]
+    columns = factor.columns
+    n_columns = columns.shape[1]
     n_kept = min(factor.rank, n_columns, factor.size)
     n_left_out = factor.size - n_kept
     # `eigh` sorts eigenvalues from small to large.
-    values, vectors = torch.linalg.eigh(factor.columns @ factor.columns.T)
+    values, vectors = torch.linalg.eigh(columns @ columns.T)
     values = values[n_left_out:]
     vectors = vectors[:, n_left_out:]
     kept = vectors @ values.diag() @ vectors.T
     if not factor.tail or not n_left_out:
         return kept
-    complement = torch.eye(factor.size).double() - vectors @ vectors.T
-    mean_left_out = (factor.trace - values.sum()) / n_left_out
-    return kept + mean_left_out * complement
+    identity = torch.eye(factor.size).double()
+    complement = identity - vectors @ vectors.T
+    left_out = factor.trace - values.sum()
+    tail = left_out / n_left_out
+    return kept + tail * complement
 
 
 def matrix_of(kron: LowRankKron) -> Tensor:
@@ -102,12 +122,13 @@ def matrix_of(kron: LowRankKron) -> Tensor:
     for block in kron.blocks:
         F_out = factor_matrix(block.output_factor)
         F_in = factor_matrix(block.input_factor)
-        blocks.append(torch.kron(F_out, F_in) / block.normalizer)
+        product = torch.kron(F_out, F_in)
+        blocks.append(product / block.normalizer)
     return torch.block_diag(*blocks)
 
 
 def some_vectors(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator(1)).double()
+    return normal(*shape, seed=1)
 
 
 @st.composite
@@ -115,20 +136,28 @@ def sums(draw: st.DrawFn) -> LowRankKron:
     """Draw sum forms of one to three blocks, of any rank."""
     rank_of_lora = st.integers(1, 4)
     n_features = st.integers(1, 7)
-    sizes = draw(
-        st.lists(
-            st.tuples(rank_of_lora, n_features),
-            min_size=1,
-            max_size=3,
-        )
-    )
+    size = st.tuples(rank_of_lora, n_features)
+    sizes = st.lists(size, min_size=1, max_size=3)
+    # From nothing that is kept to more than any factor has.
+    rank = st.integers(0, 9)
+    n_rows = st.integers(1, 12)
+    tail = st.booleans()
     return random_kron(
-        shapes=in_turn(*sizes),
-        # From nothing that is kept to more than any factor has.
-        rank=draw(st.integers(0, 9)),
-        n_rows=draw(st.integers(1, 12)),
-        tail=draw(st.booleans()),
+        shapes=in_turn(*draw(sizes)),
+        rank=draw(rank),
+        n_rows=draw(n_rows),
+        tail=draw(tail),
     )
+
+
+def sizes_of(kron: LowRankKron) -> Tensor:
+    """Count the weights of each block."""
+    sizes = []
+    for block in kron.blocks:
+        n_rows = block.output_factor.size
+        n_columns = block.input_factor.size
+        sizes.append(n_rows * n_columns)
+    return torch.tensor(sizes)
 
 
 @settings(deadline=None, max_examples=60)
@@ -138,28 +167,29 @@ def sums(draw: st.DrawFn) -> LowRankKron:
     scale=st.floats(0.1, 10),
 )
 def test_decomposed_operations_equal_dense_ones(kron, layerwise, scale):
-    sizes = []
-    for block in kron.blocks:
-        n_rows = block.output_factor.size
-        n_columns = block.input_factor.size
-        sizes.append(n_rows * n_columns)
-    n_weights = torch.tensor(sizes)
-    n_deltas = len(n_weights) if layerwise else 1
+    n_weights = sizes_of(kron)
+    n_blocks = len(n_weights)
+    n_deltas = n_blocks if layerwise else 1
     # Not so small that dense inverses lose what the tolerance asks for.
     deltas = torch.rand(n_deltas).double() + 0.1
-    P = scale * kron.decompose() + deltas
-    scaled_from_the_right = kron.decompose() * scale + deltas
-    assert_close(scaled_from_the_right.logdet(), P.logdet())
+    decomposed = kron.decompose()
+    P = scale * decomposed + deltas
+    log_det = P.logdet()
+    scaled_from_the_right = decomposed * scale + deltas
+    assert_close(scaled_from_the_right.logdet(), log_det)
 
-    prior = deltas.expand(len(n_weights)).repeat_interleave(n_weights)
+    of_blocks = deltas.expand(n_blocks)
+    prior = of_blocks.repeat_interleave(n_weights)
     dense = scale * matrix_of(kron) + prior.diag()
-    log_determinant = torch.linalg.slogdet(dense).logabsdet
-    assert_close(P.logdet(), log_determinant, **TIGHT)
+    expected_log_det = torch.linalg.slogdet(dense).logabsdet
+    assert_tight(log_det, expected_log_det)
     W = some_vectors(2, 3, len(dense))
-    square_form = W @ torch.linalg.inv(dense) @ W.mT
-    assert_close(P.inv_square_form(W), square_form, **TIGHT)
+    covariance = torch.linalg.inv(dense)
+    square_form = W @ covariance @ W.mT
+    assert_tight(P.inv_square_form(W), square_form)
     for exponent in (-1, -0.5, 0.5, 1):
-        assert_power(P, exponent, power(dense, exponent), W)
+        expected = power(dense, exponent)
+        assert_power(P, exponent, expected, W)
 
 
 def assert_power(
@@ -169,32 +199,36 @@ def assert_power(
     W: Tensor,
 ) -> None:
     """Compare a power as a matrix, its diagonal, and products with vectors."""
-    assert_close(P.to_matrix(exponent), expected, **TIGHT)
-    assert_close(P.diag(exponent), expected.diag(), **TIGHT)
+    assert_tight(P.to_matrix(exponent), expected)
+    assert_tight(P.diag(exponent), expected.diag())
     # With two leading dimensions, one, and none.
     for vectors in (W, W[0], W[0, 0]):
-        product = vectors @ expected
-        assert_close(P.bmm(vectors, exponent), product, **TIGHT)
+        product = P.bmm(vectors, exponent)
+        assert_tight(product, vectors @ expected)
 
 
 def test_gradient_in_the_prior_precision_is_that_of_finite_differences():
     shapes = in_turn((2, 5), (3, 4))
-    kron = random_kron(shapes, rank=2, n_rows=6).decompose()
-    W = some_vectors(1, 2, 2 * 5 + 3 * 4)
+    kron = random_kron(shapes, rank=2, n_rows=6)
+    decomposed = kron.decompose()
+    n_weights = int(sizes_of(kron).sum())
+    W = some_vectors(1, 2, n_weights)
 
     def determinant_and_square_form(
         deltas: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        P = kron + deltas
+        P = decomposed + deltas
         return P.logdet(), P.inv_square_form(W)
 
     # In float64, since finite differences of float32 are too rough to compare.
-    deltas = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(determinant_and_square_form, (deltas,))
+    deltas = torch.tensor([0.3, 0.7]).double()
+    deltas.requires_grad_()
+    assert torch.autograd.gradcheck(determinant_and_square_form, deltas)
 
 
 def in_float32(blocks: list[dict[str, Any]]) -> LowRankKron:
-    places = [(CPU, torch.float32)] * len(blocks)
+    place = (CPU, torch.float32)
+    places = [place] * len(blocks)
     return LowRankKron.from_state_dict(blocks, places)
 
 
@@ -205,36 +239,41 @@ def test_nothing_cancels_at_a_tiny_prior_precision_in_float32():
     square = torch.randn(50, 50, generator=generator())
     rotation = torch.linalg.qr(square).Q
     kept = rotation[:, :n_kept]
+    input_factor = {
+        "columns": 1e4 * kept,
+        "trace": in_float64(3e8),
+        "rank": n_kept,
+        "tail": True,
+    }
     block = {
         "output_factor": {"matrix": torch.eye(2)},
-        "input_factor": {
-            "columns": 1e4 * kept,
-            "trace": torch.tensor(3e8, dtype=torch.float64),
-            "rank": n_kept,
-            "tail": True,
-        },
-        "normalizer": torch.tensor(1.0, dtype=torch.float64),
+        "input_factor": input_factor,
+        "normalizer": in_float64(1.0),
     }
+    curvature = in_float32([block]).decompose()
+    P = curvature + torch.tensor(1.0)
     # The same direction in both rows of the weight.
-    w = kept.sum(1).repeat(2)
-    P = in_float32([block]).decompose() + torch.tensor(1.0)
-    variance = P.inv_square_form(w[None, None]).squeeze()
+    direction = kept.sum(1)
+    w = direction.repeat(2)
+    variances = P.inv_square_form(w[None, None])
     # Twice, the squared length of three directions.
     squared_length = 2 * n_kept
     expected = torch.tensor(squared_length / (1e8 + 1))
-    assert_close(variance, expected, rtol=1e-3, atol=0)
+    assert_close(variances.squeeze(), expected, rtol=1e-3, atol=0)
 
 
 def test_rounding_is_no_remainder_where_nothing_is_left_out():
     shapes = in_turn((3, 7), (3, 7))
     kron = random_kron(shapes, rank=7, n_rows=9)
+    rounded = in_float32(kron.state_dict())
     # A prior beside which the curvature is rounding.
     delta = torch.tensor(1e8)
-    single = in_float32(kron.state_dict()).decompose() + delta
+    single = rounded.decompose() + delta
     double = kron.decompose() + delta.double()
     for exponent in (-1, -0.5):
         expected = double.diag(exponent).float()
-        assert_close(single.diag(exponent), expected, rtol=1e-5, atol=0)
+        of_vector = single.diag(exponent)
+        assert_close(of_vector, expected, rtol=1e-5, atol=0)
         of_matrix = single.to_matrix(exponent).diagonal()
         assert_close(of_matrix, expected, rtol=1e-5, atol=0)
 

@@ -17,8 +17,8 @@ from tests.compatibility.families import CLASSIFIER, FAMILIES
 from tests.support.dense import EXACT, jacobians
 from tests.support.models import (
     VOCABULARY,
+    first_batch,
     lora_model,
-    ragged_batches,
     with_lora,
 )
 from tests.support.posteriors import (
@@ -26,6 +26,8 @@ from tests.support.posteriors import (
     count_forward_passes,
     make,
 )
+
+Batch = Mapping[str, Tensor]
 
 # --- layouts that the first batch does not show ---------------------------------------
 
@@ -53,21 +55,23 @@ def of_chosen(
     chosen: Tensor,
 ) -> Tensor:
     """Send the chosen positions through a layer; the others are 0."""
-    rows = layer(x[chosen]).tanh()
+    outputs = layer(x[chosen])
     out = x.new_zeros(*chosen.shape, 3)
-    return out.masked_scatter(chosen[..., None], rows)
+    places = chosen[..., None]
+    return out.masked_scatter(places, outputs.tanh())
 
 
 class Router(Texts):
     """Odd tokens go to one layer, others to the other."""
 
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         ids = batch["input_ids"]
         x = self.embed(ids)
         is_odd = ids % 2 == 1
         of_odd = of_chosen(self.layers["one"], x, is_odd)
         of_even = of_chosen(self.layers["two"], x, ~is_odd)
-        return (of_odd + of_even).mean(1)
+        rows = of_odd + of_even
+        return rows.mean(1)
 
 
 class OneExpert(nn.Module):
@@ -78,41 +82,44 @@ class OneExpert(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, 5)
         self.experts = two_layers()
 
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         ids = batch["input_ids"]
+        x = self.embed(ids)
         is_odd = ids % 2 == 1
-        rows = of_chosen(self.experts["one"], self.embed(ids), is_odd)
+        rows = of_chosen(self.experts["one"], x, is_odd)
         return rows.mean(1)
 
 
 class Gated(Texts):
     """The second layer counts if the gate is open."""
 
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         x = self.embed(batch["input_ids"])
-        positions_first = self.layers["two"](x.transpose(0, 1))
-        behind_gate = batch["gate"] * positions_first.transpose(0, 1)
-        rows = self.layers["one"](x) + behind_gate
+        positions_first = x.transpose(0, 1)
+        of_second = self.layers["two"](positions_first)
+        behind_gate = batch["gate"] * of_second.transpose(0, 1)
+        of_first = self.layers["one"](x)
+        rows = of_first + behind_gate
         return rows.tanh().mean(1)
 
 
 class OnePosition(Texts):
     """Positions come first, and the logits are those of one position."""
 
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        x = self.embed(batch["input_ids"]).transpose(0, 1)
-        rows = self.layers["one"](x) + self.layers["two"](x).tanh()
+    def forward(self, batch: Batch) -> Tensor:
+        embedded = self.embed(batch["input_ids"])
+        x = embedded.transpose(0, 1)
+        of_first = self.layers["one"](x)
+        of_second = self.layers["two"](x)
+        rows = of_first + of_second.tanh()
         of_texts = rows.transpose(0, 1)
-        place = batch["at"][:, None, None]
-        at_place = of_texts.take_along_dim(place, dim=1)
-        return at_place.squeeze(1).tanh()
+        text_numbers = torch.arange(len(of_texts))
+        at_place = of_texts[text_numbers, batch["at"]]
+        return at_place.tanh()
 
 
-def texts(
-    *rows: Sequence[int],
-    **others: Tensor,
-) -> dict[str, Tensor]:
-    return {"input_ids": torch.tensor(rows), **others}
+def texts(*rows: Sequence[int]) -> dict[str, Tensor]:
+    return {"input_ids": torch.tensor(rows)}
 
 
 # As many texts as tokens in each, so that rows and positions could be confused.
@@ -125,11 +132,12 @@ IDS = (
 
 
 def gated(gate: float) -> dict[str, Tensor]:
-    return texts(*IDS, gate=torch.tensor(gate).double())
+    opening = torch.tensor(gate).double()
+    return texts(*IDS) | {"gate": opening}
 
 
 def at_positions(*positions: int) -> dict[str, Tensor]:
-    return texts(*IDS, at=torch.tensor(positions))
+    return texts(*IDS) | {"at": torch.tensor(positions)}
 
 
 @dataclass(frozen=True)
@@ -164,7 +172,12 @@ CASES = {
     # At first no gradient comes to the second layer.
     "gated": Case(
         Gated,
-        batches=[gated(0), gated(0), gated(1), gated(2)],
+        batches=[
+            gated(0),
+            gated(0),
+            gated(1),
+            gated(2),
+        ],
     ),
     # At first `(T, B)` and `(B, T)` have the same rows.
     "one position": Case(
@@ -184,54 +197,46 @@ class OfTokens(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        batch: Mapping[str, Tensor],
+        batch: Batch,
     ) -> None:
         super().__init__()
         self.model = model
         self.batch = batch
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.model({**self.batch, "input_ids": ids})
+        batch = {**self.batch, "input_ids": ids}
+        return self.model(batch)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    CASES.values(),
+    ids=CASES,
+)
 def test_what_the_first_batch_could_not_prove_is_proven_later(case):
     model = with_lora(case.build(), "one", "two")
     la = make(model, target_modules=case.target_modules)
+    # In order: each is taken for what was proven of those before it.
     for batch in case.batches:
         Js, _ = la.backend.jacobians(batch)
-        of_all_layers = jacobians(OfTokens(model, batch), batch["input_ids"])
+        of_tokens = OfTokens(model, batch)
+        of_all_layers = jacobians(of_tokens, batch["input_ids"])
         # The layer that takes part alone is the first one.
         n_parameters = Js.shape[-1]
-        assert_close(Js, of_all_layers[..., :n_parameters], **EXACT)
+        expected = of_all_layers[..., :n_parameters]
+        assert_close(Js, expected, **EXACT)
 
 
 # --- when a proof is made -------------------------------------------------------------
 
 
-@pytest.fixture
-def passes(monkeypatch) -> list[int]:
-    return count_backward_passes(monkeypatch)
-
-
-def proofs_of(
-    la,
-    batch: Mapping[str, Tensor],
-    passes: list[int],
-) -> int:
-    """Count the backward passes that a prediction takes beside its own."""
-    passes.clear()
-    la(batch, link_approx="probit")
-    return len(passes) - 1
-
-
 def eight_texts() -> dict[str, Tensor]:
-    (batch,) = ragged_batches(batch_size=8)
-    return batch
+    return first_batch(batch_size=8)
 
 
 def first_texts(n: int) -> dict[str, Tensor]:
-    return {key: value[:n] for key, value in eight_texts().items()}
+    batch = eight_texts()
+    return {key: value[:n] for key, value in batch.items()}
 
 
 @pytest.fixture
@@ -242,20 +247,48 @@ def of_one_text():
     return la
 
 
-def test_texts_are_proven_at_larger_sizes(of_one_text, passes):
-    sizes = [3, 2, 3, 1, 4, 7, 8, 5, 2]
-    found = [proofs_of(of_one_text, first_texts(n), passes) for n in sizes]
+@pytest.fixture
+def n_proofs(of_one_text, monkeypatch) -> Callable[[Batch], int]:
+    """Count the backward passes that a batch's prediction takes beside its own."""
+    passes = count_backward_passes(monkeypatch)
+
+    def count(batch: Batch) -> int:
+        passes.clear()
+        of_one_text(batch, link_approx="probit")
+        return len(passes) - 1
+
+    return count
+
+
+def test_texts_are_proven_at_larger_sizes(n_proofs):
+    proofs = []
+    for n in (3, 2, 3, 1, 4, 7, 8, 5, 2):
+        batch = first_texts(n)
+        proofs.append((n, n_proofs(batch)))
     # Once for each power of two that a batch reaches.
-    assert found == [1, 0, 0, 0, 1, 0, 1, 0, 0]
+    assert proofs == [
+        (3, 1),
+        (2, 0),
+        (3, 0),
+        (1, 0),
+        (4, 1),
+        (7, 0),
+        (8, 1),
+        (5, 0),
+        (2, 0),
+    ]
 
 
-def test_what_is_proven_of_many_texts_is_proven_of_few(of_one_text, passes):
-    assert proofs_of(of_one_text, first_texts(8), passes) == 1
-    assert proofs_of(of_one_text, first_texts(2), passes) == 0
+def test_what_is_proven_of_many_texts_is_proven_of_few(n_proofs):
+    many = first_texts(8)
+    few = first_texts(2)
+    assert n_proofs(many) == 1
+    assert n_proofs(few) == 0
 
 
 def pickled(layouts: Layouts) -> Layouts:
-    return pickle.loads(pickle.dumps(layouts))
+    file = pickle.dumps(layouts)
+    return pickle.loads(file)
 
 
 @pytest.mark.parametrize(
@@ -265,25 +298,28 @@ def pickled(layouts: Layouts) -> Layouts:
         pytest.param(pickled, id="a pickle"),
     ],
 )
-def test_proofs_are_remembered_by_copies(of_one_text, passes, remember):
-    assert proofs_of(of_one_text, eight_texts(), passes) == 1
-    known = of_one_text.recorder.layouts
-    of_one_text.recorder.layouts = remember(known)
-    assert proofs_of(of_one_text, eight_texts(), passes) == 0
-    of_one_text.recorder.layouts = Layouts()
-    assert proofs_of(of_one_text, eight_texts(), passes) == 1
-
-
-def test_other_inputs_than_texts_are_proven_every_time(of_one_text, passes):
+def test_proofs_are_remembered_by_copies(of_one_text, n_proofs, remember):
     batch = eight_texts()
-    assert proofs_of(of_one_text, batch, passes) == 1
+    recorder = of_one_text.recorder
+    assert n_proofs(batch) == 1
+    recorder.layouts = remember(recorder.layouts)
+    assert n_proofs(batch) == 0
+    # Without what is remembered it is proven anew.
+    recorder.layouts = Layouts()
+    assert n_proofs(batch) == 1
+
+
+def test_other_inputs_than_texts_are_proven_every_time(of_one_text, n_proofs):
+    batch = eight_texts()
+    assert n_proofs(batch) == 1
     embed = of_one_text.model.transformer.get_input_embeddings()
+    embedded = embed(batch["input_ids"])
     inputs = {
-        "inputs_embeds": embed(batch["input_ids"]).detach(),
+        "inputs_embeds": embedded.detach(),
         "attention_mask": batch["attention_mask"],
     }
-    assert proofs_of(of_one_text, inputs, passes) == 1
-    assert proofs_of(of_one_text, inputs, passes) == 1
+    assert n_proofs(inputs) == 1
+    assert n_proofs(inputs) == 1
 
 
 TOGETHER = [
@@ -314,13 +350,17 @@ def in_precision(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [*TOGETHER, *ALONE])
+@pytest.mark.parametrize("name", TOGETHER + ALONE)
 def test_families_whose_examples_come_together(name):
     family = FAMILIES[name]
-    examples = [in_precision(each, family.dtype) for each in family.examples(3)]
+    examples = []
+    for example in family.examples(3):
+        inputs = in_precision(example, family.dtype)
+        examples.append(inputs)
     batch = together(examples, "right")
+    labels = torch.arange(3)
     la = make(family.model(CLASSIFIER))
-    la.fit([batch | {"labels": torch.arange(3)}])
+    la.fit([batch | {"labels": labels}])
     calls = count_forward_passes(la)
     la(batch)
     n_alone = 0 if name in TOGETHER else 3

@@ -23,7 +23,10 @@ def labels_of(batches: Sequence[Any]) -> Tensor:
     """Join the labels of batches, mappings or `(X, y)`."""
     labels: list[Tensor] = []
     for batch in batches:
-        of_batch = batch["labels"] if isinstance(batch, Mapping) else batch[1]
+        if isinstance(batch, Mapping):
+            of_batch = batch["labels"]
+        else:
+            _, of_batch = batch
         labels.append(of_batch)
     return torch.cat(labels)
 
@@ -33,9 +36,10 @@ def unpadded(
     row: int,
 ) -> dict[str, Tensor]:
     """Take one example without its padding."""
-    is_real = batch["attention_mask"][row].bool()
-    tokens = batch["input_ids"][row][is_real]
-    return {"input_ids": tokens[None]}
+    mask = batch["attention_mask"][row]
+    tokens = batch["input_ids"][row]
+    real_tokens = tokens[mask.bool()]
+    return {"input_ids": real_tokens[None]}
 
 
 def as_padded(
@@ -55,8 +59,9 @@ def batch_logits(
     inputs: Any,
 ) -> Tensor:
     """Read `(B, C)` logits off the model's plain output."""
-    output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
-    return _answers(output, inputs)
+    if isinstance(inputs, Mapping):
+        return _answers(model(**inputs), inputs)
+    return _answers(model(inputs), inputs)
 
 
 def logits_of(
@@ -80,9 +85,10 @@ def _answers(
         return at_last[:, CLASS_TOKEN_IDS]
     mask = inputs["attention_mask"]
     # With padding on the left too, the last token is the one furthest to the right.
-    positions = torch.arange(mask.shape[1])
-    last = (mask * positions).argmax(-1)
-    texts = torch.arange(len(logits))
+    n_texts, length = mask.shape
+    real_positions = mask * torch.arange(length)
+    last = real_positions.argmax(-1)
+    texts = torch.arange(n_texts)
     at_last = logits[texts, last]
     return at_last[:, CLASS_TOKEN_IDS]
 
@@ -99,7 +105,10 @@ def lora_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 def lora_weights(model: nn.Module) -> dict[str, Tensor]:
     """Find LoRA weights of layers and convolutions, in parameters' order."""
-    of_layers = {id(layer.weight) for _, layer in lora_layers(model)}
+    of_layers = set()
+    for _, layer in lora_layers(model):
+        of_layers.add(id(layer.weight))
+    # By the model's own names, which are what `functional_call` is given.
     weights: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
         if id(weight) in of_layers:
@@ -121,14 +130,16 @@ def matrix_places(model: nn.Module) -> list[Tensor]:
         weight = parameters[name]
         n_rows = len(weight)
         end = start + weight.numel()
-        places = torch.arange(start, end).reshape(n_rows, -1)
+        in_order = torch.arange(start, end)
+        places = in_order.reshape(n_rows, -1)
         start = end
         n_experts = n_experts_of.get(id(weight), 1)
         if "lora_A" in name:
             matrices += places.chunk(n_experts)
         else:
             for expert in range(n_experts):
-                matrices.append(places[:, expert::n_experts])
+                of_expert = places[:, expert::n_experts]
+                matrices.append(of_expert)
     return matrices
 
 
@@ -140,7 +151,8 @@ def _experts_of_weights(model: nn.Module) -> dict[int, int]:
         if type(layer).__name__ == "ParamWrapper":
             for adapters in (layer.lora_A, layer.lora_B):
                 for half in adapters.values():
-                    n_experts[id(half.weight)] = layer.num_experts
+                    key = id(half.weight)
+                    n_experts[key] = layer.num_experts
     return n_experts
 
 
@@ -149,7 +161,8 @@ def jacobians(
     inputs: Any,
 ) -> Tensor:
     """Differentiate the logits in the LoRA weights, `(B, C, parameters)`."""
-    return jacobians_in(lora_weights(model), model, inputs)
+    weights = lora_weights(model)
+    return jacobians_in(weights, model, inputs)
 
 
 def jacobians_in(
@@ -158,17 +171,20 @@ def jacobians_in(
     inputs: Any,
 ) -> Tensor:
     """Differentiate the logits in some weights, `(B, C, parameters)`."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
     if isinstance(inputs, Mapping):
-        args, kwargs = (), dict(inputs)
+        kwargs = dict(inputs)
     else:
-        args, kwargs = (inputs,), {}
+        args = (inputs,)
 
     def logits_at(weights: dict[str, Tensor]) -> Tensor:
         output = torch.func.functional_call(model, weights, args, kwargs)
         return _answers(output, inputs)
 
-    derivatives = torch.func.jacrev(logits_at)(dict(weights))
-    of_weights = [derivative.flatten(2) for derivative in derivatives.values()]
+    differentiate = torch.func.jacrev(logits_at)
+    derivatives = differentiate(dict(weights))
+    of_weights = [J.flatten(2) for J in derivatives.values()]
     return torch.cat(of_weights, dim=2)
 
 
@@ -200,8 +216,9 @@ def alone(
         of_example = logits_of(model, example)
         of_weights = derivatives_of(of_example, weights)
         rows = [J.flatten(1) for J in of_weights]
+        J = torch.cat(rows, dim=1)
         logits.append(of_example.detach())
-        Js.append(torch.cat(rows, dim=1))
+        Js.append(J)
     return torch.stack(logits), torch.stack(Js)
 
 
@@ -221,7 +238,8 @@ def derivatives_of(
             materialize_grads=True,
         )
         rows.append(gradients)
-    return [torch.stack(of_weight) for of_weight in zip(*rows, strict=True)]
+    by_weight = zip(*rows, strict=True)
+    return [torch.stack(of_weight) for of_weight in by_weight]
 
 
 # --- curvature ------------------------------------------------------------------------
@@ -237,7 +255,8 @@ def softmax_fisher(logits: Tensor) -> Tensor:
     # not.
     of_each = log_p[..., None, :].expand(*log_p.shape, n_classes)
     of_others = of_each.masked_fill(itself, -torch.inf)
-    variances = p * of_others.logsumexp(-1).exp()
+    log_p_of_others = of_others.logsumexp(-1)
+    variances = p * log_p_of_others.exp()
     products = p[..., :, None] * p[..., None, :]
     covariances = products.masked_fill(itself, 0)
     return torch.diag_embed(variances) - covariances
@@ -272,7 +291,11 @@ def gradient_blocks(
     H: Tensor,
 ) -> list[Tensor]:
     """Compute Kronecker blocks of `kfac_approx="gradient"` from Jacobians."""
-    return [kronecker_block(Js[..., places], H) for places in matrix_places(model)]
+    blocks: list[Tensor] = []
+    for places in matrix_places(model):
+        of_matrix = Js[..., places]
+        blocks.append(kronecker_block(of_matrix, H))
+    return blocks
 
 
 def gradient_curvature(
@@ -281,7 +304,8 @@ def gradient_curvature(
     H: Tensor,
 ) -> Tensor:
     """Compute `gradient_blocks` as one matrix."""
-    return torch.block_diag(*gradient_blocks(model, Js, H))
+    blocks = gradient_blocks(model, Js, H)
+    return torch.block_diag(*blocks)
 
 
 def dense_curvature(
@@ -306,7 +330,8 @@ def power(
     """Raise a symmetric positive semi-definite matrix to a power."""
     values, vectors = torch.linalg.eigh(matrix)
     # An eigenvalue of 0 comes out as a rounding error of either sign.
-    powers = values.clamp_min(0).pow(exponent)
+    not_negative = values.clamp_min(0)
+    powers = not_negative.pow(exponent)
     return vectors @ powers.diag() @ vectors.T
 
 
@@ -319,8 +344,8 @@ def block_diagonal_covariance(
     Js_of_blocks = Js.split(n_weights, dim=-1)
     covariance = torch.zeros(())
     for block, J in zip(blocks, Js_of_blocks, strict=True):
-        prior_precision = torch.ones(len(block)).to(block)
-        of_block = glm_covariance(J, block, prior_precision)
+        ones = block.new_ones(len(block))
+        of_block = glm_covariance(J, block, prior_precision=ones)
         covariance = covariance + of_block
     return covariance
 
@@ -336,7 +361,8 @@ def full_rank(
     if structure != "lowrank_kron":
         return {}
     # More columns than any factor of the small models has.
-    return {"backend_kwargs": {"rank": 1000} | settings}
+    settings = {"rank": 1000} | settings
+    return {"backend_kwargs": settings}
 
 
 def curvature_of(la: Any) -> Tensor:
@@ -361,8 +387,9 @@ def evidence(
     """
     P = H + prior_precision.diag()
     log_det = torch.linalg.slogdet(P).logabsdet
-    log_det_ratio = log_det - prior_precision.log().sum()
-    scatter = (prior_precision * mean**2).sum()
+    log_det_of_prior = prior_precision.log().sum()
+    log_det_ratio = log_det - log_det_of_prior
+    scatter = mean @ (prior_precision * mean)
     return log_likelihood - 0.5 * (log_det_ratio + scatter)
 
 
@@ -373,7 +400,8 @@ def glm_covariance(
 ) -> Tensor:
     """Compute covariances of logits `(N, C, C)` at prior precisions `(parameters,)`."""
     posterior_precision = H + prior_precision.diag()
-    return Js @ torch.linalg.solve(posterior_precision, Js.mT)
+    spread = torch.linalg.solve(posterior_precision, Js.mT)
+    return Js @ spread
 
 
 def predicted(
@@ -403,17 +431,27 @@ def assert_exact(
     is the likelihood's.
     """
     Js = torch.cat([jacobians(model, X) for X in inputs])
-    f_mu = torch.cat([model(X) for X in inputs]).detach()
-    of_all = dense_curvature(_structure_of(la), model, Js, fisher_of(f_mu))
+    logits = torch.cat([model(X) for X in inputs])
+    f_mu = logits.detach()
+    of_all = dense_curvature(
+        _structure_of(la),
+        model,
+        Js,
+        H=fisher_of(f_mu),
+    )
     takes_part = _takes_part(la, model)
     H = of_all[takes_part][:, takes_part]
     assert_close(curvature_of(la), H, **EXACT)
 
-    prior_precision = torch.ones(len(H)).to(H)
-    covariance = glm_covariance(Js[..., takes_part], H, prior_precision)
+    ones = H.new_ones(len(H))
+    f_var = glm_covariance(
+        Js[..., takes_part],
+        H,
+        prior_precision=ones,
+    )
     means, covariances = predicted(la, inputs)
     assert_close(means, f_mu, **EXACT)
-    assert_close(covariances, covariance, **EXACT)
+    assert_close(covariances, f_var, **EXACT)
 
 
 def _structure_of(la: Any) -> str:
@@ -436,5 +474,6 @@ def _takes_part(
     for name in lora_weights(model):
         weight = parameters[name]
         takes_part = id(weight) in of_posterior
-        parts.append(torch.full((weight.numel(),), takes_part))
+        of_weight = torch.full_like(weight, takes_part, dtype=torch.bool)
+        parts.append(of_weight.flatten())
     return torch.cat(parts)

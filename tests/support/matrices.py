@@ -57,12 +57,17 @@ class Case:
         """Take all batches without their labels."""
         return [self.inputs(batch) for batch in self.batches]
 
+    def takes_part(self, name: str) -> bool:
+        """Tell whether a weight of this name takes part."""
+        if self.but in name:
+            return False
+        return any(part in name for part in self.names)
+
     def weights(self) -> dict[str, nn.Parameter]:
         """Find the weights that take part, in the order of the parameters."""
-        weights: dict[str, nn.Parameter] = {}
+        weights = {}
         for name, weight in self.model.named_parameters():
-            takes_part = any(part in name for part in self.names)
-            if takes_part and self.but not in name:
+            if self.takes_part(name):
                 weights[name] = weight
         return weights
 
@@ -72,20 +77,21 @@ class Case:
         tensor: Tensor,
     ) -> list[Tensor]:
         """Cut a weight's tensors into matrices `(..., m, n)`, one an expert."""
-        if self.n_experts > 1 and ".experts." in name:
+        n_experts = self.n_experts
+        if n_experts > 1 and ".experts." in name:
             if "lora_A" in name:
                 # One expert's rows follow each other.
-                n_rows = tensor.shape[-2] // self.n_experts
-                return list(tensor.split(n_rows, dim=-2))
+                return list(tensor.chunk(n_experts, dim=-2))
             # The experts' columns alternate.
-            return [
-                tensor[..., expert :: self.n_experts]
-                for expert in range(self.n_experts)
-            ]
+            experts = range(n_experts)
+            return [tensor[..., expert::n_experts] for expert in experts]
         shape = self.weights()[name].shape
+        # A vector of magnitudes is a column.
         m = shape.numel() if "magnitude" in name else shape[0]
         n = shape.numel() // m
-        leading = tensor.shape[: tensor.ndim - len(shape)]
+        # Those of examples and logits, where it is a Jacobian.
+        n_leading = tensor.ndim - len(shape)
+        leading = tensor.shape[:n_leading]
         return [tensor.reshape(*leading, m, n)]
 
 
@@ -100,12 +106,14 @@ class Dense:
     @property
     def jacobian(self) -> Tensor:
         """All Jacobians, `(N, C, parameters)`."""
-        return torch.cat([J.flatten(2) for J in self.Js], dim=-1)
+        of_matrices = [J.flatten(2) for J in self.Js]
+        return torch.cat(of_matrices, dim=-1)
 
     @property
     def mean(self) -> Tensor:
         """All values, `(parameters,)`."""
-        return torch.cat([value.flatten() for value in self.values])
+        of_matrices = [value.flatten() for value in self.values]
+        return torch.cat(of_matrices)
 
     def kronecker(self) -> Tensor:
         """Compute the curvature of `kfac_approx="gradient"` at full rank."""
@@ -124,17 +132,19 @@ def dense(case: Case) -> Dense:
     by_example: list[list[Tensor]] = []
     for inputs in case.all_inputs():
         for example in _examples(inputs):
-            with torch.no_grad():
-                logits.append(logits_of(case.model, example))
-            of_example = differentiate(case.model, example, in_order)
-            by_example.append(of_example)
+            of_example = logits_of(case.model, example)
+            logits.append(of_example.detach())
+            of_weights = differentiate(case.model, example, in_order)
+            by_example.append(of_weights)
 
     Js: list[Tensor] = []
     values: list[Tensor] = []
-    for place, (name, weight) in enumerate(weights.items()):
-        J = torch.stack([of_example[place] for of_example in by_example])
+    by_weight = zip(*by_example, strict=True)
+    for name, of_weight in zip(weights, by_weight, strict=True):
+        J = torch.stack(of_weight)
+        value = weights[name].detach()
         Js += case.matrices(name, J)
-        values += case.matrices(name, weight.detach())
+        values += case.matrices(name, value)
     return Dense(torch.stack(logits), Js, values)
 
 
@@ -147,7 +157,8 @@ def _gradients(
     before = [weight.requires_grad for weight in weights]
     for weight in weights:
         weight.requires_grad_()
-    Js = derivatives_of(logits_of(model, example), weights)
+    logits = logits_of(model, example)
+    Js = derivatives_of(logits, weights)
     for weight, requires_grad in zip(weights, before, strict=True):
         weight.requires_grad_(requires_grad)
     return Js
@@ -164,9 +175,11 @@ def _differences(
     step = 1e-5
     Js: list[Tensor] = []
     for weight in weights:
+        # A view: what is written into it is written into the model.
         numbers_of_weight = weight.view(-1)
+        before = numbers_of_weight.tolist()
         columns: list[Tensor] = []
-        for place, number in enumerate(numbers_of_weight.tolist()):
+        for place, number in enumerate(before):
             numbers_of_weight[place] = number + step
             ahead = logits_of(model, example)
             numbers_of_weight[place] = number - step
@@ -174,8 +187,9 @@ def _differences(
             numbers_of_weight[place] = number
             slopes = (ahead - behind) / (2 * step)
             columns.append(slopes)
-        J = torch.stack(columns, dim=-1)
-        Js.append(J.unflatten(-1, weight.shape))
+        flat_J = torch.stack(columns, dim=-1)
+        J = flat_J.unflatten(-1, weight.shape)
+        Js.append(J)
     return Js
 
 
@@ -220,16 +234,18 @@ def of_experts(family: str) -> Case:
         experts_implementation="eager",  # the others have no float64
         **{key: 3},
     )
-    base = getattr(transformers, f"{family}ForSequenceClassification")(config)
+    classifier = getattr(transformers, f"{family}ForSequenceClassification")
     lora = LoraConfig(
         task_type="SEQ_CLS",
         r=2,
         target_modules=["q_proj"],
         target_parameters=["experts.gate_up_proj", "experts.down_proj"],
     )
+    lengths = (5, 3, 4, 2, 5)
+    model = get_peft_model(classifier(config), lora)
     return Case(
-        model=drawn(get_peft_model(base, lora)),
-        batches=ragged_batches(lengths=(5, 3, 4, 2, 5), padded_to=5),
+        model=drawn(model),
+        batches=ragged_batches(lengths, padded_to=5),
         n_experts=3,
         tolerance=1e-4,
     )
@@ -247,16 +263,24 @@ def of_qwen() -> Case:
 
 def of_embedding() -> Case:
     """Adapt an encoder's embedding of words beside a linear layer."""
-    model = lora_model("bert", target_modules=["word_embeddings", "query"])
+    layers = ["word_embeddings", "query"]
+    model = lora_model("bert", target_modules=layers)
     return Case(drawn(model), ragged_batches())
 
 
 def of_tokens() -> Case:
     """Train some tokens beside a linear layer."""
     tokens = [3, 17, 40, 41]
-    model = lora_model("bert", target_modules=["query"], trainable_token_indices=tokens)
-    names = ("lora_", "trainable_tokens_delta")
-    return Case(drawn(model), ragged_batches(), names=names)
+    model = lora_model(
+        "bert",
+        target_modules=["query"],
+        trainable_token_indices=tokens,
+    )
+    return Case(
+        model=drawn(model),
+        batches=ragged_batches(),
+        names=("lora_", "trainable_tokens_delta"),
+    )
 
 
 def of_activated() -> Case:
@@ -266,7 +290,8 @@ def of_activated() -> Case:
     batches = ragged_batches()
     for batch in batches:
         batch["input_ids"][:, 1] = invocation
-    batches[0]["input_ids"][1, 1] = other
+    first, *_ = batches
+    first["input_ids"][1, 1] = other
     model = lora_model("gpt2", alora_invocation_tokens=[invocation])
     return Case(
         model=drawn(model),
@@ -285,7 +310,8 @@ def of_singular_values() -> Case:
         init_r=3,
         total_step=10,
     )
-    return Case(drawn(get_peft_model(base, config)), ragged_batches())
+    model = get_peft_model(base, config)
+    return Case(drawn(model), ragged_batches())
 
 
 class Images(nn.Module):
@@ -300,7 +326,8 @@ class Images(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).tanh()
         pixels = self.second(hidden).tanh()
-        return self.last(pixels.mean((-2, -1)))
+        of_images = pixels.flatten(-2).mean(-1)
+        return self.last(of_images)
 
 
 class Sequences(nn.Module):
@@ -313,7 +340,8 @@ class Sequences(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         attended, _ = self.attention(x, x, x)
-        return self.last(attended.tanh().mean(1))
+        of_examples = attended.tanh().mean(1)
+        return self.last(of_examples)
 
 
 def numbers(*shape: int) -> list[tuple[Tensor, Tensor]]:
@@ -330,9 +358,11 @@ def numbers(*shape: int) -> list[tuple[Tensor, Tensor]]:
 def of_convolutions(**lora: Any) -> Case:
     """Adapt convolutions beside a linear layer."""
     torch.manual_seed(0)
-    config = LoraConfig(r=2, target_modules=["first", "second", "last"], **lora)
-    model = drawn(get_peft_model(Images(), config))
-    return Case(model, numbers(2, 5, 5))
+    layers = ["first", "second", "last"]
+    config = LoraConfig(r=2, target_modules=layers, **lora)
+    model = get_peft_model(Images(), config)
+    # Two channels of five by five pixels.
+    return Case(drawn(model), numbers(2, 5, 5))
 
 
 def of_convolutions_with_magnitudes() -> Case:
@@ -343,9 +373,11 @@ def of_convolutions_with_magnitudes() -> Case:
 def of_attention() -> Case:
     """Adapt an attention module beside a linear layer."""
     torch.manual_seed(0)
-    config = LoraConfig(r=2, target_modules=["attention", "last"])
+    layers = ["attention", "last"]
+    config = LoraConfig(r=2, target_modules=layers)
+    model = get_peft_model(Sequences(), config)
     return Case(
-        model=drawn(get_peft_model(Sequences(), config)),
+        model=drawn(model),
         batches=numbers(3, 4),
         tolerance=1e-6,
         # What PEFT gives autograd is not the derivative of what it computes.
