@@ -27,9 +27,26 @@ def recorded_jacobians(
     x: Tensor,
 ) -> Tensor:
     """Compute Jacobians of the logits by a recorded pass."""
-    recorder = Recorder(LogitsModel(model), find_blocks(model))
+    blocks = find_blocks(model)
+    recorder = Recorder(LogitsModel(model), blocks)
     Js, _ = recorder.jacobians(x)
     return Js
+
+
+def assert_recorded(
+    model: nn.Module,
+    x: Tensor,
+) -> None:
+    """Compare a recorded pass with a model of which nothing is recorded."""
+    found = recorded_jacobians(model, x)
+    assert_close(found, jacobians(model, x))
+
+
+@pytest.fixture
+def x() -> Tensor:
+    """Inputs of four examples."""
+    ((x, _),) = pairs()
+    return x
 
 
 class Overwriting(nn.Module):
@@ -45,15 +62,14 @@ class Overwriting(nn.Module):
         logits = self.first(x).tanh()
         if self.overwrites:
             x.add_(1)
-        return logits * x.sum(-1, keepdim=True)
+        factor = x.sum(-1, keepdim=True)
+        return logits * factor
 
 
-def test_a_model_that_overwrites_what_its_layers_were_given_is_refused():
+def test_a_model_that_overwrites_what_its_layers_were_given_is_refused(x):
     model = with_lora(Overwriting(), "first")
-    ((x, _),) = pairs()
     # It is the overwriting that is refused, and not the model.
-    found = recorded_jacobians(model, x)
-    assert_close(found, jacobians(model, x))
+    assert_recorded(model, x)
     model.overwrites = True
     message = r"overwrites .* first\.lora_A.*target_modules"
     with pytest.raises(NotImplementedError, match=message):
@@ -69,15 +85,13 @@ def more_output(layer, args, output):
     return 1.5 * output
 
 
-def test_hooks_of_the_users_own_are_part_of_the_model():
+def test_hooks_of_the_users_own_are_part_of_the_model(x):
     model = with_lora(Overwriting(), "first")
-    ((x, _),) = pairs()
     for block in find_blocks(model):
         layer = block.rows.layer
         layer.register_forward_pre_hook(sines_of_inputs)
         layer.register_forward_hook(more_output)
-    found = recorded_jacobians(model, x)
-    assert_close(found, jacobians(model, x))
+    assert_recorded(model, x)
 
 
 class _Stopped(torch.autograd.Function):
@@ -98,17 +112,21 @@ class CalledTwice(nn.Module):
         self.first = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        without_gradient = _Stopped.apply(self.first(x.sin()))
-        return self.first(x).tanh() + without_gradient
+        of_sines = self.first(x.sin())
+        without_gradient = _Stopped.apply(of_sines)
+        with_gradient = self.first(x).tanh()
+        return with_gradient + without_gradient
 
 
-def test_calls_without_a_gradient_hold_back_no_other_call():
+def test_calls_without_a_gradient_hold_back_no_other_call(x):
     model = with_lora(CalledTwice(), "first")
-    ((x, _),) = pairs()
     Js = recorded_jacobians(model, x)
-    weights = [block.weight.requires_grad_() for block in find_blocks(model)]
+    weights = [block.weight for block in find_blocks(model)]
+    for weight in weights:
+        weight.requires_grad_()
+    logits = model(x).flatten()
     # By plain autograd, since torch.func refuses functions of this kind.
-    of_weights = derivatives_of(model(x).flatten(), weights)
+    of_weights = derivatives_of(logits, weights)
     rows = [J.flatten(1) for J in of_weights]
     expected = torch.cat(rows, dim=1)
     assert_close(Js.flatten(0, 1), expected)
@@ -133,10 +151,12 @@ def attention_backward(
     P (dP - Σ P dP), where dP = dout vᵀ.
     """
     scale = q.shape[-1] ** -0.5
-    weights = (scale * q @ k.mT).softmax(-1)
+    scores = scale * q @ k.mT
+    weights = scores.softmax(-1)
     dv.copy_(weights.mT @ dout)
     of_weights = dout @ v.mT
-    mean = (weights * of_weights).sum(-1, keepdim=True)
+    products = weights * of_weights
+    mean = products.sum(-1, keepdim=True)
     of_scores = scale * weights * (of_weights - mean)
     dq.copy_(of_scores @ k)
     dk.copy_(of_scores.mT @ q)
@@ -150,8 +170,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout: Tensor):  # pyright: ignore
-        gradients = [torch.empty_like(each) for each in ctx.saved_tensors]
-        attention_backward(dout, *ctx.saved_tensors, *gradients)
+        inputs = ctx.saved_tensors
+        gradients = [torch.empty_like(each) for each in inputs]
+        attention_backward(dout, *inputs, *gradients)
         return tuple(gradients)
 
 
@@ -167,9 +188,11 @@ class Attending(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x)
         # Of no layer, so that a gradient comes to keys which nobody asks for.
         key = x @ x.new_ones(5, 4)
-        attended = self.attend(self.query(x), key, self.value(x))
+        value = self.value(x)
+        attended = self.attend(query, key, value)
         return self.head(attended.mean(1))
 
 
@@ -184,10 +207,12 @@ class Kernels:
 
 def posterior_by(attend: Callable[..., Tensor], x: Tensor):
     model = with_lora(Attending(attend), "query", "value")
-    y = torch.tensor([0, 1, 2, 1])
-    la = make(model)
+    y = torch.arange(len(x)) % 3
+    batch = (x, y)
     # A second batch, for which it is known what the kernel refuses.
-    la.fit([(x, y), (x[:2], y[:2])])
+    smaller_batch = (x[:2], y[:2])
+    la = make(model)
+    la.fit([batch, smaller_batch])
     return la
 
 
@@ -215,15 +240,17 @@ def test_kernels_that_write_into_their_arguments_are_learnt(kernels):
 
 
 def test_kernels_that_write_into_their_arguments_predict(kernels):
+    x = kernels.x
     for link_approx in ("mean_field", "probit"):
-        found = kernels.ours(kernels.x, link_approx=link_approx)
-        expected = kernels.expected(kernels.x, link_approx=link_approx)
+        found = kernels.ours(x, link_approx=link_approx)
+        expected = kernels.expected(x, link_approx=link_approx)
         assert_close(found, expected)
 
 
 def test_kernels_that_write_into_their_arguments_have_statistics(kernels):
-    of_ours = kernels.ours.predictive_statistics([kernels.x])
-    of_torchs = kernels.expected.predictive_statistics([kernels.x])
+    batches = [kernels.x]
+    of_ours = kernels.ours.predictive_statistics(batches)
+    of_torchs = kernels.expected.predictive_statistics(batches)
     found = of_ours.moments(1.0)
     expected = of_torchs.moments(1.0)
     assert_close(found.f_mu, expected.f_mu)
@@ -234,9 +261,11 @@ def test_that_a_kernel_takes_one_seed_at_a_time_is_found_out_once(kernels):
     # A fit with rows enough for one seed has not yet asked for more.
     for la in (kernels.ours, kernels.expected):
         la(kernels.x, link_approx="probit")
+    of_ours = kernels.ours.recorder.layouts
+    of_torchs = kernels.expected.recorder.layouts
     # No further pass is tried in vain.
-    assert kernels.ours.recorder.layouts.seeds_at_most == 1
-    assert kernels.expected.recorder.layouts.seeds_at_most == math.inf
+    assert of_ours.seeds_at_most == 1
+    assert of_torchs.seeds_at_most == math.inf
 
 
 @pytest.fixture
@@ -256,7 +285,8 @@ def test_no_graph_waits_for_the_garbage_collector(monkeypatch):
     def note(self, *args) -> None:
         initialise(self, *args)
         # A plain reference would itself keep the graph alive.
-        logits_of_graphs.append(weakref.ref(self.logits))
+        logits = weakref.ref(self.logits)
+        logits_of_graphs.append(logits)
 
     monkeypatch.setattr(Graph, "__init__", note)
     la = fitted("gpt2")
@@ -265,4 +295,5 @@ def test_no_graph_waits_for_the_garbage_collector(monkeypatch):
     # At least one of each batch of the fit, and one of the prediction.
     assert len(logits_of_graphs) > 2
     # A graph that refers to itself would live on until a collection.
-    assert all(logits() is None for logits in logits_of_graphs)
+    for logits in logits_of_graphs:
+        assert logits() is None

@@ -36,6 +36,15 @@ class Machine:
     graphs: list[weakref.ref] = field(default_factory=list)
     alive: list[int] = field(default_factory=list)
 
+    def begin_graph(self, n_rows: int) -> None:
+        """Note what a forward pass tries, and fail where there is no room for it."""
+        # Counted without a name for any, which would itself keep it alive.
+        n_alive = sum(graph() is not None for graph in self.graphs)
+        self.alive.append(n_alive)
+        self.tried.append(n_rows)
+        if n_rows > self.forward:
+            raise torch.OutOfMemoryError(_MESSAGE)
+
     def limit(self, x: Tensor) -> Tensor:
         """Pass rows through, if there is room for them."""
         return _Limit.apply(x, self)
@@ -55,11 +64,7 @@ class _Limit(torch.autograd.Function):
     def forward(ctx, x, machine):
         ctx.machine = machine
         if torch.is_grad_enabled() or x.requires_grad:
-            n_alive = sum(graph() is not None for graph in machine.graphs)
-            machine.alive.append(n_alive)
-            machine.tried.append(len(x))
-            if len(x) > machine.forward:
-                raise torch.OutOfMemoryError(_MESSAGE)
+            machine.begin_graph(n_rows=len(x))
         saved = x.clone()
         machine.graphs.append(weakref.ref(saved))
         ctx.save_for_backward(saved)
@@ -68,8 +73,9 @@ class _Limit(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (saved,) = ctx.saved_tensors
+        row, *_ = saved
         # Rows of all seeds that come at once.
-        n_rows = gradient.numel() / saved.shape[1:].numel()
+        n_rows = gradient.numel() / row.numel()
         if n_rows > ctx.machine.backward:
             raise torch.OutOfMemoryError(_MESSAGE)
         return gradient, None
@@ -83,7 +89,8 @@ class Limited(TwoLinear):
         self.machine = Machine()
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.machine.limit(self.first(x))
+        hidden = self.first(x)
+        rows = self.machine.limit(hidden)
         return self.second(rows.tanh())
 
 
@@ -96,7 +103,9 @@ def first_pair(n: int = 8) -> tuple[Tensor, Tensor]:
 def limited(structure: str = "lowrank_kron"):
     """Make a posterior, and the machine that its model runs on."""
     model = with_lora(Limited(), "first", "second")
-    la = make(model, structure, **full_rank(structure))
+    # So that the curvature is the same in any parts.
+    settings = full_rank(structure)
+    la = make(model, structure, **settings)
     return la, model.machine
 
 
@@ -108,46 +117,50 @@ def test_a_batch_that_does_not_fit_is_learnt_and_predicted_in_parts(structure, w
     (X, _), _ = batches
     whole, _ = limited(structure)
     whole.fit(batches)
+    expected = facts_of(whole, X)
     la, machine = limited(structure)
     # Halves of eleven, and halves of these, do not fit either.
     setattr(machine, where, 3)
     la.fit(batches)
     assert la.n_data == 2 * n
     assert max(machine.tried) == n
-    assert_close(facts_of(la, X), facts_of(whole, X), **EXACT)
+    assert_close(facts_of(la, X), expected, **EXACT)
 
 
-def sums_of(block) -> list:
-    """Tell how much was added to a block's factors."""
-    return [
-        block.normalizer,
-        block.output_factor.trace,
-        block.input_factor.trace,
-    ]
+# Eight rows where two fit: what does not fit is halved, and the rest goes in twos.
+FIRST = [8, 4, 2, 2, 2, 2]
+LATER = [2, 2, 2, 2]
+
+
+def sums_of(la) -> list:
+    """Tell how much was added to the factors of each block."""
+    sums = []
+    for block in la.H_facs.blocks:
+        sums += [
+            block.normalizer,
+            block.output_factor.trace,
+            block.input_factor.trace,
+        ]
+    return sums
 
 
 def test_no_part_is_added_twice():
     """The last layers have their gradients when a backward pass fails."""
     model = lora_model("bert")
     machine = Machine()
-    last_layer = model.base_model.model.bert.encoder.layer[1]
+    encoder = model.base_model.model.bert.encoder
+    _, last_layer = encoder.layer
     last_layer.register_forward_pre_hook(machine.limit_first)
     batches = ragged_batches(batch_size=8)
     la = make(model, **full_rank())
     # Texts are proven once: later ones are not, before layers are visited.
     la.fit(batches)
-    whole = la.H_facs
+    expected = sums_of(la)
     machine.tried.clear()
     machine.backward = 2
     la.fit(batches)
-    assert machine.tried == [8, 4, 2, 2, 2, 2]
-    for block, expected in zip(la.H_facs.blocks, whole.blocks, strict=True):
-        assert_close(sums_of(block), sums_of(expected), **EXACT)
-
-
-# Eight rows where two fit: what does not fit is halved, and the rest goes in twos.
-FIRST = [8, 4, 2, 2, 2, 2]
-LATER = [2, 2, 2, 2]
+    assert machine.tried == FIRST
+    assert_close(sums_of(la), expected, **EXACT)
 
 
 def test_what_fits_is_remembered_for_later_batches_and_fits():
@@ -165,27 +178,32 @@ def test_what_fits_is_found_out_for_predictions_by_themselves():
     machine.forward = 2
     la.fit(pairs(n=8))
     X, _ = first_pair()
-    for tried in (FIRST, LATER):
+    three = X[:3]
+    for inputs, tried in [
+        (X, FIRST),
+        (X, LATER),
+        (three, [2, 1]),
+    ]:
         machine.tried.clear()
-        la(X)
+        la(inputs)
         assert machine.tried == tried
-    machine.tried.clear()
-    la(X[:3])
-    assert machine.tried == [2, 1]
 
 
 def test_what_did_not_fit_is_let_go():
     la, machine = limited()
     machine.backward = 2
     la.fit(pairs(n=8))
-    assert machine.alive == [0] * len(machine.tried)
+    assert machine.tried == FIRST
+    # None when a smaller part began.
+    assert not any(machine.alive)
 
 
 def test_seeds_that_do_not_fit_together_go_one_by_one():
     """Where a single example has too many vectors to pass back at once."""
-    X, y = first_pair()
+    batches = pairs(n=8)
+    X, _ = first_pair()
     la, machine = limited()
-    la.fit([(X, y)])
+    la.fit(batches)
     expected = facts_of(la, X)
     # Of three classes.
     machine.backward = 1
@@ -254,20 +272,25 @@ class OfMask(nn.Module):
         self.model = model
 
     def forward(self, x: dict[str, Tensor]) -> Tensor:
-        return self.model(x["rows"][x["mask"]])
+        rows = x["rows"]
+        kept = rows[x["mask"]]
+        return self.model(kept)
 
 
 def test_a_batch_without_a_row_for_each_label_is_not_divided():
     """As of tokens, which have a label each."""
     model = with_lora(Limited(), "first", "second")
     X, y = first_pair(6)
-    mask = torch.tensor([1, 1, 1, 0, 1, 0]).bool()
+    # Four of six, more than fit.
+    mask = torch.ones(6).bool()
+    mask[[3, 5]] = False
     inputs = {"rows": X, "mask": mask}
+    labels = y[mask]
     la = make(OfMask(model))
     model.machine.forward = 3
     message = "have a row for each example: pass smaller"
     with pytest.raises(torch.OutOfMemoryError, match=message):
-        la.fit([(inputs, y[mask])])
+        la.fit([(inputs, labels)])
 
 
 def test_other_errors_are_not_taken_for_memory():
