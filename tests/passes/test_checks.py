@@ -50,12 +50,14 @@ class Broken(nn.Module):
         if self.kind == "hidden":
             # Ten times this is no finite number any more.
             is_first = torch.arange(5) == 0
-            x = x.masked_fill(is_first, 1e308) * 10
+            x = 10 * x.masked_fill(is_first, 1e308)
         if self.kind == "activation":
             x = x.log()
         logits = self.inner(x)
         if self.kind == "gradient":
-            return logits + (logits * 0).square().sqrt()
+            zeros = logits * 0
+            # The slope of a root at 0 is infinite.
+            return logits + zeros.square().sqrt()
         if self.kind == "logits":
             return logits * torch.inf
         return logits
@@ -83,16 +85,17 @@ def test_what_is_not_finite_is_named_and_does_no_harm(
     if kfac_approx:
         settings["backend_kwargs"] = {"kfac_approx": kfac_approx}
     la = make(model, structure, **settings)
+    batch = (X, y)
 
     def breaking_at_the_second_batch() -> Iterator[tuple[Tensor, Tensor]]:
-        yield X, y
+        yield batch
         model.kind = kind
-        yield X, y
+        yield batch
 
     with pytest.raises(ValueError, match=f"batch 1: {message}"):
         la.fit(breaking_at_the_second_batch())
     model.kind = ""
-    la.fit([(X, y)])
+    la.fit([batch])
     calls = count_forward_passes(la)
     la(X)
     # A failed pass proves nothing of the layout: examples are still together.
@@ -102,8 +105,9 @@ def test_what_is_not_finite_is_named_and_does_no_harm(
         with pytest.raises(ValueError, match=message):
             la(X)
         # A single example needs no proof, which has another check.
+        alone = (X[:1], y[:1])
         with pytest.raises(ValueError, match=message):
-            la.fit([(X[:1], y[:1])])
+            la.fit([alone])
 
 
 # --- layers that are not called, or bring no gradient ---------------------------------
@@ -121,12 +125,17 @@ class HalfFused(nn.Module):
         A = self.layer.lora_A["default"].weight
         B = self.layer.lora_B["default"].weight
         x = self.before(x)
-        return self.layer.base_layer(x) + x @ A.T @ B.T
+        of_base = self.layer.base_layer(x)
+        return of_base + x @ A.T @ B.T
+
+
+def detaching(module, args, output: Tensor) -> Tensor:
+    return output.detach()
 
 
 def detached() -> nn.Module:
-    model = with_lora(TwoLinear(n_outputs=3), "first", "second")
-    model.register_forward_hook(lambda module, args, output: output.detach())
+    model = plain_model()
+    model.register_forward_hook(detaching)
     return model
 
 
@@ -139,7 +148,8 @@ def partly_fused() -> nn.Module:
 
 
 def without_gradients() -> nn.Module:
-    return with_lora(Sorting(with_gradients=False), "used", "unused")
+    model = Sorting(with_gradients=False)
+    return with_lora(model, "used", "unused")
 
 
 @dataclass(frozen=True)
@@ -187,9 +197,11 @@ class TextsAndImages(nn.Module):
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         logits = batch["zeros"]
         if "texts" in batch:
-            logits = logits + self.texts(batch["texts"]).tanh()
+            of_texts = self.texts(batch["texts"])
+            logits = logits + of_texts.tanh()
         if "images" in batch:
-            logits = logits + self.images(batch["images"]).tanh()
+            of_images = self.images(batch["images"])
+            logits = logits + of_images.tanh()
         return logits
 
 
@@ -199,28 +211,33 @@ def batch_of(
     """Make a batch of four examples that has these parts alone."""
     (X, y), (other, _) = pairs(2)
     inputs = {"texts": X, "images": other}
-    batch = {part: inputs[part] for part in parts}
-    batch["zeros"] = torch.zeros(4, 3).double()
+    # So that there are logits where neither is there.
+    batch = {"zeros": X.new_zeros(4, 3)}
+    for part in parts:
+        batch[part] = inputs[part]
     return batch, y
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
 def test_layers_that_a_batch_does_not_call_get_no_curvature_from_it(structure):
     model = with_lora(TextsAndImages(), "texts", "images")
-    neither, _ = batch_of()
     batches = [
         batch_of("texts", "images"),
         batch_of("texts"),
         batch_of(),
         batch_of("images"),
     ]
-    la = make(model, structure, **full_rank(structure))
+    settings = full_rank(structure)
+    la = make(model, structure, **settings)
     la.fit(batches)
     inputs = [X for X, _ in batches]
     assert_exact(la, OfMapping(model), inputs)
     # Logits that no layer has made are in no doubt.
-    assert not la.predictive_moments(neither).f_var.any()
-    la.fit([batch_of("texts")], override=False)
+    neither, _ = batch_of()
+    moments = la.predictive_moments(neither)
+    assert not moments.f_var.any()
+    one_more = batch_of("texts")
+    la.fit([one_more], override=False)
     n_batches = len(batches) + 1
     assert la.n_data == 4 * n_batches
 
@@ -251,10 +268,12 @@ def test_where_a_pass_of_somebody_else_fails_no_hook_is_left_and_the_reason_name
     factor, message, expected_shapes
 ):
     model = LogitsModel(plain_model())
-    X = factor * pairs()[0][0]
+    ((X, _),) = pairs()
+    X = factor * X
     model.register_forward_hook(only_looking)
     before = hooks_of(model)
-    recorder = Recorder(model, find_blocks(model.model))
+    blocks = find_blocks(model.model)
+    recorder = Recorder(model, blocks)
     shapes: list[torch.Size] = []
 
     def note(logits: Tensor) -> None:
@@ -266,7 +285,8 @@ def test_where_a_pass_of_somebody_else_fails_no_hook_is_left_and_the_reason_name
             model(X)
         raise torch.linalg.LinAlgError("somebody else's")
 
-    error = pytest.raises((ValueError, torch.linalg.LinAlgError), match=message)
+    kinds = (ValueError, torch.linalg.LinAlgError)
+    error = pytest.raises(kinds, match=message)
     with error, inspected(recorder, X, note):
         pass_of_somebody_else()
     assert hooks_of(model) == before
