@@ -2,27 +2,34 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.support.models import CLASS_TOKEN_IDS, VOCABULARY, ragged_batches
+from tests.support.models import CLASS_TOKEN_IDS, VOCABULARY, first_batch
 from tests.support.posteriors import generator
 
 Tokens: TypeAlias = Sequence[int]
 Batch: TypeAlias = Mapping[str, Tensor]
 
 # The first is a prefix of the second, and the last one begins like it.
-ANSWERS = [[11], [11, 5, 30], [23, 42], [11, 5, 8]]
+ANSWERS = [
+    [11],
+    [11, 5, 30],
+    [23, 42],
+    [11, 5, 8],
+]
 
 
 def prompts_of(batch: Batch) -> list[list[int]]:
     """Take the tokens of each text of a batch, without padding."""
     prompts = []
-    for row, is_real in enumerate(batch["attention_mask"].bool()):
-        tokens = batch["input_ids"][row][is_real]
+    masks = batch["attention_mask"].bool()
+    for row, is_real in zip(batch["input_ids"], masks, strict=True):
+        tokens = row[is_real]
         prompts.append(tokens.tolist())
     return prompts
 
@@ -38,9 +45,10 @@ def choices_batch(
     for prompt, answers in zip(prompts, choices, strict=True):
         for answer in answers:
             text = torch.tensor([*prompt, *answer])
-            is_answer = torch.arange(len(text)) >= len(prompt)
+            is_answer = torch.ones_like(text)
+            is_answer[: len(prompt)] = 0
             tokens.append(text)
-            counts.append(is_answer.long())
+            counts.append(is_answer)
     rows_by_key = {
         "input_ids": tokens,
         # Of ones, which padding turns into 0 where there is no token.
@@ -50,8 +58,13 @@ def choices_batch(
     n_texts = len(prompts)
     batch = {}
     for key, rows in rows_by_key.items():
-        padded = pad_sequence(rows, batch_first=True, padding_side=side)
-        batch[key] = padded.unflatten(0, (n_texts, -1))
+        padded = pad_sequence(
+            rows,
+            batch_first=True,
+            padding_side=side,
+        )
+        _, length = padded.shape
+        batch[key] = padded.reshape(n_texts, -1, length)
     return batch
 
 
@@ -66,32 +79,39 @@ def of_prompts(
         prompts = prompts_of(batch)
         of_each = [answers] * len(prompts)
         of_batch = choices_batch(prompts, of_each, side)
-        made.append(of_batch | {"labels": batch["labels"]})
+        of_batch["labels"] = batch["labels"]
+        made.append(of_batch)
     return made
 
 
 def some_choices(draws: torch.Generator) -> list[list[int]]:
     """Draw three choices of 1 to 4 tokens."""
-    lengths = torch.randint(1, 5, (3,), generator=draws)
+    draw = partial(torch.randint, generator=draws)
+    lengths = draw(1, 5, (3,))
     choices = []
     for length in lengths.tolist():
-        tokens = torch.randint(1, VOCABULARY, (length,), generator=draws)
+        # Token 0 is padding.
+        tokens = draw(1, VOCABULARY, (length,))
         choices.append(tokens.tolist())
     return choices
 
 
 def batches_of_own_choices(side: str = "right") -> list[dict[str, Tensor]]:
     """Make two batches of texts with three choices each, of 1 to 4 tokens."""
-    (texts,) = ragged_batches(lengths=(5, 2, 6, 3, 4), batch_size=5)
+    lengths = (5, 2, 6, 3, 4)
+    texts = first_batch(lengths=lengths, batch_size=5)
     prompts = prompts_of(texts)
     labels = texts["labels"]
     draws = generator(4)
     choices = [some_choices(draws) for _ in prompts]
-    batches = []
     # Batches of two sizes, so that nothing kept of the first fits the second.
-    for rows in (slice(0, 3), slice(3, 5)):
+    first = slice(0, 3)
+    second = slice(3, 5)
+    batches = []
+    for rows in (first, second):
         batch = choices_batch(prompts[rows], choices[rows], side)
-        batches.append(batch | {"labels": labels[rows]})
+        batch["labels"] = labels[rows]
+        batches.append(batch)
     return batches
 
 
@@ -107,15 +127,18 @@ def unpadded_choices(batch: Batch) -> list[list[Choice]]:
     """Take a batch's choices, text by text."""
     is_real = batch["attention_mask"].bool()
     counts = batch["score_mask"].bool()
-    n_texts, n_choices, _ = is_real.shape
+    tokens = batch["input_ids"]
+    n_texts, n_choices, _ = tokens.shape
     texts = []
     for text in range(n_texts):
         choices = []
         for number in range(n_choices):
-            place = (text, number)
-            kept = is_real[place]
-            tokens = batch["input_ids"][place]
-            choices.append(Choice(tokens[kept], counts[place][kept]))
+            kept = is_real[text, number]
+            choice = Choice(
+                tokens=tokens[text, number][kept],
+                counts=counts[text, number][kept],
+            )
+            choices.append(choice)
         texts.append(choices)
     return texts
 
@@ -131,10 +154,13 @@ def logits_of_choices(
         text = choice.tokens[None]
         output = model(input_ids=text, use_cache=False)
         log_p = output.logits[0].log_softmax(-1)
-        # What a place predicts is the token behind it.
         (places,) = choice.counts.nonzero(as_tuple=True)
-        of_tokens = log_p[places - 1, choice.tokens[places]]
-        of_choice = of_tokens.mean() if normalised else of_tokens.sum()
+        tokens = choice.tokens[places]
+        # What a place predicts is the token behind it.
+        of_tokens = log_p[places - 1, tokens]
+        of_choice = of_tokens.sum()
+        if normalised:
+            of_choice = of_choice / len(tokens)
         logits.append(of_choice)
     return torch.stack(logits)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 
 from tests.support.dense import jacobians_in, logits_of
 from tests.support.models import N_CLASSES
@@ -33,14 +33,19 @@ class WithHead(nn.Module):
         )
         self.encoder = nn.Linear(n_inputs, 6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(x).tanh())
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.encoder(x)
+        return self.head(features.tanh())
 
 
 def plain(n_outputs: int = N_CLASSES) -> PeftModel:
     """Make a plain module with a head of three layers, in float64."""
     torch.manual_seed(0)
-    config = LoraConfig(r=2, target_modules=["encoder"], modules_to_save=["head"])
+    config = LoraConfig(
+        r=2,
+        target_modules=["encoder"],
+        modules_to_save=["head"],
+    )
     return trained(WithHead(n_outputs), config)
 
 
@@ -56,9 +61,10 @@ def trained(base: nn.Module, config: LoraConfig) -> PeftModel:
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Find the weights of adapter and head, in the order of the parameters."""
-    weights: dict[str, nn.Parameter] = {}
+    weights = {}
     for name, weight in model.named_parameters():
-        if any(part in name for part in PARTS):
+        takes_part = any(part in name for part in PARTS)
+        if takes_part:
             weights[name] = weight
     return weights
 
@@ -66,9 +72,16 @@ def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
 def dense_of(
     model: nn.Module,
     examples: list[Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`, alone each."""
-    weights = {name: weight.detach() for name, weight in weights_of(model).items()}
-    logits = [logits_of(model, example).detach() for example in examples]
-    Js = [jacobians_in(weights, model, example) for example in examples]
+    weights = {}
+    for name, weight in weights_of(model).items():
+        weights[name] = weight.detach()
+    logits = []
+    Js = []
+    for example in examples:
+        of_example = logits_of(model, example)
+        J = jacobians_in(weights, model, example)
+        logits.append(of_example.detach())
+        Js.append(J)
     return torch.stack(logits), torch.cat(Js)

@@ -24,7 +24,11 @@ STRUCTURES = ["lowrank_kron", "kron", "diag", "full"]
 KFAC_APPROX = ["gradient", "expand"]
 PRIORS = ["scalar", "layerwise"]
 # So few that each can be computed by hand.
-GRID = {"log_prior_prec_min": -2, "log_prior_prec_max": 2, "grid_size": 7}
+GRID = {
+    "log_prior_prec_min": -2,
+    "log_prior_prec_max": 2,
+    "grid_size": 7,
+}
 PRIORS_ALONE = GRID | {"optimize_scale": False}
 
 
@@ -34,7 +38,10 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     """Draw standard normal numbers in float64."""
-    return torch.randn(*shape, generator=generator(seed)).double()
+    draws = generator(seed)
+    # In float32 first, so that both precisions have the same numbers.
+    single = torch.randn(*shape, generator=draws)
+    return single.double()
 
 
 def make(
@@ -75,12 +82,14 @@ def fitted(
             "tail": tail,
             "kfac_approx": kfac_approx,
         }
-        keywords["backend_kwargs"] = settings | keywords.get("backend_kwargs", {})
+        others = keywords.get("backend_kwargs", {})
+        keywords["backend_kwargs"] = settings | others
     if model is None:
         model = lora_model(kind, dtype)
     if batches is None:
         batches = ragged_batches()
-    la = make(model, structure, **laplace_keywords(kind), **keywords)
+    keywords = laplace_keywords(kind) | keywords
+    la = make(model, structure, **keywords)
     la.fit(batches)
     return la
 
@@ -90,27 +99,32 @@ def plain_regression(n_outputs: int = 2, structure: str = "lowrank_kron"):
     model = plain_model(n_outputs).requires_grad_(False)
     X = normal(12, 5)
     y = normal(12, n_outputs, seed=1)
+    data = TensorDataset(X, y)
     # Another noise than 1, which divides nothing.
     la = make(model, structure, "regression", sigma_noise=0.5)
-    la.fit(DataLoader(TensorDataset(X, y), batch_size=5))
+    # Batches of two sizes.
+    la.fit(DataLoader(data, batch_size=5))
     return la, X
 
 
 def overconfident(**keywords: Any):
     """Fit a posterior, and make texts of which three in four are right."""
     la = fitted(**keywords)
+    head = head_of(la.model.model)
     # With logits of twenty times the size it is as sure of what is wrong.
-    head_of(la.model.model).weight.data.mul_(20)
+    head.weight.data *= 20
     la.fit(ragged_batches())
     # Other texts than it was fitted to, three times as many.
-    texts = ragged_batches(
-        lengths=(7, 4, 5, 7, 3, 6, 2, 7) * 3,
-        seed=7,
-    )
+    lengths = (7, 4, 5, 7, 3, 6, 2, 7)
+    texts = ragged_batches(lengths * 3, seed=7)
     for index, batch in enumerate(texts):
-        right = la.model(batch).argmax(-1)
-        keeps_its_label = torch.arange(3) == index % 4
-        batch["labels"] = torch.where(keeps_its_label, batch["labels"], right)
+        logits = la.model(batch)
+        labels = logits.argmax(-1)
+        # One text in a batch at most keeps a label that may be wrong, and every fourth
+        # batch none.
+        row = index % 4
+        labels[row : row + 1] = batch["labels"][row : row + 1]
+        batch["labels"] = labels
     return la, texts
 
 
@@ -134,13 +148,18 @@ def some_precision(la, prior: str) -> Tensor:
 
 def priors_of_blocks(la) -> Tensor:
     """Make another prior precision for each block, so that none passes for another."""
-    return torch.linspace(0.3, 2.0, len(la.blocks)).double()
+    n_blocks = len(la.blocks)
+    return torch.linspace(0.3, 2.0, n_blocks).double()
 
 
 def count_forward_passes(la) -> list[int]:
     """Make a list that gets an entry at each forward pass."""
     calls: list[int] = []
-    la.model.register_forward_hook(lambda *_: calls.append(1))
+
+    def note(*_: Any) -> None:
+        calls.append(1)
+
+    la.model.register_forward_hook(note)
     return calls
 
 
@@ -162,8 +181,10 @@ def validation_loss(la, prior_precision, batches, **predictions: Any) -> float:
     la.prior_precision = prior_precision
     metric = RunningNLLMetric()
     for batch in batches:
-        metric.update(la(batch, **predictions), batch["labels"])
-    return metric.compute().item()
+        predicted = la(batch, **predictions)
+        metric.update(predicted, batch["labels"])
+    loss = metric.compute()
+    return loss.item()
 
 
 class HostLoader:
@@ -174,7 +195,9 @@ class HostLoader:
         batches: list[dict[str, Tensor]],
     ) -> None:
         self.batches = batches
-        self.dataset = range(sum(len(batch["labels"]) for batch in batches))
+        n_data = sum(len(batch["labels"]) for batch in batches)
+        # The host asks for nothing but its length.
+        self.dataset = range(n_data)
 
     def __iter__(self):
         return iter(self.batches)
@@ -189,8 +212,10 @@ def stock(
 ):
     """Fit the host's posterior over weights with these parts in their names."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(any(part in name for part in parts))
-    wrapper = LogitsModel(model, **laplace_keywords(kind))
+        takes_part = any(part in name for part in parts)
+        parameter.requires_grad_(takes_part)
+    keywords = laplace_keywords(kind)
+    wrapper = LogitsModel(model, **keywords)
     la = laplace.Laplace(wrapper, "classification", "all", structure)
     la.fit(HostLoader(batches))
     return la

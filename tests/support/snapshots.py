@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 # Asked of torch, since later versions may have more kinds.
-HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
+ATTRIBUTES = vars(nn.Module())
+HOOKS = [name for name in ATTRIBUTES if name.endswith("_hooks")]
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,16 @@ class Parameter:
     def of(parameter: nn.Parameter) -> "Parameter":
         """Copy what a parameter holds now."""
         grad = parameter.grad
+        value = parameter.detach().clone()
+        value_of_grad = None
+        if grad is not None:
+            value_of_grad = grad.clone()
         return Parameter(
             parameter=parameter,
-            value=parameter.detach().clone(),
+            value=value,
             requires_grad=parameter.requires_grad,
             grad=grad,
-            value_of_grad=None if grad is None else grad.clone(),
+            value_of_grad=value_of_grad,
         )
 
     def assert_equal(self, now: "Parameter", name: str) -> None:
@@ -50,13 +55,12 @@ class Snapshot:
         parameters = dict(model.named_parameters())
         buffers = dict(model.named_buffers())
         modules = dict(model.named_modules())
-        has_config = hasattr(model, "config")
         self.parameters = _of_each(parameters, Parameter.of)
         self.buffers = _of_each(buffers, torch.clone)
         self.training = _of_each(modules, _is_training)
         self.attributes = _of_each(modules, _attributes_of)
         self.hooks = _of_each(modules, _hooks_of)
-        self.config = model.config.to_dict() if has_config else None
+        self.config = _config_of(model)
         self.torch = _torch_state()
         self.random_state = torch.get_rng_state()
 
@@ -76,7 +80,8 @@ class Snapshot:
         for name, parameter in self.parameters.items():
             parameter.assert_equal(now.parameters[name], name)
         for name, value in self.buffers.items():
-            assert torch.equal(now.buffers[name], value), name
+            value_now = now.buffers[name]
+            assert torch.equal(value_now, value), name
         if random_state:
             assert torch.equal(now.random_state, self.random_state)
 
@@ -86,6 +91,13 @@ def _of_each(
     read: Callable[[Any], Any],
 ) -> dict[str, Any]:
     return {name: read(value) for name, value in named.items()}
+
+
+def _config_of(model: Any) -> dict[str, Any] | None:
+    # Plain modules have none.
+    if not hasattr(model, "config"):
+        return None
+    return model.config.to_dict()
 
 
 def _is_training(module: nn.Module) -> bool:
@@ -108,12 +120,13 @@ def _hooks_of(module: nn.Module) -> dict[str, dict]:
 def _torch_state() -> dict[str, Any]:
     """Tell what torch is set to, for all models."""
     one = torch.ones(1, 1)
+    product = one.matmul(one)
     return {
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "default dtype": torch.get_default_dtype(),
         # What autocast would do, without asking it for each kind of device.
-        "autocast": one.matmul(one).dtype,
+        "autocast": product.dtype,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "threads": torch.get_num_threads(),
     }
@@ -125,10 +138,14 @@ def facts_of(
 ) -> dict[str, Tensor]:
     """Tell what a fit comes to: sums, evidence and predictions of a batch."""
     moments = la.predictive_moments(batch)
-    is_tensor = isinstance(la.H, Tensor)
+    evidence = la.log_marginal_likelihood()
+    curvature = la.H
+    if not isinstance(curvature, Tensor):
+        curvature = curvature.to_matrix()
     return {
-        "curvature": la.H if is_tensor else la.H.to_matrix(),
-        "evidence": la.log_marginal_likelihood().detach(),
+        "curvature": curvature,
+        "evidence": evidence.detach(),
+        # Copies, which a later fit doesn't change.
         "loss": la.loss.clone(),
         "weights": la.mean.clone(),
         "examples": torch.tensor(la.n_data),
@@ -141,21 +158,22 @@ def facts_of(
 def half_trained(model: nn.Module) -> nn.Module:
     """Leave a model unlike any default: modes, gradients, flags, hooks."""
     generator = torch.Generator().manual_seed(3)
-    # Every few modules and parameters, so that no rule for all restores them.
     model.train()
-    for index, module in enumerate(model.modules()):
-        if index % 3 == 1:
-            module.training = False
+    modules = list(model.modules())
+    parameters = list(model.parameters())
+    # Every few modules and parameters, so that no rule for all restores them.
+    for module in modules[1::3]:
+        module.training = False
+    for module in modules:
         if type(module) is nn.Linear:
             module.register_forward_hook(_changing_nothing)
             module.register_forward_pre_hook(_changing_nothing)
-    for index, parameter in enumerate(model.parameters()):
-        if index % 2 == 1:
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = noise.to(parameter)
-        if index % 5 == 0:
-            was_trained = parameter.requires_grad
-            parameter.requires_grad_(not was_trained)
+    for parameter in parameters[1::2]:
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = noise.to(parameter)
+    for parameter in parameters[::5]:
+        was_trained = parameter.requires_grad
+        parameter.requires_grad_(not was_trained)
     return model
 
 
@@ -168,7 +186,8 @@ def tensors_of(
     seen: set[int],
 ) -> list[Tensor]:
     """Find tensors that can be reached from a value, those of modules left out."""
-    if isinstance(value, (nn.Module, nn.Parameter, str)):
+    left_out = (nn.Module, nn.Parameter, str)
+    if isinstance(value, left_out):
         return []
     # What refers to itself would otherwise be followed without end.
     if id(value) in seen:
@@ -176,13 +195,18 @@ def tensors_of(
     seen.add(id(value))
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict):
-        parts = list(value.values())
-    elif isinstance(value, (list, tuple, set)):
-        parts = list(value)
-    else:
-        parts = list(getattr(value, "__dict__", {}).values())
     tensors: list[Tensor] = []
-    for part in parts:
+    for part in _parts_of(value):
         tensors += tensors_of(part, seen)
     return tensors
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """Take what a value holds: its items, or else its attributes."""
+    if isinstance(value, (list, tuple, set)):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    # Numbers have none.
+    attributes = getattr(value, "__dict__", {})
+    return list(attributes.values())

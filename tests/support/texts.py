@@ -79,7 +79,8 @@ class RowsOfTheVocabulary(TorchDispatchMode):
         kwargs=None,
     ):
         output = func(*args, **(kwargs or {}))
-        for tensor in output if isinstance(output, tuple | list) else [output]:
+        outputs = output if isinstance(output, tuple | list) else [output]
+        for tensor in outputs:
             if not isinstance(tensor, Tensor) or not tensor.ndim:
                 continue
             is_of_weight = tensor.data_ptr() in self.weights
@@ -118,10 +119,8 @@ def drawn_models(
     """Copy a model with weights drawn by dense algebra, as `score` draws."""
     of_blocks = la.prior_precision.expand(len(la.blocks))
     prior = of_blocks.repeat_interleave(torch.tensor(sizes(la)))
-    root = dense.power(
-        la.H.to_matrix() + prior.diag(),
-        -0.5,
-    )
+    precision = la.H.to_matrix() + prior.diag()
+    root = dense.power(precision, -0.5)
     # `score` draws one seed of the generator that it is given, and weights by that.
     noise = torch.Generator().manual_seed(draw_seed(seed))
     models = []
