@@ -13,8 +13,8 @@ from tests.support.models import (
     Detour,
     Sorting,
     TwoLinear,
+    first_batch,
     pairs,
-    ragged_batches,
     with_lora,
 )
 from tests.support.posteriors import (
@@ -30,13 +30,14 @@ from tests.support.posteriors import (
 def test_a_layer_that_the_logits_do_not_depend_on_has_no_curvature(structure, kind):
     model = with_lora(kind(), "used", "unused")
     ((X, y),) = pairs()
+    settings = full_rank(structure)
 
     def posterior(target_modules):
         la = make(
             model,
             structure,
             target_modules=target_modules,
-            **full_rank(structure),
+            **settings,
         )
         la.fit([(X, y)])
         return la
@@ -61,7 +62,8 @@ class SharedRows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shared = self.layer(self.embedding)
-        return (self.layer(x) * shared).tanh()
+        product = self.layer(x) * shared
+        return product.tanh()
 
 
 @pytest.mark.parametrize(
@@ -78,10 +80,12 @@ def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(
     model = with_lora(kind(), *layers)
     ((X, _),) = pairs()
     weights = normal(number, len(X), 3, seed=5)
-    recorder = Recorder(LogitsModel(model), find_blocks(model))
-    Js, _ = recorder.jacobians(X, lambda logits: weights)
-    expected = torch.einsum("sbc,bcp->bsp", weights, jacobians(model, X))
-    assert_close(Js, expected, **EXACT)
+    blocks = find_blocks(model)
+    recorder = Recorder(LogitsModel(model), blocks)
+    found, _ = recorder.jacobians(X, lambda logits: weights)
+    Js = jacobians(model, X)
+    expected = torch.einsum("sbc,bcp->bsp", weights, Js)
+    assert_close(found, expected, **EXACT)
 
 
 class Predicting(torch.autograd.Function):
@@ -112,8 +116,7 @@ ROWS_OF_TWO_TEXTS = 2 * 7 * 3
 
 
 def eight_texts() -> dict[str, Tensor]:
-    (batch,) = ragged_batches(batch_size=8)
-    return batch
+    return first_batch(batch_size=8)
 
 
 def allow_at_once(monkeypatch, n_rows: int) -> None:
@@ -169,7 +172,8 @@ class Normalized(TwoLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).tanh()
-        return self.second(hidden - hidden.mean(0))
+        mean = hidden.mean(0)
+        return self.second(hidden - mean)
 
 
 def test_logits_that_depend_on_the_batch_are_not_divided(monkeypatch):

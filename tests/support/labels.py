@@ -29,7 +29,9 @@ class InTwoColumns(nn.Module):
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
         f = self.model(**batch).logits
-        rows = torch.stack([torch.zeros_like(f), f], dim=-1)
+        zeros = torch.zeros_like(f)
+        rows = torch.stack([zeros, f], dim=-1)
+        # Each label of each text is an example.
         return rows.flatten(0, 1)
 
 
@@ -40,7 +42,8 @@ def several_labels(
     """Draw `(B, C)` numbers 0 and 1."""
     n_texts = len(batch["input_ids"])
     shape = (n_texts, n_labels)
-    labels = torch.randint(0, 2, shape, generator=generator(4))
+    draws = generator(4)
+    labels = torch.randint(0, 2, shape, generator=draws)
     return labels.double()
 
 

@@ -38,7 +38,12 @@ class Parameter:
             value_of_grad=value_of_grad,
         )
 
-    def assert_equal(self, now: "Parameter", name: str) -> None:
+    def assert_equal(
+        self,
+        now: "Parameter",
+        name: str,
+    ) -> None:
+        """Compare with what the parameter of this name holds now."""
         # The same object: an optimizer holds on to the one that it was given.
         assert now.parameter is self.parameter, name
         assert torch.equal(now.value, self.value), name
@@ -83,7 +88,8 @@ class Snapshot:
             value_now = now.buffers[name]
             assert torch.equal(value_now, value), name
         if random_state:
-            assert torch.equal(now.random_state, self.random_state)
+            state = now.random_state
+            assert torch.equal(state, self.random_state)
 
 
 def _of_each(
