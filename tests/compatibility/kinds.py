@@ -54,6 +54,7 @@ def with_dora() -> nn.Module:
     model = plain_model(use_dora=True)
     for name, parameter in model.named_parameters():
         if "magnitude" in name:
+            # Another for each row, so that none passes for another.
             factors = torch.linspace(0.5, 2, len(parameter))
             parameter.data.mul_(factors.double())
     return model
@@ -71,6 +72,7 @@ def with_frozen_a(model: nn.Module | None = None) -> nn.Module:
 def with_bias() -> nn.Module:
     model = plain_model(lora_bias=True)
     for name, parameter in model.named_parameters():
+        # It begins at 0, where it would not be missed.
         if "lora_B" in name and "bias" in name:
             nn.init.normal_(parameter)
     return model
@@ -80,6 +82,7 @@ def with_inactive() -> nn.Module:
     model = plain_model()
     config = LoraConfig(r=3, target_modules=["first"])
     inject_adapter_in_model(config, model, "second")
+    # Which has made the second one active.
     for layer in (model.first, model.second):
         layer.set_adapter("default")
     return model
@@ -120,6 +123,7 @@ def with_weighted() -> nn.Module:
 
 def merged() -> nn.Module:
     model = plain_model()
+    # One layer of two is enough.
     model.first.merge()
     return model
 

@@ -39,6 +39,7 @@ def bitsandbytes(bits: int) -> Quantize:
             layer.in_features,
             layer.out_features,
             has_fp16_weights=False,
+            # No column is left out as an outlier.
             threshold=0.0,
         )
         new.weight = bnb.nn.Int8Params(
@@ -54,7 +55,8 @@ def bitsandbytes(bits: int) -> Quantize:
     ) -> nn.Module:
         new = in_four_bits(layer, dtype) if bits == 4 else in_eight_bits(layer)
         new.bias = layer.bias
-        return new.to("cpu")  # which is where it is quantized
+        # The move is what quantizes it.
+        return new.to("cpu")
 
     return quantize
 
@@ -66,6 +68,7 @@ def torchao() -> Quantize:
         layer: nn.Linear,
         dtype: torch.dtype,
     ) -> nn.Module:
+        # It replaces layers within a module, and not the module itself.
         new = nn.Sequential(copy.deepcopy(layer))
         quantization.quantize_(new, quantization.Int8WeightOnlyConfig())
         return new[0]
@@ -81,6 +84,7 @@ def quanto() -> Quantize:
         dtype: torch.dtype,
     ) -> nn.Module:
         new = package.QLinear.from_module(layer, weights=package.qint8)
+        # Until then its weight is quantized anew at each pass.
         new.freeze()
         return new
 

@@ -8,27 +8,38 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from tests.compatibility.families import table
-from tests.compatibility.kinds import ADAPTERS, PRECISIONS, WRAPPERS
+from tests.compatibility.kinds import (
+    ADAPTERS,
+    PRECISIONS,
+    WRAPPERS,
+    Kind,
+)
 from tests.compatibility.quantizers import BOUNDS, QUANTIZERS
 from tests.support.matrices import CASES
+
+Rows = dict[str, str]
 
 
 def tables() -> Iterator[str]:
     """Write each table in markdown."""
     yield "\n".join(table())
-    of_adapters = {name: kind.outcome for name, kind in ADAPTERS.items()}
+    of_adapters = _outcomes(ADAPTERS)
+    # Tests of these have no `Kind`, for all have the same outcome.
     of_adapters |= dict.fromkeys(CASES, "exact, one example at a time")
-    of_wrappers = {name: kind.outcome for name, kind in WRAPPERS.items()}
     yield _table("adapter", "outcome", of_adapters)
-    yield _table("wrapper", "outcome", of_wrappers)
+    yield _table("wrapper", "outcome", _outcomes(WRAPPERS))
     yield _table("precision", "covariances within", _covariances())
 
 
-def _covariances() -> dict[str, str]:
-    bounds = {
-        name: f"{precision.bound:g} of float64"
-        for name, precision in PRECISIONS.items()
-    }
+def _outcomes(kinds: Mapping[str, Kind]) -> Rows:
+    return {name: kind.outcome for name, kind in kinds.items()}
+
+
+def _covariances() -> Rows:
+    """Say how near covariances are to those of float64, or of the same model."""
+    bounds = {}
+    for name, precision in PRECISIONS.items():
+        bounds[name] = f"{precision.bound:g} of float64"
     single = f"{BOUNDS[torch.float32]:g} (float32)"
     half = f"{BOUNDS[torch.bfloat16]:g} (bfloat16)"
     for name in QUANTIZERS:
@@ -41,8 +52,13 @@ def _table(
     heading: str,
     outcomes: Mapping[str, str],
 ) -> str:
-    rows = [f"| {name} | {outcome} |" for name, outcome in outcomes.items()]
-    return "\n".join([f"| {kind} | {heading} |", "|---|---|", *rows])
+    lines = [
+        f"| {kind} | {heading} |",
+        "|---|---|",
+    ]
+    for name, outcome in outcomes.items():
+        lines.append(f"| {name} | {outcome} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

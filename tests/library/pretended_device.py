@@ -19,6 +19,7 @@ _MADE = {
     "empty_strided": torch.empty_strided,
     "triu_indices": torch.triu_indices,
 }
+# What PyTorch holds on to without counting as its own.
 _kept: list[Any] = []
 
 
@@ -57,6 +58,7 @@ class Pretended(torch.Tensor):
         return self.inner.data_ptr()
 
     def numpy(self, **_: Any) -> Any:
+        # As on CUDA: code that forgets `.cpu()` is to fail.
         raise TypeError(f"NumPy has no numbers of {self.device}: call .cpu() first.")
 
     @classmethod
@@ -73,6 +75,7 @@ class Pretended(torch.Tensor):
         device = _device_of(function, args, kwargs, ours)
         if kwargs.get("device") is not None:
             device = torch.device(kwargs["device"])
+            # Whatever is asked for, `inner` is made on the CPU.
             kwargs = kwargs | {"device": "cpu"}
         args, kwargs = tree_map_only(
             Pretended,

@@ -25,6 +25,7 @@ from tests.support.models import (
 )
 from tests.support.posteriors import generator, make
 
+# The pretended accelerators compute on the CPU, but refuse tensors of other devices.
 CPU = "cpu"
 FIRST = f"{NAME}:0"
 SECOND = f"{NAME}:1"
@@ -51,6 +52,7 @@ class Layers(nn.Module):
         for layer in self.children():
             place = next(layer.parameters()).device
             x = layer(x.to(place)).tanh()
+        # By tanh alone, no two logits would differ by more than 2.
         return 3 * x
 
 
@@ -59,21 +61,28 @@ def spread(
     targets: Sequence[str],
 ) -> nn.Module:
     """Make a model with LoRA in some of its layers, each of which is at a place."""
-    return moved(with_lora(Layers(), *targets), places)
+    model = with_lora(Layers(), *targets)
+    return moved(model, places)
 
 
 def moved(
     model: nn.Module,
     places: Sequence[str],
 ) -> nn.Module:
+    """Move each layer to its place."""
     for layer, place in zip(model.children(), places, strict=True):
         layer.to(place)
     return model
 
 
-def assert_equal(found: Outcomes, expected: Outcomes) -> None:
+def assert_equal(
+    found: Outcomes,
+    expected: Outcomes,
+) -> None:
+    """Compare outcomes wherever they are with those on the CPU."""
     assert found.keys() == expected.keys()
     for name in found:
+        # What torch says of the difference, behind the outcome's name.
         describe = f"{name}: {{}}".format
         assert_close(
             found[name].cpu(),
@@ -90,6 +99,7 @@ def predictions(la: Any, X: torch.Tensor) -> Outcomes:
     """Ask all that posteriors of every structure can say about a batch."""
     moments = la.predictive_moments(X)
     _, joint_covariance = la.predictive_moments(X, joint=True)
+    # Numbers are drawn on the CPU, wherever they go: the draws are the same.
     by_glm = la(
         X,
         link_approx="mc",
@@ -103,6 +113,7 @@ def predictions(la: Any, X: torch.Tensor) -> Outcomes:
         n_samples=3,
         generator=generator(),
     )
+    decision = la.predict(X)
     layerwise = torch.ones(la.n_layers).to(la.mean)
     return {
         "mean": moments.f_mu,
@@ -112,7 +123,7 @@ def predictions(la: Any, X: torch.Tensor) -> Outcomes:
         "mean field": la(X, link_approx="mean_field"),
         "mc": by_glm,
         "nn": by_networks,
-        "decision": la.predict(X).probabilities,
+        "decision": decision.probabilities,
         "draws": la.sample(3, generator()),
         "evidence": la.log_marginal_likelihood(),
         "evidences": la.log_marginal_likelihood(layerwise),
@@ -122,31 +133,44 @@ def predictions(la: Any, X: torch.Tensor) -> Outcomes:
 def choices(la: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Choose the prior precision by each method."""
     loader = pairs(2)
-    la.optimize_prior_precision(method="marglik", n_steps=2, tolerance=0)
+    la.optimize_prior_precision(
+        method="marglik",
+        n_steps=2,
+        # Both steps are taken, however little they change.
+        tolerance=0,
+    )
     yield "prior of marglik", la.prior_precision
-    la.optimize_prior_precision(method="agreement", train_loader=loader)
+    la.optimize_prior_precision(
+        method="agreement",
+        train_loader=loader,
+    )
     yield "prior of agreement", la.prior_precision
-    la.optimize_prior_precision(method="gridsearch", val_loader=loader, grid_size=3)
+    la.optimize_prior_precision(
+        method="gridsearch",
+        val_loader=loader,
+        grid_size=3,
+    )
     yield "prior of gridsearch", la.prior_precision
 
 
 def of_low_rank_factors(la: Any) -> Outcomes:
     """Ask what only a posterior with low-rank factors can say."""
     statistics = la.predictive_statistics(pairs(2))
+    moments = statistics.moments(la.prior_precision)
     precision = la.posterior_precision
-    rows = torch.ones(
-        1,
-        2,
-        la.n_params,
-    ).to(la.mean)
+    # One example with two outputs, as Jacobians are shaped.
+    rows = torch.ones(1, 2, la.n_params).to(la.mean)
     return {
-        "statistics": statistics.moments(la.prior_precision).f_var,
+        "statistics": moments.f_var,
         "diagonal": precision.diag(),
         "form": precision.inv_square_form(rows),
     }
 
 
-def outcomes(model: nn.Module, structure: str) -> Outcomes:
+def outcomes(
+    model: nn.Module,
+    structure: str,
+) -> Outcomes:
     """Fit, predict, choose the prior precision, restore a state and fit more data."""
     loader = pairs(2)
     X, _ = loader[0]
@@ -166,8 +190,13 @@ def outcomes(model: nn.Module, structure: str) -> Outcomes:
 
 
 @cache
-def outcomes_on_cpu(structure: str, targets: Sequence[str]) -> Outcomes:
-    return outcomes(spread((CPU, CPU, CPU), targets), structure)
+def outcomes_on_cpu(
+    structure: str,
+    targets: Sequence[str],
+) -> Outcomes:
+    """Compute once what several cases are compared with."""
+    model = spread((CPU, CPU, CPU), targets)
+    return outcomes(model, structure)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
@@ -192,23 +221,29 @@ def outcomes_on_cpu(structure: str, targets: Sequence[str]) -> Outcomes:
     ],
 )
 def test_everything_is_as_on_one_device(targets, places, structure):
-    found = outcomes(spread(places, targets), structure)
-    assert_equal(found, outcomes_on_cpu(structure, targets))
+    model = spread(places, targets)
+    found = outcomes(model, structure)
+    expected = outcomes_on_cpu(structure, targets)
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "kron", "diag", "full"])
 def test_a_posterior_follows_layers_to_several_devices(structure):
+    # The first layer, where batches go, has no LoRA weight: it stays behind.
     model = spread((FIRST, FIRST, FIRST), ("second", "third"))
     la = make(model, structure)
     if structure == "kron":
         # curvlinops would need a generator of the pretended device.
         la = make(model, structure, backend=AsdlGGN)
     la.fit(pairs(2))
-    X, _ = pairs()[0]
-    expected = {name: value.cpu() for name, value in predictions(la, X).items()}
+    ((X, _),) = pairs()
+    expected = {}
+    for name, value in predictions(la, X).items():
+        expected[name] = value.cpu()
     moved(model, (FIRST, SECOND, SECOND))
     found = predictions(la, X)
-    assert {str(value.device) for value in found.values()} == {FIRST}
+    for name, value in found.items():
+        assert str(value.device) == FIRST, name
     assert_equal(found, expected)
 
 
@@ -219,23 +254,33 @@ def dispatched() -> nn.Module:
     """Make a language model with Accelerate's hooks, half of it elsewhere."""
     model = lora_model("gpt2")
     base = model.get_base_model().to(CPU)
-    # Tied otherwise.
-    base.lm_head.weight = nn.Parameter(base.lm_head.weight.detach().clone())
-    for module in (base.transformer.h[1], base.transformer.ln_f, base.lm_head):
+    transformer = base.transformer
+    head = base.lm_head
+    # Tied to the embedding otherwise, which would move with it.
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    for module in (transformer.h[1], transformer.ln_f, head):
+        module.to(FIRST)
+        # The cache of each layer is where that layer is.
         hook = AlignDevicesHook(FIRST, skip_keys=["past_key_values"])
-        add_hook_to_module(module.to(FIRST), hook)
+        add_hook_to_module(module, hook)
     return model
 
 
 def outcomes_of_texts(model: nn.Module) -> Outcomes:
+    """Fit texts, score one batch by draws of the weights, and write by them."""
     la = make(model, likelihood="language_modeling")
     batches = ragged_batches()
     for batch in batches:
+        tokens = batch["input_ids"]
         is_padding = batch["attention_mask"] == 0
-        batch["labels"] = batch["input_ids"].masked_fill(is_padding, -100)
+        batch["labels"] = tokens.masked_fill(is_padding, -100)
     la.fit(batches)
     noise = generator()
-    score = la.score(batches[0], n_samples=2, generator=noise)
+    score = la.score(
+        batches[0],
+        n_samples=2,
+        generator=noise,
+    )
     prompts, *_ = ragged_batches(padding_side="left")
     generated = la.generate(
         n_samples=2,
@@ -253,16 +298,24 @@ def outcomes_of_texts(model: nn.Module) -> Outcomes:
 
 
 def test_texts_are_as_on_one_device():
-    found = outcomes_of_texts(dispatched())
-    assert {value.device.type for value in found.values()} == {CPU}
-    assert_equal(found, outcomes_of_texts(lora_model("gpt2")))
+    on_two_devices = dispatched()
+    found = outcomes_of_texts(on_two_devices)
+    # Where batches go in, though the logits are made elsewhere.
+    for name, value in found.items():
+        assert value.device.type == CPU, name
+    on_one = lora_model("gpt2")
+    expected = outcomes_of_texts(on_one)
+    assert_equal(found, expected)
 
 
 def outcomes_of_answers(model: nn.Module) -> Outcomes:
     batches = ragged_batches()
     la = make(model, class_token_ids=CLASS_TOKEN_IDS)
     la.fit(batches)
-    return {"evidence": la.log_marginal_likelihood(), "probit": la(batches[0])}
+    return {
+        "evidence": la.log_marginal_likelihood(),
+        "probit": la(batches[0]),
+    }
 
 
 @pytest.mark.parametrize("has_output_layer", [True, False])
@@ -270,6 +323,9 @@ def test_answers_are_as_on_one_device(has_output_layer, monkeypatch):
     on_two_devices = dispatched()
     on_one = lora_model("gpt2")
     if not has_output_layer:
+        # The class tokens' rows can't be taken apart then: all logits are computed.
         kind = type(on_one.get_base_model())
         monkeypatch.setattr(kind, "get_output_embeddings", lambda _: None)
-    assert_equal(outcomes_of_answers(on_two_devices), outcomes_of_answers(on_one))
+    found = outcomes_of_answers(on_two_devices)
+    expected = outcomes_of_answers(on_one)
+    assert_equal(found, expected)

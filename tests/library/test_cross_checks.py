@@ -1,5 +1,7 @@
 """Factors against code that is not ours: BackPACK, ASDL and curvlinops."""
 
+from functools import partial
+
 import pytest
 import torch
 from laplace.curvature.asdl import AsdlGGN
@@ -15,7 +17,7 @@ from laplace_lora_ext.passes.recorder import Recorder
 from tests.support.posteriors import normal
 
 # Our factors have gone through an eigendecomposition, theirs have not.
-CLOSE = {"rtol": 1e-6, "atol": 1e-9}
+assert_near = partial(assert_close, rtol=1e-6, atol=1e-9)
 
 
 class LinearNet(nn.Module):
@@ -38,8 +40,15 @@ def flat_net() -> nn.Sequential:
     return nn.Sequential(net.down, net.up)
 
 
-def ours(backend, X, y, likelihood="classification"):
+def ours(
+    backend: type,
+    X: torch.Tensor,
+    y: torch.Tensor,
+    likelihood: str = "classification",
+):
+    """Compute a loss and low-rank Kronecker factors of a batch."""
     net = LinearNet()
+    # Blocks as they are found in a model, of layers that no adapter has made.
     down = Block(
         "down.weight",
         "own",
@@ -59,13 +68,16 @@ def ours(backend, X, y, likelihood="classification"):
         net,
         likelihood,
         recorder=recorder,
+        # More columns than any factor has: nothing is left out.
         rank=10,
+        # As the others count positions.
         kfac_approx="expand",
     )
     return curvature.kron(X, y, N=len(X))
 
 
-def data(likelihood="classification"):
+def data(likelihood: str = "classification"):
+    """Draw eight inputs, and labels of three classes or three real targets."""
     n = 8
     X = normal(n, 5, seed=1)
     if likelihood == "regression":
@@ -88,9 +100,9 @@ def test_ggn_of_a_linear_net_without_positions(rival, likelihood):
     theirs = rival(flat_net(), likelihood)
     their_loss, their_H = theirs.kron(X, y, N=len(X))
     loss, H = ours(LowRankKronGGN, X, y, likelihood)
+    assert_near(loss, their_loss)
     found = H.decompose().to_matrix()
-    assert_close(loss, their_loss, **CLOSE)
-    assert_close(found, their_H.to_matrix(), **CLOSE)
+    assert_near(found, their_H.to_matrix())
 
 
 def test_empirical_fisher_of_a_linear_net():
@@ -99,7 +111,7 @@ def test_empirical_fisher_of_a_linear_net():
     _, their_H = theirs.kron(X, y, N=len(X))
     _, H = ours(LowRankKronEF, X, y)
     found = H.decompose().to_matrix()
-    assert_close(found, their_H.to_matrix(), **CLOSE)
+    assert_near(found, their_H.to_matrix())
 
 
 def test_empirical_fisher_of_one_example():
@@ -111,4 +123,4 @@ def test_empirical_fisher_of_one_example():
     _, diagonal = theirs.diag(x, label)
     _, H = ours(LowRankKronEF, x, label)
     found = H.decompose().diag()
-    assert_close(found, diagonal, **CLOSE)
+    assert_near(found, diagonal)

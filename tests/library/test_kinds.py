@@ -11,7 +11,13 @@ from packaging.version import Version
 from torch import distributed, nn
 from torch.testing import assert_close
 
-from tests.compatibility.kinds import ADAPTERS, PRECISIONS, WRAPPERS, Kind, Precision
+from tests.compatibility.kinds import (
+    ADAPTERS,
+    PRECISIONS,
+    WRAPPERS,
+    Kind,
+    Precision,
+)
 from tests.support.dense import EXACT, assert_exact, full_rank
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make
@@ -36,13 +42,15 @@ def made(kind: Kind) -> nn.Module:
 def test_each_kind_of_adapter(name: str, structure: str):
     kind = ADAPTERS[name]
     model = made(kind)
+    settings = full_rank(structure)
     if kind.refusal:
-        with pytest.raises((ValueError, NotImplementedError), match=kind.refusal):
-            make(model, structure, **full_rank(structure))
+        refused = (ValueError, NotImplementedError)
+        with pytest.raises(refused, match=kind.refusal):
+            make(model, structure, **settings)
         # There is no posterior to compare.
         return
     batches = kind.batches()
-    la = make(model, structure, **full_rank(structure))
+    la = make(model, structure, **settings)
     la.fit(batches)
     inputs = [X for X, _ in batches]
     assert_exact(la, model, inputs)
@@ -77,10 +85,12 @@ def test_each_wrapper(name: str):
     bare.fit(batches)
     wrapped = make(model, **full_rank())
     wrapped.fit(batches)
-    assert_close(wrapped.H.to_matrix(), bare.H.to_matrix(), **EXACT)
+    found = wrapped.H.to_matrix()
+    expected = bare.H.to_matrix()
+    assert_close(found, expected, **EXACT)
     first, *_ = batches
-    expected = bare.predictive_moments(first)
     found = wrapped.predictive_moments(first)
+    expected = bare.predictive_moments(first)
     assert_close(found, expected, **EXACT)
 
 
@@ -99,7 +109,9 @@ def covariances(
 ) -> torch.Tensor:
     """Fit a posterior, perhaps under autocast, and find covariances of its logits."""
     batches = ragged_batches()
-    precision = torch.autocast("cpu", autocast) if autocast else nullcontext()
+    precision = nullcontext()
+    if autocast is not None:
+        precision = torch.autocast("cpu", autocast)
     with precision:
         la = make(model, **full_rank())
         try:

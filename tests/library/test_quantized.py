@@ -21,7 +21,10 @@ from tests.support.models import base_model, ragged_batches, without_labels
 from tests.support.posteriors import make
 
 
-def quantized(name: str, dtype: torch.dtype) -> nn.Module:
+def quantized(
+    name: str,
+    dtype: torch.dtype,
+) -> nn.Module:
     """Make an encoder with LoRA beside quantized layers."""
     torch.manual_seed(0)
     quantize = QUANTIZERS[name]()
@@ -52,7 +55,8 @@ def test_posterior_of_a_quantized_base(name, dtype):
     f_mu = found.f_mu.double()
     f_var = found.f_var.double()
 
-    keep_derivatives(model.modules())  # of the reference, too
+    # Of the reference, too.
+    keep_derivatives(model.modules())
     examples = []
     for batch in batches:
         for row in range(len(batch["labels"])):
@@ -60,12 +64,17 @@ def test_posterior_of_a_quantized_base(name, dtype):
     logits, Js = alone(model, logits_of, examples)
     logits = logits.double()
     Js = Js.double()
-    blocks = gradient_blocks(model, Js, softmax_fisher(logits))
+    fisher = softmax_fisher(logits)
+    blocks = gradient_blocks(model, Js, fisher)
     n = len(f_mu)
     covariance = block_diagonal_covariance(blocks, Js[:n])
     bound = BOUNDS[dtype]
-    assert_near(f_mu, logits[:n], bound * logits.abs().max())
-    assert_near(f_var, covariance, bound * covariance.abs().max())
+    assert_near(f_mu, logits[:n], bound * largest_of(logits))
+    assert_near(f_var, covariance, bound * largest_of(covariance))
+
+
+def largest_of(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.abs().max()
 
 
 def assert_near(
@@ -74,7 +83,7 @@ def assert_near(
     error: torch.Tensor,
 ) -> None:
     """Compare by one error for all numbers: small ones are rounded like large ones."""
-    assert (found - expected).abs().max() <= error
+    assert largest_of(found - expected) <= error
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -83,11 +92,13 @@ def test_evaluating_a_four_bit_base_changes_no_gradient(dtype):
     batches = ragged_batches()
     first, *_ = batches
 
+    inputs = without_labels(first)
+
     def evaluate() -> None:
         # On some CPUs this packs the weights for an operation without a derivative, and
         # rounds their scales the first time.
         with torch.no_grad():
-            model(**without_labels(first))
+            model(**inputs)
 
     evaluate()
     la = make(model)
@@ -98,7 +109,9 @@ def test_evaluating_a_four_bit_base_changes_no_gradient(dtype):
     variances = expected.f_var.diagonal(dim1=1, dim2=2)
     assert variances.min() > 0
     evaluate()
-    assert_close(la.predictive_moments(first), expected)
+    found = la.predictive_moments(first)
+    assert_close(found, expected)
     evaluate()
     la.fit(batches)
-    assert_close(la.log_marginal_likelihood(), evidence, rtol=1e-5, atol=0)
+    found = la.log_marginal_likelihood()
+    assert_close(found, evidence, rtol=1e-5, atol=0)

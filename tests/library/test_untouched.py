@@ -17,6 +17,7 @@ from tests.support.models import (
 from tests.support.posteriors import STRUCTURES, generator, make
 from tests.support.snapshots import Snapshot, half_trained
 
+# What rounding leaves of float64.
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
 # --- construction and fit -------------------------------------------------------------
@@ -35,14 +36,16 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_construction_and_fit_leave_everything(kind, settings):
     model = half_trained(lora_model(kind))
-    before = Snapshot(model)
-    la = make(model, **settings, **laplace_keywords(kind))
-    before.assert_equal(model)
     batches = ragged_batches()
+    keywords = laplace_keywords(kind)
+    before = Snapshot(model)
+    la = make(model, **settings, **keywords)
+    before.assert_equal(model)
     la.fit(batches)
     before.assert_equal(model)
     la.fit(batches, override=False)
     before.assert_equal(model)
+    # The texts are the user's as well.
     assert_close(batches, ragged_batches(), rtol=0, atol=0)
 
 
@@ -55,9 +58,10 @@ def test_construction_and_fit_leave_everything(kind, settings):
 )
 def test_a_failing_construction_leaves_everything(settings, message):
     model = half_trained(lora_model("bert"))
+    batches = ragged_batches()
     before = Snapshot(model)
     with pytest.raises(ValueError, match=message):
-        make(model, **settings).fit(ragged_batches())
+        make(model, **settings).fit(batches)
     before.assert_equal(model)
 
 
@@ -67,7 +71,8 @@ def test_a_failing_construction_leaves_everything(settings, message):
 @pytest.fixture(params=STRUCTURES)
 def half_trained_posterior(request: pytest.FixtureRequest):
     """Fit a posterior of each structure, whose model is unlike any default."""
-    la = make(half_trained(lora_model("bert")), request.param)
+    model = half_trained(lora_model("bert"))
+    la = make(model, structure=request.param)
     la.fit(ragged_batches())
     return la
 
@@ -88,7 +93,8 @@ def compute_evidence(la, X, loader):
 
 
 def restore_its_state(la, X, loader):
-    la.load_state_dict(la.state_dict())
+    state = la.state_dict()
+    la.load_state_dict(state)
 
 
 def choose_by_agreement(la, X, loader):
@@ -143,7 +149,12 @@ def predict_by_glm_and_draws(la, X, loader):
 
 
 def predict_by_networks(la, X, loader):
-    la(X, pred_type="nn", link_approx="mc", n_samples=2)
+    la(
+        X,
+        pred_type="nn",
+        link_approx="mc",
+        n_samples=2,
+    )
 
 
 def draw_weights(la, X, loader):
@@ -207,13 +218,14 @@ def test_a_failing_prediction_leaves_everything(structure, use):
     before = Snapshot(model)
     too_narrow = X[:, :4]
     labels = torch.zeros(4).long()
+    loader = [(too_narrow, labels)]
     # torch's error, for matrices that do not fit.
     with pytest.raises(RuntimeError):
-        use(la, too_narrow, [(too_narrow, labels)])
+        use(la, too_narrow, loader)
     # Weights had been drawn by then.
     before.assert_equal(model, random_state=False)
-    la.prior_precision = 1.0
-    assert torch.equal(la(X), expected)
+    found = la(X)
+    assert torch.equal(found, expected)
 
 
 # --- without gradients ----------------------------------------------------------------
@@ -229,7 +241,8 @@ class Texts:
         return ragged_batches()
 
     def inputs(self) -> Any:
-        return self.batches()[0]
+        first, *_ = self.batches()
+        return first
 
 
 class Numbers:
@@ -242,45 +255,61 @@ class Numbers:
         return pairs(3)
 
     def inputs(self) -> Any:
-        X, _ = self.batches()[0]
+        ((X, _), *_) = self.batches()
         return X
+
+
+TEXTS = Texts()
+NUMBERS = Numbers()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
     ("kind", "structure"),
     [
-        pytest.param(Texts(), "lowrank_kron", id="texts-lowrank_kron"),
-        pytest.param(Texts(), "kron", id="texts-kron"),
-        pytest.param(Texts(), "diag", id="texts-diag"),
-        pytest.param(Texts(), "full", id="texts-full"),
-        pytest.param(Numbers(), "lowrank_kron", id="numbers-lowrank_kron"),
+        (TEXTS, "lowrank_kron"),
+        (TEXTS, "kron"),
+        (TEXTS, "diag"),
+        (TEXTS, "full"),
+        (NUMBERS, "lowrank_kron"),
+    ],
+    ids=[
+        "texts-lowrank_kron",
+        "texts-kron",
+        "texts-diag",
+        "texts-full",
+        "numbers-lowrank_kron",
     ],
 )
 def test_construction_fit_predictions_and_tuning_are_the_same_without_gradients(
     kind, structure, mode
 ):
-    expected = make(kind.model(), structure)
-    expected.fit(kind.batches())
+    with_gradients = make(kind.model(), structure)
+    with_gradients.fit(kind.batches())
     model = half_trained(kind.model())
     before = Snapshot(model)
     with mode():
+        was_inference = torch.is_inference_mode_enabled()
         la = make(model, structure)
         # Tensors made here are inference tensors in inference mode.
         la.fit(kind.batches())
         X = kind.inputs()
-        prediction = la(X)
-        la(X, pred_type="nn", link_approx="mc", n_samples=2)
-        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+        found = la(X)
+        predict_by_networks(la, X, None)
+        # The user's mode is as it was.
+        assert torch.is_inference_mode_enabled() == was_inference
         assert not torch.is_grad_enabled()
     before.assert_equal(model, random_state=False)
-    assert_close(prediction, expected(kind.inputs()), **CLOSE)
-    evidence = la.log_marginal_likelihood()
-    assert_close(evidence, expected.log_marginal_likelihood(), rtol=1e-10, atol=0)
+    expected = with_gradients(kind.inputs())
+    assert_close(found, expected, **CLOSE)
+    found = la.log_marginal_likelihood()
+    expected = with_gradients.log_marginal_likelihood()
+    assert_close(found, expected, rtol=1e-10, atol=0)
 
     # Once gradients are back, the prior can be learnt.
     log_precision = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    la.log_marginal_likelihood(log_precision.exp()).backward()
-    assert torch.isfinite(log_precision.grad)
+    evidence = la.log_marginal_likelihood(log_precision.exp())
+    evidence.backward()
+    assert log_precision.grad.isfinite()
     la.optimize_prior_precision(method="marglik", n_steps=3)
-    assert torch.isfinite(la.prior_precision).all()
+    assert la.prior_precision.isfinite().all()

@@ -5,7 +5,12 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from tests.support.models import OfBatches, llama, lora_model, ragged_batches
+from tests.support.models import (
+    OfBatches,
+    llama,
+    lora_model,
+    ragged_batches,
+)
 
 
 @pytest.fixture
@@ -29,9 +34,11 @@ def eight_texts() -> dict[str, torch.Tensor]:
 def trimmed(request: pytest.FixtureRequest) -> nn.Module:
     """A language model whose output layer knows the first 40 tokens alone."""
     model = llama().eval()
-    kept = model.lm_head.weight.data[:40].clone()
-    model.lm_head = nn.Linear(16, 40, bias=False)
-    model.lm_head.weight.data.copy_(kept)
+    weight = model.lm_head.weight.detach()
+    # Its configuration still speaks of all of them.
+    trimmed = nn.Linear(16, 40, bias=False)
+    trimmed.weight.data.copy_(weight[:40])
+    model.lm_head = trimmed
     if request.param == "wrapped":
         return OfBatches(model)
     return model

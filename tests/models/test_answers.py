@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,12 @@ from tests.support.texts import encoder_decoder
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 IN_FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
+assert_exact = partial(assert_close, **EXACT)
 
 Batch = dict[str, torch.Tensor]
+
+# Of the padding.
+sides = pytest.mark.parametrize("side", ["left", "right"])
 
 
 # --- models ---------------------------------------------------------------------------
@@ -96,7 +101,7 @@ def alone(
 
 
 @pytest.mark.parametrize("padded_to", [7, 12])
-@pytest.mark.parametrize("side", ["left", "right"])
+@sides
 @pytest.mark.parametrize(
     ("kind", "tolerance"),
     [
@@ -117,26 +122,38 @@ def test_logits_are_those_after_the_last_real_token_of_the_unpadded_sequence(
         padding_side=side,
         padded_to=padded_to,
     )
-    found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
-    assert_close(found, alone(model, batch), **tolerance)
+    of_answers = LogitsModel(model, CLASS_TOKEN_IDS)
+    found = of_answers(batch)
+    expected = alone(model, batch)
+    assert_close(found, expected, **tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.uint8])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bool,
+        torch.float64,
+        torch.uint8,
+    ],
+)
+@sides
 def test_a_mask_may_be_of_any_dtype(of_answers, side, dtype):
     (batch,) = ragged_batches(batch_size=8, padding_side=side)
-    mask = batch["attention_mask"].to(dtype)
-    found = of_answers(batch | {"attention_mask": mask})
-    assert_close(found, of_answers(batch), **EXACT)
+    expected = of_answers(batch)
+    batch["attention_mask"] = batch["attention_mask"].to(dtype)
+    found = of_answers(batch)
+    assert_exact(found, expected)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@sides
 def test_a_wrapper_of_batches_answers_where_it_counts_positions_itself(side):
     # This family counts them from the first real token, without being told.
     model = causal_model("gpt_neox")
     (batch,) = ragged_batches(batch_size=8, padding_side=side)
-    found = LogitsModel(OfBatches(model), CLASS_TOKEN_IDS)(batch)
-    assert_close(found, alone(model, batch), **EXACT)
+    wrapper = OfBatches(model)
+    of_answers = LogitsModel(wrapper, CLASS_TOKEN_IDS)
+    found = of_answers(batch)
+    assert_exact(found, alone(model, batch))
 
 
 @pytest.fixture
@@ -178,7 +195,7 @@ def test_without_a_mask_the_last_token_is_at_the_last_position(
     output = gpt2(input_ids=unpadded_ids)
     expected = output.logits[:, -1, CLASS_TOKEN_IDS]
     found = of_answers(as_given(gpt2, unpadded_ids))
-    assert_close(found, expected, **EXACT)
+    assert_exact(found, expected)
 
 
 def test_pairs_of_tokens_and_labels_can_be_fitted(gpt2, unpadded_ids):
@@ -213,12 +230,14 @@ def test_only_answers_are_computed_and_nothing_is_cached(gpt2, of_answers):
     assert output.logits.shape == (2, 1, VOCABULARY)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@sides
 def test_an_adapter_in_the_output_layer_takes_part(side):
     model = llama_with_output_layer().eval()
     (batch,) = ragged_batches(batch_size=8, padding_side=side)
-    found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
-    assert_close(found, alone(model, batch), rtol=1e-4, atol=1e-5)
+    of_answers = LogitsModel(model, CLASS_TOKEN_IDS)
+    found = of_answers(batch)
+    expected = alone(model, batch)
+    assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_adapter_in_the_output_layer_is_fitted(eight_texts):
@@ -227,7 +246,8 @@ def test_an_adapter_in_the_output_layer_is_fitted(eight_texts):
     la.fit([eight_texts])
     names = [block.name for block in la.blocks]
     assert any("lm_head" in name for name in names)
-    assert torch.isfinite(la(eight_texts)).all()
+    p = la(eight_texts)
+    assert p.isfinite().all()
 
 
 # --- logits that are not the text's ---------------------------------------------------
@@ -258,7 +278,8 @@ def test_logits_at_other_positions_than_the_texts_are_refused(as_given):
 
 def test_a_model_of_images_and_texts_answers_texts(eight_texts):
     model = LogitsModel(image_first(), CLASS_TOKEN_IDS)
-    assert torch.isfinite(model(eight_texts)).all()
+    logits = model(eight_texts)
+    assert logits.isfinite().all()
 
 
 def test_logits_of_an_image_before_the_text_are_refused(eight_texts):
@@ -293,6 +314,7 @@ def test_class_tokens_are_two_or_more_distinct_tokens_of_the_vocabulary(gpt2, id
         LogitsModel(gpt2, ids)
 
 
+# As they are passed where words, their tokens or something unknown are meant.
 @pytest.mark.parametrize(
     "ids",
     [
@@ -344,9 +366,11 @@ def test_the_last_token_of_a_trimmed_output_layer_may_be_a_class(trimmed, eight_
 
 def test_the_first_and_the_last_token_may_be_classes(gpt2, eight_texts):
     first_and_last = [0, VOCABULARY - 1]
-    found = LogitsModel(gpt2, first_and_last)(eight_texts)
-    of_all_tokens = of_vocabulary(gpt2)(eight_texts)
-    assert torch.equal(found, of_all_tokens[:, first_and_last])
+    of_two = LogitsModel(gpt2, first_and_last)
+    found = of_two(eight_texts)
+    of_all = of_vocabulary(gpt2)
+    expected = of_all(eight_texts)[:, first_and_last]
+    assert torch.equal(found, expected)
 
 
 def test_a_causal_language_model_needs_class_tokens(gpt2, eight_texts):
@@ -367,14 +391,17 @@ def test_answers_that_the_model_hardly_gives_are_warned_of_once_after_a_fit(
     batch_size,
 ):
     la = make(gpt2, structure, class_token_ids=CLASS_TOKEN_IDS)
+    batches = ragged_batches(batch_size=batch_size)
     with pytest.warns(UserWarning, match="have only") as caught:
-        la.fit(ragged_batches(batch_size=batch_size))
+        la.fit(batches)
     messages = [str(warning.message) for warning in caught]
     (message,) = [each for each in messages if "have only" in each]
 
-    p = of_vocabulary(gpt2)(eight_texts).softmax(-1)
+    of_all = of_vocabulary(gpt2)
+    p = of_all(eight_texts).softmax(-1)
     of_answers = p[:, CLASS_TOKEN_IDS].sum(-1)
     mean = of_answers.mean().item()
+    # Of 60 tokens, all about equally probable, three have about a twentieth.
     assert mean < 0.06
     percent = f"{100 * mean:.2g} %"
     assert f"have only {percent} of the model's probability together" in message
@@ -422,18 +449,21 @@ def bart() -> nn.Module:
 
 
 def test_an_encoder_decoder_answers_after_its_start_token(bart, eight_texts):
+    # Its configuration's `decoder_start_token_id`.
     start = torch.tensor([[2]])
-    found = LogitsModel(bart, CLASS_TOKEN_IDS)(eight_texts)
+    of_answers = LogitsModel(bart, CLASS_TOKEN_IDS)
+    found = of_answers(eight_texts)
     expected = alone(bart, eight_texts, decoder_input_ids=start)
-    assert_close(found, expected, **EXACT)
+    assert_exact(found, expected)
 
 
 def test_an_encoder_decoder_answers_after_what_the_batch_gives(bart, eight_texts):
     given = torch.tensor([[0, 9, 4]])
     of_batch = eight_texts | {"decoder_input_ids": given.expand(8, -1)}
-    found = LogitsModel(bart, CLASS_TOKEN_IDS)(of_batch)
+    of_answers = LogitsModel(bart, CLASS_TOKEN_IDS)
+    found = of_answers(of_batch)
     expected = alone(bart, eight_texts, decoder_input_ids=given)
-    assert_close(found, expected, **EXACT)
+    assert_exact(found, expected)
 
 
 # --- masked language models -----------------------------------------------------------
@@ -456,7 +486,7 @@ def texts_without_a_mask_token(
     return batch
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@sides
 def test_a_masked_language_model_answers_at_its_mask_token(side):
     model = built("BertForMaskedLM").double()
     batch = texts_without_a_mask_token((7, 4, 5, 3), side)
@@ -470,13 +500,15 @@ def test_a_masked_language_model_answers_at_its_mask_token(side):
         text = padded[is_real]
         output = model(input_ids=text[None])
         expected.append(output.logits[0, place, CLASS_TOKEN_IDS])
-    found = LogitsModel(model, CLASS_TOKEN_IDS, mask_token_id=MASK)(batch)
-    assert_close(found, torch.stack(expected), **EXACT)
+    of_answers = LogitsModel(model, CLASS_TOKEN_IDS, mask_token_id=MASK)
+    found = of_answers(batch)
+    assert_exact(found, torch.stack(expected))
 
 
 @pytest.mark.parametrize("n_masks", [0, 2])
 def test_each_text_of_a_masked_language_model_has_one_mask_token(n_masks):
-    model = LogitsModel(built("BertForMaskedLM"), CLASS_TOKEN_IDS, mask_token_id=MASK)
+    bert = built("BertForMaskedLM")
+    model = LogitsModel(bert, CLASS_TOKEN_IDS, mask_token_id=MASK)
     batch = texts_without_a_mask_token((7, 7))
     first, second = batch["input_ids"]
     first[0] = MASK
@@ -487,5 +519,6 @@ def test_each_text_of_a_masked_language_model_has_one_mask_token(n_masks):
 
 
 def test_a_masked_language_model_wants_its_mask_token():
+    bert = built("BertForMaskedLM")
     with pytest.raises(ValueError, match=r"BertForMaskedLM.*mask_token_id"):
-        LogitsModel(built("BertForMaskedLM"), CLASS_TOKEN_IDS)
+        LogitsModel(bert, CLASS_TOKEN_IDS)

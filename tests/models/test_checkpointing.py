@@ -15,17 +15,25 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from laplace_lora_ext.models.running import checkpointed_layers
 from laplace_lora_ext.passes.graph import Graph
-from tests.support.dense import EXACT
+from tests.support.dense import EXACT, full_rank
 from tests.support.models import (
     TARGET_MODULES,
+    first_batch,
     lora_model,
     pairs,
     ragged_batches,
     with_lora,
 )
-from tests.support.posteriors import KFAC_APPROX, STRUCTURES, fitted, make
+from tests.support.posteriors import (
+    KFAC_APPROX,
+    STRUCTURES,
+    fitted,
+    make,
+)
 
 KINDS = list(TARGET_MODULES)
+
+assert_same = partial(assert_close, **EXACT)
 
 
 def enable(
@@ -33,9 +41,11 @@ def enable(
     use_reentrant: bool = False,
 ) -> None:
     """Switch checkpointing on, as a trainer does."""
-    model.get_base_model()._set_gradient_checkpointing(
+    base = model.get_base_model()
+    run = partial(checkpoint, use_reentrant=use_reentrant)
+    base._set_gradient_checkpointing(
         enable=True,
-        gradient_checkpointing_func=partial(checkpoint, use_reentrant=use_reentrant),
+        gradient_checkpointing_func=run,
     )
 
 
@@ -57,17 +67,28 @@ def forward_passes_of(layer: nn.Module) -> list[int]:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpointed_passes_give_the_same_numbers(kind, use_reentrant, kfac_approx):
-    plain = fitted(kind, rank=100, kfac_approx=kfac_approx)
+    def of_all_ranks(model: nn.Module) -> Any:
+        return fitted(
+            kind,
+            model=model,
+            rank=100,
+            kfac_approx=kfac_approx,
+        )
+
+    plain = of_all_ranks(lora_model(kind))
     model = lora_model(kind)
     enable(model, use_reentrant)
-    la = fitted(kind, model=model, rank=100, kfac_approx=kfac_approx)
-    assert_close(la.H.to_matrix(), plain.H.to_matrix())
-    evidence = plain.log_marginal_likelihood().item()
-    assert la.log_marginal_likelihood() == pytest.approx(evidence)
-    batch = ragged_batches()[0]
+    la = of_all_ranks(model)
+    found = la.H.to_matrix()
+    assert_close(found, plain.H.to_matrix())
+    found = la.log_marginal_likelihood()
+    expected = plain.log_marginal_likelihood().item()
+    assert found == pytest.approx(expected)
+    batch = first_batch()
     for link in ("mean_field", "probit"):
+        found = la(batch, link_approx=link)
         expected = plain(batch, link_approx=link)
-        assert_close(la(batch, link_approx=link), expected)
+        assert_close(found, expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -103,15 +124,21 @@ def test_dropout_of_checkpointed_layers_stays_off():
     )
     torch.manual_seed(0)
     base = BertForSequenceClassification(config)
-    lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+    lora = LoraConfig(
+        task_type="SEQ_CLS",
+        r=2,
+        target_modules=["query", "value"],
+    )
     model = get_peft_model(base, lora).double()
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(weight)
-    plain = fitted(model=model.train())
+    model.train()
+    plain = fitted(model=model)
     enable(model)
-    la = fitted(model=model.train())
-    assert_close(la.H.to_matrix(), plain.H.to_matrix())
+    la = fitted(model=model)
+    found = la.H.to_matrix()
+    assert_close(found, plain.H.to_matrix())
     assert model.training
 
 
@@ -129,18 +156,22 @@ def inputs_at_the_graph(
         args: tuple,
         output: torch.Tensor,
     ) -> None:
-        inputs.append(weakref.ref(args[0]))
+        given = weakref.ref(args[0])
+        inputs.append(given)
 
     def note_graph(self: Graph, *args: Any) -> None:
         # A graph is made when the forward pass has ended.
-        alive.extend(each for each in inputs if each() is not None)
+        for given in inputs:
+            if given() is not None:
+                alive.append(given)
         initialise(self, *args)
 
     for name, layer in model.named_modules():
         if name.endswith("lora_A.default"):
             layer.register_forward_hook(note_input)
     monkeypatch.setattr(Graph, "__init__", note_graph)
-    fitted("gpt2", ragged_batches()[:1], model=model)
+    batches = [first_batch()]
+    fitted("gpt2", batches, model=model)
     return len(inputs), len(alive)
 
 
@@ -154,7 +185,8 @@ def test_inputs_of_checkpointed_layers_are_gone_after_a_forward_pass(monkeypatch
 
 def test_inputs_of_other_layers_are_there_after_a_forward_pass(monkeypatch):
     # Otherwise the test above would say nothing.
-    _, n_alive = inputs_at_the_graph(lora_model("gpt2"), monkeypatch)
+    model = lora_model("gpt2")
+    _, n_alive = inputs_at_the_graph(model, monkeypatch)
     assert n_alive > 0
 
 
@@ -181,7 +213,9 @@ class Checkpointing(nn.Module):
         return self.after(x)
 
     def _middle(self, x: torch.Tensor) -> torch.Tensor:
-        return self.within(x.sin()).tanh()
+        # Its inputs aren't those of the checkpoint.
+        x = self.within(x.sin())
+        return x.tanh()
 
 
 ALL = ("before", "within", "after")
@@ -193,8 +227,10 @@ def posterior_of(
     **settings: Any,
 ):
     """Fit a posterior with full factors to pairs."""
-    model = with_lora(Checkpointing(use_reentrant), *layers)
-    la = make(model, backend_kwargs={"rank": 100} | settings)
+    base = Checkpointing(use_reentrant)
+    model = with_lora(base, *layers)
+    keywords = full_rank(**settings)
+    la = make(model, **keywords)
     la.fit(pairs(2))
     return la
 
@@ -213,14 +249,17 @@ def slope_of_jacobians(
 
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
 def test_a_model_that_checkpoints_in_its_own_code_gives_the_same_numbers(kfac_approx):
-    X, _ = pairs(2)[0]
+    ((X, _),) = pairs()
     plain = posterior_of(use_reentrant=None, kfac_approx=kfac_approx)
     la = posterior_of(use_reentrant=False, kfac_approx=kfac_approx)
-    assert_close(la.H.to_matrix(), plain.H.to_matrix(), **EXACT)
-    moments = plain.predictive_moments(X)
-    assert_close(la.predictive_moments(X), moments, **EXACT)
-    slope = slope_of_jacobians(plain, X)
-    assert_close(slope_of_jacobians(la, X), slope, **EXACT)
+    found = la.H.to_matrix()
+    assert_same(found, plain.H.to_matrix())
+    found = la.predictive_moments(X)
+    expected = plain.predictive_moments(X)
+    assert_same(found, expected)
+    found = slope_of_jacobians(la, X)
+    expected = slope_of_jacobians(plain, X)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -234,15 +273,18 @@ def test_a_model_that_checkpoints_in_its_own_code_gives_the_same_numbers(kfac_ap
     ],
 )
 def test_reentrant_checkpointing_in_a_models_own_code_is_refused(layers, structure):
-    model = with_lora(Checkpointing(use_reentrant=True), *layers)
+    base = Checkpointing(use_reentrant=True)
+    model = with_lora(base, *layers)
     la = make(model, structure)
     message = r"reentrant.*pass use_reentrant=False"
     with pytest.raises(NotImplementedError, match=message):
         la.fit(pairs())
+    # No half of a fit is left.
     assert la.n_data == 0
 
 
 def test_reentrant_checkpointing_without_adapted_layers_before_or_in_it_does_no_harm():
     plain = posterior_of(use_reentrant=None, layers=["after"])
     la = posterior_of(use_reentrant=True, layers=["after"])
-    assert_close(la.H.to_matrix(), plain.H.to_matrix(), **EXACT)
+    found = la.H.to_matrix()
+    assert_same(found, plain.H.to_matrix())

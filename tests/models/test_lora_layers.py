@@ -19,10 +19,11 @@ from laplace_lora_ext.models.lora_layers import Block, find_blocks
 from tests.support.models import (
     TwoLinear,
     base_model,
+    first_batch,
     laplace_keywords,
     lora_model,
     pairs,
-    ragged_batches,
+    plain_model,
     with_lora,
 )
 from tests.support.posteriors import fitted, make
@@ -36,6 +37,10 @@ QUERY_AND_VALUE = [
 IN_PEFT = ["base_model.model." + name for name in QUERY_AND_VALUE]
 
 
+# Adapters of a plain module's layers.
+BOTH = LoraConfig(r=2, target_modules=["first", "second"])
+
+
 def names(blocks: list[Block]) -> list[str]:
     return [block.name for block in blocks]
 
@@ -47,8 +52,9 @@ def names(blocks: list[Block]) -> list[str]:
 def test_a_and_b_of_every_layer_come_in_the_order_of_the_models_parameters(kind):
     model = lora_model(kind)
     parameters = dict(model.named_parameters())
+    expected = [name for name in parameters if ".lora_" in name]
     blocks = find_blocks(model)
-    assert names(blocks) == [name for name in parameters if ".lora_" in name]
+    assert names(blocks) == expected
     for block in blocks:
         assert block.weight is parameters[block.name]
         # A maps to the rank, which is 2.
@@ -61,16 +67,22 @@ def test_a_and_b_of_every_layer_come_in_the_order_of_the_models_parameters(kind)
 def test_an_adapter_loaded_for_inference_gives_the_same_posterior(kind, tmp_path):
     trained = lora_model(kind)
     trained.save_pretrained(tmp_path)
+    # The base model of `lora_model`.
     torch.manual_seed(0)
-    frozen = PeftModel.from_pretrained(base_model(kind).double(), tmp_path)
-    frozen.requires_grad_(False)  # older PEFT leaves heads trainable
+    base = base_model(kind).double()
+    frozen = PeftModel.from_pretrained(base, tmp_path)
+    # Older PEFT leaves heads trainable.
+    frozen.requires_grad_(False)
     keywords = laplace_keywords(kind)
-    expected = fitted(model=trained, **keywords)
-    found = fitted(model=frozen, **keywords)
-    assert names(found.blocks) == names(expected.blocks)
-    assert torch.equal(found.H.to_matrix(), expected.H.to_matrix())
-    batch = ragged_batches()[0]
-    assert torch.equal(found(batch), expected(batch))
+    of_trained = fitted(model=trained, **keywords)
+    of_frozen = fitted(model=frozen, **keywords)
+    assert names(of_frozen.blocks) == names(of_trained.blocks)
+    found = of_frozen.H.to_matrix()
+    expected = of_trained.H.to_matrix()
+    assert torch.equal(found, expected)
+    batch = first_batch()
+    found = of_frozen(batch)
+    assert torch.equal(found, of_trained(batch))
 
 
 # --- selected -------------------------------------------------------------------------
@@ -88,10 +100,16 @@ OF_SECOND = [name.replace("default", "second") for name in OF_VALUES]
     ],
 )
 def test_only_the_active_adapter_takes_part(bert, active, expected):
-    config = LoraConfig(r=3, target_modules=["value"], modules_to_save=["classifier"])
+    config = LoraConfig(
+        # Another rank than the first one's.
+        r=3,
+        target_modules=["value"],
+        modules_to_save=["classifier"],
+    )
     bert.add_adapter("second", config)
     bert.set_adapter(active)
-    assert names(find_blocks(bert)) == expected
+    found = find_blocks(bert)
+    assert names(found) == expected
 
 
 OF_QUERIES = [name for name in IN_PEFT if "query" in name]
@@ -125,12 +143,16 @@ OF_VALUE_1 = [name for name in OF_LAYER_1 if "value" in name]
     ],
 )
 def test_selection_speaks_pefts_words(bert, selection, expected):
-    assert names(find_blocks(bert, **selection)) == expected
+    found = find_blocks(bert, **selection)
+    assert names(found) == expected
 
 
 @pytest.mark.parametrize(
     "selection",
-    [{"target_modules": ["key"]}, {"layers_to_transform": [7]}],
+    [
+        {"target_modules": ["key"]},
+        {"layers_to_transform": [7]},
+    ],
     ids=str,
 )
 def test_a_selection_that_matches_nothing_is_refused_and_says_what_there_is(
@@ -142,12 +164,13 @@ def test_a_selection_that_matches_nothing_is_refused_and_says_what_there_is(
 
 
 def test_a_weight_takes_part_by_its_name_whether_or_not_it_requires_grad(bert):
-    frozen, other = find_blocks(bert)[:2]
+    frozen, other, *_ = find_blocks(bert)
     frozen.weight.requires_grad_(False)
     found = find_blocks(bert, weight_names=[frozen.known_as])
     assert names(found) == [frozen.name]
     assert other.weight.requires_grad
-    with pytest.raises(ValueError, match=r"none of the weights elsewhere.*layer\.0"):
+    message = r"none of the weights elsewhere.*layer\.0"
+    with pytest.raises(ValueError, match=message):
         find_blocks(bert, weight_names=["elsewhere"])
 
 
@@ -183,16 +206,22 @@ def prompted() -> nn.Module:
 
 
 def pruned() -> nn.Module:
-    model = with_lora(TwoLinear(), "first", "second")
-    prune.random_unstructured(model.second.lora_B["default"], "weight", 0.5)
+    """Make a weight the product of another one and a mask, as pruning does."""
+    model = plain_model()
+    B = model.second.lora_B["default"]
+    prune.random_unstructured(B, "weight", 0.5)
     return model
 
 
 def tied() -> nn.Module:
-    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    layers = nn.Sequential(
+        nn.Linear(3, 3),
+        nn.Linear(3, 3),
+    )
     model = with_lora(layers, "0", "1")
     first, second = model
-    second.lora_A["default"].weight = first.lora_A["default"].weight
+    A = first.lora_A["default"]
+    second.lora_A["default"].weight = A.weight
     return model
 
 
@@ -207,7 +236,8 @@ def tied() -> nn.Module:
 )
 def test_what_can_not_take_part_is_refused_by_name(make_model, message):
     model = make_model()
-    with pytest.raises((NotImplementedError, ValueError), match=message):
+    refused = (NotImplementedError, ValueError)
+    with pytest.raises(refused, match=message):
         find_blocks(model)
 
 
@@ -218,32 +248,41 @@ def test_biases_that_stay_fixed_are_listed_once():
     model = lora_model("bert", lora_bias=True)
     with pytest.warns(UserWarning, match="stay at their MAP values") as caught:
         LowRankKronLoRALaplace(model, "classification")
-    (ours,) = [warning for warning in caught if "lora_B" in str(warning.message)]
+    ours = []
+    for warning in caught:
+        if "lora_B" in str(warning.message):
+            ours.append(warning)
+    (ours,) = ours
     text = str(ours.message)
     assert text.count("lora_B.default.bias") == 4
     # A head, as PEFT trains it beside every classifier's LoRA.
     assert "modules_to_save" not in text
     assert "lora_A.default.weight" not in text
+    # It points to the user's own line.
     assert ours.filename == __file__
 
 
 def test_an_untrained_adapter_is_warned_of_and_can_be_fitted():
-    config = LoraConfig(r=2, target_modules=["first", "second"])
-    model = inject_adapter_in_model(config, TwoLinear()).double()
+    model = inject_adapter_in_model(BOTH, TwoLinear()).double()
     with pytest.warns(UserWarning, match="looks untrained"):
         la = LowRankKronLoRALaplace(model, "classification")
-    ((X, y),) = pairs(n=6)
-    la.fit([(X, y)])
-    assert torch.isfinite(la(X)).all()
+    batches = pairs(n=6)
+    la.fit(batches)
+    ((X, _),) = batches
+    p = la(X)
+    assert p.isfinite().all()
 
 
 def test_trained_adapters_are_not_warned_of():
-    config = LoraConfig(r=2, target_modules=["first", "second"])
-    model = inject_adapter_in_model(config, TwoLinear()).double()
+    model = inject_adapter_in_model(BOTH, TwoLinear()).double()
     # One matrix that has left 0 is enough.
-    nn.init.normal_(model.second.lora_B["default"].weight)
+    B = model.second.lora_B["default"]
+    nn.init.normal_(B.weight)
+    classifier = lora_model("bert")
+    language_model = lora_model("gpt2")
+    keywords = laplace_keywords("gpt2")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         make(model)
-        make(lora_model("gpt2"), **laplace_keywords("gpt2"))
-        LowRankKronLoRALaplace(lora_model("bert"), "classification")
+        make(language_model, **keywords)
+        LowRankKronLoRALaplace(classifier, "classification")

@@ -16,6 +16,7 @@ from tests.support.models import (
     VOCABULARY,
     TwoLinear,
     base_model,
+    first_batch,
     lora_model,
     pairs,
     ragged_batches,
@@ -23,6 +24,7 @@ from tests.support.models import (
 )
 from tests.support.posteriors import STRUCTURES, fitted, make
 
+# As of `fitted`, so that a state is refused for nothing but what a test changed.
 RANK = {"backend_kwargs": {"rank": 3}}
 
 Batches = list[dict[str, torch.Tensor]]
@@ -153,7 +155,7 @@ def only_values(
 def test_a_weight_that_has_changed_since_the_fit_is_named(part, message, structure):
     # So that there is a LoRA weight outside of the posterior, too.
     la = only_values(structure)
-    batch, *_ = ragged_batches()
+    batch = first_batch()
     weight = part(la)
     expected = la(batch)
     before = weight.detach().clone()
@@ -161,8 +163,11 @@ def test_a_weight_that_has_changed_since_the_fit_is_named(part, message, structu
     weight.data[0, 0] += 1e-6
     with pytest.raises(RuntimeError, match=message):
         la(batch)
+    # Values are compared: put back, it is the same model.
     weight.data.copy_(before)
-    assert torch.equal(la(batch), expected)
+    found = la(batch)
+    assert torch.equal(found, expected)
+    # And it may be fitted again.
     la.fit(ragged_batches())
     la(batch)
 
@@ -180,6 +185,7 @@ def unload(model: PeftModel) -> None:
 
 
 def replace(model: PeftModel) -> None:
+    # Of the same shape, so that forward passes run.
     another = nn.Linear(12, 2, bias=False)
     query(model).lora_A["default"] = another.double()
 
@@ -204,15 +210,18 @@ def test_an_adapter_that_does_not_run_is_named_and_can_not_be_fitted(
     batches = ragged_batches()
     with pytest.raises(RuntimeError, match=message):
         use(la, batches)
+    # Nor would a new fit help.
     with pytest.raises(RuntimeError, match=message):
         la.fit(batches)
 
 
 def scale(model: PeftModel) -> None:
+    # Times the scaling of 2 that the adapter has: 6.
     query(model).set_scale("default", 3.0)
 
 
 def replace_weight(model: PeftModel) -> None:
+    # By a parameter of its own, whose version begins anew.
     layer = bert_of(model).pooler.dense
     scaled = 1.001 * layer.weight.detach()
     layer.weight = nn.Parameter(scaled)
@@ -242,7 +251,7 @@ def test_a_scaling_outside_the_posterior_counts_as_well(tmp_path):
     scale(la.model.model)
     message = r"scaling of .*self\.query was 2\.0 at the fit"
     with pytest.raises(RuntimeError, match=message):
-        la(ragged_batches()[0])
+        la(first_batch())
     with pytest.raises(ValueError, match=message):
         from_pretrained(la.model.model, tmp_path)
 
@@ -256,7 +265,9 @@ def test_running_averages_that_move_after_the_fit_are_named(tmp_path):
     la.fit(batches)
     la(X)
     la.save_pretrained(tmp_path)
-    model.train()(X)
+    # One pass in training mode, as an evaluation that forgot `eval` makes.
+    model.train()
+    model(X)
     message = r"0\.running_mean differs from that of the fit"
     with pytest.raises(RuntimeError, match=message):
         la(X)
@@ -269,13 +280,15 @@ def test_running_averages_that_move_after_the_fit_are_named(tmp_path):
 
 def test_an_adapter_may_be_merged_and_unmerged():
     model = lora_model("bert", torch.float32)
-    batch = ragged_batches()[0]
+    batch = first_batch()
     la = fitted(model=model)
     expected = la(batch)
+    # Each time rounds the base model's weights a little, which is no other model.
     for _ in range(3):
         model.merge_adapter()
         model.unmerge_adapter()
-    assert_close(la(batch), expected, rtol=1e-5, atol=1e-6)
+    found = la(batch)
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def active_of(model: PeftModel) -> tuple[list[Any], list[bool]]:
@@ -312,18 +325,28 @@ def activate_another(
 
 # In the posterior's layers, or not.
 @pytest.mark.parametrize("target", ["query", "intermediate.dense"])
-@pytest.mark.parametrize("active", ["other", ["default", "other"]], ids=str)
+@pytest.mark.parametrize(
+    "active",
+    [
+        "other",
+        ["default", "other"],
+    ],
+    ids=str,
+)
 @of_every_use
 def test_a_posterior_runs_its_own_adapter_whichever_is_active(use, target, active):
     la = fitted()
     batches = ragged_batches()
+    # Some uses draw.
     torch.manual_seed(0)
     expected = use(la, batches)
     model = la.model.model
     activate_another(model, target, active)
     before = active_of(model)
     torch.manual_seed(0)
-    assert_close(use(la, batches), expected)
+    found = use(la, batches)
+    assert_close(found, expected)
+    # Afterwards the user's choice is active again.
     assert active_of(model) == before
     model.delete_adapter("other")
     model.set_adapter("default")
@@ -349,6 +372,7 @@ def test_a_state_of_another_model_is_not_loaded(part, message):
     part(other).data.add_(1e-6)
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(state)
+    # It was refused before anything was taken over.
     assert other.n_data == 0
 
 
@@ -391,8 +415,10 @@ def test_a_state_is_loaded_under_another_adapter_name_and_precision_of_the_base(
     embeddings.bfloat16().float().bfloat16()
     other = make(renamed, **RANK)
     other.load_state_dict(la.state_dict())
-    evidence = la.log_marginal_likelihood()
-    assert torch.equal(other.log_marginal_likelihood(), evidence)
+    found = other.log_marginal_likelihood()
+    expected = la.log_marginal_likelihood()
+    assert torch.equal(found, expected)
+    # More than bfloat16 would have rounded away.
     embeddings.word_embeddings.weight.data.add_(0.1)
     with pytest.raises(ValueError, match="word_embeddings"):
         other.load_state_dict(la.state_dict())
@@ -406,10 +432,13 @@ def test_a_base_with_weights_that_are_subnormal_in_float16_is_the_same_there(tmp
     embeddings.word_embeddings.weight.data[0, :3] = small
     la = fitted(model=model)
     la.save_pretrained(tmp_path)
+    # First a part of the model, then all of it.
     for served in (embeddings, model):
         served.half()
-        assert from_pretrained(model, tmp_path).n_data == la.n_data
+        loaded = from_pretrained(model, tmp_path)
+        assert loaded.n_data == la.n_data
         la.check_model()
+    # Two of float16's steps there: more than rounding.
     embeddings.word_embeddings.weight.data[0, 0] += 1.2e-7
     with pytest.raises(RuntimeError, match=r"word_embeddings\.weight differs"):
         la.check_model()
@@ -438,6 +467,7 @@ def trained_on_resized(modules_to_save: list[str] | None) -> PeftModel:
     model = get_peft_model(resized(), config, "trained")
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "modules_to_save" in name:
+            # Another number in each row, so that no token passes for another.
             waves = torch.ones_like(parameter).cumsum(0).sin()
             parameter.data = parameter.data + waves / 3
     return model.double()
@@ -466,9 +496,11 @@ def test_resized_and_tied_embeddings_under_another_name_of_the_adapter(
 
     other = served(tmp_path)
     loaded = from_pretrained(other, tmp_path)
-    assert {block.adapter for block in loaded.blocks} == {"served"}
+    for block in loaded.blocks:
+        assert block.adapter == "served"
+    found = loaded(eight_texts)
     expected = la(eight_texts)
-    assert_close(loaded(eight_texts), expected, rtol=1e-6, atol=1e-9)
+    assert_close(found, expected, rtol=1e-6, atol=1e-9)
     other.get_input_embeddings().weight.data[0] += 0.1
     message = r"(wte|lm_head).*weight differs from that of the fit"
     with pytest.raises(RuntimeError, match=message):
