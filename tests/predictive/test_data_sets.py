@@ -1,6 +1,11 @@
 """Predictions of whole data sets, against those of each example alone."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +31,7 @@ from tests.support.ranks import (
 # Of texts alone and of the same texts padded beside others, in float64.
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 # So many that batches of four leave some over, in no order.
-LENGTHS = [2, 7, 4, 5, 7, 3, 6, 2, 7, 4, 1]
+LENGTHS = (2, 7, 4, 5, 7, 3, 6, 2, 7, 4, 1)
 
 
 Row = dict[str, Any]
@@ -49,12 +54,12 @@ def rows() -> list[Row]:
 
 def collate(records: Sequence[Row]) -> Batch:
     """Pad texts to the longest of them."""
-    longest = max(len(record["input_ids"]) for record in records)
+    lengths = [len(record["input_ids"]) for record in records]
+    longest = max(lengths)
     ids = []
     masks = []
     labels = []
-    for record in records:
-        n_real = len(record["input_ids"])
+    for record, n_real in zip(records, lengths, strict=True):
         n_padded = longest - n_real
         padding = [0] * n_padded
         ids.append(record["input_ids"] + padding)
@@ -67,6 +72,7 @@ def collate(records: Sequence[Row]) -> Batch:
     }
 
 
+# Of the module, for no test here changes it but in a process of its own.
 @pytest.fixture(scope="module")
 def la():
     return fitted()
@@ -78,10 +84,15 @@ def expected(la) -> Prediction:
     alone = []
     for row in rows():
         batch = collate([row])
-        decision = la.predict(batch, n_samples=50, generator=generator())
+        decision = la.predict(
+            batch,
+            n_samples=50,
+            generator=generator(),
+        )
         alone.append(decision)
-    parts = [torch.cat(of_examples) for of_examples in zip(*alone, strict=True)]
-    return Prediction(*parts)
+    # Of all examples, one quantity after another.
+    quantities = zip(*alone, strict=True)
+    return Prediction(*map(torch.cat, quantities))
 
 
 class Rows:
@@ -147,7 +158,8 @@ def test_data_are_predicted_in_their_order_and_silently(la, expected, kind, caps
         **given.options,
     )
     assert_close(tuple(found), tuple(expected), **CLOSE)
-    assert not capsys.readouterr().err
+    said = capsys.readouterr()
+    assert not said.err
 
 
 @pytest.mark.parametrize("kind", DATA)
@@ -158,7 +170,8 @@ def test_probabilities_are_predicted_with_a_bar(la, expected, kind, capsys):
         progress_bar=True,
         **given.options,
     )
-    assert_close(torch.from_numpy(proba), expected.probabilities, **CLOSE)
+    found = torch.from_numpy(proba)
+    assert_close(found, expected.probabilities, **CLOSE)
     said = capsys.readouterr().err
     assert "[Predictions]" in said
     # A bar has an end only where there is a length.
@@ -180,7 +193,11 @@ def test_long_texts_come_first_and_little_is_padded(la):
     with la.model.register_forward_pre_hook(note_shape):
         la.predict_proba(Rows(), **of_size(4))
     # As they come, each batch has a text of seven tokens.
-    assert shapes == [(4, 7), (4, 5), (3, 2)]
+    assert shapes == [
+        (4, 7),
+        (4, 5),
+        (3, 2),
+    ]
 
 
 def by_five_draws(
@@ -209,7 +226,9 @@ def test_every_batch_gets_the_same_draws(la):
 def test_every_batch_gets_the_same_draws_for_scikit_learn(la):
     (batch,) = ragged_batches(batch_size=8)
     proba = la.predict_proba([batch, batch], "mc")
-    assert (proba[:8] == proba[8:]).all()
+    first = proba[:8].tolist()
+    second = proba[8:].tolist()
+    assert first == second
 
 
 # --- several processes ----------------------------------------------------------------
@@ -221,6 +240,7 @@ def assert_shared_by_ranks(
 ) -> None:
     """Check that three ranks together predict what one predicts alone."""
     results = on_ranks(job, 3)
+    # A text may be beside others there, and padded to another length.
     assert_alike(results, expected, rtol=1e-7, atol=1e-10)
 
 
@@ -241,7 +261,8 @@ def test_ranks_share_a_loader_that_deals_examples(la):
 def test_ranks_share_a_loader_of_accelerate(la):
     def job(rank: int) -> Prediction:
         texts = DataLoader(Texts(11), batch_size=2)
-        return by_five_draws(la, accelerated(rank, 3, texts))
+        dealt = accelerated(rank, 3, texts)
+        return by_five_draws(la, dealt)
 
     alone = by_five_draws(la, strided_loader(11))
     assert_shared_by_ranks(job, alone)
@@ -266,9 +287,12 @@ def test_the_error_of_a_rank_in_shared_data_is_everyones(la):
 
     def job(rank: int) -> Any:
         if rank == 1:
-            la.blocks[0].weight.data.fill_(torch.nan)
+            # Other weights than those that were fitted, which a prediction refuses.
+            weight = la.blocks[0].weight
+            weight.data.fill_(torch.nan)
         return la.predict_proba(data, **of_size(1))
 
-    first, second = failures(on_ranks(job, 2))
+    results = on_ranks(job, 2)
+    first, second = failures(results)
     assert "Rank 1 failed" in first
     assert "weights" in second

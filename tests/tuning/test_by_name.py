@@ -196,6 +196,9 @@ def bad(
     return arguments, message
 
 
+ONE_BELOW_0 = torch.ones(8)
+ONE_BELOW_0[-1] = -1
+
 # Names of a method's data stand for them.
 BAD = [
     bad("is none of", method="newton"),
@@ -232,7 +235,7 @@ BAD = [
     ),
     bad("for regression", optimize_sigma_noise=True),
     bad("above 0", init_prior_prec=0.0),
-    bad("above 0", init_prior_prec=torch.tensor([1.0] * 7 + [-1.0])),
+    bad("above 0", init_prior_prec=ONE_BELOW_0),
     bad("scalar or per-layer", prior_structure="diag"),
     bad("'layers' is none of", prior_structure="layers"),
     bad(

@@ -348,7 +348,13 @@ def test_a_grid_that_multiplies_a_base_has_ends_too():
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("predictions", [{}, {"pred_type": "nn", "n_samples": 2}])
+@pytest.mark.parametrize(
+    "predictions",
+    [
+        pytest.param({}, id="linearised"),
+        pytest.param({"pred_type": "nn", "n_samples": 2}, id="drawn networks"),
+    ],
+)
 def test_data_that_can_be_read_once_are_the_same_at_every_point(structure, predictions):
     la = fitted(structure=structure)
     batches = ragged_batches(seed=7)

@@ -285,9 +285,9 @@ def test_it_moves_with_the_model(batch):
     la.logit_scale = SCALE
     before = la(batch)
     model.double()
-    after = la(batch)
+    after = la(batch).float()
     # As near as float32 is to float64.
-    assert_close(after.float(), before.float(), rtol=1e-4, atol=1e-5)
+    assert_close(after, before.float(), rtol=1e-4, atol=1e-5)
     assert la.logit_scale == SCALE
 
 
@@ -446,7 +446,9 @@ def lowest_of_temperatures(
     y = torch.cat(labels)
     losses = []
     # From 0.2 to 20, so close to each other that the best is among them.
-    exponents = torch.linspace(math.log10(0.2), math.log10(20), 400)
+    lowest = math.log10(0.2)
+    highest = math.log10(20)
+    exponents = torch.linspace(lowest, highest, 400)
     for exponent in exponents.tolist():
         scale = 10**exponent
         loss = cross_entropy(scale * f_mu, y).item()

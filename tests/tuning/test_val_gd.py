@@ -86,7 +86,8 @@ def test_the_history_is_the_loss_of_the_predictions(validation, link, n_samples,
         n_steps=1,
         init_prior_prec=0.3,
     )
-    assert history.objective[0].item() == pytest.approx(expected, rel=close)
+    found = history.objective[0].item()
+    assert found == pytest.approx(expected, rel=close)
 
 
 def link_of(name: str) -> Callable[..., torch.Tensor]:
@@ -136,7 +137,8 @@ def test_val_gd_finds_the_best_scalar(link, posterior, options, close):
         log_p = link_of(link)(f_mu, f_var)
         return nll_loss(log_p, statistics.targets).item()
 
-    best = min(measure(point) for point in torch.logspace(-3, 3, 31))
+    grid = torch.logspace(-3, 3, 31)
+    best = min(measure(point) for point in grid)
     start = 100.0
     history = la.optimize_prior_precision(
         method="val_gd",
@@ -152,7 +154,8 @@ def test_val_gd_finds_the_best_scalar(link, posterior, options, close):
     assert measure(start) > best + 0.02
     # Draws of "mc" are others than those above.
     if link != "mc":
-        assert history.objective.min().item() == pytest.approx(chosen, rel=1e-5)
+        lowest = history.objective.min().item()
+        assert lowest == pytest.approx(chosen, rel=1e-5)
 
 
 # --- steps ----------------------------------------------------------------------------
