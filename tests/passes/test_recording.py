@@ -820,7 +820,10 @@ def test_jacobians_are_differentiable_in_the_inputs(run):
     backend = make(model).backend
     Js, logits = backend.jacobians(x, enable_backprop=True)
     found = slope(Js, logits)
-    expected = slope(jacobians(model, x), model(x))
+    expected = slope(
+        Js=jacobians(model, x),
+        logits=model(x),
+    )
     assert_close(found, expected, **EXACT)
 
 

@@ -195,8 +195,12 @@ def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in batch.items() if key != "labels"}
 
 
+# In batches of three the last has two texts; those of seven tokens have no padding.
+RAGGED = (7, 4, 5, 7, 3, 6, 2, 7)
+
+
 def ragged_batches(
-    lengths: Sequence[int] = (7, 4, 5, 7, 3, 6, 2, 7),
+    lengths: Sequence[int] = RAGGED,
     batch_size: int = 3,
     padding_side: str = "right",
     padded_to: int = 7,

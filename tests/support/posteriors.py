@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
+    RAGGED,
     head_of,
     laplace_keywords,
     lora_model,
@@ -115,8 +116,7 @@ def overconfident(**keywords: Any):
     head.weight.data *= 20
     la.fit(ragged_batches())
     # Other texts than it was fitted to, three times as many.
-    lengths = (7, 4, 5, 7, 3, 6, 2, 7)
-    texts = ragged_batches(lengths * 3, seed=7)
+    texts = ragged_batches(RAGGED * 3, seed=7)
     for index, batch in enumerate(texts):
         logits = la.model(batch)
         labels = logits.argmax(-1)

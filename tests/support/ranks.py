@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.data_loader import prepare_data_loader
-from torch import multiprocessing
+from torch import Tensor, multiprocessing
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -108,8 +108,9 @@ class Texts(Dataset):
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {key: value[0] for key, value in self.batches[index].items()}
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        batch = self.batches[index]
+        return {key: value[0] for key, value in batch.items()}
 
 
 def strided_loader(

@@ -27,10 +27,13 @@ def text_batches(
     """Make `ragged_batches` with labels behind two tokens of prompt."""
     batches = ragged_batches(lengths, **ragged)
     for batch in batches:
-        is_real = batch["attention_mask"].bool()
-        is_prompt = batch["attention_mask"].cumsum(1) <= PROMPT
-        has_no_label = is_prompt | ~is_real
-        batch["labels"] = batch["input_ids"].masked_fill(has_no_label, -100)
+        mask = batch["attention_mask"]
+        is_padding = mask == 0
+        # Of real tokens, wherever the padding is.
+        is_prompt = mask.cumsum(1) <= PROMPT
+        has_no_label = is_prompt | is_padding
+        tokens = batch["input_ids"]
+        batch["labels"] = tokens.masked_fill(has_no_label, -100)
     return batches
 
 
@@ -68,7 +71,8 @@ class RowsOfTheVocabulary(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         # The output layer's own has a dimension of the vocabulary, too.
-        self.weights = {weight.data_ptr() for weight in model.parameters()}
+        weights = model.parameters()
+        self.weights = {weight.data_ptr() for weight in weights}
         self.most = 0
 
     def __torch_dispatch__(
@@ -118,7 +122,8 @@ def drawn_models(
 ) -> list[nn.Module]:
     """Copy a model with weights drawn by dense algebra, as `score` draws."""
     of_blocks = la.prior_precision.expand(len(la.blocks))
-    prior = of_blocks.repeat_interleave(torch.tensor(sizes(la)))
+    n_weights = torch.tensor(sizes(la))
+    prior = of_blocks.repeat_interleave(n_weights)
     precision = la.H.to_matrix() + prior.diag()
     root = dense.power(precision, -0.5)
     # `score` draws one seed of the generator that it is given, and weights by that.
@@ -149,12 +154,13 @@ def token_logits(
     labels = []
     for batch in batches:
         for row, is_real in enumerate(batch["attention_mask"].bool()):
+            of_text = batch["labels"][row]
             # The logits at a position are those of the next token.
-            following = batch["labels"][row][is_real][1:]
-            (places,) = (following != -100).nonzero(as_tuple=True)
+            following = of_text[is_real][1:]
+            has_label = following != -100
+            (places,) = has_label.nonzero(as_tuple=True)
             inputs = dense.unpadded(batch, row)
             output = model(**inputs, use_cache=False)
-            of_text = output.logits[0]
-            logits.append(of_text[places])
+            logits.append(output.logits[0, places])
             labels.append(following[places])
     return torch.cat(logits), torch.cat(labels)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from tests.support.models import lora_model
@@ -103,6 +103,7 @@ class Stop(TrainerCallback):
             raise RuntimeError("killed")
 
 
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
+def values(model: nn.Module) -> dict[str, Tensor]:
     """Copy all weights, by name."""
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    weights = model.state_dict()
+    return {name: value.clone() for name, value in weights.items()}
