@@ -100,6 +100,7 @@ def test_the_output_layer_makes_the_logits_of_what_it_read(
     plain = make_model()
     model = LogitsModel(plain)
     for batch in ragged_batches(padding_side=padding_side):
+        # As passes of a posterior run.
         with model.prepared():
             logits, hidden = logits_and_hidden_states(model, batch)
             assert_close(logits, model(batch))

@@ -8,14 +8,18 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tests.support.models import lora_model, ragged_batches
+from tests.support.models import (
+    first_batch,
+    lora_model,
+    ragged_batches,
+)
 from tests.support.posteriors import STRUCTURES, fitted
 
 
 def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
     la = fitted()
     batches = ragged_batches()
-    batch = batches[0]
+    batch = first_batch()
     expected = la(batch)
 
     def fit() -> None:
@@ -34,10 +38,12 @@ def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
 
     # Weights that another thread draws or moves would show here.
     def predict_the_same() -> None:
-        assert_close(la(batch), expected, rtol=0, atol=0)
+        found = la(batch)
+        assert_close(found, expected, rtol=0, atol=0)
 
     uses = [fit, collect_statistics, predict_by_draws, predict_the_same]
     with ThreadPoolExecutor(max_workers=4) as pool:
+        # Each often enough that they meet.
         futures = [pool.submit(use) for use in uses * 4]
         for future in futures:
             # Raises what its thread has raised.
@@ -51,8 +57,9 @@ def attributes_of(model: nn.Module) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_partly_compiled_model_has_the_posterior_of_the_model_as_it_was(structure):
-    batch = ragged_batches()[0]
-    expected = fitted(structure=structure).predictive_moments(batch)
+    batch = first_batch()
+    as_it_was = fitted(structure=structure)
+    expected = as_it_was.predictive_moments(batch)
     model = lora_model("bert")
     bert = model.base_model.model.bert
     bert.encoder = torch.compile(bert.encoder)

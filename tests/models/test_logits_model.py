@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
-from tests.support.models import ragged_batches, record_calls
+from tests.support.models import (
+    first_batch,
+    ragged_batches,
+    record_calls,
+)
 from tests.support.posteriors import STRUCTURES, make
 
 LOGITS = torch.arange(6.0).reshape(3, 2)
@@ -39,13 +43,15 @@ X = torch.zeros(3, 1)
 
 @pytest.mark.parametrize("key", ["label", "labels", "answer"])
 def test_labels_never_reach_the_model_and_other_options_do(bert, key):
-    batch = ragged_batches()[0] | {"output_hidden_states": True}
+    batch = first_batch()
+    batch["output_hidden_states"] = True
     batch[key] = batch.pop("labels")
     calls = record_calls(bert.base_model.model)
     LogitsModel(bert, dict_key_y=key)(batch)
     (call,) = calls
     # PEFT passes all of its own arguments on, most of them None.
     given = {name for name, value in call.items() if value is not None}
+    # A label that arrived would make the model compute a loss.
     assert given >= {"input_ids", "attention_mask", "output_hidden_states"}
     assert given.isdisjoint({"label", "labels", "answer"})
 
@@ -103,6 +109,7 @@ def test_missing_labels_are_refused_by_batch_and_say_which_keys_there_are(
 
 # --- outputs --------------------------------------------------------------------------
 
+# A tuple with names, which is read by these and not by its first place.
 Output = namedtuple("Output", ["logits", "hidden_states"])
 
 
@@ -154,7 +161,14 @@ def test_any_other_output_is_refused(output):
         model(X)
 
 
-@pytest.mark.parametrize("shape", [(3,), (3, 4, 2), ()])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (3,),
+        (3, 4, 2),
+        (),
+    ],
+)
 def test_logits_that_are_not_one_row_an_example_are_refused(shape):
     model = LogitsModel(Spy(torch.zeros(shape)))
     with pytest.raises(ValueError, match=r"shape \(batch, outputs\), not"):

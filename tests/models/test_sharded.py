@@ -16,11 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from tests.support.dense import EXACT
-from tests.support.models import laplace_keywords, lora_model, ragged_batches
+from tests.support.models import (
+    first_batch,
+    laplace_keywords,
+    lora_model,
+    ragged_batches,
+)
 from tests.support.posteriors import STRUCTURES, generator, make
 from tests.support.ranks import assert_alike, on_ranks, strided_loader
 
 CPU = torch.device("cpu")
+# The host's backends of "kron" want weights that are whole and at hand.
 REACHABLE = [structure for structure in STRUCTURES if structure != "kron"]
 
 
@@ -29,18 +35,27 @@ def build(
     structure: str,
     kind: str = "bert",
 ):
+    """Make a posterior that leaves nothing out."""
     keywords = laplace_keywords(kind)
     if structure == "lowrank_kron":
         keywords["backend_kwargs"] = {"rank": 100}
-    return make(model, structure, prior_precision=0.1, **keywords)
+    return make(
+        model,
+        structure,
+        prior_precision=0.1,
+        **keywords,
+    )
 
 
 def facts(la: Any) -> dict[str, torch.Tensor]:
     """Find what a fit, a prediction and a choice come to."""
     la.fit(strided_loader(12))
     evidence = la.log_marginal_likelihood().detach()
-    prediction = la(ragged_batches()[0])
-    la.optimize_prior_precision(method="agreement", train_loader=strided_loader(12))
+    prediction = la(first_batch())
+    la.optimize_prior_precision(
+        method="agreement",
+        train_loader=strided_loader(12),
+    )
     return {
         "evidence": evidence,
         "prediction": prediction,
@@ -74,9 +89,8 @@ def predict_by_draws(
     la: Any,
     **keywords: Any,
 ) -> None:
-    batch = ragged_batches()[0]
     la(
-        batch,
+        first_batch(),
         pred_type="nn",
         link_approx="mc",
         n_samples=2,
@@ -108,8 +122,10 @@ def test_offloaded_weights(tmp_path, where, structure, kind):
     offload(model, where, tmp_path)
     before = settings_of(model)
     la = build(model, structure, kind)
+    found = facts(la)
     expected = expected_facts(structure, kind)
-    assert_close(facts(la), expected, **EXACT)
+    assert_close(found, expected, **EXACT)
+    # The weights are elsewhere again.
     assert settings_of(model) == before
 
 
@@ -216,7 +232,7 @@ def test_sharded_weights_of_checkpointed_layers(structure, switch_on):
         la = sharded(structure, model=model)
         found = facts(la)
         calls.clear()
-        la(ragged_batches()[0])
+        la(first_batch())
         # Once more for each of three logits' backward passes, which sharded weights
         # take in turn.
         assert len(calls) == 1 + 3
@@ -228,6 +244,7 @@ def test_sharded_weights_of_checkpointed_layers(structure, switch_on):
 
 def test_a_sharded_base_with_whole_lora_weights():
     def job(rank: int) -> dict[str, torch.Tensor]:
+        # With these, every structure and draws of the weights are there as well.
         la = sharded("kron", leave_out=True)
         found = facts(la)
         predict_by_draws(la, generator=generator())

@@ -128,7 +128,9 @@ def test_the_output_layer_runs_for_labelled_tokens_alone(gpt2, adapted):
     layer.register_forward_hook(note)
     (batch,) = text_batches(batch_size=6, padded_to=20)
     adapted(batch)
+    # Of the longest text, and not of the padding.
     assert n_positions == [max(LENGTHS) - PROMPT]
+    # The hook that picks them is gone.
     assert not layer._forward_pre_hooks
 
 
@@ -167,8 +169,10 @@ def test_batches_have_few_labelled_tokens_or_one_text_with_any(
     monkeypatch,
 ):
     monkeypatch.setattr(vocabulary, "MOST_ROWS", 6)
-    parts = adapted.by_texts(with_labels(n_labels))
-    assert [len(part["labels"]) for part in parts] == sizes
+    batch = with_labels(n_labels)
+    parts = adapted.by_texts(batch)
+    n_texts = [len(part["labels"]) for part in parts]
+    assert n_texts == sizes
 
 
 @PARTS
@@ -190,7 +194,7 @@ def test_parts_of_a_batch_are_the_batch(adapted, n_labels, sizes, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_an_encoder_reads_left_and_right_padded_texts_alike(kind):
-    # As many as positions.
+    # As many labels as positions.
     labels = pairs_of_texts()["labels"]
     adapted = TokensModel(encoder_decoder(kind))
     logits = {}
@@ -265,6 +269,7 @@ def test_what_a_decoder_reads_may_be_given_as_embeddings():
 def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
     model = encoder_decoder("bart")
     base = model.get_base_model()
+    # Then the configuration is all that says what a decoder begins with.
     base.config.decoder_start_token_id = 2
     batch = pairs_of_texts()
     expected = TokensModel(model)(batch)
@@ -296,6 +301,7 @@ def test_an_embedding_that_is_also_the_output_layer(fsmt):
     batch = pairs_of_texts()
     found = TokensModel(fsmt)(batch)
     labels = batch.pop("labels")
+    # A copy, since it writes to what it is given.
     tokens = fsmt.prepare_decoder_input_ids_from_labels(labels.clone())
     output = fsmt(**batch, decoder_input_ids=tokens, use_cache=False)
     expected = output.logits[labels != NO_LABEL]

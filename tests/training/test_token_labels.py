@@ -51,11 +51,11 @@ def labelled(
     for tokens, length in zip(batch["input_ids"], lengths, strict=True):
         ids = tokens[:length].tolist()
         # What a label is can be learnt from the token.
-        labels = []
-        for token in ids:
-            is_labelled = token % 3 != 0
-            labels.append(token % classes if is_labelled else IGNORED)
-        labels[-1] = ids[-1] % classes
+        labels = [token % classes for token in ids]
+        # Some tokens before the last have none.
+        for place, token in enumerate(ids[:-1]):
+            if token % 3 == 0:
+                labels[place] = IGNORED
         text = {
             "input_ids": ids,
             "attention_mask": [1] * length,
@@ -90,8 +90,12 @@ def trainer_of_tokens(
         data=labelled(N, classes),
         **settings,
     )
+    # The texts are tokens already: all that the collator asks it is how to pad.
     words = Tokenizer(WordLevel({"<pad>": 0}, "<pad>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="<pad>",
+    )
     trainer.data_collator = DataCollatorForTokenClassification(tokenizer)
     return trainer
 
@@ -100,7 +104,8 @@ def fitted_to(trainer: Trainer):
     """Train, and fit a posterior to the same texts."""
     trainer.train()
     la = Laplace(trainer.model)
-    la.fit(loader_of(trainer, trainer.train_dataset))
+    loader = loader_of(trainer, trainer.train_dataset)
+    la.fit(loader)
     return la
 
 
@@ -113,8 +118,10 @@ def assert_fitted_to_training_texts(
     assert la.n_data == N
     batch = trainer.data_collator(list(trainer.train_dataset))
     labels = batch.pop("labels")
+    trainer.model.eval()
     with torch.no_grad():
-        logits = trainer.model.eval()(**batch).logits
+        logits = trainer.model(**batch).logits
+    # Labels that are ignored count for nothing here, too.
     loss = cross_entropy(
         logits.flatten(0, 1),
         labels.flatten(),
@@ -130,10 +137,12 @@ def mean_loss(
 ) -> float:
     """Average the negative log-probability of all labelled tokens."""
     p = la(batch, link_approx="mean_field")
-    assert p.shape == (*batch["input_ids"].shape, N_CLASSES)
-    is_labelled = batch["labels"] != IGNORED
-    y = batch["labels"][is_labelled]
-    return nll_loss(p[is_labelled].log(), y).item()
+    labels = batch["labels"]
+    assert p.shape == (*labels.shape, N_CLASSES)
+    is_labelled = labels != IGNORED
+    log_p = p[is_labelled].log()
+    loss = nll_loss(log_p, labels[is_labelled])
+    return loss.item()
 
 
 @pytest.mark.parametrize("members", [1, 2])
@@ -159,8 +168,9 @@ def test_a_second_training_of_tokens_leaves_a_second_member(tmp_path):
     batch = trainer.data_collator(trainer.train_dataset[:4])
     mean = (la(batch) + other(batch)) / 2
     mixture = LaplaceMixture([la, other])
+    found = mixture(batch)
     # Of padding, no posterior predicts a number.
-    assert_close(mixture(batch), mean, equal_nan=True)
+    assert_close(found, mean, equal_nan=True)
 
 
 @pytest.mark.parametrize("method", ["agreement", "gridsearch", "second_training"])
@@ -184,6 +194,7 @@ def test_the_callback_fits_saves_and_measures_labels_of_tokens(method, tmp_path)
 
 
 def test_steps_of_a_reasoning_train_in_stages(tmp_path):
+    # Each is right or wrong.
     trainer = trainer_of_tokens(tmp_path, classes=2)
     la = train_in_stages(trainer)
     texts = trainer.train_dataset
@@ -191,10 +202,13 @@ def test_steps_of_a_reasoning_train_in_stages(tmp_path):
     for text in texts:
         is_labelled = [label != IGNORED for label in text["labels"]]
         n_labels += sum(is_labelled)
-    statistics = la.predictive_statistics(loader_of(trainer, texts))
+    loader = loader_of(trainer, texts)
+    statistics = la.predictive_statistics(loader)
     assert len(statistics) == n_labels
-    batch = trainer.data_collator(trainer.train_dataset[:3])
-    assert la(batch).shape == (3, 4, 2)
+    # Of two, three and four tokens.
+    batch = trainer.data_collator(texts[:3])
+    p = la(batch)
+    assert p.shape == (3, 4, 2)
 
 
 def test_a_student_of_tokens_is_refused_with_what_to_use_instead(tmp_path):
