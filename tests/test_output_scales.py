@@ -161,22 +161,13 @@ EMPIRICAL = {"backend": LowRankKronEF}
 @pytest.mark.parametrize(
     ("structure", "options"),
     [
-        ("lowrank_kron", DEFAULT),
-        ("lowrank_kron", PAPER),
-        ("lowrank_kron", EMPIRICAL),
-        ("lowrank_kron", DRAWN),
-        ("diag", DEFAULT),
-        ("full", DEFAULT),
-        ("full", EMPIRICAL),
-    ],
-    ids=[
-        "lowrank_kron",
-        "paper",
-        "empirical",
-        "drawn",
-        "diag",
-        "full",
-        "full, empirical",
+        pytest.param("lowrank_kron", DEFAULT, id="lowrank_kron"),
+        pytest.param("lowrank_kron", PAPER, id="paper"),
+        pytest.param("lowrank_kron", EMPIRICAL, id="empirical"),
+        pytest.param("lowrank_kron", DRAWN, id="drawn"),
+        pytest.param("diag", DEFAULT, id="diag"),
+        pytest.param("full", DEFAULT, id="full"),
+        pytest.param("full", EMPIRICAL, id="full, empirical"),
     ],
 )
 def test_scales_are_a_change_of_unit(structure, options):
