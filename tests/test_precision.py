@@ -145,9 +145,11 @@ def assert_full_precision(la: Any) -> None:
     for tensor in kept:
         if tensor.is_floating_point():
             assert tensor.dtype in (torch.float32, torch.float64)
+    # What each batch adds to is summed in float64.
     if hasattr(la.H, "blocks"):
         for block in la.H_facs.blocks:
             assert block.normalizer.dtype == torch.float64
+    # Sums over all weights, whose differences tell priors apart.
     numbers = [
         la.log_det_prior_precision,
         la.log_det_posterior_precision,
@@ -163,6 +165,7 @@ def relative_error(
     actual: torch.Tensor,
     expected: torch.Tensor,
 ) -> float:
+    # In float64, so that the comparison itself rounds nothing.
     expected = expected.double()
     difference = actual.double() - expected
     error = difference.norm() / expected.norm()
@@ -267,6 +270,7 @@ def test_confident_samples_keep_their_curvature_in_half_precision():
     # Otherwise there would be nothing to keep.
     assert (expected > 0).all()
     found = traces(torch.float16)
+    # A seed that was 0 would be an error of 1.
     assert relative_error(found, expected) < 0.2
 
 
@@ -397,4 +401,5 @@ def test_what_statistics_say_is_the_same_under_autocast(method):
     expected = said()
     with autocast():
         found = said()
+    # Statistics are there already: no pass of the model is left to be rounded.
     assert_numbers_close(found, expected, rtol=0, atol=0)

@@ -603,6 +603,7 @@ def test_stages_train_and_fit_them(case, tmp_path):
     assert la.model.class_token_ids == expected
     p = mean_field(la, case.first_inputs)
     sums = p.sum(-1)
+    # Of the choices alone, and not of the whole vocabulary.
     assert_close(sums, torch.ones_like(sums))
 
 
@@ -648,6 +649,7 @@ def test_parts_of_the_vocabulary_give_the_same_and_hold_few_rows(
     make_case, build, monkeypatch
 ):
     model = build().double().eval()
+    # Padding would be rows of the vocabulary, too.
     case = make_case("left")
     # One seed at a time: several have as many times the rows.
     monkeypatch.setattr(graph, "_ROWS", 1)

@@ -99,7 +99,14 @@ def test_logits_are_sums_over_the_tokens_of_each_choice_alone(kind, side, normal
         assert_close(logits_model(batch), expected, **EXACT)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bool,
+        torch.float32,
+        torch.uint8,
+    ],
+)
 def test_what_counts_may_be_of_any_dtype(gpt2, dtype):
     logits_model = LogitsModel(gpt2)
     for batch in batches_of_own_choices():

@@ -191,6 +191,7 @@ def test_the_callback_fits_saves_and_measures_several_labels(method, tmp_path):
     la = trained_with_callback(trainer, method)
     assert_fitted_to_training_texts(la, trainer)
     batch = batch_of(trainer)
+    # The callback has written the posterior beside the adapter.
     read = from_pretrained(trainer.model, tmp_path)
     found = read(batch, link_approx="mean_field")
     expected = la(batch, link_approx="mean_field")

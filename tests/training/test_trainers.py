@@ -43,6 +43,7 @@ def rows() -> Dataset:
 
 def random_states() -> dict[str, Any]:
     """Find where each generator of random numbers is."""
+    # Its 624 numbers are drawn anew when the place has gone through them.
     _, _, place, *_ = np.random.get_state()
     return {
         "torch": torch.get_rng_state().tolist(),
@@ -51,7 +52,10 @@ def random_states() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(params=[Texts(N), rows()], ids=["torch", "datasets"])
+@pytest.fixture(
+    params=[Texts(N), rows()],
+    ids=["torch", "datasets"],
+)
 def data(request: pytest.FixtureRequest) -> Any:
     """Twenty texts."""
     return request.param
@@ -70,6 +74,7 @@ def test_batches_are_those_of_training_once_and_in_order(tmp_path, data):
     sizes = [len(batch["labels"]) for batch in found]
     assert sizes == [5, 5, 5, 5]
     texts = [Texts(N)[place] for place in range(N)]
+    # The column that no model takes is gone, as in training.
     assert found[0].keys() == texts[0].keys()
     for name in found[0]:
         joined = torch.cat([batch[name] for batch in found])
@@ -114,11 +119,18 @@ KEPT = (
 
 def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
     keeping = Keeping()
-    trainer = trainer_of(tmp_path, keeping, max_steps=2, disable_tqdm=False)
+    trainer = trainer_of(
+        tmp_path,
+        keeping,
+        max_steps=2,
+        # With its bar, which keeps what it shows.
+        disable_tqdm=False,
+    )
     trainer.train()
     callbacks = trainer.callback_handler.callbacks
     (bar,) = [each for each in callbacks if isinstance(each, ProgressCallback)]
     bar.training_bar = "of the training that goes on"
+    # As trainers of subclasses have them.
     trainer.own_figures = {"train": defaultdict(list, loss=[1.0])}
 
     def containers() -> list[Any]:
@@ -171,6 +183,7 @@ def test_a_second_training_ends_with_the_best_of_its_own_adapter(tmp_path):
         return posterior
 
     other = second_posterior(la)
+    # It has learnt something else.
     assert not torch.equal(other.mean, la.mean)
     with pytest.raises(ValueError, match="'second_training_0' already: remove it"):
         second_posterior(la)
@@ -232,6 +245,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def trl(monkeypatch):
+    # It asks the hub for nothing.
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     return pytest.importorskip("trl")
@@ -258,7 +272,11 @@ def trl_trainer(
         base.config.num_labels = 1
         base = LlamaForSequenceClassification(base.config)
         task = "SEQ_CLS"
-    lora = LoraConfig(task_type=task, r=2, target_modules=["q_proj", "v_proj"])
+    lora = LoraConfig(
+        task_type=task,
+        r=2,
+        target_modules=["q_proj", "v_proj"],
+    )
     config_class = getattr(trl, f"{kind}Config")
     trainer_class = getattr(trl, f"{kind}Trainer")
     config = config_class(
@@ -290,6 +308,7 @@ def test_trainers_of_trl_train_in_stages(tmp_path, kind, trl):
     assert la.prior_precision.item() == figures["laplace_prior_precision"]
     assert figures["eval_laplace_nll"] > 0
     if kind == "Reward":
+        # Pairs of a preferred text and another one.
         inputs, _ = la.model.split(batch)
         assert la(inputs, fitting=True).shape == (8, 2)
     else:
