@@ -134,6 +134,7 @@ def test_without_a_generator_ranks_choose_alike_too():
         return la.prior_precision, history.prior_precision, history.objective
 
     results = on_ranks(job, 2)
+    # Though each had a random state of its own.
     assert_close(results[0], results[1], rtol=0, atol=0)
 
 
@@ -206,7 +207,8 @@ def test_fits_and_statistics_are_those_of_one_process_in_the_order_of_the_data(
     labels = torch.stack([text["labels"] for text in Texts()])
     assert torch.equal(expected["targets"], labels)
     found = on_ranks(lambda rank: facts(make_loader(rank)), 2)
-    assert_alike(found, expected, rtol=1e-5, atol=1e-7)  # learnt in float32
+    # Variances are learnt in float32.
+    assert_alike(found, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_predictions_and_variances_are_each_ranks_own():
@@ -246,6 +248,7 @@ def test_an_error_in_a_search_leaves_all_prior_precisions_as_they_were():
     def job(rank):
         la = fitted()
         before = la.prior_precision.clone()
+        # On one rank only: the other must not wait for it.
         loader = strided_loader() if rank == 1 else a_loader_that_fails()
         try:
             la.optimize_prior_precision(method="agreement", train_loader=loader)
