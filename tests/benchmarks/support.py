@@ -3,11 +3,13 @@
 import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tokenizers
 import torch
 import transformers
@@ -33,9 +35,10 @@ def flat(options: Mapping[str, object]) -> list[str]:
     """Spell options as the command line has them: "hidden_size" is "--hidden-size"."""
     arguments = []
     for name, value in options.items():
-        arguments.append("--" + name.replace("_", "-"))
+        spelled = name.replace("_", "-")
+        arguments.append(f"--{spelled}")
         values = value if isinstance(value, list | tuple) else [value]
-        arguments += [str(each) for each in values]
+        arguments += map(str, values)
     return arguments
 
 
@@ -59,7 +62,6 @@ class Finished:
 
 
 def run(
-    capsys: pytest.CaptureFixture[str],
     folder: Path,
     command: str,
     **options: object,
@@ -67,15 +69,18 @@ def run(
     """Run an experiment into a folder."""
     # One thread is the quickest for models of this size.
     flags = flat({"output": folder, "threads": 1, **options})
-    main([*command.split(), *flags])
+    printed = StringIO()
+    progress = StringIO()
+    with redirect_stdout(printed), redirect_stderr(progress):
+        main([*command.split(), *flags])
     (figures,) = folder.glob("*.json")
     (table,) = folder.glob("*.md")
-    captured = capsys.readouterr()
-    assert captured.out.endswith(table.read_text(encoding="utf-8"))
+    text = table.read_text(encoding="utf-8")
+    assert printed.getvalue().endswith(text)
     return Finished(
         figures=json.loads(figures.read_text(encoding="utf-8")),
-        printed=captured.out,
-        progress=captured.err,
+        printed=printed.getvalue(),
+        progress=progress.getvalue(),
     )
 
 
@@ -175,10 +180,15 @@ def is_picture(path: Path) -> bool:
 
 def pool(count: int = 40) -> list[Documented]:
     """Make names and summaries, of three files by turns."""
-    return [
-        Documented(f"name {number}", f"Summary {number}.", Path(f"file{number % 3}"))
-        for number in range(count)
-    ]
+    documented = []
+    for number in range(count):
+        one = Documented(
+            f"name {number}",
+            f"Summary {number}.",
+            Path(f"file{number % 3}"),
+        )
+        documented.append(one)
+    return documented
 
 
 def small_shape(**changes: Any) -> Shape:
@@ -297,14 +307,19 @@ OPENBOOKQA_PROMPT = (
     f"{SELECT} To sleep one Choices: A. runs. B. lies. C. eats. D. sits. Answer:"
 )
 BOOLQ_ROWS = [
-    # As SuperGLUE has it, and as the original data have it.
+    # As SuperGLUE has it.
     {
         "question": "is ice cold",
         "passage": "Ice is frozen water.",
         "label": 1,
         "idx": 0,
     },
-    {"question": "is ice cold", "passage": "Ice is frozen water", "answer": False},
+    # As the original data have it.
+    {
+        "question": "is ice cold",
+        "passage": "Ice is frozen water",
+        "answer": False,
+    },
 ]
 BOOLQ_PAIRS = [
     (("Ice is frozen water.", "is ice cold"), 1),
@@ -316,15 +331,32 @@ BOOLQ_PROMPT = (
 )
 PROMPTS = (WINOGRANDE_PROMPT, FRUIT_PROMPT, OPENBOOKQA_PROMPT, BOOLQ_PROMPT)
 PAIR_ROWS = [
-    {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 1, "idx": 0},
-    {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 0, "idx": 1},
+    {
+        "sentence1": "It rains.",
+        "sentence2": "It is wet.",
+        "label": 1,
+        "idx": 0,
+    },
+    {
+        "sentence1": "It rains.",
+        "sentence2": "It is wet.",
+        "label": 0,
+        "idx": 1,
+    },
 ]
 PAIRS = [
     (("It rains.", "It is wet."), 1),
     (("It rains.", "It is wet."), 0),
 ]
 COLA_ROWS = [{"sentence": "Him sleeps.", "label": 0, "idx": 3}]
-WIC_FIELDS = {"word": "rain", "start1": 3, "start2": 0, "end1": 8, "end2": 2}
+# More than the two sentences, which are all that is read.
+WIC_FIELDS = {
+    "word": "rain",
+    "start1": 3,
+    "start2": 0,
+    "end1": 8,
+    "end2": 2,
+}
 WIC_ROWS = [row | WIC_FIELDS for row in PAIR_ROWS]
 
 # For each of the paper's tasks its rows, and what the paper keeps of them.
@@ -373,13 +405,17 @@ def write_intents(
     A text is its split, its intent and a number.
     """
     for split in ("train", "test"):
-        rows = [
-            {"text": f"{split} {intent} {number}", "intent": intent, "domain": domain}
-            for domain, names in intents.items()
-            for intent in names
-            for number in range(n_texts)
-        ]
-        write_rows(rows, data / "clinc" / "clinc_oos" / "plus" / f"{split}.jsonl")
+        rows = []
+        for domain, names in intents.items():
+            for intent, number in product(names, range(n_texts)):
+                row = {
+                    "text": f"{split} {intent} {number}",
+                    "intent": intent,
+                    "domain": domain,
+                }
+                rows.append(row)
+        folder = data / "clinc" / "clinc_oos" / "plus"
+        write_rows(rows, folder / f"{split}.jsonl")
 
 
 def write_molecules(

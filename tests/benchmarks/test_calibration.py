@@ -22,9 +22,8 @@ def expected_rows():
                     yield key, prior.key, link
 
 
-def test_the_benchmark_measures_every_method(tmp_path, capsys, tiny_models):
+def test_the_benchmark_measures_every_method(tmp_path, tiny_models):
     finished = run(
-        capsys,
         tmp_path / "results",
         "calibration",
         task="choices",

@@ -3,16 +3,15 @@
 import pytest
 
 from benchmarks.experiments.contrasts import BROADER
-from tests.benchmarks.support import run
+from tests.benchmarks.support import run, values_of
 
 
 @pytest.fixture
-def experiment(intents, tmp_path, capsys):
+def experiment(intents, tmp_path):
     """Runs on made-up intents, with a tiny encoder."""
 
     def measure(n_intents):
         finished = run(
-            capsys,
             tmp_path / f"results of {n_intents}",
             "contrasts --quiet",
             task="clinc150",
@@ -23,7 +22,7 @@ def experiment(intents, tmp_path, capsys):
             checkpoints=1,
             cache=tmp_path / "cache",
         )
-        of_model, *rows = finished.figures["rows"]
+        of_model, *rows = finished.rows
         assert of_model["name"] == "MAP"
         return rows[::2], rows[1::2]
 
@@ -34,19 +33,23 @@ def test_some_contrasts_stand_beside_all_under_the_chosen_and_broader_posteriors
     experiment,
 ):
     of_all, of_some = experiment(n_intents=12)
-    assert [row["broader"] for row in of_all] == list(BROADER)
+    assert values_of(of_all, "broader") == list(BROADER)
     chosen = of_all[0]["prior_precision"]
     for exact, some in zip(of_all, of_some, strict=True):
-        assert exact["prior_precision"] * exact["broader"] == pytest.approx(chosen)
+        undone = exact["prior_precision"] * exact["broader"]
+        assert undone == pytest.approx(chosen)
+        # Of twelve classes.
         assert exact["contrasts"] == 11
         assert 1 <= some["contrasts"] <= 8
-        assert some["nll"] - exact["nll"] == pytest.approx(some["nll_beside_all"])
+        difference = some["nll"] - exact["nll"]
+        assert difference == pytest.approx(some["nll_beside_all"])
     assert of_some[-1]["largest_difference"] > 0
 
 
 def test_few_classes_are_all_compared(experiment):
     of_all, of_some = experiment(n_intents=4)
     for exact, some in zip(of_all, of_some, strict=True):
+        # Of four classes.
         assert exact["contrasts"] == 3
         assert some["contrasts"] == 3
         assert some["largest_difference"] == 0

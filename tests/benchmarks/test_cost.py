@@ -7,7 +7,13 @@ from torch.testing import assert_close
 from benchmarks.methods import METHODS, posterior
 from benchmarks.options import CONTESTANTS
 from benchmarks.random_models import random_llama, random_loader
-from tests.benchmarks.support import is_picture, rows_by, run, small_shape
+from tests.benchmarks.support import (
+    is_picture,
+    probabilities_of,
+    rows_by,
+    run,
+    small_shape,
+)
 
 SMALL = {
     "hidden_sizes": 32,
@@ -21,10 +27,9 @@ SMALL = {
 }
 
 
-def test_the_benchmark_writes_table_figures_and_plot(tmp_path, capsys):
+def test_the_benchmark_writes_table_figures_and_plot(tmp_path):
     keys = ["bare", "lowrank_kron", "stock_kron"]
     finished = run(
-        capsys,
         tmp_path / "results",
         "cost",
         **SMALL,
@@ -70,16 +75,29 @@ def test_the_benchmark_writes_table_figures_and_plot(tmp_path, capsys):
 @pytest.mark.parametrize("key", CONTESTANTS)
 def test_every_rival_predicts_a_distribution_broader_than_the_models(key):
     shape = small_shape(layers=2)
-    (batch,) = random_loader(shape, batches=1, device="cpu", seed=1, batch_size=5)
+    (batch,) = random_loader(
+        shape,
+        batches=1,
+        device="cpu",
+        seed=1,
+        batch_size=5,
+    )
     model = random_llama(shape, "cpu", 0)
-    expected = model.logits([batch]).softmax(-1)
+    expected = probabilities_of(model, [batch])
     la = posterior(key).build(model)
-    la.fit(random_loader(shape, batches=2, device="cpu", seed=0))
+    texts = random_loader(
+        shape,
+        batches=2,
+        device="cpu",
+        seed=0,
+    )
+    la.fit(texts)
     probabilities = la(batch, pred_type="glm", link_approx="probit").detach()
     if key == "bare":
         assert_close(probabilities, expected)
         return
     assert_close(probabilities.sum(-1), torch.ones(5))
+    # It is another distribution, if little broader.
     assert not torch.allclose(probabilities, expected, rtol=1e-6, atol=0)
     confidence = probabilities.amax(-1)
     confidence_of_model = expected.amax(-1)

@@ -20,15 +20,17 @@ from benchmarks.methods import posterior
 from benchmarks.methods.priors import LINKS, FromBatches
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Cross
-from tests.benchmarks.support import rows_by, run
+from tests.benchmarks.support import rows_by, run, values_of
 from tests.support.models import lora_model, ragged_batches, without_labels
 
 PRIORS = [*EVIDENCES, BY_HELD_OUT.key, BY_TEST.key]
 
 
-def test_every_curvature_meets_every_prior(tmp_path, capsys, tiny_models):
+# --- the experiment -------------------------------------------------------------------
+
+
+def test_every_curvature_meets_every_prior(tmp_path, tiny_models):
     finished = run(
-        capsys,
         tmp_path / "results",
         "cross",
         task="choices",
@@ -44,13 +46,17 @@ def test_every_curvature_meets_every_prior(tmp_path, capsys, tiny_models):
     )
     rows = rows_by(finished.figures["methods"], "method", "prior")
     of_model = {("map", ""), ("map", "held_out_temperature")}
-    assert set(rows) == of_model | set(product(CURVATURES, PRIORS))
+    of_posteriors = set(product(CURVATURES, PRIORS))
+    assert set(rows) == of_model | of_posteriors
     for curvature in CURVATURES:
         best = rows[curvature, BY_TEST.key]
         by_held_out = rows[curvature, BY_HELD_OUT.key]
         # The test texts' own choice is the best of the grid, which the held-out fifth
         # shares.
         assert best["nll"] <= by_held_out["nll"]
+
+
+# --- several priors -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", ["diag", "kron"])
@@ -60,27 +66,24 @@ def test_several_priors_predict_as_each_does_alone(key, link):
     model = AdaptedModel(lora_model("bert").eval())
     la = posterior(key).build(model)
     la.fit(batches)
-    tried = [torch.tensor([1e-3]), torch.tensor([5.0]), torch.tensor([300.0])]
-    predicted = FromBatches(la, {TEST: batches}).of_each(tried, link)
+    tried = [torch.tensor([value]) for value in (1e-3, 5.0, 300.0)]
+    predicts = FromBatches(la, {TEST: batches})
+    predictions = predicts.of_each(tried, link)
+    predicted = [of_prior[TEST] for of_prior in predictions]
     for prior_precision, of_prior in zip(tried, predicted, strict=True):
         la.prior_precision = prior_precision
-        alone = torch.cat([la(batch, link_approx=link) for batch in batches])
-        assert_close(of_prior[TEST], alone.detach())
-    first, _, last = predicted
-    assert not torch.allclose(first[TEST], last[TEST], atol=1e-3)
+        of_batches = [la(batch, link_approx=link) for batch in batches]
+        alone = torch.cat(of_batches)
+        assert_close(of_prior, alone.detach())
+    # Otherwise any of them would do.
+    assert not torch.allclose(predicted[0], predicted[-1], atol=1e-3)
 
 
-def test_last_layer_laplace_has_the_head_alone():
-    model = lora_model("bert").eval()
-    la = posterior(HEAD).build(AdaptedModel(model))
-    assert {block.kind for block in la.blocks} == {"head"}
-    batches = ragged_batches()
-    la.fit(batches)
-    batch = batches[0]
-    # The data tell nothing beside such a prior: weights and biases are independent.
-    la.prior_precision = torch.tensor([1e9])
-    f_var = la.predictive_moments(batch).f_var
+# --- the head alone -------------------------------------------------------------------
 
+
+def features_of(model, batch):
+    """Record what the head reads of a batch, `(texts, width)`."""
     features = []
 
     def note(_, inputs):
@@ -91,17 +94,47 @@ def test_last_layer_laplace_has_the_head_alone():
     with head.register_forward_pre_hook(note):
         model(**without_labels(batch))
     (x,) = features
-    variance = x.square().sum(-1) + 1  # of weights and a bias
+    return x
+
+
+def test_last_layer_laplace_has_the_head_alone():
+    model = lora_model("bert").eval()
+    la = posterior(HEAD).build(AdaptedModel(model))
+    kinds = {block.kind for block in la.blocks}
+    assert kinds == {"head"}
+
+    batches = ragged_batches()
+    la.fit(batches)
+    batch = batches[0]
+    # The data tell nothing beside such a prior: weights and biases are independent.
+    prior_precision = 1e9
+    la.prior_precision = torch.tensor([prior_precision])
+    f_var = la.predictive_moments(batch).f_var
+
+    x = features_of(model, batch)
+    of_weights = x.square().sum(-1)
+    of_bias = 1
+    variance = of_weights + of_bias
     expected = variance[:, None, None] * torch.eye(la.n_outputs)
-    assert_close(1e9 * f_var, expected.to(f_var), rtol=1e-5, atol=1e-5)
+    assert_close(
+        prior_precision * f_var,
+        expected.to(f_var),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_a_head_has_every_prior_too(prepared):
     pretrained = prepared("mrpc", learning_rate=1e-2)
     # Two texts leave none to hold out.
-    more = replace(pretrained.task, train=5 * list(pretrained.task.train))
-    pretrained = replace(pretrained, task=more)
-    options = Cross(grid_size=3, quiet=True, cache=pretrained.options.cache)
+    ten_texts = 5 * list(pretrained.task.train)
+    task = replace(pretrained.task, train=ten_texts)
+    pretrained = replace(pretrained, task=task)
+    options = Cross(
+        grid_size=3,
+        quiet=True,
+        cache=pretrained.options.cache,
+    )
     trial = Trial(pretrained, options, seed=0)
     rows = trial.with_curvature(posterior(HEAD))
-    assert [row["prior"] for row in rows] == PRIORS
+    assert values_of(rows, "prior") == PRIORS

@@ -13,7 +13,7 @@ from benchmarks.tasks import LABELLED_TASKS
 from benchmarks.tasks.functions import SIGNS, functions
 from benchmarks.tasks.signatures import CLASSES, signatures
 from benchmarks.tasks.task import UNLABELLED
-from tests.benchmarks.support import parsed, run
+from tests.benchmarks.support import parsed, rows_by, run
 
 SOURCE = '''
 def rollAxis(a, axis, mode, out):
@@ -42,6 +42,8 @@ METHODS = [
     "The same, learnt variance",
     "The same with the head",
 ]
+SEEDS = (0, 1)
+# So few files that they are read in a second.
 FEW = {
     "files_per_library": 12,
     "train_examples": 10,
@@ -58,7 +60,10 @@ def test_parameters_are_labelled_with_the_types_that_their_docstring_has():
     )
     assert example.labelled_words == ("a", "axis", "out")
     assert example.word_labels is not None
-    names = [CLASSES[label] for label in example.word_labels if label != UNLABELLED]
+    names = []
+    for label in example.word_labels:
+        if label != UNLABELLED:
+            names.append(CLASSES[label])
     assert names == ["array", "whole number", "truth value"]
 
 
@@ -106,11 +111,14 @@ def test_sets_share_no_text_and_are_reproducible(name, alike):
         return LABELLED_TASKS[name].read(options, seed)
 
     task = read(1)
-    assert task == read(1)
-    assert task.train != read(2).train
-    everything = [*task.train, *task.test, *task.shifted["sklearn"]]
+    again = read(1)
+    other = read(2)
+    assert again == task
+    assert other.train != task.train
     assert len(task.train) == 10
-    assert len({alike(example) for example in everything}) == len(everything)
+    everything = [*task.train, *task.test, *task.shifted["sklearn"]]
+    texts = {alike(example) for example in everything}
+    assert len(texts) == len(everything)
 
 
 @pytest.fixture
@@ -129,51 +137,65 @@ def test_the_first_token_of_a_word_has_its_label():
         return tokens["input_ids"][0]
 
     texts = pretrained.task.train
-    for example, record in zip(texts, pretrained.data[TRAIN], strict=True):
+    records = pretrained.data[TRAIN]
+    for example, record in zip(texts, records, strict=True):
         # Parameters come first, a comma behind each, and none is cut off.
         signature, *_ = example.text.split(" : ")
         n_parameters = signature.count(",")
         parameters = example.text.split()[: 2 * n_parameters]
         assert set(example.labelled_words) <= set(parameters)
-        is_labelled = [label != UNLABELLED for label in record["labels"]]
-        found = list(compress(record["input_ids"], is_labelled))
+        found = []
+        for token, label in zip(record["input_ids"], record["labels"], strict=True):
+            if label != UNLABELLED:
+                found.append(token)
         assert found == [first_token(word) for word in example.labelled_words]
 
 
-def test_a_text_is_right_where_all_of_its_labels_are():
-    records = [{"labels": [0, -100, 1]}, {"labels": [1]}, {"labels": [0, 1]}]
-    # Of all labels in a row: two of the first text, one of the second, and two more.
-    right = torch.eye(2)[[0, 1, 1, 0, 1]]
-    one_wrong = torch.eye(2)[[0, 0, 1, 0, 1]]
-    assert exact_matches(right, records) == 1
-    assert exact_matches(one_wrong, records) == pytest.approx(2 / 3)
+@pytest.mark.parametrize(
+    ("predicted", "share"),
+    [
+        pytest.param([0, 1, 1, 0, 1], 1, id="all right"),
+        pytest.param([0, 0, 1, 0, 1], 2 / 3, id="one label wrong"),
+    ],
+)
+def test_a_text_is_right_where_all_of_its_labels_are(predicted, share):
+    # Two labels of the first text, one of the second, and two more, in a row.
+    records = [
+        {"labels": [0, -100, 1]},
+        {"labels": [1]},
+        {"labels": [0, 1]},
+    ]
+    probabilities = torch.eye(2)[predicted]
+    found = exact_matches(probabilities, records)
+    assert found == pytest.approx(share)
 
 
 # Requests are no texts of installed sources: they need a folder of data.
 @pytest.mark.usefixtures("of_drawn_texts")
 @pytest.mark.parametrize("task", ["functions", "signatures"])
-def test_every_method_is_measured_for_each_seed(task, tmp_path, capsys):
+def test_every_method_is_measured_for_each_seed(task, tmp_path):
     finished = run(
-        capsys,
         tmp_path / "results",
         "labels --quiet",
         task=task,
         steps=3,
-        seeds=(0, 1),
+        seeds=SEEDS,
         cache=tmp_path / "cache",
         **FEW,
     )
-    rows = finished.figures["rows"]
-    found = [(row["seed"], row["name"]) for row in rows]
-    assert found == list(product((0, 1), METHODS))
-    for row in rows:
+    rows = rows_by(finished.rows, "seed", "name")
+    assert list(rows) == list(product(SEEDS, METHODS))
+    for row in rows.values():
         # Several of a text.
         assert row["labels"]["test"] > FEW["test_examples"]
         assert row["nll"] > 0
         assert 0 <= row["exact"] <= row["accuracy"]
-        assert 0 <= row["shifted"]["sklearn"]["shift_auroc"] <= 1
-    for of_seed in (rows[:5], rows[5:]):
-        of_model, tempered, *_ = of_seed
+        foreign = row["shifted"]["sklearn"]
+        assert 0 <= foreign["shift_auroc"] <= 1
+    for seed in SEEDS:
+        of_model = rows[seed, "Trained model"]
+        tempered = rows[seed, "Temperature of the held-out texts"]
+        # A temperature changes no class.
         assert tempered["accuracy"] == of_model["accuracy"]
         assert tempered["nll"] != of_model["nll"]
     for name in METHODS:

@@ -1,7 +1,6 @@
 """Adapters that are merged: products of posteriors, PEFT's ways, and the experiment."""
 
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
 
@@ -13,17 +12,17 @@ from benchmarks.experiments.merge import (
     merged_by_peft,
     product,
 )
-from tests.benchmarks.support import rows_with, run
+from tests.benchmarks.support import rows_with, run, values_of
 from tests.support.models import base_model, ragged_batches
-from tests.support.posteriors import fitted, generator, sizes
+from tests.support.posteriors import fitted, normal, sizes
 
 
 def test_the_mode_of_a_product_is_that_of_dense_algebra():
     batch, *others = ragged_batches()
     first = fitted(batches=[batch])
     second = fitted(batches=others)
-    mean_of_first = torch.randn(first.mean.shape, generator=generator(0)).double()
-    mean_of_second = torch.randn(first.mean.shape, generator=generator(1)).double()
+    mean_of_first = normal(*first.mean.shape, seed=0)
+    mean_of_second = normal(*first.mean.shape, seed=1)
     found = product(
         [first, second],
         [mean_of_first, mean_of_second],
@@ -38,6 +37,7 @@ def test_the_mode_of_a_product_is_that_of_dense_algebra():
     # As far as conjugate gradients go: the residual is what they bound.
     residual = (P + Q) @ found - wanted
     assert residual.norm() <= 2 * TOLERANCE**0.5 * wanted.norm()
+    # Otherwise the posteriors would make no difference.
     plain_mean = (mean_of_first + mean_of_second) / 2
     assert (found - plain_mean).norm() > 1e-2 * found.norm()
 
@@ -55,6 +55,7 @@ def test_lora_weights_are_merged_as_peft_does():
     for name in ("default", "other"):
         model.set_adapter(name)
         posteriors.append(fitted(model=model.double()))
+    # What PEFT merges is what we are to find from the posteriors' means.
     model.add_weighted_adapter(
         adapters=["default", "other"],
         weights=[0.5, 0.5],
@@ -69,7 +70,8 @@ def test_lora_weights_are_merged_as_peft_does():
     la = posteriors[0]
     found = merged_by_peft(la.blocks, means, "ties")
     assert len(expected) == len(la.blocks)
-    for part, weight in zip(found.split(sizes(la)), expected, strict=True):
+    parts = found.split(sizes(la))
+    for part, weight in zip(parts, expected, strict=True):
         assert_close(part, weight.flatten())
 
 
@@ -86,17 +88,22 @@ def test_halves_are_of_each_intents_texts_or_of_the_intents(
     labels_of_second,
 ):
     assert halved in HALVES
-    records = [{"labels": place % 4, "place": place} for place in range(16)]
+    # Four texts of each of four intents, by turns.
+    records = []
+    for place in range(16):
+        record = {"labels": place % 4, "place": place}
+        records.append(record)
     first, second = halves_of(records, halved, n_classes=4)
     assert len(first) == 8
     assert len(second) == 8
-    assert {record["labels"] for record in first} == labels_of_first
-    assert {record["labels"] for record in second} == labels_of_second
+    found_in_first = values_of(first, "labels")
+    found_in_second = values_of(second, "labels")
+    assert set(found_in_first) == labels_of_first
+    assert set(found_in_second) == labels_of_second
 
 
-def test_each_way_to_merge_has_a_row(intents, tmp_path, capsys):
+def test_each_way_to_merge_has_a_row(intents, tmp_path):
     finished = run(
-        capsys,
         tmp_path / "results",
         "merge --quiet",
         task="clinc150",
@@ -107,9 +114,10 @@ def test_each_way_to_merge_has_a_row(intents, tmp_path, capsys):
         checkpoints=1,
         cache=tmp_path / "cache",
     )
-    rows = finished.figures["rows"]
+    rows = finished.rows
     assert len(rows) == 2 * 8
     for halved in HALVES:
         of_half = rows_with(rows, halves=halved)
-        assert len({row["adapter"] for row in of_half}) == 8
+        adapters = set(values_of(of_half, "adapter"))
+        assert len(adapters) == 8
     assert "product of posteriors" in finished.printed

@@ -6,8 +6,9 @@ from itertools import product
 import pytest
 
 from benchmarks.experiments.molecules import read
-from tests.benchmarks.support import parsed, run, write_molecules
+from tests.benchmarks.support import parsed, rows_by, run, write_molecules
 
+SEEDS = (0, 1)
 NAMES = [
     "Mean of the training targets",
     "Trained model, constant noise",
@@ -20,15 +21,26 @@ NAMES = [
 @pytest.fixture
 def data(tmp_path):
     """A folder of made-up molecules; the last row repeats the first molecule."""
-    chains = ["C" * (number % 7 + 1) + "N" * (number // 7) for number in range(40)]
-    write_molecules([*chains, chains[0]], tmp_path / "data")
-    return tmp_path / "data"
+    folder = tmp_path / "data"
+    chains = []
+    for number in range(40):
+        n_carbon = number % 7 + 1
+        n_nitrogen = number // 7
+        chain = n_carbon * "C" + n_nitrogen * "N"
+        chains.append(chain)
+    write_molecules([*chains, chains[0]], folder)
+    return folder
 
 
 @pytest.fixture
 def options(data):
     """Options by which all molecules are drawn."""
-    return parsed("molecules", data=data, train_examples=20, test_examples=100)
+    return parsed(
+        "molecules",
+        data=data,
+        train_examples=20,
+        test_examples=100,
+    )
 
 
 def test_training_targets_have_mean_0_and_deviation_1(options):
@@ -44,7 +56,8 @@ def test_no_molecule_is_drawn_twice_and_each_has_its_own_target(options):
     task, unit = read(options, 3)
     everything = [*task.train, *task.test]
     assert len(everything) == 40
-    assert len({example.text for example in everything}) == 40
+    texts = {example.text for example in everything}
+    assert len(texts) == 40
     for example in everything:
         wavelength = example.label * unit.std + unit.mean
         assert wavelength == pytest.approx(300 + 5 * len(example.text))
@@ -53,17 +66,21 @@ def test_no_molecule_is_drawn_twice_and_each_has_its_own_target(options):
 
 
 def test_more_training_molecules_than_there_are_are_refused(data):
+    # None would be left to test on.
     options = parsed("molecules", data=data, train_examples=40)
     with pytest.raises(SystemExit, match="photoswitches has 40 molecules"):
         read(options, 0)
+
+
+def test_molecules_without_a_folder_say_what_to_give():
+    options = parsed("molecules")
     with pytest.raises(SystemExit, match="give --data FOLDER"):
-        read(parsed("molecules"), 0)
+        read(options, 0)
 
 
 def test_every_method_is_measured_for_each_seed(
     data,
     tmp_path,
-    capsys,
     encoder,
     monkeypatch,
 ):
@@ -72,25 +89,25 @@ def test_every_method_is_measured_for_each_seed(
         lambda: encoder,
     )
     finished = run(
-        capsys,
         tmp_path / "results",
         "molecules --quiet",
         data=data,
         train_examples=20,
         test_examples=12,
         steps=3,
-        seeds=(0, 1),
+        seeds=SEEDS,
         cache=tmp_path / "cache",
     )
-    rows = finished.figures["rows"]
-    found = [(row["seed"], row["name"]) for row in rows]
-    assert found == list(product((0, 1), NAMES))
-    for of_seed in (rows[:5], rows[5:]):
+    rows = rows_by(finished.rows, "seed", "name")
+    assert list(rows) == list(product(SEEDS, NAMES))
+    for seed in SEEDS:
+        of_seed = [rows[seed, name] for name in NAMES]
         of_mean, of_model, *posteriors, _ = of_seed
         assert of_mean["total_std"] == 1
         # By its noise of standard deviation 1 alone, the NLL is that of a standard
         # normal.
-        nll = (math.log(2 * math.pi) + of_mean["rmse"] ** 2) / 2
+        mean_square = of_mean["rmse"] ** 2
+        nll = (math.log(2 * math.pi) + mean_square) / 2
         assert of_mean["nll"] == pytest.approx(nll, rel=1e-5)
         assert of_model["epistemic_std"] == 0
         for row in posteriors:

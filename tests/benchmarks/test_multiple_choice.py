@@ -10,61 +10,114 @@ from benchmarks.models import MissingDataError
 from benchmarks.tasks import TASKS
 from benchmarks.tasks.multiple_choice import MULTIPLE_CHOICE
 from laplace_lora_ext.models.logits_model import LogitsModel
-from tests.benchmarks.support import arc_row, parsed, rows_by, run, write_rows
+from tests.benchmarks.support import (
+    arc_row,
+    parsed,
+    rows_by,
+    run,
+    write_rows,
+)
 
-CHOICES = ["a pear", "a stone", "a spoon and a lamp", "a lamp"]
+# One is longer than the others, by several tokens.
+CHOICES = [
+    "a pear",
+    "a stone",
+    "a spoon and a lamp",
+    "a lamp",
+]
+N_QUESTIONS = {"train": 24, "test": 8}
 
 
 @pytest.fixture
 def data(tmp_path) -> Path:
     """A folder of questions of each data set, of which one has three choices."""
+    root = tmp_path / "data"
     for task in MULTIPLE_CHOICE:
         name, configuration = task.dataset
-        folder = tmp_path / "data" / name / configuration
-        for split, n_questions in (("train", 24), ("test", 8)):
-            rows = [
-                arc_row(f"What grows {number}?", CHOICES, "ABCD"[number % 4])
-                for number in range(n_questions)
-            ]
-            rows.append(arc_row("What grows?", CHOICES[:3], "A", labels="ABC"))
+        folder = root / name / configuration
+        for split, n_questions in N_QUESTIONS.items():
+            rows = questions(n_questions)
             if "openbookqa" in name:
                 for row in rows:
                     row["question_stem"] = row.pop("question")
             write_rows(rows, folder / f"{split}.jsonl")
-    return tmp_path / "data"
+    return root
 
 
-@pytest.mark.parametrize("task", MULTIPLE_CHOICE, ids=lambda task: task.name)
-def test_each_question_has_four_choices_and_stays_the_same(task, data, tiny_models):
-    options = parsed(
+def questions(count: int) -> list[dict]:
+    """Make as many questions with four choices, and one with three."""
+    rows = []
+    for number in range(count):
+        row = arc_row(
+            f"What grows {number}?",
+            CHOICES,
+            answer="ABCD"[number % 4],
+        )
+        rows.append(row)
+    of_three = arc_row(
+        "What grows?",
+        CHOICES[:3],
+        answer="A",
+        labels="ABC",
+    )
+    return [*rows, of_three]
+
+
+# --- tasks ----------------------------------------------------------------------------
+
+every_task = pytest.mark.parametrize(
+    "task",
+    MULTIPLE_CHOICE,
+    ids=lambda task: task.name,
+)
+
+
+@pytest.fixture
+def options(task, data, tiny_models):
+    return parsed(
         "stages --quiet",
         task=task.name,
         data=data,
         model=tiny_models[True],
     )
 
+
+@every_task
+def test_each_question_stays_the_same(task, options):
     def read(seed):
         return TASKS[task.name].read(options, seed)
 
     found = read(0)
-    assert len(found.train) == 24
-    assert len(found.test) == 8
-    assert found == read(0)
-    assert found.train != read(1).train
+    again = read(0)
+    other = read(1)
+    # The question with three choices is left out.
+    assert len(found.train) == N_QUESTIONS["train"]
+    assert len(found.test) == N_QUESTIONS["test"]
+    assert again == found
+    assert other.train != found.train
 
+
+@every_task
+def test_each_question_has_four_choices(task, options):
     pretrained = prepare(options, 0)
-    batch = next(iter(pretrained.loader(pretrained.data[TRAIN])))
+    records = pretrained.data[TRAIN]
+    batch = next(iter(pretrained.loader(records)))
     model = LogitsModel(pretrained.load(), pretrained.class_token_ids)
-    assert model(batch).shape == (len(batch["labels"]), 4)
-    first = found.train[0]
-    if found.has_choices:
-        choices = [f" {choice}" for choice in CHOICES]
-        assert list(first.choices) == choices
-        tokens = pretrained.tokenizer(choices, add_special_tokens=False)["input_ids"]
-        n_tokens = [len(of_choice) for of_choice in tokens]
-        assert batch["score_mask"][0].sum(-1).tolist() == n_tokens
-    else:
+    logits = model(batch)
+    n_texts = len(batch["labels"])
+    assert logits.shape == (n_texts, 4)
+
+    first = pretrained.task.train[0]
+    if not pretrained.task.has_choices:
         assert " Choices: A. a pear." in first.text
+        return
+    choices = [f" {choice}" for choice in CHOICES]
+    assert list(first.choices) == choices
+    # All tokens of a choice are scored, and none of the question.
+    tokens = pretrained.tokenizer(choices, add_special_tokens=False)["input_ids"]
+    n_tokens = [len(of_choice) for of_choice in tokens]
+    n_scored = batch["score_mask"][0].sum(-1)
+    assert n_scored.tolist() == n_tokens
 
 
 def test_data_must_be_given(tiny_models):
@@ -73,10 +126,9 @@ def test_data_must_be_given(tiny_models):
         TASKS["obqa_texts"].read(options, 0)
 
 
-def test_stages_run_on_choices_of_several_tokens(data, tiny_models, tmp_path, capsys):
+def test_stages_run_on_choices_of_several_tokens(data, tiny_models, tmp_path):
     torch.manual_seed(0)
     finished = run(
-        capsys,
         tmp_path / "results",
         "stages",
         task="obqa_texts",

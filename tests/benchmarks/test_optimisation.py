@@ -36,12 +36,11 @@ def molecules(tmp_path, encoder, monkeypatch):
 
 
 @pytest.fixture
-def measure(capsys, molecules):
+def measure(molecules):
     """Runs the experiment with six known molecules."""
 
     def run_with(**options):
         return run(
-            capsys,
             molecules / "results",
             "optimisation --quiet",
             data=molecules,

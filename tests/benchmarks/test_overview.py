@@ -35,28 +35,37 @@ def write(
     losses: dict[int, float],
     kind: str = "calibration",
 ):
-    """Write a run of MAP, with an NLL for each seed, and of ours with half of it."""
+    """Write a run of MAP, with an NLL for each seed, and of ours with half of it.
+
+    Ours is 1 at least.
+    """
     rows = []
     for seed, nll in losses.items():
         of_map = MAP | {"seed": seed, "nll": nll}
-        ours = OURS | {"seed": seed, "nll": max(1.0, nll / 2), "regret": nll}
+        half = nll / 2
+        ours = OURS | {
+            "seed": seed,
+            "nll": max(1.0, half),
+            "regret": nll,
+        }
         # A link that overviews don't show.
         by_draws = ours | {"link": "mc", "nll": 99.0}
         rows += [of_map, ours, by_draws]
     folder.mkdir()
     figures = {"methods": rows, "task": {"name": task}}
-    (folder / f"{kind}.json").write_text(json.dumps(figures), encoding="utf-8")
+    file = folder / f"{kind}.json"
+    file.write_text(json.dumps(figures), encoding="utf-8")
     return folder
 
 
-def test_means_over_seeds_and_tasks_of_the_methods_that_are_shown(tmp_path, capsys):
+def test_means_over_seeds_and_tasks_of_the_methods_that_are_shown(tmp_path):
     folders = [
         write(tmp_path / "one", "first", {0: 1.0, 1: 3.0}),
         write(tmp_path / "two", "second", {0: 4.0, 1: 4.0}),
         write(tmp_path / "again", "first", {1: 3.0}, "stages"),  # counts once
     ]
     ours = "lowrank_kron, agreement, mean_field"
-    finished = run(capsys, tmp_path / "out", "overview", runs=folders, ours=ours)
+    finished = run(tmp_path / "out", "overview", runs=folders, ours=ours)
     figures = finished.figures
     of_tasks = rows_by(figures["tasks"], "task", "name")
     assert len(of_tasks) == 4
@@ -64,6 +73,7 @@ def test_means_over_seeds_and_tasks_of_the_methods_that_are_shown(tmp_path, caps
     assert of_tasks["first", ours]["nll"] == pytest.approx(1.25)
     assert of_tasks["second", "MAP"]["nll"] == pytest.approx(4)
     assert of_tasks["second", ours]["nll"] == pytest.approx(2)
+    # Means of the tasks, each of which is a mean of its seeds.
     of_map, of_ours = figures["all"]
     assert of_map["name"] == "MAP"
     assert of_map["nll"] == 3

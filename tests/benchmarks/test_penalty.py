@@ -176,9 +176,8 @@ def test_without_variance_the_scale_1_leaves_the_models_own_loss(
 # --- the experiment -------------------------------------------------------------------
 
 
-def test_every_rule_has_a_row_for_each_task(intents, capsys, tmp_path):
+def test_every_rule_has_a_row_for_each_task(intents, tmp_path):
     finished = run(
-        capsys,
         tmp_path / "results",
         "penalty --quiet",
         tasks=("travel",),

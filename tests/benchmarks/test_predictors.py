@@ -16,16 +16,30 @@ N_CLASSES = 10
 @pytest.mark.parametrize("link", LINKS)
 def test_many_classes_are_predicted_by_every_link(structure, link):
     batches = ragged_batches(n_classes=N_CLASSES)
-    model = lora_model("bert", n_labels=N_CLASSES)
-    la = fitted(model=model, batches=batches, structure=structure)
+    la = fitted(
+        model=lora_model("bert", n_labels=N_CLASSES),
+        batches=batches,
+        structure=structure,
+    )
     prior = torch.tensor([3.0])
     predicts = predictor_of(la, {"texts": batches}, LINKS)
-    found = predicts.probabilities(prior, link)["texts"]
+    probabilities = predicts.probabilities(prior, link)
+    found = probabilities["texts"]
 
     la.prior_precision = prior
-    expected = [
-        la(without_labels(batch), link_approx=link, n_contrasts=N_CLASSES - 1)
-        for batch in batches
-    ]
+    of_batches = []
+    for batch in batches:
+        of_batch = la(
+            without_labels(batch),
+            link_approx=link,
+            n_contrasts=N_CLASSES - 1,
+        )
+        of_batches.append(of_batch)
+    expected = torch.cat(of_batches)
     # Statistics are kept in float32.
-    assert_close(found.double(), torch.cat(expected).double(), rtol=1e-4, atol=1e-5)
+    assert_close(
+        found.double(),
+        expected.double(),
+        rtol=1e-4,
+        atol=1e-5,
+    )

@@ -103,10 +103,9 @@ NAMES = [method.name for method in remember.METHODS]
 
 
 @pytest.fixture
-def finished(data, tmp_path, capsys):
+def finished(data, tmp_path):
     """A run on all domains; the weights are chosen on another order of them."""
     return run(
-        capsys,
         tmp_path / "results",
         "remember --quiet",
         task="one+two+three",

@@ -7,16 +7,15 @@ import pytest
 
 from benchmarks.experiments.settings import TRAINED, text_of
 from benchmarks.methods.settings import SETTINGS
-from tests.benchmarks.support import run
+from tests.benchmarks.support import run, values_of
 
 
 @pytest.fixture
-def settings_of(tmp_path, capsys, tiny_models):
+def settings_of(tmp_path, tiny_models):
     """Runs the experiment on the settings of some rivals."""
 
     def measure(*rivals):
         return run(
-            capsys,
             tmp_path / "results",
             "settings",
             rivals=rivals,
@@ -36,7 +35,7 @@ def settings_of(tmp_path, capsys, tiny_models):
 
 def test_every_setting_trains_and_predicts_what_is_held_out(settings_of):
     finished = settings_of("ivon")
-    found = [row["settings"] for row in finished.figures["rows"]]
+    found = values_of(finished.rows, "settings")
     recipes = [recipe.name for recipe in SETTINGS["ivon"].recipes]
     assert found == [TRAINED, *recipes]
     # Trainings are kept by their names.
@@ -73,7 +72,9 @@ def test_the_settings_chosen_have_the_least_nll_of_those_that_are_accurate():
     assert of_ivon == "ivon: good is chosen, by NLL."
     assert of_blob == "blob fails: its settings lose 2 points or more."
     # Means of seeds decide.
-    rows.append(measured(TRAINED, TRAINED, accuracy=0.5, nll=2.0, seed=1))
-    rows.append(measured("ivon", "good", accuracy=0.49, nll=2.0, seed=1))
-    rows.append(measured("ivon", "worse", accuracy=0.5, nll=1.7, seed=1))
+    rows += [
+        measured(TRAINED, TRAINED, accuracy=0.5, nll=2.0, seed=1),
+        measured("ivon", "good", accuracy=0.49, nll=2.0, seed=1),
+        measured("ivon", "worse", accuracy=0.5, nll=1.7, seed=1),
+    ]
     assert "ivon: worse is chosen, by NLL." in text_of(pretrained, rows)

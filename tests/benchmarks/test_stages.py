@@ -79,9 +79,9 @@ SIGNS = {
 }
 
 
-def test_every_row_is_measured_and_every_training_is_shared(options, tmp_path, capsys):
+def test_every_row_is_measured_and_every_training_is_shared(options, tmp_path):
     folder = tmp_path / "results"
-    finished = run(capsys, folder, "stages", **options, smoothing=[0.2])
+    finished = run(folder, "stages", **options, smoothing=[0.2])
     rows = rows_by(finished.figures["methods"], "method", "prior")
     assert list(rows) == EXPECTED_ROWS
     for keys, row in rows.items():
@@ -123,9 +123,9 @@ def of_encoder(tiny_models, tmp_path):
     }
 
 
-def test_a_head_takes_part_without_a_further_training(of_encoder, tmp_path, capsys):
+def test_a_head_takes_part_without_a_further_training(of_encoder, tmp_path):
     command = "stages --no-students --smoothing"
-    finished = run(capsys, tmp_path / "results", command, **of_encoder)
+    finished = run(tmp_path / "results", command, **of_encoder)
     rows = rows_by(finished.figures["methods"], "method", "prior")
     for method, _ in rows:
         assert "student" not in method

@@ -36,16 +36,16 @@ SMALL = {
 # --- the experiment -------------------------------------------------------------------
 
 
-@pytest.fixture
-def finished(capsys, tmp_path, tiny_models):
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_models):
     """A run of a tiny model."""
+    folder = tmp_path_factory.mktemp("text")
     return run(
-        capsys,
-        tmp_path,
+        folder,
         "text --quiet",
         **SMALL,
         model=tiny_models[True],
-        cache=tmp_path / "cache",
+        cache=folder / "cache",
         epochs=1,
         draws=2,
         grid_size=3,

@@ -23,6 +23,7 @@ def fail_at(place: str, rank: int) -> None:
 @pytest.mark.parametrize("place", ["before", "between", "after"])
 def test_an_error_of_one_rank_is_raised_on_all(place):
     results = on_ranks(lambda rank: fail_at(place, rank), 3)
+    # The rank itself has its own error, and the others are told of it.
     assert failures(results) == [
         "Rank 1 failed. ValueError: batch 3 is bad",
         "batch 3 is bad",
@@ -39,8 +40,10 @@ def test_ranks_that_fail_at_once_have_their_own_errors_and_talk_again():
     def job(rank):
         with pytest.raises(ValueError, match=f"of rank {rank}"), exchange.together():
             raise ValueError(f"of rank {rank}")
+        # Were an exchange of theirs left open, this one would be taken for it.
         with pytest.raises((ValueError, exchange.RankError)):
             fail_at("between", rank)
         return exchange.gathered(rank)
 
-    assert on_ranks(job, 2) == [[0, 1]] * 2
+    of_ranks = on_ranks(job, 2)
+    assert of_ranks == [[0, 1]] * 2

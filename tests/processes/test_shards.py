@@ -67,7 +67,8 @@ def prepared(
     world: int,
     n: int,
 ) -> DataLoader:
-    return accelerated(rank, world, numbered(n))
+    loader = numbered(n)
+    return accelerated(rank, world, loader)
 
 
 def prepared_and_shuffled(
@@ -75,7 +76,8 @@ def prepared_and_shuffled(
     world: int,
     n: int,
 ) -> DataLoader:
-    return accelerated(rank, world, numbered(n, shuffle=True))
+    loader = numbered(n, shuffle=True)
+    return accelerated(rank, world, loader)
 
 
 def prepared_uneven(
@@ -83,7 +85,8 @@ def prepared_uneven(
     world: int,
     n: int,
 ) -> DataLoader:
-    return accelerated(rank, world, numbered(n), even_batches=False)
+    loader = numbered(n)
+    return accelerated(rank, world, loader, even_batches=False)
 
 
 def prepared_by_splitting(
@@ -114,7 +117,9 @@ def prepared_by_batches(
     world: int,
     n: int,
 ) -> DataLoader:
-    loader = DataLoader(torch.arange(n), batch_sampler=SortedBatches(n))
+    examples = torch.arange(n)
+    batches = SortedBatches(n)
+    loader = DataLoader(examples, batch_sampler=batches)
     return accelerated(rank, world, loader)
 
 
@@ -123,7 +128,8 @@ def dealt_in_order(
     world: int,
     n: int,
 ) -> DataLoader:
-    return in_order(torch.arange(n), BATCH_SIZE, None)
+    examples = torch.arange(n)
+    return in_order(examples, BATCH_SIZE, None)
 
 
 @dataclass(frozen=True)
@@ -150,8 +156,14 @@ def given(loader: DataLoader) -> Given:
             places.append(of_batch)
     of_rank = torch.cat(examples)
     assert share.size == len(of_rank)
-    (column,) = joined(torch.cat(places), (of_rank,))
-    return Given(column.tolist(), batch_sizes)
+    column = column_of(torch.cat(places), of_rank)
+    return Given(column, batch_sizes)
+
+
+def column_of(places: torch.Tensor, values: torch.Tensor) -> list[int]:
+    """Join the values of all ranks, each at its place."""
+    (column,) = joined(places, (values,))
+    return column.tolist()
 
 
 LOADERS = {
@@ -171,20 +183,27 @@ def test_all_ranks_together_have_each_example_once_and_in_order(kind):
     make_loader = LOADERS[kind]
     world = 3
 
+    # Ranks take a while to start, so that all sizes are tried by the same.
     def job(rank):
-        return {n: given(make_loader(rank, world, n)) for n in SIZES}
+        of_sizes = {}
+        for n in SIZES:
+            loader = make_loader(rank, world, n)
+            of_sizes[n] = given(loader)
+        return of_sizes
 
     of_ranks = on_ranks(job, world)
     for of_rank in of_ranks:
         assert isinstance(of_rank, dict), of_rank
     for n in SIZES:
-        results = [of_rank[n] for of_rank in of_ranks]
-        for result in results:
-            assert result.column == list(range(n))
+        everything = list(range(n))
+        n_batches = set()
+        for of_rank in of_ranks:
+            result = of_rank[n]
+            assert result.column == everything
             if kind != "Accelerate, batches of many sizes":
                 assert max(result.batch_sizes) <= BATCH_SIZE
+            n_batches.add(len(result.batch_sizes))
         # Ranks that share a model pass over it together.
-        n_batches = {len(result.batch_sizes) for result in results}
         assert len(n_batches) == 1
 
 
@@ -192,25 +211,38 @@ def passes_over(share: Share) -> list[list[int]]:
     """Pass over a share twice."""
     passes = []
     for _ in range(2):
-        (column, *_) = over_loader(share, lambda batch: (batch,))
+        column, *_ = over_loader(share, as_column)
         passes.append(column.tolist())
     return passes
 
 
+def as_column(batch: torch.Tensor) -> tuple[torch.Tensor]:
+    """Return the examples themselves."""
+    return (batch,)
+
+
 def test_a_share_that_is_read_once_gives_every_pass_the_same():
-    shuffled = numbered(40, batch_size=3, shuffle=True)
-    first, second = passes_over(Share.read_once(shuffled))
+    n = 40
+    shuffled = numbered(n, batch_size=3, shuffle=True)
+    share = Share.read_once(shuffled)
+    first, second = passes_over(share)
     assert first == second
-    assert first != list(range(40))
+    # Otherwise nothing would be shuffled.
+    assert first != list(range(n))
 
 
 def test_a_share_that_ranks_read_once_gives_every_pass_the_same():
-    def job(rank):
-        shuffled = prepared_and_shuffled(rank, 2, 5)
-        return passes_over(Share.read_once(shuffled))
+    n = 5
 
-    for passes in on_ranks(job, 2):
-        assert passes == [[0, 1, 2, 3, 4]] * 2
+    def job(rank):
+        shuffled = prepared_and_shuffled(rank, 2, n)
+        share = Share.read_once(shuffled)
+        return passes_over(share)
+
+    everything = list(range(n))
+    for first, second in on_ranks(job, 2):
+        assert first == everything
+        assert second == everything
 
 
 # --- other loaders --------------------------------------------------------------------
@@ -233,12 +265,17 @@ def shared(
     share = Share(loader)
     # A pass over a share tells the places of each batch in turn.
     places = []
+    values = []
     for batch in share.loader:
         of_batch = share.places(len(batch))
         places.append(of_batch)
-    values = torch.cat(list(share.loader)) + 10 * rank
-    (column,) = joined(torch.cat(places), (values,))
-    return Shared(share.is_dealt, share.size, column.tolist())
+        values.append(batch + 10 * rank)
+    column = column_of(torch.cat(places), torch.cat(values))
+    return Shared(
+        share.is_dealt,
+        share.size,
+        column,
+    )
 
 
 def by_batch_size() -> DataLoader:
@@ -246,8 +283,13 @@ def by_batch_size() -> DataLoader:
 
 
 def by_batch_sampler() -> DataLoader:
-    sampler = BatchSampler(range(5), batch_size=3, drop_last=False)
-    return DataLoader(torch.arange(5), batch_sampler=sampler)
+    sampler = BatchSampler(
+        range(5),
+        batch_size=3,
+        drop_last=False,
+    )
+    examples = torch.arange(5)
+    return DataLoader(examples, batch_sampler=sampler)
 
 
 @pytest.mark.parametrize("make_loader", [by_batch_size, by_batch_sampler])
@@ -257,26 +299,39 @@ def test_a_loader_without_a_sampler_of_ranks_gives_each_its_own(make_loader):
         size=5,
         column=[*range(5), *range(10, 15)],
     )
-    found = on_ranks(lambda rank: shared(make_loader(), rank), 2)
-    assert found == [expected] * 2
+
+    def job(rank):
+        loader = make_loader()
+        return shared(loader, rank)
+
+    of_ranks = on_ranks(job, 2)
+    assert of_ranks == [expected] * 2
 
 
 def test_a_list_of_batches_gives_each_rank_its_own():
     batches = [torch.arange(3), torch.arange(2)]
+    of_rank_0 = [0, 1, 2, 0, 1]
+    of_rank_1 = [10, 11, 12, 10, 11]
     expected = Shared(
         is_dealt=False,
         size=None,
-        column=[0, 1, 2, 0, 1, 10, 11, 12, 10, 11],
+        column=of_rank_0 + of_rank_1,
     )
-    found = on_ranks(lambda rank: shared(batches, rank), 2)
-    assert found == [expected] * 2
+
+    def job(rank):
+        return shared(batches, rank)
+
+    of_ranks = on_ranks(job, 2)
+    assert of_ranks == [expected] * 2
 
 
 def test_the_total_size_of_what_ranks_have_of_their_own():
     batches = [torch.arange(3), torch.arange(2)]
 
     def job(_):
-        return total_size(by_batch_size(), 7), total_size(batches, 7)
+        of_loader = total_size(by_batch_size(), 7)
+        of_list = total_size(batches, 7)
+        return of_loader, of_list
 
     for of_loader, of_list in on_ranks(job, 2):
         assert of_loader == 2 * 5
@@ -314,7 +369,8 @@ def sharded_stream(rank: int) -> DataLoader:
 
 
 def dispatched(rank: int) -> DataLoader:
-    return accelerated(rank, 2, numbered(4), dispatch_batches=True)
+    loader = numbered(4)
+    return accelerated(rank, 2, loader, dispatch_batches=True)
 
 
 def for_four_processes(rank: int) -> DataLoader:
@@ -323,7 +379,8 @@ def for_four_processes(rank: int) -> DataLoader:
 
 
 def with_a_sampler_of_ones_own(rank: int) -> DataLoader:
-    return accelerated(rank, 2, numbered(5, sampler=Own()))
+    loader = numbered(5, sampler=Own())
+    return accelerated(rank, 2, loader)
 
 
 def dropping(examples: list) -> list:
@@ -352,16 +409,18 @@ def the_same_on_all_ranks(rank: int) -> DataLoader:
 )
 def test_what_would_count_twice_is_refused(make_loader, message):
     def job(rank):
-        share = Share(make_loader(rank))
+        loader = make_loader(rank)
+        share = Share(loader)
         places = []
         values = []
         for batch in share.loader:
-            places.append(share.places(len(batch)))
+            of_batch = share.places(len(batch))
+            places.append(of_batch)
             values.append(torch.as_tensor(batch))
-        column = torch.cat(values)
-        joined(torch.cat(places), (column,))
+        column_of(torch.cat(places), torch.cat(values))
 
-    for error in failures(on_ranks(job, 2)):
+    of_ranks = on_ranks(job, 2)
+    for error in failures(of_ranks):
         assert message in error
 
 
@@ -385,23 +444,31 @@ def test_a_rank_without_data_adds_nothing():
 
 
 def test_ranks_without_data_have_nothing_to_join():
-    assert on_ranks(lambda _: joined(NO_EXAMPLES, None), 2) == [None, None]
+    def job(_):
+        return joined(NO_EXAMPLES, None)
+
+    of_ranks = on_ranks(job, 2)
+    assert of_ranks == [None, None]
 
 
 def test_labels_of_some_ranks_alone_are_refused():
     def job(rank):
         places = torch.arange(2) + 2 * rank
         values = torch.arange(2.0) + rank
-        columns = (values,) if rank == 0 else (values, values)
+        columns = (values,)
+        if rank == 1:
+            columns = (values, values)
         joined(places, columns)
 
     message = "Some batches have labels and others have none: give all or none labels."
-    assert failures(on_ranks(job, 2)) == [message] * 2
+    of_ranks = on_ranks(job, 2)
+    assert failures(of_ranks) == [message] * 2
 
 
 # --- examples that a sampler leaves out -----------------------------------------------
 
 
+ALL = [0, 1, 2, 3, 4]
 TWO_OF_THEM = SubsetRandomSampler([4, 0])
 # Any may be drawn, so that all are part of the data.
 BY_CHANCE = WeightedRandomSampler([1.0] * 5, num_samples=3)
@@ -414,10 +481,10 @@ OF_BATCHES = {
 @pytest.mark.parametrize(
     ("options", "examples"),
     [
-        pytest.param({}, [0, 1, 2, 3, 4], id="none"),
-        pytest.param({"shuffle": True}, [0, 1, 2, 3, 4], id="none, shuffled"),
+        pytest.param({}, ALL, id="none"),
+        pytest.param({"shuffle": True}, ALL, id="none, shuffled"),
         pytest.param({"sampler": TWO_OF_THEM}, [0, 4], id="a subset"),
-        pytest.param({"sampler": BY_CHANCE}, [0, 1, 2, 3, 4], id="by chance"),
+        pytest.param({"sampler": BY_CHANCE}, ALL, id="by chance"),
         pytest.param({"sampler": Own()}, [1, 3], id="a sampler of one's own"),
         pytest.param(OF_BATCHES, [0, 1, 2], id="batches"),
     ],
@@ -443,7 +510,8 @@ def held_out(
     noise = torch.Generator().manual_seed(seed)
     places = []
     for rest, held in divided(loader, share, groups, noise, n_parts):
-        assert sorted([*rest.indices, *held.indices]) == everything
+        both = [*rest.indices, *held.indices]
+        assert sorted(both) == everything
         places.append(held.indices)
     return places
 
@@ -470,21 +538,27 @@ def test_classes_are_held_out_in_proportion_and_never_to_the_last(seed):
 def test_one_of_two_texts_is_held_out_at_most(seed):
     two_of_each = torch.arange(20) % 10
     (held,) = held_out(two_of_each, share=0.7, seed=seed)
-    classes = two_of_each[held]
-    assert classes.sort().values.tolist() == list(range(10))
+    classes = two_of_each[held].tolist()
+    assert sorted(classes) == list(range(10))
 
 
 @seeds
 def test_parts_hold_out_each_text_once_and_each_class_in_proportion(seed):
     sizes = torch.tensor([5, 40, 55])
     classes = torch.arange(3).repeat_interleave(sizes)
-    parts = held_out(classes, share=0.2, seed=seed, n_parts=5)
-    places = torch.cat([torch.tensor(part) for part in parts])
-    assert sorted(places.tolist()) == list(range(100))
+    parts = held_out(
+        classes,
+        share=0.2,
+        seed=seed,
+        n_parts=5,
+    )
+    places = []
     for part in parts:
+        places += part
         counts = classes[part].bincount(minlength=3)
         off = counts - sizes / 5
         assert off.abs().max() <= 1
+    assert sorted(places) == list(range(100))
 
 
 def test_each_example_of_a_class_is_as_likely_to_be_held_out():
@@ -501,5 +575,6 @@ def test_each_example_of_a_class_is_as_likely_to_be_held_out():
     assert counts.sum() == n_held_out * n_seeds
     off = counts - share * n_seeds
     # Of a binomial number; one in millions is five deviations off.
-    deviation = (n_seeds * share * (1 - share)) ** 0.5
+    variance = n_seeds * share * (1 - share)
+    deviation = variance**0.5
     assert off.abs().max() < 5 * deviation

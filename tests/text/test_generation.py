@@ -70,7 +70,8 @@ def row_of(
     row: int,
 ) -> Batch:
     """Take one example of a batch, as a batch of one."""
-    return {key: value[row : row + 1] for key, value in batch.items()}
+    texts = slice(row, row + 1)
+    return {key: value[texts] for key, value in batch.items()}
 
 
 def translator(kind: str) -> Writer:
@@ -212,7 +213,13 @@ def test_texts_are_those_of_a_mixture_of_drawn_models(kind, cached):
         assert_close(log_probs, expected.log_probs, rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "sampling"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(GREEDY, id="greedy"),
+        pytest.param(SAMPLING, id="sampling"),
+    ],
+)
 @pytest.mark.parametrize("kind", ["gpt2", "t5", "bart", "sounds", "Mamba"])
 def test_without_draws_texts_are_the_models_own_row_by_row(kind, options):
     la, given = writer(kind)
@@ -334,6 +341,7 @@ def test_processors_see_log_probabilities():
 
 def test_tokens_that_are_forbidden_are_not_written():
     usual = next_tokens()
+    # They are the likeliest, so that they would be written again.
     others = next_tokens(suppress_tokens=list(usual))
     assert not others & usual
 
@@ -356,6 +364,7 @@ def test_draws_are_seeded():
     same = write(seed=0)
     other = write(seed=1)
     entropies = one.scores.tokens.total
+    # Greedy texts may be the same with any draws: entropies tell them apart.
     assert torch.equal(same.sequences, one.sequences)
     assert torch.equal(same.scores.tokens.total, entropies)
     assert not torch.equal(other.scores.tokens.total, entropies)

@@ -140,6 +140,7 @@ def test_a_layerwise_prior_is_scaled_as_a_whole(la, max_change):
     base = layerwise_prior(la)
     agree(la, max_change, init_prior_prec=base)
     assert change(la) == pytest.approx(max_change, rel=0.02)
+    # One factor for all blocks.
     factors = la.prior_precision / base
     expected = factors.mean().expand_as(factors)
     assert_close(factors, expected, rtol=1e-6, atol=0)
@@ -150,7 +151,8 @@ def test_of_many_texts_some_batches_choose(la):
     of_some = agreement(batches, generator(), max_examples=3)
     of_some(la)
     chosen = la.prior_precision.clone()
-    of_every_second = agreement(batches[::2], generator())
+    every_second = batches[::2]
+    of_every_second = agreement(every_second, generator())
     of_every_second(la)
     assert torch.equal(chosen, la.prior_precision)
 
@@ -168,8 +170,10 @@ def mean_loss(
     seed = draw_seed(generator(3))
     log_probs = []
     for batch in validation():
-        scores = la.score(batch, N_SAMPLES, generator(seed))
-        log_probs.append(scores.tokens.log_prob[scores.labelled])
+        draws = generator(seed)
+        scores = la.score(batch, N_SAMPLES, draws)
+        log_prob = scores.tokens.log_prob
+        log_probs.append(log_prob[scores.labelled])
     return -torch.cat(log_probs).mean()
 
 
@@ -210,10 +214,17 @@ def test_a_grid_multiplies_the_numbers_that_it_starts_from(la, base):
 def test_the_losses_of_a_grid_are_those_of_scores_and_the_least_is_chosen(la, base):
     history = searched(la, init_prior_prec=base)
     tried = history.prior_precision
-    best = tried[history.objective.argmin()]
-    assert_close(la.prior_precision, best.to(la.prior_precision))
+    least = history.objective.argmin()
+    best = tried[least]
+    chosen = la.prior_precision
+    assert_close(chosen, best.to(chosen))
     losses = [mean_loss(la, point) for point in tried]
-    assert_close(history.objective, torch.stack(losses), rtol=1e-10, atol=0)
+    assert_close(
+        history.objective,
+        torch.stack(losses),
+        rtol=1e-10,
+        atol=0,
+    )
 
 
 def test_a_grid_of_one_number_multiplies_1(la):
@@ -251,6 +262,7 @@ def test_neither_batches_nor_the_models_mode_matter():
         batch_size=4,
         padding_side="left",
     )
+    # Sums of float64 in another order.
     assert_close(of_one, expected, rtol=1e-9, atol=0)
     assert_close(on_the_left, expected, rtol=1e-9, atol=0)
 
@@ -315,21 +327,23 @@ def test_texts_that_a_sampler_repeats_count_once(la, losses):
     # So narrow that draws of an evaluation are the model.
     la.prior_precision = 1e12
     expected = losses(la)
-    results = on_ranks(lambda rank: losses(la), 2)
-    assert_alike(results, expected)
+    of_ranks = on_ranks(lambda _: losses(la), 2)
+    assert_alike(of_ranks, expected)
 
 
 def test_of_divided_texts_every_second_batch_is_taken(la):
     def losses(rank: int) -> torch.Tensor:
-        choose = agreement(divided_texts(6), generator(), max_examples=3)
+        texts = divided_texts(6)
+        choose = agreement(texts, generator(), max_examples=3)
         return choose(la).objective
 
-    both = on_ranks(losses, 2)
+    of_ranks = on_ranks(losses, 2)
     rows = divided_texts(6).dataset
     # Of each rank's three, the first and the last.
-    taken = [rows[0], rows[1], rows[4], rows[5]]
+    taken = [rows[place] for place in (0, 1, 4, 5)]
     of_taken = agreement(DataLoader(taken), generator())
-    assert_alike(both, of_taken(la).objective)
+    expected = of_taken(la).objective
+    assert_alike(of_ranks, expected)
 
 
 # --- data -----------------------------------------------------------------------------
@@ -350,14 +364,21 @@ class Drawn(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_each_prior_precision_is_tried_on_the_same_texts(la, method, workers):
     drawn = Drawn()
-    loader = DataLoader(drawn, batch_size=None, num_workers=workers)
-    history = method(loader, generator())(la)
+    loader = DataLoader(
+        drawn,
+        batch_size=None,
+        num_workers=workers,
+    )
+    choose = method(loader, generator())
+    objective = choose(la).objective
     # A worker counts the passes of a copy.
-    assert drawn.n_passes == (1 if workers == 0 else 0)
+    expected_passes = 1 if workers == 0 else 0
+    assert drawn.n_passes == expected_passes
     first_pass = list(Drawn())
-    expected = method(first_pass, generator())(la)
-    assert torch.equal(history.objective, expected.objective)
-    assert len(history.objective) > 3
+    choose_again = method(first_pass, generator())
+    expected = choose_again(la).objective
+    assert torch.equal(objective, expected)
+    assert len(objective) > 3
 
 
 def test_held_out_texts_choose(la):
@@ -383,6 +404,7 @@ def test_held_out_texts_choose(la):
         held_out=0.4,
         search=search,
     )
+    # Two of the six are held out.
     assert len(learnt) == 4
     held_out = [place for place in range(6) if place not in learnt]
 
