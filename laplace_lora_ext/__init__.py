@@ -10,6 +10,7 @@ import laplace_lora_ext.plots as plots
 from laplace_lora_ext.curvature.backend import PAPER_SETTINGS
 from laplace_lora_ext.laplace import Laplace, from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
+from laplace_lora_ext.merging import merge
 from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
@@ -60,6 +61,7 @@ __all__ = [
     "acquisitions",
     "from_pretrained",
     "in_stages",
+    "merge",
     "metrics",
     "plots",
     "train_in_stages",

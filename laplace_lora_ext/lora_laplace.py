@@ -36,7 +36,7 @@ from laplace_lora_ext.models.lora_layers import (
 )
 from laplace_lora_ext.models.running import LOCK, exclusive, kept, without_autocast
 from laplace_lora_ext.models.same_model import ModelState, check_same
-from laplace_lora_ext.models.weights import Block, check_in_place, flattened
+from laplace_lora_ext.models.weights import Block, check_in_place
 from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
 from laplace_lora_ext.predictive import amortized, decisions, distributions
 from laplace_lora_ext.predictive.amortized import LearntVariance
@@ -429,7 +429,7 @@ class LoRALaplace(ParametricLaplace):
                 raise ValueError(
                     "Data can be added to one fit: prior=... goes with override=True."
                 )
-            self._check_prior(prior)
+            self.check_joins(prior, "The prior")
         with together():
             self._move_with_model()
             before = None
@@ -443,45 +443,47 @@ class LoRALaplace(ParametricLaplace):
                 progress_bar=progress_bar,
             )
             if prior is not None:
-                fitted = fitted.after(
-                    prior.present_fit, self._distance(prior), self.structure
-                )
+                distance = prior.distance(fitted.mean)
+                fitted = fitted.after(prior.present_fit, distance, self.structure)
         # All that can fail has been done.
-        self._take_over(fitted)
+        self.take_over(fitted)
 
-    def _check_prior(self, prior: LoRALaplace) -> None:
-        """Refuse a posterior that can't be the prior of a fit of this one."""
+    def check_joins(self, other: LoRALaplace, name: str) -> None:
+        """Refuse a posterior whose data can't be joined to those of this one.
+
+        `name` is what the message calls the other posterior.
+        """
         mine = {block.known_as: block.shape for block in self.blocks}
-        its = {block.known_as: block.shape for block in prior.blocks}
+        its = {block.known_as: block.shape for block in other.blocks}
         if (
-            type(prior) is not type(self)
-            or prior.likelihood != self.likelihood
+            type(other) is not type(self)
+            or other.likelihood != self.likelihood
             or mine != its
         ):
             raise ValueError(
-                "A prior must have the structure, the likelihood and the layers of the "
-                f"posterior; this is {prior!r}."
+                f"{name} must have the structure, the likelihood and the layers of "
+                f"this posterior, {self!r}, and is {other!r}."
             )
-        if prior._settings() != self._settings():
+        if other._settings() != self._settings():
             raise ValueError(
-                f"The prior was fitted with {prior._settings()}, not "
+                f"{name} was fitted with {other._settings()}, not "
                 f"{self._settings()}: fit both with the same settings."
             )
         here = ModelState.of(self.model, self.blocks)
-        differing = prior.present_fit.model.differing_base(here)
+        differing = other.present_fit.model.differing_base(here)
         if differing is not None:
-            raise ValueError(f"The prior has another base model: {differing} differs.")
+            raise ValueError(f"{name} has another base model: {differing} differs.")
 
-    def _distance(self, prior: LoRALaplace) -> torch.Tensor:
-        """Compute the squared distance `()` of the weights from a prior's mean.
+    def distance(self, weights: torch.Tensor) -> torch.Tensor:
+        """Compute the squared distance `()` of weights `(parameters,)` from the mean.
 
-        It is that under the curvature alone, without the prior's own prior.
+        It is that under the curvature alone, without the prior, and in the loss's own
+        scale.
         """
-        now = flattened(self.blocks, prior._device).to(prior.mean)
-        apart = now - prior.mean
-        of_prior = (prior.prior_precision_diag * apart.square()).sum()
-        # To the curvature's own scale, in which the loss is.
-        return (prior.square_norm(now) - of_prior) / prior.curvature_scale
+        weights = weights.to(self.mean)
+        apart = weights - self.mean
+        of_prior = (self.prior_precision_diag * apart.square()).sum()
+        return (self.square_norm(weights) - of_prior) / self.curvature_scale
 
     @property
     def present_fit(self) -> Fit:
@@ -495,7 +497,7 @@ class LoRALaplace(ParametricLaplace):
         """Return all other weights at the fit."""
         return self.present_fit.model
 
-    def _take_over(self, fitted: Fit) -> None:
+    def take_over(self, fitted: Fit) -> None:
         """Make a fit the present one."""
         self._posterior_scale = None  # the host's, of the fit before
         self.model.output_size = fitted.n_outputs  # which the host's backends read
@@ -1535,7 +1537,7 @@ class LoRALaplace(ParametricLaplace):
         ParametricLaplace.load_state_dict(restored, state_dict | of_host)
         # Earlier releases had no scale.
         restored.logit_scale = state_dict.get("logit_scale", 1.0)
-        restored._take_over(loaded)
+        restored.take_over(loaded)
         vars(self).update(vars(restored))
 
     def _settings(self) -> dict[str, Any]:

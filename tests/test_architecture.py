@@ -23,7 +23,7 @@ FLOORS = [
     {"lora_laplace"},
     {"structures"},
     {"laplace"},
-    {"mixture", "training.callback"},
+    {"merging", "mixture", "training.callback"},
     {"training.stages"},
     {"plots"},
     {"__init__"},

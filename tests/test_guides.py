@@ -17,6 +17,7 @@ from tests.support.models import (
     lora_model,
     ragged_batches,
 )
+from tests.support.posteriors import another_training
 from tests.support.trainers import trainer_of
 from tests.test_readme import FENCE, PROMPTS, write_adapter
 from tests.test_token_classification import token_classifier
@@ -285,6 +286,25 @@ def test_new_data_without_the_old(tmp_path):
     assert of_both.n_data == 2 * la.n_data
     # The adapter that was trained is the posterior's.
     assert la.penalty() > 0
+
+
+def test_one_adapter_out_of_several():
+    names = {
+        "laplace_lora_ext": laplace_lora_ext,
+        "model_of_one": lora_model("bert"),
+        "model_of_two": another_training(),
+        "loader_of_one": ragged_batches(),
+        "loader_of_two": ragged_batches(seed=2),
+        "held_out_loader": ragged_batches(seed=3),
+    }
+    run_section("priors.md", "One adapter out of several", names)
+    model = names["model_of_one"]
+    assert model.active_adapter == "both"
+    merged = names["merged"]
+    assert merged.n_data == names["one"].n_data + names["two"].n_data
+    batch = ragged_batches(seed=4)[0]
+    p = merged(batch, link_approx="mean_field")
+    assert_probabilities(p)
 
 
 def test_losses_of_ones_own_are_explained_in_few_sentences():

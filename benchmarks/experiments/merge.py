@@ -2,11 +2,10 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from laplace.utils.matrix import KronDecomposed
 from peft.utils.merge_utils import dare_linear, ties
 
 from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, prepare
@@ -15,25 +14,33 @@ from benchmarks.methods.method import labels_of
 from benchmarks.methods.posteriors import lowrank_kron
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Merge
-from benchmarks.report import Result, Row, over_seeds, say, table
+from benchmarks.report import (
+    Result,
+    Row,
+    over_seeds,
+    paired_differences,
+    say,
+    table,
+)
 from benchmarks.training import Records
-from laplace_lora_ext import LowRankKronLoRALaplace
+from laplace_lora_ext import LowRankKronLoRALaplace, merge
+from laplace_lora_ext.merging import PRIOR_PRECISIONS, mode_of_product
 from laplace_lora_ext.metrics import negative_log_likelihood, quality
+from laplace_lora_ext.models.adapters import find_peft_model
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.tuning.scales import scale_penalty
 
 # Of the sum of two adapters, of which a half is the mean.
 FACTORS = (0.5, 0.6, 0.7, 0.8)
-PRIORS = (0.1, 1.0, 10.0, 100.0)
+NO_SEARCH = 1.0  # the prior precision that a posterior starts with
 # Not its "linear", which is a sum by the root of 1/2: `FACTORS` have one near it.
 PEFTS = {"ties": ties, "dare_linear": dare_linear}
 DENSITY = 0.5  # share of the weights that these keep
-ITERATIONS = 500  # at most; what has not converged by then is measured as it is
-TOLERANCE = 1e-10  # of the squared residual
 # From 1/16 to 16, four to an octave.
 SCALES = tuple(2 ** (step / 4) for step in range(-16, 17))
 HALVES = ("texts", "intents")
 FIGURES = ("accuracy", "nll", "ece")
+REFERENCE = "mean"
 
 
 def run(options: Merge) -> Iterator[Result]:
@@ -87,6 +94,8 @@ class Trial:
             self._posterior(model, half)
             for model, half in zip(self._models, self._halves, strict=True)
         ]
+        # Before the weights that the posteriors are around are written over.
+        yield self._by_library(posteriors)
         # The first half's model holds what is tried: it has been measured already.
         blocks = posteriors[0].blocks
         for candidates in self._merged(posteriors):
@@ -100,16 +109,19 @@ class Trial:
         # In float64: conjugate gradients add up many small steps.
         means = [la.mean.double() for la in posteriors]
         mean = torch.stack(means).mean(0)
-        yield [Candidate("mean", 0.5, mean)]
+        yield [Candidate(REFERENCE, 0.5, mean)]
         total = 2 * mean
         yield [
             Candidate("sum, by a factor", factor, factor * total) for factor in FACTORS
         ]
-        products = []
-        for prior in PRIORS:
-            mode = product(posteriors, means, prior)
-            products.append(Candidate("product of posteriors", prior, mode))
-        yield products
+        by_name = {
+            "product of posteriors": PRIOR_PRECISIONS,
+            "product, prior precision 1": (NO_SEARCH,),
+        }
+        for name, priors in by_name.items():
+            yield [
+                Candidate(name, prior, product(posteriors, prior)) for prior in priors
+            ]
         for way in PEFTS:
             torch.manual_seed(self._seed)  # of what "dare_linear" leaves out
             weights = merged_by_peft(posteriors[0].blocks, means, way)
@@ -124,6 +136,21 @@ class Trial:
         la = lowrank_kron(model, modules_to_save=True)
         la.fit(self._pretrained.loader(records))
         return la
+
+    def _by_library(
+        self,
+        posteriors: Sequence[LowRankKronLoRALaplace],
+    ) -> Row:
+        """Predict the test texts by the posterior around what `merge` makes."""
+        merged = merge(posteriors, val_loader=self._held)
+        predicted: list[torch.Tensor] = []
+        for batch in self._test:
+            probabilities = merged(batch, link_approx="mean_field")
+            assert isinstance(probabilities, torch.Tensor)  # of classes
+            predicted.append(probabilities)
+        find_peft_model(merged.model).delete_adapter(merged.blocks[0].adapter)
+        figures = quality(torch.cat(predicted), self._test_labels)
+        return {"adapter": "product, its posterior", **figures}
 
     def _best(
         self,
@@ -206,66 +233,12 @@ def halves_of(
 
 def product(
     posteriors: Sequence[LowRankKronLoRALaplace],
-    means: Sequence[torch.Tensor],
     prior_precision: float,
 ) -> torch.Tensor:
-    """Find the mode `(Σ P_i)⁻¹ Σ P_i μ_i` of a product of Gaussians.
-
-    Conjugate gradients go to it from the mean of the means on.
-    """
-    dtype = posteriors[0].mean.dtype
-    precisions: list[KronDecomposed] = []
+    """Find the mode of a product of posteriors with a prior precision."""
     for la in posteriors:
         la.prior_precision = prior_precision
-        precisions.append(la.posterior_precision)
-
-    def times(precision: KronDecomposed, weights: torch.Tensor) -> torch.Tensor:
-        # The host multiplies several vectors at once, in the posterior's precision.
-        vectors = weights.to(dtype)[None]
-        (product_of_weights,) = precision.bmm(vectors, exponent=1)
-        return product_of_weights.double()
-
-    def times_sum(weights: torch.Tensor) -> torch.Tensor:
-        products = [times(precision, weights) for precision in precisions]
-        return torch.stack(products).sum(0)
-
-    weighted = [
-        times(precision, mean)
-        for precision, mean in zip(precisions, means, strict=True)
-    ]
-    return conjugate_gradients(
-        times_sum,
-        wanted=torch.stack(weighted).sum(0),
-        start=torch.stack(list(means)).mean(0),
-    )
-
-
-def conjugate_gradients(
-    times: Callable[[torch.Tensor], torch.Tensor],
-    wanted: torch.Tensor,
-    start: torch.Tensor,
-) -> torch.Tensor:
-    """Solve `times(x) = wanted` for a positive definite matrix.
-
-    A sum of Kronecker products has no inverse of that kind, but multiplies fast.
-    """
-    x = start
-    residual = wanted - times(x)
-    direction = residual
-    square = residual @ residual
-    enough = TOLERANCE * (wanted @ wanted)
-    for _ in range(ITERATIONS):
-        if square <= enough:
-            break
-        product_of_direction = times(direction)
-        step = square / (direction @ product_of_direction)
-        x = x + step * direction
-        residual = residual - step * product_of_direction
-        last_square = square
-        square = residual @ residual
-        # Conjugate to all directions so far: no step undoes another.
-        direction = residual + square / last_square * direction
-    return x
+    return mode_of_product(posteriors)
 
 
 @torch.no_grad()
@@ -307,4 +280,18 @@ def text_of(pretrained: Pretrained, rows: list[Row]) -> list[str]:
         "weights. A fifth of the texts is held out, and chooses each merge's number "
         "and a scale of the logits for each row."
     )
-    return [words, table(over_seeds(rows, ["halves", "adapter"], FIGURES))]
+    differences: list[Row] = []
+    for halved in HALVES:
+        of_halves = [
+            {**row, "name": row["adapter"]} for row in rows if row["halves"] == halved
+        ]
+        if of_halves:
+            compared = paired_differences(of_halves, REFERENCE, FIGURES)
+            differences += [{"halves": halved, **row} for row in compared]
+    return [
+        words,
+        table(over_seeds(rows, ["halves", "adapter"], FIGURES)),
+        f"Differences from the {REFERENCE} with the same seed, mean ± standard error "
+        "over seeds:",
+        table(differences),
+    ]

@@ -128,6 +128,23 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
         weight.requires_grad_(trained[name])
 
 
+def add_copy(
+    model: PeftModel,
+    adapter: str,
+    name: str,
+) -> None:
+    """Add a copy of an adapter under another name, and activate it.
+
+    What `add_fresh_adapter` refuses is refused.
+    """
+    if model.active_adapter != adapter:
+        model.set_adapter(adapter)
+    add_fresh_adapter(model, name)
+    weights = own_weights(model, adapter)
+    for of_copy, weight in own_weights(model, name).items():
+        weight.data.copy_(weights[of_copy].data)
+
+
 def read_adapter(
     model: PeftModel,
     adapter: str,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -152,14 +152,16 @@ class ModelState:
 
     def differing_base(self, other: ModelState) -> str | None:
         """Name a weight in which two base models differ; None if there is none."""
-        mine = self.base_weights()
-        its = other.base_weights()
-        for name in sorted(mine.keys() | its.keys()):
-            if name not in mine or name not in its:
-                return name
-            if not mine[name].equals(its[name]):
-                return name
-        return None
+        return _first_differing(self.base_weights(), other.base_weights())
+
+    def differing(self, other: ModelState) -> str | None:
+        """Name what differs between two models; None if nothing does."""
+        mine = self._facts()
+        its = other._facts()
+        for what in mine | its:
+            if mine.get(what) != its.get(what):
+                return what
+        return _first_differing(self.weights, other.weights)
 
     def difference(self, now: ModelState) -> str | None:
         """Say what has changed, in a sentence without a full stop; None if nothing."""
@@ -186,6 +188,19 @@ class ModelState:
         for name, scaling in self.scalings.items():
             facts[f"The scaling of {name}"] = scaling
         return facts
+
+
+def _first_differing(
+    mine: Mapping[str, Weight],
+    its: Mapping[str, Weight],
+) -> str | None:
+    """Name the first weight in which two models differ; None if there is none."""
+    for name in sorted(mine.keys() | its.keys()):
+        if name not in mine or name not in its:
+            return name
+        if not mine[name].equals(its[name]):
+            return name
+    return None
 
 
 def check_runs(

@@ -21,10 +21,9 @@ from torch.utils.data import DataLoader
 
 from laplace_lora_ext.likelihoods import TOKENS, Likelihood
 from laplace_lora_ext.models.adapters import (
-    add_fresh_adapter,
+    add_copy,
     find_peft_model,
     own_adapter_back,
-    own_weights,
     write_adapter,
 )
 from laplace_lora_ext.models.batches import named_batches, pad_token
@@ -109,7 +108,7 @@ def distill(
         )
     folder = Path(trainer.args.output_dir)
     with restored(trainer), own_adapter_back(peft_model):
-        _add_student(peft_model, first.blocks[0].adapter, adapter_name)
+        add_copy(peft_model, first.blocks[0].adapter, adapter_name)
         # A head of its own can be scaled once for all; what has none learns its scale
         # by training.
         head = _head(peft_model, adapter_name, model.output_size)
@@ -131,20 +130,6 @@ def distill(
         if trainer.args.should_save:
             write_adapter(peft_model, adapter_name, {}, folder)
     return adapter_name
-
-
-def _add_student(
-    model: PeftModel,
-    teacher: str,
-    student: str,
-) -> None:
-    """Add an adapter with the weights of the teacher's, and make it the active one."""
-    if model.active_adapter != teacher:
-        model.set_adapter(teacher)
-    add_fresh_adapter(model, student)
-    of_teacher = own_weights(model, teacher)
-    for name, weight in own_weights(model, student).items():
-        weight.data.copy_(of_teacher[name].data)
 
 
 def _head(
