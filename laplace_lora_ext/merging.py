@@ -54,10 +54,8 @@ def merge(
     gradients find it, without a pass of the model or any data.
 
     A posterior's prior precision counts in P, and pulls the weights towards the mean of
-    all adapters. What searches choose for predictions is too large here, and leaves
-    little but the mean. Held-out data of all adapters choose a better one, from 0.01
-    to 100; without them, merge posteriors with the prior precision of 1 that they
-    start with.
+    all adapters, which is all that a large one leaves. Held-out data of all adapters
+    choose one, from 0.01 to 100; without them the posteriors' own count.
 
     Train the adapters from the same first weights (copies of one untrained adapter):
     only then does a weight of one stand for the same as in another. Where a head is
