@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -274,9 +273,9 @@ def _check_alike(posteriors: Sequence[LoRALaplace]) -> None:
         differing = first.model_state.differing(other.model_state)
         if differing is not None:
             raise ValueError(
-                f"{name} has another {differing} than the first, and no posterior is "
-                "over it: fit all with modules_to_save=True if it belongs to a head, "
-                "or else train the adapters without it."
+                f"{name} differs from the first in what neither is over: {differing}. "
+                "Fit all with modules_to_save=True if it belongs to a head, or else "
+                "give all adapters the same."
             )
 
 
@@ -377,4 +376,4 @@ def _joint_fit(
     for la in posteriors:
         distance = la.distance(joint.mean)
         joint = joint.after(la.present_fit, distance, structure)
-    return replace(joint, learnt_variance=None)
+    return joint

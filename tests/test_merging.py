@@ -107,6 +107,18 @@ def test_single_precision_converges():
     assert_close(with_single.mean, expected, rtol=1e-3, atol=1e-4)
 
 
+def test_weights_in_half_precision_are_those_of_the_posterior():
+    posteriors = two_posteriors()
+    in_half = two_posteriors()
+    for la in in_half:
+        la.model.bfloat16()
+    merged = merge(in_half)
+    merged.check_model()
+    # The adapter's weights have eight bits, which are what the posterior is around.
+    expected = merge(posteriors).mean.float()
+    assert_close(merged.mean, expected, rtol=2**-6, atol=0.01)
+
+
 def test_merging_takes_no_pass_of_the_model():
     posteriors = two_posteriors()
     calls = [count_forward_passes(la) for la in posteriors]
@@ -372,9 +384,13 @@ def of_a_model_that_was_trained_on():
         (of_another_structure, ValueError, "Posterior 1 must have the structure"),
         (of_another_rank_of_factors, ValueError, "Posterior 1 was fitted with"),
         (of_an_adapter_of_another_rank, ValueError, "and the layers of this"),
-        (of_another_scaling, ValueError, "another The weight .* than the first"),
+        (of_another_scaling, ValueError, "neither is over: The weight .*scaling"),
         (of_another_base_model, ValueError, "another base model: .*word_embeddings"),
-        (of_another_head, ValueError, "another .*classifier.* modules_to_save=True"),
+        (
+            of_another_head,
+            ValueError,
+            "neither is over: .*classifier.* modules_to_save=True",
+        ),
         (of_a_model_that_was_trained_on, RuntimeError, "have changed since the fit"),
     ],
 )
