@@ -451,7 +451,16 @@ class LoRALaplace(ParametricLaplace):
     def check_joins(self, other: LoRALaplace, name: str) -> None:
         """Refuse a posterior whose data can't be joined to those of this one.
 
-        `name` is what the message calls the other posterior.
+        Parameters
+        ----------
+        other : LoRALaplace
+        name : str
+            what the message calls it
+
+        Raises
+        ------
+        ValueError
+            If it is of another base model, other layers or other settings.
         """
         mine = {block.known_as: block.shape for block in self.blocks}
         its = {block.known_as: block.shape for block in other.blocks}

@@ -545,7 +545,7 @@ def test_without_variance_the_last_point_is_the_best_temperature(searched):
 @may_end_at_the_grids_edge
 @pytest.mark.parametrize(
     "searched",
-    itertools.product(["not sure enough"], STRUCTURES_TO_SEARCH),
+    list(itertools.product(["not sure enough"], STRUCTURES_TO_SEARCH)),
     indirect=True,
     ids=str,
 )
@@ -559,7 +559,7 @@ def test_a_model_that_is_not_sure_enough_is_made_surer(searched):
 @pytest.mark.parametrize(
     "searched",
     # The other structures have no statistics, and predict at each point anew.
-    itertools.product(TASKS, ["lowrank_kron"]),
+    list(itertools.product(TASKS, ["lowrank_kron"])),
     indirect=True,
     ids=str,
 )
