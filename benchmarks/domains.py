@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from benchmarks.fine_tuning import OVERRIDES, Pretrained
 from benchmarks.models import encoder_folder, load_tokenizer
@@ -30,7 +31,7 @@ class Domains:
         return [task.name for task in self.tasks]
 
     @cached_property
-    def outside(self) -> torch.Tensor:
+    def outside(self) -> Tensor:
         """Make offsets `(classes, classes)` of logits, by label.
 
         They leave the intents of the label's own domain, and no other.

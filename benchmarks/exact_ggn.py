@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from benchmarks.fine_tuning import Pretrained
 from benchmarks.models import AdaptedModel
@@ -31,19 +32,19 @@ class ExactGGN:
         of the P parameters, whose prior has the mean 0
     """
 
-    outputs: torch.Tensor
-    gradients: torch.Tensor
-    targets: torch.Tensor
-    squared_norm: torch.Tensor
-    prior_precision: torch.Tensor = field(default_factory=lambda: torch.ones(()))
-    sigma_noise: torch.Tensor = field(default_factory=lambda: torch.ones(()))
+    outputs: Tensor
+    gradients: Tensor
+    targets: Tensor
+    squared_norm: Tensor
+    prior_precision: Tensor = field(default_factory=lambda: torch.ones(()))
+    sigma_noise: Tensor = field(default_factory=lambda: torch.ones(()))
 
     def __post_init__(self) -> None:
         self.kernel = self.gradients @ self.gradients.T
 
     def log_marginal_likelihood(
-        self, prior_precision: torch.Tensor, sigma_noise: torch.Tensor
-    ) -> torch.Tensor:
+        self, prior_precision: Tensor, sigma_noise: Tensor
+    ) -> Tensor:
         """Compute the evidence that Laplace approximates, differentiably."""
         n = len(self.targets)
         variance = sigma_noise**2
@@ -59,8 +60,8 @@ class ExactGGN:
 
     def predict(
         self,
-        outputs: torch.Tensor,
-        gradients: torch.Tensor,
+        outputs: Tensor,
+        gradients: Tensor,
     ) -> NumberPrediction:
         """Predict by outputs `(M,)` and their gradients `(M, P)`."""
         to_known = gradients @ self.gradients.T
@@ -78,7 +79,7 @@ class ExactGGN:
         return NumberPrediction.of([moments], [float(self.sigma_noise)])
 
     @property
-    def _identity(self) -> torch.Tensor:
+    def _identity(self) -> Tensor:
         """Return the identity `(N, N)`."""
         return torch.eye(len(self.targets), dtype=self.kernel.dtype)
 
@@ -87,7 +88,7 @@ def outputs_and_gradients(
     pretrained: Pretrained,
     model: AdaptedModel,
     records: Records,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute outputs `(N,)` and their gradients `(N, P)` in float64, one by one."""
     parameters = model.trained_weights
     outputs = []
@@ -108,7 +109,7 @@ def exact_ggn(
     pretrained: Pretrained,
     model: AdaptedModel,
     records: Records,
-    targets: torch.Tensor,
+    targets: Tensor,
 ) -> ExactGGN:
     """Compute the exact GGN of a model's outputs for records and targets `(N, 1)`."""
     outputs, gradients = outputs_and_gradients(pretrained, model, records)

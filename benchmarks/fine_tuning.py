@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from peft import LoraConfig, TaskType, get_peft_model
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.models import (
@@ -253,7 +254,7 @@ class Pretrained:
         by_likelihood = SeveralLabels if self.task.has_several_labels else Recipe
         followed = recipe or by_likelihood()
 
-        def loss_of(batch: Any) -> torch.Tensor:
+        def loss_of(batch: Any) -> Tensor:
             labels = batch["labels"]
             return followed.loss(model, batch, labels[labels != UNLABELLED])
 

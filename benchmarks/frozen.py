@@ -8,6 +8,7 @@ import torch
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
+from torch import Tensor
 from torch.nn.functional import normalize
 
 from benchmarks.fine_tuning import Pretrained
@@ -21,7 +22,7 @@ RESTARTS = 5
 
 
 @torch.no_grad()
-def frozen_features(pretrained: Pretrained, records: Records) -> torch.Tensor:
+def frozen_features(pretrained: Pretrained, records: Records) -> Tensor:
     """Compute the pretrained encoder's embeddings `(N, D)`, of norm 1, in float64.
 
     They are means over tokens of the last hidden states.
@@ -40,8 +41,8 @@ def frozen_features(pretrained: Pretrained, records: Records) -> torch.Tensor:
 
 
 def k_centres(
-    candidates: torch.Tensor,
-    known: torch.Tensor,
+    candidates: Tensor,
+    known: Tensor,
     n: int,
 ) -> list[int]:
     """Choose, one after the other, the candidate farthest from all that is known.
@@ -79,9 +80,9 @@ def k_centres(
 
 
 def gaussian_process(
-    known: torch.Tensor,
-    targets: torch.Tensor,
-    features: torch.Tensor,
+    known: Tensor,
+    targets: Tensor,
+    features: Tensor,
     seed: int,
 ) -> NumberPrediction:
     """Fit a Gaussian process by the evidence, and predict.

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.benchmark import timer  # waits for an accelerator
@@ -121,7 +122,7 @@ class _NewTensors(TorchDispatchMode):
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
     """Find the storages of all tensors in nested values."""
     for value in tree_leaves(values):
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        if isinstance(value, Tensor) and value.device.type == "cpu":
             yield value.untyped_storage()
 
 

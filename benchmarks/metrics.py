@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 from scipy.stats import mannwhitneyu
+from torch import Tensor
 
 from laplace_lora_ext.metrics import N_BINS, quality
 
 # (texts,) by their names; the higher, the more doubtful.
-Signs = Mapping[str, torch.Tensor]
+Signs = Mapping[str, Tensor]
 
 
-def signs_of(probabilities: torch.Tensor) -> dict[str, torch.Tensor]:
+def signs_of(probabilities: Tensor) -> dict[str, Tensor]:
     """Compute what class probabilities say of how doubtful each text is."""
     return {
         "entropy": entropies(probabilities),
@@ -21,8 +22,8 @@ def signs_of(probabilities: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def quality_with_aurc(
-    probabilities: torch.Tensor,
-    labels: torch.Tensor,
+    probabilities: Tensor,
+    labels: Tensor,
 ) -> dict[str, float]:
     """Measure quality, and the area under risk and coverage.
 
@@ -54,8 +55,8 @@ def shift_detection(
 
 
 def auroc(
-    sign: torch.Tensor,
-    wrong: torch.Tensor,
+    sign: Tensor,
+    wrong: Tensor,
 ) -> float | None:
     """Compute how many pairs of a wrong and a right text a sign orders rightly."""
     n_wrong = int(wrong.sum())
@@ -70,8 +71,8 @@ def auroc(
 
 
 def aurc(
-    sign: torch.Tensor,
-    wrong: torch.Tensor,
+    sign: Tensor,
+    wrong: Tensor,
 ) -> float:
     """Compute the mean share of wrong texts over all coverages.
 
@@ -85,7 +86,7 @@ def aurc(
     return risks.mean().item()
 
 
-def entropies(probabilities: torch.Tensor) -> torch.Tensor:
+def entropies(probabilities: Tensor) -> Tensor:
     """Compute the entropy (texts,) of each text's probabilities, in nats."""
     # `entr` has the limit where a probability is 0, whose logarithm is no number.
     terms = torch.special.entr(probabilities.double())
@@ -93,8 +94,8 @@ def entropies(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def reliability(
-    probabilities: torch.Tensor,
-    labels: torch.Tensor,
+    probabilities: Tensor,
+    labels: Tensor,
 ) -> dict[str, list[float]]:
     """Compute share of texts and accuracy in bins of confidence."""
     confidence, predicted = probabilities.max(-1)

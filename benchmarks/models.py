@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.training import Checkpoints, Recipe
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -72,14 +72,14 @@ class AdaptedModel:
         return replace(self, checkpoints=known)
 
     @torch.no_grad()
-    def logits(self, batches: Iterable[Any]) -> torch.Tensor:
+    def logits(self, batches: Iterable[Any]) -> Tensor:
         """Compute logits (texts, classes) on the CPU, in the model's current mode."""
         return torch.cat([self.logits_model(batch).cpu() for batch in batches])
 
     def probabilities(
         self,
         loaders: Mapping[str, Iterable[Any]],
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Compute probabilities (texts, classes) of each data set, on the CPU."""
         return {
             name: self.logits(batches).softmax(-1) for name, batches in loaders.items()

@@ -13,13 +13,14 @@ from typing import Any, TypeVar, cast
 import torch
 import transformers
 from peft import LoraConfig
+from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from benchmarks.options import Run
 
-Weights = dict[str, torch.Tensor]
+Weights = dict[str, Tensor]
 Checkpoints = dict[int, Weights]  # by the number of steps
 Records = list[dict[str, Any]]
 Element = TypeVar("Element")
@@ -136,8 +137,8 @@ class Recipe:
         self,
         model: torch.nn.Module,
         batch: Any,
-        labels: torch.Tensor,
-    ) -> torch.Tensor:
+        labels: Tensor,
+    ) -> Tensor:
         """Compute the mean loss of a batch; the model gives logits for the labels."""
         return cross_entropy(model(batch), labels)
 
@@ -170,8 +171,8 @@ class SeveralLabels(Recipe):
         self,
         model: torch.nn.Module,
         batch: Any,
-        labels: torch.Tensor,
-    ) -> torch.Tensor:
+        labels: Tensor,
+    ) -> Tensor:
         """Compute the mean loss of all labels of a batch."""
         return binary_cross_entropy_with_logits(model(batch).flatten(), labels)
 
@@ -187,8 +188,8 @@ class Smoothed(Recipe):
         self,
         model: torch.nn.Module,
         batch: Any,
-        labels: torch.Tensor,
-    ) -> torch.Tensor:
+        labels: Tensor,
+    ) -> Tensor:
         """Compute the mean loss of a batch at smoothed labels."""
         return cross_entropy(model(batch), labels, label_smoothing=self.label_smoothing)
 
@@ -209,7 +210,7 @@ class UpperLayers(Recipe):
 def train(
     model: torch.nn.Module,
     loader: DataLoader,
-    loss_of: Callable[[Any], torch.Tensor],
+    loss_of: Callable[[Any], Tensor],
     settings: Hyperparameters,
     show_progress: bool,
     recipe: Recipe,

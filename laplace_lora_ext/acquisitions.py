@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.utils.data import RandomSampler
 
 from laplace_lora_ext.likelihoods import TOKENS, Likelihood
@@ -30,8 +31,8 @@ _OUTCOMES = 1024
 
 
 def expected_improvement(
-    mean: torch.Tensor, standard_deviation: torch.Tensor, best: float
-) -> torch.Tensor:
+    mean: Tensor, standard_deviation: Tensor, best: float
+) -> Tensor:
     """Compute by how much numbers are expected to exceed the best one so far.
 
     Parameters
@@ -65,8 +66,8 @@ def expected_improvement(
 
 
 def upper_confidence_bound(
-    mean: torch.Tensor, standard_deviation: torch.Tensor, beta: float = 2.0
-) -> torch.Tensor:
+    mean: Tensor, standard_deviation: Tensor, beta: float = 2.0
+) -> Tensor:
     """Compute `mean + beta * standard_deviation`, `(N,)`.
 
     Parameters
@@ -87,9 +88,9 @@ def upper_confidence_bound(
 
 
 def thompson(
-    functions: torch.Tensor,
+    functions: Tensor,
     n: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Choose, for each function in turn, the best candidate that is still free.
 
     Parameters
@@ -114,12 +115,12 @@ def thompson(
     return torch.tensor(places)
 
 
-def entropy(probabilities: torch.Tensor) -> torch.Tensor:
+def entropy(probabilities: Tensor) -> Tensor:
     """Compute the entropy `(N,)` of probabilities `(N, C)`, in nats."""
     return torch.special.entr(probabilities).sum(-1)
 
 
-def margin(probabilities: torch.Tensor) -> torch.Tensor:
+def margin(probabilities: Tensor) -> Tensor:
     """Compute how near the second class comes to the first, `(N,)`.
 
     It is 1 where both are as probable.
@@ -129,7 +130,7 @@ def margin(probabilities: torch.Tensor) -> torch.Tensor:
     return 1 - (first - second)
 
 
-def bald(probabilities: torch.Tensor) -> torch.Tensor:
+def bald(probabilities: Tensor) -> Tensor:
     """Compute what a label would tell of the weights, in nats, for each text by itself.
 
     Parameters
@@ -154,10 +155,10 @@ def bald(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def batch_bald(
-    probabilities: torch.Tensor,
+    probabilities: Tensor,
     n: int,
     generator: torch.Generator,
-) -> torch.Tensor:
+) -> Tensor:
     """Choose texts whose labels together tell most of the weights, one after the other.
 
     The joint entropy of the labels is exact as long as they have few outcomes, and is
@@ -209,9 +210,7 @@ def batch_bald(
     return torch.tensor(places)
 
 
-def _joint_entropies(
-    outcomes: torch.Tensor, shares: torch.Tensor, probabilities: torch.Tensor
-) -> torch.Tensor:
+def _joint_entropies(outcomes: Tensor, shares: Tensor, probabilities: Tensor) -> Tensor:
     """Compute the entropy `(N,)` of the chosen labels together with each text's."""
     n_draws = len(probabilities)
     entropies = []
@@ -225,8 +224,8 @@ def _joint_entropies(
 
 
 def _thinned(
-    outcomes: torch.Tensor, shares: torch.Tensor, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+    outcomes: Tensor, shares: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Draw outcomes by their probabilities, with the inverse as their weights."""
     weights = outcomes.mean(1) * shares
     count = _OUTCOMES // 2
@@ -281,7 +280,7 @@ class Acquisition:
         la: Acquiring,
         pool: Iterable[Any],
         n: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Choose what to label or measure next: its places `(n,)`.
 
         Parameters and errors are those of `LoRALaplace.acquire`.
@@ -332,7 +331,7 @@ class Acquisition:
         self,
         la: Acquiring,
         pool: Iterable[Any],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Score each text by itself."""
         first = la.members[0]
         generator = torch.Generator(first.model.device).manual_seed(self.seed)
@@ -355,7 +354,7 @@ class Acquisition:
         self,
         la: Acquiring,
         pool: Iterable[Any],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Score each example by mean and variance of its one number."""
         model = la.members[0].model
 
@@ -375,7 +374,7 @@ class Acquisition:
         la: Acquiring,
         pool: Iterable[Any],
         n_samples: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Draw functions, and compute their outputs `(S, N, C)` for the pool."""
         drawn: list[Functions] = []
         members = la.members

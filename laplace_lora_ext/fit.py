@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from laplace_lora_ext.curvature.structure import Structure
 from laplace_lora_ext.models.same_model import ModelState, check_runs, check_same
@@ -21,7 +21,7 @@ class NoFit:
     """What a posterior's attributes are before its first fit."""
 
     places: list[Place]
-    mean: float | torch.Tensor = 0.0
+    mean: float | Tensor = 0.0
     sums: None = None
     curvature: None = None
     loss: float = 0.0
@@ -60,10 +60,10 @@ class Fit:
         what was learnt of predictions by this fit
     """
 
-    mean: torch.Tensor
+    mean: Tensor
     sums: Any
     curvature: Any
-    loss: torch.Tensor
+    loss: Tensor
     n_data: int
     n_outputs: int
     model: ModelState
@@ -129,7 +129,7 @@ class Fit:
     def after(
         self,
         earlier: Fit,
-        distance: torch.Tensor,
+        distance: Tensor,
         structure: Structure[Any, Any],
     ) -> Fit:
         """Add the data of an earlier fit, around other weights.

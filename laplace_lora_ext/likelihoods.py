@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
     cross_entropy,
@@ -50,10 +51,10 @@ class Seeds(NamedTuple):
         back-propagated together
     """
 
-    vectors: torch.Tensor
-    weights: torch.Tensor
+    vectors: Tensor
+    weights: Tensor
 
-    def dense(self) -> torch.Tensor:
+    def dense(self) -> Tensor:
         """Multiply to the columns `w v` themselves, `(S, B, C)`."""
         return self.vectors * self.weights[..., None]
 
@@ -65,15 +66,15 @@ class _AsItIs:
     output_scales: Sequence[float] | None = None  # numbers alone have any
     log_unit = 0.0  # logarithm of the unit that the loss measures targets in
 
-    def class_logits(self, logits: torch.Tensor) -> torch.Tensor:
+    def class_logits(self, logits: Tensor) -> Tensor:
         """Make logits whose softmax over the last dimension gives probabilities."""
         return logits
 
-    def class_covariance(self, f_var: torch.Tensor) -> torch.Tensor:
+    def class_covariance(self, f_var: Tensor) -> Tensor:
         """Make covariances of `class_logits` of those `(..., C, C)` of logits."""
         return f_var
 
-    def shown(self, probabilities: torch.Tensor) -> torch.Tensor:
+    def shown(self, probabilities: Tensor) -> Tensor:
         """Take what a user reads of the probabilities of classes."""
         return probabilities
 
@@ -99,7 +100,7 @@ class Classification(_AsItIs):
     sees_differences = True
     has_host_links = True
 
-    def exact_seeds(self, logits: torch.Tensor) -> Seeds:
+    def exact_seeds(self, logits: Tensor) -> Seeds:
         """Compute seeds of the exact (type-2) Fisher, C - 1 for each sample.
 
         `H = diag(p) - p pᵀ = diag(q) (I - q qᵀ) diag(q)` with `q = √p`, and the
@@ -128,7 +129,7 @@ class Classification(_AsItIs):
 
     def sampled_seeds(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         num_samples: int,
         generator: torch.Generator,
     ) -> Seeds:
@@ -139,26 +140,26 @@ class Classification(_AsItIs):
 
     def empirical_seeds(
         self,
-        logits: torch.Tensor,
-        y: torch.Tensor,
+        logits: Tensor,
+        y: Tensor,
     ) -> Seeds:
         """Compute slopes of the loss at the targets, one for each sample."""
         return _gradients_at(logits, y[None])
 
     def loss(
         self,
-        logits: torch.Tensor,
-        y: torch.Tensor,
-    ) -> torch.Tensor:
+        logits: Tensor,
+        y: Tensor,
+    ) -> Tensor:
         """Sum the negative log-likelihood over samples, up to a constant."""
         return cross_entropy(logits, y, reduction="sum")
 
     def nll(
         self,
-        predicted: Sequence[torch.Tensor],
-        y: torch.Tensor,
-        sigma_noise: torch.Tensor,
-    ) -> torch.Tensor:
+        predicted: Sequence[Tensor],
+        y: Tensor,
+        sigma_noise: Tensor,
+    ) -> Tensor:
         """Compute the negative log-density of each target, `(B,)`, in nats.
 
         What is predicted are log-probabilities `(B, C)`, of labels `(B, C, 2)`, or of
@@ -168,29 +169,29 @@ class Classification(_AsItIs):
 
     def groups(
         self,
-        y: torch.Tensor,
+        y: Tensor,
         share: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Number the group of each target, `(N,)`; each gives a share to hold out."""
         return y.long()
 
-    def class_counts(self, y: torch.Tensor) -> ClassCounts:
+    def class_counts(self, y: Tensor) -> ClassCounts:
         """Count the classes of targets: what a guess knows that reads no example."""
         return _counts_of_column(0, y.long())
 
     def as_targets(
         self,
-        y: torch.Tensor,
+        y: Tensor,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Bring targets into the shape and type that the losses take, unchecked."""
         return y.long()
 
     def check_targets(
         self,
-        y: torch.Tensor,
-        logits: torch.Tensor,
-    ) -> torch.Tensor:
+        y: Tensor,
+        logits: Tensor,
+    ) -> Tensor:
         """Check targets, and bring them into the losses' form, on the logits' device.
 
         A `ValueError` if their shape, type or range is wrong; a warning if the logits
@@ -259,20 +260,18 @@ class Regression(_AsItIs):
             self.log_unit = sum(math.log(scale) for scale in output_scales)
         self.output_scales = output_scales
 
-    def scales_like(self, f: torch.Tensor) -> torch.Tensor:
+    def scales_like(self, f: Tensor) -> Tensor:
         """Return the scales `(C,)` of outputs `(..., C)`, in their type and place."""
         if self.output_scales is None:
             return f.new_ones(f.shape[-1])
         return f.new_tensor(self.output_scales)
 
-    def standardised(
-        self, f_mu: torch.Tensor, f_var: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def standardised(self, f_mu: Tensor, f_var: Tensor) -> tuple[Tensor, Tensor]:
         """Bring means `(..., C)` and covariances `(..., C, C)` to a noise of 1."""
         scales = self.scales_like(f_mu)
         return f_mu / scales, f_var / torch.outer(scales, scales).to(f_var)
 
-    def exact_seeds(self, logits: torch.Tensor) -> Seeds:
+    def exact_seeds(self, logits: Tensor) -> Seeds:
         n_samples, n_outputs = logits.shape
         identity = torch.eye(n_outputs).to(logits)
         vectors = identity[:, None].expand(n_outputs, n_samples, n_outputs)
@@ -281,7 +280,7 @@ class Regression(_AsItIs):
 
     def sampled_seeds(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         num_samples: int,
         generator: torch.Generator,
     ) -> Seeds:
@@ -299,26 +298,26 @@ class Regression(_AsItIs):
 
     def empirical_seeds(
         self,
-        logits: torch.Tensor,
-        y: torch.Tensor,
+        logits: Tensor,
+        y: Tensor,
     ) -> Seeds:
         slopes = (logits - y) / self.scales_like(logits).square()
         return Seeds(slopes[None], logits.new_ones(1, len(logits)))
 
     def loss(
         self,
-        logits: torch.Tensor,
-        y: torch.Tensor,
-    ) -> torch.Tensor:
+        logits: Tensor,
+        y: Tensor,
+    ) -> Tensor:
         residuals = (logits - y) / self.scales_like(logits)
         return residuals.square().sum() / 2
 
     def nll(
         self,
-        predicted: Sequence[torch.Tensor],
-        y: torch.Tensor,
-        sigma_noise: torch.Tensor,
-    ) -> torch.Tensor:
+        predicted: Sequence[Tensor],
+        y: Tensor,
+        sigma_noise: Tensor,
+    ) -> Tensor:
         """Compute negative log-densities of targets.
 
         A `torch.linalg.LinAlgError` if rounding left no covariance.
@@ -332,9 +331,9 @@ class Regression(_AsItIs):
 
     def groups(
         self,
-        y: torch.Tensor,
+        y: Tensor,
         share: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Number targets by quantiles, each with some to keep and some to hold out.
 
         Of several outputs, the mean rank counts.
@@ -345,23 +344,23 @@ class Regression(_AsItIs):
         n_quantiles = max(1, n_of_the_fewer)
         return rank * n_quantiles // len(y)
 
-    def class_counts(self, y: torch.Tensor) -> ClassCounts:
+    def class_counts(self, y: Tensor) -> ClassCounts:
         return ClassCounts()
 
     def as_targets(
         self,
-        y: torch.Tensor,
+        y: Tensor,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if y.ndim == 1:
             y = y[:, None]
         return y.to(dtype)
 
     def check_targets(
         self,
-        y: torch.Tensor,
-        logits: torch.Tensor,
-    ) -> torch.Tensor:
+        y: Tensor,
+        logits: Tensor,
+    ) -> Tensor:
         targets = self.as_targets(y.to(logits.device), logits.dtype)
         if targets.shape != logits.shape:
             found = f"targets must be {tuple(logits.shape)}, not {tuple(y.shape)}"
@@ -384,7 +383,7 @@ class Regression(_AsItIs):
 class Preferences(Classification):
     """Tells which of two texts is preferred, as reward models learn it."""
 
-    def class_counts(self, y: torch.Tensor) -> ClassCounts:
+    def class_counts(self, y: Tensor) -> ClassCounts:
         """Count half a pair for each order: which comes first means nothing."""
         half = len(y) / 2
         return ClassCounts({(0, 0): half, (0, 1): half})
@@ -401,19 +400,19 @@ class MultiLabel(Classification):
     sees_differences = False
     has_host_links = False
 
-    def class_logits(self, logits: torch.Tensor) -> torch.Tensor:
+    def class_logits(self, logits: Tensor) -> Tensor:
         return torch.stack([torch.zeros_like(logits), logits], dim=-1)
 
-    def class_covariance(self, f_var: torch.Tensor) -> torch.Tensor:
+    def class_covariance(self, f_var: Tensor) -> Tensor:
         """Keep each label's own variance, `(B, K, 2, 2)`: "not" has none."""
         variances = f_var.diagonal(dim1=-2, dim2=-1)
         return torch.diag_embed(self.class_logits(variances))
 
-    def shown(self, probabilities: torch.Tensor) -> torch.Tensor:
+    def shown(self, probabilities: Tensor) -> Tensor:
         """Take the probability of "yes", `(B, K)`."""
         return probabilities[..., 1]
 
-    def exact_seeds(self, logits: torch.Tensor) -> Seeds:
+    def exact_seeds(self, logits: Tensor) -> Seeds:
         """Compute seeds of the exact Fisher `diag(p (1 - p))`, K for each sample."""
         n_samples, n_labels = logits.shape
         identity = torch.eye(n_labels).to(logits)
@@ -425,7 +424,7 @@ class MultiLabel(Classification):
 
     def sampled_seeds(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         num_samples: int,
         generator: torch.Generator,
     ) -> Seeds:
@@ -441,15 +440,15 @@ class MultiLabel(Classification):
 
     def empirical_seeds(
         self,
-        logits: torch.Tensor,
-        y: torch.Tensor,
+        logits: Tensor,
+        y: Tensor,
     ) -> Seeds:
         return self._slopes(logits, y[None])
 
     def _slopes(
         self,
-        logits: torch.Tensor,
-        y: torch.Tensor,
+        logits: Tensor,
+        y: Tensor,
     ) -> Seeds:
         """Compute `p - y` for `(S, B, K)` targets, scaled to a largest entry of 1."""
         # 1 - p cancels where p is near 1: the sigmoid of -f does not.
@@ -463,17 +462,17 @@ class MultiLabel(Classification):
 
     def loss(
         self,
-        logits: torch.Tensor,
-        y: torch.Tensor,
-    ) -> torch.Tensor:
+        logits: Tensor,
+        y: Tensor,
+    ) -> Tensor:
         return binary_cross_entropy_with_logits(logits, y, reduction="sum")
 
     def nll(
         self,
-        predicted: Sequence[torch.Tensor],
-        y: torch.Tensor,
-        sigma_noise: torch.Tensor,
-    ) -> torch.Tensor:
+        predicted: Sequence[Tensor],
+        y: Tensor,
+        sigma_noise: Tensor,
+    ) -> Tensor:
         """Sum an example's losses, given log-probabilities `(B, K, 2)`."""
         (log_p,) = predicted
         labels = y.long()[..., None]
@@ -482,9 +481,9 @@ class MultiLabel(Classification):
 
     def groups(
         self,
-        y: torch.Tensor,
+        y: Tensor,
         share: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Number examples by their rarest label, to divide them evenly.
 
         Those without any label are a group, too.
@@ -496,7 +495,7 @@ class MultiLabel(Classification):
         of_own = counts.masked_fill(~has, len(y) + 1)
         return torch.where(has.any(1), of_own.argmin(1), n_labels)
 
-    def class_counts(self, y: torch.Tensor) -> ClassCounts:
+    def class_counts(self, y: Tensor) -> ClassCounts:
         """Count "not" and "yes" of each label by itself."""
         counts = ClassCounts()
         labels = self.as_targets(y, torch.float64).long()
@@ -506,18 +505,18 @@ class MultiLabel(Classification):
 
     def as_targets(
         self,
-        y: torch.Tensor,
+        y: Tensor,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if y.ndim == 1:
             y = y[:, None]
         return y.to(dtype)
 
     def check_targets(
         self,
-        y: torch.Tensor,
-        logits: torch.Tensor,
-    ) -> torch.Tensor:
+        y: Tensor,
+        logits: Tensor,
+    ) -> Tensor:
         """Return targets `(B, K)`, which must be 0 or 1, on the logits' device.
 
         A warning if the logits look like probabilities.
@@ -564,7 +563,7 @@ class TokenClassification(Classification):
 
     def sampled_seeds(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         num_samples: int,
         generator: torch.Generator,
     ) -> Seeds:
@@ -582,28 +581,28 @@ class TokenClassification(Classification):
 
     def groups(
         self,
-        y: torch.Tensor,
+        y: Tensor,
         share: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Make one group of all texts, which have many labels each."""
         return torch.zeros(len(y), dtype=torch.long)
 
-    def class_counts(self, y: torch.Tensor) -> ClassCounts:
+    def class_counts(self, y: Tensor) -> ClassCounts:
         """Count the classes of all labelled tokens, wherever they are."""
         return super().class_counts(y[y != IGNORED])
 
     def as_targets(
         self,
-        y: torch.Tensor,
+        y: Tensor,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return y[y != IGNORED].long()
 
     def check_targets(
         self,
-        y: torch.Tensor,
-        logits: torch.Tensor,
-    ) -> torch.Tensor:
+        y: Tensor,
+        logits: Tensor,
+    ) -> Tensor:
         """Return checked labels `(N,)` of labelled tokens, on the logits' device."""
         labels = self.as_targets(y.to(logits.device), logits.dtype)
         _check_labels_of_tokens(labels, logits.shape[-1])
@@ -613,7 +612,7 @@ class TokenClassification(Classification):
 class LanguageModeling(TokenClassification):
     """Predicts the next token of a text, at every position that counts."""
 
-    def class_counts(self, y: torch.Tensor) -> ClassCounts:
+    def class_counts(self, y: Tensor) -> ClassCounts:
         """Count nothing: the words of a few texts are too few to guess by."""
         return ClassCounts()
 
@@ -630,14 +629,14 @@ class LabelsOfTokens(NamedTuple):
         looked at together, the same labels are drawn
     """
 
-    own: torch.Tensor
-    numbers: torch.Tensor
+    own: Tensor
+    numbers: Tensor
 
-    def of(self, rows: torch.Tensor) -> LabelsOfTokens:
+    def of(self, rows: Tensor) -> LabelsOfTokens:
         """Select the labels of some tokens, `(N,)` booleans or an index."""
         return LabelsOfTokens(self.own[rows], self.numbers[:, rows])
 
-    def under(self, logits: torch.Tensor) -> torch.Tensor:
+    def under(self, logits: Tensor) -> Tensor:
         """Return the labels `(N, 1 + S)`, their own first, given logits `(N, V)`."""
         own = self.own.to(logits.device)
         _check_labels_of_tokens(own, logits.shape[-1])
@@ -677,9 +676,7 @@ def likelihood_of(
     return Regression(output_scales)
 
 
-def gaussian_log_density(
-    mean: torch.Tensor, covariance: torch.Tensor, y: torch.Tensor
-) -> torch.Tensor:
+def gaussian_log_density(mean: Tensor, covariance: Tensor, y: Tensor) -> Tensor:
     """Compute the log-density `(...)` of targets `(..., C)`, in nats.
 
     A `torch.linalg.LinAlgError` if a matrix `(..., C, C)` is no covariance.
@@ -690,7 +687,7 @@ def gaussian_log_density(
     return density.log_prob(y)
 
 
-def _counts_of_column(column: int, labels: torch.Tensor) -> ClassCounts:
+def _counts_of_column(column: int, labels: Tensor) -> ClassCounts:
     """Count the classes `(N,)` of one column of targets."""
     return ClassCounts((column, label) for label in labels.tolist())
 
@@ -706,7 +703,7 @@ def uniform_numbers(
     n_draws: int,
     n_tokens: int,
     generator: torch.Generator,
-) -> torch.Tensor:
+) -> Tensor:
     """Draw `(S, N)` numbers from 0 to 1 on the generator's device, for `_drawn`."""
     return torch.rand(
         (n_draws, n_tokens),
@@ -717,11 +714,11 @@ def uniform_numbers(
 
 
 def _drawn(
-    logits: torch.Tensor,
-    numbers: torch.Tensor,
-) -> torch.Tensor:
+    logits: Tensor,
+    numbers: Tensor,
+) -> Tensor:
     """Draw `(S, N)` labels of logits `(N, V)`, each by one of the numbers `(S, N)`."""
-    labels: list[torch.Tensor] = []
+    labels: list[Tensor] = []
     by_row = numbers.T.contiguous()
     for some, of_some in zip(
         logits.split(_DRAWN_AT_ONCE), by_row.split(_DRAWN_AT_ONCE), strict=True
@@ -734,7 +731,7 @@ def _drawn(
     return torch.cat(labels).clamp_max(last).T
 
 
-def _check_labels_of_tokens(labels: torch.Tensor, n_outputs: int) -> None:
+def _check_labels_of_tokens(labels: Tensor, n_outputs: int) -> None:
     """Refuse labels that are no classes of a model with so many outputs."""
     if n_outputs < 2:
         raise ValueError(
@@ -749,8 +746,8 @@ def _check_labels_of_tokens(labels: torch.Tensor, n_outputs: int) -> None:
 
 
 def _gradients_at(
-    logits: torch.Tensor,
-    y: torch.Tensor,
+    logits: Tensor,
+    y: Tensor,
 ) -> Seeds:
     """Compute `p - onehot(y)` for `(S, B)` labels, as vectors and weights.
 
@@ -767,13 +764,13 @@ def _gradients_at(
     return Seeds(vectors, p_of_others)
 
 
-def _look_like_probabilities(logits: torch.Tensor) -> bool:
+def _look_like_probabilities(logits: Tensor) -> bool:
     if not len(logits) or (logits < 0).any():
         return False
     deviations = (logits.sum(-1) - 1).abs()
     return bool(deviations.max() < _ROUNDING)
 
 
-def _ranks(y: torch.Tensor) -> torch.Tensor:
+def _ranks(y: Tensor) -> Tensor:
     """Rank each of `(N, ...)` numbers among those of its column, from 0."""
     return y.argsort(dim=0, stable=True).argsort(dim=0)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from laplace.baselaplace import KronLaplace, ParametricLaplace
 from laplace.curvature import CurvatureInterface
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import laplace_lora_ext.saving as saving
@@ -172,8 +172,8 @@ class LoRALaplace(ParametricLaplace):
     trained_likelihood: Likelihood
     predicted_likelihood: Likelihood
 
-    mean: torch.Tensor = _of_fit("mean", "LoRA weights at the fit, `(parameters,)`.")
-    loss: torch.Tensor = _of_fit(
+    mean: Tensor = _of_fit("mean", "LoRA weights at the fit, `(parameters,)`.")
+    loss: Tensor = _of_fit(
         "loss", "Negative log-likelihood of the data, `()`, in float64."
     )
     n_data: int = _of_fit("n_data", "Number of training examples; 0 before a fit.")
@@ -201,7 +201,7 @@ class LoRALaplace(ParametricLaplace):
         class_texts: Sequence[str] | None = None,
         tokenizer: Any = None,
         normalised: bool = False,
-        output_scales: Sequence[float] | np.ndarray | torch.Tensor | None = None,
+        output_scales: Sequence[float] | np.ndarray | Tensor | None = None,
         mask_token_id: int | None = None,
         target_modules: str | Sequence[str] | None = None,
         layers_to_transform: int | Iterable[int] | None = None,
@@ -348,7 +348,7 @@ class LoRALaplace(ParametricLaplace):
         """Pass over the size of whole parameters, which the host sets."""
 
     @property
-    def prior_precision_diag(self) -> torch.Tensor:
+    def prior_precision_diag(self) -> Tensor:
         """Expand the prior precision to each number, `(parameters,)`."""
         prior = self.prior_precision
         if len(prior) in (1, self.n_params):
@@ -483,7 +483,7 @@ class LoRALaplace(ParametricLaplace):
         if differing is not None:
             raise ValueError(f"{name} has another base model: {differing} differs.")
 
-    def distance(self, weights: torch.Tensor) -> torch.Tensor:
+    def distance(self, weights: Tensor) -> Tensor:
         """Compute the squared distance `()` of weights `(parameters,)` from the mean.
 
         It is that under the curvature alone, without the prior, and in the loss's own
@@ -539,47 +539,47 @@ class LoRALaplace(ParametricLaplace):
     # --- prior ------------------------------------------------------------------------
 
     @property
-    def prior_precision(self) -> torch.Tensor:
+    def prior_precision(self) -> Tensor:
         """`(1,)`, `(blocks,)` or, with "diag", `(parameters,)`; positive and finite."""
         return self._prior_precision
 
     @prior_precision.setter
     @torch.inference_mode(False)
-    def prior_precision(self, value: float | torch.Tensor) -> None:
+    def prior_precision(self, value: float | Tensor) -> None:
         check_positive("prior_precision", value)
         _set_by_host(self, "prior_precision", value)
 
     @property
-    def temperature(self) -> float | torch.Tensor:
+    def temperature(self) -> float | Tensor:
         """What the curvature is divided by; positive and finite."""
         return self._temperature
 
     @temperature.setter
     @torch.inference_mode(False)
-    def temperature(self, value: float | torch.Tensor) -> None:
+    def temperature(self, value: float | Tensor) -> None:
         check_single(
             "temperature", value, "it divides the curvature of all outputs alike"
         )
         check_positive("temperature", value)
-        if isinstance(value, torch.Tensor):  # which may have a graph
+        if isinstance(value, Tensor):  # which may have a graph
             self._temperature = kept(value).reshape(())
         else:
             self._temperature = float(value)
         self._posterior_scale = None  # that the host has made with the old value
 
     @property
-    def sigma_noise(self) -> torch.Tensor:
+    def sigma_noise(self) -> Tensor:
         """Standard deviation of a regression's noise, `()`; positive and finite."""
         return self._sigma_noise
 
     @sigma_noise.setter
     @torch.inference_mode(False)
-    def sigma_noise(self, value: float | torch.Tensor) -> None:
+    def sigma_noise(self, value: float | Tensor) -> None:
         _check_noise(value)
         _set_by_host(self, "sigma_noise", value)
 
     @property
-    def output_noise(self) -> torch.Tensor:
+    def output_noise(self) -> Tensor:
         """Standard deviation of the noise of each output of a regression, `(C,)`.
 
         It is `sigma_noise` times the output's scale.
@@ -602,7 +602,7 @@ class LoRALaplace(ParametricLaplace):
         return self._logit_scale
 
     @logit_scale.setter
-    def logit_scale(self, value: float | torch.Tensor) -> None:
+    def logit_scale(self, value: float | Tensor) -> None:
         check_single("logit_scale", value, "it multiplies all logits alike")
         check_positive("logit_scale", value)
         self.problem.check_logit_scale(float(value))
@@ -624,12 +624,12 @@ class LoRALaplace(ParametricLaplace):
             setattr(self, name, value)
 
     @property
-    def curvature_scale(self) -> torch.Tensor:
+    def curvature_scale(self) -> Tensor:
         """Compute the factor `()` of the curvature: 1 / (sigma_noise² temperature)."""
         return self._H_factor
 
     @property
-    def log_likelihood(self) -> torch.Tensor:
+    def log_likelihood(self) -> Tensor:
         """Sum the log-densities of the training data, `()`, differentiably in noise."""
         # The host has them in units of the outputs' scales.
         of_unit = self.n_data * self.trained_likelihood.log_unit
@@ -638,14 +638,14 @@ class LoRALaplace(ParametricLaplace):
     @exclusive
     def log_marginal_likelihood(
         self,
-        prior_precision: torch.Tensor | None = None,
-        sigma_noise: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        prior_precision: Tensor | None = None,
+        sigma_noise: Tensor | None = None,
+    ) -> Tensor:
         self._check_H_init()
         return super().log_marginal_likelihood(prior_precision, sigma_noise)
 
     @property
-    def log_det_prior_precision(self) -> torch.Tensor:
+    def log_det_prior_precision(self) -> Tensor:
         """Compute the log-determinant of the prior precision, in float64."""
         log_precision = self.prior_precision.double().log()
         if len(log_precision) == self.n_params:
@@ -654,7 +654,7 @@ class LoRALaplace(ParametricLaplace):
         return (sizes * log_precision).sum()
 
     @property
-    def scatter(self) -> torch.Tensor:
+    def scatter(self) -> Tensor:
         """Square the distance from the prior mean under the prior, in float64."""
         squares = (self.mean - self.prior_mean).double().square()
         if len(self.prior_precision) < self.n_params:
@@ -755,7 +755,7 @@ class LoRALaplace(ParametricLaplace):
         fitting: bool = False,
         n_contrasts: int | None = None,
         **model_kwargs: Any,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Predict a batch as the host does; `generator` seeds all draws.
 
         Parameters
@@ -837,7 +837,7 @@ class LoRALaplace(ParametricLaplace):
         fitting: bool,
         n_contrasts: int | None,
         **model_kwargs: Any,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Predict as a call does, of tokens row by row."""
         likelihood = self.trained_likelihood if fitting else self.predicted_likelihood
         if likelihood.is_gaussian and link_approx == "mean_field":
@@ -1045,7 +1045,7 @@ class LoRALaplace(ParametricLaplace):
 
     def predictive_moments(
         self, x: Any, *, joint: bool = False
-    ) -> Moments | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Moments | tuple[Tensor, Tensor]:
         """Compute mean `(B, C)` and covariance `(B, C, C)` of a batch's logits.
 
         Neither link, noise nor `logit_scale` is in them: `la(moments)` applies these.
@@ -1062,7 +1062,7 @@ class LoRALaplace(ParametricLaplace):
 
     def moments(
         self, X: Any, joint: bool, directions: Directions = every_output
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Compute mean `(B, C)` and covariance `(B, C, C)` or, joint, `(B * C, B * C)`.
 
         Parameters
@@ -1077,7 +1077,7 @@ class LoRALaplace(ParametricLaplace):
         """
         self.problem.check_linearised()
 
-        def jacobians(part: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def jacobians(part: Any) -> tuple[Tensor, Tensor]:
             return self.recorder.jacobians(part, directions, self.enable_backprop)
 
         def moments_of(part: Any, _: slice) -> Moments:
@@ -1133,7 +1133,7 @@ class LoRALaplace(ParametricLaplace):
         generator: torch.Generator | None = None,
         *,
         joint: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Draw logits or numbers `(S, B, C)` of a batch, of tokens `(S, B, T, C)`.
 
         Parameters
@@ -1173,7 +1173,7 @@ class LoRALaplace(ParametricLaplace):
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Draw probabilities or numbers, as `functional_samples` draws logits."""
         x = self.model.unlabelled(x)
         samples = super().predictive_samples(
@@ -1192,7 +1192,7 @@ class LoRALaplace(ParametricLaplace):
         n_samples: int = 64,
         seed: int = 0,
         progress_bar: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Choose from a pool what to label or measure next.
 
         Parameters
@@ -1230,18 +1230,18 @@ class LoRALaplace(ParametricLaplace):
         return acquisition.choose(self, pool, n)
 
     @without_autocast
-    def functional_variance(self, Js: torch.Tensor) -> torch.Tensor:
+    def functional_variance(self, Js: Tensor) -> Tensor:
         return super().functional_variance(Js)
 
     @without_autocast
-    def functional_covariance(self, Js: torch.Tensor) -> torch.Tensor:
+    def functional_covariance(self, Js: Tensor) -> Tensor:
         return super().functional_covariance(Js)
 
     @without_autocast
-    def square_norm(self, value: torch.Tensor) -> torch.Tensor:
+    def square_norm(self, value: Tensor) -> Tensor:
         return super().square_norm(value)
 
-    def penalty(self, weight: float = 1.0) -> torch.Tensor:
+    def penalty(self, weight: float = 1.0) -> Tensor:
         """Compute how improbable the present weights are, to train and remember.
 
         Parameters
@@ -1265,7 +1265,7 @@ class LoRALaplace(ParametricLaplace):
         """
         self._check_H_init()
         check_in_place(self.blocks, "A penalty")
-        weights: list[torch.Tensor] = []
+        weights: list[Tensor] = []
         for block in self.blocks:
             matrix = block.matrix(block.weight)
             weights.append(matrix.flatten().to(self._device, self._dtype))
@@ -1275,24 +1275,24 @@ class LoRALaplace(ParametricLaplace):
     @without_autocast
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return super().sample(n_samples, generator)
 
     # What the host's own functions call.
 
     def _glm_predictive_distribution(
         self, X: Any, joint: bool = False, diagonal_output: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         return distributions.predictive_distribution(self, X, joint, diagonal_output)
 
     def _glm_functional_samples(
         self,
-        f_mu: torch.Tensor,
-        f_var: torch.Tensor,
+        f_mu: Tensor,
+        f_var: Tensor,
         n_samples: int,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return distributions.functional_samples(
             self, f_mu, f_var, n_samples, diagonal_output, generator
         )
@@ -1300,12 +1300,12 @@ class LoRALaplace(ParametricLaplace):
     @exclusive
     def _glm_predictive_samples(
         self,
-        f_mu: torch.Tensor,
-        f_var: torch.Tensor,
+        f_mu: Tensor,
+        f_var: Tensor,
         n_samples: int,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         # A single reward is a number, not a probability.
         is_reward = f_mu.shape[-1] == 1 and self.predicted_likelihood.is_gaussian
         if is_reward or not self.predicted_likelihood.has_host_links:
@@ -1323,7 +1323,7 @@ class LoRALaplace(ParametricLaplace):
         n_samples: int = 100,
         generator: torch.Generator | None = None,
         **model_kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         samples = self._nn_functional_samples(X, n_samples, generator, **model_kwargs)
         return (
             samples
@@ -1331,7 +1331,7 @@ class LoRALaplace(ParametricLaplace):
             else self._probabilities(samples)
         )
 
-    def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+    def _probabilities(self, logits: Tensor) -> Tensor:
         """Compute the probabilities that a user reads, of logits `(S, B, C)`."""
         likelihood = self.predicted_likelihood
         return likelihood.shown(likelihood.class_logits(logits).softmax(-1))
@@ -1342,14 +1342,14 @@ class LoRALaplace(ParametricLaplace):
         n_samples: int = 100,
         generator: torch.Generator | None = None,
         **model_kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return distributions.network_samples(
             self, X, n_samples, generator, **model_kwargs
         )
 
     def _nn_predictive_classification(
         self, X: Any, n_samples: int = 100, **model_kwargs: Any
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return distributions.mean_probabilities(self, X, n_samples, **model_kwargs)
 
     # --- adapters and files -----------------------------------------------------------
@@ -1572,13 +1572,13 @@ def _problem_of(likelihood: str) -> Problem:
 
 def _with_scales(
     backend_kwargs: Mapping[str, Any],
-    output_scales: Sequence[float] | np.ndarray | torch.Tensor | None,
+    output_scales: Sequence[float] | np.ndarray | Tensor | None,
 ) -> dict[str, Any]:
     """Put the scales of outputs among a backend's options, where files keep them."""
     options = dict(backend_kwargs)
     of_file = options.pop(_SCALES, None)
     scales = of_file if output_scales is None else output_scales
-    if isinstance(scales, torch.Tensor | np.ndarray):
+    if isinstance(scales, Tensor | np.ndarray):
         scales = scales.tolist()  # which files know
     if scales is not None:
         options[_SCALES] = scales
@@ -1595,7 +1595,7 @@ def _warn_of_weights(
         warn("Every lora_B weight is 0: the adapter looks untrained. Train it first.")
 
 
-def _check_noise(value: float | torch.Tensor) -> None:
+def _check_noise(value: float | Tensor) -> None:
     """Refuse a regression's noise that is not one positive number for all outputs.
 
     The host would first ask whether it is 1, which several numbers don't answer.
@@ -1611,7 +1611,7 @@ def _check_noise(value: float | torch.Tensor) -> None:
 def _set_by_host(
     la: LoRALaplace,
     name: str,
-    value: float | torch.Tensor,
+    value: float | Tensor,
 ) -> None:
     """Give a value to the host's own setter of a property that we override."""
     of_host = getattr(super(LoRALaplace, type(la)), name)

@@ -7,6 +7,7 @@ from copy import copy
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.fit import Fit
@@ -32,7 +33,7 @@ PRIOR_PRECISIONS = (0.01, 0.1, 1.0, 10.0, 100.0)
 _MOST_ITERATIONS = 1000  # far more than any merge of ours has taken
 
 # A vector `(parameters,)` times a matrix.
-_Product = Callable[[torch.Tensor], torch.Tensor]
+_Product = Callable[[Tensor], Tensor]
 
 
 @torch.inference_mode(False)  # what is kept must not be inference tensors
@@ -137,7 +138,7 @@ def merge(
 def mode_of_product(
     posteriors: Sequence[LoRALaplace],
     weights: Sequence[float] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Find the mode `(Σ w_i P_i)⁻¹ Σ w_i P_i μ_i` of a product of posteriors.
 
     Parameters
@@ -157,13 +158,13 @@ def mode_of_product(
     means = [la.mean.to(device, torch.float64) for la in posteriors]
     precisions = [la.posterior_precision for la in posteriors]
 
-    def times_sum(vector: torch.Tensor) -> torch.Tensor:
+    def times_sum(vector: Tensor) -> Tensor:
         total = torch.zeros_like(vector)
         for precision, share in zip(precisions, shares, strict=True):
             total += share * _times(precision, vector)
         return total
 
-    def times_covariances(vector: torch.Tensor) -> torch.Tensor:
+    def times_covariances(vector: Tensor) -> Tensor:
         # Near to the inverse of the sum, and as cheap: directions in which the one is
         # sure and the other not are what makes plain gradients slow.
         total = torch.zeros_like(vector)
@@ -185,12 +186,12 @@ def mode_of_product(
 
 def conjugate_gradients(
     times: _Product,
-    wanted: torch.Tensor,
+    wanted: Tensor,
     *,
-    start: torch.Tensor,
+    start: Tensor,
     precondition: _Product,
     tolerance: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Solve `times(x) = wanted` for a positive definite matrix.
 
     A sum of Kronecker products has no inverse of that kind, but multiplies fast.
@@ -215,7 +216,7 @@ def conjugate_gradients(
         `(parameters,)`
     """
 
-    def square(residual: torch.Tensor) -> torch.Tensor:
+    def square(residual: Tensor) -> Tensor:
         return residual @ precondition(residual)
 
     x = start
@@ -301,9 +302,9 @@ def _put(
     merged.prior_precision = _prior_of_product(posteriors, shares)
 
 
-def _times(precision: Any, vector: torch.Tensor) -> torch.Tensor:
+def _times(precision: Any, vector: Tensor) -> Tensor:
     """Multiply a vector `(parameters,)` by a precision, of whatever structure."""
-    if not isinstance(precision, torch.Tensor):
+    if not isinstance(precision, Tensor):
         # Of one vector the host makes one.
         product = precision.bmm(vector.to(precision.deltas), exponent=1)
     elif precision.ndim == 1:
@@ -313,9 +314,9 @@ def _times(precision: Any, vector: torch.Tensor) -> torch.Tensor:
     return product.to(vector)
 
 
-def _times_inverse(precision: Any, vector: torch.Tensor) -> torch.Tensor:
+def _times_inverse(precision: Any, vector: Tensor) -> Tensor:
     """Multiply a vector `(parameters,)` by the inverse of a precision."""
-    if not isinstance(precision, torch.Tensor):
+    if not isinstance(precision, Tensor):
         # Of one vector the host makes one.
         product = precision.bmm(vector.to(precision.deltas), exponent=-1)
     elif precision.ndim == 1:
@@ -328,7 +329,7 @@ def _times_inverse(precision: Any, vector: torch.Tensor) -> torch.Tensor:
 def _prior_of_product(
     posteriors: Sequence[LoRALaplace],
     shares: Sequence[float],
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the prior precision in `Σ w_i P_i`: one, or one a block or number."""
     priors = [la.prior_precision for la in posteriors]
     longest = max(len(prior) for prior in priors)
@@ -343,7 +344,7 @@ def _prior_of_product(
 
 
 @torch.no_grad()
-def _write(la: LoRALaplace, weights: torch.Tensor) -> None:
+def _write(la: LoRALaplace, weights: Tensor) -> None:
     """Put weights `(parameters,)` into a posterior's adapter."""
     sizes = [block.n_params for block in la.blocks]
     parts = weights.split(sizes)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 _OURS = ("laplace_lora_ext", "laplace", "torch", "contextlib")
 _MOST_LISTED = 8
@@ -55,14 +56,14 @@ def check_single(
     instead: str,
 ) -> None:
     """Refuse all but one number; `instead` says what to do."""
-    number = value.numel() if isinstance(value, torch.Tensor) else np.size(value)
+    number = value.numel() if isinstance(value, Tensor) else np.size(value)
     if number != 1:
         raise ValueError(f"{name} must be one number, not {number}: {instead}.")
 
 
 def check_positive(name: str, value: Any) -> None:
     """Refuse numbers that make no Gaussian: negative, 0 or infinite ones."""
-    if not isinstance(value, Real | torch.Tensor):
+    if not isinstance(value, Real | Tensor):
         return  # the host refuses it
     device = getattr(value, "device", "cpu")
     numbers = torch.as_tensor(value, device=device).detach()

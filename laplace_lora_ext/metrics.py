@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import nll_loss, one_hot
 from torchmetrics.functional.classification import (
     multiclass_accuracy,
@@ -25,7 +26,7 @@ COVERAGE = 0.9
 
 
 def quality(
-    probabilities: torch.Tensor, labels: torch.Tensor, n_bins: int = N_BINS
+    probabilities: Tensor, labels: Tensor, n_bins: int = N_BINS
 ) -> dict[str, float]:
     """Measure accuracy, negative log-likelihood, ECE and Brier score.
 
@@ -69,7 +70,7 @@ def quality(
 
 def quality_of_numbers(
     prediction: NumberPrediction,
-    targets: torch.Tensor,
+    targets: Tensor,
 ) -> dict[str, float]:
     """Measure predictions of numbers by their targets.
 
@@ -105,8 +106,8 @@ def quality_of_numbers(
 
 def _figures_of_examples(
     prediction: NumberPrediction,
-    targets: torch.Tensor,
-) -> torch.Tensor:
+    targets: Tensor,
+) -> Tensor:
     """Compute each example's part of the figures, `(N, 4)`, in float64 on the CPU."""
     prediction = NumberPrediction._make(part.cpu().double() for part in prediction)
     targets = targets.to(prediction.mean)
@@ -121,7 +122,7 @@ def _figures_of_examples(
     return torch.stack(columns, dim=1).detach().cpu()
 
 
-def _mean_figures(of_examples: torch.Tensor) -> dict[str, float]:
+def _mean_figures(of_examples: Tensor) -> dict[str, float]:
     mean_square, nll, coverage, crps = of_examples.mean(0).tolist()
     return {"rmse": mean_square**0.5, "nll": nll, "coverage": coverage, "crps": crps}
 
@@ -248,8 +249,8 @@ def _pred_types(la: Any) -> list[str]:
 
 
 def negative_log_likelihood(
-    probabilities: torch.Tensor,
-    labels: torch.Tensor,
+    probabilities: Tensor,
+    labels: Tensor,
 ) -> float:
     """Average in nats; a probability of 0 counts as the smallest positive number.
 

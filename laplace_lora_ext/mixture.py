@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 
 import laplace_lora_ext.saving as saving
 from laplace_lora_ext.acquisitions import Acquisition
@@ -121,9 +121,7 @@ class LaplaceMixture:
             member(part, **options)
             for member, part in zip(self.members, parts, strict=True)
         ]
-        probabilities = [
-            output for output in outputs if isinstance(output, torch.Tensor)
-        ]
+        probabilities = [output for output in outputs if isinstance(output, Tensor)]
         if probabilities:
             return torch.stack(probabilities).mean(0)
         means, covariances = zip(*outputs, strict=True)
@@ -200,7 +198,7 @@ class LaplaceMixture:
         n_samples: int = 64,
         seed: int = 0,
         progress_bar: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Choose from a pool what to label or measure next.
 
         Parameters, result and errors are those of `LoRALaplace.acquire`. Functions are
@@ -279,7 +277,7 @@ class LaplaceMixture:
         batch: Mapping[str, Any],
         n_samples: int = 10,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute logits `(S, N, V)` of S draws at N labelled tokens.
 
         For measures of one's own.
@@ -307,13 +305,13 @@ class LaplaceMixture:
     # --- prior ------------------------------------------------------------------------
 
     @property
-    def prior_precision(self) -> torch.Tensor:
+    def prior_precision(self) -> Tensor:
         return self._factor
 
     @prior_precision.setter
     @exclusive
     @torch.inference_mode(False)
-    def prior_precision(self, factor: float | torch.Tensor) -> None:
+    def prior_precision(self, factor: float | Tensor) -> None:
         # Of all members.
         without_graph = as_tensor(kept(factor)).detach()
         factor = without_graph.cpu().float().reshape(1)
@@ -327,13 +325,13 @@ class LaplaceMixture:
 
     @logit_scale.setter
     @exclusive
-    def logit_scale(self, factor: float | torch.Tensor) -> None:
+    def logit_scale(self, factor: float | Tensor) -> None:
         for member, scale in zip(self.members, self._scales, strict=True):
             member.logit_scale = factor * scale
         self._scale = float(factor)
 
     @property
-    def hyperparameters(self) -> tuple[torch.Tensor, float, list[Hyperparameters]]:
+    def hyperparameters(self) -> tuple[Tensor, float, list[Hyperparameters]]:
         """Collect what a search may change: the factors, and what the members have."""
         return (
             self._factor,
@@ -345,7 +343,7 @@ class LaplaceMixture:
     @exclusive
     def hyperparameters(
         self,
-        values: tuple[torch.Tensor, float, list[Hyperparameters]],
+        values: tuple[Tensor, float, list[Hyperparameters]],
     ) -> None:
         self._factor, self._scale, of_members = values
         for member, of_member in zip(self.members, of_members, strict=True):

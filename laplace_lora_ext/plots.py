@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from laplace_lora_ext.metrics import N_BINS
@@ -39,12 +40,12 @@ class Outcomes(NamedTuple):
         `(N,)`
     """
 
-    trained: torch.Tensor
+    trained: Tensor
     prediction: Prediction
-    labels: torch.Tensor
+    labels: Tensor
 
     @property
-    def probabilities(self) -> dict[str, torch.Tensor]:
+    def probabilities(self) -> dict[str, Tensor]:
         """Name the probabilities `(N, C)` by whose they are."""
         return {_TRAINED: self.trained, _POSTERIOR: self.prediction.probabilities}
 
@@ -87,9 +88,9 @@ def outcomes(
     batches = tqdm(loader, "[Predictions]", disable=is_silent)
     generator = torch.Generator(la.model.device).manual_seed(0)
     start = generator.get_state()
-    trained: list[torch.Tensor] = []
+    trained: list[Tensor] = []
     predictions: list[Prediction] = []
-    labels: list[torch.Tensor] = []
+    labels: list[Tensor] = []
     for batch in batches:
         inputs, y = la.model.split(batch)
         with la.model.prepared(), torch.no_grad():
@@ -101,7 +102,7 @@ def outcomes(
         labels.append(likelihood.check_targets(y, logits).cpu())
     if not labels:
         raise ValueError("The loader has no data.")
-    fields: list[torch.Tensor] = []
+    fields: list[Tensor] = []
     for parts in zip(*predictions, strict=True):
         fields.append(torch.cat(parts).detach().cpu())
     prediction = Prediction._make(fields)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.messages import check_counts, warn
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
@@ -34,10 +35,10 @@ def write_state(
     folder: str | Path,
 ) -> None:
     """Write a posterior's state into a folder, which is made if need be."""
-    tensors: dict[int, tuple[str, torch.Tensor]] = {}
+    tensors: dict[int, tuple[str, Tensor]] = {}
     content = json.dumps(_plain(state, tensors))
     # Copies: safetensors refuses tensors that share memory or have gaps in it.
-    copies: dict[str, torch.Tensor] = {}
+    copies: dict[str, Tensor] = {}
     for name, tensor in tensors.values():
         in_memory = tensor.detach().cpu()
         copies[name] = in_memory.clone(memory_format=torch.contiguous_format)
@@ -112,14 +113,14 @@ def _foreign(path: Path, what: str) -> str:
 
 def _plain(
     value: Any,
-    tensors: dict[int, tuple[str, torch.Tensor]],
+    tensors: dict[int, tuple[str, Tensor]],
 ) -> Any:
     """Turn a value into what JSON gives back; `tensors` gets its tensors.
 
     Dictionaries of one key stand for what JSON does not know: tensors, tuples, and
     dictionaries that have a single key, or keys that are no text.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         # A tensor that stands in several places is written once.
         new_name = str(len(tensors))
         name, _ = tensors.setdefault(id(value), (new_name, value))
@@ -159,7 +160,7 @@ def _comparable(value: Any) -> Any:
         return {key: _comparable(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [_comparable(part) for part in value]
-    if isinstance(value, torch.Tensor | np.ndarray):
+    if isinstance(value, Tensor | np.ndarray):
         return value.tolist()
     return value
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace
 from laplace.utils.matrix import KronDecomposed
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
@@ -125,7 +126,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         batch: Mapping[str, Any],
         n_samples: int = 10,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute logits `(S, N, V)` of S draws at N labelled tokens.
 
         For measures of one's own.
@@ -178,7 +179,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             self.members, n_samples=n_samples, generator=generator, **generation_kwargs
         )
 
-    def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def tokens(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Compute the model's logits `(N, V)`, and find the labelled tokens `(N,)`."""
         (writer,) = writers_of(self.members)
         return labelled_tokens(writer, batch)
@@ -187,13 +188,13 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     def moments(
         self, X: Any, joint: bool, directions: Directions = every_output
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         self.problem.check_linearised()
         precision = self.posterior_precision
         assert isinstance(precision, LowRankKronDecomposed)
-        covariances: list[torch.Tensor] = []  # of one part, by block
+        covariances: list[Tensor] = []  # of one part, by block
 
-        def add(index: int, jacobian: torch.Tensor) -> None:
+        def add(index: int, jacobian: Tensor) -> None:
             if joint:
                 jacobian = jacobian.flatten(0, 1)
             block, delta = precision.blocks[index], precision.deltas[index]
@@ -213,7 +214,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return joined_moments(self.recorder.in_parts(X, n_directions, moments_of))
 
     @property
-    def log_det_posterior_precision(self) -> torch.Tensor:
+    def log_det_posterior_precision(self) -> Tensor:
         """Compute the log-determinant of the posterior precision, in float64."""
         self._check_H_init()
         return self.H.spectrum.logdet(self._H_factor, self.prior_precision)
@@ -401,7 +402,7 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
         return replace(structure, damping=self.damping)
 
     @property
-    def log_det_posterior_precision(self) -> torch.Tensor:
+    def log_det_posterior_precision(self) -> Tensor:
         """Compute the log-determinant of the posterior precision, in float64."""
         P = self.posterior_precision
         # Pairs, whatever the host's annotation says.
@@ -420,7 +421,7 @@ class DiagLoRALaplace(LoRALaplace, DiagLaplace):
     _structure: ClassVar[type[Structure[Any, Any]]] = DiagStructure
 
     @property
-    def log_det_posterior_precision(self) -> torch.Tensor:
+    def log_det_posterior_precision(self) -> Tensor:
         """Compute the log-determinant of the posterior precision, in float64."""
         return self.posterior_precision.double().log().sum()
 
@@ -432,6 +433,6 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
     _structure: ClassVar[type[Structure[Any, Any]]] = FullStructure
 
     @property
-    def log_det_posterior_precision(self) -> torch.Tensor:
+    def log_det_posterior_precision(self) -> Tensor:
         """Compute the log-determinant of the posterior precision, in float64."""
         return self.posterior_precision.double().logdet()

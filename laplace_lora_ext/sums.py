@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import tqdm
+from torch import Tensor
 
 from laplace_lora_ext.curvature.structure import Structure
 from laplace_lora_ext.likelihoods import MULTI_LABEL, ClassCounts, Likelihood
@@ -35,8 +36,8 @@ class Seen:
     def of(
         cls,
         likelihood: Likelihood,
-        y: torch.Tensor,
-        answered: Sequence[torch.Tensor],
+        y: Tensor,
+        answered: Sequence[Tensor],
     ) -> Seen:
         """Look at a batch's labels, and at what `weighing_answers` gave."""
         are_binary = (y == 0) | (y == 1)
@@ -116,7 +117,7 @@ class Sums:
     """Sums over data: of one process, or of all."""
 
     curvature: Any  # as the structure sums it
-    loss: torch.Tensor  # (), float64
+    loss: Tensor  # (), float64
     n_data: int = 0
     n_outputs: int = 0
     # Indices of the blocks whose layers any batch called.
@@ -210,7 +211,7 @@ def _with_batch(
     sums: Sums,
     structure: Structure[Any, Any],
     X: Any,
-    y: torch.Tensor,
+    y: Tensor,
     n_before: int,
 ) -> Sums:
     """Add a batch to sums."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.special import entr
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -34,9 +35,9 @@ def probabilities():
 
 
 def joint_information(
-    probabilities: torch.Tensor,
+    probabilities: Tensor,
     places: list[int],
-) -> torch.Tensor:
+) -> Tensor:
     """Compute what some labels tell of the weights, `H(y) - E_w H(y | w)`."""
     of_places = probabilities[:, places]
     n_draws, n_places, n_classes = of_places.shape
@@ -106,7 +107,7 @@ def test_bald_is_the_information_of_one_label(probabilities):
 
 
 def chosen_greedily(
-    probabilities: torch.Tensor,
+    probabilities: Tensor,
     n: int,
 ) -> list[int]:
     """Choose texts one by one, each by what it tells beside those before."""
@@ -181,7 +182,7 @@ def pool():
 each_choice_of_texts = pytest.mark.parametrize("by", acquisitions.OF_CLASSES)
 
 
-def choose(la, pool, by: str, n: int = 2) -> torch.Tensor:
+def choose(la, pool, by: str, n: int = 2) -> Tensor:
     """Choose texts, and check that they are so many and each another one."""
     places = la.acquire(pool, n, by=by)
     assert len(places) == n
@@ -189,7 +190,7 @@ def choose(la, pool, by: str, n: int = 2) -> torch.Tensor:
     return places
 
 
-def assert_largest(places: torch.Tensor, scores: torch.Tensor) -> None:
+def assert_largest(places: Tensor, scores: Tensor) -> None:
     """Check that places are those of the largest scores, in order."""
     largest = scores.topk(len(places))
     assert torch.equal(places, largest.indices)
@@ -238,14 +239,14 @@ class Numbers:
 
     la: Any
     pool: DataLoader
-    mean: torch.Tensor
-    deviation: torch.Tensor
+    mean: Tensor
+    deviation: Tensor
 
     def chosen(
         self,
         by: str,
         **settings: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Choose three of the pool."""
         places = self.la.acquire(
             self.pool,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from laplace_lora_ext import from_pretrained
 from tests.support.models import (
@@ -39,7 +40,7 @@ def broken_off_by_the_user():
     return broken_off(interrupt)
 
 
-def another_pair() -> tuple[torch.Tensor, torch.Tensor]:
+def another_pair() -> tuple[Tensor, Tensor]:
     """Make the batch that would be the third."""
     *_, third = pairs(3)
     return third
@@ -91,7 +92,7 @@ structures = pytest.mark.parametrize("structure", STRUCTURES)
 # --- what they leave ------------------------------------------------------------------
 
 
-Facts = dict[str, torch.Tensor]
+Facts = dict[str, Tensor]
 
 
 def facts(la) -> Facts:

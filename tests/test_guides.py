@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from torch.testing import assert_close
 
 import laplace_lora_ext
@@ -71,7 +72,7 @@ def run_section(page: str, title: str, names: Names) -> None:
     run(code, names, f"{page}, {title}")
 
 
-def assert_probabilities(p: torch.Tensor) -> None:
+def assert_probabilities(p: Tensor) -> None:
     """Check that the last dimension adds up to one."""
     sums = p.sum(-1)
     ones = torch.ones_like(sums)

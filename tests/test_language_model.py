@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 from torch.special import entr
 from torch.testing import assert_close
@@ -206,9 +206,9 @@ def make_of_texts(model: nn.Module, **settings: Any) -> Any:
 class Tokens(NamedTuple):
     """Jacobians `(N, V, parameters)`, logits `(N, V)` and labels `(N,)` of tokens."""
 
-    Js: torch.Tensor
-    logits: torch.Tensor
-    labels: torch.Tensor
+    Js: Tensor
+    logits: Tensor
+    labels: Tensor
 
 
 def labelled_tokens(
@@ -217,7 +217,7 @@ def labelled_tokens(
 ) -> Tokens:
     """Differentiate logits of labelled tokens, each text by itself."""
 
-    def forward(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(weights: dict[str, Tensor]) -> Tensor:
         def of_weights(**inputs: Any) -> Any:
             return torch.func.functional_call(model, weights, (), inputs)
 

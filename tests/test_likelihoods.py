@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext.likelihoods import (
@@ -28,7 +29,7 @@ from tests.support.posteriors import (
 # --- seeds ----------------------------------------------------------------------------
 
 
-def fisher(seeds) -> torch.Tensor:
+def fisher(seeds) -> Tensor:
     """Sum the seeds' outer products, each with its weight."""
     weights = seeds.weights.double()
     vectors = seeds.vectors.double()
@@ -36,7 +37,7 @@ def fisher(seeds) -> torch.Tensor:
     return torch.einsum("sbi,sbj->bij", scaled, scaled)
 
 
-def largest(matrices: torch.Tensor) -> torch.Tensor:
+def largest(matrices: Tensor) -> Tensor:
     """Find the size of the largest entry of each matrix."""
     return matrices.abs().amax((1, 2))
 
@@ -106,7 +107,7 @@ def test_sampled_slopes_of_tokens_are_unbiased():
 # --- losses ---------------------------------------------------------------------------
 
 
-def four_inputs() -> torch.Tensor:
+def four_inputs() -> Tensor:
     (batch,) = pairs()
     X, _ = batch
     return X
@@ -140,9 +141,9 @@ def test_regression_loss_is_half_the_sum_of_squares(structure, n_outputs, shape)
 
 
 def changed(
-    values: torch.Tensor,
+    values: Tensor,
     value: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Copy targets, with another one in the third place."""
     copied = values.clone()
     numbers = copied.view(-1)
@@ -157,7 +158,7 @@ NUMBERS = real_targets(4, 2)
 def refused(
     name: str,
     likelihood: str,
-    y: torch.Tensor,
+    y: Tensor,
     message: str,
 ):
     return pytest.param(likelihood, y, message, id=name)

@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.autograd import gradcheck
 from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
@@ -97,7 +98,7 @@ def test_noise_of_a_regression_and_a_temperature_scale_the_curvature(temperature
 def test_evidence_is_differentiable_in_the_noise():
     la, _ = plain_regression()
 
-    def evidence(sigma_noise: torch.Tensor) -> torch.Tensor:
+    def evidence(sigma_noise: Tensor) -> Tensor:
         return la.log_marginal_likelihood(sigma_noise=sigma_noise)
 
     sigma_noise = torch.tensor(0.7, dtype=torch.float64)
@@ -111,7 +112,7 @@ def test_backpropagation_to_the_inputs():
     la.enable_backprop = True
     two_inputs = X[:2].requires_grad_()
 
-    def moments(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def moments(x: Tensor) -> tuple[Tensor, ...]:
         return tuple(la(x))
 
     assert gradcheck(moments, two_inputs, atol=1e-6)
@@ -135,7 +136,7 @@ def test_backpropagation_through_a_transformers_fused_attention(structure, kind)
     embeddings = embedded.detach().requires_grad_()
     direction = normal(*embeddings.shape, seed=1)
 
-    def confidence(embeddings: torch.Tensor) -> torch.Tensor:
+    def confidence(embeddings: Tensor) -> Tensor:
         inputs = {
             "inputs_embeds": embeddings,
             "attention_mask": batch["attention_mask"],

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 import laplace_lora_ext
@@ -42,10 +42,10 @@ def two_posteriors(structure: str = "lowrank_kron", **keywords: Any) -> list[Any
     return [one, two]
 
 
-def dense_precision(la: Any) -> torch.Tensor:
+def dense_precision(la: Any) -> Tensor:
     """Make the matrix of a posterior's precision, whatever the structure."""
     P = la.posterior_precision
-    if not isinstance(P, torch.Tensor):
+    if not isinstance(P, Tensor):
         return P.to_matrix()
     return P.diag() if P.ndim == 1 else P
 

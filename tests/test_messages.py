@@ -6,6 +6,7 @@ from pathlib import Path
 import laplace
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_lora_ext
@@ -27,7 +28,7 @@ def test_places_are_named_from_the_outermost_in(kind):
     assert error.value.__cause__.__cause__ is original
 
 
-def the_same_of_all(*_) -> torch.Tensor:
+def the_same_of_all(*_) -> Tensor:
     """Give a search nothing to choose by."""
     return torch.tensor(1.0)
 

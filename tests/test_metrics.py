@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
 from laplace_lora_ext.metrics import (
@@ -80,7 +81,7 @@ def labels(batches):
     return labels_of(batches)
 
 
-def probabilities(la, batches, **options) -> torch.Tensor:
+def probabilities(la, batches, **options) -> Tensor:
     """Predict all texts by the link that figures are made with."""
     of_batches = []
     for batch in batches:
@@ -143,9 +144,9 @@ STANDARD_DEVIATIONS = Normal(0, 1).icdf(torch.tensor(0.95)).item()
 
 def assert_figures_of_numbers(
     figures: dict[str, float],
-    mean: torch.Tensor,
-    covariance: torch.Tensor,
-    targets: torch.Tensor,
+    mean: Tensor,
+    covariance: Tensor,
+    targets: Tensor,
 ) -> None:
     """Compare figures with those of a normal distribution of each example."""
     normals = MultivariateNormal(mean, covariance)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, load_peft_weights
+from torch import Tensor
 from torch.special import entr
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -173,7 +174,7 @@ CALLS = [
 ]
 
 
-def mean_of(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def mean_of(first: Tensor, second: Tensor) -> Tensor:
     return (first + second) / 2
 
 
@@ -701,7 +702,7 @@ def test_members_write_texts_together():
     beginning = texts[:1, :4]
     found = written_by(both.mixture(), beginning)
 
-    def of_next_token(adapter: str, text: torch.Tensor) -> torch.Tensor:
+    def of_next_token(adapter: str, text: Tensor) -> Tensor:
         model.set_adapter(adapter)
         output = model(input_ids=text)
         of_last = output.logits[:, -1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from laplace.curvature import CurvlinopsEF
-from torch import nn
+from torch import Tensor, nn
 from torch.distributions import Bernoulli, kl_divergence
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.testing import assert_close
@@ -72,7 +72,7 @@ of_one_and_several_labels = pytest.mark.parametrize("n_labels", [1, 3])
 of_each_structure = pytest.mark.parametrize("structure", STRUCTURES)
 
 
-def bernoulli_fisher(logits: torch.Tensor) -> torch.Tensor:
+def bernoulli_fisher(logits: Tensor) -> Tensor:
     """Compute `diag(p (1 - p))` of `(..., K)` logits in float64."""
     f = logits.double()
     p = f.sigmoid()
@@ -115,7 +115,7 @@ def classifier(n_labels: int) -> nn.Module:
 def logits_of(
     model: nn.Module,
     texts: Batch,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute logits by the adapter that is active."""
     model.eval()
     output = model(**texts)
@@ -355,7 +355,7 @@ def test_many_labels_are_drawn():
 scales = pytest.mark.parametrize("scale", [1, 30])
 
 
-def three_logits(scale: float = 1) -> torch.Tensor:
+def three_logits(scale: float = 1) -> Tensor:
     """Make the logits of one text, `(1, 3)`."""
     of_text = torch.tensor([1.0, 0.0, -0.5])
     return scale * of_text[None]
@@ -406,7 +406,7 @@ def chosen_by_both(
     method: str,
     of_texts: dict[str, Any],
     of_classes: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Choose the same prior by both posteriors; return what each has minimised."""
     la, wrapped = both()
     found = la.optimize_prior_precision(method=method, **of_texts)
@@ -488,9 +488,9 @@ def test_a_loss_of_ones_own_is_given_all_texts_for_each_prior():
     shapes = []
 
     def loss(
-        probabilities: torch.Tensor,
-        targets: torch.Tensor,
-    ) -> torch.Tensor:
+        probabilities: Tensor,
+        targets: Tensor,
+    ) -> Tensor:
         shapes.append(probabilities.shape)
         errors = probabilities - targets
         return errors.square().mean()
@@ -643,8 +643,8 @@ def trainer_for(
 
 
 def divergence(
-    targets: torch.Tensor,
-    logits: torch.Tensor,
+    targets: Tensor,
+    logits: Tensor,
 ) -> float:
     """Average texts' Kullback-Leibler divergences, summed over their labels."""
     wanted = Bernoulli(targets)

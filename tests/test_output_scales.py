@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer
@@ -43,7 +43,7 @@ AS_LIST = [10, 0.05]
 SCALES = torch.tensor(AS_LIST, dtype=torch.float64)
 N_TRAIN = 12
 N_HELD_OUT = 20
-Data = tuple[torch.Tensor, torch.Tensor]
+Data = tuple[Tensor, Tensor]
 
 
 def regressor() -> nn.Module:
@@ -78,8 +78,8 @@ def held_out_data(la) -> Data:
 
 
 def loader(
-    X: torch.Tensor,
-    y: torch.Tensor,
+    X: Tensor,
+    y: Tensor,
 ) -> DataLoader:
     data = TensorDataset(X, y)
     return DataLoader(data, batch_size=5)
@@ -179,8 +179,8 @@ def test_scales_are_a_change_of_unit(structure, options):
 
 def search_by(
     method: str,
-    inputs: torch.Tensor,
-    y: torch.Tensor,
+    inputs: Tensor,
+    y: Tensor,
 ) -> Callable[[Any], Any]:
     """Make a method that chooses a prior and the noise."""
     held_out = [(inputs, y)]

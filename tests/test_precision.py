@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close as assert_numbers_close
 
 from tests.support.models import (
@@ -116,7 +116,7 @@ def posterior_of_full(
 def results(la: Any) -> Results:
     batch = first_batch()
     H = la.H
-    if not isinstance(H, torch.Tensor):
+    if not isinstance(H, Tensor):
         # Rounding would be that of this comparison, and not of the fit.
         with torch.autocast("cpu", enabled=False):
             H = H.diag()
@@ -162,8 +162,8 @@ def assert_full_precision(la: Any) -> None:
 
 
 def relative_error(
-    actual: torch.Tensor,
-    expected: torch.Tensor,
+    actual: Tensor,
+    expected: Tensor,
 ) -> float:
     # In float64, so that the comparison itself rounds nothing.
     expected = expected.double()
@@ -255,7 +255,7 @@ def test_a_prior_precision_with_many_digits_survives_a_bf16_model():
 def test_confident_samples_keep_their_curvature_in_half_precision():
     """At a margin of 40 nats a seed scaled too early is 0 in float16."""
 
-    def traces(dtype: torch.dtype) -> torch.Tensor:
+    def traces(dtype: torch.dtype) -> Tensor:
         """Fit a model that is sure of one class; return each block's trace."""
         model = lora_model("bert", dtype)
         head = head_of(model)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
     cross_entropy,
@@ -56,7 +56,7 @@ def three_texts() -> Batch:
     return batch
 
 
-def four_inputs() -> torch.Tensor:
+def four_inputs() -> Tensor:
     (batch,) = pairs()
     X, _ = batch
     return X
@@ -107,7 +107,7 @@ class OfTokens(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
+    def forward(self, batch: Mapping[str, Any]) -> Tensor:
         texts = dict(batch)
         is_labelled = texts.pop("is_labelled")
         output = self.model(**texts)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from torch.utils.data import (
@@ -96,7 +96,7 @@ class Endless(IterableDataset):
         return iter([])
 
 
-def labelled(labels: torch.Tensor) -> list[Batch]:
+def labelled(labels: Tensor) -> list[Batch]:
     """Make a text for each label."""
     texts = Texts(len(labels))
     relabelled = []
@@ -728,7 +728,7 @@ def test_what_cannot_work_is_refused_before_any_training(tmp_path, case):
 # --- a loop of one's own --------------------------------------------------------------
 
 
-def differences() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def differences() -> list[tuple[Tensor, Tensor]]:
     """Make twelve examples whose targets are differences of their numbers."""
     examples = []
     for x in normal(12, 5):
@@ -818,7 +818,7 @@ def in_ranks(
     return la(BATCH), la.n_data, figures
 
 
-def without_training(_=0) -> tuple[torch.Tensor, int]:
+def without_training(_=0) -> tuple[Tensor, int]:
     """Choose a prior where each of two ranks has a text of a rare class."""
     # Of these two, one is held out.
     texts = of_two_classes(3, 8)
@@ -865,7 +865,7 @@ def weighted(
     *,
     counts: list[int],
     **_,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the loss of a trainer with class weights."""
     texts = without_labels(inputs)
     outputs = model(**texts)
@@ -878,7 +878,7 @@ def of_outputs(
     *,
     counts: list[int],
     **_,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the same loss of what the model has returned, and count the labels."""
     counts.append(len(labels))
     return cross_entropy(outputs["logits"], labels, weight=WEIGHTS_OF_CLASSES)
@@ -891,7 +891,7 @@ def new_encoder() -> nn.Module:
 def logits_of(
     model: nn.Module,
     batch: Batch,
-) -> torch.Tensor:
+) -> Tensor:
     model.eval()
     output = model(**without_labels(batch))
     return output.logits.detach()

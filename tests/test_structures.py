@@ -3,6 +3,7 @@
 import laplace.curvature as host_backends
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.dense import evidence, glm_covariance, jacobians
@@ -44,7 +45,7 @@ def test_host_structures_equal_the_stock_classes(kind, structure):
     assert_close(found, expected, check_dtype=False, **close)
 
 
-def figures_of(la, batch) -> dict[str, torch.Tensor]:
+def figures_of(la, batch) -> dict[str, Tensor]:
     """Compute what a user sees of a posterior."""
     # Not at the mean, where it is 0.
     elsewhere = la.mean + 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.special import entr
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -67,7 +67,7 @@ def posterior(
     )
 
 
-Facts = dict[str, torch.Tensor]
+Facts = dict[str, Tensor]
 
 
 def facts(la) -> Facts:
@@ -351,7 +351,7 @@ def said_by_a_fit(
 def logits_of(
     model: nn.Module,
     batch: Batch,
-) -> torch.Tensor:
+) -> Tensor:
     model.eval()
     output = model(**without_labels(batch))
     return output.logits
@@ -574,7 +574,7 @@ def test_the_loss_of_chance_is_the_entropy_of_each_kind_of_labels(
         assert loss == pytest.approx(expected, abs=1e-12)
 
 
-def seen(likelihood: str, y: torch.Tensor) -> Seen:
+def seen(likelihood: str, y: Tensor) -> Seen:
     return Seen.of(LIKELIHOODS[likelihood], y, [])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, nll_loss, pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
@@ -144,7 +144,7 @@ def token_classifier(
     return model.eval()
 
 
-def is_real(batch: Batch) -> torch.Tensor:
+def is_real(batch: Batch) -> Tensor:
     """Tell tokens from padding, `(texts, tokens)`."""
     return batch["attention_mask"].bool()
 
@@ -173,11 +173,11 @@ def first_batch() -> Batch:
     return first
 
 
-def is_labelled(batch: Batch) -> torch.Tensor:
+def is_labelled(batch: Batch) -> Tensor:
     return batch["labels"] != IGNORED
 
 
-def labels_of(data: Sequence[Batch]) -> torch.Tensor:
+def labels_of(data: Sequence[Batch]) -> Tensor:
     """Join the labels of all labelled tokens."""
     of_batches = []
     for batch in data:
@@ -213,9 +213,9 @@ def fitted(
 class Tokens:
     """Logits, Jacobians `(tokens, C, parameters)` and labels of tokens."""
 
-    f: torch.Tensor
-    Js: torch.Tensor
-    y: torch.Tensor
+    f: Tensor
+    Js: Tensor
+    y: Tensor
 
 
 def tokens_of(
@@ -257,7 +257,7 @@ def tokens_of(
     )
 
 
-def logits_of_all_tokens(la, data: Sequence[Batch]) -> torch.Tensor:
+def logits_of_all_tokens(la, data: Sequence[Batch]) -> Tensor:
     """Compute the model's own logits, of labelled tokens and others."""
     model = la.model.model
     tokens = tokens_of(model, data, every=True)
@@ -393,7 +393,7 @@ def test_labels_are_drawn_by_default_and_take_as_many_passes_as_draws():
 def test_predictions_are_of_every_token_but_padding(link):
     la = fitted()
 
-    def predict(batch: Batch) -> torch.Tensor:
+    def predict(batch: Batch) -> Tensor:
         # Of one seed, since "mc" draws.
         return la(batch, link_approx=link, generator=generator())
 
@@ -623,7 +623,7 @@ def predictions_of(la, text: Batch) -> dict[str, Any]:
     }
 
 
-def kept_of(la, text: Batch) -> dict[str, torch.Tensor]:
+def kept_of(la, text: Batch) -> dict[str, Tensor]:
     """Tell what is kept of a text's labelled tokens."""
     statistics = statistics_of(la, [text])
     moments = statistics.moments(2.0)
@@ -799,17 +799,17 @@ def test_texts_without_a_label_change_no_figure(structure, with_a_batch_without_
     assert found.posterior == expected.posterior
 
 
-def chosen_by_agreement(la, loader) -> torch.Tensor:
+def chosen_by_agreement(la, loader) -> Tensor:
     la.optimize_prior_precision(method="agreement", train_loader=loader)
     return la.prior_precision
 
 
-def chosen_by_a_grid_search(la, loader) -> torch.Tensor:
+def chosen_by_a_grid_search(la, loader) -> Tensor:
     la.optimize_prior_precision(method="gridsearch", val_loader=loader)
     return la.prior_precision
 
 
-def learnt_weights(la, loader) -> torch.Tensor:
+def learnt_weights(la, loader) -> Tensor:
     # Swapped tokens are drawn for each batch, of which one more changes the draws.
     learnt = la.amortize(loader, unlabelled=None)
     return learnt.weights

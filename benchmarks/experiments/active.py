@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
+from torch import Tensor
 
 from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, fine_tune, prepare
 from benchmarks.frozen import frozen_features, k_centres
@@ -37,7 +37,7 @@ class Labelling(Rounds):
 
     model: AdaptedModel
 
-    def probabilities(self) -> torch.Tensor:
+    def probabilities(self) -> Tensor:
         """Predict the pool with the trained model."""
         batches = self.pretrained.prediction_loader(self.pool)
         return self.model.logits(batches).softmax(-1)

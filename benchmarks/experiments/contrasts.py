@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from benchmarks.fine_tuning import (
     PREDICTION_BATCH_SIZE,
@@ -41,8 +42,8 @@ def run(options: Contrasts) -> Iterator[Result]:
 class Compared:
     """Probabilities of the test texts under one prior, by all contrasts and by some."""
 
-    by_all: list[torch.Tensor]
-    by_some: list[torch.Tensor]
+    by_all: list[Tensor]
+    by_some: list[Tensor]
 
 
 def measured(
@@ -109,7 +110,7 @@ def measured(
 def _predicted(
     la: LowRankKronLoRALaplace,
     statistics: PredictiveStatistics,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute class probabilities under the prior that a posterior has now."""
     moments = statistics.moments(la.prior_precision)
     return probabilities(la, moments, LINK)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import measuring
@@ -183,7 +184,7 @@ def measure(contest: Contest) -> Iterator[Message]:
 def _megabytes_of(la: Any) -> float:
     """Return what a posterior keeps of the training data."""
     parts = tree_leaves(la.state_dict()["H"])
-    kept = sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+    kept = sum(part.nbytes for part in parts if isinstance(part, Tensor))
     return kept / measuring.BYTES_PER_MEGABYTE
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from benchmarks.experiments.calibration import Costs, Tests, figures_of, text_of
 from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, prepare
@@ -119,7 +120,7 @@ class Trial:
     def _predictions(
         self,
         la: LoRALaplace,
-        prior_precisions: Sequence[torch.Tensor],
+        prior_precisions: Sequence[Tensor],
     ) -> list[Prediction]:
         """Predict the held-out and the test texts with each prior precision."""
         predicts = predictor_of(la, self.loaders, [LINK])
@@ -140,9 +141,7 @@ class Trial:
         return self.tests.row(method, of_tests, costs)
 
 
-def _best(
-    predictions: Sequence[Prediction], name: str, labels: torch.Tensor
-) -> Prediction:
+def _best(predictions: Sequence[Prediction], name: str, labels: Tensor) -> Prediction:
     """Find the prediction with the least NLL of a data set."""
 
     def loss(prediction: Prediction) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from laplace import Laplace
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
@@ -346,7 +346,7 @@ class Jobs:
     def __init__(
         self,
         model: PeftModel,
-        batches: list[dict[str, torch.Tensor]],
+        batches: list[dict[str, Tensor]],
     ) -> None:
         self._model = model
         self._batches = batches
@@ -411,7 +411,7 @@ class Jobs:
             targets = self._la(
                 self._inputs, pred_type="amortized", link_approx="mean_field"
             )
-        assert isinstance(targets, torch.Tensor)
+        assert isinstance(targets, Tensor)
         self._model.train()
         optimizer = torch.optim.AdamW(self._weights, lr=0.0)
         log_p = LogitsModel(self._model, ANSWERS).log_probs(self._inputs)
@@ -490,9 +490,9 @@ def exactness(
 
 def by_rows(
     model: LogitsModel,
-    weights: list[torch.Tensor],
+    weights: list[Tensor],
     batch: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute Jacobians `(B, C, parameters)`, by a backward pass for each logit."""
     for weight in weights:
         weight.requires_grad_(True)
@@ -507,8 +507,8 @@ def by_rows(
 
 
 def relative(
-    found: torch.Tensor,
-    expected: torch.Tensor,
+    found: Tensor,
+    expected: Tensor,
 ) -> float:
     """Compute the largest difference, relative to the largest number."""
     found = found.detach().double()
@@ -581,7 +581,7 @@ def random_batches(
     length: int,
     vocabulary: int,
     device: str,
-) -> list[dict[str, torch.Tensor]]:
+) -> list[dict[str, Tensor]]:
     """Make batches of random tokens on the device, all of one length."""
     # On the CPU: the same tokens for every device.
     generator = torch.Generator().manual_seed(0)

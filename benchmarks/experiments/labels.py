@@ -6,6 +6,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, fine_tune, prepare
 from benchmarks.held_out import TrainedTwice
@@ -79,7 +80,7 @@ class Trial:
     def _likelihood(self) -> str:
         return TOKENS if self.pretrained.task.labels_words else MULTI_LABEL
 
-    def _logits(self, model: AdaptedModel, loader: Iterable[Any]) -> torch.Tensor:
+    def _logits(self, model: AdaptedModel, loader: Iterable[Any]) -> Tensor:
         """Compute logits `(labels, classes)` of a trained model, for a softmax."""
         likelihood = LIKELIHOODS[self._likelihood]
         # A label by itself, right or wrong, has one logit, and a softmax two.
@@ -152,14 +153,14 @@ class Trial:
         }
 
 
-def labels_of(records: Records) -> torch.Tensor:
+def labels_of(records: Records) -> Tensor:
     """Collect all labels of all texts, `(labels,)`; tokens without one are left out."""
     labels = torch.tensor([label for record in records for label in record["labels"]])
     # Whole numbers, as classes are: a loss of several labels needs them as floats.
     return labels[labels != UNLABELLED].long()
 
 
-def exact_matches(probabilities: torch.Tensor, records: Records) -> float:
+def exact_matches(probabilities: Tensor, records: Records) -> float:
     """Compute the share of texts all of whose labels are the most probable ones."""
     is_right = probabilities.argmax(-1) == labels_of(records)
     n_labels = [len(labels_of([record])) for record in records]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from peft.utils.merge_utils import dare_linear, ties
+from torch import Tensor
 
 from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, prepare
 from benchmarks.held_out import held_out
@@ -143,10 +144,10 @@ class Trial:
     ) -> Row:
         """Predict the test texts by the posterior around what `merge` makes."""
         merged = merge(posteriors, val_loader=self._held)
-        predicted: list[torch.Tensor] = []
+        predicted: list[Tensor] = []
         for batch in self._test:
             probabilities = merged(batch, link_approx="mean_field")
-            assert isinstance(probabilities, torch.Tensor)  # of classes
+            assert isinstance(probabilities, Tensor)  # of classes
             predicted.append(probabilities)
         find_peft_model(merged.model).delete_adapter(merged.blocks[0].adapter)
         figures = quality(torch.cat(predicted), self._test_labels)
@@ -187,12 +188,12 @@ class Candidate:
 
     name: str
     number: float
-    weights: torch.Tensor
+    weights: Tensor
 
 
 def best_scale(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: Tensor,
+    labels: Tensor,
 ) -> tuple[float, float]:
     """Find the scale of logits with the least loss, and this loss.
 
@@ -234,7 +235,7 @@ def halves_of(
 def product(
     posteriors: Sequence[LowRankKronLoRALaplace],
     prior_precision: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Find the mode of a product of posteriors with a prior precision."""
     for la in posteriors:
         la.prior_precision = prior_precision
@@ -242,7 +243,7 @@ def product(
 
 
 @torch.no_grad()
-def set_weights(blocks: Sequence[Block], weights: torch.Tensor) -> None:
+def set_weights(blocks: Sequence[Block], weights: Tensor) -> None:
     """Write weights `(parameters,)` into the parameters of blocks, in order."""
     parts = weights.split([block.weight.numel() for block in blocks])
     for block, part in zip(blocks, parts, strict=True):
@@ -250,8 +251,8 @@ def set_weights(blocks: Sequence[Block], weights: torch.Tensor) -> None:
 
 
 def merged_by_peft(
-    blocks: Sequence[Block], weights: Sequence[torch.Tensor], way: str
-) -> torch.Tensor:
+    blocks: Sequence[Block], weights: Sequence[Tensor], way: str
+) -> Tensor:
     """Merge LoRA weights as PEFT's `add_weighted_adapter`, with weights of 1/2.
 
     PEFT merges no heads: theirs are the mean.
@@ -262,7 +263,7 @@ def merged_by_peft(
     halves = halves.to(weights[0])
     sizes = [block.weight.numel() for block in blocks]
     adapters = [each.split(sizes) for each in weights]
-    merged: list[torch.Tensor] = []
+    merged: list[Tensor] = []
     for block, *of_block in zip(blocks, *adapters, strict=True):
         if "lora_" in block.known_as:
             merged.append(merge(of_block, halves, DENSITY))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, untrained
@@ -187,7 +188,7 @@ class Trial:
         adapted = AdaptedModel(untrained(self.pretrained, self.seed))
         settings = self.pretrained.hyperparameters
 
-        def loss_of(batch: Any) -> torch.Tensor:
+        def loss_of(batch: Any) -> Tensor:
             outputs = adapted.logits_model(batch)
             return mse_loss(outputs[:, 0], batch["labels"])
 
@@ -210,7 +211,7 @@ class Trial:
         self,
         model: AdaptedModel,
         records: Records,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return model.logits(self.pretrained.prediction_loader(records))
 
     def _by_gaussian_process(self) -> NumberPrediction:
@@ -227,7 +228,7 @@ class Trial:
         )
 
 
-def targets_of(records: Records) -> torch.Tensor:
+def targets_of(records: Records) -> Tensor:
     """Collect standardised targets, `(N, 1)`."""
     return torch.tensor([[record["labels"]] for record in records])
 
@@ -243,7 +244,7 @@ def predicted_numbers(
     return prediction
 
 
-def known_exactly(outputs: torch.Tensor, noise: float) -> NumberPrediction:
+def known_exactly(outputs: Tensor, noise: float) -> NumberPrediction:
     """Predict by outputs `(N, 1)` of no doubt, and a constant noise."""
     no_variance = torch.zeros_like(torch.diag_embed(outputs))
     return NumberPrediction.of([Moments(outputs, no_variance)], [noise])

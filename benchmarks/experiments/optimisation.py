@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from laplace import Laplace
+from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import laplace_lora_ext
@@ -52,9 +53,7 @@ class LeastSquares(UpperLayers):
 
     name = "least squares, upper layers"
 
-    def loss(
-        self, model: torch.nn.Module, batch: Any, labels: torch.Tensor
-    ) -> torch.Tensor:
+    def loss(self, model: torch.nn.Module, batch: Any, labels: Tensor) -> Tensor:
         """Compute the mean squared error of a batch."""
         return mse_loss(model(batch)[:, 0], labels)
 

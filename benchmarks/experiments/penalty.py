@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, prepare
 from benchmarks.held_out import held_out
@@ -66,7 +67,7 @@ def measured(pretrained: Pretrained, options: Penalty, seed: int) -> list[Row]:
     return rows
 
 
-def losses_of(statistics: PredictiveStatistics, labels: torch.Tensor) -> np.ndarray:
+def losses_of(statistics: PredictiveStatistics, labels: Tensor) -> np.ndarray:
     """Compute the loss of each text `(N, priors, scales)`.
 
     At the last of the priors there is no variance to speak of.

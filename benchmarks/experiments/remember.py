@@ -7,6 +7,7 @@ from statistics import mean
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import laplace_lora_ext
@@ -41,7 +42,7 @@ class Memory:
         """Return old texts to mix into the new ones."""
         return []
 
-    def penalty(self) -> torch.Tensor:
+    def penalty(self) -> Tensor:
         """Penalise the present weights, in nats of the old data's likelihood."""
         return torch.zeros(())
 
@@ -59,7 +60,7 @@ class OldWeights(Memory):
         # Clones: training goes on in place.
         self._old = [weight.detach().clone() for weight in weights]
 
-    def penalty(self) -> torch.Tensor:
+    def penalty(self) -> Tensor:
         """Sum the squares over LoRA weights and head."""
         weights = self.model.trained_weights
         squares = []
@@ -106,7 +107,7 @@ class Posteriors(Memory):
         hook.remove()
         self._posteriors.append(la)
 
-    def penalty(self) -> torch.Tensor:
+    def penalty(self) -> Tensor:
         """Add up the posteriors' penalties, as the callback `Remember` does."""
         penalties = [la.penalty() for la in self._posteriors]
         return torch.stack(penalties).sum()
@@ -202,7 +203,7 @@ class Course:
         pretrained = self.domains.pretrained
         records = new + memory.replayed()
 
-        def loss_of(batch: Any) -> torch.Tensor:
+        def loss_of(batch: Any) -> Tensor:
             labels = batch["labels"]
             # Replayed texts are of other domains than the rest of their batch.
             offsets = self.domains.outside.to(labels.device)[labels]

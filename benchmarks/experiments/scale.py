@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import laplace_lora_ext
@@ -392,7 +392,7 @@ class Additions:
         """Take the passes of a training step whose loss has a penalty."""
         self._train(self._with_head.penalty(1 / self._options.batch_size))
 
-    def _train(self, penalty: torch.Tensor) -> None:
+    def _train(self, penalty: Tensor) -> None:
         self._model.train()
         loss = self._model(**self._batch).loss
         (loss + penalty.to(loss)).backward()

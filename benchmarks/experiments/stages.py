@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from benchmarks import report
 from benchmarks.experiments.calibration import Costs, Tests, figures_of, text_of
@@ -395,7 +396,7 @@ class Trial:
         la.amortize(self.batches, unlabelled=unlabelled)
         fit_seconds += self.clock() - started
 
-        def predict(batch: Any) -> torch.Tensor:
+        def predict(batch: Any) -> Tensor:
             return probabilities(la, batch, LINK, pred_type="amortized")
 
         predict_seconds = self.tests.seconds(predict)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchmetrics.functional.classification import binary_calibration_error
 
 from benchmarks.measuring import Clock, Job, repeated_seconds
@@ -133,8 +134,8 @@ def detection(
 
 
 def detects(
-    sign: torch.Tensor,
-    wrong: torch.Tensor,
+    sign: Tensor,
+    wrong: Tensor,
 ) -> dict[str, float | None]:
     """Compute a sign's AUROC for wrong answers, and their mean share.
 

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks.methods import sampled
@@ -18,7 +19,7 @@ from laplace_lora_ext.models.weights import called_with
 from laplace_lora_ext.text.scores import drawn
 
 
-def no_draws(_: Any) -> Iterable[torch.Tensor]:
+def no_draws(_: Any) -> Iterable[Tensor]:
     """Draw nothing: the trained model predicts alone."""
     return ()
 
@@ -28,7 +29,7 @@ class Predictor:
     """Predicts labelled tokens' logits by the trained model and by each draw."""
 
     la: LowRankKronLoRALaplace
-    draws: Callable[[Any], Iterable[torch.Tensor]] = no_draws
+    draws: Callable[[Any], Iterable[Tensor]] = no_draws
     temperature: float = 1.0
     is_posterior: bool = False
 
@@ -36,7 +37,7 @@ class Predictor:
     def __call__(
         self,
         batch: Any,
-    ) -> tuple[torch.Tensor, Iterable[torch.Tensor], torch.Tensor]:
+    ) -> tuple[Tensor, Iterable[Tensor], Tensor]:
         """Compute logits `(N, V)`, those of each draw, and the labels `(N,)`."""
         logits, tokens = self.la.tokens(batch)
         tempered = logits / self.temperature
@@ -71,7 +72,7 @@ def posterior(la: LowRankKronLoRALaplace, draws: int) -> Predictor:
     # The same draws for every batch, also when another prior is chosen after.
     values = list(drawn(la, draws, 0))
 
-    def of_draws(batch: Any) -> Iterator[torch.Tensor]:
+    def of_draws(batch: Any) -> Iterator[Tensor]:
         for each in values:
             yield called_with(la.model, la.blocks, each, batch)
 
@@ -88,14 +89,14 @@ def training_free(
     members = sampled.training_free(writer, texts, draws=draws)
 
     @torch.no_grad()
-    def of_draws(batch: Any) -> Iterator[torch.Tensor]:
+    def of_draws(batch: Any) -> Iterator[Tensor]:
         for logits_of in members.logits():
             yield logits_of(batch)
 
     return Predictor(la, of_draws)
 
 
-def token_loss(model: Any, batch: Any) -> torch.Tensor:
+def token_loss(model: Any, batch: Any) -> Tensor:
     """Compute a batch's mean loss of labelled tokens."""
     targets = model.targets(batch)
     # The model gives logits for labelled places alone.

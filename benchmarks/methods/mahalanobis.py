@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from sklearn.covariance import LedoitWolf
+from torch import Tensor
 
 from benchmarks.models import AdaptedModel
 
@@ -12,7 +13,7 @@ from benchmarks.models import AdaptedModel
 def hidden_states(
     model: AdaptedModel,
     batches: Iterable[Any],
-) -> torch.Tensor:
+) -> Tensor:
     """Compute last hidden states (texts, width), on the CPU, where the class is read.
 
     That is the last token of a prompt, and the first of any other text.
@@ -21,7 +22,7 @@ def hidden_states(
 
 
 @torch.no_grad()
-def _of_batch(model: AdaptedModel, batch: Any) -> torch.Tensor:
+def _of_batch(model: AdaptedModel, batch: Any) -> Tensor:
     logits_model = model.logits_model
     with logits_model.prepared():
         inputs = dict(logits_model.inputs(batch))
@@ -41,10 +42,10 @@ def _of_batch(model: AdaptedModel, batch: Any) -> torch.Tensor:
 
 
 def distances(
-    training: torch.Tensor,
-    labels: torch.Tensor,
-    states: torch.Tensor,
-) -> torch.Tensor:
+    training: Tensor,
+    labels: Tensor,
+    states: Tensor,
+) -> Tensor:
     """Compute squared distances (texts,) from the nearest class.
 
     The covariance is that of all classes: a few texts of each could tell no other. It

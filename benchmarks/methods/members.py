@@ -5,6 +5,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from benchmarks.fine_tuning import TEST
 from benchmarks.methods.method import Probabilities, fit_temperature
@@ -39,12 +40,12 @@ class Member:
     def moments(
         self,
         name: str,
-        prior_precision: torch.Tensor,
+        prior_precision: Tensor,
     ) -> Moments:
         """Compute mean and covariance of a data set's logits, on the CPU."""
         return self.statistics[name].moments(prior_precision)
 
-    def logits(self, name: str) -> torch.Tensor:
+    def logits(self, name: str) -> Tensor:
         """Return the model's logits (texts, classes) of a data set, on the CPU."""
         return self.statistics[name].f_mu
 
@@ -59,8 +60,8 @@ class Posteriors:
     def probabilities(
         self,
         name: str,
-        factor: float | torch.Tensor = 1.0,
-    ) -> torch.Tensor:
+        factor: float | Tensor = 1.0,
+    ) -> Tensor:
         """Compute class probabilities (texts, classes) of a data set, on the CPU.
 
         `factor` multiplies the chosen prior precisions.
@@ -78,7 +79,7 @@ class Posteriors:
         self,
         names: Collection[str],
         prior: Prior,
-        labels: torch.Tensor,
+        labels: Tensor,
     ) -> Prediction:
         """Predict data sets; measure the regret by the labels of the test texts."""
         mean = {name: self.probabilities(name) for name in names}
@@ -98,8 +99,8 @@ class Posteriors:
     def _signs(
         self,
         name: str,
-        mean: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
+        mean: Tensor,
+    ) -> dict[str, Tensor]:
         """Compute what the posteriors say of how doubtful each text is."""
         scaled = []
         for member, chosen in zip(self.members, self.choices, strict=True):
@@ -126,7 +127,7 @@ class Posteriors:
         }
 
 
-def _drawn(moments: Moments) -> torch.Tensor:
+def _drawn(moments: Moments) -> Tensor:
     """Draw probabilities (draws, texts, classes), with one noise for all texts."""
     f_mu, f_var = moments
     noise = shared_noise(f_mu, DRAWS, torch.Generator().manual_seed(0))
@@ -136,7 +137,7 @@ def _drawn(moments: Moments) -> torch.Tensor:
 def temperature_of(
     members: Sequence[Member],
     name: str,
-    labels: torch.Tensor,
+    labels: Tensor,
 ) -> float:
     """Find the temperature with which the members' mean predicts a data set best."""
     logits = torch.stack([member.logits(name) for member in members])
@@ -163,7 +164,7 @@ def predict_maps(
 
 
 def with_temperature(
-    prediction: Prediction, held: torch.Tensor, labels: torch.Tensor
+    prediction: Prediction, held: Tensor, labels: Tensor
 ) -> Prediction:
     """Divide log-probabilities by a temperature that held-out texts choose."""
     temperature = fit_temperature(_log(held), labels)
@@ -186,7 +187,7 @@ def with_temperature(
     )
 
 
-def _log(probabilities: torch.Tensor) -> torch.Tensor:
+def _log(probabilities: Tensor) -> Tensor:
     """Take logarithms; a probability of 0 counts as the smallest positive number."""
     smallest = torch.finfo(probabilities.dtype).tiny
     return probabilities.clamp_min(smallest).log()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import nll_loss
 from torch.utils.data import DataLoader
 
@@ -19,8 +20,8 @@ ENSEMBLE_SIZE = 3
 NO_CLASS = -1  # label of a text for which no class is right
 
 Loaders = dict[str, DataLoader]  # data sets by their names
-Probabilities = dict[str, torch.Tensor]  # (texts, classes) by the data set's name
-LogitsOf = Callable[[Any], torch.Tensor]  # from a batch to logits (texts, classes)
+Probabilities = dict[str, Tensor]  # (texts, classes) by the data set's name
+LogitsOf = Callable[[Any], Tensor]  # from a batch to logits (texts, classes)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Posterior(Method):
     on_training: bool = False  # whether training data choose its prior precision too
 
 
-def labels_of(records: Records) -> torch.Tensor:
+def labels_of(records: Records) -> Tensor:
     """Collect the labels `(texts,)` of records, `NO_CLASS` where they have none."""
     return torch.tensor([record.get("labels", NO_CLASS) for record in records])
 
@@ -131,8 +132,8 @@ def ensemble(model: AdaptedModel) -> list[AdaptedModel]:
 
 
 def fit_temperature(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: Tensor,
+    labels: Tensor,
 ) -> float:
     """Find the number to divide logits by for the lowest NLL.
 

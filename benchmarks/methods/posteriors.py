@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from laplace import Laplace, ParametricLaplace
+from torch import Tensor
 
 import laplace_lora_ext
 from benchmarks.models import AdaptedModel
@@ -87,10 +88,10 @@ def probabilities(
     x: Any,
     link: str,
     **options: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute class probabilities on the CPU, of a batch or of moments."""
     predicted = la(x, link_approx=link, **options)
-    assert isinstance(predicted, torch.Tensor)  # numbers have two: mean and variance
+    assert isinstance(predicted, Tensor)  # numbers have two: mean and variance
     return predicted.detach().cpu()
 
 
@@ -119,7 +120,7 @@ class BareLoops:
         batch: Any,
         pred_type: str = "glm",
         **_: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Take the passes of a prediction; the probabilities are the model's own."""
         if pred_type == "amortized":
             with torch.no_grad():
@@ -135,8 +136,8 @@ class BareLoops:
 
     def _differentiate(
         self,
-        logits: torch.Tensor,
-        seeds: torch.Tensor,
+        logits: Tensor,
+        seeds: Tensor,
     ) -> None:
         """Take a backward pass for each seed; the last one frees the graph."""
         for number, seed in enumerate(seeds, start=1):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.fine_tuning import TEST
@@ -23,7 +24,7 @@ GRID = torch.logspace(-2, 4, 49)
 FACTORS = torch.logspace(-2, 2, 33)
 
 # Takes a posterior and, where it reads them, statistics of the training data.
-Choose = Callable[[LoRALaplace, PredictiveStatistics | None], torch.Tensor]
+Choose = Callable[[LoRALaplace, PredictiveStatistics | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,31 +58,27 @@ class Prediction:
     # NLL above the least that another prior precision gives.
     regret: float | None = None
     # By data set: what else tells how doubtful each text is, beside the probabilities.
-    signs: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    signs: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 def by_evidence(structure: str) -> Choose:
     """Choose by the evidence, with one precision for all layers or for each."""
 
-    def choose(la: LoRALaplace, _: PredictiveStatistics | None) -> torch.Tensor:
+    def choose(la: LoRALaplace, _: PredictiveStatistics | None) -> Tensor:
         la.optimize_prior_precision(method="marglik", prior_structure=structure)
         return la.prior_precision.clone()
 
     return choose
 
 
-def by_agreement(
-    la: LoRALaplace, statistics: PredictiveStatistics | None
-) -> torch.Tensor:
+def by_agreement(la: LoRALaplace, statistics: PredictiveStatistics | None) -> Tensor:
     """Choose the broadest posterior whose draws agree with the model."""
     assert statistics is not None
     la.optimize_prior_precision(method="agreement", train_loader=statistics)
     return la.prior_precision.clone()
 
 
-def by_tfb_rule(
-    _: LoRALaplace, statistics: PredictiveStatistics | None
-) -> torch.Tensor:
+def by_tfb_rule(_: LoRALaplace, statistics: PredictiveStatistics | None) -> Tensor:
     """Choose the smallest prior at which the mean of ten draws keeps classes.
 
     This is TFB's rule for our covariance: at most 1 % of the training texts may change
@@ -115,16 +112,16 @@ BY_TRAINING = {prior.key: prior for prior in PRIORS}
 
 
 def regret_of(
-    chosen: torch.Tensor,
-    tried: Iterable[torch.Tensor],
-    labels: torch.Tensor,
+    chosen: Tensor,
+    tried: Iterable[Tensor],
+    labels: Tensor,
 ) -> float:
     """Compute how far the NLL of a prediction is above the least NLL of some."""
     least = min(negative_log_likelihood(each, labels) for each in tried)
     return negative_log_likelihood(chosen, labels) - least
 
 
-def geometric_mean(prior_precision: torch.Tensor) -> float:
+def geometric_mean(prior_precision: Tensor) -> float:
     """Sum up the precisions of a layerwise prior by one."""
     return prior_precision.log().mean().exp().item()
 
@@ -134,7 +131,7 @@ class Predicts(Protocol):
 
     def probabilities(
         self,
-        prior_precision: torch.Tensor,
+        prior_precision: Tensor,
         link: str,
     ) -> Probabilities:
         """Predict every data set."""
@@ -142,14 +139,14 @@ class Predicts(Protocol):
 
     def of_each(
         self,
-        prior_precisions: Sequence[torch.Tensor],
+        prior_precisions: Sequence[Tensor],
         link: str,
     ) -> list[Probabilities]:
         """Predict every data set with each of several prior precisions."""
         ...
 
     def regret(
-        self, prior_precision: torch.Tensor, link: str, labels: torch.Tensor
+        self, prior_precision: Tensor, link: str, labels: Tensor
     ) -> float | None:
         """Compute the regret of the test texts, if that needs no further passes."""
         ...
@@ -164,7 +161,7 @@ class FromStatistics:
 
     def probabilities(
         self,
-        prior_precision: torch.Tensor,
+        prior_precision: Tensor,
         link: str,
     ) -> Probabilities:
         """Predict every data set."""
@@ -172,7 +169,7 @@ class FromStatistics:
 
     def of_each(
         self,
-        prior_precisions: Sequence[torch.Tensor],
+        prior_precisions: Sequence[Tensor],
         link: str,
     ) -> list[Probabilities]:
         """Predict every data set with each of several prior precisions."""
@@ -180,9 +177,9 @@ class FromStatistics:
 
     def regret(
         self,
-        prior_precision: torch.Tensor,
+        prior_precision: Tensor,
         link: str,
-        labels: torch.Tensor,
+        labels: Tensor,
     ) -> float:
         """Compute the regret of the test texts."""
         chosen = self._of(TEST, prior_precision, link)
@@ -192,9 +189,9 @@ class FromStatistics:
     def _of(
         self,
         name: str,
-        prior_precision: torch.Tensor,
+        prior_precision: Tensor,
         link: str,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         moments = self.statistics[name].moments(prior_precision)
         return probabilities(self.la, moments, link)
 
@@ -208,7 +205,7 @@ class FromBatches:
 
     def probabilities(
         self,
-        prior_precision: torch.Tensor,
+        prior_precision: Tensor,
         link: str,
     ) -> Probabilities:
         """Predict every data set."""
@@ -217,7 +214,7 @@ class FromBatches:
 
     def of_each(
         self,
-        prior_precisions: Sequence[torch.Tensor],
+        prior_precisions: Sequence[Tensor],
         link: str,
     ) -> list[Probabilities]:
         """Predict every data set with each of several prior precisions."""
@@ -233,9 +230,9 @@ class FromBatches:
     def _of_batch(
         self,
         batch: Any,
-        prior_precisions: Sequence[torch.Tensor],
+        prior_precisions: Sequence[Tensor],
         link: str,
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         """Predict a batch with each prior precision, which change no Jacobian."""
         Js, f_mu = self.la.recorder.jacobians(self.la.model.unlabelled(batch))
         predicted = []
@@ -247,9 +244,9 @@ class FromBatches:
 
     def regret(
         self,
-        prior_precision: torch.Tensor,
+        prior_precision: Tensor,
         link: str,
-        labels: torch.Tensor,
+        labels: Tensor,
     ) -> None:
         """Compute none: each factor would need passes over all texts."""
 
@@ -258,7 +255,7 @@ def predictions(
     la: LoRALaplace,
     train: DataLoader | None,
     loaders: Loaders,
-    labels: torch.Tensor,
+    labels: Tensor,
 ) -> Iterator[Prediction]:
     """Predict data sets by each prior and link; without `train`, by evidence.
 

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader
 
@@ -121,12 +121,12 @@ def _first_batches(train: Iterable[Any]) -> list[Any]:
 def _predicted_classes(
     members: Members,
     texts: list[Any],
-) -> torch.Tensor:
+) -> Tensor:
     probabilities = members.predict({"train": texts})["train"]
     return probabilities.argmax(-1)
 
 
-def noise_basis(B: torch.Tensor) -> torch.Tensor:
+def noise_basis(B: Tensor) -> Tensor:
     """Find the basis in which noise of lora_A gives B @ lora_A noise along U.
 
     With the lora_B `U diag(d) Vᵀ` it is `V diag(1 / d)`; where d is 0, noise would
@@ -198,9 +198,9 @@ class BLoB(Recipe):
     def _add_noise(
         self,
         module: Any,
-        inputs: tuple[torch.Tensor, ...],
-        output: torch.Tensor,
-    ) -> torch.Tensor:
+        inputs: tuple[Tensor, ...],
+        output: Tensor,
+    ) -> Tensor:
         """Add flipout's noise: a draw for a batch, and signs for each example."""
         if not module.training:
             return output

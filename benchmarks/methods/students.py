@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import transformers
 from peft import PeftModel
+from torch import Tensor
 
 from benchmarks.fine_tuning import TRAIN, Pretrained
 from benchmarks.methods.method import Loaders, Probabilities
@@ -34,7 +35,7 @@ class Scaled:
         self,
         x: Any,
         **_: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute probabilities (texts, classes)."""
         with self.model.prepared():
             logits = self.model(x)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, LoraModel
+from torch import Tensor
 from torch.nn.functional import kl_div
 from torch.utils.data import DataLoader
 
@@ -57,8 +58,8 @@ class MonteCLoRA(Recipe):
         self,
         model: torch.nn.Module,
         batch: Any,
-        labels: torch.Tensor,
-    ) -> torch.Tensor:
+        labels: Tensor,
+    ) -> Tensor:
         """Compute the mean loss of a batch, with PEFT's penalty."""
         layers = find_peft_model(model).base_model
         assert isinstance(layers, LoraModel)
@@ -80,8 +81,8 @@ class Distilled(Recipe):
         self,
         model: torch.nn.Module,
         batch: Any,
-        labels: torch.Tensor,
-    ) -> torch.Tensor:
+        labels: Tensor,
+    ) -> Tensor:
         """Compute the divergence from the teachers' mean probabilities."""
         with torch.no_grad():
             of_teachers = [

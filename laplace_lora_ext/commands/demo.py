@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from peft import LoraConfig, get_peft_model
 from scipy.optimize import OptimizeResult, minimize_scalar
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import (
@@ -282,7 +282,7 @@ class Training:
 
 def probabilities_of(
     exact: Outcomes, learnt: Outcomes, temperature: float
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Name the probabilities of each method."""
     return {
         "trained model": exact.trained,

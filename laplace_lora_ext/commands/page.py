@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from laplace_lora_ext import plots
 from laplace_lora_ext.metrics import quality
@@ -70,7 +70,7 @@ def page(
     )
 
 
-def doubtful_first(results: Outcomes) -> torch.Tensor:
+def doubtful_first(results: Outcomes) -> Tensor:
     """Order texts by the entropy of their answers, the highest first."""
     return results.prediction.total_entropy.argsort(descending=True, stable=True)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
 from laplace.curvature.curvlinops import CurvlinopsGGN
-from torch import nn
+from torch import Tensor, nn
 
 from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.factors import StreamingUpdates
@@ -54,14 +54,14 @@ _DRAWS = 8
 class Outputs:
     """The outputs `(N, C)` of a batch with labels."""
 
-    def compute(self, batch: Any, own: torch.Tensor | None = None) -> torch.Tensor:
+    def compute(self, batch: Any, own: Tensor | None = None) -> Tensor:
         """Compute outputs of the batch, or of one of its examples.
 
         Booleans `(N,)` then mark its own rows among the batch's.
         """
         raise NotImplementedError
 
-    def seeds_and_loss(self, outputs: torch.Tensor) -> tuple[Seeds, torch.Tensor]:
+    def seeds_and_loss(self, outputs: Tensor) -> tuple[Seeds, Tensor]:
         """Choose what to back-propagate for the Fisher, and sum the loss `()`.
 
         Labels that don't fit are refused.
@@ -75,13 +75,13 @@ class Logits(Outputs):
 
     model: LogitsModel
     likelihood: Likelihood
-    y: torch.Tensor
-    seeds: Callable[[torch.Tensor, torch.Tensor], Seeds]  # of logits and labels
+    y: Tensor
+    seeds: Callable[[Tensor, Tensor], Seeds]  # of logits and labels
 
-    def compute(self, batch: Any, own: torch.Tensor | None = None) -> torch.Tensor:
+    def compute(self, batch: Any, own: Tensor | None = None) -> Tensor:
         return self.model(batch)
 
-    def seeds_and_loss(self, outputs: torch.Tensor) -> tuple[Seeds, torch.Tensor]:
+    def seeds_and_loss(self, outputs: Tensor) -> tuple[Seeds, Tensor]:
         y = self.likelihood.check_targets(self.y, outputs)
         return self.seeds(outputs, y), self.likelihood.loss(outputs, y)
 
@@ -100,11 +100,11 @@ class LabelLogProbs(Outputs):
     model: TokensModel
     labels: LabelsOfTokens
 
-    def compute(self, batch: Any, own: torch.Tensor | None = None) -> torch.Tensor:
+    def compute(self, batch: Any, own: Tensor | None = None) -> Tensor:
         labels = self.labels if own is None else self.labels.of(own)
         return self.model.log_probs_of(batch, labels)
 
-    def seeds_and_loss(self, outputs: torch.Tensor) -> tuple[Seeds, torch.Tensor]:
+    def seeds_and_loss(self, outputs: Tensor) -> tuple[Seeds, Tensor]:
         """Choose the drawn labels, or where none are drawn the tokens' own."""
         n_tokens, n_labels = outputs.shape
         n_draws = n_labels - 1
@@ -189,9 +189,9 @@ class Gradient(KfacApprox):
 
 
 def _rows_of_one_position(
-    a: torch.Tensor,
-    g: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    a: Tensor,
+    g: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Make rows whose products are those of `G = g aᵀ`: `(S B, m)` and `(B, n)`.
 
     `G Gᵀ = ‖a‖² g gᵀ` and `Gᵀ G = ‖g‖² a aᵀ` need one row where G has m or n of them,
@@ -316,24 +316,24 @@ class LowRankKronInterface(CurvatureInterface):
 
     def seeds(
         self,
-        logits: torch.Tensor,
-        y: torch.Tensor,
+        logits: Tensor,
+        y: Tensor,
     ) -> Seeds:
         """Choose what to back-propagate for the Fisher of a batch."""
         raise NotImplementedError
 
-    def numbers(self, n_tokens: int) -> torch.Tensor:
+    def numbers(self, n_tokens: int) -> Tensor:
         """Draw numbers `(S, N)` that choose labels of tokens; none by default."""
         return torch.empty((0, n_tokens), device=self.model.device)
 
-    def outputs(self, y: torch.Tensor) -> Outputs:
+    def outputs(self, y: Tensor) -> Outputs:
         """Choose what the passes of a batch with labels `y` end in."""
         if not isinstance(self.model, TokensModel):
             return Logits(self.model, self._likelihood, y, self.seeds)
         own = y[y != IGNORED]
         return LabelLogProbs(self.model, LabelsOfTokens(own, self.numbers(len(own))))
 
-    def _loss_for_host(self, f: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def _loss_for_host(self, f: Tensor, y: Tensor) -> Tensor:
         """Sum the loss `()`, without the factor that the host multiplies it by."""
         return self._likelihood.loss(f, y) / self.factor
 
@@ -356,8 +356,8 @@ class LowRankKronInterface(CurvatureInterface):
         self,
         H: LowRankKron,
         x: Any,
-        y: torch.Tensor,
-    ) -> torch.Tensor:
+        y: Tensor,
+    ) -> Tensor:
         """Add the curvature of a batch to `H`, and return the batch's summed loss.
 
         An error leaves sums that are of no use. Refused are labels that don't fit the
@@ -387,7 +387,7 @@ class LowRankKronInterface(CurvatureInterface):
 
     def _check_finite(self, H: LowRankKron) -> None:
         """Refuse sums that are not finite, and name the layer."""
-        sums: list[torch.Tensor] = []
+        sums: list[Tensor] = []
         for of_block in H.blocks:
             sums.append(of_block.output_factor.trace + of_block.input_factor.trace)
         traces = zip(self.blocks, read(sums), strict=True)
@@ -400,10 +400,10 @@ class LowRankKronInterface(CurvatureInterface):
     def kron(
         self,
         x: Any,
-        y: torch.Tensor,
+        y: Tensor,
         N: int | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, LowRankKron]:
+    ) -> tuple[Tensor, LowRankKron]:
         """Compute loss and curvature of one batch.
 
         The sums normalise themselves, whatever `N` is.
@@ -416,15 +416,15 @@ class LowRankKronInterface(CurvatureInterface):
         self,
         x: Any,
         enable_backprop: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Make Jacobians `(B, C, parameters)` of the logits, and the logits."""
         return self.recorder.jacobians(x, enable_backprop=enable_backprop)
 
     def gradients(
         self,
         x: Any,
-        y: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Make gradients `(B, parameters)` of each example's loss, and sum the loss."""
         Js, f = self.jacobians(x)
         y = self._likelihood.check_targets(y, f)
@@ -490,8 +490,8 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
 
     def seeds(
         self,
-        logits: torch.Tensor,
-        y: torch.Tensor,
+        logits: Tensor,
+        y: Tensor,
     ) -> Seeds:
         """Choose seeds of the exact Fisher, or draw labels where classes are many."""
         draws = self.stochastic
@@ -503,7 +503,7 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
             return self._sampled_seeds(logits)
         return self._likelihood.exact_seeds(logits)
 
-    def numbers(self, n_tokens: int) -> torch.Tensor:
+    def numbers(self, n_tokens: int) -> Tensor:
         """Draw as many numbers `(S, N)` as labels; the exact Fisher is refused."""
         if self.stochastic is False:
             raise NotImplementedError(
@@ -514,7 +514,7 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         generator = self._generator(self.model.device)
         return uniform_numbers(self.num_samples, n_tokens, generator)
 
-    def _sampled_seeds(self, logits: torch.Tensor) -> Seeds:
+    def _sampled_seeds(self, logits: Tensor) -> Seeds:
         generator = self._generator(logits.device)
         return self._likelihood.sampled_seeds(logits, self.num_samples, generator)
 
@@ -525,11 +525,11 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         (seed,) = entropy.generate_state(1)
         return torch.Generator(device).manual_seed(int(seed))
 
-    def _get_mc_functional_fisher(self, f: torch.Tensor) -> torch.Tensor:
+    def _get_mc_functional_fisher(self, f: Tensor) -> Tensor:
         """Draw a Fisher `(B, C, C)` of the logits, as the host does under this name."""
         return _fisher(self._sampled_seeds(f))
 
-    def _get_functional_hessian(self, f: torch.Tensor) -> torch.Tensor:
+    def _get_functional_hessian(self, f: Tensor) -> Tensor:
         """Compute the exact Fisher `(B, C, C)` of the logits, as the host names it."""
         return _fisher(self._likelihood.exact_seeds(f))
 
@@ -539,8 +539,8 @@ class LowRankKronEF(LowRankKronInterface, EFInterface):
 
     def seeds(
         self,
-        logits: torch.Tensor,
-        y: torch.Tensor,
+        logits: Tensor,
+        y: Tensor,
     ) -> Seeds:
         """Choose the slope of each example's loss."""
         return self._likelihood.empirical_seeds(logits, y)
@@ -564,17 +564,17 @@ class MultiLabelCurvlinopsGGN(CurvlinopsGGN):
         self.lossfunc = nn.BCEWithLogitsLoss(reduction="sum")
         self._likelihood = LIKELIHOODS[likelihood]
 
-    def _get_mc_functional_fisher(self, f: torch.Tensor) -> torch.Tensor:
+    def _get_mc_functional_fisher(self, f: Tensor) -> Tensor:
         # Torch's own state decides, as for the host.
         seed = int(torch.randint(2**31, ()).item())
         generator = torch.Generator(f.device).manual_seed(seed)
         return _fisher(self._likelihood.sampled_seeds(f, self.num_samples, generator))
 
-    def _get_functional_hessian(self, f: torch.Tensor) -> torch.Tensor:
+    def _get_functional_hessian(self, f: Tensor) -> Tensor:
         return _fisher(self._likelihood.exact_seeds(f))
 
 
-def _fisher(seeds: Seeds) -> torch.Tensor:
+def _fisher(seeds: Seeds) -> Tensor:
     """Sum the seeds' outer products, `(B, C, C)`."""
     columns = seeds.dense()
     return torch.einsum("sbc,sbk->bck", columns, columns)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.curvature.factors import (
     DenseFactor,
@@ -25,7 +26,7 @@ class KroneckerBlock:
 
     output_factor: Factor  # F_out, (m, m), from output gradients
     input_factor: Factor  # F_in, (n, n), from inputs
-    normalizer: torch.Tensor  # (), float64: both factors sum over the data
+    normalizer: Tensor  # (), float64: both factors sum over the data
 
     @classmethod
     def zeros(
@@ -153,9 +154,9 @@ class DecomposedBlock:
         """Count the directions of the large factor that the rank leaves out."""
         return len(self.large.vectors) - len(self.large.values)
 
-    def __mul__(self, scalar: float | torch.Tensor) -> DecomposedBlock:
+    def __mul__(self, scalar: float | Tensor) -> DecomposedBlock:
         """Scale the curvature."""
-        if isinstance(scalar, torch.Tensor):
+        if isinstance(scalar, Tensor):
             scalar = scalar.to(self.device)
         # F_small ⊗ F_large scales with either factor.
         small = self.small._replace(values=self.small.values * scalar)
@@ -163,8 +164,8 @@ class DecomposedBlock:
 
     def eigenvalues(
         self,
-        delta: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        delta: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Compute eigenvalues plus `delta`: `(r, k)` on `Q ⊗ U`, `(r,)` beside it.
 
         Their precision is the higher of `delta`'s and the block's.
@@ -178,14 +179,14 @@ class DecomposedBlock:
         on_remainder = small * tail
         return on_leading + delta, on_remainder + delta
 
-    def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
+    def small_side_first(self, weights: Tensor) -> Tensor:
         """Turn `(..., m, n)` weights into `(..., r, d)`, small side first, and back."""
         return weights if self.small_output else weights.mT
 
     def project(
         self,
-        weights: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Project `(..., r, d)` weights on `Q ⊗ U`; return coordinates and remainder.
 
         The remainder, `(..., r, d)`, is orthogonal to U, and in the basis Q.
@@ -199,10 +200,10 @@ class DecomposedBlock:
 
     def bmm(
         self,
-        weights: torch.Tensor,
-        delta: torch.Tensor,
+        weights: Tensor,
+        delta: Tensor,
         exponent: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Multiply `(..., r, d)` weights by `(block + delta I) ** exponent`."""
         leading, remainder = self.project(weights)
         on_leading, on_remainder = self.eigenvalues(delta)
@@ -213,9 +214,9 @@ class DecomposedBlock:
 
     def inv_square_form(
         self,
-        weights: torch.Tensor,
-        delta: torch.Tensor,
-    ) -> torch.Tensor:
+        weights: Tensor,
+        delta: Tensor,
+    ) -> Tensor:
         """Compute `W_a (block + delta I)⁻¹ W_bᵀ` of all pairs.
 
         From `(..., K, r, d)` to `(..., K, K)`.
@@ -233,9 +234,9 @@ class DecomposedBlock:
 
     def diag(
         self,
-        delta: torch.Tensor,
+        delta: Tensor,
         exponent: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute the diagonal of `(block + delta I) ** exponent`, `(m * n,)`."""
         on_leading, on_remainder = self.eigenvalues(delta)
         small = self.small.vectors.square()

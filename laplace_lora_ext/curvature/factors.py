@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 
@@ -25,17 +26,17 @@ _OVERSAMPLING = 10
 class Eigendecomposition(NamedTuple):
     """`vectors diag(values) vectorsᵀ + tail (I - vectors vectorsᵀ)`."""
 
-    vectors: torch.Tensor  # (d, k), orthonormal columns
-    values: torch.Tensor  # (k,), not negative
+    vectors: Tensor  # (d, k), orthonormal columns
+    values: Tensor  # (k,), not negative
     # (), the eigenvalue of every direction that `vectors` leaves out.
-    tail: torch.Tensor
+    tail: Tensor
 
 
 @dataclass(eq=False)
 class DenseFactor:
     """A small Kronecker factor, held as a matrix `(d, d)`."""
 
-    matrix: torch.Tensor
+    matrix: Tensor
 
     @classmethod
     def zeros(
@@ -53,7 +54,7 @@ class DenseFactor:
         return len(self.matrix)
 
     @property
-    def trace(self) -> torch.Tensor:
+    def trace(self) -> Tensor:
         """Compute the trace in float64, as the large factor holds its own."""
         return self.matrix.trace().double()
 
@@ -82,8 +83,8 @@ class LowRankFactor:
     Yang et al. (ICLR 2024), algorithm 1, for the update.
     """
 
-    columns: torch.Tensor  # (d, w) with w <= min(2 * rank, d)
-    trace: torch.Tensor  # (), float64, exact despite the truncation
+    columns: Tensor  # (d, w) with w <= min(2 * rank, d)
+    trace: Tensor  # (), float64, exact despite the truncation
     rank: int  # how many eigenvectors to keep in the end (the paper's `n_kfac`)
     # Whether directions beyond it keep the mean of their eigenvalues, or none.
     tail: bool = True
@@ -155,14 +156,14 @@ class StreamingUpdates:
 
     def __init__(self, limit: int = 0) -> None:
         self._limit = limit
-        self._waiting: dict[LowRankFactor, list[torch.Tensor]] = {}
+        self._waiting: dict[LowRankFactor, list[Tensor]] = {}
         self._bytes = 0
 
     def add(
         self,
         factor: Factor,
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
+        rows: Tensor,
+    ) -> Tensor:
         """Add `rowsᵀ rows`, of rows `(n, d)`, now or at the next `finish`.
 
         Its trace is summed in float64.
@@ -201,7 +202,7 @@ class _Group:
     """Large factors of one shape, and as many rows `(n, d)` for each."""
 
     factors: list[LowRankFactor] = field(default_factory=list)
-    rows: list[torch.Tensor] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
 
     def update(self) -> None:
         """Add the rows, unless some are not finite."""
@@ -219,9 +220,9 @@ class _Group:
 
 
 def _leading(
-    columns: torch.Tensor,
+    columns: Tensor,
     width: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Rotate `(..., d, n)` columns onto their leading `width` left singular directions.
 
     The rotation comes from the columns' Gram matrix, within a subspace of a few
@@ -247,7 +248,7 @@ def _leading(
 def _start(
     width: int,
     device: torch.device,
-) -> torch.Tensor:
+) -> Tensor:
     """Draw the directions, always the same, from which subspace iteration starts."""
     generator = torch.Generator().manual_seed(0)
     # As many rows as there may be columns: those kept of two factors, or of one and a
@@ -256,7 +257,7 @@ def _start(
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
 
-def _eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Decompose a semi-definite matrix in float64, in ascending order."""
     matrix = matrix.double()
     try:

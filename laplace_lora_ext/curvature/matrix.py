@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.curvature.block import DecomposedBlock, KroneckerBlock
 from laplace_lora_ext.curvature.factors import LowRankFactor
@@ -78,12 +79,12 @@ class Spectrum(NamedTuple):
     depends on.
     """
 
-    leading: torch.Tensor  # (E,), the r x k eigenvalues that each block keeps
-    leading_block: torch.Tensor  # (E,), index of the block that each belongs to
+    leading: Tensor  # (E,), the r x k eigenvalues that each block keeps
+    leading_block: Tensor  # (E,), index of the block that each belongs to
     # (F,), each block's r ones on directions that its rank leaves out.
-    remaining: torch.Tensor
-    remaining_block: torch.Tensor  # (F,), index of the block that each belongs to
-    multiplicity: torch.Tensor  # (F,), the number of directions of each
+    remaining: Tensor
+    remaining_block: Tensor  # (F,), index of the block that each belongs to
+    multiplicity: Tensor  # (F,), the number of directions of each
     n_blocks: int
 
     def equals(self, other: Spectrum) -> bool:
@@ -97,9 +98,9 @@ class Spectrum(NamedTuple):
 
     def shifted(
         self,
-        scale: float | torch.Tensor,
-        deltas: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scale: float | Tensor,
+        deltas: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Compute all eigenvalues of `scale * curvature + deltas * I`.
 
         `deltas` are `()`, `(1,)` or `(blocks,)`, and give the result its dtype.
@@ -113,9 +114,9 @@ class Spectrum(NamedTuple):
 
     def logdet(
         self,
-        scale: float | torch.Tensor,
-        deltas: torch.Tensor,
-    ) -> torch.Tensor:
+        scale: float | Tensor,
+        deltas: Tensor,
+    ) -> Tensor:
         """Compute log det(`scale * curvature + deltas * I`) in float64."""
         leading, remaining = self.shifted(scale, deltas.double())
         of_remaining = self.multiplicity * remaining.log()
@@ -137,7 +138,7 @@ class LowRankKronDecomposed:
     def __init__(
         self,
         blocks: Sequence[DecomposedBlock],
-        deltas: torch.Tensor,
+        deltas: Tensor,
     ) -> None:
         self.blocks = list(blocks)
         self.deltas = deltas
@@ -147,8 +148,8 @@ class LowRankKronDecomposed:
     def spectrum(self) -> Spectrum:
         """Collect the eigenvalues of all blocks in float64, without `deltas`."""
         zero = self.deltas.new_zeros((), dtype=torch.float64)
-        of_leading: list[torch.Tensor] = []
-        of_remaining: list[torch.Tensor] = []
+        of_leading: list[Tensor] = []
+        of_remaining: list[Tensor] = []
         n_leading: list[int] = []
         n_remaining: list[int] = []
         for block in self.blocks:
@@ -172,55 +173,55 @@ class LowRankKronDecomposed:
             n_blocks=n_blocks,
         )
 
-    def __add__(self, deltas: float | torch.Tensor) -> LowRankKronDecomposed:
+    def __add__(self, deltas: float | Tensor) -> LowRankKronDecomposed:
         """Add a multiple of the identity: a scalar, or `(blocks,)`."""
         return LowRankKronDecomposed(self.blocks, self.deltas + deltas)
 
-    def __mul__(self, scalar: float | torch.Tensor) -> LowRankKronDecomposed:
+    def __mul__(self, scalar: float | Tensor) -> LowRankKronDecomposed:
         """Scale the curvature but not `deltas`, as the host does."""
         scaled = [block * scalar for block in self.blocks]
         return LowRankKronDecomposed(scaled, self.deltas)
 
-    def __radd__(self, deltas: float | torch.Tensor) -> LowRankKronDecomposed:
+    def __radd__(self, deltas: float | Tensor) -> LowRankKronDecomposed:
         return self + deltas
 
-    def __rmul__(self, scalar: float | torch.Tensor) -> LowRankKronDecomposed:
+    def __rmul__(self, scalar: float | Tensor) -> LowRankKronDecomposed:
         return self * scalar
 
-    def logdet(self) -> torch.Tensor:
+    def logdet(self) -> Tensor:
         """Compute the log-determinant in float64, differentiable in `deltas`."""
         return self.spectrum.logdet(1, self.deltas)
 
     def bmm(
         self,
-        W: torch.Tensor,
+        W: Tensor,
         exponent: float = -1,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Multiply each row of `W`, `(..., parameters)`, by `self ** exponent`."""
-        products: list[torch.Tensor] = []
+        products: list[Tensor] = []
         for block, delta, weights in self._with_parts(W):
             product = block.bmm(weights, delta, exponent)
             product = block.small_side_first(product).flatten(-2)
             products.append(product.to(W.device))
         return torch.cat(products, dim=-1)
 
-    def inv_square_form(self, W: torch.Tensor) -> torch.Tensor:
+    def inv_square_form(self, W: Tensor) -> Tensor:
         """Compute `W self⁻¹ Wᵀ`, `(B, C, C)`, for `W` of shape `(B, C, parameters)`."""
-        forms: list[torch.Tensor] = []
+        forms: list[Tensor] = []
         for block, delta, weights in self._with_parts(W):
             form = block.inv_square_form(weights, delta)
             forms.append(form.to(W.device))
         return torch.stack(forms).sum(0)
 
-    def diag(self, exponent: float = 1) -> torch.Tensor:
+    def diag(self, exponent: float = 1) -> Tensor:
         """Compute the diagonal of `self ** exponent`, `(parameters,)`."""
-        diagonals: list[torch.Tensor] = []
+        diagonals: list[Tensor] = []
         for block, delta in zip(self.blocks, self.deltas, strict=True):
             diagonal = block.diag(delta, exponent)
             diagonals.append(diagonal.to(self.deltas.device))
         return torch.cat(diagonals)
 
-    def to_matrix(self, exponent: float = 1) -> torch.Tensor:
+    def to_matrix(self, exponent: float = 1) -> Tensor:
         """Make the dense matrix of `self ** exponent`; for tests."""
         n_params = sum(block.n_params for block in self.blocks)
         identity = torch.eye(n_params).to(self.deltas)
@@ -228,8 +229,8 @@ class LowRankKronDecomposed:
 
     def _with_parts(
         self,
-        W: torch.Tensor,
-    ) -> Iterator[tuple[DecomposedBlock, torch.Tensor, torch.Tensor]]:
+        W: Tensor,
+    ) -> Iterator[tuple[DecomposedBlock, Tensor, Tensor]]:
         """Yield each block, its delta, and its part `(..., r, d)` of `W`."""
         n_params = [block.n_params for block in self.blocks]
         parts = W.split(n_params, dim=-1)
@@ -242,7 +243,7 @@ class LowRankKronDecomposed:
 def _repeated(
     numbers: Sequence[float],
     times: Sequence[int],
-) -> torch.Tensor:
+) -> Tensor:
     """Repeat each number so many times, in one row."""
     counts = torch.tensor(times)
     return torch.tensor(numbers).repeat_interleave(counts)

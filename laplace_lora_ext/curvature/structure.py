@@ -15,6 +15,7 @@ import torch
 from laplace.curvature import CurvatureInterface
 from laplace.curvature.curvlinops import CurvlinopsGGN
 from laplace.utils.matrix import Kron, KronDecomposed
+from torch import Tensor
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
 from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
@@ -71,9 +72,9 @@ class Structure(Generic[SumsT, CurvatureT]):
         self,
         sums: SumsT,
         x: Any,
-        y: torch.Tensor,
+        y: Tensor,
         n_before: int,
-    ) -> tuple[torch.Tensor, SumsT]:
+    ) -> tuple[Tensor, SumsT]:
         """Return a batch's loss, and new sums with the batch.
 
         Labels that don't fit and numbers that are not finite are refused. Labels that
@@ -82,7 +83,7 @@ class Structure(Generic[SumsT, CurvatureT]):
         """
         _, dtype = self.recorder.places[0]
         total = sums
-        losses: list[torch.Tensor] = []
+        losses: list[Tensor] = []
 
         def add_part(part: Any, place: slice) -> None:
             nonlocal total
@@ -103,8 +104,8 @@ class Structure(Generic[SumsT, CurvatureT]):
         self,
         sums: SumsT,
         x: Any,
-        y: torch.Tensor,
-    ) -> tuple[torch.Tensor, SumsT]:
+        y: Tensor,
+    ) -> tuple[Tensor, SumsT]:
         raise NotImplementedError
 
     def merge(self, first: SumsT, second: SumsT) -> SumsT:
@@ -151,8 +152,8 @@ class LowRankKronStructure(Structure[LowRankKron, LowRankKronDecomposed]):
         self,
         sums: LowRankKron,
         x: Any,
-        y: torch.Tensor,
-    ) -> tuple[torch.Tensor, LowRankKron]:
+        y: Tensor,
+    ) -> tuple[Tensor, LowRankKron]:
         total = sums.copy()
         loss = self.backend.accumulate(total, x, y)
         return loss, total
@@ -182,12 +183,12 @@ class HostStructure(Structure[SumsT, CurvatureT]):
     def _of_batch(
         self,
         x: Any,
-        y: torch.Tensor,
-    ) -> tuple[torch.Tensor, SumsT]:
+        y: Tensor,
+    ) -> tuple[Tensor, SumsT]:
         """Ask the backend for the loss and the curvature of a batch."""
         raise NotImplementedError
 
-    def _diagonal(self, sums: SumsT) -> torch.Tensor:
+    def _diagonal(self, sums: SumsT) -> Tensor:
         """Take the diagonal of sums, `(parameters,)`."""
         raise NotImplementedError
 
@@ -195,8 +196,8 @@ class HostStructure(Structure[SumsT, CurvatureT]):
         self,
         sums: SumsT,
         x: Any,
-        y: torch.Tensor,
-    ) -> tuple[torch.Tensor, SumsT]:
+        y: Tensor,
+    ) -> tuple[Tensor, SumsT]:
         blocks = self.recorder.blocks
         _, dtype = self.recorder.places[0]
         targets = self.likelihood.as_targets(y.clone(), dtype)
@@ -249,11 +250,11 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
     def _of_batch(
         self,
         x: Any,
-        y: torch.Tensor,
-    ) -> tuple[torch.Tensor, Kron]:
+        y: Tensor,
+    ) -> tuple[Tensor, Kron]:
         return self.backend.kron(x, y, **self._batch_kwargs)
 
-    def _diagonal(self, sums: Kron) -> torch.Tensor:
+    def _diagonal(self, sums: Kron) -> Tensor:
         return sums.diag()
 
     def decompose(self, sums: Kron, n_data: int) -> KronDecomposed:
@@ -281,7 +282,7 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
 
 
 @dataclass(frozen=True)
-class DenseStructure(HostStructure[torch.Tensor, torch.Tensor]):
+class DenseStructure(HostStructure[Tensor, Tensor]):
     """A structure whose sums are one tensor, which is the curvature, too."""
 
     # The host's own default needs forward-mode derivatives, which fused attention
@@ -294,15 +295,15 @@ class DenseStructure(HostStructure[torch.Tensor, torch.Tensor]):
 
     def decompose(
         self,
-        sums: torch.Tensor,
+        sums: Tensor,
         n_data: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return sums
 
-    def pack(self, sums: torch.Tensor) -> torch.Tensor:
+    def pack(self, sums: Tensor) -> Tensor:
         return sums
 
-    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+    def unpack(self, packed: Tensor) -> Tensor:
         device, dtype = self.recorder.places[0]
         return packed.to(device, dtype)
 
@@ -311,18 +312,18 @@ class DenseStructure(HostStructure[torch.Tensor, torch.Tensor]):
 class DiagStructure(DenseStructure):
     """A diagonal, `(parameters,)`."""
 
-    def zeros(self) -> torch.Tensor:
+    def zeros(self) -> Tensor:
         device, dtype = self.recorder.places[0]
         return torch.zeros(self.n_params, device=device, dtype=dtype)
 
     def _of_batch(
         self,
         x: Any,
-        y: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         return self.backend.diag(x, y, **self._batch_kwargs)
 
-    def _diagonal(self, sums: torch.Tensor) -> torch.Tensor:
+    def _diagonal(self, sums: Tensor) -> Tensor:
         return sums
 
 
@@ -330,7 +331,7 @@ class DiagStructure(DenseStructure):
 class FullStructure(DenseStructure):
     """One dense matrix, `(parameters, parameters)`."""
 
-    def zeros(self) -> torch.Tensor:
+    def zeros(self) -> Tensor:
         device, dtype = self.recorder.places[0]
         return torch.zeros(
             self.n_params,
@@ -339,9 +340,7 @@ class FullStructure(DenseStructure):
             dtype=dtype,
         )
 
-    def _add(
-        self, sums: torch.Tensor, x: Any, y: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _add(self, sums: Tensor, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         model = self.recorder.model
         # ASDL's Jacobians need it before their first pass.
         if not model.output_size:
@@ -352,9 +351,9 @@ class FullStructure(DenseStructure):
     def _of_batch(
         self,
         x: Any,
-        y: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         return self.backend.full(x, y, **self._batch_kwargs)
 
-    def _diagonal(self, sums: torch.Tensor) -> torch.Tensor:
+    def _diagonal(self, sums: Tensor) -> Tensor:
         return sums.diagonal()

@@ -8,9 +8,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftModel, PeftType, load_peft_weights, set_peft_model_state_dict
-from torch import nn
+from torch import Tensor, nn
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.weights import owner_of, without_adapter
@@ -194,7 +193,7 @@ def new_folders(
 def write_adapter(
     model: PeftModel,
     adapter: str,
-    weights: Mapping[int, torch.Tensor],
+    weights: Mapping[int, Tensor],
     directory: Path,
     **kwargs: Any,
 ) -> Path:

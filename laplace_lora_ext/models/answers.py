@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -43,7 +43,7 @@ class Answers:
     normalised: bool = False
 
     def __init__(self) -> None:
-        self._weighed: list[torch.Tensor] | None = None  # see `weighing`
+        self._weighed: list[Tensor] | None = None  # see `weighing`
 
     def rows(self, inputs: Any) -> Any:
         """Return the texts that the model reads, a row or several for each example."""
@@ -54,7 +54,7 @@ class Answers:
         inputs: Any,
         call: Callable[..., Any],
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute logits `(B, C)` of the answers.
 
         `call` calls the model with inputs and keyword arguments.
@@ -65,7 +65,7 @@ class Answers:
         self,
         inputs: Any,
         call: Callable[..., Any],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute log-probabilities `(B, C + 1)` of the answers, and of all else.
 
         Where each batch brings its own answers, they are `(B, C)`, of these alone.
@@ -89,7 +89,7 @@ class Answers:
         """
 
     @contextmanager
-    def weighing(self) -> Iterator[list[torch.Tensor]]:
+    def weighing(self) -> Iterator[list[Tensor]]:
         """Yield the probability `(B,)` of all answers, from the first pass within.
 
         Of answers of several tokens that of their first ones counts. Later passes may
@@ -103,7 +103,7 @@ class Answers:
 
     def _weigh(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         tokens: Sequence[int],
     ) -> None:
         """Note the probability of some tokens, given logits `(B, V)`, if asked to."""
@@ -156,7 +156,7 @@ class AnswerTokens(Answers):
         inputs: Any,
         call: Callable[..., Any],
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         of_vocabulary = self._of_vocabulary(inputs, call, **kwargs)
         self._weigh(of_vocabulary, self._ids)
         return of_vocabulary[:, self._ids]
@@ -165,7 +165,7 @@ class AnswerTokens(Answers):
         self,
         inputs: Any,
         call: Callable[..., Any],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         of_vocabulary = self._of_vocabulary(inputs, call)
         return torch.cat(divided(of_vocabulary, self._ids), dim=1)
 
@@ -174,7 +174,7 @@ class AnswerTokens(Answers):
         inputs: Any,
         call: Callable[..., Any],
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute the vocabulary's logits `(B, V)` where the answers are read."""
         model_kwargs = without_cache(self._transformer, inputs) | kwargs
         text_with_answer = inputs
@@ -215,7 +215,7 @@ class AnswerTokens(Answers):
         self,
         inputs: Any,
         text_with_answer: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Find the position at which the answer is read, `(B,)`."""
         if self.mask_token_id is None:
             return last_real_position(text_with_answer)
@@ -229,9 +229,9 @@ class AnswerTokens(Answers):
 
 
 def divided(
-    logits: torch.Tensor,
+    logits: Tensor,
     tokens: Sequence[int],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Divide log-probabilities `(B, V)` into tokens' `(B, C)` and others' `(B, 1)`.
 
     They are in float32 or better.
@@ -244,7 +244,7 @@ def divided(
     return log_p[:, ids], others.logsumexp(-1, keepdim=True)
 
 
-def in_full(logits: torch.Tensor) -> torch.Tensor:
+def in_full(logits: Tensor) -> Tensor:
     """Return logits in float32 or better."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -296,7 +296,7 @@ def decoder_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return text
 
 
-def first_places(places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def first_places(places: Tensor) -> tuple[Tensor, Tensor]:
     """Index the true places of `(N, T)` booleans, in order: `(N, M)`.
 
     M is the largest number that a row has.
@@ -313,9 +313,9 @@ def first_places(places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @contextmanager
 def reading_at(
     transformer: PreTrainedModel | None,
-    index: torch.Tensor,
+    index: Tensor,
     n_positions: int,
-) -> Iterator[Callable[[Any], torch.Tensor]]:
+) -> Iterator[Callable[[Any], Tensor]]:
     """Run the output layer for the `(B, K)` places of an index among T positions alone.
 
     Yields a function that takes what the model returned, and returns logits `(B, K,
@@ -329,7 +329,7 @@ def reading_at(
         _: nn.Module,
         args: tuple[Any, ...],
     ) -> tuple[Any, ...] | None:
-        if not args or not isinstance(args[0], torch.Tensor):
+        if not args or not isinstance(args[0], Tensor):
             return None
         hidden, *others = args
         # An output layer that is also the embedding sees tokens as well.
@@ -340,7 +340,7 @@ def reading_at(
         read = hidden.take_along_dim(places, dim=1)
         return (read, *others)
 
-    def read_off(output: Any) -> torch.Tensor:
+    def read_off(output: Any) -> Tensor:
         logits = logits_of(output)
         if logits.ndim != 3:
             raise ValueError(
@@ -374,7 +374,7 @@ def decoder_start(
     """Give the decoder a start token for each text, unless it has an input."""
     if any(inputs.get(key) is not None for key in DECODER_INPUTS):
         return {}
-    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
     texts = next(tensor for tensor in tensors if tensor.ndim > 1)
     start = start_token(transformer)
     starts = texts.new_full((len(texts), 1), start, dtype=torch.long)
@@ -406,7 +406,7 @@ def without_cache(
     return {"use_cache": False} if has_cache and "use_cache" not in inputs else {}
 
 
-def last_real_position(inputs: Any) -> torch.Tensor:
+def last_real_position(inputs: Any) -> Tensor:
     """Find the last position that is not padding, `(B,)`, whichever side is padded.
 
     A text without any is refused.
@@ -432,7 +432,7 @@ def last_real_position(inputs: Any) -> torch.Tensor:
     return (mask * positions).argmax(-1)
 
 
-def text_of(inputs: Any) -> torch.Tensor:
+def text_of(inputs: Any) -> Tensor:
     """Return a tensor with a row for each text, and a column for each position."""
     if not isinstance(inputs, Mapping):
         return inputs

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import tqdm
+from torch import Tensor
 from transformers import BatchEncoding, PreTrainedModel
 
 from laplace_lora_ext.processes.exchange import rank
@@ -42,7 +43,7 @@ def moved(
     for key, value in batch.items():
         if key in left_out:
             continue
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             value = value.to(device)
         inputs[key] = value
     if isinstance(batch, BatchEncoding):
@@ -58,7 +59,7 @@ def part_of(
     """Take inputs of some examples; what has no row for each stays as it is."""
     if isinstance(inputs, Mapping):
         return {key: part_of(value, place, n_examples) for key, value in inputs.items()}
-    has_rows = isinstance(inputs, torch.Tensor) and inputs.ndim > 0
+    has_rows = isinstance(inputs, Tensor) and inputs.ndim > 0
     is_divisible = has_rows or isinstance(inputs, list)
     if is_divisible and len(inputs) == n_examples:
         return inputs[place]
@@ -71,7 +72,7 @@ def number_of_rows(x: Any) -> int | None:
     values = x.values() if isinstance(x, Mapping) else [x]
     lengths: set[int | None] = set()
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             lengths.add(len(value) if value.ndim else None)
     return lengths.pop() if len(lengths) == 1 else None
 
@@ -84,9 +85,9 @@ def number_of_tokens(batch: Any) -> int | None:
     return tokens.shape[1:].numel()
 
 
-def is_tokens(value: Any) -> TypeGuard[torch.Tensor]:
+def is_tokens(value: Any) -> TypeGuard[Tensor]:
     """Tell whether something is a tensor of whole numbers that has positions."""
-    if not isinstance(value, torch.Tensor) or value.is_floating_point():
+    if not isinstance(value, Tensor) or value.is_floating_point():
         return False
     return value.ndim > 1
 
@@ -132,9 +133,9 @@ def _packing(
     Models with attention to all tokens, such as Longformer, `may_mark_tokens` by a 2 in
     the mask.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, value in inputs.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             tensors[key] = value
     mask = tensors.get("attention_mask")
     texts = tensors.get("input_ids")
@@ -163,8 +164,8 @@ def _packing(
 
 
 def _restarts(
-    positions: torch.Tensor,
-    mask: torch.Tensor | None,
+    positions: Tensor,
+    mask: Tensor | None,
 ) -> bool:
     """Tell whether positions restart within a row, where another text begins."""
     falls = positions.diff() < 0
@@ -200,7 +201,7 @@ def text_first(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     rows = torch.arange(n_texts)[:, None]
 
     def shifted(key: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.shape[:2] != mask.shape:
+        if not isinstance(value, Tensor) or value.shape[:2] != mask.shape:
             return value
         # Other numbers may be features that lie in an order of their own.
         if value.is_floating_point() and key not in ("attention_mask", "inputs_embeds"):
@@ -238,22 +239,22 @@ class Positions(NamedTuple):
     n_tokens: int | None = None  # positions of all rows together, where known
     # `(B, n_rows / B * T)` booleans, false at padding, or of another shape, which can't
     # be applied; None where nothing is padded.
-    mask: torch.Tensor | None = None
+    mask: Tensor | None = None
     # Whether the batch has tokens and nothing beside them, one row or as many for each
     # example. Otherwise contents may say which rows are whose, as where texts have
     # images.
     is_text: bool = False
     # `(N,)` index of the example that each row of logits belongs to, where examples
     # have several.
-    owners_of_logits: torch.Tensor | None = None
+    owners_of_logits: Tensor | None = None
 
-    def logits_of(self, examples: torch.Tensor) -> torch.Tensor:
+    def logits_of(self, examples: Tensor) -> Tensor:
         """Repeat values `(..., B)` of the examples for each of their rows of logits."""
         if self.owners_of_logits is None:
             return examples
         return examples[..., self.owners_of_logits.to(examples.device)]
 
-    def valid(self, n_positions: int) -> torch.Tensor | None:
+    def valid(self, n_positions: int) -> Tensor | None:
         """Return a layer's mask `(B, n_positions)` of real tokens.
 
         None where all of them are valid, as after pooling. A `NotImplementedError` if
@@ -303,7 +304,7 @@ def positions_of(
     )
 
 
-def _rows(inputs: Mapping[str, Any]) -> torch.Tensor | None:
+def _rows(inputs: Mapping[str, Any]) -> Tensor | None:
     """Return a tensor with one number a token, in the rows of a model's input."""
     if inputs.get("input_ids") is not None:
         return inputs["input_ids"]
@@ -322,10 +323,10 @@ def _is_text(
 ) -> bool:
     """Tell whether a batch has tokens, and beside them masks and the like alone."""
     tokens = inputs.get("input_ids")
-    if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         return False
     for key, value in inputs.items():
-        if not isinstance(value, torch.Tensor) or value.ndim < 2:
+        if not isinstance(value, Tensor) or value.ndim < 2:
             continue
         is_feature = value.is_floating_point() and "mask" not in key
         if is_feature or len(value) not in (1, n_examples):
@@ -333,12 +334,12 @@ def _is_text(
     return True
 
 
-def logits_of(output: Any) -> torch.Tensor:
+def logits_of(output: Any) -> Tensor:
     """Find the logits in what a model returns; `TypeError` if there are none."""
     logits = getattr(output, "logits", output)
     if isinstance(logits, (tuple, list)) and logits:
         logits = logits[0]
-    if not isinstance(logits, torch.Tensor):
+    if not isinstance(logits, Tensor):
         raise TypeError(
             "The model must return logits: an output with .logits, a tensor, or a "
             f"tuple that begins with one, not {type(output).__name__}."

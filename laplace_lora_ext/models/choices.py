@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -55,15 +56,15 @@ class _Rows:
 
     inputs: dict[str, Any]  # tensors `(B K, ...)`, and what is no tensor of rows
     # `(B K, T)` tokens that logits at their places predict, or `IGNORED`.
-    targets: torch.Tensor
+    targets: Tensor
     n_texts: int
 
-    def by_text(self, of_rows: torch.Tensor) -> torch.Tensor:
+    def by_text(self, of_rows: Tensor) -> Tensor:
         """Arrange what belongs to rows, `(B K, ...)`, by text: `(B, K, ...)`."""
         return of_rows.unflatten(0, (self.n_texts, -1))
 
     @property
-    def real(self) -> torch.Tensor:
+    def real(self) -> Tensor:
         """Mark tokens that are no padding, `(B K, T)`."""
         mask = self.inputs.get("attention_mask")
         if mask is None:
@@ -75,22 +76,22 @@ class _Rows:
 class _Scores:
     """What a pass says of choices."""
 
-    logits: torch.Tensor  # `(B, K)`
+    logits: Tensor  # `(B, K)`
     # Logits `(B, V)` where the first choice's first token is predicted.
-    at_first: torch.Tensor
+    at_first: Tensor
 
 
 @dataclass(frozen=True)
 class _Divided:
     """The same rows, divided into what a text's choices share, and the rest."""
 
-    prompts: dict[str, torch.Tensor]  # C tokens of each text, `(B, C)`
-    ends: torch.Tensor  # `(B,)` how many of them are real
+    prompts: dict[str, Tensor]  # C tokens of each text, `(B, C)`
+    ends: Tensor  # `(B,)` how many of them are real
     # `(B, K)` tokens that are predicted at the last one, or `IGNORED`.
-    at_end: torch.Tensor
+    at_end: Tensor
     # L tokens of each choice, `(B K, L)`, and a mask with prompts.
-    behind: dict[str, torch.Tensor]
-    targets: torch.Tensor  # `(B K, L)` tokens that logits there predict, or `IGNORED`
+    behind: dict[str, Tensor]
+    targets: Tensor  # `(B K, L)` tokens that logits there predict, or `IGNORED`
 
     @property
     def kind(self) -> tuple[bool, bool]:
@@ -140,7 +141,7 @@ class Choices(Answers):
         n_rows = len(rows.targets)
         by_text: dict[str, Any] = {}
         for key, value in rows.inputs.items():
-            if isinstance(value, torch.Tensor) and value.shape[:1] == (n_rows,):
+            if isinstance(value, Tensor) and value.shape[:1] == (n_rows,):
                 value = rows.by_text(value)
             by_text[key] = value
         return by_text
@@ -150,14 +151,14 @@ class Choices(Answers):
         inputs: Any,
         call: Callable[..., Any],
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return self.scores(inputs, call, **kwargs).logits
 
     def log_probs(
         self,
         inputs: Any,
         call: Callable[..., Any],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         scores = self.scores(inputs, call)
         return scores.logits.log_softmax(-1)
 
@@ -276,10 +277,10 @@ class Choices(Answers):
     def _read(
         self,
         inputs: Any,
-        targets: torch.Tensor,
+        targets: Tensor,
         call: Callable[..., Any],
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Sum log-probabilities `(N,)` of targets `(N, T)`.
 
         Also returns logits `(N, V)` where each row's first one is predicted.
@@ -302,23 +303,23 @@ class Choices(Answers):
     def _read_in_parts(
         self,
         inputs: Any,
-        targets: torch.Tensor,
+        targets: Tensor,
         parts: Sequence[Part],
         call: Callable[..., Any],
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Read as `_read`, a part of the places at a time."""
         assert self._transformer is not None
         predicts = targets != IGNORED
         tokens = targets[predicts][:, None, None]
         calls = partial(call, inputs, **kwargs)
 
-        def logits(part: Part) -> torch.Tensor:
+        def logits(part: Part) -> Tensor:
             places = part.of(predicts)
             return in_full(logits_at(self._transformer, places, calls))
 
-        def reading(rows: torch.Tensor) -> Reading:
-            def read(logits: torch.Tensor) -> torch.Tensor:
+        def reading(rows: Tensor) -> Reading:
+            def read(logits: Tensor) -> Tensor:
                 own = tokens[rows].to(logits.device)
                 return _log_probs(logits[:, None], own).flatten()
 
@@ -334,8 +335,8 @@ class Choices(Answers):
     def _scored(
         self,
         rows: _Rows,
-        log_p: torch.Tensor,
-        at_first: torch.Tensor,
+        log_p: Tensor,
+        at_first: Tensor,
     ) -> _Scores:
         """Make logits `(B, K)` of the sums of choices' log-probabilities."""
         if self.normalised:
@@ -421,7 +422,7 @@ class Choices(Answers):
                 flat[key] = value[:, :n_needed]
         return _Rows(flat, targets[:, :n_needed], n_texts=len(tokens))
 
-    def _choices_in(self, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choices_in(self, inputs: Any) -> tuple[Tensor, Tensor]:
         """Return tokens `(B, K, T)` of a batch, and which of them count."""
         text = inputs if isinstance(inputs, Mapping) else {}
         counts = text.get(SCORE_MASK)
@@ -509,7 +510,7 @@ class AnswerTexts(Answers):
         inputs: Any,
         call: Callable[..., Any],
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         scores = self._scores(inputs, call, **kwargs)
         self._weigh(scores.at_first, self._first_tokens)
         return scores.logits
@@ -518,7 +519,7 @@ class AnswerTexts(Answers):
         self,
         inputs: Any,
         call: Callable[..., Any],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute log-probabilities `(B, C + 1)` of the answers, and of all else.
 
         All else are texts that begin with other tokens than any answer.
@@ -637,7 +638,7 @@ def class_tokens(
 
 def _listed(class_token_ids: Any) -> list[Any]:
     """Return the answers as a list, empty if there is none to make."""
-    if isinstance(class_token_ids, torch.Tensor):
+    if isinstance(class_token_ids, Tensor):
         return class_token_ids.tolist()
     is_sequence = isinstance(class_token_ids, Sequence) and not isinstance(
         class_token_ids, str
@@ -647,7 +648,7 @@ def _listed(class_token_ids: Any) -> list[Any]:
 
 def _as_sequence(answer: Any) -> list[int] | None:
     """Return an answer's tokens, one or more; None if they are no whole numbers."""
-    tokens = answer if isinstance(answer, list | tuple | torch.Tensor) else [answer]
+    tokens = answer if isinstance(answer, list | tuple | Tensor) else [answer]
     try:
         return [operator.index(token) for token in tokens]
     except TypeError:
@@ -656,7 +657,7 @@ def _as_sequence(answer: Any) -> list[int] | None:
 
 def _flattened(
     inputs: Mapping[str, Any],
-    choices: torch.Tensor,
+    choices: Tensor,
 ) -> dict[str, Any]:
     """Give each of the choices `(B, K, T)` a row, with all that its text has.
 
@@ -671,7 +672,7 @@ def _flattened(
     for key, value in inputs.items():
         if key == SCORE_MASK:
             continue
-        if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        if not isinstance(value, Tensor) or value.ndim == 0:
             rows[key] = value
         elif value.shape in shapes:
             rows[key] = value.flatten(0, 1)
@@ -684,8 +685,8 @@ def _flattened(
 
 def _targets(
     text: Mapping[str, Any],
-    counts: torch.Tensor,
-) -> torch.Tensor:
+    counts: Tensor,
+) -> Tensor:
     """Return the tokens `(B K, T)` that logits at their places predict, or `IGNORED`.
 
     A `ValueError` if a choice has no token that counts, or one that nothing predicts.
@@ -716,7 +717,7 @@ def _targets(
     return pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def _shared_ends(rows: _Rows) -> torch.Tensor:
+def _shared_ends(rows: _Rows) -> Tensor:
     """Count the tokens `(B,)` that a text's choices share from the first one on.
 
     Tokens that count in a score are a choice's own, even where all choices have them.
@@ -740,13 +741,13 @@ def _is_plain(cache: Cache) -> bool:
 
 def _has_row_and_place(value: Any, shape: torch.Size) -> bool:
     """Tell whether a value is a tensor with a number for each token."""
-    return isinstance(value, torch.Tensor) and value.shape[:2] == shape
+    return isinstance(value, Tensor) and value.shape[:2] == shape
 
 
 def _log_probs(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-) -> torch.Tensor:
+    logits: Tensor,
+    tokens: Tensor,
+) -> Tensor:
     """Compute tokens' log-probabilities `(N, M, K)`; those of `IGNORED` are 0."""
     counts = tokens != IGNORED
     tokens = tokens.where(counts, 0)
@@ -762,8 +763,8 @@ def _log_probs(
 
 
 def _agree(
-    logits: torch.Tensor,
-    others: torch.Tensor,
+    logits: Tensor,
+    others: Tensor,
     dtype: torch.dtype,
 ) -> bool:
     """Tell whether two computations of logits differ by rounding alone."""
@@ -774,8 +775,8 @@ def _agree(
 
 def _padded(
     answers: Sequence[Sequence[int]],
-    like: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    like: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Make tokens `(K, L)` of K answers, and mark those that are no padding."""
     longest = max(map(len, answers))
     tokens = like.new_zeros(len(answers), longest)
@@ -809,9 +810,9 @@ def _continued(
     places = places[:, None].expand(-1, len(answers), -1)
 
     def grown(
-        value: torch.Tensor,
-        more: torch.Tensor,
-    ) -> torch.Tensor:
+        value: Tensor,
+        more: Tensor,
+    ) -> Tensor:
         """Put `more`, `(B, K, L)` or less, behind the texts of each row and place."""
         room = pad(value, (0, longest))[:, None]
         room = room.expand(-1, len(answers), -1)

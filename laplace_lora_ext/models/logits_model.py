@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from laplace_lora_ext.messages import warn
@@ -147,7 +147,7 @@ class LogitsModel(nn.Module):
         """Say whether this is a language model whose answers are the classes."""
         return self._answers is not None
 
-    def forward(self, batch: Any = None, **model_kwargs: Any) -> torch.Tensor:
+    def forward(self, batch: Any = None, **model_kwargs: Any) -> Tensor:
         """Compute logits `(B, C)` of a batch without its labels, on the model's device.
 
         The batch may also come as keyword arguments, as transformers' models take it.
@@ -160,7 +160,7 @@ class LogitsModel(nn.Module):
         self.output_size = logits.shape[-1]
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
-    def _logits(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
+    def _logits(self, batch: Any, **model_kwargs: Any) -> Tensor:
         """Compute logits where the model computes, and in its precision."""
         inputs = self._inputs(batch)
         if self._answers is not None:
@@ -171,7 +171,7 @@ class LogitsModel(nn.Module):
         _check_shape(logits)
         return logits
 
-    def log_probs(self, batch: Any) -> torch.Tensor:
+    def log_probs(self, batch: Any) -> Tensor:
         """Compute log-probabilities `(B, C)`.
 
         With `class_token_ids` they are `(B, C + 1)`, the last one of all other tokens
@@ -181,7 +181,7 @@ class LogitsModel(nn.Module):
             return self(batch).log_softmax(-1)
         return self._answers.log_probs(self._inputs(batch), self._call)
 
-    def summary(self, batch: Any) -> torch.Tensor:
+    def summary(self, batch: Any) -> Tensor:
         """Compute what shows whether examples depend on each other: the logits."""
         return self(batch)
 
@@ -199,13 +199,13 @@ class LogitsModel(nn.Module):
         if self._answers is not None:
             self._answers.divide_vocabulary()
 
-    def weighing_answers(self) -> AbstractContextManager[list[torch.Tensor]]:
+    def weighing_answers(self) -> AbstractContextManager[list[Tensor]]:
         """Weigh answers as `Answers.weighing` does; without answers, nothing."""
         if self._answers is None:
             return nullcontext([])
         return self._answers.weighing()
 
-    def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
+    def split(self, batch: Any) -> tuple[Any, Tensor]:
         """Split a training batch, a mapping or `(X, y)`, into inputs and labels.
 
         The labels are on the model's device.
@@ -224,9 +224,9 @@ class LogitsModel(nn.Module):
             f"{type(X).__name__} without labels."
         )
 
-    def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
+    def split_if_labelled(self, batch: Any) -> tuple[Any, Tensor | None]:
         """Split a batch as `split` does; labels that are missing are None."""
-        if isinstance(batch, torch.Tensor):
+        if isinstance(batch, Tensor):
             return batch, None
         if isinstance(batch, Mapping):
             X = batch
@@ -248,7 +248,7 @@ class LogitsModel(nn.Module):
         rows = inputs if self._answers is None else self._answers.rows(inputs)
         return positions_of(rows, n_examples, self.device)
 
-    def owners(self, batch: Any) -> torch.Tensor | None:
+    def owners(self, batch: Any) -> Tensor | None:
         """Number each logit's example, `(N,)`; None where each example has one."""
         return None
 
@@ -261,7 +261,7 @@ class LogitsModel(nn.Module):
         # Here each example has one label, which counts.
         return 0
 
-    def labels_of_part(self, y: torch.Tensor, part: Any, place: slice) -> torch.Tensor:
+    def labels_of_part(self, y: Tensor, part: Any, place: slice) -> Tensor:
         """Return the labels of a part of a batch: those of `y` at its place."""
         return y[place]
 
@@ -269,7 +269,7 @@ class LogitsModel(nn.Module):
         """Yield the batch as it is; heirs divide one with more than `n_rows`."""
         yield batch
 
-    def in_places(self, rows: torch.Tensor, batch: Any, dim: int = 0) -> torch.Tensor:
+    def in_places(self, rows: Tensor, batch: Any, dim: int = 0) -> Tensor:
         """Arrange rows of predictions as the batch has their examples."""
         return rows
 
@@ -284,10 +284,10 @@ class LogitsModel(nn.Module):
         if not isinstance(inputs, Mapping):
             return None
         tokens = inputs.get("input_ids")
-        has_tokens = isinstance(tokens, torch.Tensor) and tokens.ndim == 2
+        has_tokens = isinstance(tokens, Tensor) and tokens.ndim == 2
         return inputs if has_tokens else None
 
-    def agree(self, logits: torch.Tensor, others: torch.Tensor) -> bool:
+    def agree(self, logits: Tensor, others: Tensor) -> bool:
         """Tell whether two computations of the same logits differ by rounding alone."""
         if logits.shape != others.shape:
             return False
@@ -304,7 +304,7 @@ class LogitsModel(nn.Module):
         return device_of(self.model)
 
     @contextmanager
-    def prepared(self, trainable: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+    def prepared(self, trainable: Sequence[Tensor] = ()) -> Iterator[None]:
         """Evaluate the model, with gradients for the given parameters alone.
 
         `adapter` is the only active one, other threads wait, and compiled modules run
@@ -349,7 +349,7 @@ class LogitsModel(nn.Module):
 
     def _inputs(self, batch: Any) -> Any:
         """Return a batch without labels on the model's device, of the same type."""
-        if isinstance(batch, torch.Tensor):
+        if isinstance(batch, Tensor):
             batch = batch.to(self.device)
             is_tokens = batch.ndim == 2 and not batch.is_floating_point()
             if not (is_tokens and self._takes_only_keywords):
@@ -408,7 +408,7 @@ class _ParameterFlags:
     module: nn.Module
     name: str
     requires_grad: bool
-    grad: torch.Tensor | None
+    grad: Tensor | None
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -417,7 +417,7 @@ class _ParameterFlags:
         assert parameter is not None
         return parameter
 
-    def set(self, requires_grad: bool, grad: torch.Tensor | None) -> None:
+    def set(self, requires_grad: bool, grad: Tensor | None) -> None:
         """Set both; what is right already is left alone."""
         parameter = self.parameter
         if parameter.requires_grad != requires_grad:
@@ -425,7 +425,7 @@ class _ParameterFlags:
         parameter.grad = grad
 
 
-def _check_shape(logits: torch.Tensor) -> None:
+def _check_shape(logits: Tensor) -> None:
     """Refuse logits that are not one row for each example."""
     must_be = "The model must return logits of shape (batch, outputs), not "
     if logits.ndim == 3:
@@ -447,13 +447,13 @@ def _check_shape(logits: torch.Tensor) -> None:
 class _LayerCall:
     """What a layer was given, and what it returned."""
 
-    inputs: torch.Tensor
-    output: torch.Tensor
+    inputs: Tensor
+    output: Tensor
 
 
 def logits_and_hidden_states(
     model: LogitsModel, batch: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Compute logits `(B, C)` and their layer's inputs `(B, d)` in one pass.
 
     That layer is a language model's output layer, or else the linear layer whose
@@ -471,12 +471,10 @@ def logits_and_hidden_states(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         given = [
-            value
-            for value in (*args, *kwargs.values())
-            if isinstance(value, torch.Tensor)
+            value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
         ]
         # Routers of experts have a matrix for a weight too, and return tuples.
-        if given and isinstance(output, torch.Tensor):
+        if given and isinstance(output, Tensor):
             calls.append(_LayerCall(given[0], output))
 
     with ExitStack() as hooks:
@@ -506,14 +504,14 @@ def _layers_with_matrices(model: nn.Module) -> list[nn.Module]:
     layers = []
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        if isinstance(weight, torch.Tensor) and weight.ndim == 2:
+        if isinstance(weight, Tensor) and weight.ndim == 2:
             layers.append(module)
     return layers
 
 
 def _hidden_states(
-    call: _LayerCall, logits: torch.Tensor, is_output_layer: bool
-) -> torch.Tensor | None:
+    call: _LayerCall, logits: Tensor, is_output_layer: bool
+) -> Tensor | None:
     """Return the inputs of a layer if it made the logits `(B, C)`, else None."""
     n_examples, n_outputs = logits.shape
     rows = call.output.shape[:-1]
@@ -540,8 +538,8 @@ def _hidden_states(
 
 
 def _hidden_states_of_tokens(
-    calls: Iterable[_LayerCall], by_place: torch.Tensor
-) -> torch.Tensor | None:
+    calls: Iterable[_LayerCall], by_place: Tensor
+) -> Tensor | None:
     """Return the inputs of a layer if it made tokens' logits, else None.
 
     The logits are `(B, T, C)`, nan where no row of logits is.

@@ -8,11 +8,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from peft import LoraConfig
 from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
-from torch import nn
+from torch import Tensor, nn
 
 from laplace_lora_ext.messages import listed, warn
 from laplace_lora_ext.models.heads import Selection, head_weights, select_heads
@@ -238,7 +237,7 @@ def _parameter_of(layer: Any) -> tuple[str, int]:
 def _views(
     layer: BaseTunerLayer,
     part: str,
-    weight: torch.Tensor,
+    weight: Tensor,
 ) -> Iterator[tuple[str, View | None]]:
     """Say how a parameter holds matrices, with what their names end in."""
     n_experts = 1

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import logits_of
@@ -26,7 +27,7 @@ class PreferenceModel(LogitsModel):
     followed by B rejected ones.
     """
 
-    def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
+    def split_if_labelled(self, batch: Any) -> tuple[Any, Tensor | None]:
         """Split a batch; of TRL's, make pairs whose first text is preferred."""
         if not isinstance(batch, Mapping) or batch.get(self.dict_key_y) is not None:
             return super().split_if_labelled(batch)
@@ -39,7 +40,7 @@ class PreferenceModel(LogitsModel):
     def _pairs(
         self,
         batch: Mapping[str, Any],
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Return token ids and their mask, `(B, 2, T)`, of one of TRL's batches."""
         if "margin" in batch:
             warn(
@@ -69,7 +70,7 @@ class PreferenceModel(LogitsModel):
         shape = tokens.shape[:2]
         texts = {}
         for key, value in inputs.items():
-            lies_by_text = isinstance(value, torch.Tensor) and value.shape[:2] == shape
+            lies_by_text = isinstance(value, Tensor) and value.shape[:2] == shape
             texts[key] = value.flatten(0, 1) if lies_by_text else value
         rewards = logits_of(super()._call(texts, **kwargs))
         if rewards.shape != (shape.numel(), 1):

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 try:
@@ -93,22 +93,18 @@ def cpu_as_default() -> Iterator[None]:
             yield
 
 
-def as_tensor(value: Any) -> torch.Tensor:
+def as_tensor(value: Any) -> Tensor:
     """Take a tensor where it is, and make one on the CPU of other numbers.
 
     Within `cpu_as_default`, `torch.as_tensor` would move tensors from an accelerator to
     the CPU.
     """
-    return (
-        value
-        if isinstance(value, torch.Tensor)
-        else torch.as_tensor(value, device="cpu")
-    )
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
 
 
 def kept(value: Any) -> Any:
     """Copy a tensor of inference mode, to keep it: nothing could change it later."""
-    if isinstance(value, torch.Tensor) and value.is_inference():
+    if isinstance(value, Tensor) and value.is_inference():
         return value.clone()
     return value
 

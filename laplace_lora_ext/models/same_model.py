@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.answers import ClassTokens
@@ -45,7 +45,7 @@ class Weight(NamedTuple):
 
     dtype: str
     shape: list[int]
-    sample: torch.Tensor
+    sample: Tensor
 
     def equals(self, other: Weight) -> bool:
         """Tell whether both hold the same numbers, but for rounding.
@@ -230,7 +230,7 @@ def check_same(
     model: LogitsModel,
     blocks: Sequence[Block],
     fitted: ModelState,
-    mean: torch.Tensor,
+    mean: Tensor,
 ) -> None:
     """Refuse a model that has changed since a fit, and name what has.
 
@@ -254,10 +254,10 @@ def check_same(
 
 def first_changed(
     blocks: Sequence[Block],
-    mean: torch.Tensor,
+    mean: Tensor,
 ) -> Block | None:
     """Find the first LoRA weight whose values are no longer a fit's."""
-    differences: list[torch.Tensor] = []
+    differences: list[Tensor] = []
     end = 0
     for block in blocks:
         values = block.values.flatten()
@@ -295,7 +295,7 @@ def hashes(
 def _other_weights(
     model: nn.Module,
     blocks: Sequence[Block],
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     """Yield all other weights by name: the base's, heads and other adapters."""
     modules = dict(model.named_modules())
     for module in modules.values():
@@ -311,12 +311,12 @@ def _other_weights(
             if known_as is None or id(weight) in of_posterior:
                 continue
             # Quantized weights are subclasses of tensors, or whole numbers.
-            is_plain = type(weight.data) is torch.Tensor and weight.is_floating_point()
+            is_plain = type(weight.data) is Tensor and weight.is_floating_point()
             if is_plain and not weight.is_meta:
                 yield known_as, weight
 
 
-def _saved_with(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _saved_with(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's own parameters, and the buffers that are saved with them."""
     # The names of `named_parameters` would take a walk through the model for each
     # module.
@@ -328,16 +328,16 @@ def _saved_with(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def _sampled(weights: dict[str, torch.Tensor]) -> dict[str, Weight]:
+def _sampled(weights: dict[str, Tensor]) -> dict[str, Weight]:
     """Take a few numbers of each weight, with one wait for each device."""
     # Reading a number waits for an accelerator: all numbers of a device are read as one
     # tensor.
     alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, weight in weights.items():
         alike.setdefault((weight.device, weight.dtype), []).append(name)
-    samples: dict[str, torch.Tensor] = {}
+    samples: dict[str, Tensor] = {}
     for names in alike.values():
-        few: list[torch.Tensor] = []
+        few: list[Tensor] = []
         for name in names:
             numbers = weights[name].detach().flatten()
             step = max(1, len(numbers) // _SAMPLED)  # from all over a weight

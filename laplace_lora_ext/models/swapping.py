@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from laplace_lora_ext.models.batches import text_config
@@ -37,7 +38,7 @@ class Swapping:
         transformer: PreTrainedModel | None,
         generator: torch.Generator,
     ) -> None:
-        texts: list[torch.Tensor] = []
+        texts: list[Tensor] = []
         for batch in batches:
             rows = batch["input_ids"].cpu()
             for row, is_real in zip(rows, _is_real(batch), strict=True):
@@ -100,7 +101,7 @@ def _special_tokens(transformer: PreTrainedModel) -> set[int]:
     return tokens
 
 
-def _is_real(batch: Mapping[str, Any]) -> torch.Tensor:
+def _is_real(batch: Mapping[str, Any]) -> Tensor:
     """Mark the tokens that are not padding, `(B, T)` on the CPU."""
     mask = batch.get("attention_mask")
     if mask is None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.models.batches import Positions, logits_of
@@ -26,7 +27,7 @@ class TokenLabelsModel(LogitsModel):
     labels.
     """
 
-    def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
+    def split_if_labelled(self, batch: Any) -> tuple[Any, Tensor | None]:
         """Split a batch, but keep labels in the inputs: they say which tokens count.
 
         A `ValueError` if labels are no whole numbers `(B, T)`, all -100, or at padding.
@@ -53,7 +54,7 @@ class TokenLabelsModel(LogitsModel):
         _, y = super().split_if_labelled(batch)
         return text if text is None or y is None else {**text, self.dict_key_y: y}
 
-    def places(self, batch: Any) -> torch.Tensor:
+    def places(self, batch: Any) -> Tensor:
         """Mark the tokens that have logits, `(B, T)`."""
         X, y = self.split_if_labelled(batch)
         if y is not None:
@@ -66,7 +67,7 @@ class TokenLabelsModel(LogitsModel):
             tokens = X["inputs_embeds"][..., 0]
         return torch.ones(tokens.shape, dtype=torch.bool, device=self.device)
 
-    def in_places(self, rows: torch.Tensor, batch: Any, dim: int = 0) -> torch.Tensor:
+    def in_places(self, rows: Tensor, batch: Any, dim: int = 0) -> Tensor:
         """Put rows where their tokens are: N along one dimension, `(B, T)` along two.
 
         Elsewhere is nan, and in whole numbers -100.
@@ -89,7 +90,7 @@ class TokenLabelsModel(LogitsModel):
             return 0
         return len(y)
 
-    def labels_of_part(self, y: torch.Tensor, part: Any, place: slice) -> torch.Tensor:
+    def labels_of_part(self, y: Tensor, part: Any, place: slice) -> Tensor:
         """Return the labels of a part, which `split` has left in the inputs."""
         return part[self.dict_key_y]
 
@@ -108,7 +109,7 @@ class TokenLabelsModel(LogitsModel):
             of_some[0, some] = labels[0, some]
             yield {**X, self.dict_key_y: of_some}
 
-    def owners(self, batch: Any) -> torch.Tensor:
+    def owners(self, batch: Any) -> Tensor:
         """Say which text each row of logits belongs to, `(N,)`."""
         if self.n_without_labels(batch):
             return torch.empty(0, dtype=torch.long, device=self.device)
@@ -121,7 +122,7 @@ class TokenLabelsModel(LogitsModel):
         of_texts = super().positions(self.unlabelled(batch), len(places))
         return of_texts._replace(owners_of_logits=places.nonzero()[:, 0])
 
-    def _logits(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
+    def _logits(self, batch: Any, **model_kwargs: Any) -> Tensor:
         places = self.places(batch)
         by_place = logits_of(
             self._call(self._inputs(self.unlabelled(batch)), **model_kwargs)
@@ -140,7 +141,7 @@ class TokenLabelsModel(LogitsModel):
             )
         return by_place[places.to(by_place.device)]
 
-    def _check_labels(self, y: torch.Tensor, X: Mapping[str, Any]) -> None:
+    def _check_labels(self, y: Tensor, X: Mapping[str, Any]) -> None:
         if y.ndim != 2 or y.is_floating_point() or y.dtype == torch.bool:
             raise ValueError(
                 "labels must be classes of tokens, of shape (texts, tokens), not "

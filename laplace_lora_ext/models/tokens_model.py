@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
@@ -65,7 +65,7 @@ class TokensModel(LogitsModel):
         batch: Any,
         part: Part | None = None,
         **model_kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute logits `(N, V)` of labelled tokens, or of a part, text after text."""
         if isinstance(batch, Mapping) and not self.is_encoder_decoder:
             batch = text_first(batch)  # labels too
@@ -75,7 +75,7 @@ class TokensModel(LogitsModel):
         call = partial(self._call, inputs, **keywords)
         return logits_at(self.transformer, labelled, call)
 
-    def log_probs_of(self, batch: Any, labels: LabelsOfTokens) -> torch.Tensor:
+    def log_probs_of(self, batch: Any, labels: LabelsOfTokens) -> Tensor:
         """Compute log-probabilities `(N, 1 + S)` of labels of the labelled tokens.
 
         Of more than `MOST_ROWS` tokens the logits are computed in parts, and none are
@@ -85,24 +85,24 @@ class TokensModel(LogitsModel):
         if len(parts) == 1:
             return _reading(labels)(self(batch))
 
-        def logits(part: Part) -> torch.Tensor:
+        def logits(part: Part) -> Tensor:
             return self(batch, part=part)
 
-        def reading(rows: torch.Tensor) -> Reading:
+        def reading(rows: Tensor) -> Reading:
             return _reading(labels.of(rows))
 
         places = self.targets(batch) != IGNORED
         log_p, _ = read_in_parts(self.transformer, places, parts, logits, reading)
         return log_p
 
-    def summary(self, batch: Any) -> torch.Tensor:
+    def summary(self, batch: Any) -> Tensor:
         """Compute log-probabilities `(N, 1)` of the labels, in parts."""
         own = self.targets(batch)
         own = own[own != IGNORED]
         none_drawn = torch.empty((0, len(own)), device=own.device)
         return self.log_probs_of(batch, LabelsOfTokens(own, none_drawn))
 
-    def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
+    def split(self, batch: Any) -> tuple[Any, Tensor]:
         """Return the batch, and the tokens `(B, T)` that its logits predict."""
         return batch, self.targets(batch)
 
@@ -141,7 +141,7 @@ class TokensModel(LogitsModel):
             return [Part(first=0, size=most_of_a_text)]
         return parts_of(labelled)
 
-    def targets(self, batch: Any, part: Part | None = None) -> torch.Tensor:
+    def targets(self, batch: Any, part: Part | None = None) -> Tensor:
         """Return the tokens `(B, T)` that logits at each place predict, or -100.
 
         Of a part, the tokens of others are -100 too.
@@ -174,7 +174,7 @@ class TokensModel(LogitsModel):
             return labels
         return labels.where(part.of(labels != IGNORED), IGNORED)
 
-    def labelled(self, batch: Any, part: Part | None = None) -> torch.Tensor:
+    def labelled(self, batch: Any, part: Part | None = None) -> Tensor:
         """Mark the labels that some logits predict, or those of a part, `(B, T)`."""
         predicting = self.targets(batch, part) != IGNORED
         return predicting if self.is_encoder_decoder else predicting.roll(1, dims=1)
@@ -220,9 +220,9 @@ def _reading(labels: LabelsOfTokens) -> Reading:
 
     However often it is done, the labels are those that were drawn the first time.
     """
-    found: list[torch.Tensor] = []
+    found: list[Tensor] = []
 
-    def read(logits: torch.Tensor) -> torch.Tensor:
+    def read(logits: Tensor) -> Tensor:
         if not found:
             found.append(labels.under(logits))
         return logits.log_softmax(-1).gather(1, found[0])
@@ -232,8 +232,8 @@ def _reading(labels: LabelsOfTokens) -> Reading:
 
 def _decoder_input_ids(
     transformer: PreTrainedModel,
-    labels: torch.Tensor,
-) -> torch.Tensor:
+    labels: Tensor,
+) -> Tensor:
     """Make a decoder's inputs that predict labels `(B, T)`, as the model does."""
     prepare = getattr(transformer, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
@@ -243,9 +243,9 @@ def _decoder_input_ids(
 
 
 def _has_begun(
-    labels: torch.Tensor,
+    labels: Tensor,
     inputs: Mapping[str, Any],
-) -> torch.Tensor:
+) -> Tensor:
     """Mark places from a text's first token on, `(B, T)`; refuse labels of no token."""
     for key in ("input_ids", "attention_mask"):
         given = inputs.get(key)

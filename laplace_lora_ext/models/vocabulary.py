@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import PreTrainedModel
@@ -20,7 +20,7 @@ MOST_ROWS = 1024
 """Most rows of a vocabulary's logits that a part of a batch has."""
 
 
-Reading = Callable[[torch.Tensor], torch.Tensor]
+Reading = Callable[[Tensor], Tensor]
 """Takes logits `(n, V)` of some rows, and returns `(n, ...)` that is read off them."""
 
 
@@ -31,13 +31,13 @@ class Part:
     first: int
     size: int
 
-    def of(self, labelled: torch.Tensor) -> torch.Tensor:
+    def of(self, labelled: Tensor) -> Tensor:
         """Mark which of the labelled ones among places `(B, T)` are of this part."""
         number = labelled.cumsum(1) - 1
         return labelled & (number >= self.first) & (number < self.first + self.size)
 
 
-def parts_of(places: torch.Tensor) -> list[Part]:
+def parts_of(places: Tensor) -> list[Part]:
     """Divide the true ones of places `(N, T)`: a part has at most `MOST_ROWS`.
 
     Of more texts N than that, a part has a place of each.
@@ -49,9 +49,9 @@ def parts_of(places: torch.Tensor) -> list[Part]:
 
 def logits_at(
     transformer: PreTrainedModel | None,
-    places: torch.Tensor,
+    places: Tensor,
     call: Callable[[], Any],
-) -> torch.Tensor:
+) -> Tensor:
     """Call a model, and return logits `(n, V)` at the true ones of `(N, T)` places."""
     index, is_true = first_places(places)
     with reading_at(transformer, index, places.shape[1]) as read_off:
@@ -63,11 +63,11 @@ def logits_at(
 
 def read_in_parts(
     transformer: PreTrainedModel,
-    places: torch.Tensor,
+    places: Tensor,
     parts: Sequence[Part],
-    logits: Callable[[Part], torch.Tensor],
-    reading: Callable[[torch.Tensor], Reading],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Callable[[Part], Tensor],
+    reading: Callable[[Tensor], Reading],
+) -> tuple[Tensor, Tensor]:
     """Read `(n, ...)` off logits at the true ones of `(N, T)` places; keep no logits.
 
     Also returns the logits `(N, V)` at each text's first place. `logits` takes a part,
@@ -77,15 +77,15 @@ def read_in_parts(
     """
     remembered = Remembered(transformer)
 
-    def compute(part: Part, read: Reading) -> torch.Tensor:
+    def compute(part: Part, read: Reading) -> Tensor:
         with remembered.running():
             return read(logits(part))
 
     # The layers before the output layer run here, and never again.
     with remembered.running():
         at_first = logits(Part(first=0, size=1))
-    rows: list[torch.Tensor] = []
-    of_parts: list[torch.Tensor] = []
+    rows: list[Tensor] = []
+    of_parts: list[Tensor] = []
     for part in parts:
         own = part.of(places)[places].nonzero()[:, 0]
         # A model's hooks are to see whole passes.
@@ -167,7 +167,7 @@ def _versions(value: Any) -> list[int]:
     versions: list[int] = []
     for leaf in tree_leaves(value):
         # Tensors of inference mode can't tell.
-        if isinstance(leaf, torch.Tensor) and not leaf.is_inference():
+        if isinstance(leaf, Tensor) and not leaf.is_inference():
             versions.append(leaf._version)
     return versions
 

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from accelerate.hooks import AlignDevicesHook, SequentialHook
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 
 Place = tuple[torch.device, torch.dtype]
 """A device, and the precision of the numbers there."""
 
-Values = list[torch.Tensor]
+Values = list[Tensor]
 """A matrix `(m, n)` for each block, in their order."""
 
 Kind = Literal["lora", "head", "other"]
@@ -43,7 +43,7 @@ class LinearRows:
     site: str
     of_bias: bool = False  # which is a matrix `(m, 1)` that multiplies ones
 
-    def multiplied(self, inputs: torch.Tensor) -> torch.Tensor:
+    def multiplied(self, inputs: Tensor) -> Tensor:
         """Return the rows `(..., n)` that the weight multiplies, given the inputs."""
         if self.of_bias:
             return inputs.new_ones(*inputs.shape[:-1], 1)
@@ -77,9 +77,9 @@ class View:
 
     def of(
         self,
-        parameters: torch.Tensor,
+        parameters: Tensor,
         n_leading: int = 0,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Cut the matrices `(..., m, n)` out of tensors of the parameter's shape."""
         reshaped = parameters.reshape(*parameters.shape[:n_leading], *self.shape)
         return reshaped if self.axis is None else reshaped.select(self.axis, self.place)
@@ -109,7 +109,7 @@ class Block:
         return bare_name(self.name)
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """Return the parameter: it may be sharded, offloaded, or hold more matrices."""
         weight = self.module._parameters[self.parameter]
         assert weight is not None
@@ -117,9 +117,9 @@ class Block:
 
     def matrix(
         self,
-        parameters: torch.Tensor,
+        parameters: Tensor,
         n_leading: int = 0,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Cut the matrices `(..., m, n)` out of tensors of the parameter's shape."""
         return parameters if self.view is None else self.view.of(parameters, n_leading)
 
@@ -138,7 +138,7 @@ class Block:
         return m * n
 
     @property
-    def values(self) -> torch.Tensor:
+    def values(self) -> Tensor:
         """Return the matrix without a graph, gathered or fetched from where it is."""
         weight = self.weight.detach()
         gather = getattr(weight, "full_tensor", None)  # of a DTensor
@@ -166,7 +166,7 @@ class Block:
         """Say where its statistics and posterior belong, and their precision."""
         return self.device, self.statistics_dtype
 
-    def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
+    def small_side_first(self, weights: Tensor) -> Tensor:
         """Turn `(..., m, n)` weights into `(..., r, d)`, and back."""
         return weights if self.small_output else weights.mT
 
@@ -218,9 +218,9 @@ def without_rows(blocks: Iterable[Block]) -> list[Block]:
     return selected
 
 
-def whole_parameters(blocks: Iterable[Block]) -> list[torch.Tensor]:
+def whole_parameters(blocks: Iterable[Block]) -> list[Tensor]:
     """List the parameters, each once, whose gradients are needed as a whole."""
-    parameters: dict[int, torch.Tensor] = {}
+    parameters: dict[int, Tensor] = {}
     # By identity: tensors compare their numbers.
     for block in blocks:
         if isinstance(block.rows, WholeGradient):
@@ -234,10 +234,10 @@ def whole_parameters(blocks: Iterable[Block]) -> list[torch.Tensor]:
 def flattened(
     blocks: Sequence[Block],
     device: torch.device,
-) -> torch.Tensor:
+) -> Tensor:
     """Copy the weights into one vector, `(parameters,)`."""
     dtype = blocks[0].statistics_dtype
-    parts: list[torch.Tensor] = []
+    parts: list[Tensor] = []
     for block in blocks:
         parts.append(block.values.flatten().to(device, dtype))
     return torch.cat(parts)
@@ -287,13 +287,13 @@ def check_with_biases(blocks: Sequence[Block]) -> None:
 def parameters_with(
     blocks: Sequence[Block],
     values: Values,
-) -> dict[int, torch.Tensor]:
+) -> dict[int, Tensor]:
     """Make the blocks' parameters with other values, by the `id` of each parameter.
 
     Where a parameter holds more matrices than those of the blocks, these keep their
     values.
     """
-    parameters: dict[int, torch.Tensor] = {}
+    parameters: dict[int, Tensor] = {}
     for block, value in zip(blocks, values, strict=True):
         weight = block.weight
         if block.view is None:
@@ -316,14 +316,14 @@ def called_with(
 ) -> Any:
     """Call a module with other LoRA weights for its own, which stay as they are."""
     others = parameters_with(blocks, values)
-    weights: dict[str, torch.Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         if id(parameter) in others:
             weights[name] = others[id(parameter)]
     return torch.func.functional_call(module, weights, args, kwargs)
 
 
-def read(numbers: Sequence[torch.Tensor]) -> list[float]:
+def read(numbers: Sequence[Tensor]) -> list[float]:
     """Return numbers `()` on any devices as Python's own.
 
     They are read together, since each reading from an accelerator waits for all work
@@ -332,7 +332,7 @@ def read(numbers: Sequence[torch.Tensor]) -> list[float]:
     if not numbers:
         return []
     device = numbers[0].device
-    together: list[torch.Tensor] = []
+    together: list[Tensor] = []
     for number in numbers:
         together.append(number.detach().to(device))
     return torch.stack(together).tolist()

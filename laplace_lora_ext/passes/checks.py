@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from laplace_lora_ext.models.weights import LinearRows
 from laplace_lora_ext.passes.graph import (
@@ -23,7 +22,7 @@ from laplace_lora_ext.passes.recorder import Recorder
 def inspected(
     recorder: Recorder,
     x: Any,
-    check_targets: Callable[[torch.Tensor], object],
+    check_targets: Callable[[Tensor], object],
 ) -> Iterator[None]:
     """Check passes that the host makes on a batch `x` within.
 
@@ -38,7 +37,7 @@ def inspected(
     def finished(
         _: nn.Module,
         __: tuple,
-        logits: torch.Tensor,
+        logits: Tensor,
     ) -> None:
         check_logits(logits)
         if not differentiable:  # others may be of one example

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -46,7 +46,7 @@ class Layouts:
     reached: set[int] = field(default_factory=set)
 
 
-def check_logits(logits: torch.Tensor) -> None:
+def check_logits(logits: Tensor) -> None:
     """Refuse logits that are not finite."""
     # A finite sum says so many times faster, which tells for logits of a vocabulary;
     # but sums of finite numbers may overflow.
@@ -74,14 +74,14 @@ class Call:
         self,
         index: int,
         layer: str,
-        inputs: torch.Tensor,
-        output: torch.Tensor,
+        inputs: Tensor,
+        output: Tensor,
     ) -> None:
         self.index = index  # of the block
         self.layer = layer  # the name of its weight
         self.rows = output.shape[:-1]  # shape of what it returned, without their size m
         # None once nobody asks for them: the graph has them too, or computes them anew.
-        self.inputs: torch.Tensor | None = inputs
+        self.inputs: Tensor | None = inputs
         self.version = _version(inputs)
         # Of the graph, where gradients of the output pass.
         self.node: Node | None = None
@@ -95,18 +95,18 @@ class Arrived:
     index: int  # of the block
     seeds: slice
     calls: list[Call] = field(default_factory=list)
-    inputs: list[torch.Tensor] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
     # `(S, ...)`, of what they returned.
-    gradients: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class OfParameter:
     """What a backward pass brought to a whole parameter."""
 
-    parameter: torch.Tensor
+    parameter: Tensor
     seeds: slice
-    gradients: torch.Tensor  # `(S, *shape of the parameter)`
+    gradients: Tensor  # `(S, *shape of the parameter)`
 
 
 class _Tap(torch.autograd.Function):
@@ -118,18 +118,18 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        output: torch.Tensor,
-        anchor: torch.Tensor,
-        inputs: torch.Tensor,
+        output: Tensor,
+        anchor: Tensor,
+        inputs: Tensor,
         call: Call,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return output.clone()  # the model may change in place what it gets
 
     @staticmethod
     def setup_context(
         ctx: Any,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Call],
-        output: torch.Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor, Call],
+        output: Tensor,
     ) -> None:
         _, _, of_layer, call = inputs
         ctx.set_materialize_grads(False)
@@ -139,7 +139,7 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any,
-        *gradients: torch.Tensor | None,
+        *gradients: Tensor | None,
     ) -> Any:
         (gradient,) = gradients
         call: Call = ctx.call
@@ -164,10 +164,10 @@ class Graph:
 
     def __init__(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         calls: Sequence[Sequence[Call]],
-        parameters: Sequence[torch.Tensor],
-        anchor: torch.Tensor,
+        parameters: Sequence[Tensor],
+        anchor: Tensor,
         layouts: Layouts,
     ) -> None:
         # A call whose output the logits do not depend on would be waited for in vain.
@@ -205,7 +205,7 @@ class Graph:
 
     def back_propagate(
         self,
-        vectors: torch.Tensor,
+        vectors: Tensor,
         at_once: int,
         deliver: Callable[[Arrived], None],
         deliver_whole: Callable[[OfParameter], None] | None = None,
@@ -233,7 +233,7 @@ class Graph:
 
     def _propagate(
         self,
-        vectors: torch.Tensor,
+        vectors: Tensor,
         seeds: slice,
         way: _Way,
         delivered: set[int],
@@ -263,8 +263,8 @@ class Graph:
             self._propagate(vectors, fewer, way, set(delivered))
 
     def _batched(
-        self, vectors: torch.Tensor, way: _Way, together: _Pass
-    ) -> Sequence[torch.Tensor] | None:
+        self, vectors: Tensor, way: _Way, together: _Pass
+    ) -> Sequence[Tensor] | None:
         """Back-propagate several seeds in one pass; None if that is impossible.
 
         The layouts remember that.
@@ -272,12 +272,12 @@ class Graph:
         Returns the gradients of parameters.
         """
 
-        def grad(vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def grad(vector: Tensor) -> tuple[Tensor, ...]:
             # If the pass fails, the graph is needed again.
             gradients = self._grad(vector, way.parameters, True, way.create_graph)
             return vector.new_zeros(()), *gradients
 
-        def run() -> Sequence[torch.Tensor]:
+        def run() -> Sequence[Tensor]:
             with together, warnings.catch_warnings():
                 # Where an operation has no batching rule, vmap runs it once a seed: as
                 # good.
@@ -301,11 +301,11 @@ class Graph:
 
     def _grad(
         self,
-        vector: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
+        vector: Tensor,
+        parameters: Sequence[Tensor],
         retain_graph: bool,
         create_graph: bool,
-    ) -> Sequence[torch.Tensor]:
+    ) -> Sequence[Tensor]:
         # Every call leads to the anchor, which needs no gradient itself: of layers, no
         # gradient of anything has to be kept to the end of the pass.
         _, *gradients = torch.autograd.grad(
@@ -326,14 +326,14 @@ class _Way:
 
     deliver: Callable[[Arrived], None]
     deliver_whole: Callable[[OfParameter], None] | None
-    parameters: Sequence[torch.Tensor]  # whose whole gradients are asked for
+    parameters: Sequence[Tensor]  # whose whole gradients are asked for
     retain_graph: bool
     create_graph: bool
 
     def deliver_each(
         self,
         seeds: slice,
-        gradients: Sequence[torch.Tensor],
+        gradients: Sequence[Tensor],
     ) -> None:
         """Deliver what some seeds have brought to each parameter."""
         for parameter, of_parameter in zip(self.parameters, gradients, strict=True):
@@ -384,8 +384,8 @@ class _Pass:
     def arrive(
         self,
         call: Call,
-        inputs: torch.Tensor,
-        gradients: torch.Tensor,
+        inputs: Tensor,
+        gradients: Tensor,
     ) -> None:
         """Take what came to a call; deliver what its layer got, once that is all."""
         index = call.index
@@ -417,9 +417,9 @@ class _OutsideVmap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        tensor: torch.Tensor,
-        receive: Callable[[torch.Tensor], None],
-    ) -> torch.Tensor:
+        tensor: Tensor,
+        receive: Callable[[Tensor], None],
+    ) -> Tensor:
         receive(tensor[None])
         # vmap wants a tensor back, of which nobody makes any use.
         return tensor.new_zeros(())
@@ -428,7 +428,7 @@ class _OutsideVmap(torch.autograd.Function):
     def setup_context(
         ctx: Any,
         inputs: tuple[Any, ...],
-        output: torch.Tensor,
+        output: Tensor,
     ) -> None:
         """Save nothing: nothing is differentiated."""
 
@@ -436,9 +436,9 @@ class _OutsideVmap(torch.autograd.Function):
     def vmap(
         info: Any,
         in_dims: tuple[int | None, ...],
-        tensor: torch.Tensor,
-        receive: Callable[[torch.Tensor], None],
-    ) -> tuple[torch.Tensor, None]:
+        tensor: Tensor,
+        receive: Callable[[Tensor], None],
+    ) -> tuple[Tensor, None]:
         if in_dims[0] is None:  # a gradient that is the same for all seeds
             receive(tensor[None])
         else:
@@ -467,7 +467,7 @@ class Taps:
         self._called: set[int] = set()
         self.checkpoints = Checkpoints()
 
-    def run(self, compute: Callable[[], torch.Tensor]) -> Graph:
+    def run(self, compute: Callable[[], Tensor]) -> Graph:
         """Compute logits by the model; errors are those of `Recorder.record`."""
         calls: list[list[Call]] = [[] for _ in self._blocks]
         self._calls, self._called = calls, set()
@@ -495,9 +495,9 @@ class Taps:
         self,
         index: int,
         layer: nn.Module,
-        args: tuple[torch.Tensor, ...],
-        output: torch.Tensor,
-    ) -> torch.Tensor:
+        args: tuple[Tensor, ...],
+        output: Tensor,
+    ) -> Tensor:
         """Note a call of a block's layer, and tap what it returned."""
         self._called.add(index)
         # As where an indexer of sparse attention picks keys.
@@ -579,7 +579,7 @@ def _overwritten(layer: str) -> NotImplementedError:
     )
 
 
-def _nodes_behind(result: torch.Tensor) -> set[Node]:
+def _nodes_behind(result: Tensor) -> set[Node]:
     """Collect a result's nodes of the graph; refuse a reentrant checkpoint."""
     # Without recursion: the graph of a deep model is deeper than Python's stack.
     nodes: set[Node] = set()
@@ -597,6 +597,6 @@ def _nodes_behind(result: torch.Tensor) -> set[Node]:
     return nodes
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _version(tensor: Tensor) -> int:
     """Count changes in place; inference tensors, which can't tell, have none."""
     return 0 if tensor.is_inference() else tensor._version

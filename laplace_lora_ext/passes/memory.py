@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from torch import Tensor
 
 from laplace_lora_ext.models.batches import number_of_tokens
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -112,7 +113,7 @@ def _longest(batch: Any) -> int | None:
     if n_tokens is None or not isinstance(batch, Mapping):
         return n_tokens
     mask = batch.get("attention_mask")
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
         return n_tokens
     lengths = mask.bool().sum(1)
     return int(lengths.max())

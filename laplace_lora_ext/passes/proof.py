@@ -14,6 +14,7 @@ from itertools import combinations
 from math import comb
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.models.batches import Positions
 from laplace_lora_ext.models.weights import Block, read
@@ -69,7 +70,7 @@ def is_proven(
     # most batches.
     words = codewords(n_examples)
     reached = _reached(graph, blocks, positions, words)
-    strays: list[torch.Tensor] = []  # whether seeds of some examples arrive at others
+    strays: list[Tensor] = []  # whether seeds of some examples arrive at others
     for rows in reached.values():
         is_other = ~words.to(rows.device)
         arrives = rows.any(-1)
@@ -82,7 +83,7 @@ def is_proven(
     return True
 
 
-def codewords(n_examples: int) -> torch.Tensor:
+def codewords(n_examples: int) -> Tensor:
     """Choose the fewest seeds `(S, B)` that tell B examples apart.
 
     4 seeds for 6 examples, and 5 for 10.
@@ -114,13 +115,13 @@ def _reached(
     graph: Graph,
     blocks: Sequence[Block],
     positions: Positions,
-    words: torch.Tensor,
-) -> dict[_Site, torch.Tensor]:
+    words: Tensor,
+) -> dict[_Site, Tensor]:
     """Find the rows `(S, B, rows)` of each site that examples' seeds reach."""
     n_seeds, n_examples = words.shape
-    reached: dict[_Site, torch.Tensor] = {}
+    reached: dict[_Site, Tensor] = {}
     layers: list[str] = []  # that gradients came to
-    finite: list[torch.Tensor] = []  # whether they are
+    finite: list[Tensor] = []  # whether they are
     # Random numbers, so that gradients do not cancel to 0 but by chance.
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(graph.logits.shape[1], generator=generator)
@@ -163,7 +164,7 @@ def _lasts(
     return by_example or shape.numel() == positions.n_tokens
 
 
-def _is_conclusive(rows: torch.Tensor | None) -> bool:
+def _is_conclusive(rows: Tensor | None) -> bool:
     """Tell whether gradients came, at rows that tell layouts apart."""
     if rows is None:
         return False

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import number_of_rows, number_of_tokens, part_of
@@ -46,15 +47,15 @@ _NUMBERS = 2**27
 _NO_ROWS = "its tensors don't all have a row for each example"
 _DEPENDENT = "its examples' logits depend on each other"
 
-Directions = Callable[[torch.Tensor], torch.Tensor]
+Directions = Callable[[Tensor], Tensor]
 """Takes logits `(B, C)`, and returns vectors `(S, B, C)` to back-propagate."""
 
-Outputs = Callable[[Any, torch.Tensor | None], torch.Tensor]
+Outputs = Callable[[Any, Tensor | None], Tensor]
 """Computes what is back-propagated from, `(B, C)`: of a batch, or of one of its
 examples, whose rows `(B,)` booleans mark."""
 
 
-def every_output(logits: torch.Tensor) -> torch.Tensor:
+def every_output(logits: Tensor) -> Tensor:
     """Return a direction for each output by itself."""
     n_examples, n_outputs = logits.shape
     identity = torch.eye(n_outputs).to(logits)
@@ -162,7 +163,7 @@ class Recorder:
                 logits, self.blocks, parts, create_graph, self._warn_of_passes
             )
 
-    def _logits(self, batch: Any, own: torch.Tensor | None) -> torch.Tensor:
+    def _logits(self, batch: Any, own: Tensor | None) -> Tensor:
         return self.model(batch)
 
     def _whole(
@@ -190,7 +191,7 @@ class Recorder:
         self,
         taps: Taps,
         batch: Any,
-        logits: torch.Tensor,
+        logits: Tensor,
         outputs: Outputs,
     ) -> Iterator[Part]:
         """Record each example by itself, or within the batch if its logits differ."""
@@ -280,10 +281,10 @@ class Recorder:
     def visit_jacobians(
         self,
         batch: Any,
-        visit: Callable[[int, torch.Tensor], None],
+        visit: Callable[[int, Tensor], None],
         directions: Directions = every_output,
         enable_backprop: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Make Jacobians block by block, by one forward and one batched backward pass.
 
         `visit` receives a block's index and its Jacobian `(B, C, r, d)`, small side
@@ -314,15 +315,15 @@ class Recorder:
         batch: Any,
         directions: Directions = every_output,
         enable_backprop: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Make Jacobians `(B, C, parameters)` of the logits, and the logits.
 
         With other `directions` they are `(B, S, parameters)`.
         """
-        of_blocks: dict[int, torch.Tensor] = {}
+        of_blocks: dict[int, Tensor] = {}
         device = self.model.device
 
-        def keep(index: int, jacobian: torch.Tensor) -> None:
+        def keep(index: int, jacobian: Tensor) -> None:
             weights = self.blocks[index].small_side_first(jacobian)
             of_blocks[index] = weights.flatten(-2).to(device)
 
@@ -470,7 +471,7 @@ class Recorder:
         self,
         memory: Memory,
         batch: Any,
-        of_parts: Callable[[torch.Tensor], torch.Tensor],
+        of_parts: Callable[[Tensor], Tensor],
     ) -> bool:
         """Tell whether examples' logits may be others in a batch than in its parts.
 
@@ -494,8 +495,8 @@ class Recorder:
     def _alone(
         self,
         batch: Any,
-        whole: torch.Tensor,
-    ) -> torch.Tensor:
+        whole: Tensor,
+    ) -> Tensor:
         """Compute a batch's logits, which are `whole` together, example by example."""
         alone = torch.full_like(whole, torch.nan)
         for example in self._examples(batch, whole):
@@ -505,7 +506,7 @@ class Recorder:
     def _examples(
         self,
         batch: Any,
-        logits: torch.Tensor,
+        logits: Tensor,
     ) -> Iterator[_Example]:
         """Take a batch with these logits apart; texts without a label are left out."""
         positions = self.model.positions(batch, len(logits))
@@ -526,14 +527,14 @@ class _Example:
 
     number: int
     inputs: Any
-    logits: torch.Tensor  # `(N,)` booleans: its own among the batch's
+    logits: Tensor  # `(N,)` booleans: its own among the batch's
 
 
 def _visit_rows(
     turns: Turns,
-    visit: Callable[[int, torch.Tensor], None],
+    visit: Callable[[int, Tensor], None],
     index: int,
-    jacobian: torch.Tensor,
+    jacobian: Tensor,
 ) -> None:
     """Bring a visitor the Jacobians of rows of logits, which have taken turns."""
     visit(index, turns.of_rows(jacobian))
@@ -547,15 +548,15 @@ class _Jacobians(Visitor):
         blocks: Sequence[Block],
         n_examples: int,
         n_seeds: int,
-        visit: Callable[[int, torch.Tensor], None],
+        visit: Callable[[int, Tensor], None],
     ) -> None:
         self._blocks = blocks
         self._size = torch.Size((n_examples, n_seeds))
         self._visit = visit
-        self._incomplete: dict[int, torch.Tensor] = {}
+        self._incomplete: dict[int, Tensor] = {}
         self._n_rows: Counter[int] = Counter()  # of them that are there, by block
         # Of complete ones, to see if they are finite.
-        self._sums: dict[int, torch.Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
 
     def gradients(self, gradients: Gradients) -> None:
         index = gradients.index
@@ -590,7 +591,7 @@ class _Jacobians(Visitor):
     def _complete(
         self,
         index: int,
-        jacobian: torch.Tensor,
+        jacobian: Tensor,
     ) -> None:
         # Asking each block whether its numbers are finite would wait for an accelerator
         # each time: a sum of numbers is finite only if they are, and all sums are read
@@ -598,7 +599,7 @@ class _Jacobians(Visitor):
         self._sums[index] = jacobian.detach().sum()
         self._visit(index, self._blocks[index].small_side_first(jacobian))
 
-    def _zeros(self, index: int) -> torch.Tensor:
+    def _zeros(self, index: int) -> Tensor:
         block = self._blocks[index]
         shape = (*self._size, *block.shape)
         return block.values.new_zeros(shape, dtype=block.statistics_dtype)

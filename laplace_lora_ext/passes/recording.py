@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.likelihoods import Seeds
 from laplace_lora_ext.messages import naming
@@ -36,8 +37,8 @@ class Turns:
         as many as the text with the most rows has
     """
 
-    owners: torch.Tensor
-    numbers: torch.Tensor
+    owners: Tensor
+    numbers: Tensor
     n_texts: int
     n_turns: int
 
@@ -53,7 +54,7 @@ class Turns:
         numbers = torch.arange(len(owners), device=owners.device) - firsts[owners]
         return cls(owners, numbers, positions.n_examples, int(counts.max()))
 
-    def vectors(self, of_rows: torch.Tensor) -> torch.Tensor:
+    def vectors(self, of_rows: Tensor) -> Tensor:
         """Spread vectors `(S, N, C)` over the turns, `(turns S, N, C)`."""
         turns = torch.arange(self.n_turns, device=self.numbers.device)
         has_turn = (self.numbers == turns[:, None]).to(of_rows)
@@ -72,7 +73,7 @@ class Turns:
         of_turns = of_texts.transpose(1, 2).flatten(0, 1)
         return Seeds(self.vectors(vectors), of_turns)
 
-    def of_rows(self, of_texts: torch.Tensor) -> torch.Tensor:
+    def of_rows(self, of_texts: Tensor) -> Tensor:
         """Take each row's part `(N, S, ...)` of all turns' `(B, turns S, ...)`."""
         by_turn = of_texts.unflatten(1, (self.n_turns, -1))
         return by_turn[
@@ -87,7 +88,7 @@ class RowPositions:
     lengths: list[int]  # how many of each call
     of_batch: Positions | None  # None where rows of other examples are among them
 
-    def valid(self, x: torch.Tensor) -> torch.Tensor:
+    def valid(self, x: Tensor) -> Tensor:
         """Select the rows `(N, d)` of `(S, B, T, d)` that are no padding.
 
         A `NotImplementedError` if the mask can't be applied to the layer's rows.
@@ -125,7 +126,7 @@ class Inputs:
     """
 
     indices: list[int]  # of the blocks
-    a: torch.Tensor  # `(B, T, n)`
+    a: Tensor  # `(B, T, n)`
     positions: RowPositions
 
 
@@ -140,7 +141,7 @@ class Gradients:
     example: int | None  # its number, where they come one at a time
     seeds: slice  # which of the vectors they belong to
 
-    def of_weight(self) -> torch.Tensor:
+    def of_weight(self) -> Tensor:
         """Return the gradients of the matrix, `(S, B, m, n)`."""
         raise NotImplementedError
 
@@ -150,11 +151,11 @@ class GradientsOfRows(Gradients):
     """A layer's inputs, and gradients of its outputs."""
 
     # Inputs `(B, T, n)`; T counts the positions of all calls of the layer.
-    a: torch.Tensor
-    g: torch.Tensor  # gradients of outputs `(S, B, T, m)`
+    a: Tensor
+    g: Tensor  # gradients of outputs `(S, B, T, m)`
     positions: RowPositions
 
-    def of_weight(self) -> torch.Tensor:
+    def of_weight(self) -> Tensor:
         """Compute `Σ_t g_t a_tᵀ`."""
         return torch.einsum("bti,sbto->sboi", self.a, self.g)
 
@@ -163,9 +164,9 @@ class GradientsOfRows(Gradients):
 class GradientsOfMatrix(Gradients):
     """Gradients of a matrix whose rows nobody sees, of one example."""
 
-    of_matrix: torch.Tensor  # `(S, 1, m, n)`
+    of_matrix: Tensor  # `(S, 1, m, n)`
 
-    def of_weight(self) -> torch.Tensor:
+    def of_weight(self) -> Tensor:
         return self.of_matrix
 
 
@@ -191,9 +192,9 @@ class Part:
     positions: Positions | None
     example: int | None = None  # its number in the batch, if it is one
     # `(N,)` booleans: the example's own among the batch's.
-    logits: torch.Tensor | None = None
+    logits: Tensor | None = None
 
-    def vectors(self, of_batch: torch.Tensor) -> torch.Tensor:
+    def vectors(self, of_batch: Tensor) -> Tensor:
         """Select or blank out the `(S, N, C)` vectors for the logits of the graph."""
         if self.logits is None:
             return of_batch
@@ -203,7 +204,7 @@ class Part:
             return of_batch * self.logits[:, None]
         return of_batch[:, self.logits]
 
-    def weights(self, of_batch: torch.Tensor) -> torch.Tensor:
+    def weights(self, of_batch: Tensor) -> Tensor:
         """Select the `(S, B)` weights of its examples."""
         is_for_all = of_batch.shape[1] == 1
         if self.example is None or is_for_all:
@@ -226,7 +227,7 @@ class Recording:
 
     def __init__(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         blocks: Sequence[Block],
         parts: Callable[[], Iterable[Part]],
         create_graph: bool,
@@ -240,10 +241,10 @@ class Recording:
 
     def backward(
         self,
-        vectors: torch.Tensor,
+        vectors: Tensor,
         visitor: Visitor,
         *,
-        weights: torch.Tensor | None = None,
+        weights: Tensor | None = None,
         at_once: int | None = None,
     ) -> None:
         """Back-propagate `(S, B, C)` vectors, and bring visitors what layers get.
@@ -290,7 +291,7 @@ class Recording:
     def _visit_gradients(
         self,
         part: Part,
-        weights: torch.Tensor | None,
+        weights: Tensor | None,
         visitor: Visitor,
         arrived: Arrived,
     ) -> None:
@@ -301,8 +302,8 @@ class Recording:
         # A layer that is called several times has one weight: its gradient is the sum
         # over all calls, as over positions, so that calls are joined as if they were
         # more positions.
-        inputs: list[torch.Tensor] = []
-        gradients: list[torch.Tensor] = []
+        inputs: list[Tensor] = []
+        gradients: list[Tensor] = []
         lengths: list[int] = []
         with _mathematics(block, arrived.gradients[0].device):
             for a, g in zip(arrived.inputs, arrived.gradients, strict=True):
@@ -328,7 +329,7 @@ class Recording:
     def _visit_matrices(
         self,
         part: Part,
-        weights: torch.Tensor | None,
+        weights: Tensor | None,
         visitor: Visitor,
         arrived: OfParameter,
     ) -> None:
@@ -336,7 +337,7 @@ class Recording:
 
         Of many experts, an example reaches few.
         """
-        matrices: dict[int, torch.Tensor] = {}
+        matrices: dict[int, Tensor] = {}
         for index, block in enumerate(self._blocks):
             if block.weight is arrived.parameter:
                 matrices[index] = block.matrix(arrived.gradients, n_leading=1)
@@ -361,7 +362,7 @@ class Recording:
                 )
 
 
-def _joined(of_calls: list[torch.Tensor]) -> torch.Tensor:
+def _joined(of_calls: list[Tensor]) -> Tensor:
     """Join the positions of several calls, one after the other."""
     # Most layers are called once, and nothing needs to be copied.
     if len(of_calls) == 1:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader
 
@@ -90,15 +91,15 @@ class LearntVariance:
         the others are left out
     """
 
-    mean: torch.Tensor
-    scale: torch.Tensor
-    weights: torch.Tensor
-    components: torch.Tensor
-    offset: torch.Tensor
-    lowest: torch.Tensor
-    highest: torch.Tensor
-    prior_precision: torch.Tensor
-    curvature_scale: torch.Tensor
+    mean: Tensor
+    scale: Tensor
+    weights: Tensor
+    components: Tensor
+    offset: Tensor
+    lowest: Tensor
+    highest: Tensor
+    prior_precision: Tensor
+    curvature_scale: Tensor
     r_squared: float
     mean_error: float
     n_examples: int
@@ -112,10 +113,10 @@ class LearntVariance:
     @classmethod
     def of(
         cls,
-        features: torch.Tensor,
-        log_variances: torch.Tensor,
-        prior_precision: torch.Tensor,
-        curvature_scale: torch.Tensor,
+        features: Tensor,
+        log_variances: Tensor,
+        prior_precision: Tensor,
+        curvature_scale: Tensor,
         noise: float = 0.0,
     ) -> LearntVariance:
         """Learn from N examples, in float64 and on the CPU.
@@ -195,15 +196,15 @@ class LearntVariance:
         device : torch.device
         dtype : torch.dtype
         """
-        moved: dict[str, torch.Tensor] = {}
+        moved: dict[str, Tensor] = {}
         for name in _REGRESSION:
             moved[name] = getattr(self, name).to(device, dtype)
         return replace(self, **moved)
 
     def is_of(
         self,
-        prior_precision: torch.Tensor,
-        curvature_scale: torch.Tensor,
+        prior_precision: Tensor,
+        curvature_scale: Tensor,
     ) -> bool:
         """Tell whether these are variances of a posterior with this prior and scale.
 
@@ -217,7 +218,7 @@ class LearntVariance:
         same_prior = _alike(prior_precision, self.prior_precision)
         return same_prior and _alike(curvature_scale, self.curvature_scale)
 
-    def covariance(self, features: torch.Tensor) -> torch.Tensor:
+    def covariance(self, features: Tensor) -> Tensor:
         """Predict covariances `(B, C, C)` from features `(B, p)`.
 
         The variances of logits and of their differences are those learnt; as they need
@@ -233,9 +234,9 @@ class LearntVariance:
 
 
 def _with_doubt(
-    features: torch.Tensor,
-    log_variances: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    features: Tensor,
+    log_variances: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Select the examples whose logits have any variance beside the others'.
 
     A `ValueError` if they are too few to learn from.
@@ -254,8 +255,8 @@ def _with_doubt(
 
 
 def _alike(
-    now: torch.Tensor,
-    then: torch.Tensor,
+    now: Tensor,
+    then: Tensor,
 ) -> bool:
     """Tell whether numbers are the same, but for a model's move.
 
@@ -269,9 +270,9 @@ def _alike(
 
 
 def ridge(
-    X: torch.Tensor,
-    Y: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    X: Tensor,
+    Y: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Regress centred targets `(N, q)` on features `(N, p)`.
 
     The best of `PENALTIES` is chosen.
@@ -295,13 +296,13 @@ def ridge(
     leverages = U.square()
     free = 1 - 1 / len(X) - leverages.sum(1)  # 1 - h without a penalty
 
-    def errors(penalty: torch.Tensor) -> torch.Tensor:
+    def errors(penalty: Tensor) -> Tensor:
         shrunk_away = penalty / (squares + penalty)
         residuals = across + U @ (shrunk_away[:, None] * along)
         not_leverage = free + leverages @ shrunk_away
         return residuals / not_leverage[:, None]
 
-    def mean_square(penalty: torch.Tensor) -> float:
+    def mean_square(penalty: Tensor) -> float:
         return errors(penalty).square().mean().item()
 
     largest = 1.0
@@ -313,7 +314,7 @@ def ridge(
     return weights, errors(best)
 
 
-def log_variances(f_var: torch.Tensor) -> torch.Tensor:
+def log_variances(f_var: Tensor) -> Tensor:
     """Take log-variances `(B, P)` of C logits and of their differences.
 
     These are the differences of C + 1 numbers, the first of which is 0. Of covariances
@@ -337,7 +338,7 @@ def log_variances(f_var: torch.Tensor) -> torch.Tensor:
     return variances.maximum(smallest).log()
 
 
-def covariances(variances: torch.Tensor) -> torch.Tensor:
+def covariances(variances: Tensor) -> Tensor:
     """Turn variances `(B, P)`, ordered as by `log_variances`, into covariances.
 
     They are `(B, C, C)`.
@@ -367,23 +368,23 @@ class Amortizable(Linearised, Protocol):
 
     trained_likelihood: Likelihood
     learnt_variance: LearntVariance | None
-    mean: torch.Tensor
+    mean: Tensor
 
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
-    ) -> torch.Tensor: ...
+    ) -> Tensor: ...
 
     @property
     def likelihood(self) -> str: ...
 
     @property
-    def prior_precision(self) -> torch.Tensor: ...
+    def prior_precision(self) -> Tensor: ...
 
     @property
-    def output_noise(self) -> torch.Tensor: ...
+    def output_noise(self) -> Tensor: ...
 
     @property
-    def curvature_scale(self) -> torch.Tensor: ...
+    def curvature_scale(self) -> Tensor: ...
 
 
 @exclusive
@@ -474,7 +475,7 @@ def _learnt_from(
     la: Amortizable,
     batch: Any,
     generator: torch.Generator,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute features `(B, p)` and logarithms of variances `(B, P)`, on the CPU.
 
     They are exact, or from draws and right on average.
@@ -504,8 +505,8 @@ def _draws(la: Amortizable) -> bool:
 def changes_of_logits(
     la: Amortizable,
     inputs: Any,
-    drawn: torch.Tensor,
-) -> torch.Tensor:
+    drawn: Tensor,
+) -> Tensor:
     """Compute how drawn weights `(S, parameters)` change the linearised model's logits.
 
     They are J (θ - θ*), `(S, B, C)`: central differences, by two forward passes a draw.
@@ -514,12 +515,12 @@ def changes_of_logits(
     """
     step = _precision(la.model) ** (1 / 3)
 
-    def logits_at(weights: torch.Tensor) -> torch.Tensor:
+    def logits_at(weights: Tensor) -> Tensor:
         values = as_values(la.blocks, weights)
         with la.model.prepared(), torch.no_grad():
             return called_with(la.model, la.blocks, values, inputs)
 
-    changes: list[torch.Tensor] = []
+    changes: list[Tensor] = []
     for each in drawn:
         change = step * (each - la.mean)
         difference = logits_at(la.mean + change) - logits_at(la.mean - change)
@@ -577,7 +578,7 @@ def amortized_moments(la: Amortizable, x: Any) -> Moments:
 def _features(
     la: Amortizable,
     inputs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute logits `(B, C)`, and features `(B, p)` to learn variances from."""
     with la.model.prepared():
         logits, hidden = logits_and_hidden_states(la.model, inputs)

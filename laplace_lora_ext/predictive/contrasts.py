@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.messages import check_counts
 
@@ -48,7 +49,7 @@ class Contrasts:
         """Tell whether every class is compared, so that covariances are exact."""
         return self.most(n_outputs) == n_outputs - 1
 
-    def classes(self, logits: torch.Tensor) -> torch.Tensor:
+    def classes(self, logits: Tensor) -> Tensor:
         """List each example's classes `(B, 1 + k)`, the most probable one first.
 
         k is the largest number that an example needs; where one needs fewer, -1
@@ -70,7 +71,7 @@ class Contrasts:
         classes = torch.where(is_needed, classes, NO_CLASS)
         return classes[:, :n_needed]
 
-    def directions(self, logits: torch.Tensor) -> torch.Tensor:
+    def directions(self, logits: Tensor) -> Tensor:
         """Make the vectors `(k, B, C)` that a backward pass takes for each contrast."""
         classes = self.classes(logits)
         identity = torch.eye(logits.shape[-1]).to(logits)
@@ -82,10 +83,10 @@ class Contrasts:
 
 
 def completed(
-    covariance: torch.Tensor,
-    classes: torch.Tensor,
+    covariance: Tensor,
+    classes: Tensor,
     n_outputs: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Complete contrasts' covariances `(B, k, k)` to those of all C classes.
 
     Row and column of the most probable class are 0. So the matrices differ from those

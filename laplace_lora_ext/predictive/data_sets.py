@@ -9,6 +9,7 @@ from copy import copy
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.data import Subset
 
 from laplace_lora_ext.messages import naming
@@ -18,7 +19,7 @@ from laplace_lora_ext.processes.shards import Columns, Share, in_order, joined, 
 
 Result = TypeVar("Result")
 
-Owners = Callable[[Any], torch.Tensor | None]
+Owners = Callable[[Any], Tensor | None]
 """Says of a batch which of its examples each row of a result is of, `(N,)`; None where
 each is an example's only one."""
 
@@ -69,7 +70,7 @@ class Sample:
     def add(
         self,
         columns: Columns,
-        places: torch.Tensor,
+        places: Tensor,
     ) -> None:
         """Take in the rows of a batch, and where they belong in the data."""
         numbers = torch.rand(
@@ -91,7 +92,7 @@ class Sample:
         self._n_rows -= n_rows
         self.n_left_out += n_rows
 
-    def places(self) -> torch.Tensor:
+    def places(self) -> Tensor:
         """Return where the rows that are kept belong in the data."""
         none = torch.empty(0, dtype=torch.long)
         return torch.cat([none, *(part.places for part in self._parts)])
@@ -106,11 +107,11 @@ class Sample:
 class _Part(NamedTuple):
     """What is kept of a batch."""
 
-    numbers: torch.Tensor  # (n,), by which rows are drawn
-    places: torch.Tensor
+    numbers: Tensor  # (n,), by which rows are drawn
+    places: Tensor
     columns: Columns
 
-    def below(self, number: torch.Tensor) -> _Part:
+    def below(self, number: Tensor) -> _Part:
         """Leave out rows whose number is not below another."""
         is_kept = self.numbers < number
         if is_kept.all():
@@ -160,7 +161,7 @@ def batch_by_batch(
     description: str = "",
     progress_bar: bool = False,
     owners: Owners = own_rows,
-) -> Iterator[tuple[Result, torch.Tensor]]:
+) -> Iterator[tuple[Result, Tensor]]:
     """Evaluate a function batch by batch; yield results and their rows' places.
 
     `size` tells how many rows a result has. Batches of which no example is to count,

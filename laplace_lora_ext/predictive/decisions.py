@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.likelihoods import IGNORED, TOKENS
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -26,7 +27,7 @@ from laplace_lora_ext.predictive.numbers import NumberPrediction
 from laplace_lora_ext.processes.shards import Columns, Share, stacked
 
 # And of moments, which are tuples.
-_BATCHES = (Mapping, torch.Tensor, np.ndarray, tuple)
+_BATCHES = (Mapping, Tensor, np.ndarray, tuple)
 
 
 class Prediction(NamedTuple):
@@ -58,18 +59,18 @@ class Prediction(NamedTuple):
     efficient and risk-sensitive learning", ICML 2018.
     """
 
-    probabilities: torch.Tensor
-    labels: torch.Tensor
-    total_entropy: torch.Tensor
-    aleatoric_entropy: torch.Tensor
-    epistemic_entropy: torch.Tensor
-    label_variance: torch.Tensor
+    probabilities: Tensor
+    labels: Tensor
+    total_entropy: Tensor
+    aleatoric_entropy: Tensor
+    epistemic_entropy: Tensor
+    label_variance: Tensor
 
     @classmethod
     def of_draws(
         cls,
-        probabilities: torch.Tensor,
-        drawn: torch.Tensor,
+        probabilities: Tensor,
+        drawn: Tensor,
     ) -> Prediction:
         """Sum up draws, beside the probabilities of a link.
 
@@ -220,7 +221,7 @@ def _padded(parts: Sequence[Columns]) -> Columns:
     return stacked(alike)
 
 
-def _noise(member: Amortizable) -> torch.Tensor | float:
+def _noise(member: Amortizable) -> Tensor | float:
     """Take the standard deviations of the noise of what a posterior predicts."""
     if member.predicted_likelihood is not member.trained_likelihood:
         return 0.0  # rewards are read off preferences: nobody measures them

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_counts
@@ -40,7 +41,7 @@ class Drawable(Protocol):
 
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
-    ) -> torch.Tensor: ...
+    ) -> Tensor: ...
 
 
 class Linearised(Protocol):
@@ -61,13 +62,13 @@ class Linearised(Protocol):
 
     def moments(
         self, X: Any, joint: bool, directions: Directions = ...
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 @exclusive
 def predictive_moments(
     la: Linearised, x: Any, *, joint: bool = False
-) -> Moments | tuple[torch.Tensor, torch.Tensor]:
+) -> Moments | tuple[Tensor, Tensor]:
     """Compute mean `(B, C)` and covariance `(B, C, C)` of a batch's logits.
 
     Neither link, noise nor `logit_scale` is in them. With `joint` a pair of tensors,
@@ -84,7 +85,7 @@ def predictive_distribution(
     X: Any,
     joint: bool = False,
     diagonal_output: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Predict mean and covariance, or variances, of scaled logits, as the host asks.
 
     `X` is a batch, or `Moments` of one.
@@ -150,7 +151,7 @@ def sees_differences(la: Linearised, link_approx: str) -> bool:
 
 def _of_all_logits(
     la: Linearised, X: Any, joint: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute moments of a batch's logits; refuse those of differences."""
     if isinstance(X, DifferenceMoments):
         raise ValueError(
@@ -166,7 +167,7 @@ def _moments(
     X: Any,
     joint: bool = False,
     directions: Directions = every_output,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute moments of a batch's logits, or of combinations; `Moments` pass."""
     if not isinstance(X, Moments):
         la.check_model()
@@ -184,12 +185,12 @@ def _moments(
 @exclusive
 def functional_samples(
     la: Linearised,
-    f_mu: torch.Tensor,
-    f_var: torch.Tensor,
+    f_mu: Tensor,
+    f_var: Tensor,
     n_samples: int,
     diagonal_output: bool = False,
     generator: torch.Generator | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Draw logits `(S, B, C)` from Gaussians."""
     if diagonal_output:
         f_var = uncorrelated(f_var)
@@ -211,7 +212,7 @@ def drawn_weights(
 
 def as_values(
     blocks: Sequence[Block],
-    drawn: torch.Tensor,
+    drawn: Tensor,
 ) -> Values:
     """Cut drawn weights `(parameters,)` into values that a model can be called with."""
     check_in_place(blocks, "A draw of the weights")
@@ -229,13 +230,13 @@ def network_samples(
     n_samples: int = 100,
     generator: torch.Generator | None = None,
     **model_kwargs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute scaled logits `(S, B, C)` under draws of the weights."""
     if isinstance(X, Moments):
         raise ValueError('Moments hold no inputs: pass a batch for pred_type="nn".')
     check_counts(n_samples=n_samples)
     la.check_model()
-    samples: list[torch.Tensor] = []
+    samples: list[Tensor] = []
     for _ in range(n_samples):
         drawn = drawn_weights(la, generator)
         with la.model.prepared(), torch.set_grad_enabled(la.enable_backprop):
@@ -250,7 +251,7 @@ def mean_probabilities(
     n_samples: int = 100,
     generator: torch.Generator | None = None,
     **model_kwargs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Average probabilities `(B, C)` or `(B, K, 2)` over draws of the weights."""
     samples = network_samples(la, X, n_samples, generator, **model_kwargs)
     return la.trained_likelihood.class_logits(samples).softmax(-1).mean(0)

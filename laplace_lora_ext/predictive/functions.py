@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.weights import called_with
 from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.predictive.distributions import Drawable, as_values
 
-Function = Callable[[Any], torch.Tensor]
+Function = Callable[[Any], Tensor]
 """Takes a batch, and returns its logits or numbers `(B, C)`."""
 
 
@@ -21,15 +22,15 @@ class DrawableFunctions(Drawable, Protocol):
     """A Gaussian around a model's weights, to draw functions from."""
 
     recorder: Recorder
-    mean: torch.Tensor
+    mean: Tensor
     n_outputs: int
 
 
 class _Drawn(NamedTuple):
     """Logits of a few examples: the model's `(B, C)`, and draws' `(B, S, C)`."""
 
-    f_mu: torch.Tensor
-    of_functions: torch.Tensor
+    f_mu: Tensor
+    of_functions: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +45,10 @@ class Functions:
     """
 
     la: DrawableFunctions
-    weights: torch.Tensor
+    weights: Tensor
 
     @exclusive
-    def linearised(self, batch: Any) -> torch.Tensor:
+    def linearised(self, batch: Any) -> Tensor:
         """Compute the linearised model's logits `(S, B, C)`, by one set of Jacobians.
 
         Each function is s (f(θ*) + J (θ - θ*)), with `logit_scale` s: over many draws,
@@ -64,9 +65,9 @@ class Functions:
         # J (θ - θ*) adds up over blocks, whose Jacobians come one after the other.
         sizes = [block.n_params for block in self.la.blocks]
         changes = (self.weights - self.la.mean).split(sizes, dim=1)
-        products: list[torch.Tensor] = []
+        products: list[Tensor] = []
 
-        def multiply(index: int, jacobian: torch.Tensor) -> None:
+        def multiply(index: int, jacobian: Tensor) -> None:
             block = self.la.blocks[index]
             change = changes[index].unflatten(1, block.shape)
             change = block.small_side_first(change)
@@ -79,7 +80,7 @@ class Functions:
         return _Drawn(f_mu, f_mu[:, None] + change_of_logits)
 
     @exclusive
-    def sampled(self, batch: Any) -> torch.Tensor:
+    def sampled(self, batch: Any) -> Tensor:
         """Compute scaled logits `(S, B, C)` of the network with drawn weights."""
         la = self.la
         la.check_model()
@@ -115,7 +116,7 @@ def draw_function(
     functions = draw_functions(la, 1, generator)
     several = functions.linearised if pred_type == "glm" else functions.sampled
 
-    def function(batch: Any) -> torch.Tensor:
+    def function(batch: Any) -> Tensor:
         inputs = la.model.unlabelled(la.model.inputs(batch))
         return la.model.in_places(several(inputs)[0], inputs)
 
@@ -128,6 +129,6 @@ def joint_samples(
     x: Any,
     n_samples: int,
     generator: torch.Generator | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Draw logits `(S, B, C)` of a batch, whose examples vary together."""
     return draw_functions(la, n_samples, generator).linearised(x)

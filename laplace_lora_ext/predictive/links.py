@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.predictive.moments import (
@@ -18,7 +19,7 @@ from laplace_lora_ext.predictive.moments import (
 # / π.
 _PROBIT = math.pi / 8
 
-Link = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Link = Callable[[Tensor, Tensor], Tensor]
 """Turns mean and covariance into log-probabilities `(B, C)`."""
 
 DEFAULT_LINK = "mean_field"
@@ -30,9 +31,9 @@ OF_DIFFERENCES = frozenset({"mean_field", "mc"})
 
 
 def probit(
-    f_mu: torch.Tensor,
-    f_var: torch.Tensor,
-) -> torch.Tensor:
+    f_mu: Tensor,
+    f_var: Tensor,
+) -> Tensor:
     """Shrink each logit by its own variance: `softmax(m_k / √(1 + π/8 S_kk))`."""
     variances = f_var.diagonal(dim1=-2, dim2=-1)
     shrunk = f_mu / (1 + _PROBIT * variances).sqrt()
@@ -40,10 +41,10 @@ def probit(
 
 
 def monte_carlo(
-    f_mu: torch.Tensor,
-    f_var: torch.Tensor,
-    noise: torch.Tensor,
-) -> torch.Tensor:
+    f_mu: Tensor,
+    f_var: Tensor,
+    noise: Tensor,
+) -> Tensor:
     """Average probabilities over samples of logits; many give the exact integral.
 
     `noise` holds standard normal numbers, as for `gaussian_samples`.
@@ -53,10 +54,10 @@ def monte_carlo(
 
 
 def softmax_samples(
-    f_mu: torch.Tensor,
-    f_var: torch.Tensor,
-    noise: torch.Tensor,
-) -> torch.Tensor:
+    f_mu: Tensor,
+    f_var: Tensor,
+    noise: Tensor,
+) -> Tensor:
     """Draw log-probabilities `(S, B, C)`, by noise as for `gaussian_samples`.
 
     Covariances that say the same of all differences of two logits draw the same.
@@ -66,9 +67,9 @@ def softmax_samples(
 
 
 def mean_field(
-    f_mu: torch.Tensor,
-    f_var: torch.Tensor,
-) -> torch.Tensor:
+    f_mu: Tensor,
+    f_var: Tensor,
+) -> Tensor:
     """Approximate the logarithm of the mean softmax of Gaussian logits by mean fields.
 
     A softmax only depends on differences of logits: `p_k = 1 / Σ_j exp(-(f_k - f_j))`.
@@ -108,9 +109,9 @@ def sampled(
     """Make a link of samples, each example's own, drawn anew in every call."""
 
     def link(
-        f_mu: torch.Tensor,
-        f_var: torch.Tensor,
-    ) -> torch.Tensor:
+        f_mu: Tensor,
+        f_var: Tensor,
+    ) -> Tensor:
         noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
         return monte_carlo(f_mu, f_var, noise)
 
@@ -124,9 +125,9 @@ def own_links(
     """Make this library's links by name; "mc" gives a batch the same noise."""
 
     def sampled_alike(
-        f_mu: torch.Tensor,
-        f_var: torch.Tensor,
-    ) -> torch.Tensor:
+        f_mu: Tensor,
+        f_var: Tensor,
+    ) -> Tensor:
         noise = shared_noise(f_mu, n_samples, generator)
         return monte_carlo(f_mu, f_var, noise)
 
@@ -134,8 +135,8 @@ def own_links(
 
 
 def shared_noise(
-    f_mu: torch.Tensor, n_samples: int, generator: torch.Generator | None
-) -> torch.Tensor:
+    f_mu: Tensor, n_samples: int, generator: torch.Generator | None
+) -> Tensor:
     """Draw `(S, 1, C)` standard normal numbers, in the host's order."""
     check_counts(n_samples=n_samples)
     n_outputs = f_mu.shape[-1]

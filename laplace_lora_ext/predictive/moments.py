@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
@@ -25,8 +26,8 @@ class Moments(NamedTuple):
         `(N, C, C)`
     """
 
-    f_mu: torch.Tensor
-    f_var: torch.Tensor
+    f_mu: Tensor
+    f_var: Tensor
 
     def to(
         self,
@@ -96,9 +97,9 @@ def parts_for(
 
 
 def mixed(
-    means: torch.Tensor,
-    covariances: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    means: Tensor,
+    covariances: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Compute the moments of a mixture of Gaussians, `(M, ..., C)`."""
     mean = means.mean(0)
     apart = means - mean
@@ -111,7 +112,7 @@ def mixed(
     return mean, (covariances + between).mean(0)
 
 
-def centred(f_var: torch.Tensor) -> torch.Tensor:
+def centred(f_var: Tensor) -> Tensor:
     """Remove from covariances `(B, C, C)` what all logits of an example share.
 
     That is J V J with J = I - 11ᵀ/C. Variances of differences of two logits stay as
@@ -121,7 +122,7 @@ def centred(f_var: torch.Tensor) -> torch.Tensor:
     return rows - rows.mean(-2, keepdim=True)
 
 
-def uncorrelated(f_var: torch.Tensor) -> torch.Tensor:
+def uncorrelated(f_var: Tensor) -> Tensor:
     """Set everything but the variances of covariances `(B, C, C)` to 0."""
     variances = f_var.diagonal(dim1=-2, dim2=-1)
     return torch.diag_embed(variances)
@@ -138,8 +139,8 @@ class _SymmetricRoot(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        covariance: torch.Tensor,
-    ) -> torch.Tensor:
+        covariance: Tensor,
+    ) -> Tensor:
         values, vectors = torch.linalg.eigh(covariance.double())
         # A 0 that rounding turned into a small number would have a much larger root.
         rounding = covariance.shape[-1] * torch.finfo(covariance.dtype).eps
@@ -155,8 +156,8 @@ class _SymmetricRoot(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any,
-        gradient: torch.Tensor,
-    ) -> torch.Tensor:
+        gradient: Tensor,
+    ) -> Tensor:
         roots, vectors = ctx.saved_tensors
         sums = roots[..., :, None] + roots[..., None, :]
         # A direction without variance has none under other prior precisions either.
@@ -169,7 +170,7 @@ class _SymmetricRoot(torch.autograd.Function):
         return symmetric.to(gradient.dtype)
 
 
-def square_root(covariance: torch.Tensor) -> torch.Tensor:
+def square_root(covariance: Tensor) -> Tensor:
     """Take symmetric square roots `(..., C, C)`, differentiable once.
 
     V may be singular.
@@ -177,17 +178,17 @@ def square_root(covariance: torch.Tensor) -> torch.Tensor:
     return _SymmetricRoot.apply(covariance)  # pyright: ignore[reportReturnType]
 
 
-def semidefinite(covariance: torch.Tensor) -> torch.Tensor:
+def semidefinite(covariance: Tensor) -> Tensor:
     """Find the nearest matrices `(..., C, C)` without negative eigenvalues."""
     root = square_root(covariance)
     return root @ root.mT
 
 
 def gaussian_samples(
-    f_mu: torch.Tensor,
-    f_var: torch.Tensor,
-    noise: torch.Tensor,
-) -> torch.Tensor:
+    f_mu: Tensor,
+    f_var: Tensor,
+    noise: Tensor,
+) -> Tensor:
     """Turn noise into reparametrised samples `(S, B, C)` of logits.
 
     `noise` holds standard normal numbers: `(S, B, C)`, or `(S, 1, C)` for all examples
@@ -202,9 +203,9 @@ def gaussian_samples(
 
 def standard_normal(
     shape: tuple[int, ...],
-    like: torch.Tensor,
+    like: Tensor,
     generator: torch.Generator | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Draw normal numbers in the dtype of `like`, on the generator's device."""
     device = like.device if generator is None else generator.device
     return torch.randn(

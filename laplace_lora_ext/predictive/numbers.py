@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.likelihoods import gaussian_log_density
 from laplace_lora_ext.predictive.moments import Moments, mixed
@@ -36,17 +37,17 @@ class NumberPrediction(NamedTuple):
         `(B, M, C, C)`, of targets under each posterior, noise included
     """
 
-    mean: torch.Tensor
-    epistemic_std: torch.Tensor
-    total_std: torch.Tensor
-    means: torch.Tensor
-    covariances: torch.Tensor
+    mean: Tensor
+    epistemic_std: Tensor
+    total_std: Tensor
+    means: Tensor
+    covariances: Tensor
 
     @classmethod
     def of(
         cls,
         members: Sequence[Moments],
-        noises: Sequence[torch.Tensor | float],
+        noises: Sequence[Tensor | float],
     ) -> NumberPrediction:
         """Join the moments of each posterior's outputs with the noise of its targets.
 
@@ -73,11 +74,11 @@ class NumberPrediction(NamedTuple):
         )
 
     @property
-    def stds(self) -> torch.Tensor:
+    def stds(self) -> Tensor:
         """Compute standard deviations of targets under each posterior, `(B, M, C)`."""
         return _deviations(self.covariances)
 
-    def quantile(self, level: float) -> torch.Tensor:
+    def quantile(self, level: float) -> Tensor:
         """Find numbers `(B, C)` that targets lie below with probability `level`.
 
         A `ValueError` if the level is not between 0 and 1.
@@ -102,7 +103,7 @@ class NumberPrediction(NamedTuple):
     def interval(
         self,
         coverage: float = 0.9,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Find bounds `(B, C)` that hold targets with probability `coverage`.
 
         As many lie below as above. A `ValueError` if the coverage is not between 0 and
@@ -113,12 +114,12 @@ class NumberPrediction(NamedTuple):
         outside = (1 - coverage) / 2
         return self.quantile(outside), self.quantile(1 - outside)
 
-    def probability_below(self, values: torch.Tensor) -> torch.Tensor:
+    def probability_below(self, values: Tensor) -> Tensor:
         """Compute the probability `(B, C)` that targets lie below values `(B, C)`."""
         standardised = (values[:, None] - self.means) / self.stds
         return torch.special.ndtr(standardised).mean(1)
 
-    def log_density(self, targets: torch.Tensor) -> torch.Tensor:
+    def log_density(self, targets: Tensor) -> Tensor:
         """Compute the log-density `(B,)` of targets `(B, C)`, in nats.
 
         It is that of all C numbers together.
@@ -128,7 +129,7 @@ class NumberPrediction(NamedTuple):
         )
         return log_densities.logsumexp(1) - math.log(log_densities.shape[1])
 
-    def crps(self, targets: torch.Tensor) -> torch.Tensor:
+    def crps(self, targets: Tensor) -> Tensor:
         """Compute the continuous ranked probability score `(B, C)` of targets `(B, C)`.
 
         It is `∫ (F(x) - [x ≥ y])² dx` with the distribution function F, in the targets'
@@ -150,9 +151,9 @@ class NumberPrediction(NamedTuple):
 
 
 def _mean_distance(
-    mean: torch.Tensor,
-    std: torch.Tensor,
-) -> torch.Tensor:
+    mean: Tensor,
+    std: Tensor,
+) -> Tensor:
     """Compute the mean absolute value of a normal variable."""
     z = mean / std
     unscaled = (-z.square() / 2).exp()
@@ -161,7 +162,7 @@ def _mean_distance(
     return 2 * std * density + mean * asymmetry
 
 
-def _deviations(covariances: torch.Tensor) -> torch.Tensor:
+def _deviations(covariances: Tensor) -> Tensor:
     """Take the standard deviations of covariances `(..., C, C)`."""
     variances = covariances.diagonal(dim1=-2, dim2=-1)
     return variances.clamp_min(0).sqrt()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from laplace_lora_ext.curvature.block import DecomposedBlock
@@ -77,13 +78,13 @@ class PredictiveStatistics:
     `len(statistics)` is N, and `statistics[index]` selects examples.
     """
 
-    f_mu: torch.Tensor
-    projections: torch.Tensor
-    inner_products: torch.Tensor
+    f_mu: Tensor
+    projections: Tensor
+    inner_products: Tensor
     spectrum: Spectrum
-    scale: torch.Tensor
-    targets: torch.Tensor | None = None
-    classes: torch.Tensor | None = None
+    scale: Tensor
+    targets: Tensor | None = None
+    classes: Tensor | None = None
     n_left_out: int = 0
 
     @property
@@ -101,7 +102,7 @@ class PredictiveStatistics:
         cls,
         columns: Columns,
         spectrum: Spectrum,
-        scale: torch.Tensor,
+        scale: Tensor,
         of_contrasts: bool,
     ) -> PredictiveStatistics:
         """Make statistics of tensors with a row for each example.
@@ -127,7 +128,7 @@ class PredictiveStatistics:
         of_contrasts = self.classes is not None
         return self.of_columns(columns, self.spectrum, self.scale, of_contrasts)
 
-    def required_targets(self) -> torch.Tensor:
+    def required_targets(self) -> Tensor:
         """Return the targets; a `ValueError` if the data had none."""
         if self.targets is None:
             raise ValueError("Validation data need labels, but the loader gives none.")
@@ -136,7 +137,7 @@ class PredictiveStatistics:
     def __len__(self) -> int:
         return len(self.f_mu)
 
-    def __getitem__(self, index: slice | torch.Tensor) -> PredictiveStatistics:
+    def __getitem__(self, index: slice | Tensor) -> PredictiveStatistics:
         return self.of(tuple(column[index] for column in self.columns))
 
     @property
@@ -150,7 +151,7 @@ class PredictiveStatistics:
 
     @cpu_as_default()
     @without_autocast
-    def moments(self, prior_precision: float | torch.Tensor) -> Moments:
+    def moments(self, prior_precision: float | Tensor) -> Moments:
         """Compute mean and covariance of the logits under a prior precision.
 
         Parameters
@@ -172,7 +173,7 @@ class PredictiveStatistics:
         of_leading = leading.reciprocal().to(self.f_mu)
         of_remaining = remaining.reciprocal().to(self.f_mu)
         weights = of_leading.sqrt()
-        covariances: list[torch.Tensor] = []
+        covariances: list[Tensor] = []
         projections = self.projections.split(_AT_ONCE)
         inner_products = self.inner_products.split(_AT_ONCE)
         for z, R in zip(projections, inner_products, strict=True):
@@ -204,7 +205,7 @@ class MixtureStatistics:
     """
 
     members: tuple[PredictiveStatistics, ...]
-    priors: tuple[torch.Tensor, ...]
+    priors: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
         first = self.members[0].targets
@@ -220,7 +221,7 @@ class MixtureStatistics:
     @property
     def columns(self) -> Columns:
         """List all members' tensors with a row for each example."""
-        columns: list[torch.Tensor] = []
+        columns: list[Tensor] = []
         for member in self.members:
             columns.extend(member.columns)
         return tuple(columns)
@@ -244,7 +245,7 @@ class MixtureStatistics:
     def __len__(self) -> int:
         return len(self.members[0])
 
-    def moments(self, factor: float | torch.Tensor) -> MixtureMoments:
+    def moments(self, factor: float | Tensor) -> MixtureMoments:
         """Compute moments with the members' prior precisions multiplied by a factor."""
         factor = as_tensor(factor)
         of_members: list[Moments] = []
@@ -253,7 +254,7 @@ class MixtureStatistics:
             of_members.append(member.moments(prior_precision))
         return MixtureMoments(tuple(of_members))
 
-    def required_targets(self) -> torch.Tensor:
+    def required_targets(self) -> Tensor:
         """Return the targets; a `ValueError` if the data had none."""
         return self.members[0].required_targets()
 
@@ -281,14 +282,14 @@ class LowRankPosterior(Protocol):
     def H(self) -> LowRankKronDecomposed: ...  # noqa: N802 - the host's name
 
     @property
-    def curvature_scale(self) -> torch.Tensor: ...
+    def curvature_scale(self) -> Tensor: ...
 
 
 class _OfBlock(NamedTuple):
     """A block's part of the statistics of a few examples."""
 
-    projections: torch.Tensor
-    inner_products: torch.Tensor
+    projections: Tensor
+    inner_products: Tensor
 
     def to(self, device: torch.device) -> _OfBlock:
         return _OfBlock(self.projections.to(device), self.inner_products.to(device))
@@ -296,7 +297,7 @@ class _OfBlock(NamedTuple):
 
 def statistics_of_batch(
     la: LowRankPosterior,
-    batch: tuple[Any, torch.Tensor | None],
+    batch: tuple[Any, Tensor | None],
     device: torch.device | str,
     dtype: torch.dtype,
     contrasts: Contrasts | None,
@@ -313,7 +314,7 @@ def statistics_of_batch(
     def of_part(part: Any, place: slice) -> PredictiveStatistics:
         by_block: dict[int, _OfBlock] = {}  # blocks come in any order
 
-        def project(index: int, jacobian: torch.Tensor) -> None:
+        def project(index: int, jacobian: Tensor) -> None:
             by_block[index] = _projected(la.H.blocks[index], jacobian)
 
         with torch.autocast(la.blocks[0].device.type, enabled=False):
@@ -349,7 +350,7 @@ def statistics_of_batch(
     return parts[0].of(stacked([part.columns for part in parts]))
 
 
-def _projected(block: DecomposedBlock, jacobian: torch.Tensor) -> _OfBlock:
+def _projected(block: DecomposedBlock, jacobian: Tensor) -> _OfBlock:
     """Project Jacobians `(B, C, r, d)` on eigenvectors; multiply what remains."""
     leading, remainder = block.project(jacobian)
     by_row = remainder.transpose(1, 2)  # (B, r, C, d)

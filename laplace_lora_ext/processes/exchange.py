@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 Value = TypeVar("Value")
@@ -68,7 +68,7 @@ def gathered(value: Value) -> list[Value]:
     if count() == 1:
         return [value]
     _tell(None)
-    own = tree_map_only(torch.Tensor, _in_main_memory, value)
+    own = tree_map_only(Tensor, _in_main_memory, value)
     values = []
     # One rank at a time, since values pass through its device's memory.
     for source in range(count()):
@@ -83,7 +83,7 @@ def of_first(value: Value) -> Value:
     return gathered(value)[0]
 
 
-def _in_main_memory(tensor: torch.Tensor) -> torch.Tensor:
+def _in_main_memory(tensor: Tensor) -> Tensor:
     # A clone, since pickling a view would send the whole tensor.
     return tensor.detach().cpu().clone()
 

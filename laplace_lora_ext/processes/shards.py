@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Subset, SubsetRandomSampler
 
 from laplace_lora_ext.processes.exchange import count, gathered, of_first, rank
 
-Columns = tuple[torch.Tensor, ...]
+Columns = tuple[Tensor, ...]
 """Tensors with a row for each example."""
 
 _OWN = 2**40  # more examples than any rank has
@@ -53,7 +54,7 @@ class Share:
         self.is_dealt = count() > 1 and _is_divided(loader)
         self.loader = loader
         self.size = data_size(loader)
-        self._dealt_places: list[torch.Tensor] = []  # of each batch's examples
+        self._dealt_places: list[Tensor] = []  # of each batch's examples
         self._n_batches = 0  # that `places` was asked for
         self._n_rows = 0
         if self.is_dealt:
@@ -100,8 +101,8 @@ class Share:
     def places(
         self,
         n_rows: int,
-        owners: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        owners: Tensor | None = None,
+    ) -> Tensor:
         """Return places in the whole data of the next batch's rows that count.
 
         A row is an example, unless `owners` `(n_rows,)` say which of the batch's
@@ -159,7 +160,7 @@ def total_size(loader: Any, otherwise: int) -> int:
     return total
 
 
-def examples_of(loader: Any) -> torch.Tensor:
+def examples_of(loader: Any) -> Tensor:
     """Find the indices `(N,)` of the examples that a loader gives, in order.
 
     Other examples of the data set may be validation or test data. With several
@@ -184,7 +185,7 @@ def examples_of(loader: Any) -> torch.Tensor:
     return torch.arange(len(loader.dataset))
 
 
-def _in_order_of_data(indices: Iterable[int]) -> torch.Tensor:
+def _in_order_of_data(indices: Iterable[int]) -> Tensor:
     whole = [int(index) for index in indices]  # a sampler's may be tensors
     return torch.tensor(sorted(whole), dtype=torch.long)
 
@@ -218,7 +219,7 @@ def check_divisible(
 def divided(
     loader: DataLoader,
     held_out: float,
-    groups: torch.Tensor | None = None,
+    groups: Tensor | None = None,
     generator: torch.Generator | None = None,
     parts: int = 1,
 ) -> Iterator[tuple[Any, Any]]:
@@ -277,9 +278,9 @@ def _sizes_of_parts(
 
 
 def _mixed(
-    groups: torch.Tensor,
+    groups: Tensor,
     generator: torch.Generator,
-) -> torch.Tensor:
+) -> Tensor:
     """Order examples at random, so that every stretch has its share of each group.
 
     Systematic sampling: a group's k-th of m examples is at (k + u) / m of the order,
@@ -339,7 +340,7 @@ def in_order_like(loader: DataLoader, examples: Any) -> DataLoader:
 class _OfRank:
     """One rank's part to join: places `(n,)`, and columns if it has data."""
 
-    places: torch.Tensor
+    places: Tensor
     columns: Columns | None
 
     @property
@@ -352,7 +353,7 @@ class _OfRank:
 
 
 def joined(
-    places: torch.Tensor,
+    places: Tensor,
     columns: Columns | None,
     join: Callable[[Sequence[Columns]], Columns] | None = None,
 ) -> Columns | None:

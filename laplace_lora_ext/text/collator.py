@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from laplace_lora_ext.models.choices import SCORE_MASK
@@ -83,7 +84,7 @@ class DataCollatorForChoices:
             batch["input_ids"][row, :end] = torch.tensor(prompt + answer)
             batch["attention_mask"][row, :end] = 1
             batch[SCORE_MASK][row, len(prompt) : end] = 1
-        by_example: dict[str, torch.Tensor] = {}
+        by_example: dict[str, Tensor] = {}
         for key, value in batch.items():
             by_example[key] = value.unflatten(0, (len(features), -1))
         if "labels" in features[0]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
@@ -30,7 +30,7 @@ from laplace_lora_ext.text.scores import (
     writers_of,
 )
 
-Inputs = dict[str, torch.Tensor]
+Inputs = dict[str, Tensor]
 
 # What makes several texts of a prompt, or calls the model otherwise than token by
 # token.
@@ -63,7 +63,7 @@ class GeneratedText(NamedTuple):
         what transformers' `generate` returned for each text
     """
 
-    sequences: torch.Tensor
+    sequences: Tensor
     scores: TextScores
     outputs: list[Any]
 
@@ -103,7 +103,7 @@ def generate_texts(
 class _Written:
     """Texts `(B, T)` that were written, a batch to score them, and the output."""
 
-    sequences: torch.Tensor
+    sequences: Tensor
     batch: Inputs  # with labels on what was written
     outputs: list[Any]
 
@@ -118,7 +118,7 @@ def _written(
     options = _Options(transformer, generation_kwargs)
     generate = _checked_generate(transformer, options)
     prompts = _prompts(transformer, options, device)
-    texts: list[torch.Tensor] = []
+    texts: list[Tensor] = []
     outputs = []
     for row in range(len(next(iter(prompts.values())))):
         place = slice(row, row + 1)
@@ -140,8 +140,8 @@ def _written(
 
 def _batch_of_decoder(
     prompts: Inputs,
-    sequences: torch.Tensor,
-    labels: torch.Tensor,
+    sequences: Tensor,
+    labels: Tensor,
 ) -> Inputs:
     """Make a batch for a decoder: its inputs, and labels one token ahead."""
     return {
@@ -153,8 +153,8 @@ def _batch_of_decoder(
 
 def _batch_of_continued(
     prompts: Inputs,
-    sequences: torch.Tensor,
-    labels: torch.Tensor,
+    sequences: Tensor,
+    labels: Tensor,
 ) -> Inputs:
     """Make a batch of prompts and what follows them, with labels on the latter."""
     mask = prompts["attention_mask"]
@@ -241,7 +241,7 @@ def _prompts(
     prompts = {
         name: value.to(device)
         for name, value in options.given.items()
-        if isinstance(value, torch.Tensor) and name not in known
+        if isinstance(value, Tensor) and name not in known
     }
     main = _main_input(transformer)
     if main not in prompts or prompts[main].ndim < 2:
@@ -275,9 +275,9 @@ def _main_input(transformer: PreTrainedModel) -> str:
 
 
 def _mask_of(
-    tokens: torch.Tensor,
+    tokens: Tensor,
     options: _Options,
-) -> torch.Tensor:
+) -> Tensor:
     """Make the mask that `generate` makes where there is none."""
     # A token that also ends texts may be one of the prompt's own.
     if options.padding is None or options.padding in options.endings:
@@ -367,7 +367,7 @@ class _Writer:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute logits where the model is called with these arguments."""
         name = next((name for name in _CACHES if name in kwargs), None)
         cache = None if name is None else kwargs[name]

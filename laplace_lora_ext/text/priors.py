@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.processes.exchange import of_first
@@ -85,7 +86,7 @@ class TokenAgreement(TuningMethod):
         stride = max(1, n_examples // self.max_examples)
         share = Share.read_once(self.train_loader, stride)
 
-        def change(prior_precision: torch.Tensor) -> float:
+        def change(prior_precision: Tensor) -> float:
             la.prior_precision = prior_precision
             draws = [Draw(la, weights) for weights in drawn(la, self.n_samples, seed)]
 
@@ -198,7 +199,7 @@ class TokenGridSearch(TuningMethod):
         seed = of_first(draw_seed(self.generator))
         share = Share.read_once(self.val_loader)
 
-        def loss(prior_precision: torch.Tensor) -> float:
+        def loss(prior_precision: Tensor) -> float:
             la.prior_precision = prior_precision
 
             def losses(batch: Any) -> Columns:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.running import exclusive
@@ -40,13 +41,13 @@ class Scores(NamedTuple):
         standard deviation of the label's log-probability over the draws
     """
 
-    log_prob: torch.Tensor
-    map_log_prob: torch.Tensor
-    map_entropy: torch.Tensor
-    total: torch.Tensor
-    aleatoric: torch.Tensor
-    epistemic: torch.Tensor
-    log_prob_sd: torch.Tensor
+    log_prob: Tensor
+    map_log_prob: Tensor
+    map_entropy: Tensor
+    total: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+    log_prob_sd: Tensor
 
 
 class TextScores(NamedTuple):
@@ -71,8 +72,8 @@ class TextScores(NamedTuple):
     tokens: Scores
     sums: Scores
     means: Scores
-    labelled: torch.Tensor
-    log_prob: torch.Tensor
+    labelled: Tensor
+    log_prob: Tensor
 
 
 class Writer(Drawable, Protocol):
@@ -102,7 +103,7 @@ def writers_of(members: Sequence[Drawable]) -> list[Writer]:
 def labelled_tokens(
     member: Writer,
     batch: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute the model's logits `(N, V)`, and find the labelled tokens `(N,)`."""
     member.check_model()
     with member.model.prepared():
@@ -113,9 +114,9 @@ def labelled_tokens(
 def _tokens_of(
     member: Writer,
     batch: Any,
-    f: torch.Tensor,
+    f: Tensor,
     part: Part | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Find the tokens `(N,)` that a batch's logits `(N, V)` predict.
 
     The batch may be a part of one.
@@ -150,7 +151,7 @@ def draw_logits(
     batch: Mapping[str, Any],
     n_samples: int = 10,
     generator: torch.Generator | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute logits `(S, N, V)` of S draws at the N labelled tokens.
 
     For measures of one's own.
@@ -174,9 +175,7 @@ class Draw(NamedTuple):
     posterior: Writer
     weights: Values
 
-    def logits(
-        self, batch: Mapping[str, Any], part: Part | None = None
-    ) -> torch.Tensor:
+    def logits(self, batch: Mapping[str, Any], part: Part | None = None) -> Tensor:
         """Compute logits `(N, V)` at the labelled tokens, or at a part of them."""
         model = self.posterior.model
         with model.prepared():
@@ -200,7 +199,7 @@ class Reader:
         transformer = draw.posterior.model.transformer
         self._remembered = Remembered(transformer) if len(parts) > 1 else None
 
-    def logits(self, part: Part) -> torch.Tensor:
+    def logits(self, part: Part) -> Tensor:
         """Compute logits `(N, V)` at the labelled tokens of a part."""
         remembered = self._remembered
         with nullcontext() if remembered is None else remembered.running():
@@ -289,8 +288,8 @@ class TokenScores(NamedTuple):
     """Holds what is known of N labelled tokens of texts, or of a part of them."""
 
     by_token: Scores  # (N,)
-    by_draw: torch.Tensor  # (S, N), log-probabilities of the labels under each draw
-    labelled: torch.Tensor  # (B, T) booleans, where the tokens are
+    by_draw: Tensor  # (S, N), log-probabilities of the labels under each draw
+    labelled: Tensor  # (B, T) booleans, where the tokens are
 
     def placed(self) -> Scores:
         """Put the scores where the tokens are in the texts, `(B, T)`."""
@@ -298,7 +297,7 @@ class TokenScores(NamedTuple):
             _placed(numbers, self.labelled) for numbers in self.by_token
         )
 
-    def whole(self) -> torch.Tensor:
+    def whole(self) -> Tensor:
         """Compute the log-probability `(S, B)` of each text under each draw.
 
         A draw is one model of the whole text, so its tokens' probabilities are
@@ -310,20 +309,20 @@ class TokenScores(NamedTuple):
 
 
 def score(
-    f: torch.Tensor,
-    drawn: Iterable[torch.Tensor],
-    tokens: torch.Tensor,
-    labelled: torch.Tensor,
+    f: Tensor,
+    drawn: Iterable[Tensor],
+    tokens: Tensor,
+    labelled: Tensor,
 ) -> TextScores:
     """Score texts by all of their logits, as `score_tokens` does."""
     return of_texts([score_tokens(f, drawn, tokens, labelled)])
 
 
 def score_tokens(
-    f: torch.Tensor,
-    drawn: Iterable[torch.Tensor],
-    tokens: torch.Tensor,
-    labelled: torch.Tensor,
+    f: Tensor,
+    drawn: Iterable[Tensor],
+    tokens: Tensor,
+    labelled: Tensor,
 ) -> TokenScores:
     """Score tokens by the logits of draws, one draw at a time.
 
@@ -408,9 +407,9 @@ def _joined(batches: Sequence[Scores]) -> Scores:
 
 
 def _placed(
-    numbers: torch.Tensor,
-    labelled: torch.Tensor,
-) -> torch.Tensor:
+    numbers: Tensor,
+    labelled: Tensor,
+) -> Tensor:
     """Put N labelled tokens' numbers in their places `(B, T)`, among zeros."""
     return numbers.new_zeros(labelled.shape).masked_scatter(labelled, numbers)
 
@@ -418,14 +417,14 @@ def _placed(
 class _Predicted(NamedTuple):
     """Holds what one model predicts at N labelled tokens."""
 
-    p: torch.Tensor  # (N, V), probabilities
-    log_prob: torch.Tensor  # (N,), of the labels
-    entropy: torch.Tensor  # (N,)
+    p: Tensor  # (N, V), probabilities
+    log_prob: Tensor  # (N,), of the labels
+    entropy: Tensor  # (N,)
 
 
 def _predicted(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
+    logits: Tensor,
+    tokens: Tensor,
 ) -> _Predicted:
     """Compute probabilities `(N, V)`, and what they say of the labels `(N,)`."""
     log_p = logits.log_softmax(-1)

@@ -6,6 +6,7 @@ from collections.abc import Sized
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from transformers import TrainerCallback
 
 from laplace_lora_ext.messages import check_positive
@@ -17,7 +18,7 @@ class Penalising(Protocol):
 
     blocks: list[Block]
 
-    def penalty(self, weight: float = 1.0) -> torch.Tensor: ...
+    def penalty(self, weight: float = 1.0) -> Tensor: ...
 
 
 class Remember(TrainerCallback):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import set_seed
 
@@ -278,7 +278,7 @@ class _Look:
         whether each output may have a noise of its own
     """
 
-    groups: torch.Tensor
+    groups: Tensor
     may_have_scales: bool
 
 

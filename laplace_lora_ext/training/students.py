@@ -14,7 +14,7 @@ import torch
 import tqdm
 from peft import PeftModel
 from scipy.optimize import OptimizeResult, minimize_scalar
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import kl_div
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
@@ -43,7 +43,7 @@ STEPS = 0.3
 
 _TEACHER = "teacher_probabilities"
 
-Record = dict[str, torch.Tensor]
+Record = dict[str, Tensor]
 
 
 class Member(Protocol):
@@ -113,7 +113,7 @@ def distill(
         # by training.
         head = _head(peft_model, adapter_name, model.output_size)
         records: list[Record] = []
-        logits: list[torch.Tensor] = []
+        logits: list[Tensor] = []
         batches = _texts(model, trainer, unlabelled, generator)
         for batch in tqdm.tqdm(
             batches, "[Teacher's probabilities]", disable=not progress_bar
@@ -148,8 +148,8 @@ def _head(
 
 
 def _best_scale(
-    logits: torch.Tensor,
-    probabilities: torch.Tensor,
+    logits: Tensor,
+    probabilities: Tensor,
 ) -> float:
     """Find the factor at which logits are nearest to given probabilities."""
 
@@ -242,9 +242,9 @@ def _taught(la: Teacher, batch: Any) -> Iterator[Record]:
     if model.class_token_ids is not None:
         probabilities = _with_other_tokens(la.members, batch, probabilities)
     labels = {model.dict_key_y, "label", "labels"}
-    columns: dict[str, torch.Tensor] = {}
+    columns: dict[str, Tensor] = {}
     for key, column in batch.items():
-        if isinstance(column, torch.Tensor) and key not in labels:
+        if isinstance(column, Tensor) and key not in labels:
             columns[key] = column
     for row, targets in enumerate(probabilities.cpu()):
         yield {_TEACHER: targets, **_text(columns, row)}
@@ -253,15 +253,15 @@ def _taught(la: Teacher, batch: Any) -> Iterator[Record]:
 def _with_other_tokens(
     members: Sequence[Member],
     batch: Any,
-    probabilities: torch.Tensor,
-) -> torch.Tensor:
+    probabilities: Tensor,
+) -> Tensor:
     """Append what all tokens but the answers have together, `(N, C + 1)`.
 
     The trained models decide it: `probabilities` share out the rest among the answers.
     """
     # Without them, a student that shares its probability among the answers alone would
     # no more begin with an answer than with any other token.
-    of_members: list[torch.Tensor] = []
+    of_members: list[Tensor] = []
     for member in members:
         with member.model.prepared():
             log_p = member.model.log_probs(batch)
@@ -272,7 +272,7 @@ def _with_other_tokens(
 
 
 def _text(
-    columns: Mapping[str, torch.Tensor],
+    columns: Mapping[str, Tensor],
     row: int,
 ) -> Record:
     """Take one text out of a batch, without its padding and in main memory."""
@@ -310,7 +310,7 @@ def _teaching(
         run: Any,
         inputs: Any,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         # The trainer may have wrapped the model, and a `LogitsModel` is costly to make.
         if id(run) not in students:
             students[id(run)] = model.around(run)
@@ -334,7 +334,7 @@ def _teaching(
     def training_step(
         *args: Any,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         with with_attributes(
             trainer,
             compute_loss=compute_loss,
@@ -368,9 +368,9 @@ def _collate(padding: int, records: Sequence[Record]) -> Record:
 
 
 def _padded(
-    values: Sequence[torch.Tensor],
+    values: Sequence[Tensor],
     fill: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Stack texts of unlike lengths, padded behind: `(T, ...)` or `(K, T)`."""
     lengths = {len(value) for value in values}
     is_of_choices = values[0].ndim == 2 and len(lengths) == 1

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
@@ -257,7 +258,7 @@ def groups_of(
     la: Any,
     loader: DataLoader,
     held_out: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Number examples' groups `(N,)`: classes, or quantiles of targets.
 
     The loader gives each example once and in order.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import tqdm
 from scipy.optimize import brentq
+from torch import Tensor
 
 from laplace_lora_ext.likelihoods import Regression
 from laplace_lora_ext.messages import warn
@@ -137,7 +138,7 @@ class Agreement(TuningMethod):
         )
         moments = _moments_along(la, data) if statistics is None else statistics.moments
 
-        def change(prior_precision: torch.Tensor) -> float:
+        def change(prior_precision: Tensor) -> float:
             # The same draws at every prior precision: then the change falls with it
             # smoothly.
             draws = torch.Generator().manual_seed(seed)
@@ -159,10 +160,10 @@ class Agreement(TuningMethod):
     def _balanced(
         self,
         la: Tunable,
-        start: torch.Tensor,
+        start: Tensor,
         kinds: Kinds,
-        change: Callable[[torch.Tensor], float],
-    ) -> torch.Tensor:
+        change: Callable[[Tensor], float],
+    ) -> Tensor:
         """Find the prior precision `(blocks,)` at which each kind has its change.
 
         Each kind by itself changes predictions as much as is allowed.
@@ -182,26 +183,26 @@ class Agreement(TuningMethod):
 
 
 def _change_by_some(
-    change: Callable[[torch.Tensor], float],
-    is_drawn: torch.Tensor,
-    prior_precision: torch.Tensor,
+    change: Callable[[Tensor], float],
+    is_drawn: Tensor,
+    prior_precision: Tensor,
 ) -> float:
     """Measure the change by draws of some blocks, with all others at MAP."""
     return change(torch.where(is_drawn, prior_precision, _HELD))
 
 
-Distances = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Distances = Callable[[Tensor, Tensor], Tensor]
 """Total variation distances `(S, N, ...)` of drawn outputs `(S, N, ..., C)` from the
 model's."""
 
 
-def _distances_of_classes(drawn: torch.Tensor, f_mu: torch.Tensor) -> torch.Tensor:
+def _distances_of_classes(drawn: Tensor, f_mu: Tensor) -> Tensor:
     """Compute distances of the distributions of classes."""
     apart = drawn.softmax(-1) - f_mu.softmax(-1)
     return apart.abs().sum(-1) / 2
 
 
-def _distances_of_numbers(drawn: torch.Tensor, f_mu: torch.Tensor) -> torch.Tensor:
+def _distances_of_numbers(drawn: Tensor, f_mu: Tensor) -> Tensor:
     """Compute distances of normal distributions of variance 1."""
     apart = torch.linalg.vector_norm(drawn - f_mu, dim=-1)
     return torch.special.erf(apart / math.sqrt(8))  # 2 Φ(d / 2) - 1
@@ -251,9 +252,9 @@ def check_max_change(max_change: float) -> None:
 
 def broadest(
     la: Tunable,
-    start: torch.Tensor,
+    start: Tensor,
     max_change: float,
-    change: Callable[[torch.Tensor], float],
+    change: Callable[[Tensor], float],
     progress_bar: bool,
 ) -> TuningHistory:
     """Choose the factor of a prior at which draws change as much as allowed.
@@ -302,9 +303,7 @@ def _falling_root(excess: Callable[[float], float]) -> float:
     return here
 
 
-def _moments_along(
-    la: Tunable, loader: Iterable[Any]
-) -> Callable[[torch.Tensor], Moments]:
+def _moments_along(la: Tunable, loader: Iterable[Any]) -> Callable[[Tensor], Moments]:
     """Make a function from priors to the data's moments, for any structure.
 
     The loader is read once. The data pass through the model at every prior precision,
@@ -312,10 +311,10 @@ def _moments_along(
     """
     data = Share.read_once(loader)
 
-    def of_batch(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_batch(batch: Any) -> tuple[Tensor, Tensor]:
         return predictive_moments(la, la.model.inputs(batch))
 
-    def of_batches(prior_precision: torch.Tensor) -> Moments:
+    def of_batches(prior_precision: Tensor) -> Moments:
         la.prior_precision = prior_precision
         f_mu, f_var = over_loader(data, of_batch, owners=la.model.owners)
         return Moments(f_mu, f_var)

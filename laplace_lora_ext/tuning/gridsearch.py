@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torchmetrics
 import tqdm
+from torch import Tensor
 
 from laplace_lora_ext.curvature.factors import LinAlgError
 from laplace_lora_ext.likelihoods import Regression
@@ -128,7 +129,7 @@ class GridSearch(TuningMethod):
     pred_type: str = "glm"
     link_approx: str | None = None
     n_samples: int = 100
-    loss: torchmetrics.Metric | Callable[..., torch.Tensor] | None = None
+    loss: torchmetrics.Metric | Callable[..., Tensor] | None = None
     optimize_scale: bool = True
     log_prior_prec_min: float = -4
     log_prior_prec_max: float = 4
@@ -159,7 +160,7 @@ class GridSearch(TuningMethod):
         if isinstance(history, GridHistory):
             warn_of_scales(la, history.losses)
 
-    def _grid(self, la: Tunable) -> torch.Tensor:
+    def _grid(self, la: Tunable) -> Tensor:
         """List the prior precisions to try, `(T,)` or `(T, blocks)`."""
         low, high = self.log_prior_prec_min, self.log_prior_prec_max
         size, power = self.grid_size, self.log_prior_prec_base
@@ -200,7 +201,7 @@ class GridSearch(TuningMethod):
         return of_first(draw_seed(None)) if self._link == "mc" else 0
 
     def _losses_of_one_pass(
-        self, la: Predictor, grid: torch.Tensor, score: Score
+        self, la: Predictor, grid: Tensor, score: Score
     ) -> GridLosses | None:
         """Sum the loss at every point of the grid in one pass, and keep no statistics.
 
@@ -229,7 +230,7 @@ class GridSearch(TuningMethod):
     def _losses_point_by_point(
         self,
         la: Predictor,
-        grid: torch.Tensor,
+        grid: Tensor,
         score: Score,
     ) -> GridLosses:
         """Sum losses at each point of the grid, setting the prior to it."""
@@ -252,7 +253,7 @@ class GridSearch(TuningMethod):
         self,
         la: Predictor,
         score: Score,
-    ) -> Callable[[], torch.Tensor]:
+    ) -> Callable[[], Tensor]:
         """Make a function that scores all examples at the present prior precision."""
         statistics = self._statistics(la)
         if statistics is not None:
@@ -275,7 +276,7 @@ class GridSearch(TuningMethod):
     def _own_losses(
         self,
         la: Predictor,
-        grid: torch.Tensor,
+        grid: Tensor,
     ) -> Iterator[float]:
         """Compute the user's loss at each point, setting the prior to it."""
         assert self.loss is not None
@@ -350,7 +351,7 @@ class _Sums:
     def __init__(
         self,
         la: Predictor,
-        grid: torch.Tensor,
+        grid: Tensor,
         score: Score,
     ) -> None:
         self._la = la
@@ -410,12 +411,12 @@ def _scored(
     la: Predictor,
     statistics: Statistics,
     score: Score,
-) -> torch.Tensor:
+) -> Tensor:
     """Score examples `(N, K)` at the present prior precision."""
     moments = statistics.moments(la.prior_precision)
     targets = statistics.required_targets()
     parts = zip(moments.split(_ROWS), targets.split(_ROWS), strict=True)
-    terms: list[torch.Tensor] = []
+    terms: list[Tensor] = []
     for part, targets_of_part in parts:
         terms.append(score.terms(la, part, targets_of_part))
     return torch.cat(terms)
@@ -423,8 +424,8 @@ def _scored(
 
 def _checked(
     la: Predictor,
-    y: torch.Tensor,
-) -> torch.Tensor:
+    y: Tensor,
+) -> Tensor:
     """Check targets as the losses take them."""
     first = la.members[0]
     # The check asks logits for their shape and place alone: none are computed for it.
@@ -439,17 +440,17 @@ def _checked(
 
 def _shown(
     la: Predictor,
-    outputs: Sequence[torch.Tensor],
-) -> Sequence[torch.Tensor]:
+    outputs: Sequence[Tensor],
+) -> Sequence[Tensor]:
     """Show a user's loss what it reads: of labels, each one's probability."""
     likelihood = la.members[0].trained_likelihood
     return [likelihood.shown(output) for output in outputs]
 
 
 def _evaluated(
-    loss: torchmetrics.Metric | Callable[..., torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    targets: torch.Tensor,
+    loss: torchmetrics.Metric | Callable[..., Tensor],
+    outputs: Sequence[Tensor],
+    targets: Tensor,
 ) -> float:
     """Evaluate a loss of the user's own on all data."""
     if not isinstance(loss, torchmetrics.Metric):
@@ -464,8 +465,8 @@ def grid_of_priors(
     high: float,
     size: int,
     power: float,
-    base: torch.Tensor | None,
-) -> torch.Tensor:
+    base: Tensor | None,
+) -> Tensor:
     """List a grid of prior precisions, `(size,)` or `(size, blocks)`."""
     # In float32, whatever the default is.
     grid = torch.logspace(low, high, size, base=power, dtype=torch.float32)
@@ -475,8 +476,8 @@ def grid_of_priors(
 
 
 def search_grid(
-    loss: Callable[[torch.Tensor], float],
-    grid: torch.Tensor,
+    loss: Callable[[Tensor], float],
+    grid: Tensor,
     progress_bar: bool = False,
 ) -> TuningHistory:
     """Evaluate a loss at every prior precision of a grid, `(T,)` or `(T, blocks)`."""
@@ -485,7 +486,7 @@ def search_grid(
 
 def record_grid(
     losses: Iterable[float],
-    grid: torch.Tensor,
+    grid: Tensor,
     progress_bar: bool = False,
 ) -> TuningHistory:
     """Record the losses at the prior precisions of a grid, `(T,)` or `(T, blocks)`.
@@ -562,6 +563,6 @@ def warn_of_scales(la: Predictor, losses: GridLosses) -> None:
     )
 
 
-def _middle(prior_precision: torch.Tensor) -> float:
+def _middle(prior_precision: Tensor) -> float:
     """Take the geometric mean of a prior's precisions."""
     return prior_precision.log().mean().exp().item()

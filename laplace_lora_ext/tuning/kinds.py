@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.models.weights import Block
 
@@ -24,7 +25,7 @@ class Kinds:
         `(blocks,)`, which of the numbers each block has
     """
 
-    places: torch.Tensor
+    places: Tensor
 
     @classmethod
     def of(cls, blocks: Sequence[Block]) -> Kinds:
@@ -40,11 +41,11 @@ class Kinds:
     def __len__(self) -> int:
         return int(self.places.max()) + 1
 
-    def spread(self, numbers: torch.Tensor) -> torch.Tensor:
+    def spread(self, numbers: Tensor) -> Tensor:
         """Give each block the number of its kind: `(..., kinds)` to `(..., blocks)`."""
         return numbers[..., self.places.to(numbers.device)]
 
-    def is_of(self, kind: int) -> torch.Tensor:
+    def is_of(self, kind: int) -> Tensor:
         """Mark the blocks of a kind, `(blocks,)`."""
         return self.places == kind
 
@@ -54,7 +55,7 @@ class Kinds:
         high: float,
         size: int,
         power: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """List powers of a number for each kind, in all combinations, `(T, blocks)`.
 
         Several kinds have fewer than `size` points each, so that there are 625 together

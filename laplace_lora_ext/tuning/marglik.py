@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.processes.exchange import of_first
@@ -83,7 +84,7 @@ class Marglik(TuningMethod):
         self,
         la: Tunable,
         prior: Searched,
-        log_noise: torch.Tensor | None,
+        log_noise: Tensor | None,
     ) -> TuningHistory:
         """Climb the evidence in logarithms of the prior and perhaps the noise.
 
@@ -96,7 +97,7 @@ class Marglik(TuningMethod):
             logarithms.append(log_noise)
         optimizer = torch.optim.Rprop(logarithms, lr=self.lr, step_sizes=(1e-6, 1.0))
 
-        def loss() -> torch.Tensor:
+        def loss() -> Tensor:
             sigma_noise = None if log_noise is None else log_noise.exp()
             return -la.log_marginal_likelihood(prior.value(), sigma_noise)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import tqdm
 from laplace.utils import fix_prior_prec_structure
-from torch import nn
+from torch import Tensor, nn
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_counts, warn
@@ -40,9 +40,9 @@ _STRUCTURES = ["scalar", "kind", "layerwise", "diag"]
 class Hyperparameters:
     """What a search may change of a posterior, named as its attributes."""
 
-    prior_precision: torch.Tensor
-    sigma_noise: torch.Tensor
-    temperature: float | torch.Tensor
+    prior_precision: Tensor
+    sigma_noise: Tensor
+    temperature: float | Tensor
     logit_scale: float
 
 
@@ -52,10 +52,10 @@ class Fitted(Linearised, Protocol):
     trained_likelihood: Likelihood
 
     @property
-    def sigma_noise(self) -> torch.Tensor: ...
+    def sigma_noise(self) -> Tensor: ...
 
     @sigma_noise.setter
-    def sigma_noise(self, value: float | torch.Tensor) -> None: ...
+    def sigma_noise(self, value: float | Tensor) -> None: ...
 
 
 class Predictor(Protocol):
@@ -65,16 +65,16 @@ class Predictor(Protocol):
     def members(self) -> Sequence[Fitted]: ...
 
     @property
-    def prior_precision(self) -> torch.Tensor: ...
+    def prior_precision(self) -> Tensor: ...
 
     @prior_precision.setter
-    def prior_precision(self, value: float | torch.Tensor) -> None: ...
+    def prior_precision(self, value: float | Tensor) -> None: ...
 
     @property
     def logit_scale(self) -> float: ...
 
     @logit_scale.setter
-    def logit_scale(self, value: float | torch.Tensor) -> None: ...
+    def logit_scale(self, value: float | Tensor) -> None: ...
 
     def check_model(self) -> None: ...
 
@@ -102,7 +102,7 @@ class Tunable(Linearised, Predictor, Protocol):
 
     trained_likelihood: Likelihood
     n_data: int
-    loss: torch.Tensor
+    loss: Tensor
 
     @property
     def backend(self) -> object: ...
@@ -114,28 +114,28 @@ class Tunable(Linearised, Predictor, Protocol):
     def hyperparameters(self, values: Hyperparameters) -> None: ...
 
     @property
-    def sigma_noise(self) -> torch.Tensor: ...
+    def sigma_noise(self) -> Tensor: ...
 
     @sigma_noise.setter
-    def sigma_noise(self, value: float | torch.Tensor) -> None: ...
+    def sigma_noise(self, value: float | Tensor) -> None: ...
 
     @property
     def logit_scale(self) -> float: ...
 
     @logit_scale.setter
-    def logit_scale(self, value: float | torch.Tensor) -> None: ...
+    def logit_scale(self, value: float | Tensor) -> None: ...
 
     @property
     def posterior_precision(self) -> object: ...
 
     @property
-    def log_det_posterior_precision(self) -> torch.Tensor: ...
+    def log_det_posterior_precision(self) -> Tensor: ...
 
     def log_marginal_likelihood(
         self,
-        prior_precision: torch.Tensor | None = None,
-        sigma_noise: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
+        prior_precision: Tensor | None = None,
+        sigma_noise: Tensor | None = None,
+    ) -> Tensor: ...
 
     def statistics_of(
         self,
@@ -173,11 +173,11 @@ class TuningHistory:
         those that the method has fitted to other trainings
     """
 
-    step: torch.Tensor
-    objective: torch.Tensor
-    prior_precision: torch.Tensor
-    logit_scale: torch.Tensor | None = None
-    sigma_noise: torch.Tensor | None = None
+    step: Tensor
+    objective: Tensor
+    prior_precision: Tensor
+    logit_scale: Tensor | None = None
+    sigma_noise: Tensor | None = None
     posteriors: tuple[Any, ...] = ()
 
     def __repr__(self) -> str:
@@ -194,13 +194,13 @@ class HistoryBuilder:
     def __init__(self) -> None:
         self.objectives: list[float] = []
         self._steps: list[int] = []
-        self._rows: list[torch.Tensor] = []
+        self._rows: list[Tensor] = []
 
     def add(
         self,
         step: int,
         objective: float,
-        prior_precision: torch.Tensor,
+        prior_precision: Tensor,
     ) -> None:
         """Record a step; an objective that is not a number is refused."""
         # On the CPU, so that a history to plot holds no memory of an accelerator.
@@ -250,11 +250,11 @@ class Searched:
     kinds : Kinds or None
     """
 
-    logarithms: torch.Tensor
-    start: torch.Tensor
+    logarithms: Tensor
+    start: Tensor
     kinds: Kinds | None
 
-    def value(self) -> torch.Tensor:
+    def value(self) -> Tensor:
         """Compute the prior precision, differentiable in the logarithms."""
         factors = self.logarithms.exp()
         if self.kinds is not None:
@@ -279,7 +279,7 @@ class TuningMethod:
     progress_bar : bool, default=False
     """
 
-    init_prior_prec: float | torch.Tensor = 1.0
+    init_prior_prec: float | Tensor = 1.0
     prior_structure: str | None = None
     progress_bar: bool = False
 
@@ -361,7 +361,7 @@ class TuningMethod:
             return Searched(start.log().requires_grad_(), torch.ones_like(start), None)
         return Searched(start.new_zeros(len(kinds)).requires_grad_(), start, kinds)
 
-    def _start(self, la: Tunable) -> torch.Tensor:
+    def _start(self, la: Tunable) -> Tensor:
         """Set the prior to the search's start.
 
         Its shape is `(1,)`, `(blocks,)` or `(parameters,)`.
@@ -387,13 +387,13 @@ class TuningMethod:
 
 
 def descent(
-    loss: Callable[[], torch.Tensor],
-    logarithms: Sequence[torch.Tensor],
+    loss: Callable[[], Tensor],
+    logarithms: Sequence[Tensor],
     optimizer: torch.optim.Optimizer,
     n_steps: int,
     description: str,
     progress_bar: bool,
-) -> Iterator[tuple[int, torch.Tensor]]:
+) -> Iterator[tuple[int, Tensor]]:
     """Follow the gradient of a loss, whose leaves `logarithms` change in place.
 
     Yields each step's number, and the loss before it; the next iteration takes the

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from scipy.interpolate import CubicSpline
 from scipy.optimize import OptimizeResult, minimize_scalar
+from torch import Tensor
 
 from laplace_lora_ext.likelihoods import Regression
 from laplace_lora_ext.predictive.data_sets import Columns
@@ -77,8 +78,8 @@ class Score(Protocol):
         self,
         la: Predictor,
         x: Any,
-        targets: torch.Tensor,
-    ) -> torch.Tensor:
+        targets: Tensor,
+    ) -> Tensor:
         """Compute each example's numbers `(N, K)` in float64, at the present prior.
 
         `x` is a batch of inputs, or moments of one.
@@ -87,7 +88,7 @@ class Score(Protocol):
 
     def best(
         self,
-        sums: torch.Tensor,
+        sums: Tensor,
         n_examples: int,
     ) -> Best:
         """Find the best loss at a prior, given the sums `(K,)` of all numbers."""
@@ -115,8 +116,8 @@ class PriorAlone:
         self,
         la: Predictor,
         x: Any,
-        targets: torch.Tensor,
-    ) -> torch.Tensor:
+        targets: Tensor,
+    ) -> Tensor:
         first = la.members[0]
         likelihood = first.trained_likelihood
         predicted = [output.double() for output in self.predict(la, x)]
@@ -128,7 +129,7 @@ class PriorAlone:
 
     def best(
         self,
-        sums: torch.Tensor,
+        sums: Tensor,
         n_examples: int,
     ) -> Best:
         return Best(sums.item() / n_examples)
@@ -169,8 +170,8 @@ class WithLogitScale:
         self,
         la: Predictor,
         x: Any,
-        targets: torch.Tensor,
-    ) -> torch.Tensor:
+        targets: Tensor,
+    ) -> Tensor:
         first = la.members[0]
         likelihood = first.trained_likelihood
         noise = torch.Generator()
@@ -197,7 +198,7 @@ class WithLogitScale:
 
     def best(
         self,
-        sums: torch.Tensor,
+        sums: Tensor,
         n_examples: int,
     ) -> Best:
         """Find the best scale, also between those at which the losses are known."""
@@ -263,8 +264,8 @@ class WithNoise:
         self,
         la: Predictor,
         x: Any,
-        targets: torch.Tensor,
-    ) -> torch.Tensor:
+        targets: Tensor,
+    ) -> Tensor:
         first = la.members[0]
         likelihood = first.trained_likelihood
         assert isinstance(likelihood, Regression)
@@ -284,7 +285,7 @@ class WithNoise:
 
     def best(
         self,
-        sums: torch.Tensor,
+        sums: Tensor,
         n_examples: int,
     ) -> Best:
         squares, log_dets, *_ = sums.tolist()
@@ -301,7 +302,7 @@ class WithNoise:
         nll = (of_noise + log_dets) / 2
         return Best(nll / n_examples, sigma_noise=math.sqrt(variance))
 
-    def residuals(self, sums: torch.Tensor, n_examples: int) -> torch.Tensor:
+    def residuals(self, sums: Tensor, n_examples: int) -> Tensor:
         """Find the root mean square of each output's residuals, `(C,)`, in its unit."""
         return (sums[2:] / n_examples).sqrt()
 
@@ -321,8 +322,8 @@ class GridLosses:
     score : Score
     """
 
-    grid: torch.Tensor
-    sums: torch.Tensor
+    grid: Tensor
+    sums: Tensor
     n_examples: int
     score: Score
     unit: float = 1.0  # that the grid is in
@@ -359,7 +360,7 @@ class GridHistory(TuningHistory):
     losses : GridLosses
     """
 
-    penalty: torch.Tensor
+    penalty: Tensor
     losses: GridLosses
 
     @classmethod
@@ -387,7 +388,7 @@ class GridHistory(TuningHistory):
         )
 
 
-def _chosen(numbers: Sequence[float | None]) -> torch.Tensor | None:
+def _chosen(numbers: Sequence[float | None]) -> Tensor | None:
     """Gather what was chosen at every point of a grid; None where that was nothing."""
     if any(number is None for number in numbers):
         return None

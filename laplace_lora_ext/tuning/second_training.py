@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import set_seed
 
@@ -269,7 +269,7 @@ def _of_all(la: Tunable, trainings: Sequence[_Training]) -> TuningHistory:
     return history
 
 
-def _points(history: TuningHistory) -> torch.Tensor:
+def _points(history: TuningHistory) -> Tensor:
     """Return the prior precisions that were tried; of a grid, without noise."""
     return (
         history.losses.grid

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from laplace_lora_ext.predictive.distributions import of_classes
 from laplace_lora_ext.predictive.links import (
@@ -176,7 +177,7 @@ class ValGD(TuningMethod):
             builder.add(step, losses.of_all(seed), prior_precision)
             noises.append(noise)
 
-        def loss() -> torch.Tensor:
+        def loss() -> Tensor:
             return losses.of(next(minibatches), self.generator).mean()
 
         every = max(1, self.n_steps // _CHECKPOINTS)
@@ -208,12 +209,10 @@ class _Losses:
     la: Tunable
     statistics: PredictiveStatistics
     prior: Searched
-    log_noise: torch.Tensor  # ()
+    log_noise: Tensor  # ()
     link: Callable[[torch.Generator | None], Link]  # that draws from a generator
 
-    def of(
-        self, places: torch.Tensor | slice, generator: torch.Generator | None
-    ) -> torch.Tensor:
+    def of(self, places: Tensor | slice, generator: torch.Generator | None) -> Tensor:
         """Compute the losses of these examples, `(B,)`."""
         moments = self.statistics[places].moments(self.prior.value())
         f_mu, f_var = moments.scaled(self.la.logit_scale)
@@ -234,7 +233,7 @@ class _Losses:
         """Compute the mean over all examples, with the same draws in every call."""
         # Without the noise of minibatches and of other draws, steps can be compared.
         draws = torch.Generator().manual_seed(seed)
-        parts: list[torch.Tensor] = []
+        parts: list[Tensor] = []
         for start in range(0, len(self.statistics), _ROWS):
             rows = slice(start, start + _ROWS)
             parts.append(self.of(rows, draws))
@@ -243,7 +242,7 @@ class _Losses:
 
 def _best_log_noise(
     la: Tunable, statistics: PredictiveStatistics, prior: Searched
-) -> torch.Tensor:
+) -> Tensor:
     """Find the logarithm `()` of the noise that suits the start best.
 
     It is the data's own scale.
@@ -258,7 +257,7 @@ def _best_log_noise(
 
 def _minibatches(
     n_examples: int, batch_size: int, generator: torch.Generator | None
-) -> Iterator[torch.Tensor]:
+) -> Iterator[Tensor]:
     """Draw random minibatches without end, with each example once a round."""
     device = None if generator is None else generator.device
     while True:

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.__main__ import main, parse
@@ -132,18 +132,18 @@ def training_texts(pretrained: Pretrained) -> DataLoader:
     return pretrained.loader(pretrained.data[TRAIN], batch_size=8)
 
 
-def predicted(members: Members, texts: DataLoader) -> torch.Tensor:
+def predicted(members: Members, texts: DataLoader) -> Tensor:
     """Predict the mean probabilities `(texts, classes)` of some members."""
     return members.predict({TRAIN: texts})[TRAIN]
 
 
-def probabilities_of(model: AdaptedModel, texts: Iterable[Any]) -> torch.Tensor:
+def probabilities_of(model: AdaptedModel, texts: Iterable[Any]) -> Tensor:
     """Predict the probabilities `(texts, classes)` of the model itself."""
     logits = model.logits(texts)
     return logits.softmax(-1)
 
 
-def assert_sum_to_1(probabilities: torch.Tensor) -> None:
+def assert_sum_to_1(probabilities: Tensor) -> None:
     """Demand that the probabilities of each text's classes sum to 1."""
     sums = probabilities.sum(-1)
     ones = torch.ones_like(sums)
@@ -151,7 +151,7 @@ def assert_sum_to_1(probabilities: torch.Tensor) -> None:
     torch.testing.assert_close(sums, ones, rtol=0, atol=2e-5)
 
 
-def drawn_logits(members: Members, batch: Any) -> torch.Tensor:
+def drawn_logits(members: Members, batch: Any) -> Tensor:
     """Compute a batch's logits by each member, `(members, texts, classes)`."""
     drawn = []
     for logits_of in members.logits():

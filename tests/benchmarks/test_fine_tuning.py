@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributions import Categorical
 
 import benchmarks.fine_tuning as fine_tuning_module
@@ -71,15 +72,15 @@ class VarianceOfThePrior:
 
     def __init__(self) -> None:
         self.f_mu = torch.randn(N_TEXTS, 3, generator=generator(1))
-        self.tried: list[torch.Tensor] = []
+        self.tried: list[Tensor] = []
 
-    def moments(self, prior_precision: torch.Tensor) -> Moments:
+    def moments(self, prior_precision: Tensor) -> Moments:
         self.tried.append(prior_precision)
         variance = torch.eye(3) / prior_precision
         f_var = variance.expand(N_TEXTS, 3, 3)
         return Moments(self.f_mu, f_var)
 
-    def n_changed(self, prior_precision: torch.Tensor) -> int:
+    def n_changed(self, prior_precision: Tensor) -> int:
         """Count the texts whose class ten draws of the logits change."""
         noise = torch.randn((10, N_TEXTS, 3), generator=generator(0))
         draws = self.f_mu + noise / prior_precision.sqrt()

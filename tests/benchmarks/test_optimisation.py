@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from laplace import Laplace
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -91,8 +91,8 @@ def test_a_pool_that_is_too_small_is_refused(measure):
 class LinearRegression:
     """Targets with a noise of 0.3, and the linear model that fits them best."""
 
-    inputs: torch.Tensor
-    targets: torch.Tensor
+    inputs: Tensor
+    targets: Tensor
     model: nn.Linear
 
     def fitted(self, hessian_structure):
@@ -179,7 +179,7 @@ def test_kernels_of_the_exact_ggn_give_the_dense_variance(
     assert_close(found.epistemic_std, expected)
 
 
-def learnable(value) -> torch.Tensor:
+def learnable(value) -> Tensor:
     """Copy a number to be differentiated by."""
     return torch.as_tensor(value).detach().clone().requires_grad_()
 

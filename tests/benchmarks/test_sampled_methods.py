@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -64,7 +64,7 @@ def test_tfb_takes_the_most_noise_that_changes_few_classes(monkeypatch):
     assert change.mean() > 0.003
 
 
-def effect_of_noise(B: torch.Tensor) -> torch.Tensor:
+def effect_of_noise(B: Tensor) -> Tensor:
     """Multiply lora_B by the noise of lora_A, per independent standard normal."""
     return B @ noise_basis(B)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
@@ -88,7 +88,7 @@ def four_iterates():
     return iterates
 
 
-def flat(weights) -> torch.Tensor:
+def flat(weights) -> Tensor:
     """Join the numbers of weights "a" and "b"."""
     a = weights["a"]
     b = weights["b"].flatten()
@@ -159,13 +159,13 @@ def test_swag_predicts_around_the_mean_of_its_iterates(prepared):
 class LogitsSeen:
     """Keeps the logits of each forward pass, as a hook."""
 
-    of_passes: list[torch.Tensor] = field(default_factory=list)
+    of_passes: list[Tensor] = field(default_factory=list)
 
     def __call__(
         self,
         _module: nn.Module,
         _inputs: tuple,
-        output: torch.Tensor,
+        output: Tensor,
     ) -> None:
         self.of_passes.append(output)
 

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from tests.support.models import N_CLASSES, VOCABULARY
 
-Example = dict[str, torch.Tensor]
+Example = dict[str, Tensor]
 
 IMAGE_TOKEN = 3
 # As many positions as examples, in a first batch of four: whatever takes one axis for
@@ -21,7 +22,7 @@ _END = 2
 def _random(
     *shape: int,
     seed: int,
-) -> torch.Tensor:
+) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(
         *shape,
@@ -33,7 +34,7 @@ def _random(
 def _words(
     length: int,
     seed: int,
-) -> torch.Tensor:
+) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(
         _FIRST_WORD,
@@ -133,7 +134,7 @@ def of_patches_in_texts(n: int) -> list[Example]:
 def _repeated(
     token: int,
     length: int = 1,
-) -> torch.Tensor:
+) -> Tensor:
     return torch.full((1, length), token)
 
 
@@ -144,7 +145,7 @@ def together(
 ) -> Example:
     """Make a batch of texts, padded on a side to a length."""
     # Not all examples have images.
-    parts_of: dict[str, list[torch.Tensor]] = {}
+    parts_of: dict[str, list[Tensor]] = {}
     for example in examples:
         for key, part in example.items():
             parts_of.setdefault(key, []).append(part)
@@ -167,10 +168,10 @@ def together(
 
 
 def _padded(
-    parts: Sequence[torch.Tensor],
+    parts: Sequence[Tensor],
     side: str,
     length: int,
-) -> torch.Tensor:
+) -> Tensor:
     rows = []
     for part in parts:
         n_padded = length - part.shape[1]

@@ -9,12 +9,12 @@ import accelerate
 import peft
 import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import OfBatches, TwoLinear, lora_model, plain_model
 
-Batches = list[tuple[torch.Tensor, torch.Tensor]]
+Batches = list[tuple[Tensor, Tensor]]
 
 EXACT = "exact"
 

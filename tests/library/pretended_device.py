@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.utils.backend_registration as registration
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 NAME = "pretended"
@@ -23,19 +24,19 @@ _MADE = {
 _kept: list[Any] = []
 
 
-class Pretended(torch.Tensor):
+class Pretended(Tensor):
     """A tensor of an accelerator, of which `inner` holds the numbers."""
 
-    inner: torch.Tensor
+    inner: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(
         cls,
-        inner: torch.Tensor,
+        inner: Tensor,
         device: torch.device,
     ) -> Pretended:
-        return torch.Tensor._make_wrapper_subclass(
+        return Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
@@ -46,7 +47,7 @@ class Pretended(torch.Tensor):
 
     def __init__(
         self,
-        inner: torch.Tensor,
+        inner: Tensor,
         device: torch.device,
     ) -> None:
         self.inner = inner
@@ -85,12 +86,12 @@ class Pretended(torch.Tensor):
         # Operations in place return what they were given.
         of_inner = {id(tensor.inner): tensor for tensor in ours}
 
-        def wrapped(result: torch.Tensor) -> torch.Tensor:
+        def wrapped(result: Tensor) -> Tensor:
             if id(result) in of_inner:
                 return of_inner[id(result)]
             return result if device.type == "cpu" else cls(result, device)
 
-        return tree_map_only(torch.Tensor, wrapped, function(*args, **kwargs))
+        return tree_map_only(Tensor, wrapped, function(*args, **kwargs))
 
 
 class _Module:
@@ -171,7 +172,7 @@ def _device_of(
     if name == "copy_":
         return args[0].device
     leaves = tree_leaves((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     # As on CUDA, numbers by themselves and indices may be on the CPU.
     devices = {
         tensor.device

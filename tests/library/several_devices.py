@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from laplace.curvature import AsdlGGN
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from tests.library.pretended_device import NAME, install
@@ -31,7 +31,7 @@ FIRST = f"{NAME}:0"
 SECOND = f"{NAME}:1"
 ALL_LAYERS = ("first", "second", "third")
 
-Outcomes = dict[str, torch.Tensor]
+Outcomes = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,7 +48,7 @@ class Layers(nn.Module):
         self.second = nn.Linear(4, 4)
         self.third = nn.Linear(4, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         for layer in self.children():
             place = next(layer.parameters()).device
             x = layer(x.to(place)).tanh()
@@ -95,7 +95,7 @@ def assert_equal(
 # --- classifiers ----------------------------------------------------------------------
 
 
-def predictions(la: Any, X: torch.Tensor) -> Outcomes:
+def predictions(la: Any, X: Tensor) -> Outcomes:
     """Ask all that posteriors of every structure can say about a batch."""
     moments = la.predictive_moments(X)
     _, joint_covariance = la.predictive_moments(X, joint=True)
@@ -130,7 +130,7 @@ def predictions(la: Any, X: torch.Tensor) -> Outcomes:
     }
 
 
-def choices(la: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def choices(la: Any) -> Iterator[tuple[str, Tensor]]:
     """Choose the prior precision by each method."""
     loader = pairs(2)
     la.optimize_prior_precision(

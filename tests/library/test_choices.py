@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, pad
 from torch.testing import assert_close
 from transformers import Trainer
@@ -79,7 +79,7 @@ class Case:
         return self.options.get("normalised", False)
 
     @property
-    def labels(self) -> torch.Tensor:
+    def labels(self) -> Tensor:
         return labels_of(self.batches)
 
     @property
@@ -170,7 +170,7 @@ def fitted(
     return la
 
 
-def mean_field(la: Any, inputs: Any) -> torch.Tensor:
+def mean_field(la: Any, inputs: Any) -> Tensor:
     """Predict probabilities by the same link everywhere."""
     return la(inputs, **MEAN_FIELD)
 
@@ -178,13 +178,13 @@ def mean_field(la: Any, inputs: Any) -> torch.Tensor:
 def dense(
     model: nn.Module,
     case: Case,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute logits and Jacobians of all texts, each choice by itself."""
 
     def logits_of(
         model: nn.Module,
         choices: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return logits_of_choices(model, choices, case.normalised)
 
     texts = []
@@ -200,8 +200,8 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 def assert_near(
-    found: torch.Tensor,
-    H: torch.Tensor,
+    found: Tensor,
+    H: Tensor,
 ) -> None:
     """Compare curvatures, relative to the largest entry of all."""
     # Entries near 0 are sums of large ones that cancel.
@@ -294,7 +294,7 @@ def test_choices_of_one_token_are_predicted_as_class_tokens(one_token):
 def searched(
     la: Any,
     val_loader: list[Batch],
-) -> torch.Tensor:
+) -> Tensor:
     """Choose the prior precision by a search of few values."""
     la.optimize_prior_precision(
         method="gridsearch",
@@ -454,7 +454,7 @@ def test_means_and_sums_are_not_mixed(case_of_means):
 def logits_of_written_answers(
     model: nn.Module,
     prompt: list[int],
-) -> torch.Tensor:
+) -> Tensor:
     """Sum log-probabilities that an encoder-decoder gives to each answer alone."""
     start = model.config.decoder_start_token_id
     text = torch.tensor([prompt])
@@ -537,7 +537,7 @@ class OfAnswers(Trainer):
         model: Any,
         inputs: Any,
         **_: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         answers = self.answers.around(model)
         logits = answers(inputs)
         return cross_entropy(logits, inputs["labels"])
@@ -672,16 +672,16 @@ def test_parts_of_the_vocabulary_give_the_same_and_hold_few_rows(
 
 
 def joined_logits(
-    model: Callable[[Any], torch.Tensor],
+    model: Callable[[Any], Tensor],
     case: Case,
-) -> torch.Tensor:
+) -> Tensor:
     of_batches = [model(inputs) for inputs in case.inputs]
     return torch.cat(of_batches)
 
 
 def divergence(
-    targets: torch.Tensor,
-    logits: torch.Tensor,
+    targets: Tensor,
+    logits: Tensor,
 ) -> float:
     """Compute the mean Kullback-Leibler divergence from targets `(N, C)`."""
     log_p = logits.log_softmax(-1)

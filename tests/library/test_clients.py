@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.special import entr
 from torch.testing import assert_close
 from transformers import (
@@ -137,9 +137,9 @@ def test_without_any_draws_the_ensemble_of_lm_polygraph_is_the_trained_model(
 @torch.no_grad()
 def log_probabilities(
     model: nn.Module,
-    text: torch.Tensor,
-    tokens: torch.Tensor,
-) -> torch.Tensor:
+    text: Tensor,
+    tokens: Tensor,
+) -> Tensor:
     """Compute `(tokens, vocabulary)` log-probabilities where a text goes on."""
     whole = torch.cat([text, tokens[None]], dim=1)
     output = model(whole)

@@ -9,7 +9,7 @@ import torch
 import transformers
 from packaging.version import Version
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 
 from tests.compatibility.examples import Example, together
 from tests.compatibility.families import (
@@ -54,7 +54,7 @@ def own_logits(
     model: nn.Module,
     example: Example,
     column: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Read `(C,)` logits of one example off the model's plain output."""
     if column == CLASSIFIER:
         # The others are wrappers, which take whole mappings.
@@ -74,13 +74,13 @@ def alone_by_row(
     model: nn.Module,
     examples: list[Example],
     column: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`, of tokens N rows."""
     if column != TOKENS:
         of_column = partial(own_logits, column=column)
         return alone(model, of_column, examples)
 
-    def of_all_tokens(model: nn.Module, example: Example) -> torch.Tensor:
+    def of_all_tokens(model: nn.Module, example: Example) -> Tensor:
         logits = model(**example).logits
         if "attention_mask" in example:
             is_real = example["attention_mask"].bool()
@@ -187,8 +187,8 @@ def posterior(
 
 
 def apart(
-    found: torch.Tensor,
-    expected: torch.Tensor,
+    found: Tensor,
+    expected: Tensor,
 ) -> float:
     """Find the largest difference, relative to the largest number expected."""
     assert found.shape == expected.shape

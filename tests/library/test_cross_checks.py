@@ -7,7 +7,7 @@ import torch
 from laplace.curvature.asdl import AsdlGGN
 from laplace.curvature.backpack import BackPackEF, BackPackGGN
 from laplace.curvature.curvlinops import CurvlinopsEF, CurvlinopsGGN
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
@@ -30,7 +30,7 @@ class LinearNet(nn.Module):
         self.up = nn.Linear(2, 3, bias=False)
         self.double()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.up(self.down(x))
 
 
@@ -42,8 +42,8 @@ def flat_net() -> nn.Sequential:
 
 def ours(
     backend: type,
-    X: torch.Tensor,
-    y: torch.Tensor,
+    X: Tensor,
+    y: Tensor,
     likelihood: str = "classification",
 ):
     """Compute a loss and low-rank Kronecker factors of a batch."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
@@ -65,8 +65,8 @@ class Labelled:
     """An example as a batch of one, which positions `(T,)` count, and its label."""
 
     inputs: Batch
-    is_valid: torch.Tensor
-    label: torch.Tensor
+    is_valid: Tensor
+    label: Tensor
 
 
 def dense_examples(
@@ -104,7 +104,7 @@ def hooks(
         yield
 
 
-def shifting(shift: torch.Tensor) -> Callable:
+def shifting(shift: Tensor) -> Callable:
     """Make a hook that adds a shift to a layer's output."""
 
     def shifted(layer, args, output):
@@ -117,18 +117,18 @@ def shifting(shift: torch.Tensor) -> Callable:
 class OfLayer:
     """What one example's positions bring to a layer, `(T, n)` and `(C, T, m)`."""
 
-    inputs: torch.Tensor
-    gradients: torch.Tensor
+    inputs: Tensor
+    gradients: Tensor
 
 
 def inputs_and_gradients(
     model: nn.Module,
-    inputs: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, Tensor],
 ) -> list[OfLayer]:
     """Find each LoRA layer's inputs, and the logits' derivatives in its outputs."""
     layers = [layer for _, layer in lora_layers(model)]
-    read: dict[nn.Module, torch.Tensor] = {}
-    no_shift: dict[nn.Module, torch.Tensor] = {}
+    read: dict[nn.Module, Tensor] = {}
+    no_shift: dict[nn.Module, Tensor] = {}
 
     def record(layer, args, output):
         (batch,) = args
@@ -157,7 +157,7 @@ def inputs_and_gradients(
 def expand_blocks(
     model: nn.Module,
     examples: Sequence[Labelled],
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Compute dense Kronecker blocks of `kfac_approx="expand"`.
 
     Each is `(Σ g gᵀ) ⊗ (Σ a aᵀ) / T` over all T positions, with inputs a and gradients
@@ -192,9 +192,9 @@ def expand_blocks(
 class Dense:
     """Logits, Jacobians `(N, C, parameters)` and the Fisher at each one's logits."""
 
-    logits: torch.Tensor
-    Js: torch.Tensor
-    fisher: torch.Tensor
+    logits: Tensor
+    Js: Tensor
+    fisher: Tensor
 
     @staticmethod
     def of(
@@ -315,7 +315,7 @@ def test_a_tail_keeps_the_trace_of_each_block_and_its_absence_loses_it(kind):
         tail=False,
     )
 
-    def traces(diagonal: torch.Tensor) -> torch.Tensor:
+    def traces(diagonal: Tensor) -> Tensor:
         of_blocks = diagonal.split(sizes(with_tail))
         sums = [part.sum() for part in of_blocks]
         return torch.stack(sums)
@@ -360,8 +360,8 @@ class Choices(nn.Module):
 
     def forward(
         self,
-        batch: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
+        batch: Mapping[str, Tensor],
+    ) -> Tensor:
         n_texts = batch["input_ids"].shape[:2]
         ids = batch["input_ids"].flatten(0, 1)
         mask = batch["attention_mask"].flatten(0, 1)
@@ -383,7 +383,7 @@ class Prompts(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
+    def forward(self, batch: Mapping[str, Any]) -> Tensor:
         texts = []
         masks = []
         for prompt in batch["prompt"]:
@@ -462,13 +462,13 @@ class Case:
 
     model: nn.Module
     batches: list[Batch]
-    logits_of: Callable[[nn.Module, Batch], torch.Tensor]
+    logits_of: Callable[[nn.Module, Batch], Tensor]
 
 
 def of_mapping(
     model: nn.Module,
     example: Batch,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute `(C,)` logits of one example by a model that takes mappings."""
     return model(example)[0]
 

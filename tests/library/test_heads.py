@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
@@ -161,8 +161,8 @@ def heads_of(la) -> list[str]:
 
 def for_each_weight(
     la,
-    prior_precision: torch.Tensor,
-) -> torch.Tensor:
+    prior_precision: Tensor,
+) -> Tensor:
     """Repeat each block's prior precision for all of its weights."""
     n_weights = torch.tensor(sizes(la))
     return prior_precision.repeat_interleave(n_weights)
@@ -182,9 +182,9 @@ def parts_of(la) -> list[tuple[Block, slice]]:
 
 def kronecker(
     model: nn.Module,
-    Js: torch.Tensor,
-    H: torch.Tensor,
-) -> torch.Tensor:
+    Js: Tensor,
+    H: Tensor,
+) -> Tensor:
     """Compute the curvature of `kfac_approx="gradient"`, a bias being `(m, 1)`."""
     blocks = []
     start = 0
@@ -203,7 +203,7 @@ def kronecker(
 def ggn(
     model: nn.Module,
     case: Case,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the exact generalised Gauss-Newton matrix of adapter and head."""
     examples = case.examples()
     logits, Js = dense_of(model, examples)
@@ -234,13 +234,13 @@ class FullRank:
 
     la: Any
     batches: list[Any]
-    logits: torch.Tensor
-    Js: torch.Tensor
-    H: torch.Tensor
-    prior: torch.Tensor
+    logits: Tensor
+    Js: Tensor
+    H: Tensor
+    prior: Tensor
 
     @property
-    def covariance(self) -> torch.Tensor:
+    def covariance(self) -> Tensor:
         return glm_covariance(self.Js, self.H, self.prior)
 
 
@@ -589,7 +589,7 @@ class WithNorm(nn.Module):
             nn.Linear(6, 3),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         encoded = self.encoder(x)
         return self.head(encoded)
 
@@ -686,12 +686,12 @@ class OfMolecules(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         X = batch["x"]
         return self.model(X)
 
 
-def log_of_one(n: int) -> torch.Tensor:
+def log_of_one(n: int) -> Tensor:
     """Begin where a search of `n` positive numbers does: at the logarithm of 1."""
     return torch.zeros(n).double().requires_grad_()
 
@@ -716,7 +716,7 @@ def evidences_of_training(la) -> list[float]:
     return evidences
 
 
-def molecules(n: int, seed: int) -> dict[str, torch.Tensor]:
+def molecules(n: int, seed: int) -> dict[str, Tensor]:
     """Draw a batch of features, with one number as the label of each."""
     return {
         "x": normal(n, 5, seed=seed),

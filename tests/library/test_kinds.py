@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 from packaging.version import Version
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.testing import assert_close
 
 from tests.compatibility.kinds import (
@@ -106,7 +106,7 @@ def in_precision(precision: Precision) -> nn.Module:
 def covariances(
     model: nn.Module,
     autocast: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Fit a posterior, perhaps under autocast, and find covariances of its logits."""
     batches = ragged_batches()
     precision = nullcontext()

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -15,7 +16,7 @@ from tests.support.models import pairs
 from tests.support.posteriors import fitted
 
 NO_EXAMPLES = TensorDataset(torch.zeros(0, 5))
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 @pytest.mark.parametrize(

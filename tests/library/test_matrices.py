@@ -15,7 +15,7 @@ from peft import (
     load_peft_weights,
     set_peft_model_state_dict,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -99,8 +99,8 @@ def first_inputs(case: Case) -> Batch:
 
 
 def assert_near(
-    found: torch.Tensor,
-    expected: torch.Tensor,
+    found: Tensor,
+    expected: Tensor,
     tolerance: float,
 ) -> None:
     """Compare matrices, relative to the largest entry of all."""
@@ -166,7 +166,7 @@ class Centred(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         logits = self.model(x)
         return logits - logits.mean(0) / 2
 
@@ -189,7 +189,7 @@ def test_gradients_in_the_inputs_are_those_of_differences():
     la = fitted(case, enable_backprop=True)
     _, X = case.all_inputs()
 
-    def of_first_class(X: torch.Tensor) -> torch.Tensor:
+    def of_first_class(X: Tensor) -> Tensor:
         p = la(X)
         return p[:, 0].sum()
 
@@ -303,7 +303,7 @@ def test_the_model_stays_as_it_was(case):
 WITH_TEXTS = [of_mixtral, of_embedding, of_tokens, of_activated]
 
 
-def draw_second_adapter(model: nn.Module) -> dict[str, torch.Tensor]:
+def draw_second_adapter(model: nn.Module) -> dict[str, Tensor]:
     """Add an adapter named "second" that is not 0; return its weights."""
     add_fresh_adapter(model, "second")
     weights = own_weights(model, "second")
@@ -374,7 +374,7 @@ def trainer_for(
 @pytest.mark.parametrize("build", [of_mixtral, of_embedding, of_tokens])
 def test_stages_train_and_keep_every_matrix(build, tmp_path):
     case = build()
-    before: dict[str, torch.Tensor] = {}
+    before: dict[str, Tensor] = {}
     for block in find_blocks(case.model):
         # In the trainer's precision: rounding alone must not look like learning.
         before[block.name] = block.weight.detach().float()
@@ -393,8 +393,8 @@ def test_stages_train_and_keep_every_matrix(build, tmp_path):
 
 
 def divergence(
-    p: torch.Tensor,
-    q: torch.Tensor,
+    p: Tensor,
+    q: Tensor,
 ) -> float:
     """Compute the mean divergence of probabilities from others `(N, C)`."""
     log_ratio = (p / q).log()
@@ -406,7 +406,7 @@ def divergence(
 def of_active_adapter(
     model: nn.Module,
     inputs: Batch,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute class probabilities without a posterior."""
     model.eval()
     output = model(**inputs)
@@ -418,7 +418,7 @@ def test_learnt_variances_are_near_those_of_every_matrix(case):
     # A prior so broad that the doubt changes probabilities.
     la.prior_precision = 0.1
     learnt = la.amortize(case.batches, unlabelled=None)
-    errors: list[torch.Tensor] = []
+    errors: list[Tensor] = []
     for inputs in case.all_inputs():
         exact = la.predictive_moments(inputs)
         of_learnt = amortized_moments(la, inputs)

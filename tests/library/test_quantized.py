@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext.models.running import keep_derivatives
@@ -73,14 +73,14 @@ def test_posterior_of_a_quantized_base(name, dtype):
     assert_near(f_var, covariance, bound * largest_of(covariance))
 
 
-def largest_of(numbers: torch.Tensor) -> torch.Tensor:
+def largest_of(numbers: Tensor) -> Tensor:
     return numbers.abs().max()
 
 
 def assert_near(
-    found: torch.Tensor,
-    expected: torch.Tensor,
-    error: torch.Tensor,
+    found: Tensor,
+    expected: Tensor,
+    error: Tensor,
 ) -> None:
     """Compare by one error for all numbers: small ones are rounded like large ones."""
     assert largest_of(found - expected) <= error

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torchmetrics
+from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
@@ -74,7 +75,7 @@ def by_evidence(la, data):
     return la.optimize_prior_precision(method="marglik")
 
 
-def outcomes(la, choose, data) -> dict[str, torch.Tensor]:
+def outcomes(la, choose, data) -> dict[str, Tensor]:
     """Choose the prior precision; find it, the objective there, and a prediction."""
     history = choose(la, data)
     return {
@@ -138,7 +139,7 @@ def test_without_a_generator_ranks_choose_alike_too():
     assert_close(results[0], results[1], rtol=0, atol=0)
 
 
-def sum_of_squares(p: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def sum_of_squares(p: Tensor, y: Tensor) -> Tensor:
     return p.square().sum()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import laplace
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +23,7 @@ from tests.support.models import (
 )
 from tests.support.posteriors import count_forward_passes, fitted
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 WIDTH = 52
 # Sizes of the large factors, and of nothing else.
@@ -50,7 +51,7 @@ class NewTensors(TorchDispatchMode):
 
     def __init__(
         self,
-        weights: Iterable[torch.Tensor] = (),
+        weights: Iterable[Tensor] = (),
     ) -> None:
         super().__init__()
         self.shapes: set[torch.Size] = set()
@@ -95,26 +96,26 @@ class NewTensors(TorchDispatchMode):
         return results
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree: Any) -> list[Tensor]:
     tensors = []
     for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, Tensor):
             tensors.append(leaf)
     return tensors
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
     return {_storage(tensor) for tensor in tensors}
 
 
 def one_hot_seeds(
     n: int,
     n_classes: int = N_CLASSES,
-) -> torch.Tensor:
+) -> Tensor:
     """Make the first seeds `(n, n_classes)` of backward passes, one logit each."""
     return torch.eye(n_classes)[:n]
 
@@ -122,7 +123,7 @@ def one_hot_seeds(
 def bare_loop(
     la,
     batch: Batch,
-    seeds: torch.Tensor,
+    seeds: Tensor,
 ) -> NewTensors:
     """Run one forward pass, and as many backward passes as there are seeds."""
     weights = [block.weight for block in la.blocks]

@@ -1,9 +1,8 @@
 """Models and texts that many tests of models take."""
 
 import pytest
-import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 
 from tests.support.models import (
     OfBatches,
@@ -24,7 +23,7 @@ def gpt2() -> PeftModel:
 
 
 @pytest.fixture
-def eight_texts() -> dict[str, torch.Tensor]:
+def eight_texts() -> dict[str, Tensor]:
     """All texts of `ragged_batches` in one batch, padded to seven tokens."""
     (batch,) = ragged_batches(batch_size=8)
     return batch

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext.models.adapters import add_fresh_adapter
@@ -22,7 +23,7 @@ from tests.support.models import (
 )
 from tests.support.posteriors import fitted, generator
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 def reloaded(
@@ -43,7 +44,7 @@ def reloaded(
 def probabilities(
     model: PeftModel,
     batch: Batch,
-) -> torch.Tensor:
+) -> Tensor:
     """Predict texts of which none is padded."""
     logits = model(**without_labels(batch)).logits
     if logits.ndim == 3:
@@ -97,11 +98,11 @@ def configuration(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+def weights_in(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
-def weights_of(model: PeftModel) -> dict[str, torch.Tensor]:
+def weights_of(model: PeftModel) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
@@ -189,7 +190,7 @@ def test_an_adapter_runs_alone_whatever_another_one_has(eight_texts):
     model.add_adapter("plain", config)
     inputs = without_labels(eight_texts)
 
-    def logits() -> torch.Tensor:
+    def logits() -> Tensor:
         return model(**inputs).logits
 
     logits_of = {}

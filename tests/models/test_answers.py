@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import GitConfig, GitForCausalLM
 
@@ -34,7 +34,7 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}
 IN_FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
 assert_exact = partial(assert_close, **EXACT)
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 # Of the padding.
 sides = pytest.mark.parametrize("side", ["left", "right"])
@@ -88,7 +88,7 @@ def alone(
     model: nn.Module,
     batch: Mapping,
     **more: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute each row alone, without padding, at all positions."""
     logits = []
     for row in range(len(batch["input_ids"])):
@@ -157,7 +157,7 @@ def test_a_wrapper_of_batches_answers_where_it_counts_positions_itself(side):
 
 
 @pytest.fixture
-def unpadded_ids() -> torch.Tensor:
+def unpadded_ids() -> Tensor:
     """Tokens `(3, 6)` of texts that are all of one length."""
     (batch,) = ragged_batches(lengths=(6, 6, 6), padded_to=6)
     return batch["input_ids"]
@@ -165,14 +165,14 @@ def unpadded_ids() -> torch.Tensor:
 
 def as_keyword(
     model: nn.Module,
-    ids: torch.Tensor,
+    ids: Tensor,
 ) -> Batch:
     return {"input_ids": ids}
 
 
 def as_embeddings(
     model: nn.Module,
-    ids: torch.Tensor,
+    ids: Tensor,
 ) -> Batch:
     embeddings = model.get_input_embeddings()(ids)
     return {"inputs_embeds": embeddings.detach()}
@@ -180,8 +180,8 @@ def as_embeddings(
 
 def by_themselves(
     model: nn.Module,
-    ids: torch.Tensor,
-) -> torch.Tensor:
+    ids: Tensor,
+) -> Tensor:
     return ids
 
 
@@ -260,7 +260,7 @@ class ImageFirst(nn.Module):
         super().__init__()
         self.logits = nn.Embedding(VOCABULARY, VOCABULARY)
 
-    def forward(self, batch: Any) -> torch.Tensor:
+    def forward(self, batch: Any) -> Tensor:
         tokens = batch["input_ids"] if isinstance(batch, Mapping) else batch
         of_image = torch.zeros(len(tokens), 3, VOCABULARY)
         of_text = self.logits(tokens)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import (
     BatchEncoding,
@@ -84,7 +84,7 @@ def without(
     return copy
 
 
-def in_a_pair(batch: Batch) -> tuple[Batch, torch.Tensor]:
+def in_a_pair(batch: Batch) -> tuple[Batch, Tensor]:
     """Take the labels out of a batch, and put them beside it."""
     inputs = without(batch, "labels")
     return inputs, batch["labels"]
@@ -110,7 +110,7 @@ mappings = pytest.mark.parametrize("mapping", MAPPINGS)
 def evidence_of(
     model: nn.Module,
     batches: Sequence[Any],
-) -> torch.Tensor:
+) -> Tensor:
     """Fit a posterior, and compute its log marginal likelihood."""
     la = make(model)
     la.fit(batches)
@@ -158,7 +158,7 @@ class Taking(nn.Module):
         self.inner = plain_model()
         self.taken: list[Any] = []
 
-    def forward(self, batch: Mapping) -> torch.Tensor:
+    def forward(self, batch: Mapping) -> Tensor:
         self.taken.append(batch)
         return self.inner(batch["x"])
 
@@ -187,9 +187,9 @@ class Answering(nn.Module):
 
     def answers(
         self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-    ) -> torch.Tensor:
+        input_ids: Tensor,
+        attention_mask: Tensor,
+    ) -> Tensor:
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -201,7 +201,7 @@ class Answering(nn.Module):
 
 
 class OfKeywords(Answering):
-    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, **inputs: Tensor) -> Tensor:
         return self.answers(**inputs)
 
 
@@ -209,18 +209,18 @@ class OfKeywordsAlone(Answering):
     def forward(
         self,
         *,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-    ) -> torch.Tensor:
+        input_ids: Tensor,
+        attention_mask: Tensor,
+    ) -> Tensor:
         return self.answers(input_ids, attention_mask)
 
 
 class OfNamedInputs(Answering):
     def forward(
         self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
         # It is optional by its signature alone.
         assert attention_mask is not None
         return self.answers(input_ids, attention_mask)
@@ -263,7 +263,7 @@ class Pooling(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, 5)
         self.layer = nn.Linear(5, 3)
 
-    def forward(self, *, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, *, input_ids: Tensor) -> Tensor:
         embedded = self.embedding(input_ids)
         return self.layer(embedded.mean(1))
 
@@ -545,7 +545,7 @@ def without_a_mask(batch: Batch) -> Batch:
     return without(batch, "attention_mask")
 
 
-def tokens_alone(batch: Batch) -> torch.Tensor:
+def tokens_alone(batch: Batch) -> Tensor:
     return batch["input_ids"]
 
 
@@ -670,7 +670,7 @@ def test_a_decoders_inputs_and_images_stay_where_they_are(padded_left):
 def mask_read(
     kind: str,
     batch: Batch,
-) -> torch.Tensor:
+) -> Tensor:
     """Take the mask that a transformer is given for a batch."""
     model = adapted(kind)
     transformer = model.model.base_model.model

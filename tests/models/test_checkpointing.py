@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForSequenceClassification
@@ -154,7 +154,7 @@ def inputs_at_the_graph(
     def note_input(
         layer: nn.Module,
         args: tuple,
-        output: torch.Tensor,
+        output: Tensor,
     ) -> None:
         given = weakref.ref(args[0])
         inputs.append(given)
@@ -204,7 +204,7 @@ class Checkpointing(nn.Module):
         self.within = nn.Linear(4, 4)
         self.after = nn.Linear(4, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = self.before(x).tanh()
         if self.use_reentrant is None:
             x = self._middle(x)
@@ -212,7 +212,7 @@ class Checkpointing(nn.Module):
             x = checkpoint(self._middle, x, use_reentrant=self.use_reentrant)
         return self.after(x)
 
-    def _middle(self, x: torch.Tensor) -> torch.Tensor:
+    def _middle(self, x: Tensor) -> Tensor:
         # Its inputs aren't those of the checkpoint.
         x = self.within(x.sin())
         return x.tanh()
@@ -237,8 +237,8 @@ def posterior_of(
 
 def slope_of_jacobians(
     la: Any,
-    X: torch.Tensor,
-) -> torch.Tensor:
+    X: Tensor,
+) -> Tensor:
     """Differentiate the sum of squared Jacobians in the inputs."""
     x = X.clone().requires_grad_()
     Js, _ = la.backend.jacobians(x, enable_backprop=True)

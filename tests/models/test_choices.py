@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import AutoTokenizer
 
@@ -43,7 +43,7 @@ IN_FLOAT32 = {"rtol": 1e-4, "atol": 1e-4}
 MOST_TOKENS = 3
 MOST_READ = MOST_TOKENS - 1
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def expected_logits(
     model: Any,
     batch: Any,
     normalised: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Score each choice by a pass of its own, `(B, K)`."""
     of_texts = []
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_only_what_counts_is_read(eight_texts):
     def note_shape(
         module: nn.Module,
         args: Any,
-        output: torch.Tensor,
+        output: Tensor,
     ) -> None:
         shapes.append(output.shape)
 
@@ -240,7 +240,7 @@ def written(
     writer: nn.Module,
     prompt: list[int],
     answer: list[int],
-) -> torch.Tensor:
+) -> Tensor:
     """Score an answer that is written after one text."""
     start = writer.config.decoder_start_token_id
     with torch.no_grad():
@@ -403,7 +403,7 @@ def logits_and_gradients(
     logits_model: LogitsModel,
     batch: Batch,
     weights: list[nn.Parameter],
-) -> list[torch.Tensor | None]:
+) -> list[Tensor | None]:
     """Differentiate a drawn combination of the logits in some weights."""
     logits = logits_model(batch)
     direction = torch.randn(logits.shape, generator=generator())

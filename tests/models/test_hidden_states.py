@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import MixtralConfig, MixtralForSequenceClassification
 
@@ -175,7 +175,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.zeros(3, 6))
         self.output = output
 
-    def forward(self, hidden: torch.Tensor) -> Any:
+    def forward(self, hidden: Tensor) -> Any:
         return self.output
 
 
@@ -186,7 +186,7 @@ class ByKeyword(TwoLinear):
         super().__init__()
         self.router = Router(routed)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(input=x).tanh()
         logits = self.second(input=hidden)
         self.router(hidden=hidden)
@@ -215,8 +215,8 @@ def test_without_such_a_layer_there_are_no_hidden_states():
     def halve(
         module: nn.Module,
         args: Any,
-        output: torch.Tensor,
-    ) -> torch.Tensor:
+        output: Tensor,
+    ) -> Tensor:
         return output / 2
 
     plain = TwoLinear()

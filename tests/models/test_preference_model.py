@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
@@ -27,7 +27,7 @@ TEXT_KEYS = ("input_ids", "attention_mask")
 N_PAIRS = 5
 PRIOR_PRECISION = 0.5
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 def preferences() -> Batch:
@@ -76,7 +76,7 @@ class Wrapped(nn.Module):
         super().__init__()
         self.inner = reward_model()
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         texts = {}
         for key in TEXT_KEYS:
             texts[key] = batch[key].flatten(0, -2)
@@ -260,7 +260,7 @@ def test_trls_batches_are_taken_as_they_come(labels):
 def test_trls_batches_choose_the_prior_as_pairs_do(method, data):
     la = fit(reward_model())
 
-    def objective(batch: Batch) -> torch.Tensor:
+    def objective(batch: Batch) -> Tensor:
         loader = {data: [batch]}
         history = la.optimize_prior_precision(method=method, **loader)
         return history.objective

@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
@@ -27,7 +27,7 @@ from tests.support.posteriors import STRUCTURES, fitted, make
 # As of `fitted`, so that a state is refused for nothing but what a test changed.
 RANK = {"backend_kwargs": {"rank": 3}}
 
-Batches = list[dict[str, torch.Tensor]]
+Batches = list[dict[str, Tensor]]
 
 # --- uses of a posterior --------------------------------------------------------------
 
@@ -102,21 +102,21 @@ def query(model: PeftModel) -> Any:
     return bert_of(model).encoder.layer[0].attention.self.query
 
 
-def adapter(la: Any) -> torch.Tensor:
+def adapter(la: Any) -> Tensor:
     return la.blocks[3].weight
 
 
-def head(la: Any) -> torch.Tensor:
+def head(la: Any) -> Tensor:
     classifier = la.model.model.base_model.model.classifier
     return classifier.modules_to_save["default"].weight
 
 
-def base(la: Any) -> torch.Tensor:
+def base(la: Any) -> Tensor:
     layer = bert_of(la.model.model).encoder.layer[0]
     return layer.output.dense.weight
 
 
-def outside(la: Any) -> torch.Tensor:
+def outside(la: Any) -> Tensor:
     """Find a LoRA weight that is not in the posterior."""
     return query(la.model.model).lora_B["default"].weight
 

@@ -7,7 +7,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
@@ -47,7 +47,7 @@ def build(
     )
 
 
-def facts(la: Any) -> dict[str, torch.Tensor]:
+def facts(la: Any) -> dict[str, Tensor]:
     """Find what a fit, a prediction and a choice come to."""
     la.fit(strided_loader(12))
     evidence = la.log_marginal_likelihood().detach()
@@ -66,7 +66,7 @@ def facts(la: Any) -> dict[str, torch.Tensor]:
 def expected_facts(
     structure: str,
     kind: str = "bert",
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Find what a model comes to whose weights are whole and at hand."""
     la = build(lora_model(kind), structure, kind)
     return facts(la)
@@ -157,7 +157,7 @@ def test_weights_that_changed_elsewhere_are_noticed(tmp_path):
 
 @pytest.mark.parametrize("structure", REACHABLE)
 def test_data_parallel(structure):
-    def job(rank: int) -> dict[str, torch.Tensor]:
+    def job(rank: int) -> dict[str, Tensor]:
         model = DistributedDataParallel(lora_model("bert"))
         return facts(build(model, structure))
 
@@ -191,7 +191,7 @@ def sharded(
 
 @pytest.mark.parametrize("structure", REACHABLE)
 def test_sharded_weights(structure):
-    def job(rank: int) -> dict[str, torch.Tensor]:
+    def job(rank: int) -> dict[str, Tensor]:
         la = sharded(structure)
         before = settings_of(la.model)
         found = facts(la)
@@ -222,7 +222,7 @@ def checkpoint_by_wrappers(layers: Iterable[Any]) -> None:
 )
 @pytest.mark.parametrize("structure", REACHABLE)
 def test_sharded_weights_of_checkpointed_layers(structure, switch_on):
-    def job(rank: int) -> dict[str, torch.Tensor]:
+    def job(rank: int) -> dict[str, Tensor]:
         model = lora_model("bert")
         layers = model.base_model.model.bert.encoder.layer
         switch_on(layers)
@@ -243,7 +243,7 @@ def test_sharded_weights_of_checkpointed_layers(structure, switch_on):
 
 
 def test_a_sharded_base_with_whole_lora_weights():
-    def job(rank: int) -> dict[str, torch.Tensor]:
+    def job(rank: int) -> dict[str, Tensor]:
         # With these, every structure and draws of the weights are there as well.
         la = sharded("kron", leave_out=True)
         found = facts(la)

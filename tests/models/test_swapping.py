@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext.models.swapping import Swapping
@@ -19,7 +19,7 @@ PADDING = 0
 # Tokens below have a meaning.
 FIRST_WORD = 20
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 def drawn(
@@ -27,7 +27,7 @@ def drawn(
     high: int,
     shape: tuple[int, ...],
     seed: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Draw whole numbers from the lowest to the one below the highest."""
     draws = generator(seed)
     return torch.randint(low, high, shape, generator=draws)
@@ -66,7 +66,7 @@ def swapped(
     *texts: Batch,
     model: nn.Module | None = None,
     seed: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Swap a batch's tokens for those of some texts, or of the batch."""
     source = texts or [batch]
     draws = generator(seed)
@@ -75,7 +75,7 @@ def swapped(
     return copy["input_ids"]
 
 
-def of_ids(ids: torch.Tensor) -> Batch:
+def of_ids(ids: Tensor) -> Batch:
     """Make a batch of tokens alone, which all are a text's."""
     return {"input_ids": ids}
 
@@ -84,15 +84,15 @@ def of_ids(ids: torch.Tensor) -> Batch:
 class Copy:
     """Texts and their copy."""
 
-    ids: torch.Tensor
-    copy: torch.Tensor
+    ids: Tensor
+    copy: Tensor
 
     @property
-    def is_word(self) -> torch.Tensor:
+    def is_word(self) -> Tensor:
         return self.ids >= FIRST_WORD
 
     @property
-    def is_changed(self) -> torch.Tensor:
+    def is_changed(self) -> Tensor:
         return self.copy != self.ids
 
 
@@ -151,7 +151,7 @@ def test_tokens_are_drawn_as_often_as_they_stand_in_texts():
     copy = swapped(of_ids(ids))
     assert not torch.equal(copy, ids)
 
-    def share_of_rare(tokens: torch.Tensor) -> torch.Tensor:
+    def share_of_rare(tokens: Tensor) -> Tensor:
         is_rare = tokens == rare
         return is_rare.double().mean()
 
@@ -195,7 +195,7 @@ def test_tokens_that_a_configuration_names_stay(model_with_named_tokens):
 
 
 def test_a_seed_gives_the_same_copy(model_with_named_tokens):
-    def copy(seed: int) -> torch.Tensor:
+    def copy(seed: int) -> Tensor:
         return swapped(
             texts(),
             model=model_with_named_tokens,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from transformers import FSMTConfig, FSMTForConditionalGeneration
@@ -38,7 +38,7 @@ def adapted(gpt2: nn.Module) -> TokensModel:
 # --- decoders -------------------------------------------------------------------------
 
 
-def six_texts(**changes: torch.Tensor) -> Batch:
+def six_texts(**changes: Tensor) -> Batch:
     """Make a batch of six texts of seven positions, some of its columns replaced."""
     (batch,) = text_batches(batch_size=6)
     return batch | changes
@@ -120,7 +120,7 @@ def test_the_output_layer_runs_for_labelled_tokens_alone(gpt2, adapted):
     def note(
         layer: nn.Module,
         args: Any,
-        output: torch.Tensor,
+        output: Tensor,
     ) -> None:
         n_positions.append(output.shape[1])
 
@@ -210,8 +210,8 @@ def test_an_encoder_reads_left_and_right_padded_texts_alike(kind):
 
 def shifted(
     model: nn.Module,
-    labels: torch.Tensor,
-) -> torch.Tensor:
+    labels: Tensor,
+) -> Tensor:
     """Make what the decoder reads, as collators do that are given the model."""
     return model.get_base_model().prepare_decoder_input_ids_from_labels(labels)
 

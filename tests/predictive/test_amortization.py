@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext import Prediction, from_pretrained
@@ -80,7 +80,7 @@ class Exponential(nn.Module):
         self.layer = nn.Linear(5, 4)
         self.head = nn.Linear(9, n_outputs)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         constant = self.layer(torch.ones_like(x))
         first = x[:, :1]
         z = first.exp() * constant
@@ -92,7 +92,7 @@ def inputs(
     n: int,
     seed: int,
     spread: float = 1.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Draw numbers between minus and plus the spread."""
     draws = generator(seed)
     uniform = torch.rand(n, 5, generator=draws).double()
@@ -120,7 +120,7 @@ def exponential(
 
 
 @pytest.fixture
-def points() -> torch.Tensor:
+def points() -> Tensor:
     """Inputs within what is learnt from, beyond which variances are cut off."""
     return inputs(20, seed=4, spread=0.9)
 
@@ -139,7 +139,7 @@ def by_link(
     given: Any,
     link: str,
     **options: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Predict with the same noise each time."""
     return la(
         given,
@@ -309,7 +309,7 @@ def of_many_outputs():
 
 
 @pytest.fixture
-def unlabelled() -> list[torch.Tensor]:
+def unlabelled() -> list[Tensor]:
     """A hundred batches of four inputs."""
     return [inputs(4, seed=seed) for seed in range(100)]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext.predictive.amortized import (
@@ -29,10 +30,10 @@ ONE = torch.ones(1).double()
 class Examples:
     """Features `(n, d)` of examples, and logarithms of their variances."""
 
-    X: torch.Tensor
-    logs: torch.Tensor
+    X: Tensor
+    logs: Tensor
 
-    def at(self, places: torch.Tensor) -> Examples:
+    def at(self, places: Tensor) -> Examples:
         """Take some of the examples."""
         return Examples(
             X=self.X[places],
@@ -48,7 +49,7 @@ class Examples:
             curvature_scale=ONE,
         )
 
-    def covariance(self) -> torch.Tensor:
+    def covariance(self) -> Tensor:
         """Compute the covariances `(n, C, C)` that have these variances."""
         variances = self.logs.exp()
         return covariances(variances)
@@ -63,10 +64,10 @@ def pairs_of(n_outputs: int) -> int:
 
 
 def weights_of(
-    X: torch.Tensor,
-    Y: torch.Tensor,
-    penalty: torch.Tensor,
-) -> torch.Tensor:
+    X: Tensor,
+    Y: Tensor,
+    penalty: Tensor,
+) -> Tensor:
     """Regress by least squares of as many more rows as there are features.
 
     Each asks one weight, times the penalty's root, to be 0.
@@ -83,10 +84,10 @@ def weights_of(
 
 
 def by_brute_force(
-    X: torch.Tensor,
-    Y: torch.Tensor,
-    penalty: torch.Tensor,
-) -> torch.Tensor:
+    X: Tensor,
+    Y: Tensor,
+    penalty: Tensor,
+) -> Tensor:
     """Compute each example's error, by a regression with a free intercept."""
     places = torch.arange(len(X))
     errors = []
@@ -108,11 +109,11 @@ def by_brute_force(
     return torch.stack(errors)
 
 
-def centred(X: torch.Tensor) -> torch.Tensor:
+def centred(X: Tensor) -> Tensor:
     return X - X.mean(0)
 
 
-def collinear_features(n: int) -> torch.Tensor:
+def collinear_features(n: int) -> Tensor:
     """Draw centred features `(n, 11)`, of which two are sums of others.
 
     Without a penalty these would have no weights of their own.
@@ -156,7 +157,7 @@ def test_examples_that_are_left_out_against_as_many_regressions(n, noise):
 # --- variances of outputs and of their differences ------------------------------------
 
 
-def variances_of_differences(V: torch.Tensor) -> torch.Tensor:
+def variances_of_differences(V: Tensor) -> Tensor:
     """Compute the variance `(C, C)` of each two outputs' difference."""
     variances = V.diagonal()
     return variances[:, None] + variances - 2 * V
@@ -182,7 +183,7 @@ class NoCovariance:
     )
 
     @staticmethod
-    def matrix() -> torch.Tensor:
+    def matrix() -> Tensor:
         """Make what stands for a covariance `(3, 3)`."""
         # Each pair once, in the order of the upper triangle.
         rows, columns = torch.triu_indices(3, 3, offset=1)
@@ -350,7 +351,7 @@ class Estimated:
     """What is learnt from noisy examples, and its errors on a great many others."""
 
     learnt: LearntVariance
-    errors: torch.Tensor
+    errors: Tensor
 
 
 @pytest.fixture
@@ -411,9 +412,9 @@ def test_it_never_goes_more_than_a_factor_of_two_beyond_what_it_has_seen(far):
 
 
 def beside(
-    X: torch.Tensor,
+    X: Tensor,
     value: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Add a feature that is the same everywhere."""
     constant = torch.full_like(X[:, :1], value)
     return torch.cat([X, constant], dim=1)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import LaplaceMixture
@@ -41,7 +42,7 @@ SURE = 80.0
 EACH_LOGIT = ("probit", "bridge", "bridge_norm")
 """Links that read each logit by itself, not differences of two."""
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 def with_classes(
@@ -90,7 +91,7 @@ def by_mean_field(
     la: Any,
     batches: Sequence[Any],
     **contrasts: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Predict batch by batch."""
     predictions = []
     for batch in batches:
@@ -103,7 +104,7 @@ def by_mean_field(
     return torch.cat(predictions)
 
 
-def classes_that_matter(logits: torch.Tensor) -> list[list[int]]:
+def classes_that_matter(logits: Tensor) -> list[list[int]]:
     """List the most probable class, then others until 0.001 is left."""
     chosen = []
     for row in logits:
@@ -125,30 +126,30 @@ def lengths_of(chosen: list[list[int]]) -> set[int]:
     return {len(classes) for classes in chosen}
 
 
-def variances_of_differences(f_var: torch.Tensor) -> torch.Tensor:
+def variances_of_differences(f_var: Tensor) -> Tensor:
     """Compute the variance `(C, C)` of each two logits' difference."""
     variances = f_var.diagonal()
     return variances[:, None] + variances - 2 * f_var
 
 
 def covariances_of_contrasts(
-    f_var: torch.Tensor,
+    f_var: Tensor,
     top: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute covariances `(C, C)` of all logits' differences from one of them."""
     with_top = f_var[top]
     return f_var - with_top[:, None] - with_top + with_top[top]
 
 
-def off_diagonal(matrix: torch.Tensor) -> torch.Tensor:
+def off_diagonal(matrix: Tensor) -> Tensor:
     """Take all numbers of a matrix but its diagonal."""
     on_diagonal = torch.eye(len(matrix)).bool()
     return matrix[~on_diagonal]
 
 
 def assert_all_near(
-    found: torch.Tensor,
-    expected: torch.Tensor,
+    found: Tensor,
+    expected: Tensor,
 ) -> None:
     """Compare all numbers with one."""
     assert_close(found, expected.expand_as(found), rtol=1e-6, atol=0)
@@ -160,7 +161,7 @@ def assert_all_near(
 def logits_of_texts(
     n: int,
     scale: float = 1.0,
-) -> torch.Tensor:
+) -> Tensor:
     return scale * normal(n, N_CLASSES)
 
 
@@ -225,7 +226,7 @@ def predicted(
     inputs: Any,
     link: str,
     **contrasts: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Predict with the same noise for "mc" each time."""
     return la(
         inputs,
@@ -286,8 +287,8 @@ def test_known_contrasts_are_exact_and_others_alike(la):
 
 
 def assert_known_exact_and_others_alike(
-    f_var: torch.Tensor,
-    exact: torch.Tensor,
+    f_var: Tensor,
+    exact: Tensor,
     classes: list[int],
 ) -> None:
     """Compare a text's covariance `(C, C)` with the exact one."""
@@ -334,7 +335,7 @@ def test_a_prediction_does_not_depend_on_the_other_texts_of_a_batch(la):
 def drawn_classes(
     n: int,
     n_known: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Draw a most probable class and others that are compared with it."""
     drawn = normal(n, N_CLASSES, seed=1)
     order = drawn.argsort(1)
@@ -519,7 +520,7 @@ def searched(
     method: str,
     val_loader: Any,
     link: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Search with a method, and return the losses."""
     options: dict[str, Any] = PRIORS_ALONE
     if method == "val_gd":
@@ -669,7 +670,7 @@ def test_no_contrasts_are_refused(la, batch):
 def agreed(
     la: Any,
     data: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Choose the prior precision at which draws agree on the data."""
     la.optimize_prior_precision(
         method="agreement",

@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
@@ -35,7 +36,7 @@ LENGTHS = (2, 7, 4, 5, 7, 3, 6, 2, 7, 4, 1)
 
 
 Row = dict[str, Any]
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 def rows() -> list[Row]:

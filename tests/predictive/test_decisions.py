@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import Prediction
@@ -39,7 +40,7 @@ def probabilities(
     la: Any,
     given: Any,
     link: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Predict with the same noise each time."""
     return la(
         given,
@@ -51,7 +52,7 @@ def probabilities(
 
 def decision(
     la: Any,
-    batch: dict[str, torch.Tensor],
+    batch: dict[str, Tensor],
     link: str = "mean_field",
     seed: int = 0,
 ) -> Prediction:
@@ -104,7 +105,7 @@ def test_entropies_are_numbers_and_the_epistemic_one_is_positive(la, link, batch
 
 
 def test_entropies_are_drawn_by_the_generator(la, batch):
-    def drawn(seed: int) -> torch.Tensor:
+    def drawn(seed: int) -> Tensor:
         found = decision(la, batch, seed=seed)
         return found.epistemic_entropy
 
@@ -176,7 +177,7 @@ def test_regression_has_no_classes():
 # --- what a label would tell ----------------------------------------------------------
 
 
-def entropy(p: torch.Tensor) -> torch.Tensor:
+def entropy(p: Tensor) -> Tensor:
     """Compute the entropy of each row of probabilities."""
     of_classes = torch.special.entr(p)
     return of_classes.sum(-1)
@@ -184,9 +185,9 @@ def entropy(p: torch.Tensor) -> torch.Tensor:
 
 def drawn_probabilities(
     la: Any,
-    batch: dict[str, torch.Tensor],
+    batch: dict[str, Tensor],
     n: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Draw probabilities `(n, B, C)` by other means than the library's."""
     f_mu, f_var = la.predictive_moments(batch)
     # A covariance that is nearly singular may have no Cholesky factor.

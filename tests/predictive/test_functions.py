@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.dense import jacobians, unpadded
@@ -24,7 +25,7 @@ SEED = 5
 
 
 @pytest.fixture(params=STRUCTURES)
-def linearised(request: pytest.FixtureRequest) -> tuple[Any, torch.Tensor]:
+def linearised(request: pytest.FixtureRequest) -> tuple[Any, Tensor]:
     """A regression of each structure, and inputs."""
     return plain_regression(structure=request.param)
 
@@ -103,12 +104,12 @@ def test_a_sampled_function_leaves_the_models_weights():
 class Joint:
     """Samples of four examples' outputs together, and the moments that they are of."""
 
-    samples: torch.Tensor
-    mean: torch.Tensor
-    covariance: torch.Tensor
+    samples: Tensor
+    mean: Tensor
+    covariance: Tensor
 
     @property
-    def deviations(self) -> torch.Tensor:
+    def deviations(self) -> Tensor:
         variances = self.covariance.diagonal()
         return variances.sqrt()
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from laplace.baselaplace import ParametricLaplace
+from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import Moments
@@ -19,7 +20,7 @@ from tests.support.posteriors import (
     sizes,
 )
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def of_structure(request: pytest.FixtureRequest):
     return fitted(structure=request.param)
 
 
-def dense_precision(la: Any) -> torch.Tensor:
+def dense_precision(la: Any) -> Tensor:
     """Make a matrix of any structure's posterior precision."""
     P = la.posterior_precision
     if hasattr(P, "to_matrix"):
@@ -45,9 +46,9 @@ def dense_precision(la: Any) -> torch.Tensor:
 
 
 def own_blocks(
-    joint: torch.Tensor,
+    joint: Tensor,
     n_outputs: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Cut each example's own covariance `(B, C, C)` out of that of all outputs."""
     blocks = []
     starts = range(0, len(joint), n_outputs)
@@ -183,7 +184,7 @@ def test_moments_are_predicted_from_as_a_batch_is(
     batch,
     link_approx,
 ):
-    def predict(given: Any) -> torch.Tensor:
+    def predict(given: Any) -> Tensor:
         return in_float32(
             given,
             link_approx=link_approx,
@@ -264,7 +265,7 @@ def test_functional_samples_have_the_predictive_moments(batch, diagonal_output):
 def test_diagonal_output_changes_no_link_but_samples(batch):
     la = fitted()
 
-    def predict(diagonal_output: bool) -> torch.Tensor:
+    def predict(diagonal_output: bool) -> Tensor:
         return la(
             batch,
             link_approx="mean_field",
@@ -281,7 +282,7 @@ def probabilities(
     la: Any,
     batch: Batch,
     **settings: Any,
-) -> torch.Tensor:
+) -> Tensor:
     return la(batch, link_approx="mc", **settings)
 
 
@@ -289,7 +290,7 @@ def functional_samples(
     la: Any,
     batch: Batch,
     **settings: Any,
-) -> torch.Tensor:
+) -> Tensor:
     return la.functional_samples(batch, **settings)
 
 
@@ -297,7 +298,7 @@ def predictive_samples(
     la: Any,
     batch: Batch,
     **settings: Any,
-) -> torch.Tensor:
+) -> Tensor:
     return la.predictive_samples(batch, **settings)
 
 
@@ -309,7 +310,7 @@ def predictive_samples(
 def test_a_generator_seeds_every_prediction(batch, pred_type, predict):
     la = fitted()
 
-    def drawn(seed: int) -> torch.Tensor:
+    def drawn(seed: int) -> Tensor:
         return predict(
             la,
             batch,
@@ -330,9 +331,9 @@ def test_a_generator_seeds_every_prediction(batch, pred_type, predict):
 
 def logits_at(
     la: Any,
-    sample: torch.Tensor,
+    sample: Tensor,
     batch: Batch,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the model's logits with other LoRA weights."""
     model = la.model.model
     trained = lora_weights(model)
@@ -352,7 +353,7 @@ def logits_at(
 
 
 @pytest.fixture
-def by_hand(batch: Batch) -> tuple[Any, torch.Tensor]:
+def by_hand(batch: Batch) -> tuple[Any, Tensor]:
     """A posterior, and logits of three networks that the same seed draws."""
     la = fitted()
     la.model.model.eval()

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import Moments
@@ -27,7 +28,7 @@ def some_moments(
     """Draw means `(n, C)` and covariances `(n, C, C)`."""
     draws = generator()
 
-    def next_numbers(*shape: int) -> torch.Tensor:
+    def next_numbers(*shape: int) -> Tensor:
         return torch.randn(
             n_examples,
             *shape,
@@ -160,16 +161,16 @@ def test_classes_are_exchangeable(moments):
 
 
 def total_variation(
-    p: torch.Tensor,
-    q: torch.Tensor,
-) -> torch.Tensor:
+    p: Tensor,
+    q: Tensor,
+) -> Tensor:
     """Compute the mean distance of examples' probabilities."""
     apart = (p - q).abs()
     distances = apart.sum(-1) / 2
     return distances.mean()
 
 
-def integrated(moments: Moments) -> torch.Tensor:
+def integrated(moments: Moments) -> Tensor:
     """Average the softmax over so many draws that chance plays no part."""
     noise = normal(20_000, 4, seed=2)
     root = torch.linalg.cholesky(moments.f_var)
@@ -274,7 +275,7 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
     params=[0, 1, 2, 4],
     ids="rank {}".format,
 )
-def covariance(request: pytest.FixtureRequest) -> torch.Tensor:
+def covariance(request: pytest.FixtureRequest) -> Tensor:
     """Covariances `(3, 4, 4)` of a rank."""
     factor = normal(3, 4, request.param)
     return factor @ factor.mT
@@ -315,7 +316,7 @@ def test_roots_of_singular_covariances_have_gradients(rank):
     scales.requires_grad_()
 
     # Gradients keep the null space, as those of a prior precision do.
-    def root_of(scales: torch.Tensor) -> torch.Tensor:
+    def root_of(scales: Tensor) -> Tensor:
         scaled = factor * scales
         V = scaled @ factor.mT
         return square_root(V)

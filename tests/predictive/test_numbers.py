@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy.integrate import quad
 from scipy.stats import norm
+from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import LaplaceMixture, NumberPrediction
@@ -26,7 +27,7 @@ LEVELS = [0.01, 0.3, 0.5, 0.95]
 NOISE_VARIANCE = 0.5**2
 
 
-def variances_of(f_var: torch.Tensor) -> torch.Tensor:
+def variances_of(f_var: Tensor) -> Tensor:
     """Take variances `(N, outputs)` out of covariances."""
     return f_var.diagonal(dim1=1, dim2=2)
 
@@ -211,7 +212,7 @@ class Predicted:
     """Predictions of two numbers for three examples, and what came true."""
 
     prediction: NumberPrediction
-    targets: torch.Tensor
+    targets: Tensor
 
 
 def some_numbers(n_members: int) -> Predicted:
@@ -228,8 +229,8 @@ def some_numbers(n_members: int) -> Predicted:
 
 
 def ranked_probability_score(
-    means: torch.Tensor,
-    stds: torch.Tensor,
+    means: Tensor,
+    stds: Tensor,
     target: float,
 ) -> float:
     """Integrate a mixture's squared distance from the target's step."""

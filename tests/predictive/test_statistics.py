@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
@@ -176,7 +177,7 @@ def test_moments_have_gradients_of_the_prior_precision(prior):
     batch = first_batch()
     statistics = statistics_of(la, [batch])
 
-    def variances(precision: torch.Tensor) -> torch.Tensor:
+    def variances(precision: Tensor) -> Tensor:
         _, f_var = statistics.moments(precision)
         return f_var
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -160,7 +161,7 @@ def given(loader: DataLoader) -> Given:
     return Given(column, batch_sizes)
 
 
-def column_of(places: torch.Tensor, values: torch.Tensor) -> list[int]:
+def column_of(places: Tensor, values: Tensor) -> list[int]:
     """Join the values of all ranks, each at its place."""
     (column,) = joined(places, (values,))
     return column.tolist()
@@ -216,7 +217,7 @@ def passes_over(share: Share) -> list[list[int]]:
     return passes
 
 
-def as_column(batch: torch.Tensor) -> tuple[torch.Tensor]:
+def as_column(batch: Tensor) -> tuple[Tensor]:
     """Return the examples themselves."""
     return (batch,)
 
@@ -349,7 +350,7 @@ def test_a_sampler_of_ranks_deals_nothing_to_a_single_process():
 
 
 class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.arange(7))
 
 
@@ -498,7 +499,7 @@ def test_examples_that_a_sampler_leaves_out_are_no_part_of_the_data(options, exa
 
 
 def held_out(
-    groups: torch.Tensor,
+    groups: Tensor,
     share: float,
     seed: int,
     n_parts: int = 1,

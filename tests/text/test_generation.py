@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from transformers import (
@@ -52,7 +52,7 @@ SAMPLING = {
 # So broad that draws write other texts than the model.
 BROAD = 20.0
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 # --- what writes ----------------------------------------------------------------------
@@ -145,14 +145,14 @@ def writer(kind: str) -> Writer:
 class Text(NamedTuple):
     """What is written after some tokens, and how probable each new token is."""
 
-    tokens: torch.Tensor
-    log_probs: torch.Tensor
+    tokens: Tensor
+    log_probs: Tensor
 
 
 def continued(
     models: Sequence[nn.Module],
     given: Batch,
-    begun: torch.Tensor,
+    begun: Tensor,
 ) -> Text:
     """Let a mixture continue a text by its most probable tokens."""
     tokens = begun
@@ -245,7 +245,7 @@ def test_without_draws_texts_are_the_models_own_row_by_row(kind, options):
 def test_caches_change_no_text(kind):
     la, given = writer(kind)
 
-    def write(cached: bool) -> torch.Tensor:
+    def write(cached: bool) -> Tensor:
         # Texts are drawn by torch's own generator.
         torch.manual_seed(0)
         found = la.generate(
@@ -329,9 +329,9 @@ def test_processors_see_log_probabilities():
     sums = []
 
     def note(
-        input_ids: torch.Tensor,
-        scores: torch.Tensor,
-    ) -> torch.Tensor:
+        input_ids: Tensor,
+        scores: Tensor,
+    ) -> Tensor:
         sums.append(scores.exp().sum(-1))
         return scores
 
@@ -482,9 +482,9 @@ def test_other_texts_that_are_read_in_turn_are_refused():
     la, given = writer("gpt2")
 
     def read(
-        input_ids: torch.Tensor,
-        scores: torch.Tensor,
-    ) -> torch.Tensor:
+        input_ids: Tensor,
+        scores: Tensor,
+    ) -> Tensor:
         la.model.model(input_ids=input_ids[:, :1])
         return scores
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -35,7 +36,7 @@ GRID = {
 }
 
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 def agreement(
@@ -71,7 +72,7 @@ def validation(**ragged: Any) -> list[Batch]:
     return text_batches(lengths=(6, 5, 7, 4), seed=7, **ragged)
 
 
-def layerwise_prior(la: Any) -> torch.Tensor:
+def layerwise_prior(la: Any) -> Tensor:
     return torch.linspace(0.5, 2, len(la.blocks)).double()
 
 
@@ -99,7 +100,7 @@ def change(la: Any) -> float:
     is_labelled = la.model.targets(batch) != -100
     inputs = without_labels(batch)
 
-    def probabilities(model: torch.nn.Module) -> torch.Tensor:
+    def probabilities(model: torch.nn.Module) -> Tensor:
         with torch.no_grad():
             logits = model(**inputs).logits
         return logits[is_labelled].softmax(-1)
@@ -162,8 +163,8 @@ def test_of_many_texts_some_batches_choose(la):
 
 def mean_loss(
     la: Any,
-    prior_precision: torch.Tensor,
-) -> torch.Tensor:
+    prior_precision: Tensor,
+) -> Tensor:
     """Average tokens' negative log-likelihoods, by one score of each batch."""
     la.prior_precision = prior_precision
     # The search draws a seed once: all its batches and points have the same draws.
@@ -196,7 +197,7 @@ def searched(
 def base(
     request: pytest.FixtureRequest,
     la: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """The numbers that a grid multiplies."""
     if request.param == "scalar":
         return torch.ones(1).double()
@@ -248,7 +249,7 @@ def test_neither_batches_nor_the_models_mode_matter():
     def losses(
         is_training: bool,
         **ragged: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         model.train(is_training)
         search = grid_search(validation(**ragged), generator(3))
         found = search(la).objective
@@ -277,11 +278,11 @@ def test_ranks_choose_by_the_texts_of_all_of_them(la, method):
     def choose(
         texts: Sequence[Batch],
         draws: torch.Generator,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         history = method(texts, draws)(la)
         return history.objective, la.prior_precision
 
-    def on_a_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def on_a_rank(rank: int) -> tuple[Tensor, Tensor]:
         own = batches[rank::2]
         return choose(own, generator(rank))
 
@@ -304,12 +305,12 @@ def divided_texts(n: int = 5) -> DataLoader:
     return DataLoader(rows, batch_size=1, sampler=sampler)
 
 
-def losses_of_agreement(la: Any) -> torch.Tensor:
+def losses_of_agreement(la: Any) -> Tensor:
     choose = agreement(divided_texts(), generator())
     return choose(la).objective
 
 
-def losses_of_grid(la: Any) -> torch.Tensor:
+def losses_of_grid(la: Any) -> Tensor:
     search = grid_search(divided_texts(), generator())
     return search(la).objective
 
@@ -332,7 +333,7 @@ def test_texts_that_a_sampler_repeats_count_once(la, losses):
 
 
 def test_of_divided_texts_every_second_batch_is_taken(la):
-    def losses(rank: int) -> torch.Tensor:
+    def losses(rank: int) -> Tensor:
         texts = divided_texts(6)
         choose = agreement(texts, generator(), max_examples=3)
         return choose(la).objective

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext.text.scores import Scores, TextScores, score
@@ -22,25 +23,25 @@ TOKENS = torch.tensor([4, 0, 2])
 N_TOKENS = torch.tensor([2, 1, 1])
 
 
-def logits_of(n: int) -> torch.Tensor:
+def logits_of(n: int) -> Tensor:
     """Draw logits of `n` models for the tokens, `(n, 3, 6)`."""
     # So large that tokens differ in how probable they are.
     return 3 * normal(n, 3, 6)
 
 
-def entropy(p: torch.Tensor) -> torch.Tensor:
+def entropy(p: Tensor) -> Tensor:
     information = -p.log()
     return (p * information).sum(-1)
 
 
-def of_tokens(p: torch.Tensor) -> torch.Tensor:
+def of_tokens(p: Tensor) -> Tensor:
     """Take the probabilities of the three tokens, `(..., 3)`."""
     places = torch.arange(3)
     return p[..., places, TOKENS]
 
 
 @pytest.fixture
-def f() -> torch.Tensor:
+def f() -> Tensor:
     """The logits of the model itself."""
     return logits_of(1)[0]
 
@@ -53,14 +54,14 @@ def found() -> TextScores:
 
 
 @pytest.fixture
-def p_of_draws() -> torch.Tensor:
+def p_of_draws() -> Tensor:
     """Probabilities under the four draws, `(4, 3, 6)`."""
     _, *drawn = logits_of(5)
     return torch.stack(drawn).softmax(-1)
 
 
 @pytest.fixture
-def expected(p_of_draws: torch.Tensor) -> Scores:
+def expected(p_of_draws: Tensor) -> Scores:
     """The same of tokens, by their definitions."""
     f, *_ = logits_of(5)
     p_of_map = f.softmax(-1)
@@ -125,7 +126,7 @@ def test_a_texts_probability_is_the_mean_of_products(found, p_of_draws):
 @pytest.fixture(params=["no draws", "two draws"])
 def without_doubt(
     request: pytest.FixtureRequest,
-    f: torch.Tensor,
+    f: Tensor,
 ) -> TextScores:
     """Scores under draws that say the same as the model, or none."""
     drawn = []

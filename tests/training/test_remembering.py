@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import TrainerCallback
@@ -23,7 +23,7 @@ from tests.support.posteriors import (
 from tests.support.trainers import N, trainer_of
 
 
-def move(la: Any) -> torch.Tensor:
+def move(la: Any) -> Tensor:
     """Move the model's weights away from the posterior's mean; return how far."""
     for block in la.blocks:
         noise = torch.randn(block.weight.shape, generator=generator(4))
@@ -38,7 +38,7 @@ def trainable_weights(la: Any) -> list[nn.Parameter]:
     return [block.weight.requires_grad_() for block in la.blocks]
 
 
-def dense_curvature(la: Any) -> torch.Tensor:
+def dense_curvature(la: Any) -> Tensor:
     """Make a matrix of the log-likelihood's curvature, whatever the structure."""
     H = la.H
     if hasattr(H, "to_matrix"):
@@ -59,7 +59,7 @@ def la(request: pytest.FixtureRequest):
     return la
 
 
-def dense_precision(la: Any) -> torch.Tensor:
+def dense_precision(la: Any) -> Tensor:
     return dense_curvature(la) + la.prior_precision_diag.diag()
 
 
@@ -173,7 +173,7 @@ class Gradients(TrainerCallback):
 
     def __init__(self, blocks: Sequence[Any]) -> None:
         self.blocks = blocks
-        self.noted: list[list[torch.Tensor]] = []
+        self.noted: list[list[Tensor]] = []
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         of_step = [block.weight.grad.clone() for block in self.blocks]
@@ -202,7 +202,7 @@ def test_a_trainer_adds_the_gradient_of_the_penalty_once_a_step(
     def gradients_of_a_step(
         la: Any,
         *callbacks: TrainerCallback,
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         notes = Gradients(la.blocks)
         trainer = trainer_of(
             tmp_path,

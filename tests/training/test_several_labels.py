@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from torch import Tensor
 from torch.nn import BCEWithLogitsLoss
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.testing import assert_close
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 N_LABELS = 3
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 class Labelled(Texts):
@@ -78,7 +79,7 @@ def batch_of(trainer: Trainer) -> Batch:
 def logits_of(
     model: PeftModel,
     batch: Batch,
-) -> torch.Tensor:
+) -> Tensor:
     inputs = without_labels(batch)
     with torch.no_grad():
         output = model.eval()(**inputs)
@@ -113,9 +114,9 @@ class PositivesCount(BCEWithLogitsLoss):
     def forward(
         self,
         outputs: Any,
-        labels: torch.Tensor,
+        labels: Tensor,
         num_items_in_batch: Any = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         self.n_seen += len(labels)
         return super().forward(outputs["logits"], labels)
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext import train_in_stages
@@ -17,7 +18,7 @@ N_TRAIN = 60
 N_TEST = 200
 
 
-Text = dict[str, torch.Tensor]
+Text = dict[str, Tensor]
 
 
 def texts_with_noise(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
@@ -32,8 +32,8 @@ N_STEPS = 400
 N_STEPS_OF_A_STUDENT = 120
 """30 % of the training's steps."""
 
-Batch = dict[str, torch.Tensor]
-Weights = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
+Weights = dict[str, Tensor]
 
 
 # --- texts ----------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def rows(batch: Batch) -> list[Batch]:
     return of_texts
 
 
-def without_padding(batch: Batch) -> list[torch.Tensor]:
+def without_padding(batch: Batch) -> list[Tensor]:
     """Take the token ids of each text."""
     tokens = []
     for row in rows(batch):
@@ -164,7 +164,7 @@ def assert_same(
 def log_probs(
     model: PeftModel,
     batch: Batch,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the logarithms of a model's own probabilities."""
     model.eval()
     with torch.no_grad():
@@ -173,8 +173,8 @@ def log_probs(
 
 
 def divergence(
-    targets: torch.Tensor,
-    log_p: torch.Tensor,
+    targets: Tensor,
+    log_p: Tensor,
 ) -> float:
     """Average the Kullback-Leibler divergence from the targets."""
     of_classes = targets * (targets.log() - log_p)
@@ -245,7 +245,7 @@ def test_its_name_may_begin_others(tmp_path, name):
 class Answers:
     """Probabilities `(N, answers)` that a language model gives to answers."""
 
-    p: torch.Tensor
+    p: Tensor
 
     @staticmethod
     def of(
@@ -262,12 +262,12 @@ class Answers:
         return Answers(log_p.exp())
 
     @property
-    def together(self) -> torch.Tensor:
+    def together(self) -> Tensor:
         """What the answers have together, `(N, 1)`."""
         return self.p.sum(1, keepdim=True)
 
     @property
-    def log_shares(self) -> torch.Tensor:
+    def log_shares(self) -> Tensor:
         """How the answers share it, as logarithms."""
         shares = self.p / self.together
         return shares.log()
@@ -400,8 +400,8 @@ def begun(
 
 
 def best_scale(
-    targets: torch.Tensor,
-    logits: torch.Tensor,
+    targets: Tensor,
+    logits: Tensor,
 ) -> float:
     """Find the factor of the logits that brings them nearest to the targets."""
     grid = torch.logspace(-2, 1, 3001).tolist()
@@ -545,10 +545,10 @@ def collate(examples: Sequence[Mapping[str, Any]]) -> Batch:
 
 
 def smoothed(
-    outputs: Mapping[str, torch.Tensor],
-    labels: torch.Tensor,
+    outputs: Mapping[str, Tensor],
+    labels: Tensor,
     num_items_in_batch: Any = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute a loss of the user's own."""
     return cross_entropy(outputs["logits"], labels, label_smoothing=0.3)
 

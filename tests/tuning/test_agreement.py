@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -18,7 +19,7 @@ from tests.support.ranks import Texts
 
 METHOD = "agreement"
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 def change(
@@ -132,7 +133,7 @@ def changes(
     la: Any,
     data: Any,
     generator: torch.Generator | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the change at each point by twenty texts.
 
     The first point is the same for all.
@@ -153,7 +154,7 @@ def count_texts(la: Any) -> list[int]:
     def note_size(
         module: torch.nn.Module,
         args: Any,
-        logits: torch.Tensor,
+        logits: Tensor,
     ) -> None:
         n_texts.append(len(logits))
 
@@ -184,7 +185,7 @@ def test_of_a_list_all_texts_pass_through_the_model(of_many, many):
 def test_the_texts_depend_on_the_generator_alone(of_many, many, is_listed):
     data = list(many) if is_listed else many
 
-    def drawn(seed: int) -> torch.Tensor:
+    def drawn(seed: int) -> Tensor:
         return changes(of_many, data, generator(seed))
 
     first = drawn(seed=0)
@@ -218,7 +219,7 @@ def test_what_can_not_agree_is_said():
 def test_data_that_can_be_read_once_are_the_same_at_every_prior_precision(structure):
     la = fitted(structure=structure)
 
-    def objective(data: Any) -> torch.Tensor:
+    def objective(data: Any) -> Tensor:
         history = la.optimize_prior_precision(
             method=METHOD,
             train_loader=data,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
@@ -31,9 +31,9 @@ from tests.support.ranks import Texts
 
 
 def sum_of_squares(
-    outputs: torch.Tensor,
-    targets: torch.Tensor,
-) -> torch.Tensor:
+    outputs: Tensor,
+    targets: Tensor,
+) -> Tensor:
     """A loss of the user's own."""
     return outputs.square().sum()
 
@@ -287,7 +287,7 @@ def test_bad_arguments_leave_the_prior_precision_alone(validation, arguments, me
 def first_point(
     la: Any,
     **options: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Take one step, and return where it started."""
     choose = Marglik(n_steps=1, tolerance=0, **options)
     history = choose(la)
@@ -395,7 +395,7 @@ def options_for(
 def results(
     la: Any,
     history: TuningHistory,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Find what a search chose, and what it tried."""
     assert isinstance(history, TuningHistory)
     return {
@@ -434,14 +434,14 @@ def test_a_search_that_fails_on_its_way_undoes_everything(structure):
     la.prior_precision = 0.4
     points = []
 
-    def predictions() -> tuple[torch.Tensor, ...]:
+    def predictions() -> tuple[Tensor, ...]:
         mean, covariance = la(X)
         draws = la.sample(2, generator())
         return mean, covariance, draws
 
     expected = predictions()
 
-    def loss(*_: Any) -> torch.Tensor:
+    def loss(*_: Any) -> Tensor:
         points.append(la.prior_precision.item())
         if len(points) == 5:
             raise KeyboardInterrupt
@@ -469,7 +469,7 @@ def test_an_interrupted_search_leaves_the_noise_and_the_temperature_as_they_were
     evidence = la.log_marginal_likelihood
     calls = []
 
-    def interrupted(*precisions: torch.Tensor) -> torch.Tensor:
+    def interrupted(*precisions: Tensor) -> Tensor:
         calls.append(evidence(*precisions))
         la.temperature = 0.9
         if len(calls) == 4:
@@ -511,9 +511,9 @@ def test_no_thread_predicts_by_a_prior_precision_that_is_only_tried(validation):
     with ThreadPoolExecutor(1) as pool:
 
         def loss(
-            probs: torch.Tensor,
-            labels: torch.Tensor,
-        ) -> torch.Tensor:
+            probs: Tensor,
+            labels: Tensor,
+        ) -> Tensor:
             if not futures:
                 futures.append(pool.submit(la, batch))
                 # Without a lock it would be there by then.

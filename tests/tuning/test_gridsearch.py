@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from laplace.utils.metrics import RunningNLLMetric
+from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 from torch.nn.functional import nll_loss
 from torch.testing import assert_close
@@ -27,7 +28,7 @@ from tests.support.posteriors import (
     validation_loss,
 )
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 # The points of `PRIORS_ALONE`.
 POINTS = torch.logspace(-2, 2, 7)
@@ -69,9 +70,9 @@ def test_gridsearch_of_a_scalar_prior_has_the_hosts_grid(validation):
 
 
 def log_loss(
-    probs: torch.Tensor,
-    y: torch.Tensor,
-) -> torch.Tensor:
+    probs: Tensor,
+    y: Tensor,
+) -> Tensor:
     """A loss of the user's own."""
     return nll_loss(probs.log(), y)
 
@@ -214,11 +215,11 @@ def test_a_regression_by_drawn_networks_is_scored_by_its_variances():
 # --- losses that choose nothing -------------------------------------------------------
 
 
-def in_turn(losses: Sequence[float]) -> Callable[..., torch.Tensor]:
+def in_turn(losses: Sequence[float]) -> Callable[..., Tensor]:
     """Make a loss of which each call gives the next number."""
     numbers = iter(losses)
 
-    def loss(*outputs_and_targets: Any) -> torch.Tensor:
+    def loss(*outputs_and_targets: Any) -> Tensor:
         return torch.tensor(next(numbers), dtype=torch.float64)
 
     return loss
@@ -247,9 +248,9 @@ def test_a_matrix_that_is_no_covariance_is_the_worst(validation):
     la = fitted()
 
     def loss(
-        probs: torch.Tensor,
-        _: torch.Tensor,
-    ) -> torch.Tensor:
+        probs: Tensor,
+        _: Tensor,
+    ) -> Tensor:
         if la.prior_precision < 1:
             raise torch.linalg.LinAlgError
         return la.prior_precision.sum()
@@ -359,7 +360,7 @@ def test_data_that_can_be_read_once_are_the_same_at_every_point(structure, predi
     la = fitted(structure=structure)
     batches = ragged_batches(seed=7)
 
-    def objective(data: Iterable[Batch]) -> torch.Tensor:
+    def objective(data: Iterable[Batch]) -> Tensor:
         torch.manual_seed(0)
         search = GridSearch(val_loader=data, **predictions, **PRIORS_ALONE)
         return search(la).objective
@@ -384,7 +385,7 @@ def test_losses_that_are_summed_in_one_pass_are_those_of_kept_statistics(
     statistics = la.predictive_statistics(batches)
     monkeypatch.setattr(gridsearch, "_ROWS", rows)
 
-    def objective(data: Any) -> torch.Tensor:
+    def objective(data: Any) -> Tensor:
         search = GridSearch(val_loader=data, link_approx=link, **PRIORS_ALONE)
         return search(la).objective
 
@@ -430,7 +431,7 @@ class Watch:
     def _score(
         self,
         statistics: PredictiveStatistics,
-        prior_precision: torch.Tensor,
+        prior_precision: Tensor,
     ) -> Moments:
         self.examples_at_once.append(len(statistics))
         return self._moments(statistics, prior_precision)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import nll_loss
 from torch.testing import assert_close
 
@@ -35,7 +36,7 @@ GRID = {
 # The grid's numbers.
 POWERS_OF_TEN = (0.01, 0.1, 1.0, 10.0, 100.0)
 
-Batches = list[tuple[torch.Tensor, torch.Tensor]]
+Batches = list[tuple[Tensor, Tensor]]
 
 
 def with_head(structure: str = "lowrank_kron"):
@@ -57,20 +58,20 @@ def validation() -> Batches:
 
 def of_kinds(
     la: Any,
-    numbers: torch.Tensor,
-) -> torch.Tensor:
+    numbers: Tensor,
+) -> Tensor:
     """Give LoRA weights the first number, and heads the second."""
     of_lora, of_head = numbers
     return torch.where(are_heads(la), of_head, of_lora)
 
 
-def are_heads(la: Any) -> torch.Tensor:
+def are_heads(la: Any) -> Tensor:
     """Tell which blocks belong to the head, `(blocks,)`."""
     of_head = [block.kind == "head" for block in la.blocks]
     return torch.tensor(of_head)
 
 
-def chosen(la: Any) -> torch.Tensor:
+def chosen(la: Any) -> Tensor:
     """Find the two numbers that a search has chosen."""
     prior = la.prior_precision.detach().double()
     is_head = are_heads(la)
@@ -84,8 +85,8 @@ def chosen(la: Any) -> torch.Tensor:
 
 def slope(
     la: Any,
-    prior: torch.Tensor,
-) -> torch.Tensor:
+    prior: Tensor,
+) -> Tensor:
     """Differentiate the evidence in the logarithms of the two prior precisions."""
     logarithms = prior.log().requires_grad_()
     by_block = of_kinds(la, logarithms.exp())
@@ -280,8 +281,8 @@ def test_more_kinds_have_fewer_points_each(n_kinds, n_points):
 def change(
     la: Any,
     data: Batches,
-    of_lora: torch.Tensor,
-    of_head: torch.Tensor,
+    of_lora: Tensor,
+    of_head: Tensor,
 ) -> float:
     """Measure draws' mean total variation distance at two numbers, by other draws."""
     numbers = torch.stack([of_lora, of_head])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy, nll_loss
 from torch.testing import assert_close
 
@@ -49,7 +50,7 @@ SCALE = 2.5
 # Both sides scale the same logits, in another order: they are apart by rounding alone.
 ROUNDING = {"rtol": 1e-12, "atol": 1e-14}
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_a_link_gets_scaled_logits(link, structure, batch):
     la = fitted(structure=structure)
     moments = la.predictive_moments(batch)
 
-    def predict(x: Any) -> torch.Tensor:
+    def predict(x: Any) -> Tensor:
         torch.manual_seed(0)
         return la(x, link_approx=link, n_samples=50)
 
@@ -128,7 +129,7 @@ def test_without_variance_it_is_the_inverse_of_a_temperature(batch):
 
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
 def test_draws_are_of_scaled_logits(la, batch, pred_type):
-    def draw(sample: Callable) -> torch.Tensor:
+    def draw(sample: Callable) -> Tensor:
         return sample(
             batch,
             pred_type=pred_type,
@@ -168,7 +169,7 @@ def test_learnt_variances_are_scaled_with_the_logits(la, batch):
     of_scaled = scaled(moments)
     exact = la(of_scaled, link_approx="mean_field")
 
-    def predict() -> torch.Tensor:
+    def predict() -> Tensor:
         return la(
             batch,
             pred_type="amortized",
@@ -355,7 +356,7 @@ def test_a_mixture_chooses_by_the_mean_of_its_members(trainings, validation):
 def test_a_mixture_chooses_by_statistics_as_by_texts(trainings, validation):
     mixture = LaplaceMixture(trainings)
 
-    def objective(data: Any) -> torch.Tensor:
+    def objective(data: Any) -> Tensor:
         history = mixture.optimize_prior_precision(
             val_loader=data,
             **GRID,
@@ -463,7 +464,7 @@ class Searched:
 
     la: Any
     texts: list[Batch]
-    objective: torch.Tensor
+    objective: Tensor
     n_passes: int
     lowest_of_priors: float
     lowest_of_temperatures: float
@@ -677,9 +678,9 @@ def with_scale(la: Any):
 
 
 def own_loss(
-    probabilities: torch.Tensor,
-    y: torch.Tensor,
-) -> torch.Tensor:
+    probabilities: Tensor,
+    y: Tensor,
+) -> Tensor:
     """Compute the usual loss, which the search can't know."""
     return nll_loss(probabilities.log(), y)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.dense import evidence
@@ -19,15 +20,15 @@ from tests.support.posteriors import (
 )
 
 
-def differentiable(value: torch.Tensor) -> torch.Tensor:
+def differentiable(value: Tensor) -> Tensor:
     """Copy a number, such that an evidence can be differentiated in it."""
     copy = value.detach().clone()
     return copy.requires_grad_()
 
 
 def steepness(
-    evidence: torch.Tensor,
-    value: torch.Tensor,
+    evidence: Tensor,
+    value: Tensor,
 ) -> float:
     """Find an evidence's steepest slope in logarithms, in nats a factor of e."""
     (gradient,) = torch.autograd.grad(
@@ -64,7 +65,7 @@ class Search:
 
     la: Any
     history: Any
-    prior_precision: torch.Tensor
+    prior_precision: Tensor
     highest: float  # the evidence at the prior precision that was chosen
 
 
@@ -140,7 +141,7 @@ def test_an_evidence_that_still_changes_is_said():
 def n_weights_of(
     prior: str,
     la: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Count the weights that each precision of a prior is for."""
     if prior == "scalar":
         return torch.tensor([la.n_params])
@@ -169,7 +170,7 @@ def test_a_prior_is_the_gaussian_with_these_precisions(prior):
 def dense_curvature(
     la: Any,
     structure: str,
-) -> torch.Tensor:
+) -> Tensor:
     if structure == "diag":
         return la.H.diag()
     if structure == "full":
@@ -181,12 +182,12 @@ def dense_curvature(
 class Climb:
     """Where fifty steps end, and the objective before each."""
 
-    precisions: torch.Tensor
-    values: torch.Tensor
+    precisions: Tensor
+    values: Tensor
 
 
 def climbed(
-    objective: Callable[[torch.Tensor], torch.Tensor],
+    objective: Callable[[Tensor], Tensor],
     n_precisions: int,
 ) -> Climb:
     """Take fifty steps of Adam from precisions of 1, as a user may."""
@@ -229,7 +230,7 @@ def test_fifty_steps_of_a_users_own_on_the_evidence_are_those_on_a_dense_one(
     n_weights = n_weights_of(prior, la)
     H = dense_curvature(la, structure)
 
-    def of_dense(precision: torch.Tensor) -> torch.Tensor:
+    def of_dense(precision: Tensor) -> Tensor:
         of_weights = precision.repeat_interleave(n_weights)
         return evidence(H, la.log_likelihood, la.mean, of_weights)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
 from laplace_lora_ext import (
@@ -33,15 +34,15 @@ SIGMA_NOISE = 0.5
 class Batch(NamedTuple):
     """Inputs and targets."""
 
-    X: torch.Tensor
-    y: torch.Tensor
+    X: Tensor
+    y: Tensor
 
 
 def residuals_of(
     la: Any,
-    X: torch.Tensor,
-    y: torch.Tensor,
-) -> torch.Tensor:
+    X: Tensor,
+    y: Tensor,
+) -> Tensor:
     """Compute what the model's means leave of the targets."""
     f_mu, _ = la.predictive_moments(X)
     return y - f_mu
@@ -49,7 +50,7 @@ def residuals_of(
 
 def validation(
     la: Any,
-    X: torch.Tensor,
+    X: Tensor,
     scale: float = 1.0,
 ) -> list[Batch]:
     """Make targets with noise of a known size around the model."""
@@ -62,7 +63,7 @@ def validation(
     return [small, large]
 
 
-def eigenvalues_of_precision(la: Any) -> torch.Tensor:
+def eigenvalues_of_precision(la: Any) -> Tensor:
     """Compute all eigenvalues of the posterior precision, whatever its structure."""
     P = la.posterior_precision
     if hasattr(P, "to_matrix"):
@@ -93,7 +94,7 @@ def loss_at(
     la: Any,
     batches: list[Batch],
     *,
-    prior_precision: torch.Tensor,
+    prior_precision: Tensor,
     sigma_noise: float,
 ) -> float:
     """Average the negative log-density at a prior and a noise."""
@@ -246,7 +247,7 @@ class Descent:
     batches: list[Batch]
     history: Any
     scale: float  # the noise of the targets
-    prior_precision: torch.Tensor
+    prior_precision: Tensor
     sigma_noise: float
 
 
@@ -348,7 +349,7 @@ N_SAMPLES = 5_000
 
 def mean_distance(
     la: Any,
-    X: torch.Tensor,
+    X: Tensor,
     n_samples: int = 20_000,
 ) -> float:
     """Average draws' total variation distance from the model."""
@@ -369,9 +370,9 @@ def mean_distance(
 
 def noise_of_residuals(
     la: Any,
-    X: torch.Tensor,
+    X: Tensor,
     n_outputs: int,
-    determined: torch.Tensor,
+    determined: Tensor,
 ) -> float:
     """Estimate the noise of the data that `plain_regression` is fitted to.
 
@@ -390,7 +391,7 @@ class Agreed:
     """A regression whose prior and noise an agreement has chosen, and its inputs."""
 
     la: Any
-    X: torch.Tensor
+    X: Tensor
     n_outputs: int
     max_change: float
     history: Any

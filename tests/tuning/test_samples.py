@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.predictive.data_sets import Sample
@@ -148,7 +149,7 @@ def test_of_a_loader_no_more_texts_pass_than_are_kept(
     def note_size(
         module: torch.nn.Module,
         args: Any,
-        logits: torch.Tensor,
+        logits: Tensor,
     ) -> None:
         n_texts.append(len(logits))
 
@@ -206,7 +207,7 @@ def test_nothing_changes_where_all_statistics_fit(la, choose, make_data):
 
 # --- the size of statistics -----------------------------------------------------------
 
-Case = tuple[Any, list[dict[str, torch.Tensor]]]
+Case = tuple[Any, list[dict[str, Tensor]]]
 
 
 def of_classes() -> Case:
@@ -366,7 +367,7 @@ def test_the_limit_is_each_processes_own_and_all_choose_by_the_same(choose):
     of_one = fitted(batches=loader()).bytes_of_statistics()
     limit = 9 * of_one
 
-    def job(rank: int) -> tuple[torch.Tensor, list[str]]:
+    def job(rank: int) -> tuple[Tensor, list[str]]:
         own = dealt_to(rank)
         la = fitted(batches=own)
         statistics_of_search = watched(la)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import (
     DataLoader,
@@ -128,7 +128,7 @@ def test_it_takes_over_what_the_held_out_examples_choose(structure):
 
 
 def test_held_out_examples_are_searched_by_the_default_link():
-    def objective(**options: Any) -> torch.Tensor:
+    def objective(**options: Any) -> Tensor:
         history = fitted().optimize_prior_precision(
             method="second_training",
             train=Training(),
@@ -155,7 +155,7 @@ class Part:
 
     def loss(
         self,
-        prior_precision: torch.Tensor,
+        prior_precision: Tensor,
         logit_scale: float,
     ) -> float:
         """Sum the losses of the texts that were held out, at a prior and a scale."""
@@ -255,9 +255,9 @@ def test_several_trainings_choose_together(several):
 @pytest.mark.parametrize("trainings", [1, 3])
 def test_a_choice_at_an_end_of_the_grid_is_said_once(trainings):
     def confidence(
-        probs: torch.Tensor,
-        labels: torch.Tensor,
-    ) -> torch.Tensor:
+        probs: Tensor,
+        labels: Tensor,
+    ) -> Tensor:
         highest = probs.amax(1)
         return -highest.mean()
 
@@ -309,7 +309,7 @@ def test_the_examples_depend_on_the_generator_alone():
 
 
 def test_two_processes_choose_as_one():
-    def chosen(rank: int) -> tuple[torch.Tensor, list[int]]:
+    def chosen(rank: int) -> tuple[Tensor, list[int]]:
         batches = strided_loader(N)
         # At this rank nothing is left out, so that no order matters.
         la = fitted(batches=batches, rank=24)

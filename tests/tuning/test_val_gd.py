@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import nll_loss
 from torch.testing import assert_close
 
@@ -90,7 +91,7 @@ def test_the_history_is_the_loss_of_the_predictions(validation, link, n_samples,
     assert found == pytest.approx(expected, rel=close)
 
 
-def link_of(name: str) -> Callable[..., torch.Tensor]:
+def link_of(name: str) -> Callable[..., Tensor]:
     """Make a link that gives the same for the same moments."""
     if name == "mc":
         return sampled(5_000, generator())
