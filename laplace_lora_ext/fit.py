@@ -129,20 +129,17 @@ class Fit:
     def after(
         self,
         earlier: Fit,
-        distance: Tensor,
+        loss_of_earlier: Tensor,
         structure: Structure[Any, Any],
     ) -> Fit:
         """Add the data of an earlier fit, around other weights.
 
-        Their curvature is as it was there. Their loss here is that of its parabola:
-        `distance` is the squared distance `()` of the two means under the earlier
-        curvature.
+        Their curvature is as it was there; `loss_of_earlier` is their loss `()` here.
         """
         # Wherever they were: sums are packed alike on all devices.
         of_earlier = structure.unpack(structure.pack(earlier.sums))
         sums = structure.merge(of_earlier, self.sums)
         n_data = earlier.n_data + self.n_data
-        loss_of_earlier = earlier.loss + distance / 2
         return replace(
             self,
             sums=sums,

@@ -443,8 +443,8 @@ class LoRALaplace(ParametricLaplace):
                 progress_bar=progress_bar,
             )
             if prior is not None:
-                distance = prior.distance(fitted.mean)
-                fitted = fitted.after(prior.present_fit, distance, self.structure)
+                loss = prior.loss_at(fitted.mean)
+                fitted = fitted.after(prior.present_fit, loss, self.structure)
         # All that can fail has been done.
         self.take_over(fitted)
 
@@ -483,16 +483,16 @@ class LoRALaplace(ParametricLaplace):
         if differing is not None:
             raise ValueError(f"{name} has another base model: {differing} differs.")
 
-    def distance(self, weights: Tensor) -> Tensor:
-        """Compute the squared distance `()` of weights `(parameters,)` from the mean.
+    def loss_at(self, weights: Tensor) -> Tensor:
+        """Compute the loss `()` of the data at weights `(parameters,)` near the mean.
 
-        It is that under the curvature alone, without the prior, and in the loss's own
-        scale.
+        It is that of the parabola which the curvature makes, without the prior.
         """
         weights = weights.to(self.mean)
         apart = weights - self.mean
         of_prior = (self.prior_precision_diag * apart.square()).sum()
-        return (self.square_norm(weights) - of_prior) / self.curvature_scale
+        of_curvature = (self.square_norm(weights) - of_prior) / self.curvature_scale
+        return self.present_fit.loss + of_curvature / 2
 
     @property
     def present_fit(self) -> Fit:

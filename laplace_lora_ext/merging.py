@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -121,16 +122,17 @@ def merge(
     with cpu_as_default(), torch.random.fork_rng(), own_adapter_back(model):
         add_copy(model, first.blocks[0].adapter, adapter_name)
         merged = first.for_model(first.model.model)
+        joint = _joint_fit(merged, posteriors)
         if search is None:
-            _put(merged, posteriors, shares)
+            _put(merged, joint, posteriors, shares)
             return merged
 
         def loss(candidates: Sequence[LoRALaplace]) -> float:
-            _put(merged, candidates, shares)
+            _put(merged, joint, candidates, shares)
             return search.choose(merged).objective.min().item()
 
         best = min(_with_priors(posteriors), key=loss)
-        _put(merged, best, shares)
+        _put(merged, joint, best, shares)
         search(merged)
         return merged
 
@@ -169,7 +171,7 @@ def mode_of_product(
         # sure and the other not are what makes plain gradients slow.
         total = torch.zeros_like(vector)
         for precision in precisions:
-            total += _times_inverse(precision, vector)
+            total += _times(precision, vector, exponent=-1)
         return total
 
     wanted = torch.zeros_like(means[0])
@@ -293,36 +295,31 @@ def _with_priors(
 
 def _put(
     merged: LoRALaplace,
+    joint: Fit,
     posteriors: Sequence[LoRALaplace],
     shares: Sequence[float],
 ) -> None:
-    """Fit a posterior around the mode of a product, which its adapter gets."""
+    """Write the mode of a product into an adapter, and put the joint fit around it."""
     _write(merged, mode_of_product(posteriors, shares))
-    merged.take_over(_joint_fit(merged, posteriors))
+    mean = flattened(merged.blocks, merged.model.device)
+    loss = torch.zeros_like(joint.loss)
+    for la in posteriors:
+        loss += la.loss_at(mean).to(loss)
+    # The curvature of all data is as it was, wherever the mode is.
+    merged.take_over(replace(joint, mean=mean, loss=loss))
     merged.prior_precision = _prior_of_product(posteriors, shares)
 
 
-def _times(precision: Any, vector: Tensor) -> Tensor:
-    """Multiply a vector `(parameters,)` by a precision, of whatever structure."""
+def _times(precision: Any, vector: Tensor, exponent: int = 1) -> Tensor:
+    """Multiply a vector `(parameters,)` by a power, 1 or -1, of a precision."""
     if not isinstance(precision, Tensor):
         # Of one vector the host makes one.
-        product = precision.bmm(vector.to(precision.deltas), exponent=1)
+        product = precision.bmm(vector.to(precision.deltas), exponent=exponent)
     elif precision.ndim == 1:
-        product = precision * vector.to(precision)
+        product = precision**exponent * vector.to(precision)
     else:
-        product = precision @ vector.to(precision)
-    return product.to(vector)
-
-
-def _times_inverse(precision: Any, vector: Tensor) -> Tensor:
-    """Multiply a vector `(parameters,)` by the inverse of a precision."""
-    if not isinstance(precision, Tensor):
-        # Of one vector the host makes one.
-        product = precision.bmm(vector.to(precision.deltas), exponent=-1)
-    elif precision.ndim == 1:
-        product = vector.to(precision) / precision
-    else:
-        product = torch.linalg.solve(precision, vector.to(precision))
+        power = torch.linalg.matrix_power(precision, exponent)
+        product = power @ vector.to(precision)
     return product.to(vector)
 
 
@@ -357,11 +354,8 @@ def _write(la: LoRALaplace, weights: Tensor) -> None:
         block.weight.copy_(written[id(block.weight)])
 
 
-def _joint_fit(
-    merged: LoRALaplace,
-    posteriors: Sequence[LoRALaplace],
-) -> Fit:
-    """Join the fits of posteriors, around the weights of the merged adapter."""
+def _joint_fit(merged: LoRALaplace, posteriors: Sequence[LoRALaplace]) -> Fit:
+    """Join the fits of posteriors, around the weights that the adapter has now."""
     structure = merged.structure
     first = posteriors[0].present_fit
     joint = Fit(
@@ -375,6 +369,6 @@ def _joint_fit(
         places=merged.recorder.places,
     )
     for la in posteriors:
-        distance = la.distance(joint.mean)
-        joint = joint.after(la.present_fit, distance, structure)
+        loss = la.loss_at(joint.mean)
+        joint = joint.after(la.present_fit, loss, structure)
     return joint
