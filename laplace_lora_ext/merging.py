@@ -355,7 +355,7 @@ def _write(la: LoRALaplace, weights: Tensor) -> None:
 
 
 def _joint_fit(merged: LoRALaplace, posteriors: Sequence[LoRALaplace]) -> Fit:
-    """Join the fits of posteriors, around the weights that the adapter has now."""
+    """Join the curvature of posteriors; each loss is that at its own mean as yet."""
     structure = merged.structure
     first = posteriors[0].present_fit
     joint = Fit(
@@ -369,6 +369,5 @@ def _joint_fit(merged: LoRALaplace, posteriors: Sequence[LoRALaplace]) -> Fit:
         places=merged.recorder.places,
     )
     for la in posteriors:
-        loss = la.loss_at(joint.mean)
-        joint = joint.after(la.present_fit, loss, structure)
+        joint = joint.after(la.present_fit, la.loss, structure)
     return joint
