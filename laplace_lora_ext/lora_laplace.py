@@ -44,6 +44,7 @@ from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.functions import Function, draw_function, joint_samples
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, own_links
 from laplace_lora_ext.predictive.moments import (
+    AnyMoments,
     Moments,
     joined_moments,
     semidefinite,
@@ -864,11 +865,11 @@ class LoRALaplace(ParametricLaplace):
             if not is_own:  # the host's links take square roots
                 x = x._replace(f_var=semidefinite(x.f_var))
         if pred_type == "glm" and is_own:
-            f_mu, f_var = self._moments_for_link(
+            moments = self._moments_for_link(
                 x, link_approx, diagonal_output, n_contrasts
             )
             with torch.autocast(self.model.device.type, enabled=False):
-                probabilities = links[link_approx](f_mu, f_var).exp()
+                probabilities = links[link_approx](moments).exp()
             return probabilities if fitting else likelihood.shown(probabilities)
         outputs = super().__call__(
             x,
@@ -891,7 +892,7 @@ class LoRALaplace(ParametricLaplace):
         link_approx: str,
         diagonal_output: bool,
         n_contrasts: int | None,
-    ) -> Moments:
+    ) -> AnyMoments:
         """Compute the moments of a batch's logits that one of our own links needs."""
         if diagonal_output and link_approx == "mc":
             # "probit" makes us compute the variances of all logits, not of contrasts.

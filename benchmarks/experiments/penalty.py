@@ -74,12 +74,10 @@ def losses_of(statistics: PredictiveStatistics, labels: Tensor) -> np.ndarray:
     """
     of_priors = []
     for prior_precision in PRIORS:
-        moments = statistics.moments(prior_precision)
-        f_mu = moments.f_mu.double()
-        f_var = moments.f_var.double()
+        moments = statistics.moments(prior_precision).to(torch.float64)
         of_scales = []
         for scale in SCALES:
-            log_p = mean_field(scale * f_mu, scale**2 * f_var)
+            log_p = mean_field(moments.scaled(scale))
             of_labels = log_p.gather(1, labels[:, None])[:, 0]
             of_scales.append(-of_labels)
         of_priors.append(torch.stack(of_scales, dim=1))

@@ -21,7 +21,7 @@ from benchmarks.methods.priors import (
 from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.predictive.decisions import Prediction as Decisions
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
-from laplace_lora_ext.predictive.moments import Moments, centred, mixed
+from laplace_lora_ext.predictive.moments import AnyMoments, centred, mixed
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import Hyperparameters
 
@@ -41,7 +41,7 @@ class Member:
         self,
         name: str,
         prior_precision: Tensor,
-    ) -> Moments:
+    ) -> AnyMoments:
         """Compute mean and covariance of a data set's logits, on the CPU."""
         return self.statistics[name].moments(prior_precision)
 
@@ -127,7 +127,7 @@ class Posteriors:
         }
 
 
-def _drawn(moments: Moments) -> Tensor:
+def _drawn(moments: AnyMoments) -> Tensor:
     """Draw probabilities (draws, texts, classes), with one noise for all texts."""
     f_mu, f_var = moments
     noise = shared_noise(f_mu, DRAWS, torch.Generator().manual_seed(0))

@@ -24,7 +24,7 @@ from laplace_lora_ext.predictive.distributions import (
     as_values,
     predictive_moments,
 )
-from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.moments import AnyMoments, Moments
 from laplace_lora_ext.processes.exchange import together
 
 PENALTIES = torch.logspace(-10, 1, 23, dtype=torch.float64)
@@ -555,7 +555,7 @@ def amortized_moments(la: Amortizable, x: Any) -> Moments:
     A `ValueError` if nothing was learnt, or the fit or the prior precision has changed
     since.
     """
-    if isinstance(x, Moments):
+    if isinstance(x, AnyMoments):
         raise ValueError(
             'Moments hold no inputs: pass a batch for pred_type="amortized".'
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from laplace_lora_ext.messages import check_counts
 
@@ -82,18 +84,35 @@ class Contrasts:
         return vectors.transpose(0, 1)
 
 
-def completed(
+class AlikeCovariances(NamedTuple):
+    """Covariances of groups of classes: those of one group are alike.
+
+    The groups are the most probable class, each of k others alone, and all that are
+    left. Where an example needs fewer contrasts, some groups have no class.
+
+    Attributes
+    ----------
+    variances : torch.Tensor
+        `(B, k + 2)`, a class's own
+    covariances : torch.Tensor
+        `(B, k + 2, k + 2)` of two classes; on the diagonal of two of the same group
+    """
+
+    variances: Tensor
+    covariances: Tensor
+
+
+def alike(
     covariance: Tensor,
     classes: Tensor,
-    n_outputs: int,
-) -> Tensor:
-    """Complete contrasts' covariances `(B, k, k)` to those of all C classes.
+) -> AlikeCovariances:
+    """Tell from contrasts' covariances `(B, k, k)` those of all classes, by groups.
 
-    Row and column of the most probable class are 0. So the matrices differ from those
-    of the logits, but say the same of every difference of two that is known.
+    Those of the most probable class are 0. So they differ from those of the logits, but
+    say the same of every difference of two that is known.
 
-    The others are taken to be like the known ones: their variance is the mean of the
-    known variances, and the covariance of two of them the mean of the known
+    The classes that are left are taken to be like the known ones: their variance is the
+    mean of the known variances, and the covariance of two of them the mean of the known
     covariances. Their covariance with the known ones is that of one of several
     quantities that are all alike, predicted from the others by their sum. Nothing of
     this makes a negative eigenvalue.
@@ -104,13 +123,11 @@ def completed(
         `(B, k, k)`, 0 where an example needs fewer contrasts
     classes : torch.Tensor
         `(B, 1 + k)`, what `Contrasts.classes` returned
-    n_outputs : int
-        C
     """
-    n_examples, n_places, _ = covariance.shape
+    of_known = covariance.diagonal(dim1=1, dim2=2)
     n_known = (classes[:, 1:] != NO_CLASS).sum(1)
     sums = covariance.sum(2)
-    trace = covariance.diagonal(dim1=1, dim2=2).sum(1)
+    trace = of_known.sum(1)
     variance = trace / n_known
     # Of one contrast nobody knows what it shares with another: logits alike share a
     # half.
@@ -125,29 +142,52 @@ def completed(
     weight = shared / of_sum.clamp_min(smallest)
     with_known = weight[:, None] * sums
 
-    # Rows of what is known, of a class that is not, and of the most probable one.
-    other = n_places
-    first = n_places + 1
-    table = covariance.new_zeros(n_examples, n_places + 2, n_places + 2)
-    table[:, :n_places, :n_places] = covariance
-    table[:, other, :n_places] = with_known
-    table[:, :n_places, other] = with_known
-    table[:, other, other] = shared
+    none = torch.zeros_like(variance)[:, None]
+    variances = torch.cat([none, of_known, variance[:, None]], dim=1)
+    covariances = pad(covariance, (1, 1, 1, 1))
+    covariances[:, -1, 1:-1] = with_known
+    covariances[:, 1:-1, -1] = with_known
+    covariances[:, -1, -1] = shared
+    return AlikeCovariances(variances, covariances)
 
-    # Which of these rows is each class's; in a last column stands what belongs to none.
-    rows = classes.new_full((n_examples, n_outputs + 1), other)
-    in_order = torch.arange(n_places + 1, device=classes.device) - 1
-    in_order[0] = first
-    columns = torch.where(classes == NO_CLASS, n_outputs, classes)
-    rows = rows.scatter(1, columns, in_order.expand_as(columns))
-    rows = rows[:, :n_outputs]
+
+def columns_of(
+    classes: Tensor,
+    n_outputs: int,
+) -> Tensor:
+    """List the columns `(B, 1 + k)` of classes; one more, the last, for no class."""
+    return torch.where(classes == NO_CLASS, n_outputs, classes)
+
+
+def completed(
+    covariance: Tensor,
+    classes: Tensor,
+    n_outputs: int,
+) -> Tensor:
+    """Complete contrasts' covariances `(B, k, k)` to `(B, C, C)`, as `alike` tells.
+
+    Parameters
+    ----------
+    covariance : torch.Tensor
+        `(B, k, k)`, 0 where an example needs fewer contrasts
+    classes : torch.Tensor
+        `(B, 1 + k)`, what `Contrasts.classes` returned
+    n_outputs : int
+        C
+    """
+    variances, covariances = alike(covariance, classes)
+    n_examples, n_groups = variances.shape
+
+    # Which group each class is of: the last, unless it is listed.
+    groups = classes.new_full((n_examples, n_outputs + 1), n_groups - 1)
+    in_order = torch.arange(n_groups - 1, device=classes.device)
+    columns = columns_of(classes, n_outputs)
+    groups = groups.scatter(1, columns, in_order.expand_as(columns))
+    groups = groups[:, :n_outputs]
 
     examples = torch.arange(n_examples, device=classes.device)[:, None, None]
-    down = rows[:, :, None]
-    across = rows[:, None, :]
-    V = table[examples, down, across]
-    # All that are not known have one row: what each of them has alone is on the
-    # diagonal.
-    alone = variance - shared
-    own = torch.where(rows == other, alone[:, None], 0)
-    return V + torch.diag_embed(own)
+    down = groups[:, :, None]
+    across = groups[:, None, :]
+    V = covariances[examples, down, across]
+    own = variances.gather(1, groups)
+    return V.diagonal_scatter(own, dim1=1, dim2=2)

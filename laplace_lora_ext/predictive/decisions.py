@@ -22,12 +22,17 @@ from laplace_lora_ext.predictive.links import (
     shared_noise,
     softmax_samples,
 )
-from laplace_lora_ext.predictive.moments import Moments, parts_for, semidefinite
+from laplace_lora_ext.predictive.moments import (
+    AnyMoments,
+    DifferenceMoments,
+    parts_for,
+    semidefinite,
+)
 from laplace_lora_ext.predictive.numbers import NumberPrediction
 from laplace_lora_ext.processes.shards import Columns, Share, stacked
 
-# And of moments, which are tuples.
-_BATCHES = (Mapping, Tensor, np.ndarray, tuple)
+# And of moments, most of which are tuples.
+_BATCHES = (Mapping, Tensor, np.ndarray, tuple, DifferenceMoments)
 
 
 class Prediction(NamedTuple):
@@ -140,11 +145,12 @@ def predict(
         if generator is not None and state is not None:
             generator.set_state(state)  # the same draws for every batch
         by_link, draws = [], []
-        for f_mu, f_var in _moments_of_members(
+        for moments in _moments_of_members(
             members, batch, link_approx, pred_type, n_contrasts
         ):
             with torch.autocast(first.model.device.type, enabled=False):
-                by_link.append(link(f_mu, f_var).exp())
+                by_link.append(link(moments).exp())
+                f_mu, f_var = moments
                 noise = shared_noise(f_mu, n_samples, generator)
                 draws.append(softmax_samples(f_mu, f_var, noise).exp())
         # A mixture's probabilities are the mean of its members', and its draws are all
@@ -283,7 +289,7 @@ def _moments_of_members(
     link_approx: str,
     pred_type: str,
     n_contrasts: int | None,
-) -> Iterator[Moments]:
+) -> Iterator[AnyMoments]:
     """Compute the moments of each member, as a link needs them."""
     if pred_type not in ("glm", "amortized"):
         raise ValueError(f'pred_type {pred_type!r} is neither "glm" nor "amortized".')

@@ -14,9 +14,10 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.weights import Block, Values, called_with, check_in_place
 from laplace_lora_ext.passes.recorder import Directions, every_output
-from laplace_lora_ext.predictive.contrasts import Contrasts, completed
+from laplace_lora_ext.predictive.contrasts import Contrasts
 from laplace_lora_ext.predictive.links import OF_DIFFERENCES, shared_noise
 from laplace_lora_ext.predictive.moments import (
+    AnyMoments,
     DifferenceMoments,
     Moments,
     gaussian_samples,
@@ -104,14 +105,16 @@ def moments_for(
     X: Any,
     link_approx: str,
     n_contrasts: int | None = None,
-) -> Moments:
+) -> AnyMoments:
     """Predict moments of scaled logits as a link needs them; see `moments_of_model`."""
     of_model = moments_of_model(la, X, link_approx, n_contrasts)
     return of_model.scaled(la.logit_scale)
 
 
-def of_classes(likelihood: Likelihood, moments: Moments) -> Moments:
+def of_classes(likelihood: Likelihood, moments: AnyMoments) -> AnyMoments:
     """Turn a model's moments into those of classes' logits, as links take them."""
+    if isinstance(moments, DifferenceMoments):
+        return moments  # of a softmax, whose outputs they are
     f_mu, f_var = moments
     return Moments(likelihood.class_logits(f_mu), likelihood.class_covariance(f_var))
 
@@ -121,7 +124,7 @@ def moments_of_model(
     X: Any,
     link_approx: str,
     n_contrasts: int | None = None,
-) -> Moments:
+) -> AnyMoments:
     """Compute a batch's moments for a link, by as few passes as it needs.
 
     Given `Moments` serve every link, unless they are those of differences. Links that
@@ -133,14 +136,12 @@ def moments_of_model(
     if not sees_differences(la, link_approx):
         of_all = Moments(*_of_all_logits(la, X))
         return of_classes(la.predicted_likelihood, of_all)
-    if isinstance(X, Moments):
-        return Moments(*_moments(la, X))
+    if isinstance(X, AnyMoments):
+        return _given(la, X)
     contrasts = Contrasts(n_contrasts)
-    f_mu, f_var = _moments(la, X, directions=contrasts.directions)
+    f_mu, covariance = _moments(la, X, directions=contrasts.directions)
     classes = contrasts.classes(f_mu.detach())
-    n_outputs = f_mu.shape[-1]
-    with torch.autocast(f_var.device.type, enabled=False):
-        return Moments(f_mu, completed(f_var, classes, n_outputs))
+    return DifferenceMoments(f_mu, covariance, classes)
 
 
 def sees_differences(la: Linearised, link_approx: str) -> bool:
@@ -177,9 +178,15 @@ def _moments(
         raise ValueError(
             "Moments hold no covariance between examples: pass the inputs."
         )
+    f_mu, f_var = _given(la, X)
+    return f_mu, f_var
+
+
+def _given(la: Linearised, moments: AnyMoments) -> AnyMoments:
+    """Bring given moments to the model's device."""
     dtype = la.blocks[0].statistics_dtype
     # A copy, since some links change them in place.
-    return X.to(la.model.device, dtype, copy=True)
+    return moments.to(la.model.device, dtype, copy=True)
 
 
 @exclusive
@@ -232,7 +239,7 @@ def network_samples(
     **model_kwargs: Any,
 ) -> Tensor:
     """Compute scaled logits `(S, B, C)` under draws of the weights."""
-    if isinstance(X, Moments):
+    if isinstance(X, AnyMoments):
         raise ValueError('Moments hold no inputs: pass a batch for pred_type="nn".')
     check_counts(n_samples=n_samples)
     la.check_model()

@@ -7,9 +7,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from laplace_lora_ext.messages import check_counts
+from laplace_lora_ext.predictive.contrasts import NO_CLASS, alike, columns_of
 from laplace_lora_ext.predictive.moments import (
+    AnyMoments,
+    DifferenceMoments,
+    Moments,
     centred,
     gaussian_samples,
     standard_normal,
@@ -19,7 +24,7 @@ from laplace_lora_ext.predictive.moments import (
 # / π.
 _PROBIT = math.pi / 8
 
-Link = Callable[[Tensor, Tensor], Tensor]
+Link = Callable[[AnyMoments], Tensor]
 """Turns mean and covariance into log-probabilities `(B, C)`."""
 
 DEFAULT_LINK = "mean_field"
@@ -30,11 +35,9 @@ OF_DIFFERENCES = frozenset({"mean_field", "mc"})
 """Links that only see differences of logits, as a softmax does."""
 
 
-def probit(
-    f_mu: Tensor,
-    f_var: Tensor,
-) -> Tensor:
+def probit(moments: AnyMoments) -> Tensor:
     """Shrink each logit by its own variance: `softmax(m_k / √(1 + π/8 S_kk))`."""
+    f_mu, f_var = moments
     variances = f_var.diagonal(dim1=-2, dim2=-1)
     shrunk = f_mu / (1 + _PROBIT * variances).sqrt()
     return shrunk.log_softmax(-1)
@@ -66,10 +69,7 @@ def softmax_samples(
     return samples.log_softmax(-1)
 
 
-def mean_field(
-    f_mu: Tensor,
-    f_var: Tensor,
-) -> Tensor:
+def mean_field(moments: AnyMoments) -> Tensor:
     """Approximate the logarithm of the mean softmax of Gaussian logits by mean fields.
 
     A softmax only depends on differences of logits: `p_k = 1 / Σ_j exp(-(f_k - f_j))`.
@@ -89,6 +89,18 @@ def mean_field(
     evidence framework applied to classification networks", Neural Computation 4 (1992),
     for two classes.
     """
+    if isinstance(moments, DifferenceMoments):
+        log_p = _shrunk_by_groups(moments)
+    else:
+        log_p = _shrunk_by_pairs(moments)
+    # The p_k above do not sum to 1 for three classes or more: the last step divides by
+    # their sum.
+    return log_p.log_softmax(-1)
+
+
+def _shrunk_by_pairs(moments: Moments) -> Tensor:
+    """Compute the p_k of `mean_field`, as logarithms, from all differences."""
+    f_mu, f_var = moments
     variance = f_var.diagonal(dim1=-2, dim2=-1)
     of_both = variance[..., :, None] + variance[..., None, :]
     of_difference = of_both - f_var - f_var.mT
@@ -96,10 +108,47 @@ def mean_field(
     # Rounding can leave a variance a little below 0.
     of_difference = of_difference.clamp_min(0)
     shrunk = difference / (1 + _PROBIT * of_difference).sqrt()
-    log_p = -torch.logsumexp(-shrunk, dim=-1)
-    # The p_k above do not sum to 1 for three classes or more: the last step divides by
-    # their sum.
-    return log_p.log_softmax(-1)
+    return -torch.logsumexp(-shrunk, dim=-1)
+
+
+def _shrunk_by_groups(moments: DifferenceMoments) -> Tensor:
+    """Compute the same from sums over groups of classes that are `alike`.
+
+    A class i of a group shrinks its differences from all classes j of another by one
+    factor s. So a sum over them separates:
+
+        Σ_j exp(-(m_i - m_j) s) = exp(-m_i s) Σ_j exp(m_j s)
+
+    With C classes and k contrasts these are C (k + 2) numbers, not C².
+    """
+    f_mu, classes = moments.f_mu, moments.classes
+    n_outputs = f_mu.shape[-1]
+    variances, covariances = alike(moments.covariance, classes)
+    of_both = variances[:, :, None] + variances[:, None, :]
+    of_difference = (of_both - covariances - covariances.mT).clamp_min(0)
+    factors = (1 + _PROBIT * of_difference).rsqrt()  # (B, k + 2, k + 2)
+
+    # Listed classes are alone in their groups; the last group has all others. What is
+    # as low as this adds nothing to a sum, and unlike an infinite number no nan to a
+    # gradient.
+    lowest = torch.finfo(f_mu.dtype).min
+    columns = columns_of(classes, n_outputs)
+    listed = f_mu.gather(1, classes.clamp_min(0))
+    in_sums = listed.masked_fill(classes == NO_CLASS, lowest)
+    others = pad(f_mu, (0, 1)).scatter(1, columns, lowest)[:, :n_outputs]
+
+    # Logarithms of Σ_j exp(m_j s), `(B, k + 2, k + 2)`: by the group of i, and that of
+    # j.
+    of_listed = in_sums[:, None, :] * factors[:, :, :-1]
+    of_others = torch.logsumexp(others[:, None, :] * factors[:, :, -1:], dim=2)
+    sums = torch.cat([of_listed, of_others[:, :, None]], dim=2)
+
+    own = listed[:, :, None] * factors[:, :-1]
+    p_of_listed = -torch.logsumexp(sums[:, :-1] - own, dim=2)
+    own = f_mu[:, None, :] * factors[:, -1, :, None]  # (B, k + 2, C)
+    p_of_others = -torch.logsumexp(sums[:, -1, :, None] - own, dim=1)
+    log_p = pad(p_of_others, (0, 1)).scatter(1, columns, p_of_listed)
+    return log_p[:, :n_outputs]
 
 
 def sampled(
@@ -108,10 +157,8 @@ def sampled(
 ) -> Link:
     """Make a link of samples, each example's own, drawn anew in every call."""
 
-    def link(
-        f_mu: Tensor,
-        f_var: Tensor,
-    ) -> Tensor:
+    def link(moments: AnyMoments) -> Tensor:
+        f_mu, f_var = moments
         noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
         return monte_carlo(f_mu, f_var, noise)
 
@@ -124,10 +171,8 @@ def own_links(
 ) -> dict[str, Link]:
     """Make this library's links by name; "mc" gives a batch the same noise."""
 
-    def sampled_alike(
-        f_mu: Tensor,
-        f_var: Tensor,
-    ) -> Tensor:
+    def sampled_alike(moments: AnyMoments) -> Tensor:
+        f_mu, f_var = moments
         noise = shared_noise(f_mu, n_samples, generator)
         return monte_carlo(f_mu, f_var, noise)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
+
+from laplace_lora_ext.predictive.contrasts import completed
 
 
 class Moments(NamedTuple):
@@ -37,7 +40,7 @@ class Moments(NamedTuple):
         """Move or convert both; arguments are as for `torch.Tensor.to`."""
         f_mu = self.f_mu.to(*args, **kwargs)
         f_var = self.f_var.to(*args, **kwargs)
-        return type(self)(f_mu, f_var)
+        return Moments(f_mu, f_var)
 
     def scaled(self, factor: float) -> Moments:
         """Take the moments of logits that are multiplied by a factor."""
@@ -47,17 +50,67 @@ class Moments(NamedTuple):
         """Divide the examples into consecutive parts of a size."""
         means = self.f_mu.split(size)
         covariances = self.f_var.split(size)
-        return map(type(self), means, covariances)
+        return map(Moments, means, covariances)
 
 
-class DifferenceMoments(Moments):
+@dataclass(frozen=True, eq=False)
+class DifferenceMoments:
     """Moments that tell of differences of logits alone, and not of all of them exactly.
 
     They serve the links "mean_field" and "mc"; whatever reads a logit by itself is
-    refused.
+    refused. Like `Moments` they can be taken apart into `f_mu` and `f_var`.
+
+    Attributes
+    ----------
+    f_mu : torch.Tensor
+        `(N, C)`
+    covariance : torch.Tensor
+        `(N, k, k)`, of contrasts: how far other logits are from the most probable one
+    classes : torch.Tensor
+        `(N, 1 + k)`, which classes contrasts are of, as `Contrasts.classes` lists them
     """
 
-    __slots__ = ()
+    f_mu: Tensor
+    covariance: Tensor
+    classes: Tensor
+
+    @property
+    def f_var(self) -> Tensor:
+        """Complete the covariances to `(N, C, C)`."""
+        return completed(self.covariance, self.classes, self.f_mu.shape[-1])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield self.f_mu
+        yield self.f_var
+
+    def to(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> DifferenceMoments:
+        """Move or convert mean and covariance; arguments as for `torch.Tensor.to`."""
+        f_mu = self.f_mu.to(*args, **kwargs)
+        covariance = self.covariance.to(*args, **kwargs)
+        return DifferenceMoments(f_mu, covariance, self.classes.to(f_mu.device))
+
+    def scaled(self, factor: float) -> DifferenceMoments:
+        """Take the moments of logits that are multiplied by a positive factor."""
+        return replace(
+            self,
+            f_mu=factor * self.f_mu,
+            covariance=factor**2 * self.covariance,
+        )
+
+    def split(self, size: int) -> Iterator[DifferenceMoments]:
+        """Divide the examples into consecutive parts of a size."""
+        means = self.f_mu.split(size)
+        covariances = self.covariance.split(size)
+        classes = self.classes.split(size)
+        return map(DifferenceMoments, means, covariances, classes)
+
+
+AnyMoments = Moments | DifferenceMoments
+"""Gaussian logits of N examples, of all logits or of differences alone."""
 
 
 def joined_moments(parts: Sequence[Moments]) -> Moments:
@@ -77,7 +130,7 @@ def joined_moments(parts: Sequence[Moments]) -> Moments:
 class MixtureMoments(NamedTuple):
     """Gaussian logits of N examples by each member, in place of a batch."""
 
-    members: tuple[Moments, ...]
+    members: tuple[AnyMoments, ...]
 
     def split(self, size: int) -> Iterator[MixtureMoments]:
         """Divide the examples into consecutive parts of a size."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace_lora_ext.likelihoods import gaussian_log_density
-from laplace_lora_ext.predictive.moments import Moments, mixed
+from laplace_lora_ext.predictive.moments import AnyMoments, mixed
 
 _HALVINGS = 100  # of an interval, until float64 has no number within
 
@@ -46,7 +46,7 @@ class NumberPrediction(NamedTuple):
     @classmethod
     def of(
         cls,
-        members: Sequence[Moments],
+        members: Sequence[AnyMoments],
         noises: Sequence[Tensor | float],
     ) -> NumberPrediction:
         """Join the moments of each posterior's outputs with the noise of its targets.

@@ -17,9 +17,10 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import as_tensor, cpu_as_default, without_autocast
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.recorder import Recorder, every_output
-from laplace_lora_ext.predictive.contrasts import NO_CLASS, Contrasts, completed
+from laplace_lora_ext.predictive.contrasts import NO_CLASS, Contrasts
 from laplace_lora_ext.predictive.data_sets import Columns
 from laplace_lora_ext.predictive.moments import (
+    AnyMoments,
     DifferenceMoments,
     MixtureMoments,
     Moments,
@@ -45,7 +46,7 @@ class PredictiveStatistics:
 
     With more than nine classes they are, unless more are asked for, of at most 8
     contrasts: how far other logits are from the most probable one, `f_j - f_top`. The
-    covariance is then completed (see `completed`), and tells of differences of logits
+    covariance is then completed (see `alike`), and tells of differences of logits
     alone.
 
     An example takes `C + D (E + F D)` numbers, where D is C or the number of contrasts,
@@ -151,7 +152,7 @@ class PredictiveStatistics:
 
     @cpu_as_default()
     @without_autocast
-    def moments(self, prior_precision: float | Tensor) -> Moments:
+    def moments(self, prior_precision: float | Tensor) -> AnyMoments:
         """Compute mean and covariance of the logits under a prior precision.
 
         Parameters
@@ -164,9 +165,9 @@ class PredictiveStatistics:
 
         Returns
         -------
-        Moments
-            f_mu, `(N, C)`, and f_var, `(N, C, C)`; of contrasts `DifferenceMoments`,
-            which serve the links "mean_field" and "mc"
+        Moments or DifferenceMoments
+            f_mu, `(N, C)`, and f_var, `(N, C, C)`; the latter of contrasts, which serve
+            the links "mean_field" and "mc"
         """
         deltas = as_tensor(prior_precision).to(self.spectrum.leading)
         leading, remaining = self.spectrum.shifted(self.scale, deltas)
@@ -183,9 +184,7 @@ class PredictiveStatistics:
         f_var = torch.cat(covariances)
         if self.classes is None:
             return Moments(self.f_mu, f_var)
-        n_outputs = self.f_mu.shape[-1]
-        of_all = completed(f_var, self.classes, n_outputs)
-        return DifferenceMoments(self.f_mu, of_all)
+        return DifferenceMoments(self.f_mu, f_var, self.classes)
 
 
 @dataclass(eq=False)
@@ -248,7 +247,7 @@ class MixtureStatistics:
     def moments(self, factor: float | Tensor) -> MixtureMoments:
         """Compute moments with the members' prior precisions multiplied by a factor."""
         factor = as_tensor(factor)
-        of_members: list[Moments] = []
+        of_members: list[AnyMoments] = []
         for member, prior in zip(self.members, self.priors, strict=True):
             prior_precision = factor.to(prior) * prior
             of_members.append(member.moments(prior_precision))

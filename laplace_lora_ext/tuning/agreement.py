@@ -18,6 +18,7 @@ from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.data_sets import over_loader
 from laplace_lora_ext.predictive.distributions import of_classes, predictive_moments
 from laplace_lora_ext.predictive.moments import (
+    AnyMoments,
     Moments,
     gaussian_samples,
     standard_normal,
@@ -209,7 +210,10 @@ def _distances_of_numbers(drawn: Tensor, f_mu: Tensor) -> Tensor:
 
 
 def _mean_change(
-    moments: Moments, n_samples: int, generator: torch.Generator, distances: Distances
+    moments: AnyMoments,
+    n_samples: int,
+    generator: torch.Generator,
+    distances: Distances,
 ) -> float:
     """Average draws' total variation distance from the model.
 

@@ -188,9 +188,9 @@ class WithLogitScale:
             for member, of_member in zip(la.members, moments, strict=True):
                 # The same draws for each scale, so that the loss is smooth in it.
                 noise.manual_seed(self.seed)
-                f_mu, f_var = of_member.scaled(member.logit_scale)
-                with torch.autocast(f_mu.device.type, enabled=False):
-                    log_p.append(link(f_mu, f_var).double())
+                scaled = of_member.scaled(member.logit_scale)
+                with torch.autocast(scaled.f_mu.device.type, enabled=False):
+                    log_p.append(link(scaled).double())
             total = torch.stack(log_p).logsumexp(0)
             of_mean = total - math.log(len(log_p))
             columns.append(likelihood.nll([of_mean], targets, first.sigma_noise))

@@ -17,7 +17,6 @@ from laplace_lora_ext.predictive.links import (
     probit,
     sampled,
 )
-from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import (
     HistoryBuilder,
@@ -214,19 +213,19 @@ class _Losses:
 
     def of(self, places: Tensor | slice, generator: torch.Generator | None) -> Tensor:
         """Compute the losses of these examples, `(B,)`."""
-        moments = self.statistics[places].moments(self.prior.value())
-        f_mu, f_var = moments.scaled(self.la.logit_scale)
-        noise = self.log_noise.exp()
-        # The prior is that of a noise of 1: then all variances are relative to the
-        # noise's.
-        moments = Moments(f_mu, noise.square().to(f_var) * f_var)
+        of_model = self.statistics[places].moments(self.prior.value())
         targets = self.statistics.required_targets()[places]
         likelihood = self.la.trained_likelihood
+        noise = self.log_noise.exp()
         if likelihood.is_gaussian:
-            return likelihood.nll(moments, targets, noise)
-        f_mu, f_var = of_classes(likelihood, moments)
-        probabilities = self.link(generator)(f_mu, f_var)
-        return likelihood.nll([probabilities], targets, noise)
+            # The prior is that of a noise of 1: then all variances are relative to the
+            # noise's.
+            f_mu, f_var = of_model
+            predicted = [f_mu, noise.square().to(f_var) * f_var]
+            return likelihood.nll(predicted, targets, noise)
+        moments = of_classes(likelihood, of_model.scaled(self.la.logit_scale))
+        log_p = self.link(generator)(moments)
+        return likelihood.nll([log_p], targets, noise)
 
     @torch.no_grad()
     def of_all(self, seed: int) -> float:

@@ -240,6 +240,19 @@ def test_a_search_by_statistics_takes_no_backward_pass():
     assert n_passes(search, la, statistics) == 0
 
 
+def test_a_search_by_contrasts_makes_no_matrix_of_all_classes():
+    n_classes = 40
+    la = of_classes(n_classes)
+    statistics = la.predictive_statistics([first_batch()])
+    with NewTensors() as made:
+        search(la, statistics)
+    of_classes_by_classes = (n_classes, n_classes)
+    ends = {tuple(shape[-2:]) for shape in made.shapes}
+    assert of_classes_by_classes not in ends
+    # Sums by groups: eight contrasts, the most probable class, and all others.
+    assert (10, n_classes) in ends
+
+
 def test_the_number_of_contrasts_can_be_chosen():
     n_classes = 40
     la = of_classes(n_classes)

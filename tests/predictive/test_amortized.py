@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from laplace_lora_ext import Moments
 from laplace_lora_ext.predictive.amortized import (
     PENALTIES,
     LearntVariance,
@@ -218,7 +219,7 @@ def test_links_see_the_variances_of_differences_even_if_no_covariance_has_them()
     shrunk = differences / factor.sqrt()
     odds = torch.exp(-shrunk)
     p = 1 / odds.sum(1)
-    (log_p,) = mean_field(f_mu[None], V[None])
+    (log_p,) = mean_field(Moments(f_mu[None], V[None]))
     expected = p / p.sum()
     assert_close(log_p.exp(), expected)
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_lora_ext import LaplaceMixture
+from laplace_lora_ext import LaplaceMixture, Moments
 from laplace_lora_ext.predictive.contrasts import (
     MOST,
+    NO_CLASS,
     Contrasts,
     completed,
 )
@@ -369,6 +370,69 @@ def test_where_nothing_varies_nothing_is_completed(n_known):
     assert not V.any()
 
 
+def with_fewer_known(n_known: int, scale: float = 1.0) -> DifferenceMoments:
+    """Draw moments of examples, the first of which need fewer contrasts than others."""
+    classes = drawn_classes(50, n_known)
+    classes[:20, 2:] = NO_CLASS
+    is_known = classes[:, 1:] != NO_CLASS
+    root = normal(50, n_known, 6, seed=2)
+    covariance = scale * root @ root.mT
+    both = is_known[:, :, None] & is_known[:, None, :]
+    return DifferenceMoments(
+        f_mu=4 * normal(50, N_CLASSES, seed=3),
+        covariance=torch.where(both, covariance, 0),
+        classes=classes,
+    )
+
+
+@pytest.fixture(
+    params=[1, 2, 5, ALL_CONTRASTS],
+    ids="{} known at most".format,
+)
+def compared(request: pytest.FixtureRequest) -> DifferenceMoments:
+    """Moments by so many contrasts; by the last number of all classes."""
+    return with_fewer_known(request.param)
+
+
+def test_sums_by_groups_are_those_by_pairs(compared):
+    of_all = Moments(compared.f_mu, compared.f_var)
+    found = mean_field(compared)
+    expected = mean_field(of_all)
+    assert_close(found, expected)
+
+
+def test_gradients_by_groups_are_those_by_pairs(compared):
+    f_mu = compared.f_mu.requires_grad_()
+    covariance = compared.covariance.requires_grad_()
+    of_all = Moments(f_mu, compared.f_var)
+    seed = normal(50, N_CLASSES, seed=4)
+    found = torch.autograd.grad(mean_field(compared), (f_mu, covariance), seed)
+    expected = torch.autograd.grad(mean_field(of_all), (f_mu, covariance), seed)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("mean", "scale"), [(1e4, 0.0), (1e4, 1e12), (0.0, 1e30)])
+def test_extreme_moments_by_groups_are_finite_as_by_pairs(mean, scale):
+    moments = with_fewer_known(5, scale)
+    f_mu = (mean * moments.f_mu).float()
+    covariance = moments.covariance.float()
+    f_mu.requires_grad_()
+    covariance.requires_grad_()
+    log_p = mean_field(DifferenceMoments(f_mu, covariance, moments.classes))
+    gradients = torch.autograd.grad(log_p[:, 1].sum(), (f_mu, covariance))
+    for values in (log_p, *gradients):
+        assert torch.isfinite(values).all()
+    expected = mean_field(Moments(mean * moments.f_mu, moments.f_var))
+    assert_close(log_p.double().exp(), expected.exp(), rtol=0.0, atol=1e-5)
+
+
+def test_moments_of_differences_are_scaled_as_others_are():
+    moments = with_fewer_known(5)
+    scaled = moments.scaled(0.5)
+    assert_close(scaled.f_mu, 0.5 * moments.f_mu)
+    assert_close(scaled.f_var, 0.25 * moments.f_var)
+
+
 # --- statistics and searches ----------------------------------------------------------
 
 
@@ -496,8 +560,8 @@ def test_few_classes_are_all_known(n_classes):
 def test_few_classes_are_predicted_exactly(n_classes):
     la = with_classes(n_classes, prior_precision=0.5)
     batch = first_batch(n_classes=n_classes)
-    f_mu, f_var = la.predictive_moments(batch)
-    log_p = mean_field(f_mu, f_var)
+    moments = la.predictive_moments(batch)
+    log_p = mean_field(moments)
     found = by_mean_field(la, [batch])
     assert_close(found, log_p.exp())
 

@@ -71,7 +71,7 @@ def decision(
 def test_probabilities_are_those_of_the_link(la, link, batch):
     moments = la.predictive_moments(batch)
     links = own_links(50, generator())
-    log_p = links[link](*moments)
+    log_p = links[link](moments)
     found = probabilities(la, batch, link)
     assert_close(found, log_p.exp())
 

@@ -59,7 +59,7 @@ def test_probit_shrinks_each_logit_by_its_own_variance(moments):
     # MacKay's approximation.
     factor = 1 + math.pi / 8 * variances
     shrunk = moments.f_mu / factor.sqrt()
-    log_p = probit(*moments)
+    log_p = probit(moments)
     assert_close(log_p.exp(), shrunk.softmax(-1))
 
 
@@ -100,22 +100,22 @@ def test_the_links_samples_are_shared_by_a_batch():
     links = own_links(9, generator())
     monte_carlo = links["mc"]
     moments = three_alike()
-    first, _, third = monte_carlo(*moments)
+    first, _, third = monte_carlo(moments)
     assert torch.equal(first, third)
 
 
 def test_samples_of_a_search_are_each_examples_own():
     link = sampled(9, generator())
     moments = three_alike()
-    first, _, third = link(*moments)
+    first, _, third = link(moments)
     assert not torch.allclose(first, third)
 
 
 def test_samples_of_a_search_are_drawn_anew_at_every_call():
     link = sampled(9, generator())
     moments = three_alike()
-    once = link(*moments)
-    again = link(*moments)
+    once = link(moments)
+    again = link(moments)
     assert not torch.allclose(once, again)
 
 
@@ -144,8 +144,8 @@ def test_what_all_logits_share_plays_no_part(moments):
     # Var(f + c 1): each entry gains a row's and a column's part.
     shifted_var = f_var + share + share.mT
     shifted_mu = f_mu + 3
-    found = mean_field(shifted_mu, shifted_var)
-    expected = mean_field(f_mu, f_var)
+    found = mean_field(Moments(shifted_mu, shifted_var))
+    expected = mean_field(Moments(f_mu, f_var))
     assert_close(found, expected)
 
 
@@ -155,8 +155,8 @@ def test_classes_are_exchangeable(moments):
     permuted_mu = f_mu[:, order]
     rows = f_var[:, order]
     permuted_var = rows[:, :, order]
-    found = mean_field(permuted_mu, permuted_var)
-    log_p = mean_field(f_mu, f_var)
+    found = mean_field(Moments(permuted_mu, permuted_var))
+    log_p = mean_field(Moments(f_mu, f_var))
     assert_close(found, log_p[:, order])
 
 
@@ -191,7 +191,7 @@ def integrated(moments: Moments) -> Tensor:
 )
 def test_it_is_close_to_the_exact_integral(scale, measured):
     moments = some_moments(4, scale)
-    p = mean_field(*moments).exp()
+    p = mean_field(moments).exp()
     exact = integrated(moments)
     distance = total_variation(p, exact)
     assert distance < 1.1 * measured
@@ -200,7 +200,7 @@ def test_it_is_close_to_the_exact_integral(scale, measured):
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
 def test_its_probabilities_sum_to_1(scale):
     moments = some_moments(4, scale)
-    p = mean_field(*moments).exp()
+    p = mean_field(moments).exp()
     total = p.sum(-1)
     assert_close(total, torch.ones_like(total))
 
@@ -209,7 +209,7 @@ def test_its_probabilities_sum_to_1(scale):
 def test_it_is_closer_to_the_exact_integral_than_the_mean_of_the_logits(scale):
     moments = some_moments(4, scale)
     exact = integrated(moments)
-    p = mean_field(*moments).exp()
+    p = mean_field(moments).exp()
     distance = total_variation(p, exact)
     of_mean = moments.f_mu.softmax(-1)
     distance_of_mean = total_variation(of_mean, exact)
@@ -232,7 +232,7 @@ def test_extreme_moments_give_finite_logarithms_and_gradients(mean, variance):
     )
     of_each = variance * torch.eye(3)
     f_var = of_each[None].requires_grad_()
-    log_p = mean_field(f_mu, f_var)
+    log_p = mean_field(Moments(f_mu, f_var))
     log_p[0, 1].backward()
     assert f_mu.grad is not None
     assert f_var.grad is not None
@@ -245,7 +245,7 @@ def test_extreme_moments_give_finite_logarithms_and_gradients(mean, variance):
 def test_without_a_variance_it_is_the_softmax(mean):
     f_mu = torch.tensor([[mean, 0.0, -mean]])
     f_var = torch.zeros(1, 3, 3)
-    found = mean_field(f_mu, f_var)
+    found = mean_field(Moments(f_mu, f_var))
     expected = f_mu.log_softmax(-1)
     assert_close(found, expected)
 
@@ -263,7 +263,7 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
     # Steps of float32 at such a number are 8.
     f_var[:, [0, 1], [1, 0]] += 16
     f_var[1, [0, 2], [2, 0]] += 1024
-    log_p = mean_field(f_mu, f_var)
+    log_p = mean_field(Moments(f_mu, f_var))
     expected = f_mu.softmax(-1)
     assert_close(log_p.exp(), expected)
 
