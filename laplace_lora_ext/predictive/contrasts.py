@@ -95,7 +95,8 @@ class AlikeCovariances(NamedTuple):
     variances : torch.Tensor
         `(B, k + 2)`, a class's own
     covariances : torch.Tensor
-        `(B, k + 2, k + 2)` of two classes; on the diagonal of two of the same group
+        `(B, k + 2, k + 2)`, of two classes by their groups; on the diagonal, of two
+        that are in the same one
     """
 
     variances: Tensor
@@ -164,16 +165,9 @@ def completed(
     classes: Tensor,
     n_outputs: int,
 ) -> Tensor:
-    """Complete contrasts' covariances `(B, k, k)` to `(B, C, C)`, as `alike` tells.
+    """Complete contrasts' covariances `(B, k, k)` to `(B, C, C)`.
 
-    Parameters
-    ----------
-    covariance : torch.Tensor
-        `(B, k, k)`, 0 where an example needs fewer contrasts
-    classes : torch.Tensor
-        `(B, 1 + k)`, what `Contrasts.classes` returned
-    n_outputs : int
-        C
+    What they are is told by `alike`, which takes the same. C is `n_outputs`.
     """
     variances, covariances = alike(covariance, classes)
     n_examples, n_groups = variances.shape

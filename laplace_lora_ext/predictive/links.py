@@ -143,11 +143,12 @@ def _shrunk_by_groups(moments: DifferenceMoments) -> Tensor:
     of_others = torch.logsumexp(others[:, None, :] * factors[:, :, -1:], dim=2)
     sums = torch.cat([of_listed, of_others[:, :, None]], dim=2)
 
-    own = listed[:, :, None] * factors[:, :-1]
-    p_of_listed = -torch.logsumexp(sums[:, :-1] - own, dim=2)
-    own = f_mu[:, None, :] * factors[:, -1, :, None]  # (B, k + 2, C)
-    p_of_others = -torch.logsumexp(sums[:, -1, :, None] - own, dim=1)
-    log_p = pad(p_of_others, (0, 1)).scatter(1, columns, p_of_listed)
+    # One over p_i adds up exp(-m_i s) times these sums, over the groups of j.
+    m_listed = listed[:, :, None] * factors[:, :-1]
+    log_p_of_listed = -torch.logsumexp(sums[:, :-1] - m_listed, dim=2)
+    m_others = f_mu[:, None, :] * factors[:, -1, :, None]  # (B, k + 2, C)
+    log_p_of_others = -torch.logsumexp(sums[:, -1, :, None] - m_others, dim=1)
+    log_p = pad(log_p_of_others, (0, 1)).scatter(1, columns, log_p_of_listed)
     return log_p[:, :n_outputs]
 
 
