@@ -67,8 +67,7 @@ class GridSearch(TuningMethod):
     `la.logit_scale`. One more point, far beyond the grid, has no variance to speak of:
     that is temperature scaling. So the pair is no worse on the validation data than the
     best prior or the best temperature alone, by the loss with a penalty of 4 (log
-    scale)² above 1 and half of (log scale)² below, which keeps few examples from asking
-    for much.
+    scale)² on scales above 1, which keeps few examples from asking for much.
 
     Of a regression it chooses `la.sigma_noise` along with the prior precision λ. The
     grid is then of λ sigma_noise² in units of the mean squared slope of an output in

@@ -29,10 +29,9 @@ _QUARTERS = np.arange(-4, 8) / 4
 LOGIT_SCALES = np.append(5.0**_QUARTERS, 20.0)
 """Scales of the logits at which losses are summed, from 0.2 to 20; 1 is one of them."""
 
-PENALTY_BELOW = 0.5
-PENALTY_ABOVE = 4.0
-"""Times the squared logarithm of a scale below or above 1: what is added to the summed
-loss, in nats.
+PENALTY = 4.0
+"""Times the squared logarithm of a scale above 1: what is added to the summed loss, in
+nats.
 
 Chosen by draws of few texts, on tasks that settings are chosen on
 (benchmarks/results/penalty.md).
@@ -144,10 +143,10 @@ class WithLogitScale:
     the prior alone: what is best of all priors and scales is no worse than either.
 
     Few examples say little of s: thirty that are all right would ask for a very large
-    one. So `scale_penalty` is added to the summed loss, as by a prior around 1 that has
-    log-normal halves. It holds large scales back more than small ones: models that have
-    learnt their examples by heart are too sure, as a rule, and to be less sure of a few
-    examples does little harm.
+    one. So `scale_penalty` is added to the summed loss, which holds large scales back.
+    Small ones are free: models that have learnt their examples by heart are too sure,
+    as a rule, and to be less sure of a few examples does little harm. So where a search
+    ends without a variance, what it has chosen is the temperature itself.
 
     Parameters
     ----------
@@ -231,8 +230,7 @@ class WithLogitScale:
 
 def scale_penalty(log_scale: np.ndarray | float) -> np.ndarray:
     """Compute what a scale adds to a summed loss, in nats, from its logarithm."""
-    factor = np.where(np.less(log_scale, 0), PENALTY_BELOW, PENALTY_ABOVE)
-    return factor * np.square(log_scale)
+    return PENALTY * np.square(np.maximum(log_scale, 0))
 
 
 @dataclass(frozen=True)

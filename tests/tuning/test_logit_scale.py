@@ -23,8 +23,7 @@ from laplace_lora_ext import (
 from laplace_lora_ext.saving import read_state, write_state
 from laplace_lora_ext.tuning.scales import (
     LOGIT_SCALES,
-    PENALTY_ABOVE,
-    PENALTY_BELOW,
+    PENALTY,
     GridLosses,
     WithLogitScale,
 )
@@ -382,7 +381,7 @@ def penalty_of(
     batches: list[Batch],
 ) -> float:
     """What a scale adds to the mean loss of some texts."""
-    factor = PENALTY_ABOVE if scale > 1 else PENALTY_BELOW
+    factor = PENALTY if scale > 1 else 0.0
     squared_log = math.log(scale) ** 2
     # As much for all texts together, however many there are.
     return factor * squared_log / size(batches)
@@ -630,13 +629,13 @@ def test_the_choice_is_the_best_between_the_scales_too(link):
 @pytest.mark.parametrize(
     ("best", "penalty"),
     [
-        pytest.param(-0.9, PENALTY_BELOW, id="below 1"),
-        pytest.param(0.9, PENALTY_ABOVE, id="above 1"),
+        pytest.param(-0.9, 0.0, id="below 1"),
+        pytest.param(0.9, PENALTY, id="above 1"),
         # Where there is nothing to choose between them.
-        pytest.param(0.0, PENALTY_ABOVE, id="at 1"),
+        pytest.param(0.0, PENALTY, id="at 1"),
     ],
 )
-def test_each_side_of_1_has_a_penalty_of_its_own(best, penalty):
+def test_scales_above_1_alone_have_a_penalty(best, penalty):
     curvature = 3.0
     logs = torch.from_numpy(LOGIT_SCALES).log()
     losses = curvature * (logs - best) ** 2
