@@ -37,7 +37,7 @@ from laplace_lora_ext import DataCollatorForChoices
 MEMBER_SEEDS = 1000  # from one member of an ensemble to the next
 # Texts in a batch of predictions: an accelerator takes many for the time of a few.
 PREDICTION_BATCH_SIZE = 8
-PREDICTION_BATCH_SIZE_ON_ACCELERATOR = 64
+PREDICTION_BATCH_SIZE_ON_ACCELERATOR = 16
 # Options that replace a hyperparameter of the same name.
 OVERRIDES = ("steps", "learning_rate", "batch_size", "maximum_length", "checkpoints")
 TRAIN = "train"

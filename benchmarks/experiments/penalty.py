@@ -18,9 +18,9 @@ from laplace_lora_ext.predictive.links import mean_field
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.gridsearch import grid_of_priors
 
-# From 0.2 to 20 as in a search, but close enough to need no spline between them.
-SCALES = 5.0 ** (np.arange(-16, 31) / 16)
-PRESENT = 16  # the place of the scale 1
+# From 0.04 to 20 as in a search, but close enough to need no spline between them.
+SCALES = 5.0 ** (np.arange(-32, 31) / 16)
+PRESENT = 32  # the place of the scale 1
 # The last is far beyond the grid of a search: without variance.
 PRIORS = (*grid_of_priors(-4, 4, 50, 10.0, None).tolist(), 1e12)
 ONE_OF_TWENTY = 0.95  # quantile: only one draw of twenty is worse

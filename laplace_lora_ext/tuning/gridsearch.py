@@ -62,7 +62,7 @@ _BYTES = 2**28  # of statistics that wait to be scored together
 class GridSearch(TuningMethod):
     """Try a grid of scalars, or of factors of `init_prior_prec`, on validation data.
 
-    With each prior precision, the search tries scales of the logits from 0.2 to 20, by
+    With each prior precision, the search tries scales of the logits from 0.04 to 20, by
     the same Gaussian logits, and chooses the best pair: `la.prior_precision` and
     `la.logit_scale`. One more point, far beyond the grid, has no variance to speak of:
     that is temperature scaling. So the pair is no worse on the validation data than the

@@ -25,9 +25,12 @@ from laplace_lora_ext.tuning.method import (
     check_grid,
 )
 
-_QUARTERS = np.arange(-4, 8) / 4
+_QUARTERS = np.arange(-8, 8) / 4
 LOGIT_SCALES = np.append(5.0**_QUARTERS, 20.0)
-"""Scales of the logits at which losses are summed, from 0.2 to 20; 1 is one of them."""
+"""Scales of the logits at which losses are summed, from 0.04 to 20; 1 is one of them.
+
+Texts learnt by heart ask for temperatures of 5 to 11 (benchmarks/results/answers.md).
+"""
 
 PENALTY = 4.0
 """Times the squared logarithm of a scale above 1: what is added to the summed loss, in
@@ -210,7 +213,8 @@ class WithLogitScale:
         log_scale = float(logs[middle])
         if np.isfinite(losses).all():
             # The loss is smooth in log s. Between two scales a spline is exact to 1e-4
-            # or better, and a polynomial through more of them is not.
+            # or better, at its ends to 3e-4, and a polynomial through more of them is
+            # not.
             spline = CubicSpline(logs, losses)
             search = minimize_scalar(
                 lambda log_scale: spline(log_scale) + scale_penalty(log_scale),

@@ -445,10 +445,10 @@ def lowest_of_temperatures(
     f_mu = torch.cat(logits)
     y = torch.cat(labels)
     losses = []
-    # From 0.2 to 20, so close to each other that the best is among them.
-    lowest = math.log10(0.2)
+    # From 0.04 to 20, so close to each other that the best is among them.
+    lowest = math.log10(0.04)
     highest = math.log10(20)
-    exponents = torch.linspace(lowest, highest, 400)
+    exponents = torch.linspace(lowest, highest, 600)
     for exponent in exponents.tolist():
         scale = 10**exponent
         loss = cross_entropy(scale * f_mu, y).item()
@@ -652,6 +652,27 @@ def test_scales_above_1_alone_have_a_penalty(best, penalty):
     assert found.penalty == pytest.approx(of_scale / 2, abs=1e-9)
     objective = (loss + of_scale) / 2
     assert found.objective == pytest.approx(objective, abs=1e-9)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0, 10.0, 20.0])
+def test_a_temperature_is_found_that_the_logits_ask_for(temperature):
+    torch.manual_seed(0)
+    logits = torch.randn(3000, 4, dtype=torch.float64)
+    labels = torch.distributions.Categorical(logits=logits).sample()
+    # Far surer than right, or less sure.
+    stretched = temperature * logits
+    losses = [
+        cross_entropy(scale * stretched, labels, reduction="sum")
+        for scale in LOGIT_SCALES
+    ]
+    score = WithLogitScale("mean_field", n_samples=1, seed=0)
+    found = score.best(torch.stack(losses), len(labels))
+    assert found.logit_scale is not None
+    # Three thousand labels tell the scale to about a fiftieth.
+    assert found.logit_scale * temperature == pytest.approx(1, abs=0.1)
+    chosen = cross_entropy(found.logit_scale * stretched, labels).item()
+    # A spline is least exact at its ends.
+    assert found.objective - found.penalty == pytest.approx(chosen, abs=3e-4)
 
 
 def test_a_few_texts_that_are_all_right_do_not_ask_for_the_largest_scale():
