@@ -59,9 +59,9 @@ def losses_with(lowest, depth):
         (LENIENT, SCALED_UP, 35, SCALED_UP),
         (STRICT, SCALED_UP, 37, SCALED_UP),
         (STRICT, SCALED_UP, 35, FIRST_UNSCALED),
-        # At the first, 0.2, one of 1 asks for (log 0.2)², about 2.6 nats.
-        (STRICT, SCALED_DOWN, 3, SCALED_DOWN),
-        (STRICT, SCALED_DOWN, 2, FIRST_UNSCALED),
+        # At the first, 0.04, one of 1 asks for (log 0.04)², about 10.4 nats.
+        (STRICT, SCALED_DOWN, 11, SCALED_DOWN),
+        (STRICT, SCALED_DOWN, 10, FIRST_UNSCALED),
         (PRIOR_ALONE, NOT_SCALED, 1, NOT_SCALED),
         (PRIOR_ALONE, SCALED_DOWN, 100, FIRST_UNSCALED),
         (TEMPERATURE_ALONE, TEMPERED, 1, TEMPERED),
