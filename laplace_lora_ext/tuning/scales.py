@@ -212,9 +212,9 @@ class WithLogitScale:
         objective = float(objectives[middle])
         log_scale = float(logs[middle])
         if np.isfinite(losses).all():
-            # The loss is smooth in log s. Between two scales a spline is exact to 1e-4
-            # or better, at its ends to 3e-4, and a polynomial through more of them is
-            # not.
+            # The loss is smooth in log s. Between two scales a spline is exact to 1e-4,
+            # or to 1e-3 at its ends and where logits are tens apart. A polynomial
+            # through more of them is not.
             spline = CubicSpline(logs, losses)
             search = minimize_scalar(
                 lambda log_scale: spline(log_scale) + scale_penalty(log_scale),
