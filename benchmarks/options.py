@@ -4,7 +4,7 @@ A dataclass for each experiment: its docstring describes it, its fields are the 
 Whole numbers are at least 1 unless a field says otherwise.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,6 @@ def option(
 ) -> Any:
     """Make a field with a help text, and with what argparse can't read off its type."""
     return field(default=default, metadata={"help": text, **keywords})
-
-
-def with_default(options: type, name: str, default: Any) -> Any:
-    """Make a field that differs by its default alone from the one of a base class."""
-    (base,) = (each for each in fields(options) if each.name == name)
-    return field(default=default, metadata=base.metadata)
 
 
 @dataclass(frozen=True)
@@ -182,56 +176,6 @@ class Merge(SeveralSeeds):
     """Do posteriors help to merge adapters? Intents (--data): minutes a seed."""
 
     task: str = option("travel", "a task of intents, such as travel, banking or work")
-
-
-@dataclass(frozen=True)
-class Molecules(SeveralSeeds):
-    """Do posteriors help to predict numbers? Molecules (--data): minutes a seed."""
-
-    task: str = option(
-        "photoswitches",
-        "CSV file in DATA/molecules to read SMILES and a property from",
-        choices=("photoswitches", "redox_mer"),
-    )
-    train_examples: int = option(
-        100, "molecules to fine-tune on, a fifth of which chooses"
-    )
-    test_examples: int = option(200, "molecules to measure every method on")
-
-
-@dataclass(frozen=True)
-class InRounds:
-    """What is asked where what to know next is chosen, and learnt, by rounds."""
-
-    # No heir of the other options, which would replace those of a second base again.
-    rounds: int = option(5, "choices, with a training for each")
-    batch: int = option(10, "texts or molecules to choose at a time")
-    steps: int = option(150, "training steps on those that are known to begin with")
-    share: float = option(0.3, "of these steps, to train on in each round")
-
-
-@dataclass(frozen=True)
-class Optimisation(InRounds, Molecules):
-    """Which molecules to measure next for the best one (--data)? Minutes a seed."""
-
-    train_examples: int = option(10, "molecules that are known to begin with")
-    test_examples: int = option(290, "molecules to choose from")
-    rounds: int = with_default(InRounds, "rounds", 10)
-    batch: int = with_default(InRounds, "batch", 3)
-    steps: int = with_default(InRounds, "steps", 100)
-
-
-@dataclass(frozen=True)
-class Active(InRounds, SeveralSeeds):
-    """Which texts to label next? Intents (--data): ten minutes a seed."""
-
-    task: str = option(
-        "travel",
-        "intents of one domain of CLINC150, of all of it, or of banking77",
-        choices=("travel", "banking", "work", "clinc150", "banking77"),
-    )
-    intents: int = option(15, "intents to keep, the first of the alphabet")
-    checkpoints: int = option(1, "checkpoints to keep of each training")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
@@ -29,14 +29,6 @@ Element = TypeVar("Element")
 def as_dataset(elements: Sequence[Element]) -> Dataset[Element]:
     """Return a sequence as a data set, of which loaders read nothing more."""
     return cast("Dataset[Element]", elements)
-
-
-def divided_at(records: Records, places: Iterable[int]) -> tuple[Records, Records]:
-    """Divide records into those at some places, in their order, and the rest."""
-    chosen = list(places)
-    is_chosen = set(chosen)
-    rest = [each for place, each in enumerate(records) if place not in is_chosen]
-    return [records[place] for place in chosen], rest
 
 
 @dataclass(frozen=True)
@@ -192,19 +184,6 @@ class Smoothed(Recipe):
     ) -> Tensor:
         """Compute the mean loss of a batch at smoothed labels."""
         return cross_entropy(model(batch), labels, label_smoothing=self.label_smoothing)
-
-
-class UpperLayers(Recipe):
-    """LoRA layers in the upper half of the encoder alone, which is quicker."""
-
-    name = "upper layers"
-
-    def __init__(self, n_layers: int) -> None:
-        self.layers = list(range(n_layers // 2, n_layers))
-
-    def adapters(self, lora: LoraConfig) -> LoraConfig:
-        """Choose the layers."""
-        return replace(lora, layers_to_transform=self.layers)
 
 
 def train(

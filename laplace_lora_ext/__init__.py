@@ -4,7 +4,6 @@ Importing this package registers `subset_of_weights="lora"` with `laplace.Laplac
 the structures "lowrank_kron", "kron", "diag" and "full".
 """
 
-import laplace_lora_ext.acquisitions as acquisitions
 import laplace_lora_ext.metrics as metrics
 import laplace_lora_ext.plots as plots
 from laplace_lora_ext.curvature.backend import PAPER_SETTINGS
@@ -58,7 +57,6 @@ __all__ = [
     "TokenGridSearch",
     "TuningHistory",
     "ValGD",
-    "acquisitions",
     "from_pretrained",
     "in_stages",
     "merge",

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import laplace_lora_ext.saving as saving
-from laplace_lora_ext.acquisitions import Acquisition
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.structure import Structure
 from laplace_lora_ext.fit import Fit, NoFit, fit
@@ -1181,54 +1180,6 @@ class LoRALaplace(ParametricLaplace):
             x, pred_type, n_samples, diagonal_output, generator
         )
         return self.model.in_places(samples, x, dim=1)
-
-    def acquire(
-        self,
-        pool: Iterable[Any],
-        n: int,
-        by: str = "bald",
-        *,
-        best: float | None = None,
-        beta: float = 2.0,
-        n_samples: int = 64,
-        seed: int = 0,
-        progress_bar: bool = False,
-    ) -> Tensor:
-        """Choose from a pool what to label or measure next.
-
-        Parameters
-        ----------
-        pool : DataLoader or iterable
-            of batches, with or without labels, in a fixed order
-        n : int
-            how many to choose
-        by : str
-            of classes "bald", "batch_bald" (for several texts at once), "entropy" or
-            "margin"; of one number, the larger the better, "expected_improvement",
-            "upper_confidence_bound" or "thompson"
-        best : float, optional
-            the largest number that is known, for "expected_improvement"
-        beta : float, default=2
-            standard deviations of "upper_confidence_bound"
-        n_samples : int, default=64
-            functions that "batch_bald" draws
-        seed : int, default=0
-            of what is drawn
-        progress_bar : bool, default=False
-
-        Returns
-        -------
-        torch.Tensor
-            `(n,)` places in the pool, the best first
-
-        Raises
-        ------
-        ValueError
-            For another `by`, a pool with fewer than n examples, several outputs, or a
-            missing `best`.
-        """
-        acquisition = Acquisition(by, best, beta, n_samples, seed, progress_bar)
-        return acquisition.choose(self, pool, n)
 
     @without_autocast
     def functional_variance(self, Js: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 import laplace_lora_ext.saving as saving
-from laplace_lora_ext.acquisitions import Acquisition
 from laplace_lora_ext.laplace import from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.models.adapters import (
@@ -185,27 +184,6 @@ class LaplaceMixture:
             batch_size=batch_size,
             progress_bar=progress_bar,
         )
-
-    @exclusive
-    def acquire(
-        self,
-        pool: Iterable[Any],
-        n: int,
-        by: str = "bald",
-        *,
-        best: float | None = None,
-        beta: float = 2.0,
-        n_samples: int = 64,
-        seed: int = 0,
-        progress_bar: bool = False,
-    ) -> Tensor:
-        """Choose from a pool what to label or measure next.
-
-        Parameters, result and errors are those of `LoRALaplace.acquire`. Functions are
-        drawn from all members, from the first ones the rest.
-        """
-        acquisition = Acquisition(by, best, beta, n_samples, seed, progress_bar)
-        return acquisition.choose(self, pool, n)
 
     def amortize(
         self,

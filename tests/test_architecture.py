@@ -18,7 +18,7 @@ FLOORS = [
     {"training"},
     {"tuning"},
     {"text"},
-    {"saving", "sums", "metrics", "acquisitions"},
+    {"saving", "sums", "metrics"},
     {"fit", "problems"},
     {"lora_laplace"},
     {"structures"},

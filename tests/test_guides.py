@@ -135,7 +135,6 @@ class Labels:
         self.names.update(
             val_loader=loader,
             test_loader=loader,
-            pool=loader,
             batch=batch,
         )
         return batch
@@ -214,7 +213,6 @@ def test_several_labels(labels_guide):
     is_yes = p > 0.5
     assert torch.equal(prediction.labels, is_yes.long())
     assert prediction.epistemic_entropy.shape == labels.shape
-    assert len(names["places"]) == 2
 
 
 @ignoring(f"{OF_TINY_MODELS}|best prior")
@@ -236,7 +234,6 @@ def test_labels_of_tokens(labels_guide):
     assert (of_padding == -100).all()
     has_no_doubt = names["doubt"].isnan()
     assert torch.equal(has_no_doubt, ~is_real)
-    assert len(names["places"]) == 2
 
 
 # --- priors ---------------------------------------------------------------------------

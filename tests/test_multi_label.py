@@ -589,29 +589,6 @@ def test_a_mixtures_prior_is_searched():
     assert_close(surer.prior_precision, expected)
 
 
-@pytest.mark.parametrize("by", ["bald", "entropy", "margin"])
-def test_texts_are_acquired_by_what_all_their_labels_tell(by):
-    la = fitted()
-    places = la.acquire(batches(), N_TEXTS, by=by)
-    # Each text once, although each has several labels.
-    in_order = sorted(places.tolist())
-    assert in_order == list(range(N_TEXTS))
-
-
-def test_the_first_text_has_the_most_information_in_the_sum_of_its_labels():
-    la = fitted()
-    first, *_ = la.acquire(batches(), N_TEXTS, by="bald")
-    prediction = la.predict(batches(), generator=generator())
-    of_texts = prediction.epistemic_entropy.sum(1)
-    assert first == of_texts.argmax()
-
-
-def test_batches_of_texts_with_several_labels_are_not_acquired_jointly():
-    la = fitted()
-    with pytest.raises(ValueError, match='use "bald"'):
-        la.acquire(batches(), 1, by="batch_bald")
-
-
 # --- trainings ------------------------------------------------------------------------
 
 

@@ -1068,20 +1068,6 @@ def test_another_likelihoods_data_or_models_are_told_which_it_is(
         attempt()
 
 
-def test_what_ranks_whole_texts_is_refused():
-    la = fitted()
-    message = r"epistemic_entropy.nansum\(1\)"
-    with pytest.raises(NotImplementedError, match=message):
-        la.acquire(batches(), 2)
-
-
-def test_what_the_refusal_says_ranks_whole_texts():
-    prediction = predicted(fitted(), batches())
-    of_texts = prediction.epistemic_entropy.nansum(1)
-    assert of_texts.shape == (N_TEXTS,)
-    assert of_texts.isfinite().all()
-
-
 def test_a_structure_without_rows_of_tokens_is_refused():
     message = 'hessian_structure="lowrank_kron", "diag" or "full"'
     with pytest.raises(ValueError, match=message):

@@ -416,16 +416,3 @@ def write_intents(
                 rows.append(row)
         folder = data / "clinc" / "clinc_oos" / "plus"
         write_rows(rows, folder / f"{split}.jsonl")
-
-
-def write_molecules(
-    molecules: list[str],
-    data: Path,
-) -> None:
-    """Write SMILES, with wavelengths that grow by 5 a letter."""
-    lines = ["SMILES,Pi-Pi* Transition Wavelength"]
-    lines += [f"{smiles},{300 + 5 * len(smiles)}" for smiles in molecules]
-    folder = data / "molecules"
-    folder.mkdir(parents=True)
-    content = "\n".join(lines)
-    (folder / "photoswitches.csv").write_text(content, encoding="utf-8")
