@@ -19,7 +19,6 @@ from tests.support.models import (
     ragged_batches,
 )
 from tests.support.posteriors import another_training
-from tests.support.trainers import trainer_of
 from tests.test_readme import FENCE, PROMPTS, write_adapter
 from tests.test_token_classification import token_classifier
 
@@ -265,25 +264,6 @@ def test_numbers_with_their_noise(capsys):
     assert set(figures) == {"rmse", "nll", "coverage", "crps"}
     printed = capsys.readouterr()
     assert "coverage" in printed.out
-
-
-@ignoring(OF_TINY_MODELS)
-def test_new_data_without_the_old(tmp_path):
-    model = lora_model("bert", torch.float32)
-    la = laplace_lora_ext.Laplace(model)
-    la.fit(ragged_batches())
-    trainer = trainer_of(tmp_path, model=model)
-    names = {
-        "laplace_lora_ext": laplace_lora_ext,
-        "la": la,
-        "new_trainer": trainer,
-        "new_loader": ragged_batches(seed=2),
-    }
-    run_section("priors.md", "New data, without the old", names)
-    of_both = names["la_of_both"]
-    assert of_both.n_data == 2 * la.n_data
-    # The adapter that was trained is the posterior's.
-    assert la.penalty() > 0
 
 
 def test_one_adapter_out_of_several():
