@@ -123,7 +123,8 @@ class LoRALaplace(ParametricLaplace):
         `peft.LoraConfig`. They want a much smaller prior precision than LoRA weights
     weight_names : collection of str, optional
         names of weights without the adapter's name, such as "...query.lora_B.weight":
-        these alone take part, whether or not they require grad
+        these alone take part, whether or not they require grad. Other selections are
+        refused beside them
     **kwargs
         as for the host's class of the same structure: `prior_precision`, `prior_mean`,
         `sigma_noise`, `temperature`, `enable_backprop`, `dict_key_x` and so on
@@ -159,8 +160,8 @@ class LoRALaplace(ParametricLaplace):
     Raises
     ------
     ValueError
-        If the model has no LoRA weights, or other weights or answers than the options
-        ask for.
+        If the model has no LoRA weights, or not all of the weights or answers that the
+        options ask for.
     NotImplementedError
         For weights or models that no posterior can be over; the message names them.
     """

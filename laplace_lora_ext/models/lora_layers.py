@@ -76,7 +76,7 @@ def find_blocks(
     tokens.
 
     A `ValueError` if there is no such layer, if the adapter is merged, disabled or not
-    the only active one, or if nothing matches a selection. A `NotImplementedError` if
+    the only active one, or if a name or an index of a selection matches nothing. A `NotImplementedError` if
     layers have no parameters of their own for weights, if a head is not linear or too
     large, and for FSDP1, DeepSpeed ZeRO-3 and tensor parallelism.
     """
@@ -87,6 +87,11 @@ def find_blocks(
         if adapter in _adapters_of(layer)
     }
     if weight_names is not None:
+        if not (target_modules is layers_to_transform is None and not modules_to_save):
+            raise ValueError(
+                "weight_names name all weights that take part: leave out "
+                "target_modules, layers_to_transform and modules_to_save."
+            )
         blocks = _named(model, layers, adapter, weight_names)
     else:
         selected = _selected(layers, target_modules, layers_to_transform)
@@ -434,7 +439,7 @@ def _selected(
     target_modules: str | Sequence[str] | None,
     layers_to_transform: int | Iterable[int] | None,
 ) -> Layers:
-    """Select layers as `peft.LoraConfig` does by name; an error if none."""
+    """Select layers; an error if a name or an index matches none."""
     if target_modules is None and layers_to_transform is None:
         return layers
     if target_modules is None:  # PEFT reads layer indices only beside names of modules
@@ -447,22 +452,41 @@ def _selected(
         indices = layers_to_transform
     else:
         indices = list(layers_to_transform)
-    config = LoraConfig(target_modules=targets, layers_to_transform=indices)
-    # Before a name in full, PEFT would pass over the layer's index: let it see but ends
-    # of names.
-    dot = "" if isinstance(targets, str) else "."
-    selected: dict[str, BaseTunerLayer] = {}
-    for name, layer in layers.items():
-        names = _chosen_by(name, layer)
-        if any(check_target_module_exists(config, dot + chosen) for chosen in names):
-            selected[name] = layer
-    if not selected:
+    selected = _matching(layers, targets, indices)
+    # What matches nothing beside names that do is a slip, too.
+    missing: list[str] = []
+    if target_modules is not None and not isinstance(targets, str):
+        for target in targets:
+            if not _matching(layers, [target], indices):
+                missing.append(target)
+    if isinstance(indices, list):
+        for index in indices:
+            if not _matching(layers, targets, index):
+                missing.append(f"layer {index}")
+    if missing or not selected or indices == []:
         raise ValueError(
-            f"No LoRA layer matches target_modules={target_modules!r}, "
+            f"No LoRA layer matches {listed(missing) or 'the selection'}, of "
+            f"target_modules={target_modules!r} and "
             f"layers_to_transform={layers_to_transform!r}; there are "
             f"{listed(list(layers))}."
         )
     return selected
+
+
+def _matching(
+    layers: Layers, targets: str | list[str], indices: int | list[int] | None
+) -> Layers:
+    """Select layers as `peft.LoraConfig` does by name, in layers of some indices."""
+    config = LoraConfig(target_modules=targets, layers_to_transform=indices)
+    # Before a name in full, PEFT would pass over the layer's index: let it see but ends
+    # of names.
+    dot = "" if isinstance(targets, str) else "."
+    matching: dict[str, BaseTunerLayer] = {}
+    for name, layer in layers.items():
+        names = _chosen_by(name, layer)
+        if any(check_target_module_exists(config, dot + chosen) for chosen in names):
+            matching[name] = layer
+    return matching
 
 
 def _trained(
@@ -491,19 +515,21 @@ def _named(
     adapter: str,
     weight_names: Collection[str],
 ) -> list[Block]:
-    """Make blocks of weights, trained or not; an error if there are none."""
+    """Make blocks of weights, trained or not; an error if one is not there."""
+    names = {weight_names} if isinstance(weight_names, str) else set(weight_names)
     of_attention = _within_attention(layers)
     blocks: list[Block] = []
     for name, layer in layers.items():
         matrices = _matrices(name, layer, adapter, id(layer) in of_attention)
-        blocks += [block for block in matrices if block.known_as in weight_names]
+        blocks += [block for block in matrices if block.known_as in names]
     for weight in head_weights(model, adapter):
-        if bare_name(weight.name) in weight_names:
+        if bare_name(weight.name) in names:
             blocks.append(weight.block())
-    if not blocks:
+    missing = sorted(names - {block.known_as for block in blocks})
+    if missing or not blocks:
         raise ValueError(
-            f"The model has none of the weights {listed(sorted(weight_names))}; there "
-            f"are the LoRA layers {listed(list(layers))}."
+            f"The model has none of the weights {listed(missing)}; there are the LoRA "
+            f"layers {listed(list(layers))}."
         )
     return blocks
 

@@ -151,7 +151,14 @@ def test_selection_speaks_pefts_words(bert, selection, expected):
     "selection",
     [
         {"target_modules": ["key"]},
+        {"target_modules": ["query", "key"]},
+        {"target_modules": ".*key"},
         {"layers_to_transform": [7]},
+        {"layers_to_transform": [1, 7]},
+        {"layers_to_transform": 7},
+        {"layers_to_transform": []},
+        # The output layer is in no layer with a number.
+        {"target_modules": ["value", "classifier"], "layers_to_transform": [1]},
     ],
     ids=str,
 )
@@ -169,9 +176,31 @@ def test_a_weight_takes_part_by_its_name_whether_or_not_it_requires_grad(bert):
     found = find_blocks(bert, weight_names=[frozen.known_as])
     assert names(found) == [frozen.name]
     assert other.weight.requires_grad
-    message = r"none of the weights elsewhere.*layer\.0"
+    assert names(find_blocks(bert, weight_names=frozen.known_as)) == [frozen.name]
+
+
+def test_each_name_of_a_weight_or_a_head_must_be_there(bert):
+    first, *_ = find_blocks(bert)
+    message = r"none of the weights elsewhere, nowhere; .*layer\.0"
     with pytest.raises(ValueError, match=message):
-        find_blocks(bert, weight_names=["elsewhere"])
+        find_blocks(bert, weight_names=[first.known_as, "nowhere", "elsewhere"])
+    with pytest.raises(ValueError, match="no modules_to_save elsewhere"):
+        find_blocks(bert, modules_to_save=["classifier", "elsewhere"])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"target_modules": ["query"]},
+        {"layers_to_transform": 0},
+        {"modules_to_save": True},
+    ],
+    ids=str,
+)
+def test_no_selection_is_passed_over_beside_names_of_weights(bert, other):
+    first, *_ = find_blocks(bert)
+    with pytest.raises(ValueError, match="leave out"):
+        find_blocks(bert, weight_names=[first.known_as], **other)
 
 
 # --- refused --------------------------------------------------------------------------
