@@ -394,6 +394,8 @@ class LaplaceMixture:
                 "A mixture is saved if its members are adapters of one PeftModel: save "
                 "these posteriors one by one."
             )
+        # It is written last: a folder without it holds no mixture, only parts.
+        Path(folder, _DESCRIPTION).unlink(missing_ok=True)
         for member, name in zip(self.members, names, strict=True):
             # PEFT gives any adapter but "default" a folder of its own.
             parent = Path(folder, name) if name == "default" else Path(folder)

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from laplace_lora_ext.files import write_whole
 from laplace_lora_ext.messages import check_counts, warn
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -80,7 +81,7 @@ def write_sealed(path: Path, content: bytes) -> None:
     checksum = hashlib.sha256(content).hexdigest().encode()
     # As long as what it stands for: offsets of tensors in the file stay right.
     sealed = content.replace(_SEAL + UNKNOWN.encode(), _SEAL + checksum, 1)
-    path.write_bytes(sealed)
+    write_whole(path, sealed)
 
 
 def read_sealed(path: Path, what: str) -> bytes:

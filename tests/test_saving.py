@@ -164,6 +164,24 @@ def test_no_damaged_file_is_loaded(tmp_path):
     assert torch.equal(read.mean, la.mean)
 
 
+def test_an_interrupted_save_leaves_the_posterior_of_before(tmp_path, monkeypatch):
+    la = fitted()
+    la.save_pretrained(tmp_path)
+    write = Path.write_bytes
+
+    def write_half(path: Path, content: bytes) -> int:
+        write(path, content[: len(content) // 2])
+        raise OSError("no space left on the disk")
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "write_bytes", write_half)
+        with pytest.raises(OSError, match="no space left"):
+            la.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    read = from_pretrained(la.model.model, tmp_path)
+    assert_same_posterior(read, la)
+
+
 class WithOptions(LowRankKronGGN):
     """A backend of a user's own, with options of all kinds."""
 

@@ -36,6 +36,7 @@ from laplace_lora_ext.commands.arguments import DemoArguments
 from laplace_lora_ext.commands.page import doubtful_first, page, shortened, table
 from laplace_lora_ext.commands.texts import UsageError
 from laplace_lora_ext.commands.training import trainer_with_bar
+from laplace_lora_ext.files import write_whole
 from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.plots import Outcomes
 
@@ -101,7 +102,7 @@ def demo(arguments: DemoArguments) -> None:
         SECTIONS,
         [table(header, rows)],
     )
-    output.write_text(document, encoding="utf-8")
+    write_whole(output, document.encode())
     print(f"\nPictures: {output.resolve()}")
 
 

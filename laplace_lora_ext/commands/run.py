@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from laplace_lora_ext.commands.loading import check_new, load
 from laplace_lora_ext.commands.page import page
 from laplace_lora_ext.commands.texts import UsageError
 from laplace_lora_ext.commands.training import trainer_with_bar
+from laplace_lora_ext.files import write_whole
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.predictive.decisions import Prediction
 
@@ -105,10 +107,9 @@ def predict(arguments: PredictArguments) -> None:
 def _keep_whole_lines(output: Path) -> int:
     """Cut off an unfinished last line, and count the others."""
     written = output.read_bytes()
-    whole = written[: written.rfind(b"\n") + 1]
-    if whole != written:
-        output.write_bytes(whole)
-    return whole.count(b"\n")
+    end = written.rfind(b"\n") + 1
+    os.truncate(output, end)
+    return written.count(b"\n", 0, end)
 
 
 def report(arguments: ReportArguments) -> None:
@@ -122,7 +123,7 @@ def report(arguments: ReportArguments) -> None:
     results = plots.outcomes(la, loaded.batches(texts, labels), progress_bar=True)
     document = page(arguments.title, results, texts, loaded.classes.names)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(document, encoding="utf-8")
+    write_whole(output, document.encode())
     print(f"The report is in {output}.")
 
 

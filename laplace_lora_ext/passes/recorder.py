@@ -252,9 +252,11 @@ class Recorder:
                         partial(note, index)
                     )
                     hooks.callback(handle.remove)
-            yield
-        called |= self.layouts.reached
-        self.layouts.reached |= before
+            try:
+                yield
+            finally:
+                called |= self.layouts.reached
+                self.layouts.reached |= before
 
     def check_called(self, called: Collection[int]) -> None:
         """Refuse a fit whose layers were never called, and so have no curvature."""

@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from transformers import TrainerCallback
 
+from laplace_lora_ext.files import write_whole
 from laplace_lora_ext.models.adapters import (
     find_peft_model,
     read_adapter,
@@ -137,4 +138,4 @@ def _write(
     folder: Path,
     content: dict[str, Any],
 ) -> None:
-    (folder / _MARK).write_text(json.dumps(content), encoding="utf-8")
+    write_whole(folder / _MARK, json.dumps(content).encode())
