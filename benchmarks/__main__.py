@@ -22,6 +22,7 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Settings,
     options.Penalty,
     options.Merge,
+    options.Remember,
     options.Labels,
     options.Overview,
     options.Evidence,
