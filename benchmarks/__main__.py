@@ -22,7 +22,6 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Settings,
     options.Penalty,
     options.Merge,
-    options.Remember,
     options.Labels,
     options.Overview,
     options.Evidence,

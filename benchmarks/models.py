@@ -56,11 +56,6 @@ class AdaptedModel:
             if "lora_A" in name or "lora_B" in name
         ]
 
-    @property
-    def trained_weights(self) -> list[nn.Parameter]:
-        """List the weights that are trained: those of LoRA layers and a head."""
-        return [each for each in self.model.parameters() if each.requires_grad]
-
     def at(self, step: int) -> "AdaptedModel":
         """Go back to a checkpoint; what is returned knows no later ones."""
         # A checkpoint has the weights that were trained, and none of the others.

@@ -179,20 +179,6 @@ class Merge(SeveralSeeds):
 
 
 @dataclass(frozen=True)
-class Remember(SeveralSeeds):
-    """Domains one after the other: what is forgotten? CLINC150 (--data)."""
-
-    task: str = option(
-        "travel+banking+work", "domains of CLINC150 to learn, in this order"
-    )
-    chosen_on: str = option(
-        "home+utility+small_talk", "domains that choose each method's weight"
-    )
-    train_examples: int | None = option(None, "texts of each domain to fine-tune on")
-    test_examples: int | None = option(None, "texts of each domain to measure on")
-
-
-@dataclass(frozen=True)
 class Labels(SeveralSeeds):
     """Several labels for each text, or labels of its tokens: half an hour a seed."""
 
@@ -303,7 +289,7 @@ class Scale(Run):
     )
     widths: tuple[int, ...] = option(
         (256, 1024),
-        "of classifiers, for what heads and penalties add; none to omit",
+        "of classifiers, for what a head adds to a fit; none to omit",
         nargs="*",
     )
     hidden_size: int = option(256, "width of the model, a multiple of 8")

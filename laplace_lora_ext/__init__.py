@@ -22,7 +22,6 @@ from laplace_lora_ext.text.generation import GeneratedText
 from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores
 from laplace_lora_ext.training.callback import LaplaceCallback
-from laplace_lora_ext.training.remembering import Remember
 from laplace_lora_ext.training.stages import in_stages, train_in_stages
 from laplace_lora_ext.tuning import (
     Agreement,
@@ -50,7 +49,6 @@ __all__ = [
     "NumberPrediction",
     "Prediction",
     "PredictiveStatistics",
-    "Remember",
     "SecondTraining",
     "TextScores",
     "TokenAgreement",

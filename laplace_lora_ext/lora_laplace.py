@@ -35,7 +35,7 @@ from laplace_lora_ext.models.lora_layers import (
 )
 from laplace_lora_ext.models.running import LOCK, exclusive, kept, without_autocast
 from laplace_lora_ext.models.same_model import ModelState, check_same
-from laplace_lora_ext.models.weights import Block, check_in_place
+from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
 from laplace_lora_ext.predictive import amortized, decisions, distributions
 from laplace_lora_ext.predictive.amortized import LearntVariance
@@ -387,8 +387,6 @@ class LoRALaplace(ParametricLaplace):
         train_loader: DataLoader | Iterable[Any],
         override: bool = True,
         progress_bar: bool = False,
-        *,
-        prior: LoRALaplace | None = None,
     ) -> None:
         """Fit the posterior around the model's present weights.
 
@@ -409,28 +407,16 @@ class LoRALaplace(ParametricLaplace):
             and `from_pretrained` carry over to another process. A fit in parts is one
             fit of all
         progress_bar : bool, default=False
-        prior : LoRALaplace, optional
-            a posterior of other data, around other weights of the same layers, from
-            which training went on: the fit is then one of all data, with the curvature
-            of the earlier ones as it was there (Ritter, Botev & Barber, NeurIPS 2018).
-            `Remember` is the training for it
 
         Raises
         ------
         ValueError
             If the loader is empty, labels don't fit, a number is not finite, or two
             processes differ in weights or settings or have the same data. The message
-            names the batch and the layer. Also if `prior` is of another base model,
-            other layers or other settings.
+            names the batch and the layer.
         RuntimeError
             If some LoRA layers are never called, or another rank has failed.
         """
-        if prior is not None:
-            if not override:
-                raise ValueError(
-                    "Data can be added to one fit: prior=... goes with override=True."
-                )
-            self.check_joins(prior, "The prior")
         with together():
             self._move_with_model()
             before = None
@@ -443,9 +429,6 @@ class LoRALaplace(ParametricLaplace):
                 before=before,
                 progress_bar=progress_bar,
             )
-            if prior is not None:
-                loss = prior.loss_at(fitted.mean)
-                fitted = fitted.after(prior.present_fit, loss, self.structure)
         # All that can fail has been done.
         self.take_over(fitted)
 
@@ -1193,36 +1176,6 @@ class LoRALaplace(ParametricLaplace):
     @without_autocast
     def square_norm(self, value: Tensor) -> Tensor:
         return super().square_norm(value)
-
-    def penalty(self, weight: float = 1.0) -> Tensor:
-        """Compute how improbable the present weights are, to train and remember.
-
-        Parameters
-        ----------
-        weight : float, default=1
-            factor. Beside a loss that is a mean over N new examples, use 1 / N
-
-        Returns
-        -------
-        torch.Tensor
-            `()`, ½ weight (θ - μ)ᵀ P (θ - μ), with the precision P of the posterior,
-            prior included; differentiable in the weights θ that the model has now. It
-            takes a few products of each weight, and no pass of the model
-
-        Raises
-        ------
-        AttributeError
-            Before a fit.
-        NotImplementedError
-            If weights are sharded or offloaded.
-        """
-        self._check_H_init()
-        check_in_place(self.blocks, "A penalty")
-        weights: list[Tensor] = []
-        for block in self.blocks:
-            matrix = block.matrix(block.weight)
-            weights.append(matrix.flatten().to(self._device, self._dtype))
-        return weight / 2 * self.square_norm(torch.cat(weights))
 
     @exclusive
     @without_autocast

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import laplace_lora_ext
@@ -95,10 +95,9 @@ def _series(
         yield "processes", explanation, _by_processes(shape, options)
     if options.widths:
         explanation = (
-            "Against the width, what is added to a fit by a classifier's head, and to "
-            f"a training step by the penalty of a posterior ({shape.classes} classes, "
-            f"{shape.length} tokens). The two of a pair are called in turn, and "
-            "seconds are the least of each whole call:"
+            "Against the width, what a classifier's head adds to a fit "
+            f"({shape.classes} classes, {shape.length} tokens). Fits with and without "
+            "it are called in turn, and seconds are the least of each:"
         )
         yield "width", explanation, _by_width(shape, options, device)
 
@@ -318,86 +317,40 @@ def _by_width(
     options: Scale,
     device: str,
 ) -> list[Row]:
-    """Measure what a head adds to a fit, and a penalty to a training step."""
+    """Measure what a head adds to a fit."""
     rows: list[Row] = []
     for size in options.widths:
         report.say(options, size, "wide")
         wide = replace(shape, hidden_size=size, intermediate_size=4 * size)
         setting = Setting(wide, False, options, device)
-        rows += [{"size": size, **row} for row in _measured(additions, setting)]
+        rows += [{"size": size, **row} for row in _measured(head_in_a_fit, setting)]
     return _by_name(rows)
 
 
-def additions(setting: Setting) -> Iterator[Message]:
-    """Measure jobs with and without what is added to them."""
-    jobs = Additions(setting)
+def head_in_a_fit(setting: Setting) -> Iterator[Message]:
+    """Compare fits with and without a classifier's head."""
+    shape, options = setting.shape, setting.options
+    quiet(options)
+    model = random_classifier(shape, setting.device, options.seed).model
+    loader = random_loader(shape, options.batches, setting.device, options.seed)
+    without = laplace_lora_ext.Laplace(model)
+    with_head = laplace_lora_ext.Laplace(model, modules_to_save=True)
     yield Message("ready", None)
-    yield jobs.measured("head in a fit", jobs.fit_without_head, jobs.fit_with_head)
-    yield jobs.measured(
-        "penalty in a training step", jobs.train, jobs.train_with_penalty
-    )
-
-
-class Additions:
-    """Jobs on one classifier, with and without its head, with and without a penalty."""
-
-    def __init__(self, setting: Setting) -> None:
-        shape, options = setting.shape, setting.options
-        quiet(options)
-        self._options = options
-        self._model = random_classifier(shape, setting.device, options.seed).model
-        self._loader = random_loader(
-            shape, options.batches, setting.device, options.seed
-        )
-        (self._batch,) = random_loader(shape, 1, setting.device, options.seed)
-        self._without = laplace_lora_ext.Laplace(self._model)
-        self._with_head = laplace_lora_ext.Laplace(self._model, modules_to_save=True)
-
-    def measured(
-        self,
-        name: str,
-        without: Callable[[], object],
-        with_addition: Callable[[], object],
-    ) -> Message:
-        """Call both in turn, after a first call of each; compare least seconds."""
-        without()
-        with_addition()
-        # In turn: what disturbs the machine for a while disturbs both.
-        seconds = [
-            (measuring.seconds_of(without), measuring.seconds_of(with_addition))
-            for _ in range(self._options.repetitions)
-        ]
-        least = [min(of_job) for of_job in zip(*seconds, strict=True)]
-        row: Row = {
-            "name": name,
-            "seconds": least[1],
-            "seconds_without": least[0],
-            "ratio": least[1] / least[0],
-        }
-        return Message("job", row)
-
-    def fit_without_head(self) -> None:
-        """Fit a posterior over LoRA weights."""
-        self._without.fit(self._loader)
-
-    def fit_with_head(self) -> None:
-        """Fit a posterior over LoRA weights and the head."""
-        self._with_head.fit(self._loader)
-
-    def train(self) -> None:
-        """Take the passes of a training step."""
-        self._train(torch.zeros(()))
-
-    def train_with_penalty(self) -> None:
-        """Take the passes of a training step whose loss has a penalty."""
-        self._train(self._with_head.penalty(1 / self._options.batch_size))
-
-    def _train(self, penalty: Tensor) -> None:
-        self._model.train()
-        loss = self._model(**self._batch).loss
-        (loss + penalty.to(loss)).backward()
-        self._model.zero_grad()
-        self._model.eval()
+    for la in (without, with_head):  # a first call of each is slower
+        la.fit(loader)
+    # In turn: what disturbs the machine for a while disturbs both.
+    seconds = [
+        [measuring.seconds_of(partial(la.fit, loader)) for la in (without, with_head)]
+        for _ in range(options.repetitions)
+    ]
+    least, least_with = (min(of_fit) for of_fit in zip(*seconds, strict=True))
+    row: Row = {
+        "name": "head in a fit",
+        "seconds": least_with,
+        "seconds_without": least,
+        "ratio": least_with / least,
+    }
+    yield Message("job", row)
 
 
 @dataclass(frozen=True)
