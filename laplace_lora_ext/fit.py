@@ -126,28 +126,6 @@ class Fit:
             and self.learnt_variance.to(device, dtype),
         )
 
-    def after(
-        self,
-        earlier: Fit,
-        loss_of_earlier: Tensor,
-        structure: Structure[Any, Any],
-    ) -> Fit:
-        """Add the data of an earlier fit, around other weights.
-
-        Their curvature is as it was there; `loss_of_earlier` is their loss `()` here.
-        """
-        # Wherever they were: sums are packed alike on all devices.
-        of_earlier = structure.unpack(structure.pack(earlier.sums))
-        sums = structure.merge(of_earlier, self.sums)
-        n_data = earlier.n_data + self.n_data
-        return replace(
-            self,
-            sums=sums,
-            curvature=structure.decompose(sums, n_data),
-            loss=self.loss + loss_of_earlier.to(self.loss),
-            n_data=n_data,
-        )
-
 
 def fit(
     loader: Iterable[Any],

@@ -432,63 +432,12 @@ class LoRALaplace(ParametricLaplace):
         # All that can fail has been done.
         self.take_over(fitted)
 
-    def check_joins(self, other: LoRALaplace, name: str) -> None:
-        """Refuse a posterior whose data can't be joined to those of this one.
-
-        Parameters
-        ----------
-        other : LoRALaplace
-        name : str
-            what the message calls it
-
-        Raises
-        ------
-        ValueError
-            If it is of another base model, other layers or other settings.
-        """
-        mine = {block.known_as: block.shape for block in self.blocks}
-        its = {block.known_as: block.shape for block in other.blocks}
-        if (
-            type(other) is not type(self)
-            or other.likelihood != self.likelihood
-            or mine != its
-        ):
-            raise ValueError(
-                f"{name} must have the structure, the likelihood and the layers of "
-                f"this posterior, {self!r}, and is {other!r}."
-            )
-        if other._settings() != self._settings():
-            raise ValueError(
-                f"{name} was fitted with {other._settings()}, not "
-                f"{self._settings()}: fit both with the same settings."
-            )
-        here = ModelState.of(self.model, self.blocks)
-        differing = other.present_fit.model.differing_base(here)
-        if differing is not None:
-            raise ValueError(f"{name} has another base model: {differing} differs.")
-
-    def loss_at(self, weights: Tensor) -> Tensor:
-        """Compute the loss `()` of the data at weights `(parameters,)` near the mean.
-
-        It is that of the parabola which the curvature makes, without the prior.
-        """
-        weights = weights.to(self.mean)
-        apart = weights - self.mean
-        of_prior = (self.prior_precision_diag * apart.square()).sum()
-        of_curvature = (self.square_norm(weights) - of_prior) / self.curvature_scale
-        return self.present_fit.loss + of_curvature / 2
-
-    @property
-    def present_fit(self) -> Fit:
-        """Return the fit; an `AttributeError` before there is one."""
-        self._check_H_init()
-        assert isinstance(self._fit, Fit)
-        return self._fit
-
     @property
     def model_state(self) -> ModelState:
-        """Return all other weights at the fit."""
-        return self.present_fit.model
+        """Return all other weights at the fit; an `AttributeError` before one."""
+        self._check_H_init()
+        assert isinstance(self._fit, Fit)
+        return self._fit.model
 
     def take_over(self, fitted: Fit) -> None:
         """Make a fit the present one."""

@@ -19,6 +19,7 @@ from tests.support.models import (
     ragged_batches,
 )
 from tests.support.posteriors import another_training
+from tests.support.trainers import trainer_of
 from tests.test_readme import FENCE, PROMPTS, write_adapter
 from tests.test_token_classification import token_classifier
 
@@ -266,23 +267,22 @@ def test_numbers_with_their_noise(capsys):
     assert "coverage" in printed.out
 
 
-def test_one_adapter_out_of_several():
+@ignoring(OF_TINY_MODELS)
+def test_one_adapter_out_of_several(tmp_path, capsys):
+    model = lora_model("bert", torch.float32)
+    trainer = trainer_of(tmp_path, model=model)
     names = {
         "laplace_lora_ext": laplace_lora_ext,
-        "model_of_one": lora_model("bert"),
-        "model_of_two": another_training(),
+        "model_of_one": model,
+        "model_of_two": another_training().float(),
         "loader_of_one": ragged_batches(),
         "loader_of_two": ragged_batches(seed=2),
-        "held_out_loader": ragged_batches(seed=3),
+        "trainer_of_one": trainer,
+        "held_out_texts": trainer.train_dataset,
     }
     run_section("priors.md", "One adapter out of several", names)
-    model = names["model_of_one"]
-    assert model.active_adapter == "both"
-    merged = names["merged"]
-    assert merged.n_data == names["one"].n_data + names["two"].n_data
-    batch = ragged_batches(seed=4)[0]
-    p = merged(batch, link_approx="mean_field")
-    assert_probabilities(p)
+    assert set(model.peft_config) == {"default", *(f"both_{n}" for n in range(4))}
+    assert capsys.readouterr().out.count("eval_loss") == 4
 
 
 def test_losses_of_ones_own_are_explained_in_few_sentences():

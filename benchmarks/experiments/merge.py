@@ -24,15 +24,15 @@ from benchmarks.report import (
     table,
 )
 from benchmarks.training import Records
-from laplace_lora_ext import LowRankKronLoRALaplace, merge
-from laplace_lora_ext.merging import PRIOR_PRECISIONS, mode_of_product
+from laplace_lora_ext import LowRankKronLoRALaplace
+from laplace_lora_ext.merging import mode_of_product
 from laplace_lora_ext.metrics import negative_log_likelihood, quality
-from laplace_lora_ext.models.adapters import find_peft_model
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.tuning.scales import scale_penalty
 
 # Of the sum of two adapters, of which a half is the mean.
 FACTORS = (0.5, 0.6, 0.7, 0.8)
+PRIOR_PRECISIONS = (0.01, 0.1, 1.0, 10.0, 100.0)  # of which one is chosen
 NO_SEARCH = 1.0  # the prior precision that a posterior starts with
 # Not its "linear", which is a sum by the root of 1/2: `FACTORS` have one near it.
 PEFTS = {"ties": ties, "dare_linear": dare_linear}
@@ -95,8 +95,6 @@ class Trial:
             self._posterior(model, half)
             for model, half in zip(self._models, self._halves, strict=True)
         ]
-        # Before the weights that the posteriors are around are written over.
-        yield self._by_library(posteriors)
         # The first half's model holds what is tried: it has been measured already.
         blocks = posteriors[0].blocks
         for candidates in self._merged(posteriors):
@@ -137,21 +135,6 @@ class Trial:
         la = lowrank_kron(model, modules_to_save=True)
         la.fit(self._pretrained.loader(records))
         return la
-
-    def _by_library(
-        self,
-        posteriors: Sequence[LowRankKronLoRALaplace],
-    ) -> Row:
-        """Predict the test texts by the posterior around what `merge` makes."""
-        merged = merge(posteriors, val_loader=self._held)
-        predicted: list[Tensor] = []
-        for batch in self._test:
-            probabilities = merged(batch, link_approx="mean_field")
-            assert isinstance(probabilities, Tensor)  # of classes
-            predicted.append(probabilities)
-        find_peft_model(merged.model).delete_adapter(merged.blocks[0].adapter)
-        figures = quality(torch.cat(predicted), self._test_labels)
-        return {"adapter": "product, its posterior", **figures}
 
     def _best(
         self,
