@@ -21,7 +21,6 @@ from laplace_lora_ext.text.collator import DataCollatorForChoices
 from laplace_lora_ext.text.generation import GeneratedText
 from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores
-from laplace_lora_ext.training.callback import LaplaceCallback
 from laplace_lora_ext.training.stages import in_stages, train_in_stages
 from laplace_lora_ext.tuning import (
     Agreement,
@@ -39,7 +38,6 @@ __all__ = [
     "GeneratedText",
     "GridSearch",
     "Laplace",
-    "LaplaceCallback",
     "LaplaceMixture",
     "LearntVariance",
     "LoRALaplace",

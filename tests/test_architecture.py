@@ -23,7 +23,7 @@ FLOORS = [
     {"lora_laplace"},
     {"structures"},
     {"laplace"},
-    {"merging", "mixture", "training.callback"},
+    {"merging", "mixture"},
     {"training.stages"},
     {"plots"},
     {"__init__"},

@@ -19,6 +19,7 @@ from tests.support.models import (
     ragged_batches,
 )
 from tests.support.posteriors import another_training
+from tests.support.trainers import trainer_of
 from tests.test_readme import FENCE, PROMPTS, write_adapter
 from tests.test_token_classification import token_classifier
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from transformers import set_seed
 from laplace_lora_ext.laplace import Laplace, has_answers
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import check_counts, warn
+from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.models.adapters import (
     active_again,
@@ -28,6 +29,7 @@ from laplace_lora_ext.models.adapters import (
 )
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.lora_layers import is_untrained
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import (
     check_divisible,
@@ -36,7 +38,6 @@ from laplace_lora_ext.processes.shards import (
     in_order_like,
     taken,
 )
-from laplace_lora_ext.training.callback import eval_figures
 from laplace_lora_ext.training.resuming import Log, forget, train_or_read
 from laplace_lora_ext.training.trainers import (
     check_trainer,
@@ -550,3 +551,29 @@ def _figures(
     if trainer.eval_dataset is not None and not isinstance(trainer.eval_dataset, dict):
         figures |= eval_figures(la, loader_of(trainer, trainer.eval_dataset))
     return figures
+
+
+def eval_figures(la: Any, loader: Iterable[Any]) -> dict[str, float]:
+    """Measure a posterior on evaluation data.
+
+    The figures are its NLL and ECE; of texts the NLL of a token; of numbers those of
+    `quality_of_numbers`.
+    """
+    first = la.members[0]
+    if first.problem.writes:
+        return {"eval_laplace_nll": _nll_of_tokens(la, loader)}
+    measured = compare(la, loader).posterior
+    names = measured if first.trained_likelihood.is_gaussian else ("nll", "ece")
+    return {f"eval_laplace_{name}": measured[name] for name in names}
+
+
+def _nll_of_tokens(la: Any, loader: Iterable[Any]) -> float:
+    """Compute a token's mean loss under the posterior predictive."""
+
+    def of_texts(batch: Any) -> Columns:
+        scores = la.score(batch)
+        return scores.sums.log_prob, scores.labelled.sum(1)
+
+    log_probs, counts = over_loader(loader, of_texts)
+    log_prob = log_probs.double().sum().item()
+    return -log_prob / counts.sum().item()

@@ -175,18 +175,9 @@ def with_attributes(
 
 @contextmanager
 def restored(trainer: Any) -> Iterator[None]:
-    """Restore a trainer, its callbacks, mode and random states at the end.
-
-    Within, callbacks that fit posteriors take no part.
-    """
-    handler = trainer.callback_handler
+    """Restore a trainer, its callbacks, mode and random states at the end."""
     before = _Contents(trainer)
     modes = {module: module.training for module in trainer.model.modules()}
-    handler.callbacks = [
-        callback
-        for callback in handler.callbacks
-        if not getattr(callback, "fits_posteriors", False)
-    ]
     try:
         with same_random_states():
             yield

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 
 from laplace_lora_ext import TokenAgreement, TokenGridSearch
-from laplace_lora_ext.training.callback import eval_figures
+from laplace_lora_ext.training.stages import eval_figures
 from laplace_lora_ext.tuning.method import draw_seed
 from tests.support.models import lora_model, without_labels
 from tests.support.posteriors import (

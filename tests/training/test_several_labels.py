@@ -1,4 +1,4 @@
-"""Trainers of several labels: losses, stages, trainings, callback."""
+"""Trainers of several labels: losses, stages, trainings."""
 
 import copy
 from pathlib import Path
@@ -16,15 +16,13 @@ from transformers import Trainer
 from laplace_lora_ext import (
     Laplace,
     LaplaceMixture,
-    from_pretrained,
     train_in_stages,
 )
 from laplace_lora_ext.likelihoods import MULTI_LABEL
-from laplace_lora_ext.metrics import compare
 from tests.support.models import lora_model, without_labels
 from tests.support.ranks import Texts
 from tests.support.trainers import N, trainer_of
-from tests.training.support import entry_with, second_member, trained_with_callback
+from tests.training.support import second_member
 
 # Much is said of so few texts.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -179,31 +177,3 @@ def test_a_second_training_of_several_labels_leaves_a_second_member(tmp_path):
     assert mean.shape == (N, N_LABELS)
     mixture = LaplaceMixture([la, other])
     assert_close(mixture(batch), mean)
-
-
-@pytest.mark.parametrize("method", ["agreement", "gridsearch", "second_training"])
-def test_the_callback_fits_saves_and_measures_several_labels(method, tmp_path):
-    trainer = trainer_of_labels(
-        tmp_path,
-        eval_strategy="steps",
-        eval_steps=2,
-        eval_data=Labelled(9),
-    )
-    la = trained_with_callback(trainer, method)
-    assert_fitted_to_training_texts(la, trainer)
-    batch = batch_of(trainer)
-    # The callback has written the posterior beside the adapter.
-    read = from_pretrained(trainer.model, tmp_path)
-    found = read(batch, link_approx="mean_field")
-    expected = la(batch, link_approx="mean_field")
-    assert_close(found, expected)
-
-    entry = entry_with("laplace_evidence", trainer)
-    assert entry["laplace_evidence"] == la.log_marginal_likelihood().item()
-    held_out = trainer.data_collator(list(trainer.eval_dataset))
-    p = la(held_out, link_approx="mean_field")
-    of_right = torch.where(held_out["labels"] > 0, p, 1 - p)
-    nll = -of_right.log().mean().item()
-    assert entry["eval_laplace_nll"] == pytest.approx(nll, rel=1e-4)
-    ece = compare(la, [held_out]).posterior["ece"]
-    assert entry["eval_laplace_ece"] == pytest.approx(ece)

@@ -1,4 +1,4 @@
-"""Trainers of labels of tokens: stages, second trainings, the callback and students."""
+"""Trainers of labels of tokens: stages, second trainings and students."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,6 @@ from transformers import (
 from laplace_lora_ext import (
     Laplace,
     LaplaceMixture,
-    from_pretrained,
     train_in_stages,
 )
 from laplace_lora_ext.likelihoods import IGNORED, TOKENS
@@ -29,7 +28,7 @@ from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.training.trainers import loader_of
 from tests.support.models import N_CLASSES, base_model, ragged_batches
 from tests.support.trainers import N, trainer_of, values
-from tests.training.support import entry_with, second_member, trained_with_callback
+from tests.training.support import second_member
 
 # Much is said of so few texts.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -171,26 +170,6 @@ def test_a_second_training_of_tokens_leaves_a_second_member(tmp_path):
     found = mixture(batch)
     # Of padding, no posterior predicts a number.
     assert_close(found, mean, equal_nan=True)
-
-
-@pytest.mark.parametrize("method", ["agreement", "gridsearch", "second_training"])
-def test_the_callback_fits_saves_and_measures_labels_of_tokens(method, tmp_path):
-    trainer = trainer_of_tokens(
-        tmp_path,
-        eval_strategy="steps",
-        eval_steps=2,
-        eval_data=labelled(7),
-    )
-    la = trained_with_callback(trainer, method)
-    assert_fitted_to_training_texts(la, trainer)
-    entry = entry_with("laplace_evidence", trainer)
-    batch = trainer.data_collator(trainer.eval_dataset)
-    nll = compare(la, [batch]).posterior["nll"]
-    assert entry["eval_laplace_nll"] == pytest.approx(nll, rel=1e-4)
-    read = from_pretrained(trainer.model, tmp_path)
-    found = read(batch, link_approx="mean_field")
-    expected = la(batch, link_approx="mean_field")
-    assert_close(found, expected, equal_nan=True)
 
 
 def test_steps_of_a_reasoning_train_in_stages(tmp_path):
