@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from benchmarks.options import Run
+from laplace_lora_ext.training.averaging import WeightAverage, steps_to_average
 
 Weights = dict[str, Tensor]
 Checkpoints = dict[int, Weights]  # by the number of steps
@@ -184,6 +185,36 @@ class Smoothed(Recipe):
     ) -> Tensor:
         """Compute the mean loss of a batch at smoothed labels."""
         return cross_entropy(model(batch), labels, label_smoothing=self.label_smoothing)
+
+
+class Averaged(Recipe):
+    """A constant rate, and the mean of the weights over the end of a training."""
+
+    def __init__(self, share: float) -> None:
+        self.name = f"averaged over the last {share:g} of the steps"
+        self.share = share
+
+    def schedule(self, optimizer: Any, settings: Hyperparameters) -> Any:
+        """Make the schedule, which is constant after warming up."""
+        self._steps = settings.steps
+        return transformers.get_constant_schedule_with_warmup(
+            optimizer, settings.warmup_steps
+        )
+
+    def after_step(
+        self,
+        model: torch.nn.Module,
+        step: int,
+        steps_an_epoch: int,
+        pace: float,
+    ) -> None:
+        """Sum the weights, and leave their mean in the end."""
+        if step == 1:
+            self._average = WeightAverage(model)
+        if step > self._steps - steps_to_average(self._steps, self.share):
+            self._average.update()
+        if step == self._steps:
+            self._average.finish()
 
 
 def train(

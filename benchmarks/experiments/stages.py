@@ -37,9 +37,9 @@ from benchmarks.methods.posteriors import LINK, lowrank_kron, probabilities
 from benchmarks.methods.priors import Prediction, Prior
 from benchmarks.methods.students import Scaled, predict_with_student
 from benchmarks.models import AdaptedModel
-from benchmarks.options import Stages
+from benchmarks.options import SeveralSeeds, Stages
 from benchmarks.report import Result, Row, say
-from benchmarks.training import Records, Smoothed
+from benchmarks.training import Recipe, Records, Smoothed
 from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.mixture import LaplaceMixture
@@ -97,7 +97,7 @@ def run(options: Stages) -> Iterator[Result]:
     rows: list[Row] = []
     for seed in options.seeds:
         pretrained = prepare(options, seed)
-        trial = Trial(pretrained, options, seed)
+        trial = Trial(pretrained, options, seed, has_students=not options.no_students)
         # Each part begins when the one before it has been reported.
         parts = (
             trial.ordinary(),
@@ -133,8 +133,15 @@ class Trial:
 
     seconds: Seconds  # the ordinary training's, with which the others are compared
 
-    def __init__(self, pretrained: Pretrained, options: Stages, seed: int) -> None:
+    def __init__(
+        self,
+        pretrained: Pretrained,
+        options: SeveralSeeds,
+        seed: int,
+        has_students: bool,
+    ) -> None:
         self.pretrained = pretrained
+        self.has_students = has_students
         self.options = options
         self.seed = seed
         self.records = pretrained.data[TRAIN]
@@ -314,6 +321,18 @@ class Trial:
                 STAGED_HEAD, HELD_OUT_TEXTS, [first], [second], chosen
             )
 
+    def by_recipes(self, first: Recipe | None, second: Recipe | None) -> Iterator[Row]:
+        """Train one member in stages, each by a recipe of its own."""
+        model = untrained(self.pretrained, self.seed)
+        self.train(model, self.rest, FIRST_STAGE, 0, first)
+        of_first = self._fitted(model, self.rest, self.held_loaders)
+        choice = self._choices([of_first])
+        self.train(model, self.records, SECOND_STAGE, 0, second)
+        of_second = self._fitted(model, self.records, self.loaders)
+        adapted = AdaptedModel(model, self.pretrained.class_token_ids)
+        self.seconds = self._seconds_of(adapted, of_second)
+        yield from self._staged([of_first], [of_second], choice)
+
     def _posterior_in_stages(
         self,
         method: Method,
@@ -356,7 +375,7 @@ class Trial:
         yield from self._posterior_in_stages(
             posteriors, HELD_OUT_TEXTS, firsts, members, chosen
         )
-        if count <= MOST_TAUGHT and not self.options.no_students:
+        if count <= MOST_TAUGHT and self.has_students:
             las = [member.la for member in members]
             la = stages.joined(stages.with_choice(las, choice))
             fit_seconds = sum(member.seconds for member in (*firsts, *members))
@@ -446,7 +465,8 @@ class Trial:
         # Read from the cache: of all the amounts only one first stage has to be in
         # memory.
         model = self._first_stage(best)
-        self.train(model.model, self.records, SECOND_STAGE, 0, best)
+        recipe = Smoothed(best) if best else None
+        self.train(model.model, self.records, SECOND_STAGE, 0, recipe)
         prediction = Prediction(
             model.probabilities(self.loaders),
             prior=HELD_OUT_TEXTS,
@@ -466,7 +486,8 @@ class Trial:
     def _first_stage(self, smoothing: float) -> AdaptedModel:
         """Train a model on the texts that are not held out, with smoothed labels."""
         model = untrained(self.pretrained, self.seed)
-        self.train(model, self.rest, FIRST_STAGE, 0, smoothing)
+        recipe = Smoothed(smoothing) if smoothing else None
+        self.train(model, self.rest, FIRST_STAGE, 0, recipe)
         return AdaptedModel(model, self.pretrained.class_token_ids)
 
     def _add_member(self, adapters: stages.Members, number: int) -> None:
@@ -480,7 +501,7 @@ class Trial:
         records: Records,
         share: float,
         number: int,
-        smoothing: float = 0.0,
+        recipe: Recipe | None = None,
     ) -> None:
         """Train the active adapter for a share of the steps.
 
@@ -500,7 +521,7 @@ class Trial:
             records,
             self.pretrained.hyperparameters.for_share(share),
             seed,
-            recipe=Smoothed(smoothing) if smoothing else None,
+            recipe,
         )
 
     def _trained(

@@ -1,0 +1,31 @@
+"""Weights averaged over the end of each stage, beside a rate that decays to zero."""
+
+from collections.abc import Iterator
+
+from benchmarks.experiments.calibration import figures_of, text_of
+from benchmarks.experiments.stages import Trial
+from benchmarks.fine_tuning import prepare
+from benchmarks.options import Averages
+from benchmarks.report import Result, Row
+from benchmarks.training import Averaged, Recipe
+
+FIGURES = ("accuracy", "nll", "ece", "brier", "aurc", "chosen")
+
+
+def run(options: Averages) -> Iterator[Result]:
+    """Measure each seed, and report after each way to train."""
+    ways: list[tuple[str, Recipe | None, Recipe | None]] = [("decayed", None, None)]
+    for share in options.shares:
+        recipe = Averaged(share)
+        ways.append((f"averaged over {share:g}", recipe, recipe))
+    # The second stage begins with the average, and decays.
+    first = Averaged(options.shares[0])
+    ways.append((f"first stage averaged over {options.shares[0]:g}", first, None))
+    rows: list[Row] = []
+    for seed in options.seeds:
+        pretrained = prepare(options, seed)
+        trial = Trial(pretrained, options, seed, has_students=False)
+        for way, first, second in ways:
+            for row in trial.by_recipes(first, second):
+                rows.append(row | {"name": f"{row['name']}, {way}"})
+            yield figures_of(pretrained, rows), text_of(pretrained, rows, FIGURES)
