@@ -21,6 +21,7 @@ from laplace_lora_ext.text.collator import DataCollatorForChoices
 from laplace_lora_ext.text.generation import GeneratedText
 from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores
+from laplace_lora_ext.training.averaging import AveragingCallback, WeightAverage
 from laplace_lora_ext.training.stages import in_stages, train_in_stages
 from laplace_lora_ext.tuning import (
     Agreement,
@@ -34,6 +35,7 @@ from laplace_lora_ext.tuning.method import TuningHistory
 __all__ = [
     "PAPER_SETTINGS",
     "Agreement",
+    "AveragingCallback",
     "DataCollatorForChoices",
     "GeneratedText",
     "GridSearch",
@@ -53,6 +55,7 @@ __all__ = [
     "TokenGridSearch",
     "TuningHistory",
     "ValGD",
+    "WeightAverage",
     "from_pretrained",
     "in_stages",
     "merge",

@@ -24,7 +24,7 @@ def run(options: Averages) -> Iterator[Result]:
     rows: list[Row] = []
     for seed in options.seeds:
         pretrained = prepare(options, seed)
-        trial = Trial(pretrained, options, seed, has_students=False)
+        trial = Trial(pretrained, options, seed)
         for way, first, second in ways:
             for row in trial.by_recipes(first, second):
                 rows.append(row | {"name": f"{row['name']}, {way}"})

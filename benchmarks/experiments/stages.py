@@ -138,7 +138,7 @@ class Trial:
         pretrained: Pretrained,
         options: SeveralSeeds,
         seed: int,
-        has_students: bool,
+        has_students: bool = False,
     ) -> None:
         self.pretrained = pretrained
         self.has_students = has_students

@@ -1,0 +1,250 @@
+"""Averages of weights: the mean of what was added, whatever trains and interrupts."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import Trainer, TrainerCallback
+
+from laplace_lora_ext import AveragingCallback, WeightAverage
+from laplace_lora_ext.training.averaging import steps_to_average
+from tests.support.models import lora_model
+from tests.support.ranks import Texts, on_ranks
+from tests.support.trainers import Stop, Watch, trainer_of, values
+
+STEPS = 10
+AVERAGED = 6  # the last of them
+
+Weights = dict[str, Tensor]
+
+
+def trained(model: nn.Module) -> Weights:
+    """Copy what requires a gradient."""
+    weights = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            weights[name] = weight.detach().clone()
+    return weights
+
+
+def mean_of(weights: list[Weights]) -> Weights:
+    """Average recorded weights as the sums do: in float32, one after the other."""
+    means = {}
+    for name, first in weights[0].items():
+        total = torch.zeros_like(first, dtype=torch.float32)
+        for each in weights:
+            total = total + each[name].float()
+        means[name] = (total / len(weights)).to(first)
+    return means
+
+
+def assert_equal(found: Weights, expected: Weights) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+class Record(TrainerCallback):
+    """Copies the weights after each step."""
+
+    def __init__(self) -> None:
+        self.weights: list[Weights] = []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.weights.append(trained(model))
+
+
+# --- a loop of one's own --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_mean_of_all_updates(dtype):
+    model = lora_model("bert", dtype, modules_to_save=["classifier"])
+    frozen = values(model)
+    average = WeightAverage(model)
+    seen = []
+    for _ in range(3):
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.data += torch.randn(weight.shape).to(dtype)
+        average.update()
+        seen.append(trained(model))
+    average.finish()
+    assert any("classifier" in name for name in seen[0])
+    assert_equal(trained(model), mean_of(seen))
+    for name, value in values(model).items():
+        if name not in seen[0]:
+            assert torch.equal(value, frozen[name]), name
+
+
+def test_sums_of_many_updates_lose_nothing_to_half_precision():
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    average = WeightAverage(model)
+    # A sum in bfloat16 stays at 256 once it is there.
+    for _ in range(1000):
+        average.update()
+    average.finish()
+    assert model.weight.item() == 1
+
+
+def test_an_average_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="call update"):
+        WeightAverage(nn.Linear(2, 2)).finish()
+
+
+# --- a trainer ------------------------------------------------------------------------
+
+
+def averaging(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Trainer:
+    """Make a trainer that averages its weights, with a head of its own."""
+    defaults = {"max_steps": STEPS, "lr_scheduler_type": "constant_with_warmup"}
+    model = lora_model("bert", torch.float32, modules_to_save=["classifier"])
+    callbacks = (AveragingCallback(), *callbacks)
+    return trainer_of(folder, *callbacks, model=model, **defaults | settings)
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_a_training_ends_with_the_mean_of_its_last_steps(tmp_path, accumulated):
+    record = Record()
+    trainer = averaging(tmp_path, record, gradient_accumulation_steps=accumulated)
+    trainer.train()
+    assert len(record.weights) == STEPS
+    assert_equal(trained(trainer.model), mean_of(record.weights[-AVERAGED:]))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(3, id="before there are sums"),
+        pytest.param(8, id="between two that are averaged"),
+        pytest.param(STEPS, id="at the last step"),
+    ],
+)
+def test_a_training_that_goes_on_ends_with_the_same_mean(tmp_path, step):
+    whole = averaging(tmp_path / "whole")
+    whole.train()
+    killed = averaging(tmp_path / "killed", Stop(step))
+    with pytest.raises(RuntimeError, match="killed"):
+        killed.train()
+    resumed = averaging(tmp_path / "killed")
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal(trained(resumed.model), trained(whole.model))
+
+
+def test_a_training_that_had_only_to_end_has_the_same_mean(tmp_path):
+    whole = averaging(tmp_path)
+    whole.train()
+    resumed = averaging(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal(trained(resumed.model), trained(whole.model))
+
+
+def test_a_checkpoint_without_sums_is_refused(tmp_path):
+    trainer_of(tmp_path, max_steps=STEPS).train()
+    resumed = trainer_of(tmp_path, AveragingCallback(), max_steps=STEPS)
+    with pytest.raises(ValueError, match="has no sums of weights"):
+        resumed.train(resume_from_checkpoint=True)
+
+
+def test_the_best_checkpoint_and_the_mean_exclude_each_other(tmp_path):
+    watch = Watch()
+    trainer = averaging(
+        tmp_path,
+        watch,
+        load_best_model_at_end=True,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_data=Texts(4),
+    )
+    with pytest.raises(ValueError, match="load_best_model_at_end"):
+        trainer.train()
+    assert watch.steps == []
+
+
+class EndAt(TrainerCallback):
+    """Ends a training in peace."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+def test_a_training_that_ends_early_says_so(tmp_path):
+    record = Record()
+    trainer = averaging(tmp_path, record, EndAt(3))
+    with pytest.warns(UserWarning, match="Average from step 5 on"):
+        trainer.train()
+    assert_equal(trained(trainer.model), record.weights[-1])
+
+
+@pytest.mark.parametrize("share", [0, 1.2, -0.5])
+def test_a_share_is_a_share(share):
+    with pytest.raises(ValueError, match="share"):
+        AveragingCallback(share)
+
+
+def test_the_share_is_rounded_to_whole_steps():
+    # (1 - 0.8) * 300 is a little below 60.
+    assert steps_to_average(300, 0.8) == 240
+    assert steps_to_average(1, 0.2) == 1
+
+
+# --- several processes ----------------------------------------------------------------
+
+
+def in_ranks(rank: int, folder: Path) -> tuple[Weights, Weights]:
+    """Train with DDP; return the weights that are left, and their mean as recorded."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29518",
+    }
+    # Of the process that this one was forked from.
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+    record = Record()
+    trainer = averaging(folder, record, max_steps=5, ddp_backend="gloo")
+    trainer.train()
+    return trained(trainer.model), mean_of(record.weights[-3:])
+
+
+def test_ranks_with_the_same_model_have_the_same_mean(tmp_path):
+    (first, expected), (second, _) = on_ranks(in_ranks, 2, tmp_path)
+    assert_equal(first, expected)
+    assert_equal(second, expected)
+
+
+def of_shards(_: int) -> tuple[Tensor, Tensor]:
+    """Average the shards of a weight; save and load the sums on the way."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 6, bias=False)
+    whole = model.weight.detach().clone()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    average = WeightAverage(model)
+    average.update()
+    state = average.state_dict()
+    average = WeightAverage(model)
+    average.load_state_dict(state)
+    with torch.no_grad():
+        model.weight *= 4
+    average.update()
+    average.finish()
+    return model.weight.full_tensor().detach(), whole * 2.5
+
+
+def test_each_rank_averages_its_shard():
+    for found, expected in on_ranks(of_shards, 2):
+        assert torch.equal(found, expected)
