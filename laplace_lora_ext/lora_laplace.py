@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from laplace.baselaplace import KronLaplace, ParametricLaplace
+from laplace.baselaplace import ParametricLaplace
 from laplace.curvature import CurvatureInterface
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -210,6 +210,9 @@ class LoRALaplace(ParametricLaplace):
         weight_names: Collection[str] | None = None,
         **kwargs: Any,
     ) -> None:
+        without_effect = sorted({"damping", "asdl_fisher_kwargs"} & kwargs.keys())
+        if without_effect:
+            raise TypeError(f"{without_effect[0]} has no effect here: leave it out.")
         _check_noise(kwargs.get("sigma_noise", 1.0))
         backend_kwargs = _with_scales(backend_kwargs or {}, output_scales)
         problem = _problem_of(likelihood)
@@ -289,8 +292,6 @@ class LoRALaplace(ParametricLaplace):
             "enable_backprop",
             "dict_key_x",
         ]
-        if isinstance(self, KronLaplace):
-            of_host.append("damping")
         other = type(self)(
             model,
             self.likelihood,
@@ -377,7 +378,6 @@ class LoRALaplace(ParametricLaplace):
             self.recorder,
             self.trained_likelihood,
             self.backend,
-            self._asdl_fisher_kwargs,
         )
 
     @exclusive

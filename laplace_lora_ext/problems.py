@@ -151,13 +151,7 @@ class _MultiLabel(Problem):
     """Several labels for each example, or a single logit of two classes."""
 
     def backend(self, backend: type[CurvatureInterface]) -> type[CurvatureInterface]:
-        if issubclass(backend, LowRankKronInterface | MultiLabelCurvlinopsGGN):
-            return backend
-        if backend is CurvlinopsGGN:
-            return MultiLabelCurvlinopsGGN
-        raise ValueError(
-            f'{backend.__name__} has no likelihood "{self.name}": leave out backend.'
-        )
+        return MultiLabelCurvlinopsGGN if backend is CurvlinopsGGN else backend
 
 
 MULTI_LABEL_CLASSIFICATION = _MultiLabel(

@@ -396,12 +396,6 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
     _structure: ClassVar[type[Structure[Any, Any]]] = KronStructure
 
     @property
-    def structure(self) -> KronStructure:
-        structure = super().structure
-        assert isinstance(structure, KronStructure)
-        return replace(structure, damping=self.damping)
-
-    @property
     def log_det_posterior_precision(self) -> Tensor:
         """Compute the log-determinant of the posterior precision, in float64."""
         P = self.posterior_precision
@@ -410,7 +404,7 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
             [values.double() for values in pair] for pair in P.eigenvalues
         ]
         deltas = P.deltas.double()
-        in_double = KronDecomposed(P.eigenvectors, eigenvalues, deltas, P.damping)
+        in_double = KronDecomposed(P.eigenvectors, eigenvalues, deltas)
         return in_double.logdet()
 
 

@@ -180,7 +180,8 @@ def _own_sums(
     progress_bar: bool,
 ) -> Sums:
     """Sum the batches of this rank's share, from `start` on."""
-    model = structure.recorder.model
+    model, used = structure.recorder.model, structure.recorder.layouts.used
+    used.clear()
     loss = torch.zeros((), device=model.device, dtype=torch.float64)
     sums = Sums(start, loss)
     progress = tqdm.tqdm(
@@ -204,7 +205,7 @@ def _own_sums(
                 else:  # a pass that other ranks wait for
                     structure.add(structure.zeros(), X, y, n_before + sums.n_data)
             bar.update(n_new)
-    return sums
+    return replace(sums, called=frozenset(used))
 
 
 def _with_batch(
@@ -216,15 +217,13 @@ def _with_batch(
 ) -> Sums:
     """Add a batch to sums."""
     model = structure.recorder.model
-    called = set(sums.called)
-    with structure.recorder.noting_calls(called), model.weighing_answers() as answered:
+    with model.weighing_answers() as answered:
         loss, curvature = structure.add(sums.curvature, X, y, n_before + sums.n_data)
     return Sums(
         curvature=curvature,
         loss=sums.loss + loss.to(sums.loss),
         n_data=sums.n_data + len(y),
         n_outputs=model.output_size,
-        called=frozenset(called),
         seen=sums.seen + Seen.of(structure.likelihood, y, answered),
     )
 

@@ -284,12 +284,6 @@ def test_another_posterior_of_answers_has_the_same_answers():
     assert other.model.class_token_ids == la.model.class_token_ids
 
 
-def test_another_posterior_of_the_hosts_kron_is_damped_too():
-    la = fitted(structure="kron", damping=True)
-    other = la.for_model(another_model())
-    assert other.damping
-
-
 def test_another_posterior_of_a_regression_has_the_same_noise():
     la, _ = plain_regression()
     other = la.for_model(la.model.model)

@@ -757,7 +757,7 @@ def test_bridges_are_refused():
 
 def test_the_hosts_backends_are_refused():
     model = lora_model("bert")
-    with pytest.raises(ValueError, match="CurvlinopsEF has no likelihood"):
+    with pytest.raises(ValueError, match="CurvlinopsEF is no backend"):
         make(model, "kron", MULTI_LABEL, backend=CurvlinopsEF)
 
 

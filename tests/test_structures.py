@@ -3,7 +3,7 @@
 import laplace.curvature as host_backends
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from tests.support.dense import evidence, glm_covariance, jacobians
@@ -151,57 +151,74 @@ def test_a_posterior_that_is_not_fitted_says_so(la, use):
     assert la.prior_precision.tolist() == [1.0]
 
 
-BACKENDS = {
-    "kron": [
-        "AsdlEF",
-        "AsdlGGN",
-        "CurvlinopsEF",
-        "CurvlinopsGGN",
-    ],
-    "diag": [
-        "AsdlEF",
-        "AsdlGGN",
-        "CurvlinopsGGN",
-    ],
-    "full": [
-        "AsdlEF",
-        "AsdlGGN",
-        "AsdlHessian",
-        "CurvlinopsEF",
-        "CurvlinopsGGN",
-        "CurvlinopsHessian",
-    ],
-}
+class OfKey(nn.Module):
+    """Makes logits `(B, C)` of what a batch has under some key."""
+
+    def __init__(self, key: str, n_outputs: int = 3) -> None:
+        super().__init__()
+        self.key = key
+        self.n_outputs = n_outputs
+        self.inner = plain_model(n_outputs)
+
+    def forward(self, batch) -> Tensor:
+        return self.inner(batch[self.key].flatten(1)).reshape(-1, 3)
 
 
-OF_BACKENDS = []
-for structure, names in BACKENDS.items():
-    OF_BACKENDS += [(structure, name) for name in names]
+def images():
+    return OfKey("pixel_values"), {"pixel_values": normal(4, 1, 5, 1)}
 
 
-def fitted_by(name: str, structure: str):
-    """Fit a posterior by a backend of the host."""
-    # A Hessian may be indefinite; this much of a prior precision makes it definite
-    # here.
-    la = make(
-        plain_model(),
-        structure,
-        backend=getattr(host_backends, name),
-        prior_precision=1e4,
-    )
-    la.fit(pairs(2))
-    return la
+def embedded_texts():
+    return lora_model("bert"), {"inputs_embeds": normal(4, 7, 12)}
 
 
-@pytest.mark.parametrize(("structure", "name"), OF_BACKENDS)
-def test_backends_of_the_host_work(structure, name):
-    la = fitted_by(name, structure)
-    ((X, _),) = pairs()
-    assert torch.isfinite(la(X)).all()
+def keys_of_ones_own():
+    return OfKey("features"), {"features": normal(4, 5)}
 
 
-@pytest.mark.parametrize("structure", BACKENDS)
-def test_a_backend_that_wants_gradients_of_all_weights_is_refused(structure):
-    # Those of the base are switched off.
-    with pytest.raises((ValueError, NotImplementedError)):
-        fitted_by("BackPackGGN", structure)
+def rows_of_a_reranker():
+    """Three rows for each example, which gets a logit of each."""
+    return OfKey("input_ids", n_outputs=1), {"input_ids": normal(12, 5)}
+
+
+@pytest.mark.parametrize(
+    "make_case", [images, embedded_texts, keys_of_ones_own, rows_of_a_reranker]
+)
+def test_kron_needs_nothing_but_labels_to_count_examples(make_case):
+    model, inputs = make_case()
+    batch = inputs | {"labels": torch.tensor([0, 2, 1, 1])}
+    ours = make(model, "kron")
+    ours.fit([batch])
+    theirs = stock(model, "bert", "kron", [batch], dict_key_x="labels")
+    assert_close(figures_of(ours, batch), figures_of(theirs, batch), **EXACT)
+
+
+def test_a_failed_pass_of_curvlinops_leaves_no_hook():
+    model = plain_model()
+    second = model.second.lora_A["default"]
+    calls = []
+
+    def failing_at_the_second_call(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("the user's")
+
+    model.register_forward_hook(failing_at_the_second_call)
+    second.register_forward_hook(lambda *_: None)
+    la = make(model, "kron")
+    with pytest.raises(torch.OutOfMemoryError):
+        la.fit(pairs())
+    assert len(second._forward_hooks) == 1
+    assert not second._forward_pre_hooks
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "kron", "diag", "full"])
+def test_other_backends_of_the_host_are_refused(structure):
+    with pytest.raises(ValueError, match="AsdlGGN is no backend"):
+        make(plain_model(), structure, backend=host_backends.AsdlGGN)
+
+
+@pytest.mark.parametrize("name", ["damping", "asdl_fisher_kwargs"])
+def test_options_that_the_host_ignores_are_refused(name):
+    with pytest.raises(TypeError, match=f"{name} has no effect"):
+        make(plain_model(), "kron", **{name: True})

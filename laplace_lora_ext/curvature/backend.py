@@ -18,7 +18,6 @@ from laplace_lora_ext.curvature.factors import StreamingUpdates
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.likelihoods import (
     IGNORED,
-    LIKELIHOODS,
     LabelsOfTokens,
     Likelihood,
     Seeds,
@@ -334,7 +333,11 @@ class LowRankKronInterface(CurvatureInterface):
         return LabelLogProbs(self.model, LabelsOfTokens(own, self.numbers(len(own))))
 
     def _loss_for_host(self, f: Tensor, y: Tensor) -> Tensor:
-        """Sum the loss `()`, without the factor that the host multiplies it by."""
+        """Sum the loss `()`, without the factor that the host multiplies it by.
+
+        Labels that don't fit are refused.
+        """
+        y = self._likelihood.check_targets(y, f)
         return self._likelihood.loss(f, y) / self.factor
 
     def zeros(self) -> LowRankKron:
@@ -427,12 +430,12 @@ class LowRankKronInterface(CurvatureInterface):
     ) -> tuple[Tensor, Tensor]:
         """Make gradients `(B, parameters)` of each example's loss, and sum the loss."""
         Js, f = self.jacobians(x)
-        y = self._likelihood.check_targets(y, f)
-        (slopes,) = self._likelihood.empirical_seeds(f, y).dense()
+        loss = self.lossfunc(f, y)
+        targets = self._likelihood.check_targets(y, f)
+        (slopes,) = self._likelihood.empirical_seeds(f, targets).dense()
         # The host's loss is 1 / factor times the negative log-likelihood.
         slopes = slopes / self.factor
-        gradients = torch.einsum("bc,bcp->bp", slopes, Js)
-        return gradients, self.lossfunc(f, y)
+        return torch.einsum("bc,bcp->bp", slopes, Js), loss
 
 
 class LowRankKronGGN(LowRankKronInterface, GGNInterface):
@@ -547,7 +550,7 @@ class LowRankKronEF(LowRankKronInterface, EFInterface):
 
 
 class MultiLabelCurvlinopsGGN(CurvlinopsGGN):
-    """Curvlinops' GGN for several labels.
+    """Curvlinops' Kronecker factors for several labels.
 
     The host's class knows softmax and squares alone.
 
@@ -562,16 +565,6 @@ class MultiLabelCurvlinopsGGN(CurvlinopsGGN):
     ) -> None:
         super().__init__(model, "classification", **kwargs)
         self.lossfunc = nn.BCEWithLogitsLoss(reduction="sum")
-        self._likelihood = LIKELIHOODS[likelihood]
-
-    def _get_mc_functional_fisher(self, f: Tensor) -> Tensor:
-        # Torch's own state decides, as for the host.
-        seed = int(torch.randint(2**31, ()).item())
-        generator = torch.Generator(f.device).manual_seed(seed)
-        return _fisher(self._likelihood.sampled_seeds(f, self.num_samples, generator))
-
-    def _get_functional_hessian(self, f: Tensor) -> Tensor:
-        return _fisher(self._likelihood.exact_seeds(f))
 
 
 def _fisher(seeds: Seeds) -> Tensor:

@@ -6,8 +6,9 @@ made of them once all data are summed, and takes a prior.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -15,13 +16,13 @@ import torch
 from laplace.curvature import CurvatureInterface
 from laplace.curvature.curvlinops import CurvlinopsGGN
 from laplace.utils.matrix import Kron, KronDecomposed
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
 from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.weights import check_in_place, check_with_biases
-from laplace_lora_ext.passes.checks import inspected
+from laplace_lora_ext.passes.graph import tapped
 from laplace_lora_ext.passes.recorder import Recorder
 
 
@@ -44,20 +45,22 @@ class Structure(Generic[SumsT, CurvatureT]):
     likelihood : Likelihood
         of the training data
     backend : CurvatureInterface
-    fisher_kwargs : Mapping
-        for the host's ASDL backends, at every batch
     """
 
-    default_backend: ClassVar[type[CurvatureInterface]]
+    default_backend: ClassVar[type[CurvatureInterface]] = LowRankKronGGN
 
     recorder: Recorder
     likelihood: Likelihood
     backend: CurvatureInterface
-    fisher_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def check_backend(cls, backend: type[CurvatureInterface]) -> None:
-        """Refuse a backend that lacks what the structure needs."""
+        """Refuse a backend that does not compute the structure."""
+        if not issubclass(backend, LowRankKronInterface):
+            raise ValueError(
+                f"{backend.__name__} is no backend of this structure: use "
+                "LowRankKronGGN or LowRankKronEF."
+            )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -129,17 +132,7 @@ class Structure(Generic[SumsT, CurvatureT]):
 class LowRankKronStructure(Structure[LowRankKron, LowRankKronDecomposed]):
     """Kronecker factors: dense on the small side, low-rank on the large one."""
 
-    default_backend: ClassVar[type[CurvatureInterface]] = LowRankKronGGN
-
     backend: LowRankKronInterface
-
-    @classmethod
-    def check_backend(cls, backend: type[CurvatureInterface]) -> None:
-        if not issubclass(backend, LowRankKronInterface):
-            raise ValueError(
-                f"{backend.__name__} has no low-rank factors: use LowRankKronGGN or "
-                'LowRankKronEF, or hessian_structure="kron".'
-            )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -173,12 +166,7 @@ class LowRankKronStructure(Structure[LowRankKron, LowRankKronDecomposed]):
 
 @dataclass(frozen=True)
 class HostStructure(Structure[SumsT, CurvatureT]):
-    """A structure of the host, whose backends know no layouts and check nothing."""
-
-    @property
-    def _batch_kwargs(self) -> dict[str, Any]:
-        # The host averages input factors over N examples: with 1 they are sums.
-        return {"N": 1, **self.fisher_kwargs}
+    """A structure of the host's, whose curvature of a batch is a value of its own."""
 
     def _of_batch(
         self,
@@ -198,19 +186,9 @@ class HostStructure(Structure[SumsT, CurvatureT]):
         x: Any,
         y: Tensor,
     ) -> tuple[Tensor, SumsT]:
+        loss, of_batch = self._of_batch(x, y)
         blocks = self.recorder.blocks
-        _, dtype = self.recorder.places[0]
-        targets = self.likelihood.as_targets(y.clone(), dtype)
-        check = partial(self.likelihood.check_targets, y)
-        weights = [block.weight for block in blocks]
-        with (
-            self.recorder.model.prepared(weights),
-            torch.enable_grad(),
-            inspected(self.recorder, x, check),
-        ):
-            loss, of_batch = self._of_batch(x, targets)
-        sizes = [block.n_params for block in blocks]
-        parts = self._diagonal(of_batch).split(sizes)
+        parts = self._diagonal(of_batch).split([block.n_params for block in blocks])
         for block, part in zip(blocks, parts, strict=True):
             if not torch.isfinite(part).all():
                 raise ValueError(f"Weight {block.name}: non-finite curvature")
@@ -219,24 +197,16 @@ class HostStructure(Structure[SumsT, CurvatureT]):
 
 @dataclass(frozen=True)
 class KronStructure(HostStructure[Kron, KronDecomposed]):
-    """The host's Kronecker factors, all dense.
-
-    Attributes
-    ----------
-    damping : bool
-        the host's own
-    """
+    """The host's Kronecker factors by curvlinops, all dense."""
 
     default_backend: ClassVar[type[CurvatureInterface]] = CurvlinopsGGN
 
-    damping: bool = False
-
     @classmethod
     def check_backend(cls, backend: type[CurvatureInterface]) -> None:
-        if issubclass(backend, LowRankKronInterface):
+        if not issubclass(backend, CurvlinopsGGN):
             raise ValueError(
-                f"{backend.__name__} keeps low-rank factors: use "
-                'hessian_structure="lowrank_kron".'
+                f'{backend.__name__} is no backend of hessian_structure="kron": leave '
+                "backend out, which is then CurvlinopsGGN."
             )
 
     def zeros(self) -> Kron:
@@ -252,7 +222,43 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
         x: Any,
         y: Tensor,
     ) -> tuple[Tensor, Kron]:
-        return self.backend.kron(x, y, **self._batch_kwargs)
+        blocks = self.recorder.blocks
+        layers = [block.module for block in blocks]
+        with (
+            self.recorder.model.prepared([block.weight for block in blocks]),
+            torch.enable_grad(),
+            _without_new_hooks(layers),
+        ):
+            logits = self._checked_logits(x)
+            # A copy, since autograd can't save labels of inference mode.
+            targets = self.likelihood.check_targets(y.clone(), logits)
+            # Factors of "one" datum are sums: then curvlinops asks for no number of
+            # examples, which the host would read off `input_ids`.
+            options: Any = {"num_data": 1}
+            return self.backend.kron(x, targets, N=len(targets), **options)
+
+    def _checked_logits(self, x: Any) -> Tensor:
+        """Compute logits `(B, C)` as `Recorder.record` does, with its errors.
+
+        A `RuntimeError` also if they use some layer not, since curvlinops wants a
+        gradient of all.
+        """
+        model, blocks = self.recorder.model, self.recorder.blocks
+        with tapped(model, blocks, self.recorder.layouts) as taps:
+            graph = taps.run(partial(model, x))
+        silent = [
+            block.name
+            for block, calls in zip(blocks, graph.calls, strict=True)
+            if not calls
+        ]
+        if silent:
+            raise RuntimeError(
+                f"The batch does not use {len(silent)} of {len(blocks)} weights, such "
+                f'as {silent[0]}, but hessian_structure="kron" needs all of them in '
+                "every batch. Leave such layers out with target_modules, or use "
+                '"lowrank_kron".'
+            )
+        return graph.logits.detach()
 
     def _diagonal(self, sums: Kron) -> Tensor:
         return sums.diag()
@@ -266,7 +272,7 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
             else:
                 kfacs.append(factors)
         with torch.autocast(self.recorder.model.device.type, enabled=False):
-            return Kron(kfacs).decompose(damping=self.damping)
+            return Kron(kfacs).decompose()
 
     def pack(self, sums: Kron) -> Any:
         return sums.kfacs
@@ -284,10 +290,6 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
 @dataclass(frozen=True)
 class DenseStructure(HostStructure[Tensor, Tensor]):
     """A structure whose sums are one tensor, which is the curvature, too."""
-
-    # The host's own default needs forward-mode derivatives, which fused attention
-    # lacks.
-    default_backend: ClassVar[type[CurvatureInterface]] = LowRankKronGGN
 
     @property
     def n_params(self) -> int:
@@ -321,7 +323,7 @@ class DiagStructure(DenseStructure):
         x: Any,
         y: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        return self.backend.diag(x, y, **self._batch_kwargs)
+        return self.backend.diag(x, y)
 
     def _diagonal(self, sums: Tensor) -> Tensor:
         return sums
@@ -340,20 +342,28 @@ class FullStructure(DenseStructure):
             dtype=dtype,
         )
 
-    def _add(self, sums: Tensor, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
-        model = self.recorder.model
-        # ASDL's Jacobians need it before their first pass.
-        if not model.output_size:
-            with model.prepared(), torch.no_grad():
-                model(x)
-        return super()._add(sums, x, y)
-
     def _of_batch(
         self,
         x: Any,
         y: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        return self.backend.full(x, y, **self._batch_kwargs)
+        return self.backend.full(x, y)
 
     def _diagonal(self, sums: Tensor) -> Tensor:
         return sums.diagonal()
+
+
+@contextmanager
+def _without_new_hooks(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Remove hooks that were added within, as curvlinops leaves them where it fails."""
+    before = [
+        (hooks, set(hooks))
+        for layer in layers
+        for hooks in (layer._forward_hooks, layer._forward_pre_hooks)
+    ]
+    try:
+        yield
+    finally:
+        for hooks, known in before:
+            for key in set(hooks) - known:
+                del hooks[key]

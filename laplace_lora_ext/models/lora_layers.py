@@ -313,16 +313,16 @@ def _unsupported(name: str, layer: BaseTunerLayer) -> NotImplementedError:
 
 
 def check_known_to_host(blocks: Sequence[Block]) -> None:
-    """Refuse what the host's backends can't see, and DoRA.
+    """Refuse what curvlinops can't see, and DoRA.
 
     No call of a DoRA layer has its weight's input.
     """
     unseen = [block.name for block in without_rows(blocks)]
     if unseen:
         raise NotImplementedError(
-            "laplace-torch's backends see LoRA of linear layers alone, and not "
+            'hessian_structure="kron" sees LoRA of linear layers alone, and not '
             f"{listed(unseen)}: leave these out with target_modules, or use the "
-            'structures "lowrank_kron", "diag" or "full", without `backend`.'
+            'structures "lowrank_kron", "diag" or "full".'
         )
     with_dora = [
         block.name
@@ -331,9 +331,9 @@ def check_known_to_host(blocks: Sequence[Block]) -> None:
     ]
     if with_dora:
         raise NotImplementedError(
-            "laplace-torch's backends don't support DoRA, which calls LoRA layers with "
-            f"more than their inputs: {listed(with_dora)}. Use the structures "
-            '"lowrank_kron", "diag" or "full", without `backend`.'
+            'hessian_structure="kron" doesn\'t support DoRA, which calls LoRA layers '
+            f"with more than their inputs: {listed(with_dora)}. Use the structures "
+            '"lowrank_kron", "diag" or "full".'
         )
 
 

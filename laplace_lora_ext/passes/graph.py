@@ -42,8 +42,9 @@ class Layouts:
     # How many seeds a backward pass may take at most: one where a kernel can't run
     # under `torch.func.vmap`, fewer than before where memory did not suffice.
     seeds_at_most: float = math.inf
-    # Indices of the blocks without rows whose parameters any pass has used.
-    reached: set[int] = field(default_factory=set)
+    # Indices of the blocks that passes have used, since whoever asks emptied it: whose
+    # layers were called, or whose parameters the logits depend on.
+    used: set[int] = field(default_factory=set)
 
 
 def check_logits(logits: Tensor) -> None:
@@ -487,8 +488,8 @@ class Taps:
         graph = Graph(logits, calls, self._parameters, self._anchor, self._layouts)
         reached = {id(parameter) for parameter in graph.parameters}
         for index, block in enumerate(self._blocks):
-            if id(block.weight) in reached and not isinstance(block.rows, LinearRows):
-                self._layouts.reached.add(index)
+            if index in self._called or id(block.weight) in reached:
+                self._layouts.used.add(index)
         return graph
 
     def hear(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,14 +19,13 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import is_shared, unfused_attention
 from laplace_lora_ext.models.weights import (
     Block,
-    LinearRows,
     Place,
     check_in_place,
     read,
     whole_parameters,
     without_rows,
 )
-from laplace_lora_ext.passes.graph import Layouts, Taps, refuse_reentrant, tapped
+from laplace_lora_ext.passes.graph import Layouts, Taps, tapped
 from laplace_lora_ext.passes.memory import Memory, OutOfMemory, attempt
 from laplace_lora_ext.passes.proof import is_proven
 from laplace_lora_ext.passes.recording import Gradients, Part, Recording, Turns, Visitor
@@ -229,34 +228,6 @@ class Recorder:
             f"a forward pass and {n_seeds} backward passes of its own. Leave them out "
             "with target_modules to have whole batches at once."
         )
-
-    @contextmanager
-    def noting_calls(self, called: set[int]) -> Iterator[None]:
-        """Add to `called` the indices of blocks that any passes within call.
-
-        Of those without rows it adds the ones that recorded passes depend on.
-        """
-        before = self.layouts.reached
-        self.layouts.reached = set()
-
-        # The host's backends make passes of their own, which no `Taps` see.
-        def note(index: int, *_: Any) -> None:
-            called.add(index)
-            if not torch.is_grad_enabled():
-                refuse_reentrant()
-
-        with ExitStack() as hooks:
-            for index, block in enumerate(self.blocks):
-                if isinstance(block.rows, LinearRows):
-                    handle = block.rows.layer.register_forward_hook(
-                        partial(note, index)
-                    )
-                    hooks.callback(handle.remove)
-            try:
-                yield
-            finally:
-                called |= self.layouts.reached
-                self.layouts.reached |= before
 
     def check_called(self, called: Collection[int]) -> None:
         """Refuse a fit whose layers were never called, and so have no curvature."""

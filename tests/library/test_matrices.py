@@ -698,7 +698,7 @@ def test_statistics_of_rows_are_refused_by_name():
 
 def test_the_hosts_kron_is_refused_unless_linear_layers_alone_take_part():
     case = of_embedding()
-    message = r"backends see.*lora_embedding_A.*leave these"
+    message = r"sees LoRA of linear.*lora_embedding_A.*leave these"
     with pytest.raises(NotImplementedError, match=message):
         make(case.model, "kron")
     make(case.model, "kron", target_modules=["query"])

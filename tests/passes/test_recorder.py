@@ -14,7 +14,6 @@ from tests.support.models import (
     Sorting,
     TwoLinear,
     first_batch,
-    lora_model,
     pairs,
     with_lora,
 )
@@ -187,19 +186,3 @@ def test_logits_that_depend_on_the_batch_are_not_divided(monkeypatch):
     assert_close(la.predictive_moments(X), whole, **EXACT)
     statistics = la.predictive_statistics([(X, y)], dtype=torch.float64)
     assert_close(statistics.f_mu, whole.f_mu, **EXACT)
-
-
-def fail_while_noting(recorder: Recorder, called: set[int]) -> None:
-    with recorder.noting_calls(called):
-        recorder.layouts.reached.add(1)
-        raise ArithmeticError
-
-
-def test_a_pass_that_fails_leaves_what_earlier_ones_have_noted():
-    recorder = make(lora_model("bert")).recorder
-    recorder.layouts.reached = {0}
-    called: set[int] = set()
-    with pytest.raises(ArithmeticError):
-        fail_while_noting(recorder, called)
-    assert recorder.layouts.reached == {0, 1}
-    assert called == {1}

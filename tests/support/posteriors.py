@@ -209,14 +209,20 @@ def stock(
     structure: str,
     batches: list[dict[str, Tensor]],
     parts: Sequence[str] = ("lora_",),
+    dict_key_x: str = "input_ids",
 ):
-    """Fit the host's posterior over weights with these parts in their names."""
+    """Fit the host's posterior over weights with these parts in their names.
+
+    It reads a batch's size off `dict_key_x`.
+    """
     for name, parameter in model.named_parameters():
         takes_part = any(part in name for part in parts)
         parameter.requires_grad_(takes_part)
     keywords = laplace_keywords(kind)
     wrapper = LogitsModel(model, **keywords)
-    la = laplace.Laplace(wrapper, "classification", "all", structure)
+    la = laplace.Laplace(
+        wrapper, "classification", "all", structure, dict_key_x=dict_key_x
+    )
     la.fit(HostLoader(batches))
     return la
 

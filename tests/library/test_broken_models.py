@@ -7,10 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.passes.checks import inspected
-from laplace_lora_ext.passes.recorder import Recorder
 from tests.support.dense import assert_exact, full_rank
 from tests.support.models import (
     OfMapping,
@@ -177,7 +173,7 @@ REFUSED = {
 def test_layers_that_have_no_gradient_are_refused(structure, case):
     refused = REFUSED[case]
     message = refused.message
-    # The passes are the host's own then, which are checked batch by batch.
+    # Curvlinops needs all layers in every batch.
     if structure == "kron" and case == "a fused kernel":
         message = "does not use 2 of 2"
     la = make(refused.build(), structure)
@@ -240,54 +236,3 @@ def test_layers_that_a_batch_does_not_call_get_no_curvature_from_it(structure):
     la.fit([one_more], override=False)
     n_batches = len(batches) + 1
     assert la.n_data == 4 * n_batches
-
-
-def hooks_of(model: nn.Module) -> list[dict]:
-    """Copy all hooks of all modules."""
-    of_modules = []
-    for module in model.modules():
-        for name, hooks in vars(module).items():
-            if "_hooks" in name and isinstance(hooks, dict):
-                of_modules.append(dict(hooks))
-    return of_modules
-
-
-def only_looking(*_: object) -> None:
-    """Change nothing, as a user's hook may."""
-
-
-@pytest.mark.parametrize(
-    ("factor", "message", "expected_shapes"),
-    [
-        pytest.param(1, "somebody else's", [(4, 3)], id="finite"),
-        # Their code may meet such numbers before any logits are there.
-        pytest.param(torch.nan, "non-finite logits", [], id="not finite"),
-    ],
-)
-def test_where_a_pass_of_somebody_else_fails_no_hook_is_left_and_the_reason_named(
-    factor, message, expected_shapes
-):
-    model = LogitsModel(plain_model())
-    ((X, _),) = pairs()
-    X = factor * X
-    model.register_forward_hook(only_looking)
-    before = hooks_of(model)
-    blocks = find_blocks(model.model)
-    recorder = Recorder(model, blocks)
-    shapes: list[torch.Size] = []
-
-    def note(logits: Tensor) -> None:
-        shapes.append(logits.shape)
-
-    def pass_of_somebody_else() -> None:
-        model.model.second.register_forward_hook(only_looking)
-        if factor == 1:
-            model(X)
-        raise torch.linalg.LinAlgError("somebody else's")
-
-    kinds = (ValueError, torch.linalg.LinAlgError)
-    error = pytest.raises(kinds, match=message)
-    with error, inspected(recorder, X, note):
-        pass_of_somebody_else()
-    assert hooks_of(model) == before
-    assert shapes == expected_shapes
