@@ -76,9 +76,10 @@ def find_blocks(
     tokens.
 
     A `ValueError` if there is no such layer, if the adapter is merged, disabled or not
-    the only active one, or if a name or an index of a selection matches nothing. A `NotImplementedError` if
-    layers have no parameters of their own for weights, if a head is not linear or too
-    large, and for FSDP1, DeepSpeed ZeRO-3 and tensor parallelism.
+    the only active one, or if a name or an index of a selection matches nothing. A
+    `NotImplementedError` if layers have no parameters of their own for weights, if a
+    head is not linear or too large, and for FSDP1, DeepSpeed ZeRO-3 and tensor
+    parallelism.
     """
     adapter = active_adapter(model)
     layers = {
