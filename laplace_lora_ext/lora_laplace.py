@@ -210,10 +210,7 @@ class LoRALaplace(ParametricLaplace):
         weight_names: Collection[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        without_effect = sorted({"damping", "asdl_fisher_kwargs"} & kwargs.keys())
-        if without_effect:
-            raise TypeError(f"{without_effect[0]} has no effect here: leave it out.")
-        _check_noise(kwargs.get("sigma_noise", 1.0))
+        _check_options_of_host(kwargs)
         backend_kwargs = _with_scales(backend_kwargs or {}, output_scales)
         problem = _problem_of(likelihood)
         self.problem = problem.with_output_scales(backend_kwargs.get(_SCALES))
@@ -1448,6 +1445,14 @@ def _warn_of_weights(
     warn_of_other_trainable(model, blocks)
     if is_untrained(blocks):
         warn("Every lora_B weight is 0: the adapter looks untrained. Train it first.")
+
+
+def _check_options_of_host(options: Mapping[str, Any]) -> None:
+    """Refuse a noise that is none, and what the host takes to no effect."""
+    for name in ("damping", "asdl_fisher_kwargs"):
+        if name in options:
+            raise TypeError(f"{name} has no effect here: leave it out.")
+    _check_noise(options.get("sigma_noise", 1.0))
 
 
 def _check_noise(value: float | Tensor) -> None:
