@@ -214,7 +214,6 @@ class Text(Reading):
         16, "texts that choose temperature and prior precision"
     )
     test_examples: int = option(40, "texts to measure every method on")
-    written_examples: int = option(8, "texts to write under the posterior predictive")
     epochs: int = option(6, "passes over the training texts")
     learning_rate: float = option(1e-3, "after warming up")
     batch_size: int = option(8, "texts in a batch")

@@ -18,8 +18,7 @@ from laplace_lora_ext.predictive.numbers import NumberPrediction
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.structures import LowRankKronLoRALaplace
 from laplace_lora_ext.text.collator import DataCollatorForChoices
-from laplace_lora_ext.text.generation import GeneratedText
-from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch
+from laplace_lora_ext.text.priors import TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores
 from laplace_lora_ext.training.averaging import AveragingCallback, WeightAverage
 from laplace_lora_ext.training.stages import in_stages, train_in_stages
@@ -37,7 +36,6 @@ __all__ = [
     "Agreement",
     "AveragingCallback",
     "DataCollatorForChoices",
-    "GeneratedText",
     "GridSearch",
     "Laplace",
     "LaplaceMixture",
@@ -51,7 +49,6 @@ __all__ = [
     "PredictiveStatistics",
     "SecondTraining",
     "TextScores",
-    "TokenAgreement",
     "TokenGridSearch",
     "TuningHistory",
     "ValGD",

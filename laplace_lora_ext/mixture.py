@@ -31,7 +31,6 @@ from laplace_lora_ext.predictive.moments import mixed, parts_for
 from laplace_lora_ext.predictive.numbers import NumberPrediction
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import Share
-from laplace_lora_ext.text.generation import GeneratedText, generate_texts
 from laplace_lora_ext.text.priors import TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores, draw_logits, score_texts
 from laplace_lora_ext.training import students
@@ -263,22 +262,6 @@ class LaplaceMixture:
         Parameters are those of `score`. Without draws they are each member's.
         """
         return draw_logits(self.members, batch, n_samples, generator)
-
-    def generate(
-        self,
-        *,
-        n_samples: int = 10,
-        generator: torch.Generator | None = None,
-        **generation_kwargs: Any,
-    ) -> GeneratedText:
-        """Write texts, each token by the mean of the members' predictives.
-
-        `n_samples` and `generator` are as for `score`, and `**generation_kwargs`,
-        result and errors as for `LowRankKronLoRALaplace.generate`.
-        """
-        return generate_texts(
-            self.members, n_samples=n_samples, generator=generator, **generation_kwargs
-        )
 
     # --- prior ------------------------------------------------------------------------
 

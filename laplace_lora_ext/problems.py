@@ -26,9 +26,7 @@ from laplace_lora_ext.models.preference_model import PreferenceModel
 from laplace_lora_ext.models.token_labels_model import TokenLabelsModel
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.text.priors import (
-    TokenAgreement,
     TokenGridSearch,
-    TokenSecondTraining,
 )
 from laplace_lora_ext.tuning import METHODS
 from laplace_lora_ext.tuning.marglik import Marglik
@@ -187,8 +185,7 @@ class _LanguageModeling(Problem):
     def check_linearised(self) -> None:
         raise NotImplementedError(
             "Moments of logits would need Jacobians of the whole vocabulary at every "
-            "token: use la.score(batch) for given texts and la.generate(**inputs) for "
-            "new ones."
+            "token: use la.score(batch), or la.draw_logits(batch)."
         )
 
 
@@ -230,12 +227,10 @@ LANGUAGE_MODELING = _LanguageModeling(
     trained=LIKELIHOODS["language_modeling"],
     predicted=LIKELIHOODS["classification"],
     adapter=TokensModel,
-    instead_of_logit_scale="the temperature of la.generate",
+    instead_of_logit_scale="draw_logits, and divide by a temperature",
     methods={
-        "agreement": TokenAgreement,
-        "marglik": Marglik,
         "gridsearch": TokenGridSearch,
-        "second_training": TokenSecondTraining,
+        "marglik": Marglik,
     },
     writes=True,
 )

@@ -34,13 +34,10 @@ from laplace_lora_ext.predictive.statistics import (
     statistics_of_batch,
 )
 from laplace_lora_ext.processes.exchange import gathered
-from laplace_lora_ext.text.generation import GeneratedText, generate_texts
 from laplace_lora_ext.text.scores import (
     TextScores,
     draw_logits,
-    labelled_tokens,
     score_texts,
-    writers_of,
 )
 
 
@@ -59,8 +56,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         supervised fine-tuning does: mappings with `input_ids`, `attention_mask` and
         `labels` (-100 for tokens that don't count). The Fisher is then a Monte-Carlo
         estimate: it draws a token from the model wherever there is a label, and
-        back-propagates the loss of a whole text at once. `score` and `generate`
-        predict, by draws of the weights
+        back-propagates the loss of a whole text at once. `score` predicts, by draws
+        of the weights
     backend : type of LowRankKronInterface, default=LowRankKronGGN
     backend_kwargs : dict, optional
         `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (from 20
@@ -135,54 +132,6 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         each member's.
         """
         return draw_logits(self.members, batch, n_samples, generator)
-
-    def generate(
-        self,
-        *,
-        n_samples: int = 10,
-        generator: torch.Generator | None = None,
-        **generation_kwargs: Any,
-    ) -> GeneratedText:
-        """Write texts, choosing each next token by the posterior predictive.
-
-        This runs transformers' own `generate`, greedy or sampling, with its stopping,
-        its logits processors and its caches, for one text after the other. A whole text
-        keeps the same draws, so each draw is one model reading that text. Without draws
-        the texts equal those of the model's own `generate`, and of a mixture those of
-        the mixture of its trained models.
-
-        Parameters
-        ----------
-        n_samples : int, default=10
-            how many draws, S; each token takes `1 + S` forward passes
-        generator : torch.Generator, optional
-            for the draws, and for tokens that `generate` samples
-        **generation_kwargs
-            for `generate`: `input_ids` and `attention_mask` as a tokenizer makes them,
-            padded on the left unless an encoder reads them, `max_new_tokens` and so on
-
-        Returns
-        -------
-        GeneratedText
-
-        Raises
-        ------
-        NotImplementedError
-            For beams, several texts a prompt, `past_key_values`, images beside text,
-            and models with a `generate` of their own; without `use_cache=False` also
-            for models that keep no cache.
-        ValueError
-            If the likelihood is another, there are no prompts, or they are padded on
-            the wrong side.
-        """
-        return generate_texts(
-            self.members, n_samples=n_samples, generator=generator, **generation_kwargs
-        )
-
-    def tokens(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Compute the model's logits `(N, V)`, and find the labelled tokens `(N,)`."""
-        (writer,) = writers_of(self.members)
-        return labelled_tokens(writer, batch)
 
     # --- what is particular to the structure ------------------------------------------
 

@@ -395,19 +395,11 @@ def draw_logits(la, batch):
     la.draw_logits(batch)
 
 
-def tokens(la, batch):
-    la.tokens(batch)
-
-
 def score(la, batch):
     la.score(batch, n_samples=2)
 
 
-def generate(la, batch):
-    la.generate(input_ids=batch["input_ids"])
-
-
-@pytest.mark.parametrize("read", [score, draw_logits, tokens, generate])
+@pytest.mark.parametrize("read", [score, draw_logits])
 def test_what_reads_texts_refuses_a_classifier(read, gpt2):
     la = make(gpt2, class_token_ids=[1, 2, 3])
     with pytest.raises(ValueError, match="language_modeling"):
@@ -573,24 +565,12 @@ def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(
     model = MODELS[kind]()
     la = fitted_text(model, prior_precision=3.0)
 
-    def figures():
-        chosen = copy.copy(la)
-        method = laplace_lora_ext.TokenAgreement(
-            train_loader=text_batches(**ragged),
-            generator=generator(),
-        )
-        chosen.optimize_prior_precision(method=method)
-        return {
-            "agreement": chosen.prior_precision,
-            **scored(la, **ragged),
-        }
-
-    expected = figures()
+    expected = scored(la, **ragged)
     rows: list[int] = []
     output_layer = la.model.transformer.get_output_embeddings()
     monkeypatch.setattr(vocabulary, "MOST_ROWS", A_FEW_ROWS)
     with record_rows(output_layer, rows):
-        found = figures()
+        found = scored(la, **ragged)
     assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert max(rows) <= A_FEW_ROWS
     assert_no_forward_is_left(model)
@@ -775,15 +755,11 @@ def test_an_unknown_method_is_refused():
         la.optimize_prior_precision(method="marginal")
 
 
-def agreement(la, batch):
-    la.optimize_prior_precision(method="agreement", train_loader=[batch])
-
-
 def gridsearch(la, batch):
     la.optimize_prior_precision(method="gridsearch", val_loader=[batch])
 
 
-@pytest.mark.parametrize("use", [score, agreement, gridsearch])
+@pytest.mark.parametrize("use", [score, draw_logits, gridsearch])
 def test_a_model_that_has_changed_is_refused(use):
     la = fitted_text()
     _, second_block, *_ = la.blocks

@@ -26,7 +26,7 @@ from benchmarks.tasks.free_text import Written, by_length, collate, read
 from laplace_lora_ext.models.tokens_model import TokensModel
 
 LORA = ("q_proj", "v_proj")
-FEW_TEXTS = 16  # training texts for methods that look at draws to choose
+FEW_TEXTS = 16  # training texts that choose the noise of TFB
 LOWEST_PRECISION = 0  # of the prior, as a power of ten, for validation texts to choose
 HIGHEST_PRECISION = 4
 METHOD = ["name", "chosen_by"]
@@ -34,9 +34,6 @@ QUALITY = ["prior_precision", "token_accuracy", "nll", "ece", "seconds_a_token"]
 DETECTION = ["auroc", "aurc"]
 COSTS = [
     "wrong_answers",
-    "predictive_seconds",
-    "model_seconds",
-    "changed_answers",
     "fit_ratio",
     "score_ratio",
     "training_seconds",
@@ -115,13 +112,10 @@ def measure(
         )
         for detector in measures.detection(predictor, batches_of_answers, wrong):
             detectors.append({**method, **detector})
-    # Under the predictive every token takes a pass for each draw.
-    few_of_test = test[: options.written_examples]
     # Batches are ordered by length, and a longer one is timed more surely.
     *_, longest = batches(train)
     costs = {
         "wrong_answers": sum(wrong),
-        **measures.speed(la, tokenizer, few_of_test, options.draws, clock),
         **measures.relative_cost(la, longest, options.draws, clock),
         "training_seconds": training_seconds,
         "seconds": time.perf_counter() - started,
@@ -139,10 +133,8 @@ def text_of(figures: Figures, options: Text) -> list[str]:
         table(over_seeds(figures["methods"], METHOD, QUALITY)),
         "How well scores detect the wrong ones among the model's own greedy answers:",
         table(over_seeds(figures["detectors"], [*METHOD, "score"], DETECTION)),
-        f"Wrong answers of {options.test_examples}; seconds to write a token under "
-        "the predictive and by the model itself; how many of "
-        f"{options.written_examples} answers that changes; a fit over forward and "
-        "backward pass of the same texts, a score over its forward passes:",
+        f"Wrong answers of {options.test_examples}; a fit over forward and backward "
+        "pass of the same texts, a score over its forward passes:",
         table(figures["costs"], ["seed", *COSTS]),
     ]
 
@@ -225,7 +217,6 @@ def contestants(
 ) -> Iterator[Contestant]:
     """Yield contestants, each to be measured before the next prior is chosen."""
     draws = options.draws
-    show_progress = not options.quiet
     yield Contestant("MAP", "", Predictor(la))
     yield Contestant(
         "Temperature scaling", "validation", free_text.scaled(la, validation)
@@ -234,14 +225,6 @@ def contestants(
     la.optimize_prior_precision(method="marglik")
     yield Contestant("Posterior", "evidence", posterior(la, draws))
     la.optimize_prior_precision(
-        method="agreement",
-        train_loader=train,
-        n_samples=draws,
-        generator=torch.Generator().manual_seed(seed),
-        progress_bar=show_progress,
-    )
-    yield Contestant("Posterior", "agreement", posterior(la, draws))
-    la.optimize_prior_precision(
         method="gridsearch",
         val_loader=validation,
         log_prior_prec_min=LOWEST_PRECISION,
@@ -249,6 +232,6 @@ def contestants(
         grid_size=options.grid_size,
         n_samples=draws,
         generator=torch.Generator().manual_seed(seed),
-        progress_bar=show_progress,
+        progress_bar=not options.quiet,
     )
     yield Contestant("Posterior", "validation", posterior(la, draws))

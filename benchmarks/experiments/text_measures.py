@@ -1,6 +1,5 @@
 """Measures of free text: tokens, written answers, scores, and costs."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,8 +65,8 @@ def write_answers(
     written = []
     wrong = []
     for part in by_length(texts, batch_size):
-        # Without draws: all methods judge the same answers, the model's own.
-        answers, _ = written_behind(la, tokenizer, part, draws=0)
+        # All methods judge the same answers, the model's own.
+        answers = written_behind(la.model.model, tokenizer, part)
         for one, answer in zip(part, answers, strict=True):
             written.append(Written(one.prompt, answer))
             is_right = answer.strip() == one.answer.strip()
@@ -75,20 +74,14 @@ def write_answers(
     return written, wrong
 
 
-def written_behind(
-    la: Any,
-    tokenizer: Any,
-    texts: list[Written],
-    draws: int,
-) -> tuple[list[str], int]:
-    """Write greedy answers, and count how many tokens they took."""
+@torch.no_grad()
+def written_behind(model: Any, tokenizer: Any, texts: list[Written]) -> list[str]:
+    """Write greedy answers."""
     asked = [one.prompt for one in texts]
-    prompts = tokenizer(asked, padding=True, return_tensors="pt")
-    output = la.generate(
+    prompts = tokenizer(asked, padding=True, return_tensors="pt").to(model.device)
+    written = model.eval().generate(
         input_ids=prompts["input_ids"],
         attention_mask=prompts["attention_mask"],
-        n_samples=draws,
-        generator=torch.Generator().manual_seed(0),
         max_new_tokens=LONGEST_ANSWER,
         do_sample=False,
         pad_token_id=tokenizer.pad_token_id,
@@ -96,9 +89,7 @@ def written_behind(
     )
     # What is generated begins with the prompts.
     _, length = prompts["input_ids"].shape
-    new = output.sequences[:, length:]
-    answers = tokenizer.batch_decode(new, skip_special_tokens=True)
-    return answers, new.numel()
+    return tokenizer.batch_decode(written[:, length:], skip_special_tokens=True)
 
 
 def detection(
@@ -142,37 +133,6 @@ def detects(
     The share is that over all coverages.
     """
     return {"auroc": auroc(sign, wrong), "aurc": aurc(sign, wrong)}
-
-
-def speed(
-    la: Any,
-    tokenizer: Any,
-    texts: list[Written],
-    draws: int,
-    clock: Clock,
-) -> dict[str, Any]:
-    """Measure seconds per token with and without draws, and changed answers."""
-
-    def write(n_draws: int) -> tuple[list[str], float]:
-        begun = clock()
-        answers, tokens = written_behind(la, tokenizer, texts, n_draws)
-        return answers, (clock() - begun) / tokens
-
-    of_model, model_seconds = write(0)
-    of_predictive, predictive_seconds = write(draws)
-    return {
-        "model_seconds": model_seconds,
-        "predictive_seconds": predictive_seconds,
-        "changed_answers": _differences(of_model, of_predictive),
-    }
-
-
-def _differences(
-    some: Sequence[str],
-    others: Sequence[str],
-) -> int:
-    pairs = zip(some, others, strict=True)
-    return sum(one != other for one, other in pairs)
 
 
 def relative_cost(

@@ -15,8 +15,6 @@ from benchmarks.models import AdaptedModel
 from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.models.tokens_model import TokensModel
-from laplace_lora_ext.models.weights import called_with
-from laplace_lora_ext.text.scores import drawn
 
 
 def no_draws(_: Any) -> Iterable[Tensor]:
@@ -39,10 +37,22 @@ class Predictor:
         batch: Any,
     ) -> tuple[Tensor, Iterable[Tensor], Tensor]:
         """Compute logits `(N, V)`, those of each draw, and the labels `(N,)`."""
-        logits, tokens = self.la.tokens(batch)
+        logits, tokens = tokens_of(self.la, batch)
         tempered = logits / self.temperature
         # Draws come one by one, when they are read: all of them are much.
         return tempered, self.draws(batch), tokens
+
+
+def tokens_of(la: LowRankKronLoRALaplace, batch: Any) -> tuple[Tensor, Tensor]:
+    """Compute the trained model's logits `(N, V)`, and find the labels `(N,)`."""
+    (logits,) = la.draw_logits(batch, n_samples=0)
+    return logits, labels_of(la.model, batch)
+
+
+def labels_of(model: Any, batch: Any) -> Tensor:
+    """Find the tokens `(N,)` that a batch's logits predict."""
+    targets = model.targets(batch)
+    return targets[targets != IGNORED]
 
 
 class Writer(AdaptedModel):
@@ -59,7 +69,7 @@ def scaled(la: LowRankKronLoRALaplace, validation: Iterable[Any]) -> Predictor:
     logits = []
     tokens = []
     for batch in validation:
-        logits_of_batch, tokens_of_batch = la.tokens(batch)
+        logits_of_batch, tokens_of_batch = tokens_of(la, batch)
         logits.append(logits_of_batch)
         tokens.append(tokens_of_batch)
     labels = torch.cat(tokens)
@@ -69,12 +79,11 @@ def scaled(la: LowRankKronLoRALaplace, validation: Iterable[Any]) -> Predictor:
 
 def posterior(la: LowRankKronLoRALaplace, draws: int) -> Predictor:
     """Predict with draws from the posterior as it is now."""
-    # The same draws for every batch, also when another prior is chosen after.
-    values = list(drawn(la, draws, 0))
 
-    def of_draws(batch: Any) -> Iterator[Tensor]:
-        for each in values:
-            yield called_with(la.model, la.blocks, each, batch)
+    def of_draws(batch: Any) -> Tensor:
+        # The same for every batch.
+        same = torch.Generator().manual_seed(0)
+        return la.draw_logits(batch, draws, same)
 
     return Predictor(la, of_draws, is_posterior=True)
 
@@ -98,7 +107,5 @@ def training_free(
 
 def token_loss(model: Any, batch: Any) -> Tensor:
     """Compute a batch's mean loss of labelled tokens."""
-    targets = model.targets(batch)
     # The model gives logits for labelled places alone.
-    labels = targets[targets != IGNORED]
-    return cross_entropy(model(batch), labels)
+    return cross_entropy(model(batch), labels_of(model, batch))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -83,19 +83,13 @@ class Share:
         )
 
     @classmethod
-    def read_once(
-        cls,
-        loader: Any,
-        stride: int = 1,
-    ) -> Share:
+    def read_once(cls, loader: Any) -> Share:
         """Read the share's batches into memory, so that all passes see the same.
 
         Loaders may shuffle, draw examples or make them at random, and a generator ends.
-        With a stride above 1 there is but every second, third... batch.
         """
         share = cls(loader)
-        share.loader = copied(islice(share.loader, 0, None, stride))
-        share._dealt_places = share._dealt_places[::stride]
+        share.loader = copied(share.loader)
         return share
 
     def places(
@@ -148,16 +142,6 @@ def data_size(loader: Any) -> int | None:
     if consists_of_batches or not isinstance(data_set, Sized):
         return None
     return len(data_set)
-
-
-def total_size(loader: Any, otherwise: int) -> int:
-    """Count all ranks' examples, or return another number if a loader does not tell."""
-    total = 0
-    for size in gathered(Share(loader).size):
-        if size is None:
-            return otherwise
-        total += size
-    return total
 
 
 def examples_of(loader: Any) -> Tensor:

@@ -1,1 +1,1 @@
-"""Free text: scores under drawn weights, choices of the prior, generation."""
+"""Free text: scores under drawn weights, a choice of the prior, batches of choices."""

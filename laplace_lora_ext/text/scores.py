@@ -100,17 +100,6 @@ def writers_of(members: Sequence[Drawable]) -> list[Writer]:
     return writers
 
 
-def labelled_tokens(
-    member: Writer,
-    batch: Any,
-) -> tuple[Tensor, Tensor]:
-    """Compute the model's logits `(N, V)`, and find the labelled tokens `(N,)`."""
-    member.check_model()
-    with member.model.prepared():
-        f = member.model(batch)
-    return f, _tokens_of(member, batch, f)
-
-
 def _tokens_of(
     member: Writer,
     batch: Any,
@@ -159,14 +148,12 @@ def draw_logits(
     Without draws they are those of each member's trained model.
     """
     writers = writers_of(members)
-    draws = list(draws_of(writers, n_samples, generator))
-    if draws:
-        return torch.stack([draw.logits(batch) for draw in draws])
-    of_trained = []
     for writer in writers:
-        logits, _ = labelled_tokens(writer, batch)
-        of_trained.append(logits)
-    return torch.stack(of_trained)
+        writer.check_model()
+    draws = list(draws_of(writers, n_samples, generator))
+    if not draws:
+        draws = [trained(writer) for writer in writers]
+    return torch.stack([draw.logits(batch) for draw in draws])
 
 
 class Draw(NamedTuple):

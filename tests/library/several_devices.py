@@ -264,7 +264,7 @@ def dispatched() -> nn.Module:
 
 
 def outcomes_of_texts(model: nn.Module) -> Outcomes:
-    """Fit texts, score one batch by draws of the weights, and write by them."""
+    """Fit texts, and score one batch by draws of the weights."""
     la = make(model, likelihood="language_modeling")
     batches = ragged_batches()
     for batch in batches:
@@ -272,25 +272,10 @@ def outcomes_of_texts(model: nn.Module) -> Outcomes:
         is_padding = batch["attention_mask"] == 0
         batch["labels"] = tokens.masked_fill(is_padding, -100)
     la.fit(batches)
-    noise = generator()
-    score = la.score(
-        batches[0],
-        n_samples=2,
-        generator=noise,
-    )
-    prompts, *_ = ragged_batches(padding_side="left")
-    generated = la.generate(
-        n_samples=2,
-        generator=noise,
-        input_ids=prompts["input_ids"],
-        attention_mask=prompts["attention_mask"],
-        max_new_tokens=3,
-        do_sample=False,
-    )
+    score = la.score(batches[0], n_samples=2, generator=generator())
     return {
         "evidence": la.log_marginal_likelihood(),
         "log-probabilities": score.log_prob,
-        "texts": generated.sequences,
     }
 
 

@@ -24,7 +24,6 @@ from laplace_lora_ext.processes.shards import (
     examples_of,
     in_order,
     joined,
-    total_size,
 )
 from tests.support.ranks import accelerated, failures, on_ranks
 
@@ -324,20 +323,6 @@ def test_a_list_of_batches_gives_each_rank_its_own():
 
     of_ranks = on_ranks(job, 2)
     assert of_ranks == [expected] * 2
-
-
-def test_the_total_size_of_what_ranks_have_of_their_own():
-    batches = [torch.arange(3), torch.arange(2)]
-
-    def job(_):
-        of_loader = total_size(by_batch_size(), 7)
-        of_list = total_size(batches, 7)
-        return of_loader, of_list
-
-    for of_loader, of_list in on_ranks(job, 2):
-        assert of_loader == 2 * 5
-        # As it was given, since a list doesn't tell.
-        assert of_list == 7
 
 
 def test_a_sampler_of_ranks_deals_nothing_to_a_single_process():

@@ -1,4 +1,4 @@
-"""Prior precisions that draws choose, against models with drawn weights and scores."""
+"""Prior precisions that held-out texts choose, against scores."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,19 +10,17 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 
-from laplace_lora_ext import TokenAgreement, TokenGridSearch
+from laplace_lora_ext import TokenGridSearch
 from laplace_lora_ext.training.stages import eval_figures
 from laplace_lora_ext.tuning.method import draw_seed
-from tests.support.models import lora_model, without_labels
+from tests.support.models import lora_model
 from tests.support.posteriors import (
-    another_training,
     count_forward_passes,
     generator,
 )
 from tests.support.ranks import assert_alike, on_ranks
 from tests.support.texts import (
     LENGTHS,
-    drawn_models,
     fitted_text,
     text_batches,
 )
@@ -39,20 +37,6 @@ GRID = {
 Batch = dict[str, Tensor]
 
 
-def agreement(
-    texts: Any,
-    draws: torch.Generator,
-    **options: Any,
-) -> TokenAgreement:
-    return TokenAgreement(
-        train_loader=texts,
-        generator=draws,
-        n_samples=N_SAMPLES,
-        max_change=0.01,
-        **options,
-    )
-
-
 def grid_search(
     texts: Any,
     draws: torch.Generator,
@@ -63,9 +47,6 @@ def grid_search(
         n_samples=N_SAMPLES,
         **GRID,
     )
-
-
-METHODS = [agreement, grid_search]
 
 
 def validation(**ragged: Any) -> list[Batch]:
@@ -82,9 +63,6 @@ def la():
     return fitted_text()
 
 
-# --- agreement ------------------------------------------------------------------------
-
-
 def rows_of(batches: Sequence[Batch]) -> list[Batch]:
     """Take the texts out of batches of one text."""
     rows = []
@@ -92,70 +70,6 @@ def rows_of(batches: Sequence[Batch]) -> list[Batch]:
         row = {key: value.squeeze(0) for key, value in batch.items()}
         rows.append(row)
     return rows
-
-
-def change(la: Any) -> float:
-    """Compute draws' mean total variation distance, by drawn copies."""
-    (batch,) = text_batches(batch_size=6)
-    is_labelled = la.model.targets(batch) != -100
-    inputs = without_labels(batch)
-
-    def probabilities(model: torch.nn.Module) -> Tensor:
-        with torch.no_grad():
-            logits = model(**inputs).logits
-        return logits[is_labelled].softmax(-1)
-
-    of_map = probabilities(la.model.model)
-    distances = []
-    for model in drawn_models(la, 3, generator()):
-        differences = probabilities(model) - of_map
-        of_tokens = differences.abs().sum(-1) / 2
-        distances.append(of_tokens.mean())
-    return torch.stack(distances).mean().item()
-
-
-def agree(
-    la: Any,
-    max_change: float,
-    **start: Any,
-) -> None:
-    """Choose a prior precision by the draws of `change`."""
-    la.optimize_prior_precision(
-        method="agreement",
-        train_loader=text_batches(),
-        generator=generator(),
-        max_change=max_change,
-        n_samples=3,
-        **start,
-    )
-
-
-@pytest.mark.parametrize("max_change", [0.005, 0.02])
-def test_the_chosen_posterior_changes_tokens_as_much_as_is_allowed(la, max_change):
-    agree(la, max_change)
-    assert change(la) == pytest.approx(max_change, rel=0.02)
-
-
-@pytest.mark.parametrize("max_change", [0.005, 0.02])
-def test_a_layerwise_prior_is_scaled_as_a_whole(la, max_change):
-    base = layerwise_prior(la)
-    agree(la, max_change, init_prior_prec=base)
-    assert change(la) == pytest.approx(max_change, rel=0.02)
-    # One factor for all blocks.
-    factors = la.prior_precision / base
-    expected = factors.mean().expand_as(factors)
-    assert_close(factors, expected, rtol=1e-6, atol=0)
-
-
-def test_of_many_texts_some_batches_choose(la):
-    batches = text_batches(batch_size=1)
-    of_some = agreement(batches, generator(), max_examples=3)
-    of_some(la)
-    chosen = la.prior_precision.clone()
-    every_second = batches[::2]
-    of_every_second = agreement(every_second, generator())
-    of_every_second(la)
-    assert torch.equal(chosen, la.prior_precision)
 
 
 # --- search on a grid -----------------------------------------------------------------
@@ -271,15 +185,14 @@ def test_neither_batches_nor_the_models_mode_matter():
 # --- several processes ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_ranks_choose_by_the_texts_of_all_of_them(la, method):
+def test_ranks_choose_by_the_texts_of_all_of_them(la):
     batches = text_batches(batch_size=2)
 
     def choose(
         texts: Sequence[Batch],
         draws: torch.Generator,
     ) -> tuple[Tensor, Tensor]:
-        history = method(texts, draws)(la)
+        history = grid_search(texts, draws)(la)
         return history.objective, la.prior_precision
 
     def on_a_rank(rank: int) -> tuple[Tensor, Tensor]:
@@ -305,11 +218,6 @@ def divided_texts(n: int = 5) -> DataLoader:
     return DataLoader(rows, batch_size=1, sampler=sampler)
 
 
-def losses_of_agreement(la: Any) -> Tensor:
-    choose = agreement(divided_texts(), generator())
-    return choose(la).objective
-
-
 def losses_of_grid(la: Any) -> Tensor:
     search = grid_search(divided_texts(), generator())
     return search(la).objective
@@ -322,28 +230,13 @@ def loss_of_evaluation(la: Any) -> float:
 
 @pytest.mark.parametrize(
     "losses",
-    [losses_of_agreement, losses_of_grid, loss_of_evaluation],
+    [losses_of_grid, loss_of_evaluation],
 )
 def test_texts_that_a_sampler_repeats_count_once(la, losses):
     # So narrow that draws of an evaluation are the model.
     la.prior_precision = 1e12
     expected = losses(la)
     of_ranks = on_ranks(lambda _: losses(la), 2)
-    assert_alike(of_ranks, expected)
-
-
-def test_of_divided_texts_every_second_batch_is_taken(la):
-    def losses(rank: int) -> Tensor:
-        texts = divided_texts(6)
-        choose = agreement(texts, generator(), max_examples=3)
-        return choose(la).objective
-
-    of_ranks = on_ranks(losses, 2)
-    rows = divided_texts(6).dataset
-    # Of each rank's three, the first and the last.
-    taken = [rows[place] for place in (0, 1, 4, 5)]
-    of_taken = agreement(DataLoader(taken), generator())
-    expected = of_taken(la).objective
     assert_alike(of_ranks, expected)
 
 
@@ -361,60 +254,21 @@ class Drawn(torch.utils.data.IterableDataset):
         yield from text_batches(seed=self.n_passes, batch_size=2)
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("workers", [0, 1])
-def test_each_prior_precision_is_tried_on_the_same_texts(la, method, workers):
+def test_each_prior_precision_is_tried_on_the_same_texts(la, workers):
     drawn = Drawn()
     loader = DataLoader(
         drawn,
         batch_size=None,
         num_workers=workers,
     )
-    choose = method(loader, generator())
+    choose = grid_search(loader, generator())
     objective = choose(la).objective
     # A worker counts the passes of a copy.
     expected_passes = 1 if workers == 0 else 0
     assert drawn.n_passes == expected_passes
     first_pass = list(Drawn())
-    choose_again = method(first_pass, generator())
+    choose_again = grid_search(first_pass, generator())
     expected = choose_again(la).objective
     assert torch.equal(objective, expected)
     assert len(objective) > 3
-
-
-def test_held_out_texts_choose(la):
-    texts = rows_of(text_batches(batch_size=1))
-    learnt = []
-
-    def train(examples: Any) -> torch.nn.Module:
-        learnt.extend(examples.indices)
-        return another_training("gpt2").eval()
-
-    def search(**options: Any) -> TokenGridSearch:
-        return TokenGridSearch(
-            generator=generator(3),
-            n_samples=N_SAMPLES,
-            grid_size=9,
-            **options,
-        )
-
-    la.optimize_prior_precision(
-        method="second_training",
-        train=train,
-        train_loader=DataLoader(texts, batch_size=2),
-        held_out=0.4,
-        search=search,
-    )
-    # Two of the six are held out.
-    assert len(learnt) == 4
-    held_out = [place for place in range(6) if place not in learnt]
-
-    def loader_of(places: Sequence[int]) -> DataLoader:
-        rows = [texts[place] for place in places]
-        return DataLoader(rows, batch_size=2)
-
-    model = another_training("gpt2").eval()
-    other = fitted_text(model, loader_of(learnt))
-    search_on_held_out = search(val_loader=loader_of(held_out))
-    other.optimize_prior_precision(method=search_on_held_out)
-    assert torch.equal(la.prior_precision, other.prior_precision)

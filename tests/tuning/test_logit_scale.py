@@ -235,7 +235,7 @@ def regression():
         ),
         pytest.param(
             fitted_text,
-            "language_modeling has no logit_scale: use the temp",
+            "language_modeling has no logit_scale: use draw_logits",
             id="text",
         ),
     ],
