@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.batches import logits_of, text_config
+from laplace_lora_ext.models.batches import logits_of, refuse_empty, text_config
 
 DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
 
@@ -421,13 +421,8 @@ def last_real_position(inputs: Any) -> Tensor:
             f"An attention_mask of shape {tuple(mask.shape)} does not show where each "
             f"text ends: pass one of shape {tuple(text.shape[:2])}."
         )
+    refuse_empty(mask)
     mask = mask.bool()
-    empty = ~mask.any(-1)
-    if empty.any():
-        raise ValueError(
-            f"Row {int(empty.int().argmax())} has no text: its attention_mask is 0 "
-            "everywhere. Leave such rows out."
-        )
     positions = torch.arange(mask.shape[1], device=mask.device)
     return (mask * positions).argmax(-1)
 

@@ -103,7 +103,7 @@ def check_texts(
     inputs: Mapping[str, Any],
     transformer: PreTrainedModel,
 ) -> None:
-    """Refuse texts that are padded without a mask, or packed several into a row."""
+    """Refuse texts without a token or a mask, or packed several into a row."""
     parameters = signature(transformer.forward).parameters
     packing = _packing(inputs, may_mark_tokens="global_attention_mask" in parameters)
     if packing is not None:
@@ -112,7 +112,13 @@ def check_texts(
             "text a row of its own, with an attention_mask of 0 and 1."
         )
     tokens = inputs.get("input_ids")
-    if tokens is None or inputs.get("attention_mask") is not None:
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor):
+        is_of_tokens = tokens is not None and mask.shape == tokens.shape
+        # Masks of more dimensions are of pairs of tokens.
+        if mask.ndim == 2 or is_of_tokens:
+            refuse_empty(mask)
+    if tokens is None or mask is not None:
         return
     padding = pad_token(transformer)
     if padding is None or "attention_mask" not in parameters:
@@ -121,6 +127,20 @@ def check_texts(
         raise ValueError(
             f"The batch has no attention_mask, but the padding token {padding} at ends "
             "of its texts: pass the tokenizer's attention_mask."
+        )
+
+
+def refuse_empty(mask: Tensor) -> None:
+    """Refuse texts without a token, which are read in their padding.
+
+    The mask is `(B, T)`, or `(B, K, T)` of several texts each.
+    """
+    has_text = mask.bool().any(-1).reshape(len(mask), -1)
+    is_empty = ~has_text.all(1)
+    if is_empty.any():
+        raise ValueError(
+            f"Row {int(is_empty.int().argmax())} has no text: its attention_mask is 0 "
+            "everywhere. Leave such rows out."
         )
 
 

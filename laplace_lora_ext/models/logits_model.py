@@ -40,6 +40,18 @@ from laplace_lora_ext.models.running import (
 from laplace_lora_ext.models.weights import device_of
 
 _LABEL_KEYS = ("label", "labels")
+# Keys of batches that other trainings have in place of labels.
+_PAIRS = (
+    'these are pairs of preferences, which "reward_modeling" takes as pairs of texts '
+    "or as TRL's RewardTrainer makes them. Losses such as DPO's compare whole models"
+)
+_OTHER_TASKS = {
+    "start_positions": "these are spans, one label for where each begins and ends",
+    "chosen_input_ids": _PAIRS,
+    "completion_mask": _PAIRS,
+}
+# PEFT's key of a batch, each of whose examples names the adapter to run.
+_OTHER_WEIGHTS = "adapter_names"
 _HALF = (torch.float16, torch.bfloat16)
 _BY_KEYWORD = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
 
@@ -215,9 +227,13 @@ class LogitsModel(nn.Module):
             return X, y
         if isinstance(X, Mapping):
             given = sorted(str(key) for key, value in X.items() if value is not None)
+            advice = "pass the key of the labels as dict_key_y"
+            for key, of_other_tasks in _OTHER_TASKS.items():
+                if key in given:
+                    advice = f"{of_other_tasks}, and no posterior is fitted to these"
             raise ValueError(
                 f"No labels {self.dict_key_y!r} in the batch, which has only {given}: "
-                "pass the key of the labels as dict_key_y."
+                f"{advice}."
             )
         raise TypeError(
             "A batch to learn from must be a mapping with labels or a pair (X, y), not "
@@ -371,6 +387,12 @@ class LogitsModel(nn.Module):
         nothing by position, or its first place, of several, is one of the keys', as in
         `forward(self, input_ids, **others)`.
         """
+        given = {**inputs, **kwargs} if isinstance(inputs, Mapping) else kwargs
+        if given.get(_OTHER_WEIGHTS) is not None:
+            raise ValueError(
+                f"{_OTHER_WEIGHTS} sends examples to other weights than those of the "
+                "posterior: leave it out. A posterior runs its own adapter."
+            )
         if isinstance(inputs, Mapping) and (
             self._takes_only_keywords
             or (self._has_more_places and self._first_place in inputs)

@@ -44,6 +44,9 @@ _NAME = re.compile(rf".*\.({'|'.join(_OF_LORA)})\.[^.]+(\.weight)?")
 _DORA = "DoraLinearVariant"
 _MAGNITUDE = "lora_magnitude_vector"
 
+# Initialisations after which `lora_B` is 0.
+_START_AT_ZERO = (True, "gaussian", "eva")
+
 _ACTIVE = "_active_adapter"  # PEFT's attribute of layers
 
 # It adds `B A` to a parameter, as PEFT's attention does, and never calls its linear
@@ -347,6 +350,17 @@ def is_untrained(blocks: Sequence[Block]) -> bool:
         b for b in blocks if ".lora_B." in b.name or ".lora_embedding_A." in b.name
     ]
     return bool(at_first) and not any(block.values.any() for block in at_first)
+
+
+def looks_trained(model: nn.Module, blocks: Sequence[Block]) -> bool:
+    """Tell whether an adapter whose `lora_B` starts at 0 is not there any more."""
+    adapter = blocks[0].adapter
+    for module in model.modules():
+        config = getattr(module, "peft_config", {}).get(adapter)
+        # Others start anywhere: orthogonal, OLoRA, PiSSA, MiCA and so on.
+        if getattr(config, "init_lora_weights", True) not in _START_AT_ZERO:
+            return False
+    return not is_untrained(blocks)
 
 
 def warn_of_other_trainable(

@@ -239,12 +239,13 @@ class Recorder:
             return
         n_blocks = len(self.blocks)
         advice = (
-            "Leave such layers out with target_modules, or fit on data that use them."
+            "A fused kernel may replace their layers: pass the model as it was before "
+            "fusion."
         )
-        if len(silent) == n_blocks:
-            advice = (
-                "A fused kernel may replace them: pass the model as it was before "
-                "fusion."
+        if len(silent) < n_blocks:
+            advice += (
+                " If the data don't need them, leave them out with target_modules, or "
+                "fit on data that do."
             )
         raise RuntimeError(
             f"No batch used {len(silent)} of {n_blocks} weights, such as {silent[0]}. "

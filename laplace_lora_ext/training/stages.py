@@ -28,7 +28,7 @@ from laplace_lora_ext.models.adapters import (
     own_adapter_back,
 )
 from laplace_lora_ext.models.logits_model import find_transformer
-from laplace_lora_ext.models.lora_layers import is_untrained
+from laplace_lora_ext.models.lora_layers import looks_trained
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import (
@@ -341,7 +341,7 @@ class _Training:
             # One batch shows most of what a fit refuses, before hours of training.
             la.fit(list(islice(batches, 1)))
             groups = groups_of(la, batches, held_out)
-        if not is_untrained(la.blocks):
+        if looks_trained(self.model, la.blocks):
             warn(
                 "The adapter looks trained: its lora_B is not 0. If it knows these "
                 "texts, held-out ones are no test, and the prior precision becomes too "

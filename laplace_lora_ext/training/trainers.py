@@ -22,12 +22,27 @@ from laplace_lora_ext.models.adapters import find_peft_model, read_adapter
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.processes.shards import in_order
 
+# Of TRL's trainers those whose losses a posterior knows: of texts, and of preferences.
+_OF_LIKELIHOODS = ("SFTTrainer", "RewardTrainer", "PRMTrainer")
+
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _COLLECTIONS = (list, set, deque)
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse what can't train again as it has trained, by a `ValueError`."""
+    """Refuse what can't train again as it has trained, by a `ValueError`.
+
+    Trainers of TRL whose losses are no likelihood are refused, too.
+    """
+    for cls in type(trainer).__mro__:
+        if cls.__name__ in _OF_LIKELIHOODS:
+            break
+        is_of_trl = cls.__module__.startswith("trl.")
+        if is_of_trl or cls.__name__.endswith("POTrainer"):  # DPO, GRPO and so on
+            raise ValueError(
+                f"{cls.__name__} minimises no loss of a likelihood, so there is no "
+                f"posterior of its training: train with one of {_OF_LIKELIHOODS}."
+            )
     if not any(
         weight.requires_grad for weight in find_peft_model(trainer.model).parameters()
     ):

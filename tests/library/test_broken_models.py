@@ -168,6 +168,12 @@ REFUSED = {
 }
 
 
+def test_some_fused_layers_are_not_taken_for_a_matter_of_data():
+    la = make(partly_fused())
+    with pytest.raises(RuntimeError, match="as it was before fusion"):
+        la.fit(pairs())
+
+
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_layers_that_have_no_gradient_are_refused(structure, case):

@@ -27,11 +27,13 @@ from tests.support.dense import EXACT
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     VOCABULARY,
+    built,
     first_batch,
     lora_model,
     plain_model,
     ragged_batches,
     record_calls,
+    with_lora,
 )
 from tests.support.posteriors import STRUCTURES, fitted, make
 
@@ -549,6 +551,16 @@ def tokens_alone(batch: Batch) -> Tensor:
     return batch["input_ids"]
 
 
+def with_an_empty_text(batch: Batch) -> Batch:
+    mask = batch["attention_mask"].clone()
+    mask[1] = 0
+    return batch | {"attention_mask": mask}
+
+
+def with_names_of_adapters(batch: Batch) -> Batch:
+    return batch | {"adapter_names": ["default", "__base__", "default"]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -564,6 +576,14 @@ def tokens_alone(batch: Batch) -> Tensor:
             tokens_alone,
             "pass the tokenizer's attention_mask",
         ),
+        (
+            with_an_empty_text,
+            "Row 1 has no text",
+        ),
+        (
+            with_names_of_adapters,
+            "adapter_names sends examples to other weights",
+        ),
     ],
 )
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -575,6 +595,53 @@ def test_what_a_model_would_read_in_another_way_is_refused(kind, side, change, m
     refused = (ValueError, NotImplementedError)
     with pytest.raises(refused, match=message):
         model(changed)
+
+
+def with_pairs(batch: Batch) -> Batch:
+    pairs = {}
+    for key in ("input_ids", "attention_mask"):
+        pairs[key] = torch.stack([batch[key], batch[key]], dim=1)
+    return pairs | {"labels": torch.zeros(3, dtype=torch.long)}
+
+
+def with_choices(batch: Batch) -> Batch:
+    pairs = with_pairs(batch)
+    # The last place of a text, whose token follows.
+    pairs["score_mask"] = torch.zeros_like(pairs["input_ids"])
+    pairs["score_mask"][..., 2] = 1
+    return pairs
+
+
+ADAPTED = {
+    "a classifier": ("LlamaForSequenceClassification", "classification", dict),
+    "rewards": ("LlamaForSequenceClassification", "reward_modeling", with_pairs),
+    "answers": ("LlamaForCausalLM", "classification", dict),
+    "choices": ("LlamaForCausalLM", "classification", with_choices),
+    "an encoder-decoder": ("BartForConditionalGeneration", "classification", dict),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTED)
+def test_a_text_without_a_token_is_neither_fitted_nor_predicted(case):
+    name, likelihood, convert = ADAPTED[case]
+    base = built(name)
+    options = {}
+    if base.can_generate() and case != "choices":
+        options["class_token_ids"] = CLASS_TOKEN_IDS
+    if likelihood == "reward_modeling":
+        base = built(name, num_labels=1)
+    model = with_lora(base, "q_proj").float()
+    la = make(model, likelihood=likelihood, **options)
+    batch = convert(padded_batch())
+    la.fit([batch])
+    empty = dict(batch)
+    empty["attention_mask"] = batch["attention_mask"].clone()
+    # Of several texts, the last one.
+    empty["attention_mask"][2:].flatten(0, -2)[-1] = 0
+    with pytest.raises(ValueError, match="batch 0: Row 2 has no text"):
+        la.fit([empty])
+    with pytest.raises(ValueError, match="Row 2 has no text"):
+        la(empty)
 
 
 def test_positions_that_restart_in_the_padding_are_not_refused():

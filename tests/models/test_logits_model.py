@@ -107,6 +107,24 @@ def test_missing_labels_are_refused_by_batch_and_say_which_keys_there_are(
         la.fit(batches)
 
 
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("start_positions", "these are spans"),
+        ("chosen_input_ids", 'pairs of preferences, which "reward_modeling" takes'),
+        ("completion_mask", 'pairs of preferences, which "reward_modeling" takes'),
+    ],
+)
+def test_batches_of_other_tasks_are_told_that_these_have_no_posterior(
+    bert, key, message
+):
+    la = make(bert)
+    batch = first_batch()
+    batch[key] = batch.pop("labels")
+    with pytest.raises(ValueError, match=f"{message}.*no posterior"):
+        la.fit([batch])
+
+
 # --- outputs --------------------------------------------------------------------------
 
 # A tuple with names, which is read by these and not by its first place.

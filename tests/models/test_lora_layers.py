@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from laplace_lora_ext import LowRankKronLoRALaplace
-from laplace_lora_ext.models.lora_layers import Block, find_blocks
+from laplace_lora_ext.models.lora_layers import Block, find_blocks, looks_trained
 from tests.support.models import (
     TwoLinear,
     base_model,
@@ -300,6 +300,18 @@ def test_an_untrained_adapter_is_warned_of_and_can_be_fitted():
     ((X, _),) = batches
     p = la(X)
     assert p.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "start", [True, "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_2", False]
+)
+def test_only_an_adapter_that_starts_at_zero_can_look_trained(start):
+    config = LoraConfig(r=2, target_modules=["query"], init_lora_weights=start)
+    model = get_peft_model(base_model("bert"), config)
+    blocks = find_blocks(model)
+    assert not looks_trained(model, blocks)
+    nn.init.normal_(blocks[1].weight)
+    assert looks_trained(model, blocks) == (start in (True, "gaussian"))
 
 
 def test_trained_adapters_are_not_warned_of():

@@ -83,19 +83,20 @@ def base_model(
     return GPTNeoXForCausalLM(config)
 
 
-def built(name: str) -> nn.Module:
+def built(name: str, **settings: Any) -> nn.Module:
     """Initialise a model of one layer at random, of a class of transformers."""
     torch.manual_seed(0)
     family = name.partition("For")[0]
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        num_labels=N_CLASSES,
-        pad_token_id=0,
-    )
+    defaults: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "num_labels": N_CLASSES,
+        "pad_token_id": 0,
+    }
+    config = getattr(transformers, f"{family}Config")(**defaults | settings)
     return getattr(transformers, name)(config).eval()
 
 

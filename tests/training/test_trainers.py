@@ -18,11 +18,12 @@ from transformers import (
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
     ProgressCallback,
+    Trainer,
     TrainerCallback,
 )
 
 from laplace_lora_ext import Laplace, train_in_stages
-from laplace_lora_ext.training.trainers import loader_of, restored, train
+from laplace_lora_ext.training.trainers import check_trainer, loader_of, restored, train
 from tests.support.models import VOCABULARY, llama
 from tests.support.posteriors import fitted
 from tests.support.ranks import Texts
@@ -296,6 +297,21 @@ def trl_trainer(
         eval_dataset=examples_of(kind, 4),
         processing_class=tokenizer(),
     )
+
+
+@pytest.mark.parametrize("named", ["DPOTrainer", "GRPOTrainer", "_Mine"])
+def test_a_trainer_whose_loss_is_no_likelihood_is_refused_by_name(tmp_path, named):
+    trainer = trainer_of(tmp_path)
+    by_preferences = type("DPOTrainer", (Trainer,), {})
+    # TRL's own class, or a subclass of the user's.
+    of_trl = type(named, (by_preferences,), {"__module__": "trl.trainer.some"})
+    trainer.__class__ = (
+        of_trl if named != "_Mine" else type(named, (by_preferences,), {})
+    )
+    with pytest.raises(ValueError, match="POTrainer minimises no loss of a likelihood"):
+        train_in_stages(trainer)
+    trainer.__class__ = type("MySFT", (type("SFTTrainer", (Trainer,), {}),), {})
+    check_trainer(trainer)
 
 
 @pytest.mark.parametrize("kind", ["SFT", "Reward"])
