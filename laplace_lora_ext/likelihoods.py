@@ -18,6 +18,7 @@ from torch.nn.functional import (
     one_hot,
 )
 
+from laplace_lora_ext.draws import Draws
 from laplace_lora_ext.messages import check_positive, warn
 
 _ROUNDING = 1e-2  # of probabilities in half precision
@@ -78,6 +79,10 @@ class _AsItIs:
         """Take what a user reads of the probabilities of classes."""
         return probabilities
 
+    def owners(self, y: Tensor) -> Tensor:
+        """Number the example `(N,)` of each row of logits, given targets."""
+        return torch.arange(len(y))
+
 
 class Classification(_AsItIs):
     """Softmax and cross-entropy. Logits are `(B, C)`, targets `(B,)` class indices.
@@ -127,14 +132,9 @@ class Classification(_AsItIs):
         weights = q.gather(-1, others)
         return Seeds(vectors.transpose(0, 1), weights.T)
 
-    def sampled_seeds(
-        self,
-        logits: Tensor,
-        num_samples: int,
-        generator: torch.Generator,
-    ) -> Seeds:
+    def sampled_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         """Compute slopes of the loss at targets that are drawn from the model."""
-        y = _drawn(logits, uniform_numbers(num_samples, len(logits), generator))
+        y = _drawn(logits, draws.uniform(num_samples))
         vectors, weights = _gradients_at(logits, y)
         return Seeds(vectors, weights / num_samples**0.5)
 
@@ -278,18 +278,8 @@ class Regression(_AsItIs):
         slopes = 1 / self.scales_like(logits)
         return Seeds(vectors, slopes[:, None].expand(n_outputs, n_samples))
 
-    def sampled_seeds(
-        self,
-        logits: Tensor,
-        num_samples: int,
-        generator: torch.Generator,
-    ) -> Seeds:
-        vectors = torch.randn(
-            (num_samples, *logits.shape),
-            generator=generator,
-            device=logits.device,
-            dtype=logits.dtype,
-        )
+    def sampled_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
+        vectors = draws.normal(num_samples, logits.shape[-1]).to(logits)
         scales = self.scales_like(logits)
         # The smallest scale makes the largest slopes: without it, none is above one.
         smallest = scales.min()
@@ -422,19 +412,14 @@ class MultiLabel(Classification):
         roots = (log_variances / 2).exp()
         return Seeds(vectors, roots.T)
 
-    def sampled_seeds(
-        self,
-        logits: Tensor,
-        num_samples: int,
-        generator: torch.Generator,
-    ) -> Seeds:
+    def sampled_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         """Compute slopes of the loss at drawn targets, of all labels at once.
 
         The slope in a label's logit averages 0 and is independent of every other
         label's.
         """
-        p = logits.sigmoid().expand(num_samples, -1, -1)
-        y = torch.bernoulli(p, generator=generator)
+        numbers = draws.uniform(num_samples, logits.shape[-1]).to(logits)
+        y = (numbers < logits.sigmoid()).to(logits)
         vectors, weights = self._slopes(logits, y)
         return Seeds(vectors, weights / num_samples**0.5)
 
@@ -561,12 +546,7 @@ class TokenClassification(Classification):
 
     draws_labels = True
 
-    def sampled_seeds(
-        self,
-        logits: Tensor,
-        num_samples: int,
-        generator: torch.Generator,
-    ) -> Seeds:
+    def sampled_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         """Compute slopes of the loss at drawn labels, given the text itself.
 
         The slope in a token's logits averages 0 and is independent of every other
@@ -574,7 +554,7 @@ class TokenClassification(Classification):
         G_tᵀ]`, the sum of its tokens' exact Fishers, for the price of one backward
         pass.
         """
-        y = _drawn(logits, uniform_numbers(num_samples, len(logits), generator))
+        y = _drawn(logits, draws.uniform(num_samples))
         vectors = logits.softmax(-1) - one_hot(y, logits.shape[-1])
         weights = logits.new_full((num_samples, 1), num_samples**-0.5)
         return Seeds(vectors, weights)
@@ -586,6 +566,9 @@ class TokenClassification(Classification):
     ) -> Tensor:
         """Make one group of all texts, which have many labels each."""
         return torch.zeros(len(y), dtype=torch.long)
+
+    def owners(self, y: Tensor) -> Tensor:
+        return (y != IGNORED).nonzero()[:, 0]
 
     def class_counts(self, y: Tensor) -> ClassCounts:
         """Count the classes of all labelled tokens, wherever they are."""
@@ -642,7 +625,7 @@ class LabelsOfTokens(NamedTuple):
         _check_labels_of_tokens(own, logits.shape[-1])
         if not len(self.numbers):
             return own[:, None]
-        drawn = _drawn(logits.detach(), self.numbers.to(logits.device))
+        drawn = _drawn(logits.detach(), self.numbers)
         return torch.cat([own[None], drawn]).T
 
 
@@ -699,27 +682,13 @@ def _warn_of_probabilities(link: str) -> None:
     )
 
 
-def uniform_numbers(
-    n_draws: int,
-    n_tokens: int,
-    generator: torch.Generator,
-) -> Tensor:
-    """Draw `(S, N)` numbers from 0 to 1 on the generator's device, for `_drawn`."""
-    return torch.rand(
-        (n_draws, n_tokens),
-        generator=generator,
-        device=generator.device,
-        dtype=torch.float64,
-    )
-
-
 def _drawn(
     logits: Tensor,
     numbers: Tensor,
 ) -> Tensor:
     """Draw `(S, N)` labels of logits `(N, V)`, each by one of the numbers `(S, N)`."""
     labels: list[Tensor] = []
-    by_row = numbers.T.contiguous()
+    by_row = numbers.T.contiguous().to(logits.device)
     for some, of_some in zip(
         logits.split(_DRAWN_AT_ONCE), by_row.split(_DRAWN_AT_ONCE), strict=True
     ):

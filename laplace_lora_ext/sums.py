@@ -199,11 +199,13 @@ def _own_sums(
                     sums = replace(sums, n_data=sums.n_data + n_new)
                     continue
                 X, y = model.split(batch)
-                n_new = len(share.places(len(y)))
+                examples = n_before + share.places(len(y))
+                n_new = len(examples)
                 if n_new:
-                    sums = _with_batch(sums, structure, X, y, n_before)
+                    sums = _with_batch(sums, structure, X, y, examples)
                 else:  # a pass that other ranks wait for
-                    structure.add(structure.zeros(), X, y, n_before + sums.n_data)
+                    nowhere = torch.zeros(len(y), dtype=torch.long)
+                    structure.add(structure.zeros(), X, y, nowhere)
             bar.update(n_new)
     return replace(sums, called=frozenset(used))
 
@@ -213,12 +215,12 @@ def _with_batch(
     structure: Structure[Any, Any],
     X: Any,
     y: Tensor,
-    n_before: int,
+    examples: Tensor,
 ) -> Sums:
-    """Add a batch to sums."""
+    """Add a batch of examples, whose numbers `(B,)` are those in all data, to sums."""
     model = structure.recorder.model
     with model.weighing_answers() as answered:
-        loss, curvature = structure.add(sums.curvature, X, y, n_before + sums.n_data)
+        loss, curvature = structure.add(sums.curvature, X, y, examples)
     return Sums(
         curvature=curvature,
         loss=sums.loss + loss.to(sums.loss),

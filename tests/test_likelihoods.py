@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from laplace_lora_ext.draws import Draws
 from laplace_lora_ext.likelihoods import (
     LIKELIHOODS,
     Classification,
@@ -74,7 +75,7 @@ IDENTITY = torch.eye(3, dtype=torch.float64)
 def test_sampled_seeds_are_unbiased(likelihood, expected):
     n_draws = 40_000
     sampled_seeds = LIKELIHOODS[likelihood].sampled_seeds
-    seeds = sampled_seeds(LOGITS, n_draws, generator())
+    seeds = sampled_seeds(LOGITS, n_draws, Draws(0, torch.arange(1)))
     found = fisher(seeds)
     # Four standard errors.
     assert_close(found, expected, rtol=0, atol=0.03)
@@ -85,7 +86,8 @@ def test_sampled_slopes_of_tokens_are_unbiased():
     n_draws = 20_000
     likelihood = LIKELIHOODS["language_modeling"]
     three_tokens = logits.expand(3, 4)
-    seeds = likelihood.sampled_seeds(three_tokens, n_draws, generator())
+    of_one_text = Draws(0, torch.zeros(3).long())
+    seeds = likelihood.sampled_seeds(three_tokens, n_draws, of_one_text)
     assert seeds.vectors.shape == (n_draws, 3, 4)
     # Each is divided by the root of their number, so that squares have the mean.
     columns = seeds.dense()

@@ -373,6 +373,17 @@ def test_drawn_labels_are_right_on_average():
     assert_close(found, exact, rtol=0.05, atol=0)
 
 
+def test_drawn_labels_are_the_same_whatever_the_batch():
+    texts = [
+        texts_of(batch, slice(row, row + 1))
+        for batch in batches()
+        for row in range(len(batch["labels"]))
+    ]
+    of_each = fitted(data=texts, **full_rank(num_samples=2))
+    of_all = fitted(**full_rank(num_samples=2))
+    assert_close(curvature_of(of_each), curvature_of(of_all), **EXACT)
+
+
 def test_labels_are_drawn_by_default_and_take_as_many_passes_as_draws():
     """A text costs its passes once for all of its tokens."""
     backend = fitted(**full_rank()).backend

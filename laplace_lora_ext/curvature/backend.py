@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-import numpy as np
 import torch
 from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
 from laplace.curvature.curvlinops import CurvlinopsGGN
@@ -16,13 +15,13 @@ from torch import Tensor, nn
 from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.factors import StreamingUpdates
 from laplace_lora_ext.curvature.matrix import LowRankKron
+from laplace_lora_ext.draws import Draws
 from laplace_lora_ext.likelihoods import (
     IGNORED,
     LabelsOfTokens,
     Likelihood,
     Seeds,
     likelihood_of,
-    uniform_numbers,
 )
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -37,7 +36,6 @@ from laplace_lora_ext.passes.recording import (
     Turns,
     Visitor,
 )
-from laplace_lora_ext.processes.exchange import rank
 
 PAPER_SETTINGS: dict[str, Any] = {"kfac_approx": "expand", "rank": 10, "tail": False}
 """`backend_kwargs` of Yang et al. (ICLR 2024): KFAC-expand, rank 10, no tail."""
@@ -245,8 +243,9 @@ class LowRankKronInterface(CurvatureInterface):
 
     Attributes
     ----------
-    n_before : int
-        how many examples of the data come before the batch; what is drawn depends on it
+    examples : torch.Tensor or None
+        `(N,)`, the number in the whole data of the example that each row of the batch's
+        logits is of, by which numbers are drawn; None for those of a first batch
 
     Raises
     ------
@@ -302,7 +301,7 @@ class LowRankKronInterface(CurvatureInterface):
         if kfac_approx == "gradient":  # others count positions, of prompts too
             self.model.share_prompts()
             self.model.divide_vocabulary()
-        self.n_before = 0
+        self.examples: Tensor | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -458,9 +457,9 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         how many labels to draw for each example: by default 1 with `stochastic=True`,
         otherwise 8
     seed : int, default=0
-        of the labels that are drawn. They depend on it, on the process and on the
-        number of examples before the batch, so that a fit in parts draws the same as
-        one fit. Torch's random state has no part in it
+        of the labels that are drawn. They depend on it and on the example's place in
+        the data, so that other batches, a fit in parts or on several ranks draw the
+        same. Torch's random state has no part in it
     **kwargs
         as for `LowRankKronInterface`
     """
@@ -514,19 +513,17 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
                 "vocabulary at each token: keep stochastic=True, and raise num_samples "
                 "for less noise."
             )
-        generator = self._generator(self.model.device)
-        return uniform_numbers(self.num_samples, n_tokens, generator)
+        numbers = self._draws(n_tokens).uniform(self.num_samples)
+        return numbers.to(self.model.device)
 
     def _sampled_seeds(self, logits: Tensor) -> Seeds:
-        generator = self._generator(logits.device)
-        return self._likelihood.sampled_seeds(logits, self.num_samples, generator)
+        draws = self._draws(len(logits))
+        return self._likelihood.sampled_seeds(logits, self.num_samples, draws)
 
-    def _generator(self, device: torch.device) -> torch.Generator:
-        """Make a generator of this batch's own, to draw labels."""
-        # Numpy mixes the three well, so that no two batches or processes draw alike.
-        entropy = np.random.SeedSequence([self.seed, rank(), self.n_before])
-        (seed,) = entropy.generate_state(1)
-        return torch.Generator(device).manual_seed(int(seed))
+    def _draws(self, n_rows: int) -> Draws:
+        """Make what draws numbers for the rows of a batch."""
+        examples = torch.arange(n_rows) if self.examples is None else self.examples
+        return Draws(self.seed, examples)
 
     def _get_mc_functional_fisher(self, f: Tensor) -> Tensor:
         """Draw a Fisher `(B, C, C)` of the logits, as the host does under this name."""

@@ -76,13 +76,13 @@ class Structure(Generic[SumsT, CurvatureT]):
         sums: SumsT,
         x: Any,
         y: Tensor,
-        n_before: int,
+        examples: Tensor,
     ) -> tuple[Tensor, SumsT]:
         """Return a batch's loss, and new sums with the batch.
 
-        Labels that don't fit and numbers that are not finite are refused. Labels that
-        are drawn depend on how many examples, `n_before`, came before. A batch that
-        does not fit into memory is added in parts, as if these were batches.
+        Labels that don't fit and numbers that are not finite are refused. What is drawn
+        depends on the numbers `(B,)` that the examples have in the whole data. A batch
+        that does not fit into memory is added in parts, as if these were batches.
         """
         _, dtype = self.recorder.places[0]
         total = sums
@@ -94,14 +94,26 @@ class Structure(Generic[SumsT, CurvatureT]):
             # Texts without a label.
             if not len(self.likelihood.as_targets(of_part, dtype)):
                 return
-            if isinstance(self.backend, LowRankKronInterface):
-                self.backend.n_before = n_before + (place.start or 0)
+            owners = self.likelihood.owners(of_part).to(examples.device)
             # Nothing is added unless the whole part is.
-            loss, total = self._add(total, part, of_part)
+            with self._drawing_for(examples[place][owners]):
+                loss, total = self._add(total, part, of_part)
             losses.append(loss)
 
         self.recorder.in_parts_that_fit(x, len(y), add_part)
         return torch.stack(losses).sum(), total
+
+    @contextmanager
+    def _drawing_for(self, examples: Tensor) -> Iterator[None]:
+        """Tell a backend of ours which example each row of logits is of."""
+        if not isinstance(self.backend, LowRankKronInterface):
+            yield
+            return
+        self.backend.examples = examples
+        try:
+            yield
+        finally:
+            self.backend.examples = None
 
     def _add(
         self,

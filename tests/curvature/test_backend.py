@@ -1,7 +1,7 @@
 """The host's curvature interface: how many passes, which curvature, which settings."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ from tests.support.models import (
     sequences,
 )
 from tests.support.posteriors import fitted, make
-from tests.support.ranks import on_ranks
+from tests.support.ranks import assert_alike, on_ranks, strided_loader
 from tests.support.texts import text_batches
 
 
@@ -206,14 +206,44 @@ def test_monte_carlo_fisher_approaches_the_exact_one(structure):
     assert of_many < of_one / 3
 
 
-@pytest.mark.parametrize("likelihood", ["classification", "language_modeling"])
-def test_drawn_labels_of_a_fit_in_parts_are_those_of_one_fit(likelihood, tmp_path):
-    if likelihood == "language_modeling":
-        model = lora_model("gpt2")
-        batches = text_batches()
-    else:
-        model = lora_model("bert", n_labels=20)
-        batches = ragged_batches(n_classes=20)
+class Many(NamedTuple):
+    """A model with many outputs, of which a fit draws labels by default."""
+
+    likelihood: str
+    model: nn.Module
+    batches: list[Any]
+
+
+@pytest.fixture(params=["classification", "language_modeling"])
+def many(request: pytest.FixtureRequest) -> Many:
+    if request.param == "language_modeling":
+        return Many(request.param, lora_model("gpt2"), text_batches())
+    model = lora_model("bert", n_labels=20)
+    return Many(request.param, model, ragged_batches(n_classes=20))
+
+
+def one_by_one(batches: list[Any]) -> list[Any]:
+    """Divide batches into one of each text."""
+    return [
+        {key: value[row : row + 1] for key, value in batch.items()}
+        for batch in batches
+        for row in range(len(batch["labels"]))
+    ]
+
+
+def test_drawn_labels_are_the_same_whatever_the_batch(many):
+    # As many columns as there are: what a rank leaves out depends on the batches.
+    of_all, of_each = (
+        make(many.model, likelihood=many.likelihood, backend_kwargs={"rank": 200})
+        for _ in range(2)
+    )
+    of_all.fit(many.batches)
+    of_each.fit(one_by_one(many.batches))
+    assert_close(of_each.H.to_matrix(), of_all.H.to_matrix(), rtol=1e-8, atol=1e-10)
+
+
+def test_drawn_labels_of_a_fit_in_parts_are_those_of_one_fit(many, tmp_path):
+    likelihood, model, batches = many
     state = torch.get_rng_state()
     at_once = make(model, likelihood=likelihood)
     at_once.fit(batches)
@@ -232,13 +262,13 @@ def test_drawn_labels_of_a_fit_in_parts_are_those_of_one_fit(likelihood, tmp_pat
 
 
 def drawn_labels(
-    n_before: int = 0,
+    first: int = 0,
     seed: int = 0,
 ) -> Tensor:
-    """Draw labels of thirty examples, behind so many others."""
+    """Draw labels of thirty examples, from a certain one on."""
     model = plain_model(20)
     backend = LowRankKronGGN(model, "classification", seed=seed)
-    backend.n_before = n_before
+    backend.examples = first + torch.arange(30)
     logits = torch.zeros(30, 20)
     # Any labels: those of the data are not asked for.
     labels = torch.zeros(30).long()
@@ -249,23 +279,23 @@ def drawn_labels(
 def test_each_batch_and_each_seed_draw_labels_of_their_own():
     first = drawn_labels()
     again = drawn_labels()
-    of_second_batch = drawn_labels(n_before=30)
+    of_second_batch = drawn_labels(first=30)
     of_another_seed = drawn_labels(seed=1)
     assert torch.equal(again, first)
     assert not torch.equal(of_second_batch, first)
     assert not torch.equal(of_another_seed, first)
 
 
-def drawn_on(rank: int) -> Tensor:
-    """Draw labels in a process of a group, which it is told by torch alone."""
-    return drawn_labels()
+def drawn_by_all(_: int = 0) -> Tensor:
+    """Fit to the texts of all processes, by one drawn label of each."""
+    settings = {"stochastic": True, "rank": 100}
+    la = make(lora_model("bert"), backend_kwargs=settings)
+    la.fit(strided_loader())
+    return la.H.to_matrix()
 
 
-def test_each_rank_draws_labels_of_its_own():
-    of_first_rank, of_second_rank = on_ranks(drawn_on, 2)
-    alone = drawn_labels()
-    assert torch.equal(of_first_rank, alone)
-    assert not torch.equal(of_second_rank, alone)
+def test_ranks_draw_labels_as_one_process_does():
+    assert_alike(on_ranks(drawn_by_all, 3), drawn_by_all(), rtol=1e-7, atol=1e-10)
 
 
 def n_seeds(

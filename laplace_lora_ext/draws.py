@@ -1,0 +1,46 @@
+"""Random numbers of examples: the same in any batch, on any rank and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Draws numbers for rows of logits, by a generator of each example's own.
+
+    Attributes
+    ----------
+    seed : int
+    examples : torch.Tensor
+        `(N,)`, the number that each row's example has in the whole data. The rows of an
+        example, such as a text's tokens, follow each other
+    """
+
+    seed: int
+    examples: Tensor
+
+    def uniform(self, n_draws: int, *shape: int) -> Tensor:
+        """Draw numbers from 0 to 1, `(S, N, *shape)`."""
+        return self._drawn(np.random.Generator.random, n_draws, *shape)
+
+    def normal(self, n_draws: int, *shape: int) -> Tensor:
+        """Draw standard normal numbers, `(S, N, *shape)`."""
+        return self._drawn(np.random.Generator.standard_normal, n_draws, *shape)
+
+    def _drawn(
+        self,
+        draw: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray],
+        *shape: int,
+    ) -> Tensor:
+        examples, n_rows = self.examples.unique_consecutive(return_counts=True)
+        by_row: list[Tensor] = []
+        for example, n_own in zip(examples.tolist(), n_rows.tolist(), strict=True):
+            generator = np.random.default_rng([self.seed, example])
+            by_row.append(torch.from_numpy(draw(generator, (n_own, *shape))))
+        return torch.cat(by_row).transpose(0, 1)
