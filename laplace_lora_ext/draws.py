@@ -29,6 +29,10 @@ class Draws:
         """Draw numbers from 0 to 1, `(S, N, *shape)`."""
         return self._drawn(np.random.Generator.random, n_draws, *shape)
 
+    def signs(self, n_draws: int, *shape: int) -> Tensor:
+        """Draw -1 or 1, each as often, `(S, N, *shape)`."""
+        return 2 * self.uniform(n_draws, *shape).round() - 1
+
     def normal(self, n_draws: int, *shape: int) -> Tensor:
         """Draw standard normal numbers, `(S, N, *shape)`."""
         return self._drawn(np.random.Generator.standard_normal, n_draws, *shape)

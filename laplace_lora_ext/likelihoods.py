@@ -83,6 +83,30 @@ class _AsItIs:
         """Number the example `(N,)` of each row of logits, given targets."""
         return torch.arange(len(y))
 
+    def times_root(self, logits: Tensor, z: Tensor) -> Tensor:
+        """Multiply vectors `(..., B, C)` by a root S of each Fisher, `H = S Sᵀ`."""
+        raise NotImplementedError
+
+    def axes(self, logits: Tensor) -> Tensor:
+        """Make vectors `(S, B, C)` that the root turns into its columns."""
+        n_samples, n_outputs = logits.shape
+        identity = torch.eye(n_outputs).to(logits)
+        return identity[:, None].expand(n_outputs, n_samples, n_outputs)
+
+    def exact_seeds(self, logits: Tensor) -> Seeds:
+        """Compute seeds of the exact (type-2) Fisher: the columns of its root."""
+        return _scaled(self.times_root(logits, self.axes(logits)))
+
+    def sign_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
+        """Compute sums of the root's columns with random signs z.
+
+        `E[S z zᵀ Sᵀ] = S Sᵀ = H`: each sees all columns, where a drawn label hardly
+        ever sees those of a confident sample.
+        """
+        signs = draws.signs(num_samples, logits.shape[-1]).to(logits)
+        vectors, weights = _scaled(self.times_root(logits, signs))
+        return Seeds(vectors, weights / num_samples**0.5)
+
 
 class Classification(_AsItIs):
     """Softmax and cross-entropy. Logits are `(B, C)`, targets `(B,)` class indices.
@@ -105,34 +129,34 @@ class Classification(_AsItIs):
     sees_differences = True
     has_host_links = True
 
-    def exact_seeds(self, logits: Tensor) -> Seeds:
-        """Compute seeds of the exact (type-2) Fisher, C - 1 for each sample.
+    def times_root(self, logits: Tensor, z: Tensor) -> Tensor:
+        """Multiply vectors by a root with C - 1 columns; entry m of each is ignored.
 
         `H = diag(p) - p pᵀ = diag(q) (I - q qᵀ) diag(q)` with `q = √p`, and the
         projection `I - q qᵀ` is spanned by C - 1 columns of the Householder reflection
-        that maps q onto the coordinate axis of the most probable class m. Column j of
-        the factor has the weight q_j and the vector `v_j = 1 - p_j / (1 + q_m)`, `v_i =
-        -p_i / (1 + q_m)`, `v_m = -q_m`. No subtraction cancels digits, however
-        confident the sample is.
+        that maps q onto the coordinate axis of the most probable class m. With `t = Σ_j
+        q_j z_j` over all other classes, `(S z)_i = q_i z_i - p_i t / (1 + q_m)` and
+        `(S z)_m = -q_m t`. No subtraction cancels digits, however confident the sample
+        is.
         """
-        n_samples, n_outputs = logits.shape
         log_p = logits.log_softmax(-1)
-        p = log_p.exp()
         q = (log_p / 2).exp()
-        top = q.argmax(-1, keepdim=True)  # m
-        q_top = q.gather(-1, top)
-        is_top = one_hot(top.squeeze(-1), n_outputs).bool()
-        of_others = -p / (1 + q_top)
-        in_all_columns = torch.where(is_top, -q_top, of_others)
-        # The columns j: all classes but m, for each sample in increasing order.
-        _, others = (~is_top).nonzero(as_tuple=True)
+        is_top = _is_top(logits)
+        q_top = q[is_top][:, None]
+        of_others = (q * z).masked_fill(is_top, 0)
+        total = of_others.sum(-1, keepdim=True)
+        of_others = of_others - log_p.exp() * total / (1 + q_top)
+        return torch.where(is_top, -q_top * total, of_others)
+
+    def axes(self, logits: Tensor) -> Tensor:
+        """Make the coordinate axes `(C - 1, B, C)` of all classes but the likeliest."""
+        n_samples, n_outputs = logits.shape
+        _, others = (~_is_top(logits)).nonzero(as_tuple=True)
         others = others.reshape(n_samples, n_outputs - 1)
         identity = torch.eye(n_outputs).to(logits)
-        vectors = in_all_columns[:, None] + identity[others]
-        weights = q.gather(-1, others)
-        return Seeds(vectors.transpose(0, 1), weights.T)
+        return identity[others].transpose(0, 1)
 
-    def sampled_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
+    def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         """Compute slopes of the loss at targets that are drawn from the model."""
         y = _drawn(logits, draws.uniform(num_samples))
         vectors, weights = _gradients_at(logits, y)
@@ -271,14 +295,10 @@ class Regression(_AsItIs):
         scales = self.scales_like(f_mu)
         return f_mu / scales, f_var / torch.outer(scales, scales).to(f_var)
 
-    def exact_seeds(self, logits: Tensor) -> Seeds:
-        n_samples, n_outputs = logits.shape
-        identity = torch.eye(n_outputs).to(logits)
-        vectors = identity[:, None].expand(n_outputs, n_samples, n_outputs)
-        slopes = 1 / self.scales_like(logits)
-        return Seeds(vectors, slopes[:, None].expand(n_outputs, n_samples))
+    def times_root(self, logits: Tensor, z: Tensor) -> Tensor:
+        return z / self.scales_like(logits)
 
-    def sampled_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
+    def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         vectors = draws.normal(num_samples, logits.shape[-1]).to(logits)
         scales = self.scales_like(logits)
         # The smallest scale makes the largest slopes: without it, none is above one.
@@ -402,17 +422,16 @@ class MultiLabel(Classification):
         """Take the probability of "yes", `(B, K)`."""
         return probabilities[..., 1]
 
-    def exact_seeds(self, logits: Tensor) -> Seeds:
-        """Compute seeds of the exact Fisher `diag(p (1 - p))`, K for each sample."""
-        n_samples, n_labels = logits.shape
-        identity = torch.eye(n_labels).to(logits)
-        vectors = identity[:, None].expand(n_labels, n_samples, n_labels)
-        # The root of p (1 - p), in which no subtraction cancels digits.
+    def times_root(self, logits: Tensor, z: Tensor) -> Tensor:
+        """Multiply vectors by the root of `diag(p (1 - p))`."""
+        # No subtraction cancels digits.
         log_variances = logsigmoid(logits) + logsigmoid(-logits)
-        roots = (log_variances / 2).exp()
-        return Seeds(vectors, roots.T)
+        return z * (log_variances / 2).exp()
 
-    def sampled_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
+    def axes(self, logits: Tensor) -> Tensor:
+        return _AsItIs.axes(self, logits)
+
+    def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         """Compute slopes of the loss at drawn targets, of all labels at once.
 
         The slope in a label's logit averages 0 and is independent of every other
@@ -435,15 +454,11 @@ class MultiLabel(Classification):
         logits: Tensor,
         y: Tensor,
     ) -> Seeds:
-        """Compute `p - y` for `(S, B, K)` targets, scaled to a largest entry of 1."""
+        """Compute `p - y` for `(S, B, K)` targets."""
         # 1 - p cancels where p is near 1: the sigmoid of -f does not.
         of_not = logits.sigmoid()
         of_yes = -(-logits).sigmoid()
-        slopes = torch.where(y > 0, of_yes, of_not)
-        # Where all labels are certain, nothing is divided by 0.
-        smallest = torch.finfo(slopes.dtype).tiny
-        largest = slopes.abs().amax(-1).clamp_min(smallest)
-        return Seeds(slopes / largest[..., None], largest)
+        return _scaled(torch.where(y > 0, of_yes, of_not))
 
     def loss(
         self,
@@ -546,7 +561,7 @@ class TokenClassification(Classification):
 
     draws_labels = True
 
-    def sampled_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
+    def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         """Compute slopes of the loss at drawn labels, given the text itself.
 
         The slope in a token's logits averages 0 and is independent of every other
@@ -558,6 +573,16 @@ class TokenClassification(Classification):
         vectors = logits.softmax(-1) - one_hot(y, logits.shape[-1])
         weights = logits.new_full((num_samples, 1), num_samples**-0.5)
         return Seeds(vectors, weights)
+
+    def sign_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
+        """Compute sums of the roots' columns with random signs, of all tokens at once.
+
+        The signs of two tokens are independent. So the gradient G of a text's whole
+        loss has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, as with drawn labels.
+        """
+        vectors, weights = super().sign_seeds(logits, num_samples, draws)
+        of_all = weights.amax(-1, keepdim=True)
+        return Seeds(vectors * (weights / of_all)[..., None], of_all)
 
     def groups(
         self,
@@ -680,6 +705,19 @@ def _warn_of_probabilities(link: str) -> None:
         "The model's outputs look like probabilities: return logits, and leave the "
         f"{link} to the likelihood."
     )
+
+
+def _scaled(columns: Tensor) -> Seeds:
+    """Scale columns `(S, B, C)` to a largest entry of 1, by their weights."""
+    # Where a sample is certain, nothing is divided by 0.
+    smallest = torch.finfo(columns.dtype).tiny
+    weights = columns.abs().amax(-1).clamp_min(smallest)
+    return Seeds(columns / weights[..., None], weights)
+
+
+def _is_top(logits: Tensor) -> Tensor:
+    """Mark each sample's most probable class, `(B, C)`: one of those that are alike."""
+    return one_hot(logits.argmax(-1), logits.shape[-1]).bool()
 
 
 def _drawn(

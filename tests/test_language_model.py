@@ -742,6 +742,12 @@ def test_a_fit_by_exact_seeds_is_refused(gpt2):
         la.fit(text_batches())
 
 
+def test_signs_of_a_vocabulary_are_refused(gpt2):
+    la = make_of_texts(gpt2, backend_kwargs={"draws": "signs"})
+    with pytest.raises(NotImplementedError, match='draws="labels" alone'):
+        la.fit(text_batches())
+
+
 def test_texts_are_no_choices(gpt2):
     # Without answers, a model waits for batches that bring choices.
     of_choices = make(gpt2)

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.testing import assert_close
 from laplace_lora_ext.draws import Draws
 from laplace_lora_ext.likelihoods import (
     LIKELIHOODS,
+    MULTI_LABEL,
+    TOKENS,
     Classification,
     Regression,
 )
@@ -74,8 +77,8 @@ IDENTITY = torch.eye(3, dtype=torch.float64)
 )
 def test_sampled_seeds_are_unbiased(likelihood, expected):
     n_draws = 40_000
-    sampled_seeds = LIKELIHOODS[likelihood].sampled_seeds
-    seeds = sampled_seeds(LOGITS, n_draws, Draws(0, torch.arange(1)))
+    label_seeds = LIKELIHOODS[likelihood].label_seeds
+    seeds = label_seeds(LOGITS, n_draws, Draws(0, torch.arange(1)))
     found = fisher(seeds)
     # Four standard errors.
     assert_close(found, expected, rtol=0, atol=0.03)
@@ -87,7 +90,7 @@ def test_sampled_slopes_of_tokens_are_unbiased():
     likelihood = LIKELIHOODS["language_modeling"]
     three_tokens = logits.expand(3, 4)
     of_one_text = Draws(0, torch.zeros(3).long())
-    seeds = likelihood.sampled_seeds(three_tokens, n_draws, of_one_text)
+    seeds = likelihood.label_seeds(three_tokens, n_draws, of_one_text)
     assert seeds.vectors.shape == (n_draws, 3, 4)
     # Each is divided by the root of their number, so that squares have the mean.
     columns = seeds.dense()
@@ -104,6 +107,67 @@ def test_sampled_slopes_of_tokens_are_unbiased():
     across = first.T @ second
     error = across.abs().max()
     assert error < 0.01
+
+
+class EveryPattern(Draws):
+    """Draws every pattern of signs once, the same for all rows."""
+
+    def signs(self, n_draws: int, *shape: int) -> Tensor:
+        (n_outputs,) = shape
+        patterns = torch.tensor(list(product([-1.0, 1.0], repeat=n_outputs)))
+        assert len(patterns) == n_draws
+        return patterns[:, None].expand(-1, len(self.examples), -1).double()
+
+
+FOUR_LOGITS = torch.tensor(
+    [
+        [1.0, 0.0, -0.5, 0.5],
+        # So sure that a drawn label would hardly ever see what the others weigh.
+        [0.0, 12.0, -2.0, -3.0],
+        [-5.0, 0.0, 8.0, 1.0],
+    ],
+    dtype=torch.float64,
+)
+
+
+def exact_fisher(likelihood: str, logits: Tensor) -> Tensor:
+    """Compute Fishers `(N, C, C)` by their formulas."""
+    if likelihood == "regression":
+        return torch.eye(logits.shape[-1]).to(logits).expand(len(logits), -1, -1)
+    if likelihood == MULTI_LABEL:
+        p = logits.sigmoid()
+        return torch.diag_embed(p * (-logits).sigmoid())
+    return softmax_fisher(logits)
+
+
+@pytest.mark.parametrize(
+    "likelihood", ["classification", "regression", MULTI_LABEL, TOKENS]
+)
+def test_the_mean_over_all_patterns_of_signs_is_the_exact_fisher(likelihood):
+    every = EveryPattern(0, torch.arange(3))
+    seeds = LIKELIHOODS[likelihood].sign_seeds(FOUR_LOGITS, 2**4, every)
+    # Nothing underflows in half precision.
+    assert seeds.vectors.abs().amax() == 1
+    assert_close(fisher(seeds), exact_fisher(likelihood, FOUR_LOGITS), **EXACT)
+
+
+def test_two_classes_need_no_more_than_one_sign():
+    two = FOUR_LOGITS[:, :2]
+    seeds = Classification().sign_seeds(two, 1, Draws(0, torch.arange(3)))
+    assert_close(fisher(seeds), softmax_fisher(two), **EXACT)
+
+
+def test_signs_of_tokens_and_examples_are_independent_and_reproducible():
+    draws = Draws(3, torch.tensor([0, 0, 1]))
+    signs = draws.signs(20_000, 2)
+    assert_close(signs.abs(), torch.ones_like(signs))
+    # Of all six numbers of a pass, no two vary together: within four standard errors.
+    numbers = signs.flatten(1)
+    covariance = numbers.T @ numbers / len(numbers)
+    assert_close(covariance, torch.eye(6).double(), rtol=0, atol=0.03)
+    of_second_example = Draws(3, torch.tensor([1])).signs(20_000, 2)
+    assert torch.equal(of_second_example, signs[:, 2:])
+    assert not torch.equal(Draws(4, torch.tensor([0, 0, 1])).signs(20_000, 2), signs)
 
 
 # --- losses ---------------------------------------------------------------------------

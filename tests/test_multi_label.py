@@ -375,7 +375,7 @@ def test_exact_seeds_have_the_fisher_for_their_products(scale):
 def test_sampled_seeds_are_unbiased():
     logits = three_logits()
     n_draws = 40_000
-    seeds = BERNOULLIS.sampled_seeds(logits, n_draws, Draws(0, torch.arange(1)))
+    seeds = BERNOULLIS.label_seeds(logits, n_draws, Draws(0, torch.arange(1)))
     columns = seeds.dense().double()
     of_text = columns[:, 0]
     # Seeds are divided by the root of their number: the sum is a mean.

@@ -356,14 +356,15 @@ def test_padding_changes_nothing():
     assert_close(found, expected, **EXACT)
 
 
-def test_drawn_labels_are_right_on_average():
+@pytest.mark.parametrize("draws", ["labels", "signs"])
+def test_draws_are_right_on_average(draws):
     model = token_classifier()
     tokens = tokens_of(model, batches())
     fisher = softmax_fisher(tokens.f)
     blocks = gradient_blocks(model, tokens.Js, fisher)
     exact = [block.trace() for block in blocks]
 
-    settings = full_rank(num_samples=4000)
+    settings = full_rank(num_samples=4000, draws=draws)
     drawn = fitted(model=model, **settings)
     found = []
     for block in drawn.H_facs.blocks:

@@ -42,7 +42,9 @@ PAPER_SETTINGS: dict[str, Any] = {"kfac_approx": "expand", "rank": 10, "tail": F
 
 # From so many classes on labels are drawn, so many for each example.
 _MANY_CLASSES = 20
-_DRAWS = 8
+_MANY_DRAWS = 8
+
+_DRAWS = ("labels", "signs")
 
 
 # --- what a batch's passes end in: its seeds, and its loss ----------------------------
@@ -456,10 +458,14 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
     num_samples : int, optional
         how many labels to draw for each example: by default 1 with `stochastic=True`,
         otherwise 8
+    draws : {"labels", "signs"}
+        what is drawn, by a backward pass each: a label, or a random sign for each of
+        the exact passes, of which one takes the sum. Signs have far less variance where
+        the model is sure
     seed : int, default=0
-        of the labels that are drawn. They depend on it and on the example's place in
-        the data, so that other batches, a fit in parts or on several ranks draw the
-        same. Torch's random state has no part in it
+        of what is drawn. That depends on it and on the example's place in the data, so
+        that other batches, a fit in parts or on several ranks draw the same. Torch's
+        random state has no part in it
     **kwargs
         as for `LowRankKronInterface`
     """
@@ -471,15 +477,19 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         *,
         stochastic: bool | None = None,
         num_samples: int | None = None,
+        draws: str = "labels",
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
+        if draws not in _DRAWS:
+            raise ValueError(f"draws must be one of {_DRAWS}, not {draws!r}.")
         if seed < 0:
             raise ValueError(f"The seed must not be negative, but is {seed}.")
         super().__init__(model, likelihood, **kwargs)
         # The host declares a bool, but only asks whether it is true.
         self.stochastic: Any = stochastic
-        self.num_samples = num_samples or (1 if stochastic else _DRAWS)
+        self.num_samples = num_samples or (1 if stochastic else _MANY_DRAWS)
+        self.draws = draws
         self.seed = seed
 
     @property
@@ -487,7 +497,11 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         """Collect the settings of all backends, and how labels are drawn."""
         settings = super().settings | {"stochastic": self.stochastic}
         if self.stochastic is not False:
-            settings |= {"num_samples": self.num_samples, "seed": self.seed}
+            settings |= {
+                "num_samples": self.num_samples,
+                "draws": self.draws,
+                "seed": self.seed,
+            }
         return settings
 
     def seeds(
@@ -495,13 +509,13 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         logits: Tensor,
         y: Tensor,
     ) -> Seeds:
-        """Choose seeds of the exact Fisher, or draw labels where classes are many."""
-        draws = self.stochastic
-        if draws is None:
+        """Choose seeds of the exact Fisher, or draw some where classes are many."""
+        is_drawn = self.stochastic
+        if is_drawn is None:
             n_outputs = logits.shape[-1]
             are_many = n_outputs >= _MANY_CLASSES and not self._likelihood.is_gaussian
-            draws = are_many or self._likelihood.draws_labels
-        if draws:
+            is_drawn = are_many or self._likelihood.draws_labels
+        if is_drawn:
             return self._sampled_seeds(logits)
         return self._likelihood.exact_seeds(logits)
 
@@ -513,12 +527,16 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
                 "vocabulary at each token: keep stochastic=True, and raise num_samples "
                 "for less noise."
             )
+        if self.draws != "labels":
+            raise NotImplementedError('Of tokens, draws="labels" alone are drawn.')
         numbers = self._draws(n_tokens).uniform(self.num_samples)
         return numbers.to(self.model.device)
 
     def _sampled_seeds(self, logits: Tensor) -> Seeds:
         draws = self._draws(len(logits))
-        return self._likelihood.sampled_seeds(logits, self.num_samples, draws)
+        if self.draws == "signs":
+            return self._likelihood.sign_seeds(logits, self.num_samples, draws)
+        return self._likelihood.label_seeds(logits, self.num_samples, draws)
 
     def _draws(self, n_rows: int) -> Draws:
         """Make what draws numbers for the rows of a batch."""

@@ -132,12 +132,18 @@ def test_the_empirical_fisher_of_one_example_is_exact(of_two_classes):
     assert_blocks_equal(of_two_classes, found, expected)
 
 
-# --- drawn labels ---------------------------------------------------------------------
+# --- drawn labels, or signs -----------------------------------------------------------
 
 
 @pytest.fixture(params=["lowrank_kron", "diag", "full"])
 def structure(request: pytest.FixtureRequest) -> str:
     """A structure whose curvature is this package's own."""
+    return request.param
+
+
+@pytest.fixture(params=["labels", "signs"])
+def draws(request: pytest.FixtureRequest) -> str:
+    """What is drawn."""
     return request.param
 
 
@@ -165,14 +171,16 @@ def curvature_of(la: Any) -> Tensor:
 
 def drawn_curvature(
     structure: str,
+    draws: str,
     seed: int,
     state_of_torch: int = 0,
 ) -> Tensor:
-    """Fit by two drawn labels a text, in a state of torch's own generator."""
+    """Fit by two draws a text, in a state of torch's own generator."""
     la = posterior(
         structure,
         stochastic=True,
         num_samples=2,
+        draws=draws,
         seed=seed,
     )
     torch.manual_seed(state_of_torch)
@@ -182,15 +190,15 @@ def drawn_curvature(
     return found
 
 
-def test_monte_carlo_fisher_follows_its_own_seed_alone(structure):
-    first = drawn_curvature(structure, seed=0)
-    same = drawn_curvature(structure, seed=0, state_of_torch=7)
-    other = drawn_curvature(structure, seed=1)
+def test_monte_carlo_fisher_follows_its_own_seed_alone(structure, draws):
+    first = drawn_curvature(structure, draws, seed=0)
+    same = drawn_curvature(structure, draws, seed=0, state_of_torch=7)
+    other = drawn_curvature(structure, draws, seed=1)
     assert torch.equal(same, first)
     assert not torch.equal(other, first)
 
 
-def test_monte_carlo_fisher_approaches_the_exact_one(structure):
+def test_monte_carlo_fisher_approaches_the_exact_one(structure, draws):
     exact = curvature_of(posterior(structure))
     errors = []
     for num_samples in (1, 64):
@@ -198,6 +206,7 @@ def test_monte_carlo_fisher_approaches_the_exact_one(structure):
             structure,
             stochastic=True,
             num_samples=num_samples,
+            draws=draws,
         )
         error = curvature_of(la) - exact
         errors.append(error.norm())
@@ -286,16 +295,17 @@ def test_each_batch_and_each_seed_draw_labels_of_their_own():
     assert not torch.equal(of_another_seed, first)
 
 
-def drawn_by_all(_: int = 0) -> Tensor:
-    """Fit to the texts of all processes, by one drawn label of each."""
-    settings = {"stochastic": True, "rank": 100}
+def drawn_by_all(_: int, draws: str) -> Tensor:
+    """Fit to the texts of all processes, by one draw for each."""
+    settings = {"stochastic": True, "draws": draws, "rank": 100}
     la = make(lora_model("bert"), backend_kwargs=settings)
     la.fit(strided_loader())
     return la.H.to_matrix()
 
 
-def test_ranks_draw_labels_as_one_process_does():
-    assert_alike(on_ranks(drawn_by_all, 3), drawn_by_all(), rtol=1e-7, atol=1e-10)
+def test_ranks_draw_as_one_process_does(draws):
+    of_ranks = on_ranks(drawn_by_all, 3, draws)
+    assert_alike(of_ranks, drawn_by_all(0, draws), rtol=1e-7, atol=1e-10)
 
 
 def n_seeds(
@@ -341,6 +351,7 @@ def test_regression_has_no_labels_to_draw(n_outputs):
         ({"kfac_approx": "kfac"}, r"'kfac'.*expand.*gradient"),
         ({"rank": -3}, "rank must not be negative, but is -3"),
         ({"seed": -1}, "seed must not be negative, but is -1"),
+        ({"draws": "sign"}, "'labels', 'signs'.*not 'sign'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
