@@ -29,6 +29,8 @@ from tests.support.posteriors import (
     count_forward_passes,
     fitted,
     generator,
+    make,
+    plain_regression,
 )
 from tests.support.ranks import Texts
 from tests.support.texts import fitted_text, text_batches
@@ -677,3 +679,142 @@ def test_members_score_texts_together():
     of_first = first.tokens.map_log_prob.exp()
     of_second = second.tokens.map_log_prob.exp()
     assert_close(found, mean_of(of_first, of_second))
+
+
+# --- what cannot be mixed -------------------------------------------------------------
+
+
+def alone():
+    return [fitted()]
+
+
+def with_one_that_is_not_fitted():
+    empty = make(lora_model("bert"))
+    return [fitted(), empty]
+
+
+def with_more_classes():
+    model = lora_model("bert", n_labels=4)
+    of_four = fitted(model=model)
+    return [fitted(), of_four]
+
+
+def with_numbers():
+    regression, _ = plain_regression(3)
+    return [regression, fitted()]
+
+
+def answering(*tokens):
+    model = lora_model("gpt2")
+    la = make(model, class_token_ids=tokens)
+    la.fit(ragged_batches())
+    return la
+
+
+def with_answers_in_another_order():
+    one = answering(1, 2, 3)
+    other = answering(3, 2, 1)
+    return [one, other]
+
+
+def with_another_base():
+    model = lora_model("bert")
+    pooler = model.get_base_model().bert.pooler
+    pooler.dense.bias.data += 0.1
+    other = fitted(model=model)
+    return [fitted(), other]
+
+
+def without_an_adapter():
+    both = two()
+    model = both.second.model.model
+    model.delete_adapter("second")
+    return both.members
+
+
+def with_other_weights():
+    both = two()
+    block, *_ = both.second.blocks
+    block.weight.data.mul_(2)
+    return both.members
+
+
+REFUSED = [
+    (
+        alone,
+        "needs two posteriors",
+    ),
+    (
+        with_one_that_is_not_fitted,
+        "not fitted",
+    ),
+    (
+        with_more_classes,
+        "n_outputs.* 3,.* 4,",
+    ),
+    (
+        with_numbers,
+        "differ in likelihood",
+    ),
+    (
+        with_answers_in_another_order,
+        "1, 2, 3.*3, 2, 1",
+    ),
+    (
+        with_another_base,
+        "different base models .*pooler",
+    ),
+    (
+        without_an_adapter,
+        "lost weights of the posterior: .*second",
+    ),
+    (
+        with_other_weights,
+        "have changed since the fit",
+    ),
+]
+ERRORS = (ValueError, RuntimeError, AttributeError)
+
+
+@pytest.mark.parametrize(("posteriors", "message"), REFUSED)
+def test_what_cannot_be_mixed_is_refused(posteriors, message):
+    given = posteriors()
+    with pytest.raises(ERRORS, match=message):
+        LaplaceMixture(given)
+
+
+def test_its_text_tells_of_each_member():
+    mixture = two().mixture()
+    text = repr(mixture)
+    n_told = text.count("fitted to 8 examples; prior precision")
+    assert n_told == 2
+
+
+def test_evidence_chooses_no_prior_of_a_mixture():
+    mixture = two().mixture()
+    with pytest.raises(ValueError, match=r"gridsearch. or a GridSearch"):
+        mixture.optimize_prior_precision("marglik")
+
+
+def test_statistics_of_members_in_another_order_are_refused():
+    both = two()
+    mixture = both.mixture()
+    given = mixture.predictive_statistics(both.batches)
+    second_first = [both.second, both.first]
+    in_other_order = LaplaceMixture(second_first)
+    with pytest.raises(ValueError, match="belong to another fit"):
+        in_other_order.optimize_prior_precision(val_loader=given)
+
+
+def test_adapters_of_two_models_are_not_saved_together(tmp_path):
+    one = fitted()
+    other = fitted()
+    of_two_models = LaplaceMixture([one, other])
+    with pytest.raises(ValueError, match="one PeftModel"):
+        of_two_models.save_pretrained(tmp_path)
+
+
+def test_a_folder_without_a_mixture_is_not_found(tmp_path):
+    model = lora_model("bert")
+    with pytest.raises(FileNotFoundError):
+        LaplaceMixture.from_pretrained(model, tmp_path)
