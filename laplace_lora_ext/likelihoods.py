@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import (
@@ -19,7 +17,7 @@ from torch.nn.functional import (
 )
 
 from laplace_lora_ext.draws import Draws
-from laplace_lora_ext.messages import check_positive, warn
+from laplace_lora_ext.messages import warn
 
 _ROUNDING = 1e-2  # of probabilities in half precision
 _MANY = 16  # numbers that are all from 0 to 1 are hardly logits
@@ -64,8 +62,6 @@ class _AsItIs:
     """Predicts a number for each class or output, as the logits stand."""
 
     draws_labels = False  # by default, whatever the number of classes
-    output_scales: Sequence[float] | None = None  # numbers alone have any
-    log_unit = 0.0  # logarithm of the unit that the loss measures targets in
 
     def class_logits(self, logits: Tensor) -> Tensor:
         """Make logits whose softmax over the last dimension gives probabilities."""
@@ -258,16 +254,6 @@ class Regression(_AsItIs):
 
     It has the methods of `Classification`. Outputs and targets are `(B, C)`; targets of
     a single output may be `(B,)`.
-
-    Parameters
-    ----------
-    output_scales : sequence of float, optional
-        `(C,)`, the noise of each output in units of `sigma_noise`; all 1 if omitted
-
-    Raises
-    ------
-    ValueError
-        If it is not one for each output, or a scale is not positive and finite.
     """
 
     name = "regression"
@@ -275,52 +261,27 @@ class Regression(_AsItIs):
     sees_differences = False
     has_host_links = True
 
-    def __init__(self, output_scales: Sequence[float] | None = None) -> None:
-        if output_scales is not None:
-            if np.ndim(output_scales) != 1:
-                raise ValueError("output_scales must be a number for each output.")
-            check_positive("output_scales", torch.tensor(output_scales))
-            # A density of targets has the inverse of their unit.
-            self.log_unit = sum(math.log(scale) for scale in output_scales)
-        self.output_scales = output_scales
-
-    def scales_like(self, f: Tensor) -> Tensor:
-        """Return the scales `(C,)` of outputs `(..., C)`, in their type and place."""
-        if self.output_scales is None:
-            return f.new_ones(f.shape[-1])
-        return f.new_tensor(self.output_scales)
-
-    def standardised(self, f_mu: Tensor, f_var: Tensor) -> tuple[Tensor, Tensor]:
-        """Bring means `(..., C)` and covariances `(..., C, C)` to a noise of 1."""
-        scales = self.scales_like(f_mu)
-        return f_mu / scales, f_var / torch.outer(scales, scales).to(f_var)
-
     def times_root(self, logits: Tensor, z: Tensor) -> Tensor:
-        return z / self.scales_like(logits)
+        return z
 
     def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         vectors = draws.normal(num_samples, logits.shape[-1]).to(logits)
-        scales = self.scales_like(logits)
-        # The smallest scale makes the largest slopes: without it, none is above one.
-        smallest = scales.min()
-        weights = (1 / smallest).expand(num_samples, len(logits))
-        return Seeds(vectors * smallest / scales, weights / num_samples**0.5)
+        weights = logits.new_ones(num_samples, len(logits))
+        return Seeds(vectors, weights / num_samples**0.5)
 
     def empirical_seeds(
         self,
         logits: Tensor,
         y: Tensor,
     ) -> Seeds:
-        slopes = (logits - y) / self.scales_like(logits).square()
-        return Seeds(slopes[None], logits.new_ones(1, len(logits)))
+        return Seeds((logits - y)[None], logits.new_ones(1, len(logits)))
 
     def loss(
         self,
         logits: Tensor,
         y: Tensor,
     ) -> Tensor:
-        residuals = (logits - y) / self.scales_like(logits)
-        return residuals.square().sum() / 2
+        return (logits - y).square().sum() / 2
 
     def nll(
         self,
@@ -335,8 +296,8 @@ class Regression(_AsItIs):
         f_mu, f_var = predicted
         if f_var.ndim == f_mu.ndim:
             f_var = torch.diag_embed(f_var)
-        noise = sigma_noise.to(f_var) * self.scales_like(f_var)
-        of_targets = f_var + noise.square().diag()
+        identity = torch.eye(f_mu.shape[-1]).to(f_var)
+        of_targets = f_var + sigma_noise.to(f_var).square() * identity
         return -gaussian_log_density(f_mu, of_targets, y.to(f_mu))
 
     def groups(
@@ -378,13 +339,6 @@ class Regression(_AsItIs):
             if are_classes:
                 found += ': class indices are for the likelihood "classification"'
             raise ValueError(found)
-        scales = self.output_scales
-        n_outputs = logits.shape[-1]
-        if scales is not None and len(scales) != n_outputs:
-            raise ValueError(
-                f"output_scales has {len(scales)} numbers, and the model {n_outputs} "
-                "outputs: pass one for each"
-            )
         if not torch.isfinite(targets).all():
             raise ValueError("non-finite targets: leave such examples out")
         return targets
@@ -668,20 +622,6 @@ LIKELIHOODS: dict[str, Likelihood] = {
     TOKENS: TokenClassification(),
     "language_modeling": LanguageModeling(),
 }
-
-
-def likelihood_of(
-    name: str, output_scales: Sequence[float] | None = None
-) -> Likelihood:
-    """Find a likelihood by its name, or make one whose outputs have own noises."""
-    if output_scales is None:
-        return LIKELIHOODS[name]
-    if name != Regression.name:
-        raise ValueError(
-            f'output_scales are noises of the outputs of a "{Regression.name}", and '
-            f'"{name}" has none: leave them out.'
-        )
-    return Regression(output_scales)
 
 
 def gaussian_log_density(mean: Tensor, covariance: Tensor, y: Tensor) -> Tensor:

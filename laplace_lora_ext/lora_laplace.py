@@ -21,7 +21,7 @@ import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.structure import Structure
 from laplace_lora_ext.fit import Fit, NoFit, fit
-from laplace_lora_ext.likelihoods import Likelihood, Regression
+from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_positive, check_single, warn
 from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.models.heads import Selection
@@ -56,8 +56,6 @@ from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning import build
 from laplace_lora_ext.tuning.method import Hyperparameters, TuningHistory, TuningMethod
-
-_SCALES = "output_scales"  # among the options of a backend
 
 
 def _of_fit(field: str, description: str) -> Any:
@@ -107,9 +105,6 @@ class LoRALaplace(ParametricLaplace):
     normalised : bool, default=False
         whether the logit of an answer of several tokens is the mean of their
         log-probabilities, rather than the sum
-    output_scales : sequence of float, optional
-        for a regression of several outputs, but for "kron": the noise of each in units
-        of `sigma_noise`; all 1 if omitted. Searches choose `sigma_noise` alone
     mask_token_id : int, optional
         for a masked language model: the token at which the answer is read
     target_modules : str or sequence of str, optional
@@ -202,7 +197,6 @@ class LoRALaplace(ParametricLaplace):
         class_texts: Sequence[str] | None = None,
         tokenizer: Any = None,
         normalised: bool = False,
-        output_scales: Sequence[float] | np.ndarray | Tensor | None = None,
         mask_token_id: int | None = None,
         target_modules: str | Sequence[str] | None = None,
         layers_to_transform: int | Iterable[int] | None = None,
@@ -211,9 +205,7 @@ class LoRALaplace(ParametricLaplace):
         **kwargs: Any,
     ) -> None:
         _check_options_of_host(kwargs)
-        backend_kwargs = _with_scales(backend_kwargs or {}, output_scales)
-        problem = _problem_of(likelihood)
-        self.problem = problem.with_output_scales(backend_kwargs.get(_SCALES))
+        self.problem = _problem_of(likelihood)
         backend = self._checked_backend(backend)
         answers = class_tokens(class_token_ids, class_texts, tokenizer)
         with LOCK:  # passes of other threads change what is active
@@ -241,7 +233,7 @@ class LoRALaplace(ParametricLaplace):
                 self.problem.name_for_host,
                 dict_key_y=dict_key_y,
                 backend=backend,
-                backend_kwargs=self._options_of(backend, backend_kwargs),
+                backend_kwargs=self._options_of(backend, backend_kwargs or {}),
                 **kwargs,
             )
         self._logit_scale = 1.0
@@ -266,12 +258,6 @@ class LoRALaplace(ParametricLaplace):
         options = self.problem.backend_kwargs(backend, given)
         if issubclass(backend, LowRankKronInterface):
             return {"recorder": self.recorder, **options}
-        if _SCALES in options:
-            raise NotImplementedError(
-                f"{backend.__name__} has one noise for all outputs: leave out "
-                'output_scales, or use hessian_structure="lowrank_kron", "diag" or '
-                '"full" without a backend.'
-            )
         check_known_to_host(self.blocks)
         return options
 
@@ -509,17 +495,6 @@ class LoRALaplace(ParametricLaplace):
         _set_by_host(self, "sigma_noise", value)
 
     @property
-    def output_noise(self) -> Tensor:
-        """Standard deviation of the noise of each output of a regression, `(C,)`.
-
-        It is `sigma_noise` times the output's scale.
-        """
-        likelihood = self.trained_likelihood
-        assert isinstance(likelihood, Regression)
-        of_outputs = self.sigma_noise.expand(self.n_outputs)
-        return of_outputs * likelihood.scales_like(of_outputs)
-
-    @property
     def logit_scale(self) -> float:
         """What all predictions multiply the logits f by, 1 at first: `link(s f, s² V)`.
 
@@ -557,13 +532,6 @@ class LoRALaplace(ParametricLaplace):
     def curvature_scale(self) -> Tensor:
         """Compute the factor `()` of the curvature: 1 / (sigma_noise² temperature)."""
         return self._H_factor
-
-    @property
-    def log_likelihood(self) -> Tensor:
-        """Sum the log-densities of the training data, `()`, differentiably in noise."""
-        # The host has them in units of the outputs' scales.
-        of_unit = self.n_data * self.trained_likelihood.log_unit
-        return super().log_likelihood - of_unit
 
     @exclusive
     def log_marginal_likelihood(
@@ -726,7 +694,7 @@ class LoRALaplace(ParametricLaplace):
             probabilities `(B, C)`, of K labels one each, `(B, K)`, or of labels of
             tokens `(B, T, C)`, nan at padding; for regression and rewards mean `(B, C)`
             and covariance `(B, C, C)` of the model's outputs, in which the noise of
-            targets is not: add `output_noise**2`, or use `predict`
+            targets is not: add `sigma_noise**2`, or use `predict`
 
         Notes
         -----
@@ -845,7 +813,7 @@ class LoRALaplace(ParametricLaplace):
         """Predict a batch or a data set, with what a decision needs.
 
         Of numbers, the prediction is of targets with their noise: `total_std`,
-        quantiles and intervals have `output_noise` in them, and `epistemic_std` has
+        quantiles and intervals have `sigma_noise` in them, and `epistemic_std` has
         not.
 
         Parameters
@@ -1403,8 +1371,7 @@ class LoRALaplace(ParametricLaplace):
 
     def _settings(self) -> dict[str, Any]:
         """Name the backend of the curvature, and its options."""
-        # A posterior without scales is another one, too.
-        settings = {"backend": self._backend_cls.__name__, _SCALES: None}
+        settings = {"backend": self._backend_cls.__name__}
         return settings | self._backend_options | self.structure.settings
 
     @property
@@ -1420,21 +1387,6 @@ def _problem_of(likelihood: str) -> Problem:
     if likelihood not in PROBLEMS:
         raise ValueError(f"Invalid likelihood type {likelihood}")
     return PROBLEMS[likelihood]
-
-
-def _with_scales(
-    backend_kwargs: Mapping[str, Any],
-    output_scales: Sequence[float] | np.ndarray | Tensor | None,
-) -> dict[str, Any]:
-    """Put the scales of outputs among a backend's options, where files keep them."""
-    options = dict(backend_kwargs)
-    of_file = options.pop(_SCALES, None)
-    scales = of_file if output_scales is None else output_scales
-    if isinstance(scales, Tensor | np.ndarray):
-        scales = scales.tolist()  # which files know
-    if scales is not None:
-        options[_SCALES] = scales
-    return options
 
 
 def _warn_of_weights(
@@ -1460,11 +1412,9 @@ def _check_noise(value: float | Tensor) -> None:
 
     The host would first ask whether it is 1, which several numbers don't answer.
     """
-    instead = (
-        "if each output has its own, pass output_scales=[...], each one's noise in "
-        "units of sigma_noise"
+    check_single(
+        "sigma_noise", value, "divide targets by their standard deviations instead"
     )
-    check_single("sigma_noise", value, instead)
     check_positive("sigma_noise", value)
 
 

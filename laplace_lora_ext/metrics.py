@@ -164,7 +164,7 @@ def compare(
     """Measure the trained model beside its posterior: `print(compare(la, loader))`.
 
     Of several labels, the figures are means over all labels of all examples. Of
-    numbers, the trained model has the noise alone, `la.output_noise`, and the posterior
+    numbers, the trained model has the noise alone, `la.sigma_noise`, and the posterior
     has its own variance with it.
 
     Parameters
@@ -229,7 +229,7 @@ def _numbers(la: Any, batch: Any) -> Columns:
         f_mu = first.model(X)
     targets = first.trained_likelihood.check_targets(y, f_mu)
     without_variance = Moments(f_mu, torch.zeros_like(torch.diag_embed(f_mu)))
-    predictions = [NumberPrediction.of([without_variance], [first.output_noise])]
+    predictions = [NumberPrediction.of([without_variance], [first.sigma_noise])]
     for pred_type in _pred_types(la):
         predictions.append(predict_numbers(la.members, X, pred_type))
     return *(

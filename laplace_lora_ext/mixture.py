@@ -504,14 +504,13 @@ def _check_alike(members: Sequence[LoRALaplace]) -> None:
             member.n_outputs,
             member.model.class_token_ids,
             member.model.normalised,
-            member.trained_likelihood.output_scales,
         )
         for member in members
     ]
     if any(fact != facts[0] for fact in facts):
         raise ValueError(
-            "The members differ in likelihood, n_outputs, class_token_ids, normalised "
-            f"or output_scales: {facts}."
+            "The members differ in likelihood, n_outputs, class_token_ids or "
+            f"normalised: {facts}."
         )
     first, *others = [member.model_state for member in members]
     for number, other in enumerate(others, 1):

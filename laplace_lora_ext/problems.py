@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from laplace.curvature import CurvatureInterface
@@ -19,7 +19,6 @@ from laplace_lora_ext.likelihoods import (
     MULTI_LABEL,
     TOKENS,
     Likelihood,
-    likelihood_of,
 )
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.preference_model import PreferenceModel
@@ -85,13 +84,6 @@ class Problem:
             raise ValueError(
                 f"{self.name} has no logit_scale: use {self.instead_of_logit_scale}."
             )
-
-    def with_output_scales(self, output_scales: Sequence[float] | None) -> Problem:
-        """Give each output a noise of its own; refused where there are no numbers."""
-        if output_scales is None:
-            return self
-        likelihood = likelihood_of(self.name, output_scales)
-        return replace(self, trained=likelihood, predicted=likelihood)
 
     def backend(self, backend: type[CurvatureInterface]) -> type[CurvatureInterface]:
         """Choose the class that computes this likelihood's curvature."""

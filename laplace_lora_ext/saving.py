@@ -26,7 +26,7 @@ FILE = "laplace_posterior.safetensors"
 CHECKSUM = "sha256"
 UNKNOWN = "0" * 64  # stands for the checksum in what it is the checksum of
 _SEAL = f'"{CHECKSUM}":"'.encode()
-_VERSION = "4"
+_VERSION = "5"
 # Classes of earlier releases.
 _RENAMED = {"LanguageModelLaplace": "LowRankKronLoRALaplace"}
 

@@ -369,7 +369,7 @@ SEVERAL = [
 ]
 
 
-ONE_NOISE = r"sigma_noise must be one number, not [24]: .*pass output_scales="
+ONE_NOISE = r"sigma_noise must be one number, not [24]: .*divide targets by"
 several_numbers = pytest.mark.parametrize("several", SEVERAL)
 
 

@@ -95,7 +95,7 @@ def of_an_earlier_release(path: Path) -> None:
 
 
 def of_a_later_release(path: Path) -> None:
-    metadata = {"laplace_lora_ext": "5", CHECKSUM: UNKNOWN}
+    metadata = {"laplace_lora_ext": "6", CHECKSUM: UNKNOWN}
     content = safetensors.torch.save(SOME_TENSORS, metadata)
     # With a checksum that is right: it is not taken for damage.
     write_sealed(path, content)

@@ -18,10 +18,10 @@ from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.draws import Draws
 from laplace_lora_ext.likelihoods import (
     IGNORED,
+    LIKELIHOODS,
     LabelsOfTokens,
     Likelihood,
     Seeds,
-    likelihood_of,
 )
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -240,8 +240,6 @@ class LowRankKronInterface(CurvatureInterface):
     tail : bool, default=True
         whether the directions beyond the rank keep the mean of their eigenvalues, so
         that the full factor's trace is kept too; the paper drops them
-    output_scales : sequence of float, optional
-        for a regression, as for `LoRALaplace`
 
     Attributes
     ----------
@@ -266,7 +264,6 @@ class LowRankKronInterface(CurvatureInterface):
         rank: int = 10,
         kfac_approx: str = "gradient",
         tail: bool = True,
-        output_scales: Sequence[float] | None = None,
     ) -> None:
         if kfac_approx not in KFAC_APPROX:
             raise ValueError(
@@ -285,7 +282,7 @@ class LowRankKronInterface(CurvatureInterface):
                 f'these have none: {listed(unseen)}. Use kfac_approx="gradient", or '
                 "leave them out with target_modules."
             )
-        self._likelihood = likelihood_of(likelihood, output_scales)
+        self._likelihood = LIKELIHOODS[likelihood]
         super().__init__(
             recorder.model,
             self._likelihood.name,

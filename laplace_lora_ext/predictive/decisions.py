@@ -228,10 +228,10 @@ def _padded(parts: Sequence[Columns]) -> Columns:
 
 
 def _noise(member: Amortizable) -> Tensor | float:
-    """Take the standard deviations of the noise of what a posterior predicts."""
+    """Return the standard deviation of the noise of what a posterior predicts."""
     if member.predicted_likelihood is not member.trained_likelihood:
         return 0.0  # rewards are read off preferences: nobody measures them
-    return member.output_noise
+    return member.sigma_noise
 
 
 def _is_data_set(x: Any) -> bool:

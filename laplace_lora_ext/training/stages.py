@@ -49,7 +49,6 @@ from laplace_lora_ext.training.trainers import (
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.kinds import Kinds
 from laplace_lora_ext.tuning.method import Hyperparameters, TuningHistory
-from laplace_lora_ext.tuning.noise import may_have_scales, scales_of_residuals
 from laplace_lora_ext.tuning.scales import GridHistory
 
 SECOND_STAGE = 0.25
@@ -268,22 +267,6 @@ def with_choice(
 
 
 @dataclass(frozen=True)
-class _Look:
-    """What a look at all examples tells before any training.
-
-    Attributes
-    ----------
-    groups : torch.Tensor
-        `(N,)`, of examples that are alike
-    may_have_scales : bool
-        whether each output may have a noise of its own
-    """
-
-    groups: Tensor
-    may_have_scales: bool
-
-
-@dataclass(frozen=True)
 class _Training:
     """Trains a model in stages, with a trainer or a loop of the user's own."""
 
@@ -299,27 +282,20 @@ class _Training:
         """Return the posterior of all examples, and the losses of the held-out ones."""
         check_divisible(self.loader, stages.held_out)
         everything = taken(self.loader)
-        look = self._look(everything, stages.held_out)
+        groups = self._groups(everything, stages.held_out)
         # Once for all members: only what none of them has learnt can judge their
         # mixture.
-        (parts,) = divided(self.loader, stages.held_out, look.groups, self.generator)
+        (parts,) = divided(self.loader, stages.held_out, groups, self.generator)
         rest, held = parts
         validation = self.batches_of(held)
 
-        settings = dict(self.settings)
-
         def first_stage(stage: Stage) -> LoRALaplace:
             self.train(stage, rest)
-            # The first member's serve all, since a mixture's members share them.
-            if look.may_have_scales and "output_scales" not in settings:
-                la = Laplace(self.model, **settings)
-                with same_random_states():
-                    settings["output_scales"] = scales_of_residuals(la, validation)
-            return self._fitted(rest, settings)
+            return self._fitted(rest)
 
         def second_stage(stage: Stage) -> LoRALaplace:
             self.train(stage, everything)
-            return self._fitted(everything, settings)
+            return self._fitted(everything)
 
         with own_adapter_back(self.model):
             members = Members(self.model)
@@ -332,8 +308,8 @@ class _Training:
             seconds = members.run(stages.second, second_stage)
         return joined(with_choice(seconds, choice)), choice.history
 
-    def _look(self, everything: Any, held_out: float) -> _Look:
-        """Look at all examples; refuse what could not be fitted later."""
+    def _groups(self, everything: Any, held_out: float) -> Tensor:
+        """Number examples that are alike, `(N,)`; refuse what can't be fitted later."""
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fits will warn
             batches = self.batches_of(everything)
@@ -347,12 +323,11 @@ class _Training:
                 "texts, held-out ones are no test, and the prior precision becomes too "
                 "large. Begin with a new adapter."
             )
-        # The posterior itself would take memory during the trainings.
-        return _Look(groups, may_have_scales(la))
+        return groups
 
-    def _fitted(self, examples: Any, settings: dict[str, Any]) -> LoRALaplace:
+    def _fitted(self, examples: Any) -> LoRALaplace:
         """Fit a posterior around the active adapter."""
-        la = Laplace(self.model, **settings)
+        la = Laplace(self.model, **self.settings)
         la.fit(self.batches_of(examples), progress_bar=self.progress_bar)
         return la
 

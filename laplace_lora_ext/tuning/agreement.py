@@ -13,7 +13,6 @@ import tqdm
 from scipy.optimize import brentq
 from torch import Tensor
 
-from laplace_lora_ext.likelihoods import Regression
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.data_sets import over_loader
 from laplace_lora_ext.predictive.distributions import of_classes, predictive_moments
@@ -144,13 +143,9 @@ class Agreement(TuningMethod):
             # smoothly.
             draws = torch.Generator().manual_seed(seed)
             scaled = moments(prior_precision).scaled(la.logit_scale).to("cpu")
-            if isinstance(likelihood, Regression):
-                relative = Moments(*likelihood.standardised(*scaled))
-                return _mean_change(
-                    relative, self.n_samples, draws, _distances_of_numbers
-                )
             of_all = of_classes(likelihood, scaled)
-            return _mean_change(of_all, self.n_samples, draws, _distances_of_classes)
+            distances = _distances_of_numbers if is_gaussian else _distances_of_classes
+            return _mean_change(of_all, self.n_samples, draws, distances)
 
         kinds = self._kinds(la)
         if kinds is not None:

@@ -14,7 +14,6 @@ import tqdm
 from torch import Tensor
 
 from laplace_lora_ext.curvature.factors import LinAlgError
-from laplace_lora_ext.likelihoods import Regression
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.data_sets import (
     NO_DATA,
@@ -42,7 +41,6 @@ from laplace_lora_ext.tuning.method import (
 )
 from laplace_lora_ext.tuning.noise import unit_of_priors
 from laplace_lora_ext.tuning.scales import (
-    GridHistory,
     GridLosses,
     PriorAlone,
     Score,
@@ -50,8 +48,6 @@ from laplace_lora_ext.tuning.scales import (
     WithNoise,
 )
 
-# Outputs whose noises differ by this factor lose a quarter of a nat each by one noise.
-_ALIKE = 3
 _EQUAL = 1e-6  # relative difference of losses that is rounding
 _BEYOND = 1e8  # times the last prior precision: without variance
 _ROWS = 256  # examples that are predicted at once from their moments
@@ -156,8 +152,6 @@ class GridSearch(TuningMethod):
 
     def remark(self, la: Tunable, history: TuningHistory) -> None:
         warn_of_ends(la, history)
-        if isinstance(history, GridHistory):
-            warn_of_scales(la, history.losses)
 
     def _grid(self, la: Tunable) -> Tensor:
         """List the prior precisions to try, `(T,)` or `(T, blocks)`."""
@@ -540,26 +534,6 @@ def warn_of_ends(la: Predictor, history: TuningHistory) -> None:
             "or knows nothing of them: check that it is trained, and with these "
             f"labels.{noise} If it is, lower log_prior_prec_min."
         )
-
-
-def warn_of_scales(la: Predictor, losses: GridLosses) -> None:
-    """Warn where one noise is too small for an output, and too large for another."""
-    if not isinstance(losses.score, WithNoise):
-        return
-    # The residuals are the same at all points of the grid, but where its first ones
-    # left no covariance.
-    residuals = losses.score.residuals(losses.sums[-1], losses.n_examples)
-    if residuals.max() <= _ALIKE * residuals.min() or residuals.min() == 0:
-        return
-    likelihood = la.members[0].trained_likelihood
-    assert isinstance(likelihood, Regression)
-    scales = residuals * likelihood.scales_like(residuals)
-    numbers = ", ".join(f"{scale:.3g}" for scale in scales.tolist())
-    warn(
-        f"The outputs are off by {numbers} on the validation data (root mean squares), "
-        f"and no one noise suits them all: pass output_scales=[{numbers}] to Laplace, "
-        "and fit again."
-    )
 
 
 def _middle(prior_precision: Tensor) -> float:

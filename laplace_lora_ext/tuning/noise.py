@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from laplace.utils.matrix import KronDecomposed
 
-from laplace_lora_ext.curvature.backend import LowRankKronInterface
-from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.tuning.method import Tunable
 
@@ -70,33 +67,6 @@ def unit_of_priors(la: Tunable) -> float:
     # Ranks may differ in the last digit.
     unit = of_first(trace / (la.n_data * la.n_outputs))
     return unit if unit > 0 else 1.0
-
-
-def may_have_scales(la: Tunable) -> bool:
-    """Tell whether each output of a fit may have a noise of its own.
-
-    They are several numbers then, and the backend is ours: the host's have one noise.
-    """
-    is_own = isinstance(la.backend, LowRankKronInterface)
-    return la.trained_likelihood.is_gaussian and la.n_outputs > 1 and is_own
-
-
-def scales_of_residuals(la: Tunable, loader: Iterable[Any]) -> list[float] | None:
-    """Find how far each output is from held-out targets, root mean square.
-
-    None where an output is never off.
-    """
-
-    def squares(batch: Any) -> Columns:
-        X, y = la.model.split(batch)
-        with la.model.prepared(), torch.no_grad():
-            f = la.model(X)
-        residuals = f.double() - la.trained_likelihood.check_targets(y, f)
-        return (residuals.square().cpu(),)
-
-    (of_examples,) = over_loader(loader, squares, owners=la.model.owners)
-    scales = of_examples.mean(0).sqrt().tolist()
-    return scales if min(scales) > 0 else None
 
 
 def noise_of_residuals(la: Tunable) -> float:

@@ -13,7 +13,6 @@ from scipy.interpolate import CubicSpline
 from scipy.optimize import OptimizeResult, minimize_scalar
 from torch import Tensor
 
-from laplace_lora_ext.likelihoods import Regression
 from laplace_lora_ext.predictive.data_sets import Columns
 from laplace_lora_ext.predictive.distributions import moments_of_model
 from laplace_lora_ext.predictive.links import own_links
@@ -247,9 +246,8 @@ class WithNoise:
 
         ½ log det(2π σ² (I + V)) + ½ rᵀ (I + V)⁻¹ r / σ²
 
-    in units of the outputs' scales. An example's numbers are `rᵀ (I + V)⁻¹ r` and `log
-    det(I + V)`. The best σ² is the mean of the first, for each output. Squares of the
-    residuals r themselves, one for each output, tell whether one noise suits them all.
+    An example's numbers are `rᵀ (I + V)⁻¹ r` and `log det(I + V)`. The best σ² is the
+    mean of the first, for each output.
 
     Parameters
     ----------
@@ -260,7 +258,7 @@ class WithNoise:
 
     @property
     def size(self) -> int:
-        return 2 + self.n_outputs
+        return 2
 
     def terms(
         self,
@@ -269,11 +267,9 @@ class WithNoise:
         targets: Tensor,
     ) -> Tensor:
         first = la.members[0]
-        likelihood = first.trained_likelihood
-        assert isinstance(likelihood, Regression)
         f_mu, f_var = moments_of_model(first, x, "probit")
-        apart = targets.to(f_mu.device).double() - f_mu.double()
-        residuals, V = likelihood.standardised(apart, f_var.double())
+        residuals = targets.to(f_mu.device).double() - f_mu.double()
+        V = f_var.double()
         identity = torch.eye(self.n_outputs).to(V)
         root = torch.linalg.cholesky(identity + V)
         whitened = torch.linalg.solve_triangular(
@@ -281,16 +277,15 @@ class WithNoise:
         )
         squares = whitened.square().sum((-2, -1))
         diagonal = root.diagonal(dim1=-2, dim2=-1)
-        log_det = 2 * (diagonal.log().sum(-1) + likelihood.log_unit)
-        of_outputs = residuals.square()
-        return torch.cat([squares[:, None], log_det[:, None], of_outputs], dim=1)
+        log_det = 2 * diagonal.log().sum(-1)
+        return torch.stack([squares, log_det], dim=1)
 
     def best(
         self,
         sums: Tensor,
         n_examples: int,
     ) -> Best:
-        squares, log_dets, *_ = sums.tolist()
+        squares, log_dets = sums.tolist()
         n_numbers = n_examples * self.n_outputs
         variance = squares / n_numbers
         if variance == 0:
@@ -303,10 +298,6 @@ class WithNoise:
         of_noise = n_numbers * (math.log(2 * math.pi * variance) + 1)
         nll = (of_noise + log_dets) / 2
         return Best(nll / n_examples, sigma_noise=math.sqrt(variance))
-
-    def residuals(self, sums: Tensor, n_examples: int) -> Tensor:
-        """Find the root mean square of each output's residuals, `(C,)`, in its unit."""
-        return (sums[2:] / n_examples).sqrt()
 
 
 @dataclass(frozen=True, eq=False)
