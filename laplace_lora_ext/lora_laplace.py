@@ -819,11 +819,12 @@ class LoRALaplace(ParametricLaplace):
         Parameters
         ----------
         x : Mapping, torch.Tensor, Moments, DataLoader, iterable of batches, or data set
-            a batch as for a call; a loader of batches with or without labels; or a data
-            set, such as one of `datasets`, which is read with its longest texts first.
-            Examples come back in their own order. In a `torch.distributed` process
-            group all ranks share a data set, or a loader that shows each rank's part,
-            and must all call this; each gets all predictions
+            a batch as for a call; a loader of batches with or without labels, in the
+            order of its data set; or a data set, such as one of `datasets`, which is
+            read with its longest texts first. Examples come back in their own order. In
+            a `torch.distributed` process group all ranks share a data set, or a loader
+            that shows each rank's part, and must all call this; each gets all
+            predictions
         link_approx : {"mean_field", "probit", "mc"}, default="mean_field"
             link for the probabilities; numbers need none
         n_samples : int, default=1000
@@ -851,8 +852,9 @@ class LoRALaplace(ParametricLaplace):
         Raises
         ------
         ValueError
-            For another link, data without examples, or "amortized" if nothing was
-            learnt for this fit and prior. An error of a loader's batch names it.
+            For another link, a loader that shuffles, data without examples, or
+            "amortized" if nothing was learnt for this fit and prior. An error of a
+            loader's batch names it.
         """
         return decisions.predict(
             self.members,

@@ -29,7 +29,7 @@ from laplace_lora_ext.predictive.moments import (
     semidefinite,
 )
 from laplace_lora_ext.predictive.numbers import NumberPrediction
-from laplace_lora_ext.processes.shards import Columns, Share, stacked
+from laplace_lora_ext.processes.shards import Columns, Share, check_in_order, stacked
 
 # And of moments, most of which are tuples.
 _BATCHES = (Mapping, Tensor, np.ndarray, tuple, DifferenceMoments)
@@ -200,13 +200,16 @@ def _over_examples(
             progress_bar=progress_bar,
             sample=sample,
         )
+    # Dealt examples come back in the data's order.
+    is_dealt = Share(x).is_dealt
+    if not is_dealt:
+        check_in_order(x)
     return over_loader(
         x,
         of_batch,
         description="[Predictions]",
         progress_bar=progress_bar,
-        # A rank's own batches are no other rank's business.
-        alone=not Share(x).is_dealt,
+        alone=not is_dealt,  # a rank's own batches are no other rank's business
         sample=sample,
     )
 

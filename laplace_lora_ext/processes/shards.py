@@ -18,7 +18,13 @@ import numpy as np
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, Subset, SubsetRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+)
 
 from laplace_lora_ext.processes.exchange import count, gathered, of_first, rank
 
@@ -167,6 +173,26 @@ def examples_of(loader: Any) -> Tensor:
             given.update(np.atleast_1d(example_or_batch).tolist())
         return _in_order_of_data(given)
     return torch.arange(len(loader.dataset))
+
+
+def check_in_order(loader: Any) -> None:
+    """Refuse a loader that gives a data set's examples in another order.
+
+    What it is told of them is by their places.
+    """
+    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    data = getattr(loader, "dataset", None)
+    if sampler is None or isinstance(data, IterableDataset):
+        return
+    places: list[Any] = []
+    for example_or_batch in copy(sampler):
+        places += np.atleast_1d(example_or_batch).tolist()
+    if any(later < earlier for earlier, later in pairwise(places)):
+        raise ValueError(
+            "Predictions are told from each other by their places, and this loader "
+            "shuffles, or sorts, its data set: pass one with shuffle=False, or the "
+            "data set itself with its collate_fn."
+        )
 
 
 def _in_order_of_data(indices: Iterable[int]) -> Tensor:

@@ -1,5 +1,6 @@
 """Decisions have the link's probabilities; mixtures are tested elsewhere."""
 
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
-from laplace_lora_ext import Prediction
+from laplace_lora_ext import LaplaceMixture, Prediction
 from laplace_lora_ext.predictive.links import own_links
 from tests.support.models import first_batch, ragged_batches
 from tests.support.posteriors import (
@@ -18,6 +28,7 @@ from tests.support.posteriors import (
     normal,
     plain_regression,
 )
+from tests.support.ranks import Texts
 
 
 @pytest.fixture
@@ -165,6 +176,32 @@ def test_probabilities_for_scikit_learn_are_no_single_draw(batch):
     expected = by_many_draws.numpy()
     # Of one draw, the error would be about as large as a probability.
     np.testing.assert_allclose(found, expected, atol=0.05)
+
+
+TEXTS = Texts(6)
+UNORDERED = {
+    "shuffle": {"shuffle": True, "batch_size": 2},
+    "a shuffled batch each": {"shuffle": True, "batch_size": None},
+    "batches": {"batch_sampler": BatchSampler(RandomSampler(TEXTS), 2, False)},
+    "a random subset": {"sampler": SubsetRandomSampler([4, 0, 2, 5, 1])},
+    "weights": {"sampler": WeightedRandomSampler([1.0] * 6, 6)},
+    "one rank": {"sampler": DistributedSampler(TEXTS, num_replicas=1, rank=0)},
+    "by length": {"sampler": [5, 3, 4, 0, 1, 2]},
+}
+
+
+@pytest.mark.parametrize("case", UNORDERED)
+def test_predictions_of_a_loader_are_in_the_order_of_its_data(case):
+    torch.manual_seed(0)
+    la = fitted()
+    in_order = DataLoader(TEXTS, batch_size=4)
+    expected = la.predict_proba(TEXTS, collate_fn=default_collate)
+    assert_close(la.predict_proba(in_order), expected)
+    loader = DataLoader(TEXTS, **UNORDERED[case])
+    mixture = LaplaceMixture([la, copy(la)])
+    for predict in (la.predict, la.predict_proba, mixture.predict):
+        with pytest.raises(ValueError, match="shuffle=False"):
+            predict(loader)
 
 
 def test_regression_has_no_classes():
