@@ -118,21 +118,6 @@ class DistillArguments(ModelArguments):
 
 
 @dataclass(kw_only=True)
-class SampleArguments(ModelArguments):
-    """Write adapters that are drawn from the posterior, a folder each.
-
-    laplace-lora sample --adapter out/ --number 5 --output samples/
-    """
-
-    output: str = field(metadata={"help": "folder that gets a folder for each adapter"})
-    number: int = _argument("how many", 5)
-    posterior: str | None = _argument(
-        "folder of the posterior; the adapter's by default"
-    )
-    seed: int = _argument("of the draws", 0)
-
-
-@dataclass(kw_only=True)
 class DemoArguments:
     """Show in two minutes what a posterior is for, on texts of installed libraries.
 

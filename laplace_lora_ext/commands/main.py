@@ -28,7 +28,6 @@ COMMANDS = {
     "predict": Command(arguments.PredictArguments),
     "report": Command(arguments.ReportArguments),
     "distill": Command(arguments.DistillArguments),
-    "sample": Command(arguments.SampleArguments),
 }
 
 

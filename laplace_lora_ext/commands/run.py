@@ -17,7 +17,6 @@ from laplace_lora_ext.commands.arguments import (
     DistillArguments,
     PredictArguments,
     ReportArguments,
-    SampleArguments,
 )
 from laplace_lora_ext.commands.loading import check_new, load
 from laplace_lora_ext.commands.page import page
@@ -165,12 +164,3 @@ def distill(arguments: DistillArguments) -> None:
     )
     name = la.distill(trainer, progress_bar=True)
     print(f"The student is in {output / name}.")
-
-
-def sample(arguments: SampleArguments) -> None:
-    """Write drawn adapters."""
-    loaded = load(arguments)
-    la = loaded.posterior(arguments.posterior)
-    generator = torch.Generator(la.model.device).manual_seed(arguments.seed)
-    for folder in la.sample_adapters(arguments.number, arguments.output, generator):
-        print(folder)
