@@ -20,8 +20,6 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Calibration,
     options.Cross,
     options.Contrasts,
-    options.Settings,
-    options.Penalty,
     options.Merge,
     options.Labels,
     options.Overview,

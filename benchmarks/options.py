@@ -4,7 +4,7 @@ A dataclass for each experiment: its docstring describes it, its fields are the 
 Whole numbers are at least 1 unless a field says otherwise.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -139,36 +139,6 @@ class Cross(SeveralSeeds):
     grid_size: int = option(
         13, "prior precisions between 0.01 and 10,000 that labels choose from"
     )
-
-
-@dataclass(frozen=True)
-class Settings(SeveralSeeds):
-    """Settings of rivals that train again, compared by a held-out fifth."""
-
-    rivals: tuple[str, ...] = option(
-        ("ivon", "blob", "swag", "monteclora"), "rivals, by key"
-    )
-
-
-@dataclass(frozen=True)
-class Penalty(SeveralSeeds):
-    """Draws of few texts, which choose with penalties on the scale of the logits."""
-
-    tasks: tuple[str, ...] = option(
-        ("home", "utility", "small_talk"), "tasks to train on, in place of --task"
-    )
-    below: tuple[float, ...] = option(
-        (0.0, 0.5, 2.0, 4.0),
-        "factors of the squared logarithm of a scale below 1, in nats",
-    )
-    above: tuple[float, ...] = option(
-        (0.0, 2.0, 4.0, 8.0), "the same of a scale above 1; each with each"
-    )
-    draws: int = option(200, "draws of texts that choose")
-
-    def of_task(self, task: str) -> "Penalty":
-        """Return the same options for one of the tasks."""
-        return replace(self, task=task)
 
 
 @dataclass(frozen=True)

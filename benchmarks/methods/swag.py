@@ -21,8 +21,8 @@ class SWAG(Recipe):
 
     The learning rate falls as the paper's does, to a share of its first value, stays
     there for the tail, and iterates at equal distances of the tail are kept. Over LoRA
-    weights: Onal et al., arXiv:2405.03425. `python -m benchmarks settings` has chosen
-    rate and tail.
+    weights: Onal et al., arXiv:2405.03425. Twenty held-out texts have chosen rate and
+    tail.
     """
 
     def __init__(

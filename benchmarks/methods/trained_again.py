@@ -30,7 +30,7 @@ class MonteCLoRA(Recipe):
     """A distribution of lora_A while training (Sengupta et al., arXiv:2411.04358).
 
     PEFT has it: a training step has means of samples of lora_A, and a prediction lora_A
-    itself. `python -m benchmarks settings` has chosen scale and divergence.
+    itself. Twenty held-out texts have chosen scale and divergence.
     """
 
     def __init__(

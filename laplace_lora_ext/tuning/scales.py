@@ -35,8 +35,7 @@ PENALTY = 4.0
 """Times the squared logarithm of a scale above 1: what is added to the summed loss, in
 nats.
 
-Chosen by draws of few texts, on tasks that settings are chosen on
-(benchmarks/results/penalty.md).
+Chosen by draws of few texts, on tasks that settings are chosen on (docs/tried.md).
 """
 
 _EXACT = 1e-6  # in the logarithm of the scale
