@@ -151,6 +151,9 @@ class LoRALaplace(ParametricLaplace):
         the sums over data that `H` is made of; None before a fit
     learnt_variance : LearntVariance or None
         what `amortize` has learnt of the present fit
+    metadata : dict
+        numbers and text that the posterior's file is to hold too, such as how texts
+        were read; `laplace-lora` keeps the classes' names there
 
     Raises
     ------
@@ -237,6 +240,7 @@ class LoRALaplace(ParametricLaplace):
                 **kwargs,
             )
         self._logit_scale = 1.0
+        self.metadata: dict[str, Any] = {}
         self.likelihood = self.problem.name  # as the backend and files know it
         if issubclass(backend, LowRankKronInterface):
             self.backend  # noqa: B018 - refuses wrong options now, and not in `fit`
@@ -1334,6 +1338,7 @@ class LoRALaplace(ParametricLaplace):
             "cls_name": type(self).__name__,
             "likelihood": self.likelihood,
             "settings": self._settings(),
+            "metadata": self.metadata,
         }
         return self._fit.state_dict(self.structure) | of_prior | of_class
 
@@ -1368,6 +1373,7 @@ class LoRALaplace(ParametricLaplace):
         ParametricLaplace.load_state_dict(restored, state_dict | of_host)
         # Earlier releases had no scale.
         restored.logit_scale = state_dict.get("logit_scale", 1.0)
+        restored.metadata = state_dict.get("metadata", {})
         restored.take_over(loaded)
         vars(self).update(vars(restored))
 

@@ -1,6 +1,7 @@
 """The command `laplace-lora` on tiny adapters that are trained and saved here."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +17,21 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 
 from laplace_lora_ext.commands import loading
 from laplace_lora_ext.commands.main import COMMANDS, USAGE, main
+from laplace_lora_ext.saving import read_state, write_state
 from tests.support.browser import CHROMIUM, browse
 
 WORDS = ("red", "green", "blue", "sky", "grass", "rose", "A", "B")
@@ -102,6 +110,7 @@ def classifier(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     config = BertConfig(
         **SMALL,
+        max_position_embeddings=64,
         id2label=dict(enumerate(NAMES)),
         pad_token_id=0,
     )
@@ -278,6 +287,57 @@ def test_a_student_is_trained_and_saved(calibrated, tmp_path, capsys):
     assert (student / "adapter_model.safetensors").exists()
 
 
+# --- what a posterior's file knows ----------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["predict", "report"])
+def test_what_the_fit_was_given_need_not_be_given_again(command, calibrated, tmp_path):
+    options = dict(calibrated.options)
+    options.pop("answers", None)
+    output = tmp_path / "output"
+    run(command, data=calibrated.test, output=output, **options)
+    assert output.exists()
+
+
+@pytest.mark.parametrize("command", ["predict", "report"])
+def test_another_value_than_that_of_the_fit_is_refused(
+    command,
+    calibrated,
+    refusal,
+    tmp_path,
+):
+    output = tmp_path / "output"
+    names = tuple(calibrated.names)
+    kind = "answers" if "answers" in calibrated.options else "class_names"
+    others = [
+        (kind, names[::-1]),
+        (kind, names[:1]),
+        ("text_column", "label"),
+        ("label_column", "text"),
+        ("max_length", 1),
+    ]
+    for name, value in others:
+        options = calibrated.options | {name: value}
+        message = refusal(command, data=calibrated.test, output=output, **options)
+        assert f"was fitted with --{name}" in message
+        assert not output.exists()
+
+
+def test_answers_of_a_posterior_from_python_are_compared_too(
+    calibrated, refusal, tmp_path
+):
+    folder = calibrated.options["posterior"]
+    state = read_state(folder)
+    state["metadata"] = {}
+    write_state(state, folder)
+    output = tmp_path / "predictions.jsonl"
+    options = {"data": calibrated.test, "output": output} | calibrated.options
+    run("predict", **options)
+    if "answers" in options:
+        turned = options | {"answers": ("B", "A"), "output": tmp_path / "other.jsonl"}
+        assert "class_token_ids was" in refusal("predict", **turned)
+
+
 # --- what a calibration reads ---------------------------------------------------------
 
 
@@ -314,6 +374,55 @@ def test_csv_and_labels_by_number(options, tmp_path):
         **options,
     )
     assert (tmp_path / "posterior" / "laplace_posterior.safetensors").exists()
+
+
+# Beside each head lies another linear layer, whose name comes later.
+HEADS = {
+    "DistilBERT": (
+        DistilBertForSequenceClassification,
+        DistilBertConfig(dim=64, hidden_dim=64, n_layers=1, n_heads=2, vocab_size=10),
+        ["q_lin", "v_lin"],
+        None,
+    ),
+    "DeBERTa": (
+        DebertaV2ForSequenceClassification,
+        DebertaV2Config(**SMALL, pooler_hidden_size=64),
+        ["query_proj", "value_proj"],
+        ["pooler"],
+    ),
+    "RoBERTa": (
+        RobertaForSequenceClassification,
+        RobertaConfig(**SMALL, pad_token_id=0),
+        ["query", "value"],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_is_found_by_what_it_is(kind, tmp_path):
+    make, config, target_modules, modules_to_save = HEADS[kind]
+    config.pad_token_id = 0
+    names = ("plant", "air", "water")
+    config.num_labels = len(names)
+    base = make(config)
+    adapter = save_adapter(
+        tmp_path,
+        base,
+        task_type="SEQ_CLS",
+        target_modules=target_modules,
+        modules_to_save=modules_to_save,
+    )
+    train = write_rows(tmp_path / "train.jsonl", 12, names)
+    posterior = tmp_path / "posterior"
+    run(
+        "calibrate",
+        adapter=adapter,
+        train=train,
+        output=posterior,
+        class_names=names,
+    )
+    assert (posterior / "laplace_posterior.safetensors").exists()
 
 
 # --- what users can mend is one sentence ----------------------------------------------
@@ -355,6 +464,38 @@ def test_files_that_are_wrong(name, text, message, options, refusal, tmp_path):
     train.write_text(text, encoding="utf-8")
     options["train"] = train
     assert message in refusal("calibrate", **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "Row 25 of .* has nothing in its column 'text'"),
+        ("red " * 65, "Row 25 of .* has 65 tokens, and the model takes 64"),
+    ],
+)
+def test_texts_that_no_model_reads_are_named_before_any_is_read(
+    text, message, options, refusal
+):
+    with open(options["train"], "a", encoding="utf-8") as file:
+        file.write(json.dumps({"text": text, "label": "air"}) + "\n")
+    assert re.search(message, refusal("calibrate", **options))
+    if text:
+        run("calibrate", max_length=64, **options)
+
+
+def test_an_unknown_option_is_a_sentence(options, refusal):
+    message = refusal("calibrate", bach_size=4, **options)
+    assert "unrecognized arguments: --bach_size 4" in message
+
+
+def test_debugging_shows_where_an_error_comes_from(options, monkeypatch, refusal):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(loading.Loaded, "new_posterior", fail)
+    assert "out of memory" in refusal("calibrate", **options)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run("calibrate --debug", **options)
 
 
 def test_a_folder_without_an_adapter(options, refusal, tmp_path):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+TEXT = "text"
+LABEL = "label"
+"""Columns of texts and labels, where nobody names others."""
 
 
 def _argument(
@@ -16,15 +20,16 @@ def _argument(
 
 
 @dataclass(kw_only=True)
-class ModelArguments:
-    """Which adapter, and how it is loaded."""
+class Arguments:
+    """What all commands take."""
 
-    adapter: str = field(metadata={"help": "folder or hub name of a LoRA adapter"})
-    dtype: str = _argument("precision of the base model's weights", "auto")
-    device_map: str | None = _argument("as for from_pretrained, such as auto or cuda:0")
-    load_in_4bit: bool = _argument(
-        "load the base model in 4 bits by bitsandbytes", False
-    )
+    debug: bool = _argument("show where in the code an error comes from", False)
+
+
+@dataclass(kw_only=True)
+class TextArguments:
+    """How texts and labels are read, which a posterior's file holds too."""
+
     class_names: list[str] | None = _argument(
         "names of the classes in the order of the model's outputs, where labels are "
         "names that the model's configuration does not know"
@@ -33,10 +38,34 @@ class ModelArguments:
         "answers of a causal language model as they stand behind the texts, such as A "
         "B C D, with a space in front where there is one"
     )
-    text_column: str = _argument("column of the texts", "text")
-    label_column: str = _argument("column of the labels", "label")
-    batch_size: int = _argument("texts in a batch", 8)
+    labels_are: Literal["names", "numbers"] | None = _argument(
+        "how labels are written, where names of classes are numbers too"
+    )
+    text_column: str | None = _argument(f"column of the texts; {TEXT!r} by default")
+    label_column: str | None = _argument(f"column of the labels; {LABEL!r} by default")
     max_length: int | None = _argument("tokens to keep of a text; all by default")
+
+
+@dataclass(kw_only=True)
+class ModelArguments(Arguments, TextArguments):
+    """Which adapter, and how it is loaded."""
+
+    adapter: str = field(metadata={"help": "folder or hub name of a LoRA adapter"})
+    dtype: str = _argument("precision of the base model's weights", "auto")
+    device_map: str | None = _argument("as for from_pretrained, such as auto or cuda:0")
+    load_in_4bit: bool = _argument(
+        "load the base model in 4 bits by bitsandbytes", False
+    )
+    batch_size: int = _argument("texts in a batch", 8)
+
+
+@dataclass(kw_only=True)
+class PosteriorArguments(ModelArguments):
+    """A posterior that `calibrate` has saved. Its file says how texts are read."""
+
+    posterior: str | None = _argument(
+        "folder of the posterior; the adapter's by default"
+    )
 
 
 @dataclass(kw_only=True)
@@ -58,7 +87,7 @@ class CalibrateArguments(ModelArguments):
 
 
 @dataclass(kw_only=True)
-class PredictArguments(ModelArguments):
+class PredictArguments(PosteriorArguments):
     """Predict texts with a posterior that `calibrate` has saved, as lines of JSON.
 
     laplace-lora predict --adapter out/ --data new.jsonl --output predictions.jsonl
@@ -66,9 +95,6 @@ class PredictArguments(ModelArguments):
 
     data: str = field(metadata={"help": "texts: CSV, JSON lines or a hub name"})
     output: str = field(metadata={"help": "file of JSON lines"})
-    posterior: str | None = _argument(
-        "folder of the posterior; the adapter's by default"
-    )
     amortized: bool = _argument(
         "by one forward pass a text, with variances that are learnt from --train", False
     )
@@ -79,7 +105,7 @@ class PredictArguments(ModelArguments):
 
 
 @dataclass(kw_only=True)
-class ReportArguments(ModelArguments):
+class ReportArguments(PosteriorArguments):
     """Measure a posterior on labelled texts, as one page of HTML.
 
     laplace-lora report --adapter out/ --data test.jsonl --output report.html
@@ -89,15 +115,12 @@ class ReportArguments(ModelArguments):
         metadata={"help": "texts with labels: CSV, JSON lines or a hub name"}
     )
     output: str = field(metadata={"help": "file of HTML"})
-    posterior: str | None = _argument(
-        "folder of the posterior; the adapter's by default"
-    )
     title: str = _argument("of the page", "Calibration report")
     overwrite: bool = _argument("replace a page that exists", False)
 
 
 @dataclass(kw_only=True)
-class DistillArguments(ModelArguments):
+class DistillArguments(PosteriorArguments):
     """Train a student: an ordinary adapter with the posterior's probabilities.
 
     laplace-lora distill --adapter out/ --train train.jsonl --output student/
@@ -107,9 +130,6 @@ class DistillArguments(ModelArguments):
         metadata={"help": "texts to learn from: CSV, JSON lines or a hub name"}
     )
     output: str = field(metadata={"help": "folder for the student"})
-    posterior: str | None = _argument(
-        "folder of the posterior; the adapter's by default"
-    )
     epochs: float = _argument(
         "passes of the adapter's own training; a student takes three tenths", 3.0
     )
@@ -118,7 +138,7 @@ class DistillArguments(ModelArguments):
 
 
 @dataclass(kw_only=True)
-class DemoArguments:
+class DemoArguments(Arguments):
     """Show in two minutes what a posterior is for, on texts of installed libraries.
 
     laplace-lora demo

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,24 @@ from peft import (
     PeftModel,
     load_peft_weights,
 )
+from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerBase,
+)
 
 import laplace_lora_ext
-from laplace_lora_ext.commands.arguments import ModelArguments
+from laplace_lora_ext.commands.arguments import (
+    LABEL,
+    TEXT,
+    ModelArguments,
+    PosteriorArguments,
+    TextArguments,
+)
 from laplace_lora_ext.commands.texts import (
     Batches,
     Classes,
@@ -29,6 +42,11 @@ from laplace_lora_ext.commands.texts import (
     read_rows,
 )
 from laplace_lora_ext.messages import check_counts
+from laplace_lora_ext.models.choices import class_tokens
+from laplace_lora_ext.saving import read_state
+
+# A number of classes that no model has, and no other size of a weight.
+_PROBE = 7919
 
 
 @dataclass(frozen=True)
@@ -51,9 +69,9 @@ class Loaded:
     ) -> tuple[list[str], list[int]]:
         """Read texts, and their labels as numbers of classes."""
         rows = read_rows(source)
-        labels = column_of(rows, self.arguments.label_column, source)
-        numbers = [self.classes.number_of(label, source) for label in labels]
-        return self._texts_of(rows, source), numbers
+        texts = self._texts_of(rows, source)
+        labels = column_of(rows, self.arguments.label_column or LABEL, source)
+        return texts, self.classes.numbers_of(labels, source)
 
     def labelled_batches(self, source: str) -> DataLoader:
         """Make batches of texts with labels."""
@@ -65,9 +83,20 @@ class Loaded:
         rows: Sequence[Row],
         source: str,
     ) -> list[str]:
-        return [
-            str(text) for text in column_of(rows, self.arguments.text_column, source)
-        ]
+        texts = column_of(rows, self.arguments.text_column or TEXT, source)
+        longest = _longest(self.model)
+        for number, length in enumerate(self.batches.lengths(texts), start=1):
+            if length == 0:
+                raise UsageError(
+                    f"Row {number} of {source} has a text without a token."
+                )
+            if length > longest:
+                raise UsageError(
+                    f"Row {number} of {source} has {length} tokens, and the model "
+                    f"takes {longest:.0f}: pass --max_length {longest:.0f} to cut "
+                    "such texts."
+                )
+        return texts
 
     def new_posterior(self) -> laplace_lora_ext.LoRALaplace:
         """Make a posterior that is not fitted yet."""
@@ -78,15 +107,29 @@ class Loaded:
             tokenizer=self.batches.tokenizer,
         )
 
-    def posterior(self, folder: str | None) -> laplace_lora_ext.LoRALaplace:
-        """Load the posterior from a folder, by default the adapter's."""
-        place = folder or self.arguments.adapter
-        try:
-            la = laplace_lora_ext.from_pretrained(self.model, place)
-        except FileNotFoundError as error:
-            raise UsageError(
-                f"{place} holds no posterior: make one by laplace-lora calibrate."
-            ) from error
+    def metadata(self) -> dict[str, Any]:
+        """Say how texts and labels have been read, for a posterior's file."""
+        own = {
+            "class_names": self.classes.names,
+            "labels_are": self.classes.labels_are,
+            "text_column": self.arguments.text_column or TEXT,
+            "label_column": self.arguments.label_column or LABEL,
+        }
+        given = {
+            field.name: getattr(self.arguments, field.name)
+            for field in fields(TextArguments)
+        }
+        return given | own
+
+    def posterior(self) -> laplace_lora_ext.LoRALaplace:
+        """Load the posterior."""
+        place = posterior_folder(self.arguments)
+        answers: dict[str, Any] = {}
+        # Others than those of the fit are refused.
+        if self.class_texts is not None:
+            tokens = class_tokens(None, self.class_texts, self.batches.tokenizer)
+            answers["class_token_ids"] = tokens
+        la = laplace_lora_ext.from_pretrained(self.model, place, **answers)
         if la.likelihood != "classification":
             raise UsageError(
                 f"The posterior in {place} is of {la.likelihood}: the command line "
@@ -97,10 +140,10 @@ class Loaded:
 
 
 def load(arguments: ModelArguments) -> Loaded:
-    """Load an adapter with all that goes with it."""
-    check_counts(batch_size=arguments.batch_size)
-    if arguments.max_length is not None:
-        check_counts(max_length=arguments.max_length)
+    """Load an adapter with all that goes with it.
+
+    What a posterior was fitted with need not be given again, and nothing else may be.
+    """
     try:
         config = PeftConfig.from_pretrained(arguments.adapter)
     except (ValueError, OSError) as error:
@@ -108,6 +151,11 @@ def load(arguments: ModelArguments) -> Loaded:
             f"{arguments.adapter} holds no adapter: pass a folder with "
             "adapter_config.json, or an adapter's name on the hub."
         ) from error
+    if isinstance(arguments, PosteriorArguments):
+        arguments = _with_saved(arguments)
+    check_counts(batch_size=arguments.batch_size)
+    if arguments.max_length is not None:
+        check_counts(max_length=arguments.max_length)
     keywords = _settings_of(arguments, config)
     tokenizer = _tokenizer(arguments, config)
     if str(config.task_type).endswith("CAUSAL_LM"):
@@ -118,22 +166,55 @@ def load(arguments: ModelArguments) -> Loaded:
             )
         model = AutoPeftModelForCausalLM.from_pretrained(arguments.adapter, **keywords)
         class_texts = list(arguments.answers)
-        names = [answer.strip() for answer in class_texts]  # as labels are written
-        if not all(names):
+        if not all(map(str.strip, class_texts)):
             raise UsageError(
                 f"An answer has no text among {class_texts}: leave it out of --answers."
             )
+        names = _class_names(class_texts, arguments)
     else:
-        keywords["num_labels"] = _number_of_classes(arguments)
+        keywords["num_labels"] = _number_of_classes(arguments, config)
         model = AutoPeftModelForSequenceClassification.from_pretrained(
             arguments.adapter, **keywords
         )
-        names, class_texts = _class_names(model, arguments), None
+        known = model.config.id2label
+        names = _class_names([known[number] for number in sorted(known)], arguments)
+        class_texts = None
         if model.config.pad_token_id is None:
             model.config.pad_token_id = tokenizer.pad_token_id
     model.eval()
     batches = Batches(tokenizer, arguments.batch_size, arguments.max_length)
-    return Loaded(model, batches, Classes(names), class_texts, arguments)
+    classes = Classes(names, arguments.labels_are)
+    return Loaded(model, batches, classes, class_texts, arguments)
+
+
+def posterior_folder(arguments: ModelArguments) -> str:
+    """Return where the posterior is, by default beside the adapter."""
+    return getattr(arguments, "posterior", None) or arguments.adapter
+
+
+def _with_saved(arguments: ModelArguments) -> ModelArguments:
+    """Read texts as those of the posterior's fit; another way is refused."""
+    place = posterior_folder(arguments)
+    try:
+        saved: Mapping[str, Any] = read_state(place).get("metadata", {})
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{place} holds no posterior: make one by laplace-lora calibrate."
+        ) from error
+    own = {field.name: saved[field.name] for field in fields(TextArguments) if saved}
+    for name, value in own.items():
+        given = getattr(arguments, name)
+        if given is not None and given != value:
+            raise UsageError(
+                f"The posterior in {place} was fitted with --{name} "
+                f"{_as_written(value)}, and not {_as_written(given)}: leave it out."
+            )
+    return replace(arguments, **own)
+
+
+def _as_written(value: Any) -> str:
+    """Write an option's value as the command line has it."""
+    return " ".join(map(repr, value)) if isinstance(value, list) else repr(value)
 
 
 def _settings_of(arguments: ModelArguments, config: PeftConfig) -> dict[str, Any]:
@@ -176,19 +257,18 @@ def _tokenizer(
     )
 
 
-def _number_of_classes(arguments: ModelArguments) -> int:
+def _number_of_classes(arguments: ModelArguments, config: PeftConfig) -> int:
     """Read the number of classes off the saved head.
 
     Configurations of adapters don't have it.
     """
     weights = load_peft_weights(arguments.adapter, device="cpu")
-    heads = [
-        weight
-        for name, weight in weights.items()
-        if ".lora_" not in name and name.endswith(".weight") and weight.ndim == 2
-    ]
-    if heads:
-        return len(heads[-1])  # the last layer makes the logits
+    for name in _heads(config):
+        layer, _, _ = name.rpartition(".")
+        for saved in (name, f"{layer}.lora_B.weight"):
+            weight = weights.get(f"base_model.model.{saved}")
+            if weight is not None:
+                return len(weight)
     if arguments.class_names:
         return len(arguments.class_names)
     raise UsageError(
@@ -198,17 +278,44 @@ def _number_of_classes(arguments: ModelArguments) -> int:
     )
 
 
-def _class_names(model: PeftModel, arguments: ModelArguments) -> list[str]:
+def _heads(config: PeftConfig) -> list[str]:
+    """Name the weights with a row for each class, which an empty model tells."""
+    name = str(config.base_model_name_or_path)
+    base = AutoConfig.from_pretrained(name)
+    base.num_labels = _PROBE
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(base)
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    return [name for name, shape in shapes.items() if shape[:1] == (_PROBE,)]
+
+
+def _class_names(known: Sequence[str], arguments: ModelArguments) -> list[str]:
     """Name the classes, in the order of the outputs."""
-    names: Sequence[str]
-    known = model.config.id2label
-    names = arguments.class_names or [known[number] for number in sorted(known)]
-    if len(names) != model.config.num_labels:
+    names = [name.strip() for name in arguments.class_names or known]
+    if len(names) != len(known):
         raise UsageError(
-            f"--class_names has {len(names)} names, and the model has "
-            f"{model.config.num_labels} classes."
+            f"--class_names has {len(names)} names, and the model has {len(known)} "
+            "classes."
         )
-    return list(names)
+    if len(set(names)) < len(names):
+        raise UsageError(
+            f"Two classes have the same name among {names}: pass --class_names."
+        )
+    return names
+
+
+def _longest(model: nn.Module) -> float:
+    """Count the tokens for which a model has positions; infinite by default."""
+    longest = float("inf")
+    for name, module in model.named_modules():
+        is_of_positions = "position" in name or name.endswith("wpe")
+        if is_of_positions and isinstance(module, nn.Embedding):
+            # Positions of RoBERTa's kind begin behind that of padding, OPT's at 2.
+            first = getattr(module, "offset", 0)
+            if module.padding_idx is not None:
+                first = module.padding_idx + 1
+            longest = min(longest, module.num_embeddings - first)
+    return longest
 
 
 def check_new(output: str, overwrite: bool, advice: str) -> Path:

@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Of these kinds are the library's own refusals; NotImplementedError is a
     # RuntimeError.
     except (UsageError, ValueError, RuntimeError, OSError, ImportError) as error:
+        if parsed.debug:
+            raise
         _fail(f"laplace-lora {name}", str(error))
 
 
@@ -83,8 +85,8 @@ def _parse(
         epilog=f"example:\n  {example}",
         formatter_class=RawDescriptionHelpFormatter,
     )
-    (parsed,) = parser.parse_args_into_dataclasses(args=list(given))
-    return parsed
+    # Not by the parser's own way into a dataclass, to which an unknown option is a bug.
+    return command.arguments(**vars(parser.parse_args(given)))
 
 
 def _function(

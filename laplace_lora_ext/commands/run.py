@@ -53,6 +53,7 @@ def calibrate(arguments: CalibrateArguments) -> None:
             link_approx="mean_field",
             progress_bar=True,
         )
+    la.metadata = loaded.metadata()
     la.save_pretrained(folder)
     print(f"On {known_as}:")
     print(compare(la, measured))
@@ -67,7 +68,7 @@ def predict(arguments: PredictArguments) -> None:
         "pass --resume to go on with it, or another --output",
     )
     loaded = load(arguments)
-    la = loaded.posterior(arguments.posterior)
+    la = loaded.posterior()
     if arguments.amortized and la.learnt_variance is None:
         if arguments.train is None:
             raise UsageError(
@@ -117,7 +118,7 @@ def report(arguments: ReportArguments) -> None:
         arguments.output, arguments.overwrite, "pass --overwrite to replace it"
     )
     loaded = load(arguments)
-    la = loaded.posterior(arguments.posterior)
+    la = loaded.posterior()
     texts, labels = loaded.labelled_texts(arguments.data)
     results = plots.outcomes(la, loaded.batches(texts, labels), progress_bar=True)
     document = page(arguments.title, results, texts, loaded.classes.names)
@@ -134,15 +135,11 @@ def distill(arguments: DistillArguments) -> None:
             f"--epochs {arguments.epochs:g} is no training: pass more than 0."
         )
     loaded = load(arguments)
-    la = loaded.posterior(arguments.posterior)
+    la = loaded.posterior()
     for name, weight in loaded.model.named_parameters():
         weight.requires_grad_(".lora_" in name or ".modules_to_save." in name)
     texts, labels = loaded.labelled_texts(arguments.train)
-    encoded = loaded.batches.tokenizer(
-        texts,
-        truncation=arguments.max_length is not None,
-        max_length=arguments.max_length,
-    )
+    encoded = loaded.batches.encoded(texts)
     rows = []
     for place, label in enumerate(labels):
         inputs = {key: encoded[key][place] for key in encoded}

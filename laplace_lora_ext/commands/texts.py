@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +21,10 @@ _HINT = (
     "a CSV file with a header, a file of JSON lines, or the name of a data set of "
     "the hub"
 )
+_TABLES = (".csv", ".tsv")
+_DELIMITERS = ",;\t|"
+_AT_ONCE = 1000  # texts that are tokenized to be counted
+_LONGEST_FIELD = 2**31 - 1  # all that C's long holds everywhere
 
 
 class UsageError(Exception):
@@ -26,40 +32,95 @@ class UsageError(Exception):
 
 
 def read_rows(source: str) -> list[Row]:
-    """Read rows from a CSV file, a file of JSON lines, or a data set of the hub.
+    """Read rows from a CSV file, a file of JSON, or a data set of the hub.
 
     A hub name may end with the split: "name:test"; "train" by default.
     """
     path = Path(source)
-    if path.suffix in (".csv", ".jsonl", ".json") and not path.is_file():
+    kind = path.suffix.lower()
+    if kind in (*_TABLES, ".jsonl", ".json") and not path.is_file():
         raise UsageError(f"{source} does not exist. Pass {_HINT}.")
     if not path.is_file():
         return _read_hub(source)
-    if path.suffix == ".csv":
-        # Line ends within quotes are the text's own.
-        with path.open(encoding="utf-8", newline="") as file:
-            rows: list[Row] = list(csv.DictReader(file))
-    else:
-        rows = _read_json_lines(path)
+    text = _decoded(path)
+    rows = _read_table(text, source) if kind in _TABLES else _read_json(text, source)
     if not rows:
         raise UsageError(f"{source} has no rows.")
     return rows
 
 
-def _read_json_lines(path: Path) -> list[Row]:
-    rows = []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"Line {number} of {path} is no JSON: {error}.") from error
-        if not isinstance(row, dict):
-            raise UsageError(f"Line {number} of {path} must be an object with columns.")
-        rows.append(row)
+def _decoded(path: Path) -> str:
+    """Read a text file as it is, without the mark that some programs begin it with."""
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UsageError(
+            f"{path} is not in UTF-8, as line {line} shows: save it as UTF-8 (in Excel "
+            '"CSV UTF-8"), or convert it, as by iconv -f cp1252 -t utf-8.'
+        ) from error
+
+
+def _read_table(text: str, source: str) -> list[Row]:
+    """Read a CSV file, whose header tells what its columns are divided by."""
+    header, *_ = re.split(r"[\r\n]", text, maxsplit=1)
+    delimiter = max(_DELIMITERS, key=lambda mark: len(_fields(header, mark)))
+    # Line ends within quotes are the text's own.
+    lines = io.StringIO(text, newline="")
+    reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+    limit = csv.field_size_limit(_LONGEST_FIELD)
+    try:
+        rows: list[Row] = list(reader)
+    except csv.Error as error:
+        raise UsageError(
+            f"Line {reader.reader.line_num} of {source} can't be read ({error}): put texts "
+            "with quotes or line ends into quotes, and double those within."
+        ) from error
+    finally:
+        csv.field_size_limit(limit)
+    for number, row in enumerate(rows, start=1):
+        # Where the header has no columns for them.
+        others: list[str] = row.pop(cast(str, None), [])
+        if any(others):
+            raise UsageError(
+                f"Row {number} of {source} has more columns than the header: put "
+                f"texts that hold a {delimiter!r} into quotes."
+            )
     return rows
+
+
+def _fields(line: str, delimiter: str) -> list[str]:
+    """Divide a line into its fields."""
+    return next(csv.reader([line], delimiter=delimiter), [])
+
+
+def _read_json(text: str, source: str) -> list[Row]:
+    """Read objects one after the other, on a line each or not, or lists of them."""
+    decoder = json.JSONDecoder()
+    rows: list[Any] = []
+    place = _behind_space(text, 0)
+    try:
+        while place < len(text):
+            value, end = decoder.raw_decode(text, place)
+            values = value if isinstance(value, list) else [value]
+            if not all(isinstance(row, dict) for row in values):
+                raise ValueError("it holds no columns")
+            rows += values
+            place = _behind_space(text, end)
+    except ValueError as error:
+        line = text.count("\n", 0, place) + 1
+        raise UsageError(
+            f"Line {line} of {source} begins no JSON object ({error}). Pass {_HINT}."
+        ) from error
+    return rows
+
+
+def _behind_space(text: str, place: int) -> int:
+    """Return the first place from one on that is no space."""
+    while place < len(text) and text[place].isspace():
+        place += 1
+    return place
 
 
 def _read_hub(source: str) -> list[Row]:
@@ -68,7 +129,8 @@ def _read_hub(source: str) -> list[Row]:
         import datasets
     except ImportError as error:
         raise UsageError(
-            f"{source} is no file, and data sets of the hub need the package datasets. "
+            f"{source} is no file, and data sets of the hub need the package datasets "
+            "(pip install laplace-lora-ext[hub]). "
             f"Pass {_HINT}."
         ) from error
     name, _, split = source.partition(":")
@@ -85,8 +147,9 @@ def column_of(
     rows: Sequence[Row],
     column: str,
     source: str,
-) -> list[Any]:
-    """Take a column, in which each row must have something."""
+) -> list[str]:
+    """Take a column as text; each row must have something there."""
+    values: list[str] = []
     for number, row in enumerate(rows, start=1):
         if column not in row:
             there_are = ", ".join(sorted(map(str, row)))
@@ -94,29 +157,77 @@ def column_of(
                 f"Row {number} of {source} has no column {column!r}, only {there_are}: "
                 "pass --text_column and --label_column."
             )
-        # Of a short row of CSV, too.
-        if row[column] is None:
+        value = row[column]
+        if isinstance(value, dict | list):
             raise UsageError(
-                f"Row {number} of {source} has nothing in its column {column!r}."
+                f"Row {number} of {source} has a {type(value).__name__} in its column "
+                f"{column!r}, and not a text: write each row as an object of its own."
             )
-    return [row[column] for row in rows]
+        # Short rows of CSV have None, empty fields of some programs NaN.
+        is_missing = value is None or value != value
+        if is_missing or not str(value).strip():
+            raise UsageError(
+                f"Row {number} of {source} has nothing in its column {column!r}: leave "
+                "it out."
+            )
+        values.append(str(value))
+    return values
 
 
-@dataclass(frozen=True)
+@dataclass
 class Classes:
-    """The classes of a model, by their number."""
+    """The classes of a model, by their number.
+
+    Attributes
+    ----------
+    names : list of str
+    labels_are : {"names", "numbers"}, optional
+        how labels are written; the first column that is read tells
+    """
 
     names: list[str]
+    labels_are: str | None = None
 
-    def number_of(self, label: Any, source: str) -> int:
-        """Find a class by its name or its number."""
-        text = str(label).strip()
-        if text in self.names:
-            return self.names.index(text)
-        if text.isdigit() and int(text) < len(self.names):
-            return int(text)
-        raise UsageError(
-            f"{source} has the label {text!r}, and the model knows "
+    def numbers_of(self, labels: Sequence[str], source: str) -> list[int]:
+        """Read a column of labels in one way, all of it: by names or by numbers."""
+        labels = [label.strip() for label in labels]
+        by_name = {name: number for number, name in enumerate(self.names)}
+        by_number = {str(number): number for number in range(len(self.names))}
+        # As programs write a column of numbers in which some are missing.
+        by_number |= {f"{number}.0": number for number in range(len(self.names))}
+        ways = {"names": by_name, "numbers": by_number}
+        if self.labels_are is not None:
+            ways = {self.labels_are: ways[self.labels_are]}
+        fitting = {
+            name: [way[label] for label in labels]
+            for name, way in ways.items()
+            if way.keys() >= set(labels)
+        }
+        if not fitting:
+            raise UsageError(self._unknown(labels, list(ways.values()), source))
+        self.labels_are, numbers = next(iter(fitting.items()))
+        if any(other != numbers for other in fitting.values()):
+            raise UsageError(
+                f"The labels of {source} fit twice, as names of classes and as their "
+                "numbers from 0: pass --labels_are names or --labels_are numbers."
+            )
+        return numbers
+
+    def _unknown(
+        self,
+        labels: Sequence[str],
+        ways: Sequence[dict[str, int]],
+        source: str,
+    ) -> str:
+        """Say which label is none of the model's, read in the way that fits most."""
+        way = max(ways, key=lambda way: sum(label in way for label in labels))
+        number, label = next(
+            (number, label)
+            for number, label in enumerate(labels, start=1)
+            if label not in way
+        )
+        return (
+            f"Row {number} of {source} has the label {label!r}, and the model knows "
             f"{', '.join(self.names)}: pass --class_names in the order of the model's "
             "outputs, or other data."
         )
@@ -130,6 +241,21 @@ class Batches:
     size: int
     max_length: int | None
 
+    def lengths(self, texts: Sequence[str]) -> Iterator[int]:
+        """Count the tokens of each text."""
+        for start in range(0, len(texts), _AT_ONCE):
+            encoded = self.encoded(texts[start : start + _AT_ONCE])
+            yield from map(len, encoded["input_ids"])
+
+    def encoded(self, texts: Sequence[str], **options: Any) -> Any:
+        """Tokenize texts, cut at `max_length`."""
+        return self.tokenizer(
+            list(texts),
+            truncation=self.max_length is not None,
+            max_length=self.max_length,
+            **options,
+        )
+
     def __call__(
         self,
         texts: Sequence[str],
@@ -138,13 +264,8 @@ class Batches:
         """Make a loader that reads the texts in order."""
 
         def collate(places: Sequence[int]) -> Any:
-            encoded = self.tokenizer(
-                [texts[place] for place in places],
-                padding=True,
-                truncation=self.max_length is not None,
-                max_length=self.max_length,
-                return_tensors="pt",
-            )
+            of_batch = [texts[place] for place in places]
+            encoded = self.encoded(of_batch, padding=True, return_tensors="pt")
             if labels is not None:
                 encoded["labels"] = torch.tensor([labels[place] for place in places])
             return encoded

@@ -1,0 +1,144 @@
+"""Files of other programs, and labels of one column."""
+
+import csv
+import json
+
+import pytest
+
+from laplace_lora_ext.commands.texts import Classes, UsageError, column_of, read_rows
+
+ROWS = [{"text": "red sky, a; b", "label": "0"}, {"text": "blue rose", "label": "1"}]
+TABLE = 'text,label\n"red sky, a; b",0\nblue rose,1\n'
+
+
+def by_semicolons() -> bytes:
+    return b'text;label\r\n"red sky, a; b";0\r\nblue rose;1\r\n'
+
+
+def by_tabs() -> bytes:
+    return b"text\tlabel\nred sky, a; b\t0\nblue rose\t1\n"
+
+
+def indented() -> bytes:
+    return json.dumps(ROWS, indent=2).encode()
+
+
+def indented_one_by_one() -> bytes:
+    return "\n".join(json.dumps(row, indent=2) for row in ROWS).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("plain.csv", TABLE.encode()),
+        ("PLAIN.CSV", TABLE.encode()),
+        ("excel.csv", TABLE.encode("utf-8-sig")),
+        ("of_macintosh.csv", TABLE.replace("\n", "\r").encode()),
+        ("excel_in_german.csv", by_semicolons()),
+        ("table.csv", by_tabs()),
+        ("table.tsv", by_tabs()),
+        ("marked.jsonl", json.dumps(ROWS[0]).encode("utf-8-sig")),
+        ("list.json", indented()),
+        ("jq.json", indented_one_by_one()),
+    ],
+)
+def test_files_of_other_programs(name, content, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    rows = read_rows(str(path))
+    assert rows == ROWS[: len(rows)]
+    assert len(rows) == (1 if name == "marked.jsonl" else 2)
+
+
+# Which JSON allows within a string, and `str.splitlines` divides at.
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0b", "\x1c"])
+def test_marks_within_a_text_end_no_line(mark, tmp_path):
+    rows = [{"text": f"red{mark}sky", "label": 0}, {"text": mark, "label": 1}]
+    lines = tmp_path / "lines.jsonl"
+    text = "\n".join(json.dumps(row, ensure_ascii=mark < " ") for row in rows)
+    lines.write_text(text, encoding="utf-8")
+    assert read_rows(str(lines)) == rows
+    table = tmp_path / "table.csv"
+    table.write_text(f"text,label\nred{mark}sky,0\n", encoding="utf-8")
+    assert read_rows(str(table)) == [{"text": f"red{mark}sky", "label": "0"}]
+
+
+def test_a_long_field_of_csv_is_read_and_the_limit_of_others_stays(tmp_path):
+    limit = csv.field_size_limit()
+    text = "word " * 40_000
+    path = tmp_path / "long.csv"
+    path.write_text(f"text,label\n{text},0\n", encoding="utf-8")
+    assert read_rows(str(path)) == [{"text": text, "label": "0"}]
+    assert csv.field_size_limit() == limit < len(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("old.csv", "text,label\na,0\ncafé,1\n".encode("cp1252"), "UTF-8, as line 3"),
+        ("old.jsonl", '{"text": "café"}'.encode("cp1252"), "UTF-8, as line 1"),
+        ("shell.csv", TABLE.encode("utf-16"), "UTF-8, as line 1"),
+        ("comma.csv", b"text,label\nred, sky,0\n", "Row 1 .* more columns than"),
+        ("open.csv", b'text,label\n"red sky,0\nblue,1\n', "Line 3 .* can't be read"),
+        ("quote.csv", b'text,label\n"red" sky,0\n', "Line 2 .* can't be read"),
+        ("cut.jsonl", b'{"text": "a"}\n{"text": "b\n{}\n', "Line 2 .* no JSON"),
+        ("numbers.json", b"[1, 2]", "Line 1 .* no columns"),
+        ("table.txt", TABLE.encode(), "Line 1 .* a CSV file"),
+        ("empty.csv", b"text,label\n", "no rows"),
+        ("missing.tsv", None, "does not exist"),
+    ],
+)
+def test_other_files_are_refused_by_their_cause(name, content, message, tmp_path):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        read_rows(str(path))
+
+
+@pytest.mark.parametrize("value", [None, "", " \n", float("nan")])
+def test_a_row_without_a_text_is_named(value):
+    rows = [{"text": "red"}, {"text": value}]
+    with pytest.raises(UsageError, match=r"Row 2 of new\.csv has nothing in .*'text'"):
+        column_of(rows, "text", "new.csv")
+
+
+def test_columns_of_lists_are_refused():
+    rows = [{"text": {"0": "red", "1": "blue"}, "label": {"0": 0, "1": 1}}]
+    with pytest.raises(UsageError, match=r"Row 1 of pandas\.json has a dict"):
+        column_of(rows, "text", "pandas.json")
+
+
+# --- labels ---------------------------------------------------------------------------
+
+STARS = ["1", "2", "3", "4", "5"]
+
+
+def test_a_column_of_labels_is_read_in_one_way():
+    assert Classes(STARS).numbers_of(["0", "1", "2", "3", "4"], "") == [0, 1, 2, 3, 4]
+    assert Classes(STARS).numbers_of(["5", " 1", "4"], "") == [4, 0, 3]
+    assert Classes(["plant", "air"]).numbers_of(["air", "plant"], "") == [1, 0]
+    assert Classes(["plant", "air"]).numbers_of(["1.0", "0"], "") == [1, 0]
+
+
+def test_a_column_that_fits_twice_is_a_question():
+    labels = ["1", "2", "4"]
+    with pytest.raises(UsageError, match="--labels_are names or --labels_are numbers"):
+        Classes(STARS).numbers_of(labels, "new.csv")
+    assert Classes(STARS, "names").numbers_of(labels, "") == [0, 1, 3]
+    assert Classes(STARS, "numbers").numbers_of(labels, "") == [1, 2, 4]
+    # Names that are the numbers ask nothing.
+    assert Classes(["0", "1"]).numbers_of(["1", "0"], "") == [1, 0]
+
+
+def test_columns_after_the_first_are_read_as_it_was():
+    classes = Classes(STARS)
+    classes.numbers_of(["0", "4"], "train.csv")
+    assert classes.numbers_of(["1", "2"], "test.csv") == [1, 2]
+    with pytest.raises(UsageError, match=r"Row 2 of test\.csv has the label '5'"):
+        classes.numbers_of(["1", "5"], "test.csv")
+
+
+def test_a_label_of_neither_kind_is_named():
+    with pytest.raises(UsageError, match=r"Row 3 of new\.csv has the label 'sea'"):
+        Classes(["plant", "air"]).numbers_of(["air", "air", "sea", "0"], "new.csv")
