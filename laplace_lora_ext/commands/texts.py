@@ -74,8 +74,8 @@ def _read_table(text: str, source: str) -> list[Row]:
         rows: list[Row] = list(reader)
     except csv.Error as error:
         raise UsageError(
-            f"Line {reader.reader.line_num} of {source} can't be read ({error}): put texts "
-            "with quotes or line ends into quotes, and double those within."
+            f"Line {reader.reader.line_num} of {source} can't be read ({error}): put "
+            "texts with quotes or line ends into quotes, and double those within."
         ) from error
     finally:
         csv.field_size_limit(limit)
