@@ -158,33 +158,38 @@ def load(arguments: ModelArguments) -> Loaded:
         check_counts(max_length=arguments.max_length)
     keywords = _settings_of(arguments, config)
     tokenizer = _tokenizer(arguments, config)
+    class_texts = None
     if str(config.task_type).endswith("CAUSAL_LM"):
-        if not arguments.answers:
-            raise UsageError(
-                'A causal language model needs --answers, such as A B C D, or " yes" " '
-                'not at all".'
-            )
+        known = class_texts = _answers(arguments)
         model = AutoPeftModelForCausalLM.from_pretrained(arguments.adapter, **keywords)
-        class_texts = list(arguments.answers)
-        if not all(map(str.strip, class_texts)):
-            raise UsageError(
-                f"An answer has no text among {class_texts}: leave it out of --answers."
-            )
-        names = _class_names(class_texts, arguments)
     else:
         keywords["num_labels"] = _number_of_classes(arguments, config)
         model = AutoPeftModelForSequenceClassification.from_pretrained(
             arguments.adapter, **keywords
         )
-        known = model.config.id2label
-        names = _class_names([known[number] for number in sorted(known)], arguments)
-        class_texts = None
+        id2label = model.config.id2label
+        known = [id2label[number] for number in sorted(id2label)]
         if model.config.pad_token_id is None:
             model.config.pad_token_id = tokenizer.pad_token_id
     model.eval()
     batches = Batches(tokenizer, arguments.batch_size, arguments.max_length)
-    classes = Classes(names, arguments.labels_are)
+    classes = Classes(_class_names(known, arguments), arguments.labels_are)
     return Loaded(model, batches, classes, class_texts, arguments)
+
+
+def _answers(arguments: ModelArguments) -> list[str]:
+    """Return the answers of a language model, each of which has a text."""
+    if not arguments.answers:
+        raise UsageError(
+            'A causal language model needs --answers, such as A B C D, or " yes" " '
+            'not at all".'
+        )
+    if not all(map(str.strip, arguments.answers)):
+        raise UsageError(
+            f"An answer has no text among {arguments.answers}: leave it out of "
+            "--answers."
+        )
+    return list(arguments.answers)
 
 
 def posterior_folder(arguments: ModelArguments) -> str:
