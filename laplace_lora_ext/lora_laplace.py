@@ -34,7 +34,12 @@ from laplace_lora_ext.models.lora_layers import (
     warn_of_other_trainable,
 )
 from laplace_lora_ext.models.running import LOCK, exclusive, kept, without_autocast
-from laplace_lora_ext.models.same_model import ModelState, check_same
+from laplace_lora_ext.models.same_model import (
+    ModelState,
+    Standing,
+    check_same,
+    standing_of,
+)
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
 from laplace_lora_ext.predictive import amortized, decisions, distributions
@@ -230,6 +235,9 @@ class LoRALaplace(ParametricLaplace):
         self.trained_likelihood = self.problem.trained
         self.predicted_likelihood = self.problem.predicted
         self._fit: Fit | NoFit = NoFit(self.recorder.places)
+        # That of the model when it was last compared with the fit.
+        self._standing: Standing | None = None
+        self._compared_in: object | None = None  # the model's session then
         with self._prepared():  # the host collects the parameters that require grad
             super().__init__(
                 self.model,
@@ -431,6 +439,8 @@ class LoRALaplace(ParametricLaplace):
         self._posterior_scale = None  # the host's, of the fit before
         self.model.output_size = fitted.n_outputs  # which the host's backends read
         self._fit = fitted
+        self._standing = None
+        self._compared_in = None
 
     def _init_H(self) -> None:  # noqa: N802
         """Let the host start without a fit, rather than with zeros that predict."""
@@ -438,9 +448,15 @@ class LoRALaplace(ParametricLaplace):
     def check_model(self) -> None:
         """Move the posterior to its model; refuse a model that has changed."""
         super()._check_H_init()
-        if isinstance(self._fit, Fit):
-            check_same(self.model, self.blocks, self._fit.model, self._fit.mean)
-        self._move_with_model()
+        session = self.model.session
+        if session is not None and session is self._compared_in:
+            return
+        if self._standing is None or not self._standing.holds():
+            if isinstance(self._fit, Fit):
+                check_same(self.model, self.blocks, self._fit.model, self._fit.mean)
+            self._move_with_model()
+            self._standing = standing_of(self.model, self.blocks)
+        self._compared_in = session
 
     def _check_H_init(self) -> None:  # noqa: N802
         super()._check_H_init()
@@ -710,18 +726,19 @@ class LoRALaplace(ParametricLaplace):
         self.problem.check_linearised()
         if not fitting:  # then labels say which tokens the loss reads
             x = self.model.unlabelled(x)
-        outputs = self._outputs(
-            x,
-            pred_type,
-            joint=joint,
-            link_approx=link_approx,
-            n_samples=n_samples,
-            diagonal_output=diagonal_output,
-            generator=generator,
-            fitting=fitting,
-            n_contrasts=n_contrasts,
-            **model_kwargs,
-        )
+        with self.model.running():
+            outputs = self._outputs(
+                x,
+                pred_type,
+                joint=joint,
+                link_approx=link_approx,
+                n_samples=n_samples,
+                diagonal_output=diagonal_output,
+                generator=generator,
+                fitting=fitting,
+                n_contrasts=n_contrasts,
+                **model_kwargs,
+            )
         if fitting or isinstance(outputs, tuple):
             return outputs
         return self.model.in_places(outputs, x)

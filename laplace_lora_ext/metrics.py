@@ -209,7 +209,7 @@ def _classes(
     model = la.members[0].model
     likelihood = la.members[0].trained_likelihood
     X, y = model.split(batch)
-    with model.prepared(), torch.no_grad():
+    with model.forward_passes():
         logits = model(X)
     probabilities = [likelihood.class_logits(logits).softmax(-1)]
     for pred_type in _pred_types(la):
@@ -225,7 +225,7 @@ def _numbers(la: Any, batch: Any) -> Columns:
     """Compute figures by the model and every posterior; return targets."""
     first = la.members[0]
     X, y = first.model.split(batch)
-    with first.model.prepared(), torch.no_grad():
+    with first.model.forward_passes():
         f_mu = first.model(X)
     targets = first.trained_likelihood.check_targets(y, f_mu)
     without_variance = Moments(f_mu, torch.zeros_like(torch.diag_embed(f_mu)))

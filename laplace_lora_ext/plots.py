@@ -93,7 +93,7 @@ def outcomes(
     labels: list[Tensor] = []
     for batch in batches:
         inputs, y = la.model.split(batch)
-        with la.model.prepared(), torch.no_grad():
+        with la.model.forward_passes():
             logits = la.model(inputs)
         trained.append(likelihood.class_logits(logits).softmax(-1).cpu())
         # All batches see the same draws.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -33,10 +33,10 @@ from laplace_lora_ext.models.running import (
     as_tensor,
     cpu_as_default,
     exact_attention,
-    is_compiled,
     keep_derivatives,
     running_eagerly,
 )
+from laplace_lora_ext.models.tree import Tree
 from laplace_lora_ext.models.weights import device_of
 
 _LABEL_KEYS = ("label", "labels")
@@ -87,6 +87,8 @@ class LogitsModel(nn.Module):
         which is active in prepared passes, whichever is otherwise; None for any
     output_size : int
         C; 0 before the first forward pass
+    session : object or None
+        what `prepared` has begun: another one each time, None between two
     class_token_ids : list of int, list of list of int, or None
         a language model's answers, one token a class, or several. Other models have
         none, and neither have those whose batches bring choices
@@ -107,7 +109,10 @@ class LogitsModel(nn.Module):
         normalised: bool = False,
     ) -> None:
         super().__init__()
-        if is_compiled(model):
+        self.training = False
+        self._tree = Tree(model)
+        self.session: object | None = None
+        if self._tree.is_compiled:
             warn(
                 "The model is compiled: fits and predictions run it eagerly, since "
                 "compiled code does not call LoRA layers as modules."
@@ -317,51 +322,58 @@ class LogitsModel(nn.Module):
     @property
     def device(self) -> torch.device:
         """Say where batches and logits are: on the first parameter's device."""
+        for _, _, parameter in self.tree.all_parameters():
+            if not parameter.is_meta:
+                return parameter.device
+            break
         return device_of(self.model)
+
+    @property
+    def tree(self) -> Tree:
+        """List the model's modules: as they are now, or were when the session began."""
+        if self.session is None:
+            self._tree = self._tree.current()
+        return self._tree
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Evaluate the model: a session, within which nothing about it changes.
+
+        `adapter` is the only active one, other threads wait, and compiled modules run
+        eagerly. What is right already is left alone, since modules may watch what is
+        set on them. On leaving, also by an exception, the user's adapter is active
+        again, and every module has its own mode. A session within another one has
+        nothing to do.
+        """
+        # The lock comes first: all that follows changes the model, also for other
+        # threads.
+        with LOCK, cpu_as_default(), ExitStack() as undoing:
+            if self.session is None:
+                undoing.callback(setattr, self, "session", None)
+                tree = self.tree
+                self.session = object()
+                if self.adapter is not None:
+                    undoing.enter_context(only_active(tree, self.adapter))
+                undoing.enter_context(running_eagerly(tree))
+                undoing.enter_context(_evaluating(self.model, tree))
+                undoing.enter_context(exact_attention(tree.modules))
+            yield
+
+    @contextmanager
+    def forward_passes(self, enable_backprop: bool = False) -> Iterator[None]:
+        """Run the model in a session, with a graph back to the inputs if asked for."""
+        session = self.prepared() if enable_backprop else self.running()
+        with session, torch.set_grad_enabled(enable_backprop):
+            yield
 
     @contextmanager
     def prepared(self, trainable: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Evaluate the model, with gradients for the given parameters alone.
+        """Run the model in a session, with gradients for the given parameters alone.
 
-        `adapter` is the only active one, other threads wait, and compiled modules run
-        eagerly. On leaving, also by an exception, the user's adapter is active again,
-        and every module's mode and every parameter's `requires_grad` and `.grad` are as
-        they were.
+        On leaving, every parameter's `requires_grad` and `.grad` are as they were.
         """
-        active = (
-            nullcontext()
-            if self.adapter is None
-            else only_active(self.model, self.adapter)
-        )
-        # The lock comes first: all that follows changes the model, also for other
-        # threads.
-        with LOCK, cpu_as_default(), active, running_eagerly(self.model):
-            modes = {module: module.training for module in self.modules()}
-            before: list[_ParameterFlags] = []
-            for module in modes:
-                for name, parameter in module._parameters.items():
-                    if parameter is None:
-                        continue
-                    flags = _ParameterFlags(
-                        module, name, parameter.requires_grad, parameter.grad
-                    )
-                    before.append(flags)
-            wanted = {id(parameter) for parameter in trainable}
-            try:
-                self.eval()
-                keep_derivatives(modes)
-                for flags in before:
-                    flags.set(requires_grad=id(flags.parameter) in wanted, grad=None)
-                with exact_attention(modes):
-                    yield
-            finally:
-                for module, mode in modes.items():
-                    # Modules may watch what is set on them: leave alone what is right
-                    # already.
-                    if module.training != mode:
-                        module.training = mode
-                for flags in before:
-                    flags.set(flags.requires_grad, flags.grad)
+        with self.running(), _requiring_grad(self.tree, trainable):
+            yield
 
     def _inputs(self, batch: Any) -> Any:
         """Return a batch without labels on the model's device, of the same type."""
@@ -419,32 +431,56 @@ class LogitsModel(nn.Module):
         return None
 
 
-@dataclass(frozen=True)
-class _ParameterFlags:
+@contextmanager
+def _evaluating(model: nn.Module, tree: Tree) -> Iterator[None]:
+    """Put a model into evaluation mode; afterwards each module has its own again."""
+    training = tree.training()
+    if training:
+        model.eval()
+    keep_derivatives(tree.modules)
+    try:
+        yield
+    finally:
+        now = tree.training()
+        if now != training:
+            was_training = set(map(id, training))
+            for module in {*now, *training}:
+                module.training = id(module) in was_training
+
+
+@contextmanager
+def _requiring_grad(tree: Tree, trainable: Sequence[Tensor]) -> Iterator[None]:
+    """Let some parameters alone require grad, and none have a `.grad`, within."""
+    wanted = {id(parameter) for parameter in trainable}
+    changed = [
+        _Parameter(holder, name, parameter.requires_grad, parameter.grad)
+        for holder, name, parameter in tree.all_parameters()
+        if parameter.requires_grad != (id(parameter) in wanted)
+        or parameter.grad is not None
+    ]
+    try:
+        for each in changed:
+            parameter = each.holder[each.name]
+            parameter.requires_grad_(id(parameter) in wanted)
+            parameter.grad = None
+        yield
+    finally:
+        for each in changed:
+            parameter = each.holder[each.name]
+            parameter.requires_grad_(each.requires_grad)
+            parameter.grad = each.grad
+
+
+class _Parameter(NamedTuple):
     """What a pass changes of a parameter, and had before.
 
-    The parameter is known by its place: hooks that offload weights may replace it
-    within.
+    It is known by its place: hooks that offload weights may replace it within.
     """
 
-    module: nn.Module
+    holder: dict[str, Any]
     name: str
     requires_grad: bool
     grad: Tensor | None
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """Return the parameter that has the place now."""
-        parameter = self.module._parameters[self.name]
-        assert parameter is not None
-        return parameter
-
-    def set(self, requires_grad: bool, grad: Tensor | None) -> None:
-        """Set both; what is right already is left alone."""
-        parameter = self.parameter
-        if parameter.requires_grad != requires_grad:
-            parameter.requires_grad_(requires_grad)
-        parameter.grad = grad
 
 
 def _check_shape(logits: Tensor) -> None:
@@ -469,6 +505,7 @@ def _check_shape(logits: Tensor) -> None:
 class _LayerCall:
     """What a layer was given, and what it returned."""
 
+    layer: nn.Module
     inputs: Tensor
     output: Tensor
 
@@ -483,34 +520,56 @@ def logits_and_hidden_states(
     layers the last one. Where there is none, as where a model changes its logits
     afterwards, there is only None.
 
-    Call it within `model.prepared()`.
+    Call it within a session.
     """
-    output_layer = _output_layer(model)
-    layers = _layers_with_matrices(model) if output_layer is None else [output_layer]
+    tree = model.tree
+    if tree.read_by is None:
+        layers = _layers_with_matrices(tree)
+        output_layer = _output_layer(model)
+        if output_layer is not None:
+            layers = [output_layer]
+        logits, layer, hidden = _heard(model, batch, layers)
+        tree.read_by = [] if layer is None else [layer]
+        return logits, hidden
+    logits, layer, hidden = _heard(model, batch, tree.read_by)
+    if tree.read_by and layer is None:  # another layer makes them this time
+        tree.read_by = None
+        return logits_and_hidden_states(model, batch)
+    return logits, hidden
+
+
+def _heard(
+    model: LogitsModel, batch: Any, layers: Sequence[nn.Module]
+) -> tuple[Tensor, nn.Module | None, Tensor | None]:
+    """Compute logits; find which of some layers has made them, and its inputs."""
     calls: deque[_LayerCall] = deque(maxlen=_LAST)
 
     def note(
-        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         given = [
             value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
         ]
         # Routers of experts have a matrix for a weight too, and return tuples.
         if given and isinstance(output, Tensor):
-            calls.append(_LayerCall(given[0], output))
+            calls.append(_LayerCall(layer, given[0], output))
 
     with ExitStack() as hooks:
         for layer in layers:
             hooks.callback(layer.register_forward_hook(note, with_kwargs=True).remove)
         logits = model(batch)
-    owners = model.owners(batch)
-    if owners is not None:
-        return logits, _hidden_states_of_tokens(calls, model.in_places(logits, batch))
+    is_output_layer = _output_layer(model) is not None
+    of_tokens = None
+    if model.owners(batch) is not None:
+        of_tokens = model.in_places(logits, batch)
     for call in calls:
-        hidden = _hidden_states(call, logits, is_output_layer=output_layer is not None)
+        if of_tokens is None:
+            hidden = _hidden_states(call, logits, is_output_layer)
+        else:
+            hidden = _hidden_states_of_tokens(call, of_tokens)
         if hidden is not None:
-            return logits, hidden
-    return logits, None
+            return logits, call.layer, hidden
+    return logits, None, None
 
 
 def _output_layer(model: LogitsModel) -> nn.Module | None:
@@ -521,10 +580,10 @@ def _output_layer(model: LogitsModel) -> nn.Module | None:
     return layer if isinstance(layer, nn.Module) else None
 
 
-def _layers_with_matrices(model: nn.Module) -> list[nn.Module]:
+def _layers_with_matrices(tree: Tree) -> list[nn.Module]:
     """List modules that have a matrix, such as LoRA's around linear layers."""
     layers = []
-    for module in model.modules():
+    for module in tree.modules:
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and weight.ndim == 2:
             layers.append(module)
@@ -559,22 +618,18 @@ def _hidden_states(
     return given.take_along_dim(place, dim=1)[:, 0].to(logits)
 
 
-def _hidden_states_of_tokens(
-    calls: Iterable[_LayerCall], by_place: Tensor
-) -> Tensor | None:
+def _hidden_states_of_tokens(call: _LayerCall, by_place: Tensor) -> Tensor | None:
     """Return the inputs of a layer if it made tokens' logits, else None.
 
     The logits are `(B, T, C)`, nan where no row of logits is.
     """
+    if call.output.shape != by_place.shape or call.inputs.ndim != by_place.ndim:
+        return None
     is_read = ~by_place.isnan().any(-1)
     logits = by_place[is_read]
-    for call in calls:
-        is_alike = (
-            call.output.shape == by_place.shape and call.inputs.ndim == by_place.ndim
-        )
-        if is_alike and torch.equal(call.output.to(logits)[is_read], logits):
-            return call.inputs.to(logits)[is_read]
-    return None
+    if not torch.equal(call.output.to(logits)[is_read], logits):
+        return None
+    return call.inputs.to(logits)[is_read]
 
 
 # --- wrappers -------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from laplace_lora_ext.messages import listed, warn
 from laplace_lora_ext.models.heads import Selection, head_weights, select_heads
 from laplace_lora_ext.models.running import ATTENTION
+from laplace_lora_ext.models.tree import ACTIVE, Tree
 from laplace_lora_ext.models.weights import (
     Block,
     LinearRows,
@@ -46,8 +47,6 @@ _MAGNITUDE = "lora_magnitude_vector"
 
 # Initialisations after which `lora_B` is 0.
 _START_AT_ZERO = (True, "gaussian", "eva")
-
-_ACTIVE = "_active_adapter"  # PEFT's attribute of layers
 
 # It adds `B A` to a parameter, as PEFT's attention does, and never calls its linear
 # halves.
@@ -154,27 +153,26 @@ def active_adapter(model: nn.Module) -> str:
 
 @contextmanager
 def only_active(
-    model: nn.Module,
+    tree: Tree,
     adapter: str,
 ) -> Iterator[None]:
     """Run passes with one adapter and its own heads; afterwards with the user's again.
 
     Unlike PEFT's `set_adapter`, this leaves `requires_grad` as it is.
     """
-    # Of LoRA layers, and of what wraps heads and embeddings.
-    before: dict[nn.Module, str | list[str]] = {}
-    for module in model.modules():
-        active = vars(module).get(_ACTIVE, adapter)
+    before: list[tuple[nn.Module, str | list[str]]] = []
+    for module in tree.adapted:
+        active = vars(module).get(ACTIVE, adapter)
         if active not in (adapter, [adapter]):
-            before[module] = active
+            before.append((module, active))
     try:
-        for module in before:
+        for module, _ in before:
             # Rows of embeddings can't run with an adapter that has none.
-            setattr(module, _ACTIVE, adapter if _has_weights(module, adapter) else [])
+            setattr(module, ACTIVE, adapter if _has_weights(module, adapter) else [])
         yield
     finally:
-        for module, active in before.items():
-            setattr(module, _ACTIVE, active)
+        for module, active in before:
+            setattr(module, ACTIVE, active)
 
 
 def _has_weights(layer: nn.Module, adapter: str) -> bool:

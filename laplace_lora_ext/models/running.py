@@ -18,6 +18,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from laplace_lora_ext.models.tree import Tree
+
 try:
     from transformers.modeling_layers import GradientCheckpointingLayer
 except ImportError:  # older transformers checkpoint within their models' own code
@@ -109,23 +111,13 @@ def kept(value: Any) -> Any:
     return value
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Tell whether a module holds compiled code, which calls no LoRA layers."""
-    for module in model.modules():
-        is_wrapper = "_orig_mod" in module._modules  # of torch.compile(module)
-        is_compiled_in_place = vars(module).get("_compiled_call_impl") is not None
-        if is_wrapper or is_compiled_in_place:
-            return True
-    return False
-
-
-def running_eagerly(model: nn.Module) -> AbstractContextManager[object]:
+def running_eagerly(tree: Tree) -> AbstractContextManager[object]:
     """Let compiled modules run their original code, with hooks that are called.
 
     Before PyTorch 2.6 nothing does, and passes refuse such modules.
     """
     set_stance = getattr(torch.compiler, "set_stance", None)
-    if set_stance is None or not is_compiled(model):
+    if set_stance is None or not tree.is_compiled:
         return nullcontext()
     return set_stance("force_eager")
 

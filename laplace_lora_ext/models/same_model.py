@@ -9,14 +9,17 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.answers import ClassTokens
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import adapter_layers, find_idle, lora_layers
+from laplace_lora_ext.models.tree import Tree
 from laplace_lora_ext.models.weights import (
     Block,
+    are_in_place,
     bare_name,
     flattened,
     is_of_base,
@@ -25,6 +28,7 @@ from laplace_lora_ext.models.weights import (
 )
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
+_COMPARED = 16  # numbers of each weight that every call looks at: a line of the cache
 _ROUNDING = 2**-6  # between two precisions of which one is bfloat16
 # How far rounding moves numbers below the smallest normal one, of which float16's is
 # 6e-5.
@@ -110,7 +114,9 @@ class ModelState:
         # Only after all blocks have read theirs: several are of one layer.
         for block in blocks:
             scalings.pop(block.rows.site, None)
-        others = dict(_other_weights(model.model, blocks))
+        others: dict[str, Tensor] = {}
+        for known_as, place in _other_weights(model.tree, blocks):
+            others[known_as] = place.weight
         return cls(
             blocks=of_blocks,
             class_token_ids=model.class_token_ids,
@@ -209,9 +215,7 @@ def check_runs(
 ) -> None:
     """Refuse LoRA layers that are merged, disabled or gone (`RuntimeError`)."""
     # By identity: PEFT may have put another weight under the same name.
-    present: set[int] = set()
-    for module in model.model.modules():
-        present.update(map(id, module._parameters.values()))
+    present = {id(weight) for _, _, weight in model.tree.all_parameters()}
     idle = find_idle(adapter_layers(model.model))
     if idle is not None:
         raise RuntimeError(idle)
@@ -250,6 +254,70 @@ def check_same(
     difference = fitted.difference(ModelState.of(model, blocks))
     if difference is not None:
         raise RuntimeError(f"{difference}: fit again, or undo the change.")
+
+
+class Standing:
+    """Tells at little cost that a model is still the one that was compared last.
+
+    `check_same` compares by names, and takes Python as long as a small text takes the
+    model. Here modules, settings of adapters, and addresses and versions of weights are
+    compared, and the first numbers of each weight, since writes to `weight.data` change
+    no version.
+    """
+
+    def __init__(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
+        self._model = model
+        self._adapter = blocks[0].adapter
+        self._tree = model.tree
+        self._layers: list[tuple[BaseTunerLayer, dict[str, float]]] = []
+        for layer in self._tree.adapter_layers():
+            self._layers.append((layer, getattr(layer, "scaling", {})))
+        self._places = [place for _, place in _other_weights(self._tree, blocks)]
+        for block in blocks:
+            self._places.append(_Place(block.module._parameters, block.parameter))
+        self._before = self._read()
+        # The numbers of a device are read as one tensor.
+        self._views: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for place in self._places:
+            view = _first_numbers(place.weight)
+            self._views.setdefault((view.device, view.dtype), []).append(view)
+        self._numbers = self._read_numbers()
+
+    def holds(self) -> bool:
+        """Tell whether nothing has changed; False where that is not known."""
+        return (
+            self._model.tree is self._tree
+            and self._read() == self._before
+            and all(map(torch.equal, self._read_numbers(), self._numbers))
+        )
+
+    def _read(self) -> list[Any]:
+        read: list[Any] = [
+            (layer.merged, layer.disable_adapters, scalings.get(self._adapter))
+            for layer, scalings in self._layers
+        ]
+        for holder, name in self._places:
+            weight = holder[name]
+            read += weight.data_ptr(), 0 if weight.is_inference() else weight._version
+        return read
+
+    def _read_numbers(self) -> list[Tensor]:
+        return [torch.cat(views) for views in self._views.values()]
+
+
+def standing_of(model: LogitsModel, blocks: Sequence[Block]) -> Standing | None:
+    """Note how a model stands; None where passes move its weights."""
+    if model.tree.is_resharded or not are_in_place(blocks):
+        return None
+    return Standing(model, blocks)
+
+
+def _first_numbers(weight: Tensor) -> Tensor:
+    """View a few numbers `(n,)` of a weight that lie beside each other in memory."""
+    numbers = weight.detach()
+    while numbers.ndim > 1:
+        numbers = numbers.select(numbers.stride().index(max(numbers.stride())), 0)
+    return numbers[:_COMPARED]
 
 
 def first_changed(
@@ -292,40 +360,51 @@ def hashes(
     }
 
 
+class _Place(NamedTuple):
+    """Where a module has a parameter or a buffer, which may be replaced there."""
+
+    holder: dict[str, Any]
+    name: str
+
+    @property
+    def weight(self) -> Tensor:
+        """Return what is there now."""
+        return self.holder[self.name]
+
+
 def _other_weights(
-    model: nn.Module,
+    tree: Tree,
     blocks: Sequence[Block],
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[tuple[str, _Place]]:
     """Yield all other weights by name: the base's, heads and other adapters."""
-    modules = dict(model.named_modules())
-    for module in modules.values():
-        if hasattr(type(module), "reshard"):
-            return  # FSDP2 replaces parameters between passes
+    if tree.is_resharded:
+        return  # FSDP2 replaces parameters between passes
     adapter = blocks[0].adapter
     of_posterior: set[int] = set()
     for block in blocks:
         of_posterior.add(id(block.weight))
-    for prefix, module in modules.items():
-        for name, weight in _saved_with(module):
-            known_as = _known_as(f"{prefix}.{name}", adapter)
+    for prefix, module in tree.named_modules():
+        for place in _saved_with(module):
+            known_as = _known_as(f"{prefix}.{place.name}", adapter)
+            weight = place.weight
             if known_as is None or id(weight) in of_posterior:
                 continue
             # Quantized weights are subclasses of tensors, or whole numbers.
             is_plain = type(weight.data) is Tensor and weight.is_floating_point()
             if is_plain and not weight.is_meta:
-                yield known_as, weight
+                yield known_as, place
 
 
-def _saved_with(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _saved_with(module: nn.Module) -> Iterator[_Place]:
     """Yield a module's own parameters, and the buffers that are saved with them."""
     # The names of `named_parameters` would take a walk through the model for each
     # module.
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            yield name, parameter
+            yield _Place(module._parameters, name)
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, buffer
+            yield _Place(module._buffers, name)
 
 
 def _sampled(weights: dict[str, Tensor]) -> dict[str, Weight]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -315,12 +316,28 @@ def called_with(
     **kwargs: Any,
 ) -> Any:
     """Call a module with other LoRA weights for its own, which stay as they are."""
+    with replaced(blocks, values):
+        return module(*args, **kwargs)
+
+
+@contextmanager
+def replaced(blocks: Sequence[Block], values: Values) -> Iterator[None]:
+    """Put other weights, which may have a graph, in the place of a model's within.
+
+    Other threads must not run the model meanwhile.
+    """
     others = parameters_with(blocks, values)
-    weights: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
-        if id(parameter) in others:
-            weights[name] = others[id(parameter)]
-    return torch.func.functional_call(module, weights, args, kwargs)
+    places: list[tuple[dict[str, Any], str, Any]] = []
+    for block in blocks:
+        holder: dict[str, Any] = block.module._parameters
+        places.append((holder, block.parameter, block.weight))
+    try:
+        for holder, name, parameter in places:
+            holder[name] = others[id(parameter)]
+        yield
+    finally:
+        for holder, name, parameter in places:
+            holder[name] = parameter
 
 
 def read(numbers: Sequence[Tensor]) -> list[float]:

@@ -455,7 +455,7 @@ class Recorder:
         # Where rows are proven to be each example's own, no other example can count.
         if layouts.examples_together and not layouts.examples_apart:
             return False
-        with self.model.prepared(), torch.no_grad():
+        with self.model.forward_passes():
             whole = attempt(partial(self.model.summary, batch))
             if isinstance(whole, OutOfMemory):
                 raise whole.of_batch(

@@ -517,7 +517,7 @@ def changes_of_logits(
 
     def logits_at(weights: Tensor) -> Tensor:
         values = as_values(la.blocks, weights)
-        with la.model.prepared(), torch.no_grad():
+        with la.model.forward_passes():
             return called_with(la.model, la.blocks, values, inputs)
 
     changes: list[Tensor] = []
@@ -569,7 +569,7 @@ def amortized_moments(la: Amortizable, x: Any) -> Moments:
         raise ValueError(
             "The prior has changed since la.amortize(loader): call it again."
         )
-    with torch.set_grad_enabled(la.enable_backprop):
+    with la.model.forward_passes(la.enable_backprop):
         f_mu, features = _features(la, x)
         with torch.autocast(la.model.device.type, enabled=False):
             return Moments(f_mu, learnt.covariance(features))
@@ -580,7 +580,7 @@ def _features(
     inputs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute logits `(B, C)`, and features `(B, p)` to learn variances from."""
-    with la.model.prepared():
+    with la.model.running():
         logits, hidden = logits_and_hidden_states(la.model, inputs)
     likelihood = la.predicted_likelihood
     features = logits

@@ -246,7 +246,7 @@ def network_samples(
     samples: list[Tensor] = []
     for _ in range(n_samples):
         drawn = drawn_weights(la, generator)
-        with la.model.prepared(), torch.set_grad_enabled(la.enable_backprop):
+        with la.model.forward_passes(la.enable_backprop):
             logits = called_with(la.model, la.blocks, drawn, X, **model_kwargs)
             samples.append(la.logit_scale * logits)
     return torch.stack(samples)

@@ -87,7 +87,7 @@ class Functions:
         logits = []
         for drawn in self.weights:
             values = as_values(la.blocks, drawn)
-            with la.model.prepared(), torch.no_grad():
+            with la.model.forward_passes():
                 logits.append(called_with(la.model, la.blocks, values, batch))
         return la.logit_scale * torch.stack(logits)
 

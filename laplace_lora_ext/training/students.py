@@ -120,7 +120,7 @@ def distill(
         ):
             records += _taught(la, batch)
             if head:
-                with model.prepared(), torch.no_grad():
+                with model.forward_passes():
                     logits.append(likelihood.class_logits(model(batch)).cpu())
         if head:
             targets = torch.stack([record[_TEACHER] for record in records])

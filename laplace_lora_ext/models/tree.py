@@ -1,0 +1,85 @@
+"""A model's modules, listed once: a walk through them takes as long as a small text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+ACTIVE = "_active_adapter"
+"""PEFT's attribute of its layers, and of what wraps heads and embeddings."""
+
+
+class Tree:
+    """All modules of a model, and where its parameters are.
+
+    Attributes
+    ----------
+    modules : list of nn.Module
+    parameters : list of dict
+        those of each module that has any, by name; PEFT and accelerate may replace
+        what is in them
+    adapted : list of nn.Module
+        PEFT's layers and wrappers, which have an active adapter
+    read_by : list of nn.Module or None
+        the layer that makes the logits, none where there is none; None before a pass
+        has shown which it is
+    """
+
+    read_by: list[nn.Module] | None = None
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.modules = list(model.modules())
+        self.parameters = [m._parameters for m in self.modules if m._parameters]
+        self.adapted = [
+            m
+            for m in self.modules
+            if isinstance(m, BaseTunerLayer) or ACTIVE in vars(m)
+        ]
+        self._children: list[Mapping[str, nn.Module | None]] = [
+            m._modules for m in self.modules if m._modules
+        ]
+        self._identities = self._read()
+        self._is_wrapped = any("_orig_mod" in m._modules for m in self.modules)
+
+    def current(self) -> Tree:
+        """Return this list, or another one where modules were put in or replaced."""
+        return self if self._read() == self._identities else Tree(self._model)
+
+    def _read(self) -> list[int]:
+        return [id(m) for children in self._children for m in children.values()]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Tell whether a module holds compiled code, which calls no LoRA layers."""
+        # A wrapper is `torch.compile(module)`; `module.compile()` needs none.
+        return self._is_wrapped or any(
+            m._compiled_call_impl is not None for m in self.modules
+        )
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules with their names."""
+        return self._model.named_modules()
+
+    @property
+    def is_resharded(self) -> bool:
+        """Tell whether FSDP2 replaces the parameters between passes."""
+        return any(hasattr(type(m), "reshard") for m in self.modules)
+
+    def training(self) -> list[nn.Module]:
+        """List the modules that are in training mode."""
+        return [m for m in self.modules if m.training]
+
+    def all_parameters(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+        """Yield each parameter that is there now, with its place."""
+        for holder in self.parameters:
+            for name, parameter in holder.items():
+                if parameter is not None:
+                    yield holder, name, parameter
+
+    def adapter_layers(self) -> list[BaseTunerLayer]:
+        """List PEFT's layers."""
+        return [m for m in self.adapted if isinstance(m, BaseTunerLayer)]
