@@ -171,6 +171,10 @@ class LoRALaplace(ParametricLaplace):
 
     _structure: ClassVar[type[Structure[Any, Any]]]
 
+    # Of the model when it was last compared with the fit, and its session then.
+    _standing: Standing | None = None
+    _compared_in: object | None = None
+
     model: LogitsModel
     blocks: list[Block]
     trained_likelihood: Likelihood
@@ -235,9 +239,6 @@ class LoRALaplace(ParametricLaplace):
         self.trained_likelihood = self.problem.trained
         self.predicted_likelihood = self.problem.predicted
         self._fit: Fit | NoFit = NoFit(self.recorder.places)
-        # That of the model when it was last compared with the fit.
-        self._standing: Standing | None = None
-        self._compared_in: object | None = None  # the model's session then
         with self._prepared():  # the host collects the parameters that require grad
             super().__init__(
                 self.model,
