@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.models.vocabulary import Part, Remembered
@@ -18,6 +18,9 @@ from laplace_lora_ext.models.weights import Values, called_with
 from laplace_lora_ext.passes.graph import check_logits
 from laplace_lora_ext.predictive.distributions import Drawable, drawn_weights
 from laplace_lora_ext.tuning.method import draw_seed
+
+# A posterior, and weights for its model: drawn, or the trained ones.
+_Draw = tuple[Drawable, Values]
 
 
 class Scores(NamedTuple):
@@ -76,44 +79,6 @@ class TextScores(NamedTuple):
     log_prob: Tensor
 
 
-class Writer(Drawable, Protocol):
-    """A posterior of a model that writes."""
-
-    trained_likelihood: Likelihood
-
-    @property
-    def model(self) -> TokensModel: ...
-
-
-def _writes(member: Drawable) -> TypeGuard[Writer]:
-    return isinstance(member.model, TokensModel)
-
-
-def writers_of(members: Sequence[Drawable]) -> list[Writer]:
-    """Take posteriors of models that write; a `ValueError` for any other."""
-    writers = [member for member in members if _writes(member)]
-    if len(writers) < len(members):
-        raise ValueError(
-            'Texts are scored and written with the likelihood "language_modeling" '
-            "alone: of classes, use la.predict(batch)."
-        )
-    return writers
-
-
-def _tokens_of(
-    member: Writer,
-    batch: Any,
-    f: Tensor,
-    part: Part | None = None,
-) -> Tensor:
-    """Find the tokens `(N,)` that a batch's logits `(N, V)` predict.
-
-    The batch may be a part of one.
-    """
-    check_logits(f)
-    return member.trained_likelihood.check_targets(member.model.targets(batch, part), f)
-
-
 @exclusive
 @torch.inference_mode(False)
 @torch.no_grad()
@@ -128,8 +93,14 @@ def score_texts(
     Members share the draws. Other parameters, result and errors are those of
     `LowRankKronLoRALaplace.score`.
     """
-    writers = writers_of(members)
-    return scores_under(writers, batch, draws_of(writers, n_samples, generator))
+    model, *_ = [_checked_model(member) for member in members]
+    batches = model.by_texts(batch)
+    draws: Iterable[_Draw] = _draws_of(members, n_samples, generator)
+    if len(batches) > 1:
+        draws = list(draws)  # all batches are read with them
+    tables = [_table_of_batch(members, part, draws) for part in batches]
+    labelled = [model.labelled(part).to(tables[0].device) for part in batches]
+    return _of_table(torch.cat(tables), torch.cat(labelled))
 
 
 @exclusive
@@ -143,207 +114,129 @@ def draw_logits(
 ) -> Tensor:
     """Compute logits `(S, N, V)` of S draws at the N labelled tokens.
 
-    For measures of one's own.
-
     Without draws they are those of each member's trained model.
     """
-    writers = writers_of(members)
-    for writer in writers:
-        writer.check_model()
-    draws = list(draws_of(writers, n_samples, generator))
+    for member in members:
+        _checked_model(member)
+    draws = list(_draws_of(members, n_samples, generator))
     if not draws:
-        draws = [trained(writer) for writer in writers]
-    return torch.stack([draw.logits(batch) for draw in draws])
+        draws = [_trained(member) for member in members]
+    return torch.stack([_reader(draw, batch)(None) for draw in draws])
 
 
-class Draw(NamedTuple):
-    """A posterior with drawn weights for its own: one model that reads texts."""
+def score(
+    f: Tensor, drawn: Iterable[Tensor], tokens: Tensor, labelled: Tensor
+) -> TextScores:
+    """Score texts by logits at all of their labelled tokens, one draw at a time.
 
-    posterior: Writer
-    weights: Values
-
-    def logits(self, batch: Mapping[str, Any], part: Part | None = None) -> Tensor:
-        """Compute logits `(N, V)` at the labelled tokens, or at a part of them."""
-        model = self.posterior.model
-        with model.prepared():
-            return called_with(
-                model, self.posterior.blocks, self.weights, batch, part=part
-            )
-
-
-class Reader:
-    """One model and one batch, read a part at a time.
-
-    Where there are several parts, only the first one runs the layers before the output
-    layer.
+    Takes logits `(N, V)` of the trained model, one text after the other, those of each
+    draw, the labels `(N,)`, and booleans `(B, T)`, N of which are true. Without draws
+    the trained model itself is scored.
     """
-
-    def __init__(
-        self, draw: Draw, batch: Mapping[str, Any], parts: Sequence[Part]
-    ) -> None:
-        self._draw = draw
-        self._batch = batch
-        transformer = draw.posterior.model.transformer
-        self._remembered = Remembered(transformer) if len(parts) > 1 else None
-
-    def logits(self, part: Part) -> Tensor:
-        """Compute logits `(N, V)` at the labelled tokens of a part."""
-        remembered = self._remembered
-        with nullcontext() if remembered is None else remembered.running():
-            return self._draw.logits(self._batch, part)
+    return _of_table(_placed(_by_token(f, drawn, tokens), labelled), labelled)
 
 
-def trained(posterior: Writer) -> Draw:
+def _checked_model(member: Drawable) -> TokensModel:
+    """Return a posterior's model, if it is the fitted one, and of texts."""
+    if not isinstance(member.model, TokensModel):
+        raise ValueError(
+            'Texts are scored with the likelihood "language_modeling" alone: of '
+            "classes, use la.predict(batch)."
+        )
+    member.check_model()
+    return member.model
+
+
+def _trained(member: Drawable) -> _Draw:
     """Take the trained model itself, as if its weights had been drawn."""
-    weights: Values = []
-    for block in posterior.blocks:
-        weights.append(block.matrix(block.weight.detach()))
-    return Draw(posterior, weights)
+    weights = [block.matrix(block.weight.detach()) for block in member.blocks]
+    return member, weights
 
 
-def drawn(
-    la: Drawable,
-    n_samples: int,
-    seed: int,
-) -> Iterator[Values]:
-    """Draw LoRA weights, under any prior precision from the noise of the same seed."""
-    la.check_model()
-    generator = torch.Generator(la.model.device).manual_seed(seed)
-    return (drawn_weights(la, generator) for _ in range(n_samples))
-
-
-def draws_of(
-    members: Sequence[Writer],
-    n_samples: int,
-    generator: torch.Generator | None,
-) -> Iterator[Draw]:
+def _draws_of(
+    members: Sequence[Drawable], n_samples: int, generator: torch.Generator | None
+) -> Iterator[_Draw]:
     """Draw models, divided among the members, the first ones getting the rest."""
     if n_samples < 0:
         raise ValueError(f"n_samples must be 0 or more, not {n_samples}.")
     n_each, rest = divmod(n_samples, len(members))
     for place, member in enumerate(members):
         n_own = n_each + 1 if place < rest else n_each
-        # A seed that nothing uses would move the generator.
-        if n_own > 0:
-            seed = draw_seed(generator)
-            for weights in drawn(member, n_own, seed):
-                yield Draw(member, weights)
+        if n_own == 0:  # a seed that nothing uses would move the generator
+            return
+        # Under any prior precision from the same noise.
+        noise = torch.Generator(member.model.device).manual_seed(draw_seed(generator))
+        for _ in range(n_own):
+            yield member, drawn_weights(member, noise)
 
 
-def scores_under(
-    members: Sequence[Writer],
-    batch: Mapping[str, Any],
-    draws: Iterable[Draw],
-) -> TextScores:
-    """Score texts under given draws, a few texts or a part of one at a time."""
-    for member in members:
-        member.check_model()
-    batches = members[0].model.by_texts(batch)
-    if len(batches) > 1:
-        draws = list(draws)  # all batches are read with them
-    return _of_batches([_of_batch(members, part, draws) for part in batches])
+def _reader(
+    draw: _Draw, batch: Mapping[str, Any], parts: Sequence[Part] = ()
+) -> Callable[[Part | None], Tensor]:
+    """Return a function that computes logits `(N, V)` at labels, or at a part of them.
+
+    Of several parts, only the first one runs the layers before the output layer.
+    """
+    member, weights = draw
+    model = member.model
+    assert isinstance(model, TokensModel)
+    running = Remembered(model.transformer).running if len(parts) > 1 else nullcontext
+
+    def logits(part: Part | None) -> Tensor:
+        with running(), model.prepared():
+            return called_with(model, member.blocks, weights, batch, part=part)
+
+    return logits
 
 
-def _of_batch(
-    members: Sequence[Writer],
-    batch: Mapping[str, Any],
-    draws: Iterable[Draw],
-) -> TextScores:
-    """Score the texts of a batch, a part of their tokens at a time."""
-    first = members[0]
-    parts = first.model.parts(batch)
-    of_trained = [Reader(trained(member), batch, parts) for member in members]
-    of_draws: Iterable[Reader] = (Reader(draw, batch, parts) for draw in draws)
+def _table_of_batch(
+    members: Sequence[Drawable], batch: Mapping[str, Any], draws: Iterable[_Draw]
+) -> Tensor:
+    """Make a table `(B, T, columns)` as `_by_token` does, a part at a time."""
+    model = members[0].model
+    assert isinstance(model, TokensModel)
+    likelihood = members[0].trained_likelihood
+    parts = model.parts(batch)
+    of_trained = [_reader(_trained(member), batch, parts) for member in members]
+    of_draws = (_reader(draw, batch, parts) for draw in draws)
     if len(parts) > 1:
         of_draws = list(of_draws)  # every part reads with all of them
-    scores: list[TokenScores] = []
+    tables: list[Tensor] = []
     for part in parts:
-        f = of_trained[0].logits(part)
-        tokens = _tokens_of(first, batch, f, part)
-        if len(members) > 1:
-            # Logits of the mixture of the trained models, but for a constant.
-            others = [reader.logits(part) for reader in of_trained[1:]]
-            log_p = [logits.log_softmax(-1) for logits in (f, *others)]
-            f = torch.stack(log_p).logsumexp(0)
-        drawn_logits = (reader.logits(part) for reader in of_draws)
-        labelled = first.model.labelled(batch, part).to(f.device)
-        scores.append(score_tokens(f, drawn_logits, tokens, labelled))
-    return of_texts(scores)
+        # Logits of the mixture of the trained models, but for a constant.
+        log_p = (logits(part).log_softmax(-1) for logits in of_trained)
+        f = reduce(torch.logaddexp, log_p)
+        check_logits(f)
+        tokens = likelihood.check_targets(model.targets(batch, part), f)
+        by_token = _by_token(f, (logits(part) for logits in of_draws), tokens)
+        tables.append(_placed(by_token, model.labelled(batch, part)))
+    return torch.stack(tables).sum(0)  # no two parts share a token
 
 
-class TokenScores(NamedTuple):
-    """Holds what is known of N labelled tokens of texts, or of a part of them."""
+def _by_token(f: Tensor, drawn: Iterable[Tensor], tokens: Tensor) -> Tensor:
+    """Make a table `(N, columns)`: `Scores`, then the log-probability by each draw.
 
-    by_token: Scores  # (N,)
-    by_draw: Tensor  # (S, N), log-probabilities of the labels under each draw
-    labelled: Tensor  # (B, T) booleans, where the tokens are
-
-    def placed(self) -> Scores:
-        """Put the scores where the tokens are in the texts, `(B, T)`."""
-        return Scores._make(
-            _placed(numbers, self.labelled) for numbers in self.by_token
-        )
-
-    def whole(self) -> Tensor:
-        """Compute the log-probability `(S, B)` of each text under each draw.
-
-        A draw is one model of the whole text, so its tokens' probabilities are
-        multiplied first.
-        """
-        return torch.stack(
-            [_placed(of_draw, self.labelled).sum(1) for of_draw in self.by_draw]
-        )
-
-
-def score(
-    f: Tensor,
-    drawn: Iterable[Tensor],
-    tokens: Tensor,
-    labelled: Tensor,
-) -> TextScores:
-    """Score texts by all of their logits, as `score_tokens` does."""
-    return of_texts([score_tokens(f, drawn, tokens, labelled)])
-
-
-def score_tokens(
-    f: Tensor,
-    drawn: Iterable[Tensor],
-    tokens: Tensor,
-    labelled: Tensor,
-) -> TokenScores:
-    """Score tokens by the logits of draws, one draw at a time.
-
-    Takes logits `(N, V)` of the trained model at the labelled tokens, one text after
-    the other, those of each draw, the labels `(N,)`, and booleans `(B, T)`, N of which
-    are true. Without draws the trained model itself is scored. The memory is that of a
-    few draws' logits, however many draws there are.
+    The memory is that of a few draws' logits, however many draws there are.
     """
     of_map = _predicted(f, tokens)
-    n_draws = 0
     p_sum = torch.zeros_like(f)
-    entropy_sum = torch.zeros_like(of_map.entropy)
-    log_probs = []
+    entropies: list[Tensor] = []
+    log_probs: list[Tensor] = []
     for logits in drawn:
         of_draw = _predicted(logits, tokens)
-        n_draws += 1
         p_sum += of_draw.p
-        entropy_sum += of_draw.entropy
+        entropies.append(of_draw.entropy)
         log_probs.append(of_draw.log_prob)
-    if n_draws == 0:
-        # The trained model is the only one.
-        n_draws = 1
-        p_sum = of_map.p
-        entropy_sum = of_map.entropy
-        log_probs = [of_map.log_prob]
+    if not log_probs:  # the trained model is the only one
+        p_sum, entropies, log_probs = of_map.p, [of_map.entropy], [of_map.log_prob]
     # In place: `(N, V)` is the largest of all tensors here.
-    p_mean = p_sum.div_(n_draws)
-    total = torch.special.entr(p_mean).sum(-1)
-    aleatoric = entropy_sum / n_draws
+    total = torch.special.entr(p_sum.div_(len(log_probs))).sum(-1)
+    aleatoric = torch.stack(entropies).mean(0)
     if total.isnan().any() or of_map.entropy.isnan().any():
         raise ValueError("non-finite logits: check the prior precision and the weights")
     by_draw = torch.stack(log_probs)
-    by_token = Scores(
-        log_prob=by_draw.logsumexp(0) - math.log(n_draws),
+    scores = Scores(
+        log_prob=by_draw.logsumexp(0) - math.log(len(by_draw)),
         map_log_prob=of_map.log_prob,
         map_entropy=of_map.entropy,
         total=total,
@@ -352,53 +245,32 @@ def score_tokens(
         epistemic=(total - aleatoric).clamp_min(0),
         log_prob_sd=by_draw.std(0, correction=0),
     )
-    return TokenScores(by_token, by_draw, labelled)
+    return torch.stack([*scores, *by_draw], dim=1)
 
 
-def of_texts(parts: Sequence[TokenScores]) -> TextScores:
-    """Join scores of parts that share no token into those of texts."""
-    tokens = parts[0].placed()
-    whole = parts[0].whole()
-    labelled = parts[0].labelled
-    for part in parts[1:]:
-        pairs = zip(tokens, part.placed(), strict=True)
-        tokens = Scores._make(mine + its for mine, its in pairs)
-        whole = whole + part.whole()
-        labelled = labelled | part.labelled
-    sums = Scores._make(numbers.sum(1) for numbers in tokens)
+def _placed(table: Tensor, labelled: Tensor) -> Tensor:
+    """Put the rows of N labelled tokens in their places `(B, T)`, among zeros."""
+    placed = table.new_zeros(*labelled.shape, table.shape[1])
+    placed[labelled.to(table.device)] = table
+    return placed
+
+
+def _of_table(table: Tensor, labelled: Tensor) -> TextScores:
+    """Make scores of a table `(B, T, columns)` of labelled tokens."""
+    n_scores = len(Scores._fields)
+    sums = table.sum(1)
     # A text without a label has a mean of 0.
-    n_tokens = labelled.sum(1).clamp_min(1)
+    means = sums / labelled.sum(1, keepdim=True).clamp_min(1)
+    # A draw is one model of the whole text, so its tokens' probabilities are multiplied
+    # first.
+    by_draw = sums[:, n_scores:]
     return TextScores(
-        tokens=tokens,
-        sums=sums,
-        means=Scores._make(numbers / n_tokens for numbers in sums),
+        tokens=Scores._make(table[..., :n_scores].unbind(-1)),
+        sums=Scores._make(sums[:, :n_scores].unbind(-1)),
+        means=Scores._make(means[:, :n_scores].unbind(-1)),
         labelled=labelled,
-        log_prob=whole.logsumexp(0) - math.log(len(whole)),
+        log_prob=by_draw.logsumexp(1) - math.log(by_draw.shape[1]),
     )
-
-
-def _of_batches(batches: Sequence[TextScores]) -> TextScores:
-    """Join the scores of batches, whose texts are equally long with their padding."""
-    return TextScores(
-        tokens=_joined([scores.tokens for scores in batches]),
-        sums=_joined([scores.sums for scores in batches]),
-        means=_joined([scores.means for scores in batches]),
-        labelled=torch.cat([scores.labelled for scores in batches]),
-        log_prob=torch.cat([scores.log_prob for scores in batches]),
-    )
-
-
-def _joined(batches: Sequence[Scores]) -> Scores:
-    by_number = zip(*batches, strict=True)
-    return Scores._make(torch.cat(of_batches) for of_batches in by_number)
-
-
-def _placed(
-    numbers: Tensor,
-    labelled: Tensor,
-) -> Tensor:
-    """Put N labelled tokens' numbers in their places `(B, T)`, among zeros."""
-    return numbers.new_zeros(labelled.shape).masked_scatter(labelled, numbers)
 
 
 class _Predicted(NamedTuple):
