@@ -48,8 +48,14 @@ def quality(
     Raises
     ------
     ValueError
-        If a probability is not finite.
+        If a probability is not finite, or the labels are not one for each row.
     """
+    if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
+        raise ValueError(
+            "Probabilities must be (N, C), with labels (N,), not "
+            f"{tuple(probabilities.shape)} with {tuple(labels.shape)}: "
+            "compare(la, loader) measures several labels and labels of tokens."
+        )
     if not torch.isfinite(probabilities).all():
         raise ValueError("Probabilities are not finite.")
     n_classes = probabilities.shape[1]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from laplace_lora_ext.likelihoods import TOKENS
 from laplace_lora_ext.metrics import N_BINS
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.processes.exchange import rank
@@ -76,12 +77,17 @@ def outcomes(
     Raises
     ------
     ValueError
-        If there are no labels, or the posterior predicts no classes.
+        If there are no labels, or the posterior predicts no classes of examples.
     """
     first = la.members[0]
     if first.predicted_likelihood.is_gaussian:
         raise ValueError(
             f"{first.likelihood} predicts numbers, which have no probabilities."
+        )
+    if first.likelihood in (TOKENS, "language_modeling"):
+        raise ValueError(
+            f"Pictures are of one distribution an example, and {first.likelihood} has "
+            "one a token: laplace_lora_ext.metrics.compare measures labels of tokens."
         )
     likelihood = first.trained_likelihood
     is_silent = not progress_bar or rank() > 0

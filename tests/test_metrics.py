@@ -64,6 +64,19 @@ def test_the_calibration_error_of_predictions_that_are_too_modest():
     assert figures["ece"] == pytest.approx(error, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "shapes",
+    # Of tokens, of several labels, and of one example less.
+    [((2, 5, 3), (2, 5)), ((4, 2), (4, 2)), ((4, 3), (3,))],
+    ids=str,
+)
+def test_labels_that_are_not_one_a_row_are_refused(shapes):
+    of_probabilities, of_labels = shapes
+    p = torch.ones(of_probabilities).softmax(-1)
+    with pytest.raises(ValueError, match=r"\(N, C\), with labels \(N,\)"):
+        quality(p, torch.zeros(of_labels, dtype=torch.long))
+
+
 def test_probabilities_that_are_no_numbers_are_refused():
     infinite = EVEN / 0
     with pytest.raises(ValueError, match="not finite"):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, nll_loss, pad
+from torch.nn.functional import cross_entropy, nll_loss, one_hot, pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -24,7 +24,8 @@ from transformers import (
 
 import laplace_lora_ext
 import laplace_lora_ext.passes.recorder as recorder
-from laplace_lora_ext import Moments
+from laplace_lora_ext import Moments, plots
+from laplace_lora_ext.curvature.backend import LowRankKronEF
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.passes.recorder import _Jacobians
 from tests.support.dense import (
@@ -322,6 +323,26 @@ def test_curvature_evidence_and_covariances_are_exact(kind, structure):
     covariances = glm_covariance(tokens.Js, H, priors)
     assert_close(moments.f_mu, tokens.f, **EXACT)
     assert_close(moments.f_var, covariances, **EXACT)
+
+
+def test_the_empirical_fisher_sums_over_labelled_tokens():
+    data = batches()
+    model = token_classifier()
+    settings = full_rank("lowrank_kron")
+    la = make(model, "lowrank_kron", TOKENS, backend=LowRankKronEF, **settings)
+    la.fit(data)
+    tokens = tokens_of(model, data)
+    slopes = tokens.f.softmax(-1) - one_hot(tokens.y, N_CLASSES)
+    of_labels = torch.einsum("nc,nk->nck", slopes, slopes)
+    expected = gradient_curvature(model, tokens.Js, of_labels)
+    assert_close(la.H.to_matrix(), expected, rtol=1e-8, atol=1e-10)
+
+
+def test_pictures_of_labels_of_tokens_are_refused():
+    la = fitted()
+    for draw in (plots.reliability, plots.risk_coverage, plots.entropies):
+        with pytest.raises(ValueError, match="token_classification has one a token"):
+            draw(la, batches())
 
 
 # 5 leaves a last batch of another size.

@@ -550,7 +550,13 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
 
 
 class LowRankKronEF(LowRankKronInterface, EFInterface):
-    """The empirical Fisher: gradients at the labels, by one backward pass."""
+    """The empirical Fisher Σ G Gᵀ, with the gradients G of the loss at the labels.
+
+    It sums over examples. With "token_classification" each labelled token is one: a
+    text takes a backward pass for each. With "language_modeling" each text is one: G is
+    that of its whole loss, by one backward pass. There the two differ, since gradients
+    at given labels don't cancel between tokens, as those of drawn labels do on average.
+    """
 
     def seeds(
         self,
