@@ -298,8 +298,7 @@ class LowRankKronInterface(CurvatureInterface):
         self.kfac_approx = kfac_approx
         self.tail = tail
         if kfac_approx == "gradient":  # others count positions, of prompts too
-            self.model.share_prompts()
-            self.model.divide_vocabulary()
+            self.model.economise()
         self.examples: Tensor | None = None
 
     @property

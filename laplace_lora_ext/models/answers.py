@@ -78,14 +78,11 @@ class Answers:
         A prompt should leave it out.
         """
 
-    def share_prompts(self) -> None:
-        """Read what a text's choices share once from now on, where that is exact."""
+    def economise(self) -> None:
+        """Read what choices share once, and a vocabulary's logits in parts from now on.
 
-    def divide_vocabulary(self) -> None:
-        """Compute logits of a vocabulary in parts from now on.
-
-        Backward passes compute them anew. Nobody may transform passes by `torch.func`
-        then.
+        Backward passes compute these logits anew. Nobody may transform passes by
+        `torch.func` then, or count positions.
         """
 
     @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import DynamicCache
 
 from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.messages import warn
@@ -44,11 +43,6 @@ from laplace_lora_ext.processes.exchange import count
 SCORE_MASK = "score_mask"
 _CACHES = ("cache", "past_key_values")  # in newer transformers, and in older ones
 
-# How far rounding may move logits, in units of the precision of a model's weights: sums
-# of many layers differ by tens of them, and other positions by far more.
-_ROUNDING = 1000
-_ROUNDING_OF_HALF = 0.02  # relative, whatever the precision
-
 
 @dataclass(frozen=True)
 class _Rows:
@@ -64,12 +58,20 @@ class _Rows:
         return of_rows.unflatten(0, (self.n_texts, -1))
 
     @property
-    def real(self) -> Tensor:
-        """Mark tokens that are no padding, `(B K, T)`."""
+    def n_shared(self) -> int:
+        """Count the tokens that all choices of each text begin with.
+
+        They end where the first token of a score is predicted, or with the shortest
+        prompt.
+        """
+        of_texts = self.by_text(self.inputs["input_ids"])
+        is_shared = (of_texts == of_texts[:, :1]) & self.by_text(
+            self.targets == IGNORED
+        )
         mask = self.inputs.get("attention_mask")
-        if mask is None:
-            return torch.ones_like(self.targets, dtype=torch.bool)
-        return mask.bool()
+        if mask is not None:
+            is_shared = is_shared & self.by_text(mask.bool())
+        return int(is_shared.int().cumprod(-1).sum(-1).min())
 
 
 @dataclass(frozen=True)
@@ -79,30 +81,6 @@ class _Scores:
     logits: Tensor  # `(B, K)`
     # Logits `(B, V)` where the first choice's first token is predicted.
     at_first: Tensor
-
-
-@dataclass(frozen=True)
-class _Divided:
-    """The same rows, divided into what a text's choices share, and the rest."""
-
-    prompts: dict[str, Tensor]  # C tokens of each text, `(B, C)`
-    ends: Tensor  # `(B,)` how many of them are real
-    # `(B, K)` tokens that are predicted at the last one, or `IGNORED`.
-    at_end: Tensor
-    # L tokens of each choice, `(B K, L)`, and a mask with prompts.
-    behind: dict[str, Tensor]
-    targets: Tensor  # `(B K, L)` tokens that logits there predict, or `IGNORED`
-
-    @property
-    def kind(self) -> tuple[bool, bool]:
-        """Tell whether prompts are padded, and whether anything stands behind them."""
-        is_padded = bool((self.ends != self.ends[0]).any())
-        return is_padded, self.goes_on
-
-    @property
-    def goes_on(self) -> bool:
-        """Tell whether anything that is read stands behind the prompts."""
-        return self.targets.shape[1] > 0
 
 
 class Choices(Answers):
@@ -115,10 +93,9 @@ class Choices(Answers):
     of its tokens' log-probabilities, each given all that stands before it, or their
     mean with `normalised`.
 
-    Each choice is a row of its own. After `share_prompts` a decoder reads once what the
-    choices of a text share, keeps it in its cache, with gradients, and reads what
-    stands behind it for each choice: only where the first batch of a kind then has the
-    same logits as by rows of its own.
+    Each choice is a row of its own. After `economise` a decoder with a plain cache
+    reads once what all choices of a text begin with, as far as in each text of a batch:
+    if the first batch has the same logits by whole rows.
     """
 
     def __init__(
@@ -127,9 +104,9 @@ class Choices(Answers):
         normalised: bool = False,
     ) -> None:
         super().__init__()
-        self._shares_prompts = False
-        self._proven: dict[tuple[bool, bool], bool] = {}  # by kind of batch
         self._divides_vocabulary = False
+        self._shares_prompts = False
+        self._is_proven = False  # that shared prompts change nothing
         self.normalised = normalised
         self._transformer = transformer
         self._decodes = (
@@ -170,109 +147,79 @@ class Choices(Answers):
     ) -> _Scores:
         """Pass over a batch of choices; `call` calls the model."""
         rows = self._rows(inputs)
-        divided_rows = self._divided(rows) if self._may_share(kwargs) else None
-        if divided_rows is None or self._proven.get(divided_rows.kind) is False:
-            return self._by_rows(rows, call, **kwargs)
-        scores = self._by_prompts(rows, divided_rows, call, **kwargs)
-        is_same = scores is not None
-        if scores is not None and divided_rows.kind not in self._proven:
-            # One more pass, once a kind of batch: what a cache does is the model's own
-            # affair.
-            with torch.no_grad():
-                expected = self._by_rows(rows, call, **kwargs)
-            is_same = _agree(scores.logits.detach(), expected.logits, self._dtype)
-        self._proven[divided_rows.kind] = is_same
-        if scores is None or not is_same:
-            return self._by_rows(rows, call, **kwargs)
-        return scores
-
-    def share_prompts(self) -> None:
-        # Not yet for certain: the first batch of each kind proves it, or not.
-        self._shares_prompts = True
-
-    def divide_vocabulary(self) -> None:
-        self._divides_vocabulary = self._transformer is not None
-
-    def _may_share(self, kwargs: Mapping[str, Any]) -> bool:
-        """Tell whether a prompt may be read once, as far as is known before a pass."""
-        transformer = self._transformer
-        if not self._shares_prompts or transformer is None or self._decodes or kwargs:
-            return False
-        # Two passes with dropout are never alike, and could prove nothing.
-        if transformer.training:
-            return False
-        # Sharded layers wait for other ranks, whose batches may be of other kinds.
-        if count() > 1:
-            return False
-        # Checkpointed layers keep no cache.
-        if any(
-            getattr(layer, "gradient_checkpointing", False)
-            for layer in transformer.modules()
-        ):
-            return False
-        parameters = inspect.signature(transformer.forward).parameters
-        takes_places = {"position_ids", "use_cache"} <= set(parameters)
-        return takes_places and self._cache is not None
-
-    @property
-    def _cache(self) -> str | None:
-        """Name the cache of keys and values that a decoder takes; None without one."""
-        assert self._transformer is not None
-        parameters = inspect.signature(self._transformer.forward).parameters
-        return next((name for name in _CACHES if name in parameters), None)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        assert self._transformer is not None
-        return next(self._transformer.parameters()).dtype
-
-    def _by_rows(
-        self,
-        rows: _Rows,
-        call: Callable[..., Any],
-        **kwargs: Any,
-    ) -> _Scores:
-        """Read each choice with its prompt."""
-        model_kwargs = without_cache(self._transformer, rows.inputs) | kwargs
-        log_p, at_first = self._read(rows.inputs, rows.targets, call, **model_kwargs)
+        keywords = without_cache(self._transformer, rows.inputs) | kwargs
+        whole = partial(self._read, rows.inputs, rows.targets, call, **keywords)
+        read = None
+        if self._may_share(rows, kwargs) and (n_shared := rows.n_shared):
+            read = self._read_behind(rows, n_shared, call)
+            if not self._is_proven:
+                # What a cache does is a model's own affair.
+                with torch.no_grad():
+                    self._is_proven = read is not None and self._agree(read, whole())
+                self._shares_prompts = self._is_proven
+        if read is None or not self._shares_prompts:
+            read = whole()
+        log_p, at_first = read
+        if self.normalised:
+            log_p = log_p / (rows.targets != IGNORED).sum(-1).to(log_p.device)
         at_first = rows.by_text(at_first)[:, 0]  # of a text's first choice
-        return self._scored(rows, rows.by_text(log_p), at_first)
+        return _Scores(rows.by_text(log_p), at_first)
 
-    def _by_prompts(
-        self,
-        rows: _Rows,
-        parts: _Divided,
-        call: Callable[..., Any],
-        **kwargs: Any,
-    ) -> _Scores | None:
-        """Read each prompt once, and choices behind it; None if that is impossible.
+    def economise(self) -> None:
+        self._divides_vocabulary = self._transformer is not None
+        self._shares_prompts = self._transformer is not None and not self._decodes
 
-        A cache may not be plain.
-        """
-        index = (parts.ends - 1)[:, None]
-        _, n_positions = parts.prompts["input_ids"].shape
-        with reading_at(self._transformer, index, n_positions) as read_off:
-            output = call(parts.prompts, use_cache=parts.goes_on, **kwargs)
-            at_end = in_full(read_off(output))
-        targets = parts.at_end[:, None].to(at_end.device)  # all predicted at one place
-        log_p = _log_probs(at_end, targets)[:, 0]
-        if parts.goes_on:
-            assert self._cache is not None
-            cache = getattr(output, self._cache, None)
-            if not isinstance(cache, Cache) or not _is_plain(cache):
-                return None
-            _, n_choices = parts.at_end.shape
-            cache.batch_repeat_interleave(n_choices)
-            with_cache = {"use_cache": True, self._cache: cache}
-            behind, _ = self._read(
-                parts.behind,
-                parts.targets,
-                call,
-                **with_cache,
-                **kwargs,
+    def _may_share(self, rows: _Rows, kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether a prompt may be read once, as far as is known before a pass."""
+        if not self._shares_prompts or kwargs:
+            return False
+        assert self._transformer is not None
+        # Checkpointed layers keep no cache; dropout is never alike in two passes; ranks
+        # that share layers must make the same passes. Of other inputs nobody knows
+        # which belong to the prompt alone.
+        return (
+            not any(
+                getattr(module, "gradient_checkpointing", False)
+                for module in self._transformer.modules()
             )
-            log_p = log_p + rows.by_text(behind)
-        return self._scored(rows, log_p, at_end[:, 0])
+            and not self._transformer.training
+            and count() == 1
+            and rows.inputs.keys() <= {"input_ids", "attention_mask"}
+        )
+
+    def _read_behind(
+        self, rows: _Rows, n_shared: int, call: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Read shared tokens once, and choices behind them, as `_read` does.
+
+        None if the model's cache may forget, or write where gradients don't follow.
+        """
+        ids = rows.inputs["input_ids"]
+        prompts = rows.by_text(ids)[:, 0, :n_shared]
+        last = torch.full((len(prompts), 1), n_shared - 1, device=ids.device)
+        with reading_at(self._transformer, last, n_shared):
+            output = call({"input_ids": prompts}, use_cache=True)
+        name, cache = next(
+            ((name, output[name]) for name in _CACHES if name in output), ("", None)
+        )
+        layers = getattr(cache, "layers", [])
+        are_plain = {type(layer).__name__ for layer in layers} == {"DynamicLayer"}
+        if type(cache) is not DynamicCache or not are_plain:
+            return None
+        cache.batch_repeat_interleave(len(ids) // len(prompts))
+        behind = rows.inputs | {"input_ids": ids[:, n_shared:]}
+        keywords = {"use_cache": True, name: cache}
+        return self._read(behind, rows.targets[:, n_shared:], call, **keywords)
+
+    def _agree(self, read: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor]) -> bool:
+        """Tell whether log-probabilities differ by rounding alone."""
+        (found, _), (expected, _) = read, whole
+        assert self._transformer is not None
+        eps = torch.finfo(next(self._transformer.parameters()).dtype).eps
+        # Sums of many layers differ by tens of units, and other positions by far more.
+        rounding = min(1000 * eps, 0.02)
+        distance = (found.detach() - expected).abs().max()
+        return bool(distance <= rounding * expected.abs().max())
 
     def _read(
         self,
@@ -295,9 +242,7 @@ class Choices(Answers):
             output = call(inputs, **kwargs)
             of_vocabulary = in_full(read_off(output))
         tokens = targets.take_along_dim(index, dim=1).where(counts, IGNORED)
-        # One is predicted at each place.
-        tokens = tokens[..., None].to(of_vocabulary.device)
-        log_p = _log_probs(of_vocabulary, tokens)[..., 0]
+        log_p = _log_probs(of_vocabulary, tokens)
         return log_p.sum(-1), of_vocabulary[:, 0]
 
     def _read_in_parts(
@@ -311,7 +256,7 @@ class Choices(Answers):
         """Read as `_read`, a part of the places at a time."""
         assert self._transformer is not None
         predicts = targets != IGNORED
-        tokens = targets[predicts][:, None, None]
+        tokens = targets[predicts]
         calls = partial(call, inputs, **kwargs)
 
         def logits(part: Part) -> Tensor:
@@ -319,11 +264,7 @@ class Choices(Answers):
             return in_full(logits_at(self._transformer, places, calls))
 
         def reading(rows: Tensor) -> Reading:
-            def read(logits: Tensor) -> Tensor:
-                own = tokens[rows].to(logits.device)
-                return _log_probs(logits[:, None], own).flatten()
-
-            return read
+            return partial(_log_probs, tokens=tokens[rows])
 
         log_p, at_first = read_in_parts(
             self._transformer, predicts, parts, logits, reading
@@ -331,73 +272,6 @@ class Choices(Answers):
         places = predicts.to(log_p.device)
         by_place = log_p.new_zeros(places.shape).masked_scatter(places, log_p)
         return by_place.sum(-1), at_first
-
-    def _scored(
-        self,
-        rows: _Rows,
-        log_p: Tensor,
-        at_first: Tensor,
-    ) -> _Scores:
-        """Make logits `(B, K)` of the sums of choices' log-probabilities."""
-        if self.normalised:
-            counts = rows.targets != IGNORED
-            n_tokens = rows.by_text(counts.sum(-1))
-            log_p = log_p / n_tokens.to(log_p.device)
-        return _Scores(log_p, at_first)
-
-    def _divided(self, rows: _Rows) -> _Divided | None:
-        """Divide rows behind what each text's choices share; None if nothing is."""
-        # Of other inputs nobody knows which belong to the prompt alone.
-        if not rows.inputs.keys() <= {"input_ids", "attention_mask"}:
-            return None
-        real = rows.real
-        # A real token behind padding: then a place is no count of tokens.
-        follows_padding = ~real[:, :-1]
-        if (real[:, 1:] & follows_padding).any():
-            return None
-        ends = _shared_ends(rows)
-        if not ends.all():
-            return None
-        ids = rows.inputs["input_ids"]
-        n_rows, n_positions = ids.shape
-        n_choices = n_rows // rows.n_texts
-        steps = torch.arange(n_positions, device=ids.device)
-
-        # The prompts: a text's choices have the same, so that the first one's is read.
-        n_shared = int(ends.max())
-        shared_steps = steps[:n_shared]
-        in_prompt = shared_steps < ends[:, None]
-        first_choice = rows.by_text(ids)[:, 0, :n_shared]
-        prompts = {
-            "input_ids": first_choice.where(in_prompt, 0),
-            "attention_mask": in_prompt.long(),
-            "position_ids": shared_steps.expand(rows.n_texts, -1),
-        }
-
-        # What stands behind them, up to the last place that predicts anything.
-        ends_of_rows = ends.repeat_interleave(n_choices)[:, None]
-        predicts = rows.targets != IGNORED
-        needed = (predicts * (steps + 1)).amax(1, keepdim=True)
-        n_behind = int((needed - ends_of_rows).max().clamp_min(0))
-        places = ends_of_rows + steps[:n_behind]
-        is_read = places < needed
-        within = places.clamp_max(n_positions - 1)
-        prompt_of_rows = in_prompt.repeat_interleave(n_choices, dim=0)
-        behind = {
-            "input_ids": ids.take_along_dim(within, dim=1).where(is_read, 0),
-            "attention_mask": torch.cat([prompt_of_rows, is_read], dim=1).long(),
-            "position_ids": places,
-        }
-
-        at_end = rows.targets.take_along_dim(ends_of_rows - 1, dim=1)
-        targets = rows.targets.take_along_dim(within, dim=1)
-        return _Divided(
-            prompts=prompts,
-            ends=ends,
-            at_end=rows.by_text(at_end)[..., 0],
-            behind=behind,
-            targets=targets.where(is_read, IGNORED),
-        )
 
     def _rows(self, inputs: Any) -> _Rows:
         """Arrange a batch of choices as rows, and find what each place predicts."""
@@ -496,11 +370,8 @@ class AnswerTexts(Answers):
         )
         self._choices = Choices(transformer, normalised)
 
-    def share_prompts(self) -> None:
-        self._choices.share_prompts()
-
-    def divide_vocabulary(self) -> None:
-        self._choices.divide_vocabulary()
+    def economise(self) -> None:
+        self._choices.economise()
 
     def rows(self, inputs: Any) -> Any:
         return self._choices.rows(self._as_choices(inputs))
@@ -717,28 +588,6 @@ def _targets(
     return pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def _shared_ends(rows: _Rows) -> Tensor:
-    """Count the tokens `(B,)` that a text's choices share from the first one on.
-
-    Tokens that count in a score are a choice's own, even where all choices have them.
-    """
-    predicts = rows.targets != IGNORED
-    counts = pad(predicts[:, :-1], (1, 0), value=False)
-    by_text = rows.by_text(rows.inputs["input_ids"])
-    is_same = (by_text == by_text[:, :1]).all(1)
-    may_share = rows.by_text(rows.real & ~counts).all(1)
-    is_shared = (is_same & may_share).int()
-    return is_shared.cumprod(1).sum(1)
-
-
-def _is_plain(cache: Cache) -> bool:
-    """Tell whether a cache keeps everything, in tensors that gradients follow."""
-    layers = getattr(cache, "layers", [])
-    # Others forget, or write in place.
-    names = {type(layer).__name__ for layer in layers}
-    return names == {"DynamicLayer"}
-
-
 def _has_row_and_place(value: Any, shape: torch.Size) -> bool:
     """Tell whether a value is a tensor with a number for each token."""
     return isinstance(value, Tensor) and value.shape[:2] == shape
@@ -748,7 +597,11 @@ def _log_probs(
     logits: Tensor,
     tokens: Tensor,
 ) -> Tensor:
-    """Compute tokens' log-probabilities `(N, M, K)`; those of `IGNORED` are 0."""
+    """Compute log-probabilities `(...)` of tokens, given logits `(..., V)`.
+
+    Those of `IGNORED` are 0.
+    """
+    tokens = tokens.to(logits.device)
     counts = tokens != IGNORED
     tokens = tokens.where(counts, 0)
     vocabulary = logits.shape[-1]
@@ -757,20 +610,9 @@ def _log_probs(
             f"Answers have tokens up to {tokens.max()}, but the model's output layer "
             f"has only {vocabulary}: pass the numbers that they have in it."
         )
-    chosen = logits.gather(-1, tokens)
-    log_p = chosen - logits.logsumexp(-1, keepdim=True)
+    chosen = logits.gather(-1, tokens[..., None])[..., 0]
+    log_p = chosen - logits.logsumexp(-1)
     return log_p.where(counts, 0)
-
-
-def _agree(
-    logits: Tensor,
-    others: Tensor,
-    dtype: torch.dtype,
-) -> bool:
-    """Tell whether two computations of logits differ by rounding alone."""
-    rounding = min(_ROUNDING * torch.finfo(dtype).eps, _ROUNDING_OF_HALF)
-    difference = (logits - others).abs().max()
-    return bool(difference <= rounding * others.abs().max())
 
 
 def _padded(

@@ -202,19 +202,10 @@ class LogitsModel(nn.Module):
         """Compute what shows whether examples depend on each other: the logits."""
         return self(batch)
 
-    def share_prompts(self) -> None:
-        """Read what a text's choices share once from now on, where that is exact.
-
-        LoRA layers are then called twice a pass, with a text's rows divided among both
-        calls.
-        """
+    def economise(self) -> None:
+        """Economise with answers as `Answers.economise` from now on."""
         if self._answers is not None:
-            self._answers.share_prompts()
-
-    def divide_vocabulary(self) -> None:
-        """Compute logits of a vocabulary as `Answers.divide_vocabulary` from now on."""
-        if self._answers is not None:
-            self._answers.divide_vocabulary()
+            self._answers.economise()
 
     def weighing_answers(self) -> AbstractContextManager[list[Tensor]]:
         """Weigh answers as `Answers.weighing` does; without answers, nothing."""

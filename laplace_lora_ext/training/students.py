@@ -314,7 +314,7 @@ def _teaching(
         # The trainer may have wrapped the model, and a `LogitsModel` is costly to make.
         if id(run) not in students:
             students[id(run)] = model.around(run)
-            students[id(run)].divide_vocabulary()
+            students[id(run)].economise()
         targets = inputs.pop(_TEACHER)
         student = students[id(run)]
         if student.class_token_ids is None:

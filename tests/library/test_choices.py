@@ -628,7 +628,7 @@ def figures_of(
     with RowsOfTheVocabulary(model) as rows:
         la.fit(case.batches)
         student = la.model.around(model)
-        student.divide_vocabulary()
+        student.economise()
         log_p = student.log_probs(inputs)
         # Some function of all of them, whose slopes are compared.
         total = log_p.square().sum()

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import AutoTokenizer
@@ -177,8 +178,16 @@ def test_wrappers_of_batches_answer_too(gpt2, with_answers, eight_texts):
     "family",
     [
         "Llama",
+        "Qwen3",
+        "Gemma",
         "Gemma 3",
+        "Phi-3",
+        "GPT-NeoX",
+        "GPT-J",
         "OPT",
+        "Falcon",
+        "DeepSeek-V3",
+        "Mistral",
         "BLOOM",
         "Mamba",
         "RoBERTa as decoder",
@@ -347,121 +356,7 @@ def test_log_probabilities_are_those_of_a_distribution(with_answers, eight_texts
     assert_close(among_answers, expected, **EXACT)
 
 
-# --- prompts that are read once -------------------------------------------------------
-
-
-def tokens_read(model: nn.Module) -> list[int]:
-    """Make a list that gets how many tokens each call of a model reads."""
-    read: list[int] = []
-
-    def note(
-        module: nn.Module,
-        args: Any,
-        kwargs: dict[str, Any],
-    ) -> None:
-        ids = kwargs["input_ids"]
-        read.append(ids.numel())
-
-    model.register_forward_pre_hook(note, with_kwargs=True)
-    return read
-
-
-SHARING = [
-    "Llama",
-    "Qwen3",
-    "Gemma",
-    "Phi-3",
-    "GPT-NeoX",
-    "GPT-J",
-    "OPT",
-    "Falcon",
-    "DeepSeek-V3",
-]
-# Windows, states, positions of their own, or none that can be told.
-NOT_SHARING = [
-    "Mistral",
-    "Gemma 3",
-    "Mamba",
-    "RoBERTa as decoder",
-    "BLOOM",
-]
-
-
-def with_shared_prompts(logits_model: LogitsModel) -> LogitsModel:
-    """Let a model of logits read each prompt once, for all of its answers."""
-    logits_model.share_prompts()
-    return logits_model
-
-
-@pytest.fixture
-def sharing(gpt2: nn.Module) -> LogitsModel:
-    """GPT-2 with `ANSWERS`, which reads each prompt once."""
-    return with_shared_prompts(LogitsModel(gpt2, ANSWERS))
-
-
-def logits_and_gradients(
-    logits_model: LogitsModel,
-    batch: Batch,
-    weights: list[nn.Parameter],
-) -> list[Tensor | None]:
-    """Differentiate a drawn combination of the logits in some weights."""
-    logits = logits_model(batch)
-    direction = torch.randn(logits.shape, generator=generator())
-    total = (logits * direction).sum()
-    gradients = torch.autograd.grad(
-        total,
-        weights,
-        allow_unused=True,
-    )
-    return [logits, *gradients]
-
-
-@pytest.mark.parametrize("family", SHARING + NOT_SHARING)
-def test_prompts_that_are_read_once_change_nothing(family):
-    model = FAMILIES[family].model(RIGHT).eval()
-    plain = LogitsModel(model, ANSWERS)
-    sharing = with_shared_prompts(LogitsModel(model, ANSWERS))
-    lora = []
-    for name, weight in model.named_parameters():
-        if "lora_" in name:
-            lora.append(weight.requires_grad_())
-    for batch in ragged_batches(batch_size=4):
-        found = logits_and_gradients(sharing, batch, lora)
-        expected = logits_and_gradients(plain, batch, lora)
-        assert_close(found, expected, **IN_FLOAT32)
-
-
-@pytest.mark.parametrize("family", SHARING)
-def test_families_that_can_read_prompts_once(family, four_texts):
-    model = FAMILIES[family].model(RIGHT).eval()
-    sharing = with_shared_prompts(LogitsModel(model, ANSWERS))
-    sharing(four_texts)  # for the proof
-    read = tokens_read(model)
-    sharing(four_texts)
-    of_prompts, of_answers = read
-    assert of_prompts == 4 * 7
-    assert of_answers == 4 * len(ANSWERS) * MOST_READ
-
-
-@pytest.mark.parametrize("family", NOT_SHARING)
-def test_families_that_must_read_prompts_with_each_answer(family, four_texts):
-    model = FAMILIES[family].model(RIGHT).eval()
-    sharing = with_shared_prompts(LogitsModel(model, ANSWERS))
-    sharing(four_texts)  # for the proof, where there is one
-    read = tokens_read(model)
-    sharing(four_texts)
-    assert read == [4 * len(ANSWERS) * (7 + MOST_READ)]
-
-
-def assert_twice_alike(
-    sharing: LogitsModel,
-    plain: LogitsModel,
-    batch: Batch,
-) -> None:
-    """Compare logits at first, with the proof of the batch's kind, and without it."""
-    expected = plain(batch)
-    for _ in range(2):
-        assert_close(sharing(batch), expected, **EXACT)
+# --- what choices have in common ------------------------------------------------------
 
 
 def with_one_beginning() -> Batch:
@@ -489,31 +384,8 @@ def with_a_beginning_that_does_not_count() -> Batch:
     return batch
 
 
-@pytest.fixture(params=[False, True], ids=["sums", "means"])
-def sharing_and_plain(
-    request: pytest.FixtureRequest,
-    gpt2: nn.Module,
-) -> tuple[LogitsModel, LogitsModel]:
-    """GPT-2 that is given choices, and reads prompts once or with each choice."""
-    sharing = LogitsModel(gpt2, normalised=request.param)
-    plain = LogitsModel(gpt2, normalised=request.param)
-    return with_shared_prompts(sharing), plain
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_shared_prompts_give_choices_of_each_text_the_same_logits(
-    side,
-    sharing_and_plain,
-):
-    for batch in batches_of_own_choices(side):
-        assert_twice_alike(*sharing_and_plain, batch)
-
-
-def test_shared_prompts_give_choices_of_one_token_the_same_logits(sharing_and_plain):
-    for batch in one_token_choices(ragged_batches()):
-        assert_twice_alike(*sharing_and_plain, batch)
-
-
+@pytest.mark.parametrize("economises", [False, True])
+@pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize(
     "make_batch",
     [
@@ -522,90 +394,183 @@ def test_shared_prompts_give_choices_of_one_token_the_same_logits(sharing_and_pl
         with_a_beginning_that_does_not_count,
     ],
 )
-def test_what_is_common_to_choices_is_no_prompt_by_that_alone(
-    make_batch,
-    sharing_and_plain,
+def test_what_choices_have_in_common_counts_as_their_mask_says(
+    gpt2, make_batch, normalised, economises
 ):
-    assert_twice_alike(*sharing_and_plain, make_batch())
+    batch = make_batch()
+    logits_model = LogitsModel(gpt2, normalised=normalised)
+    if economises:
+        logits_model.economise()
+    expected = expected_logits(gpt2, batch, normalised)
+    for _ in range(2):  # with the proof, and without it
+        assert_close(logits_model(batch), expected, **EXACT)
 
 
-def test_a_kind_of_batch_is_proven_before_it_is_trusted(gpt2, sharing):
-    (even,) = ragged_batches(lengths=(6, 6, 6), padded_to=6)
-    (ragged,) = ragged_batches(lengths=(6, 4, 5), padded_to=6)
-    read = tokens_read(gpt2)
-    for batch in (even, ragged):
-        read.clear()
-        sharing(batch)
-        # Prompts, answers, and for comparison both at once.
-        assert len(read) == 3
-        read.clear()
-        sharing(batch)
-        assert len(read) == 2
+# --- prompts that are read once -------------------------------------------------------
 
 
-def test_a_kind_of_batch_that_is_found_unlike_stays_apart(gpt2, sharing, with_answers):
-    (batch,) = ragged_batches(lengths=(6, 4, 5), padded_to=6)
-    expected = with_answers(batch)
+def tokens_read(model: nn.Module) -> list[int]:
+    """Make a list that gets how many tokens each call of a model reads."""
+    read: list[int] = []
 
-    def shift_positions(
+    def note(
         module: nn.Module,
         args: Any,
         kwargs: dict[str, Any],
-    ) -> tuple[Any, dict[str, Any]]:
-        if not kwargs["use_cache"]:
-            return args, kwargs
-        shifted = kwargs["position_ids"] + 1
-        return args, kwargs | {"position_ids": shifted}
+    ) -> None:
+        ids = kwargs["input_ids"]
+        read.append(ids.numel())
 
-    # Only a pass over prompts caches what it computes, so that it alone goes wrong.
-    gpt2.register_forward_pre_hook(shift_positions, with_kwargs=True)
-    assert_close(sharing(batch), expected, **EXACT)
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return read
+
+
+def minimax() -> nn.Module:
+    """Make a model whose cache is a subclass with a state of its own."""
+    config = transformers.MiniMaxConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        layer_types=["linear_attention", "full_attention"],
+        experts_implementation="eager",
+    )
+    torch.manual_seed(0)
+    return transformers.MiniMaxForCausalLM(config)
+
+
+SHARING = [
+    "Llama",
+    "Qwen3",
+    "Gemma",
+    "Phi-3",
+    "GPT-NeoX",
+    "GPT-J",
+    "OPT",
+    "Falcon",
+    "DeepSeek-V3",
+    "RoBERTa as decoder",
+    "BLOOM",
+]
+# Windows, or states.
+NOT_SHARING = [
+    "Mistral",
+    "Gemma 3",
+    "Mamba",
+    "MiniMax",
+]
+
+
+def of_family(family: str) -> nn.Module:
+    if family == "MiniMax":
+        return minimax().eval()
+    return FAMILIES[family].model(RIGHT).eval()
+
+
+def economising(model: nn.Module, **keywords: Any) -> LogitsModel:
+    """Make a model of `ANSWERS` that reads their prompts once."""
+    logits_model = LogitsModel(model, ANSWERS, **keywords)
+    logits_model.economise()
+    return logits_model
+
+
+def logits_and_gradients(
+    logits_model: LogitsModel,
+    batch: Batch,
+    weights: list[nn.Parameter],
+) -> list[Tensor | None]:
+    """Differentiate a drawn combination of the logits in some weights."""
+    logits = logits_model(batch)
+    direction = torch.randn(logits.shape, generator=generator())
+    total = (logits * direction).sum()
+    gradients = torch.autograd.grad(
+        total,
+        weights,
+        allow_unused=True,
+    )
+    return [logits, *gradients]
+
+
+@pytest.mark.parametrize("family", SHARING + NOT_SHARING)
+def test_prompts_that_are_read_once_change_nothing(family):
+    model = of_family(family)
+    plain = LogitsModel(model, ANSWERS)
+    sharing = economising(model)
+    weights = [
+        weight.requires_grad_()
+        for name, weight in model.named_parameters()
+        if "lora_" in name or family == "MiniMax"
+    ]
+    read = tokens_read(model)
+    for batch in ragged_batches(batch_size=4):
+        found = logits_and_gradients(sharing, batch, weights)
+        expected = logits_and_gradients(plain, batch, weights)
+        assert_close(found, expected, **IN_FLOAT32)
+    # The second batch, whose shortest prompt has two tokens: of these one is read once,
+    # and the other one predicts.
+    n_rows = 4 * len(ANSWERS)
+    whole = n_rows * (7 + MOST_READ)
+    if family in SHARING:
+        assert read[-3:] == [4, whole - n_rows, whole]
+    else:
+        assert read[-2:] == [whole, whole]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("normalised", [False, True])
+def test_shared_prompts_give_choices_of_each_text_the_same_logits(
+    gpt2, side, normalised
+):
+    sharing = LogitsModel(gpt2, normalised=normalised)
+    sharing.economise()
+    for batch in batches_of_own_choices(side):
+        expected = expected_logits(gpt2, batch, normalised)
+        assert_close(sharing(batch), expected, **EXACT)
+
+
+def test_a_cache_that_is_found_unlike_is_used_no_more(gpt2, four_texts, with_answers):
+    expected = with_answers(four_texts)
+    sharing = economising(gpt2)
+    gpt2.register_forward_pre_hook(change_first_tokens_of_caching, with_kwargs=True)
+    assert_close(sharing(four_texts), expected, **EXACT)
     read = tokens_read(gpt2)
-    assert_close(sharing(batch), expected, **EXACT)
+    assert_close(sharing(four_texts), expected, **EXACT)
     assert len(read) == 1
 
 
-def with_statistics(
-    model: nn.Module,
-    kfac_approx: str,
-) -> LogitsModel:
-    """Take the model of answers that a posterior of some statistics makes."""
-    la = make(
-        model,
-        class_token_ids=ANSWERS,
-        backend_kwargs={"kfac_approx": kfac_approx},
-    )
-    return la.model
+def change_first_tokens_of_caching(
+    module: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
+    """Make passes wrong that cache what they compute."""
+    if kwargs["use_cache"]:
+        kwargs = kwargs | {"input_ids": kwargs["input_ids"].roll(1, 0)}
+    return args, kwargs
 
 
 @pytest.mark.parametrize(
-    ("kfac_approx", "n_passes"),
+    ("kfac_approx", "is_training", "n_passes"),
     [
-        ("gradient", 2),
-        ("expand", 1),
+        ("gradient", False, 2),
+        # It counts positions.
+        ("expand", False, 1),
+        # Dropout is another for prompts and answers.
+        ("gradient", True, 1),
     ],
 )
-def test_only_statistics_that_count_no_positions_share_prompts(
-    gpt2,
-    four_texts,
-    kfac_approx,
-    n_passes,
-):
-    logits_model = with_statistics(gpt2, kfac_approx)
-    logits_model(four_texts)  # for the proof
+def test_where_prompts_are_shared(gpt2, four_texts, kfac_approx, is_training, n_passes):
+    la = make(
+        gpt2, class_token_ids=ANSWERS, backend_kwargs={"kfac_approx": kfac_approx}
+    )
+    gpt2.train(is_training)
+    la.model(four_texts)  # for the proof
     read = tokens_read(gpt2)
-    logits_model(four_texts)
+    la.model(four_texts)
     assert len(read) == n_passes
-
-
-@pytest.mark.parametrize("kfac_approx", ["gradient", "expand"])
-def test_no_statistics_share_prompts_in_training(gpt2, four_texts, kfac_approx):
-    logits_model = with_statistics(gpt2, kfac_approx)
-    gpt2.train()
-    read = tokens_read(gpt2)
-    # Dropout would be another for prompts and answers, and for the proof.
-    logits_model(four_texts)
-    assert len(read) == 1
 
 
 # --- what is refused ------------------------------------------------------------------
