@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from operator import is_not
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace
@@ -39,6 +40,14 @@ from laplace_lora_ext.text.scores import (
     draw_logits,
     score_texts,
 )
+
+
+class _Precision(NamedTuple):
+    """A posterior precision, with all that it was made of."""
+
+    value: LowRankKronDecomposed
+    made_of: tuple[Any, ...]
+    versions: list[int]  # of the tensors among them
 
 
 class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
@@ -81,6 +90,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     _key = ("lora", "lowrank_kron")
     _structure: ClassVar[type[Structure[Any, Any]]] = LowRankKronStructure
+    _precision: _Precision | None = None
 
     # --- texts, with the likelihood "language_modeling" -------------------------------
 
@@ -135,19 +145,38 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     # --- what is particular to the structure ------------------------------------------
 
+    @property
+    def posterior_precision(self) -> LowRankKronDecomposed:
+        """Return the posterior precision, made once for a fit and its prior."""
+        made_of = self._fit, self._prior_precision, self._sigma_noise, self._temperature
+        tensors = [value for value in made_of if isinstance(value, Tensor)]
+        if any(value.requires_grad for value in tensors):
+            return self._made_precision()
+        versions = [value._version for value in tensors]
+        if (
+            self._precision is None
+            or any(map(is_not, made_of, self._precision.made_of))
+            or versions != self._precision.versions
+        ):
+            self._precision = _Precision(self._made_precision(), made_of, versions)
+        return self._precision.value
+
+    @torch.inference_mode(False)  # what is kept must not be an inference tensor
+    def _made_precision(self) -> LowRankKronDecomposed:
+        self._check_H_init()
+        return self.H * self._H_factor + self.prior_precision
+
     def moments(
         self, X: Any, joint: bool, directions: Directions = every_output
     ) -> tuple[Tensor, Tensor]:
         self.problem.check_linearised()
-        precision = self.posterior_precision
-        assert isinstance(precision, LowRankKronDecomposed)
+        roots = self.posterior_precision.inverse_roots
         covariances: list[Tensor] = []  # of one part, by block
 
         def add(index: int, jacobian: Tensor) -> None:
             if joint:
                 jacobian = jacobian.flatten(0, 1)
-            block, delta = precision.blocks[index], precision.deltas[index]
-            covariances.append(block.inv_square_form(jacobian, delta))
+            covariances.append(roots[index].square_form(jacobian))
 
         def moments_of(part: Any, _: slice) -> Moments:
             covariances.clear()

@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.curvature.block import DecomposedBlock, KroneckerBlock
+from laplace_lora_ext.curvature.block import (
+    DecomposedBlock,
+    InverseRoot,
+    KroneckerBlock,
+)
 from laplace_lora_ext.curvature.factors import LowRankFactor
 
 # Relative to the largest eigenvalue: ten times that of single precision.
@@ -173,6 +177,14 @@ class LowRankKronDecomposed:
             n_blocks=n_blocks,
         )
 
+    @cached_property
+    def inverse_roots(self) -> list[InverseRoot]:
+        """Prepare each block's inverse root, which all predictions multiply by."""
+        return [
+            block.inverse_root(delta)
+            for block, delta in zip(self.blocks, self.deltas, strict=True)
+        ]
+
     def __add__(self, deltas: float | Tensor) -> LowRankKronDecomposed:
         """Add a multiple of the identity: a scalar, or `(blocks,)`."""
         return LowRankKronDecomposed(self.blocks, self.deltas + deltas)
@@ -208,9 +220,10 @@ class LowRankKronDecomposed:
     def inv_square_form(self, W: Tensor) -> Tensor:
         """Compute `W self⁻¹ Wᵀ`, `(B, C, C)`, for `W` of shape `(B, C, parameters)`."""
         forms: list[Tensor] = []
-        for block, delta, weights in self._with_parts(W):
-            form = block.inv_square_form(weights, delta)
-            forms.append(form.to(W.device))
+        for root, (_, _, weights) in zip(
+            self.inverse_roots, self._with_parts(W), strict=True
+        ):
+            forms.append(root.square_form(weights).to(W.device))
         return torch.stack(forms).sum(0)
 
     def diag(self, exponent: float = 1) -> Tensor:

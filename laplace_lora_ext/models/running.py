@@ -20,11 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from laplace_lora_ext.models.tree import Tree
 
-try:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-except ImportError:  # older transformers checkpoint within their models' own code
-    GradientCheckpointingLayer = None
-
 # What layers call the cache of keys and values, which a second pass would extend a
 # second time.
 _CACHES = {"past_key_values", "past_key_value", "layer_past", "cache"}
@@ -235,18 +230,9 @@ def _merged_in_graph(
 # --- checkpoints ----------------------------------------------------------------------
 
 
-def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
+def checkpointed_layers(tree: Tree) -> list[nn.Module]:
     """Find the layers whose activations the user's training computes anew."""
-    if GradientCheckpointingLayer is None:
-        return []
-    layers: list[nn.Module] = []
-    for module in model.modules():
-        if (
-            isinstance(module, GradientCheckpointingLayer)
-            and module.gradient_checkpointing
-        ):
-            layers.append(module)
-    return layers
+    return [layer for layer in tree.checkpointable if layer.gradient_checkpointing]
 
 
 class Checkpoints:
@@ -257,14 +243,14 @@ class Checkpoints:
         self.n_open = 0
 
     @contextmanager
-    def of(self, model: nn.Module) -> Iterator[None]:
+    def of(self, tree: Tree) -> Iterator[None]:
         """Checkpoint the layers of a model that its training checkpoints, within.
 
         transformers does so in training mode alone, where dropout and whatever else a
         layer does in training would change the logits. Here the layers stay in
         evaluation mode, and the model's own choice of `use_reentrant` does not matter.
         """
-        with forwards_replaced(checkpointed_layers(model), self._checkpointed):
+        with forwards_replaced(checkpointed_layers(tree), self._checkpointed):
             yield
 
     def _checkpointed(

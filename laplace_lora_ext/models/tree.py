@@ -8,6 +8,11 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+try:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+except ImportError:  # older transformers checkpoint within their models' own code
+    GradientCheckpointingLayer = ()
+
 ACTIVE = "_active_adapter"
 """PEFT's attribute of its layers, and of what wraps heads and embeddings."""
 
@@ -23,6 +28,8 @@ class Tree:
         what is in them
     adapted : list of nn.Module
         PEFT's layers and wrappers, which have an active adapter
+    checkpointable : list of nn.Module
+        layers that transformers may compute anew for a backward pass
     read_by : list of nn.Module or None
         the layer that makes the logits, none where there is none; None before a pass
         has shown which it is
@@ -38,6 +45,9 @@ class Tree:
             m
             for m in self.modules
             if isinstance(m, BaseTunerLayer) or ACTIVE in vars(m)
+        ]
+        self.checkpointable: list[Any] = [
+            m for m in self.modules if isinstance(m, GradientCheckpointingLayer)
         ]
         self._children: list[Mapping[str, nn.Module | None]] = [
             m._modules for m in self.modules if m._modules

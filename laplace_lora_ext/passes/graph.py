@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
+import torch._C._functorch as functorch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd.graph import Node
-from torch.utils.checkpoint import CheckpointFunction
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import Checkpoints
@@ -84,8 +86,6 @@ class Call:
         # None once nobody asks for them: the graph has them too, or computes them anew.
         self.inputs: Tensor | None = inputs
         self.version = _version(inputs)
-        # Of the graph, where gradients of the output pass.
-        self.node: Node | None = None
         self.backward_pass: _Pass | None = None  # that runs now
 
 
@@ -152,12 +152,16 @@ class _Tap(torch.autograd.Function):
                 raise _overwritten(call.layer)
             arrive = partial(backward_pass.arrive, call, inputs)
             if backward_pass.is_batched:
-                _OutsideVmap.apply(gradient, arrive)
+                _outside_vmap(gradient, arrive)
             else:
                 arrive(gradient[None])
         # On to the layers before this one; nothing else that `forward` got has a
         # gradient.
         return gradient, None, None, None
+
+
+# torch reads a signature at each call, which takes as long as a small layer.
+_Tap.forward.__signature__ = signature(_Tap.forward)
 
 
 class Graph:
@@ -171,23 +175,12 @@ class Graph:
         anchor: Tensor,
         layouts: Layouts,
     ) -> None:
-        # A call whose output the logits do not depend on would be waited for in vain.
-        nodes = _nodes_behind(logits)
-        leaves = {id(getattr(node, "variable", None)) for node in nodes}
         self.logits = logits
-        self.parameters = [
-            parameter for parameter in parameters if id(parameter) in leaves
-        ]
-        self.calls: list[list[Call]] = []
-        for of_layer in calls:
-            counting: list[Call] = []
-            for call in of_layer:
-                if call.node in nodes:
-                    counting.append(call)
-                # A node holds its call: together they would keep the graph, and all
-                # that it has saved, until Python's garbage collector comes by.
-                call.node = None
-            self.calls.append(counting)
+        self.parameters: list[Tensor] = []
+        if parameters:
+            leaves = _leaves_behind(logits)
+            self.parameters = [each for each in parameters if id(each) in leaves]
+        self.calls = list(calls)
         self._anchor = anchor
         self._layouts = layouts
 
@@ -410,41 +403,20 @@ class _Pass:
         self.delivered.add(index)
 
 
-class _OutsideVmap(torch.autograd.Function):
-    """Hands a tensor to a function that then runs outside of `torch.func.vmap`.
+def _outside_vmap(tensor: Tensor, receive: Callable[[Tensor], None]) -> None:
+    """Hand a tensor to a function that then runs outside of `torch.func.vmap`.
 
-    The tensor gets a leading dimension: that of `vmap`, or one of size 1.
+    The tensor gets a leading dimension: that of `vmap`, or one of size 1 where it is
+    the same for all seeds. An `autograd.Function` with a `vmap` of its own does the
+    same by public means, and takes longer than a layer's backward pass.
     """
-
-    @staticmethod
-    def forward(
-        tensor: Tensor,
-        receive: Callable[[Tensor], None],
-    ) -> Tensor:
-        receive(tensor[None])
-        # vmap wants a tensor back, of which nobody makes any use.
-        return tensor.new_zeros(())
-
-    @staticmethod
-    def setup_context(
-        ctx: Any,
-        inputs: tuple[Any, ...],
-        output: Tensor,
-    ) -> None:
-        """Save nothing: nothing is differentiated."""
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        tensor: Tensor,
-        receive: Callable[[Tensor], None],
-    ) -> tuple[Tensor, None]:
-        if in_dims[0] is None:  # a gradient that is the same for all seeds
-            receive(tensor[None])
-        else:
-            receive(tensor.movedim(in_dims[0], 0))
-        return tensor.new_zeros(()), None
+    dim = functorch.maybe_get_bdim(tensor)
+    if dim < 0:
+        physical = tensor[None]
+    else:
+        physical = functorch.get_unwrapped(tensor).movedim(dim, 0)
+    with retrieve_current_functorch_interpreter().lower():
+        receive(physical)
 
 
 class Taps:
@@ -516,7 +488,6 @@ class Taps:
         # A checkpointed layer is computed anew for a backward pass.
         if self._calls is None:
             return tapped
-        call.node = tapped.grad_fn
         if self.checkpoints.n_open and not self._keeps_inputs:
             call.inputs = None  # before the layer's other activations go
         self._calls[index].append(call)
@@ -548,7 +519,7 @@ def tapped(
             handle = block.rows.layer.register_forward_hook(hear, prepend=True)
             hooks.callback(handle.remove)
         if checkpointed:
-            hooks.enter_context(taps.checkpoints.of(model))
+            hooks.enter_context(taps.checkpoints.of(model.tree))
         yield taps
 
 
@@ -580,8 +551,8 @@ def _overwritten(layer: str) -> NotImplementedError:
     )
 
 
-def _nodes_behind(result: Tensor) -> set[Node]:
-    """Collect a result's nodes of the graph; refuse a reentrant checkpoint."""
+def _leaves_behind(result: Tensor) -> set[int]:
+    """Collect the ids of all leaves of the graph that a result depends on."""
     # Without recursion: the graph of a deep model is deeper than Python's stack.
     nodes: set[Node] = set()
     waiting: list[Node | None] = [result.grad_fn]
@@ -589,13 +560,10 @@ def _nodes_behind(result: Tensor) -> set[Node]:
         node = waiting.pop()
         if node is None or node in nodes:
             continue
-        # Its gradients can't be asked for.
-        if isinstance(node, CheckpointFunction._backward_cls):
-            raise _reentrant()
         nodes.add(node)
         for before, _ in node.next_functions:
             waiting.append(before)
-    return nodes
+    return {id(getattr(node, "variable", None)) for node in nodes}
 
 
 def _version(tensor: Tensor) -> int:

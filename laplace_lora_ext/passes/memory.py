@@ -32,7 +32,7 @@ class OutOfMemory:
         """Make an error that not even one example fits, with what needs less memory."""
         n_tokens = _longest(example)
         advice: list[str] = []
-        if not checkpointed_layers(model):
+        if not checkpointed_layers(model.tree):
             advice.append(
                 "switch on gradient checkpointing (model.gradient_checkpointing_enable)"
             )
