@@ -159,6 +159,11 @@ class LoRALaplace(ParametricLaplace):
     metadata : dict
         numbers and text that the posterior's file is to hold too, such as how texts
         were read; `laplace-lora` keeps the classes' names there
+    n_contrasts : int or None, default=None
+        for the links "mean_field" and "mc" with more than nine classes: how many
+        classes to compare with the most probable one, by a backward pass each. None
+        takes as many as matter, at most 8, and the rest to vary like these; C - 1 are
+        exact
 
     Raises
     ------
@@ -179,6 +184,7 @@ class LoRALaplace(ParametricLaplace):
     blocks: list[Block]
     trained_likelihood: Likelihood
     predicted_likelihood: Likelihood
+    n_contrasts: int | None
 
     mean: Tensor = _of_fit("mean", "LoRA weights at the fit, `(parameters,)`.")
     loss: Tensor = _of_fit(
@@ -249,6 +255,7 @@ class LoRALaplace(ParametricLaplace):
                 **kwargs,
             )
         self._logit_scale = 1.0
+        self.n_contrasts = None
         self.metadata: dict[str, Any] = {}
         self.likelihood = self.problem.name  # as the backend and files know it
         if issubclass(backend, LowRankKronInterface):
@@ -301,6 +308,7 @@ class LoRALaplace(ParametricLaplace):
             **{name: getattr(self, name) for name in of_host},
         )
         other.logit_scale = self.logit_scale
+        other.n_contrasts = self.n_contrasts
         return other
 
     def __repr__(self) -> str:
@@ -672,7 +680,6 @@ class LoRALaplace(ParametricLaplace):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         fitting: bool = False,
-        n_contrasts: int | None = None,
         **model_kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Predict a batch as the host does; `generator` seeds all draws.
@@ -701,11 +708,6 @@ class LoRALaplace(ParametricLaplace):
             predict what the training's loss reads: of reward models probabilities of
             preferences instead of rewards, of several labels probabilities `(B, K, 2)`
             of both classes, and of labels of tokens `(N, C)` of the labelled ones
-        n_contrasts : int, optional
-            for "mean_field" and "mc" with more than nine classes: how many classes to
-            compare with the most probable one, by a backward pass each. By default as
-            many as matter, at most 8, and the rest is taken to vary like these; C - 1
-            are exact
         **model_kwargs
             for the model, with `pred_type="nn"`
 
@@ -725,6 +727,8 @@ class LoRALaplace(ParametricLaplace):
         prior precision cures it.
         """
         self.problem.check_linearised()
+        if model_kwargs and pred_type != "nn":
+            raise TypeError(f"Unknown options: {', '.join(model_kwargs)}.")
         if not fitting:  # then labels say which tokens the loss reads
             x = self.model.unlabelled(x)
         with self.model.running():
@@ -737,7 +741,6 @@ class LoRALaplace(ParametricLaplace):
                 diagonal_output=diagonal_output,
                 generator=generator,
                 fitting=fitting,
-                n_contrasts=n_contrasts,
                 **model_kwargs,
             )
         if fitting or isinstance(outputs, tuple):
@@ -755,7 +758,6 @@ class LoRALaplace(ParametricLaplace):
         diagonal_output: bool,
         generator: torch.Generator | None,
         fitting: bool,
-        n_contrasts: int | None,
         **model_kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Predict as a call does, of tokens row by row."""
@@ -784,9 +786,7 @@ class LoRALaplace(ParametricLaplace):
             if not is_own:  # the host's links take square roots
                 x = x._replace(f_var=semidefinite(x.f_var))
         if pred_type == "glm" and is_own:
-            moments = self._moments_for_link(
-                x, link_approx, diagonal_output, n_contrasts
-            )
+            moments = self._moments_for_link(x, link_approx, diagonal_output)
             with torch.autocast(self.model.device.type, enabled=False):
                 probabilities = links[link_approx](moments).exp()
             return probabilities if fitting else likelihood.shown(probabilities)
@@ -810,14 +810,13 @@ class LoRALaplace(ParametricLaplace):
         x: Any,
         link_approx: str,
         diagonal_output: bool,
-        n_contrasts: int | None,
     ) -> AnyMoments:
         """Compute the moments of a batch's logits that one of our own links needs."""
         if diagonal_output and link_approx == "mc":
             # "probit" makes us compute the variances of all logits, not of contrasts.
             f_mu, f_var = distributions.moments_for(self, x, "probit")
             return Moments(f_mu, uncorrelated(f_var))
-        return distributions.moments_for(self, x, link_approx, n_contrasts)
+        return distributions.moments_for(self, x, link_approx)
 
     def predict(
         self,
@@ -827,7 +826,6 @@ class LoRALaplace(ParametricLaplace):
         generator: torch.Generator | None = None,
         *,
         pred_type: str = "glm",
-        n_contrasts: int | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         batch_size: int = 32,
         progress_bar: bool = False,
@@ -857,8 +855,6 @@ class LoRALaplace(ParametricLaplace):
             by the linearised model, in a forward pass and a backward pass for each
             contrast ("probit": for each class); or in one forward pass, with the
             variances that `la.amortize` has learnt
-        n_contrasts : int, optional
-            as for a call
         collate_fn : callable, optional
             for a data set: makes a batch of a list of its rows
         batch_size : int, default=32
@@ -885,7 +881,6 @@ class LoRALaplace(ParametricLaplace):
             n_samples,
             generator,
             pred_type=pred_type,
-            n_contrasts=n_contrasts,
             collate_fn=collate_fn,
             batch_size=batch_size,
             progress_bar=progress_bar,
@@ -897,7 +892,6 @@ class LoRALaplace(ParametricLaplace):
         link_approx: str = DEFAULT_LINK,
         *,
         pred_type: str = "glm",
-        n_contrasts: int | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         batch_size: int = 32,
         progress_bar: bool = False,
@@ -914,7 +908,6 @@ class LoRALaplace(ParametricLaplace):
             x,
             link_approx,
             pred_type=pred_type,
-            n_contrasts=n_contrasts,
             collate_fn=collate_fn,
             batch_size=batch_size,
             progress_bar=progress_bar,
@@ -1350,6 +1343,7 @@ class LoRALaplace(ParametricLaplace):
             "sigma_noise": self.sigma_noise,
             "temperature": self.temperature,
             "logit_scale": self.logit_scale,
+            "n_contrasts": self.n_contrasts,
             "enable_backprop": self.enable_backprop,
         }
         of_class = {
@@ -1392,6 +1386,7 @@ class LoRALaplace(ParametricLaplace):
         # Earlier releases had no scale.
         restored.logit_scale = state_dict.get("logit_scale", 1.0)
         restored.metadata = state_dict.get("metadata", {})
+        restored.n_contrasts = state_dict.get("n_contrasts")
         restored.take_over(loaded)
         vars(self).update(vars(restored))
 

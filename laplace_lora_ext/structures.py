@@ -205,7 +205,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         progress_bar: bool = False,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        n_contrasts: int | None = None,
+        link_approx: str = DEFAULT_LINK,
         max_examples: int | None = None,
     ) -> PredictiveStatistics:
         """Pass over a data set once, to predict it under any prior precision.
@@ -219,11 +219,10 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             where to keep the statistics; `PredictiveStatistics` says how large they are
         dtype : torch.dtype, default=torch.float32
             in which precision to keep them
-        n_contrasts : int, optional
-            for more than nine classes: how many classes to compare with the most
-            probable one, by a backward pass each, for the links "mean_field" and "mc".
-            By default as many as matter, at most 8. From C - 1 on, and for regression
-            always, statistics are of all outputs, by C passes, and serve every link
+        link_approx : str, default="mean_field"
+            link that they are for. Those for "probit" are of all outputs, by C passes,
+            and serve every link; so do all of up to nine classes, and of numbers. Of
+            more classes "mean_field" and "mc" need some alone (`n_contrasts`)
         max_examples : int, optional
             keep those of at most this many, drawn at random, the same in every call;
             all by default
@@ -241,7 +240,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         self.problem.check_linearised()
         self._check_H_init()
 
-        contrasts = self._contrasts(n_contrasts)
+        contrasts = self._contrasts(link_approx)
 
         def of_batch(batch: Any) -> Columns:
             self.check_model()
@@ -267,12 +266,11 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         )
         return replace(statistics, n_left_out=sum(gathered(sample.n_left_out)))
 
-    def _contrasts(self, n_contrasts: int | None) -> Contrasts | None:
-        """Say which contrasts statistics are of; None where they are of all outputs."""
-        contrasts = Contrasts(n_contrasts)
-        if self.predicted_likelihood.is_gaussian or contrasts.are_all(self.n_outputs):
-            return None
-        return contrasts
+    def _contrasts(self, link_approx: str) -> Contrasts | None:
+        """Say which contrasts a link's statistics are of; None for all outputs."""
+        contrasts = Contrasts(self.n_contrasts)
+        are_some = not contrasts.are_all(self.n_outputs)
+        return contrasts if are_some and sees_differences(self, link_approx) else None
 
     @exclusive
     def summary(self) -> str:
@@ -313,7 +311,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             return self.predictive_statistics(
                 loader,
                 progress_bar,
-                n_contrasts=self._contrasts_for(link_approx),
+                link_approx=link_approx,
                 max_examples=max_examples,
             )
         self._check_H_init()
@@ -325,7 +323,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             raise ValueError(
                 f"These statistics tell of differences of logits alone, and the link "
                 f"{link_approx!r} reads each by itself: compute them with "
-                f"n_contrasts={self.n_outputs - 1}."
+                f"link_approx={link_approx!r}."
             )
         # `sigma_noise` and `temperature` may have changed since; the posterior may have
         # moved.
@@ -334,7 +332,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     def statistics_by_batch(
         self, link_approx: str = DEFAULT_LINK
     ) -> Callable[[Any], PredictiveStatistics]:
-        contrasts = self._contrasts(self._contrasts_for(link_approx))
+        contrasts = self._contrasts(link_approx)
 
         def of_batch(batch: Any) -> PredictiveStatistics:
             self.check_model()
@@ -345,7 +343,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     def bytes_of_statistics(self, link_approx: str = DEFAULT_LINK) -> int:
         self._check_H_init()
-        contrasts = self._contrasts(self._contrasts_for(link_approx))
+        contrasts = self._contrasts(link_approx)
         n_directions = (
             self.n_outputs if contrasts is None else contrasts.most(self.n_outputs)
         )
@@ -358,10 +356,6 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             self.n_outputs if contrasts is None else self.n_outputs + 1 + n_directions
         )
         return n_numbers * torch.float32.itemsize + n_wide * torch.int64.itemsize
-
-    def _contrasts_for(self, link_approx: str) -> int | None:
-        """Count the contrasts that a link needs; None for as many as matter."""
-        return None if sees_differences(self, link_approx) else self.n_outputs
 
 
 # --- the host's own structures --------------------------------------------------------

@@ -74,9 +74,11 @@ def test_answers_and_settings_survive(tmp_path):
         backend_kwargs={"stochastic": True, "num_samples": 2},
         rank=2,
     )
+    la.n_contrasts = 2
     la.save_pretrained(tmp_path)
     read = from_pretrained(la.model.model, tmp_path)
     assert read.model.class_token_ids == CLASS_TOKEN_IDS
+    assert read.n_contrasts == 2
     assert read.backend.settings == la.backend.settings
 
 

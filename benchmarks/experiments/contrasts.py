@@ -70,7 +70,7 @@ def measured(
     for batch in pretrained.loader(test, PREDICTION_BATCH_SIZE):
         # What all contrasts take is let go of after each batch: it is much.
         exact = la.predictive_statistics(
-            [batch], device=pretrained.device, n_contrasts=n_all
+            [batch], device=pretrained.device, link_approx="probit"
         )
         some = la.predictive_statistics([batch], device=pretrained.device)
         of_model.append(exact.f_mu.softmax(-1).cpu())

@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -239,7 +240,6 @@ class Jobs:
         )
         # Other texts than those of the fit.
         (self._batch,) = random_loader(shape, 1, setting.device, options.seed + 1)
-        self._n_classes = shape.classes
         self._la = lowrank_kron(self._adapted)
         # What PyTorch loads during its first passes counts for no job.
         short = replace(shape, length=1, batch_size=1)
@@ -292,7 +292,9 @@ class Jobs:
 
     def predict_exactly(self) -> None:
         """Predict by the contrasts of all classes."""
-        self._la(self._batch, link_approx="mean_field", n_contrasts=self._n_classes - 1)
+        la = copy(self._la)
+        la.n_contrasts = la.n_outputs - 1
+        la(self._batch, link_approx="mean_field")
 
     def amortize(self) -> None:
         """Learn the variances."""

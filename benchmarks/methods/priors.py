@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.fine_tuning import TEST
 from benchmarks.methods.method import Loaders, Probabilities
-from benchmarks.methods.posteriors import probabilities
+from benchmarks.methods.posteriors import LINK, probabilities
 from benchmarks.methods.sampled import MOST_CHANGED, SAMPLES
 from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace, PredictiveStatistics
 from laplace_lora_ext.metrics import negative_log_likelihood
@@ -286,9 +286,9 @@ def predictor_of(la: LoRALaplace, loaders: Loaders, links: Sequence[str]) -> Pre
         return FromBatches(la, loaders)
     # By default many classes are compared with the most probable one, but not all, and
     # "probit" reads the variance of every logit.
-    n_contrasts = la.n_outputs - 1 if "probit" in links else None
+    link = "probit" if "probit" in links else LINK
     statistics = {
-        name: la.predictive_statistics(loader, n_contrasts=n_contrasts)
+        name: la.predictive_statistics(loader, link_approx=link)
         for name, loader in loaders.items()
     }
     return FromStatistics(la, statistics)

@@ -106,7 +106,6 @@ def predict(
     generator: torch.Generator | None = None,
     *,
     pred_type: str = "glm",
-    n_contrasts: int | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
     batch_size: int = 32,
     progress_bar: bool = False,
@@ -145,9 +144,7 @@ def predict(
         if generator is not None and state is not None:
             generator.set_state(state)  # the same draws for every batch
         by_link, draws = [], []
-        for moments in _moments_of_members(
-            members, batch, link_approx, pred_type, n_contrasts
-        ):
+        for moments in _moments_of_members(members, batch, link_approx, pred_type):
             with torch.autocast(first.model.device.type, enabled=False):
                 by_link.append(link(moments).exp())
                 f_mu, f_var = moments
@@ -170,7 +167,7 @@ def predict_numbers(
 ) -> NumberPrediction:
     """Predict numbers of a batch, by one posterior or a mixture of several."""
     # Numbers have no link: "probit" stands for one that reads all moments.
-    moments = _moments_of_members(members, x, "probit", pred_type, None)
+    moments = _moments_of_members(members, x, "probit", pred_type)
     return NumberPrediction.of(list(moments), [_noise(member) for member in members])
 
 
@@ -250,7 +247,6 @@ def predict_proba(
     link_approx: str = DEFAULT_LINK,
     *,
     pred_type: str = "glm",
-    n_contrasts: int | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
     batch_size: int = 32,
     progress_bar: bool = False,
@@ -277,7 +273,6 @@ def predict_proba(
         n_samples=n_samples,
         generator=torch.Generator(),
         pred_type=pred_type,
-        n_contrasts=n_contrasts,
         collate_fn=collate_fn,
         batch_size=batch_size,
         progress_bar=progress_bar,
@@ -291,7 +286,6 @@ def _moments_of_members(
     x: Any,
     link_approx: str,
     pred_type: str,
-    n_contrasts: int | None,
 ) -> Iterator[AnyMoments]:
     """Compute the moments of each member, as a link needs them."""
     if pred_type not in ("glm", "amortized"):
@@ -302,4 +296,4 @@ def _moments_of_members(
             # Whose density needs a covariance.
             if member.predicted_likelihood.is_gaussian:
                 part = part._replace(f_var=semidefinite(part.f_var))
-        yield moments_for(member, part, link_approx, n_contrasts)
+        yield moments_for(member, part, link_approx)

@@ -52,6 +52,7 @@ class Linearised(Protocol):
     enable_backprop: bool
     predicted_likelihood: Likelihood
     n_outputs: int
+    n_contrasts: int | None
 
     @property
     def model(self) -> LogitsModel: ...
@@ -100,14 +101,9 @@ def predictive_distribution(
     return f_mu, f_var
 
 
-def moments_for(
-    la: Linearised,
-    X: Any,
-    link_approx: str,
-    n_contrasts: int | None = None,
-) -> AnyMoments:
+def moments_for(la: Linearised, X: Any, link_approx: str) -> AnyMoments:
     """Predict moments of scaled logits as a link needs them; see `moments_of_model`."""
-    of_model = moments_of_model(la, X, link_approx, n_contrasts)
+    of_model = moments_of_model(la, X, link_approx)
     return of_model.scaled(la.logit_scale)
 
 
@@ -119,12 +115,7 @@ def of_classes(likelihood: Likelihood, moments: AnyMoments) -> AnyMoments:
     return Moments(likelihood.class_logits(f_mu), likelihood.class_covariance(f_var))
 
 
-def moments_of_model(
-    la: Linearised,
-    X: Any,
-    link_approx: str,
-    n_contrasts: int | None = None,
-) -> AnyMoments:
+def moments_of_model(la: Linearised, X: Any, link_approx: str) -> AnyMoments:
     """Compute a batch's moments for a link, by as few passes as it needs.
 
     Given `Moments` serve every link, unless they are those of differences. Links that
@@ -138,7 +129,7 @@ def moments_of_model(
         return of_classes(la.predicted_likelihood, of_all)
     if isinstance(X, AnyMoments):
         return _given(la, X)
-    contrasts = Contrasts(n_contrasts)
+    contrasts = Contrasts(la.n_contrasts)
     f_mu, covariance = _moments(la, X, directions=contrasts.directions)
     classes = contrasts.classes(f_mu.detach())
     return DifferenceMoments(f_mu, covariance, classes)
@@ -158,7 +149,7 @@ def _of_all_logits(
         raise ValueError(
             "These moments tell of differences of logits alone, which the links "
             '"mean_field" and "mc" read. For all else pass the batch, or moments of '
-            f"predictive_statistics with n_contrasts={la.n_outputs - 1}."
+            'predictive_statistics(..., link_approx="probit").'
         )
     return _moments(la, X, joint)
 

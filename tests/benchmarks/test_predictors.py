@@ -27,13 +27,10 @@ def test_many_classes_are_predicted_by_every_link(structure, link):
     found = probabilities["texts"]
 
     la.prior_precision = prior
+    la.n_contrasts = N_CLASSES - 1
     of_batches = []
     for batch in batches:
-        of_batch = la(
-            without_labels(batch),
-            link_approx=link,
-            n_contrasts=N_CLASSES - 1,
-        )
+        of_batch = la(without_labels(batch), link_approx=link)
         of_batches.append(of_batch)
     expected = torch.cat(of_batches)
     # Statistics are kept in float32.

@@ -258,15 +258,12 @@ def test_the_number_of_contrasts_can_be_chosen():
     la = of_classes(n_classes)
     batch = first_batch()
     n_passes = passes_counter(la, batch)
-    of_two = n_passes(
-        la,
-        batch,
-        link_approx="mean_field",
-        n_contrasts=2,
-    )
+    la.n_contrasts = 2
+    of_two = n_passes(la, batch, link_approx="mean_field")
     assert of_two == 2
     # There are no more than a class less.
-    of_too_many = n_passes(la.predict, batch, n_contrasts=100)
+    la.n_contrasts = 100
+    of_too_many = n_passes(la.predict, batch)
     assert of_too_many == n_classes - 1
     of_moments = n_passes(la.predictive_moments, batch)
     assert of_moments == n_classes

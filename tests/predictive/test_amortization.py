@@ -316,11 +316,8 @@ def unlabelled() -> list[Tensor]:
 
 def test_many_outputs_learn_from_draws(of_many_outputs, unlabelled, points):
     la = of_many_outputs
-    exact = la(
-        points,
-        link_approx="mean_field",
-        n_contrasts=N_OUTPUTS,
-    )
+    la.n_contrasts = N_OUTPUTS
+    exact = la(points, link_approx="mean_field")
     of_map = la.model(points).softmax(-1)
     learnt = la.amortize(unlabelled, None)
     # From draws a variance is known with noise only.

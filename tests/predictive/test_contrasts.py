@@ -91,17 +91,9 @@ def others() -> list[Batch]:
 def by_mean_field(
     la: Any,
     batches: Sequence[Any],
-    **contrasts: Any,
 ) -> Tensor:
     """Predict batch by batch."""
-    predictions = []
-    for batch in batches:
-        p = la(
-            batch,
-            link_approx="mean_field",
-            **contrasts,
-        )
-        predictions.append(p)
+    predictions = [la(batch, link_approx="mean_field") for batch in batches]
     return torch.cat(predictions)
 
 
@@ -226,7 +218,6 @@ def predicted(
     la: Any,
     inputs: Any,
     link: str,
-    **contrasts: Any,
 ) -> Tensor:
     """Predict with the same noise for "mc" each time."""
     return la(
@@ -234,7 +225,6 @@ def predicted(
         link_approx=link,
         n_samples=50,
         generator=generator(),
-        **contrasts,
     )
 
 
@@ -242,10 +232,12 @@ def predicted(
 def test_all_contrasts_are_exact(of_structure, batch, link):
     moments = of_structure.predictive_moments(batch)
     exact = predicted(of_structure, moments, link)
-    found = predicted(of_structure, batch, link, n_contrasts=ALL_CONTRASTS)
+    of_structure.n_contrasts = ALL_CONTRASTS
+    found = predicted(of_structure, batch, link)
     assert_close(found, exact)
     # Otherwise the equality would hold of any contrasts.
-    rough = predicted(of_structure, batch, link, n_contrasts=1)
+    of_structure.n_contrasts = 1
+    rough = predicted(of_structure, batch, link)
     errors = (rough - exact).abs()
     assert errors.max() > 1e-3
 
@@ -254,10 +246,10 @@ def test_all_contrasts_are_exact(of_structure, batch, link):
 def test_decisions_by_all_contrasts_are_exact(of_structure, batch, link):
     moments = of_structure.predictive_moments(batch)
     exact = predicted(of_structure, moments, link)
+    of_structure.n_contrasts = 50
     decided = of_structure.predict(
         batch,
         link,
-        n_contrasts=50,
         generator=generator(),
         n_samples=50,
     )
@@ -268,7 +260,8 @@ def test_probabilities_by_all_contrasts_are_exact(of_structure, batch):
     moments = of_structure.predictive_moments(batch)
     # Not of "mc": `predict_proba` takes no generator, so that its draws are others.
     exact = predicted(of_structure, moments, "mean_field")
-    proba = of_structure.predict_proba(batch, n_contrasts=50)
+    of_structure.n_contrasts = 50
+    proba = of_structure.predict_proba(batch)
     found = torch.from_numpy(proba)
     assert_close(found, exact)
 
@@ -452,11 +445,8 @@ def statistics_of(
     n_contrasts: int | None,
 ):
     """Compute statistics in float64, as predictions of batches are."""
-    return la.predictive_statistics(
-        batches,
-        dtype=torch.float64,
-        n_contrasts=n_contrasts,
-    )
+    la.n_contrasts = n_contrasts
+    return la.predictive_statistics(batches, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("prior", ["scalar", "layerwise"])
@@ -467,7 +457,7 @@ def test_statistics_of_contrasts_predict_as_a_batch_does(prior, n_contrasts):
     la.prior_precision = some_precision(la, prior)
     moments = statistics.moments(la.prior_precision)
     found = la(moments, link_approx="mean_field")
-    expected = by_mean_field(la, batches, n_contrasts=n_contrasts)
+    expected = by_mean_field(la, batches)
     assert_close(found, expected)
 
 
@@ -538,7 +528,8 @@ def test_statistics_take_as_many_numbers_as_there_are_contrasts(unsure):
 
 def test_statistics_of_fewer_contrasts_take_fewer_numbers(unsure):
     batches = batches_of(60)
-    statistics = unsure.predictive_statistics(batches, n_contrasts=2)
+    unsure.n_contrasts = 2
+    statistics = unsure.predictive_statistics(batches)
     spectrum = unsure.H.spectrum
     n_leading = len(spectrum.leading)
     of_leading = statistics.projections
@@ -611,51 +602,29 @@ may_end_at_the_grids_edge = pytest.mark.filterwarnings(
 
 @may_end_at_the_grids_edge
 @pytest.mark.parametrize("method", ["gridsearch", "val_gd"])
-@pytest.mark.parametrize(
-    ("link", "n_contrasts"),
-    [
-        pytest.param("mean_field", None, id="mean_field"),
-        pytest.param("mc", None, id="mc"),
-        # Which reads each logit by itself.
-        pytest.param("probit", ALL_CONTRASTS, id="probit"),
-    ],
-)
+# "probit" reads each logit by itself.
+@pytest.mark.parametrize("link", ["mean_field", "mc", "probit"])
 def test_searches_take_statistics_of_what_their_link_reads(
     others,
     link,
-    n_contrasts,
     method,
 ):
     la = with_classes()
     losses = searched(la, method, others, link)
-    statistics = la.predictive_statistics(
-        others,
-        n_contrasts=n_contrasts,
-    )
+    statistics = la.predictive_statistics(others, link_approx=link)
     of_statistics = searched(la, method, statistics, link)
     # Statistics are in float32 unless told otherwise.
     assert_close(losses, of_statistics, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("n_contrasts", "names_classes"),
-    [
-        pytest.param(None, True, id="as needed"),
-        pytest.param(ALL_CONTRASTS, False, id="all"),
-    ],
-)
-def test_statistics_of_all_contrasts_name_no_classes(
-    la,
-    others,
-    n_contrasts,
-    names_classes,
-):
-    statistics = la.predictive_statistics(
-        others,
-        n_contrasts=n_contrasts,
-    )
-    has_classes = statistics.classes is not None
-    assert has_classes == names_classes
+def test_statistics_of_all_outputs_name_no_classes(la, others):
+    of_some = la.predictive_statistics(others)
+    assert of_some.classes is not None
+    for_probit = la.predictive_statistics(others, link_approx="probit")
+    assert for_probit.classes is None
+    la.n_contrasts = ALL_CONTRASTS
+    of_all = la.predictive_statistics(others)
+    assert of_all.classes is None
 
 
 def test_a_searchs_losses_are_those_of_predictions(others):
@@ -698,19 +667,19 @@ def test_parts_and_copies_of_moments_of_differences_are_no_other(of_differences)
 
 @pytest.mark.parametrize("link", EACH_LOGIT)
 def test_a_link_that_reads_each_logit_refuses_differences(la, of_differences, link):
-    with pytest.raises(ValueError, match="n_contrasts=13"):
+    with pytest.raises(ValueError, match='link_approx="probit"'):
         la(of_differences, link_approx=link)
 
 
 def test_draws_without_correlations_refuse_differences(la, of_differences):
-    with pytest.raises(ValueError, match="n_contrasts=13"):
+    with pytest.raises(ValueError, match='link_approx="probit"'):
         la(of_differences, link_approx="mc", diagonal_output=True)
 
 
 @pytest.mark.parametrize("read", ["predictive_moments", "functional_samples"])
 def test_logits_themselves_cannot_be_told_from_differences(la, of_differences, read):
     method = getattr(la, read)
-    with pytest.raises(ValueError, match="n_contrasts=13"):
+    with pytest.raises(ValueError, match='link_approx="probit"'):
         method(of_differences)
 
 
@@ -718,14 +687,20 @@ def test_logits_themselves_cannot_be_told_from_differences(la, of_differences, r
 def test_a_search_by_a_link_that_reads_each_logit_refuses_differences(method, others):
     la = with_classes()
     statistics = la.predictive_statistics(others)
-    message = r"'probit' reads each by itself.*n_contrasts=13"
+    message = r"'probit' reads each by itself.*link_approx='probit'"
     with pytest.raises(ValueError, match=message):
         searched(la, method, statistics, "probit")
 
 
 def test_no_contrasts_are_refused(la, batch):
+    la.n_contrasts = 0
     with pytest.raises(ValueError, match="n_contrasts must be at least 1"):
-        la(batch, link_approx="mean_field", n_contrasts=0)
+        la(batch, link_approx="mean_field")
+
+
+def test_an_option_that_no_prediction_has_is_refused(la, batch):
+    with pytest.raises(TypeError, match="n_contrast"):
+        la(batch, link_approx="mean_field", n_contrast=2)
 
 
 # --- agreement and mixtures -----------------------------------------------------------
@@ -758,10 +733,7 @@ def test_guessed_covariances_move_an_agreement_little():
     la = with_classes()
     batches = batches_of()
     by_some = agreed(la, batches)
-    exact = la.predictive_statistics(
-        batches,
-        n_contrasts=N_CLASSES,
-    )
+    exact = la.predictive_statistics(batches, link_approx="probit")
     by_all = agreed(la, exact)
     assert_close(by_all, by_some, rtol=0.1, atol=0.0)
 
@@ -807,6 +779,8 @@ def test_a_mixture_searches_by_contrasts(mixture, others):
 
 
 def test_a_mixture_decides_by_contrasts(mixture, batch):
-    prediction = mixture.predict(batch, n_contrasts=2)
+    for member in mixture.members:
+        member.n_contrasts = 2
+    prediction = mixture.predict(batch)
     found = prediction.probabilities
     assert found.shape == (3, N_CLASSES)
