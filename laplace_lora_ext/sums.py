@@ -17,7 +17,7 @@ from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.same_model import hashes
 from laplace_lora_ext.processes.exchange import count, gathered, rank
-from laplace_lora_ext.processes.shards import Share, refuse_copies
+from laplace_lora_ext.processes.shards import Share
 
 _LITTLE = 0.1  # probability of all answers together
 _GUESS = 0.99  # a loss from this share of the labels' entropy on is chance
@@ -164,7 +164,7 @@ def sums_over(
             "The training loader has no data. (A generator can be read once.)"
         )
     _check_alike(identities)
-    refuse_copies([(sums.n_data, sums.loss.item()) for sums in of_ranks])
+    share.refuse_copies()
     joined = _joined(own.curvature, of_ranks, structure)
     if not joined.n_outputs:  # no batch has had anything to learn
         raise ValueError("No token of the data has a label: every label is -100.")
@@ -192,6 +192,7 @@ def _own_sums(
     )
     with progress as bar:
         for name, batch in named_batches(share.loader):
+            share.show(batch)
             with naming(name):
                 n_unlabelled = model.n_without_labels(batch)
                 if n_unlabelled:

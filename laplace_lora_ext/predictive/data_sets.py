@@ -61,8 +61,6 @@ class Sample:
         self._at_most = sys.maxsize
         if at_most is not None:
             self._at_most = len(range(rank(), at_most, count()))
-        # Ranks that have the same data by mistake keep the same rows, so that this is
-        # noticed.
         self._generator = torch.Generator().manual_seed(0)
         self._parts: list[_Part] = []
         self._n_rows = 0  # of the parts
@@ -148,6 +146,8 @@ def over_loader(
         for columns, places in passed:
             kept.add(columns, places)
         own = kept.columns()
+        if not alone:
+            share.refuse_copies()
         of_all = own if alone else joined(kept.places(), own, kept.join)
     if of_all is None:
         raise ValueError(NO_DATA)
@@ -168,6 +168,7 @@ def batch_by_batch(
     since they only keep the ranks' passes alike, yield nothing.
     """
     for name, batch in named_batches(share.loader, description, progress_bar):
+        share.show(batch)
         with naming(name):
             of_rows = owners(batch)
             if of_rows is not None and not len(of_rows):  # texts without a label

@@ -7,10 +7,13 @@ example once.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from copy import copy, deepcopy
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from copy import deepcopy
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +26,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Subset,
-    SubsetRandomSampler,
 )
 
 from laplace_lora_ext.processes.exchange import count, gathered, of_first, rank
@@ -33,11 +35,12 @@ Columns = tuple[Tensor, ...]
 
 _OWN = 2**40  # more examples than any rank has
 _BATCH_SIZE = 8  # where the loader has batches of many sizes
-_ROUNDING = 1e-6  # relative difference of sums over the same data in other batches
-
-# Modules whose samplers give all examples, each once. Samplers of the user's own may
-# draw some.
-_GIVES_ALL = ("torch.utils.data", "accelerate", "transformers")
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+# What a `DataLoader` is given apart from which examples it reads.
+_OF_LOADING = signature(DataLoader).parameters.keys() - {
+    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"),
+    "generator",  # another loader's draws would change the numbers of this one
+}
 
 
 class Share:
@@ -63,6 +66,7 @@ class Share:
         self._dealt_places: list[Tensor] = []  # of each batch's examples
         self._n_batches = 0  # that `places` was asked for
         self._n_rows = 0
+        self._inputs = 0  # the sum of hashes of the rows that it was shown
         if self.is_dealt:
             self._deal(loader)
 
@@ -82,10 +86,7 @@ class Share:
         self.size = len(own)
         self._dealt_places = batches + [own[:0]] * n_idle
         self.loader = DataLoader(
-            loader.dataset,
-            batch_sampler=indices,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
+            loader.dataset, batch_sampler=indices, **_options(loader)
         )
 
     @classmethod
@@ -132,6 +133,51 @@ class Share:
             )
         return places if owners is None else places[owners.cpu()]
 
+    def show(self, batch: Any) -> None:
+        """Show it a batch, by which it knows ranks with the same data."""
+        if count() > 1 and not self.is_dealt:
+            self._inputs += sum(map(_hash, _rows(batch)))
+
+    def refuse_copies(self) -> None:
+        """Refuse ranks that were given the same data; dealt ones are never copies."""
+        own = None if self.is_dealt else (self._n_rows, self._inputs)
+        first_with: dict[tuple[int, int], int] = {}
+        for of_rank, seen in enumerate(gathered(own)):
+            if seen is None or seen[0] == 0:
+                continue
+            first = first_with.setdefault(seen, of_rank)
+            if first != of_rank:
+                raise ValueError(
+                    f"Ranks {first} and {of_rank} have the same {seen[0]} examples: "
+                    "give each rank its own shard, with a DistributedSampler or "
+                    "accelerator.prepare(loader)."
+                )
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=16).digest(), "big")
+
+
+def _rows(value: Any, mask: Tensor | None = None) -> Iterator[bytes]:
+    """Yield each row of a batch's tensors, without padding: it depends on the batch."""
+    if isinstance(value, Mapping):
+        for part in value.values():
+            yield from _rows(part, value.get("attention_mask"))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _rows(part, mask)
+    elif isinstance(value, Tensor) and value.ndim:
+        numbers = value.detach().cpu()
+        for index, row in enumerate(numbers):
+            real = row
+            if mask is not None and value.shape[:2] == mask.shape:
+                real = row[mask[index].cpu().bool()]
+            # NumPy has no bfloat16.
+            of_row = real.double() if real.is_floating_point() else real
+            yield of_row.numpy().tobytes()
+    else:
+        yield repr(value).encode()
+
 
 def copied(batches: Iterable[Any]) -> list[Any]:
     """Copy batches to keep: tensors of worker processes hold files open."""
@@ -151,28 +197,14 @@ def data_size(loader: Any) -> int | None:
 
 
 def examples_of(loader: Any) -> Tensor:
-    """Find the indices `(N,)` of the examples that a loader gives, in order.
+    """Return the indices `(N,)` of the examples that a pass over a loader gives.
 
-    Other examples of the data set may be validation or test data. With several
-    processes, a sampler of the user's own is refused by a `ValueError`.
+    They are sorted, and each is there once. Other examples of the data set may be
+    validation or test data. A loader that draws gives the same ones in every call.
     """
-    for sampler in _samplers(loader):
-        if isinstance(sampler, SubsetRandomSampler):
-            return _in_order_of_data(sampler.indices)
-        if type(sampler).__module__.startswith(_GIVES_ALL):
-            continue
-        if count() > 1:
-            raise ValueError(
-                "With several processes, a sampler of your own hides which examples "
-                "are used: pass a DataLoader of a torch.utils.data.Subset."
-            )
-        # A sampler gives examples, or as a batch sampler lists of them. A copy is
-        # asked, since one that remembers where it was would go on from there.
-        given: set[int] = set()
-        for example_or_batch in copy(sampler):
-            given.update(np.atleast_1d(example_or_batch).tolist())
-        return _in_order_of_data(given)
-    return torch.arange(len(loader.dataset))
+    examples = torch.tensor(sorted(set(_indices(loader))), dtype=torch.long)
+    # Ranks may draw others, where a sampler has a generator of its own kind.
+    return of_first(examples) if count() > 1 and _is_divided(loader) else examples
 
 
 def check_in_order(loader: Any) -> None:
@@ -180,14 +212,10 @@ def check_in_order(loader: Any) -> None:
 
     What it is told of them is by their places.
     """
-    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
-    data = getattr(loader, "dataset", None)
-    if sampler is None or isinstance(data, IterableDataset):
+    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if is_stream or next(_samplers(loader), None) is None:
         return
-    places: list[Any] = []
-    for example_or_batch in copy(sampler):
-        places += np.atleast_1d(example_or_batch).tolist()
-    if any(later < earlier for earlier, later in pairwise(places)):
+    if any(later < earlier for earlier, later in pairwise(_indices(loader))):
         raise ValueError(
             "Predictions are told from each other by their places, and this loader "
             "shuffles, or sorts, its data set: pass one with shuffle=False, or the "
@@ -195,9 +223,60 @@ def check_in_order(loader: Any) -> None:
         )
 
 
-def _in_order_of_data(indices: Iterable[int]) -> Tensor:
-    whole = [int(index) for index in indices]  # a sampler's may be tensors
-    return torch.tensor(sorted(whole), dtype=torch.long)
+def _indices(loader: Any) -> list[int]:
+    """List the indices that a loader's own sampler gives in one pass, of all ranks."""
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            "A stream's examples can't be chosen by their places: pass a data set with "
+            "__getitem__ and a length."
+        )
+    samplers = list(_samplers(loader))
+    if not samplers:
+        return list(range(len(loader.dataset)))
+    # A loader's own sampler comes first. It gives examples, or lists of them.
+    with _as_a_single_process(samplers, loader.dataset):
+        batches = [np.ravel(batch).tolist() for batch in samplers[0]]
+    return [int(index) for batch in batches for index in batch]
+
+
+@contextmanager
+def _as_a_single_process(samplers: Sequence[Any], data: Any) -> Iterator[None]:
+    """Let samplers give all ranks' examples within, by random numbers of their own.
+
+    Samplers and random states are afterwards as before.
+    """
+    states = [vars(each) for each in samplers if hasattr(each, "__dict__")]
+    before = [dict(state) for state in states]
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            random.seed(0)
+            np.random.seed(0)
+            torch.default_generator.manual_seed(0)
+            for state in states:
+                state.update({name: _forked(value) for name, value in state.items()})
+                if "num_replicas" in state:  # torch's word
+                    n_examples = len(state.get("dataset", data))
+                    state.update(num_replicas=1, rank=0)
+                    state.update(num_samples=n_examples, total_size=n_examples)
+                if "num_processes" in state:  # Accelerate's
+                    state.update(num_processes=1, process_index=0)
+            yield
+    finally:
+        for state, own in zip(states, before, strict=True):
+            state.clear()
+            state.update(own)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def _forked(value: Any) -> Any:
+    """Copy a generator, which draws the same numbers; other values stay themselves."""
+    if isinstance(value, torch.Generator):
+        copied = torch.Generator(value.device)
+        copied.set_state(value.get_state())
+        return copied
+    return deepcopy(value) if isinstance(value, _GENERATORS) else value
 
 
 def check_divisible(
@@ -328,38 +407,41 @@ def in_order(
     examples: Any,
     batch_size: int | None,
     collate_fn: Callable[[Any], Any] | None = None,
+    **options: Any,
 ) -> DataLoader:
-    """Load a data set, each example once and in order, which all processes share."""
+    """Load a data set, each example once and in order, which all processes share.
+
+    Options are those of a `DataLoader`.
+    """
     # By its sampler a `Share` knows that the data are to be dealt.
     sampler = DistributedSampler(examples, shuffle=False) if count() > 1 else None
     return DataLoader(
-        examples, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn
+        examples,
+        batch_size=batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        **options,
     )
 
 
-def in_order_like(loader: DataLoader, examples: Any) -> DataLoader:
+def in_order_like(
+    loader: DataLoader,
+    examples: Any,
+    batch_size: int | None = None,
+) -> DataLoader:
     """Load examples as a loader does its own, but each once and in order."""
-    batch_size = loader.batch_size
+    batch_size = batch_size or loader.batch_size
     data_set_makes_batches = loader.batch_sampler is None
     if batch_size is None and not data_set_makes_batches:
         batch_size = _BATCH_SIZE
-    return in_order(examples, batch_size, loader.collate_fn)
+    return in_order(examples, batch_size, **_options(loader))
 
 
-@dataclass(frozen=True)
-class _OfRank:
-    """One rank's part to join: places `(n,)`, and columns if it has data."""
-
-    places: Tensor
-    columns: Columns | None
-
-    @property
-    def total(self) -> tuple[int, float]:
-        """Count the examples, and sum over them, by which copies are known."""
-        if self.columns is None:
-            return 0, 0.0
-        sum_of_squares = self.columns[0].double().square().sum()
-        return len(self.places), sum_of_squares.item()
+def _options(loader: DataLoader) -> dict[str, Any]:
+    """Say how a loader reads examples: by which processes, collator and memory."""
+    return {
+        name: getattr(loader, name) for name in _OF_LOADING if hasattr(loader, name)
+    }
 
 
 def joined(
@@ -371,20 +453,17 @@ def joined(
 
     Takes the places `(n,)` of this rank's rows, and columns `(n, ...)`, None on a rank
     without data; None if no rank has data. `join`, by default `stacked`, joins the
-    columns of ranks. Ranks with the same data, or of which only some have labels, are
-    refused by a `ValueError`.
+    columns of ranks. Ranks of which only some have labels are refused by a
+    `ValueError`.
     """
     if count() == 1:
         return columns
-    of_ranks = [_OfRank(*values) for values in gathered((places, columns))]
-    # Dealt examples are never copies.
-    if any((each.places >= _OWN).any() for each in of_ranks):
-        refuse_copies([each.total for each in of_ranks])
-    with_data = [each.columns for each in of_ranks if each.columns is not None]
+    of_ranks = gathered((places, columns))
+    with_data = [of_rank for _, of_rank in of_ranks if of_rank is not None]
     if not with_data:
         return None
     # The rows of one example stay in their order.
-    all_places = torch.cat([each.places for each in of_ranks])
+    all_places = torch.cat([of_rank for of_rank, _ in of_ranks])
     order = all_places.argsort(stable=True)
     of_all = (join or stacked)(with_data)
     return tuple(column[order.to(column.device)] for column in of_all)
@@ -408,25 +487,6 @@ def stacked(parts: Iterable[Columns]) -> Columns:
                 "in a loader of their own."
             )
     return tuple(torch.cat(column) for column in columns)
-
-
-def refuse_copies(totals: Sequence[tuple[int, float]]) -> None:
-    """Refuse ranks with the same data: as many examples, and the same sum over them."""
-    by_number_and_total = sorted(
-        (number, total, of_rank) for of_rank, (number, total) in enumerate(totals)
-    )
-    # Equal sums differ by rounding alone, so copies are neighbours.
-    for one, other in pairwise(by_number_and_total):
-        number, total, first = one
-        other_number, other_total, second = other
-        is_same_number = number == other_number
-        is_same_total = abs(total - other_total) <= _ROUNDING * abs(total)
-        if number > 0 and is_same_number and is_same_total:
-            raise ValueError(
-                f"Ranks {first} and {second} have the same {number} examples: give "
-                "each rank its own shard, with a DistributedSampler or "
-                "accelerator.prepare(loader)."
-            )
 
 
 def _samplers(loader: Any) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from laplace_lora_ext.models.adapters import find_peft_model, read_adapter
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
-from laplace_lora_ext.processes.shards import in_order
+from laplace_lora_ext.processes.shards import in_order_like
 
 # Of TRL's trainers those whose losses a posterior knows: of texts, and of preferences.
 _OF_LIKELIHOODS = ("SFTTrainer", "RewardTrainer", "PRMTrainer")
@@ -92,10 +92,8 @@ def loader_of(trainer: Any, examples: Any) -> DataLoader:
             "The trainer can't train on some of its examples: its get_train_dataloader "
             "must read self.train_dataset."
         )
-    return in_order(
-        of_training.dataset,
-        trainer.args.per_device_eval_batch_size,
-        of_training.collate_fn,
+    return in_order_like(
+        of_training, of_training.dataset, trainer.args.per_device_eval_batch_size
     )
 
 

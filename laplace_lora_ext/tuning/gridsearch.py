@@ -29,7 +29,7 @@ from laplace_lora_ext.predictive.statistics import (
     joined_statistics,
 )
 from laplace_lora_ext.processes.exchange import gathered, of_first
-from laplace_lora_ext.processes.shards import Share, refuse_copies, stacked
+from laplace_lora_ext.processes.shards import Share, stacked
 from laplace_lora_ext.tuning.method import (
     HistoryBuilder,
     Predictor,
@@ -218,7 +218,8 @@ class GridSearch(TuningMethod):
             la.members[0].model.owners,
         ):
             sums.add(statistics)
-        return sums.losses(share.is_dealt)
+        share.refuse_copies()
+        return sums.losses()
 
     def _losses_point_by_point(
         self,
@@ -352,7 +353,6 @@ class _Sums:
         self._score = score
         self._sums = torch.zeros(len(grid), score.size, dtype=torch.float64)
         self._n_examples = 0
-        self._squares = 0.0  # of the logits: ranks with the same data have the same
         self._waiting: list[Statistics] = []
 
     def add(self, statistics: Statistics) -> None:
@@ -363,19 +363,12 @@ class _Sums:
         if n_examples >= _ROWS or n_bytes >= _BYTES:
             self._take_in()
 
-    def losses(self, is_dealt: bool) -> GridLosses:
-        """Add up the sums of all ranks.
-
-        A `ValueError` if there are no examples, or, unless the ranks were dealt one
-        data set, if two ranks have the same.
-        """
+    def losses(self) -> GridLosses:
+        """Add up the sums of all ranks; a `ValueError` if there are no examples."""
         self._take_in()
-        of_ranks = gathered((self._n_examples, self._squares, self._sums))
-        if not is_dealt:
-            refuse_copies([(number, squares) for number, squares, _ in of_ranks])
         n_examples = 0
         total = torch.zeros_like(self._sums)
-        for number, _, sums in of_ranks:
+        for number, sums in gathered((self._n_examples, self._sums)):
             n_examples += number
             total += sums
         if not n_examples:
@@ -396,8 +389,6 @@ class _Sums:
             except LinAlgError:
                 self._sums[index] = math.inf  # no covariance, as for the host
         self._n_examples += len(statistics)
-        f_mu = statistics.columns[0]
-        self._squares += f_mu.double().square().sum().item()
 
 
 def _scored(

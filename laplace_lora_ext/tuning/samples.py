@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
@@ -32,6 +32,8 @@ def drawn(
 ) -> Any:
     """Draw examples from a larger loader before any pass, where possible."""
     if isinstance(loader, PredictiveStatistics) or data_size(loader) is None:
+        return loader
+    if isinstance(loader.dataset, IterableDataset):
         return loader
     if count() > 1 and not Share(loader).is_dealt:
         return loader  # each rank has other examples

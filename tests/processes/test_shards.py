@@ -2,17 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import SkipBatchSampler
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Sampler,
-    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -23,6 +26,7 @@ from laplace_lora_ext.processes.shards import (
     divided,
     examples_of,
     in_order,
+    in_order_like,
     joined,
 )
 from tests.support.ranks import accelerated, failures, on_ranks
@@ -99,17 +103,21 @@ def prepared_by_splitting(
     return accelerated(rank, world, loader, split_batches=True)
 
 
-class SortedBatches(BatchSampler):
+class SortedBatches:
     """Batches of many sizes, as those with as many tokens are."""
 
     def __init__(self, n: int) -> None:
-        in_turn = SequentialSampler(range(n))
-        super().__init__(in_turn, BATCH_SIZE, drop_last=False)
-        del self.batch_size
+        self.n = n
 
+    def __iter__(self) -> Iterator[list[int]]:
+        start = 0
+        while start < self.n:
+            end = min(self.n, start + 1 + start % 3)
+            yield list(range(start, end))
+            start = end
 
-# As if it were one of torch's own, which give all.
-SortedBatches.__module__ = "torch.utils.data"
+    def __len__(self) -> int:
+        return len(list(self))
 
 
 def prepared_by_batches(
@@ -364,11 +372,6 @@ def for_four_processes(rank: int) -> DataLoader:
     return numbered(8, sampler=sampler)
 
 
-def with_a_sampler_of_ones_own(rank: int) -> DataLoader:
-    loader = numbered(5, sampler=Own())
-    return accelerated(rank, 2, loader)
-
-
 def dropping(examples: list) -> list:
     return examples[:1]
 
@@ -388,7 +391,6 @@ def the_same_on_all_ranks(rank: int) -> DataLoader:
         (sharded_stream, "repeats examples where it shards an iterable"),
         (dispatched, "or dispatches"),
         (for_four_processes, "among 4 processes, and there are 2"),
-        (with_a_sampler_of_ones_own, "a sampler of your own"),
         (with_a_collator_that_drops, "must return one for each"),
         (the_same_on_all_ranks, "have the same 4 examples"),
     ],
@@ -396,14 +398,7 @@ def the_same_on_all_ranks(rank: int) -> DataLoader:
 def test_what_would_count_twice_is_refused(make_loader, message):
     def job(rank):
         loader = make_loader(rank)
-        share = Share(loader)
-        places = []
-        values = []
-        for batch in share.loader:
-            of_batch = share.places(len(batch))
-            places.append(of_batch)
-            values.append(torch.as_tensor(batch))
-        column_of(torch.cat(places), torch.cat(values))
+        over_loader(loader, lambda batch: (torch.as_tensor(batch),))
 
     of_ranks = on_ranks(job, 2)
     for error in failures(of_ranks):
@@ -454,30 +449,194 @@ def test_labels_of_some_ranks_alone_are_refused():
 # --- examples that a sampler leaves out -----------------------------------------------
 
 
-ALL = [0, 1, 2, 3, 4]
-TWO_OF_THEM = SubsetRandomSampler([4, 0])
-# Any may be drawn, so that all are part of the data.
-BY_CHANCE = WeightedRandomSampler([1.0] * 5, num_samples=3)
-OF_BATCHES = {
-    "batch_size": 1,
-    "batch_sampler": [[2, 0], [1]],
+class Drawing(Sampler):
+    """Draws three examples by NumPy's generators, its own or the one of all."""
+
+    def __init__(self, generator: Any = np.random) -> None:
+        self.generator = generator
+        self.n_passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.n_passes += 1
+        return iter(self.generator.choice(20, 3, replace=False).tolist())
+
+    def __len__(self) -> int:
+        return 3
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+ALL = list(range(20))
+# Of twenty examples: options of a loader, and how many of which it gives.
+GIVING = {
+    "all": ({}, 20, ALL),
+    "all, shuffled": ({"shuffle": True}, 20, ALL),
+    "no last batch": ({"batch_size": 3, "drop_last": True}, 18, ALL[:18]),
+    "a subset": ({"sampler": SubsetRandomSampler([4, 0])}, 2, [0, 4]),
+    "a tensor": ({"sampler": torch.tensor([4, 0, 4])}, 2, [0, 4]),
+    "some at random": ({"sampler": RandomSampler(ALL, num_samples=7)}, 7, ALL),
+    "with weights": (
+        {"sampler": WeightedRandomSampler([0.0] * 17 + [1.0] * 3, 40)},
+        3,
+        [17, 18, 19],
+    ),
+    "with a generator": (
+        {"sampler": RandomSampler(ALL, num_samples=7, generator=seeded())},
+        7,
+        torch.randperm(20, generator=seeded())[:7].tolist(),
+    ),
+    "one's own": ({"sampler": Own()}, 2, [1, 3]),
+    "one's own, at random": ({"sampler": Drawing()}, 3, ALL),
+    "one's own, with a generator": (
+        {"sampler": Drawing(np.random.default_rng(1))},
+        3,
+        np.random.default_rng(1).choice(20, 3, replace=False).tolist(),
+    ),
+    "batches": ({"batch_size": 1, "batch_sampler": [[2, 0], [1]]}, 3, [0, 1, 2]),
+    "batches as examples": (
+        {"batch_size": None, "sampler": BatchSampler([5, 6, 7], 2, True)},
+        2,
+        [5, 6],
+    ),
+    "batches after the first": (
+        {"batch_size": 1, "batch_sampler": SkipBatchSampler([[2, 0], [1]], 1)},
+        1,
+        [1],
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    ("options", "examples"),
-    [
-        pytest.param({}, ALL, id="none"),
-        pytest.param({"shuffle": True}, ALL, id="none, shuffled"),
-        pytest.param({"sampler": TWO_OF_THEM}, [0, 4], id="a subset"),
-        pytest.param({"sampler": BY_CHANCE}, ALL, id="by chance"),
-        pytest.param({"sampler": Own()}, [1, 3], id="a sampler of one's own"),
-        pytest.param(OF_BATCHES, [0, 1, 2], id="batches"),
-    ],
-)
-def test_examples_that_a_sampler_leaves_out_are_no_part_of_the_data(options, examples):
-    loader = numbered(5, **options)
+@pytest.mark.parametrize("kind", GIVING)
+def test_a_loader_s_own_indices_are_the_examples(kind):
+    options, n_given, among = GIVING[kind]
+    loader = numbered(20, **options)
+    examples = examples_of(loader).tolist()
+    assert len(examples) == n_given
+    assert set(examples) <= set(among)
+    # The next pass draws as if nobody had asked, and whoever asks again gets the same.
+    torch.manual_seed(2)
+    np.random.seed(2)
+    before = [example for batch in loader for example in batch.tolist()]
+    torch.manual_seed(2)
+    np.random.seed(2)
+    assert examples_of(loader).tolist() == examples or "generator" in kind
+    # Generators of their own have gone on with the pass above, and no further.
+    if "generator" not in kind:
+        after = [example for batch in loader for example in batch.tolist()]
+        assert after == before
+
+
+def test_what_a_sampler_leaves_out_is_not_held_out_either():
+    weights = torch.ones(20)
+    weights[:10] = 0
+    sampler = WeightedRandomSampler(weights.tolist(), 200)
+    loader = DataLoader(list(range(20)), sampler=sampler)
+    ((rest, held),) = divided(loader, 0.3)
+    assert sorted([*rest.indices, *held.indices]) == list(range(10, 20))
+
+
+def test_a_stream_has_no_places():
+    with pytest.raises(ValueError, match="A stream's examples"):
+        examples_of(DataLoader(Stream(), batch_size=2))
+
+
+def test_asking_for_the_examples_leaves_samplers_as_they_are():
+    sampler = Drawing(np.random.default_rng(1))
+    loader = numbered(20, sampler=sampler)
+    examples = examples_of(loader).tolist()
+    assert sampler.n_passes == 0
     assert examples_of(loader).tolist() == examples
+    drawn = [example for batch in loader for example in batch.tolist()]
+    assert sorted(drawn) == examples
+
+
+def test_ranks_deal_what_a_sampler_of_ones_own_gives():
+    def job(rank):
+        own = Drawing(np.random.default_rng(rank))
+        loader = accelerated(rank, 2, numbered(20, sampler=own))
+        (column,) = over_loader(loader, as_column)
+        return column.tolist()
+
+    expected = np.random.default_rng(0).choice(20, 3, replace=False).tolist()
+    assert on_ranks(job, 2) == [sorted(expected)] * 2
+
+
+# --- how examples are loaded ----------------------------------------------------------
+
+
+def prepare_worker(_: int) -> None:
+    torch.set_num_threads(1)
+
+
+LOADING = {
+    "num_workers": 1,
+    "pin_memory": True,
+    "timeout": 30,
+    "worker_init_fn": prepare_worker,
+    "multiprocessing_context": "forkserver",
+    "prefetch_factor": 3,
+    "persistent_workers": True,
+}
+
+
+def loading(loader: DataLoader) -> dict[str, Any]:
+    """Tell how a loader loads."""
+    own = {name: getattr(loader, name) for name in LOADING}
+    context = own.pop("multiprocessing_context")
+    return own | {"multiprocessing_context": context.get_start_method()}
+
+
+def test_loaders_that_are_dealt_or_put_in_order_load_as_before():
+    loader = numbered(5, collate_fn=dropping, **LOADING)
+    like = in_order_like(loader, range(3))
+    assert loading(like) == LOADING
+    assert like.collate_fn is dropping
+
+    def job(rank):
+        of_ranks = accelerated(rank, 2, numbered(5, **LOADING))
+        strided = numbered(5, sampler=DistributedSampler(range(5)), **LOADING)
+        return [loading(Share(each).loader) for each in (of_ranks, strided)]
+
+    assert on_ranks(job, 2) == [[LOADING] * 2] * 2
+
+
+# --- ranks with the same data ---------------------------------------------------------
+
+
+def of_one_text(rank: int) -> list[Any]:
+    """Batches of a text that all ranks have, padded otherwise on each."""
+    ids = torch.tensor([[5, 6, 7] + [0] * rank])
+    mask = (ids != 0).long()
+    return [{"input_ids": ids, "attention_mask": mask, "labels": torch.ones(1)}]
+
+
+def constant(batch: Any) -> tuple[Tensor]:
+    """Return the same for all batches, as a trained model's losses nearly are."""
+    return (torch.ones(1),)
+
+
+def test_equal_results_make_no_copies_and_nor_do_equal_texts_that_are_dealt():
+    def job(rank):
+        own = [torch.tensor([rank])]
+        sampler = DistributedSampler(range(2), shuffle=False)
+        dealt = DataLoader(torch.ones(2), batch_size=1, sampler=sampler)
+        results = []
+        for loader in (own, dealt):
+            (column,) = over_loader(loader, constant)
+            results += column.tolist()
+        return results
+
+    assert on_ranks(job, 2) == [[1] * 4] * 2
+
+
+def test_copies_are_known_by_their_inputs_however_they_are_padded():
+    def job(rank):
+        over_loader(of_one_text(rank), lambda batch: (torch.ones(1) + rank,))
+
+    for message in failures(on_ranks(job, 2)):
+        assert "Ranks 0 and 1 have the same 1 examples" in message
 
 
 # --- held out -------------------------------------------------------------------------
