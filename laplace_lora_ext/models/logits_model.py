@@ -36,6 +36,7 @@ from laplace_lora_ext.models.running import (
     keep_derivatives,
     running_eagerly,
 )
+from laplace_lora_ext.models.state import put_back
 from laplace_lora_ext.models.tree import Tree
 from laplace_lora_ext.models.weights import device_of
 
@@ -388,7 +389,8 @@ class LogitsModel(nn.Module):
 
         transformers' models take keywords. Other modules do if their forward pass takes
         nothing by position, or its first place, of several, is one of the keys', as in
-        `forward(self, input_ids, **others)`.
+        `forward(self, input_ids, **others)`. Each call finds the model's state as the
+        user has left it, and leaves it so.
         """
         given = {**inputs, **kwargs} if isinstance(inputs, Mapping) else kwargs
         if given.get(_OTHER_WEIGHTS) is not None:
@@ -396,12 +398,14 @@ class LogitsModel(nn.Module):
                 f"{_OTHER_WEIGHTS} sends examples to other weights than those of the "
                 "posterior: leave it out. A posterior runs its own adapter."
             )
-        if isinstance(inputs, Mapping) and (
+        by_keyword = isinstance(inputs, Mapping) and (
             self._takes_only_keywords
             or (self._has_more_places and self._first_place in inputs)
-        ):
-            return self.model(**inputs, **kwargs)
-        return self.model(inputs, **kwargs)
+        )
+        with put_back(self.tree):
+            if by_keyword:
+                return self.model(**inputs, **kwargs)
+            return self.model(inputs, **kwargs)
 
     def _find_answers(
         self,

@@ -317,7 +317,7 @@ def _first_numbers(weight: Tensor) -> Tensor:
     numbers = weight.detach()
     while numbers.ndim > 1:
         numbers = numbers.select(numbers.stride().index(max(numbers.stride())), 0)
-    return numbers[:_COMPARED]
+    return numbers.reshape(-1)[:_COMPARED]  # of a single number, too
 
 
 def first_changed(

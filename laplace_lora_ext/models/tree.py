@@ -33,9 +33,12 @@ class Tree:
     read_by : list of nn.Module or None
         the layer that makes the logits, none where there is none; None before a pass
         has shown which it is
+    changing : list of nn.Module or None
+        modules whose state passes may change; None before the first pass
     """
 
     read_by: list[nn.Module] | None = None
+    changing: list[nn.Module] | None = None
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

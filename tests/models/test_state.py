@@ -1,0 +1,224 @@
+"""No pass finds what another one has left in the model."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import helpers
+from torch import Tensor, nn
+from torch.testing import assert_close
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from laplace_lora_ext.models.logits_model import LogitsModel
+from tests.support.models import (
+    N_CLASSES,
+    VOCABULARY,
+    lora_model,
+    pairs,
+    ragged_batches,
+    with_lora,
+)
+from tests.support.posteriors import STRUCTURES, fitted, generator, make
+
+SHORT, LONG = 6, 30
+
+
+def dynamic() -> nn.Module:
+    """Make a classifier whose positions depend on the longest text that it has read."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=4,
+        rope_scaling={"rope_type": "dynamic", "factor": 8.0},
+        num_labels=N_CLASSES,
+        pad_token_id=0,
+    )
+    base = LlamaForSequenceClassification(config)
+    return with_lora(base, "q_proj", "v_proj").float().eval()
+
+
+def texts(length: int) -> dict[str, Tensor]:
+    (batch,) = ragged_batches([length] * 4, 4, padded_to=length, seed=length)
+    return batch
+
+
+class Left(nn.Module):
+    """A model that keeps something of each pass, in one way or another."""
+
+    def __init__(self, keep: Callable[["Left", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.keep = keep
+        self.register_buffer("seen", torch.ones(()))
+        self.longest = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.keep(self, x)
+
+
+def counted_in_place(model: Left, x: Tensor) -> Tensor:
+    model.seen += 1
+    return model.seen
+
+
+def counted(model: Left, x: Tensor) -> Tensor:
+    model.seen = model.seen + 1
+    return model.seen
+
+
+def averaged(model: Left, x: Tensor) -> Tensor:
+    model.seen.mul_(0.5).add_(x.mean())
+    return model.seen.clone()
+
+
+def largest(model: Left, x: Tensor) -> Tensor:
+    model.longest = max(model.longest, x.abs().max().item())
+    return x.new_tensor(model.longest)
+
+
+class WithoutBuffers(nn.Module):
+    """Keeps a number beside its layers, and no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.largest = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = max(self.largest, x.abs().max().item())
+        return self.layer(x) * self.largest
+
+
+def plain(keep: Callable[[Left, Tensor], Tensor] | None = None) -> nn.Module:
+    model = WithoutBuffers() if keep is None else Left(keep)
+    return with_lora(model, "layer")
+
+
+MODELS = {
+    "dynamic positions": dynamic,
+    "a counter": lambda: plain(counted_in_place),
+    "a new counter": lambda: plain(counted),
+    "a running mean": lambda: plain(averaged),
+    "an attribute": lambda: plain(largest),
+    "an attribute alone": plain,
+}
+
+
+def two_batches(case: str) -> list:
+    """Make two batches of which the second leaves more behind."""
+    if case == "dynamic positions":
+        return [texts(SHORT), texts(LONG)]
+    small, (X, y) = pairs(2)
+    return [small, (10 * X, y)]
+
+
+def inputs_of(batch):
+    return batch[0] if isinstance(batch, tuple) else batch
+
+
+def state_of(model: nn.Module) -> list:
+    """List all buffers, as they are and copied, and all numbers beside them."""
+    state = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            state.append((name, id(buffer), copy.deepcopy(buffer).tolist()))
+        for name, value in vars(module).items():
+            if isinstance(value, int | float):
+                state.append((name, value))
+    return state
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("case", MODELS)
+def test_the_order_of_batches_changes_no_curvature(case, structure):
+    batches = two_batches(case)
+    model = MODELS[case]()
+    before = state_of(model)
+    forward = make(model, structure)
+    forward.fit(batches)
+    assert state_of(model) == before
+    backward = make(MODELS[case](), structure)
+    backward.fit(batches[::-1])
+    assert_close(forward.loss, backward.loss)
+    for found, expected in zip(
+        diagonals(forward, structure), diagonals(backward, structure), strict=True
+    ):
+        # Low-rank factors add up in another order.
+        assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def diagonals(la, structure: str) -> list[Tensor]:
+    if structure == "lowrank_kron":
+        return [block.output_factor.trace for block in la.H_facs.blocks]
+    if structure == "kron":
+        return [factor.diagonal() for factors in la.H_facs.kfacs for factor in factors]
+    return [la.H if structure == "diag" else la.H.diagonal()]
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_prediction_is_the_same_behind_another_one(case):
+    first, second = map(inputs_of, two_batches(case))
+    la = make(MODELS[case]())
+    la.fit([two_batches(case)[0]])
+    before = state_of(la.model.model)
+    expected = LogitsModel(copy.deepcopy(la.model.model).eval())(first)
+    for x in (first, second, first):
+        found = la.predictive_moments(x).f_mu
+    assert_close(found, expected, rtol=0, atol=0)
+    for pred_type in ("glm", "nn"):
+        of_first = la(first, pred_type, link_approx="mc", generator=generator())
+        la(second, pred_type, link_approx="mc")
+        again = la(first, pred_type, link_approx="mc", generator=generator())
+        assert_close(again, of_first, rtol=0, atol=0)
+    assert state_of(la.model.model) == before
+
+
+def test_an_error_leaves_no_state_behind():
+    model = plain(counted_in_place)
+    before = state_of(model)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    of_batches = LogitsModel(model)
+    for _ in range(2):
+        handle = model.layer.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="broken"):
+            of_batches(pairs()[0][0])
+        handle.remove()
+        assert state_of(model) == before
+
+
+# --- caches of the adapter's own layers -----------------------------------------------
+
+
+@pytest.mark.skipif(
+    not hasattr(helpers, "DoraCaching"), reason="this PEFT caches nothing"
+)
+def test_draws_of_weights_neither_read_nor_fill_the_caches_of_dora():
+    (batch,) = ragged_batches(batch_size=8)
+    la = fitted(model=lora_model("bert", use_dora=True), batches=[batch])
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+
+    def predicted() -> list[Tensor]:
+        drawn = la(batch, pred_type="nn", n_samples=3, generator=generator())
+        return [la.predictive_moments(batch).f_var, drawn]
+
+    expected = predicted()
+    model = la.model.model.eval()
+    with torch.no_grad():
+        own = model(**inputs).logits
+        with helpers.DoraCaching():
+            assert_close(model(**inputs).logits, own)
+            for found, right in zip(predicted(), expected, strict=True):
+                assert_close(found, right)
+            assert_close(model(**inputs).logits, own)
+            # A fit finds all of the layers' calls, too.
+            la.fit([batch])
+            assert_close(predicted()[0], expected[0])
+        assert_close(model(**inputs).logits, own)
