@@ -20,6 +20,7 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Calibration,
     options.Cross,
     options.Contrasts,
+    options.Signs,
     options.Merge,
     options.Labels,
     options.Overview,

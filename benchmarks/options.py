@@ -151,6 +151,19 @@ class Contrasts(SeveralSeeds):
 
 
 @dataclass(frozen=True)
+class Signs(SeveralSeeds):
+    """How many passes does a fit need, by labels or signs? Intents (--data)."""
+
+    task: str = option(
+        "banking77", "banking77, clinc150, or another of the tasks of `stages`"
+    )
+    passes: tuple[int, ...] = option(
+        (1, 2, 4, 8, 16), "backward passes, each with a draw for every text"
+    )
+    draws: int = option(2, "fits by each, with other draws")
+
+
+@dataclass(frozen=True)
 class Merge(SeveralSeeds):
     """Do posteriors help to merge adapters? Intents (--data): minutes a seed."""
 
