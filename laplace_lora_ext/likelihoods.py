@@ -83,25 +83,40 @@ class _AsItIs:
         """Multiply vectors `(..., B, C)` by a root S of each Fisher, `H = S Sᵀ`."""
         raise NotImplementedError
 
-    def axes(self, logits: Tensor) -> Tensor:
-        """Make vectors `(S, B, C)` that the root turns into its columns."""
-        n_samples, n_outputs = logits.shape
-        identity = torch.eye(n_outputs).to(logits)
-        return identity[:, None].expand(n_outputs, n_samples, n_outputs)
+    def columns_by_size(self, logits: Tensor) -> Tensor:
+        """List the columns of the root, `(B, K)`, from the largest one on."""
+        raise NotImplementedError
 
     def exact_seeds(self, logits: Tensor) -> Seeds:
         """Compute seeds of the exact (type-2) Fisher: the columns of its root."""
-        return _scaled(self.times_root(logits, self.axes(logits)))
+        _, n_outputs = logits.shape
+        return self._sums_of_columns(logits, n_outputs, torch.ones_like(logits))
 
     def sign_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
-        """Compute sums of the root's columns with random signs z.
+        """Compute sums of the root's columns with random signs, each in one of them.
 
-        `E[S z zᵀ Sᵀ] = S Sᵀ = H`: each sees all columns, where a drawn label hardly
-        ever sees those of a confident sample.
+        With signs z, `E[S z zᵀ Sᵀ] = S Sᵀ = H`. A sum sees all of its columns, where a
+        drawn label hardly ever sees those of a confident sample. As many sums as there
+        are columns are exact.
         """
-        signs = draws.signs(num_samples, logits.shape[-1]).to(logits)
-        vectors, weights = _scaled(self.times_root(logits, signs))
-        return Seeds(vectors, weights / num_samples**0.5)
+        (signs,) = draws.signs(1, logits.shape[-1])
+        return self._sums_of_columns(logits, num_samples, signs.to(logits))
+
+    def _sums_of_columns(self, logits: Tensor, n_sums: int, signs: Tensor) -> Seeds:
+        """Divide the root's columns, with signs `(B, C)`, among so many sums.
+
+        Two columns of one sum are what makes it differ from the exact Fisher. So the
+        largest ones go into different sums, dealt to and fro.
+        """
+        columns = self.columns_by_size(logits)
+        n_samples, n_columns = columns.shape
+        n_sums = min(n_sums, n_columns)
+        turns = torch.arange(n_columns, device=logits.device) % (2 * n_sums)
+        sums = turns.minimum(2 * n_sums - 1 - turns)
+        samples = torch.arange(n_samples, device=logits.device)[:, None]
+        z = logits.new_zeros(n_sums, *logits.shape)
+        z[sums, samples, columns] = signs.gather(1, columns)
+        return _scaled(self.times_root(logits, z))
 
 
 class Classification(_AsItIs):
@@ -144,13 +159,10 @@ class Classification(_AsItIs):
         of_others = of_others - log_p.exp() * total / (1 + q_top)
         return torch.where(is_top, -q_top * total, of_others)
 
-    def axes(self, logits: Tensor) -> Tensor:
-        """Make the coordinate axes `(C - 1, B, C)` of all classes but the likeliest."""
-        n_samples, n_outputs = logits.shape
-        _, others = (~_is_top(logits)).nonzero(as_tuple=True)
-        others = others.reshape(n_samples, n_outputs - 1)
-        identity = torch.eye(n_outputs).to(logits)
-        return identity[others].transpose(0, 1)
+    def columns_by_size(self, logits: Tensor) -> Tensor:
+        """List all classes but the most probable one, which has no column."""
+        top_first = logits.masked_fill(_is_top(logits), torch.inf)
+        return top_first.argsort(dim=-1, descending=True, stable=True)[:, 1:]
 
     def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         """Compute slopes of the loss at targets that are drawn from the model."""
@@ -263,6 +275,11 @@ class Regression(_AsItIs):
 
     def times_root(self, logits: Tensor, z: Tensor) -> Tensor:
         return z
+
+    def columns_by_size(self, logits: Tensor) -> Tensor:
+        _, n_outputs = logits.shape
+        alike = torch.arange(n_outputs, device=logits.device)
+        return alike.expand(logits.shape)
 
     def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         vectors = draws.normal(num_samples, logits.shape[-1]).to(logits)
@@ -382,8 +399,10 @@ class MultiLabel(Classification):
         log_variances = logsigmoid(logits) + logsigmoid(-logits)
         return z * (log_variances / 2).exp()
 
-    def axes(self, logits: Tensor) -> Tensor:
-        return _AsItIs.axes(self, logits)
+    def columns_by_size(self, logits: Tensor) -> Tensor:
+        return logits.abs().argsort(
+            dim=-1, stable=True
+        )  # by p (1 - p), the largest first
 
     def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         """Compute slopes of the loss at drawn targets, of all labels at once.
@@ -529,14 +548,15 @@ class TokenClassification(Classification):
         return Seeds(vectors, weights)
 
     def sign_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
-        """Compute sums of the roots' columns with random signs, of all tokens at once.
+        """Compute sums of all columns of a text's tokens, with random signs.
 
         The signs of two tokens are independent. So the gradient G of a text's whole
-        loss has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, as with drawn labels.
+        loss has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, as with drawn labels. What two tokens add
+        to it has the largest part of the noise, and is independent in every sum.
         """
-        vectors, weights = super().sign_seeds(logits, num_samples, draws)
-        of_all = weights.amax(-1, keepdim=True)
-        return Seeds(vectors * (weights / of_all)[..., None], of_all)
+        signs = draws.signs(num_samples, logits.shape[-1]).to(logits)
+        vectors, weights = _scaled(self.times_root(logits, signs), over=(1, 2))
+        return Seeds(vectors, weights / num_samples**0.5)
 
     def groups(
         self,
@@ -647,12 +667,12 @@ def _warn_of_probabilities(link: str) -> None:
     )
 
 
-def _scaled(columns: Tensor) -> Seeds:
-    """Scale columns `(S, B, C)` to a largest entry of 1, by their weights."""
+def _scaled(columns: Tensor, over: tuple[int, ...] = (2,)) -> Seeds:
+    """Scale columns `(S, B, C)` to a largest entry of 1 over some dimensions."""
     # Where a sample is certain, nothing is divided by 0.
     smallest = torch.finfo(columns.dtype).tiny
-    weights = columns.abs().amax(-1).clamp_min(smallest)
-    return Seeds(columns / weights[..., None], weights)
+    weights = columns.abs().amax(over, keepdim=True).clamp_min(smallest)
+    return Seeds(columns / weights, weights[..., 0])
 
 
 def _is_top(logits: Tensor) -> Tensor:

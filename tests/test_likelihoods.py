@@ -109,14 +109,15 @@ def test_sampled_slopes_of_tokens_are_unbiased():
     assert error < 0.01
 
 
-class EveryPattern(Draws):
-    """Draws every pattern of signs once, the same for all rows."""
+class OnePattern(Draws):
+    """Draws signs that it is given, the same for all rows and sums."""
+
+    pattern: tuple[float, ...] = ()
 
     def signs(self, n_draws: int, *shape: int) -> Tensor:
-        (n_outputs,) = shape
-        patterns = torch.tensor(list(product([-1.0, 1.0], repeat=n_outputs)))
-        assert len(patterns) == n_draws
-        return patterns[:, None].expand(-1, len(self.examples), -1).double()
+        pattern = torch.tensor(self.pattern, dtype=torch.float64)
+        assert pattern.shape == shape
+        return pattern.expand(n_draws, len(self.examples), -1)
 
 
 FOUR_LOGITS = torch.tensor(
@@ -140,15 +141,51 @@ def exact_fisher(likelihood: str, logits: Tensor) -> Tensor:
     return softmax_fisher(logits)
 
 
+def fishers_by_signs(likelihood: str, n_sums: int) -> list[Tensor]:
+    """Compute Fishers `(N, C, C)` by each pattern of signs."""
+    fishers = []
+    for pattern in product([-1.0, 1.0], repeat=4):
+        draws = OnePattern(0, torch.arange(3))
+        object.__setattr__(draws, "pattern", pattern)
+        seeds = LIKELIHOODS[likelihood].sign_seeds(FOUR_LOGITS, n_sums, draws)
+        # Nothing underflows in half precision.
+        largest = seeds.vectors.abs().amax((1, 2))
+        assert_close(largest, torch.ones_like(largest))
+        fishers.append(fisher(seeds))
+    return fishers
+
+
+@pytest.mark.parametrize("n_sums", [1, 2, 3])
 @pytest.mark.parametrize(
     "likelihood", ["classification", "regression", MULTI_LABEL, TOKENS]
 )
-def test_the_mean_over_all_patterns_of_signs_is_the_exact_fisher(likelihood):
-    every = EveryPattern(0, torch.arange(3))
-    seeds = LIKELIHOODS[likelihood].sign_seeds(FOUR_LOGITS, 2**4, every)
-    # Nothing underflows in half precision.
-    assert seeds.vectors.abs().amax() == 1
-    assert_close(fisher(seeds), exact_fisher(likelihood, FOUR_LOGITS), **EXACT)
+def test_the_mean_over_all_patterns_of_signs_is_the_exact_fisher(likelihood, n_sums):
+    fishers = fishers_by_signs(likelihood, n_sums)
+    mean = torch.stack(fishers).mean(0)
+    assert_close(mean, exact_fisher(likelihood, FOUR_LOGITS), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "n_columns"),
+    [("classification", 3), ("regression", 4), (MULTI_LABEL, 4)],
+)
+def test_as_many_sums_as_columns_are_exact_with_any_signs(likelihood, n_columns):
+    expected = exact_fisher(likelihood, FOUR_LOGITS)
+    for found in fishers_by_signs(likelihood, n_columns):
+        assert_close(found, expected, **EXACT)
+    seeds = LIKELIHOODS[likelihood].sign_seeds(
+        FOUR_LOGITS, 9, Draws(0, torch.arange(3))
+    )
+    assert len(seeds.vectors) == n_columns
+    one_less = fishers_by_signs(likelihood, n_columns - 1)
+    assert not torch.allclose(one_less[0], expected)
+
+
+def test_the_largest_columns_are_in_different_sums():
+    logits = torch.tensor([[0.0, 9.0, -40.0, 1.0, -40.0]]).double()
+    seeds = Classification().sign_seeds(logits, 2, Draws(0, torch.arange(1)))
+    # The two others are next to nothing.
+    assert_close(fisher(seeds), softmax_fisher(logits), rtol=1e-6, atol=1e-8)
 
 
 def test_two_classes_need_no_more_than_one_sign():

@@ -175,11 +175,11 @@ def drawn_curvature(
     seed: int,
     state_of_torch: int = 0,
 ) -> Tensor:
-    """Fit by two draws a text, in a state of torch's own generator."""
+    """Fit by a draw for each text, in a state of torch's own generator."""
     la = posterior(
         structure,
         stochastic=True,
-        num_samples=2,
+        num_samples=1,
         draws=draws,
         seed=seed,
     )
