@@ -56,7 +56,7 @@ class NumberPrediction(NamedTuple):
         members : sequence of Moments
             of the outputs, one for each posterior
         noises : sequence of torch.Tensor or float
-            standard deviations of each posterior, `(C,)` or one for all outputs
+            standard deviation of each posterior's, `()`
         """
         means = torch.stack([f_mu for f_mu, _ in members])
         of_outputs = torch.stack([f_var for _, f_var in members])
