@@ -840,10 +840,10 @@ class LoRALaplace(ParametricLaplace):
         ----------
         x : Mapping, torch.Tensor, Moments, DataLoader, iterable of batches, or data set
             a batch as for a call; a loader of batches with or without labels, in the
-            order of its data set; or a data set, such as one of `datasets`, which is
-            read with its longest texts first. Examples come back in their own order. In
-            a `torch.distributed` process group all ranks share a data set, or a loader
-            that shows each rank's part, and must all call this; each gets all
+            order of its data set; or a data set, such as one of `datasets`, of which
+            texts of alike lengths are read together. Examples come back in their own
+            order. In a `torch.distributed` process group all ranks share a data set, or
+            a loader that shows each rank's part, and must all call this; each gets all
             predictions
         link_approx : {"mean_field", "probit", "mc"}, default="mean_field"
             link for the probabilities; numbers need none

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import default_collate
 
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.processes.exchange import count, rank, together
 from laplace_lora_ext.processes.shards import Columns, Share, in_order, joined, stacked
+
+_BATCHES_AT_ONCE = 16  # that are read of a data set, to put alike lengths together
 
 Result = TypeVar("Result")
 
@@ -197,16 +199,30 @@ def over_data_set(
 ) -> Columns:
     """Evaluate as `over_loader` does, on a data set that all ranks share.
 
-    Its longest texts come first: batches of alike lengths have little padding, and if
-    memory does not suffice, this shows at once. The columns are in the data set's own
-    order.
+    Examples are read once, some batches at a time, and of these the longest texts come
+    first: batches of alike lengths have little padding. The columns are in the data
+    set's own order.
     """
-    lengths = [_length(data[place]) for place in range(len(data))]
-    order = torch.tensor(lengths).argsort(descending=True, stable=True)
-    loader = in_order(Subset(data, order.tolist()), batch_size, collate_fn)
-    columns = over_loader(loader, evaluate, description, progress_bar, sample=sample)
-    places = order.argsort()  # of each example among the columns
-    return tuple(column[places.to(column.device)] for column in columns)
+    collate = collate_fn or default_collate
+    kept = sample or Sample()
+    # Ranks that share a model must make equally many passes.
+    n_batches = 1 if count() > 1 else _BATCHES_AT_ONCE
+
+    def longest_first(rows: list[Any]) -> dict[str, Any]:
+        lengths = torch.tensor([_length(row) for row in rows])
+        order = lengths.argsort(descending=True, stable=True)
+        batches: list[Any] = []
+        for places in order.split(batch_size):
+            batches.append(collate([rows[place] for place in places.tolist()]))
+        return {"order": order, "batches": batches}
+
+    def of_batches(read: dict[str, Any]) -> Columns:
+        columns = kept.join([evaluate(batch) for batch in read["batches"]])
+        places = read["order"].argsort()  # of each example among the columns
+        return tuple(column[places.to(column.device)] for column in columns)
+
+    loader = in_order(data, n_batches * batch_size, longest_first)
+    return over_loader(loader, of_batches, description, progress_bar, sample=kept)
 
 
 def _length(row: Any) -> int:

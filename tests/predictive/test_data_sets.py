@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext import Prediction
+from laplace_lora_ext.predictive import data_sets
 from tests.support.dense import unpadded
 from tests.support.models import ragged_batches
 from tests.support.posteriors import fitted, generator
@@ -199,6 +200,30 @@ def test_long_texts_come_first_and_little_is_padded(la):
         (4, 5),
         (3, 2),
     ]
+
+
+class Counted(Rows):
+    """Counts how often each example is read, as where images must be decoded."""
+
+    def __init__(self) -> None:
+        self.n_read = [0] * len(self)
+
+    def __getitem__(self, index: int) -> Row:
+        self.n_read[index] += 1
+        return super().__getitem__(index)
+
+
+def test_each_example_is_read_once(la):
+    data = Counted()
+    la.predict_proba(data, **of_size(4))
+    assert data.n_read == [1] * len(data)
+
+
+def test_more_examples_than_are_read_at_once_keep_their_order(la, monkeypatch):
+    expected = la.predict_proba(Rows(), **of_size(2))
+    monkeypatch.setattr(data_sets, "_BATCHES_AT_ONCE", 2)
+    found = la.predict_proba(Rows(), **of_size(2))
+    assert_close(torch.from_numpy(found), torch.from_numpy(expected), **CLOSE)
 
 
 def by_five_draws(
