@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
+from laplace_lora_ext.curvature.roots import SquareForm
 from laplace_lora_ext.curvature.structure import (
     DiagStructure,
     FullStructure,
@@ -171,20 +172,17 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     ) -> tuple[Tensor, Tensor]:
         self.problem.check_linearised()
         roots = self.posterior_precision.inverse_roots
-        covariances: list[Tensor] = []  # of one part, by block
-
-        def add(index: int, jacobian: Tensor) -> None:
-            if joint:
-                jacobian = jacobian.flatten(0, 1)
-            covariances.append(roots[index].square_form(jacobian))
 
         def moments_of(part: Any, _: slice) -> Moments:
-            covariances.clear()
+            covariance = SquareForm(roots)
+
+            def add(index: int, jacobian: Tensor) -> None:
+                covariance.add(index, jacobian.flatten(0, 1) if joint else jacobian)
+
             f_mu = self.recorder.visit_jacobians(
                 part, add, directions, self.enable_backprop
             )
-            of_blocks = [covariance.to(f_mu.device) for covariance in covariances]
-            return Moments(f_mu, torch.stack(of_blocks).sum(0))
+            return Moments(f_mu, covariance.total().to(f_mu.device))
 
         if joint:  # examples vary together: they can't come in parts
             return moments_of(X, slice(None))

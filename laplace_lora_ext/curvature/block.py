@@ -212,11 +212,6 @@ class DecomposedBlock:
         rotated = leading @ self.large.vectors.mT + remainder
         return self.small.vectors @ rotated
 
-    def inverse_root(self, delta: Tensor) -> InverseRoot:
-        """Prepare to multiply by `(block + delta I) ** -0.5`."""
-        on_leading, on_remainder = self.eigenvalues(delta)
-        return InverseRoot(self, on_leading.rsqrt(), on_remainder.rsqrt()[:, None])
-
     def diag(
         self,
         delta: Tensor,
@@ -231,25 +226,3 @@ class DecomposedBlock:
             rest = 1 - large.sum(1)  # diagonal of the projection on the complement of U
             diagonal = diagonal + torch.outer(small @ on_remainder.pow(exponent), rest)
         return self.small_side_first(diagonal).flatten()
-
-
-@dataclass(frozen=True, eq=False)
-class InverseRoot:
-    """`(block + delta I) ** -0.5`, with the eigenvalues of one `delta`."""
-
-    block: DecomposedBlock
-    on_leading: Tensor  # (r, k)
-    on_remainder: Tensor  # (r, 1)
-
-    def square_form(self, weights: Tensor) -> Tensor:
-        """Compute `W_a (block + delta I)⁻¹ W_bᵀ` of all pairs.
-
-        From `(..., K, r, d)` to `(..., K, K)`.
-
-        Both parts are sums of squares, so the result is positive semi-definite and
-        nothing cancels, however small `delta` is.
-        """
-        leading, remainder = self.block.project(weights)
-        leading = (leading * self.on_leading).flatten(-2)
-        remainder = (remainder * self.on_remainder).flatten(-2)
-        return leading @ leading.mT + remainder @ remainder.mT

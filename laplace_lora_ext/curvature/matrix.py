@@ -12,12 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.curvature.block import (
-    DecomposedBlock,
-    InverseRoot,
-    KroneckerBlock,
-)
+from laplace_lora_ext.curvature.block import DecomposedBlock, KroneckerBlock
 from laplace_lora_ext.curvature.factors import LowRankFactor
+from laplace_lora_ext.curvature.roots import InverseRoots, SquareForm
 
 # Relative to the largest eigenvalue: ten times that of single precision.
 _ROUNDING = 1e-6
@@ -178,12 +175,9 @@ class LowRankKronDecomposed:
         )
 
     @cached_property
-    def inverse_roots(self) -> list[InverseRoot]:
-        """Prepare each block's inverse root, which all predictions multiply by."""
-        return [
-            block.inverse_root(delta)
-            for block, delta in zip(self.blocks, self.deltas, strict=True)
-        ]
+    def inverse_roots(self) -> InverseRoots:
+        """Prepare the inverse root, which all predictions multiply by."""
+        return InverseRoots(self.blocks, self.deltas)
 
     def __add__(self, deltas: float | Tensor) -> LowRankKronDecomposed:
         """Add a multiple of the identity: a scalar, or `(blocks,)`."""
@@ -219,12 +213,10 @@ class LowRankKronDecomposed:
 
     def inv_square_form(self, W: Tensor) -> Tensor:
         """Compute `W self⁻¹ Wᵀ`, `(B, C, C)`, for `W` of shape `(B, C, parameters)`."""
-        forms: list[Tensor] = []
-        for root, (_, _, weights) in zip(
-            self.inverse_roots, self._with_parts(W), strict=True
-        ):
-            forms.append(root.square_form(weights).to(W.device))
-        return torch.stack(forms).sum(0)
+        form = SquareForm(self.inverse_roots)
+        for index, (_, _, weights) in enumerate(self._with_parts(W)):
+            form.add(index, weights)
+        return form.total().to(W.device)
 
     def diag(self, exponent: float = 1) -> Tensor:
         """Compute the diagonal of `self ** exponent`, `(parameters,)`."""

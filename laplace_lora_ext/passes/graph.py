@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -117,25 +116,19 @@ class _Tap(torch.autograd.Function):
     checkpointed layer is computed anew, it is computed anew as well.
     """
 
+    # Without a `setup_context`, for which torch would read a signature at each call.
     @staticmethod
     def forward(
+        ctx: Any,
         output: Tensor,
         anchor: Tensor,
         inputs: Tensor,
         call: Call,
     ) -> Tensor:
-        return output.clone()  # the model may change in place what it gets
-
-    @staticmethod
-    def setup_context(
-        ctx: Any,
-        inputs: tuple[Tensor, Tensor, Tensor, Call],
-        output: Tensor,
-    ) -> None:
-        _, _, of_layer, call = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(of_layer)
+        ctx.save_for_backward(inputs)
         ctx.call = call
+        return output.clone()  # the model may change in place what it gets
 
     @staticmethod
     def backward(
@@ -158,10 +151,6 @@ class _Tap(torch.autograd.Function):
         # On to the layers before this one; nothing else that `forward` got has a
         # gradient.
         return gradient, None, None, None
-
-
-# torch reads a signature at each call, which takes as long as a small layer.
-_Tap.forward.__signature__ = signature(_Tap.forward)
 
 
 class Graph:

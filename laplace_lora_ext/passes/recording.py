@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -157,7 +156,7 @@ class GradientsOfRows(Gradients):
 
     def of_weight(self) -> Tensor:
         """Compute `Σ_t g_t a_tᵀ`."""
-        return torch.einsum("bti,sbto->sboi", self.a, self.g)
+        return self.g.mT @ self.a
 
 
 @dataclass(frozen=True)
@@ -254,19 +253,30 @@ class Recording:
         """
         self._announce(len(vectors))
         for part in self._parts():
-            if visitor.sees_inputs:
-                self._visit_inputs(part, visitor)
-            of_examples = None if weights is None else part.weights(weights)
-            # The graph of a batch may be needed again, for the next of its examples.
-            part.graph.back_propagate(
-                part.vectors(vectors),
-                at_once or part.graph.seeds_at_once,
-                partial(self._visit_gradients, part, of_examples, visitor),
-                partial(self._visit_matrices, part, of_examples, visitor),
-                retain_graph=self._create_graph or part.positions is None,
-                create_graph=self._create_graph,
-            )
+            with torch.autocast(vectors.device.type, enabled=False):
+                self._backward(part, vectors, visitor, weights, at_once)
             del part  # before the next one is recorded
+
+    def _backward(
+        self,
+        part: Part,
+        vectors: Tensor,
+        visitor: Visitor,
+        weights: Tensor | None,
+        at_once: int | None,
+    ) -> None:
+        if visitor.sees_inputs:
+            self._visit_inputs(part, visitor)
+        of_examples = None if weights is None else part.weights(weights)
+        # The graph of a batch may be needed again, for the next of its examples.
+        part.graph.back_propagate(
+            part.vectors(vectors),
+            at_once or part.graph.seeds_at_once,
+            partial(self._visit_gradients, part, of_examples, visitor),
+            partial(self._visit_matrices, part, of_examples, visitor),
+            retain_graph=self._create_graph or part.positions is None,
+            create_graph=self._create_graph,
+        )
 
     @torch.no_grad()
     def _visit_inputs(self, part: Part, visitor: Visitor) -> None:
@@ -282,7 +292,7 @@ class Recording:
             for call in part.graph.calls[first]:
                 of_call = call.inputs
                 assert of_call is not None  # `record` was asked to keep them
-                with _mathematics(block, of_call.device):
+                with naming(f"weight {block.name}"):
                     a = of_call.reshape(part.n_examples, -1, of_call.shape[-1])
                     a = a.to(block.statistics_dtype)
                     positions = RowPositions([a.shape[1]], part.positions)
@@ -305,7 +315,7 @@ class Recording:
         inputs: list[Tensor] = []
         gradients: list[Tensor] = []
         lengths: list[int] = []
-        with _mathematics(block, arrived.gradients[0].device):
+        with naming(f"weight {block.name}"):
             for a, g in zip(arrived.inputs, arrived.gradients, strict=True):
                 inputs.append(a.reshape(part.n_examples, -1, n))
                 gradients.append(g.reshape(len(g), part.n_examples, -1, m))
@@ -348,7 +358,7 @@ class Recording:
             if not is_reached:
                 continue
             block = self._blocks[index]
-            with _mathematics(block, matrix.device):
+            with naming(f"weight {block.name}"):
                 scaled = matrix.to(block.statistics_dtype)[:, None]
                 if weights is not None:
                     scaled = scaled * weights[arrived.seeds, :, None, None].to(scaled)
@@ -368,13 +378,3 @@ def _joined(of_calls: list[Tensor]) -> Tensor:
     if len(of_calls) == 1:
         return of_calls[0]
     return torch.cat(of_calls, dim=-2)
-
-
-@contextmanager
-def _mathematics(
-    block: Block,
-    device: torch.device,
-) -> Iterator[None]:
-    """Compute in full precision, and name the layer where something goes wrong."""
-    with naming(f"weight {block.name}"), torch.autocast(device.type, enabled=False):
-        yield

@@ -1,0 +1,139 @@
+"""Inverse square roots of a precision, and what predictions make of them.
+
+Blocks of one shape are multiplied together: of a small text, each product of matrices
+takes longer to start than to compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace_lora_ext.curvature.block import DecomposedBlock
+
+# Of Jacobians that wait for those of other blocks: 16 MB in float32.
+_NUMBERS = 2**22
+
+
+@dataclass(frozen=True, eq=False)
+class _Roots:
+    """`(block + delta I) ** -0.5` of n blocks `(r, d)`, in their eigenbases."""
+
+    small: Tensor  # Q, (n, r, r)
+    large: Tensor  # U, (n, d, k)
+    on_leading: Tensor  # (n, r, k)
+    on_remainder: Tensor | None  # (n, r, 1); None where U leaves nothing out
+
+    @classmethod
+    def of(cls, block: DecomposedBlock, delta: Tensor) -> _Roots:
+        """Make the root of one block."""
+        on_leading, on_remainder = block.eigenvalues(delta)
+        of_remainder = on_remainder.rsqrt()[None, :, None]
+        return cls(
+            block.small.vectors[None],
+            block.large.vectors[None],
+            on_leading.rsqrt()[None],
+            of_remainder if block.n_left_out else None,
+        )
+
+    @classmethod
+    def stacked(cls, roots: Sequence[_Roots]) -> _Roots:
+        """Put roots of blocks of one shape together."""
+        columns = zip(*(vars(each).values() for each in roots), strict=True)
+        return cls(*(torch.cat(c) if c[0] is not None else None for c in columns))
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what blocks must have in common to be stacked."""
+        shape = self.large.shape
+        return self.small.shape, shape, self.large.device, self.large.dtype
+
+    def square_form(self, weights: Tensor) -> Tensor:
+        """Sum `W_a (block + delta I)⁻¹ W_bᵀ` of all pairs over the blocks.
+
+        From `(n, ..., K, r, d)` to `(..., K, K)`.
+
+        All parts are sums of squares, so the result is positive semi-definite and
+        nothing cancels, however small `delta` is.
+        """
+        *before, r, d = weights.shape
+        rotated = self.small.mT[:, None] @ weights.reshape(len(weights), -1, r, d)
+        rows = rotated.flatten(1, 2)
+        leading = rows @ self.large
+        form = _gram(leading.reshape(*before, r, -1), self.on_leading)
+        if self.on_remainder is None:  # rounding is no remainder
+            return form
+        remainder = rows - leading @ self.large.mT
+        return form + _gram(remainder.reshape(*before, r, d), self.on_remainder)
+
+
+def _gram(coordinates: Tensor, roots: Tensor) -> Tensor:
+    """Scale `(n, ..., K, r, k)` by `(n, r, k)`; multiply all pairs, `(..., K, K)`."""
+    in_between = [1] * (coordinates.ndim - roots.ndim)
+    roots = roots.reshape(len(roots), *in_between, *roots.shape[1:])
+    scaled = (coordinates * roots).movedim(0, -3).flatten(-3)
+    return scaled @ scaled.mT
+
+
+class InverseRoots:
+    """The inverse root of a block-diagonal precision."""
+
+    def __init__(self, blocks: Sequence[DecomposedBlock], deltas: Tensor) -> None:
+        self.of_blocks = [
+            _Roots.of(block, delta) for block, delta in zip(blocks, deltas, strict=True)
+        ]
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for index, roots in enumerate(self.of_blocks):
+            alike.setdefault(roots.kind, []).append(index)
+        self.groups = [
+            (indices, _Roots.stacked([self.of_blocks[index] for index in indices]))
+            for indices in alike.values()
+        ]
+        self.group_of = {
+            index: number
+            for number, (indices, _) in enumerate(self.groups)
+            for index in indices
+        }
+
+
+class SquareForm:
+    """Sums `W P⁻¹ Wᵀ` over blocks, in whichever order their weights come."""
+
+    def __init__(self, roots: InverseRoots) -> None:
+        self._roots = roots
+        self._waiting: list[dict[int, Tensor]] = [{} for _ in roots.groups]
+        self._n_waiting = 0  # numbers
+        self._sum: Tensor | None = None
+
+    def add(self, index: int, weights: Tensor) -> None:
+        """Take a block's weights `(..., K, r, d)`."""
+        number = self._roots.group_of[index]
+        waiting = self._waiting[number]
+        waiting[index] = weights
+        self._n_waiting += weights.numel()
+        indices, roots = self._roots.groups[number]
+        if len(waiting) == len(indices):
+            together = torch.stack([waiting.pop(i) for i in indices])
+            self._n_waiting -= together.numel()
+            self._add(roots.square_form(together))
+        elif self._n_waiting > _NUMBERS:
+            self._flush()
+
+    def total(self) -> Tensor:
+        """Return the sum `(..., K, K)` over all that was added."""
+        self._flush()
+        assert self._sum is not None
+        return self._sum
+
+    def _flush(self) -> None:
+        for waiting in self._waiting:
+            for index, weights in waiting.items():
+                self._add(self._roots.of_blocks[index].square_form(weights[None]))
+            waiting.clear()
+        self._n_waiting = 0
+
+    def _add(self, form: Tensor) -> None:
+        self._sum = form if self._sum is None else self._sum + form.to(self._sum.device)
