@@ -28,6 +28,7 @@ from laplace_lora_ext.models.adapters import (
 )
 from laplace_lora_ext.models.batches import named_batches, pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.running import Checkpoints, keep_derivatives
 from laplace_lora_ext.models.swapping import Swapping
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.training.trainers import (
@@ -125,7 +126,7 @@ def distill(
         if head:
             targets = torch.stack([record[_TEACHER] for record in records])
             _scale_and_freeze(head, _best_scale(torch.cat(logits), targets))
-        with _without_dropout(peft_model), _teaching(trainer, model, likelihood):
+        with _teaching(trainer, model, likelihood):
             train(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
             write_adapter(peft_model, adapter_name, {}, folder)
@@ -173,23 +174,6 @@ def _scale_and_freeze(
     for weight in head:
         weight.requires_grad_(False)
         weight.mul_(scale)
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off within, whatever mode the model is in."""
-    # By their rates rather than by evaluation mode, which a trainer leaves at each
-    # step.
-    rates: dict[nn.Dropout, float] = {}
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            rates[module] = module.p
-            module.p = 0.0
-    try:
-        yield
-    finally:
-        for module, rate in rates.items():
-            module.p = rate
 
 
 def _texts(
@@ -317,10 +301,15 @@ def _teaching(
             students[id(run)].economise()
         targets = inputs.pop(_TEACHER)
         student = students[id(run)]
-        if student.class_token_ids is None:
-            log_p = likelihood.class_logits(student(inputs)).log_softmax(-1)
-        else:
-            log_p = student.log_probs(inputs)
+        # Without dropout, in whichever way a model has it: the trainer's step has just
+        # begun with `run.train()`, and the whole run ends in the mode that was before.
+        run.eval()
+        keep_derivatives(student.tree.modules)
+        with Checkpoints().of(student.tree):
+            if student.class_token_ids is None:
+                log_p = likelihood.class_logits(student(inputs)).log_softmax(-1)
+            else:
+                log_p = student.log_probs(inputs)
         return kl_div(log_p, targets.to(log_p), reduction="batchmean")
 
     def get_train_dataloader() -> Any:

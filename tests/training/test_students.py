@@ -9,15 +9,21 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from datasets import Dataset
-from peft import PeftModel
-from torch import Tensor, nn
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
-from transformers import Trainer, TrainerCallback
+from transformers import (
+    OPTConfig,
+    OPTForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+)
 
 from laplace_lora_ext import LaplaceMixture
 from tests.support.models import (
+    VOCABULARY,
     base_model,
     lora_model,
     ragged_batches,
@@ -482,35 +488,52 @@ def test_a_mixture_teaches_its_mean(tmp_path):
 # --- how it trains --------------------------------------------------------------------
 
 
-def dropout_rates(model: nn.Module) -> list[float]:
-    """List the rates of all dropout modules."""
-    rates = []
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            rates.append(module.p)
-    return rates
+class Losses(TrainerCallback):
+    """Remembers the loss of each step."""
+
+    # Of the class, for distill restores the attributes of callbacks.
+    found: ClassVar[list[float]] = []
+
+    def on_log(self, args, state, control, logs=None, **_: Any) -> None:
+        if "loss" in logs:
+            self.found.append(logs["loss"])
 
 
-def test_it_learns_without_dropout(tmp_path):
-    class Rates(TrainerCallback):
-        # Of the class, for distill restores the attributes of callbacks.
-        found: ClassVar[set[float]] = set()
-
-        def on_step_begin(
-            self,
-            *_: Any,
-            model: Any,
-            **__: Any,
-        ) -> None:
-            self.found.update(dropout_rates(model))
-
-    la, trainer = taught(tmp_path, Rates())
-    before = dropout_rates(trainer.model)
-    la.distill(trainer)
-    assert max(before) > 0
-    assert Rates.found == {0.0}
-    trainer.model.delete_adapter("calibrated")
-    assert dropout_rates(trainer.model) == before
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_it_learns_without_dropout_of_any_kind(tmp_path, checkpoints):
+    torch.manual_seed(0)
+    # It calls dropout as a function, and has no module for it.
+    config = OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        word_embed_proj_dim=16,
+        ffn_dim=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        dropout=0.5,
+        attention_dropout=0.5,
+        num_labels=3,
+        pad_token_id=0,
+    )
+    lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"])
+    model = get_peft_model(OPTForSequenceClassification(config), lora)
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    la = make(model)
+    la.fit([texts()])
+    trainer = trainer_around(model, tmp_path, Losses())
+    trainer.args.learning_rate = 0.0
+    trainer.args.per_device_train_batch_size = N_TEXTS
+    trainer.args.logging_strategy = "steps"
+    trainer.args.logging_steps = 1
+    before = Snapshot(model)
+    Losses.found.clear()
+    la.distill(trainer, unlabelled=None)
+    assert len(Losses.found) == N_STEPS_OF_A_STUDENT
+    # The weights never change.
+    assert max(Losses.found) - min(Losses.found) < 1e-5
+    model.delete_adapter("calibrated")
+    assert Snapshot(model).training == before.training
 
 
 def listed(batch: Batch) -> list[dict[str, Any]]:
