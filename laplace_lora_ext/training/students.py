@@ -274,6 +274,19 @@ def _text(
     return record
 
 
+def _log_probs(student: LogitsModel, likelihood: Likelihood, inputs: Any) -> Tensor:
+    """Compute log-probabilities to learn from, without dropout of any kind.
+
+    The model stays in evaluation mode: each step of a trainer begins with `train()`.
+    """
+    student.model.eval()
+    keep_derivatives(student.tree.modules)
+    with Checkpoints().of(student.tree):
+        if student.class_token_ids is not None:
+            return student.log_probs(inputs)
+        return likelihood.class_logits(student(inputs)).log_softmax(-1)
+
+
 @contextmanager
 def _teaching(
     trainer: Any,
@@ -300,16 +313,7 @@ def _teaching(
             students[id(run)] = model.around(run)
             students[id(run)].economise()
         targets = inputs.pop(_TEACHER)
-        student = students[id(run)]
-        # Without dropout, in whichever way a model has it: the trainer's step has just
-        # begun with `run.train()`, and the whole run ends in the mode that was before.
-        run.eval()
-        keep_derivatives(student.tree.modules)
-        with Checkpoints().of(student.tree):
-            if student.class_token_ids is None:
-                log_p = likelihood.class_logits(student(inputs)).log_softmax(-1)
-            else:
-                log_p = student.log_probs(inputs)
+        log_p = _log_probs(students[id(run)], likelihood, inputs)
         return kl_div(log_p, targets.to(log_p), reduction="batchmean")
 
     def get_train_dataloader() -> Any:
