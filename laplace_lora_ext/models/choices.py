@@ -32,6 +32,7 @@ from laplace_lora_ext.models.answers import (
 )
 from laplace_lora_ext.models.batches import text_first
 from laplace_lora_ext.models.vocabulary import (
+    LastStates,
     Part,
     Reading,
     logits_at,
@@ -257,7 +258,7 @@ class Choices(Answers):
         assert self._transformer is not None
         predicts = targets != IGNORED
         tokens = targets[predicts]
-        calls = partial(call, inputs, **kwargs)
+        calls = partial(LastStates(self._transformer).call, call, inputs, **kwargs)
 
         def logits(part: Part) -> Tensor:
             places = part.of(predicts)
@@ -266,9 +267,7 @@ class Choices(Answers):
         def reading(rows: Tensor) -> Reading:
             return partial(_log_probs, tokens=tokens[rows])
 
-        log_p, at_first = read_in_parts(
-            self._transformer, predicts, parts, logits, reading
-        )
+        log_p, at_first = read_in_parts(predicts, parts, logits, reading)
         places = predicts.to(log_p.device)
         by_place = log_p.new_zeros(places.shape).masked_scatter(places, log_p)
         return by_place.sum(-1), at_first

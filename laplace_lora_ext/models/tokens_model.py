@@ -28,6 +28,7 @@ from laplace_lora_ext.models.batches import (
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import is_shared
 from laplace_lora_ext.models.vocabulary import (
+    LastStates,
     Part,
     Reading,
     logits_at,
@@ -64,15 +65,20 @@ class TokensModel(LogitsModel):
         self,
         batch: Any,
         part: Part | None = None,
+        states: LastStates | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
-        """Compute logits `(N, V)` of labelled tokens, or of a part, text after text."""
+        """Compute logits `(N, V)` of labelled tokens, or of a part, text after text.
+
+        With `states`, the layers before the output layer run once for all parts.
+        """
         if isinstance(batch, Mapping) and not self.is_encoder_decoder:
             batch = text_first(batch)  # labels too
         labelled = self.targets(batch, part) != IGNORED
         inputs = self._inputs(batch)
         keywords = without_cache(self.transformer, inputs) | model_kwargs
-        call = partial(self._call, inputs, **keywords)
+        call = self._call if states is None else partial(states.call, self._call)
+        call = partial(call, inputs, **keywords)
         return logits_at(self.transformer, labelled, call)
 
     def log_probs_of(self, batch: Any, labels: LabelsOfTokens) -> Tensor:
@@ -84,15 +90,16 @@ class TokensModel(LogitsModel):
         parts = self.parts(batch)
         if len(parts) == 1:
             return _reading(labels)(self(batch))
+        states = LastStates(self.transformer)
 
         def logits(part: Part) -> Tensor:
-            return self(batch, part=part)
+            return self(batch, part=part, states=states)
 
         def reading(rows: Tensor) -> Reading:
             return _reading(labels.of(rows))
 
         places = self.targets(batch) != IGNORED
-        log_p, _ = read_in_parts(self.transformer, places, parts, logits, reading)
+        log_p, _ = read_in_parts(places, parts, logits, reading)
         return log_p
 
     def summary(self, batch: Any) -> Tensor:

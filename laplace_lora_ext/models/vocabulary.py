@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import PreTrainedModel
 
 from laplace_lora_ext.models.answers import first_places, reading_at
-from laplace_lora_ext.models.running import forwards_replaced
 
 MOST_ROWS = 1024
 """Most rows of a vocabulary's logits that a part of a batch has."""
 
+_TOKENS = {"input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds"}
 
 Reading = Callable[[Tensor], Tensor]
 """Takes logits `(n, V)` of some rows, and returns `(n, ...)` that is read off them."""
@@ -62,7 +60,6 @@ def logits_at(
 
 
 def read_in_parts(
-    transformer: PreTrainedModel,
     places: Tensor,
     parts: Sequence[Part],
     logits: Callable[[Part], Tensor],
@@ -71,19 +68,15 @@ def read_in_parts(
     """Read `(n, ...)` off logits at the true ones of `(N, T)` places; keep no logits.
 
     Also returns the logits `(N, V)` at each text's first place. `logits` takes a part,
-    and calls the model: the layers before the output layer run once. `reading` takes an
-    index of rows, and tells how to read these. A backward pass computes the logits of
-    one part after the other anew.
+    and calls the model by `LastStates`. `reading` takes an index of rows, and tells how
+    to read these. A backward pass computes the logits of one part after the other anew.
     """
-    remembered = Remembered(transformer)
 
     def compute(part: Part, read: Reading) -> Tensor:
-        with remembered.running():
-            return read(logits(part))
+        return read(logits(part))
 
     # The layers before the output layer run here, and never again.
-    with remembered.running():
-        at_first = logits(Part(first=0, size=1))
+    at_first = logits(Part(first=0, size=1))
     rows: list[Tensor] = []
     of_parts: list[Tensor] = []
     for part in parts:
@@ -98,86 +91,39 @@ def read_in_parts(
     return read[in_order.to(read.device)], at_first
 
 
-class Remembered:
-    """What modules before the output layer returned, so that it alone runs again.
+class LastStates:
+    """What a model's output layer is given in its first pass, for further ones.
 
-    It is of one batch and one set of weights. What a model does behind the layer, such
-    as capping its logits, it does again too.
+    It is of one batch and one set of weights. A further pass reads one token and is
+    given these states: so the layer runs again, with whatever comes behind it, such as
+    a cap of logits, and hardly anything else.
     """
 
     def __init__(self, transformer: PreTrainedModel) -> None:
-        self._layer = transformer.get_output_embeddings()
-        self._others: list[nn.Module] = []
-        if isinstance(self._layer, nn.Module):
-            self._others = _modules_beside(self._layer, transformer)
-        self._outputs: list[_Output] = []  # of all calls of the others in a pass
-        self._is_known = False
+        self._transformer = transformer
+        self._states: Tensor | None = None
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Note what modules return in the first pass, and return it in later ones."""
-        calls = iter(self._outputs)
-        is_behind = False
+    def call(self, call: Callable[..., Any], inputs: Any, **kwargs: Any) -> Any:
+        """Call a model on a batch, or give its output layer the states again."""
+        layer = self._transformer.get_output_embeddings()
+        if not isinstance(layer, nn.Module):  # nothing is kept, and all runs again
+            return call(inputs, **kwargs)
+        if self._states is not None:
+            inputs = self._one_token(inputs)
+            kwargs = dict.fromkeys(kwargs.keys() & {"use_cache"}, False)
+        with layer.register_forward_pre_hook(self._give, prepend=True):
+            return call(inputs, **kwargs)
 
-        def remembered(
-            _: nn.Module,
-            forward: Callable[..., Any],
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            if is_behind:
-                return forward(*args, **kwargs)
-            if self._is_known:
-                return next(calls).unchanged()
-            output = forward(*args, **kwargs)
-            self._outputs.append(_Output(output, _versions(output)))
-            return output
+    def _give(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        states, *others = args
+        if not states.is_floating_point():  # of a layer that is the embedding, too
+            return None
+        if self._states is None:
+            self._states = states
+        return (self._states, *others)
 
-        def note(*_: Any) -> None:
-            nonlocal is_behind
-            is_behind = True
-
-        with ExitStack() as hooks:
-            if isinstance(self._layer, nn.Module):
-                hooks.callback(self._layer.register_forward_hook(note).remove)
-            hooks.enter_context(forwards_replaced(self._others, remembered))
-            yield
-        self._is_known = True
-
-
-@dataclass(frozen=True)
-class _Output:
-    """What a module returned, and how often its tensors had been changed by then."""
-
-    value: Any
-    versions: list[int]
-
-    def unchanged(self) -> Any:
-        """Return the value; refuse one that the model has overwritten since."""
-        if _versions(self.value) != self.versions:
-            raise NotImplementedError(
-                "The model overwrites what its modules return before the output layer: "
-                "write x = x * y in place of x *= y in its forward pass, or pass "
-                "batches with fewer labelled tokens."
-            )
-        return self.value
-
-
-def _versions(value: Any) -> list[int]:
-    versions: list[int] = []
-    for leaf in tree_leaves(value):
-        # Tensors of inference mode can't tell.
-        if isinstance(leaf, Tensor) and not leaf.is_inference():
-            versions.append(leaf._version)
-    return versions
-
-
-def _modules_beside(layer: nn.Module, module: nn.Module) -> list[nn.Module]:
-    """List the largest modules within another one that do not contain a layer."""
-    beside: list[nn.Module] = []
-    for child in module.children():
-        if all(part is not layer for part in child.modules()):
-            beside.append(child)
-        elif child is not layer:
-            beside += _modules_beside(layer, child)
-    return beside
+    def _one_token(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the first token, which a model can read without masks and images."""
+        first = {key: inputs[key][:1, :1] for key in _TOKENS & inputs.keys()}
+        main = self._transformer.main_input_name  # of speech, say, all belongs together
+        return {main: inputs[main][:1], **first} if main in inputs else first

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.tokens_model import TokensModel
-from laplace_lora_ext.models.vocabulary import Part, Remembered
+from laplace_lora_ext.models.vocabulary import LastStates, Part
 from laplace_lora_ext.models.weights import Values, called_with
 from laplace_lora_ext.passes.graph import check_logits
 from laplace_lora_ext.predictive.distributions import Drawable, drawn_weights
@@ -180,11 +179,13 @@ def _reader(
     member, weights = draw
     model = member.model
     assert isinstance(model, TokensModel)
-    running = Remembered(model.transformer).running if len(parts) > 1 else nullcontext
+    states = LastStates(model.transformer) if len(parts) > 1 else None
 
     def logits(part: Part | None) -> Tensor:
-        with running(), model.prepared():
-            return called_with(model, member.blocks, weights, batch, part=part)
+        with model.prepared():
+            return called_with(
+                model, member.blocks, weights, batch, part=part, states=states
+            )
 
     return logits
 
