@@ -17,6 +17,7 @@ from laplace_lora_ext.curvature.backend import (
 )
 from laplace_lora_ext.likelihoods import TOKENS
 from laplace_lora_ext.lora_laplace import LoRALaplace
+from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.same_model import ModelState
 from laplace_lora_ext.problems import LIKELIHOOD_OF
@@ -88,6 +89,9 @@ def Laplace(  # noqa: N802
     """
     if likelihood is None:
         likelihood = "classification" if has_answers(options) else _likelihood_of(model)
+    if subset_of_weights == "lora":
+        structures = [cls._key[1] for cls in _CLASSES]
+        check_name("hessian_structure", hessian_structure, structures)
     return laplace.Laplace(
         model, likelihood, subset_of_weights, hessian_structure, **options
     )

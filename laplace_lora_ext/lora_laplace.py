@@ -22,7 +22,7 @@ from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.structure import Structure
 from laplace_lora_ext.fit import Fit, NoFit, fit
 from laplace_lora_ext.likelihoods import Likelihood
-from laplace_lora_ext.messages import check_positive, check_single, warn
+from laplace_lora_ext.messages import check_name, check_positive, check_single, warn
 from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.models.heads import Selection
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -74,6 +74,9 @@ def _of_fit(field: str, description: str) -> Any:
         la._fit = replace(la._fit, **{field: value})
 
     return property(attrgetter(f"_fit.{field}"), put, doc=description)
+
+
+_BRIDGES = ("bridge", "bridge_norm")  # the host's links, which know a softmax alone
 
 
 class LoRALaplace(ParametricLaplace):
@@ -775,11 +778,12 @@ class LoRALaplace(ParametricLaplace):
                 self, x, n_samples, generator, **model_kwargs
             )
             return samples.mean(0), samples.var(0)
+        check_name("pred_type", pred_type, ["glm", "nn", "amortized"])
         links = own_links(n_samples, generator)
         is_own = not likelihood.is_gaussian and link_approx in links
-        # Bridges, which are the host's, know a softmax alone.
-        if pred_type != "nn" and not (is_own or likelihood.has_host_links):
-            raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
+        if pred_type != "nn":
+            bridges = _BRIDGES if likelihood.has_host_links else ()
+            check_name("link_approx", link_approx, [*links, *bridges])
         if pred_type == "amortized":
             pred_type = "glm"
             x = amortized.amortized_moments(self, x)
@@ -1405,8 +1409,7 @@ class LoRALaplace(ParametricLaplace):
 
 def _problem_of(likelihood: str) -> Problem:
     """Find what depends on a likelihood, by its name."""
-    if likelihood not in PROBLEMS:
-        raise ValueError(f"Invalid likelihood type {likelihood}")
+    check_name("likelihood", likelihood, PROBLEMS)
     return PROBLEMS[likelihood]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
@@ -48,6 +48,21 @@ def check_counts(**counts: Any) -> None:
     for name, number in counts.items():
         if not isinstance(number, Integral) or number < 1:
             raise ValueError(f"{name} must be at least 1, and whole, not {number!r}.")
+
+
+def check_name(
+    what: str,
+    value: Any,
+    known: Iterable[str],
+) -> None:
+    """Refuse what is none of some names; what is no text may hold data to print."""
+    names = list(known)
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{what} must be one of {names}, not a {type(value).__name__}."
+        )
+    if value not in names:
+        raise ValueError(f"{what} {value!r} is none of {names}.")
 
 
 def check_single(

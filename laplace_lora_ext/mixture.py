@@ -82,8 +82,19 @@ class LaplaceMixture:
 
     @torch.inference_mode(False)  # what is kept must not be inference tensors
     def __init__(self, members: Sequence[LoRALaplace]) -> None:
-        if len(members) < 2:
-            raise ValueError("A mixture needs two posteriors or more.")
+        if not isinstance(members, Sequence) or len(members) < 2:
+            raise ValueError("A mixture needs two posteriors or more, in a list.")
+        for member in members:
+            if not isinstance(member, LoRALaplace):
+                raise ValueError(
+                    "A mixture is one of posteriors over LoRA weights, and not of a "
+                    f"{type(member).__name__}."
+                )
+        if len(set(map(id, members))) < len(members):
+            raise ValueError(
+                "A mixture of the same posterior twice is that posterior: pass one "
+                "around another training's weights."
+            )
         self.members = [copy(member) for member in members]
         for member in self.members:
             member.check_model()

@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import laplace
 import pytest
@@ -10,9 +11,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_lora_ext
+from laplace_lora_ext import Laplace, LaplaceMixture
 from laplace_lora_ext.messages import naming
-from tests.support.models import pairs, plain_model
-from tests.support.posteriors import make
+from tests.support.models import first_batch, pairs, plain_model, without_labels
+from tests.support.posteriors import fitted, make
 
 
 @pytest.mark.parametrize("kind", [ValueError, NotImplementedError])
@@ -75,3 +77,67 @@ def test_fits_and_searches_warn_of_the_users_line(structure):
         folder = Path(str(package.__file__)).parent
         for warning in caught:
             assert folder not in Path(warning.filename).parents, warning
+
+
+# --- calls with something else than what is expected ----------------------------------
+
+
+class Data:
+    """Data whose representation nobody wants in a message."""
+
+    def __repr__(self) -> str:
+        return "tensor([...])"
+
+
+TOKENIZE = "Texts must be tokenized first"
+# What is called, and what its message says.
+WRONG = {
+    "a name": (lambda la: la(batch(), link_approx="nope"), "'nope' is none of"),
+    "a prediction": (lambda la: la(batch(), pred_type="nope"), "'nope' is none of"),
+    "data as a name": (lambda la: la(batch(), link_approx=Data()), "not a Data"),
+    "data as a prediction": (lambda la: la(batch(), pred_type=Data()), "not a Data"),
+    "data as a likelihood": (
+        lambda la: make(la.model.model, likelihood=Data()),
+        "Data",
+    ),
+    "data as a structure": (
+        lambda la: Laplace(la.model.model, hessian_structure=Data()),
+        "not a Data",
+    ),
+    "half a rank": (lambda la: settings(la, rank=2.5), "must be whole, but is 2.5"),
+    "no draws": (
+        lambda la: settings(la, num_samples=0),
+        "num_samples must be at least",
+    ),
+    "one posterior": (
+        lambda la: LaplaceMixture(la),
+        "needs two posteriors or more, in a list",
+    ),
+    "the same twice": (lambda la: LaplaceMixture([la, la]), "is that posterior"),
+    "a model": (lambda la: LaplaceMixture([la, la.model]), "not of a LogitsModel"),
+    "a text": (lambda la: la("red sky"), TOKENIZE),
+    "a text to predict": (lambda la: la.predict("red sky"), TOKENIZE),
+    "texts": (lambda la: la.predict_proba(["red sky", "blue"]), TOKENIZE),
+    "a text to fit": (lambda la: la.fit("red sky"), TOKENIZE),
+}
+
+
+def batch() -> dict[str, Any]:
+    return without_labels(first_batch())
+
+
+def settings(la: Any, **options: Any) -> Any:
+    return make(la.model.model, backend_kwargs={"stochastic": True, **options})
+
+
+@pytest.fixture(scope="module")
+def posterior() -> Any:
+    return fitted()
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_is_wrong_is_named_without_its_data(kind, posterior):
+    call, message = WRONG[kind]
+    with pytest.raises((TypeError, ValueError), match=message) as error:
+        call(posterior)
+    assert "tensor(" not in str(error.value)

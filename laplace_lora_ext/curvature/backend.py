@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from laplace_lora_ext.likelihoods import (
     Likelihood,
     Seeds,
 )
-from laplace_lora_ext.messages import listed
+from laplace_lora_ext.messages import check_counts, check_name, listed
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.models.tokens_model import TokensModel
@@ -265,10 +266,9 @@ class LowRankKronInterface(CurvatureInterface):
         kfac_approx: str = "gradient",
         tail: bool = True,
     ) -> None:
-        if kfac_approx not in KFAC_APPROX:
-            raise ValueError(
-                f"kfac_approx {kfac_approx!r} is none of {list(KFAC_APPROX)}."
-            )
+        check_name("kfac_approx", kfac_approx, KFAC_APPROX)
+        if not isinstance(rank, Integral):
+            raise ValueError(f"The rank must be whole, but is {rank!r}.")
         if rank < 0:
             raise ValueError(f"The rank must not be negative, but is {rank}.")
         if recorder is None:
@@ -479,6 +479,8 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
     ) -> None:
         if draws not in _DRAWS:
             raise ValueError(f"draws must be one of {_DRAWS}, not {draws!r}.")
+        if num_samples is not None:
+            check_counts(num_samples=num_samples)
         if seed < 0:
             raise ValueError(f"The seed must not be negative, but is {seed}.")
         super().__init__(model, likelihood, **kwargs)

@@ -92,6 +92,16 @@ def is_tokens(value: Any) -> TypeGuard[Tensor]:
     return value.ndim > 1
 
 
+def check_tokenized(batch: Any) -> None:
+    """Refuse texts, which a tokenizer turns into a batch."""
+    texts = [batch] if isinstance(batch, str) else batch
+    if isinstance(texts, list | tuple) and any(isinstance(x, str) for x in texts):
+        raise TypeError(
+            "Texts must be tokenized first: pass tokenizer(texts, padding=True, "
+            'return_tensors="pt").'
+        )
+
+
 def _check_collated(batch: Any) -> None:
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), list):
         raise TypeError(

@@ -21,6 +21,7 @@ from laplace_lora_ext.models.answers import Answers
 from laplace_lora_ext.models.batches import (
     Positions,
     check_texts,
+    check_tokenized,
     logits_of,
     moved,
     positions_of,
@@ -241,6 +242,7 @@ class LogitsModel(nn.Module):
         """Split a batch as `split` does; labels that are missing are None."""
         if isinstance(batch, Tensor):
             return batch, None
+        check_tokenized(batch)
         if isinstance(batch, Mapping):
             X = batch
             y = batch.get(self.dict_key_y)
@@ -376,6 +378,8 @@ class LogitsModel(nn.Module):
                 return batch
             batch = {"input_ids": batch}
         if not isinstance(batch, Mapping):
+            if self.transformer is not None:  # a model of one's own may take texts
+                check_tokenized(batch)
             return batch
         inputs = moved(batch, self.device, self.dict_key_y, *_LABEL_KEYS)
         if self.transformer is None:

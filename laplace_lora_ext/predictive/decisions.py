@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace_lora_ext.likelihoods import IGNORED, TOKENS
+from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.predictive.amortized import Amortizable, amortized_moments
@@ -134,8 +135,7 @@ def predict(
         of_numbers = partial(predict_numbers, members, pred_type=pred_type)
         return NumberPrediction(*examples(of_numbers))
     links = own_links(n_samples, generator)
-    if link_approx not in links:
-        raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
+    check_name("link_approx", link_approx, links)
     link = links[link_approx]
     state = None if generator is None else generator.get_state()
 
@@ -288,8 +288,7 @@ def _moments_of_members(
     pred_type: str,
 ) -> Iterator[AnyMoments]:
     """Compute the moments of each member, as a link needs them."""
-    if pred_type not in ("glm", "amortized"):
-        raise ValueError(f'pred_type {pred_type!r} is neither "glm" nor "amortized".')
+    check_name("pred_type", pred_type, ["glm", "amortized"])
     for member, part in zip(members, parts_for(members, x), strict=True):
         if pred_type == "amortized":
             part = amortized_moments(member, part)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.weights import called_with
 from laplace_lora_ext.passes.recorder import Recorder
@@ -110,8 +111,7 @@ def draw_function(
 
     Parameters and errors are those of `LoRALaplace.function`.
     """
-    if pred_type not in ("glm", "nn"):
-        raise ValueError(f'pred_type {pred_type!r} is neither "glm" nor "nn".')
+    check_name("pred_type", pred_type, ["glm", "nn"])
     generator = torch.Generator(la.model.device).manual_seed(seed)
     functions = draw_functions(la, 1, generator)
     several = functions.linearised if pred_type == "glm" else functions.sampled
