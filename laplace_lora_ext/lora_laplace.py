@@ -62,6 +62,9 @@ from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning import build
 from laplace_lora_ext.tuning.method import Hyperparameters, TuningHistory, TuningMethod
 
+# Searches end at a prior precision of 1e12 if variance only harms; float32 rounds it.
+_NO_VARIANCE = 0.99e12
+
 
 def _of_fit(field: str, description: str) -> Any:
     """Make an attribute of a posterior that is a field of its present fit.
@@ -496,6 +499,16 @@ class LoRALaplace(ParametricLaplace):
     def prior_precision(self, value: float | Tensor) -> None:
         check_positive("prior_precision", value)
         _set_by_host(self, "prior_precision", value)
+        self._has_variance = bool((self._prior_precision < _NO_VARIANCE).any())
+
+    @property
+    def has_variance(self) -> bool:
+        """Tell whether the weights vary: not under a prior precision of 1e12.
+
+        That is where searches end if a `logit_scale` alone, a temperature, is best.
+        Predictions then take one forward pass, and no doubt is about the weights.
+        """
+        return self._has_variance
 
     @property
     def temperature(self) -> float | Tensor:

@@ -212,20 +212,22 @@ def sample_adapters(
     """
     check_counts(n_samples=n_samples)
     folders = new_folders(directory, n_samples)
-    # Which member each draw is of, all of the first one's before those of the second.
-    drawn_from = sorted(index % len(members) for index in range(n_samples))
+    left = iter(folders)
     written: list[Path] = []
-    for index, folder in zip(drawn_from, folders, strict=True):
-        member = members[index]
+    for place, member in enumerate(members):
+        n_own = len(range(place, n_samples, len(members)))
+        if n_own == 0:
+            break
         member.check_model()
         if member.logit_scale != 1:
             warn(
-                f"Multiply the logits of {folder.name} by logit_scale, "
+                "Multiply the logits of the adapters by logit_scale, "
                 f"{member.logit_scale:.4g}, as the posterior does: an adapter can't."
             )
-        drawn = drawn_weights(member, generator)
-        values = parameters_with(member.blocks, drawn)
         model = find_peft_model(member.model)
         adapter = member.blocks[0].adapter
-        written.append(write_adapter(model, adapter, values, folder, **kwargs))
+        for drawn in drawn_weights(member, n_own, generator):
+            values = parameters_with(member.blocks, drawn)
+            folder = next(left)
+            written.append(write_adapter(model, adapter, values, folder, **kwargs))
     return written

@@ -24,7 +24,7 @@ from laplace_lora_ext.curvature.structure import (
 )
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import check_counts
-from laplace_lora_ext.models.running import exclusive
+from laplace_lora_ext.models.running import exclusive, without_autocast
 from laplace_lora_ext.passes.recorder import Directions, every_output
 from laplace_lora_ext.predictive.contrasts import Contrasts
 from laplace_lora_ext.predictive.data_sets import Columns, Sample, over_loader
@@ -166,6 +166,25 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     def _made_precision(self) -> LowRankKronDecomposed:
         self._check_H_init()
         return self.H * self._H_factor + self.prior_precision
+
+    @exclusive
+    @without_autocast
+    def sample(
+        self, n_samples: int = 100, generator: torch.Generator | None = None
+    ) -> Tensor:
+        # S draws of one call are those of S calls.
+        noise = [
+            torch.randn(
+                self.n_params,
+                device=self._device,
+                dtype=self._dtype,
+                generator=generator,
+            )
+            for _ in range(n_samples)
+        ]
+        return self.mean + self.posterior_precision.inverse_roots.times(
+            torch.stack(noise)
+        )
 
     def moments(
         self, X: Any, joint: bool, directions: Directions = every_output

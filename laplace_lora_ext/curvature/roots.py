@@ -59,29 +59,48 @@ class _Roots:
         All parts are sums of squares, so the result is positive semi-definite and
         nothing cancels, however small `delta` is.
         """
+        leading, remainder = self._scaled(weights)
+        form = _gram(leading)
+        return form if remainder is None else form + _gram(remainder)
+
+    def times(self, weights: Tensor) -> Tensor:
+        """Multiply `(n, S, r, d)` weights by the roots."""
+        leading, remainder = self._scaled(weights)
+        rotated = leading @ self.large.mT[:, None]
+        if remainder is not None:
+            rotated = rotated + remainder
+        return self.small[:, None] @ rotated
+
+    def _scaled(self, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scale coordinates on `Q ⊗ U`, `(n, ..., r, k)`, and what U leaves out.
+
+        The second, `(n, ..., r, d)`, is in the basis Q and orthogonal to U.
+        """
         *before, r, d = weights.shape
-        rotated = self.small.mT[:, None] @ weights.reshape(len(weights), -1, r, d)
+        n, k = len(self.large), self.large.shape[-1]
+        in_between = [1] * (weights.ndim - 3)
+        rotated = self.small.mT[:, None] @ weights.flatten(1, -3)
         rows = rotated.flatten(1, 2)
-        leading = rows @ self.large
-        form = _gram(leading.reshape(*before, r, -1), self.on_leading)
+        on_leading = rows @ self.large
+        leading = on_leading.reshape(*before, r, k)
+        leading = leading * self.on_leading.reshape(n, *in_between, r, k)
         if self.on_remainder is None:  # rounding is no remainder
-            return form
-        remainder = rows - leading @ self.large.mT
-        return form + _gram(remainder.reshape(*before, r, d), self.on_remainder)
+            return leading, None
+        remainder = (rows - on_leading @ self.large.mT).reshape(*before, r, d)
+        return leading, remainder * self.on_remainder.reshape(n, *in_between, r, 1)
 
 
-def _gram(coordinates: Tensor, roots: Tensor) -> Tensor:
-    """Scale `(n, ..., K, r, k)` by `(n, r, k)`; multiply all pairs, `(..., K, K)`."""
-    in_between = [1] * (coordinates.ndim - roots.ndim)
-    roots = roots.reshape(len(roots), *in_between, *roots.shape[1:])
-    scaled = (coordinates * roots).movedim(0, -3).flatten(-3)
-    return scaled @ scaled.mT
+def _gram(coordinates: Tensor) -> Tensor:
+    """Multiply all pairs of n blocks' `(n, ..., K, r, k)`: `(..., K, K)`."""
+    vectors = coordinates.movedim(0, -3).flatten(-3)
+    return vectors @ vectors.mT
 
 
 class InverseRoots:
     """The inverse root of a block-diagonal precision."""
 
     def __init__(self, blocks: Sequence[DecomposedBlock], deltas: Tensor) -> None:
+        self._blocks = blocks
         self.of_blocks = [
             _Roots.of(block, delta) for block, delta in zip(blocks, deltas, strict=True)
         ]
@@ -97,6 +116,22 @@ class InverseRoots:
             for number, (indices, _) in enumerate(self.groups)
             for index in indices
         }
+
+    def times(self, weights: Tensor) -> Tensor:
+        """Multiply `(S, parameters)` weights, whose blocks are `(m, n)` each."""
+        parts = list(weights.split([block.n_params for block in self._blocks], dim=-1))
+        for indices, roots in self.groups:
+            of_group = [
+                self._blocks[i].small_side_first(
+                    parts[i].to(roots.large.device).unflatten(-1, self._blocks[i].shape)
+                )
+                for i in indices
+            ]
+            products = roots.times(torch.stack(of_group))
+            for i, product in zip(indices, products, strict=True):
+                product = self._blocks[i].small_side_first(product)
+                parts[i] = product.flatten(-2).to(weights.device)
+        return torch.cat(parts, dim=-1)
 
 
 class SquareForm:

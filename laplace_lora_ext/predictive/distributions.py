@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,9 @@ from laplace_lora_ext.predictive.moments import (
     gaussian_samples,
     uncorrelated,
 )
+
+# Of drawn weights that are in memory at once: 64 MB in float32, or one draw.
+_NUMBERS = 2**24
 
 
 class Drawable(Protocol):
@@ -59,6 +62,9 @@ class Linearised(Protocol):
 
     @property
     def logit_scale(self) -> float: ...
+
+    @property
+    def has_variance(self) -> bool: ...
 
     def check_model(self) -> None: ...
 
@@ -163,6 +169,8 @@ def _moments(
     """Compute moments of a batch's logits, or of combinations; `Moments` pass."""
     if not isinstance(X, Moments):
         la.check_model()
+        if not la.has_variance:
+            return _without_variance(la, X, joint, directions)
         with torch.set_grad_enabled(la.enable_backprop):
             return la.moments(X, joint, directions)
     if joint:
@@ -171,6 +179,20 @@ def _moments(
         )
     f_mu, f_var = _given(la, X)
     return f_mu, f_var
+
+
+def _without_variance(
+    la: Linearised, X: Any, joint: bool, directions: Directions
+) -> tuple[Tensor, Tensor]:
+    """Compute a batch's logits, and zeros in the shape of their covariance."""
+    with la.model.forward_passes(la.enable_backprop):
+        f_mu = la.model(X)
+    n_examples = len(f_mu)
+    n_directions = len(directions(f_mu.detach()))
+    if joint:
+        n = n_examples * n_directions
+        return f_mu, f_mu.new_zeros(n, n)
+    return f_mu, f_mu.new_zeros(n_examples, n_directions, n_directions)
 
 
 def _given(la: Linearised, moments: AnyMoments) -> AnyMoments:
@@ -199,15 +221,6 @@ def functional_samples(
         return gaussian_samples(f_mu, f_var, noise)
 
 
-def drawn_weights(
-    la: Drawable,
-    generator: torch.Generator | None,
-) -> Values:
-    """Draw the LoRA weights once."""
-    (drawn,) = la.sample(1, generator)
-    return as_values(la.blocks, drawn)
-
-
 def as_values(
     blocks: Sequence[Block],
     drawn: Tensor,
@@ -233,14 +246,24 @@ def network_samples(
     if isinstance(X, AnyMoments):
         raise ValueError('Moments hold no inputs: pass a batch for pred_type="nn".')
     check_counts(n_samples=n_samples)
-    la.check_model()
     samples: list[Tensor] = []
-    for _ in range(n_samples):
-        drawn = drawn_weights(la, generator)
-        with la.model.forward_passes(la.enable_backprop):
-            logits = called_with(la.model, la.blocks, drawn, X, **model_kwargs)
+    with la.model.forward_passes(la.enable_backprop):
+        la.check_model()
+        for values in drawn_weights(la, n_samples, generator):
+            logits = called_with(la.model, la.blocks, values, X, **model_kwargs)
             samples.append(la.logit_scale * logits)
     return torch.stack(samples)
+
+
+def drawn_weights(
+    la: Drawable, n_samples: int, generator: torch.Generator | None
+) -> Iterator[Values]:
+    """Draw the LoRA weights several times, as many draws at once as memory allows."""
+    n_params = sum(block.n_params for block in la.blocks)
+    at_once = max(1, _NUMBERS // n_params)
+    for start in range(0, n_samples, at_once):
+        for drawn in la.sample(min(at_once, n_samples - start), generator):
+            yield as_values(la.blocks, drawn)
 
 
 def mean_probabilities(

@@ -165,8 +165,8 @@ def _draws_of(
             return
         # Under any prior precision from the same noise.
         noise = torch.Generator(member.model.device).manual_seed(draw_seed(generator))
-        for _ in range(n_own):
-            yield member, drawn_weights(member, noise)
+        for weights in drawn_weights(member, n_own, noise):
+            yield member, weights
 
 
 def _reader(

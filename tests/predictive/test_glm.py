@@ -407,3 +407,25 @@ def test_regression_in_the_weights():
     )
     assert_close(mean, samples.mean(0))
     assert_close(variance, samples.var(0))
+
+
+@pytest.mark.parametrize("link", ["mean_field", "probit", "mc"])
+def test_without_variance_a_prediction_is_one_forward_pass(link):
+    la = fitted()
+    la.prior_precision = 1e12
+    la.logit_scale = 0.5
+    assert not la.has_variance
+    batch = first_batch()
+    with la.model.forward_passes():
+        logits = la.model(batch)
+    passes = []
+    bert = la.model.model.base_model.model.bert
+    with bert.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled())):
+        found = la(batch, link_approx=link)
+    assert passes == [False]
+    assert_close(found, (0.5 * logits).softmax(-1))
+    moments = la.predictive_moments(batch)
+    assert not moments.f_var.any()
+    # A broader prior's variance is back at once.
+    la.prior_precision = 1.0
+    assert la.predictive_moments(batch).f_var.any()
