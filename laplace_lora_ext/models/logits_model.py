@@ -33,7 +33,6 @@ from laplace_lora_ext.models.running import (
     LOCK,
     as_tensor,
     cpu_as_default,
-    exact_attention,
     keep_derivatives,
     running_eagerly,
 )
@@ -350,7 +349,6 @@ class LogitsModel(nn.Module):
                     undoing.enter_context(only_active(tree, self.adapter))
                 undoing.enter_context(running_eagerly(tree))
                 undoing.enter_context(_evaluating(self.model, tree))
-                undoing.enter_context(exact_attention(tree.modules))
             yield
 
     @contextmanager

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from laplace_lora_ext.messages import listed, warn
 from laplace_lora_ext.models.heads import Selection, head_weights, select_heads
-from laplace_lora_ext.models.running import ATTENTION
 from laplace_lora_ext.models.tree import ACTIVE, Tree
 from laplace_lora_ext.models.weights import (
     Block,
@@ -48,8 +47,7 @@ _MAGNITUDE = "lora_magnitude_vector"
 # Initialisations after which `lora_B` is 0.
 _START_AT_ZERO = (True, "gaussian", "eva")
 
-# It adds `B A` to a parameter, as PEFT's attention does, and never calls its linear
-# halves.
+# It adds `B A` to a parameter, and never calls its linear halves.
 _OF_PARAMETER = getattr(lora.layer, "ParamWrapper", None)
 
 
@@ -73,15 +71,14 @@ def find_blocks(
     `target_modules` and `layers_to_transform` select layers as in `peft.LoraConfig`,
     and `modules_to_save` selects heads, or all if it is True.
 
-    Besides LoRA of linear layers there is LoRA of embeddings, convolutions, attention
-    modules and parameters, with a block for each expert in these, and PEFT's trainable
-    tokens.
+    Besides LoRA of linear layers there is LoRA of embeddings, convolutions and
+    parameters, with a block for each expert in these, and PEFT's trainable tokens.
 
     A `ValueError` if there is no such layer, if the adapter is merged, disabled or not
     the only active one, or if a name or an index of a selection matches nothing. A
     `NotImplementedError` if layers have no parameters of their own for weights, if a
-    head is not linear or too large, and for FSDP1, DeepSpeed ZeRO-3 and tensor
-    parallelism.
+    head is not linear or too large, and for LoRA of `nn.MultiheadAttention`, FSDP1,
+    DeepSpeed ZeRO-3 and tensor parallelism.
     """
     adapter = active_adapter(model)
     layers = {
@@ -98,7 +95,7 @@ def find_blocks(
         blocks = _named(model, layers, adapter, weight_names)
     else:
         selected = _selected(layers, target_modules, layers_to_transform)
-        blocks = _trained(selected, adapter, _within_attention(layers))
+        blocks = _trained(selected, adapter)
         blocks += [
             each.block() for each in select_heads(model, adapter, modules_to_save)
         ]
@@ -183,7 +180,6 @@ def _matrices(
     name: str,
     layer: BaseTunerLayer,
     adapter: str,
-    is_in_attention: bool,
 ) -> Iterator[Block]:
     """Make the blocks of a layer's matrices, whichever of them take part."""
     # DoRA adds its part to the names a second time.
@@ -203,11 +199,7 @@ def _matrices(
         if weight is None or _is_divided(layer):
             raise _unsupported(name, layer)
         rows: LinearRows | WholeGradient = WholeGradient(site=name)
-        if (
-            type(module) is nn.Linear
-            and not is_in_attention
-            and _calls_halves(layer, adapter)
-        ):
+        if type(module) is nn.Linear and _calls_halves(layer, adapter):
             rows = LinearRows(module, site=name)
         for suffix, view in _views(layer, part, weight):
             shape = weight.shape if view is None else view.matrix_shape
@@ -282,17 +274,6 @@ def _has_small_output(
 
 def _adapts_parameter(layer: BaseTunerLayer) -> bool:
     return _OF_PARAMETER is not None and isinstance(layer, _OF_PARAMETER)
-
-
-def _within_attention(layers: Layers) -> set[int]:
-    """Find, by `id`, layers within an attention module, which never calls them."""
-    within: set[int] = set()
-    for layer in layers.values():
-        if ATTENTION is not None and isinstance(layer, ATTENTION):
-            attention = layer.get_base_layer()
-            assert isinstance(attention, nn.MultiheadAttention)
-            within |= {id(layer), id(attention.out_proj)}
-    return within
 
 
 def _calls_halves(layer: BaseTunerLayer, adapter: str) -> bool:
@@ -403,7 +384,7 @@ def _adapters_of(layer: BaseTunerLayer) -> set[str]:
 
 
 def _check_reachable(model: nn.Module) -> None:
-    """Refuse FSDP1 and ZeRO-3, which hide weights (`NotImplementedError`)."""
+    """Refuse what hides weights, or their gradients (`NotImplementedError`)."""
     is_fsdp1 = any(
         type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()
     )
@@ -412,6 +393,18 @@ def _check_reachable(model: nn.Module) -> None:
         raise NotImplementedError(
             "FSDP1 and DeepSpeed ZeRO-3 hide LoRA weights from their layers: shard "
             "with fully_shard (FSDP2), or load the adapter without them."
+        )
+    attentions = [
+        name
+        for name, layer in adapter_layers(model).items()
+        if isinstance(layer.get_base_layer(), nn.MultiheadAttention)
+    ]
+    if attentions:
+        # In each pass PEFT adds `B A` to the base weights and subtracts it again, which
+        # rounds them, and part of it is added outside of the graph.
+        raise NotImplementedError(
+            "PEFT's gradients for LoRA of nn.MultiheadAttention are not those of its "
+            f"outputs: {listed(attentions)}. Adapt other layers."
         )
 
 
@@ -505,13 +498,12 @@ def _matching(
 def _trained(
     layers: Layers,
     adapter: str,
-    of_attention: Collection[int],
 ) -> list[Block]:
     """Make the blocks of some layers' trained matrices; see `find_blocks`."""
     blocks: list[Block] = []
     for name, layer in layers.items():
         of_layer: list[Block] = []
-        for block in _matrices(name, layer, adapter, id(layer) in of_attention):
+        for block in _matrices(name, layer, adapter):
             # DoRA's magnitudes scale what a layer returns, which few want to be
             # uncertain.
             if f".{_MAGNITUDE}." not in block.name:
@@ -530,10 +522,9 @@ def _named(
 ) -> list[Block]:
     """Make blocks of weights, trained or not; an error if one is not there."""
     names = {weight_names} if isinstance(weight_names, str) else set(weight_names)
-    of_attention = _within_attention(layers)
     blocks: list[Block] = []
     for name, layer in layers.items():
-        matrices = _matrices(name, layer, adapter, id(layer) in of_attention)
+        matrices = _matrices(name, layer, adapter)
         blocks += [block for block in matrices if block.known_as in names]
     for weight in head_weights(model, adapter):
         if bare_name(weight.name) in names:
@@ -549,9 +540,8 @@ def _named(
 
 def _chosen_by(name: str, layer: BaseTunerLayer) -> list[str]:
     """List names by which a configuration of PEFT may choose a layer."""
-    # PEFT puts layers around layers, and within attention and around tokens layers of
-    # its own.
-    module = name.removesuffix(".token_adapter").removesuffix(".base_layer.out_proj")
+    # PEFT puts layers around layers, and around tokens layers of its own.
+    module = name.removesuffix(".token_adapter")
     module = re.sub(r"([.]base_layer)+$", "", module)
     return [name, module, _adapted(name, layer)]
 

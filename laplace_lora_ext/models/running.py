@@ -13,8 +13,6 @@ from threading import RLock
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
-from peft.tuners import lora
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,9 +32,6 @@ class _OnDevice(Protocol):
 
 
 Self = TypeVar("Self", bound=_OnDevice)
-
-ATTENTION = getattr(lora.layer, "MultiheadAttention", None)
-"""PEFT's LoRA of `nn.MultiheadAttention`; None in versions that have none."""
 
 # One for all models, since a model may hold another one. Methods call each other: the
 # thread that has the lock may take it again.
@@ -173,58 +168,6 @@ def keep_derivatives(modules: Iterable[nn.Module]) -> None:
 def is_shared(model: nn.Module) -> bool:
     """Tell whether ranks share a model's weights, and must make the same passes."""
     return any(hasattr(weight, "full_tensor") for weight in model.parameters())
-
-
-# --- PEFT's attention -----------------------------------------------------------------
-
-
-@contextmanager
-def exact_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let PEFT's attention, among some modules, compute full gradients within.
-
-    In each pass PEFT adds `B A` to the weights of the base model, and subtracts it
-    again, which rounds them: here they are put back. To those of the output projection
-    it adds `B A` twice, and the second time outside of the graph, so that gradients are
-    half of what they should be.
-    """
-    attentions: list[Any] = []
-    for module in modules:
-        if ATTENTION is None or not isinstance(module, ATTENTION):
-            continue
-        assert isinstance(module, BaseTunerLayer)
-        attention = module.get_base_layer()
-        # Not within a pass that has done this already.
-        if "merge" not in vars(attention.out_proj):
-            attentions.append(attention)
-    before: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for attention in attentions:
-        output = attention.out_proj.get_base_layer()
-        before.append((attention, "in_proj_weight", attention.in_proj_weight))
-        before.append((output, "weight", output.weight))
-        attention.out_proj.merge = partial(_merged_in_graph, attention.out_proj)
-    try:
-        yield
-    finally:
-        for attention in attentions:
-            del attention.out_proj.merge
-        for module, name, parameter in before:
-            vars(module).pop(name, None)  # where an error has left a merged weight
-            module._parameters[name] = parameter
-
-
-def _merged_in_graph(
-    layer: Any,
-    safe_merge: bool = False,
-    adapter_names: Sequence[str] | None = None,
-) -> None:
-    """Merge as `peft.tuners.lora.Linear.merge` does, with a gradient."""
-    base = layer.get_base_layer()
-    names = layer.active_adapters if adapter_names is None else adapter_names
-    for adapter in names:
-        if adapter in layer.lora_A:
-            change = layer.get_delta_weight(adapter)
-            base.weight = base.weight + change.to(base.weight.dtype)
-            layer.merged_adapters.append(adapter)
 
 
 # --- checkpoints ----------------------------------------------------------------------

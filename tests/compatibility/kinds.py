@@ -60,6 +60,13 @@ def with_dora() -> nn.Module:
     return model
 
 
+def with_attention() -> nn.Module:
+    """Adapt torch's attention, beside a linear layer."""
+    layers = {"attention": nn.MultiheadAttention(4, 2), "last": nn.Linear(4, 3)}
+    model = nn.ModuleDict(layers)
+    return inject_adapter_in_model(LoraConfig(target_modules=list(layers)), model)
+
+
 def with_frozen_a(model: nn.Module | None = None) -> nn.Module:
     """Freeze A, as LoRA-FA does."""
     if model is None:
@@ -176,6 +183,9 @@ ADAPTERS = {
         merged,
         "refused until unmerged",
         "first is merged .*unmerge_adapter",
+    ),
+    "LoRA of nn.MultiheadAttention": Kind(
+        with_attention, "refused", r"nn\.MultiheadAttention.*attention\. Adapt other"
     ),
     "VeRA": _other(peft.VeraConfig, rf"{_NO_LORA}.*VERA.*{_BY_LORA}", _CONVERTIBLE),
     "LoHa": _other(peft.LoHaConfig, rf"{_NO_LORA}.*LOHA.*{_BY_LORA}", _CONVERTIBLE),

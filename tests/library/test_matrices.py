@@ -43,7 +43,6 @@ from tests.support.matrices import (
     Case,
     dense,
     of_activated,
-    of_attention,
     of_convolutions,
     of_convolutions_with_magnitudes,
     of_embedding,
@@ -634,17 +633,6 @@ def test_names_of_an_embedding_and_of_tokens():
     (tokens,) = names(of_tokens().model, **selection)
     assert tokens.startswith(embeddings)
     assert tokens.endswith("trainable_tokens_delta")
-
-
-def test_names_of_attention():
-    model = of_attention().model
-    found = names(model, target_modules=["attention"])
-    assert sorted(found) == [
-        "attention.lora_A.weight",
-        "attention.lora_B.weight",
-        "attention.out_proj.lora_A.weight",
-        "attention.out_proj.lora_B.weight",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,6 @@ class Case:
     # The names of the weights that take part have one of these, and not that.
     names: Sequence[str] = ("lora_",)
     but: str = "lora_magnitude"
-    # Whether Jacobians are finite differences.
-    by_differences: bool = False
 
     def inputs(self, batch: Batch) -> Any:
         """Take a batch without its labels."""
@@ -127,14 +125,13 @@ def dense(case: Case) -> Dense:
     case.model.eval()
     weights = case.weights()
     in_order = list(weights.values())
-    differentiate = _differences if case.by_differences else _gradients
     logits: list[Tensor] = []
     by_example: list[list[Tensor]] = []
     for inputs in case.all_inputs():
         for example in _examples(inputs):
             of_example = logits_of(case.model, example)
             logits.append(of_example.detach())
-            of_weights = differentiate(case.model, example, in_order)
+            of_weights = _gradients(case.model, example, in_order)
             by_example.append(of_weights)
 
     Js: list[Tensor] = []
@@ -161,35 +158,6 @@ def _gradients(
     Js = derivatives_of(logits, weights)
     for weight, requires_grad in zip(weights, before, strict=True):
         weight.requires_grad_(requires_grad)
-    return Js
-
-
-@torch.no_grad()
-def _differences(
-    model: nn.Module,
-    example: Any,
-    weights: list[nn.Parameter],
-) -> list[Tensor]:
-    """Compute an example's Jacobians `(C, *shape)` by central differences."""
-    # In float64 both errors, of the step's square and of rounding, are then near 1e-10.
-    step = 1e-5
-    Js: list[Tensor] = []
-    for weight in weights:
-        # A view: what is written into it is written into the model.
-        numbers_of_weight = weight.view(-1)
-        before = numbers_of_weight.tolist()
-        columns: list[Tensor] = []
-        for place, number in enumerate(before):
-            numbers_of_weight[place] = number + step
-            ahead = logits_of(model, example)
-            numbers_of_weight[place] = number - step
-            behind = logits_of(model, example)
-            numbers_of_weight[place] = number
-            slopes = (ahead - behind) / (2 * step)
-            columns.append(slopes)
-        flat_J = torch.stack(columns, dim=-1)
-        J = flat_J.unflatten(-1, weight.shape)
-        Js.append(J)
     return Js
 
 
@@ -330,20 +298,6 @@ class Images(nn.Module):
         return self.last(of_images)
 
 
-class Sequences(nn.Module):
-    """Attention over the positions of an example, and a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.last = nn.Linear(4, N_CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        attended, _ = self.attention(x, x, x)
-        of_examples = attended.tanh().mean(1)
-        return self.last(of_examples)
-
-
 def numbers(*shape: int) -> list[tuple[Tensor, Tensor]]:
     """Make batches of five examples and two, of numbers of a shape."""
     draws = generator(1)
@@ -370,21 +324,6 @@ def of_convolutions_with_magnitudes() -> Case:
     return of_convolutions(use_dora=True)
 
 
-def of_attention() -> Case:
-    """Adapt an attention module beside a linear layer."""
-    torch.manual_seed(0)
-    layers = ["attention", "last"]
-    config = LoraConfig(r=2, target_modules=layers)
-    model = get_peft_model(Sequences(), config)
-    return Case(
-        model=drawn(model),
-        batches=numbers(3, 4),
-        tolerance=1e-6,
-        # What PEFT gives autograd is not the derivative of what it computes.
-        by_differences=True,
-    )
-
-
 CASES: dict[str, Callable[[], Case]] = {
     "LoRA of experts (Mixtral)": of_mixtral,
     "LoRA of experts (Qwen3-MoE)": of_qwen,
@@ -394,5 +333,4 @@ CASES: dict[str, Callable[[], Case]] = {
     "AdaLoRA": of_singular_values,
     "LoRA of convolutions": of_convolutions,
     "DoRA of convolutions": of_convolutions_with_magnitudes,
-    "LoRA of nn.MultiheadAttention": of_attention,
 }
