@@ -30,8 +30,8 @@ def held_out(pretrained: Pretrained) -> Split:
     """Hold out a fifth of each class, so that none is missing where there are few."""
     records = pretrained.data[TRAIN]
     batches = pretrained.loader(records)
-    ((rest, held),) = divided(batches, HELD_OUT, labels_of(records))
-    return Split(list(rest), list(held))
+    (division,) = divided(batches, HELD_OUT, labels_of(records))
+    return Split(list(division.rest), list(division.held))
 
 
 def last_held_out(pretrained: Pretrained) -> Split:

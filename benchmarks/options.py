@@ -130,6 +130,9 @@ class Averages(SeveralSeeds):
     shares: tuple[float, ...] = option(
         (0.6, 0.4, 0.8), "shares of each stage's steps to average weights over"
     )
+    second_decays: bool = option(
+        False, "also begin a second stage with the first share's average, and decay"
+    )
 
 
 @dataclass(frozen=True)

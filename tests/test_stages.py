@@ -26,6 +26,7 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
 )
+from transformers import TrainerCallback
 
 from laplace_lora_ext import (
     LaplaceMixture,
@@ -35,8 +36,6 @@ from laplace_lora_ext import (
 )
 from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.training.stages import (
-    Stage,
-    Stages,
     choose_priors,
     joined,
     with_choice,
@@ -129,43 +128,6 @@ def fresh_base(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 # --- the parts ------------------------------------------------------------------------
-
-
-def test_what_is_trained_is_a_list():
-    first = Path("stage_1")
-    second = Path("stage_2")
-    stages = Stages(held_out=0.2, members=2)
-    assert list(stages) == [
-        Stage(
-            "stage_1",
-            member=0,
-            folder=first,
-            share=0.8,
-            number=1,
-        ),
-        Stage(
-            "stage_1",
-            member=1,
-            folder=first / "member_1",
-            share=0.8,
-            number=2,
-        ),
-        Stage(
-            "stage_2",
-            member=0,
-            # The posterior that is wanted is in the output folder itself.
-            folder=Path(),
-            share=0.25,
-            number=3,
-        ),
-        Stage(
-            "stage_2",
-            member=1,
-            folder=second / "member_1",
-            share=0.25,
-            number=4,
-        ),
-    ]
 
 
 def trainable_adapters(model: nn.Module) -> set[str]:
@@ -315,7 +277,8 @@ def test_the_seed_chooses_what_is_held_out_and_the_second_stage_learns_it(
     tmp_path,
 ):
     watch = Watch()
-    for seed in (1, 2):
+    # 0 is a seed too, and no lack of one.
+    for seed in (None, 0):
         trainer = trainer_of(
             tmp_path,
             watch,
@@ -478,6 +441,43 @@ def quality_of(
     return quality(torch.cat(predicted), torch.cat(labels))
 
 
+class Trajectory(TrainerCallback):
+    """Copies the trained weights before a training, and after each step."""
+
+    def __init__(self) -> None:
+        self.stages: list[list[Tensor]] = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.stages.append([trained_vector(model)])
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.stages[-1].append(trained_vector(model))
+
+
+def trained_vector(model: nn.Module) -> Tensor:
+    """Copy what requires a gradient, as one vector."""
+    weights = [each for each in model.parameters() if each.requires_grad]
+    return torch.cat([weight.detach().flatten() for weight in weights])
+
+
+def test_each_stage_leaves_the_mean_of_its_steps(tmp_path):
+    seen = Trajectory()
+    watch = Watch()
+    trainer = trainer_of(tmp_path, seen, watch, max_steps=20, warmup_steps=5)
+    la = train_in_stages(trainer, average=True)
+    first, second = seen.stages
+    # Of 16 and 5 steps, after the weights at the beginning.
+    assert torch.allclose(second[0], torch.stack(first[-10:]).mean(0), atol=1e-7)
+    mean = torch.stack(second[-3:]).mean(0)
+    assert torch.allclose(trained_vector(trainer.model), mean, atol=1e-7)
+    # What is fitted is what is saved.
+    read = from_pretrained(PeftModel.from_pretrained(fresh_base(), tmp_path), tmp_path)
+    assert torch.equal(read(BATCH), la(BATCH))
+    for steps in watch.steps:
+        rates = [rate for rate, _ in steps]
+        assert rates[-1] == max(rates) == 1e-2
+
+
 def test_all_is_in_the_output_folder_and_the_logs(tmp_path):
     la, trainer = in_folder_with_evaluations(tmp_path, "mine", members=1)
     loaded = PeftModel.from_pretrained(fresh_base(), tmp_path / "mine")
@@ -564,14 +564,16 @@ def leave_checkpoints_of_other_trainings(folder: Path) -> None:
 def killed_at(
     folder: Path,
     step: int,
-    members: int,
+    **arguments: Any,
 ) -> None:
     """Begin a training that is killed at a step, and leaves its trainer as it was."""
     trainer = trainer_of(folder, Stop(step), max_steps=6)
     args = trainer.args
     data = trainer.train_dataset
+    callbacks = list(trainer.callback_handler.callbacks)
     with pytest.raises(RuntimeError, match="killed"):
-        train_in_stages(trainer, members=members)
+        train_in_stages(trainer, **arguments)
+    assert trainer.callback_handler.callbacks == callbacks
     assert trainer.args == args
     assert trainer.train_dataset == data
     assert trainer.optimizer is None
@@ -580,29 +582,35 @@ def killed_at(
 
 # Of five steps of the first stage, for each member, and two of the second.
 @pytest.mark.parametrize(
-    ("members", "stop"),
+    ("members", "stop", "average"),
     [
-        pytest.param(1, 3, id="in the first stage, beside other trainings"),
-        pytest.param(1, 6, id="at the second stage's first step"),
-        pytest.param(1, 7, id="at the last step"),
-        pytest.param(2, 8, id="in the second member's first stage"),
+        pytest.param(1, 3, False, id="in the first stage, beside other trainings"),
+        pytest.param(1, 6, False, id="at the second stage's first step"),
+        pytest.param(1, 7, False, id="at the last step"),
+        pytest.param(2, 8, False, id="in the second member's first stage"),
+        pytest.param(1, 4, True, id="while the first stage is averaged"),
+        pytest.param(1, 6, True, id="at the first step from an average"),
+        pytest.param(2, 13, 0.9, id="while the second stage is averaged"),
     ],
 )
-def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path, members, stop):
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(
+    tmp_path, members, stop, average
+):
+    arguments = {"members": members, "average": average}
     whole = trainer_of(tmp_path / "whole", max_steps=6)
-    expected = train_in_stages(whole, members=members)
+    expected = train_in_stages(whole, **arguments)
     weights = values(whole.model)
 
     folder = tmp_path / "killed"
     if stop == 3:
         leave_checkpoints_of_other_trainings(folder)
-    killed_at(folder, stop, members)
+    killed_at(folder, stop, **arguments)
     if stop == 3:
         folder = moved(folder, tmp_path / "moved")
 
     watch = Watch()
     resumed = trainer_of(folder, watch, max_steps=6)
-    la = train_in_stages(resumed, resume_from_checkpoint=True, members=members)
+    la = train_in_stages(resumed, resume_from_checkpoint=True, **arguments)
     n_steps = sum(len(steps) for steps in watch.steps)
     assert n_steps == 7 * members - stop + 1
     found = values(resumed.model)
@@ -612,14 +620,28 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path, members, st
     assert losses_of(resumed) == losses_of(whole)
 
 
-def test_a_run_goes_on_with_the_same_texts_alone(tmp_path):
+REVERSED = [Texts(N)[place] for place in reversed(range(N))]
+RESUMED = {
+    "another share held out": ({}, {"held_out": 0.4}, "with held-out examples="),
+    "another seed": ({"seed": 7}, {}, "with seed=42, and this one has 7"),
+    "the seed 0 of the data": ({"data_seed": 0}, {}, "with data_seed=None, and .* 0"),
+    "texts in another order": ({"data": REVERSED}, {}, "with held-out examples="),
+    "another rate": ({"learning_rate": 0.1}, {}, "with learning_rate=0.01"),
+    "averaged": ({}, {"average": True}, "with average=0.0, and this one has 0.6"),
+    "more members": ({}, {"members": 2}, "with members=1, and this one has 2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "message"), RESUMED.values(), ids=RESUMED
+)
+def test_a_run_goes_on_as_it_began_alone(tmp_path, settings, arguments, message):
     with pytest.raises(RuntimeError, match="killed"):
         train_in_stages(trainer_of(tmp_path, Stop(3), max_steps=6))
     watch = Watch()
-    trainer = trainer_of(tmp_path, watch, max_steps=6)
-    message = "stage_1 is of a training on 16 examples, not 12"
-    with pytest.raises(ValueError, match=message):
-        train_in_stages(trainer, 0.4, resume_from_checkpoint=True)
+    trainer = trainer_of(tmp_path, watch, max_steps=6, **settings)
+    with pytest.raises(ValueError, match=f"stage_1 is of a training {message}"):
+        train_in_stages(trainer, resume_from_checkpoint=True, **arguments)
     assert watch.steps == []
 
 

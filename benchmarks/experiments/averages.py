@@ -18,9 +18,9 @@ def run(options: Averages) -> Iterator[Result]:
     for share in options.shares:
         recipe = Averaged(share)
         ways.append((f"averaged over {share:g}", recipe, recipe))
-    # The second stage begins with the average, and decays.
-    first = Averaged(options.shares[0])
-    ways.append((f"first stage averaged over {options.shares[0]:g}", first, None))
+    if options.second_decays:
+        share, *_ = options.shares
+        ways.append((f"first stage averaged over {share:g}", Averaged(share), None))
     rows: list[Row] = []
     for seed in options.seeds:
         pretrained = prepare(options, seed)

@@ -43,9 +43,10 @@ from benchmarks.training import Recipe, Records, Smoothed
 from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.mixture import LaplaceMixture
+from laplace_lora_ext.models.adapters import active_again
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.training import stages
-from laplace_lora_ext.training.stages import SECOND_STAGE, Stage
+from laplace_lora_ext.training.stages import SECOND_STAGE
 from laplace_lora_ext.training.students import STEPS, Teacher
 from laplace_lora_ext.tuning.method import Hyperparameters
 
@@ -221,10 +222,9 @@ class Trial:
 
     def _second_training(self, model: Any, member: Member) -> Member:
         """Choose a posterior's prior by a second training; return that one's."""
-        adapters = stages.Members(model)
 
         def train(examples: Any) -> Any:
-            self._add_member(adapters, 1)
+            self._add_member(model, 1)
             self.train(model, list(examples), FIRST_STAGE, 1)
             return model
 
@@ -281,28 +281,27 @@ class Trial:
         """
         counts = [count for count in COUNTS if count <= members]
         most = counts[-1]
-        trainings = stages.Stages(HELD_OUT, most)
         model = untrained(self.pretrained, self.seed)
-        adapters = stages.Members(model)
-        for number in range(1, trainings.members):
-            self._add_member(adapters, number)
+        adapters = [active_again(model)]
+        for number in range(1, most):
+            adapters.append(self._add_member(model, number))
 
-        def first_stage(stage: Stage) -> Trained:
-            self.train(model, self.rest, stage.share, stage.member)
-            return self._trained(model, self.rest, self.held_loaders, stage.member)
+        def stage(records: Records, share: float, loaders: Loaders) -> list[Trained]:
+            of_members = []
+            for number, activate in enumerate(adapters):
+                activate()
+                self.train(model, records, share, number)
+                of_members.append(self._trained(model, records, loaders, number))
+            return of_members
 
-        def second_stage(stage: Stage) -> Trained:
-            self.train(model, self.records, stage.share, stage.member)
-            return self._trained(model, self.records, self.loaders, stage.member)
-
-        trained = adapters.run(trainings.first, first_stage)
+        trained = stage(self.rest, FIRST_STAGE, self.held_loaders)
         heads = trained[0].with_head
         firsts = [each.lora for each in trained]
         # The second stage changes the weights that these posteriors are around.
         choices = {count: self._choices(firsts[:count]) for count in counts}
         without_scale = [self._prior_alone(firsts[0])]
         of_heads = [self._choices([head]).hyperparameters for head in heads]
-        trained = adapters.run(trainings.second, second_stage)
+        trained = stage(self.records, SECOND_STAGE, self.loaders)
         seconds = [each.lora for each in trained]
         for count in counts:
             yield from self._staged(
@@ -490,10 +489,10 @@ class Trial:
         self.train(model, self.rest, FIRST_STAGE, 0, recipe)
         return AdaptedModel(model, self.pretrained.class_token_ids)
 
-    def _add_member(self, adapters: stages.Members, number: int) -> None:
+    def _add_member(self, model: Any, number: int) -> Callable[[], None]:
         """Add an adapter whose first weights don't depend on how many there are."""
         transformers.set_seed(self.seed + MEMBER_SEEDS * number)
-        adapters.add()
+        return stages.add_member(model, number)
 
     def train(
         self,

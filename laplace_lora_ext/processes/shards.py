@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from inspect import signature
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -305,20 +305,28 @@ def check_divisible(
         )
 
 
+class Division(NamedTuple):
+    """A data set without some examples, these, and their places in it, in order."""
+
+    rest: Any
+    held: Any
+    places: list[int]
+
+
 def divided(
     loader: DataLoader,
     held_out: float,
     groups: Tensor | None = None,
     generator: torch.Generator | None = None,
     parts: int = 1,
-) -> Iterator[tuple[Any, Any]]:
+) -> Iterator[Division]:
     """Divide a loader's examples, holding out others each time, in order.
 
-    Yields pairs of the rest and a share of the examples, both as `chosen` makes them.
-    Examples that the loader's sampler leaves out are not used. Without a generator,
-    every call holds out the same. Groups `(N,)` of the examples, such as their classes,
-    are each held out in proportion, and never to the last example: with many groups of
-    one example, fewer are held out. Refuses what `check_divisible` does.
+    Both parts are as `chosen` makes them. Examples that the loader's sampler leaves out
+    are not used. Without a generator, every call holds out the same. Groups `(N,)` of
+    the examples, such as their classes, are each held out in proportion, and never to
+    the last example: with many groups of one example, fewer are held out. Refuses what
+    `check_divisible` does.
     """
     check_divisible(loader, held_out, parts)
     data = loader.dataset
@@ -348,9 +356,9 @@ def divided(
                 "and learn from another."
             )
         rest = sorted(set(range(len(places))) - set(held))
+        places_held = sorted(places[held].tolist())
         to_learn = chosen(data, places[rest].tolist())
-        to_hold_out = chosen(data, places[held].tolist())
-        yield to_learn, to_hold_out
+        yield Division(to_learn, chosen(data, places_held), places_held)
 
 
 def _sizes_of_parts(

@@ -109,7 +109,7 @@ class AveragingCallback(TrainerCallback):
 
     def __init__(self, share: float = SHARE) -> None:
         if not 0 < share <= 1:
-            raise ValueError(f"The share to average is above 0 up to 1, not {share}.")
+            raise ValueError(f"average must be above 0 up to 1, not {share}.")
         self._share = share
 
     def on_train_begin(
@@ -152,6 +152,14 @@ class AveragingCallback(TrainerCallback):
                 f"{self._last_left_out + 1} on, or train longer."
             )
         del self._average  # its sums take memory
+
+
+def share_of(average: bool | float) -> float:
+    """Return the share of the steps that is asked for: `SHARE` for True, 0 for none."""
+    share = SHARE if average is True else float(average)
+    if not 0 <= share <= 1:
+        raise ValueError(f"average must be True, or a share up to 1, not {average}.")
+    return share
 
 
 def steps_to_average(n_steps: int, share: float) -> int:

@@ -1,13 +1,14 @@
 """Trains with a trainer, or reads what an interrupted run has trained already.
 
-A mark in a training's folder says whose it is, and once the training has ended what its
-log is. So do marks in its checkpoints: a folder may hold those of other runs, and may
-have been copied since.
+A mark in a training's folder says whose it is and what decides it, and once the
+training has ended what its log is. So do marks in its checkpoints: a folder may hold
+those of other runs, and may have been copied since.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from uuid import uuid4
 
 from transformers import TrainerCallback
 
-from laplace_lora_ext.files import write_whole
 from laplace_lora_ext.models.adapters import (
     find_peft_model,
     read_adapter,
@@ -25,6 +25,20 @@ from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.training.trainers import train
 
 _MARK = "laplace_stage.json"
+# Arguments of a trainer that decide what it learns, beside model and data.
+_DECISIVE = (
+    "seed",
+    "data_seed",
+    "max_steps",
+    "num_train_epochs",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "optim",
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "weight_decay",
+)
 
 Log = list[dict[str, Any]]
 """What a trainer has logged."""
@@ -35,7 +49,7 @@ class Mark:
     """Marks the folder of a training."""
 
     run: str
-    n_examples: int
+    decided_by: Mapping[str, str]  # what decides its outcome
     log: Log | None = None  # None until the training has ended
 
     @classmethod
@@ -43,11 +57,24 @@ class Mark:
         """Read a folder's mark; None if there is none."""
         if not (folder / _MARK).exists():
             return None
-        return cls(**_read(folder))
+        content = _read(folder)
+        # That of an early version knows less, and so is of no training of today.
+        return cls(content["run"], content.get("decided_by", {}), content["log"])
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, asdict(self))
+
+    def check(self, folder: Path, decided_by: Mapping[str, str]) -> None:
+        """Refuse to go on with a training that another one has begun."""
+        for name, value in decided_by.items():
+            before = self.decided_by.get(name)
+            if before != value:
+                raise ValueError(
+                    f"{folder} is of a training with {name}={before}, and this one has "
+                    f"{value}: resume with the same trainer, data and options, or "
+                    "train anew without resuming."
+                )
 
     def last_checkpoint(self, folder: Path) -> Path | None:
         """Find the last checkpoint in a folder that is whole and of the same run."""
@@ -65,13 +92,7 @@ class MarkCheckpoints(TrainerCallback):
     def __init__(self, run: str) -> None:
         self.run = run
 
-    def on_save(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        **kwargs: Any,
-    ) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the mark, last of all files of the checkpoint."""
         if args.should_save:
             checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
@@ -88,40 +109,47 @@ def train_or_read(
     examples: Any,
     share_of_steps: float,
     folder: Path,
+    *,
+    average: float,
+    decided_by: Mapping[str, Any],
     resume: bool,
 ) -> Log:
     """Train and save the active adapter, or resume where a run stopped.
 
-    Returns the training's log.
+    `decided_by` is what decides the training beside the trainer's arguments: a run with
+    other values is refused (`ValueError`). Returns the training's log.
     """
     model = find_peft_model(trainer.model)
     adapter = str(model.active_adapter)
+    arguments = {name: getattr(trainer.args, name) for name in _DECISIVE}
+    deciding = {**arguments, **decided_by, "share": share_of_steps, "average": average}
+    # As text: types are lost in a file.
+    deciding = {name: str(value) for name, value in deciding.items()}
     mark = Mark.read(folder) if resume else None
     checkpoint = None if mark is None else mark.last_checkpoint(folder)
     # Processes may see other files, where each machine has a disk of its own.
     mark, checkpoint = of_first((mark, checkpoint))
-    if mark is not None and mark.n_examples != len(examples):
-        raise ValueError(
-            f"{folder} is of a training on {mark.n_examples} examples, not "
-            f"{len(examples)}: resume with the same held_out and data, or train anew "
-            "without resuming."
-        )
-    # The training had ended: there is nothing left but to read what it learnt.
-    if mark is not None and mark.log is not None:
-        read_adapter(model, adapter, folder)
-        return mark.log
-    # A name that no other run has: checkpoints of an earlier one may lie in the same
-    # folder.
-    if mark is None:
-        mark = Mark(of_first(uuid4().hex), len(examples))
+    if mark is not None:
+        mark.check(folder, deciding)
+        # The training had ended: there is nothing left but to read what it learnt.
+        if mark.log is not None:
+            read_adapter(model, adapter, folder)
+            return mark.log
+    else:
+        # A name that no other run has: checkpoints of an earlier one may lie in the
+        # same folder.
+        mark = Mark(of_first(uuid4().hex), deciding)
         if trainer.args.should_save:
             mark.write(folder)
-    marking = MarkCheckpoints(mark.run)
-    trainer.add_callback(marking)
-    try:
-        train(trainer, examples, share_of_steps, folder, checkpoint)
-    finally:
-        trainer.remove_callback(marking)
+    train(
+        trainer,
+        examples,
+        share_of_steps,
+        folder,
+        average=average,
+        checkpoint=checkpoint,
+        callbacks=[MarkCheckpoints(mark.run)],
+    )
     log = trainer.state.log_history
     if trainer.args.should_save:
         write_adapter(model, adapter, {}, folder)
@@ -138,4 +166,4 @@ def _write(
     folder: Path,
     content: dict[str, Any],
 ) -> None:
-    write_whole(folder / _MARK, json.dumps(content).encode())
+    (folder / _MARK).write_text(json.dumps(content), encoding="utf-8")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import set_seed
 
@@ -31,17 +31,11 @@ from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.lora_layers import looks_trained
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
-from laplace_lora_ext.processes.shards import (
-    check_divisible,
-    divided,
-    in_order,
-    in_order_like,
-    taken,
-)
+from laplace_lora_ext.processes.shards import Division, check_divisible, divided
+from laplace_lora_ext.training.averaging import share_of
+from laplace_lora_ext.training.examples import Examples
 from laplace_lora_ext.training.resuming import Log, forget, train_or_read
 from laplace_lora_ext.training.trainers import (
-    check_trainer,
-    groups_of,
     loader_of,
     same_random_states,
     with_tokenizer,
@@ -60,124 +54,18 @@ Train = Callable[[nn.Module, Dataset, float], object]
 """Trains a model's active adapter on examples, for a share of the steps of a whole
 training."""
 
-Done = TypeVar("Done")
+TrainStage = Callable[[int, int, float, Any], object]
+"""Trains in stage 1 or 2 a member, which is active, for a share of the steps of a whole
+training on examples."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Describes one training of one member.
+def add_member(model: nn.Module, number: int) -> Callable[[], None]:
+    """Add an untrained adapter like the active one, by torch's random state.
 
-    Attributes
-    ----------
-    name : {"stage_1", "stage_2"}
-        the first is without the held-out examples
-    member : int
-        from 0, which is the user's own adapter
-    folder : Path
-        below the output folder, for checkpoints and for what has been trained
-    share : float
-        of the steps of a whole training
-    number : int
-        its place among all trainings, from 1
+    Returns a function that makes it active again.
     """
-
-    name: str
-    member: int
-    folder: Path
-    share: float
-    number: int
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Which stages there are: members without held-out examples, then on all.
-
-    Parameters
-    ----------
-    held_out : float, default=0.2
-        the share of the examples that the first stages hold out
-    members : int, default=1
-        how many adapters to train on the same base model
-
-    Raises
-    ------
-    ValueError
-        If `members` is below 1.
-    """
-
-    held_out: float = 0.2
-    members: int = 1
-
-    def __post_init__(self) -> None:
-        check_counts(members=self.members)
-
-    @property
-    def first(self) -> list[Stage]:
-        """List the first stage of each member."""
-        return [
-            Stage(
-                name="stage_1",
-                member=member,
-                folder=Path("stage_1", _MEMBER.format(member) if member else ""),
-                share=1 - self.held_out,
-                number=1 + member,
-            )
-            for member in range(self.members)
-        ]
-
-    @property
-    def second(self) -> list[Stage]:
-        """List the second stage of each member."""
-        return [
-            Stage(
-                name="stage_2",
-                member=member,
-                # The user's own adapter ends where an ordinary training would leave it.
-                folder=Path("stage_2", _MEMBER.format(member)) if member else Path(),
-                share=SECOND_STAGE,
-                number=1 + self.members + member,
-            )
-            for member in range(self.members)
-        ]
-
-    def __iter__(self) -> Iterator[Stage]:
-        """Yield all trainings, in the order in which they run."""
-        yield from self.first
-        yield from self.second
-
-
-class Members:
-    """Keeps adapters of one model, to train them one after the other.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        its active adapter is the first member
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._activate = [active_again(model)]
-
-    def add(self) -> None:
-        """Add an untrained adapter like the active one, by torch's random state."""
-        add_fresh_adapter(
-            find_peft_model(self.model), _MEMBER.format(len(self._activate))
-        )
-        self._activate.append(active_again(self.model))
-
-    def run(
-        self,
-        stages: Sequence[Stage],
-        work: Callable[[Stage], Done],
-    ) -> list[Done]:
-        """Do each stage's work while its member is the active adapter."""
-        # Members share the base model, so that at any time one of them is trained.
-        results = []
-        for stage in stages:
-            self._activate[stage.member]()
-            results.append(work(stage))
-        return results
+    add_fresh_adapter(find_peft_model(model), _MEMBER.format(number))
+    return active_again(model)
 
 
 @dataclass(frozen=True)
@@ -268,68 +156,68 @@ def with_choice(
 
 @dataclass(frozen=True)
 class _Training:
-    """Trains a model in stages, with a trainer or a loop of the user's own."""
+    """A model that is trained in stages, and how posteriors are fitted to it."""
 
     model: nn.Module
-    loader: DataLoader  # of all examples
-    batches_of: Callable[[Any], DataLoader]
-    train: Callable[[Stage, Any], object]  # the active adapter, on these examples
-    generator: torch.Generator | None
-    progress_bar: bool
+    examples: Examples
     settings: dict[str, Any]  # for the Laplace class
+    progress_bar: bool
 
-    def run(self, stages: Stages) -> tuple[LoRALaplace | LaplaceMixture, TuningHistory]:
-        """Return the posterior of all examples, and the losses of the held-out ones."""
-        check_divisible(self.loader, stages.held_out)
-        everything = taken(self.loader)
-        groups = self._groups(everything, stages.held_out)
-        # Once for all members: only what none of them has learnt can judge their
-        # mixture.
-        (parts,) = divided(self.loader, stages.held_out, groups, self.generator)
-        rest, held = parts
-        validation = self.batches_of(held)
+    def divided(
+        self, held_out: float, generator: torch.Generator | None
+    ) -> tuple[Division, str]:
+        """Hold out a share of the examples; return a hash of which, and of what else.
 
-        def first_stage(stage: Stage) -> LoRALaplace:
-            self.train(stage, rest)
-            return self._fitted(rest)
-
-        def second_stage(stage: Stage) -> LoRALaplace:
-            self.train(stage, everything)
-            return self._fitted(everything)
-
-        with own_adapter_back(self.model):
-            members = Members(self.model)
-            for _ in range(1, stages.members):
-                members.add()
-            firsts = members.run(stages.first, first_stage)
-            # Now: the second stage changes the weights that these posteriors are
-            # around.
-            choice = choose_priors(firsts, validation, self.progress_bar)
-            seconds = members.run(stages.second, second_stage)
-        return joined(with_choice(seconds, choice)), choice.history
-
-    def _groups(self, everything: Any, held_out: float) -> Tensor:
-        """Number examples that are alike, `(N,)`; refuse what can't be fitted later."""
+        Refuses what could not be fitted later.
+        """
+        check_divisible(self.examples.loader, held_out)
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fits will warn
-            batches = self.batches_of(everything)
             la = Laplace(self.model, **self.settings)
             # One batch shows most of what a fit refuses, before hours of training.
-            la.fit(list(islice(batches, 1)))
-            groups = groups_of(la, batches, held_out)
+            la.fit(list(islice(self.examples.batches(self.examples.all), 1)))
+            groups = self.examples.groups(la, held_out)
         if looks_trained(self.model, la.blocks):
             warn(
                 "The adapter looks trained: its lora_B is not 0. If it knows these "
                 "texts, held-out ones are no test, and the prior precision becomes too "
                 "large. Begin with a new adapter."
             )
-        return groups
+        (division,) = divided(self.examples.loader, held_out, groups, generator)
+        # In another order, examples have their classes elsewhere.
+        identity = [division.places, groups.tolist()]
+        return division, hashlib.sha256(str(identity).encode()).hexdigest()[:16]
 
-    def _fitted(self, examples: Any) -> LoRALaplace:
-        """Fit a posterior around the active adapter."""
-        la = Laplace(self.model, **self.settings)
-        la.fit(self.batches_of(examples), progress_bar=self.progress_bar)
-        return la
+    def run(
+        self, train: TrainStage, division: Division, held_out: float, members: int
+    ) -> tuple[LoRALaplace | LaplaceMixture, TuningHistory]:
+        """Return the posterior of all examples, and the losses of the held-out ones."""
+        validation = self.examples.batches(division.held)
+        with own_adapter_back(self.model):
+            adapters = [active_again(self.model)]
+            for number in range(1, members):
+                adapters.append(add_member(self.model, number))
+
+            def posteriors(stage: int, share: float, examples: Any) -> list[Any]:
+                """Train the members in turn, and fit a posterior around each."""
+                fitted = []
+                for member, activate in enumerate(adapters):
+                    activate()
+                    train(stage, member, share, examples)
+                    la = Laplace(self.model, **self.settings)
+                    batches = self.examples.batches(examples)
+                    la.fit(batches, progress_bar=self.progress_bar)
+                    fitted.append(la)
+                return fitted
+
+            # The same texts for all members: only what none of them has learnt can
+            # judge their mixture.
+            firsts = posteriors(1, 1 - held_out, division.rest)
+            # Now: the second stage changes the weights that these posteriors are
+            # around.
+            choice = choose_priors(firsts, validation, self.progress_bar)
+            seconds = posteriors(2, SECOND_STAGE, self.examples.all)
+        return joined(with_choice(seconds, choice)), choice.history
 
 
 def train_in_stages(
@@ -337,6 +225,7 @@ def train_in_stages(
     held_out: float = 0.2,
     *,
     members: int = 1,
+    average: bool | float = False,
     likelihood: str | None = None,
     resume_from_checkpoint: bool = False,
     progress_bar: bool = False,
@@ -367,6 +256,10 @@ def train_in_stages(
     members : int, default=1
         how many adapters to train on the same base model. All hold out the same texts,
         which choose the prior of their mixture; each costs as much as the first
+    average : bool or float, default=False
+        with True, the mean of the weights over the last 0.6 of each stage's steps, or
+        over another share of them, is what a stage leaves, saves and fits. The learning
+        rate is then constant after the warm-up: see `AveragingCallback`
     likelihood : str, optional
         as for `laplace_lora_ext.Laplace`; of a reward trainer "reward_modeling", and of
         a language model without `class_token_ids` and `class_texts`
@@ -389,38 +282,40 @@ def train_in_stages(
         Before any training: if the trainer's data can't be divided, no class has a
         second text, or the model or a batch does not suit the likelihood.
     """
-    check_trainer(trainer)
-    stages = Stages(held_out, members)
-    output = Path(trainer.args.output_dir)
-    if not resume_from_checkpoint and trainer.args.should_save:
-        for stage in stages:
-            forget(output / stage.folder)
+    check_counts(members=members)
+    share_to_average = share_of(average)
+    training = _Training(
+        model=trainer.model,
+        examples=Examples.of_trainer(trainer),
+        settings=with_tokenizer(trainer.processing_class, options)
+        | {"likelihood": likelihood or _likelihood(trainer, options)},
+        progress_bar=progress_bar,
+    )
+    args = trainer.args
+    seed = args.seed if args.data_seed is None else args.data_seed
+    generator = torch.Generator().manual_seed(seed)
+    division, identity = training.divided(held_out, generator)
+    output = Path(args.output_dir)
+    if not resume_from_checkpoint and args.should_save:
+        for stage, member in product((1, 2), range(members)):
+            forget(output / _folder(stage, member))
     log: Log = []
 
-    def train(stage: Stage, examples: Any) -> None:
+    def train(stage: int, member: int, share: float, examples: Any) -> None:
         entries = train_or_read(
             trainer,
             examples,
-            stage.share,
-            output / stage.folder,
-            resume_from_checkpoint,
+            share,
+            output / _folder(stage, member),
+            average=share_to_average,
+            decided_by={"members": members, "held-out examples": identity},
+            resume=resume_from_checkpoint,
         )
-        log.extend(entry | {"stage": stage.name} for entry in entries)
+        log.extend(entry | {"stage": f"stage_{stage}"} for entry in entries)
         # Whether it has been trained now, or before it was interrupted.
-        set_seed(trainer.args.seed + stage.number)
+        set_seed(args.seed + 1 + (stage - 1) * members + member)
 
-    seed = trainer.args.data_seed or trainer.args.seed
-    training = _Training(
-        model=trainer.model,
-        loader=in_order(trainer.train_dataset, 1),
-        batches_of=partial(loader_of, trainer),
-        train=train,
-        generator=torch.Generator().manual_seed(seed),
-        progress_bar=progress_bar,
-        settings=with_tokenizer(trainer.processing_class, options)
-        | {"likelihood": likelihood or _likelihood(trainer, options)},
-    )
-    la, history = training.run(stages)
+    la, history = training.run(train, division, held_out, members)
     trainer.save_model()
     if trainer.args.should_save:
         la.save_pretrained(output)
@@ -447,9 +342,9 @@ def in_stages(
     ----------
     train : callable
         `train(model, data_set, share)` trains the active adapter on the data set, for
-        that share of a whole training's steps, with a new optimizer and schedule. The
-        data set is a `torch.utils.data.Subset`, or what the `select` of a
-        `datasets.Dataset` returns
+        that share of a whole training's steps, with a new optimizer and schedule, and
+        perhaps with a `WeightAverage`. The data set is a `torch.utils.data.Subset`, or
+        what the `select` of a `datasets.Dataset` returns
     model : torch.nn.Module
         with an adapter to be trained; for several members a `PeftModel`
     train_loader : DataLoader
@@ -474,21 +369,23 @@ def in_stages(
     ValueError
         Before any training, as `train_in_stages`.
     """
+    check_counts(members=members)
+    training = _Training(model, Examples.of_loader(train_loader), options, progress_bar)
 
-    def train_stage(stage: Stage, examples: Any) -> None:
-        train(model, examples, stage.share)
+    def train_stage(stage: int, member: int, share: float, examples: Any) -> None:
+        train(model, examples, share)
 
-    training = _Training(
-        model=model,
-        loader=train_loader,
-        batches_of=partial(in_order_like, train_loader),
-        train=train_stage,
-        generator=generator,
-        progress_bar=progress_bar,
-        settings=options,
-    )
-    la, _ = training.run(Stages(held_out, members))
+    division, _ = training.divided(held_out, generator)
+    la, _ = training.run(train_stage, division, held_out, members)
     return la
+
+
+def _folder(stage: int, member: int) -> Path:
+    """Name the folder of a training, below that of all outputs."""
+    # The user's own adapter ends where an ordinary training would leave it.
+    if (stage, member) == (2, 0):
+        return Path()
+    return Path(f"stage_{stage}", _MEMBER.format(member) if member else "")
 
 
 def _likelihood(

@@ -31,9 +31,8 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import Checkpoints, keep_derivatives
 from laplace_lora_ext.models.swapping import Swapping
 from laplace_lora_ext.models.weights import Block
+from laplace_lora_ext.training.examples import Examples
 from laplace_lora_ext.training.trainers import (
-    check_trainer,
-    loader_of,
     restored,
     train,
     with_attributes,
@@ -89,7 +88,7 @@ def distill(
 
     Parameters, result and errors are those of `LoRALaplace.distill`.
     """
-    check_trainer(trainer)
+    examples = Examples.of_trainer(trainer)
     first = la.members[0]
     model = first.model
     peft_model = find_peft_model(model)
@@ -115,7 +114,7 @@ def distill(
         head = _head(peft_model, adapter_name, model.output_size)
         records: list[Record] = []
         logits: list[Tensor] = []
-        batches = _texts(model, trainer, unlabelled, generator)
+        batches = _texts(model, examples, unlabelled, generator)
         for batch in tqdm.tqdm(
             batches, "[Teacher's probabilities]", disable=not progress_bar
         ):
@@ -178,7 +177,7 @@ def _scale_and_freeze(
 
 def _texts(
     model: LogitsModel,
-    trainer: Any,
+    examples: Examples,
     unlabelled: Any,
     generator: torch.Generator | None,
 ) -> Iterator[Any]:
@@ -187,13 +186,13 @@ def _texts(
         raise ValueError(
             f'unlabelled must be "swapped", texts or None, not {unlabelled!r}.'
         )
-    training = list(_inputs(model, loader_of(trainer, trainer.train_dataset)))
+    training = list(_inputs(model, examples.batches(examples.all)))
     yield from training
     if isinstance(unlabelled, str):
         generator = generator or torch.Generator().manual_seed(0)
         yield from _swapped(model, training, generator)
     elif unlabelled is not None:
-        yield from _inputs(model, loader_of(trainer, unlabelled))
+        yield from _inputs(model, examples.batches(unlabelled))
 
 
 def _inputs(model: LogitsModel, loader: DataLoader) -> Iterator[Any]:

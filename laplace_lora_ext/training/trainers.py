@@ -1,10 +1,10 @@
-"""Runs the user's own trainer on parts of its examples, and groups like examples."""
+"""Runs the user's own trainer on some of its examples, and leaves it as it was."""
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import is_dataclass
@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import SchedulerType, TrainerCallback
 
 from laplace_lora_ext.models.adapters import find_peft_model, read_adapter
-from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.processes.shards import in_order_like
+from laplace_lora_ext.training.averaging import AveragingCallback
 
 # Of TRL's trainers those whose losses a posterior knows: of texts, and of preferences.
 _OF_LIKELIHOODS = ("SFTTrainer", "RewardTrainer", "PRMTrainer")
@@ -102,18 +101,28 @@ def train(
     examples: Any,
     share_of_steps: float,
     folder: Path,
+    *,
+    average: float = 0.0,
     checkpoint: Path | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> None:
     """Train a trainer's model with an optimizer and a schedule of their own.
 
     It trains on some of its training data, for a share of the steps of a training on
-    all of them, with checkpoints in a folder; one of these is where to go on. Its
-    arguments and data are the user's again afterwards, also after an error.
+    all of them, with checkpoints in a folder; one of these is where to go on. With a
+    share of the steps to `average` over, the rate is constant and their mean remains.
+    Arguments, data and callbacks are the user's again afterwards, also after an error.
     """
     args = trainer.args
     data = trainer.train_dataset
     trainer.args = _arguments_for(trainer, examples, share_of_steps)
     trainer.args.output_dir = str(folder)
+    if average:
+        trainer.args.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP
+        trainer.args.lr_scheduler_kwargs = {}  # those of another schedule
+        callbacks = [AveragingCallback(average), *callbacks]
+    for callback in callbacks:
+        trainer.add_callback(callback)
     trainer.train_dataset = examples
     _forget_optimizer(trainer)
     # A wrapper knows the weights that were trained before.
@@ -125,6 +134,8 @@ def train(
     finally:
         trainer.args = args
         trainer.train_dataset = data
+        for callback in callbacks:
+            trainer.remove_callback(callback)
         _forget_optimizer(trainer)
     if args.load_best_model_at_end:
         _load_best(trainer)
@@ -256,31 +267,3 @@ def same_random_states() -> Iterator[None]:
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-
-
-def groups_of(
-    la: Any,
-    loader: DataLoader,
-    held_out: float,
-) -> Tensor:
-    """Number examples' groups `(N,)`: classes, or quantiles of targets.
-
-    The loader gives each example once and in order.
-    """
-    assert isinstance(loader.dataset, Sized)  # `check_divisible` has refused others
-    n_examples = len(loader.dataset)
-    one_group = torch.zeros(n_examples, dtype=torch.long)
-    if la.problem.writes or la.problem.labels_tokens:
-        return one_group  # texts have no class
-
-    def targets_of(batch: Any) -> Columns:
-        _, targets = la.model.split(batch)
-        return (targets.cpu(),)
-
-    with same_random_states():
-        (targets,) = over_loader(loader, targets_of)
-    # What is held out is whole examples of the data set, and these may be whole
-    # batches.
-    if len(targets) != n_examples:
-        return one_group
-    return la.trained_likelihood.groups(targets, held_out)

@@ -18,19 +18,10 @@ from laplace_lora_ext.models.adapters import (
     own_adapter_back,
 )
 from laplace_lora_ext.models.weights import flattened
-from laplace_lora_ext.processes.shards import (
-    check_divisible,
-    divided,
-    in_order,
-    in_order_like,
-    taken,
-)
-from laplace_lora_ext.training.trainers import (
-    check_trainer,
-    groups_of,
-    loader_of,
-    restored,
-)
+from laplace_lora_ext.processes.shards import check_divisible, divided
+from laplace_lora_ext.training.averaging import share_of
+from laplace_lora_ext.training.examples import Examples
+from laplace_lora_ext.training.trainers import restored
 from laplace_lora_ext.training.trainers import train as train_with
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.method import Tunable, TuningHistory, TuningMethod
@@ -76,6 +67,9 @@ class SecondTraining(TuningMethod):
         but never its last example, and of numbers by quantiles
     trainings : int, default=1
         how many times to train, each time with other examples held out
+    average : bool or float, default=False
+        average the weights of a trainer's trainings, as `train_in_stages` does; not
+        needed where the trainer has an `AveragingCallback` of its own
     search : callable, optional
         takes `val_loader` and the options of `TuningMethod`, and returns the method
         that chooses: by default `GridSearch`. For several trainings it must try the
@@ -105,6 +99,7 @@ class SecondTraining(TuningMethod):
     train_loader: DataLoader | None = None
     held_out: float = 0.2
     trainings: int = 1
+    average: bool | float = False
     search: Callable[..., TuningMethod] = GridSearch
     generator: torch.Generator | None = None
 
@@ -117,6 +112,10 @@ class SecondTraining(TuningMethod):
                 "model, or train, a function that trains another model, and "
                 "train_loader."
             )
+        if share_of(self.average) and self.trainer is None:
+            raise ValueError(
+                "A function of your own averages by itself: see WeightAverage."
+            )
         if self.trainings * self.held_out > 1:
             raise ValueError(
                 f"{self.trainings} trainings can't each hold out another "
@@ -125,23 +124,28 @@ class SecondTraining(TuningMethod):
 
     def _search(self, la: Tunable) -> TuningHistory:
         la.check_model()
-        loader = self._loader()
-        check_divisible(loader, self.held_out, self.trainings)
-        groups = groups_of(la, self._batches(taken(loader), loader), self.held_out)
+        if self.trainer is not None:
+            examples = Examples.of_trainer(self.trainer)
+        else:
+            assert self.train_loader is not None
+            examples = Examples.of_loader(self.train_loader)
+        check_divisible(examples.loader, self.held_out, self.trainings)
         divisions = divided(
-            loader, self.held_out, groups, self.generator, self.trainings
+            examples.loader,
+            self.held_out,
+            examples.groups(la, self.held_out),
+            self.generator,
+            self.trainings,
         )
         others = []
         with own_adapter_back(la.model) as activate:
-            for number, (rest, held) in enumerate(divisions):
+            for number, (rest, held, _) in enumerate(divisions):
                 posterior = self._around_another_training(la, rest, number)
                 # A posterior's passes choose its own adapter; what is active now is the
                 # user's.
                 activate()
-                posterior.fit(
-                    self._batches(rest, loader), progress_bar=self.progress_bar
-                )
-                search = self._search_on(self._batches(held, loader))
+                posterior.fit(examples.batches(rest), progress_bar=self.progress_bar)
+                search = self._search_on(examples.batches(held))
                 history = search.choose(posterior)
                 others.append(_Training(posterior, search, history, len(held)))
         if self.trainings == 1:
@@ -164,20 +168,6 @@ class SecondTraining(TuningMethod):
             prior_structure=self.prior_structure,
             progress_bar=self.progress_bar,
         )
-
-    def _loader(self) -> DataLoader:
-        """Return a loader of all examples, with the columns that a trainer divides."""
-        if self.trainer is None:
-            assert self.train_loader is not None
-            return self.train_loader
-        check_trainer(self.trainer)
-        return in_order(self.trainer.train_dataset, 1)
-
-    def _batches(self, examples: Any, like: DataLoader) -> DataLoader:
-        """Make batches of some examples, as those of training."""
-        if self.trainer is None:
-            return in_order_like(like, examples)
-        return loader_of(self.trainer, examples)
 
     def _around_another_training(
         self,
@@ -231,7 +221,13 @@ class SecondTraining(TuningMethod):
                 model.set_adapter(fitted_adapter)
             add_fresh_adapter(model, new_adapter)
             folder = Path(self.trainer.args.output_dir, new_adapter)
-            train_with(self.trainer, rest, 1 - self.held_out, folder)
+            train_with(
+                self.trainer,
+                rest,
+                1 - self.held_out,
+                folder,
+                average=share_of(self.average),
+            )
         return la.model.model
 
 

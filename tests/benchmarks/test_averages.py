@@ -40,7 +40,7 @@ def test_each_way_to_train_has_its_rows(tiny_models, tmp_path):
     write_grammar(tmp_path)
     finished = run(
         tmp_path / "results",
-        "averages --quiet",
+        "averages --quiet --second-decays",
         task="cola",
         data=tmp_path,
         model=tiny_models[False],

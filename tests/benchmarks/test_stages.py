@@ -19,7 +19,7 @@ from benchmarks.methods.priors import geometric_mean
 from benchmarks.options import Stages
 from benchmarks.tasks.paper import PAPER_TASKS
 from laplace_lora_ext.metrics import negative_log_likelihood
-from laplace_lora_ext.training.stages import Members
+from laplace_lora_ext.training.stages import add_member
 from tests.benchmarks.support import is_picture, rows_by, run, write_rows
 
 
@@ -156,11 +156,10 @@ def test_a_head_has_the_prior_of_the_same_second_training(of_encoder):
     batches = pretrained.loader(pretrained.data[TRAIN])
     la = laplace_lora_ext.Laplace(model, "classification", modules_to_save=True)
     la.fit(batches)
-    adapters = Members(model)
 
     def train(examples):
         transformers.set_seed(MEMBER_SEEDS)
-        adapters.add()
+        add_member(model, 1)
         trial.train(model, list(examples), 0.8, 1)
         return model
 

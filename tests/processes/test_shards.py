@@ -654,7 +654,8 @@ def held_out(
     loader = DataLoader(everything, batch_size=4)
     noise = torch.Generator().manual_seed(seed)
     places = []
-    for rest, held in divided(loader, share, groups, noise, n_parts):
+    for rest, held, of_data in divided(loader, share, groups, noise, n_parts):
+        assert of_data == held.indices
         both = [*rest.indices, *held.indices]
         assert sorted(both) == everything
         places.append(held.indices)

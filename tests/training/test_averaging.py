@@ -189,7 +189,7 @@ def test_a_training_that_ends_early_says_so(tmp_path):
 
 @pytest.mark.parametrize("share", [0, 1.2, -0.5])
 def test_a_share_is_a_share(share):
-    with pytest.raises(ValueError, match="share"):
+    with pytest.raises(ValueError, match="average must be"):
         AveragingCallback(share)
 
 

@@ -14,15 +14,18 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
 from transformers import (
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
     ProgressCallback,
     Trainer,
     TrainerCallback,
+    set_seed,
 )
 
 from laplace_lora_ext import Laplace, train_in_stages
+from laplace_lora_ext.models.adapters import add_fresh_adapter, own_weights
 from laplace_lora_ext.training.trainers import check_trainer, loader_of, restored, train
 from tests.support.models import VOCABULARY, llama
 from tests.support.posteriors import fitted
@@ -195,6 +198,49 @@ def test_a_second_training_ends_with_the_best_of_its_own_adapter(tmp_path):
     with pytest.raises(ValueError, match="this one has another"):
         second_posterior(fitted())
     assert trainer.model.active_adapter == "default"
+
+
+class Adapters(TrainerCallback):
+    """Copies the weights of each training's adapter: at its beginning, and by step."""
+
+    def __init__(self) -> None:
+        weights: dict[str, list[Tensor]] = {}
+        # No attribute: these are restored after a second training.
+        self.seen = lambda: weights
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.seen()[model.active_adapter] = [weights_of(model, model.active_adapter)]
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        weights = weights_of(model, model.active_adapter)
+        self.seen()[model.active_adapter].append(weights)
+
+
+def weights_of(model: Any, adapter: str) -> Tensor:
+    """Copy an adapter's weights as one vector."""
+    weights = own_weights(model, adapter).values()
+    return torch.cat([weight.detach().flatten() for weight in weights])
+
+
+def test_further_trainings_have_seeds_of_their_own_and_averages(tmp_path):
+    seen = Adapters()
+    trainer = trainer_of(tmp_path, seen, max_steps=10)
+    trainer.train()
+    la = Laplace(trainer.model)
+    la.fit(loader_of(trainer, trainer.train_dataset))
+    la.optimize_prior_precision(
+        method="second_training", trainer=trainer, trainings=2, average=0.5
+    )
+    for number in (0, 1):
+        name = f"second_training_{number}"
+        begun, *steps = seen.seen()[name]
+        # Eight steps, of which the last four are averaged.
+        mean = torch.stack(steps[-4:]).mean(0)
+        assert torch.allclose(weights_of(trainer.model, name), mean, atol=1e-7)
+        set_seed(trainer.args.seed + 1 + number)
+        add_fresh_adapter(trainer.model, f"expected_{number}")
+        assert torch.equal(begun, weights_of(trainer.model, f"expected_{number}"))
+        trainer.model.set_adapter("default")
 
 
 # --- TRL's trainers -------------------------------------------------------------------

@@ -24,9 +24,8 @@ from torch.utils.data import (
 )
 
 from laplace_lora_ext import GridSearch, SecondTraining, ValGD
-from laplace_lora_ext.processes.shards import divided, in_order_like
-from laplace_lora_ext.processes.shards import taken as given_by
-from laplace_lora_ext.training.trainers import groups_of
+from laplace_lora_ext.processes.shards import divided
+from laplace_lora_ext.training.examples import Examples
 from laplace_lora_ext.tuning.scales import scale_penalty
 from tests.support.models import (
     head_of,
@@ -583,9 +582,8 @@ def data(request: pytest.FixtureRequest) -> Data:
 def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(data):
     given = data.make_loader()
     la = fitted()
-    in_order = in_order_like(given, given_by(given))
-    groups = groups_of(la, in_order, data.share)
-    ((part, rest),) = divided(given, data.share, groups)
+    groups = Examples.of_loader(given).groups(la, data.share)
+    ((part, rest, _),) = divided(given, data.share, groups)
     places = sorted([*part.indices, *rest.indices])
     assert places == list(data.places)
     assert len(rest) == data.n_held_out
