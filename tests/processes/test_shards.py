@@ -533,7 +533,7 @@ def test_what_a_sampler_leaves_out_is_not_held_out_either():
     weights[:10] = 0
     sampler = WeightedRandomSampler(weights.tolist(), 200)
     loader = DataLoader(list(range(20)), sampler=sampler)
-    ((rest, held),) = divided(loader, 0.3)
+    ((rest, held, _),) = divided(loader, 0.3)
     assert sorted([*rest.indices, *held.indices]) == list(range(10, 20))
 
 
