@@ -160,7 +160,7 @@ def test_a_sampled_network_has_no_joint_samples():
 
 def test_learnt_variances_make_no_function():
     la, _ = plain_regression()
-    with pytest.raises(ValueError, match="neither"):
+    with pytest.raises(ValueError, match="is none of"):
         la.function(SEED, pred_type="amortized")
 
 
