@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,6 +95,9 @@ class LogitsModel(nn.Module):
         none, and neither have those whose batches bring choices
     mask_token_id : int or None
         the token at which a masked language model's answer is read
+    is_divisible : bool or None
+        whether examples have the same logits in parts of a batch; None before `divides`
+        was asked
     normalised : bool
         whether logits of answers are means over their tokens, rather than sums
     """
@@ -112,6 +115,7 @@ class LogitsModel(nn.Module):
         super().__init__()
         self.training = False
         self._tree = Tree(model)
+        self.is_divisible: bool | None = None
         self.session: object | None = None
         if self._tree.is_compiled:
             warn(
@@ -202,6 +206,23 @@ class LogitsModel(nn.Module):
     def summary(self, batch: Any) -> Tensor:
         """Compute what shows whether examples depend on each other: the logits."""
         return self(batch)
+
+    def divides(self, batch: Any, of_parts: Callable[[Tensor], Tensor]) -> bool:
+        """Tell whether a batch's parts have its logits; the first such batch tells.
+
+        Gradients don't: a model may standardise what it reads before its adapter.
+
+        Parameters
+        ----------
+        batch : Any
+        of_parts : callable
+            takes the `summary` of the batch, and returns that of its parts
+        """
+        if self.is_divisible is None:
+            with self.forward_passes():
+                whole = self.summary(batch)
+                self.is_divisible = self.agree(whole, of_parts(whole).to(whole))
+        return self.is_divisible
 
     def economise(self) -> None:
         """Economise with answers as `Answers.economise` from now on."""

@@ -116,7 +116,8 @@ class TokensModel(LogitsModel):
     def by_texts(self, batch: Any) -> list[Any]:
         """Divide a batch by texts, into parts of at most `MOST_ROWS` labels each.
 
-        A text with more labels is a part of its own, see `parts`.
+        A text with more labels is a part of its own, see `parts`. Texts whose logits
+        depend on each other stay together.
         """
         labelled = self.targets(batch) != IGNORED
         n_texts = len(labelled)
@@ -131,10 +132,16 @@ class TokensModel(LogitsModel):
                 starts.append(text)
                 n_tokens = 0
             n_tokens += n_more
-        return [
+        parts = [
             part_of(batch, slice(start, stop), n_texts)
             for start, stop in pairwise([*starts, n_texts])
         ]
+
+        def of_parts(_: Tensor) -> Tensor:
+            return torch.cat([self.summary(part) for part in parts])
+
+        is_divided = len(parts) > 1 and self.divides(batch, of_parts)
+        return parts if is_divided else [batch]
 
     def parts(self, batch: Any) -> list[Part]:
         """Divide a batch's labelled tokens into parts of `MOST_ROWS` at most.

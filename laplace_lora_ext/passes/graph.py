@@ -38,8 +38,6 @@ class Layouts:
     proven: dict[tuple[str, int, int], int] = field(default_factory=dict)
     # Rows of some batch were not each example's own, or none are seen.
     examples_apart: bool = False
-    # Those of some batch of several were each example's own.
-    examples_together: bool = False
     # How many seeds a backward pass may take at most: one where a kernel can't run
     # under `torch.func.vmap`, fewer than before where memory did not suffice.
     seeds_at_most: float = math.inf

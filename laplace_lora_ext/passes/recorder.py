@@ -181,7 +181,6 @@ class Recorder:
         if positions.n_examples > 1 and graph.parameters:
             return None
         if is_proven(graph, self.blocks, positions, layouts.proven):
-            layouts.examples_together |= positions.n_examples > 1
             return Part(graph, positions)
         layouts.examples_apart = True
         return None
@@ -331,6 +330,8 @@ class Recorder:
         is_empty = owners is not None and not len(owners)  # which the model refuses
         if n_rows is None or n_examples not in (None, n_rows) or is_empty:
             return [self._undivided(batch, evaluate, _NO_ROWS)]
+        if self.model.is_divisible is False:  # an earlier batch has shown it
+            return [self._undivided(batch, evaluate, _DEPENDENT)]
         rows_of_example = n_outputs * (number_of_tokens(batch) or 1)
         most_examples = n_rows
         # Rows of logits whose Jacobians may be in memory at once.
@@ -364,7 +365,7 @@ class Recorder:
             if sum(len(result.f_mu) for result in found) != n_logits:
                 return [self._undivided(batch, evaluate, _NO_ROWS)]
         f_mu = torch.cat([result.f_mu for result in results])
-        if self._may_depend(self._of_predictions, batch, lambda _: f_mu):
+        if not self._divides(batch, lambda _: f_mu):
             return [self._undivided(batch, evaluate, _DEPENDENT)]
         return results
 
@@ -390,9 +391,9 @@ class Recorder:
         memory = self._of_fits
         n_tokens = number_of_tokens(batch) or 1
         parts = list(self._parts(batch, n_tokens, n_examples, memory, evaluate))
-        # Asked only where it matters: the answer takes further passes.
+        # Asked only where it matters: the answer takes further passes, once.
         is_divided = len(parts) > 1
-        if is_divided and self._may_depend(memory, batch, partial(self._alone, batch)):
+        if is_divided and not self._divides(batch, partial(self._alone, batch)):
             raise memory.failure.of_batch(self.model, batch, _DEPENDENT)
         return [result for _, result in parts]
 
@@ -441,30 +442,18 @@ class Recorder:
             raise result.of_batch(self.model, batch, reason)
         return result
 
-    def _may_depend(
+    def _divides(
         self,
-        memory: Memory,
         batch: Any,
         of_parts: Callable[[Tensor], Tensor],
     ) -> bool:
-        """Tell whether examples' logits may be others in a batch than in its parts.
-
-        `of_parts` takes the logits of the batch, and returns those of its parts.
-        """
-        layouts = self.layouts
-        # Where rows are proven to be each example's own, no other example can count.
-        if layouts.examples_together and not layouts.examples_apart:
-            return False
-        with self.model.forward_passes():
-            whole = attempt(partial(self.model.summary, batch))
-            if isinstance(whole, OutOfMemory):
-                raise whole.of_batch(
-                    self.model, batch, "nothing shows that its parts are alike"
-                )
-            if not self.model.agree(whole, of_parts(whole).to(whole)):
-                return True
-        layouts.examples_together = True
-        return False
+        """Tell whether parts of a batch have its logits; see `LogitsModel.divides`."""
+        found = attempt(partial(self.model.divides, batch, of_parts))
+        if isinstance(found, OutOfMemory):
+            raise found.of_batch(
+                self.model, batch, "nothing shows that its parts are alike"
+            )
+        return found
 
     def _alone(
         self,

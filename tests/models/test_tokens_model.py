@@ -189,6 +189,21 @@ def test_parts_of_a_batch_are_the_batch(adapted, n_labels, sizes, monkeypatch):
         assert part["given"] == batch["given"]
 
 
+def test_texts_that_depend_on_each_other_are_one_part(adapted, monkeypatch):
+    monkeypatch.setattr(vocabulary, "MOST_ROWS", 6)
+    batch = with_labels([3] * 6)
+    assert len(adapted.by_texts(batch)) > 1
+    # Before any layer with an adapter.
+    embedding = adapted.transformer.get_input_embeddings()
+
+    def standardise(module: nn.Module, args: tuple, embedded: Tensor) -> Tensor:
+        return embedded - embedded.mean(0)
+
+    embedding.register_forward_hook(standardise)
+    again = TokensModel(adapted.model)
+    assert again.by_texts(batch) == [batch]
+
+
 # --- encoder-decoders -----------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from tests.support.models import (
     with_lora,
 )
 from tests.support.posteriors import (
+    STRUCTURES,
     count_forward_passes,
     fitted,
     make,
@@ -146,8 +147,8 @@ def test_parts_bring_the_same_numbers(kind, monkeypatch):
     allow_at_once(monkeypatch, ROWS_OF_TWO_TEXTS)
     assert_close(facts(la, batch), whole, **EXACT)
     n_parts = 4
-    # Of moments, and of statistics.
-    assert len(calls) == 2 * n_parts
+    # Of moments, and of statistics; once all texts are compared with their parts.
+    assert len(calls) == 2 * n_parts + 1
 
 
 def test_covariances_between_examples_come_of_the_whole_batch(monkeypatch):
@@ -176,13 +177,34 @@ class Normalized(TwoLinear):
         return self.second(hidden - mean)
 
 
-def test_logits_that_depend_on_the_batch_are_not_divided(monkeypatch):
+class Standardised(TwoLinear):
+    """It standardises what it reads, which no gradient of an adapter's rows shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x - x.mean(0)) / x.std(0))
+
+
+@pytest.mark.parametrize("model_class", [Normalized, Standardised])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_logits_that_depend_on_the_batch_are_not_divided(
+    structure, model_class, monkeypatch
+):
     ((X, y),) = pairs(n=8)
-    la = make(with_lora(Normalized(), "first", "second"))
+    model = with_lora(model_class(), "first", "second")
+    la = make(model, structure)
     la.fit([(X, y)])
     whole = la.predictive_moments(X)
+    assert_close(whole.f_mu, model(X).detach(), **EXACT)
+    function = la.function(seed=0)(X)
     # Of two examples, for each of three outputs.
     allow_at_once(monkeypatch, 2 * 3)
-    assert_close(la.predictive_moments(X), whole, **EXACT)
-    statistics = la.predictive_statistics([(X, y)], dtype=torch.float64)
-    assert_close(statistics.f_mu, whole.f_mu, **EXACT)
+    calls = count_forward_passes(la)
+    for n_calls in (6, 1, 1):  # four parts, the comparison, and all of them
+        calls.clear()
+        assert_close(la.predictive_moments(X), whole, **EXACT)
+        # Examples of the other one are recorded one by one.
+        assert len(calls) == n_calls or model_class is Normalized
+    assert_close(la.function(seed=0)(X), function, **EXACT)
+    if structure == "lowrank_kron":
+        statistics = la.predictive_statistics([(X, y)], dtype=torch.float64)
+        assert_close(statistics.f_mu, whole.f_mu, **EXACT)
