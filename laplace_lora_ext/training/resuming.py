@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from transformers import TrainerCallback
 
+from laplace_lora_ext.files import write_whole
 from laplace_lora_ext.models.adapters import (
     find_peft_model,
     read_adapter,
@@ -162,8 +163,5 @@ def _read(folder: Path) -> dict[str, Any]:
     return json.loads((folder / _MARK).read_text(encoding="utf-8"))
 
 
-def _write(
-    folder: Path,
-    content: dict[str, Any],
-) -> None:
-    (folder / _MARK).write_text(json.dumps(content), encoding="utf-8")
+def _write(folder: Path, content: dict[str, Any]) -> None:
+    write_whole(folder / _MARK, json.dumps(content).encode())
