@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.special import entr
 from torch.testing import assert_close
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import BertForTokenClassification
 
 from laplace_lora_ext.likelihoods import (
@@ -264,6 +265,26 @@ def test_the_same_data_on_two_ranks_are_refused():
     refusal = "Ranks 0 and 1 have the same 8 examples: give each rank its own shard"
     for message in failures_of(job, 2):
         assert refusal in message
+
+
+def test_two_equal_texts_of_one_data_set_count_twice():
+    class Twice(Texts):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return super().__getitem__(0)
+
+    def job(_):
+        texts = Twice(2)
+        sampler = None
+        if dist.is_initialized():
+            sampler = DistributedSampler(texts, shuffle=False)
+        la = posterior()
+        la.fit(DataLoader(texts, batch_size=1, sampler=sampler))
+        return la.n_data, la.log_marginal_likelihood().detach()
+
+    alone = job(0)
+    for n_data, evidence in on_ranks(job, 2):
+        assert n_data == alone[0] == 2
+        assert_close(evidence, alone[1])
 
 
 @pytest.mark.parametrize(
