@@ -128,6 +128,8 @@ def check_texts(
         # Masks of more dimensions are of pairs of tokens.
         if mask.ndim == 2 or is_of_tokens:
             refuse_empty(mask)
+    elif tokens is not None and not tokens.shape[-1]:
+        refuse_empty(tokens)
     if tokens is None or mask is not None:
         return
     padding = pad_token(transformer)
@@ -149,8 +151,8 @@ def refuse_empty(mask: Tensor) -> None:
     is_empty = ~has_text.all(1)
     if is_empty.any():
         raise ValueError(
-            f"Row {int(is_empty.int().argmax())} has no text: its attention_mask is 0 "
-            "everywhere. Leave such rows out."
+            f"Row {int(is_empty.int().argmax())} has no text: it has no token, or its "
+            "attention_mask is 0 everywhere. Leave such rows out."
         )
 
 

@@ -26,7 +26,7 @@ def put_back(tree: Tree) -> Iterator[None]:
     """Leave a model as it is before a pass, also after an error.
 
     Its state are the buffers of modules, and attributes that are numbers, tensors or
-    None, where a module has buffers or the first pass has changed one.
+    None, where a module has a buffer, has a tensor, or was changed by the first pass.
     """
     modules = tree.modules if tree.changing is None else tree.changing
     copies: dict[int, Tensor] = {}
@@ -37,7 +37,7 @@ def put_back(tree: Tree) -> Iterator[None]:
     finally:
         changed = [state.module for state in before if state.put_back()]
     if tree.changing is None:
-        tree.changing = [m for m in modules if m._buffers or m in changed]
+        tree.changing = [m for m in modules if _has_tensors(m) or m in changed]
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,12 @@ class _State:
         }
         now.update(changed)
         return bool(changed)
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return bool(module._buffers) or any(
+        isinstance(value, Tensor) for value in vars(module).values()
+    )
 
 
 def _is_state(*values: Any) -> bool:

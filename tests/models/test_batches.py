@@ -557,6 +557,10 @@ def with_an_empty_text(batch: Batch) -> Batch:
     return batch | {"attention_mask": mask}
 
 
+def of_no_tokens(batch: Batch) -> Tensor:
+    return batch["input_ids"][:, :0]
+
+
 def with_names_of_adapters(batch: Batch) -> Batch:
     return batch | {"adapter_names": ["default", "__base__", "default"]}
 
@@ -579,6 +583,10 @@ def with_names_of_adapters(batch: Batch) -> Batch:
         (
             with_an_empty_text,
             "Row 1 has no text",
+        ),
+        (
+            of_no_tokens,
+            "Row 0 has no text",
         ),
         (
             with_names_of_adapters,

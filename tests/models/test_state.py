@@ -94,6 +94,22 @@ class WithoutBuffers(nn.Module):
         return self.layer(x) * self.largest
 
 
+class Growing(nn.Module):
+    """Keeps a table beside its layers that grows with what is longer than it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.longest = 4.0
+        self.table = torch.full((3,), 0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > self.longest:
+            self.longest = x.abs().max().item()
+            self.table = torch.full((3,), 1 / self.longest)
+        return self.layer(x) * self.table
+
+
 def plain(keep: Callable[[Left, Tensor], Tensor] | None = None) -> nn.Module:
     model = WithoutBuffers() if keep is None else Left(keep)
     return with_lora(model, "layer")
@@ -106,6 +122,7 @@ MODELS = {
     "a running mean": lambda: plain(averaged),
     "an attribute": lambda: plain(largest),
     "an attribute alone": plain,
+    "a table that grows": lambda: with_lora(Growing(), "layer"),
 }
 
 
