@@ -102,17 +102,21 @@ class LastStates:
     def __init__(self, transformer: PreTrainedModel) -> None:
         self._transformer = transformer
         self._states: Tensor | None = None
+        self._has_graph = False
 
     def call(self, call: Callable[..., Any], inputs: Any, **kwargs: Any) -> Any:
         """Call a model on a batch, or give its output layer the states again."""
         layer = self._transformer.get_output_embeddings()
         if not isinstance(layer, nn.Module):  # nothing is kept, and all runs again
             return call(inputs, **kwargs)
-        if self._states is not None:
-            inputs = self._one_token(inputs)
-            kwargs = dict.fromkeys(kwargs.keys() & {"use_cache"}, False)
         with layer.register_forward_pre_hook(self._give, prepend=True):
-            return call(inputs, **kwargs)
+            if self._states is None:
+                return call(inputs, **kwargs)
+            # The layers before it have no graph: a recorder takes them for no calls.
+            self._has_graph = torch.is_grad_enabled()
+            with torch.no_grad():
+                without_cache = dict.fromkeys(kwargs.keys() & {"use_cache"}, False)
+                return call(self._one_token(inputs), **without_cache)
 
     def _give(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         states, *others = args
@@ -120,6 +124,8 @@ class LastStates:
             return None
         if self._states is None:
             self._states = states
+        else:
+            torch.set_grad_enabled(self._has_graph)
         return (self._states, *others)
 
     def _one_token(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
