@@ -28,6 +28,7 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Text,
     options.Cost,
     options.Scale,
+    options.Request,
     options.Gpu,
 )
 

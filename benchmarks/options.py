@@ -297,6 +297,17 @@ class Scale(Run):
 
 
 @dataclass(frozen=True)
+class Request(Run):
+    """What one text costs, in forward passes of the model: five minutes."""
+
+    classes: tuple[int, ...] = option((3, 45), "of the encoder")
+    length: int = option(16, "tokens of a text")
+    texts: int = option(64, "random ones that it is fitted to")
+    requests: int = option(200, "of each kind")
+    seed: int = option(0, "of weights and tokens", type=int)
+
+
+@dataclass(frozen=True)
 class Gpu(Run):
     """What large models cost on one card, in the minutes that there are."""
 

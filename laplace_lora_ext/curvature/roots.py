@@ -42,8 +42,14 @@ class _Roots:
     @classmethod
     def stacked(cls, roots: Sequence[_Roots]) -> _Roots:
         """Put roots of blocks of one shape together."""
-        columns = zip(*(vars(each).values() for each in roots), strict=True)
-        return cls(*(torch.cat(c) if c[0] is not None else None for c in columns))
+        # Blocks of one shape leave out as many directions, or all of them none.
+        remainders = [r.on_remainder for r in roots if r.on_remainder is not None]
+        return cls(
+            torch.cat([each.small for each in roots]),
+            torch.cat([each.large for each in roots]),
+            torch.cat([each.on_leading for each in roots]),
+            torch.cat(remainders) if remainders else None,
+        )
 
     @property
     def kind(self) -> tuple[object, ...]:
