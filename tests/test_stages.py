@@ -835,7 +835,7 @@ def in_ranks(
         ddp_backend="gloo",
         eval_data=Texts(9),
     )
-    la = train_in_stages(trainer, members=2)
+    la = train_in_stages(trainer, members=2, average=True)
     figures = trainer.state.log_history[-1]
     return la(BATCH), la.n_data, figures
 

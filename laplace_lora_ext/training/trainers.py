@@ -78,14 +78,9 @@ def loader_of(trainer: Any, examples: Any) -> DataLoader:
     evaluation.
     """
     # The trainer makes the loader, since it alone knows which columns its model takes.
-    before = trainer.train_dataset
-    trainer.train_dataset = examples
-    try:
-        # A loader that shuffles may draw a seed as soon as it is made.
-        with same_random_states():
-            of_training = trainer.get_train_dataloader()
-    finally:
-        trainer.train_dataset = before
+    # One that shuffles may draw a seed as soon as it is made.
+    with with_attributes(trainer, train_dataset=examples), same_random_states():
+        of_training = trainer.get_train_dataloader()
     if len(of_training.dataset) != len(examples):
         raise ValueError(
             "The trainer can't train on some of its examples: its get_train_dataloader "
@@ -113,27 +108,24 @@ def train(
     share of the steps to `average` over, the rate is constant and their mean remains.
     Arguments, data and callbacks are the user's again afterwards, also after an error.
     """
-    args = trainer.args
-    data = trainer.train_dataset
-    trainer.args = _arguments_for(trainer, examples, share_of_steps)
-    trainer.args.output_dir = str(folder)
+    args = _arguments_for(trainer, examples, share_of_steps)
+    args.output_dir = str(folder)
     if average:
-        trainer.args.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP
-        trainer.args.lr_scheduler_kwargs = {}  # those of another schedule
+        args.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP
+        args.lr_scheduler_kwargs = {}  # those of another schedule
+        # First, so that a checkpoint is whole when the others hear of it.
         callbacks = [AveragingCallback(average), *callbacks]
     for callback in callbacks:
         trainer.add_callback(callback)
-    trainer.train_dataset = examples
     _forget_optimizer(trainer)
     # A wrapper knows the weights that were trained before.
     trainer.model_wrapped = trainer.model
     try:
-        trainer.train(
-            resume_from_checkpoint=None if checkpoint is None else str(checkpoint)
-        )
+        with with_attributes(trainer, args=args, train_dataset=examples):
+            trainer.train(
+                resume_from_checkpoint=None if checkpoint is None else str(checkpoint)
+            )
     finally:
-        trainer.args = args
-        trainer.train_dataset = data
         for callback in callbacks:
             trainer.remove_callback(callback)
         _forget_optimizer(trainer)
