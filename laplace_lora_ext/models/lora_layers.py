@@ -532,8 +532,8 @@ def _named(
     missing = sorted(names - {block.known_as for block in blocks})
     if missing or not blocks:
         raise ValueError(
-            f"The model has none of the weights {listed(missing)}; there are the LoRA "
-            f"layers {listed(list(layers))}."
+            f"The model has none of the weights {listed(missing) or []}; there are "
+            f"the LoRA layers {listed(list(layers))}."
         )
     return blocks
 
