@@ -247,11 +247,7 @@ def text_first(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def text_config(transformer: PreTrainedModel) -> Any:
     """Return the configuration of the part that reads tokens."""
-    config = transformer.config
-    # In older transformers no configuration has a part for texts.
-    if not hasattr(config, "get_text_config"):
-        return config
-    return config.get_text_config()
+    return transformer.config.get_text_config()
 
 
 def pad_token(transformer: PreTrainedModel | None) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from peft import LoraConfig
 from peft.tuners import lora
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import Tensor, nn
 
@@ -27,11 +28,6 @@ from laplace_lora_ext.models.weights import (
     without_rows,
 )
 
-try:
-    from peft.tuners.trainable_tokens import TrainableTokensLayer
-except ImportError:  # PEFT before 0.15 has no such layers
-    TrainableTokensLayer = None
-
 Layers = Mapping[str, BaseTunerLayer]
 """PEFT's layers by their names."""
 
@@ -48,7 +44,7 @@ _MAGNITUDE = "lora_magnitude_vector"
 _START_AT_ZERO = (True, "gaussian", "eva")
 
 # It adds `B A` to a parameter, and never calls its linear halves.
-_OF_PARAMETER = getattr(lora.layer, "ParamWrapper", None)
+_OF_PARAMETER = lora.layer.ParamWrapper
 
 
 def find_blocks(
@@ -106,9 +102,7 @@ def find_blocks(
 def adapter_layers(model: nn.Module) -> dict[str, BaseTunerLayer]:
     """Find PEFT's layers of LoRA and trainable tokens by name, without wrappers."""
     layers: dict[str, BaseTunerLayer] = {}
-    kinds = (lora.LoraLayer,)
-    if TrainableTokensLayer is not None:
-        kinds = (lora.LoraLayer, TrainableTokensLayer)
+    kinds = (lora.LoraLayer, TrainableTokensLayer)
     for name, module in model.named_modules():
         # To a layer with its weights.
         is_tied = getattr(module, "tied_adapter", None) is not None
@@ -273,7 +267,7 @@ def _has_small_output(
 
 
 def _adapts_parameter(layer: BaseTunerLayer) -> bool:
-    return _OF_PARAMETER is not None and isinstance(layer, _OF_PARAMETER)
+    return isinstance(layer, _OF_PARAMETER)
 
 
 def _calls_halves(layer: BaseTunerLayer, adapter: str) -> bool:
@@ -413,8 +407,8 @@ def _check_any(model: nn.Module, layers: Layers) -> None:
     if layers:
         return
     configs = getattr(model, "peft_config", {}).values()
-    # An enumeration's members print with their class; in older PEFT they may be text.
-    kinds = [str(getattr(c.peft_type, "value", c.peft_type)) for c in configs]
+    # An enumeration's members print with their class.
+    kinds = [c.peft_type.value for c in configs]
     advice = "Add one, or load one not merged."
     if _is_convertible(model):
         advice = (
@@ -433,7 +427,7 @@ def _is_convertible(model: nn.Module) -> bool:
         module for module in model.modules() if isinstance(module, BaseTunerLayer)
     ]
     for layer in layers:
-        supports = getattr(layer, "supports_lora_conversion", None)  # not in older PEFT
+        supports = getattr(layer, "supports_lora_conversion", None)  # from PEFT 0.19 on
         adapters = layer.active_adapters
         if supports is None or not adapters or not supports(adapters[0]):
             return False
@@ -574,8 +568,4 @@ def _in_order(
 def _variant(layer: BaseTunerLayer, adapter: str) -> str:
     """Name the kind of LoRA, such as "AloraLinearVariant"; "" for plain LoRA."""
     variant = getattr(layer, "lora_variant", {}).get(adapter)
-    if variant is not None:
-        return type(variant).__name__
-    # Older PEFT has no variants, but a flag.
-    has_dora = getattr(layer, "use_dora", {}).get(adapter)
-    return _DORA if has_dora else ""
+    return "" if variant is None else type(variant).__name__

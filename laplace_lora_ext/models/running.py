@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from laplace_lora_ext.models.tree import Tree
@@ -75,10 +76,7 @@ def without_autocast(
 @contextmanager
 def cpu_as_default() -> Iterator[None]:
     """Make tensors without a device on the CPU, whatever `set_default_device` says."""
-    default_device = getattr(torch, "get_default_device", None)
-    if default_device is None:  # before PyTorch 2.3 nothing tells
-        yield
-    elif default_device().type == "cpu":
+    if torch.get_default_device().type == "cpu":
         yield  # a context would slow every call of torch for nothing
     else:
         with torch.device("cpu"):
@@ -102,14 +100,10 @@ def kept(value: Any) -> Any:
 
 
 def running_eagerly(tree: Tree) -> AbstractContextManager[object]:
-    """Let compiled modules run their original code, with hooks that are called.
-
-    Before PyTorch 2.6 nothing does, and passes refuse such modules.
-    """
-    set_stance = getattr(torch.compiler, "set_stance", None)
-    if set_stance is None or not tree.is_compiled:
+    """Let compiled modules run their original code, with hooks that are called."""
+    if not tree.is_compiled:
         return nullcontext()
-    return set_stance("force_eager")
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager
@@ -134,13 +128,7 @@ def forwards_replaced(
 
 def unfused_attention() -> AbstractContextManager[object]:
     """Let attention run unfused: fused kernels have no second derivatives."""
-    attention = getattr(torch.nn, "attention", None)
-    if attention is not None and hasattr(attention, "sdpa_kernel"):
-        return attention.sdpa_kernel(attention.SDPBackend.MATH)
-    # Before PyTorch 2.3.
-    return torch.backends.cuda.sdp_kernel(
-        enable_flash=False, enable_mem_efficient=False
-    )
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def keep_derivatives(modules: Iterable[nn.Module]) -> None:

@@ -7,11 +7,7 @@ from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-
-try:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-except ImportError:  # older transformers checkpoint within their models' own code
-    GradientCheckpointingLayer = ()
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 ACTIVE = "_active_adapter"
 """PEFT's attribute of its layers, and of what wraps heads and embeddings."""
