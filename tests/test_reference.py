@@ -11,8 +11,6 @@ from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from typing import Any
 
-import pytest
-
 import laplace_lora_ext as package
 
 SECTION = re.compile(r"^(\w[\w ]*)\n-{3,}\n", re.MULTILINE)
@@ -33,9 +31,6 @@ class Documented:
 
     name: str
     found: Callable[..., Any]
-
-    def __str__(self) -> str:
-        return self.name
 
     @property
     def docstring(self) -> str:
@@ -144,21 +139,21 @@ def of_reference() -> Iterator[Documented]:
                     yield Documented(f"{name}.{part}", value)
 
 
-@pytest.mark.parametrize("each", list(documented()), ids=str)
-def test_every_option_has_a_line_of_its_own(each):
-    sections = each.sections
-    for title, entries in sections.items():
-        for entry in entries:
-            assert "," not in entry, f"{title} of {each.name} has one line for {entry}"
-    parameters = sections.get("Parameters")
-    if parameters is None or each.inherits_arguments:
-        return
-    assert sorted(parameters) == sorted(each.arguments)
+def test_every_option_has_a_line_of_its_own():
+    for each in documented():
+        sections = each.sections
+        for title, entries in sections.items():
+            for entry in entries:
+                message = f"{title} of {each.name} has one line for {entry}"
+                assert "," not in entry, message
+        parameters = sections.get("Parameters")
+        if parameters is not None and not each.inherits_arguments:
+            assert sorted(parameters) == sorted(each.arguments), each.name
 
 
-@pytest.mark.parametrize("each", list(of_reference()), ids=str)
-def test_the_reference_describes_every_option(each):
-    # One argument is what the docstring itself is about.
-    if len(each.arguments) > 1:
-        is_list = "Parameters" in each.sections
-        assert is_list or ELSEWHERE.search(each.docstring)
+def test_the_reference_describes_every_option():
+    for each in of_reference():
+        # One argument is what the docstring itself is about.
+        if len(each.arguments) > 1:
+            is_list = "Parameters" in each.sections
+            assert is_list or ELSEWHERE.search(each.docstring), each.name
