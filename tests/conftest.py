@@ -5,13 +5,13 @@ import torch
 
 import laplace_lora_ext  # noqa: F401 - registers the classes that laplace.Laplace is asked for
 from tests.support.models import plain_model
-from tests.support.posteriors import STRUCTURES, make
+from tests.support.posteriors import OURS_AND_A_HOSTS, make
 
 # The models are so small that a second thread only waits for the first.
 torch.set_num_threads(1)
 
 
-@pytest.fixture(params=STRUCTURES)
+@pytest.fixture(params=OURS_AND_A_HOSTS)
 def la(request: pytest.FixtureRequest):
-    """A posterior of each structure, not fitted yet, of a plain module for `pairs`."""
+    """An unfitted posterior of a plain module for `pairs`, of two structures."""
     return make(plain_model(), request.param)

@@ -15,7 +15,7 @@ from tests.support.models import (
     plain_model,
     ragged_batches,
 )
-from tests.support.posteriors import STRUCTURES, make
+from tests.support.posteriors import STRUCTURES, make, with_structures
 from tests.support.snapshots import (
     Snapshot,
     facts_of,
@@ -25,19 +25,9 @@ from tests.support.snapshots import (
 # --- loaders that fail after two good batches -----------------------------------------
 
 
-def broken_off(error: BaseException) -> Iterator[Any]:
+def broken_off_by_the_user() -> Iterator[Any]:
     yield from pairs(2)
-    raise error
-
-
-def broken_off_by_an_error():
-    error = OSError("gone")
-    return broken_off(error)
-
-
-def broken_off_by_the_user():
-    interrupt = KeyboardInterrupt()
-    return broken_off(interrupt)
+    raise KeyboardInterrupt
 
 
 def another_pair() -> tuple[Tensor, Tensor]:
@@ -75,18 +65,15 @@ def empty():
     return []
 
 
-failures = pytest.mark.parametrize(
-    ("loader", "error"),
-    [
-        (broken_off_by_an_error, OSError),
-        (broken_off_by_the_user, KeyboardInterrupt),
-        (unknown_label, ValueError),
-        (not_a_number, ValueError),
-        (without_labels, TypeError),
-        (too_few_features, RuntimeError),
-        (empty, ValueError),
-    ],
-)
+FAILURES = [
+    (broken_off_by_the_user, KeyboardInterrupt),
+    (unknown_label, ValueError),
+    (not_a_number, ValueError),
+    (without_labels, TypeError),
+    (too_few_features, RuntimeError),
+    (empty, ValueError),
+]
+failures = pytest.mark.parametrize(("structure", "failure"), with_structures(FAILURES))
 structures = pytest.mark.parametrize("structure", STRUCTURES)
 
 # --- what they leave ------------------------------------------------------------------
@@ -114,8 +101,8 @@ def with_dropout():
 
 
 @failures
-@structures
-def test_a_failing_first_fit_leaves_everything(structure, loader, error):
+def test_a_failing_first_fit_leaves_everything(structure, failure):
+    loader, error = failure
     model = half_trained(with_dropout())
     la = make(model, structure)
     before = Snapshot(model)
@@ -139,13 +126,8 @@ def test_a_failing_first_fit_leaves_everything(structure, loader, error):
 
 @pytest.mark.parametrize("override", [True, False])
 @failures
-@structures
-def test_a_failing_refit_leaves_the_fit_before_it(
-    structure,
-    loader,
-    error,
-    override,
-):
+def test_a_failing_refit_leaves_the_fit_before_it(structure, failure, override):
+    loader, error = failure
     model = with_dropout()
     la = make(model, structure)
     la.fit(pairs(2))

@@ -36,6 +36,7 @@ from tests.support.posteriors import (
     normal,
     plain_regression,
     some_precision,
+    with_structures,
 )
 
 structures = pytest.mark.parametrize("structure", STRUCTURES)
@@ -295,8 +296,9 @@ def pickled(la):
     return pickle.loads(content)
 
 
-@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
-@structures
+@pytest.mark.parametrize(
+    ("structure", "copied_by"), with_structures([copy.deepcopy, pickled])
+)
 def test_a_copy_is_the_same_and_a_posterior_of_its_own(structure, copied_by):
     la = fitted(structure=structure)
     batch, *rest = ragged_batches()
@@ -341,10 +343,9 @@ IMPOSSIBLE = [
 ]
 
 
-@structures
 @pytest.mark.parametrize(
-    "name",
-    ["prior_precision", "temperature", "sigma_noise"],
+    ("structure", "name"),
+    with_structures(["prior_precision", "temperature", "sigma_noise"]),
 )
 def test_what_makes_no_gaussian_is_refused_and_changes_nothing(name, structure):
     la = fitted(structure=structure)
@@ -374,20 +375,18 @@ several_numbers = pytest.mark.parametrize("several", SEVERAL)
 
 
 @several_numbers
-@structures
-def test_a_posterior_is_made_with_one_noise(structure, several):
+def test_a_posterior_is_made_with_one_noise(several):
     of_numbers = plain_model(2)
     with pytest.raises(ValueError, match=ONE_NOISE):
-        make(of_numbers, structure, "regression", sigma_noise=several)
+        make(of_numbers, likelihood="regression", sigma_noise=several)
     of_classes = lora_model("bert")
     with pytest.raises(ValueError, match=ONE_NOISE):
-        make(of_classes, structure, sigma_noise=several)
+        make(of_classes, sigma_noise=several)
 
 
 @several_numbers
-@structures
-def test_one_noise_is_of_all_outputs(structure, several):
-    la, X = plain_regression(structure=structure)
+def test_one_noise_is_of_all_outputs(several):
+    la, X = plain_regression()
     expected = la(X)
     with pytest.raises(ValueError, match=ONE_NOISE):
         la.sigma_noise = several

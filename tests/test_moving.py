@@ -22,6 +22,7 @@ from tests.support.posteriors import (
     generator,
     make,
     priors_of_blocks,
+    with_structures,
 )
 from tests.support.snapshots import tensors_of
 
@@ -135,12 +136,15 @@ OTHER_BLOCKS = {
         adapter={"trainable_token_indices": [3, 17]},
     ),
 }
-BLOCKS = {structure: Blocks(structure) for structure in STRUCTURES} | OTHER_BLOCKS
+# All uses of ours, and one of each other kind.
+USES_OF_BLOCKS = [
+    *((Blocks(structure), use) for structure, use in with_structures(USES)),
+    *zip(OTHER_BLOCKS.values(), [glm, drawn_networks, more_data], strict=True),
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*no linear layer")
-@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("blocks", "use"), USES_OF_BLOCKS)
 def test_a_posterior_follows_its_model_into_another_precision(use, blocks):
     batches = ragged_batches()
     model = blocks.model()
@@ -180,10 +184,9 @@ def no_autocast(*_, **__):
     return nullcontext()
 
 
-@of_each_structure
 @pytest.mark.parametrize(
-    "fit",
-    [fitted_classifier, fitted_regression],
+    ("structure", "fit"),
+    with_structures([fitted_classifier, fitted_regression]),
 )
 def test_no_tensor_of_a_posterior_stays_behind(structure, fit, monkeypatch):
     # The device "meta" has none.
@@ -205,10 +208,9 @@ def test_no_tensor_of_a_posterior_stays_behind(structure, fit, monkeypatch):
         assert is_empty or tensor.is_meta
 
 
-@of_each_structure
-def test_half_precision_rounds_the_weights_and_keeps_the_posterior(structure):
+def test_half_precision_rounds_the_weights_and_keeps_the_posterior():
     model = single_precision()
-    la = fitted(model=model, structure=structure)
+    la = fitted(model=model)
     batch = first_batch()
     moments = la.predictive_moments(batch)
     mean = la.mean
@@ -222,10 +224,9 @@ def test_half_precision_rounds_the_weights_and_keeps_the_posterior(structure):
         assert errors.max() < 0.05 * largest
 
 
-@of_each_structure
-def test_weights_that_were_in_half_precision_are_others(structure):
+def test_weights_that_were_in_half_precision_are_others():
     model = single_precision()
-    la = fitted(model=model, structure=structure)
+    la = fitted(model=model)
     batch = first_batch()
     # In which their last digits are lost.
     model.bfloat16()
@@ -321,9 +322,12 @@ MOVES = {
         dtype=torch.float64,
     ),
 }
-moves = pytest.mark.parametrize("case", MOVES.values(), ids=MOVES)
 # None of a factor's columns, some and all.
-ranks = pytest.mark.parametrize("rank", [0, 3, 100])
+moves_and_ranks = pytest.mark.parametrize(
+    ("case", "rank"),
+    list(zip(MOVES.values(), [0, 3, 100, 3, 0], strict=True)),
+    ids=MOVES,
+)
 
 
 def on_one_batch(case: Move, rank: int):
@@ -339,8 +343,7 @@ def on_one_batch(case: Move, rank: int):
     return la, batch
 
 
-@moves
-@ranks
+@moves_and_ranks
 def test_statistics_serve_the_same_fit_after_a_move(case, rank):
     la, batch = on_one_batch(case, rank)
     statistics = la.predictive_statistics([batch], dtype=torch.float64)
@@ -364,8 +367,7 @@ def test_statistics_serve_the_same_fit_after_a_move(case, rank):
     )
 
 
-@moves
-@ranks
+@moves_and_ranks
 def test_learnt_variances_serve_the_same_fit_after_a_move(case, rank):
     la, batch = on_one_batch(case, rank)
     la.amortize([batch])

@@ -11,7 +11,6 @@ import torch
 from laplace.curvature import CurvlinopsEF
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, kl_divergence
-from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.testing import assert_close
 from transformers import Trainer
 
@@ -21,23 +20,18 @@ from laplace_lora_ext.likelihoods import LIKELIHOODS, MULTI_LABEL
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.plots import outcomes
 from tests.support.dense import (
-    EXACT,
-    assert_exact,
     curvature_of,
-    evidence,
-    exact_ggn,
     full_rank,
-    jacobians,
 )
 from tests.support.labels import (
     LABELS,
     InTwoColumns,
+    bernoulli_fisher,
     in_two_classes,
     several_labels,
 )
 from tests.support.models import (
     Batch,
-    OfBatches,
     OfMapping,
     head_of,
     lora_model,
@@ -45,6 +39,7 @@ from tests.support.models import (
     pairs,
     plain_model,
     ragged_batches,
+    real_targets,
     untrained,
     without_labels,
 )
@@ -73,15 +68,6 @@ of_one_and_several_labels = pytest.mark.parametrize("n_labels", [1, 3])
 of_each_structure = pytest.mark.parametrize("structure", STRUCTURES)
 
 
-def bernoulli_fisher(logits: Tensor) -> Tensor:
-    """Compute `diag(p (1 - p))` of `(..., K)` logits in float64."""
-    f = logits.double()
-    p = f.sigmoid()
-    # 1 - p cancels where p is near 1: the sigmoid of -f does not.
-    other = torch.sigmoid(-f)
-    return torch.diag_embed(p * other)
-
-
 def batches(
     n_labels: int = N_LABELS,
     **ragged: Any,
@@ -93,13 +79,6 @@ def batches(
         # Rolled, since each batch is given the same labels.
         batch["labels"] = labels.roll(number, 0)
     return found
-
-
-def unpadded_batch(n_labels: int) -> Batch:
-    """Make one batch of texts without padding, which the host would count."""
-    of_one_length = (7, 7, 7)
-    (batch,) = batches(n_labels, lengths=of_one_length)
-    return batch
 
 
 def some_texts(n_labels: int = N_LABELS) -> Batch:
@@ -159,66 +138,13 @@ def both(
     return la, wrapped
 
 
-def of_mapping(model: nn.Module) -> nn.Module:
-    """Wrap a model of transformers for dense algebra, which wants bare logits."""
-    wrapper = OfMapping(OfBatches(model))
-    return wrapper.eval()
+# --- as two classes -------------------------------------------------------------------
 
 
-# --- exactness ------------------------------------------------------------------------
-
-
-@of_one_and_several_labels
-@of_each_structure
-def test_loss_curvature_and_moments_are_the_dense_ones(structure, n_labels):
-    model = classifier(n_labels)
-    batch = unpadded_batch(n_labels)
-    X = without_labels(batch)
-    la = empty(structure, model)
-    la.fit([batch])
-
-    loss = binary_cross_entropy_with_logits(
-        logits_of(model, X).detach(),
-        batch["labels"],
-        reduction="sum",
-    )
-    assert_close(la.loss, loss, **EXACT)
-    assert_exact(la, of_mapping(model), [X], bernoulli_fisher)
-
-
-@of_one_and_several_labels
-def test_evidence_is_the_dense_one(n_labels):
-    model = classifier(n_labels)
-    batch = unpadded_batch(n_labels)
-    X = without_labels(batch)
-    la = make(model, "full", MULTI_LABEL)
-    la.fit([batch])
-
-    logits = logits_of(model, X).detach()
-    Js = jacobians(of_mapping(model), X)
-    fisher = bernoulli_fisher(logits)
-    H = exact_ggn(Js, fisher)
-    # Another than 1, whose logarithm is 0.
-    prior_precision = torch.tensor([0.25])
-    of_weights = prior_precision.to(la.mean).expand_as(la.mean)
-    expected = evidence(H, -la.loss, la.mean, of_weights)
-    found = la.log_marginal_likelihood(prior_precision)
-    assert_close(found, expected, rtol=1e-9, atol=0)
-
-
-@of_one_and_several_labels
-@of_each_structure
-def test_a_labels_loss_and_curvature_are_those_of_two_classes(structure, n_labels):
-    la, wrapped = both(structure, n_labels)
-    assert_close(la.loss, wrapped.loss, **SAME)
-    found = curvature_of(la)
-    expected = curvature_of(wrapped)
-    assert_close(found, expected, **SAME)
-
-
-@of_one_and_several_labels
-@of_each_structure
-@pytest.mark.parametrize("prior_precision", [0.1, 10.0])
+@pytest.mark.parametrize(
+    ("structure", "n_labels", "prior_precision"),
+    [("lowrank_kron", 1, 0.1), ("lowrank_kron", 3, 10.0), ("full", 3, 0.1)],
+)
 def test_a_label_is_predicted_as_two_classes(
     structure,
     n_labels,
@@ -239,25 +165,6 @@ def test_a_label_is_predicted_as_two_classes(
         # The wrapper's examples are the labels, text by text.
         expected = of_yes.reshape(3, n_labels)
         assert_close(p, expected, **SAME)
-
-
-@of_one_and_several_labels
-def test_the_hosts_kron_is_expand(n_labels):
-    """The host adds up gradients of the wrapper's rows, which share positions."""
-    batch = unpadded_batch(n_labels)
-    model = classifier(n_labels)
-    kron = make(model, "kron", MULTI_LABEL)
-    expand = full_rank(kfac_approx="expand")
-    lowrank = make(model, "lowrank_kron", MULTI_LABEL, **expand)
-    for la in (kron, lowrank):
-        la.fit([batch])
-        la.prior_precision = 0.5
-    found = kron(batch)
-    expected = lowrank(batch)
-    assert_close(found, expected, **SAME)
-    found = kron.log_marginal_likelihood()
-    expected = lowrank.log_marginal_likelihood()
-    assert_close(found, expected, **SAME)
 
 
 def test_decisions_are_those_of_two_classes():
@@ -403,78 +310,41 @@ may_end_at_the_grids_edge = pytest.mark.filterwarnings(
 )
 
 
-def chosen_by_both(
-    method: str,
-    of_texts: dict[str, Any],
-    of_classes: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """Choose the same prior by both posteriors; return what each has minimised."""
-    la, wrapped = both()
-    found = la.optimize_prior_precision(method=method, **of_texts)
-    expected = wrapped.optimize_prior_precision(method=method, **of_classes)
-    assert_close(
-        la.prior_precision,
-        wrapped.prior_precision,
-        # Near an optimum, rounding moves the place more than the height.
-        rtol=1e-3,
-        atol=0,
-    )
-    return found.objective, expected.objective
-
-
-def test_evidence_chooses_as_for_two_classes():
-    found, expected = chosen_by_both(
-        "marglik",
-        of_texts={},
-        of_classes={},
-    )
-    assert_close(found, expected, **SAME_OBJECTIVE)
-
-
-def test_agreement_chooses_as_for_two_classes():
-    texts = batches()
-    found, expected = chosen_by_both(
-        "agreement",
-        of_texts={"train_loader": texts},
-        of_classes={"train_loader": in_two_classes(texts)},
-    )
-    assert_close(found, expected, **SAME_OBJECTIVE)
+# How many times a label's objective is a text's: with the sum of its labels' losses.
+METHODS = {
+    "marglik": (None, {}, 1),
+    "agreement": ("train_loader", {}, 1),
+    "gridsearch": ("val_loader", {}, N_LABELS),
+    # All there is in one batch, so that no draw decides what is in it.
+    "val_gd": ("val_loader", {"n_steps": 3}, N_LABELS),
+}
 
 
 @may_end_at_the_grids_edge
-def test_a_grid_search_chooses_as_for_two_classes():
-    texts = batches()
-    of_texts, of_labels = chosen_by_both(
-        "gridsearch",
-        of_texts={"val_loader": texts},
-        of_classes={"val_loader": in_two_classes(texts)},
-    )
-    # The mean over texts, each of which has the sum of its labels' losses.
-    expected = N_LABELS * of_labels
-    assert_close(of_texts, expected, **SAME_OBJECTIVE)
-
-
-def test_gradient_descent_chooses_as_for_two_classes():
-    texts = batches()
-    # All there is in one batch, so that no draw decides what is in it.
-    of_texts, of_labels = chosen_by_both(
-        "val_gd",
-        of_texts={
-            "val_loader": texts,
-            "batch_size": N_TEXTS,
-            "n_steps": 3,
-        },
-        of_classes={
-            "val_loader": in_two_classes(texts),
-            "batch_size": N_TEXTS * N_LABELS,
-            "n_steps": 3,
-        },
-    )
-    # Only the first, since Adam's steps are those of a loss of any scale.
-    found, *_ = of_texts
-    of_label, *_ = of_labels
-    expected = N_LABELS * of_label
-    assert_close(found, expected, rtol=1e-6, atol=0)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prior_is_chosen_as_for_two_classes(method):
+    loader, options, factor = METHODS[method]
+    objectives = []
+    priors = []
+    for la, data, n in zip(
+        both(),
+        (batches(), in_two_classes(batches())),
+        (N_TEXTS, N_TEXTS * N_LABELS),
+        strict=True,
+    ):
+        given = options | ({loader: data} if loader else {})
+        if method == "val_gd":
+            given["batch_size"] = n
+        history = la.optimize_prior_precision(method=method, **given)
+        objectives.append(history.objective)
+        priors.append(la.prior_precision)
+    of_texts, of_labels = objectives
+    if method == "val_gd":
+        # Only the first, since Adam's steps are those of a loss of any scale.
+        of_texts, of_labels = of_texts[:1], of_labels[:1]
+    assert_close(of_texts, factor * of_labels, **SAME_OBJECTIVE)
+    # Near an optimum, rounding moves the place more than the height.
+    assert_close(*priors, rtol=1e-3, atol=0)
 
 
 SEARCH = {
@@ -692,6 +562,129 @@ def test_held_out_texts_have_each_label():
     first_labels = y[:, 0]
     groups = BERNOULLIS.groups(first_labels, 0.2)
     assert groups.tolist() == [0, 0, 0, 1, 0]
+
+
+# As messages name it.
+QUOTED = '"multi_label_classification"'
+
+
+def four_inputs() -> Tensor:
+    (batch,) = pairs()
+    X, _ = batch
+    return X
+
+
+# --- told of the likelihood, or refused -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("structure", "dtype"),
+    [
+        ("lowrank_kron", torch.long),
+        ("lowrank_kron", torch.bool),
+        ("kron", torch.float32),
+    ],
+)
+def test_multi_hot_labels_are_told_of_their_likelihood(structure, dtype):
+    y = LABELS.to(dtype)
+    batch = (four_inputs(), y)
+    la = make(plain_model(), structure)
+    message = rf"batch 0: .*of {dtype}: several labels .* {QUOTED}"
+    with pytest.raises(ValueError, match=message):
+        la.fit([batch])
+
+
+def test_numbers_are_told_of_their_likelihood():
+    # Of the shape of several labels, and neither 0 nor 1.
+    y = LABELS.double() + 0.5
+    batch = (four_inputs(), y)
+    la = make(plain_model())
+    message = r"not \(4, 3\) of torch\.float64: numbers .* \"regression\"$"
+    with pytest.raises(ValueError, match=message):
+        la.fit([batch])
+
+
+@pytest.fixture
+def multi_label_classifier() -> nn.Module:
+    model = lora_model("bert")
+    model.config.problem_type = "multi_label_classification"
+    return model
+
+
+def test_a_multi_label_classifier_tells_its_likelihood(multi_label_classifier):
+    la = laplace_lora_ext.Laplace(multi_label_classifier)
+    assert la.likelihood == "multi_label_classification"
+
+
+def test_a_multi_label_classifier_is_not_fitted_with_a_softmax(multi_label_classifier):
+    with pytest.raises(ValueError, match=QUOTED):
+        laplace_lora_ext.Laplace(multi_label_classifier, "classification")
+
+
+def test_a_wrappers_logits_are_classes_whatever_its_model_is_for(
+    multi_label_classifier,
+):
+    batches = ragged_batches()
+    for batch in batches:
+        batch["labels"] = several_labels(batch, 3)
+    # Its outputs are rows of two classes, in spite of the model's `problem_type`.
+    wrapper = OfMapping(InTwoColumns(multi_label_classifier))
+    la = make(wrapper)
+    la.fit(in_two_classes(batches))
+
+
+def test_a_classifier_is_not_fitted_to_several_labels():
+    model = lora_model("bert")
+    model.config.problem_type = "single_label_classification"
+    # As transformers says it, and as it is fitted without a word.
+    la = make(model)
+    la.fit(ragged_batches())
+    with pytest.raises(ValueError, match=f"{QUOTED} does not fit"):
+        make(model, likelihood="multi_label_classification")
+
+
+@pytest.fixture(params=[torch.long, torch.float64])
+def of_two_classes(request: pytest.FixtureRequest) -> list[Batch]:
+    """Make texts of two classes, as indices or as numbers 0 and 1."""
+    batches = ragged_batches(n_classes=2)
+    for batch in batches:
+        labels = batch["labels"]
+        batch["labels"] = labels.to(request.param)
+    return batches
+
+
+def test_one_logit_of_two_classes_is_warned_of_once_after_a_fit(of_two_classes):
+    model = lora_model("bert", n_labels=1)
+    la = laplace_lora_ext.Laplace(model)
+    assert la.likelihood == "regression"
+    message = f"Every target is 0 or 1.*{QUOTED}"
+    with pytest.warns(UserWarning, match=message) as caught:
+        la.fit(of_two_classes)
+    messages = [str(warning.message) for warning in caught]
+    # Other warnings of a fit are none of this test's.
+    ours = [text for text in messages if "Every target" in text]
+    assert len(ours) == 1
+
+
+def test_one_logit_is_no_classification(of_two_classes):
+    model = lora_model("bert", n_labels=1)
+    la = make(model)
+    message = f"at least two outputs.*{QUOTED}"
+    with pytest.raises(ValueError, match=message):
+        la.fit(of_two_classes)
+
+
+def test_numbers_are_not_taken_for_classes():
+    la = make(plain_model(2), likelihood="regression")
+    X = four_inputs()
+    of_numbers = (X, real_targets())
+    of_binary = (X, LABELS[:, :2])
+    # One batch of 0 and 1 says nothing, as long as another has other numbers.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Every target")
+        la.fit([of_binary, of_numbers])
+    with pytest.warns(UserWarning, match="Every target is 0 or 1"):
+        la.fit([of_binary])
 
 
 # --- what is refused ------------------------------------------------------------------

@@ -19,13 +19,13 @@ from tests.support.models import (
     plain_model,
 )
 from tests.support.posteriors import (
-    STRUCTURES,
+    OURS_AND_A_HOSTS,
     fitted,
     make,
     sizes,
 )
 
-structures = pytest.mark.parametrize("structure", STRUCTURES)
+structures = pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
 
 
 def test_doras_identity_is_no_input_of_expand():
@@ -103,12 +103,11 @@ def test_a_posterior_over_b_alone_is_saved_and_loaded(structure, tmp_path):
     assert_close(found, la(batch))
 
 
-@structures
-def test_a_posterior_over_both_does_not_take_the_state_of_one_over_b(structure):
-    over_b = fitted_over_b(structure)
+def test_a_posterior_over_both_does_not_take_the_state_of_one_over_b():
+    over_b = fitted_over_b("lowrank_kron")
     state = over_b.state_dict()
     # Of the same rank: that the weights differ is all that is wrong.
-    over_both = fitted(structure=structure)
+    over_both = fitted()
     message = r"lora_A\.weight .*was None at the fit"
     with pytest.raises(ValueError, match=message):
         over_both.load_state_dict(state)
@@ -127,9 +126,8 @@ def test_draws_of_a_posterior_over_b_alone_have_their_own_b(structure, tmp_path)
         assert is_kept != is_b, name
 
 
-@structures
-def test_a_posterior_over_b_alone_is_guarded_against_another_a(structure):
-    la = fitted_over_b(structure)
+def test_a_posterior_over_b_alone_is_guarded_against_another_a():
+    la = fitted_over_b("lowrank_kron")
     batch = first_batch()
     first, *_ = la.blocks
     A = first.owner.lora_A["default"]

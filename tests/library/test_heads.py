@@ -1,52 +1,36 @@
 """Heads beside LoRA weights: exact where mathematics says so, by every public call."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 import laplace_lora_ext
 from laplace_lora_ext.models.weights import Block
 from tests.support.dense import (
-    evidence,
     exact_ggn,
     full_rank,
     glm_covariance,
-    kronecker_block,
-    labels_of,
-    predicted,
     softmax_fisher,
-    unpadded,
 )
-from tests.support.heads import (
-    PARTS,
-    dense_of,
-    plain,
-    trained,
-    weights_of,
-)
+from tests.support.heads import HEADS, PARTS, plain, roberta, trained
+from tests.support.matrices import Case, dense
 from tests.support.models import (
     TwoLinear,
-    base_model,
-    built,
     first_batch,
     head_of,
     lora_model,
-    pairs,
     ragged_batches,
 )
 from tests.support.posteriors import (
     count_backward_passes,
     count_forward_passes,
     fitted,
-    generator,
     make,
     normal,
     priors_of_blocks,
@@ -59,87 +43,6 @@ assert_exact = partial(assert_close, rtol=1e-8, atol=1e-11)
 
 
 # --- models with heads ----------------------------------------------------------------
-
-
-def classifier(
-    name: str,
-    target_modules: list[str],
-) -> PeftModel:
-    """Make a one-layer classifier whose head PEFT trains by itself."""
-    base = built(name)
-    adapter = LoraConfig(
-        task_type="SEQ_CLS",
-        r=2,
-        target_modules=target_modules,
-    )
-    return trained(base, adapter)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model with a head, and batches of labelled examples."""
-
-    build: Callable[[], nn.Module]
-    batches: list[Any]
-
-    def examples(self) -> list[Any]:
-        """Take each example without padding."""
-        examples = []
-        for batch in self.batches:
-            examples += one_by_one(batch)
-        return examples
-
-
-def one_by_one(batch: Any) -> list[Any]:
-    """Take the examples of a batch, without its padding or its labels."""
-    if isinstance(batch, Mapping):
-        rows = range(len(batch["input_ids"]))
-        return [unpadded(batch, row) for row in rows]
-    X, _ = batch
-    return list(X.split(1))
-
-
-def bert() -> nn.Module:
-    return lora_model("bert").eval()
-
-
-def roberta() -> PeftModel:
-    return classifier(
-        "RobertaForSequenceClassification",
-        target_modules=["query", "value"],
-    )
-
-
-def gpt_neox() -> PeftModel:
-    return classifier(
-        "GPTNeoXForSequenceClassification",
-        target_modules=["query_key_value"],
-    )
-
-
-CASES = {
-    "one layer with a bias": Case(bert, ragged_batches()),
-    "two layers with biases": Case(roberta, ragged_batches()),
-    "three layers of a plain module": Case(plain, pairs(2)),
-    "a layer that all tokens go through": Case(gpt_neox, ragged_batches()),
-}
-cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-
-
-def around(
-    case: Case,
-    structure: str = "lowrank_kron",
-    **keywords: Any,
-):
-    """Fit a posterior of a case's adapter and head."""
-    la = make(
-        case.build(),
-        structure,
-        modules_to_save=True,
-        **keywords,
-    )
-    la.fit(case.batches)
-    return la
 
 
 def names_of(la) -> list[str]:
@@ -180,155 +83,18 @@ def parts_of(la) -> list[tuple[Block, slice]]:
     return parts
 
 
-def kronecker(
-    model: nn.Module,
-    Js: Tensor,
-    H: Tensor,
-) -> Tensor:
-    """Compute the curvature of `kfac_approx="gradient"`, a bias being `(m, 1)`."""
-    blocks = []
-    start = 0
-    for weight in weights_of(model).values():
-        end = start + weight.numel()
-        J = Js[..., start:end]
-        n_rows = len(weight)
-        as_matrices = J.unflatten(-1, (n_rows, -1))
-        block = kronecker_block(as_matrices, H)
-        blocks.append(block)
-        start = end
-    assert start == Js.shape[-1]
-    return torch.block_diag(*blocks)
-
-
-def ggn(
-    model: nn.Module,
-    case: Case,
-) -> Tensor:
-    """Compute the exact generalised Gauss-Newton matrix of adapter and head."""
-    examples = case.examples()
-    logits, Js = dense_of(model, examples)
-    fisher = softmax_fisher(logits)
-    return exact_ggn(Js, fisher)
-
-
-# --- exactness ------------------------------------------------------------------------
-
-
-@cases
-def test_blocks_are_the_weights_and_biases_of_adapter_and_head(case):
-    la = around(case)
-    weights = weights_of(la.model.model)
-    assert names_of(la) == list(weights)
-    # Neither kind is compared with nothing.
-    assert set(kinds_of(la)) == {"lora", "head"}
-    for block in la.blocks:
-        weight = weights[block.name]
-        assert block.weight.shape == weight.shape
-    values = nn.utils.parameters_to_vector(weights.values())
-    assert torch.equal(la.mean, values)
-
-
-@dataclass(frozen=True)
-class FullRank:
-    """A posterior that leaves no rank out, and what dense calculus says of it."""
-
-    la: Any
-    batches: list[Any]
-    logits: Tensor
-    Js: Tensor
-    H: Tensor
-    prior: Tensor
-
-    @property
-    def covariance(self) -> Tensor:
-        return glm_covariance(self.Js, self.H, self.prior)
-
-
-@pytest.fixture(params=CASES.values(), ids=CASES)
-def at_full_rank(request: pytest.FixtureRequest) -> FullRank:
-    case = request.param
-    la = around(case, **full_rank())
-    # Each block has another, which for a head must not be the adapter's.
-    la.prior_precision = priors_of_blocks(la)
-    model = la.model.model
-    examples = case.examples()
-    logits, Js = dense_of(model, examples)
-    fisher = softmax_fisher(logits)
-    return FullRank(
-        la=la,
-        batches=case.batches,
-        logits=logits,
-        Js=Js,
-        H=kronecker(model, Js, fisher),
-        prior=for_each_weight(la, la.prior_precision),
-    )
-
-
-def test_the_curvature_is_the_dense_one(at_full_rank):
-    found = at_full_rank.la.H.to_matrix()
-    assert_exact(found, at_full_rank.H)
-
-
-def test_predictions_have_the_dense_covariance(at_full_rank):
-    la = at_full_rank.la
-    inputs = []
-    for batch in at_full_rank.batches:
-        inputs.append(la.model.inputs(batch))
-    _, f_var = predicted(la, inputs)
-    assert_exact(f_var, at_full_rank.covariance)
-
-
-def test_statistics_have_the_dense_covariance(at_full_rank):
-    la = at_full_rank.la
-    statistics = la.predictive_statistics(
-        at_full_rank.batches,
-        dtype=torch.float64,
-    )
-    moments = statistics.moments(la.prior_precision)
-    assert_exact(moments.f_var, at_full_rank.covariance)
-
-
-def test_the_evidence_is_the_dense_one(at_full_rank):
-    la = at_full_rank.la
-    labels = labels_of(at_full_rank.batches)
-    loss = cross_entropy(at_full_rank.logits, labels, reduction="sum")
-    expected = evidence(
-        at_full_rank.H,
-        -loss,
-        la.mean,
-        at_full_rank.prior,
-    )
-    found = la.log_marginal_likelihood()
-    assert_exact(found, expected)
-
-
-@cases
-def test_full_and_diag_are_the_exact_ggn(case):
-    full = around(case, "full")
-    expected = ggn(full.model.model, case)
-    assert_exact(full.H, expected)
-    diag = around(case, "diag")
-    diagonal = expected.diagonal()
-    assert_exact(diag.H, diagonal)
-
-
-@cases
-def test_a_bias_has_its_exact_block_of_the_ggn(case):
-    la = around(case, **full_rank())
-    expected = ggn(la.model.model, case)
-    found = la.H.to_matrix()
-    for block, part in parts_of(la):
-        # Its input is 1: the Kronecker product of its factors is no approximation.
-        if block.parameter == "bias":
-            of_block = found[part, part]
-            assert_exact(of_block, expected[part, part])
+def around(build: Callable[[], Case], structure: str = "lowrank_kron", **keywords):
+    """Fit a posterior of a case's adapter and head."""
+    case = build()
+    la = make(case.model, structure, **case.keywords, **keywords)
+    la.fit(case.batches)
+    return la
 
 
 @pytest.mark.parametrize("rank", [1, 3])
 def test_the_smaller_factor_is_dense_and_the_larger_one_has_the_rank(rank):
-    case = CASES["two layers with biases"]
     settings = {"rank": rank}
-    la = around(case, backend_kwargs=settings)
+    la = around(HEADS["a head of two layers"], backend_kwargs=settings)
     factors_of_blocks = zip(la.blocks, la.H.blocks, strict=True)
     for block, factors in factors_of_blocks:
         smaller, larger = sorted(block.shape)
@@ -341,9 +107,10 @@ def test_the_smaller_factor_is_dense_and_the_larger_one_has_the_rank(rank):
 
 
 def test_expand_is_kfac_of_a_head_that_examples_go_through_once():
-    case = CASES["three layers of a plain module"]
-    la = around(case, **full_rank(kfac_approx="expand"))
-    expected = ggn(la.model.model, case)
+    build = HEADS["a head of a plain module"]
+    la = around(build, **full_rank(kfac_approx="expand"))
+    of_case = dense(build())
+    expected = exact_ggn(of_case.jacobian, softmax_fisher(of_case.logits))
     found = la.H.to_matrix()
     for block, part in parts_of(la):
         of_block = found[part, part]
@@ -356,15 +123,9 @@ def test_expand_is_kfac_of_a_head_that_examples_go_through_once():
 
 
 def test_the_hosts_kron_is_stock_krons_over_the_same_weights():
-    case = CASES["one layer with a bias"]
-    ours = around(case, "kron")
-    theirs = stock(
-        case.build(),
-        "bert",
-        "kron",
-        case.batches,
-        PARTS,
-    )
+    build = HEADS["a head of one layer"]
+    ours = around(build, "kron")
+    theirs = stock(build().model, "bert", "kron", ragged_batches(), PARTS)
     found = ours.H_facs.kfacs
     expected = theirs.H_facs.kfacs
     for factors, of_host in zip(found, expected, strict=True):
@@ -416,56 +177,15 @@ def test_a_fit_with_the_head_takes_no_further_passes(monkeypatch):
     assert of_adapter.backward
 
 
-def test_samples_of_the_head_are_saved_and_predict_as_drawn(tmp_path):
-    la = fitted(
-        "bert",
-        modules_to_save=True,
-        dtype=torch.float32,
-    )
-    # So broad a posterior that its samples differ by more than rounding.
-    la.prior_precision = 5.0
-    batch = first_batch()
-    expected = la(
-        batch,
-        pred_type="nn",
-        link_approx="mc",
-        n_samples=3,
-        generator=generator(),
-    )
-    folders = la.sample_adapters(
-        3,
-        tmp_path,
-        # As of the prediction: the same three are drawn.
-        generator=generator(),
-    )
-    probabilities = []
-    biases = []
-    for folder in folders:
-        # The base model of `lora_model`.
-        torch.manual_seed(0)
-        base = base_model("bert")
-        model = PeftModel.from_pretrained(base, folder)
-        model.eval()
-        logits = model(**batch).logits
-        probabilities.append(logits.softmax(-1))
-        head = head_of(model)
-        biases.append(head.bias)
-    mean = torch.stack(probabilities).mean(0)
-    # Files are of float32.
-    assert_close(mean, expected, rtol=1e-5, atol=1e-6)
-    first, second, _ = biases
-    assert not torch.equal(first, second)
-
-
 def test_a_file_keeps_the_choice_of_heads(tmp_path):
-    case = CASES["two layers with biases"]
-    model = case.build()
+    batches = ragged_batches()
+    model = roberta()
     batch = first_batch()
     # One layer of the head's two.
     la = make(model, modules_to_save=["classifier.out_proj"])
-    la.fit(case.batches)
+    la.fit(batches)
     la.prior_precision = priors_of_blocks(la)
-    la.amortize(case.batches)
+    la.amortize(batches)
     exact = la(batch)
     amortized = la(batch, pred_type="amortized")
     la.save_pretrained(tmp_path)
@@ -477,7 +197,7 @@ def test_a_file_keeps_the_choice_of_heads(tmp_path):
     found = loaded(batch, pred_type="amortized")
     assert torch.equal(found, amortized)
     # More data are added to what the file says of the first.
-    loaded.fit(case.batches, override=False)
+    loaded.fit(batches, override=False)
     assert loaded.n_data == 2 * la.n_data
 
 
@@ -744,13 +464,12 @@ def test_the_calls_of_a_surrogate_with_a_head_of_three_layers():
     f_mu, f_var = la(first)
     assert f_mu.shape == (6, 1)
     assert f_var.shape == (6, 1, 1)
-    examples = list(first["x"].split(1))
-    expected, Js = dense_of(model, examples)
-    assert_exact(f_mu, expected)
+    expected = dense(Case(model, [(first["x"], first["labels"])], names=PARTS))
+    assert_exact(f_mu, expected.logits)
     # The evidence has chosen the noise and the prior precisions.
     variance_of_noise = la.sigma_noise.detach() ** 2
     prior_precision = la.prior_precision.detach()
     H = la.H.to_matrix() / variance_of_noise
     prior = for_each_weight(la, prior_precision)
-    covariance = glm_covariance(Js, H, prior)
+    covariance = glm_covariance(expected.jacobian, H, prior)
     assert_exact(f_var.detach(), covariance)

@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from peft import (
     set_peft_model_state_dict,
 )
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
@@ -37,6 +36,8 @@ from tests.support.dense import (
     predicted,
     softmax_fisher,
 )
+from tests.support.heads import HEADS
+from tests.support.labels import bernoulli_fisher, several_labels
 from tests.support.matrices import (
     CASES,
     Batch,
@@ -72,9 +73,12 @@ assert_exact = partial(assert_close, **EXACT)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(params=CASES)
-def case(request) -> Iterator[Case]:
-    return CASES[request.param]()
+ADAPTERS = CASES | HEADS
+
+
+@pytest.fixture(params=ADAPTERS)
+def case(request) -> Case:
+    return ADAPTERS[request.param]()
 
 
 def fitted(
@@ -84,7 +88,7 @@ def fitted(
 ):
     """Fit a posterior at full rank."""
     settings = full_rank(structure) | case.keywords | keywords
-    la = make(case.model, structure, **settings)
+    la = make(case.model, structure, case.likelihood, **settings)
     la.fit(case.batches)
     return la
 
@@ -109,18 +113,44 @@ def assert_near(
     assert_close(found, expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
-def test_curvature_covariances_and_evidence_are_the_dense_ones(case, structure):
+def of_labels(n_labels: int) -> Case:
+    """Make a classifier of several labels, or of one."""
+    batches = ragged_batches()
+    for number, batch in enumerate(batches):
+        # Rolled, since each batch is given the same labels.
+        batch["labels"] = several_labels(batch, n_labels).roll(number, 0)
+    return Case(
+        lora_model("bert", n_labels=n_labels),
+        batches,
+        likelihood="multi_label_classification",
+        fisher=bernoulli_fisher,
+        loss=partial(binary_cross_entropy_with_logits, reduction="sum"),
+    )
+
+
+TASKS = {
+    "one label": partial(of_labels, 1),
+    "several labels": partial(of_labels, 3),
+}
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
+@pytest.mark.parametrize("name", [*ADAPTERS, *TASKS])
+def test_curvature_covariances_and_evidence_are_the_dense_ones(name, structure):
+    build = (ADAPTERS | TASKS)[name]
+    case = build()
     la = fitted(case, structure)
     prior_precision = priors_of_blocks(la)
     la.prior_precision = prior_precision
     expected = dense(case)
     assert torch.equal(la.mean, expected.mean)
-    if structure == "full":
-        fisher = softmax_fisher(expected.logits)
-        H = exact_ggn(expected.jacobian, fisher)
+    fisher = case.fisher(expected.logits)
+    if structure == "lowrank_kron":
+        H = expected.kronecker(fisher)
     else:
-        H = expected.kronecker()
+        H = exact_ggn(expected.jacobian, fisher)
+    if structure == "diag":
+        H = H.diagonal().diag()
     tolerance = case.tolerance
     found = curvature_of(la)
     assert_near(found, H, tolerance)
@@ -135,7 +165,8 @@ def test_curvature_covariances_and_evidence_are_the_dense_ones(case, structure):
     assert_near(f_var, covariance, tolerance)
 
     labels = labels_of(case.batches)
-    loss = cross_entropy(expected.logits, labels, reduction="sum")
+    loss = case.loss(expected.logits, labels)
+    assert_close(la.loss, loss, rtol=tolerance, atol=0)
     log_evidence = evidence(H, -loss, expected.mean, prior)
     found = la.log_marginal_likelihood()
     assert_close(found, log_evidence, rtol=tolerance, atol=0)
@@ -668,9 +699,10 @@ def test_magnitudes_take_part_where_asked_for():
     # No name of a weight has a hyphen: none is left out.
     with_magnitudes = Case(case.model, case.batches, but="-")
     la = fitted(with_magnitudes, weight_names=wanted)
-    expected = dense(with_magnitudes).kronecker()
+    expected = dense(with_magnitudes)
+    H = expected.kronecker(softmax_fisher(expected.logits))
     found = la.H.to_matrix()
-    assert_exact(found, expected)
+    assert_exact(found, H)
 
 
 # --- refused --------------------------------------------------------------------------

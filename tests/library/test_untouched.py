@@ -14,7 +14,7 @@ from tests.support.models import (
     plain_model,
     ragged_batches,
 )
-from tests.support.posteriors import STRUCTURES, generator, make
+from tests.support.posteriors import generator, make, with_structures
 from tests.support.snapshots import Snapshot, half_trained
 
 # What rounding leaves of float64.
@@ -68,11 +68,10 @@ def test_a_failing_construction_leaves_everything(settings, message):
 # --- uses of a posterior --------------------------------------------------------------
 
 
-@pytest.fixture(params=STRUCTURES)
-def half_trained_posterior(request: pytest.FixtureRequest):
-    """Fit a posterior of each structure, whose model is unlike any default."""
+def half_trained_posterior(structure: str):
+    """Fit a posterior, whose model is unlike any default."""
     model = half_trained(lora_model("bert"))
-    la = make(model, structure=request.param)
+    la = make(model, structure=structure)
     la.fit(ragged_batches())
     return la
 
@@ -123,21 +122,21 @@ def predict_by_glm_and_nn_with_a_generator(la, X, loader):
         )
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        pytest.param(predict, id="glm"),
-        pytest.param(predict_by_mean_field, id="glm mean field"),
-        pytest.param(compute_evidence, id="evidence"),
-        pytest.param(restore_its_state, id="state"),
-        pytest.param(choose_by_agreement, id="agreement"),
-        pytest.param(choose_by_evidence, id="marglik"),
-        pytest.param(choose_by_gridsearch, id="gridsearch"),
-        pytest.param(predict_by_glm_and_nn_with_a_generator, id="with a generator"),
-    ],
-)
-def test_uses_leave_everything(half_trained_posterior, use):
-    la = half_trained_posterior
+USES = [
+    predict,
+    predict_by_mean_field,
+    compute_evidence,
+    restore_its_state,
+    choose_by_agreement,
+    choose_by_evidence,
+    choose_by_gridsearch,
+    predict_by_glm_and_nn_with_a_generator,
+]
+
+
+@pytest.mark.parametrize(("structure", "use"), with_structures(USES))
+def test_uses_leave_everything(structure, use):
+    la = half_trained_posterior(structure)
     batches = ragged_batches()
     before = Snapshot(la.model.model)
     use(la, batches[0], batches)
@@ -180,19 +179,19 @@ def choose_by_gridsearch_of_networks(la, X, loader):
     )
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        pytest.param(predict_by_glm_and_draws, id="glm mc"),
-        pytest.param(predict_by_networks, id="nn"),
-        pytest.param(draw_weights, id="weights"),
-        pytest.param(draw_functions, id="functional samples"),
-        pytest.param(draw_predictions, id="predictive samples"),
-        pytest.param(choose_by_gridsearch_of_networks, id="gridsearch by nn"),
-    ],
-)
-def test_draws_leave_everything_but_the_random_state(half_trained_posterior, use):
-    la = half_trained_posterior
+DRAWS = [
+    predict_by_glm_and_draws,
+    predict_by_networks,
+    draw_weights,
+    draw_functions,
+    draw_predictions,
+    choose_by_gridsearch_of_networks,
+]
+
+
+@pytest.mark.parametrize(("structure", "use"), with_structures(DRAWS))
+def test_draws_leave_everything_but_the_random_state(structure, use):
+    la = half_trained_posterior(structure)
     batches = ragged_batches()
     before = Snapshot(la.model.model)
     use(la, batches[0], batches)
@@ -200,15 +199,11 @@ def test_draws_leave_everything_but_the_random_state(half_trained_posterior, use
 
 
 @pytest.mark.parametrize(
-    "use",
-    [
-        pytest.param(predict, id="glm"),
-        pytest.param(predict_by_networks, id="nn"),
-        pytest.param(draw_functions, id="functional samples"),
-        pytest.param(choose_by_gridsearch, id="gridsearch"),
-    ],
+    ("structure", "use"),
+    with_structures(
+        [predict, predict_by_networks, draw_functions, choose_by_gridsearch]
+    ),
 )
-@pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
 def test_a_failing_prediction_leaves_everything(structure, use):
     model = half_trained(plain_model(lora_dropout=0.5))
     la = make(model, structure)
@@ -263,22 +258,14 @@ TEXTS = Texts()
 NUMBERS = Numbers()
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
-    ("kind", "structure"),
+    ("kind", "structure", "mode"),
     [
-        (TEXTS, "lowrank_kron"),
-        (TEXTS, "kron"),
-        (TEXTS, "diag"),
-        (TEXTS, "full"),
-        (NUMBERS, "lowrank_kron"),
-    ],
-    ids=[
-        "texts-lowrank_kron",
-        "texts-kron",
-        "texts-diag",
-        "texts-full",
-        "numbers-lowrank_kron",
+        (TEXTS, "lowrank_kron", torch.no_grad),
+        (TEXTS, "lowrank_kron", torch.inference_mode),
+        (TEXTS, "kron", torch.inference_mode),
+        (TEXTS, "full", torch.inference_mode),
+        (NUMBERS, "lowrank_kron", torch.inference_mode),
     ],
 )
 def test_construction_fit_predictions_and_tuning_are_the_same_without_gradients(

@@ -17,7 +17,8 @@ from tests.support.dense import (
     jacobians,
     softmax_fisher,
 )
-from tests.support.heads import dense_of
+from tests.support.heads import PARTS
+from tests.support.matrices import Case, dense
 from tests.support.models import OfMapping, lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, generator, make
 
@@ -186,7 +187,8 @@ def test_a_head_has_the_curvature_of_preferences():
     model = reward_model().eval()
     la = fit(model, "full", modules_to_save=True)
     # Of rewards `(2 N, 1)`, one text at a time.
-    rewards, Js = dense_of(model, each_text())
+    of_texts = dense(Case(model, each_text(), names=PARTS))
+    rewards, Js = of_texts.logits, of_texts.jacobian
     # Of pairs, `(N, 2, parameters)` and `(N, 2)`.
     Js_of_pairs = Js.reshape(N_PAIRS, 2, -1)
     logits = rewards.reshape(N_PAIRS, 2)

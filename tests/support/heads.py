@@ -1,13 +1,20 @@
-"""A small classifier with an adapter and a trained head, and dense calculus."""
+"""Classifiers with an adapter and a trained head."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from tests.support.dense import jacobians_in, logits_of
-from tests.support.models import N_CLASSES
+from tests.support.matrices import Case
+from tests.support.models import (
+    N_CLASSES,
+    built,
+    lora_model,
+    pairs,
+    ragged_batches,
+)
 
 PARTS = ("lora_", ".modules_to_save.default.")
 """What is in the names of the adapter's weights, heads included."""
@@ -69,19 +76,31 @@ def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return weights
 
 
-def dense_of(
-    model: nn.Module,
-    examples: list[Any],
-) -> tuple[Tensor, Tensor]:
-    """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`, alone each."""
-    weights = {}
-    for name, weight in weights_of(model).items():
-        weights[name] = weight.detach()
-    logits = []
-    Js = []
-    for example in examples:
-        of_example = logits_of(model, example)
-        J = jacobians_in(weights, model, example)
-        logits.append(of_example.detach())
-        Js.append(J)
-    return torch.stack(logits), torch.cat(Js)
+def classifier(name: str, target_modules: list[str]) -> PeftModel:
+    """Make a one-layer classifier whose head PEFT trains by itself."""
+    config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=target_modules)
+    return trained(built(name), config)
+
+
+def roberta() -> PeftModel:
+    """Make a classifier whose head has two layers with biases."""
+    return classifier("RobertaForSequenceClassification", ["query", "value"])
+
+
+def gpt_neox() -> PeftModel:
+    """Make a classifier with a head that all tokens go through."""
+    return classifier("GPTNeoXForSequenceClassification", ["query_key_value"])
+
+
+def with_head(model: nn.Module, batches: list[Any]) -> Case:
+    """Let a model's head take part."""
+    keywords = {"modules_to_save": True}
+    return Case(model.eval(), batches, keywords, names=PARTS)
+
+
+HEADS: dict[str, Callable[[], Case]] = {
+    "a head of one layer": lambda: with_head(lora_model("bert"), ragged_batches()),
+    "a head of two layers": lambda: with_head(roberta(), ragged_batches()),
+    "a head of a plain module": lambda: with_head(plain(), pairs(2)),
+    "a head for all tokens": lambda: with_head(gpt_neox(), ragged_batches()),
+}

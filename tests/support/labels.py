@@ -35,6 +35,15 @@ class InTwoColumns(nn.Module):
         return rows.flatten(0, 1)
 
 
+def bernoulli_fisher(logits: Tensor) -> Tensor:
+    """Compute `diag(p (1 - p))` of `(..., K)` logits in float64."""
+    f = logits.double()
+    p = f.sigmoid()
+    # 1 - p cancels where p is near 1: the sigmoid of -f does not.
+    other = torch.sigmoid(-f)
+    return torch.diag_embed(p * other)
+
+
 def several_labels(
     batch: Mapping[str, Tensor],
     n_labels: int,

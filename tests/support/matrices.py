@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from tests.support.dense import (
     as_padded,
@@ -28,6 +30,8 @@ from tests.support.posteriors import generator
 
 Batch = Any
 
+cross_entropy_sum = partial(cross_entropy, reduction="sum")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -43,6 +47,10 @@ class Case:
     # The names of the weights that take part have one of these, and not that.
     names: Sequence[str] = ("lora_",)
     but: str = "lora_magnitude"
+    likelihood: str = "classification"
+    # The Fisher at logits, and the loss of logits and labels.
+    fisher: Callable[[Tensor], Tensor] = softmax_fisher
+    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
 
     def inputs(self, batch: Batch) -> Any:
         """Take a batch without its labels."""
@@ -113,9 +121,8 @@ class Dense:
         of_matrices = [value.flatten() for value in self.values]
         return torch.cat(of_matrices)
 
-    def kronecker(self) -> Tensor:
+    def kronecker(self, H: Tensor) -> Tensor:
         """Compute the curvature of `kfac_approx="gradient"` at full rank."""
-        H = softmax_fisher(self.logits)
         blocks = [kronecker_block(J, H) for J in self.Js]
         return torch.block_diag(*blocks)
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import cycle
 from typing import Any
 
 import laplace
@@ -21,7 +22,10 @@ from tests.support.models import (
     ragged_batches,
 )
 
-STRUCTURES = ["lowrank_kron", "kron", "diag", "full"]
+HOSTS_STRUCTURES = ["kron", "diag", "full"]
+STRUCTURES = ["lowrank_kron", *HOSTS_STRUCTURES]
+# Where what is tested does not look into the curvature.
+OURS_AND_A_HOSTS = ["lowrank_kron", "kron"]
 KFAC_APPROX = ["gradient", "expand"]
 PRIORS = ["scalar", "layerwise"]
 # So few that each can be computed by hand.
@@ -31,6 +35,13 @@ GRID = {
     "grid_size": 7,
 }
 PRIORS_ALONE = GRID | {"optimize_scale": False}
+
+
+def with_structures(cases: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Pair each case with our structure, and with one of the host's by turns."""
+    cases = list(cases)
+    ours = [("lowrank_kron", case) for case in cases]
+    return ours + list(zip(cycle(HOSTS_STRUCTURES), cases, strict=False))
 
 
 def generator(seed: int = 0) -> torch.Generator:

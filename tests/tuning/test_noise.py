@@ -1,6 +1,5 @@
 """The noise of a regression, chosen together with the prior."""
 
-import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -125,8 +124,10 @@ def loss_beside(
     )
 
 
-@pytest.mark.parametrize("n_outputs", [1, 2])
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    ("structure", "n_outputs"),
+    [("lowrank_kron", 1), ("lowrank_kron", 2), ("kron", 2), ("diag", 1), ("full", 2)],
+)
 def test_each_prior_has_the_noise_that_is_best_for_it(structure, n_outputs):
     la, X = plain_regression(n_outputs, structure)
     batches = validation(la, X, scale=0.3)
@@ -158,8 +159,10 @@ def test_the_noise_alone_is_the_last_point():
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    ("structure", "scale"),
+    [("lowrank_kron", 1e-3), ("lowrank_kron", 1e3), ("kron", 1.0), ("diag", 1e3)],
+)
 def test_targets_of_any_scale_have_their_noise(structure, scale):
     la, X = plain_regression(1, structure)
     batches = validation(la, X, scale)
@@ -197,39 +200,26 @@ def test_targets_without_any_error_are_refused():
 PRIOR_PRECISION = 0.3
 
 
-@pytest.fixture(params=STRUCTURES)
-def at_a_prior(request: pytest.FixtureRequest):
-    """A regression with two outputs of each structure, at `PRIOR_PRECISION`."""
-    structure = request.param
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_what_data_determine_and_a_priors_unit_are_told_by_eigenvalues(structure):
     la, _ = plain_regression(2, structure)
     la.prior_precision = PRIOR_PRECISION
-    return la
-
-
-def test_parameters_that_data_determine_are_counted_by_eigenvalues(at_a_prior):
-    of_precision = eigenvalues_of_precision(at_a_prior)
+    of_precision = eigenvalues_of_precision(la)
     of_prior = PRIOR_PRECISION / of_precision
     determined = 1 - of_prior
     expected = determined.sum().item()
-    found = n_determined(at_a_prior)
+    found = n_determined(la)
     assert found == pytest.approx(expected, rel=1e-6)
 
-
-def test_a_priors_unit_belongs_to_the_curvature_at_a_noise_of_one(at_a_prior):
-    of_precision = eigenvalues_of_precision(at_a_prior)
+    # The unit is of the curvature at a noise of 1.
     of_curvature = of_precision - PRIOR_PRECISION
     at_noise_of_one = SIGMA_NOISE**2 * of_curvature
     trace = at_noise_of_one.sum().item()
     n_targets = N_EXAMPLES * 2
     expected = trace / n_targets
-    found = unit_of_priors(at_a_prior)
+    found = unit_of_priors(la)
     assert found == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("ask", [n_determined, unit_of_priors])
-def test_prior_and_noise_are_left_as_they_were(at_a_prior, ask):
-    la = at_a_prior
-    ask(la)
+    # Both are left as they were.
     assert la.sigma_noise.item() == SIGMA_NOISE
     prior_precision = la.prior_precision.item()
     # The prior precision is a number of float32.
@@ -254,10 +244,7 @@ class Descent:
 # Of the module, for it takes 500 steps.
 @pytest.fixture(
     scope="module",
-    params=itertools.product(
-        [1e-3, 1.0, 1e3],
-        [1, 2],
-    ),
+    params=[(1e-3, 1), (1e3, 2)],
     ids=str,
 )
 def descent(request: pytest.FixtureRequest) -> Descent:
@@ -314,27 +301,23 @@ def test_objectives_of_a_descent_are_losses(descent):
         expected = history.objective[step].item()
         assert loss == pytest.approx(expected, rel=1e-6)
 
-
-@pytest.mark.parametrize("factor", [0.9, 1.1])
-def test_a_descent_ends_where_neither_prior_nor_noise_could_be_better(descent, factor):
-    of_another_noise = loss_at(
-        descent.la,
-        descent.batches,
-        prior_precision=descent.prior_precision,
-        sigma_noise=factor * descent.sigma_noise,
-    )
-    of_another_prior = loss_at(
-        descent.la,
-        descent.batches,
-        prior_precision=factor * descent.prior_precision,
-        sigma_noise=descent.sigma_noise,
-    )
-    lowest = descent.history.objective.min()
-    assert of_another_noise > lowest
-    assert of_another_prior > lowest
-
-
-def test_a_descent_finds_the_noise_of_the_targets(descent):
+    # It ends where neither prior nor noise could be better.
+    lowest = history.objective.min()
+    for factor in (0.9, 1.1):
+        of_another_noise = loss_at(
+            descent.la,
+            descent.batches,
+            prior_precision=descent.prior_precision,
+            sigma_noise=factor * descent.sigma_noise,
+        )
+        of_another_prior = loss_at(
+            descent.la,
+            descent.batches,
+            prior_precision=factor * descent.prior_precision,
+            sigma_noise=descent.sigma_noise,
+        )
+        assert of_another_noise > lowest
+        assert of_another_prior > lowest
     found = descent.sigma_noise
     # Three standard errors, which are 1 / sqrt(120), of the noise of sixty draws.
     assert found == pytest.approx(descent.scale, rel=0.3)
@@ -386,30 +369,19 @@ def noise_of_residuals(
     return variance.sqrt().item()
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """A regression whose prior and noise an agreement has chosen, and its inputs."""
-
-    la: Any
-    X: Tensor
-    n_outputs: int
-    max_change: float
-    history: Any
-
-
-# Of the module, for it takes so many draws.
-@pytest.fixture(
-    scope="module",
-    params=itertools.product(
-        STRUCTURES,
-        [1, 2],
-        [0.05, 0.1],
-    ),
-    ids=str,
+@pytest.mark.parametrize(
+    ("structure", "n_outputs", "max_change"),
+    [
+        ("lowrank_kron", 1, 0.05),
+        ("lowrank_kron", 2, 0.1),
+        ("kron", 2, 0.05),
+        ("diag", 1, 0.1),
+        ("full", 2, 0.1),
+    ],
 )
-def agreed(request: pytest.FixtureRequest) -> Agreed:
-    """An agreement of each structure, number of outputs, and change."""
-    structure, n_outputs, max_change = request.param
+def test_an_agreement_allows_a_change_and_takes_the_noise_of_residuals(
+    structure, n_outputs, max_change
+):
     la, X = plain_regression(n_outputs, structure)
     agreement = Agreement(
         train_loader=[X],
@@ -418,45 +390,23 @@ def agreed(request: pytest.FixtureRequest) -> Agreed:
         generator=generator(),
     )
     history = agreement(la)
-    return Agreed(
-        la=la,
-        X=X,
-        n_outputs=n_outputs,
-        max_change=max_change,
-        history=history,
-    )
+    distance = mean_distance(la, X)
+    assert distance == pytest.approx(max_change, rel=0.03)
+    last = history.objective[-1].item()
+    assert last == pytest.approx(max_change, rel=0.03)
 
-
-def test_draws_of_numbers_change_by_as_much_as_is_allowed(agreed):
-    distance = mean_distance(agreed.la, agreed.X)
-    assert distance == pytest.approx(agreed.max_change, rel=0.03)
-
-
-def test_an_agreements_last_objective_is_the_change_that_is_allowed(agreed):
-    objective = agreed.history.objective
-    last = objective[-1].item()
-    assert last == pytest.approx(agreed.max_change, rel=0.03)
-
-
-def test_an_agreements_noise_is_that_of_the_residuals(agreed):
-    la = agreed.la
     of_precision = eigenvalues_of_precision(la)
     of_prior = la.prior_precision / of_precision
     determined = 1 - of_prior
     expected = noise_of_residuals(
         la,
-        agreed.X,
-        agreed.n_outputs,
+        X,
+        n_outputs,
         determined.sum(),
     )
     sigma_noise = la.sigma_noise.item()
     assert sigma_noise == pytest.approx(expected, rel=1e-5)
-
-
-def test_an_agreements_last_noise_is_what_it_has_chosen(agreed):
-    last = agreed.history.sigma_noise[-1]
-    chosen = agreed.la.sigma_noise.item()
-    assert last == pytest.approx(chosen)
+    assert history.sigma_noise[-1] == pytest.approx(sigma_noise)
 
 
 def test_of_one_number_the_distance_has_a_closed_form():
@@ -495,8 +445,9 @@ def test_exact_curvature_determines_as_many_parameters_as_the_predictions_show()
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("sigma_noise", [1e-3, 0.5, 1e3])
-@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize(
+    ("unit", "sigma_noise"), [(1e-6, 1e3), (1.0, 1e-3), (1e6, 0.5)]
+)
 def test_agreement_prefers_no_unit(unit, sigma_noise):
     in_one, X = plain_regression(1)
     agreement = Agreement(train_loader=[X])
