@@ -19,9 +19,9 @@ from tests.support.models import (
     ragged_batches,
 )
 from tests.support.posteriors import another_training
+from tests.support.tokens import token_classifier
 from tests.support.trainers import trainer_of
 from tests.test_readme import FENCE, PROMPTS, write_adapter
-from tests.test_token_classification import token_classifier
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -283,10 +283,3 @@ def test_one_adapter_out_of_several(tmp_path, capsys):
     run_section("priors.md", "One adapter out of several", names)
     assert set(model.peft_config) == {"default", *(f"both_{n}" for n in range(4))}
     assert capsys.readouterr().out.count("eval_loss") == 4
-
-
-def test_losses_of_ones_own_are_explained_in_few_sentences():
-    section = section_of("priors.md", "Class weights")
-    n_within_lines = section.count(". ")
-    n_at_ends = section.count(".\n")
-    assert n_within_lines + n_at_ends == 3

@@ -1,6 +1,5 @@
 """Language models that write: their fit, and what the class offers and refuses."""
 
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -59,12 +58,6 @@ from tests.support.texts import (
 
 # Of no factor more columns than the vocabulary has words.
 FULL_RANK = VOCABULARY
-# Those of `fitted_text`.
-SOME_FIT = {
-    "num_samples": 3,
-    "rank": 3,
-    "seed": 0,
-}
 
 
 # --- tiny models that write, in float64 -----------------------------------------------
@@ -351,11 +344,6 @@ def some_score(la):
     return la.score(first_batch(), 2, generator())
 
 
-def test_a_copy_is_of_texts_too():
-    again = copy.deepcopy(fitted_text())
-    assert again.likelihood == "language_modeling"
-
-
 def test_a_classifier_does_not_take_the_state_of_texts(gpt2):
     state = fitted_text(gpt2).state_dict()
     classifier = make(gpt2, class_token_ids=[1, 2, 3])
@@ -381,13 +369,6 @@ def test_files_of_releases_that_had_a_class_for_texts_are_read(gpt2, tmp_path):
     la = fitted_text(gpt2, prior_precision=20.0)
     write_state(as_of_releases_with_a_class_for_texts(la), tmp_path)
     again = laplace_lora_ext.from_pretrained(gpt2, tmp_path)
-    assert_same_scores(again, la)
-
-
-def test_states_of_releases_that_had_a_class_for_texts_are_read(gpt2):
-    la = fitted_text(gpt2, prior_precision=20.0)
-    again = make_of_texts(gpt2, backend_kwargs=SOME_FIT)
-    again.load_state_dict(as_of_releases_with_a_class_for_texts(la))
     assert_same_scores(again, la)
 
 
@@ -477,26 +458,14 @@ def test_scores_are_those_of_a_mixture_of_drawn_models():
     assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
-paddings = pytest.mark.parametrize(
-    "ragged",
-    [
-        {
-            "batch_size": 1,
-        },
-        {
-            "batch_size": 6,
-            "padded_to": 12,
-        },
-        {
-            "batch_size": 4,
-            "padding_side": "left",
-            "padded_to": 9,
-        },
-    ],
-)
+PADDINGS = [
+    {"batch_size": 1},
+    {"batch_size": 6, "padded_to": 12},
+    {"batch_size": 4, "padding_side": "left", "padded_to": 9},
+]
 
 
-@paddings
+@pytest.mark.parametrize("ragged", PADDINGS)
 def test_batch_size_and_padding_change_neither_fit_nor_score(gpt2, ragged):
     def figures(**ragged):
         la = make_without_draws(gpt2)
@@ -531,9 +500,15 @@ def test_a_score_without_draws_is_the_models_own():
 # --- few rows of logits at once -------------------------------------------------------
 
 A_FEW_ROWS = 6
-kinds_with_an_output_layer = pytest.mark.parametrize(
-    "kind",
-    ["gpt2", "t5", "gemma2", "two models", "behind"],
+kinds_and_paddings = pytest.mark.parametrize(
+    ("kind", "ragged"),
+    [
+        ("gpt2", PADDINGS[2]),
+        ("t5", PADDINGS[0]),
+        ("gemma2", PADDINGS[1]),
+        ("two models", PADDINGS[1]),
+        ("behind", PADDINGS[2]),
+    ],
 )
 
 
@@ -558,8 +533,7 @@ def record_calls(layer: nn.Module, calls: list[int]):
     return layer.register_forward_hook(note)
 
 
-@paddings
-@kinds_with_an_output_layer
+@kinds_and_paddings
 def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(
     kind,
     ragged,
@@ -578,8 +552,7 @@ def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(
     assert max(rows) <= A_FEW_ROWS
 
 
-@paddings
-@kinds_with_an_output_layer
+@kinds_and_paddings
 def test_scores_in_parts_run_the_layers_before_the_output_layer_for_all_once(
     kind,
     ragged,
@@ -623,10 +596,14 @@ LONG = {
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [LowRankKronGGN, LowRankKronEF],
+    ("kind", "backend"),
+    [
+        ("gpt2", LowRankKronGGN),
+        ("gpt2", LowRankKronEF),
+        ("t5", LowRankKronEF),
+        ("llama", LowRankKronGGN),
+    ],
 )
-@pytest.mark.parametrize("kind", ["gpt2", "t5", "llama"])
 def test_a_fit_in_parts_is_the_same_and_holds_few_rows_of_the_vocabulary(
     kind,
     backend,
@@ -672,10 +649,15 @@ def first_layer_of(model: nn.Module) -> nn.Module:
 
 # Gemma's LoRA is in the output layer as well, and so is that of an embedding which is
 # tied to it.
-@paddings
 @pytest.mark.parametrize(
-    "kind",
-    ["gpt2", "gemma2", "embedding", "two models", "behind"],
+    ("kind", "ragged"),
+    [
+        ("gpt2", PADDINGS[0]),
+        ("gemma2", PADDINGS[2]),
+        ("embedding", PADDINGS[1]),
+        ("two models", PADDINGS[2]),
+        ("behind", PADDINGS[1]),
+    ],
 )
 def test_draws_of_a_fit_do_not_depend_on_its_parts(kind, ragged, monkeypatch):
     model = MODELS[kind]()

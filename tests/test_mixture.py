@@ -1,28 +1,24 @@
 """A mean of several posteriors' predictions."""
 
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, load_peft_weights
+from peft import load_peft_weights
 from torch import Tensor
 from torch.special import entr
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext import GridSearch, LaplaceMixture
-from laplace_lora_ext.models.adapters import add_fresh_adapter
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
 from tests.support.models import (
     Batch,
     base_model,
     lora_model,
     ragged_batches,
-    real_targets,
     without_labels,
 )
 from tests.support.posteriors import (
@@ -33,6 +29,7 @@ from tests.support.posteriors import (
     plain_regression,
 )
 from tests.support.ranks import Texts
+from tests.support.tasks import Two, add_second, two
 from tests.support.texts import fitted_text, text_batches
 
 MEAN_FIELD = {"link_approx": "mean_field"}
@@ -44,118 +41,7 @@ GRID = {
     "optimize_scale": False,
 }
 FACTORS = [0.1, 1, 10]
-
-
-# --- posteriors around two adapters ---------------------------------------------------
-
-
-def numbers():
-    """Make one batch of texts with two numbers each."""
-    (batch,) = ragged_batches(batch_size=8)
-    targets = real_targets(8, n_outputs=2)
-    return [batch | {"labels": targets}]
-
-
-def preferences():
-    """Make one batch of pairs of texts, of which one is preferred."""
-    batch, *_ = ragged_batches(n_classes=2)
-    pairs = {"labels": batch["labels"]}
-    for key in ("input_ids", "attention_mask"):
-        text = batch[key]
-        another = text.flip(0)
-        both = [text, another]
-        pairs[key] = torch.stack(both, dim=1)
-    return [pairs]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A model, its data, and what its posteriors are made with."""
-
-    base: str = "bert"
-    n_labels: int = 3
-    data: Callable[[], list] = ragged_batches
-    keywords: Mapping[str, Any] = field(default_factory=dict)
-
-
-KINDS = {
-    "classes": Kind(),
-    "diagonal": Kind(
-        keywords={"structure": "diag"},
-    ),
-    "answers": Kind(
-        base="gpt2",
-    ),
-    "numbers": Kind(
-        n_labels=2,
-        data=numbers,
-        keywords={"likelihood": "regression"},
-    ),
-    "rewards": Kind(
-        n_labels=1,
-        data=preferences,
-        keywords={"likelihood": "reward_modeling"},
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Two:
-    """Posteriors around two adapters of one model, and their data."""
-
-    first: Any
-    second: Any
-    batches: list
-
-    @property
-    def members(self) -> list:
-        return [self.first, self.second]
-
-    @property
-    def batch(self):
-        """The first batch."""
-        return self.batches[0]
-
-    def mixture(self) -> LaplaceMixture:
-        return LaplaceMixture(self.members)
-
-
-def add_second(model, **lora_config):
-    """Add and activate an adapter with random weights, by default like the first."""
-    if lora_config:
-        config = LoraConfig(r=2, **lora_config)
-        model.add_adapter("second", config)
-        model.set_adapter("second")
-    else:
-        add_fresh_adapter(model, "second")
-    model.double()
-    for name, weight in model.named_parameters():
-        if ".second" in name:
-            # So large that the members disagree.
-            torch.nn.init.normal_(weight, std=0.4)
-
-
-def two(name: str = "classes", **lora_config) -> Two:
-    """Fit posteriors with priors that differ; the second's adapter may, too."""
-    kind = KINDS[name]
-    model = lora_model(kind.base, n_labels=kind.n_labels)
-    batches = kind.data()
-
-    def posterior(prior_precision):
-        return fitted(
-            kind.base,
-            batches,
-            model=model,
-            prior_precision=prior_precision,
-            **kind.keywords,
-        )
-
-    first = posterior(2.0)
-    add_second(model, **lora_config)
-    second = posterior(0.5)
-    # As it was: a posterior activates its own adapter by itself.
-    model.set_adapter("default")
-    return Two(first, second, batches)
+KINDS = ["classes", "numbers", "rewards", "several labels", "answers"]
 
 
 # --- predictions ----------------------------------------------------------------------
@@ -178,9 +64,8 @@ def mean_of(first: Tensor, second: Tensor) -> Tensor:
     return (first + second) / 2
 
 
-@pytest.mark.parametrize("kind", ["classes", "answers"])
-def test_probabilities_are_the_members_mean(kind):
-    both = two(kind)
+def test_probabilities_are_the_members_mean():
+    both = two()
     mixture = both.mixture()
     batch = both.batch
     for call in CALLS:
@@ -401,7 +286,7 @@ def search(mixture: LaplaceMixture, data):
     return mixture.optimize_prior_precision(val_loader=data, **GRID)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["diagonal", *KINDS])
 def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(kind):
     both = two(kind)
     mixture = both.mixture()
@@ -419,10 +304,7 @@ def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(kind):
 
 
 # Of the structures, "lowrank_kron" alone has statistics.
-@pytest.mark.parametrize(
-    "kind",
-    ["classes", "answers", "numbers", "rewards"],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_given_statistics_choose_the_same_factor(kind):
     both = two(kind)
     mixture = both.mixture()

@@ -47,7 +47,6 @@ from tests.support.posteriors import generator, make
 from tests.support.trainers import trainer_of
 
 BERNOULLIS = LIKELIHOODS[MULTI_LABEL]
-STRUCTURES = ["lowrank_kron", "diag", "full"]
 LINKS = ["probit", "mean_field", "mc"]
 # A label's sums and its two classes' differ by the order of additions.
 SAME = {
@@ -65,7 +64,6 @@ N_TO_TRAIN_ON = 16
 
 # One logit is a case of its own: its labels may come without a column.
 of_one_and_several_labels = pytest.mark.parametrize("n_labels", [1, 3])
-of_each_structure = pytest.mark.parametrize("structure", STRUCTURES)
 
 
 def batches(
@@ -183,12 +181,6 @@ def test_decisions_are_those_of_two_classes():
     assert_close(as_examples, list(expected), **SAME)
     is_yes = p > 0.5
     assert torch.equal(found.labels, is_yes.long())
-
-
-def test_predicted_probabilities_have_a_column_for_each_label():
-    la = fitted()
-    probabilities = la.predict_proba(batches())
-    assert probabilities.shape == (N_TEXTS, N_LABELS)
 
 
 def test_figures_are_those_of_two_classes():
@@ -409,55 +401,6 @@ def test_variances_are_learnt():
     prediction = la.predict(texts, pred_type="amortized")
     of_first = prediction.probabilities[:8]
     assert_close(of_first, learnt)
-
-
-@pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
-def test_files_keep_the_likelihood(structure, tmp_path):
-    la = fitted(structure)
-    la.prior_precision = 3.0
-    la.save_pretrained(tmp_path)
-    model = la.model.model
-    loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
-    assert loaded.likelihood == MULTI_LABEL
-    X = some_texts()
-    found = loaded(X)
-    expected = la(X)
-    assert_close(found, expected, **SAME)
-
-
-def test_adapters_are_drawn(tmp_path):
-    la = fitted()
-    folders = la.sample_adapters(2, tmp_path, generator())
-    assert len(folders) == 2
-
-
-def mixture_of_two() -> laplace_lora_ext.LaplaceMixture:
-    """Mix posteriors of the same weights under two priors."""
-    doubtful = fitted()
-    surer = fitted()
-    surer.prior_precision = 3.0
-    return laplace_lora_ext.LaplaceMixture([doubtful, surer])
-
-
-def test_a_mixture_averages_each_labels_probability():
-    mixture = mixture_of_two()
-    X = some_texts()
-    doubtful, surer = mixture.members
-    total = doubtful(X) + surer(X)
-    found = mixture(X)
-    assert_close(found, total / 2, **SAME)
-    prediction = mixture.predict(batches())
-    assert prediction.probabilities.shape == (N_TEXTS, N_LABELS)
-
-
-@may_end_at_the_grids_edge
-def test_a_mixtures_prior_is_searched():
-    mixture = mixture_of_two()
-    mixture.optimize_prior_precision(val_loader=batches(), grid_size=3)
-    doubtful, surer = mixture.members
-    # A factor for both leaves one as much surer as it was.
-    expected = 3 * doubtful.prior_precision
-    assert_close(surer.prior_precision, expected)
 
 
 # --- trainings ------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def test_no_damaged_file_is_loaded(tmp_path):
     numbers = content[end:]
     message = rf"{FILE} (is damaged|holds no posterior that this)"
     # Enough for each way of damage at many places.
-    for number in range(600):
+    for number in range(200):
         if number % 2:
             path.write_bytes(damaged(content, rng))
         else:

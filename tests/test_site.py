@@ -1,8 +1,6 @@
 """The site: every page of its menu is there, and shows what it should."""
 
-import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,8 +13,6 @@ import pytest
 from tests.support.browser import CHROMIUM, browse
 
 ROOT = Path(__file__).parents[1]
-WIDEST = 80  # letters of a line of code that a laptop shows
-FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 class Words(HTMLParser):
@@ -118,25 +114,3 @@ def test_every_page_of_the_menu_has_something_to_read(site, tmp_path):
             assert '"cells":' not in document[:10_000], page
         if "quick_tour" in page or page == "README.md":
             assert found.n_pictures, page
-
-
-def assert_fits(code: str, name: str) -> None:
-    for line in code.splitlines():
-        assert len(line) <= WIDEST, f"{name}: {line}"
-
-
-def test_code_of_pages_fits_into_its_box():
-    pages = sorted((ROOT / "docs").glob("*.md"))
-    for page in [ROOT / "README.md", *pages]:
-        text = page.read_text(encoding="utf-8")
-        for block in FENCE.findall(text):
-            assert_fits(block, page.name)
-
-
-def test_code_of_notebooks_fits_into_its_box():
-    for path in (ROOT / "examples").glob("*.ipynb"):
-        notebook = json.loads(path.read_text(encoding="utf-8"))
-        for cell in notebook["cells"]:
-            if cell["cell_type"] == "code":
-                code = "".join(cell["source"])
-                assert_fits(code, path.name)

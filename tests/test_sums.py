@@ -9,12 +9,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.special import entr
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import BertForTokenClassification
 
 from laplace_lora_ext.likelihoods import (
     LIKELIHOODS,
@@ -25,7 +23,6 @@ from laplace_lora_ext.sums import Seen
 from tests.support.dense import full_rank, labels_of
 from tests.support.models import (
     Batch,
-    base_model,
     first_batch,
     head_of,
     lora_model,
@@ -34,7 +31,6 @@ from tests.support.models import (
 )
 from tests.support.posteriors import (
     KFAC_APPROX,
-    STRUCTURES,
     make,
 )
 from tests.support.ranks import (
@@ -45,6 +41,7 @@ from tests.support.ranks import (
     strided_loader,
 )
 from tests.support.snapshots import facts_of
+from tests.support.tokens import token_classifier
 
 # Sums of the same numbers in another order, through eigendecompositions.
 CLOSE = {
@@ -90,15 +87,17 @@ def fitted_on(loader, *settings: str) -> Facts:
     return facts(la)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
-    "n",
+    ("structure", "world", "n"),
     [
-        pytest.param(12, id="as many for each"),
-        pytest.param(11, id="one repeated"),
+        # As many for each, then one repeated.
+        ("lowrank_kron", 2, 12),
+        ("lowrank_kron", 3, 11),
         # The sampler gives one of three ranks nothing but a repetition.
-        pytest.param(2, id="two texts"),
+        ("lowrank_kron", 3, 2),
+        ("kron", 2, 11),
+        ("diag", 3, 2),
+        ("full", 2, 11),
     ],
 )
 def test_every_rank_has_the_posterior_of_one_process(structure, world, n):
@@ -125,10 +124,15 @@ def with_embedding(structure: str):
 
 
 @pytest.mark.filterwarnings("ignore:.*no linear layer")
-@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
-@pytest.mark.parametrize("build", [with_head, with_embedding])
-# Of two texts, one of three ranks has but a repetition.
-@pytest.mark.parametrize("n", [11, 2])
+@pytest.mark.parametrize(
+    ("build", "structure", "n"),
+    [
+        (with_head, "lowrank_kron", 11),
+        # Of two texts, one of three ranks has but a repetition.
+        (with_embedding, "lowrank_kron", 2),
+        (with_embedding, "full", 11),
+    ],
+)
 def test_heads_and_other_matrices_are_summed_over_ranks(build, structure, n):
     def job(_=0):
         la = build(structure)
@@ -630,18 +634,9 @@ def of_several_labels() -> Learnt:
 @torch.no_grad()
 def of_tokens() -> Learnt:
     """Make a model that has learnt the labels of its texts' first two tokens."""
-    torch.manual_seed(0)
-    config = base_model("bert").config
-    base = BertForTokenClassification(config)
+    model = token_classifier()
     # As sure as the other model is.
-    base.classifier.weight.mul_(1e4)
-    lora = LoraConfig(
-        r=2,
-        target_modules=["query", "value"],
-        init_lora_weights=False,
-    )
-    model = get_peft_model(base, lora)
-    model.double()
+    model.get_submodule("base_model.model.classifier").weight.mul_(1e4)
     batches = ragged_batches()
     for batch in batches:
         logits = logits_of(model, batch)
@@ -682,10 +677,9 @@ def test_learnt_labels_are_not_warned_of(likelihood):
 
 
 @pytest.mark.parametrize(
-    "structure",
-    ["lowrank_kron", "diag", "full"],
+    ("likelihood", "structure"),
+    [(MULTI_LABEL, "lowrank_kron"), (TOKENS, "lowrank_kron"), (TOKENS, "full")],
 )
-@pytest.mark.parametrize("likelihood", LEARNT)
 def test_shuffled_labels_are_warned_of(likelihood, structure):
     learnt = LEARNT[likelihood]()
     shuffled = with_labels_of_the_next(learnt.batches)

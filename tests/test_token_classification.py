@@ -8,19 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, nll_loss, one_hot, pad
+from torch.nn.functional import cross_entropy, nll_loss, one_hot
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from transformers import (
-    BertForTokenClassification,
-    GPT2Config,
-    GPT2ForTokenClassification,
-    LlamaConfig,
-    LlamaForTokenClassification,
-)
 
 import laplace_lora_ext
 import laplace_lora_ext.passes.recorder as recorder
@@ -43,11 +35,8 @@ from tests.support.dense import (
 )
 from tests.support.models import (
     N_CLASSES,
-    VOCABULARY,
     Batch,
-    base_model,
     lora_model,
-    ragged_batches,
     record_calls,
     without_labels,
 )
@@ -57,10 +46,10 @@ from tests.support.posteriors import (
     make,
 )
 from tests.support.ranks import assert_alike, failures, on_ranks
+from tests.support.tokens import IGNORED, is_real, token_classifier
+from tests.support.tokens import labelled_batches as batches
 
 TOKENS = "token_classification"
-# The label that transformers' own loss passes over.
-IGNORED = -100
 N_TEXTS = 8
 # A prior precision that leaves weights a standard deviation of 1e-7.
 NARROW = 1e14
@@ -77,96 +66,6 @@ of_two_structures = pytest.mark.parametrize(
     "structure",
     ["lowrank_kron", "diag"],
 )
-
-
-def bert(n_labels: int) -> nn.Module:
-    config = base_model("bert", n_labels).config
-    return BertForTokenClassification(config)
-
-
-def gpt2(n_labels: int) -> nn.Module:
-    # Its layers store their weights transposed, which the other two do not.
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=12,
-        n_layer=2,
-        n_head=2,
-        n_positions=64,
-        num_labels=n_labels,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_implementation="eager",
-    )
-    return GPT2ForTokenClassification(config)
-
-
-def llama(n_labels: int) -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        num_labels=n_labels,
-        pad_token_id=0,
-    )
-    return LlamaForTokenClassification(config)
-
-
-BASES = {
-    "bert": bert,
-    "gpt2": gpt2,
-    "llama": llama,
-}
-TARGET_MODULES = {
-    "bert": ["query", "value"],
-    "gpt2": ["c_attn"],
-    "llama": ["q_proj", "v_proj"],
-}
-
-
-def token_classifier(
-    kind: str = "bert",
-    n_labels: int = N_CLASSES,
-    dtype: torch.dtype = torch.float64,
-) -> nn.Module:
-    """Make a classifier of tokens with an adapter that is not 0."""
-    torch.manual_seed(0)
-    lora = LoraConfig(
-        r=2,
-        target_modules=TARGET_MODULES[kind],
-        # With B at 0, as PEFT begins, the gradient of A would be 0 everywhere.
-        init_lora_weights=False,
-    )
-    make_base = BASES[kind]
-    base = make_base(n_labels)
-    model = get_peft_model(base, lora)
-    model.to(dtype)
-    return model.eval()
-
-
-def is_real(batch: Batch) -> Tensor:
-    """Tell tokens from padding, `(texts, tokens)`."""
-    return batch["attention_mask"].bool()
-
-
-def batches(batch_size: int = 3) -> list[Batch]:
-    """Make ragged texts of which some tokens are labelled, and one text has none."""
-    found = ragged_batches(batch_size=batch_size)
-    draws = generator(3)
-    for number, batch in enumerate(found):
-        shape = batch["input_ids"].shape
-        labels = torch.randint(0, N_CLASSES, shape, generator=draws)
-        # Few enough that texts have gaps, and many enough that most have labels.
-        share = 0.6
-        uniform = torch.rand(shape, generator=draws)
-        is_drawn = uniform < share
-        has_label = is_drawn & is_real(batch)
-        labels[~has_label] = IGNORED
-        if number == 1:
-            labels[1] = IGNORED
-        batch["labels"] = labels
-    return found
 
 
 def first_batch() -> Batch:
@@ -289,10 +188,14 @@ def predicted(la, data: Batch | Sequence[Batch]):
     return la.predict(data, generator=generator())
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
 @pytest.mark.parametrize(
-    "structure",
-    ["lowrank_kron", "diag", "full"],
+    ("kind", "structure"),
+    [
+        ("bert", "lowrank_kron"),
+        ("gpt2", "lowrank_kron"),
+        ("llama", "full"),
+        ("bert", "diag"),
+    ],
 )
 def test_curvature_evidence_and_covariances_are_exact(kind, structure):
     data = batches()
@@ -358,22 +261,6 @@ def test_the_size_of_batches_changes_nothing(batch_size):
     at_once = fitted(data=[whole])
     found = curvature_of(in_parts)
     expected = curvature_of(at_once)
-    assert_close(found, expected, **EXACT)
-
-
-def test_padding_changes_nothing():
-    longer = batches()
-    three_on_the_right = (0, 3)
-    for batch in longer:
-        for key, value in PADDING.items():
-            batch[key] = pad(
-                batch[key],
-                three_on_the_right,
-                value=value,
-            )
-    la = fitted(data=longer)
-    found = curvature_of(la)
-    expected = curvature_of(fitted())
     assert_close(found, expected, **EXACT)
 
 
@@ -446,19 +333,6 @@ def test_predictions_are_of_every_token_but_padding(link):
         assert_close(again, p, **EXACT_OR_NAN)
 
 
-def test_so_narrow_a_prior_leaves_the_model_alone():
-    la = fitted()
-    la.prior_precision = NARROW
-    of_batches = []
-    for batch in batches():
-        p = la(batch)
-        of_batches.append(p[is_real(batch)])
-    found = torch.cat(of_batches)
-    f = logits_of_all_tokens(la, batches())
-    of_map = f.softmax(-1)
-    assert_close(found, of_map, rtol=1e-6, atol=1e-8)
-
-
 def test_a_prediction_has_entropies_of_each_token():
     batch = first_batch()
     prediction = predicted(fitted(), batch)
@@ -504,31 +378,6 @@ def test_a_prediction_of_a_loader_pads_its_batches_to_one_width():
 may_end_at_the_grids_edge = pytest.mark.filterwarnings(
     "ignore:The best prior precision of the grid"
 )
-ARGUMENTS_OF_METHODS = {
-    "agreement": {
-        "train_loader": batches(),
-    },
-    "gridsearch": {
-        "val_loader": batches(),
-        **PRIORS_ALONE,
-    },
-    "val_gd": {
-        "val_loader": batches(),
-        "n_steps": 20,
-    },
-    "marglik": {},
-}
-
-
-@may_end_at_the_grids_edge
-@pytest.mark.parametrize("method", ARGUMENTS_OF_METHODS)
-def test_methods_choose_a_prior_by_labelled_tokens(method):
-    la = fitted()
-    torch.manual_seed(0)
-    arguments = ARGUMENTS_OF_METHODS[method]
-    la.optimize_prior_precision(method=method, **arguments)
-    chosen = la.prior_precision
-    assert chosen.isfinite().all()
 
 
 @may_end_at_the_grids_edge
@@ -555,17 +404,6 @@ def test_a_grid_search_minimises_the_loss_of_labelled_tokens():
 
 
 # --- predictions at a cost of their own -----------------------------------------------
-
-
-def test_statistics_give_the_moments_of_labelled_tokens():
-    la = fitted()
-    statistics = statistics_of(la, batches())
-    found = statistics.moments(la.prior_precision)
-    expected = moments_of(la, batches())
-    assert_close(found.f_mu, expected.f_mu, **EXACT)
-    assert_close(found.f_var, expected.f_var, **EXACT)
-    labels = labels_of(batches())
-    assert torch.equal(statistics.targets, labels)
 
 
 def test_learnt_variances_predict_every_token_by_one_pass():
@@ -618,31 +456,6 @@ def test_samples_are_of_every_token_but_padding(pred_type):
     function = la.function(0, pred_type)
     of_function = function(batch)
     assert_of_every_token([of_function], batch, f)
-
-
-def test_a_joint_sample_is_that_of_one_function():
-    la = fitted()
-    batch = first_batch()
-    # Of the seed that `generator()` has, too.
-    function = la.function(0)
-    (joint_sample,) = la.functional_samples(
-        batch,
-        n_samples=1,
-        generator=generator(),
-        joint=True,
-    )
-    found = function(batch)
-    assert_close(found, joint_sample, equal_nan=True)
-
-
-def test_a_joint_sample_under_a_narrow_prior_is_the_model():
-    la = fitted()
-    batch = first_batch()
-    la.prior_precision = NARROW
-    samples = la.functional_samples(batch, n_samples=1, joint=True)
-    assert len(samples) == 1
-    f = logits_of_all_tokens(la, [batch])
-    assert_of_every_token(samples, batch, f)
 
 
 def predictions_of(la, text: Batch) -> dict[str, Any]:
@@ -763,39 +576,9 @@ def test_figures_are_over_labelled_tokens():
     assert trained["accuracy"] == pytest.approx(accuracy.item())
 
 
-@pytest.mark.filterwarnings("ignore:The posterior is over")
-def test_a_model_of_tokens_tells_its_likelihood_and_a_file_keeps_it(tmp_path):
-    model = token_classifier("llama", dtype=torch.float32)
-    la = laplace_lora_ext.Laplace(model)
+def test_a_model_of_tokens_tells_its_likelihood():
+    la = laplace_lora_ext.Laplace(token_classifier())
     assert la.likelihood == TOKENS
-    la.fit(batches())
-    la.save_pretrained(tmp_path)
-    loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
-    batch = first_batch()
-    found = loaded(batch)
-    expected = la(batch)
-    assert_close(found, expected, equal_nan=True)
-
-
-def test_steps_of_a_reasoning_have_two_classes():
-    """As TRL's PRMTrainer labels them: the last token of each step, -100 elsewhere."""
-    data = ragged_batches()
-    for batch in data:
-        labels = torch.full_like(batch["input_ids"], IGNORED)
-        numbers = torch.arange(len(labels))
-        # One step a text, right or wrong in turn, which ends with the second token.
-        labels[:, 1] = numbers % 2
-        batch["labels"] = labels
-    model = token_classifier("gpt2", n_labels=2)
-    la = fitted(model=model, data=data)
-    tokens = tokens_of(model, data)
-    fisher = softmax_fisher(tokens.f)
-    expected = gradient_curvature(model, tokens.Js, fisher)
-    found = la.H.to_matrix()
-    assert_close(found, expected, **EXACT)
-    texts, *_ = data
-    p = la(texts)
-    assert p.shape == (*texts["input_ids"].shape, 2)
 
 
 # --- texts without labels -------------------------------------------------------------
@@ -811,7 +594,7 @@ def with_a_batch_without_labels():
 
 
 @of_two_structures
-def test_texts_without_a_label_add_nothing_to_a_fit(
+def test_texts_without_a_label_add_nothing_to_a_fit_or_a_figure(
     structure, with_a_batch_without_labels
 ):
     la = fitted(structure=structure)
@@ -822,11 +605,6 @@ def test_texts_without_a_label_add_nothing_to_a_fit(
     found = curvature_of(other)
     expected = curvature_of(la)
     assert_close(found, expected, **EXACT)
-
-
-@of_two_structures
-def test_texts_without_a_label_change_no_figure(structure, with_a_batch_without_labels):
-    la = fitted(structure=structure)
     found = compare(la, with_a_batch_without_labels)
     expected = compare(la, batches())
     assert found.posterior == expected.posterior
@@ -849,25 +627,15 @@ def learnt_weights(la, loader) -> Tensor:
 
 
 @may_end_at_the_grids_edge
-@of_two_structures
 @pytest.mark.parametrize(
     "choose",
     [chosen_by_agreement, chosen_by_a_grid_search, learnt_weights],
 )
-def test_texts_without_a_label_change_no_choice(
-    choose, structure, with_a_batch_without_labels
-):
-    la = fitted(structure=structure)
+def test_texts_without_a_label_change_no_choice(choose, with_a_batch_without_labels):
+    la = fitted()
     found = choose(la, with_a_batch_without_labels)
     expected = choose(la, batches())
     assert_close(found, expected)
-
-
-def test_texts_without_a_label_teach_no_variance(with_a_batch_without_labels):
-    la = fitted()
-    found = la.amortize(with_a_batch_without_labels)
-    expected = la.amortize(batches())
-    assert found.n_examples == expected.n_examples
 
 
 # --- several processes ----------------------------------------------------------------

@@ -223,7 +223,7 @@ class Graph:
         n_seeds = seeds.stop - seeds.start
         if n_seeds == 1:
             is_last = seeds.stop == len(vectors)
-            with _Pass(self.calls, seeds, way.deliver, delivered):
+            with _Pass(self.calls, seeds, way.deliver, delivered, way.create_graph):
                 retain_graph = way.retain_graph or not is_last
                 gradients = self._grad(
                     vectors[seeds.start], way.parameters, retain_graph, way.create_graph
@@ -231,7 +231,14 @@ class Graph:
             way.deliver_each(seeds, [gradient[None] for gradient in gradients])
             return
         if n_seeds <= self._layouts.seeds_at_most:
-            together = _Pass(self.calls, seeds, way.deliver, delivered, is_batched=True)
+            together = _Pass(
+                self.calls,
+                seeds,
+                way.deliver,
+                delivered,
+                way.create_graph,
+                is_batched=True,
+            )
             of_parameters = self._batched(vectors[seeds], way, together)
             if of_parameters is not None:
                 way.deliver_each(seeds, of_parameters)
@@ -334,9 +341,11 @@ class _Pass:
         seeds: slice,
         deliver: Callable[[Arrived], None],
         delivered: set[int],
+        create_graph: bool,
         is_batched: bool = False,
     ) -> None:
         self.is_batched = is_batched
+        self._create_graph = create_graph
         self.seeds = seeds
         self.delivered = delivered
         self.is_delivering = False
@@ -358,9 +367,11 @@ class _Pass:
             for call in of_layer:
                 call.backward_pass = None
         if kind is None:
-            # Not all of the layer's calls had a gradient.
-            for index in sorted(self._waiting):
-                self._finish(index)
+            # Not all of the layer's calls had a gradient. Within the pass autograd has
+            # switched gradients off by itself.
+            with torch.set_grad_enabled(self._create_graph):
+                for index in sorted(self._waiting):
+                    self._finish(index)
 
     def arrive(
         self,

@@ -395,6 +395,18 @@ def write_rows(
     file.write_text("\n".join([*lines, "", ""]), encoding="utf-8")
 
 
+def write_grammar(data: Path) -> None:
+    """Write sentences of two classes, some of them wrong."""
+    rows = []
+    for number in range(24):
+        verb = "rains" if number % 2 else "rain"
+        # Each sentence twice: with its own label, and with one that tells nothing.
+        for label in (number % 2, (number // 5) % 2):
+            rows.append({"sentence": f"It {verb} {number}.", "label": label})
+    for source in PAPER_TASKS["cola"].sources:
+        write_rows(rows, source.file_in(data))
+
+
 def write_intents(
     intents: Mapping[str, Sequence[str]],
     n_texts: int,

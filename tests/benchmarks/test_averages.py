@@ -4,8 +4,7 @@ import torch
 from torch.testing import assert_close
 
 from benchmarks.training import Averaged
-from tests.benchmarks.support import run, trained
-from tests.benchmarks.test_stages import write_grammar
+from tests.benchmarks.support import run, trained, write_grammar
 
 
 def trained_weights(model):

@@ -17,10 +17,9 @@ from benchmarks.fine_tuning import (
 from benchmarks.methods.method import labels_of
 from benchmarks.methods.priors import geometric_mean
 from benchmarks.options import Stages
-from benchmarks.tasks.paper import PAPER_TASKS
 from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.training.stages import add_member
-from tests.benchmarks.support import is_picture, rows_by, run, write_rows
+from tests.benchmarks.support import is_picture, rows_by, run, write_grammar
 
 
 @pytest.fixture
@@ -180,18 +179,6 @@ def nll_of(la, pretrained):
     ]
     probabilities = torch.cat(predicted).detach()
     return negative_log_likelihood(probabilities, labels_of(test))
-
-
-def write_grammar(data):
-    """Write sentences of two classes, some of them wrong."""
-    rows = []
-    for number in range(24):
-        verb = "rains" if number % 2 else "rain"
-        # Each sentence twice: with its own label, and with one that tells nothing.
-        for label in (number % 2, (number // 5) % 2):
-            rows.append({"sentence": f"It {verb} {number}.", "label": label})
-    for source in PAPER_TASKS["cola"].sources:
-        write_rows(rows, source.file_in(data))
 
 
 def test_a_mixture_is_that_of_in_stages(options):

@@ -17,18 +17,10 @@ from tests.support.models import (
     with_lora,
 )
 from tests.support.posteriors import (
-    STRUCTURES,
     count_forward_passes,
     make,
+    with_structures,
 )
-
-WAYS = [
-    pytest.param("lowrank_kron", "gradient", id="gradient"),
-    pytest.param("lowrank_kron", "expand", id="expand"),
-    pytest.param("kron", None, id="kron"),
-    pytest.param("diag", None, id="diag"),
-    pytest.param("full", None, id="full"),
-]
 
 
 class Broken(nn.Module):
@@ -59,19 +51,26 @@ class Broken(nn.Module):
         return logits
 
 
+OF_GRADIENT = r"[wW]eight inner\.(second\.lora_B|first\.lora_A)\S*: non-finite"
+
+
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("structure", "kfac_approx", "kind", "message"),
     [
-        ("activation", "non-finite logits"),
-        ("hidden", ".*non-finite"),
-        ("logits", "non-finite logits"),
-        (
-            "gradient",
-            r"[wW]eight inner\.(second\.lora_B|first\.lora_A)\S*: non-finite",
-        ),
+        ("lowrank_kron", "gradient", "activation", "non-finite logits"),
+        ("lowrank_kron", "gradient", "hidden", ".*non-finite"),
+        ("lowrank_kron", "gradient", "logits", "non-finite logits"),
+        ("lowrank_kron", "gradient", "gradient", OF_GRADIENT),
+        ("lowrank_kron", "expand", "hidden", ".*non-finite"),
+        ("lowrank_kron", "expand", "gradient", OF_GRADIENT),
+        ("kron", None, "logits", "non-finite logits"),
+        ("kron", None, "hidden", ".*non-finite"),
+        ("kron", None, "gradient", OF_GRADIENT),
+        ("diag", None, "gradient", OF_GRADIENT),
+        ("full", None, "hidden", ".*non-finite"),
+        ("full", None, "gradient", OF_GRADIENT),
     ],
 )
-@pytest.mark.parametrize(("structure", "kfac_approx"), WAYS)
 def test_what_is_not_finite_is_named_and_does_no_harm(
     structure, kfac_approx, kind, message
 ):
@@ -174,8 +173,7 @@ def test_some_fused_layers_are_not_taken_for_a_matter_of_data():
         la.fit(pairs())
 
 
-@pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(("structure", "case"), with_structures(REFUSED))
 def test_layers_that_have_no_gradient_are_refused(structure, case):
     refused = REFUSED[case]
     message = refused.message

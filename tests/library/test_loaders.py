@@ -38,7 +38,6 @@ NEITHER = {
     "tuple of one": (X,),
     "tuple of three": (X, Y, None),
     "none": None,
-    "text": "text",
 }
 
 

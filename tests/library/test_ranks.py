@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.dense import full_rank
 from tests.support.models import first_batch, lora_model, ragged_batches
-from tests.support.posteriors import GRID, STRUCTURES, generator, make
+from tests.support.posteriors import GRID, generator, make, with_structures
 from tests.support.ranks import (
     Texts,
     accelerated,
@@ -107,13 +107,8 @@ def test_every_way_chooses_as_one_process_does(choose, takes_statistics):
     assert_alike(on_ranks(job, 3), job(), **CLOSE)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize(
-    "choose",
-    [
-        pytest.param(by_agreement, id="agreement"),
-        pytest.param(by_gridsearch, id="gridsearch"),
-    ],
+    ("structure", "choose"), with_structures([by_agreement, by_gridsearch])
 )
 def test_every_structure_chooses_as_one_process_does(structure, choose):
     def job(_=0):

@@ -27,7 +27,7 @@ from tests.support.models import (
     ragged_batches,
     record_calls,
 )
-from tests.support.posteriors import STRUCTURES, make
+from tests.support.posteriors import make, with_structures
 from tests.support.texts import encoder_decoder
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -382,8 +382,7 @@ def test_a_causal_language_model_needs_class_tokens(gpt2, eight_texts):
 # --- answers that are warned of -------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("batch_size", [3, 8])
+@pytest.mark.parametrize(("structure", "batch_size"), with_structures([3, 8]))
 def test_answers_that_the_model_hardly_gives_are_warned_of_once_after_a_fit(
     gpt2,
     eight_texts,

@@ -35,7 +35,7 @@ from tests.support.models import (
     record_calls,
     with_lora,
 )
-from tests.support.posteriors import STRUCTURES, fitted, make
+from tests.support.posteriors import OURS_AND_A_HOSTS, fitted, make, with_structures
 
 PAD = 3
 
@@ -43,7 +43,7 @@ Batch = dict[str, Any]
 
 # Where a classifier reads, and where a language model that classifies.
 kinds = pytest.mark.parametrize("kind", ["bert", "gpt2"])
-structures = pytest.mark.parametrize("structure", STRUCTURES)
+structures = pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
 
 
 def adapted(
@@ -304,9 +304,8 @@ def test_a_model_may_be_called_as_transformers_models_are(kind, batch):
 # --- labels that are none, batches that are empty -------------------------------------
 
 
-@structures
-def test_labels_that_are_none_are_not_asked_for_by_predictions(batch, structure):
-    la = fitted(structure=structure)
+def test_labels_that_are_none_are_not_asked_for_by_predictions(batch):
+    la = fitted()
     unlabelled = batch | {"labels": None}
     found = la(unlabelled)
     assert torch.equal(found, la(batch))
@@ -338,10 +337,9 @@ without_labels = pytest.mark.parametrize(
 )
 
 
-@structures
 @without_labels
-def test_a_loader_may_have_labels_that_are_none(batch, structure, unlabel):
-    la = fitted(structure=structure)
+def test_a_loader_may_have_labels_that_are_none(batch, unlabel):
+    la = fitted()
     loader = [unlabel(batch)]
     found = la.predict_proba(loader)
     expected = la.predict_proba(batch)
@@ -386,8 +384,9 @@ def test_batches_keep_their_numbers_where_empty_ones_are_left_out():
     assert names == ["batch 0", "batch 4", "batch 5"]
 
 
-@structures
-@pytest.mark.parametrize("unlabel", [labels_of_none, a_pair_with_none])
+@pytest.mark.parametrize(
+    ("structure", "unlabel"), with_structures([labels_of_none, a_pair_with_none])
+)
 def test_labels_that_are_none_fit_nothing(bert, batch, structure, unlabel):
     la = make(bert, structure)
     loader = [batch, unlabel(batch)]

@@ -14,7 +14,7 @@ from tests.support.models import (
     ragged_batches,
     record_calls,
 )
-from tests.support.posteriors import STRUCTURES, make
+from tests.support.posteriors import OURS_AND_A_HOSTS, make
 
 LOGITS = torch.arange(6.0).reshape(3, 2)
 
@@ -93,7 +93,7 @@ def test_split_takes_a_pair_apart(pair):
     assert labels.tolist() == [0, 1, 1]
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
 def test_missing_labels_are_refused_by_batch_and_say_which_keys_there_are(
     bert,
     structure,

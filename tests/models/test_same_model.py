@@ -22,7 +22,7 @@ from tests.support.models import (
     ragged_batches,
     with_lora,
 )
-from tests.support.posteriors import STRUCTURES, fitted, make
+from tests.support.posteriors import fitted, make, with_structures
 
 # As of `fitted`, so that a state is refused for nothing but what a test changed.
 RANK = {"backend_kwargs": {"rank": 3}}
@@ -136,23 +136,17 @@ def only_values(
 # --- what is a change -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        (
-            adapter,
-            r"value\.lora_B\.default\.weight have changed since the fit: fit again",
-        ),
-        (
-            head,
-            r"classifier\.modules_to_save\.weight differs from that of the fit",
-        ),
-        (base, r"output\.dense\.weight differs from that of the fit"),
-        (outside, r"query\.lora_B\.weight differs from that of the fit"),
-    ],
-)
-def test_a_weight_that_has_changed_since_the_fit_is_named(part, message, structure):
+PARTS = [
+    (adapter, r"value\.lora_B\.default\.weight have changed since the fit: fit again"),
+    (head, r"classifier\.modules_to_save\.weight differs from that of the fit"),
+    (base, r"output\.dense\.weight differs from that of the fit"),
+    (outside, r"query\.lora_B\.weight differs from that of the fit"),
+]
+
+
+@pytest.mark.parametrize(("structure", "case"), with_structures(PARTS))
+def test_a_weight_that_has_changed_since_the_fit_is_named(structure, case):
+    part, message = case
     # So that there is a LoRA weight outside of the posterior, too.
     la = only_values(structure)
     batch = first_batch()

@@ -19,7 +19,7 @@ from tests.support.models import (
     ragged_batches,
     with_lora,
 )
-from tests.support.posteriors import STRUCTURES, fitted, generator, make
+from tests.support.posteriors import fitted, generator, make, with_structures
 
 SHORT, LONG = 6, 30
 
@@ -150,8 +150,7 @@ def state_of(model: nn.Module) -> list:
     return state
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize(("structure", "case"), with_structures(MODELS))
 def test_the_order_of_batches_changes_no_curvature(case, structure):
     batches = two_batches(case)
     model = MODELS[case]()

@@ -19,7 +19,7 @@ from tests.support.posteriors import (
     normal,
     plain_regression,
 )
-from tests.test_mixture import preferences, two
+from tests.support.tasks import preferences, two
 
 # The tails, the middle, and one between.
 LEVELS = [0.01, 0.3, 0.5, 0.95]

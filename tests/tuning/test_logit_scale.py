@@ -35,13 +35,14 @@ from tests.support.models import (
 )
 from tests.support.posteriors import (
     GRID,
-    STRUCTURES,
+    OURS_AND_A_HOSTS,
     another_training,
     count_forward_passes,
     fitted,
     generator,
     overconfident,
     plain_regression,
+    with_structures,
 )
 from tests.support.texts import fitted_text
 
@@ -76,16 +77,9 @@ def scaled(moments: Moments) -> Moments:
     )
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize(
-    "link",
-    [
-        "probit",
-        "mean_field",
-        "mc",
-        "bridge",
-        "bridge_norm",
-    ],
+    ("structure", "link"),
+    with_structures(["probit", "mean_field", "mc", "bridge", "bridge_norm"]),
 )
 def test_a_link_gets_scaled_logits(link, structure, batch):
     la = fitted(structure=structure)
@@ -254,7 +248,7 @@ def test_it_is_shown_where_it_is_not_1(la):
     assert "logit scale 2.5" in repr(la)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
 def test_it_is_saved(structure, batch, tmp_path):
     la = fitted(structure=structure)
     la.logit_scale = SCALE
@@ -266,9 +260,8 @@ def test_it_is_saved(structure, batch, tmp_path):
     assert torch.equal(read(batch), expected)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_what_is_saved_without_a_scale_has_a_scale_of_1(structure, tmp_path):
-    la = fitted(structure=structure)
+def test_what_is_saved_without_a_scale_has_a_scale_of_1(tmp_path):
+    la = fitted()
     la.logit_scale = SCALE
     la.save_pretrained(tmp_path)
     # As earlier releases wrote it.
