@@ -18,10 +18,10 @@ from tests.support.models import (
     lora_model,
     ragged_batches,
 )
+from tests.support.pages import FENCE, PROMPTS, write_adapter
 from tests.support.posteriors import another_training
 from tests.support.tokens import token_classifier
 from tests.support.trainers import trainer_of
-from tests.test_readme import FENCE, PROMPTS, write_adapter
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -40,7 +40,6 @@ from tests.support.models import (
     plain_model,
     ragged_batches,
     real_targets,
-    untrained,
     without_labels,
 )
 from tests.support.posteriors import generator, make
@@ -472,21 +471,6 @@ def test_a_student_learns_each_labels_probability(tmp_path):
     model.set_adapter(student)
     after = divergence(targets, logits_of(model, X))
     assert after < 0.1 * before
-
-
-def test_trained_in_stages_by_a_trainer(tmp_path):
-    batch = one_batch_to_train_on()
-    trainer = trainer_for(tmp_path, one_by_one([batch]))
-    # Stages warn of an adapter that looks trained.
-    untrained(trainer.model)
-    with warnings.catch_warnings():
-        # Of four held-out texts, whose choice is at an end of the grid.
-        warnings.simplefilter("ignore")
-        la = laplace_lora_ext.train_in_stages(trainer, held_out=0.25)
-    assert la.likelihood == MULTI_LABEL
-    assert la.n_data == N_TO_TRAIN_ON
-    p = la(without_labels(batch))
-    assert p.shape == (N_TO_TRAIN_ON, N_LABELS)
 
 
 def test_held_out_texts_have_each_label():

@@ -10,65 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 from laplace import Laplace
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainingArguments
 
 import laplace_lora_ext
 from tests.support.models import (
     Batch,
-    base_model,
     lora_model,
     ragged_batches,
 )
+from tests.support.pages import FENCE, PROMPTS, write_adapter
 from tests.support.ranks import Texts
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 BLOCKS = [code for _, code in FENCE.findall(README)]
-# Those of the prompts and of their answers.
-WORDS = [
-    "[PAD]",
-    "[UNK]",
-    "Question",
-    "Answer",
-    ":",
-    "which",
-    "one",
-    "?",
-    "A",
-    "B",
-    "C",
-    "D",
-]
-PROMPTS = [
-    "Question : which one ? Answer :",
-    "Question : ? Answer :",
-    "which ? Answer :",
-] * 2
 ANSWERS = [0, 1, 2, 3, 0, 2]
-
-
-def write_adapter(folder: Path, kind: str) -> None:
-    """Write an adapter with base model and, for prompts, a tokenizer."""
-    base = folder / "base"
-    base_model(kind).save_pretrained(base)
-    model = lora_model(kind, torch.float32)
-    model.peft_config["default"].base_model_name_or_path = str(base)
-    model.save_pretrained(folder)
-    vocabulary = {word: index for index, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        model_input_names=["input_ids", "attention_mask"],
-    ).save_pretrained(folder)
 
 
 def a_trainer(folder: Path) -> Trainer:

@@ -1,6 +1,6 @@
 """Tiny models of many families, and what the library makes of them.
 
-`tests/library/test_compatibility.py` proves what `python -m tests.compatibility.tables`
+`tests/end_to_end/test_compatibility.py` proves what `tests.compatibility.tables`
 prints.
 """
 

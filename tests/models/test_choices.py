@@ -33,9 +33,9 @@ from tests.support.models import (
     ragged_batches,
     record_calls,
 )
+from tests.support.pages import WORDS, write_adapter
 from tests.support.posteriors import generator, make
 from tests.support.texts import encoder_decoder
-from tests.test_readme import WORDS, write_adapter
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 # Of the families' models, whose attention is not all for float64.

@@ -25,9 +25,9 @@ from tests.support.models import (
     ragged_batches,
     without_labels,
 )
+from tests.support.pages import PROMPTS, write_adapter
 from tests.support.posteriors import fitted, generator
 from tests.support.texts import drawn_models, fitted_text, text_batches
-from tests.test_readme import PROMPTS, write_adapter
 
 PAGE = Path(__file__).parents[2] / "docs/other_libraries.md"
 GUIDE = PAGE.read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tests.library.pretended_device import NAME, install
+from tests.end_to_end.pretended_device import NAME, install
 from tests.support.dense import EXACT
 from tests.support.models import (
     CLASS_TOKEN_IDS,

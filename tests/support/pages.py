@@ -1,0 +1,50 @@
+"""Code of pages, and what it reads: an adapter, its tokenizer, and prompts."""
+
+import re
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.models import base_model, lora_model
+
+FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Those of the prompts and of their answers.
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "Question",
+    "Answer",
+    ":",
+    "which",
+    "one",
+    "?",
+    "A",
+    "B",
+    "C",
+    "D",
+]
+PROMPTS = [
+    "Question : which one ? Answer :",
+    "Question : ? Answer :",
+    "which ? Answer :",
+] * 2
+
+
+def write_adapter(folder: Path, kind: str) -> None:
+    """Write an adapter with base model and, for prompts, a tokenizer."""
+    base = folder / "base"
+    base_model(kind).save_pretrained(base)
+    model = lora_model(kind, torch.float32)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder)
+    vocabulary = {word: index for index, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        model_input_names=["input_ids", "attention_mask"],
+    ).save_pretrained(folder)
