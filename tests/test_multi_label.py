@@ -381,27 +381,6 @@ def test_other_structures_are_searched(predictions):
 # --- everything else that users do ----------------------------------------------------
 
 
-def test_variances_are_learnt():
-    la = fitted()
-    # So many that a regression on a dozen features has something to learn from.
-    lengths = (7, 4, 5, 6) * 8
-    texts = batches(lengths=lengths, batch_size=8)
-    la.amortize(texts)
-    assert la.learnt_variance.r_squared > 0.5
-
-    first, *_ = texts
-    X = without_labels(first)
-    exact = la(X, link_approx="mean_field")
-    learnt = la(X, pred_type="amortized", link_approx="mean_field")
-    assert learnt.shape == (8, N_LABELS)
-    assert exact.shape == learnt.shape
-    errors = (learnt - exact).abs()
-    assert errors.max() < 0.1
-    prediction = la.predict(texts, pred_type="amortized")
-    of_first = prediction.probabilities[:8]
-    assert_close(of_first, learnt)
-
-
 # --- trainings ------------------------------------------------------------------------
 
 

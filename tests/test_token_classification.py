@@ -406,28 +406,6 @@ def test_a_grid_search_minimises_the_loss_of_labelled_tokens():
 # --- predictions at a cost of their own -----------------------------------------------
 
 
-def test_learnt_variances_predict_every_token_by_one_pass():
-    la = fitted()
-    learnt = la.amortize(batches())
-    # Each once in its own text, and once in one with swapped tokens.
-    labels = labels_of(batches())
-    assert learnt.n_examples == 2 * len(labels)
-    # What the classifier reads, and the log-probabilities.
-    hidden_size = 12
-    n_features = hidden_size + N_CLASSES
-    assert len(learnt.mean) == n_features
-    batch = first_batch()
-    calls = record_calls(la.model.model)
-    learnt_p = la(batch, pred_type="amortized", link_approx="mean_field")
-    assert len(calls) == 1
-    exact_p = la(batch, link_approx="mean_field")
-    assert learnt_p.shape == exact_p.shape
-    # At padding alone, as the exact ones.
-    found = learnt_p.isnan()
-    expected = exact_p.isnan()
-    assert torch.equal(found, expected)
-
-
 def assert_of_every_token(samples, batch, expected):
     """Check that samples are what is expected of tokens, and NaN at padding."""
     mask = is_real(batch)

@@ -212,33 +212,6 @@ def test_a_changed_head_is_another_model():
         la(batch)
 
 
-def test_a_mixture_of_adapters_has_each_ones_head():
-    model = lora_model("bert")
-    first = fitted(model=model, modules_to_save=True)
-    config = LoraConfig(
-        task_type="SEQ_CLS",
-        r=2,
-        target_modules=["query"],
-    )
-    model.add_adapter("second", config)
-    model.set_adapter("second")
-    for name, weight in model.named_parameters():
-        # An adapter as PEFT begins it has a B of zeros, and the base model's head.
-        if ".second" in name:
-            nn.init.normal_(weight, std=0.3)
-    second = fitted(model=model, modules_to_save=True)
-    assert heads_of(first)
-    for of_first, of_second in zip(heads_of(first), heads_of(second), strict=True):
-        expected = of_first.replace("default", "second")
-        assert of_second == expected
-
-    mixture = laplace_lora_ext.LaplaceMixture([first, second])
-    batch = first_batch()
-    found = mixture(batch)
-    mean = (first(batch) + second(batch)) / 2
-    assert_close(found, mean)
-
-
 def test_another_posterior_of_the_same_choice_has_the_same_heads():
     la = fitted("bert", modules_to_save=True)
     model = lora_model("bert")
