@@ -219,16 +219,6 @@ def without_rows(blocks: Iterable[Block]) -> list[Block]:
     return selected
 
 
-def whole_parameters(blocks: Iterable[Block]) -> list[Tensor]:
-    """List the parameters, each once, whose gradients are needed as a whole."""
-    parameters: dict[int, Tensor] = {}
-    # By identity: tensors compare their numbers.
-    for block in blocks:
-        if isinstance(block.rows, WholeGradient):
-            parameters[id(block.weight)] = block.weight
-    return list(parameters.values())
-
-
 # --- values ---------------------------------------------------------------------------
 
 

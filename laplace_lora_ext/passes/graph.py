@@ -15,11 +15,10 @@ import torch
 import torch._C._functorch as functorch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-from torch.autograd.graph import Node
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import Checkpoints
-from laplace_lora_ext.models.weights import Block, LinearRows, whole_parameters
+from laplace_lora_ext.models.weights import Block, LinearRows
 from laplace_lora_ext.passes.memory import OutOfMemory, attempt
 
 # Rows that a backward pass should have: with fewer, products leave the machine half
@@ -42,8 +41,9 @@ class Layouts:
     # under `torch.func.vmap`, fewer than before where memory did not suffice.
     seeds_at_most: float = math.inf
     # Indices of the blocks that passes have used, since whoever asks emptied it: whose
-    # layers were called, or whose parameters the logits depend on.
+    # layers were called, or whose whole gradient there is.
     used: set[int] = field(default_factory=set)
+    has_warned: bool = False  # of what whole gradients cost
 
 
 def check_logits(logits: Tensor) -> None:
@@ -98,15 +98,6 @@ class Arrived:
     gradients: list[Tensor] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class OfParameter:
-    """What a backward pass brought to a whole parameter."""
-
-    parameter: Tensor
-    seeds: slice
-    gradients: Tensor  # `(S, *shape of the parameter)`
-
-
 class _Tap(torch.autograd.Function):
     """Hands a layer's input and gradient to the backward pass.
 
@@ -152,21 +143,16 @@ class _Tap(torch.autograd.Function):
 
 
 class Graph:
-    """Logits `(B, C)`, with the calls and parameters that they depend on."""
+    """Logits `(B, C)`, with the calls of layers behind them."""
 
     def __init__(
         self,
         logits: Tensor,
         calls: Sequence[Sequence[Call]],
-        parameters: Sequence[Tensor],
         anchor: Tensor,
         layouts: Layouts,
     ) -> None:
         self.logits = logits
-        self.parameters: list[Tensor] = []
-        if parameters:
-            leaves = _leaves_behind(logits)
-            self.parameters = [each for each in parameters if id(each) in leaves]
         self.calls = list(calls)
         self._anchor = anchor
         self._layouts = layouts
@@ -174,8 +160,6 @@ class Graph:
     @property
     def seeds_at_once(self) -> int:
         """Say how many seeds one backward pass should take."""
-        if self.parameters:  # their gradients are all in memory at the end of a pass
-            return 1
         # A layer with more rows than others, as of all tokens, makes up most of the
         # time.
         most_rows = 1
@@ -189,7 +173,6 @@ class Graph:
         vectors: Tensor,
         at_once: int,
         deliver: Callable[[Arrived], None],
-        deliver_whole: Callable[[OfParameter], None] | None = None,
         *,
         retain_graph: bool,
         create_graph: bool = False,
@@ -197,16 +180,13 @@ class Graph:
         """Make backward passes with `(S, B, C)` vectors, `at_once` of them in each.
 
         What arrives at each layer is delivered as soon as it is known, so that few
-        gradients are in memory at a time; what arrives at whole parameters, if it is
-        asked for, after each pass. Some kernels can't run under `torch.func.vmap`, such
-        as those that write into their arguments. Then seeds go one by one, from then
-        on; half as many at once where memory does not suffice.
+        gradients are in memory at a time. Some kernels can't run under
+        `torch.func.vmap`, such as those that write into their arguments. Then seeds go
+        one by one, from then on; half as many at once where memory does not suffice.
         """
-        parameters = [] if deliver_whole is None else self.parameters
-        if not any(self.calls) and not parameters:  # none has a gradient
+        if not any(self.calls):  # none has a gradient
             return
-
-        way = _Way(deliver, deliver_whole, parameters, retain_graph, create_graph)
+        way = _Way(deliver, retain_graph, create_graph)
         n_seeds = len(vectors)
         for start in range(0, n_seeds, at_once):
             stop = min(start + at_once, n_seeds)
@@ -225,10 +205,7 @@ class Graph:
             is_last = seeds.stop == len(vectors)
             with _Pass(self.calls, seeds, way.deliver, delivered, way.create_graph):
                 retain_graph = way.retain_graph or not is_last
-                gradients = self._grad(
-                    vectors[seeds.start], way.parameters, retain_graph, way.create_graph
-                )
-            way.deliver_each(seeds, [gradient[None] for gradient in gradients])
+                self._grad(vectors[seeds.start], retain_graph, way.create_graph)
             return
         if n_seeds <= self._layouts.seeds_at_most:
             together = _Pass(
@@ -239,9 +216,7 @@ class Graph:
                 way.create_graph,
                 is_batched=True,
             )
-            of_parameters = self._batched(vectors[seeds], way, together)
-            if of_parameters is not None:
-                way.deliver_each(seeds, of_parameters)
+            if self._is_batched(vectors[seeds], way, together):
                 return
             # It has brought some layers theirs before it failed.
             delivered = together.delivered
@@ -250,62 +225,49 @@ class Graph:
             fewer = slice(start, min(start + step, seeds.stop))
             self._propagate(vectors, fewer, way, set(delivered))
 
-    def _batched(
-        self, vectors: Tensor, way: _Way, together: _Pass
-    ) -> Sequence[Tensor] | None:
-        """Back-propagate several seeds in one pass; None if that is impossible.
+    def _is_batched(self, vectors: Tensor, way: _Way, together: _Pass) -> bool:
+        """Back-propagate several seeds in one pass; False if that is impossible.
 
         The layouts remember that.
-
-        Returns the gradients of parameters.
         """
 
-        def grad(vector: Tensor) -> tuple[Tensor, ...]:
+        def grad(vector: Tensor) -> Tensor:
             # If the pass fails, the graph is needed again.
-            gradients = self._grad(vector, way.parameters, True, way.create_graph)
-            return vector.new_zeros(()), *gradients
+            self._grad(vector, True, way.create_graph)
+            return vector.new_zeros(())
 
-        def run() -> Sequence[Tensor]:
+        def run() -> None:
             with together, warnings.catch_warnings():
                 # Where an operation has no batching rule, vmap runs it once a seed: as
                 # good.
                 warnings.filterwarnings("ignore", "There is a performance drop")
-                _, *of_parameters = torch.func.vmap(grad)(vectors)
-                return of_parameters
+                torch.func.vmap(grad)(vectors)
 
         try:
-            gradients = attempt(run)
+            failure = attempt(run)
         except Exception:
             if together.is_delivering:  # the fault is not the pass's
                 raise
             self._layouts.seeds_at_most = 1
-            return None
-        if not isinstance(gradients, OutOfMemory):
-            return gradients
+            return False
+        if not isinstance(failure, OutOfMemory):
+            return True
         if together.is_delivering:  # which smaller batches mend
-            raise torch.OutOfMemoryError(gradients.message)
+            raise torch.OutOfMemoryError(failure.message)
         self._layouts.seeds_at_most = len(vectors) // 2
-        return None
+        return False
 
-    def _grad(
-        self,
-        vector: Tensor,
-        parameters: Sequence[Tensor],
-        retain_graph: bool,
-        create_graph: bool,
-    ) -> Sequence[Tensor]:
+    def _grad(self, vector: Tensor, retain_graph: bool, create_graph: bool) -> None:
         # Every call leads to the anchor, which needs no gradient itself: of layers, no
         # gradient of anything has to be kept to the end of the pass.
-        _, *gradients = torch.autograd.grad(
+        torch.autograd.grad(
             self.logits,
-            [self._anchor, *parameters],
+            self._anchor,
             vector,
             retain_graph=retain_graph,
             create_graph=create_graph,
             allow_unused=True,
-            materialize_grads=True,
         )
-        return gradients
 
 
 @dataclass(frozen=True)
@@ -313,20 +275,8 @@ class _Way:
     """How a graph is passed back through, and what takes what arrives."""
 
     deliver: Callable[[Arrived], None]
-    deliver_whole: Callable[[OfParameter], None] | None
-    parameters: Sequence[Tensor]  # whose whole gradients are asked for
     retain_graph: bool
     create_graph: bool
-
-    def deliver_each(
-        self,
-        seeds: slice,
-        gradients: Sequence[Tensor],
-    ) -> None:
-        """Deliver what some seeds have brought to each parameter."""
-        for parameter, of_parameter in zip(self.parameters, gradients, strict=True):
-            assert self.deliver_whole is not None
-            self.deliver_whole(OfParameter(parameter, seeds, of_parameter))
 
 
 class _Pass:
@@ -430,7 +380,6 @@ class Taps:
         self._blocks = blocks
         self._layouts = layouts
         self._keeps_inputs = keeps_inputs
-        self._parameters = whole_parameters(blocks)
         # What all backward passes are asked for. Weights of layers that are called
         # require no gradient, and a pass goes no further than it must.
         self._anchor = torch.zeros((), requires_grad=True)
@@ -455,12 +404,8 @@ class Taps:
                     raise _overwritten(call.layer)
                 if not self._keeps_inputs:  # the graph has what backward passes need
                     call.inputs = None
-        graph = Graph(logits, calls, self._parameters, self._anchor, self._layouts)
-        reached = {id(parameter) for parameter in graph.parameters}
-        for index, block in enumerate(self._blocks):
-            if index in self._called or id(block.weight) in reached:
-                self._layouts.used.add(index)
-        return graph
+        self._layouts.used.update(self._called)
+        return Graph(logits, calls, self._anchor, self._layouts)
 
     def hear(
         self,
@@ -547,21 +492,6 @@ def _overwritten(layer: str) -> NotImplementedError:
         f"The model overwrites what the layer of {layer} was given: write x = x + y in "
         "place of x += y, or leave the layer out with target_modules."
     )
-
-
-def _leaves_behind(result: Tensor) -> set[int]:
-    """Collect the ids of all leaves of the graph that a result depends on."""
-    # Without recursion: the graph of a deep model is deeper than Python's stack.
-    nodes: set[Node] = set()
-    waiting: list[Node | None] = [result.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in nodes:
-            continue
-        nodes.add(node)
-        for before, _ in node.next_functions:
-            waiting.append(before)
-    return {id(getattr(node, "variable", None)) for node in nodes}
 
 
 def _version(tensor: Tensor) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import number_of_rows, number_of_tokens, part_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import is_shared, unfused_attention
@@ -22,13 +21,13 @@ from laplace_lora_ext.models.weights import (
     Place,
     check_in_place,
     read,
-    whole_parameters,
     without_rows,
 )
 from laplace_lora_ext.passes.graph import Layouts, Taps, tapped
 from laplace_lora_ext.passes.memory import Memory, OutOfMemory, attempt
 from laplace_lora_ext.passes.proof import is_proven
 from laplace_lora_ext.passes.recording import Gradients, Part, Recording, Turns, Visitor
+from laplace_lora_ext.passes.whole_gradients import WholeRecording
 
 # What models raise on inputs that are no example, or not alone.
 _NO_EXAMPLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
@@ -81,13 +80,12 @@ class Recorder:
     ) -> None:
         self.model = model
         self.blocks = list(blocks)
-        self._without_rows = without_rows(blocks)
-        # A whole parameter's gradient is of all examples that a pass has.
-        self.layouts = Layouts(examples_apart=bool(self._without_rows))
+        # A whole weight's gradient is of all examples that a pass has.
+        self._by_whole_gradients = bool(without_rows(blocks))
+        self.layouts = Layouts(examples_apart=self._by_whole_gradients)
         # A prediction's backward pass has more vectors at once than a fit's.
         self._of_fits = Memory()
         self._of_predictions = Memory()
-        self._has_warned = False
 
     @property
     def places(self) -> list[Place]:
@@ -108,7 +106,7 @@ class Recorder:
         outputs: Outputs | None = None,
         create_graph: bool = False,
         keeps_inputs: bool = False,
-    ) -> Iterator[Recording]:
+    ) -> Iterator[Recording | WholeRecording]:
         """Run the model on a batch and record the calls of the blocks' layers.
 
         What is back-propagated from are the model's logits, unless other `outputs` are
@@ -130,19 +128,22 @@ class Recorder:
         that were called; a `ValueError` if a number is not finite.
         """
         attention = unfused_attention() if create_graph else nullcontext()
+        weights: list[Tensor] = []  # to be differentiated in
+        if self._by_whole_gradients:
+            check_in_place(self.blocks, "A gradient in a whole matrix")
+            weights = [block.weight for block in self.blocks]
         listening = tapped(
             self.model,
-            self.blocks,
+            [] if weights else self.blocks,
             self.layouts,
             checkpointed=not create_graph,
             keeps_inputs=keeps_inputs,
         )
         compute = self._logits if outputs is None else outputs
-        check_in_place(self._without_rows, "A gradient in a whole matrix")
         # Hooks come last, when `prepared` makes other threads wait: these must not be
         # heard.
         with (
-            self.model.prepared(whole_parameters(self.blocks)),
+            self.model.prepared(weights),
             torch.inference_mode(False),
             torch.enable_grad(),
             attention,
@@ -158,9 +159,10 @@ class Recorder:
                 with torch.set_grad_enabled(create_graph):
                     logits = compute(batch, None)
                 parts = partial(self._one_at_a_time, taps, batch, logits, compute)
-            yield Recording(
-                logits, self.blocks, parts, create_graph, self._warn_of_passes
-            )
+            if not weights:
+                yield Recording(logits, self.blocks, parts, create_graph)
+                return
+            yield WholeRecording(logits, self.blocks, parts, create_graph, self.layouts)
 
     def _logits(self, batch: Any, own: Tensor | None) -> Tensor:
         return self.model(batch)
@@ -178,7 +180,7 @@ class Recorder:
             return None
         graph = taps.run(partial(outputs, batch, None))
         positions = self.model.positions(batch, len(graph.logits))
-        if positions.n_examples > 1 and graph.parameters:
+        if positions.n_examples > 1 and self._by_whole_gradients:
             return None
         if is_proven(graph, self.blocks, positions, layouts.proven):
             return Part(graph, positions)
@@ -214,19 +216,6 @@ class Recorder:
                 of_batch = of_batch or taps.run(partial(outputs, batch, None))
                 yield Part(of_batch, None, number, own)
             del graph  # before the next example is recorded
-
-    def _warn_of_passes(self, n_seeds: int) -> None:
-        """Say once which matrices make passes slow, and how many each example takes."""
-        slow = self._without_rows
-        if not slow or self._has_warned:
-            return
-        self._has_warned = True
-        warn(
-            f"{len(slow)} of {len(self.blocks)} matrices, such as {slow[0].name}, are "
-            "of no linear layer that is called: for their gradients each example takes "
-            f"a forward pass and {n_seeds} backward passes of its own. Leave them out "
-            "with target_modules to have whole batches at once."
-        )
 
     def check_called(self, called: Collection[int]) -> None:
         """Refuse a fit whose layers were never called, and so have no curvature."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from laplace_lora_ext.likelihoods import Seeds
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import Positions
-from laplace_lora_ext.models.weights import Block, read
-from laplace_lora_ext.passes.graph import Arrived, Graph, OfParameter
+from laplace_lora_ext.models.weights import Block
+from laplace_lora_ext.passes.graph import Arrived, Graph
 
 
 @dataclass(frozen=True)
@@ -159,16 +159,6 @@ class GradientsOfRows(Gradients):
         return self.g.mT @ self.a
 
 
-@dataclass(frozen=True)
-class GradientsOfMatrix(Gradients):
-    """Gradients of a matrix whose rows nobody sees, of one example."""
-
-    of_matrix: Tensor  # `(S, 1, m, n)`
-
-    def of_weight(self) -> Tensor:
-        return self.of_matrix
-
-
 class Visitor:
     """Takes what a recorded batch brings to each block."""
 
@@ -230,13 +220,11 @@ class Recording:
         blocks: Sequence[Block],
         parts: Callable[[], Iterable[Part]],
         create_graph: bool,
-        announce: Callable[[int], None],
     ) -> None:
         self.logits = logits  # (B, C)
         self._blocks = blocks
         self._parts = parts
         self._create_graph = create_graph
-        self._announce = announce  # how many backward passes an example takes
 
     def backward(
         self,
@@ -251,7 +239,6 @@ class Recording:
         Gradients are scaled by `(S, B)` weights. A pass takes `at_once` vectors, by
         default one, unless so few rows go through the layers that more are faster.
         """
-        self._announce(len(vectors))
         for part in self._parts():
             with torch.autocast(vectors.device.type, enabled=False):
                 self._backward(part, vectors, visitor, weights, at_once)
@@ -273,7 +260,6 @@ class Recording:
             part.vectors(vectors),
             at_once or part.graph.seeds_at_once,
             partial(self._visit_gradients, part, of_examples, visitor),
-            partial(self._visit_matrices, part, of_examples, visitor),
             retain_graph=self._create_graph or part.positions is None,
             create_graph=self._create_graph,
         )
@@ -335,41 +321,6 @@ class Recording:
                     positions=RowPositions(lengths, part.positions),
                 )
             )
-
-    def _visit_matrices(
-        self,
-        part: Part,
-        weights: Tensor | None,
-        visitor: Visitor,
-        arrived: OfParameter,
-    ) -> None:
-        """Bring a visitor the gradients of a parameter's matrices that are not 0.
-
-        Of many experts, an example reaches few.
-        """
-        matrices: dict[int, Tensor] = {}
-        for index, block in enumerate(self._blocks):
-            if block.weight is arrived.parameter:
-                matrices[index] = block.matrix(arrived.gradients, n_leading=1)
-        has_gradient = read([matrix.any() for matrix in matrices.values()])
-        for (index, matrix), is_reached in zip(
-            matrices.items(), has_gradient, strict=True
-        ):
-            if not is_reached:
-                continue
-            block = self._blocks[index]
-            with naming(f"weight {block.name}"):
-                scaled = matrix.to(block.statistics_dtype)[:, None]
-                if weights is not None:
-                    scaled = scaled * weights[arrived.seeds, :, None, None].to(scaled)
-                visitor.gradients(
-                    GradientsOfMatrix(
-                        index=index,
-                        example=part.example,
-                        seeds=arrived.seeds,
-                        of_matrix=scaled,
-                    )
-                )
 
 
 def _joined(of_calls: list[Tensor]) -> Tensor:
