@@ -6,12 +6,12 @@ or average what they have seen, and PEFT may keep products of DoRA's weights.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from peft import helpers
 from torch import Tensor, nn
 
 from laplace_lora_ext.models.tree import Tree
@@ -91,5 +91,6 @@ def _is_state(*values: Any) -> bool:
 
 def _without_caches() -> AbstractContextManager[object]:
     """Let layers of DoRA forget what they have cached, maybe of other weights."""
-    caching = getattr(helpers, "DoraCaching", None)  # older PEFT caches nothing
+    # Whoever caches has imported it; it imports bitsandbytes, which takes seconds.
+    caching = getattr(sys.modules.get("peft.helpers"), "DoraCaching", None)
     return nullcontext() if caching is None else caching(enabled=False)
