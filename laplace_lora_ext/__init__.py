@@ -29,7 +29,7 @@ from laplace_lora_ext.tuning import (
     SecondTraining,
     ValGD,
 )
-from laplace_lora_ext.tuning.method import TuningHistory
+from laplace_lora_ext.tuning.history import TuningHistory
 
 __all__ = [
     "PAPER_SETTINGS",

@@ -55,12 +55,12 @@ from laplace_lora_ext.predictive.moments import (
     uncorrelated,
 )
 from laplace_lora_ext.predictive.numbers import NumberPrediction
-from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.problems import PROBLEMS, Problem
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning import build
-from laplace_lora_ext.tuning.method import Hyperparameters, TuningHistory, TuningMethod
+from laplace_lora_ext.tuning.history import Hyperparameters, TuningHistory
+from laplace_lora_ext.tuning.method import TuningMethod
 
 # Searches end at a prior precision of 1e12 if variance only harms; float32 rounds it.
 _NO_VARIANCE = 0.99e12
@@ -560,7 +560,7 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """Collect what a search may change, to be set again if it fails."""
+        """Collect what a search sets."""
         return Hyperparameters(
             prior_precision=self.prior_precision,
             sigma_noise=self.sigma_noise,
@@ -569,9 +569,11 @@ class LoRALaplace(ParametricLaplace):
         )
 
     @hyperparameters.setter
+    @exclusive  # other threads predict by all of them or none
     def hyperparameters(self, values: Hyperparameters) -> None:
         for name, value in vars(values).items():
-            setattr(self, name, value)
+            if value is not None:
+                setattr(self, name, value)
 
     @property
     def curvature_scale(self) -> Tensor:
@@ -615,12 +617,15 @@ class LoRALaplace(ParametricLaplace):
     ) -> TuningHistory:
         """Choose the prior precision.
 
-        If anything goes wrong, it and the noise stay as they were.
+        All hyperparameters are set in the end: `logit_scale` is 1 unless the method
+        chooses it, and `sigma_noise` stays as it is where no noise is chosen. If
+        anything goes wrong, they stay as they were.
 
         Parameters
         ----------
-        pred_type : {"glm", "nn"}
-            which predictions "gridsearch" scores; the other methods know "glm" alone
+        pred_type : {"glm"}
+            the host's word for predictions of the linearised model, the only ones that
+            searches score
         method : str or TuningMethod
             start with "agreement"; "second_training" is the surest, if there is time to
             train twice. "gridsearch" and "val_gd" need validation data; "marglik" needs
@@ -646,42 +651,16 @@ class LoRALaplace(ParametricLaplace):
             For "val_gd" with another structure than "lowrank_kron".
         """
         if pred_type != "glm":
-            options["pred_type"] = pred_type
+            name = pred_type if isinstance(pred_type, str) else type(pred_type).__name__
+            raise ValueError(
+                f'Searches score pred_type="glm" alone, not {name}. A method is '
+                "passed by name: method=..."
+            )
         choose = build(method, options, self.problem.methods)
         history = choose(self)
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
         return history
-
-    def statistics_of(
-        self,
-        loader: Any,
-        progress_bar: bool,
-        link_approx: str = DEFAULT_LINK,
-        max_examples: int | None = None,
-    ) -> PredictiveStatistics | None:
-        """Compute a data set's statistics, or take given ones; None if there are none.
-
-        Parameters
-        ----------
-        loader : DataLoader, iterable or PredictiveStatistics
-        progress_bar : bool
-        link_approx : str, default="mean_field"
-            what they are for; given ones that don't serve it are refused
-        max_examples : int, optional
-            as for `predictive_statistics`; given ones are kept whole
-        """
-        return None
-
-    def bytes_of_statistics(self, link_approx: str = DEFAULT_LINK) -> int | None:
-        """Count the most bytes that an example's statistics take; None without any."""
-        return None
-
-    def statistics_by_batch(
-        self, link_approx: str = DEFAULT_LINK
-    ) -> Callable[[Any], PredictiveStatistics] | None:
-        """Make a function from a batch to its statistics; None without any."""
-        return None
 
     # --- predictions ------------------------------------------------------------------
 
@@ -1226,8 +1205,7 @@ class LoRALaplace(ParametricLaplace):
         A mixture divides the draws among its members, the first ones getting the rest.
 
         A prior precision that suits the linearised model is often far too small for
-        drawn weights: choose one for them by `method="gridsearch", pred_type="nn",
-        link_approx="mc"`.
+        drawn weights: compare larger ones by `la(batch, pred_type="nn")` first.
 
         Parameters
         ----------

@@ -31,11 +31,12 @@ from laplace_lora_ext.predictive.moments import mixed, parts_for
 from laplace_lora_ext.predictive.numbers import NumberPrediction
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import Share
-from laplace_lora_ext.text.priors import TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores, draw_logits, score_texts
 from laplace_lora_ext.training import students
-from laplace_lora_ext.tuning.gridsearch import GridSearch
-from laplace_lora_ext.tuning.method import Hyperparameters, TuningHistory, TuningMethod
+from laplace_lora_ext.tuning import build
+from laplace_lora_ext.tuning.gridsearch import GridMethod
+from laplace_lora_ext.tuning.history import Hyperparameters, TuningHistory
+from laplace_lora_ext.tuning.method import TuningMethod
 
 _DESCRIPTION = "laplace_mixture.json"
 
@@ -106,6 +107,12 @@ class LaplaceMixture:
 
     def __len__(self) -> int:
         return len(self.members)
+
+    def __copy__(self) -> LaplaceMixture:
+        """Copy the members too, as their priors are set with the mixture's."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), members=[copy(each) for each in self.members])
+        return other
 
     # --- predictions ------------------------------------------------------------------
 
@@ -299,23 +306,15 @@ class LaplaceMixture:
         self._scale = float(factor)
 
     @property
-    def hyperparameters(self) -> tuple[Tensor, float, list[Hyperparameters]]:
-        """Collect what a search may change: the factors, and what the members have."""
-        return (
-            self._factor,
-            self._scale,
-            [member.hyperparameters for member in self.members],
-        )
+    def hyperparameters(self) -> Hyperparameters:
+        """Collect what a search sets: the factors."""
+        return Hyperparameters(self._factor, self._scale)
 
     @hyperparameters.setter
-    @exclusive
-    def hyperparameters(
-        self,
-        values: tuple[Tensor, float, list[Hyperparameters]],
-    ) -> None:
-        self._factor, self._scale, of_members = values
-        for member, of_member in zip(self.members, of_members, strict=True):
-            member.hyperparameters = of_member
+    @exclusive  # other threads predict by all of them or none
+    def hyperparameters(self, values: Hyperparameters) -> None:
+        self.prior_precision = values.prior_precision
+        self.logit_scale = values.logit_scale
 
     def optimize_prior_precision(
         self, method: str | TuningMethod = "gridsearch", **options: Any
@@ -335,15 +334,13 @@ class LaplaceMixture:
         TuningHistory
             its prior precisions are the factors
         """
-        mixture: Any = self
-        if method == "gridsearch":
-            search = self.members[0].problem.methods["gridsearch"]
-            method = search(**options)
-        elif options or not isinstance(method, GridSearch | TokenGridSearch):
+        choose = build(method, options, self.members[0].problem.methods)
+        if not isinstance(choose, GridMethod):
             raise ValueError(
-                f'A mixture takes "gridsearch" or a GridSearch(...), not {method!r}.'
+                'A mixture takes method="gridsearch" or a GridSearch(...), not '
+                f"{type(choose).__name__}."
             )
-        return method(mixture)
+        return choose(self)
 
     # --- files ------------------------------------------------------------------------
 
@@ -437,43 +434,6 @@ class LaplaceMixture:
                 model.set_adapter(name)
                 members.append(from_pretrained(model, Path(folder, name), **kwargs))
         return cls(members)
-
-    # --- what methods to choose a prior precision need --------------------------------
-
-    def statistics_of(
-        self, loader: Any, progress_bar: bool, link_approx: str = DEFAULT_LINK
-    ) -> MixtureStatistics | None:
-        """Compute a data set's statistics, or take given ones; None without any.
-
-        Parameters are those of `LoRALaplace.statistics_of`.
-        """
-        if not all(hasattr(member, "predictive_statistics") for member in self.members):
-            return None
-        if isinstance(loader, MixtureStatistics):
-            parts = loader.members
-        else:
-            # The loader is read once, so that all members see the same rows.
-            parts = [Share.read_once(loader)] * len(self.members)
-        of_members: list[Any] = []
-        for member, part in zip(self.members, parts, strict=True):
-            of_members.append(member.statistics_of(part, progress_bar, link_approx))
-        return MixtureStatistics(tuple(of_members), self._priors)
-
-    def statistics_by_batch(
-        self, link_approx: str = DEFAULT_LINK
-    ) -> Callable[[Any], MixtureStatistics] | None:
-        """Make a function from a batch to its statistics; None without any."""
-        by_member = [member.statistics_by_batch(link_approx) for member in self.members]
-        functions = [function for function in by_member if function is not None]
-        if len(functions) < len(by_member):
-            return None
-
-        def of_batch(batch: Any) -> MixtureStatistics:
-            return MixtureStatistics(
-                tuple(each(batch) for each in functions), self._priors
-            )
-
-        return of_batch
 
     def check_model(self) -> None:
         """Refuse models that have changed since the fits."""

@@ -26,13 +26,12 @@ from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.running import exclusive, without_autocast
 from laplace_lora_ext.passes.recorder import Directions, every_output
-from laplace_lora_ext.predictive.contrasts import Contrasts
 from laplace_lora_ext.predictive.data_sets import Columns, Sample, over_loader
-from laplace_lora_ext.predictive.distributions import sees_differences
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.moments import Moments, joined_moments
 from laplace_lora_ext.predictive.statistics import (
     PredictiveStatistics,
+    contrasts_for,
     statistics_of_batch,
 )
 from laplace_lora_ext.processes.exchange import gathered
@@ -257,12 +256,10 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         self.problem.check_linearised()
         self._check_H_init()
 
-        contrasts = self._contrasts(link_approx)
+        contrasts = contrasts_for(self, link_approx)
 
         def of_batch(batch: Any) -> Columns:
-            self.check_model()
-            pair = self.model.split_if_labelled(batch)
-            return statistics_of_batch(self, pair, device, dtype, contrasts).columns
+            return statistics_of_batch(self, batch, contrasts, device, dtype).columns
 
         if max_examples is not None:
             check_counts(max_examples=max_examples)
@@ -282,12 +279,6 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             of_contrasts=contrasts is not None,
         )
         return replace(statistics, n_left_out=sum(gathered(sample.n_left_out)))
-
-    def _contrasts(self, link_approx: str) -> Contrasts | None:
-        """Say which contrasts a link's statistics are of; None for all outputs."""
-        contrasts = Contrasts(self.n_contrasts)
-        are_some = not contrasts.are_all(self.n_outputs)
-        return contrasts if are_some and sees_differences(self, link_approx) else None
 
     @exclusive
     def summary(self) -> str:
@@ -317,63 +308,6 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             rows.append(f"{name:{width}}  {size:10,}  {prior:15.4g}  {number:10.1f}")
         return "\n".join(rows)
 
-    def statistics_of(
-        self,
-        loader: Any,
-        progress_bar: bool,
-        link_approx: str = DEFAULT_LINK,
-        max_examples: int | None = None,
-    ) -> PredictiveStatistics:
-        if not isinstance(loader, PredictiveStatistics):
-            return self.predictive_statistics(
-                loader,
-                progress_bar,
-                link_approx=link_approx,
-                max_examples=max_examples,
-            )
-        self._check_H_init()
-        if not loader.spectrum.equals(self.H.spectrum):
-            raise ValueError(
-                "The statistics belong to another fit: compute them again."
-            )
-        if loader.classes is not None and not sees_differences(self, link_approx):
-            raise ValueError(
-                f"These statistics tell of differences of logits alone, and the link "
-                f"{link_approx!r} reads each by itself: compute them with "
-                f"link_approx={link_approx!r}."
-            )
-        # `sigma_noise` and `temperature` may have changed since; the posterior may have
-        # moved.
-        return replace(loader, scale=self._H_factor.detach().to(loader.scale))
-
-    def statistics_by_batch(
-        self, link_approx: str = DEFAULT_LINK
-    ) -> Callable[[Any], PredictiveStatistics]:
-        contrasts = self._contrasts(link_approx)
-
-        def of_batch(batch: Any) -> PredictiveStatistics:
-            self.check_model()
-            pair = self.model.split_if_labelled(batch)
-            return statistics_of_batch(self, pair, "cpu", torch.float32, contrasts)
-
-        return of_batch
-
-    def bytes_of_statistics(self, link_approx: str = DEFAULT_LINK) -> int:
-        self._check_H_init()
-        contrasts = self._contrasts(link_approx)
-        n_directions = (
-            self.n_outputs if contrasts is None else contrasts.most(self.n_outputs)
-        )
-        spectrum = self.H.spectrum
-        of_direction = len(spectrum.leading) + len(spectrum.remaining) * n_directions
-        n_numbers = self.n_outputs + n_directions * of_direction
-        # Targets are one number or one for each output; contrasts have the classes they
-        # are of.
-        n_wide = (
-            self.n_outputs if contrasts is None else self.n_outputs + 1 + n_directions
-        )
-        return n_numbers * torch.float32.itemsize + n_wide * torch.int64.itemsize
-
 
 # --- the host's own structures --------------------------------------------------------
 
@@ -387,14 +321,16 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
     @property
     def log_det_posterior_precision(self) -> Tensor:
         """Compute the log-determinant of the posterior precision, in float64."""
-        P = self.posterior_precision
+        self._check_H_init()
+        # Unlike the host's product with a number, this one has a derivative in it.
+        factor = self._H_factor.double()
         # Pairs, whatever the host's annotation says.
         eigenvalues: Any = [
-            [values.double() for values in pair] for pair in P.eigenvalues
+            [factor ** (1 / len(pair)) * values.double() for values in pair]
+            for pair in self.H.eigenvalues
         ]
-        deltas = P.deltas.double()
-        in_double = KronDecomposed(P.eigenvectors, eigenvalues, deltas)
-        return in_double.logdet()
+        deltas = self.prior_precision.double().expand(self.n_layers)
+        return KronDecomposed(self.H.eigenvectors, eigenvalues, deltas).logdet()
 
 
 class DiagLoRALaplace(LoRALaplace, DiagLaplace):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
+from laplace_lora_ext.predictive.statistics import of_present_fit
 from tests.support.models import (
     first_batch,
     lora_model,
@@ -349,7 +350,7 @@ def test_statistics_serve_the_same_fit_after_a_move(case, rank):
     statistics = la.predictive_statistics([batch], dtype=torch.float64)
     exact = la(batch)
     case.move(la.model.model)
-    given = la.statistics_of(statistics, False)
+    given = of_present_fit(la, statistics, "mean_field")
     moments = given.moments(la.prior_precision)
     found = la(moments)
     # What is kept is of the precision before the move, whatever the model has now.
@@ -399,7 +400,7 @@ def test_statistics_of_another_fit_are_refused_before_and_after_a_move(other):
     model = single_precision()
     la = fitted(model=model)
     with pytest.raises(ValueError, match="belong to another fit"):
-        la.statistics_of(statistics, False)
+        of_present_fit(la, statistics, "mean_field")
     model.double()
     with pytest.raises(ValueError, match="belong to another fit"):
-        la.statistics_of(statistics, False)
+        of_present_fit(la, statistics, "mean_field")

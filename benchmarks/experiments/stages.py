@@ -48,7 +48,7 @@ from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.training import stages
 from laplace_lora_ext.training.stages import SECOND_STAGE
 from laplace_lora_ext.training.students import STEPS, Teacher
-from laplace_lora_ext.tuning.method import Hyperparameters
+from laplace_lora_ext.tuning.history import Hyperparameters
 
 FIRST_STAGE = 1 - HELD_OUT  # of the steps, as of the texts
 BOTH_TRAININGS = 1 + FIRST_STAGE  # an ordinary one, and a second one as long as a stage

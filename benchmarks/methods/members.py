@@ -23,7 +23,7 @@ from laplace_lora_ext.predictive.decisions import Prediction as Decisions
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
 from laplace_lora_ext.predictive.moments import AnyMoments, centred, mixed
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.tuning.method import Hyperparameters
+from laplace_lora_ext.tuning.history import Hyperparameters
 
 DRAWS = 256  # of the logits, for entropies, which have no closed form
 AT_ONCE = 64  # texts whose logits are drawn together, for the sake of memory

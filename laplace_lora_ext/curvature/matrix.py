@@ -245,6 +245,14 @@ class LowRankKronDecomposed:
             yield block, delta, weights.to(block.device)
 
 
+def trace_of(curvature: Any) -> float:
+    """Return the trace of a posterior's curvature, of any structure."""
+    if not isinstance(curvature, Tensor):
+        return curvature.diag().double().sum().item()
+    diagonal = curvature if curvature.ndim == 1 else curvature.diagonal()
+    return diagonal.double().sum().item()
+
+
 def _repeated(
     numbers: Sequence[float],
     times: Sequence[int],

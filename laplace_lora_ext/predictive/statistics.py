@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from laplace_lora_ext.curvature.block import DecomposedBlock
-from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed, Spectrum
-from laplace_lora_ext.likelihoods import Likelihood
-from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.curvature.factors import LinAlgError
+from laplace_lora_ext.curvature.matrix import Spectrum
 from laplace_lora_ext.models.running import as_tensor, cpu_as_default, without_autocast
-from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.passes.recorder import Recorder, every_output
+from laplace_lora_ext.passes.recorder import Directions, every_output
 from laplace_lora_ext.predictive.contrasts import NO_CLASS, Contrasts
 from laplace_lora_ext.predictive.data_sets import Columns
+from laplace_lora_ext.predictive.distributions import sees_differences
 from laplace_lora_ext.predictive.moments import (
     AnyMoments,
     DifferenceMoments,
@@ -31,8 +31,48 @@ from laplace_lora_ext.processes.shards import stacked
 _AT_ONCE = 64
 
 
+class _Rows:
+    """Tensors with a row for each of N examples, to be selected, joined and counted."""
+
+    _of_examples: ClassVar[tuple[str, ...]]
+
+    f_mu: Tensor
+    targets: Tensor | None
+
+    @property
+    def _known(self) -> list[str]:
+        names = self._of_examples
+        return [name for name in names if getattr(self, name) is not None]
+
+    @property
+    def columns(self) -> Columns:
+        """List all tensors with a row for each example."""
+        return tuple(getattr(self, name) for name in self._known)
+
+    def of(self: Any, columns: Columns) -> Any:
+        """Take `columns` of other examples of the same fit."""
+        return replace(self, **dict(zip(self._known, columns, strict=True)))
+
+    def required_targets(self) -> Tensor:
+        """Return the targets; a `ValueError` if the data had none."""
+        if self.targets is None:
+            raise ValueError("Validation data need labels, but the loader gives none.")
+        return self.targets
+
+    def __len__(self) -> int:
+        return len(self.f_mu)
+
+    def __getitem__(self, index: slice | Tensor) -> Any:
+        return self.of(tuple(column[index] for column in self.columns))
+
+    @property
+    def nbytes(self) -> int:
+        """Count the memory of all tensors with a row for each example."""
+        return sum(column.nbytes for column in self.columns)
+
+
 @dataclass(eq=False, repr=False)
-class PredictiveStatistics:
+class PredictiveStatistics(_Rows):
     """Logits of a data set and their Jacobians in the eigenbasis of a fitted curvature.
 
     z are projections of the Jacobians on the eigenvectors that the curvature keeps, and
@@ -88,15 +128,13 @@ class PredictiveStatistics:
     classes: Tensor | None = None
     n_left_out: int = 0
 
-    @property
-    def columns(self) -> Columns:
-        """List all tensors with a row for each example."""
-        columns = [self.f_mu, self.projections, self.inner_products]
-        if self.classes is not None:
-            columns.append(self.classes)
-        if self.targets is not None:
-            columns.append(self.targets)
-        return tuple(columns)
+    _of_examples: ClassVar[tuple[str, ...]] = (
+        "f_mu",
+        "projections",
+        "inner_products",
+        "classes",
+        "targets",
+    )
 
     @classmethod
     def of_columns(
@@ -123,28 +161,6 @@ class PredictiveStatistics:
         classes = others.pop(0) if of_contrasts else None
         targets = others.pop(0) if others else None
         return cls(f_mu, projections, inner_products, spectrum, scale, targets, classes)
-
-    def of(self, columns: Columns) -> PredictiveStatistics:
-        """Take `columns` of other examples of the same fit."""
-        of_contrasts = self.classes is not None
-        return self.of_columns(columns, self.spectrum, self.scale, of_contrasts)
-
-    def required_targets(self) -> Tensor:
-        """Return the targets; a `ValueError` if the data had none."""
-        if self.targets is None:
-            raise ValueError("Validation data need labels, but the loader gives none.")
-        return self.targets
-
-    def __len__(self) -> int:
-        return len(self.f_mu)
-
-    def __getitem__(self, index: slice | Tensor) -> PredictiveStatistics:
-        return self.of(tuple(column[index] for column in self.columns))
-
-    @property
-    def nbytes(self) -> int:
-        """Count the memory of all tensors with a row for each example."""
-        return sum(column.nbytes for column in self.columns)
 
     @property
     def _device(self) -> torch.device:
@@ -181,10 +197,64 @@ class PredictiveStatistics:
             weighted = z * weights
             remainders = torch.einsum("nfab,f->nab", R, of_remaining)
             covariances.append(weighted @ weighted.mT + remainders)
-        f_var = torch.cat(covariances)
-        if self.classes is None:
-            return Moments(self.f_mu, f_var)
-        return DifferenceMoments(self.f_mu, f_var, self.classes)
+        return _moments(self.f_mu, torch.cat(covariances), self.classes)
+
+
+@dataclass(eq=False, repr=False)
+class TriedStatistics(_Rows):
+    """Moments of a data set under the few prior precisions that they are made for.
+
+    They stand in for `PredictiveStatistics` where a structure has no eigenvectors that
+    are few: covariances at some priors take little memory, and Jacobians much.
+
+    Attributes
+    ----------
+    f_mu : torch.Tensor
+        `(N, C)` logits
+    covariances : torch.Tensor
+        `(N, T, D, D)`, nan where a prior leaves no covariance
+    priors : sequence of torch.Tensor
+        T prior precisions
+    targets : torch.Tensor, optional
+        as for `PredictiveStatistics`
+    classes : torch.Tensor, optional
+        as for `PredictiveStatistics`
+    """
+
+    f_mu: Tensor
+    covariances: Tensor
+    priors: Sequence[Tensor]
+    targets: Tensor | None = None
+    classes: Tensor | None = None
+
+    _of_examples: ClassVar[tuple[str, ...]] = (
+        "f_mu",
+        "covariances",
+        "classes",
+        "targets",
+    )
+
+    def moments(self, prior_precision: Tensor) -> AnyMoments:
+        """Return the moments under one of the prior precisions.
+
+        A `torch.linalg.LinAlgError` where it leaves no covariance.
+        """
+        (place, *_) = (
+            place
+            for place, prior in enumerate(self.priors)
+            if torch.equal(prior, prior_precision)
+        )
+        f_var = self.covariances[:, place]
+        if f_var.isnan().any():
+            raise LinAlgError("no covariance under this prior precision")
+        return _moments(self.f_mu, f_var, self.classes)
+
+
+def _moments(f_mu: Tensor, f_var: Tensor, classes: Tensor | None) -> AnyMoments:
+    """Join means and covariances of all logits, or of contrasts."""
+    if classes is None:
+        return Moments(f_mu, f_var)
+    return DifferenceMoments(f_mu, f_var, classes)
 
 
 @dataclass(eq=False)
@@ -193,7 +263,7 @@ class MixtureStatistics:
 
     Attributes
     ----------
-    members : tuple of PredictiveStatistics
+    members : tuple of PredictiveStatistics or TriedStatistics
     priors : tuple of torch.Tensor
         the members' own prior precisions, which a common factor multiplies
 
@@ -203,7 +273,7 @@ class MixtureStatistics:
         If the members' targets come in other orders.
     """
 
-    members: tuple[PredictiveStatistics, ...]
+    members: tuple[PredictiveStatistics | TriedStatistics, ...]
     priors: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
@@ -229,7 +299,7 @@ class MixtureStatistics:
         """Take `columns` of other examples of the same fits."""
         # All members have the same kinds of columns.
         n_columns = len(columns) // len(self.members)
-        members: list[PredictiveStatistics] = []
+        members: list[PredictiveStatistics | TriedStatistics] = []
         for index, member in enumerate(self.members):
             start = index * n_columns
             part = columns[start : start + n_columns]
@@ -244,13 +314,15 @@ class MixtureStatistics:
     def __len__(self) -> int:
         return len(self.members[0])
 
+    def __getitem__(self, index: slice | Tensor) -> MixtureStatistics:
+        return self.of(tuple(column[index] for column in self.columns))
+
     def moments(self, factor: float | Tensor) -> MixtureMoments:
         """Compute moments with the members' prior precisions multiplied by a factor."""
         factor = as_tensor(factor)
         of_members: list[AnyMoments] = []
         for member, prior in zip(self.members, self.priors, strict=True):
-            prior_precision = factor.to(prior) * prior
-            of_members.append(member.moments(prior_precision))
+            of_members.append(member.moments(multiplied(prior, factor)))
         return MixtureMoments(tuple(of_members))
 
     def required_targets(self) -> Tensor:
@@ -258,30 +330,59 @@ class MixtureStatistics:
         return self.members[0].required_targets()
 
 
-Statistics = PredictiveStatistics | MixtureStatistics
+def multiplied(prior: Tensor, factor: Tensor) -> Tensor:
+    """Multiply a member's prior precision by a mixture's factor."""
+    return factor.to(prior) * prior
 
 
-def joined_statistics(parts: Sequence[Statistics]) -> Statistics:
+def joined_statistics(parts: Sequence[MixtureStatistics]) -> MixtureStatistics:
     """Join statistics of several batches of one data set."""
     return parts[0].of(stacked([part.columns for part in parts]))
 
 
-class LowRankPosterior(Protocol):
-    """What statistics need of a fitted `LowRankKronLoRALaplace`."""
+# --- of a posterior -------------------------------------------------------------------
 
-    recorder: Recorder
-    blocks: list[Block]
-    trained_likelihood: Likelihood
-    n_outputs: int
 
-    @property
-    def model(self) -> LogitsModel: ...
+def has_statistics(la: Any) -> bool:
+    """Tell whether a posterior's statistics serve any prior precision."""
+    return hasattr(la, "predictive_statistics")
 
-    @property
-    def H(self) -> LowRankKronDecomposed: ...  # noqa: N802 - the host's name
 
-    @property
-    def curvature_scale(self) -> Tensor: ...
+def of_present_fit(la: Any, given: Any, link_approx: str) -> PredictiveStatistics:
+    """Take given statistics; refuse those of another fit, or for other links."""
+    if not has_statistics(la) or not given.spectrum.equals(la.H.spectrum):
+        raise ValueError("The statistics belong to another fit: compute them again.")
+    if given.classes is not None and not sees_differences(la, link_approx):
+        raise ValueError(
+            f"These statistics tell of differences of logits alone, and the link "
+            f"{link_approx!r} reads each by itself: compute them with "
+            f"link_approx={link_approx!r}."
+        )
+    # `sigma_noise` and `temperature` may have changed since; the posterior may have
+    # moved.
+    return replace(given, scale=la.curvature_scale.detach().to(given.scale))
+
+
+def contrasts_for(la: Any, link_approx: str) -> Contrasts | None:
+    """Say which contrasts a link's statistics are of; None for all outputs."""
+    contrasts = Contrasts(la.n_contrasts)
+    are_some = not contrasts.are_all(la.n_outputs)
+    return contrasts if are_some and sees_differences(la, link_approx) else None
+
+
+def bytes_of_statistics(la: Any, link_approx: str) -> int:
+    """Count the most bytes that an example's statistics take, for a link."""
+    contrasts = contrasts_for(la, link_approx)
+    n_directions = n_wide = la.n_outputs
+    if contrasts is not None:
+        n_directions = contrasts.most(la.n_outputs)
+        # They have the classes that contrasts are of.
+        n_wide += 1 + n_directions
+    spectrum = la.H.spectrum
+    of_direction = len(spectrum.leading) + len(spectrum.remaining) * n_directions
+    n_numbers = la.n_outputs + n_directions * of_direction
+    # Targets are one number, or one for each output.
+    return n_numbers * torch.float32.itemsize + n_wide * torch.int64.itemsize
 
 
 class _OfBlock(NamedTuple):
@@ -295,58 +396,91 @@ class _OfBlock(NamedTuple):
 
 
 def statistics_of_batch(
-    la: LowRankPosterior,
-    batch: tuple[Any, Tensor | None],
-    device: torch.device | str,
-    dtype: torch.dtype,
+    la: Any,
+    batch: Any,
     contrasts: Contrasts | None,
-) -> PredictiveStatistics:
-    """Pass over inputs, and targets if any, to keep what any prior precision needs.
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    priors: Sequence[Tensor] = (),
+) -> PredictiveStatistics | TriedStatistics:
+    """Pass over a batch, with targets or without, to keep what prior precisions need.
 
-    Without `contrasts` of all outputs.
+    Without `contrasts` of all outputs. A structure whose statistics don't serve any
+    prior needs to know the `priors`.
     """
-    X, y = batch
-    n_blocks = len(la.blocks)
+    la.check_model()
+    X, y = la.model.split_if_labelled(batch)
     directions = every_output if contrasts is None else contrasts.directions
     n_directions = la.n_outputs if contrasts is None else contrasts.most(la.n_outputs)
 
-    def of_part(part: Any, place: slice) -> PredictiveStatistics:
-        by_block: dict[int, _OfBlock] = {}  # blocks come in any order
-
-        def project(index: int, jacobian: Tensor) -> None:
-            by_block[index] = _projected(la.H.blocks[index], jacobian)
-
-        with torch.autocast(la.blocks[0].device.type, enabled=False):
-            f_mu = la.recorder.visit_jacobians(part, project, directions)
-        in_order = [by_block[index].to(f_mu.device) for index in range(n_blocks)]
-        # All blocks together: each copy from an accelerator waits for the work there.
-        projections = torch.cat([each.projections for each in in_order], dim=2)
-        products = torch.cat([each.inner_products for each in in_order], dim=1)
+    def of_part(part: Any, place: slice) -> PredictiveStatistics | TriedStatistics:
+        # Batches need different numbers of contrasts; the columns have places for all.
+        if has_statistics(la):
+            f_mu, projections, products = _projections(la, part, directions)
+            n_missing = n_directions - projections.shape[1]
+            kept = PredictiveStatistics(
+                f_mu=f_mu.to(device, dtype),
+                projections=pad(projections, (0, 0, 0, n_missing)).to(device, dtype),
+                inner_products=pad(products, (0, n_missing, 0, n_missing)).to(
+                    device, dtype
+                ),
+                spectrum=la.H.spectrum,
+                scale=la.curvature_scale.detach(),
+            )
+        else:
+            f_mu, covariances = _covariances(la, part, directions, priors)
+            n_missing = n_directions - covariances.shape[-1]
+            covariances = pad(covariances, (0, n_missing, 0, n_missing))
+            kept = TriedStatistics(
+                f_mu.to(device, dtype), covariances.to(device, dtype), priors
+            )
         targets = classes = None
         if y is not None:
             labels = la.model.labels_of_part(y, part, place)
             targets = la.trained_likelihood.check_targets(labels, f_mu).to(device)
         if contrasts is not None:
-            # Batches need different numbers of contrasts; the columns have places for
-            # all.
-            n_missing = n_directions - projections.shape[1]
-            projections = pad(projections, (0, 0, 0, n_missing))
-            products = pad(products, (0, n_missing, 0, n_missing))
             classes = contrasts.classes(f_mu)
             classes = pad(classes, (0, n_missing), value=NO_CLASS).to(device)
-        return PredictiveStatistics(
-            f_mu=f_mu.to(device, dtype),
-            projections=projections.to(device, dtype),
-            inner_products=products.to(device, dtype),
-            spectrum=la.H.spectrum,
-            scale=la.curvature_scale.detach(),
-            targets=targets,
-            classes=classes,
-        )
+        return replace(kept, targets=targets, classes=classes)
 
     n_examples = None if y is None else len(y)
     parts = la.recorder.in_parts(X, n_directions, of_part, n_examples)
     return parts[0].of(stacked([part.columns for part in parts]))
+
+
+def _projections(
+    la: Any, part: Any, directions: Directions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute logits, projections `(B, D, E)` and inner products `(B, F, D, D)`."""
+    by_block: dict[int, _OfBlock] = {}  # blocks come in any order
+
+    def project(index: int, jacobian: Tensor) -> None:
+        by_block[index] = _projected(la.H.blocks[index], jacobian)
+
+    with torch.autocast(la.blocks[0].device.type, enabled=False):
+        f_mu = la.recorder.visit_jacobians(part, project, directions)
+    # All blocks together: each copy from an accelerator waits for the work there.
+    in_order = [by_block[index].to(f_mu.device) for index in range(len(la.blocks))]
+    projections = torch.cat([each.projections for each in in_order], dim=2)
+    products = torch.cat([each.inner_products for each in in_order], dim=1)
+    return f_mu, projections, products
+
+
+def _covariances(
+    la: Any, part: Any, directions: Directions, priors: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Compute logits, and covariances `(B, T, D, D)` under each prior precision."""
+    jacobians, f_mu = la.recorder.jacobians(part, directions)
+    under = copy(la)
+    by_prior: list[Tensor] = []
+    for prior in priors:
+        under.prior_precision = prior
+        try:
+            by_prior.append(under.functional_variance(jacobians))
+        except LinAlgError:
+            size = jacobians.shape[1]
+            by_prior.append(jacobians.new_full((len(jacobians), size, size), torch.nan))
+    return f_mu, torch.stack(by_prior, dim=1)
 
 
 def _projected(block: DecomposedBlock, jacobian: Tensor) -> _OfBlock:

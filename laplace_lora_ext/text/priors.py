@@ -7,22 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import tqdm
 from torch import Tensor
 
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
-from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.processes.shards import Share
-from laplace_lora_ext.tuning.gridsearch import grid_of_priors, search_grid, warn_of_ends
-from laplace_lora_ext.tuning.method import (
-    Tunable,
-    TuningHistory,
-    TuningMethod,
-    draw_seed,
-)
+from laplace_lora_ext.tuning.gridsearch import GridMethod
+from laplace_lora_ext.tuning.history import GridLosses, TuningHistory
+from laplace_lora_ext.tuning.method import seed_of_search
+from laplace_lora_ext.tuning.scales import DensityLosses
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TokenGridSearch(TuningMethod):
+class TokenGridSearch(GridMethod):
     """Take the grid's prior precision that makes validation texts most likely.
 
     The loss is the mean negative log-likelihood of a labelled token under the mixture
@@ -41,7 +38,7 @@ class TokenGridSearch(TuningMethod):
     n_samples : int, default=10
         how many draws
     generator : torch.Generator, optional
-        for the draws
+        for the draws; if omitted, every call uses the same
     log_prior_prec_min : float, default=-1
         logarithm of the grid's first prior precision, to the base `log_prior_prec_base`
     log_prior_prec_max : float, default=5
@@ -67,7 +64,6 @@ class TokenGridSearch(TuningMethod):
     log_prior_prec_min: float = -1
     log_prior_prec_max: float = 5
     grid_size: int = 13
-    log_prior_prec_base: float = 10.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,35 +76,24 @@ class TokenGridSearch(TuningMethod):
 
     @torch.no_grad()
     def _search(self, la: Any) -> TuningHistory:
-        grid = grid_of_priors(
-            self.log_prior_prec_min,
-            self.log_prior_prec_max,
-            self.grid_size,
-            self.log_prior_prec_base,
-            base=self._start(la) if self._is_base else None,
-        )
-        seed = of_first(draw_seed(self.generator))
+        grid = self._grid(la)
+        seed = seed_of_search(self.generator)
         # Noise and texts are the same at every prior precision.
         share = Share.read_once(self.val_loader)
 
-        def loss(prior_precision: Tensor) -> float:
-            la.prior_precision = prior_precision
+        def of_texts(batch: Any) -> Columns:
+            # The same draws for each batch, as if all texts were one.
+            generator = torch.Generator(la.members[0].model.device)
+            generator.manual_seed(seed)
+            scores = la.score(batch, self.n_samples, generator)
+            return scores.tokens.log_prob.double().sum(1), scores.labelled.sum(1)
 
-            def of_texts(batch: Any) -> Columns:
-                # The same draws for each batch, as if all texts were one.
-                generator = torch.Generator(la.members[0].model.device)
-                generator.manual_seed(seed)
-                scores = la.score(batch, self.n_samples, generator)
-                log_prob = scores.tokens.log_prob.double().sum(1)
-                return -log_prob, scores.labelled.sum(1)
-
-            losses, n_tokens = over_loader(share, of_texts)
-            return losses.sum().item() / n_tokens.sum().item()
-
-        history = search_grid(loss, grid, self.progress_bar)
-        la.prior_precision = history.prior_precision[history.objective.argmin()]
-        return history
-
-    def remark(self, la: Tunable, history: TuningHistory) -> None:
-        """Warn if an end of the grid is the best."""
-        warn_of_ends(la, history)
+        sums: list[Tensor] = []
+        n_tokens = 0
+        for point in tqdm.tqdm(grid, "[Grid search]", disable=not self.progress_bar):
+            la.prior_precision = point
+            log_probs, counts = over_loader(share, of_texts)
+            sums.append(-log_probs.sum().cpu())
+            n_tokens = int(counts.sum())
+        of_points = torch.stack(sums)[:, None]
+        return GridLosses(grid, of_points, n_tokens, DensityLosses()).history()

@@ -41,9 +41,8 @@ from laplace_lora_ext.training.trainers import (
     with_tokenizer,
 )
 from laplace_lora_ext.tuning.gridsearch import GridSearch
+from laplace_lora_ext.tuning.history import Hyperparameters, TuningHistory
 from laplace_lora_ext.tuning.kinds import Kinds
-from laplace_lora_ext.tuning.method import Hyperparameters, TuningHistory
-from laplace_lora_ext.tuning.scales import GridHistory
 
 SECOND_STAGE = 0.25
 """Steps of the second stage, relative to a training on all texts."""
@@ -407,12 +406,8 @@ def _figures(
     """Measure a posterior: on held-out texts, and on the trainer's evaluation data."""
     priors = [member.prior_precision.mean().item() for member in la.members]
     scales = [member.logit_scale for member in la.members]
-    best = history.objective.argmin()
-    held_out_nll = history.objective[best]
-    if isinstance(history, GridHistory):
-        held_out_nll = held_out_nll - history.penalty[best]
     figures = {
-        "laplace_held_out_nll": held_out_nll.item(),
+        "laplace_held_out_nll": history.loss,
         "laplace_prior_precision": sum(priors) / len(priors),
         "laplace_logit_scale": sum(scales) / len(scales),
     }

@@ -21,7 +21,7 @@ METHODS: dict[str, type[TuningMethod]] = {
     "second_training": SecondTraining,
 }
 
-PREDICTIONS = {"pred_type", "link_approx", "n_samples"}
+PREDICTIONS = {"link_approx", "n_samples"}
 """How predictions are made: "marglik" needs none, and ignores these options as the host
 does."""
 
@@ -41,20 +41,22 @@ def build(
                 f"Pass {', '.join(options)} to {type(method).__name__} itself."
             )
         return method
+    needed = required_data(method, methods)
+    cls = methods[method]
     if method == "marglik":
         options = {
             name: value for name, value in options.items() if name not in PREDICTIONS
         }
-    needed = required_data(method, methods)
-    known = [field.name for field in fields(methods[method])]
-    lacks_data = not set(needed) <= options.keys()
-    has_others = not options.keys() <= set(known)
-    if lacks_data or has_others:
-        raise ValueError(
-            f'method="{method}" needs {", ".join(needed) or "no data"}, and got '
-            f"{', '.join(options) or 'nothing'}; its options are {', '.join(known)}."
-        )
-    return methods[method](**options)
+    known = [field.name for field in fields(cls)]
+    for name in options:
+        if name not in known:
+            raise ValueError(
+                f"{cls.__name__} has no option {name!r}: it has {', '.join(known)}."
+            )
+    for name in needed:
+        if name not in options:
+            raise ValueError(f'method="{method}" needs {name}.')
+    return cls(**options)
 
 
 def required_data(
@@ -62,6 +64,8 @@ def required_data(
     methods: Mapping[str, type[TuningMethod]] = METHODS,
 ) -> list[str]:
     """List the options without which a method does nothing, such as "train_loader"."""
-    if method not in methods:
-        raise ValueError(f"method {method!r} is none of {list(methods)}.")
+    if not isinstance(method, str) or method not in methods:
+        # Other objects may hold data, which nobody wants printed.
+        name = repr(method) if isinstance(method, str) else type(method).__name__
+        raise ValueError(f"method {name} is none of {list(methods)}.")
     return [field.name for field in fields(methods[method]) if field.default is MISSING]

@@ -23,18 +23,12 @@ from laplace_lora_ext.predictive.moments import (
     standard_normal,
 )
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.processes.shards import Share
-from laplace_lora_ext.tuning.kinds import Kinds
-from laplace_lora_ext.tuning.method import (
-    HistoryBuilder,
-    Tunable,
-    TuningHistory,
-    TuningMethod,
-    draw_seed,
-)
+from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.method import TuningMethod, seed_of_search
 from laplace_lora_ext.tuning.noise import noise_of_residuals, unit_of_priors
 from laplace_lora_ext.tuning.samples import MOST_BYTES, drawn, statistics_within
+from laplace_lora_ext.tuning.scales import Outcome
 
 _CHUNK = 2**22  # numbers that are sampled at once
 # The search is in the logarithm of a factor by which the start is multiplied.
@@ -121,67 +115,99 @@ class Agreement(TuningMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_max_change(self.max_change)
+        if not 0 < self.max_change < 1:
+            raise ValueError(
+                f"max_change must be between 0 and 1, not {self.max_change}."
+            )
 
-    def _search(self, la: Tunable) -> TuningHistory:
-        likelihood = la.trained_likelihood
-        is_gaussian = likelihood.is_gaussian
+    def _search(self, la: Any) -> TuningHistory:
         start = self._start(la)
-        if is_gaussian:
+        is_regression = la.trained_likelihood.is_gaussian
+        if is_regression:
             start = start * unit_of_priors(la)
             la.sigma_noise = 1.0
-        seed = 0 if self.generator is None else draw_seed(self.generator)
-        seed = of_first(seed)  # all ranks draw alike
+        change = self._change(la)
+        kinds = self._kinds(la)
+        if kinds is not None:
+            # One distance can't tell two prior precisions. So each kind by itself gets
+            # the change that is allowed, and then a common factor makes it that of all.
+            start = start.expand(len(kinds.places)).clone()
+            balanced = start.clone()
+            for kind in range(len(kinds)):
+                is_drawn = kinds.is_of(kind).to(start.device)
+                of_kind = partial(_change_by_some, change, is_drawn)
+                alone = self._broadest(start, of_kind)
+                found = alone.chosen.prior_precision.to(start)
+                balanced = torch.where(is_drawn, found, balanced)
+            start = balanced
+        history = self._broadest(start, change)
+        if not is_regression:
+            return history
+        la.prior_precision = history.chosen.prior_precision
+        noise = noise_of_residuals(la)
+        # The prior precisions were those of a noise of 1.
+        return replace(
+            history,
+            prior_precision=history.prior_precision / noise**2,
+            sigma_noise=torch.full_like(history.objective, noise),
+        )
+
+    def _change(self, la: Any) -> Callable[[Tensor], float]:
+        """Make a function from a prior precision to draws' mean distance."""
+        seed = seed_of_search(self.generator)
         data = drawn(self.train_loader, self.max_examples, seed)
         statistics = statistics_within(
             la, data, self.max_bytes, seed, self.progress_bar
         )
         moments = _moments_along(la, data) if statistics is None else statistics.moments
+        likelihood = la.trained_likelihood
+        distances = (
+            _distances_of_numbers if likelihood.is_gaussian else _distances_of_classes
+        )
 
         def change(prior_precision: Tensor) -> float:
             # The same draws at every prior precision: then the change falls with it
             # smoothly.
             draws = torch.Generator().manual_seed(seed)
-            scaled = moments(prior_precision).scaled(la.logit_scale).to("cpu")
-            of_all = of_classes(likelihood, scaled)
-            distances = _distances_of_numbers if is_gaussian else _distances_of_classes
+            of_model = moments(prior_precision).to("cpu")
+            of_all = of_classes(likelihood, of_model)
             return _mean_change(of_all, self.n_samples, draws, distances)
 
-        kinds = self._kinds(la)
-        if kinds is not None:
-            start = self._balanced(la, start, kinds, change)
-        history = broadest(la, start, self.max_change, change, self.progress_bar)
-        return _with_noise(la, history) if is_gaussian else history
+        return change
 
-    def _balanced(
-        self,
-        la: Tunable,
-        start: Tensor,
-        kinds: Kinds,
-        change: Callable[[Tensor], float],
-    ) -> Tensor:
-        """Find the prior precision `(blocks,)` at which each kind has its change.
+    def _broadest(
+        self, start: Tensor, change: Callable[[Tensor], float]
+    ) -> TuningHistory:
+        """Choose the factor of a prior at which draws change as much as allowed."""
+        factors: list[float] = []  # logarithms
+        outcomes: list[Outcome] = []
+        name = "[Comparing draws with the model]"
+        with tqdm.tqdm(desc=name, disable=not self.progress_bar) as bar:
 
-        Each kind by itself changes predictions as much as is allowed.
+            @cache  # brentq asks again for both ends
+            def excess(log_factor: float) -> float:
+                mean = change(math.exp(log_factor) * start)
+                factors.append(log_factor)
+                outcomes.append(Outcome(mean))
+                bar.update()
+                return mean - self.max_change
 
-        One distance can't tell two prior precisions. So each kind has an equal part in
-        it, and then a common factor makes it what is allowed of all kinds together.
-        """
-        start = start.expand(len(kinds.places)).clone()
-        balanced = start.clone()
-        for kind in range(len(kinds)):
-            is_drawn = kinds.is_of(kind).to(start.device)
-            of_kind = partial(_change_by_some, change, is_drawn)
-            broadest(la, start, self.max_change, of_kind, self.progress_bar)
-            found = la.prior_precision.to(start)
-            balanced = torch.where(is_drawn, found, balanced)
-        return balanced
+            root = _falling_root(excess)
+            excess(root)
+        choice = factors.index(root)
+        rows = [math.exp(log_factor) * start for log_factor in factors]
+        if abs(factors[choice]) > 0.99 * _FARTHEST:
+            warn(
+                "No prior precision within a factor of 1e8 changes the predictions by "
+                f"{self.max_change:g} on average: at {rows[choice].mean().item():.3g} "
+                f"the change is {outcomes[choice].objective:.3g}. Check that the "
+                "adapter is trained."
+            )
+        return TuningHistory.of(rows, outcomes, choice)
 
 
 def _change_by_some(
-    change: Callable[[Tensor], float],
-    is_drawn: Tensor,
-    prior_precision: Tensor,
+    change: Callable[[Tensor], float], is_drawn: Tensor, prior_precision: Tensor
 ) -> float:
     """Measure the change by draws of some blocks, with all others at MAP."""
     return change(torch.where(is_drawn, prior_precision, _HELD))
@@ -227,63 +253,6 @@ def _mean_change(
     return total / n_distributions
 
 
-def _with_noise(la: Tunable, history: TuningHistory) -> TuningHistory:
-    """Give a posterior the noise of its residuals, if its prior is for noise 1.
-
-    The prior precisions of the history become those of the same noise.
-    """
-    sigma_noise = noise_of_residuals(la)
-    relative = la.prior_precision
-    la.sigma_noise = sigma_noise
-    la.prior_precision = relative / sigma_noise**2
-    return replace(
-        history,
-        prior_precision=history.prior_precision / sigma_noise**2,
-        sigma_noise=torch.full_like(history.objective, sigma_noise),
-    )
-
-
-def check_max_change(max_change: float) -> None:
-    """Refuse a change that is not between 0 and 1."""
-    if not 0 < max_change < 1:
-        raise ValueError(f"max_change must be between 0 and 1, not {max_change}.")
-
-
-def broadest(
-    la: Tunable,
-    start: Tensor,
-    max_change: float,
-    change: Callable[[Tensor], float],
-    progress_bar: bool,
-) -> TuningHistory:
-    """Choose the factor of a prior at which draws change as much as allowed.
-
-    `change` is the mean distance under a prior precision.
-    """
-    builder = HistoryBuilder()
-    name = "[Comparing draws with the model]"
-    with tqdm.tqdm(desc=name, disable=not progress_bar) as bar:
-
-        @cache  # brentq asks again for both ends
-        def excess(log_factor: float) -> float:
-            prior_precision = math.exp(log_factor) * start
-            mean = change(prior_precision)
-            builder.add(len(builder.objectives), mean, prior_precision)
-            bar.update()
-            return mean - max_change
-
-        log_factor = _falling_root(excess)
-    la.prior_precision = math.exp(log_factor) * start
-    if abs(log_factor) > 0.99 * _FARTHEST:
-        warn(
-            "No prior precision within a factor of 1e8 changes the predictions by "
-            f"{max_change:g} on average: at {la.prior_precision.mean().item():.3g} the "
-            f"change is {builder.objectives[-1]:.3g}. Check that the adapter is "
-            "trained."
-        )
-    return builder.history()
-
-
 def _falling_root(excess: Callable[[float], float]) -> float:
     """Find where a function that falls passes 0, or the farthest place."""
     here = 0.0
@@ -302,11 +271,11 @@ def _falling_root(excess: Callable[[float], float]) -> float:
     return here
 
 
-def _moments_along(la: Tunable, loader: Iterable[Any]) -> Callable[[Tensor], Moments]:
+def _moments_along(la: Any, loader: Iterable[Any]) -> Callable[[Tensor], Moments]:
     """Make a function from priors to the data's moments, for any structure.
 
     The loader is read once. The data pass through the model at every prior precision,
-    which `la` is left with.
+    which `la`, a copy, is left with.
     """
     data = Share.read_once(loader)
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.processes.exchange import of_first
-from laplace_lora_ext.tuning.method import (
-    HistoryBuilder,
-    Searched,
-    Tunable,
-    TuningHistory,
-    TuningMethod,
-    descent,
-)
+from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.method import TuningMethod, descent
+from laplace_lora_ext.tuning.scales import Outcome
 
 _WINDOW = 10  # steps over which the evidence must be steady
 
@@ -57,6 +51,10 @@ class Marglik(TuningMethod):
     more directions than there are targets, for whose determinant the evidence pays by
     noise.
 
+    It is smooth, has no noise and, for a layerwise prior, is a sum of functions of one
+    variable each. That suits Rprop (Riedmiller & Braun, ICNN 1993), which adapts each
+    variable's step to the signs of its slopes.
+
     References
     ----------
     Yang et al. (ICLR 2024), algorithm 2.
@@ -67,42 +65,28 @@ class Marglik(TuningMethod):
     tolerance: float = 1e-3
     optimize_sigma_noise: bool = False
 
-    def _search(self, la: Tunable) -> TuningHistory:
+    def _search(self, la: Any) -> TuningHistory:
         prior = self._searched(la)
-        log_noise = None
-        if self.optimize_sigma_noise:
-            log_noise = la.sigma_noise.detach().log().requires_grad_()
-        history = self._climb(la, prior, log_noise)
-        la.prior_precision = prior.value().detach()
-        if log_noise is not None:
-            # Ranks may differ in the last digit.
-            noise = of_first(log_noise.detach().exp())
-            la.sigma_noise = noise.to(la.model.device)
-        return history
-
-    def _climb(
-        self,
-        la: Tunable,
-        prior: Searched,
-        log_noise: Tensor | None,
-    ) -> TuningHistory:
-        """Climb the evidence in logarithms of the prior and perhaps the noise.
-
-        The evidence is smooth, has no noise and, for a layerwise prior, is a sum of
-        functions of one variable each. That suits Rprop (Riedmiller & Braun, ICNN
-        1993), which adapts each variable's step to the signs of its slopes.
-        """
         logarithms = [prior.logarithms]
-        if log_noise is not None:
+        log_noise = la.sigma_noise.detach().log().requires_grad_()
+        if self.optimize_sigma_noise:
             logarithms.append(log_noise)
         optimizer = torch.optim.Rprop(logarithms, lr=self.lr, step_sizes=(1e-6, 1.0))
+        rows: list[Tensor] = []
+        outcomes: list[Outcome] = []
 
         def loss() -> Tensor:
-            sigma_noise = None if log_noise is None else log_noise.exp()
-            return -la.log_marginal_likelihood(prior.value(), sigma_noise)
+            noise = log_noise.exp() if self.optimize_sigma_noise else None
+            prior_precision = prior.value()
+            evidence = la.log_marginal_likelihood(prior_precision, noise)
+            rows.append(prior_precision.detach())
+            outcomes.append(
+                Outcome(
+                    evidence.item(), sigma_noise=None if noise is None else noise.item()
+                )
+            )
+            return -evidence
 
-        builder = HistoryBuilder()
-        spread = math.inf
         steps = descent(
             loss,
             logarithms,
@@ -111,19 +95,22 @@ class Marglik(TuningMethod):
             description="[Maximizing evidence]",
             progress_bar=self.progress_bar,
         )
-        for step, value in steps:
-            builder.add(step, -value.item(), prior.value())
-            # Ten steps lie between eleven values.
-            recent = builder.objectives[-_WINDOW - 1 :]
-            if len(recent) > _WINDOW:
-                spread = max(recent) - min(recent)
-                if spread < self.tolerance:
-                    break
+        for _ in steps:
+            if len(outcomes) > _WINDOW and _spread(outcomes) < self.tolerance:
+                break
         else:
+            loss()  # where the last step has led
             if self.tolerance > 0:
                 warn(
                     f"The evidence has not converged in {self.n_steps} steps: it "
-                    f"varied by {spread:.3g} nats over the last ten. Raise n_steps or "
-                    "lr."
+                    f"varied by {_spread(outcomes):.3g} nats over the last ten. Raise "
+                    "n_steps or lr."
                 )
-        return builder.history()
+        return TuningHistory.of(rows, outcomes, choice=len(rows) - 1)
+
+
+def _spread(outcomes: list[Outcome]) -> float:
+    """Return by how much the evidence varied over the last ten steps."""
+    # Ten steps lie between eleven values.
+    recent = [outcome.objective for outcome in outcomes[-_WINDOW - 1 :]]
+    return max(recent) - min(recent)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Any
 
 import torch
-from laplace.utils.matrix import KronDecomposed
 
+from laplace_lora_ext.curvature.matrix import trace_of
 from laplace_lora_ext.processes.exchange import of_first
-from laplace_lora_ext.tuning.method import Tunable
-
-# A prior precision beside which all curvature is small; float32 holds it.
-_WITHOUT_DATA = 1e30
 
 
-def n_determined(la: Tunable) -> float:
+def n_determined(la: Any) -> float:
     """Count the parameters that data determine, not the prior: `Σ e / (e + λ)`.
 
     The sum is over the eigenvalues e of the curvature, at the present prior precision λ
@@ -25,51 +22,33 @@ def n_determined(la: Tunable) -> float:
     ----------
     MacKay, "Bayesian interpolation", Neural Computation 4 (1992).
     """
-    P: Any = la.posterior_precision
-    if isinstance(P, KronDecomposed):  # through whose determinant no gradient goes
-        return _of_factors(P)
+    scaled = copy(la)
     noise = la.sigma_noise.detach()
     with torch.enable_grad():
         log_factor = torch.zeros(
             (), device=noise.device, dtype=torch.float64, requires_grad=True
         )
         # Multiplies the curvature by the factor.
-        la.sigma_noise = noise * (-log_factor / 2).exp()
-        (number,) = torch.autograd.grad(la.log_det_posterior_precision, log_factor)
-    la.sigma_noise = noise
+        scaled.sigma_noise = noise * (-log_factor / 2).exp()
+        log_det = scaled.log_det_posterior_precision
+        (number,) = torch.autograd.grad(log_det, log_factor)
     return number.item()
 
 
-def _of_factors(P: KronDecomposed) -> float:
-    """Sum `e / (e + λ)` over the products e of the eigenvalues of a block's factors."""
-    number = 0.0
-    for factors, delta in zip(P.eigenvalues, P.deltas, strict=True):
-        products = torch.ones(1, dtype=torch.float64, device=delta.device)
-        for values in factors:
-            products = torch.outer(products, values.double()).flatten()
-        of_data = products / (products + delta.double())
-        number += of_data.sum().item()
-    return number
+def unit_of_priors(la: Any) -> float:
+    """Return tr(H) / (N C), the prior precision under which an output varies by 1.
 
-
-def unit_of_priors(la: Tunable) -> float:
-    """Find the prior precision that says of outputs as much as noise of 1.
-
-    That is the mean squared slope of an output in the weights, over the training data:
-    the trace of the curvature, divided by how many numbers it was summed over.
-    Multiplied by 1 / sigma_noise² it is the same prior whatever unit the targets have.
+    H is the curvature at a noise of 1: the trace is the mean squared slope of an output
+    in the weights, over the training data. Multiplied by 1 / sigma_noise² it is the
+    same prior whatever unit the targets have.
     """
-    before = la.hyperparameters
-    la.sigma_noise = 1.0
-    la.prior_precision = _WITHOUT_DATA
-    trace = n_determined(la) * _WITHOUT_DATA  # Σ e / (e + λ), where λ is much larger
-    la.hyperparameters = before
+    trace = trace_of(la.H) / float(la.temperature)
     # Ranks may differ in the last digit.
     unit = of_first(trace / (la.n_data * la.n_outputs))
     return unit if unit > 0 else 1.0
 
 
-def noise_of_residuals(la: Tunable) -> float:
+def noise_of_residuals(la: Any) -> float:
     """Find the noise that training residuals show, at the prior of noise 1.
 
     Of n C residuals, the fit has made as many smaller as it has parameters that the

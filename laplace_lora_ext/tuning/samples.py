@@ -10,7 +10,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
-from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.predictive.statistics import (
+    PredictiveStatistics,
+    bytes_of_statistics,
+    has_statistics,
+    of_present_fit,
+)
 from laplace_lora_ext.processes.exchange import count, rank
 from laplace_lora_ext.processes.shards import (
     Share,
@@ -19,7 +24,6 @@ from laplace_lora_ext.processes.shards import (
     examples_of,
     in_order_like,
 )
-from laplace_lora_ext.tuning.method import Tunable
 
 MOST_BYTES = 2**32
 """Of statistics that are kept, unless another number is asked for: 4.3 GB."""
@@ -49,7 +53,7 @@ def drawn(
 
 
 def statistics_within(
-    la: Tunable,
+    la: Any,
     data: Iterable[Any] | PredictiveStatistics,
     max_bytes: int,
     seed: int,
@@ -60,9 +64,12 @@ def statistics_within(
 
     Returns given statistics as they are, and None for a structure without any.
     """
-    of_example = la.bytes_of_statistics(link_approx)
-    if of_example is None or isinstance(data, PredictiveStatistics):
-        return la.statistics_of(data, progress_bar, link_approx)
+    if not has_statistics(la):
+        return None
+    if isinstance(data, PredictiveStatistics):
+        return of_present_fit(la, data, link_approx)
+    la.check_model()
+    of_example = bytes_of_statistics(la, link_approx)
     n_examples = max_bytes // of_example
     if n_examples == 0:
         raise ValueError(
@@ -70,8 +77,12 @@ def statistics_within(
             f"max_bytes={max_bytes:,}."
         )
     some = drawn(data, n_examples, seed)
-    statistics = la.statistics_of(some, progress_bar, link_approx, n_examples)
-    assert statistics is not None  # they have a size
+    statistics = la.predictive_statistics(
+        some,
+        progress_bar,
+        link_approx=link_approx,
+        max_examples=n_examples,
+    )
     n_left_out = statistics.n_left_out
     if some is not data:
         n_left_out += len(examples_of(data)) - n_examples

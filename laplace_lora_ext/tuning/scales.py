@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -13,19 +13,12 @@ from scipy.interpolate import CubicSpline
 from scipy.optimize import OptimizeResult, minimize_scalar
 from torch import Tensor
 
-from laplace_lora_ext.predictive.data_sets import Columns
 from laplace_lora_ext.predictive.distributions import moments_of_model
 from laplace_lora_ext.predictive.links import own_links
-from laplace_lora_ext.predictive.moments import parts_for
-from laplace_lora_ext.tuning.method import (
-    HistoryBuilder,
-    Predictor,
-    TuningHistory,
-    check_grid,
-)
+from laplace_lora_ext.predictive.moments import AnyMoments, mixed
 
 _QUARTERS = np.arange(-8, 8) / 4
-LOGIT_SCALES = np.append(5.0**_QUARTERS, 20.0)
+LOGIT_SCALES = (*(5.0**_QUARTERS).tolist(), 20.0)
 """Scales of the logits at which losses are summed, from 0.04 to 20; 1 is one of them.
 
 Texts learnt by heart ask for temperatures of 5 to 11 (benchmarks/results/answers.md).
@@ -39,15 +32,16 @@ Chosen by draws of few texts, on tasks that settings are chosen on (docs/tried.m
 """
 
 _EXACT = 1e-6  # in the logarithm of the scale
+_SEED = 0  # of draws, which are the same for all examples, priors and scales
 
 
-class Best(NamedTuple):
-    """Holds the lowest loss at one prior precision, and where it is.
+class Outcome(NamedTuple):
+    """Holds what was found at one prior precision.
 
     Attributes
     ----------
     objective : float
-        a mean over the examples, in nats, with the penalty of the scale
+        of losses a mean over the examples, in nats, with the penalty of the scale
     logit_scale : float, optional
         None where none is chosen
     sigma_noise : float, optional
@@ -62,86 +56,13 @@ class Best(NamedTuple):
     penalty: float = 0.0
 
 
-class Score(Protocol):
-    """Scores predictions by numbers whose sums over examples tell the best loss.
-
-    Attributes
-    ----------
-    size : int
-        K, how many numbers an example has
-    """
-
-    @property
-    def size(self) -> int: ...
-
-    def terms(
-        self,
-        la: Predictor,
-        x: Any,
-        targets: Tensor,
-    ) -> Tensor:
-        """Compute each example's numbers `(N, K)` in float64, at the present prior.
-
-        `x` is a batch of inputs, or moments of one.
-        """
-        ...
-
-    def best(
-        self,
-        sums: Tensor,
-        n_examples: int,
-    ) -> Best:
-        """Find the best loss at a prior, given the sums `(K,)` of all numbers."""
-        ...
-
-
 @dataclass(frozen=True)
-class PriorAlone:
-    """Scores predictions as they are, by each example's loss.
+class ClassLosses:
+    """Scores `link(s f, s² V)` at scales s, from the same moments.
 
-    Parameters
-    ----------
-    predict : callable
-        takes the posterior and inputs or moments; returns probabilities, or of numbers
-        means and variances
-    """
-
-    predict: Callable[[Predictor, Any], Columns]
-
-    @property
-    def size(self) -> int:
-        return 1
-
-    def terms(
-        self,
-        la: Predictor,
-        x: Any,
-        targets: Tensor,
-    ) -> Tensor:
-        first = la.members[0]
-        likelihood = first.trained_likelihood
-        predicted = [output.double() for output in self.predict(la, x)]
-        if not likelihood.is_gaussian:
-            predicted = [predicted[0].log()]
-        targets = targets.to(predicted[0].device)
-        nll = likelihood.nll(predicted, targets, first.sigma_noise)
-        return nll[:, None]
-
-    def best(
-        self,
-        sums: Tensor,
-        n_examples: int,
-    ) -> Best:
-        return Best(sums.item() / n_examples)
-
-
-@dataclass(frozen=True)
-class WithLogitScale:
-    """Scores `link(s f, s² V)` at several scales s, from the same moments.
-
-    An example's numbers are its negative log-likelihoods, one for each of
-    `LOGIT_SCALES`. Without a variance, s is the inverse of a temperature, and s = 1 is
-    the prior alone: what is best of all priors and scales is no worse than either.
+    An example's numbers are its negative log-likelihoods, one for each scale. Without a
+    variance, s is the inverse of a temperature, and s = 1 is the prior alone: what is
+    best of all priors and scales is no worse than either.
 
     Few examples say little of s: thirty that are all right would ask for a very large
     one. So `scale_penalty` is added to the summed loss, which holds large scales back.
@@ -151,58 +72,57 @@ class WithLogitScale:
 
     Parameters
     ----------
-    link_approx : {"mean_field", "probit", "mc"}
+    link_approx : str
+        of this library's, or one of the host's bridges
     n_samples : int
         draws of "mc"
-    seed : int
-        of the draws, which are the same for all priors and scales
+    scales : tuple of float, default=(1.0,)
+        S scales, `LOGIT_SCALES` where one is to be chosen
     """
 
     link_approx: str
     n_samples: int
-    seed: int
+    scales: tuple[float, ...] = (1.0,)
 
     @property
-    def size(self) -> int:
-        return len(LOGIT_SCALES)
+    def is_free(self) -> bool:
+        """Tell whether a scale is chosen."""
+        return len(self.scales) > 1
 
     def terms(
-        self,
-        la: Predictor,
-        x: Any,
-        targets: Tensor,
+        self, members: Sequence[Any], moments: Sequence[AnyMoments], targets: Tensor
     ) -> Tensor:
-        first = la.members[0]
-        likelihood = first.trained_likelihood
-        noise = torch.Generator()
-        link = own_links(self.n_samples, noise)[self.link_approx]
-        parts = zip(la.members, parts_for(la.members, x), strict=True)
-        moments = [
-            moments_of_model(member, part, self.link_approx) for member, part in parts
-        ]
-        targets = targets.to(moments[0].f_mu.device)
-        columns = []
-        for scale in LOGIT_SCALES:
-            la.logit_scale = float(scale)
-            log_p = []
-            for member, of_member in zip(la.members, moments, strict=True):
-                # The same draws for each scale, so that the loss is smooth in it.
-                noise.manual_seed(self.seed)
-                scaled = of_member.scaled(member.logit_scale)
-                with torch.autocast(scaled.f_mu.device.type, enabled=False):
-                    log_p.append(link(scaled).double())
-            total = torch.stack(log_p).logsumexp(0)
-            of_mean = total - math.log(len(log_p))
-            columns.append(likelihood.nll([of_mean], targets, first.sigma_noise))
-        return torch.stack(columns, dim=1)
+        """Compute each example's losses `(N, S)` in float64, from members' moments."""
+        likelihood = members[0].trained_likelihood
+        by_member = zip(members, moments, strict=True)
+        # (members, scales, examples, classes)
+        log_p = torch.stack([self._log_p(*member) for member in by_member])
+        of_mean = log_p.logsumexp(0) - math.log(len(log_p))
+        targets = targets.to(of_mean.device)
+        noise = members[0].sigma_noise
+        return torch.stack([likelihood.nll([p], targets, noise) for p in of_mean], 1)
 
-    def best(
-        self,
-        sums: Tensor,
-        n_examples: int,
-    ) -> Best:
-        """Find the best scale, also between those at which the losses are known."""
-        logs = np.log(LOGIT_SCALES)
+    def _log_p(self, member: Any, moments: AnyMoments) -> Tensor:
+        """Compute log-probabilities `(S, N, C)` of a member, in float64."""
+        draws = torch.Generator()
+        links = own_links(self.n_samples, draws)
+        if self.link_approx not in links:  # a bridge, which knows no other scale
+            bridged = member(moments, link_approx=self.link_approx, fitting=True)
+            return bridged.double().log()[None]
+        of_model = moments_of_model(member, moments, self.link_approx)
+        by_scale: list[Tensor] = []
+        for scale in self.scales:
+            draws.manual_seed(_SEED)
+            scaled = of_model.scaled(scale * member.logit_scale)
+            with torch.autocast(scaled.f_mu.device.type, enabled=False):
+                by_scale.append(links[self.link_approx](scaled).double())
+        return torch.stack(by_scale)
+
+    def best(self, sums: Tensor, n_examples: int) -> Outcome:
+        """Find the best scale of sums `(S,)`, also between those that were summed."""
+        if not self.is_free:
+            return Outcome(sums.item() / n_examples)
+        logs = np.log(self.scales)
         last = len(logs) - 1
         losses = sums.cpu().numpy()
         objectives = losses + scale_penalty(logs)
@@ -223,7 +143,7 @@ class WithLogitScale:
             if between.fun < objective:
                 objective = float(between.fun)
                 log_scale = float(between.x)
-        return Best(
+        return Outcome(
             objective / n_examples,
             logit_scale=math.exp(log_scale),
             penalty=float(scale_penalty(log_scale)) / n_examples,
@@ -236,7 +156,35 @@ def scale_penalty(log_scale: np.ndarray | float) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class WithNoise:
+class DensityLosses:
+    """Scores numbers by their density at the present noise; of a mixture, the first's.
+
+    An example's number is its negative log-density.
+    """
+
+    is_free = False  # no noise is chosen
+
+    def terms(
+        self, members: Sequence[Any], moments: Sequence[AnyMoments], targets: Tensor
+    ) -> Tensor:
+        """Compute each example's loss `(N, 1)` in float64, from members' moments."""
+        first = members[0]
+        by_member = zip(members, moments, strict=True)
+        pairs = [moments_of_model(*member, "probit") for member in by_member]
+        means, covariances = zip(*pairs, strict=True)
+        mean, covariance = mixed(torch.stack(means), torch.stack(covariances))
+        predicted = [mean.double(), covariance.double()]
+        targets = targets.to(mean.device)
+        nll = first.trained_likelihood.nll(predicted, targets, first.sigma_noise)
+        return nll[:, None]
+
+    def best(self, sums: Tensor, n_examples: int) -> Outcome:
+        """Take the mean."""
+        return Outcome(sums.item() / n_examples)
+
+
+@dataclass(frozen=True)
+class NoiseSquares:
     """Scores numbers by their density, at the noise that suits them best.
 
     The grid is of ρ = λ σ², with prior precision λ and noise σ, and the posterior has a
@@ -255,18 +203,14 @@ class WithNoise:
 
     n_outputs: int
 
-    @property
-    def size(self) -> int:
-        return 2
+    is_free = True  # a noise is chosen
 
     def terms(
-        self,
-        la: Predictor,
-        x: Any,
-        targets: Tensor,
+        self, members: Sequence[Any], moments: Sequence[AnyMoments], targets: Tensor
     ) -> Tensor:
-        first = la.members[0]
-        f_mu, f_var = moments_of_model(first, x, "probit")
+        """Compute each example's two numbers `(N, 2)` in float64, of one posterior."""
+        (la,), (of_one,) = members, moments
+        f_mu, f_var = moments_of_model(la, of_one, "probit")
         residuals = targets.to(f_mu.device).double() - f_mu.double()
         V = f_var.double()
         identity = torch.eye(self.n_outputs).to(V)
@@ -279,11 +223,8 @@ class WithNoise:
         log_det = 2 * diagonal.log().sum(-1)
         return torch.stack([squares, log_det], dim=1)
 
-    def best(
-        self,
-        sums: Tensor,
-        n_examples: int,
-    ) -> Best:
+    def best(self, sums: Tensor, n_examples: int) -> Outcome:
+        """Find the best noise; a `ValueError` where there is no error at all."""
         squares, log_dets = sums.tolist()
         n_numbers = n_examples * self.n_outputs
         variance = squares / n_numbers
@@ -296,92 +237,8 @@ class WithNoise:
         # At the best variance the squares over it are one for each number.
         of_noise = n_numbers * (math.log(2 * math.pi * variance) + 1)
         nll = (of_noise + log_dets) / 2
-        return Best(nll / n_examples, sigma_noise=math.sqrt(variance))
+        return Outcome(nll / n_examples, sigma_noise=math.sqrt(variance))
 
 
-@dataclass(frozen=True, eq=False)
-class GridLosses:
-    """Holds a score's sums over examples at every prior precision of a grid.
-
-    Attributes
-    ----------
-    grid : torch.Tensor
-        `(T,)` or `(T, blocks)` prior precisions; if a noise is chosen too, for a noise
-        of 1
-    sums : torch.Tensor
-        `(T, K)`, float64
-    n_examples : int
-    score : Score
-    """
-
-    grid: Tensor
-    sums: Tensor
-    n_examples: int
-    score: Score
-    unit: float = 1.0  # that the grid is in
-
-    def __add__(self, other: GridLosses) -> GridLosses:
-        """Add what other examples say of the same prior precisions."""
-        return replace(
-            self,
-            sums=self.sums + other.sums,
-            n_examples=self.n_examples + other.n_examples,
-        )
-
-    def choose(self, la: Predictor) -> GridHistory:
-        """Give a posterior the best prior precision, with the scale that suits it."""
-        history = GridHistory.of(self)
-        best = int(history.objective.argmin())
-        if history.sigma_noise is not None:
-            for member in la.members:
-                member.sigma_noise = history.sigma_noise[best].item()
-        la.prior_precision = history.prior_precision[best]
-        if history.logit_scale is not None:
-            la.logit_scale = history.logit_scale[best].item()
-        return history
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class GridHistory(TuningHistory):
-    """Adds to a history the sums that it was made of.
-
-    Attributes
-    ----------
-    penalty : torch.Tensor
-        `(T,)`, float64: the part of the objective that is no loss
-    losses : GridLosses
-    """
-
-    penalty: Tensor
-    losses: GridLosses
-
-    @classmethod
-    def of(cls, losses: GridLosses) -> GridHistory:
-        """Find the best loss at every point; one that is not a number is refused."""
-        builder = HistoryBuilder()
-        bests = [losses.score.best(sums, losses.n_examples) for sums in losses.sums]
-        for index, best in enumerate(bests):
-            prior_precision = losses.grid[index]
-            if best.sigma_noise is not None:
-                # From ρ = λ σ², which the grid is of, to λ.
-                prior_precision = losses.unit * prior_precision / best.sigma_noise**2
-            builder.add(index, best.objective, prior_precision)
-        history = builder.history()
-        check_grid(history)
-        penalties = [best.penalty for best in bests]
-        return cls(
-            step=history.step,
-            objective=history.objective,
-            prior_precision=history.prior_precision,
-            logit_scale=_chosen([best.logit_scale for best in bests]),
-            sigma_noise=_chosen([best.sigma_noise for best in bests]),
-            penalty=torch.tensor(penalties, dtype=torch.float64),
-            losses=losses,
-        )
-
-
-def _chosen(numbers: Sequence[float | None]) -> Tensor | None:
-    """Gather what was chosen at every point of a grid; None where that was nothing."""
-    if any(number is None for number in numbers):
-        return None
-    return torch.tensor(numbers, dtype=torch.float64)
+Score = ClassLosses | DensityLosses | NoiseSquares
+"""Scores predictions by numbers whose sums over examples tell the best loss."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import set_seed
 
@@ -24,8 +24,8 @@ from laplace_lora_ext.training.examples import Examples
 from laplace_lora_ext.training.trainers import restored
 from laplace_lora_ext.training.trainers import train as train_with
 from laplace_lora_ext.tuning.gridsearch import GridSearch
-from laplace_lora_ext.tuning.method import Tunable, TuningHistory, TuningMethod
-from laplace_lora_ext.tuning.scales import GridHistory
+from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.method import TuningMethod
 
 _NAME = "second_training_{}"  # of adapters that a trainer trains
 
@@ -122,7 +122,7 @@ class SecondTraining(TuningMethod):
                 f"{self.held_out:g} of the examples: lower held_out or trainings."
             )
 
-    def _search(self, la: Tunable) -> TuningHistory:
+    def _search(self, la: Any) -> TuningHistory:
         la.check_model()
         if self.trainer is not None:
             examples = Examples.of_trainer(self.trainer)
@@ -137,7 +137,9 @@ class SecondTraining(TuningMethod):
             self.generator,
             self.trainings,
         )
-        others = []
+        searches: list[TuningMethod] = []
+        histories: list[TuningHistory] = []
+        posteriors: list[Any] = []
         with own_adapter_back(la.model) as activate:
             for number, (rest, held, _) in enumerate(divisions):
                 posterior = self._around_another_training(la, rest, number)
@@ -147,18 +149,14 @@ class SecondTraining(TuningMethod):
                 posterior.fit(examples.batches(rest), progress_bar=self.progress_bar)
                 search = self._search_on(examples.batches(held))
                 history = search.choose(posterior)
-                others.append(_Training(posterior, search, history, len(held)))
-        if self.trainings == 1:
-            history = others[0].history
-            # A search need not be of a grid: its last step may be its choice.
-            la.prior_precision = others[0].posterior.prior_precision
-            la.logit_scale = others[0].posterior.logit_scale
-            la.sigma_noise = others[0].posterior.sigma_noise
-        else:
-            history = _of_all(la, others)
+                posterior.hyperparameters = history.chosen
+                searches.append(search)
+                histories.append(history)
+                posteriors.append(posterior)
+        history = _of_all(histories)
         # Once, on what all trainings have chosen together.
-        others[0].search.remark(la, history)
-        return replace(history, posteriors=tuple(other.posterior for other in others))
+        searches[0].remark(la, history)
+        return replace(history, posteriors=tuple(posteriors))
 
     def _search_on(self, held: DataLoader) -> TuningMethod:
         """Make the method that chooses by held-out examples."""
@@ -171,7 +169,7 @@ class SecondTraining(TuningMethod):
 
     def _around_another_training(
         self,
-        la: Tunable,
+        la: Any,
         rest: Dataset,
         number: int,
     ) -> Any:
@@ -201,7 +199,7 @@ class SecondTraining(TuningMethod):
 
     def _from_trainer(
         self,
-        la: Tunable,
+        la: Any,
         rest: Dataset,
         number: int,
     ) -> nn.Module:
@@ -231,44 +229,17 @@ class SecondTraining(TuningMethod):
         return la.model.model
 
 
-@dataclass(frozen=True)
-class _Training:
-    """Another training's posterior, and what its held-out examples chose."""
-
-    posterior: Any
-    search: TuningMethod
-    history: TuningHistory
-    n_held_out: int
-
-
-def _of_all(la: Tunable, trainings: Sequence[_Training]) -> TuningHistory:
+def _of_all(histories: Sequence[TuningHistory]) -> TuningHistory:
     """Choose by the losses of several searches together."""
-    first, *others = [training.history for training in trainings]
+    if len(histories) == 1:
+        return histories[0]
+    total, *others = [history.losses for history in histories]
     for other in others:
-        if not torch.equal(_points(other), _points(first)):
+        if total is None or other is None or not torch.equal(total.grid, other.grid):
             raise ValueError(
                 "The searches of several trainings must try the same prior precisions: "
                 "use GridSearch."
             )
-    if isinstance(first, GridHistory):
-        losses = first.losses
-        for other in others:
-            assert isinstance(other, GridHistory)  # of the same search
-            losses = losses + other.losses
-        return losses.choose(la)
-    objectives = torch.stack([training.history.objective for training in trainings])
-    sizes = torch.tensor(
-        [training.n_held_out for training in trainings], dtype=objectives.dtype
-    )
-    history = replace(first, objective=(sizes / sizes.sum()) @ objectives)
-    la.prior_precision = history.prior_precision[history.objective.argmin()]
-    return history
-
-
-def _points(history: TuningHistory) -> Tensor:
-    """Return the prior precisions that were tried; of a grid, without noise."""
-    return (
-        history.losses.grid
-        if isinstance(history, GridHistory)
-        else history.prior_precision
-    )
+        total = total + other
+    assert total is not None
+    return total.history()

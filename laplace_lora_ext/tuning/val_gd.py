@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.predictive.distributions import of_classes
 from laplace_lora_ext.predictive.links import (
     DEFAULT_LINK,
@@ -18,22 +19,20 @@ from laplace_lora_ext.predictive.links import (
     sampled,
 )
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.method import (
-    HistoryBuilder,
     Searched,
-    Tunable,
-    TuningHistory,
     TuningMethod,
     descent,
     draw_seed,
 )
 from laplace_lora_ext.tuning.noise import unit_of_priors
 from laplace_lora_ext.tuning.samples import MOST_BYTES, statistics_within
-from laplace_lora_ext.tuning.scales import WithNoise
+from laplace_lora_ext.tuning.scales import NoiseSquares, Outcome
 
 _SMOOTH: dict[str, Link] = {"probit": probit, "mean_field": mean_field}
 _CHECKPOINTS = 20  # how often the whole validation loss is measured
-_SEED = 0  # of the examples, where there are too many
+_SEED = 0  # of draws, and of the examples where there are too many
 _ROWS = 256  # examples whose logits it samples at once
 
 
@@ -71,7 +70,7 @@ class ValGD(TuningMethod):
         how much memory the statistics may take in each process. Where those of all
         examples take more, as many as fit are drawn at random, the same in every call
     generator : torch.Generator, optional
-        for minibatches and samples
+        for minibatches and samples; if omitted, every call uses the same
 
     Raises
     ------
@@ -107,10 +106,10 @@ class ValGD(TuningMethod):
                 f'"mean_field", not {self.link_approx!r}.'
             )
 
-    def _search(self, la: Tunable) -> TuningHistory:
-        is_gaussian = la.trained_likelihood.is_gaussian
+    def _search(self, la: Any) -> TuningHistory:
         prior = self._searched(la)
-        if is_gaussian:
+        is_regression = la.trained_likelihood.is_gaussian
+        if is_regression:
             prior = replace(prior, start=prior.start * unit_of_priors(la))
             la.sigma_noise = 1.0
         statistics = statistics_within(
@@ -126,28 +125,25 @@ class ValGD(TuningMethod):
                 'method="val_gd" needs hessian_structure="lowrank_kron": use '
                 '"gridsearch" instead.'
             )
+        log_noise = None
+        if is_regression:
+            # The best noise of the start: the data's own scale.
+            moments = statistics.moments(prior.value().detach())
+            score = NoiseSquares(la.n_outputs)
+            terms = score.terms([la], [moments], statistics.required_targets())
+            noise = score.best(terms.sum(0), len(statistics)).sigma_noise
+            log_noise = torch.tensor(noise, dtype=torch.float64).log().requires_grad_()
+        losses = _Losses(
+            la.trained_likelihood, statistics, prior, log_noise, self._link
+        )
         # Of the backward pass.
         with torch.autocast(statistics.f_mu.device.type, enabled=False):
-            # Of classes, which have none.
-            log_noise = torch.zeros((), dtype=torch.float64)
-            if is_gaussian:
-                log_noise = _best_log_noise(la, statistics, prior).requires_grad_()
-            losses = _Losses(la, statistics, prior, log_noise, self._link)
-            history = self._descend(losses, prior)
-        best = history.objective.argmin()
-        if history.sigma_noise is not None:
-            la.sigma_noise = history.sigma_noise[best].item()
-        la.prior_precision = history.prior_precision[best]
-        return history
+            return self._descend(losses)
 
-    def _link(self, generator: torch.Generator | None) -> Link:
+    def _link(self, generator: torch.Generator) -> Link:
         return _SMOOTH.get(self.link_approx) or sampled(self.n_samples, generator)
 
-    def _descend(
-        self,
-        losses: _Losses,
-        prior: Searched,
-    ) -> TuningHistory:
+    def _descend(self, losses: _Losses) -> TuningHistory:
         """Descend along stochastic gradients in the logarithms of prior and noise.
 
         Unlike the paper's constant step size, this one falls to 0 along half a cosine,
@@ -155,31 +151,33 @@ class ValGD(TuningMethod):
         whole set before the first step and 20 times on the way, always with the same
         draws.
         """
-        log_noise = losses.log_noise
-        leaves = [prior.logarithms]
-        if log_noise.requires_grad:
-            leaves.append(log_noise)
+        leaves = [losses.prior.logarithms]
+        if losses.log_noise is not None:
+            leaves.append(losses.log_noise)
         optimizer = torch.optim.Adam(leaves, lr=self.lr)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
             optimizer, T_max=self.n_steps
         )
+        generator = self.generator or torch.Generator().manual_seed(_SEED)
         # Of measurements, which so change no minibatch.
-        seed = draw_seed(self.generator)
+        seed = draw_seed(generator)
         n_examples = len(losses.statistics)
-        minibatches = _minibatches(n_examples, self.batch_size, self.generator)
-        builder = HistoryBuilder()
-        noises: list[float] = []
-
-        def measure(step: int) -> None:
-            noise = log_noise.detach().exp().item()
-            prior_precision = prior.value().detach() / noise**2
-            builder.add(step, losses.of_all(seed), prior_precision)
-            noises.append(noise)
+        minibatches = _minibatches(n_examples, self.batch_size, generator)
 
         def loss() -> Tensor:
-            return losses.of(next(minibatches), self.generator).mean()
+            return losses.of(next(minibatches), generator).mean()
 
         every = max(1, self.n_steps // _CHECKPOINTS)
+        measured = [*range(0, self.n_steps, every), self.n_steps]
+        rows: list[Tensor] = []
+        outcomes: list[Outcome] = []
+
+        def measure() -> None:
+            noise = losses.noise
+            rows.append(losses.prior.value().detach() / noise**2)
+            chosen = None if losses.log_noise is None else noise.item()
+            outcomes.append(Outcome(losses.of_all(seed), sigma_noise=chosen))
+
         steps = descent(
             loss,
             leaves,
@@ -192,40 +190,42 @@ class ValGD(TuningMethod):
             # Torch wants the first step before the schedule's, and it comes later.
             if step:
                 schedule.step()
-            if step % every == 0:
-                measure(step)
-        measure(self.n_steps)
-        history = builder.history()
-        if not log_noise.requires_grad:
-            return history
-        return replace(history, sigma_noise=torch.tensor(noises, dtype=torch.float64))
+            if step in measured:
+                measure()
+        measure()
+        return replace(TuningHistory.of(rows, outcomes), step=torch.tensor(measured))
 
 
 @dataclass(frozen=True)
 class _Losses:
     """Negative log-likelihoods of validation data, for the present prior and noise."""
 
-    la: Tunable
+    likelihood: Likelihood
     statistics: PredictiveStatistics
     prior: Searched
-    log_noise: Tensor  # ()
-    link: Callable[[torch.Generator | None], Link]  # that draws from a generator
+    log_noise: Tensor | None  # (), of a regression
+    link: Callable[[torch.Generator], Link]  # that draws from a generator
 
-    def of(self, places: Tensor | slice, generator: torch.Generator | None) -> Tensor:
+    @property
+    def noise(self) -> Tensor:
+        """Compute the noise `()`; 1 of classes, which have none."""
+        if self.log_noise is None:
+            return torch.ones((), dtype=torch.float64)
+        return self.log_noise.detach().exp()
+
+    def of(self, places: Tensor | slice, generator: torch.Generator) -> Tensor:
         """Compute the losses of these examples, `(B,)`."""
         of_model = self.statistics[places].moments(self.prior.value())
         targets = self.statistics.required_targets()[places]
-        likelihood = self.la.trained_likelihood
-        noise = self.log_noise.exp()
-        if likelihood.is_gaussian:
+        if self.log_noise is not None:
             # The prior is that of a noise of 1: then all variances are relative to the
             # noise's.
+            noise = self.log_noise.exp()
             f_mu, f_var = of_model
             predicted = [f_mu, noise.square().to(f_var) * f_var]
-            return likelihood.nll(predicted, targets, noise)
-        moments = of_classes(likelihood, of_model.scaled(self.la.logit_scale))
-        log_p = self.link(generator)(moments)
-        return likelihood.nll([log_p], targets, noise)
+            return self.likelihood.nll(predicted, targets, noise)
+        log_p = self.link(generator)(of_classes(self.likelihood, of_model))
+        return self.likelihood.nll([log_p], targets, self.noise)
 
     @torch.no_grad()
     def of_all(self, seed: int) -> float:
@@ -239,26 +239,10 @@ class _Losses:
         return torch.cat(parts).double().mean().item()
 
 
-def _best_log_noise(
-    la: Tunable, statistics: PredictiveStatistics, prior: Searched
-) -> Tensor:
-    """Find the logarithm `()` of the noise that suits the start best.
-
-    It is the data's own scale.
-    """
-    score = WithNoise(la.n_outputs)
-    moments = statistics.moments(prior.value().detach())
-    sums = score.terms(la, moments, statistics.required_targets()).sum(0)
-    noise = score.best(sums, len(statistics)).sigma_noise
-    assert noise is not None
-    return torch.tensor(noise, dtype=torch.float64).log()
-
-
 def _minibatches(
-    n_examples: int, batch_size: int, generator: torch.Generator | None
+    n_examples: int, batch_size: int, generator: torch.Generator
 ) -> Iterator[Tensor]:
     """Draw random minibatches without end, with each example once a round."""
-    device = None if generator is None else generator.device
     while True:
-        order = torch.randperm(n_examples, generator=generator, device=device)
+        order = torch.randperm(n_examples, generator=generator, device=generator.device)
         yield from order.cpu().split(batch_size)

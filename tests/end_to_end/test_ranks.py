@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torchmetrics
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -132,34 +131,6 @@ def test_without_a_generator_ranks_choose_alike_too():
     results = on_ranks(job, 2)
     # Though each had a random state of its own.
     assert_close(results[0], results[1], rtol=0, atol=0)
-
-
-def sum_of_squares(p: Tensor, y: Tensor) -> Tensor:
-    return p.square().sum()
-
-
-def accuracy() -> torchmetrics.Metric:
-    return torchmetrics.Accuracy(task="multiclass", num_classes=3)
-
-
-@pytest.mark.parametrize(
-    "make_loss",
-    [
-        pytest.param(accuracy, id="a metric"),
-        pytest.param(lambda: sum_of_squares, id="a function"),
-    ],
-)
-def test_losses_of_a_users_own_choose_alike_on_all_ranks(make_loss):
-    def job(_=0):
-        history = fitted("diag").optimize_prior_precision(
-            method="gridsearch",
-            val_loader=strided_loader(),
-            loss=make_loss(),
-            **THREE_VALUES,
-        )
-        return history.objective
-
-    assert_alike(on_ranks(job, 2), job(), **CLOSE)
 
 
 # --- fits and predictions -------------------------------------------------------------
