@@ -59,11 +59,10 @@ from laplace_lora_ext.problems import PROBLEMS, Problem
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning import build
+from laplace_lora_ext.tuning.gridsearch import WITHOUT_VARIANCE
 from laplace_lora_ext.tuning.history import Hyperparameters, TuningHistory
 from laplace_lora_ext.tuning.method import TuningMethod
-
-# Searches end at a prior precision of 1e12 if variance only harms; float32 rounds it.
-_NO_VARIANCE = 0.99e12
+from laplace_lora_ext.tuning.noise import mean_squared_slope
 
 
 def _of_fit(field: str, description: str) -> Any:
@@ -323,10 +322,11 @@ class LoRALaplace(ParametricLaplace):
         fitted = f"fitted to {self.n_data:,} examples" if self.n_data else "not fitted"
         prior = self.prior_precision.log().mean().exp().item()
         scale = "" if self.logit_scale == 1 else f"; logit scale {self.logit_scale:.4g}"
+        variance = "" if self.has_variance else "; without variance"
         return (
             f"{type(self).__name__}({self.likelihood} by {model}; {len(self.blocks)} "
             f"weights of {sum(self._sizes):,} parameters; {fitted}; prior precision "
-            f"{prior:.4g}{scale})"
+            f"{prior:.4g}{scale}{variance})"
         )
 
     def _prepared(self) -> AbstractContextManager[None]:
@@ -483,6 +483,7 @@ class LoRALaplace(ParametricLaplace):
         if self._fit.places == self.recorder.places:
             return
         self._backend = None  # the host's keeps buffers that the model has replaced
+        vars(self).pop("_precision", None)  # made of what is moved
         for name in ("prior_precision", "prior_mean", "sigma_noise"):
             setattr(self, name, getattr(self, name))  # the host moves what it is given
         self._fit = self._fit.to(self.structure)
@@ -499,16 +500,20 @@ class LoRALaplace(ParametricLaplace):
     def prior_precision(self, value: float | Tensor) -> None:
         check_positive("prior_precision", value)
         _set_by_host(self, "prior_precision", value)
-        self._has_variance = bool((self._prior_precision < _NO_VARIANCE).any())
 
     @property
     def has_variance(self) -> bool:
         """Tell whether the weights vary: not under a prior precision of 1e12.
 
-        That is where searches end if a `logit_scale` alone, a temperature, is best.
-        Predictions then take one forward pass, and no doubt is about the weights.
+        That is where searches end if a `logit_scale` alone, a temperature, is best. Of
+        numbers it is relative to their noise and to the mean squared slope of the
+        outputs. Predictions then take one forward pass, and no doubt is about the
+        weights.
         """
-        return self._has_variance
+        least = self.prior_precision.min().item()
+        if self.trained_likelihood.is_gaussian and isinstance(self._fit, Fit):
+            least /= mean_squared_slope(self) * self.curvature_scale.item()
+        return least < 0.99 * WITHOUT_VARIANCE  # which float32 rounds
 
     @property
     def temperature(self) -> float | Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from operator import is_not
 from typing import Any, ClassVar, NamedTuple
@@ -306,6 +306,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         for row in zip(names, self._sizes, priors, determined, strict=True):
             name, size, prior, number = row
             rows.append(f"{name:{width}}  {size:10,}  {prior:15.4g}  {number:10.1f}")
+        if not self.has_variance:
+            rows.append("The weights do not vary: only logit_scale makes it less sure.")
         return "\n".join(rows)
 
 

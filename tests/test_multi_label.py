@@ -312,13 +312,16 @@ METHODS = {
 
 
 @may_end_at_the_grids_edge
-@pytest.mark.parametrize("method", METHODS)
-def test_a_prior_is_chosen_as_for_two_classes(method):
+@pytest.mark.parametrize(
+    ("structure", "method"),
+    [*(("lowrank_kron", method) for method in METHODS), ("diag", "gridsearch")],
+)
+def test_a_prior_is_chosen_as_for_two_classes(structure, method):
     loader, options, factor = METHODS[method]
     objectives = []
     priors = []
     for la, data, n in zip(
-        both(),
+        both(structure),
         (batches(), in_two_classes(batches())),
         (N_TEXTS, N_TEXTS * N_LABELS),
         strict=True,
@@ -336,46 +339,6 @@ def test_a_prior_is_chosen_as_for_two_classes(method):
     assert_close(of_texts, factor * of_labels, **SAME_OBJECTIVE)
     # Near an optimum, rounding moves the place more than the height.
     assert_close(*priors, rtol=1e-3, atol=0)
-
-
-SEARCH = {
-    "method": "gridsearch",
-    "val_loader": batches(),
-    "grid_size": 3,
-}
-
-
-@may_end_at_the_grids_edge
-def test_a_loss_of_ones_own_is_given_all_texts_for_each_prior():
-    shapes = []
-
-    def loss(
-        probabilities: Tensor,
-        targets: Tensor,
-    ) -> Tensor:
-        shapes.append(probabilities.shape)
-        errors = probabilities - targets
-        return errors.square().mean()
-
-    la = fitted("diag")
-    la.optimize_prior_precision(loss=loss, **SEARCH)
-    of_all_texts = (N_TEXTS, N_LABELS)
-    assert shapes == [of_all_texts] * SEARCH["grid_size"]
-
-
-@may_end_at_the_grids_edge
-@pytest.mark.parametrize(
-    "predictions",
-    [
-        {},
-        {"pred_type": "nn", "n_samples": 2},
-    ],
-)
-def test_other_structures_are_searched(predictions):
-    la = fitted("diag")
-    la.optimize_prior_precision(**predictions, **SEARCH)
-    chosen = la.prior_precision
-    assert chosen.isfinite().all()
 
 
 # --- everything else that users do ----------------------------------------------------

@@ -247,7 +247,11 @@ class LowRankKronDecomposed:
 
 def trace_of(curvature: Any) -> float:
     """Return the trace of a posterior's curvature, of any structure."""
-    if not isinstance(curvature, Tensor):
+    if isinstance(curvature, LowRankKronDecomposed):
+        spectrum = curvature.spectrum
+        remaining = spectrum.multiplicity * spectrum.remaining
+        return (spectrum.leading.sum() + remaining.sum()).item()
+    if not isinstance(curvature, Tensor):  # the host's
         return curvature.diag().double().sum().item()
     diagonal = curvature if curvature.ndim == 1 else curvature.diagonal()
     return diagonal.double().sum().item()

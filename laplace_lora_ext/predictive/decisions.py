@@ -55,7 +55,7 @@ class Prediction(NamedTuple):
         `(B,)`, mean entropy of the draws: doubt that all draws share
     epistemic_entropy : torch.Tensor
         `(B,)`, the difference: mutual information of label and weights, the doubt that
-        more training data would reduce
+        more training data would reduce; 0 where the posterior has no variance
     label_variance : torch.Tensor
         `(B,)`, how much the probability of `labels` varies over the draws
 
@@ -95,6 +95,9 @@ class Prediction(NamedTuple):
         # Entropy is concave, so only rounding can make the difference negative.
         epistemic = (total - aleatoric).clamp_min(0)
         variance = of_label.var(0, correction=0)
+        # Between draws that are all the same there is nothing but rounding.
+        vary = (drawn != drawn[:1]).any(-1).any(0)
+        epistemic, variance = epistemic * vary, variance * vary
         return cls(probabilities, labels, total, aleatoric, epistemic, variance)
 
 

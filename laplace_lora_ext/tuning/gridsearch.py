@@ -39,8 +39,11 @@ from laplace_lora_ext.tuning.scales import (
     Score,
 )
 
+WITHOUT_VARIANCE = 1e12
+"""A prior precision under which weights don't vary, of numbers relative to the unit."""
+
 _EQUAL = 1e-6  # relative difference of losses that is rounding
-_BEYOND = 1e8  # times the last prior precision
+_BEYOND = 1e8  # times the last prior precision at least
 _ROWS = 256  # examples that are predicted at once from their moments
 _BYTES = 2**28  # of statistics that wait to be scored together
 
@@ -191,8 +194,9 @@ class GridSearch(GridMethod):
             unit = unit_of_priors(la)
             la.sigma_noise = 1.0
         if score.is_free:
-            # Without variance to speak of.
-            grid = torch.cat([grid, _BEYOND * grid[-1:]])
+            last = grid[-1:]
+            factor = max(_BEYOND, WITHOUT_VARIANCE / last.min().item())
+            grid = torch.cat([grid, factor * last])
         sums = self._sums(la.members, own, unit * grid, score)
         if not sums.n_examples:
             raise ValueError(NO_DATA)

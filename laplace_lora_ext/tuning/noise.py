@@ -35,17 +35,18 @@ def n_determined(la: Any) -> float:
     return number.item()
 
 
-def unit_of_priors(la: Any) -> float:
-    """Return tr(H) / (N C), the prior precision under which an output varies by 1.
+def mean_squared_slope(la: Any) -> float:
+    """Return tr(H) / (N C) of a regression, how outputs vary with a weight; 1 for 0."""
+    return trace_of(la.H) / (la.n_data * la.n_outputs) or 1.0
 
-    H is the curvature at a noise of 1: the trace is the mean squared slope of an output
-    in the weights, over the training data. Multiplied by 1 / sigma_noise² it is the
-    same prior whatever unit the targets have.
+
+def unit_of_priors(la: Any) -> float:
+    """Return the prior precision under which an output varies by 1, of a regression.
+
+    Multiplied by 1 / sigma_noise² it is the same prior whatever unit the targets have.
     """
-    trace = trace_of(la.H) / float(la.temperature)
     # Ranks may differ in the last digit.
-    unit = of_first(trace / (la.n_data * la.n_outputs))
-    return unit if unit > 0 else 1.0
+    return of_first(mean_squared_slope(la) / float(la.temperature))
 
 
 def noise_of_residuals(la: Any) -> float:

@@ -280,7 +280,7 @@ def test_it_moves_with_the_model(batch):
 
 def test_drawn_adapters_lack_it_which_is_said(la, tmp_path):
     la.logit_scale = SCALE
-    message = r"sample_0 by logit_scale, 2\.5"
+    message = r"by logit_scale, 2\.5"
     with pytest.warns(UserWarning, match=message):
         la.sample_adapters(1, tmp_path)
 
@@ -702,6 +702,20 @@ def test_the_last_point_is_no_fault_where_a_scale_is_chosen():
         history = search(la)
     # Of 100 priors, and the model alone.
     assert history.objective.argmin() > 90
+
+
+def test_a_search_that_ends_without_variance_says_so():
+    la, texts = underconfident()
+    assert "without variance" not in repr(la)
+    assert "do not vary" not in la.summary()
+    GridSearch(val_loader=texts)(la)
+    assert not la.has_variance
+    assert "without variance" in repr(la)
+    assert "do not vary" in la.summary()
+    prediction = la.predict(texts)
+    assert not prediction.epistemic_entropy.any()
+    assert not prediction.label_variance.any()
+    assert prediction.total_entropy.all()
 
 
 def test_the_last_point_is_said_where_no_scale_is_chosen():

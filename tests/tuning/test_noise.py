@@ -1,7 +1,7 @@
 """The noise of a regression, chosen together with the prior."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -157,6 +157,15 @@ def test_the_noise_alone_is_the_last_point():
     expected = (math.log(2 * math.pi * variance) + 1) / 2
     found = history.objective[-1].item()
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_the_noise_alone_leaves_no_variance_whatever_the_unit(scale):
+    la, X = plain_regression(1)
+    history = GridSearch(val_loader=validation(la, X, scale), **GRID)(la)
+    for point, has_variance in ((-2, True), (-1, False)):
+        la.hyperparameters = replace(history, choice=point).chosen
+        assert la.has_variance == has_variance
 
 
 @pytest.mark.parametrize(

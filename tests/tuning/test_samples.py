@@ -242,8 +242,7 @@ def of_answers() -> Case:
 )
 def test_the_size_is_known_before_any_pass(make_case, link):
     la, texts = make_case()
-    every = la.n_outputs if link == "probit" else None
-    statistics = la.predictive_statistics(texts, n_contrasts=every)
+    statistics = la.predictive_statistics(texts, link_approx=link)
     n_examples = len(statistics)
     foretold = bytes_of(la, link) * n_examples
     assert foretold >= statistics.nbytes
