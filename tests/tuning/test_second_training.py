@@ -602,6 +602,7 @@ def test_numbers_to_start_from_are_multiplied_as_a_whole(data):
         GridSearch,
         link_approx="probit",
         grid_size=5,
+        optimize_scale=False,
     )
     la.optimize_prior_precision(
         method="second_training",
