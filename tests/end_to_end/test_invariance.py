@@ -23,36 +23,15 @@ def assert_same_posterior(found, expected):
     assert_close(evidence, expected_evidence, **CLOSE)
 
 
-@pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
 @pytest.mark.parametrize(
-    ("kind", "other_batches"),
+    ("kind", "other_batches", "kfac_approx"),
     [
-        pytest.param(
-            "gpt2",
-            ragged_batches(batch_size=1),
-            id="one text a batch",
-        ),
-        pytest.param(
-            "gpt2",
-            ragged_batches(batch_size=8),
-            id="one batch",
-        ),
-        pytest.param(
-            "gpt2",
-            ragged_batches(padding_side="left", padded_to=20),
-            id="padded on the left",
-        ),
+        ("gpt2", ragged_batches(batch_size=1), "gradient"),
+        ("gpt2", ragged_batches(batch_size=8), "expand"),
+        ("gpt2", ragged_batches(padding_side="left", padded_to=20), "expand"),
         # It counts positions from the first real token by itself.
-        pytest.param(
-            "gpt_neox",
-            ragged_batches(padding_side="left", padded_to=12),
-            id="padded on the left, another model",
-        ),
-        pytest.param(
-            "bert",
-            ragged_batches(padded_to=20),
-            id="padded further",
-        ),
+        ("gpt_neox", ragged_batches(padding_side="left", padded_to=12), "expand"),
+        ("bert", ragged_batches(padded_to=20), "gradient"),
     ],
 )
 def test_batch_size_padding_side_and_amount(kind, other_batches, kfac_approx):
