@@ -228,7 +228,8 @@ def test_what_data_determine_and_a_priors_unit_are_told_by_eigenvalues(structure
     expected = trace / n_targets
     found = unit_of_priors(la)
     assert found == pytest.approx(expected, rel=1e-6)
-    # Both are left as they were.
+    # Both are left as they were, without a graph.
+    assert not la.sigma_noise.requires_grad
     assert la.sigma_noise.item() == SIGMA_NOISE
     prior_precision = la.prior_precision.item()
     # The prior precision is a number of float32.
