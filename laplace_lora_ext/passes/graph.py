@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 import torch._C._functorch as functorch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
+from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import Checkpoints
 from laplace_lora_ext.models.weights import Block, LinearRows
-from laplace_lora_ext.passes.memory import OutOfMemory, attempt
 
 # Rows that a backward pass should have: with fewer, products leave the machine half
 # idle, and what is done once a pass and layer counts. Measured on two cores by `python
@@ -207,6 +208,7 @@ class Graph:
                 retain_graph = way.retain_graph or not is_last
                 self._grad(vectors[seeds.start], retain_graph, way.create_graph)
             return
+        refused = ""
         if n_seeds <= self._layouts.seeds_at_most:
             together = _Pass(
                 self.calls,
@@ -216,46 +218,46 @@ class Graph:
                 way.create_graph,
                 is_batched=True,
             )
-            if self._is_batched(vectors[seeds], way, together):
+            try:
+                self._batched(vectors[seeds], way, together)
                 return
+            except RuntimeError as error:
+                if together.is_delivering:  # the fault is not the pass's
+                    raise
+                if should_reduce_batch_size(error):
+                    self._layouts.seeds_at_most = n_seeds // 2
+                else:
+                    refused = str(error) or type(error).__name__
+            if not refused:  # the error has gone, and with it what did not fit
+                clear_device_cache(garbage_collection=True)
             # It has brought some layers theirs before it failed.
             delivered = together.delivered
-        step = int(self._layouts.seeds_at_most)
+        step = 1 if refused else int(self._layouts.seeds_at_most)
         for start in range(seeds.start, seeds.stop, step):
             fewer = slice(start, min(start + step, seeds.stop))
             self._propagate(vectors, fewer, way, set(delivered))
+        if refused:  # and one by one is not: the fault was batching's
+            self._layouts.seeds_at_most = 1
+            reason, *_ = refused.splitlines()
+            warn(
+                "The model has an operation that can't run under torch.func.vmap "
+                f"({reason}): backward passes, of which several could be made at once, "
+                "are made one by one."
+            )
 
-    def _is_batched(self, vectors: Tensor, way: _Way, together: _Pass) -> bool:
-        """Back-propagate several seeds in one pass; False if that is impossible.
-
-        The layouts remember that.
-        """
+    def _batched(self, vectors: Tensor, way: _Way, together: _Pass) -> None:
+        """Back-propagate several seeds in one pass."""
 
         def grad(vector: Tensor) -> Tensor:
             # If the pass fails, the graph is needed again.
             self._grad(vector, True, way.create_graph)
             return vector.new_zeros(())
 
-        def run() -> None:
-            with together, warnings.catch_warnings():
-                # Where an operation has no batching rule, vmap runs it once a seed: as
-                # good.
-                warnings.filterwarnings("ignore", "There is a performance drop")
-                torch.func.vmap(grad)(vectors)
-
-        try:
-            failure = attempt(run)
-        except Exception:
-            if together.is_delivering:  # the fault is not the pass's
-                raise
-            self._layouts.seeds_at_most = 1
-            return False
-        if not isinstance(failure, OutOfMemory):
-            return True
-        if together.is_delivering:  # which smaller batches mend
-            raise torch.OutOfMemoryError(failure.message)
-        self._layouts.seeds_at_most = len(vectors) // 2
-        return False
+        with together, warnings.catch_warnings():
+            # Where an operation has no batching rule, vmap runs it once a seed: as
+            # good.
+            warnings.filterwarnings("ignore", "There is a performance drop")
+            torch.func.vmap(grad)(vectors)
 
     def _grad(self, vector: Tensor, retain_graph: bool, create_graph: bool) -> None:
         # Every call leads to the anchor, which needs no gradient itself: of layers, no

@@ -1,119 +1,73 @@
-"""How much of a batch fits into memory, and what to say where nothing does."""
+"""Batches in parts that fit into memory, found as accelerate finds batch sizes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
-from torch import Tensor
 
-from laplace_lora_ext.models.batches import number_of_tokens
+from laplace_lora_ext.models.batches import number_of_tokens, part_of
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import checkpointed_layers
-
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class OutOfMemory:
-    """What an accelerator said when its memory did not suffice."""
-
-    message: str
-
-    def of_example(
-        self,
-        model: LogitsModel,
-        example: Any,
-    ) -> torch.OutOfMemoryError:
-        """Make an error that not even one example fits, with what needs less memory."""
-        n_tokens = _longest(example)
-        advice: list[str] = []
-        if not checkpointed_layers(model.tree):
-            advice.append(
-                "switch on gradient checkpointing (model.gradient_checkpointing_enable)"
-            )
-        if n_tokens is not None:
-            advice.append("cut texts shorter")
-        advice.append("load the base model in 4-bit (transformers.BitsAndBytesConfig)")
-        what = "One example" if n_tokens is None else f"One text of {n_tokens} tokens"
-        return torch.OutOfMemoryError(
-            f"{what} does not fit into the memory of {model.device}: "
-            f"{', or '.join(advice)}. ({self.message})"
-        )
-
-    def of_batch(
-        self,
-        model: LogitsModel,
-        batch: Any,
-        reason: str,
-    ) -> torch.OutOfMemoryError:
-        """Make the error for a batch that does not fit and is not divided.
-
-        `reason` says why it is not.
-        """
-        n_tokens = _longest(batch)
-        of_length = (
-            "" if n_tokens is None else f", the longest text of {n_tokens} tokens,"
-        )
-        return torch.OutOfMemoryError(
-            f"The batch{of_length} does not fit into the memory of {model.device}, and "
-            f"is not divided, since {reason}: pass smaller batches. ({self.message})"
-        )
+from laplace_lora_ext.models.running import is_shared
 
 
 class Memory:
-    """Remembers how many rows of a layer fit into memory, in passes of one kind."""
+    """Remembers how many rows of a model's layers fit, in passes of one kind."""
 
-    def __init__(self) -> None:
-        # To try; infinite as long as all that was tried did fit.
-        self._most_rows = math.inf
-        self.failure = OutOfMemory("")  # the last one: it has made the parts smaller
+    def __init__(self, model: LogitsModel) -> None:
+        self._model = model
+        self._most_rows = sys.maxsize
 
-    def size(self, n_rows: int, at_most: int) -> int:
-        """Say how many examples of `n_rows` rows each to try at once."""
-        if math.isinf(self._most_rows):
-            return at_most
-        # One example is always tried: it may be shorter than those that did not fit.
-        n_that_fit = max(1, int(self._most_rows) // n_rows)
-        return min(at_most, n_that_fit)
-
-    def halve(
+    def parts(
         self,
+        batch: Any,
         n_examples: int,
-        n_rows: int,
-        failure: OutOfMemory,
-    ) -> None:
-        """Remember that examples of `n_rows` rows each did not fit: half may."""
-        half = max(1, n_examples // 2)
-        # In rows, since later batches may have longer texts.
-        self._most_rows = half * n_rows
-        self.failure = failure
+        rows_of_example: int,
+        at_most: int,
+        evaluate: Callable[[Any, slice], Any],
+    ) -> Iterator[tuple[slice, Any]]:
+        """Evaluate a batch in parts of `at_most` examples, or fewer if these don't fit.
+
+        A `torch.OutOfMemoryError` says what to do where one example does not fit.
+        """
+        first = 0
+        while first < n_examples:
+            n_left = n_examples - first
+            n_that_fit = max(1, self._most_rows // rows_of_example)
+            n_parts = math.ceil(n_left / min(at_most, n_that_fit))
+            size = math.ceil(n_left / n_parts)  # all parts are about as large
+            place = slice(first, first + size)
+            part = batch if size == n_examples else part_of(batch, place, n_examples)
+            try:
+                result = evaluate(part, place)
+            except RuntimeError as error:
+                if not should_reduce_batch_size(error):
+                    raise
+                # Ranks that share a model must make the same passes.
+                if size == 1 or is_shared(self._model):
+                    raise _too_large(self._model, part, size, error) from error
+            else:
+                yield place, result
+                first = place.stop
+                continue
+            # Only here, where the error has gone, does nothing hold what did not fit.
+            clear_device_cache(garbage_collection=True)
+            self._most_rows = size // 2 * rows_of_example
 
 
-def attempt(evaluate: Callable[[], Result]) -> Result | OutOfMemory:
-    """Evaluate, and let go of all that was made where memory does not suffice."""
-    try:
-        return evaluate()
-    except RuntimeError as error:
-        if not should_reduce_batch_size(error):
-            raise
-        failure = OutOfMemory(str(error))
-    # Only here, where the error has gone, does nothing hold the graph that did not fit.
-    clear_device_cache(garbage_collection=True)
-    return failure
-
-
-def _longest(batch: Any) -> int | None:
-    """Count the tokens of the longest text, without padding; None without texts."""
-    n_tokens = number_of_tokens(batch)
-    if n_tokens is None or not isinstance(batch, Mapping):
-        return n_tokens
-    mask = batch.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return n_tokens
-    lengths = mask.bool().sum(1)
-    return int(lengths.max())
+def _too_large(
+    model: LogitsModel, part: Any, size: int, error: RuntimeError
+) -> torch.OutOfMemoryError:
+    what = "One example" if size == 1 else f"A batch of {size} examples"
+    n_tokens = number_of_tokens(part)
+    of_length = "" if n_tokens is None else f" of {n_tokens} tokens"
+    return torch.OutOfMemoryError(
+        f"{what}{of_length} does not fit into the memory of {model.device}: cut texts "
+        "shorter, switch on gradient checkpointing (model.gradient_checkpointing_"
+        "enable), or load the base model in 4-bit (transformers.BitsAndBytesConfig). "
+        f"({error})"
+    )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from laplace_lora_ext.models.batches import number_of_rows, number_of_tokens, part_of
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import is_shared, unfused_attention
+from laplace_lora_ext.models.running import unfused_attention
 from laplace_lora_ext.models.weights import (
     Block,
     Place,
@@ -24,7 +24,7 @@ from laplace_lora_ext.models.weights import (
     without_rows,
 )
 from laplace_lora_ext.passes.graph import Layouts, Taps, tapped
-from laplace_lora_ext.passes.memory import Memory, OutOfMemory, attempt
+from laplace_lora_ext.passes.memory import Memory
 from laplace_lora_ext.passes.proof import is_proven
 from laplace_lora_ext.passes.recording import Gradients, Part, Recording, Turns, Visitor
 from laplace_lora_ext.passes.whole_gradients import WholeRecording
@@ -40,10 +40,6 @@ _ON_ACCELERATOR = 2**13
 # Of Jacobians in all weights, which are there together where the tokens of a text take
 # turns: 0.5 GB in float32, or one token's.
 _NUMBERS = 2**27
-
-# Why a batch has no parts.
-_NO_ROWS = "its tensors don't all have a row for each example"
-_DEPENDENT = "its examples' logits depend on each other"
 
 Directions = Callable[[Tensor], Tensor]
 """Takes logits `(B, C)`, and returns vectors `(S, B, C)` to back-propagate."""
@@ -84,8 +80,8 @@ class Recorder:
         self._by_whole_gradients = bool(without_rows(blocks))
         self.layouts = Layouts(examples_apart=self._by_whole_gradients)
         # A prediction's backward pass has more vectors at once than a fit's.
-        self._of_fits = Memory()
-        self._of_predictions = Memory()
+        self._of_fits = Memory(model)
+        self._of_predictions = Memory(model)
 
     @property
     def places(self) -> list[Place]:
@@ -312,15 +308,15 @@ class Recorder:
         time. Where labels tell `n_examples`, inputs with another number of rows stay
         undivided. Parts that do not fit into memory are halved, and how much does fit
         is remembered; a `torch.OutOfMemoryError` says what to do where one example does
-        not, or the batch can't be divided.
+        not.
         """
         n_rows = number_of_rows(batch)
         owners = self.model.owners(batch)
         is_empty = owners is not None and not len(owners)  # which the model refuses
         if n_rows is None or n_examples not in (None, n_rows) or is_empty:
-            return [self._undivided(batch, evaluate, _NO_ROWS)]
+            return [evaluate(batch, slice(None))]
         if self.model.is_divisible is False:  # an earlier batch has shown it
-            return [self._undivided(batch, evaluate, _DEPENDENT)]
+            return [evaluate(batch, slice(None))]
         rows_of_example = n_outputs * (number_of_tokens(batch) or 1)
         most_examples = n_rows
         # Rows of logits whose Jacobians may be in memory at once.
@@ -338,8 +334,8 @@ class Recorder:
             parts = self.model.few_rows_at_a_time(part, logits_at_once)
             return [evaluate(each, place) for each in parts]
 
-        parts = self._parts(
-            batch, rows_of_example, max(1, at_most), self._of_predictions, of_part
+        parts = self._of_predictions.parts(
+            batch, n_rows, rows_of_example, max(1, at_most), of_part
         )
         results: list[Any] = []
         for place, found in parts:
@@ -352,10 +348,10 @@ class Recorder:
                 is_in_part = (owners >= place.start) & (owners < place.stop)
                 n_logits = int(is_in_part.sum())
             if sum(len(result.f_mu) for result in found) != n_logits:
-                return [self._undivided(batch, evaluate, _NO_ROWS)]
+                return [evaluate(batch, slice(None))]
         f_mu = torch.cat([result.f_mu for result in results])
-        if not self._divides(batch, lambda _: f_mu):
-            return [self._undivided(batch, evaluate, _DEPENDENT)]
+        if not self.model.divides(batch, lambda _: f_mu):
+            return [evaluate(batch, slice(None))]
         return results
 
     @property
@@ -376,73 +372,18 @@ class Recorder:
         was learnt is of no use then.
         """
         if number_of_rows(batch) != n_examples:
-            return [self._undivided(batch, evaluate, _NO_ROWS)]
-        memory = self._of_fits
+            return [evaluate(batch, slice(None))]
         n_tokens = number_of_tokens(batch) or 1
-        parts = list(self._parts(batch, n_tokens, n_examples, memory, evaluate))
+        parts = self._of_fits.parts(batch, n_examples, n_tokens, n_examples, evaluate)
+        results = [result for _, result in parts]
         # Asked only where it matters: the answer takes further passes, once.
-        is_divided = len(parts) > 1
-        if is_divided and not self._divides(batch, partial(self._alone, batch)):
-            raise memory.failure.of_batch(self.model, batch, _DEPENDENT)
-        return [result for _, result in parts]
-
-    def _parts(
-        self,
-        batch: Any,
-        rows_of_example: int,
-        at_most: int,
-        memory: Memory,
-        evaluate: Callable[[Any, slice], Any],
-    ) -> Iterator[tuple[slice, Any]]:
-        """Evaluate a batch in parts of `at_most` examples, or as many as fit."""
-        n_examples = number_of_rows(batch)
-        assert n_examples is not None
-        first = 0
-        while first < n_examples:
-            n_left = n_examples - first
-            n_parts = math.ceil(n_left / memory.size(rows_of_example, at_most))
-            size = math.ceil(n_left / n_parts)  # all parts are about as large
-            place = slice(first, first + size)
-            part = batch
-            if size < n_examples:
-                part = part_of(batch, place, n_examples)
-            result = attempt(partial(evaluate, part, place))
-            if not isinstance(result, OutOfMemory):
-                yield place, result
-                first = place.stop
-            elif size == 1:
-                raise result.of_example(self.model, part)
-            elif is_shared(self.model):
-                raise result.of_batch(
-                    self.model, part, "ranks that share a model pass alike"
-                )
-            else:
-                memory.halve(size, rows_of_example, result)
-
-    def _undivided(
-        self,
-        batch: Any,
-        evaluate: Callable[[Any, slice], Any],
-        reason: str,
-    ) -> Any:
-        """Evaluate a batch that for some `reason` has no parts."""
-        result = attempt(partial(evaluate, batch, slice(None)))
-        if isinstance(result, OutOfMemory):
-            raise result.of_batch(self.model, batch, reason)
-        return result
-
-    def _divides(
-        self,
-        batch: Any,
-        of_parts: Callable[[Tensor], Tensor],
-    ) -> bool:
-        """Tell whether parts of a batch have its logits; see `LogitsModel.divides`."""
-        found = attempt(partial(self.model.divides, batch, of_parts))
-        if isinstance(found, OutOfMemory):
-            raise found.of_batch(
-                self.model, batch, "nothing shows that its parts are alike"
+        is_divided = len(results) > 1
+        if is_divided and not self.model.divides(batch, partial(self._alone, batch)):
+            raise torch.OutOfMemoryError(
+                f"The batch does not fit into the memory of {self.model.device}, and "
+                "its examples' logits depend on each other: pass smaller batches."
             )
-        return found
+        return results
 
     def _alone(
         self,

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.graph import Graph
 from laplace_lora_ext.passes.recorder import Recorder
 from tests.support.dense import derivatives_of, jacobians
-from tests.support.models import first_batch, pairs, with_lora
+from tests.support.models import first_batch, pairs, plain_model, with_lora
 from tests.support.posteriors import fitted, make, normal
 
 
@@ -266,6 +267,45 @@ def test_that_a_kernel_takes_one_seed_at_a_time_is_found_out_once(kernels):
     # No further pass is tried in vain.
     assert of_ours.seeds_at_most == 1
     assert of_torchs.seeds_at_most == math.inf
+
+
+def test_that_kernels_take_one_seed_at_a_time_is_said_once():
+    x = normal(4, 3, 5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        la = posterior_by(_Attention.apply, x)
+        la(x)
+    messages = [str(warning.message) for warning in caught]
+    (message,) = [each for each in messages if "one by one" in each]
+    assert "under torch.func.vmap (" in message
+
+
+class _Failing(torch.autograd.Function):
+    """Has a backward pass that fails by an error of its own."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, error: Exception) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ctx.error
+
+
+@pytest.mark.parametrize("error", [ValueError("theirs"), RuntimeError("theirs")])
+def test_errors_of_a_model_are_not_taken_for_what_batching_can_not_do(error):
+    model = plain_model()
+    la = make(model)
+    la.fit(pairs())
+    ((x, _),) = pairs()
+
+    def fail(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return _Failing.apply(output, error)
+
+    with model.register_forward_hook(fail), pytest.raises(type(error), match="theirs"):
+        la(x)
+    assert la.recorder.layouts.seeds_at_most == math.inf
 
 
 @pytest.fixture
