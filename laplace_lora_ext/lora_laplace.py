@@ -184,6 +184,7 @@ class LoRALaplace(ParametricLaplace):
     # Of the model when it was last compared with the fit, and its session then.
     _standing: Standing | None = None
     _compared_in: object | None = None
+    _precision: Any = None  # of structures that prepare it for predictions
 
     model: LogitsModel
     blocks: list[Block]
@@ -483,6 +484,8 @@ class LoRALaplace(ParametricLaplace):
         if self._fit.places == self.recorder.places:
             return
         self._backend = None  # the host's keeps buffers that the model has replaced
+        self._standing = None
+        self._precision = None
         vars(self).pop("_precision", None)  # made of what is moved
         for name in ("prior_precision", "prior_mean", "sigma_noise"):
             setattr(self, name, getattr(self, name))  # the host moves what it is given

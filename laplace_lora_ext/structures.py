@@ -90,7 +90,6 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     _key = ("lora", "lowrank_kron")
     _structure: ClassVar[type[Structure[Any, Any]]] = LowRankKronStructure
-    _precision: _Precision | None = None
 
     # --- texts, with the likelihood "language_modeling" -------------------------------
 

@@ -16,6 +16,7 @@ import torch._C._functorch as functorch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch.autograd.graph import Node
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -84,6 +85,8 @@ class Call:
         # None once nobody asks for them: the graph has them too, or computes them anew.
         self.inputs: Tensor | None = inputs
         self.version = _version(inputs)
+        # Of the graph, where gradients of the output pass.
+        self.node: Node | None = None
         self.backward_pass: _Pass | None = None  # that runs now
 
 
@@ -407,6 +410,8 @@ class Taps:
                 if not self._keeps_inputs:  # the graph has what backward passes need
                     call.inputs = None
         self._layouts.used.update(self._called)
+        if self._keeps_inputs:
+            calls = _counting(calls, logits)
         return Graph(logits, calls, self._anchor, self._layouts)
 
     def hear(
@@ -433,7 +438,9 @@ class Taps:
         # A checkpointed layer is computed anew for a backward pass.
         if self._calls is None:
             return tapped
-        if self.checkpoints.n_open and not self._keeps_inputs:
+        if self._keeps_inputs:
+            call.node = tapped.grad_fn
+        elif self.checkpoints.n_open:
             call.inputs = None  # before the layer's other activations go
         self._calls[index].append(call)
         return tapped
@@ -494,6 +501,25 @@ def _overwritten(layer: str) -> NotImplementedError:
         f"The model overwrites what the layer of {layer} was given: write x = x + y in "
         "place of x += y, or leave the layer out with target_modules."
     )
+
+
+def _counting(calls: Sequence[Sequence[Call]], logits: Tensor) -> list[list[Call]]:
+    """Select the calls that logits depend on: DoRA makes others, for a norm."""
+    # Without recursion: the graph of a deep model is deeper than Python's stack.
+    nodes: set[Node] = set()
+    waiting: list[Node | None] = [logits.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    counting = [[call for call in of_layer if call.node in nodes] for of_layer in calls]
+    # A node holds its call: together they would keep the graph, and all that it has
+    # saved, until Python's garbage collector comes by.
+    for of_layer in calls:
+        for call in of_layer:
+            call.node = None
+    return counting
 
 
 def _version(tensor: Tensor) -> int:
