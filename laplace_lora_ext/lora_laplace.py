@@ -453,7 +453,7 @@ class LoRALaplace(ParametricLaplace):
     def take_over(self, fitted: Fit) -> None:
         """Make a fit the present one."""
         self._posterior_scale = None  # the host's, of the fit before
-        self.model.output_size = fitted.n_outputs  # which the host's backends read
+        self.model.output_size = fitted.n_outputs  # which a file tells before any pass
         self._fit = fitted
         self._standing = None
         self._compared_in = None

@@ -26,7 +26,7 @@ from tests.support.posteriors import STRUCTURES, generator, make
 from tests.support.ranks import assert_alike, on_ranks, strided_loader
 
 CPU = torch.device("cpu")
-# The host's backends of "kron" want weights that are whole and at hand.
+# "kron" wants weights that are whole and at hand.
 REACHABLE = [structure for structure in STRUCTURES if structure != "kron"]
 
 
