@@ -42,7 +42,7 @@ from laplace_lora_ext.training.trainers import (
 )
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.history import Hyperparameters, TuningHistory
-from laplace_lora_ext.tuning.kinds import Kinds
+from laplace_lora_ext.tuning.kinds import kinds_of, number_of
 
 SECOND_STAGE = 0.25
 """Steps of the second stage, relative to a training on all texts."""
@@ -120,7 +120,7 @@ def _with_kinds(
 
     A mixture has but a common factor of its members' prior precisions.
     """
-    if len(Kinds.of(la.blocks)) == 1 or la.likelihood == "language_modeling":
+    if number_of(kinds_of(la.blocks)) == 1 or la.likelihood == "language_modeling":
         return la
     la = copy(la)
     search = GridSearch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.data_sets import over_loader
 from laplace_lora_ext.predictive.distributions import of_classes, predictive_moments
 from laplace_lora_ext.predictive.moments import (
-    AnyMoments,
     Moments,
     gaussian_samples,
     standard_normal,
@@ -25,6 +24,7 @@ from laplace_lora_ext.predictive.moments import (
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.kinds import number_of
 from laplace_lora_ext.tuning.method import TuningMethod, seed_of_search
 from laplace_lora_ext.tuning.noise import noise_of_residuals, unit_of_priors
 from laplace_lora_ext.tuning.samples import MOST_BYTES, drawn, statistics_within
@@ -131,14 +131,13 @@ class Agreement(TuningMethod):
         if kinds is not None:
             # One distance can't tell two prior precisions. So each kind by itself gets
             # the change that is allowed, and then a common factor makes it that of all.
-            start = start.expand(len(kinds.places)).clone()
+            start = start.expand(len(kinds)).clone()
             balanced = start.clone()
-            for kind in range(len(kinds)):
-                is_drawn = kinds.is_of(kind).to(start.device)
+            for kind in range(number_of(kinds)):
+                is_drawn = kinds.to(start.device) == kind
                 of_kind = partial(_change_by_some, change, is_drawn)
-                alone = self._broadest(start, of_kind)
-                found = alone.chosen.prior_precision.to(start)
-                balanced = torch.where(is_drawn, found, balanced)
+                found = self._broadest(start, of_kind).chosen.prior_precision
+                balanced[is_drawn] = found.to(start)[is_drawn]
             start = balanced
         history = self._broadest(start, change)
         if not is_regression:
@@ -159,19 +158,26 @@ class Agreement(TuningMethod):
         statistics = statistics_within(
             la, data, self.max_bytes, seed, self.progress_bar
         )
-        moments = _moments_along(la, data) if statistics is None else statistics.moments
-        likelihood = la.trained_likelihood
-        distances = (
-            _distances_of_numbers if likelihood.is_gaussian else _distances_of_classes
+        moments_of = (
+            _moments_along(la, data) if statistics is None else statistics.moments
         )
+        likelihood = la.trained_likelihood
 
         def change(prior_precision: Tensor) -> float:
             # The same draws at every prior precision: then the change falls with it
             # smoothly.
             draws = torch.Generator().manual_seed(seed)
-            of_model = moments(prior_precision).to("cpu")
-            of_all = of_classes(likelihood, of_model)
-            return _mean_change(of_all, self.n_samples, draws, distances)
+            moments = of_classes(likelihood, moments_of(prior_precision).to("cpu"))
+            n_logits = moments.f_mu[0].numel()
+            at_once = max(1, _CHUNK // (self.n_samples * n_logits))
+            total = 0.0
+            for f_mu, f_var in moments.split(at_once):
+                noise = standard_normal((self.n_samples, *f_mu.shape), f_mu, draws)
+                outputs = gaussian_samples(f_mu, f_var, noise)
+                distances = _distances(outputs, f_mu, likelihood.is_gaussian)
+                total += distances.double().mean(0).sum().item()
+            # Of labels, the average is over labels, too.
+            return total / moments.f_mu[..., 0].numel()
 
         return change
 
@@ -179,31 +185,29 @@ class Agreement(TuningMethod):
         self, start: Tensor, change: Callable[[Tensor], float]
     ) -> TuningHistory:
         """Choose the factor of a prior at which draws change as much as allowed."""
-        factors: list[float] = []  # logarithms
-        outcomes: list[Outcome] = []
+        tried: dict[float, Outcome] = {}  # by the logarithm of the factor
         name = "[Comparing draws with the model]"
         with tqdm.tqdm(desc=name, disable=not self.progress_bar) as bar:
 
-            @cache  # brentq asks again for both ends
             def excess(log_factor: float) -> float:
-                mean = change(math.exp(log_factor) * start)
-                factors.append(log_factor)
-                outcomes.append(Outcome(mean))
-                bar.update()
-                return mean - self.max_change
+                if log_factor not in tried:  # brentq asks again for both ends
+                    mean = change(math.exp(log_factor) * start)
+                    tried[log_factor] = Outcome(mean)
+                    bar.update()
+                return tried[log_factor].objective - self.max_change
 
             root = _falling_root(excess)
             excess(root)
-        choice = factors.index(root)
-        rows = [math.exp(log_factor) * start for log_factor in factors]
-        if abs(factors[choice]) > 0.99 * _FARTHEST:
+        if abs(root) > 0.99 * _FARTHEST:
+            farthest = (math.exp(root) * start).mean().item()
             warn(
                 "No prior precision within a factor of 1e8 changes the predictions by "
-                f"{self.max_change:g} on average: at {rows[choice].mean().item():.3g} "
-                f"the change is {outcomes[choice].objective:.3g}. Check that the "
-                "adapter is trained."
+                f"{self.max_change:g} on average: at {farthest:.3g} the change is "
+                f"{tried[root].objective:.3g}. Check that the adapter is trained."
             )
-        return TuningHistory.of(rows, outcomes, choice)
+        rows = [math.exp(log_factor) * start for log_factor in tried]
+        outcomes = list(tried.values())
+        return TuningHistory.of(rows, outcomes, choice=list(tried).index(root))
 
 
 def _change_by_some(
@@ -213,44 +217,17 @@ def _change_by_some(
     return change(torch.where(is_drawn, prior_precision, _HELD))
 
 
-Distances = Callable[[Tensor, Tensor], Tensor]
-"""Total variation distances `(S, N, ...)` of drawn outputs `(S, N, ..., C)` from the
-model's."""
+def _distances(drawn: Tensor, f_mu: Tensor, are_numbers: bool) -> Tensor:
+    """Compute distances `(S, N, ...)` of drawn outputs `(S, N, ..., C)` from a model's.
 
-
-def _distances_of_classes(drawn: Tensor, f_mu: Tensor) -> Tensor:
-    """Compute distances of the distributions of classes."""
+    They are total variation distances: of distributions of classes, or of normal
+    distributions of variance 1.
+    """
+    if are_numbers:
+        apart = torch.linalg.vector_norm(drawn - f_mu, dim=-1)
+        return torch.special.erf(apart / math.sqrt(8))  # 2 Φ(d / 2) - 1
     apart = drawn.softmax(-1) - f_mu.softmax(-1)
     return apart.abs().sum(-1) / 2
-
-
-def _distances_of_numbers(drawn: Tensor, f_mu: Tensor) -> Tensor:
-    """Compute distances of normal distributions of variance 1."""
-    apart = torch.linalg.vector_norm(drawn - f_mu, dim=-1)
-    return torch.special.erf(apart / math.sqrt(8))  # 2 Φ(d / 2) - 1
-
-
-def _mean_change(
-    moments: AnyMoments,
-    n_samples: int,
-    generator: torch.Generator,
-    distances: Distances,
-) -> float:
-    """Average draws' total variation distance from the model.
-
-    Of labels, the moments are those of two classes each, and the average is over
-    labels, too.
-    """
-    n_logits = moments.f_mu[0].numel()
-    at_once = max(1, _CHUNK // (n_samples * n_logits))
-    total = 0.0
-    for f_mu, f_var in moments.split(at_once):
-        noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
-        drawn = gaussian_samples(f_mu, f_var, noise)
-        of_draws = distances(drawn, f_mu).double()
-        total += of_draws.mean(0).sum().item()
-    n_distributions = moments.f_mu[..., 0].numel()
-    return total / n_distributions
 
 
 def _falling_root(excess: Callable[[float], float]) -> float:

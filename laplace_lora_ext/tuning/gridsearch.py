@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, NamedTuple
+from operator import add
+from typing import Any
 
 import torch
 import tqdm
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from laplace_lora_ext.curvature.factors import LinAlgError
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.predictive.data_sets import NO_DATA, batch_by_batch
+from laplace_lora_ext.predictive.data_sets import batch_by_batch
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, own_links
 from laplace_lora_ext.predictive.statistics import (
     MixtureStatistics,
@@ -29,6 +30,7 @@ from laplace_lora_ext.predictive.statistics import (
 from laplace_lora_ext.processes.exchange import gathered
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.tuning.history import GridLosses, TuningHistory
+from laplace_lora_ext.tuning.kinds import number_of
 from laplace_lora_ext.tuning.method import TuningMethod
 from laplace_lora_ext.tuning.noise import unit_of_priors
 from laplace_lora_ext.tuning.scales import (
@@ -42,6 +44,9 @@ from laplace_lora_ext.tuning.scales import (
 WITHOUT_VARIANCE = 1e12
 """A prior precision under which weights don't vary, of numbers relative to the unit."""
 
+# Points of a grid over several kinds, whose number is to the power of the kinds: 25 by
+# 25.
+_POINTS = 625
 _EQUAL = 1e-6  # relative difference of losses that is rounding
 _BEYOND = 1e8  # times the last prior precision at least
 _ROWS = 256  # examples that are predicted at once from their moments
@@ -68,20 +73,28 @@ class GridMethod(TuningMethod):
     grid_size: int = 100
     log_prior_prec_base: float = 10.0
 
-    def _grid(self, la: Any) -> Tensor:
-        """List the prior precisions to try, `(T,)` or `(T, blocks)`."""
+    def _grid(self, la: Any, kinds: Tensor | None = None) -> Tensor:
+        """List the prior precisions to try, `(T,)` or `(T, blocks)`.
+
+        Those of several kinds are all combinations of fewer numbers for each, so that
+        there are 625 together at most.
+        """
+        n_kinds = 1 if kinds is None else number_of(kinds)
+        size = self.grid_size
+        if n_kinds > 1:
+            # Rounding must not make 24 of a root that is 25.
+            size = min(size, int(_POINTS ** (1 / n_kinds) + 1e-9))
+        low, high = self.log_prior_prec_min, self.log_prior_prec_max
+        power = self.log_prior_prec_base
         # In float32, whatever the default is.
-        grid = torch.logspace(
-            self.log_prior_prec_min,
-            self.log_prior_prec_max,
-            self.grid_size,
-            base=self.log_prior_prec_base,
-            dtype=torch.float32,
-        )
+        grid = torch.logspace(low, high, size, base=power, dtype=torch.float32)
+        if kinds is not None:
+            points = torch.cartesian_prod(*[grid] * n_kinds)
+            grid = points.reshape(-1, n_kinds)[:, kinds]
         if not self._is_base:
             return grid
         base = self._start(la)
-        return grid[:, None].to(base) * base
+        return grid.reshape(len(grid), -1).to(base) * base
 
     def remark(self, la: Any, history: TuningHistory) -> None:
         """Warn where the first or the last prior precision of the grid is the best."""
@@ -187,111 +200,79 @@ class GridSearch(GridMethod):
         la.check_model()
         # The grid is of factors of these: 1 for a posterior alone.
         own = [member.prior_precision.detach() for member in la.members]
-        grid = self._grid(la)
-        score = self._score(la)
-        unit = 1.0
-        if isinstance(score, NoiseSquares):
-            unit = unit_of_priors(la)
-            la.sigma_noise = 1.0
-        if score.is_free:
-            last = grid[-1:]
-            factor = max(_BEYOND, WITHOUT_VARIANCE / last.min().item())
-            grid = torch.cat([grid, factor * last])
-        sums = self._sums(la.members, own, unit * grid, score)
-        if not sums.n_examples:
-            raise ValueError(NO_DATA)
-        losses = GridLosses(grid, sums.of_points, sums.n_examples, score, unit)
-        return losses.history()
-
-    def _grid(self, la: Any) -> Tensor:
         kinds = self._kinds(la)
         # A grid over kinds has many points: by default only where statistics serve all.
-        is_asked_for = self.prior_structure is not None
-        if kinds is None or not (is_asked_for or has_statistics(la)):
-            return super()._grid(la)
-        grid = kinds.grid(
-            self.log_prior_prec_min,
-            self.log_prior_prec_max,
-            self.grid_size,
-            self.log_prior_prec_base,
-        )
-        if not self._is_base:
-            return grid
-        base = self._start(la)
-        return grid.to(base) * base
-
-    def _score(self, la: Any) -> Score:
-        """Decide what to score, and whether there is a scale to choose."""
+        if self.prior_structure is None and not has_statistics(la):
+            kinds = None
+        grid = self._grid(la, kinds)
+        unit = 1.0
+        score: Score
         if la.members[0].trained_likelihood.is_gaussian:
             # The noise of a mixture is that of its members.
             is_free = self.optimize_scale and len(la.members) == 1
-            return NoiseSquares(la.members[0].n_outputs) if is_free else DensityLosses()
-        is_free = self.optimize_scale and self.link_approx in own_links(1, None)
-        scales = LOGIT_SCALES if is_free else (1.0,)
-        return ClassLosses(self.link_approx, self.n_samples, scales)
+            score = NoiseSquares(la.n_outputs) if is_free else DensityLosses()
+            if is_free:
+                unit = unit_of_priors(la)
+                la.sigma_noise = 1.0
+        else:
+            is_free = self.optimize_scale and self.link_approx in own_links(1, None)
+            scales = LOGIT_SCALES if is_free else (1.0,)
+            score = ClassLosses(self.link_approx, self.n_samples, scales)
+        if is_free:
+            last = grid[-1:]
+            factor = max(_BEYOND, WITHOUT_VARIANCE / last.min().item())
+            grid = torch.cat([grid, factor * last])
+        nothing = GridLosses(grid, torch.zeros(len(grid), 1).double(), 0, score, unit)
+        data = self.val_loader
+        if isinstance(data, PredictiveStatistics | MixtureStatistics):
+            given = self._given(la.members, own)
+            return _summed(nothing, la.members, given).history()
+        share = Share(data)
+        batches = self._of_batches(share, la.members, own, unit * grid)
+        of_rank = _summed(nothing, la.members, _joined(batches))
+        share.refuse_copies()
+        return reduce(add, gathered(of_rank)).history()
 
-    def _sums(
+    def _given(
+        self, members: Sequence[Any], own: Sequence[Tensor]
+    ) -> Iterator[MixtureStatistics]:
+        """Yield the given statistics, some rows at a time."""
+        data: Any = self.val_loader
+        parts = data.members if isinstance(data, MixtureStatistics) else [data]
+        given = [
+            of_present_fit(member, part, self.link_approx)
+            for member, part in zip(members, parts, strict=True)
+        ]
+        statistics = MixtureStatistics(tuple(given), tuple(own))
+        starts = range(0, len(statistics), _ROWS)
+        for start in tqdm.tqdm(starts, "[Grid search]", disable=not self.progress_bar):
+            yield statistics[start : start + _ROWS]
+
+    def _of_batches(
         self,
+        share: Share,
         members: Sequence[Any],
         own: Sequence[Tensor],
         points: Tensor,
-        score: Score,
-    ) -> _Sums:
-        """Sum losses over the data of all ranks, at factors of members' own priors."""
-        data = self.val_loader
-        if isinstance(data, PredictiveStatistics | MixtureStatistics):
-            parts = data.members if isinstance(data, MixtureStatistics) else [data]
-            given = [
-                of_present_fit(member, part, self.link_approx)
-                for member, part in zip(members, parts, strict=True)
-            ]
-            statistics = MixtureStatistics(tuple(given), tuple(own))
-            starts = tqdm.trange(
-                0,
-                len(statistics),
-                _ROWS,
-                desc="[Grid search]",
-                disable=not self.progress_bar,
-            )
-            portions = (statistics[start : start + _ROWS] for start in starts)
-            return _summed(portions, members, points, score)
+    ) -> Iterator[MixtureStatistics]:
+        """Pass over the data; yield each batch's statistics for factors of priors."""
+
+        def of_member(member: Any, prior: Tensor, batch: Any) -> Any:
+            contrasts = contrasts_for(member, self.link_approx)
+            priors = [multiplied(prior, point) for point in points]
+            return statistics_of_batch(member, batch, contrasts, priors=priors)
 
         def of_batch(batch: Any) -> MixtureStatistics:
-            of_members: list[Any] = []
-            for member, prior in zip(members, own, strict=True):
-                contrasts = contrasts_for(member, self.link_approx)
-                priors = [multiplied(prior, point) for point in points]
-                of_members.append(
-                    statistics_of_batch(member, batch, contrasts, priors=priors)
-                )
+            by_member = zip(members, own, strict=True)
+            of_members = [of_member(*member, batch) for member in by_member]
             return MixtureStatistics(tuple(of_members), tuple(own))
 
-        share = Share(data)
-        batches = batch_by_batch(
-            share,
-            of_batch,
-            len,
-            "[Predictive statistics]",
-            self.progress_bar,
-            members[0].model.owners,
-        )
-        portions = _joined(statistics for statistics, _ in batches)
-        of_rank = _summed(portions, members, points, score)
-        share.refuse_copies()
-        return reduce(_Sums.add, gathered(of_rank))
-
-
-class _Sums(NamedTuple):
-    """Sums over examples."""
-
-    of_points: Tensor  # (T, K), of a score
-    n_examples: int
-
-    def add(self, other: _Sums) -> _Sums:
-        """Add those of other examples."""
-        return _Sums(
-            self.of_points + other.of_points, self.n_examples + other.n_examples
-        )
+        title = "[Predictive statistics]"
+        owners = members[0].model.owners
+        for statistics, _ in batch_by_batch(
+            share, of_batch, len, title, self.progress_bar, owners
+        ):
+            yield statistics
 
 
 def _joined(batches: Iterable[MixtureStatistics]) -> Iterator[MixtureStatistics]:
@@ -301,42 +282,36 @@ def _joined(batches: Iterable[MixtureStatistics]) -> Iterator[MixtureStatistics]
     """
     waiting: list[MixtureStatistics] = []
 
-    def together() -> MixtureStatistics:
-        joined = joined_statistics(waiting)
-        waiting.clear()
-        return joined
-
     for batch in batches:
         waiting.append(batch)
         n_examples = sum(len(each) for each in waiting)
         n_bytes = sum(each.nbytes for each in waiting)
         if n_examples >= _ROWS or n_bytes >= _BYTES:
-            yield together()
+            joined = joined_statistics(waiting)
+            waiting.clear()
+            yield joined
     if waiting:
-        yield together()
+        yield joined_statistics(waiting)
 
 
 def _summed(
-    portions: Iterable[MixtureStatistics],
-    members: Sequence[Any],
-    points: Tensor,
-    score: Score,
-) -> _Sums:
-    """Sum a score over examples at every point; the examples are let go."""
-    # Of as many numbers as the score has, which a rank without data does not know.
-    sums = [torch.zeros(1, dtype=torch.float64) for _ in points]
-    n_examples = 0
+    losses: GridLosses, members: Sequence[Any], portions: Iterable[MixtureStatistics]
+) -> GridLosses:
+    """Add examples' losses at every point of a grid; the examples are let go."""
+    sums = list(losses.sums)
+    n_examples = losses.n_examples
     for statistics in portions:
         targets = statistics.required_targets()
-        for index, point in enumerate(points):
+        for index, point in enumerate(losses.unit * losses.grid):
             try:
                 of_members = statistics.moments(point).members
-                terms = score.terms(members, of_members, targets)
+                terms = losses.score.terms(members, of_members, targets)
                 sums[index] = sums[index] + terms.sum(0).cpu()
             except LinAlgError:
                 sums[index] = sums[index] + math.inf  # as for the host
         n_examples += len(statistics)
-    return _Sums(torch.stack(torch.broadcast_tensors(*sums)), n_examples)
+    sums = torch.stack(torch.broadcast_tensors(*sums))
+    return replace(losses, sums=sums, n_examples=n_examples)
 
 
 def _is_best(losses: Tensor, place: int) -> bool:

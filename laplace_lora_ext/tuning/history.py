@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_lora_ext.predictive.data_sets import NO_DATA
 from laplace_lora_ext.tuning.scales import Outcome, Score
 
 
@@ -157,7 +158,12 @@ class GridLosses:
         )
 
     def history(self) -> TuningHistory:
-        """Choose the best point; losses that are never finite are refused."""
+        """Choose the best point.
+
+        A `ValueError` if there are no examples, or the losses are never finite.
+        """
+        if not self.n_examples:
+            raise ValueError(NO_DATA)
         outcomes = [self.score.best(sums, self.n_examples) for sums in self.sums]
         prior_precisions: list[Tensor] = []
         for point, outcome in zip(self.grid, outcomes, strict=True):

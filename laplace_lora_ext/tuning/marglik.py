@@ -66,8 +66,8 @@ class Marglik(TuningMethod):
     optimize_sigma_noise: bool = False
 
     def _search(self, la: Any) -> TuningHistory:
-        prior = self._searched(la)
-        logarithms = [prior.logarithms]
+        leaf, prior = self._leaves(la)
+        logarithms = [leaf]
         log_noise = la.sigma_noise.detach().log().requires_grad_()
         if self.optimize_sigma_noise:
             logarithms.append(log_noise)
@@ -77,7 +77,7 @@ class Marglik(TuningMethod):
 
         def loss() -> Tensor:
             noise = log_noise.exp() if self.optimize_sigma_noise else None
-            prior_precision = prior.value()
+            prior_precision = prior()
             evidence = la.log_marginal_likelihood(prior_precision, noise)
             rows.append(prior_precision.detach())
             outcomes.append(

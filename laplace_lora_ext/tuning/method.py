@@ -16,7 +16,7 @@ from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.running import as_tensor, cpu_as_default
 from laplace_lora_ext.processes.exchange import of_first, rank, together
 from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.kinds import Kinds
+from laplace_lora_ext.tuning.kinds import kinds_of, number_of
 
 # Limits of a prior precision's logarithm: what float32 holds.
 _LOWEST = math.log(torch.finfo(torch.float32).tiny)
@@ -33,32 +33,8 @@ _COUNTS = (
 )
 _STRUCTURES = ["scalar", "kind", "layerwise", "diag"]
 
-
-@dataclass(frozen=True, eq=False)
-class Searched:
-    """A prior precision that a descent changes, by logarithms or factors.
-
-    Attributes
-    ----------
-    logarithms : torch.Tensor
-        the leaves of the descent; one for each kind of weight, or as many as the start
-        has numbers
-    start : torch.Tensor
-        what the factors multiply
-    kinds : Kinds or None
-    """
-
-    logarithms: Tensor
-    start: Tensor
-    kinds: Kinds | None
-
-    def value(self) -> Tensor:
-        """Compute the prior precision, differentiable in the logarithms."""
-        factors = self.logarithms.exp()
-        if self.kinds is not None:
-            factors = self.kinds.spread(factors)
-        prior_precision = factors * self.start
-        return prior_precision.clamp(math.exp(_LOWEST), math.exp(_HIGHEST))
+Prior = Callable[[], Tensor]
+"""Makes a prior precision of the leaves of a descent, differentiable in them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,23 +108,33 @@ class TuningMethod:
         """Tell whether the user gave several numbers to start from."""
         return as_tensor(self.init_prior_prec).numel() > 1
 
-    def _kinds(self, la: Any) -> Kinds | None:
-        """List the kinds of weights, if each gets a prior precision of its own."""
+    def _kinds(self, la: Any) -> Tensor | None:
+        """Number each block's kind, `(blocks,)`, if each kind gets its own prior."""
         if len(la.members) > 1:  # a mixture has a common factor alone
             return None
-        kinds = Kinds.of(la.blocks)
-        by_default = (
-            self.prior_structure is None and not self._is_base and len(kinds) > 1
-        )
-        return kinds if by_default or self.prior_structure == "kind" else None
+        kinds = kinds_of(la.blocks)
+        by_default = self.prior_structure is None and not self._is_base
+        is_of_kinds = by_default and number_of(kinds) > 1
+        return kinds if is_of_kinds or self.prior_structure == "kind" else None
 
-    def _searched(self, la: Any) -> Searched:
-        """Set the prior to the search's start, and return what a descent changes."""
+    def _leaves(self, la: Any, unit: float = 1.0) -> tuple[Tensor, Prior]:
+        """Set the prior to the search's start; return what a descent changes.
+
+        These are logarithms, one for each kind of weight or as many as the start has
+        numbers, and a function that makes a prior precision of them. The unit
+        multiplies it.
+        """
         start = self._start(la)
         kinds = self._kinds(la)
-        if kinds is None:
-            return Searched(start.log().requires_grad_(), torch.ones_like(start), None)
-        return Searched(start.new_zeros(len(kinds)).requires_grad_(), start, kinds)
+        logarithms = start.log() if kinds is None else start.new_zeros(number_of(kinds))
+
+        def prior_precision() -> Tensor:
+            factors = logarithms.exp()
+            if kinds is not None:
+                factors = factors[kinds.to(factors.device)] * start
+            return (unit * factors).clamp(math.exp(_LOWEST), math.exp(_HIGHEST))
+
+        return logarithms.requires_grad_(), prior_precision
 
     def _start(self, la: Any) -> Tensor:
         """Set the prior to the search's start; return it in float64.
@@ -194,11 +180,8 @@ def descent(
 
 def draw_seed(generator: torch.Generator | None) -> int:
     """Draw a seed for another generator; None draws from torch's own state."""
-    if generator is None:
-        seed = torch.randint(2**31, ())
-    else:
-        seed = torch.randint(2**31, (), generator=generator, device=generator.device)
-    return int(seed.item())
+    device = None if generator is None else generator.device
+    return int(torch.randint(2**31, (), generator=generator, device=device).item())
 
 
 def seed_of_search(generator: torch.Generator | None) -> int:

@@ -84,11 +84,6 @@ class ClassLosses:
     n_samples: int
     scales: tuple[float, ...] = (1.0,)
 
-    @property
-    def is_free(self) -> bool:
-        """Tell whether a scale is chosen."""
-        return len(self.scales) > 1
-
     def terms(
         self, members: Sequence[Any], moments: Sequence[AnyMoments], targets: Tensor
     ) -> Tensor:
@@ -120,7 +115,7 @@ class ClassLosses:
 
     def best(self, sums: Tensor, n_examples: int) -> Outcome:
         """Find the best scale of sums `(S,)`, also between those that were summed."""
-        if not self.is_free:
+        if len(self.scales) == 1:
             return Outcome(sums.item() / n_examples)
         logs = np.log(self.scales)
         last = len(logs) - 1
@@ -162,8 +157,6 @@ class DensityLosses:
     An example's number is its negative log-density.
     """
 
-    is_free = False  # no noise is chosen
-
     def terms(
         self, members: Sequence[Any], moments: Sequence[AnyMoments], targets: Tensor
     ) -> Tensor:
@@ -202,8 +195,6 @@ class NoiseSquares:
     """
 
     n_outputs: int
-
-    is_free = True  # a noise is chosen
 
     def terms(
         self, members: Sequence[Any], moments: Sequence[AnyMoments], targets: Tensor

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +138,7 @@ class SecondTraining(TuningMethod):
             self.generator,
             self.trainings,
         )
-        searches: list[TuningMethod] = []
         histories: list[TuningHistory] = []
-        posteriors: list[Any] = []
         with own_adapter_back(la.model) as activate:
             for number, (rest, held, _) in enumerate(divisions):
                 posterior = self._around_another_training(la, rest, number)
@@ -147,25 +146,19 @@ class SecondTraining(TuningMethod):
                 # user's.
                 activate()
                 posterior.fit(examples.batches(rest), progress_bar=self.progress_bar)
-                search = self._search_on(examples.batches(held))
+                search = self.search(
+                    val_loader=examples.batches(held),
+                    init_prior_prec=self.init_prior_prec,
+                    prior_structure=self.prior_structure,
+                    progress_bar=self.progress_bar,
+                )
                 history = search.choose(posterior)
                 posterior.hyperparameters = history.chosen
-                searches.append(search)
-                histories.append(history)
-                posteriors.append(posterior)
-        history = _of_all(histories)
+                histories.append(replace(history, posteriors=(posterior,)))
+        history = reduce(_joined, histories)
         # Once, on what all trainings have chosen together.
-        searches[0].remark(la, history)
-        return replace(history, posteriors=tuple(posteriors))
-
-    def _search_on(self, held: DataLoader) -> TuningMethod:
-        """Make the method that chooses by held-out examples."""
-        return self.search(
-            val_loader=held,
-            init_prior_prec=self.init_prior_prec,
-            prior_structure=self.prior_structure,
-            progress_bar=self.progress_bar,
-        )
+        search.remark(la, history)
+        return history
 
     def _around_another_training(
         self,
@@ -229,17 +222,13 @@ class SecondTraining(TuningMethod):
         return la.model.model
 
 
-def _of_all(histories: Sequence[TuningHistory]) -> TuningHistory:
-    """Choose by the losses of several searches together."""
-    if len(histories) == 1:
-        return histories[0]
-    total, *others = [history.losses for history in histories]
-    for other in others:
-        if total is None or other is None or not torch.equal(total.grid, other.grid):
-            raise ValueError(
-                "The searches of several trainings must try the same prior precisions: "
-                "use GridSearch."
-            )
-        total = total + other
-    assert total is not None
-    return total.history()
+def _joined(first: TuningHistory, second: TuningHistory) -> TuningHistory:
+    """Choose by the losses of two searches together."""
+    mine, its = first.losses, second.losses
+    if mine is None or its is None or not torch.equal(mine.grid, its.grid):
+        raise ValueError(
+            "The searches of several trainings must try the same prior precisions: use "
+            "GridSearch."
+        )
+    together = (mine + its).history()
+    return replace(together, posteriors=first.posteriors + second.posteriors)

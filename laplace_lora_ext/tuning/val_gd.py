@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.predictive.distributions import of_classes
 from laplace_lora_ext.predictive.links import (
     DEFAULT_LINK,
@@ -18,14 +17,10 @@ from laplace_lora_ext.predictive.links import (
     probit,
     sampled,
 )
+from laplace_lora_ext.predictive.moments import AnyMoments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.method import (
-    Searched,
-    TuningMethod,
-    descent,
-    draw_seed,
-)
+from laplace_lora_ext.tuning.method import Prior, TuningMethod, descent, draw_seed
 from laplace_lora_ext.tuning.noise import unit_of_priors
 from laplace_lora_ext.tuning.samples import MOST_BYTES, statistics_within
 from laplace_lora_ext.tuning.scales import NoiseSquares, Outcome
@@ -107,11 +102,10 @@ class ValGD(TuningMethod):
             )
 
     def _search(self, la: Any) -> TuningHistory:
-        prior = self._searched(la)
         is_regression = la.trained_likelihood.is_gaussian
-        if is_regression:
-            prior = replace(prior, start=prior.start * unit_of_priors(la))
-            la.sigma_noise = 1.0
+        unit = unit_of_priors(la) if is_regression else 1.0
+        logarithms, prior = self._leaves(la, unit)
+        la.sigma_noise = 1.0
         statistics = statistics_within(
             la,
             self.val_loader,
@@ -125,25 +119,44 @@ class ValGD(TuningMethod):
                 'method="val_gd" needs hessian_structure="lowrank_kron": use '
                 '"gridsearch" instead.'
             )
-        log_noise = None
+        log_noise = torch.zeros((), dtype=torch.float64)  # of classes, which have none
         if is_regression:
             # The best noise of the start: the data's own scale.
-            moments = statistics.moments(prior.value().detach())
+            moments = statistics.moments(prior().detach())
             score = NoiseSquares(la.n_outputs)
             terms = score.terms([la], [moments], statistics.required_targets())
             noise = score.best(terms.sum(0), len(statistics)).sigma_noise
-            log_noise = torch.tensor(noise, dtype=torch.float64).log().requires_grad_()
-        losses = _Losses(
-            la.trained_likelihood, statistics, prior, log_noise, self._link
-        )
+            log_noise = torch.tensor(noise).double().log().requires_grad_()
+
+        def losses(places: Tensor | slice, draws: torch.Generator) -> Tensor:
+            part = statistics[places]
+            predicted = self._predicted(la, part.moments(prior()), log_noise, draws)
+            targets = part.required_targets()
+            return la.trained_likelihood.nll(predicted, targets, log_noise.exp())
+
         # Of the backward pass.
         with torch.autocast(statistics.f_mu.device.type, enabled=False):
-            return self._descend(losses)
+            return self._descend(losses, len(statistics), logarithms, prior, log_noise)
 
-    def _link(self, generator: torch.Generator) -> Link:
-        return _SMOOTH.get(self.link_approx) or sampled(self.n_samples, generator)
+    def _predicted(
+        self, la: Any, moments: AnyMoments, log_noise: Tensor, draws: torch.Generator
+    ) -> list[Tensor]:
+        """Predict what a likelihood takes, by moments at a noise of 1."""
+        if la.trained_likelihood.is_gaussian:
+            # All variances are relative to the noise's.
+            f_mu, f_var = moments
+            return [f_mu, (2 * log_noise).exp().to(f_var) * f_var]
+        link = _SMOOTH.get(self.link_approx) or sampled(self.n_samples, draws)
+        return [link(of_classes(la.trained_likelihood, moments))]
 
-    def _descend(self, losses: _Losses) -> TuningHistory:
+    def _descend(
+        self,
+        losses: Callable[[Tensor | slice, torch.Generator], Tensor],
+        n_examples: int,
+        logarithms: Tensor,
+        prior: Prior,
+        log_noise: Tensor,
+    ) -> TuningHistory:
         """Descend along stochastic gradients in the logarithms of prior and noise.
 
         Unlike the paper's constant step size, this one falls to 0 along half a cosine,
@@ -151,9 +164,8 @@ class ValGD(TuningMethod):
         whole set before the first step and 20 times on the way, always with the same
         draws.
         """
-        leaves = [losses.prior.logarithms]
-        if losses.log_noise is not None:
-            leaves.append(losses.log_noise)
+        has_noise = log_noise.requires_grad
+        leaves = [logarithms, log_noise] if has_noise else [logarithms]
         optimizer = torch.optim.Adam(leaves, lr=self.lr)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
             optimizer, T_max=self.n_steps
@@ -161,25 +173,26 @@ class ValGD(TuningMethod):
         generator = self.generator or torch.Generator().manual_seed(_SEED)
         # Of measurements, which so change no minibatch.
         seed = draw_seed(generator)
-        n_examples = len(losses.statistics)
         minibatches = _minibatches(n_examples, self.batch_size, generator)
-
-        def loss() -> Tensor:
-            return losses.of(next(minibatches), generator).mean()
-
         every = max(1, self.n_steps // _CHECKPOINTS)
         measured = [*range(0, self.n_steps, every), self.n_steps]
         rows: list[Tensor] = []
         outcomes: list[Outcome] = []
 
+        @torch.no_grad()
         def measure() -> None:
-            noise = losses.noise
-            rows.append(losses.prior.value().detach() / noise**2)
-            chosen = None if losses.log_noise is None else noise.item()
-            outcomes.append(Outcome(losses.of_all(seed), sigma_noise=chosen))
+            # Without the noise of minibatches and of other draws, steps can be
+            # compared.
+            draws = torch.Generator().manual_seed(seed)
+            starts = range(0, n_examples, _ROWS)
+            parts = [losses(slice(start, start + _ROWS), draws) for start in starts]
+            mean = torch.cat(parts).double().mean().item()
+            noise = log_noise.exp().item()
+            rows.append(prior() / noise**2)
+            outcomes.append(Outcome(mean, sigma_noise=noise if has_noise else None))
 
         steps = descent(
-            loss,
+            lambda: losses(next(minibatches), generator).mean(),
             leaves,
             optimizer,
             n_steps=self.n_steps,
@@ -194,49 +207,6 @@ class ValGD(TuningMethod):
                 measure()
         measure()
         return replace(TuningHistory.of(rows, outcomes), step=torch.tensor(measured))
-
-
-@dataclass(frozen=True)
-class _Losses:
-    """Negative log-likelihoods of validation data, for the present prior and noise."""
-
-    likelihood: Likelihood
-    statistics: PredictiveStatistics
-    prior: Searched
-    log_noise: Tensor | None  # (), of a regression
-    link: Callable[[torch.Generator], Link]  # that draws from a generator
-
-    @property
-    def noise(self) -> Tensor:
-        """Compute the noise `()`; 1 of classes, which have none."""
-        if self.log_noise is None:
-            return torch.ones((), dtype=torch.float64)
-        return self.log_noise.detach().exp()
-
-    def of(self, places: Tensor | slice, generator: torch.Generator) -> Tensor:
-        """Compute the losses of these examples, `(B,)`."""
-        of_model = self.statistics[places].moments(self.prior.value())
-        targets = self.statistics.required_targets()[places]
-        if self.log_noise is not None:
-            # The prior is that of a noise of 1: then all variances are relative to the
-            # noise's.
-            noise = self.log_noise.exp()
-            f_mu, f_var = of_model
-            predicted = [f_mu, noise.square().to(f_var) * f_var]
-            return self.likelihood.nll(predicted, targets, noise)
-        log_p = self.link(generator)(of_classes(self.likelihood, of_model))
-        return self.likelihood.nll([log_p], targets, self.noise)
-
-    @torch.no_grad()
-    def of_all(self, seed: int) -> float:
-        """Compute the mean over all examples, with the same draws in every call."""
-        # Without the noise of minibatches and of other draws, steps can be compared.
-        draws = torch.Generator().manual_seed(seed)
-        parts: list[Tensor] = []
-        for start in range(0, len(self.statistics), _ROWS):
-            rows = slice(start, start + _ROWS)
-            parts.append(self.of(rows, draws))
-        return torch.cat(parts).double().mean().item()
 
 
 def _minibatches(

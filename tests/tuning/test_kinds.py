@@ -15,7 +15,6 @@ from laplace_lora_ext import (
     from_pretrained,
     train_in_stages,
 )
-from laplace_lora_ext.tuning.kinds import Kinds
 from tests.support.heads import plain
 from tests.support.models import pairs
 from tests.support.posteriors import (
@@ -258,13 +257,8 @@ def test_numbers_to_start_from_keep_their_structure(la, prior_structure, n_point
     ],
 )
 def test_more_kinds_have_fewer_points_each(n_kinds, n_points):
-    kinds = Kinds(torch.arange(4) % n_kinds)
-    grid = kinds.grid(
-        low=-4,
-        high=4,
-        size=100,
-        power=10.0,
-    )
+    kinds = torch.arange(4) % n_kinds
+    grid = GridSearch(val_loader=[])._grid(None, kinds)
     assert grid.shape == (n_points, 4)
     by_kind = grid[:, :n_kinds]
     points = by_kind.unique(dim=0)
