@@ -168,24 +168,12 @@ def draw_predictions(la, X, loader):
     la.predictive_samples(X, n_samples=2)
 
 
-def choose_by_gridsearch_of_networks(la, X, loader):
-    la.optimize_prior_precision(
-        method="gridsearch",
-        val_loader=loader,
-        grid_size=3,
-        pred_type="nn",
-        link_approx="mc",
-        n_samples=2,
-    )
-
-
 DRAWS = [
     predict_by_glm_and_draws,
     predict_by_networks,
     draw_weights,
     draw_functions,
     draw_predictions,
-    choose_by_gridsearch_of_networks,
 ]
 
 
