@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -61,8 +62,6 @@ class Seeds(NamedTuple):
 class _AsItIs:
     """Predicts a number for each class or output, as the logits stand."""
 
-    draws_labels = False  # by default, whatever the number of classes
-
     def class_logits(self, logits: Tensor) -> Tensor:
         """Make logits whose softmax over the last dimension gives probabilities."""
         return logits
@@ -86,6 +85,10 @@ class _AsItIs:
     def columns_by_size(self, logits: Tensor) -> Tensor:
         """List the columns of the root, `(B, K)`, from the largest one on."""
         raise NotImplementedError
+
+    def n_passes(self, logits: Tensor) -> float:
+        """Count the backward passes that the exact Fisher takes."""
+        return self.columns_by_size(logits).shape[1]
 
     def exact_seeds(self, logits: Tensor) -> Seeds:
         """Compute seeds of the exact (type-2) Fisher: the columns of its root."""
@@ -525,14 +528,11 @@ class TokenClassification(Classification):
     Targets are `(B, T)` classes, `IGNORED` wherever there is no label. To the host this
     is a classification.
 
-    Attributes
-    ----------
-    draws_labels : bool
-        since a text takes few passes for the drawn labels of all its tokens, and many
-        for each token by itself
     """
 
-    draws_labels = True
+    def n_passes(self, logits: Tensor) -> float:
+        """Say that they are many: each token of a text has passes of its own."""
+        return math.inf
 
     def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         """Compute slopes of the loss at drawn labels, given the text itself.

@@ -69,9 +69,9 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         of the weights
     backend : type of LowRankKronInterface, default=LowRankKronGGN
     backend_kwargs : dict, optional
-        `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (from 20
-        classes on), `num_samples`, `seed` (0); for the paper's settings pass
-        `laplace_lora_ext.PAPER_SETTINGS`
+        `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (False
+        for the exact Fisher), `draws` ("signs"), `num_samples` (2 backward passes),
+        `seed` (0); for the paper's settings pass `laplace_lora_ext.PAPER_SETTINGS`
     **kwargs
         all others as for `LoRALaplace`
 

@@ -100,8 +100,8 @@ def logits_of(
 
 
 def empty(structure: str, model: nn.Module):
-    """Make a posterior that is not fitted yet, and has all columns of factors."""
-    settings = full_rank(structure)
+    """Make a posterior that is to be exact, and is not fitted yet."""
+    settings = full_rank(structure, stochastic=False)
     return make(model, structure, MULTI_LABEL, **settings)
 
 

@@ -38,14 +38,19 @@ from laplace_lora_ext.passes.recording import (
     Visitor,
 )
 
-PAPER_SETTINGS: dict[str, Any] = {"kfac_approx": "expand", "rank": 10, "tail": False}
-"""`backend_kwargs` of Yang et al. (ICLR 2024): KFAC-expand, rank 10, no tail."""
+PAPER_SETTINGS: dict[str, Any] = {
+    "kfac_approx": "expand",
+    "rank": 10,
+    "tail": False,
+    "draws": "labels",
+}
+"""`backend_kwargs` of Yang et al. (ICLR 2024): KFAC-expand, rank 10, no tail.
 
-# From so many classes on labels are drawn, so many for each example.
-_MANY_CLASSES = 20
-_MANY_DRAWS = 8
+Labels are drawn where classes are many.
+"""
 
-_DRAWS = ("labels", "signs")
+# What can be drawn, and in how many backward passes.
+_DRAWS = {"signs": 2, "labels": 8}
 
 
 # --- what a batch's passes end in: its seeds, and its loss ----------------------------
@@ -438,8 +443,11 @@ class LowRankKronInterface(CurvatureInterface):
 class LowRankKronGGN(LowRankKronInterface, GGNInterface):
     """The generalised Gauss-Newton matrix, which for these likelihoods is the Fisher.
 
-    A batch takes one forward pass, and C - 1 backward passes for C classes (C for a
-    regression with C outputs), or as many as labels are drawn.
+    A batch takes one forward pass, and two backward passes whatever the number of
+    classes. The exact Fisher takes C - 1 for C classes, a column of its square root in
+    each. Two passes share these columns, with random signs, which is exact up to three
+    classes and right on average beyond. `benchmarks/results/signs.md` shows what this
+    saves and costs. A regression takes a pass for each output.
 
     Parameters
     ----------
@@ -448,16 +456,14 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
     likelihood : str
         as for `LowRankKronInterface`
     stochastic : bool, optional
-        whether to draw labels from the model instead of summing over all classes; by
-        default from 20 classes on, and for labels of tokens. `benchmarks/README.md`
-        shows what this saves and costs
+        False for the exact Fisher; by default draws take its place wherever that takes
+        fewer passes, but not for a regression. The structures "diag" and "full" have
+        every derivative anyway: for them the default is exact
+    draws : {"signs", "labels"}
+        what is drawn: random signs of the columns, or labels from the model, which
+        hardly ever show what the exact Fisher weighs where the model is sure
     num_samples : int, optional
-        how many labels to draw for each example: by default 1 with `stochastic=True`,
-        otherwise 8
-    draws : {"labels", "signs"}
-        what is drawn, by a backward pass each: a label, or a random sign for each of
-        the exact passes, of which one takes the sum. Signs have far less variance where
-        the model is sure
+        how many backward passes: by default 2 with signs, and 8 with labels
     seed : int, default=0
         of what is drawn. That depends on it and on the example's place in the data, so
         that other batches, a fit in parts or on several ranks draw the same. Torch's
@@ -472,13 +478,13 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         likelihood: str,
         *,
         stochastic: bool | None = None,
+        draws: str = "signs",
         num_samples: int | None = None,
-        draws: str = "labels",
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
         if draws not in _DRAWS:
-            raise ValueError(f"draws must be one of {_DRAWS}, not {draws!r}.")
+            raise ValueError(f"draws must be one of {list(_DRAWS)}, not {draws!r}.")
         if num_samples is not None:
             check_counts(num_samples=num_samples)
         if seed < 0:
@@ -486,18 +492,18 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         super().__init__(model, likelihood, **kwargs)
         # The host declares a bool, but only asks whether it is true.
         self.stochastic: Any = stochastic
-        self.num_samples = num_samples or (1 if stochastic else _MANY_DRAWS)
         self.draws = draws
+        self.num_samples = num_samples or _DRAWS[draws]
         self.seed = seed
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Collect the settings of all backends, and how labels are drawn."""
+        """Collect the settings of all backends, and what is drawn."""
         settings = super().settings | {"stochastic": self.stochastic}
         if self.stochastic is not False:
             settings |= {
-                "num_samples": self.num_samples,
                 "draws": self.draws,
+                "num_samples": self.num_samples,
                 "seed": self.seed,
             }
         return settings
@@ -507,12 +513,12 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         logits: Tensor,
         y: Tensor,
     ) -> Seeds:
-        """Choose seeds of the exact Fisher, or draw some where classes are many."""
+        """Choose seeds of the exact Fisher, or draw some where they are fewer."""
         is_drawn = self.stochastic
         if is_drawn is None:
-            n_outputs = logits.shape[-1]
-            are_many = n_outputs >= _MANY_CLASSES and not self._likelihood.is_gaussian
-            is_drawn = are_many or self._likelihood.draws_labels
+            are_many = self._likelihood.n_passes(logits) > self.num_samples
+            # Numbers weigh alike: none of their columns is next to nothing.
+            is_drawn = are_many and not self._likelihood.is_gaussian
         if is_drawn:
             return self._sampled_seeds(logits)
         return self._likelihood.exact_seeds(logits)
@@ -526,7 +532,10 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
                 "for less noise."
             )
         if self.draws != "labels":
-            raise NotImplementedError('Of tokens, draws="labels" alone are drawn.')
+            raise NotImplementedError(
+                "Signs would be as many as the vocabulary has words, at each token: "
+                'leave out draws, or pass "labels".'
+            )
         numbers = self._draws(n_tokens).uniform(self.num_samples)
         return numbers.to(self.model.device)
 

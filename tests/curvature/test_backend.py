@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.curvature.backend import (
+    PAPER_SETTINGS,
     LowRankKronEF,
     LowRankKronGGN,
     LowRankKronInterface,
@@ -322,27 +323,35 @@ def n_seeds(
     return len(seeds.vectors)
 
 
-def test_labels_of_many_classes_are_drawn():
-    # From 20 classes on, that is.
-    assert n_seeds(19) == 19 - 1
-    assert n_seeds(20) == 8
+def test_a_fit_takes_two_backward_passes_at_most():
+    assert n_seeds(2) == 1
+    assert n_seeds(3) == 2
+    assert n_seeds(4) == 2
+    assert n_seeds(20) == 2
 
 
-def test_so_many_labels_are_drawn_as_are_asked_for():
-    assert n_seeds(19, num_samples=3) == 19 - 1
-    assert n_seeds(20, num_samples=3) == 3
+def test_as_many_passes_are_taken_as_are_asked_for():
+    assert n_seeds(4, num_samples=3) == 3
+    assert n_seeds(20, num_samples=5) == 5
+    assert n_seeds(20, stochastic=True, num_samples=1) == 1
 
 
-@pytest.mark.parametrize("n_classes", [19, 20])
-def test_labels_are_drawn_or_not_as_the_user_decides(n_classes):
+@pytest.mark.parametrize("n_classes", [3, 4, 20])
+def test_every_column_has_a_pass_if_the_user_says_so(n_classes):
     assert n_seeds(n_classes, stochastic=False) == n_classes - 1
-    assert n_seeds(n_classes, stochastic=True) == 1
-    assert n_seeds(n_classes, stochastic=True, num_samples=4) == 4
 
 
-@pytest.mark.parametrize("n_outputs", [19, 20])
-def test_regression_has_no_labels_to_draw(n_outputs):
+@pytest.mark.parametrize("n_outputs", [1, 19])
+def test_a_regression_takes_a_pass_for_each_output(n_outputs):
     assert n_seeds(n_outputs, "regression") == n_outputs
+    assert n_seeds(n_outputs, "regression", stochastic=True) == min(2, n_outputs)
+
+
+def test_labels_are_drawn_where_that_takes_fewer_passes():
+    assert n_seeds(9, draws="labels") == 9 - 1
+    assert n_seeds(10, draws="labels") == 8
+    assert n_seeds(10, **PAPER_SETTINGS) == 8
+    assert n_seeds(3, draws="labels", stochastic=True) == 8
 
 
 @pytest.mark.parametrize(
@@ -351,7 +360,7 @@ def test_regression_has_no_labels_to_draw(n_outputs):
         ({"kfac_approx": "kfac"}, r"'kfac'.*expand.*gradient"),
         ({"rank": -3}, "rank must not be negative, but is -3"),
         ({"seed": -1}, "seed must not be negative, but is -1"),
-        ({"draws": "sign"}, "'labels', 'signs'.*not 'sign'"),
+        ({"draws": "sign"}, "'signs', 'labels'.*not 'sign'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):

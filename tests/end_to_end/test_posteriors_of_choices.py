@@ -217,7 +217,7 @@ def test_curvature_evidence_and_predictions_are_those_of_dense_algebra(
 ):
     case = make_case(side)
     model = gpt2()
-    settings = full_rank(structure)
+    settings = full_rank(structure, stochastic=False)
     la = fitted(case, structure, model, **settings)
 
     logits, Js = dense(model, case)
