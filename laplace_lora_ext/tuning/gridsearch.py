@@ -57,7 +57,7 @@ _BYTES = 2**28  # of statistics that wait to be scored together
 class GridMethod(TuningMethod):
     """Tries a grid of scalars, or of factors of `init_prior_prec`.
 
-    Parameters
+    Attributes
     ----------
     log_prior_prec_min : float, default=-4
         logarithm of the grid's first prior precision, to the base `log_prior_prec_base`

@@ -81,9 +81,25 @@ class TuningHistory:
         outcomes: Sequence[Outcome],
         choice: int | None = None,
     ) -> TuningHistory:
-        """Put outcomes into a table; without a `choice` the lowest objective is chosen.
+        """Put outcomes into a table.
 
-        An objective that is not a number is refused by a `ValueError`.
+        Parameters
+        ----------
+        prior_precisions : sequence of torch.Tensor
+            one for each step
+        outcomes : sequence of Outcome
+            of the steps
+        choice : int, optional
+            which of them is chosen; the lowest objective if omitted
+
+        Returns
+        -------
+        TuningHistory
+
+        Raises
+        ------
+        ValueError
+            If an objective is not a number.
         """
         # On the CPU, so that a history to plot holds no memory of an accelerator.
         rows = [prior.detach().flatten().cpu() for prior in prior_precisions]

@@ -531,7 +531,7 @@ REFUSED = [
     (an_unknown_name, 'must be "swapped", data or None'),
     (packed_texts_to_predict, "Several texts are packed"),
     (moments_to_predict, "Moments hold no inputs"),
-    (a_decision_in_the_weights, 'neither "glm" nor "amortized"'),
+    (a_decision_in_the_weights, r"'glm', 'amortized'"),
     (a_posterior_that_is_not_fitted, "fit"),
     (a_language_model, "not language_modeling"),
     (rewards, "not reward_modeling"),
