@@ -1,6 +1,7 @@
 """Training in stages: held-out texts choose the prior, and are learnt in the end."""
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from torch.utils.data import (
 from transformers import TrainerCallback
 
 from laplace_lora_ext import (
+    GridSearch,
     LaplaceMixture,
     from_pretrained,
     in_stages,
@@ -40,6 +42,7 @@ from laplace_lora_ext.training.stages import (
     joined,
     with_choice,
 )
+from laplace_lora_ext.tuning.scales import PENALTY
 from tests.support.models import (
     Batch,
     base_model,
@@ -328,6 +331,37 @@ def of_first_stage(
 def in_one_batch(examples: Dataset) -> list[Batch]:
     loader = DataLoader(examples, batch_size=N)
     return list(loader)
+
+
+class TwoWords(Texts):
+    """Texts of one word, repeated, that tells their class."""
+
+    def __getitem__(self, place: int) -> Batch:
+        text = super().__getitem__(place)
+        label = place % 2
+        word = torch.full_like(text["input_ids"], 5 + 9 * label)
+        return text | {"input_ids": word, "labels": label}
+
+
+def test_the_penalty_of_a_scale_is_no_part_of_the_held_out_loss(tmp_path, monkeypatch):
+    histories = []
+    choose = GridSearch.choose
+
+    def noted(self, la):
+        histories.append(choose(self, la))
+        return histories[-1]
+
+    monkeypatch.setattr(GridSearch, "choose", noted)
+    # So few steps that the model is less sure than it might be.
+    trainer = trainer_of(tmp_path, data=TwoWords(N), save_strategy="no")
+    la = train_in_stages(trainer, 0.4)
+    assert la.logit_scale > 1.1
+    (history,) = histories
+    n_held_out = 8
+    penalty = PENALTY * math.log(la.logit_scale) ** 2 / n_held_out
+    loss = history.objective.min().item() - penalty
+    *_, figures = trainer.state.log_history
+    assert figures["laplace_held_out_nll"] == pytest.approx(loss, rel=1e-6)
 
 
 def test_the_prior_is_what_the_held_out_texts_choose(tmp_path):

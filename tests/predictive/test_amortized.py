@@ -41,13 +41,14 @@ class Examples:
             logs=self.logs[places],
         )
 
-    def learnt(self) -> LearntVariance:
+    def learnt(self, noise: float = 0.0) -> LearntVariance:
         """Learn the variances from the features."""
         return LearntVariance.of(
             self.X,
             self.logs,
             prior_precision=ONE,
             curvature_scale=ONE,
+            noise=noise,
         )
 
     def covariance(self) -> Tensor:
@@ -384,6 +385,16 @@ def test_it_says_how_far_it_is_off_on_examples_that_it_leaves_out(of_noise):
     expected = of_noise.errors.abs().mean().item()
     found = of_noise.learnt.mean_error
     assert found == pytest.approx(expected, abs=0.1)
+
+
+def test_the_noise_of_draws_counts_neither_as_explained_nor_as_error():
+    examples = with_noise(2_000, seed=0)
+    # Of a variance of 2, the feature explains 1, and draws are 0.5.
+    learnt = examples.learnt(noise=0.5)
+    assert learnt.r_squared == pytest.approx(1 / 1.5, abs=0.04)
+    # The mean absolute value of a normal variable of variance 0.5.
+    expected = torch.pi**-0.5
+    assert learnt.mean_error == pytest.approx(expected, abs=0.02)
 
 
 def test_it_says_that_noise_alone_cannot_be_learnt():

@@ -355,6 +355,20 @@ def test_what_is_completed_is_a_covariance(n_known):
     assert eigenvalues.min() > -1e-9
 
 
+@pytest.mark.parametrize("n_known", [2, 5])
+def test_contrasts_that_are_all_alike_are_completed_exactly(n_known):
+    shared = torch.full((N_CLASSES, N_CLASSES), 0.7).double()
+    expected = shared + 1.3 * torch.eye(N_CLASSES)
+    classes = torch.arange(6)[None]
+    # Where one needs fewer than others.
+    classes[:, 1 + n_known :] = NO_CLASS
+    expected[0] = expected[:, 0] = 0  # the most probable class
+    of_known = torch.zeros(1, 5, 5).double()
+    of_known[0, :n_known, :n_known] = expected[1 : 1 + n_known, 1 : 1 + n_known]
+    (found,) = completed(of_known, classes, N_CLASSES)
+    assert_close(found, expected)
+
+
 def test_where_nothing_varies_nothing_is_completed(n_known):
     # A mean of what is known, relative to its variance, would be 0 / 0.
     zeros = torch.zeros(50, n_known, n_known)
