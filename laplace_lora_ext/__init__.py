@@ -11,6 +11,7 @@ from laplace_lora_ext.laplace import Laplace, from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.merging import merge
 from laplace_lora_ext.mixture import LaplaceMixture
+from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
@@ -47,6 +48,7 @@ __all__ = [
     "NumberPrediction",
     "Prediction",
     "PredictiveStatistics",
+    "Predictor",
     "SecondTraining",
     "TextScores",
     "TokenGridSearch",

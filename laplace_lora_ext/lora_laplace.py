@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
@@ -10,7 +10,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from laplace.baselaplace import ParametricLaplace
 from laplace.curvature import CurvatureInterface
@@ -21,11 +20,15 @@ import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.structure import Structure
 from laplace_lora_ext.fit import Fit, NoFit, fit
-from laplace_lora_ext.likelihoods import Likelihood
-from laplace_lora_ext.messages import check_name, check_positive, check_single, warn
+from laplace_lora_ext.messages import (
+    check_counts,
+    check_name,
+    check_positive,
+    check_single,
+    warn,
+)
 from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.models.heads import Selection
-from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
     active_adapter,
     check_known_to_host,
@@ -40,29 +43,39 @@ from laplace_lora_ext.models.same_model import (
     check_same,
     standing_of,
 )
-from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
-from laplace_lora_ext.predictive import amortized, decisions, distributions
+from laplace_lora_ext.models.weights import Block, called_with
+from laplace_lora_ext.passes.recorder import Recorder
+from laplace_lora_ext.predicting import Predictor
+from laplace_lora_ext.predictive.amortization import amortize
 from laplace_lora_ext.predictive.amortized import LearntVariance
-from laplace_lora_ext.predictive.decisions import Prediction
-from laplace_lora_ext.predictive.functions import Function, draw_function, joint_samples
-from laplace_lora_ext.predictive.links import DEFAULT_LINK, own_links
+from laplace_lora_ext.predictive.functions import Function, Functions
+from laplace_lora_ext.predictive.links import (
+    LINKS,
+    class_probabilities,
+    shared_noise,
+)
 from laplace_lora_ext.predictive.moments import (
     AnyMoments,
     Moments,
-    joined_moments,
-    semidefinite,
+    gaussian_samples,
     uncorrelated,
 )
-from laplace_lora_ext.predictive.numbers import NumberPrediction
+from laplace_lora_ext.predictive.posterior import (
+    Posterior,
+    amortized_moments,
+    drawn_weights,
+    moments_for,
+)
 from laplace_lora_ext.problems import PROBLEMS, Problem
 from laplace_lora_ext.processes.exchange import together
-from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning import build
 from laplace_lora_ext.tuning.gridsearch import WITHOUT_VARIANCE
 from laplace_lora_ext.tuning.history import Hyperparameters, TuningHistory
 from laplace_lora_ext.tuning.method import TuningMethod
 from laplace_lora_ext.tuning.noise import mean_squared_slope
+
+_PRIORS = ("prior_precision", "prior_mean")
+_BRIDGES = ("bridge", "bridge_norm")  # the host's links, which know a softmax alone
 
 
 def _of_fit(field: str, description: str) -> Any:
@@ -78,10 +91,7 @@ def _of_fit(field: str, description: str) -> Any:
     return property(attrgetter(f"_fit.{field}"), put, doc=description)
 
 
-_BRIDGES = ("bridge", "bridge_norm")  # the host's links, which know a softmax alone
-
-
-class LoRALaplace(ParametricLaplace):
+class LoRALaplace(Posterior, Predictor):
     """What all Laplace approximations over LoRA weights share.
 
     The posterior is over the `lora_A` and `lora_B` weights of the active adapter and,
@@ -179,18 +189,12 @@ class LoRALaplace(ParametricLaplace):
         For weights or models that no posterior can be over; the message names them.
     """
 
-    _structure: ClassVar[type[Structure[Any, Any]]]
+    _kind_of_structure: ClassVar[type[Structure[Any, Any]]]
 
     # Of the model when it was last compared with the fit, and its session then.
     _standing: Standing | None = None
     _compared_in: object | None = None
     _precision: Any = None  # of structures that prepare it for predictions
-
-    model: LogitsModel
-    blocks: list[Block]
-    trained_likelihood: Likelihood
-    predicted_likelihood: Likelihood
-    n_contrasts: int | None
 
     mean: Tensor = _of_fit("mean", "LoRA weights at the fit, `(parameters,)`.")
     loss: Tensor = _of_fit(
@@ -239,18 +243,15 @@ class LoRALaplace(ParametricLaplace):
         )
         self.problem.check_model(self.model)
         with LOCK:  # and what requires grad
-            self.blocks = find_blocks(
-                model,
-                target_modules,
-                layers_to_transform,
-                weight_names,
-                modules_to_save,
-            )
+            selection = target_modules, layers_to_transform, weight_names
+            self.blocks = find_blocks(model, *selection, modules_to_save)
             _warn_of_weights(model, self.blocks)
         self.recorder = Recorder(self.model, self.blocks)
         self.trained_likelihood = self.problem.trained
         self.predicted_likelihood = self.problem.predicted
         self._fit: Fit | NoFit = NoFit(self.recorder.places)
+        # These may have a number for each block, and the host counts whole parameters.
+        priors = {name: kwargs.pop(name) for name in _PRIORS if name in kwargs}
         with self._prepared():  # the host collects the parameters that require grad
             super().__init__(
                 self.model,
@@ -260,6 +261,10 @@ class LoRALaplace(ParametricLaplace):
                 backend_kwargs=self._options_of(backend, backend_kwargs or {}),
                 **kwargs,
             )
+        self.n_layers = len(self.blocks)
+        self.n_params = sum(self._sizes)
+        for name, value in priors.items():
+            setattr(self, name, value)
         self._logit_scale = 1.0
         self.n_contrasts = None
         self.metadata: dict[str, Any] = {}
@@ -273,8 +278,10 @@ class LoRALaplace(ParametricLaplace):
         self, backend: type[CurvatureInterface] | None
     ) -> type[CurvatureInterface]:
         """Choose what computes the curvature; refused if it suits no such posterior."""
-        chosen = self.problem.backend(backend or self._structure.default_backend)
-        self._structure.check_backend(chosen)
+        chosen = self.problem.backend(
+            backend or self._kind_of_structure.default_backend
+        )
+        self._kind_of_structure.check_backend(chosen)
         return chosen
 
     def _options_of(
@@ -291,6 +298,9 @@ class LoRALaplace(ParametricLaplace):
     def members(self) -> Sequence[LoRALaplace]:
         """List the posteriors that predict: this one alone. A mixture has several."""
         return [self]
+
+    def _check_linearised(self) -> None:
+        self.problem.check_linearised()
 
     def for_model(self, model: nn.Module) -> LoRALaplace:
         """Make an unfitted posterior of the same options for another model."""
@@ -323,10 +333,10 @@ class LoRALaplace(ParametricLaplace):
         fitted = f"fitted to {self.n_data:,} examples" if self.n_data else "not fitted"
         prior = self.prior_precision.log().mean().exp().item()
         scale = "" if self.logit_scale == 1 else f"; logit scale {self.logit_scale:.4g}"
-        variance = "" if self.has_variance else "; without variance"
+        variance = "" if self._has_variance else "; without variance"
         return (
             f"{type(self).__name__}({self.likelihood} by {model}; {len(self.blocks)} "
-            f"weights of {sum(self._sizes):,} parameters; {fitted}; prior precision "
+            f"weights of {self.n_params:,} parameters; {fitted}; prior precision "
             f"{prior:.4g}{scale}{variance})"
         )
 
@@ -341,24 +351,6 @@ class LoRALaplace(ParametricLaplace):
     @property
     def _dtype(self) -> torch.dtype:
         return self.blocks[0].statistics_dtype
-
-    @property
-    def n_layers(self) -> int:
-        """Count the blocks; one parameter may hold several."""
-        return len(self.blocks)
-
-    @n_layers.setter
-    def n_layers(self, _: int) -> None:
-        """Pass over the number of parameters, which the host sets."""
-
-    @property
-    def n_params(self) -> int:
-        """Count the numbers of all blocks."""
-        return sum(self._sizes)
-
-    @n_params.setter
-    def n_params(self, _: int) -> None:
-        """Pass over the size of whole parameters, which the host sets."""
 
     @property
     def prior_precision_diag(self) -> Tensor:
@@ -383,9 +375,9 @@ class LoRALaplace(ParametricLaplace):
             return super().backend
 
     @property
-    def structure(self) -> Structure[Any, Any]:
+    def _structure(self) -> Structure[Any, Any]:
         """Say how the curvature of the blocks is summed, decomposed and packed."""
-        return self._structure(
+        return self._kind_of_structure(
             self.recorder,
             self.trained_likelihood,
             self.backend,
@@ -435,22 +427,22 @@ class LoRALaplace(ParametricLaplace):
                 before = self._fit
             fitted = fit(
                 train_loader,
-                self.structure,
+                self._structure,
                 settings=self._settings(),
                 before=before,
                 progress_bar=progress_bar,
             )
         # All that can fail has been done.
-        self.take_over(fitted)
+        self._take_over(fitted)
 
     @property
-    def model_state(self) -> ModelState:
+    def _model_state(self) -> ModelState:
         """Return all other weights at the fit; an `AttributeError` before one."""
         self._check_H_init()
         assert isinstance(self._fit, Fit)
         return self._fit.model
 
-    def take_over(self, fitted: Fit) -> None:
+    def _take_over(self, fitted: Fit) -> None:
         """Make a fit the present one."""
         self._posterior_scale = None  # the host's, of the fit before
         self.model.output_size = fitted.n_outputs  # which a file tells before any pass
@@ -486,10 +478,9 @@ class LoRALaplace(ParametricLaplace):
         self._backend = None  # the host's keeps buffers that the model has replaced
         self._standing = None
         self._precision = None
-        vars(self).pop("_precision", None)  # made of what is moved
         for name in ("prior_precision", "prior_mean", "sigma_noise"):
             setattr(self, name, getattr(self, name))  # the host moves what it is given
-        self._fit = self._fit.to(self.structure)
+        self._fit = self._fit.to(self._structure)
 
     # --- prior ------------------------------------------------------------------------
 
@@ -505,7 +496,7 @@ class LoRALaplace(ParametricLaplace):
         _set_by_host(self, "prior_precision", value)
 
     @property
-    def has_variance(self) -> bool:
+    def _has_variance(self) -> bool:
         """Tell whether the weights vary: not under a prior precision of 1e12.
 
         That is where searches end if a `logit_scale` alone, a temperature, is best. Of
@@ -515,7 +506,7 @@ class LoRALaplace(ParametricLaplace):
         """
         least = self.prior_precision.min().item()
         if self.trained_likelihood.is_gaussian and isinstance(self._fit, Fit):
-            least /= mean_squared_slope(self) * self.curvature_scale.item()
+            least /= mean_squared_slope(self) * self._H_factor.item()
         return least < 0.99 * WITHOUT_VARIANCE  # which float32 rounds
 
     @property
@@ -582,11 +573,6 @@ class LoRALaplace(ParametricLaplace):
         for name, value in vars(values).items():
             if value is not None:
                 setattr(self, name, value)
-
-    @property
-    def curvature_scale(self) -> Tensor:
-        """Compute the factor `()` of the curvature: 1 / (sigma_noise² temperature)."""
-        return self._H_factor
 
     @exclusive
     def log_marginal_likelihood(
@@ -748,7 +734,8 @@ class LoRALaplace(ParametricLaplace):
             )
         if fitting or isinstance(outputs, tuple):
             return outputs
-        return self.model.in_places(outputs, x)
+        shown = self.predicted_likelihood.shown(outputs)
+        return self.model.in_places(shown, x)
 
     def _outputs(
         self,
@@ -763,38 +750,33 @@ class LoRALaplace(ParametricLaplace):
         fitting: bool,
         **model_kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Predict as a call does, of tokens row by row."""
+        """Predict as a call does: numbers, or classes row by row."""
         likelihood = self.trained_likelihood if fitting else self.predicted_likelihood
         if likelihood.is_gaussian and link_approx == "mean_field":
             # Numbers need no link, and the host must know its name.
             link_approx = "probit"
-        if pred_type == "nn" and generator is not None:
+        if pred_type == "nn" and generator is not None:  # the host passes none on
             if not likelihood.is_gaussian:
-                probabilities = distributions.mean_probabilities(
-                    self, x, n_samples, generator, **model_kwargs
+                return self._nn_predictive_classification(
+                    x, n_samples, generator, **model_kwargs
                 )
-                return probabilities if fitting else likelihood.shown(probabilities)
-            samples = distributions.network_samples(
-                self, x, n_samples, generator, **model_kwargs
+            samples = self._nn_functional_samples(
+                x, n_samples, generator, **model_kwargs
             )
             return samples.mean(0), samples.var(0)
         check_name("pred_type", pred_type, ["glm", "nn", "amortized"])
-        links = own_links(n_samples, generator)
-        is_own = not likelihood.is_gaussian and link_approx in links
         if pred_type != "nn":
             bridges = _BRIDGES if likelihood.has_host_links else ()
-            check_name("link_approx", link_approx, [*links, *bridges])
+            check_name("link_approx", link_approx, [*LINKS, *bridges])
+        is_own = link_approx in LINKS and not likelihood.is_gaussian
+        if is_own and pred_type != "nn":
+            moments = self._moments_for_call(x, link_approx, pred_type, diagonal_output)
+            return class_probabilities(moments, link_approx, n_samples, generator)
         if pred_type == "amortized":
             pred_type = "glm"
-            x = amortized.amortized_moments(self, x)
-            if not is_own:  # the host's links take square roots
-                x = x._replace(f_var=semidefinite(x.f_var))
-        if pred_type == "glm" and is_own:
-            moments = self._moments_for_link(x, link_approx, diagonal_output)
-            with torch.autocast(self.model.device.type, enabled=False):
-                probabilities = links[link_approx](moments).exp()
-            return probabilities if fitting else likelihood.shown(probabilities)
-        outputs = super().__call__(
+            # The host's links take square roots, and numbers want a covariance.
+            x = amortized_moments(self, x).semidefinite()
+        return super().__call__(
             x,
             pred_type,
             joint=joint,
@@ -805,117 +787,16 @@ class LoRALaplace(ParametricLaplace):
             fitting=fitting,
             **model_kwargs,
         )
-        if isinstance(outputs, tuple) or fitting:
-            return outputs
-        return likelihood.shown(outputs)
 
-    def _moments_for_link(
-        self,
-        x: Any,
-        link_approx: str,
-        diagonal_output: bool,
+    def _moments_for_call(
+        self, x: Any, link_approx: str, pred_type: str, diagonal_output: bool
     ) -> AnyMoments:
         """Compute the moments of a batch's logits that one of our own links needs."""
         if diagonal_output and link_approx == "mc":
-            # "probit" makes us compute the variances of all logits, not of contrasts.
-            f_mu, f_var = distributions.moments_for(self, x, "probit")
+            # "probit" has the variances of all logits, not of contrasts.
+            f_mu, f_var = moments_for(self, x, "probit", pred_type)
             return Moments(f_mu, uncorrelated(f_var))
-        return distributions.moments_for(self, x, link_approx)
-
-    def predict(
-        self,
-        x: Any,
-        link_approx: str = DEFAULT_LINK,
-        n_samples: int = 1000,
-        generator: torch.Generator | None = None,
-        *,
-        pred_type: str = "glm",
-        collate_fn: Callable[[Any], Any] | None = None,
-        batch_size: int = 32,
-        progress_bar: bool = False,
-    ) -> Prediction | NumberPrediction:
-        """Predict a batch or a data set, with what a decision needs.
-
-        Of numbers, the prediction is of targets with their noise: `total_std`,
-        quantiles and intervals have `sigma_noise` in them, and `epistemic_std` has
-        not.
-
-        Parameters
-        ----------
-        x : Mapping, torch.Tensor, Moments, DataLoader, iterable of batches, or data set
-            a batch as for a call; a loader of batches with or without labels, in the
-            order of its data set; or a data set, such as one of `datasets`, of which
-            texts of alike lengths are read together. Examples come back in their own
-            order. In a `torch.distributed` process group all ranks share a data set, or
-            a loader that shows each rank's part, and must all call this; each gets all
-            predictions
-        link_approx : {"mean_field", "probit", "mc"}, default="mean_field"
-            link for the probabilities; numbers need none
-        n_samples : int, default=1000
-            draws of the logits, for entropies and variances of classes
-        generator : torch.Generator, optional
-            all batches of a data set get the same draws from it
-        pred_type : {"glm", "amortized"}
-            by the linearised model, in a forward pass and a backward pass for each
-            contrast ("probit": for each class); or in one forward pass, with the
-            variances that `la.amortize` has learnt
-        collate_fn : callable, optional
-            for a data set: makes a batch of a list of its rows
-        batch_size : int, default=32
-            for a data set: how many rows a batch has
-        progress_bar : bool, default=False
-            over batches
-
-        Returns
-        -------
-        Prediction or NumberPrediction
-            of numbers the second
-
-        Raises
-        ------
-        ValueError
-            For another link, a loader that shuffles, data without examples, or
-            "amortized" if nothing was learnt for this fit and prior. An error of a
-            loader's batch names it.
-        """
-        return decisions.predict(
-            self.members,
-            x,
-            link_approx,
-            n_samples,
-            generator,
-            pred_type=pred_type,
-            collate_fn=collate_fn,
-            batch_size=batch_size,
-            progress_bar=progress_bar,
-        )
-
-    def predict_proba(
-        self,
-        x: Any,
-        link_approx: str = DEFAULT_LINK,
-        *,
-        pred_type: str = "glm",
-        collate_fn: Callable[[Any], Any] | None = None,
-        batch_size: int = 32,
-        progress_bar: bool = False,
-    ) -> np.ndarray:
-        """Predict class probabilities `(B, C)`, the same in every call.
-
-        For scikit-learn's tools.
-
-        Parameters and errors are those of `predict`; nothing is drawn but for the link
-        "mc". A likelihood without classes is refused by a `ValueError`.
-        """
-        return decisions.predict_proba(
-            self.members,
-            x,
-            link_approx,
-            pred_type=pred_type,
-            collate_fn=collate_fn,
-            batch_size=batch_size,
-            progress_bar=progress_bar,
-        )
+        return moments_for(self, x, link_approx, pred_type)
 
     def amortize(
         self,
@@ -960,55 +841,9 @@ class LoRALaplace(ParametricLaplace):
             If there are fewer than three examples, or the likelihood is
             "reward_modeling".
         """
-        return amortized.amortize(self, loader, unlabelled, progress_bar, generator)
+        return amortize(self, loader, unlabelled, progress_bar, generator)
 
-    def predictive_moments(
-        self, x: Any, *, joint: bool = False
-    ) -> Moments | tuple[Tensor, Tensor]:
-        """Compute mean `(B, C)` and covariance `(B, C, C)` of a batch's logits.
-
-        Neither link, noise nor `logit_scale` is in them: `la(moments)` applies these.
-
-        Parameters
-        ----------
-        x : Mapping or torch.Tensor
-            inputs of B examples, as for a call
-        joint : bool, default=False
-            one covariance of all examples together: a pair of tensors, `(B * C,)` and
-            `(B * C, B * C)`
-        """
-        return distributions.predictive_moments(self, x, joint=joint)
-
-    def moments(
-        self, X: Any, joint: bool, directions: Directions = every_output
-    ) -> tuple[Tensor, Tensor]:
-        """Compute mean `(B, C)` and covariance `(B, C, C)` or, joint, `(B * C, B * C)`.
-
-        Parameters
-        ----------
-        X : Mapping or torch.Tensor
-            inputs of B examples
-        joint : bool
-            whether examples vary together
-        directions : callable
-            from logits to S combinations of the outputs, whose covariance is asked for;
-            by default each output by itself
-        """
-        self.problem.check_linearised()
-
-        def jacobians(part: Any) -> tuple[Tensor, Tensor]:
-            return self.recorder.jacobians(part, directions, self.enable_backprop)
-
-        def moments_of(part: Any, _: slice) -> Moments:
-            Js, f_mu = jacobians(part)
-            return Moments(f_mu, self.functional_variance(Js))
-
-        if joint:  # examples vary together: they can't come in parts
-            Js, f_mu = jacobians(X)
-            return f_mu, self.functional_covariance(Js)
-        n_directions = len(directions(torch.zeros(1, self.n_outputs)))
-        return joined_moments(self.recorder.in_parts(X, n_directions, moments_of))
-
+    @exclusive
     def function(
         self,
         seed: int,
@@ -1041,7 +876,17 @@ class LoRALaplace(ParametricLaplace):
         RuntimeError
             Also in its calls, if the model is not the fitted one any more.
         """
-        return draw_function(self, seed, pred_type)
+        check_name("pred_type", pred_type, ["glm", "nn"])
+        self.check_model()
+        generator = torch.Generator(self.model.device).manual_seed(seed)
+        functions = Functions(self, self.sample(1, generator))
+        several = functions.linearised if pred_type == "glm" else functions.sampled
+
+        def function(batch: Any) -> Tensor:
+            inputs = self.model.unlabelled(self.model.inputs(batch))
+            return self.model.in_places(several(inputs)[0], inputs)
+
+        return function
 
     def functional_samples(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -1078,7 +923,8 @@ class LoRALaplace(ParametricLaplace):
                 'joint=True is for pred_type="glm" without diagonal_output.'
             )
         if joint:
-            samples = joint_samples(self, x, n_samples, generator)
+            functions = Functions(self, self.sample(n_samples, generator))
+            samples = functions.linearised(x)
         else:
             samples = super().functional_samples(
                 x, pred_type, n_samples, diagonal_output, generator
@@ -1124,8 +970,15 @@ class LoRALaplace(ParametricLaplace):
     def _glm_predictive_distribution(
         self, X: Any, joint: bool = False, diagonal_output: bool = False
     ) -> tuple[Tensor, Tensor]:
-        return distributions.predictive_distribution(self, X, joint, diagonal_output)
+        """Predict mean and covariance, or variances, of scaled logits."""
+        f_mu, f_var = Moments(*self._moments_of_all(X, joint)).scaled(self.logit_scale)
+        if joint:
+            return f_mu.flatten(), f_var
+        if diagonal_output:
+            f_var = f_var.diagonal(dim1=-2, dim2=-1)
+        return f_mu, f_var
 
+    @exclusive
     def _glm_functional_samples(
         self,
         f_mu: Tensor,
@@ -1134,9 +987,14 @@ class LoRALaplace(ParametricLaplace):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        return distributions.functional_samples(
-            self, f_mu, f_var, n_samples, diagonal_output, generator
-        )
+        """Draw logits `(S, B, C)` from Gaussians."""
+        if diagonal_output:
+            f_var = uncorrelated(f_var)
+        noise = shared_noise(f_mu, n_samples, generator)
+        with torch.autocast(f_mu.device.type, enabled=False):
+            # Unlike the host's Cholesky factor, a symmetric root of a singular
+            # covariance exists.
+            return gaussian_samples(f_mu, f_var, noise)
 
     @exclusive
     def _glm_predictive_samples(
@@ -1147,16 +1005,14 @@ class LoRALaplace(ParametricLaplace):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        # A single reward is a number, not a probability.
-        is_reward = f_mu.shape[-1] == 1 and self.predicted_likelihood.is_gaussian
-        if is_reward or not self.predicted_likelihood.has_host_links:
-            samples = self._glm_functional_samples(
-                f_mu, f_var, n_samples, diagonal_output, generator
-            )
-            return samples if is_reward else self._probabilities(samples)
-        return super()._glm_predictive_samples(
+        samples = self._glm_functional_samples(
             f_mu, f_var, n_samples, diagonal_output, generator
         )
+        are_numbers = self.predicted_likelihood.is_gaussian
+        if not self.trained_likelihood.is_gaussian:
+            # A single reward is a number, and those of a pair are logits.
+            are_numbers &= f_mu.shape[-1] == 1
+        return samples if are_numbers else self._probabilities(samples)
 
     def _nn_predictive_samples(
         self,
@@ -1166,11 +1022,8 @@ class LoRALaplace(ParametricLaplace):
         **model_kwargs: Any,
     ) -> Tensor:
         samples = self._nn_functional_samples(X, n_samples, generator, **model_kwargs)
-        return (
-            samples
-            if self.predicted_likelihood.is_gaussian
-            else self._probabilities(samples)
-        )
+        are_numbers = self.predicted_likelihood.is_gaussian
+        return samples if are_numbers else self._probabilities(samples)
 
     def _probabilities(self, logits: Tensor) -> Tensor:
         """Compute the probabilities that a user reads, of logits `(S, B, C)`."""
@@ -1184,134 +1037,30 @@ class LoRALaplace(ParametricLaplace):
         generator: torch.Generator | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
-        return distributions.network_samples(
-            self, X, n_samples, generator, **model_kwargs
-        )
+        """Compute scaled logits `(S, B, C)` under draws of the weights."""
+        if isinstance(X, AnyMoments):
+            raise ValueError('Moments hold no inputs: pass a batch for pred_type="nn".')
+        check_counts(n_samples=n_samples)
+        samples: list[Tensor] = []
+        with self.model.forward_passes(self.enable_backprop):
+            self.check_model()
+            for values in drawn_weights(self, n_samples, generator):
+                logits = called_with(self.model, self.blocks, values, X, **model_kwargs)
+                samples.append(self.logit_scale * logits)
+        return torch.stack(samples)
 
     def _nn_predictive_classification(
-        self, X: Any, n_samples: int = 100, **model_kwargs: Any
+        self,
+        X: Any,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
     ) -> Tensor:
-        return distributions.mean_probabilities(self, X, n_samples, **model_kwargs)
+        """Average probabilities `(B, C)` or `(B, K, 2)` over draws of the weights."""
+        samples = self._nn_functional_samples(X, n_samples, generator, **model_kwargs)
+        return self.trained_likelihood.class_logits(samples).softmax(-1).mean(0)
 
     # --- adapters and files -----------------------------------------------------------
-
-    def sample_adapters(
-        self,
-        n_samples: int,
-        directory: str | Path,
-        generator: torch.Generator | None = None,
-        **kwargs: Any,
-    ) -> list[Path]:
-        """Write draws from the posterior as LoRA adapters.
-
-        For a multi-adapter server, say.
-
-        The mean of their softmax probabilities is the prediction of `pred_type="nn"`
-        with as many samples and a generator in the same state, if `logit_scale`
-        multiplies their logits too, which an adapter can't. LoRA weights outside the
-        posterior, and trained modules such as a head, are saved with their MAP values.
-        A mixture divides the draws among its members, the first ones getting the rest.
-
-        A prior precision that suits the linearised model is often far too small for
-        drawn weights: compare larger ones by `la(batch, pred_type="nn")` first.
-
-        Parameters
-        ----------
-        n_samples : int
-        directory : str or Path
-            gets one folder for each draw, "sample_0" and so on, with a configuration
-            and safetensors that `PeftModel.from_pretrained` loads
-        generator : torch.Generator, optional
-        **kwargs
-            of `PeftModel.save_pretrained`, such as `save_embedding_layers`
-
-        Returns
-        -------
-        list of Path
-            the folders
-
-        Raises
-        ------
-        FileExistsError
-            If one of the folders exists; nothing is written then.
-        ValueError
-            If the model holds no `PeftModel`.
-        RuntimeError
-            If the model is not the fitted one any more.
-
-        Warns
-        -----
-        UserWarning
-            If `logit_scale` is not 1.
-        """
-        return saving.sample_adapters(
-            self.members, n_samples, directory, generator, **kwargs
-        )
-
-    def distill(
-        self,
-        trainer: Any,
-        unlabelled: Any = "swapped",
-        adapter_name: str = "calibrated",
-        *,
-        generator: torch.Generator | None = None,
-        progress_bar: bool = False,
-    ) -> str:
-        """Train an ordinary adapter whose own probabilities are those of the posterior.
-
-        The student begins as a copy of the posterior's adapter, on the same base model.
-        The trainer trains it on the posterior's probabilities (link "mean_field") of
-        the training texts and of texts without labels, by the Kullback-Leibler
-        divergence, for 30 % of the training's steps and without dropout, which would
-        blur what is smooth already. Where the adapter has a head of its own, as
-        classifiers do, the student's is divided by the best temperature and frozen: a
-        student that starts much more confident than its teacher loses accuracy. The
-        result is an ordinary LoRA adapter, to be merged, quantised and served without
-        this library: `model.set_adapter(name)`.
-
-        With `class_token_ids`, the answers' tokens share the probability that the
-        trained model gives them all together, so that greedy decoding still answers.
-
-        Parameters
-        ----------
-        trainer : transformers.Trainer
-            the one that has trained the model. It, the active adapter and all random
-            states are the same afterwards
-        unlabelled : {"swapped"}, Dataset or None
-            more texts to learn from: copies of the training texts in which 30 % of the
-            tokens are swapped for those of other training texts, or a data set for the
-            trainer's collator
-        adapter_name : str, default="calibrated"
-            of the student in the model, and of its folder in the trainer's `output_dir`
-        generator : torch.Generator, optional
-            for swapped tokens; if omitted, every call swaps the same
-        progress_bar : bool, default=False
-
-        Returns
-        -------
-        str
-            `adapter_name`
-
-        Raises
-        ------
-        ValueError
-            If the posterior predicts no classes or labels, the trainer has trained
-            another model or can't train again (see `check_trainer`), there is an
-            adapter of that name, or there are no texts.
-
-        References
-        ----------
-        Hinton, Vinyals & Dean, "Distilling the knowledge in a neural network",
-        arXiv:1503.02531 (2015).
-        """
-        return students.distill(
-            self,
-            trainer,
-            unlabelled,
-            adapter_name,
-            generator=generator,
-            progress_bar=progress_bar,
-        )
 
     @exclusive
     def save_pretrained(self, folder: str | Path) -> None:
@@ -1355,7 +1104,7 @@ class LoRALaplace(ParametricLaplace):
             "settings": self._settings(),
             "metadata": self.metadata,
         }
-        return self._fit.state_dict(self.structure) | of_prior | of_class
+        return self._fit.state_dict(self._structure) | of_prior | of_class
 
     @exclusive
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -1375,7 +1124,7 @@ class LoRALaplace(ParametricLaplace):
         settings = {"cls_name": type(self).__name__, "likelihood": self.likelihood}
         settings |= self._settings()
         saving.check_state(state_dict, settings, self.model, self.blocks)
-        loaded = Fit.from_state_dict(state_dict, self.structure)
+        loaded = Fit.from_state_dict(state_dict, self._structure)
         # The host sets one attribute after the other, and may refuse one.
         restored = copy(self)
         of_host = {
@@ -1390,13 +1139,13 @@ class LoRALaplace(ParametricLaplace):
         restored.logit_scale = state_dict.get("logit_scale", 1.0)
         restored.metadata = state_dict.get("metadata", {})
         restored.n_contrasts = state_dict.get("n_contrasts")
-        restored.take_over(loaded)
+        restored._take_over(loaded)
         vars(self).update(vars(restored))
 
     def _settings(self) -> dict[str, Any]:
         """Name the backend of the curvature, and its options."""
         settings = {"backend": self._backend_cls.__name__}
-        return settings | self._backend_options | self.structure.settings
+        return settings | self._backend_options | self._structure.settings
 
     @property
     def _backend_options(self) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from torchmetrics.functional.classification import (
     multiclass_calibration_error,
 )
 
+from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
-from laplace_lora_ext.predictive.decisions import predict_numbers
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.numbers import NumberPrediction
@@ -162,7 +162,7 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    la: Any,
+    la: Predictor,
     loader: Iterable[Any],
     link_approx: str = DEFAULT_LINK,
     progress_bar: bool = False,
@@ -207,7 +207,7 @@ def compare(
 
 
 def _classes(
-    la: Any,
+    la: Predictor,
     link_approx: str,
     batch: Any,
 ) -> Columns:
@@ -227,7 +227,7 @@ def _classes(
     return *in_main_memory, labels.cpu()
 
 
-def _numbers(la: Any, batch: Any) -> Columns:
+def _numbers(la: Predictor, batch: Any) -> Columns:
     """Compute figures by the model and every posterior; return targets."""
     first = la.members[0]
     X, y = first.model.split(batch)
@@ -237,19 +237,19 @@ def _numbers(la: Any, batch: Any) -> Columns:
     without_variance = Moments(f_mu, torch.zeros_like(torch.diag_embed(f_mu)))
     predictions = [NumberPrediction.of([without_variance], [first.sigma_noise])]
     for pred_type in _pred_types(la):
-        predictions.append(predict_numbers(la.members, X, pred_type))
+        prediction = la.predict(X, pred_type=pred_type)
+        assert isinstance(prediction, NumberPrediction)
+        predictions.append(prediction)
     return *(
         _figures_of_examples(prediction, targets) for prediction in predictions
     ), targets.cpu()
 
 
-def _pred_types(la: Any) -> list[str]:
+def _pred_types(la: Predictor) -> list[str]:
     """List how a posterior predicts: exactly, and by its learnt variances."""
     for member in la.members:
         learnt = member.learnt_variance
-        if learnt is None or not learnt.is_of(
-            member.prior_precision, member.curvature_scale
-        ):
+        if learnt is None or not learnt.is_of(member.prior_precision, member._H_factor):
             return ["glm"]
     return ["glm", "amortized"]
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
@@ -23,16 +22,11 @@ from laplace_lora_ext.models.adapters import (
 )
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import as_tensor, exclusive, kept
-from laplace_lora_ext.predictive import decisions
+from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.amortized import LearntVariance
-from laplace_lora_ext.predictive.decisions import Prediction
-from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.moments import mixed, parts_for
-from laplace_lora_ext.predictive.numbers import NumberPrediction
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import Share
-from laplace_lora_ext.text.scores import TextScores, draw_logits, score_texts
-from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning import build
 from laplace_lora_ext.tuning.gridsearch import GridMethod
 from laplace_lora_ext.tuning.history import Hyperparameters, TuningHistory
@@ -41,7 +35,7 @@ from laplace_lora_ext.tuning.method import TuningMethod
 _DESCRIPTION = "laplace_mixture.json"
 
 
-class LaplaceMixture:
+class LaplaceMixture(Predictor):
     """A mean of the predictions of posteriors around several trained adapters.
 
     Posteriors around other adapters of the same base model know what one can't: other
@@ -80,6 +74,8 @@ class LaplaceMixture:
     Eschenhagen et al., "Mixtures of Laplace approximations for improved post-hoc
     uncertainty in deep learning", arXiv:2111.03577 (2021).
     """
+
+    members: list[LoRALaplace]
 
     @torch.inference_mode(False)  # what is kept must not be inference tensors
     def __init__(self, members: Sequence[LoRALaplace]) -> None:
@@ -143,61 +139,6 @@ class LaplaceMixture:
         means, covariances = zip(*outputs, strict=True)
         return mixed(torch.stack(means), torch.stack(covariances))
 
-    def predict(
-        self,
-        x: Any,
-        link_approx: str = DEFAULT_LINK,
-        n_samples: int = 1000,
-        generator: torch.Generator | None = None,
-        *,
-        pred_type: str = "glm",
-        collate_fn: Callable[[Any], Any] | None = None,
-        batch_size: int = 32,
-        progress_bar: bool = False,
-    ) -> Prediction | NumberPrediction:
-        """Predict a batch or a data set, with what a decision needs.
-
-        Parameters and errors are those of `LoRALaplace.predict`; each member has
-        `n_samples` draws.
-        """
-        return decisions.predict(
-            self.members,
-            x,
-            link_approx,
-            n_samples,
-            generator,
-            pred_type=pred_type,
-            collate_fn=collate_fn,
-            batch_size=batch_size,
-            progress_bar=progress_bar,
-        )
-
-    def predict_proba(
-        self,
-        x: Any,
-        link_approx: str = DEFAULT_LINK,
-        *,
-        pred_type: str = "glm",
-        collate_fn: Callable[[Any], Any] | None = None,
-        batch_size: int = 32,
-        progress_bar: bool = False,
-    ) -> np.ndarray:
-        """Predict class probabilities `(B, C)`, the same in every call.
-
-        For scikit-learn's tools.
-
-        Parameters and errors are those of `LoRALaplace.predict_proba`.
-        """
-        return decisions.predict_proba(
-            self.members,
-            x,
-            link_approx,
-            pred_type=pred_type,
-            collate_fn=collate_fn,
-            batch_size=batch_size,
-            progress_bar=progress_bar,
-        )
-
     def amortize(
         self,
         loader: Any,
@@ -227,55 +168,6 @@ class LaplaceMixture:
             member.predictive_statistics(data, **options) for member in members
         ]
         return MixtureStatistics(tuple(of_members), self._priors)
-
-    def distill(
-        self,
-        trainer: Any,
-        unlabelled: Any = "swapped",
-        adapter_name: str = "calibrated",
-        *,
-        generator: torch.Generator | None = None,
-        progress_bar: bool = False,
-    ) -> str:
-        """Train an ordinary adapter whose own probabilities are those of the mixture.
-
-        Parameters, result and errors are those of `LoRALaplace.distill`; the student
-        begins as a copy of the first member's adapter.
-        """
-        return students.distill(
-            self,
-            trainer,
-            unlabelled,
-            adapter_name,
-            generator=generator,
-            progress_bar=progress_bar,
-        )
-
-    def score(
-        self,
-        batch: Mapping[str, Any],
-        n_samples: int = 10,
-        generator: torch.Generator | None = None,
-    ) -> TextScores:
-        """Score how likely texts are, and how uncertain each of their tokens is.
-
-        Parameters, result and errors are those of `LowRankKronLoRALaplace.score`.
-        """
-        return score_texts(self.members, batch, n_samples, generator)
-
-    def draw_logits(
-        self,
-        batch: Mapping[str, Any],
-        n_samples: int = 10,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Compute logits `(S, N, V)` of S draws at N labelled tokens.
-
-        For measures of one's own.
-
-        Parameters are those of `score`. Without draws they are each member's.
-        """
-        return draw_logits(self.members, batch, n_samples, generator)
 
     # --- prior ------------------------------------------------------------------------
 
@@ -346,23 +238,6 @@ class LaplaceMixture:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.members)})"
-
-    def sample_adapters(
-        self,
-        n_samples: int,
-        directory: str | Path,
-        generator: torch.Generator | None = None,
-        **kwargs: Any,
-    ) -> list[Path]:
-        """Write draws as LoRA adapters, divided evenly among the members.
-
-        The first members get what is left over.
-
-        Parameters and errors are those of `LoRALaplace.sample_adapters`.
-        """
-        return saving.sample_adapters(
-            self.members, n_samples, directory, generator, **kwargs
-        )
 
     @exclusive
     def save_pretrained(self, folder: str | Path) -> None:
@@ -479,7 +354,7 @@ def _check_alike(members: Sequence[LoRALaplace]) -> None:
             "The members differ in likelihood, n_outputs, class_token_ids or "
             f"normalised: {facts}."
         )
-    first, *others = [member.model_state for member in members]
+    first, *others = [member._model_state for member in members]
     for number, other in enumerate(others, 1):
         differing = first.differing_base(other)
         if differing is not None:

@@ -1,4 +1,4 @@
-"""Writes posteriors into files, and draws of them as adapters."""
+"""Writes posteriors into files, and reads them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ import torch
 from torch import Tensor
 
 from laplace_lora_ext.files import write_whole
-from laplace_lora_ext.messages import check_counts, warn
-from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.same_model import ModelState, first_changed
-from laplace_lora_ext.models.weights import Block, parameters_with
-from laplace_lora_ext.predictive.distributions import Drawable, drawn_weights
+from laplace_lora_ext.models.weights import Block
 
 FILE = "laplace_posterior.safetensors"
 CHECKSUM = "sha256"
@@ -194,40 +190,3 @@ def check_state(
             "The posterior was fitted around other LoRA weights than the model has "
             "now: load the adapter of the fit."
         )
-
-
-@exclusive
-def sample_adapters(
-    members: Sequence[Drawable],
-    n_samples: int,
-    directory: str | Path,
-    generator: torch.Generator | None = None,
-    **kwargs: Any,
-) -> list[Path]:
-    """Write draws as LoRA adapters, divided evenly among posteriors.
-
-    The first posteriors get what is left over.
-
-    Parameters and errors are those of `LoRALaplace.sample_adapters`.
-    """
-    check_counts(n_samples=n_samples)
-    folders = new_folders(directory, n_samples)
-    left = iter(folders)
-    written: list[Path] = []
-    for place, member in enumerate(members):
-        n_own = len(range(place, n_samples, len(members)))
-        if n_own == 0:
-            break
-        member.check_model()
-        if member.logit_scale != 1:
-            warn(
-                "Multiply the logits of the adapters by logit_scale, "
-                f"{member.logit_scale:.4g}, as the posterior does: an adapter can't."
-            )
-        model = find_peft_model(member.model)
-        adapter = member.blocks[0].adapter
-        for drawn in drawn_weights(member, n_own, generator):
-            values = parameters_with(member.blocks, drawn)
-            folder = next(left)
-            written.append(write_adapter(model, adapter, values, folder, **kwargs))
-    return written

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from operator import is_not
 from typing import Any, ClassVar, NamedTuple
@@ -25,21 +25,15 @@ from laplace_lora_ext.curvature.structure import (
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.running import exclusive, without_autocast
-from laplace_lora_ext.passes.recorder import Directions, every_output
+from laplace_lora_ext.passes.recorder import Directions
 from laplace_lora_ext.predictive.data_sets import Columns, Sample, over_loader
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
-from laplace_lora_ext.predictive.moments import Moments, joined_moments
 from laplace_lora_ext.predictive.statistics import (
     PredictiveStatistics,
     contrasts_for,
     statistics_of_batch,
 )
 from laplace_lora_ext.processes.exchange import gathered
-from laplace_lora_ext.text.scores import (
-    TextScores,
-    draw_logits,
-    score_texts,
-)
 
 
 class _Precision(NamedTuple):
@@ -89,58 +83,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     """
 
     _key = ("lora", "lowrank_kron")
-    _structure: ClassVar[type[Structure[Any, Any]]] = LowRankKronStructure
-
-    # --- texts, with the likelihood "language_modeling" -------------------------------
-
-    def score(
-        self,
-        batch: Mapping[str, Any],
-        n_samples: int = 10,
-        generator: torch.Generator | None = None,
-    ) -> TextScores:
-        """Score how likely texts are, and how uncertain each of their tokens is.
-
-        Parameters
-        ----------
-        batch : Mapping
-            texts with labels, as for `fit`
-        n_samples : int, default=10
-            models with weights drawn from the posterior, S, of which `sample_adapters`
-            writes the like; 0 scores the trained model itself. A mixture divides them
-            among its members, the first ones getting the rest. Scoring takes `1 + S`
-            forward passes, and the memory of a few logits `(N, V)` whatever S is
-        generator : torch.Generator, optional
-            for the draws: with the same state, another batch gets the same draws
-
-        Returns
-        -------
-        TextScores
-
-        Raises
-        ------
-        ValueError
-            If the likelihood is another than "language_modeling", the batch has no
-            labelled token or does not suit the model, or a logit is not finite.
-        RuntimeError
-            If the model is not the fitted one.
-        """
-        return score_texts(self.members, batch, n_samples, generator)
-
-    def draw_logits(
-        self,
-        batch: Mapping[str, Any],
-        n_samples: int = 10,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Compute logits `(S, N, V)` of S draws at N labelled tokens.
-
-        For measures of one's own.
-
-        Parameters are those of `score`. Without draws they are the trained model's, or
-        each member's.
-        """
-        return draw_logits(self.members, batch, n_samples, generator)
+    _kind_of_structure: ClassVar[type[Structure[Any, Any]]] = LowRankKronStructure
 
     # --- what is particular to the structure ------------------------------------------
 
@@ -184,27 +127,18 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             torch.stack(noise)
         )
 
-    def moments(
-        self, X: Any, joint: bool, directions: Directions = every_output
+    def _linearised(
+        self, part: Any, joint: bool, directions: Directions
     ) -> tuple[Tensor, Tensor]:
-        self.problem.check_linearised()
-        roots = self.posterior_precision.inverse_roots
+        covariance = SquareForm(self.posterior_precision.inverse_roots)
 
-        def moments_of(part: Any, _: slice) -> Moments:
-            covariance = SquareForm(roots)
+        def add(index: int, jacobian: Tensor) -> None:
+            covariance.add(index, jacobian.flatten(0, 1) if joint else jacobian)
 
-            def add(index: int, jacobian: Tensor) -> None:
-                covariance.add(index, jacobian.flatten(0, 1) if joint else jacobian)
-
-            f_mu = self.recorder.visit_jacobians(
-                part, add, directions, self.enable_backprop
-            )
-            return Moments(f_mu, covariance.total().to(f_mu.device))
-
-        if joint:  # examples vary together: they can't come in parts
-            return moments_of(X, slice(None))
-        n_directions = len(directions(torch.zeros(1, self.n_outputs)))
-        return joined_moments(self.recorder.in_parts(X, n_directions, moments_of))
+        f_mu = self.recorder.visit_jacobians(
+            part, add, directions, self.enable_backprop
+        )
+        return f_mu, covariance.total().to(f_mu.device)
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
@@ -305,7 +239,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         for row in zip(names, self._sizes, priors, determined, strict=True):
             name, size, prior, number = row
             rows.append(f"{name:{width}}  {size:10,}  {prior:15.4g}  {number:10.1f}")
-        if not self.has_variance:
+        if not self._has_variance:
             rows.append("The weights do not vary: only logit_scale makes it less sure.")
         return "\n".join(rows)
 
@@ -317,7 +251,7 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
     """The host's `KronLaplace` over LoRA weights: both Kronecker factors dense."""
 
     _key = ("lora", "kron")
-    _structure: ClassVar[type[Structure[Any, Any]]] = KronStructure
+    _kind_of_structure: ClassVar[type[Structure[Any, Any]]] = KronStructure
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
@@ -338,7 +272,7 @@ class DiagLoRALaplace(LoRALaplace, DiagLaplace):
     """The host's `DiagLaplace` over LoRA weights."""
 
     _key = ("lora", "diag")
-    _structure: ClassVar[type[Structure[Any, Any]]] = DiagStructure
+    _kind_of_structure: ClassVar[type[Structure[Any, Any]]] = DiagStructure
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
@@ -350,7 +284,7 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
     """The host's dense `FullLaplace` over LoRA weights, for small adapters."""
 
     _key = ("lora", "full")
-    _structure: ClassVar[type[Structure[Any, Any]]] = FullStructure
+    _kind_of_structure: ClassVar[type[Structure[Any, Any]]] = FullStructure
 
     @property
     def log_det_posterior_precision(self) -> Tensor:

@@ -18,6 +18,7 @@ FLOORS = [
     {"training"},
     {"tuning"},
     {"text"},
+    {"predicting"},
     {"saving", "sums", "metrics"},
     {"fit", "problems"},
     {"lora_laplace"},

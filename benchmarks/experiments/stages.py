@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from benchmarks.methods.members import (
 from benchmarks.methods.method import Loaders, Method, labels_of
 from benchmarks.methods.posteriors import LINK, lowrank_kron, probabilities
 from benchmarks.methods.priors import Prediction, Prior
-from benchmarks.methods.students import Scaled, predict_with_student
+from benchmarks.methods.students import predict_with_student, tempered
 from benchmarks.models import AdaptedModel
 from benchmarks.options import SeveralSeeds, Stages
 from benchmarks.report import Result, Row, say
@@ -43,11 +44,11 @@ from benchmarks.training import Recipe, Records, Smoothed
 from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.mixture import LaplaceMixture
-from laplace_lora_ext.models.adapters import active_again
+from laplace_lora_ext.models.adapters import active_again, find_peft_model
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.training import stages
 from laplace_lora_ext.training.stages import SECOND_STAGE
-from laplace_lora_ext.training.students import STEPS, Teacher
+from laplace_lora_ext.training.students import STEPS, distill
 from laplace_lora_ext.tuning.history import Hyperparameters
 
 FIRST_STAGE = 1 - HELD_OUT  # of the steps, as of the texts
@@ -368,8 +369,8 @@ class Trial:
         costs = self._costs_of_maps(count, trainings)
         yield self.tests.row(maps, predict_maps(members, self.loaders), costs)
         temperature = self._temperature(firsts)
-        tempered = predict_maps(members, self.loaders, TEMPERATURE, temperature)
-        yield self.tests.row(maps, tempered, costs)
+        scaled = predict_maps(members, self.loaders, TEMPERATURE, temperature)
+        yield self.tests.row(maps, scaled, costs)
         chosen = choice.hyperparameters
         yield from self._posterior_in_stages(
             posteriors, HELD_OUT_TEXTS, firsts, members, chosen
@@ -380,9 +381,11 @@ class Trial:
             fit_seconds = sum(member.seconds for member in (*firsts, *members))
             yield from self._taught(la, posteriors, trainings, fit_seconds)
             if count == 1:
-                scaled = Scaled(las[0], temperature)
+                teach = partial(distill, tempered(las[0], temperature))
                 method = Method(maps.key, "In stages, temperature")
-                yield self._student(scaled, SWAPPED, method, trainings, fit_seconds=0.0)
+                yield self._student(
+                    la, teach, SWAPPED, method, trainings, fit_seconds=0.0
+                )
 
     def _taught(
         self,
@@ -397,7 +400,9 @@ class Trial:
         taught_by = (None, SWAPPED) if len(la.members) == 1 else (SWAPPED,)
         for unlabelled in taught_by:
             yield self._amortized(la, unlabelled, method, trainings, fit_seconds)
-            yield self._student(la, unlabelled, method, trainings, fit_seconds)
+            yield self._student(
+                la, la.distill, unlabelled, method, trainings, fit_seconds
+            )
 
     def _amortized(
         self,
@@ -433,7 +438,8 @@ class Trial:
 
     def _student(
         self,
-        teacher: Teacher,
+        la: LoRALaplace | LaplaceMixture,
+        teach: Callable[..., str],
         unlabelled: str | None,
         method: Method,
         trainings: float,
@@ -441,8 +447,9 @@ class Trial:
     ) -> Row:
         """Teach a new adapter what a posterior, mixture or temperature predicts."""
         started = self.clock()
+        model = find_peft_model(la.members[0].model)  # that of all members
         taught = predict_with_student(
-            teacher, self.pretrained, unlabelled, self.seed, self.loaders
+            model, teach, self.pretrained, unlabelled, self.seed, self.loaders
         )
         costs = Costs(
             # It is a model of the same size, and predicts by itself.

@@ -1,6 +1,7 @@
 """Students that learn a teacher's probabilities, by `distill`."""
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,50 +14,43 @@ from benchmarks.methods.method import Loaders, Probabilities
 from benchmarks.models import AdaptedModel
 from benchmarks.training import as_dataset
 from laplace_lora_ext import LoRALaplace
-from laplace_lora_ext.models.adapters import find_peft_model, own_adapter_back
-from laplace_lora_ext.training.students import Teacher, distill
+from laplace_lora_ext.models.adapters import own_adapter_back
+from laplace_lora_ext.training.students import Teacher
 
 
-class Scaled:
-    """A posterior's model at a temperature, to teach a student in its place."""
-
-    likelihood = "classification"
-
-    def __init__(self, la: LoRALaplace, temperature: float) -> None:
-        self.model = la.model
-        self.blocks = la.blocks
-        self.members = [self]
-        self.trained_likelihood = la.trained_likelihood
-        self.predicted_likelihood = la.predicted_likelihood
-        self.temperature = temperature
+def tempered(la: LoRALaplace, temperature: float) -> Teacher:
+    """Let a posterior's model teach at a temperature, in the posterior's place."""
 
     @torch.no_grad()
-    def __call__(
-        self,
-        x: Any,
-        **_: Any,
-    ) -> Tensor:
-        """Compute probabilities (texts, classes)."""
-        with self.model.prepared():
-            logits = self.model(x)
-        return (logits / self.temperature).softmax(-1)
+    def probabilities(batch: Any) -> Tensor:
+        with la.model.prepared():
+            logits = la.model(batch)
+        return (logits / temperature).softmax(-1)
+
+    return Teacher(
+        adapter=la.blocks[0].adapter,
+        models=[la.model],
+        likelihood=la.predicted_likelihood,
+        probabilities=probabilities,
+    )
 
 
 def predict_with_student(
-    teacher: Teacher,
+    model: PeftModel,
+    teach: Callable[..., str],
     pretrained: Pretrained,
     unlabelled: str | None,
     seed: int,
     loaders: Loaders,
 ) -> Probabilities:
-    """Train a student of a teacher, predict with it, and delete it.
+    """Train a student, predict with it, and delete it.
 
-    Teachers are posteriors, mixtures and `Scaled` models.
+    `teach` is the `distill` of a posterior or a mixture around adapters of the model,
+    or does the same.
     """
-    model = find_peft_model(teacher.members[0].model)  # that of all members
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(pretrained, model, seed, folder)
-        name = distill(teacher, trainer, unlabelled, "student")
+        name = teach(trainer, unlabelled, "student")
     student = AdaptedModel(model, pretrained.class_token_ids)
     with own_adapter_back(model):
         model.set_adapter(name)

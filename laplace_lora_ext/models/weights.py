@@ -256,6 +256,16 @@ def are_in_place(blocks: Sequence[Block]) -> bool:
     return True
 
 
+def values_of(blocks: Sequence[Block], weights: Tensor) -> Values:
+    """Cut weights `(parameters,)` into values that a model can be called with."""
+    check_in_place(blocks, "A draw of the weights")
+    parts = weights.split([block.n_params for block in blocks])
+    return [
+        part.reshape(block.shape).to(block.weight)
+        for part, block in zip(parts, blocks, strict=True)
+    ]
+
+
 def check_with_biases(blocks: Sequence[Block]) -> None:
     """Refuse weights without their layer's bias.
 

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.running import exclusive
-from laplace_lora_ext.models.weights import called_with
-from laplace_lora_ext.passes.recorder import Recorder
-from laplace_lora_ext.predictive.distributions import Drawable, as_values
+from laplace_lora_ext.predictive.posterior import Posterior, logits_with
 
 Function = Callable[[Any], Tensor]
 """Takes a batch, and returns its logits or numbers `(B, C)`."""
-
-
-class DrawableFunctions(Drawable, Protocol):
-    """A Gaussian around a model's weights, to draw functions from."""
-
-    recorder: Recorder
-    mean: Tensor
-    n_outputs: int
 
 
 class _Drawn(NamedTuple):
@@ -40,12 +29,12 @@ class Functions:
 
     Parameters
     ----------
-    la : DrawableFunctions
+    la : Posterior
     weights : torch.Tensor
         `(S, parameters)` draws from the posterior
     """
 
-    la: DrawableFunctions
+    la: Posterior
     weights: Tensor
 
     @exclusive
@@ -85,50 +74,5 @@ class Functions:
         """Compute scaled logits `(S, B, C)` of the network with drawn weights."""
         la = self.la
         la.check_model()
-        logits = []
-        for drawn in self.weights:
-            values = as_values(la.blocks, drawn)
-            with la.model.forward_passes():
-                logits.append(called_with(la.model, la.blocks, values, batch))
+        logits = [logits_with(la, drawn, batch) for drawn in self.weights]
         return la.logit_scale * torch.stack(logits)
-
-
-@exclusive
-def draw_functions(
-    la: DrawableFunctions, n_samples: int, generator: torch.Generator | None
-) -> Functions:
-    """Draw functions from a posterior."""
-    la.check_model()
-    return Functions(la, la.sample(n_samples, generator))
-
-
-def draw_function(
-    la: DrawableFunctions,
-    seed: int,
-    pred_type: str,
-) -> Function:
-    """Draw one function, which the seed decides.
-
-    Parameters and errors are those of `LoRALaplace.function`.
-    """
-    check_name("pred_type", pred_type, ["glm", "nn"])
-    generator = torch.Generator(la.model.device).manual_seed(seed)
-    functions = draw_functions(la, 1, generator)
-    several = functions.linearised if pred_type == "glm" else functions.sampled
-
-    def function(batch: Any) -> Tensor:
-        inputs = la.model.unlabelled(la.model.inputs(batch))
-        return la.model.in_places(several(inputs)[0], inputs)
-
-    return function
-
-
-@exclusive
-def joint_samples(
-    la: DrawableFunctions,
-    x: Any,
-    n_samples: int,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """Draw logits `(S, B, C)` of a batch, whose examples vary together."""
-    return draw_functions(la, n_samples, generator).linearised(x)

@@ -166,6 +166,22 @@ def sampled(
     return link
 
 
+LINKS = ("probit", "mean_field", "mc")
+"""Links of this library; bridges are the host's."""
+
+
+def class_probabilities(
+    moments: AnyMoments,
+    link_approx: str,
+    n_samples: int,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Return probabilities `(B, C)` of classes, by one of `LINKS`."""
+    link = own_links(n_samples, generator)[link_approx]
+    with torch.autocast(moments.f_mu.device.type, enabled=False):
+        return link(moments).exp()
+
+
 def own_links(
     n_samples: int,
     generator: torch.Generator | None,

@@ -46,6 +46,11 @@ class Moments(NamedTuple):
         """Take the moments of logits that are multiplied by a factor."""
         return Moments(factor * self.f_mu, factor**2 * self.f_var)
 
+    def semidefinite(self) -> Moments:
+        """Take the nearest covariances without negative eigenvalues."""
+        root = square_root(self.f_var)
+        return Moments(self.f_mu, root @ root.mT)
+
     def split(self, size: int) -> Iterator[Moments]:
         """Divide the examples into consecutive parts of a size."""
         means = self.f_mu.split(size)
@@ -229,12 +234,6 @@ def square_root(covariance: Tensor) -> Tensor:
     V may be singular.
     """
     return _SymmetricRoot.apply(covariance)  # pyright: ignore[reportReturnType]
-
-
-def semidefinite(covariance: Tensor) -> Tensor:
-    """Find the nearest matrices `(..., C, C)` without negative eigenvalues."""
-    root = square_root(covariance)
-    return root @ root.mT
 
 
 def gaussian_samples(

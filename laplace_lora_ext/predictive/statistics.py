@@ -18,13 +18,13 @@ from laplace_lora_ext.models.running import as_tensor, cpu_as_default, without_a
 from laplace_lora_ext.passes.recorder import Directions, every_output
 from laplace_lora_ext.predictive.contrasts import NO_CLASS, Contrasts
 from laplace_lora_ext.predictive.data_sets import Columns
-from laplace_lora_ext.predictive.distributions import sees_differences
 from laplace_lora_ext.predictive.moments import (
     AnyMoments,
     DifferenceMoments,
     MixtureMoments,
     Moments,
 )
+from laplace_lora_ext.predictive.posterior import Posterior, sees_differences
 from laplace_lora_ext.processes.shards import stacked
 
 # Examples whose projections are weighted: moments need the memory of a copy.
@@ -343,12 +343,12 @@ def joined_statistics(parts: Sequence[MixtureStatistics]) -> MixtureStatistics:
 # --- of a posterior -------------------------------------------------------------------
 
 
-def has_statistics(la: Any) -> bool:
+def has_statistics(la: Posterior) -> bool:
     """Tell whether a posterior's statistics serve any prior precision."""
     return hasattr(la, "predictive_statistics")
 
 
-def of_present_fit(la: Any, given: Any, link_approx: str) -> PredictiveStatistics:
+def of_present_fit(la: Posterior, given: Any, link_approx: str) -> PredictiveStatistics:
     """Take given statistics; refuse those of another fit, or for other links."""
     if not has_statistics(la) or not given.spectrum.equals(la.H.spectrum):
         raise ValueError("The statistics belong to another fit: compute them again.")
@@ -360,17 +360,17 @@ def of_present_fit(la: Any, given: Any, link_approx: str) -> PredictiveStatistic
         )
     # `sigma_noise` and `temperature` may have changed since; the posterior may have
     # moved.
-    return replace(given, scale=la.curvature_scale.detach().to(given.scale))
+    return replace(given, scale=la._H_factor.detach().to(given.scale))
 
 
-def contrasts_for(la: Any, link_approx: str) -> Contrasts | None:
+def contrasts_for(la: Posterior, link_approx: str) -> Contrasts | None:
     """Say which contrasts a link's statistics are of; None for all outputs."""
     contrasts = Contrasts(la.n_contrasts)
     are_some = not contrasts.are_all(la.n_outputs)
     return contrasts if are_some and sees_differences(la, link_approx) else None
 
 
-def bytes_of_statistics(la: Any, link_approx: str) -> int:
+def bytes_of_statistics(la: Posterior, link_approx: str) -> int:
     """Count the most bytes that an example's statistics take, for a link."""
     contrasts = contrasts_for(la, link_approx)
     n_directions = n_wide = la.n_outputs
@@ -396,7 +396,7 @@ class _OfBlock(NamedTuple):
 
 
 def statistics_of_batch(
-    la: Any,
+    la: Posterior,
     batch: Any,
     contrasts: Contrasts | None,
     device: torch.device | str = "cpu",
@@ -425,7 +425,7 @@ def statistics_of_batch(
                     device, dtype
                 ),
                 spectrum=la.H.spectrum,
-                scale=la.curvature_scale.detach(),
+                scale=la._H_factor.detach(),
             )
         else:
             f_mu, covariances = _covariances(la, part, directions, priors)
@@ -449,7 +449,7 @@ def statistics_of_batch(
 
 
 def _projections(
-    la: Any, part: Any, directions: Directions
+    la: Posterior, part: Any, directions: Directions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute logits, projections `(B, D, E)` and inner products `(B, F, D, D)`."""
     by_block: dict[int, _OfBlock] = {}  # blocks come in any order
@@ -467,7 +467,7 @@ def _projections(
 
 
 def _covariances(
-    la: Any, part: Any, directions: Directions, priors: Sequence[Tensor]
+    la: Posterior, part: Any, directions: Directions, priors: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Compute logits, and covariances `(B, T, D, D)` under each prior precision."""
     jacobians, f_mu = la.recorder.jacobians(part, directions)

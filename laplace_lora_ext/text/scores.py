@@ -15,11 +15,11 @@ from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.models.vocabulary import LastStates, Part
 from laplace_lora_ext.models.weights import Values, called_with
 from laplace_lora_ext.passes.graph import check_logits
-from laplace_lora_ext.predictive.distributions import Drawable, drawn_weights
+from laplace_lora_ext.predictive.posterior import Posterior, drawn_weights
 from laplace_lora_ext.tuning.method import draw_seed
 
 # A posterior, and weights for its model: drawn, or the trained ones.
-_Draw = tuple[Drawable, Values]
+_Draw = tuple[Posterior, Values]
 
 
 class Scores(NamedTuple):
@@ -82,7 +82,7 @@ class TextScores(NamedTuple):
 @torch.inference_mode(False)
 @torch.no_grad()
 def score_texts(
-    members: Sequence[Drawable],
+    members: Sequence[Posterior],
     batch: Mapping[str, Any],
     n_samples: int = 10,
     generator: torch.Generator | None = None,
@@ -90,7 +90,7 @@ def score_texts(
     """Score how likely texts are, and how uncertain each of their tokens is.
 
     Members share the draws. Other parameters, result and errors are those of
-    `LowRankKronLoRALaplace.score`.
+    `Predictor.score`.
     """
     model, *_ = [_checked_model(member) for member in members]
     batches = model.by_texts(batch)
@@ -106,7 +106,7 @@ def score_texts(
 @torch.inference_mode(False)
 @torch.no_grad()
 def draw_logits(
-    members: Sequence[Drawable],
+    members: Sequence[Posterior],
     batch: Mapping[str, Any],
     n_samples: int = 10,
     generator: torch.Generator | None = None,
@@ -135,7 +135,7 @@ def score(
     return _of_table(_placed(_by_token(f, drawn, tokens), labelled), labelled)
 
 
-def _checked_model(member: Drawable) -> TokensModel:
+def _checked_model(member: Posterior) -> TokensModel:
     """Return a posterior's model, if it is the fitted one, and of texts."""
     if not isinstance(member.model, TokensModel):
         raise ValueError(
@@ -146,14 +146,14 @@ def _checked_model(member: Drawable) -> TokensModel:
     return member.model
 
 
-def _trained(member: Drawable) -> _Draw:
+def _trained(member: Posterior) -> _Draw:
     """Take the trained model itself, as if its weights had been drawn."""
     weights = [block.matrix(block.weight.detach()) for block in member.blocks]
     return member, weights
 
 
 def _draws_of(
-    members: Sequence[Drawable], n_samples: int, generator: torch.Generator | None
+    members: Sequence[Posterior], n_samples: int, generator: torch.Generator | None
 ) -> Iterator[_Draw]:
     """Draw models, divided among the members, the first ones getting the rest."""
     if n_samples < 0:
@@ -191,7 +191,7 @@ def _reader(
 
 
 def _table_of_batch(
-    members: Sequence[Drawable], batch: Mapping[str, Any], draws: Iterable[_Draw]
+    members: Sequence[Posterior], batch: Mapping[str, Any], draws: Iterable[_Draw]
 ) -> Tensor:
     """Make a table `(B, T, columns)` as `_by_token` does, a part at a time."""
     model = members[0].model

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import tqdm
@@ -19,7 +20,7 @@ from torch.nn.functional import kl_div
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from laplace_lora_ext.likelihoods import TOKENS, Likelihood
+from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.adapters import (
     add_copy,
     find_peft_model,
@@ -30,7 +31,6 @@ from laplace_lora_ext.models.batches import named_batches, pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import Checkpoints, keep_derivatives
 from laplace_lora_ext.models.swapping import Swapping
-from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.training.examples import Examples
 from laplace_lora_ext.training.trainers import (
     restored,
@@ -46,37 +46,31 @@ _TEACHER = "teacher_probabilities"
 Record = dict[str, Tensor]
 
 
-class Member(Protocol):
-    """A posterior around one adapter."""
+@dataclass(frozen=True)
+class Teacher:
+    """What a student learns from: a posterior, or several whose mean is learnt.
 
-    blocks: list[Block]
-    trained_likelihood: Likelihood
-    predicted_likelihood: Likelihood
+    Attributes
+    ----------
+    adapter : str
+        the student begins as a copy of it
+    models : sequence of LogitsModel
+        of each posterior, the adapter's first
+    likelihood : Likelihood
+        of classes or labels
+    probabilities : callable
+        takes a batch, and returns what is learnt of its texts: `(B, C)`, or of labels
+        `(B, K, 2)`
+    """
 
-    @property
-    def model(self) -> LogitsModel: ...
-
-    @property
-    def likelihood(self) -> str: ...
-
-
-class Teacher(Protocol):
-    """A posterior, or several whose mean is learnt."""
-
-    @property
-    def members(self) -> Sequence[Member]: ...
-
-    def __call__(
-        self,
-        x: Any,
-        *,
-        link_approx: str,
-        fitting: bool,
-    ) -> Any: ...
+    adapter: str
+    models: Sequence[LogitsModel]
+    likelihood: Likelihood
+    probabilities: Callable[[Any], Tensor]
 
 
 def distill(
-    la: Teacher,
+    teacher: Teacher,
     trainer: Any,
     unlabelled: Any = "swapped",
     adapter_name: str = "calibrated",
@@ -84,31 +78,21 @@ def distill(
     generator: torch.Generator | None = None,
     progress_bar: bool = False,
 ) -> str:
-    """Train an ordinary adapter whose own probabilities are those of the posterior.
+    """Train an ordinary adapter whose own probabilities are those of a teacher.
 
-    Parameters, result and errors are those of `LoRALaplace.distill`.
+    Other parameters, result and errors are those of `Predictor.distill`.
     """
     examples = Examples.of_trainer(trainer)
-    first = la.members[0]
-    model = first.model
+    model = teacher.models[0]
+    likelihood = teacher.likelihood
     peft_model = find_peft_model(model)
-    likelihood = first.predicted_likelihood
-    if likelihood.is_gaussian or likelihood is not first.trained_likelihood:
-        raise ValueError(
-            f"A student learns class probabilities, and {first.likelihood} has none."
-        )
-    if first.likelihood == TOKENS:
-        raise NotImplementedError(
-            "A student learns one distribution a text, and the likelihood "
-            '"token_classification" has one a token: use la.amortize.'
-        )
     if find_peft_model(trainer.model) is not peft_model:
         raise ValueError(
             "Pass the trainer of the posterior's model: this one has another."
         )
     folder = Path(trainer.args.output_dir)
     with restored(trainer), own_adapter_back(peft_model):
-        add_copy(peft_model, first.blocks[0].adapter, adapter_name)
+        add_copy(peft_model, teacher.adapter, adapter_name)
         # A head of its own can be scaled once for all; what has none learns its scale
         # by training.
         head = _head(peft_model, adapter_name, model.output_size)
@@ -118,7 +102,7 @@ def distill(
         for batch in tqdm.tqdm(
             batches, "[Teacher's probabilities]", disable=not progress_bar
         ):
-            records += _taught(la, batch)
+            records += _taught(teacher, batch)
             if head:
                 with model.forward_passes():
                     logits.append(likelihood.class_logits(model(batch)).cpu())
@@ -218,12 +202,12 @@ def _swapped(
 
 
 @torch.no_grad()
-def _taught(la: Teacher, batch: Any) -> Iterator[Record]:
+def _taught(teacher: Teacher, batch: Any) -> Iterator[Record]:
     """Yield a batch's texts, each with the probabilities to learn from it."""
-    model = la.members[0].model
-    probabilities = la(batch, link_approx="mean_field", fitting=True)
+    model = teacher.models[0]
+    probabilities = teacher.probabilities(batch)
     if model.class_token_ids is not None:
-        probabilities = _with_other_tokens(la.members, batch, probabilities)
+        probabilities = _with_other_tokens(teacher.models, batch, probabilities)
     labels = {model.dict_key_y, "label", "labels"}
     columns: dict[str, Tensor] = {}
     for key, column in batch.items():
@@ -234,7 +218,7 @@ def _taught(la: Teacher, batch: Any) -> Iterator[Record]:
 
 
 def _with_other_tokens(
-    members: Sequence[Member],
+    models: Sequence[LogitsModel],
     batch: Any,
     probabilities: Tensor,
 ) -> Tensor:
@@ -244,12 +228,11 @@ def _with_other_tokens(
     """
     # Without them, a student that shares its probability among the answers alone would
     # no more begin with an answer than with any other token.
-    of_members: list[Tensor] = []
-    for member in members:
-        with member.model.prepared():
-            log_p = member.model.log_probs(batch)
-        of_members.append(log_p[:, -1:])
-    others = torch.stack(of_members).exp().mean(0)
+    of_models: list[Tensor] = []
+    for model in models:
+        with model.prepared():
+            of_models.append(model.log_probs(batch)[:, -1:])
+    others = torch.stack(of_models).exp().mean(0)
     answers = (1 - others) * probabilities
     return torch.cat([answers, others], dim=1)
 

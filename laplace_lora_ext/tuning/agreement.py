@@ -15,12 +15,12 @@ from torch import Tensor
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.data_sets import over_loader
-from laplace_lora_ext.predictive.distributions import of_classes, predictive_moments
 from laplace_lora_ext.predictive.moments import (
     Moments,
     gaussian_samples,
     standard_normal,
 )
+from laplace_lora_ext.predictive.posterior import of_classes
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.tuning.history import TuningHistory
@@ -257,7 +257,7 @@ def _moments_along(la: Any, loader: Iterable[Any]) -> Callable[[Tensor], Moments
     data = Share.read_once(loader)
 
     def of_batch(batch: Any) -> tuple[Tensor, Tensor]:
-        return predictive_moments(la, la.model.inputs(batch))
+        return la.predictive_moments(la.model.inputs(batch))
 
     def of_batches(prior_precision: Tensor) -> Moments:
         la.prior_precision = prior_precision

@@ -13,9 +13,9 @@ from scipy.interpolate import CubicSpline
 from scipy.optimize import OptimizeResult, minimize_scalar
 from torch import Tensor
 
-from laplace_lora_ext.predictive.distributions import moments_of_model
 from laplace_lora_ext.predictive.links import own_links
 from laplace_lora_ext.predictive.moments import AnyMoments, mixed
+from laplace_lora_ext.predictive.posterior import moments_of_model
 
 _QUARTERS = np.arange(-8, 8) / 4
 LOGIT_SCALES = (*(5.0**_QUARTERS).tolist(), 20.0)

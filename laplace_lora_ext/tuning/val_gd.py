@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.predictive.distributions import of_classes
 from laplace_lora_ext.predictive.links import (
     DEFAULT_LINK,
     Link,
@@ -18,6 +17,7 @@ from laplace_lora_ext.predictive.links import (
     sampled,
 )
 from laplace_lora_ext.predictive.moments import AnyMoments
+from laplace_lora_ext.predictive.posterior import of_classes
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.method import Prior, TuningMethod, descent, draw_seed

@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 import laplace_lora_ext
 from laplace_lora_ext.models.adapters import add_fresh_adapter, own_weights
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.predictive.amortized import amortized_moments, log_variances
+from laplace_lora_ext.predictive.amortized import log_variances
+from laplace_lora_ext.predictive.posterior import amortized_moments
 from tests.support.dense import (
     EXACT,
     batch_logits,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext import Prediction, from_pretrained
-from laplace_lora_ext.predictive.amortized import changes_of_logits
+from laplace_lora_ext.predictive.amortization import changes_of_logits
 from laplace_lora_ext.predictive.functions import Functions
 from tests.support.models import (
     lora_model,

@@ -15,9 +15,9 @@ from laplace_lora_ext.predictive.contrasts import (
     Contrasts,
     completed,
 )
-from laplace_lora_ext.predictive.distributions import moments_for
 from laplace_lora_ext.predictive.links import mean_field
 from laplace_lora_ext.predictive.moments import DifferenceMoments
+from laplace_lora_ext.predictive.posterior import moments_for
 from laplace_lora_ext.predictive.statistics import joined_statistics
 from tests.support.dense import labels_of
 from tests.support.models import (

@@ -1,0 +1,275 @@
+"""A Gaussian over the weights of one model, and the moments of logits under it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from laplace.baselaplace import ParametricLaplace
+from torch import Tensor
+
+from laplace_lora_ext.likelihoods import Likelihood
+from laplace_lora_ext.messages import check_name
+from laplace_lora_ext.models.logits_model import LogitsModel, logits_and_hidden_states
+from laplace_lora_ext.models.running import exclusive
+from laplace_lora_ext.models.weights import Block, Values, called_with, values_of
+from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
+from laplace_lora_ext.predictive.amortized import LearntVariance
+from laplace_lora_ext.predictive.contrasts import Contrasts
+from laplace_lora_ext.predictive.links import OF_DIFFERENCES
+from laplace_lora_ext.predictive.moments import (
+    AnyMoments,
+    DifferenceMoments,
+    Moments,
+    joined_moments,
+)
+
+# Of drawn weights that are in memory at once: 64 MB in float32, or one draw.
+_NUMBERS = 2**24
+
+
+class Posterior(ParametricLaplace):
+    """The host's posterior around one model, as far as predictions need it.
+
+    Attributes
+    ----------
+    model : LogitsModel
+    blocks : list of Block
+        the weights that it is over
+    recorder : Recorder
+        of passes through them
+    mean : torch.Tensor
+        `(parameters,)`
+    prior_precision : torch.Tensor
+        `(1,)`, `(blocks,)` or `(parameters,)`
+    trained_likelihood : Likelihood
+        of the training data
+    predicted_likelihood : Likelihood
+        of predictions
+    n_outputs : int
+        number of the model's outputs
+    n_contrasts : int or None
+        how many classes are compared with the most probable one; None for as many as
+        matter
+    logit_scale : float
+        what predictions multiply the logits by
+    learnt_variance : LearntVariance or None
+        to predict without a backward pass
+    H
+        the curvature, without a prior; its type depends on the structure
+    """
+
+    model: LogitsModel
+    blocks: list[Block]
+    recorder: Recorder
+    mean: Tensor
+    prior_precision: Tensor
+    trained_likelihood: Likelihood
+    predicted_likelihood: Likelihood
+    n_outputs: int
+    n_contrasts: int | None
+    logit_scale: float
+    learnt_variance: LearntVariance | None
+    H: Any
+    # Whether weights vary: not where a search has chosen a temperature alone.
+    _has_variance: bool
+
+    def check_model(self) -> None:
+        """Refuse a model that has changed since the fit."""
+        raise NotImplementedError
+
+    def _check_linearised(self) -> None:
+        """Refuse moments where outputs are too many."""
+        raise NotImplementedError
+
+    @exclusive
+    def predictive_moments(
+        self, x: Any, *, joint: bool = False
+    ) -> Moments | tuple[Tensor, Tensor]:
+        """Compute mean `(B, C)` and covariance `(B, C, C)` of a batch's logits.
+
+        Neither link, noise nor `logit_scale` is in them: `la(moments)` applies these.
+
+        Parameters
+        ----------
+        x : Mapping or torch.Tensor
+            inputs of B examples, as for a call
+        joint : bool, default=False
+            one covariance of all examples together: a pair of tensors, `(B * C,)` and
+            `(B * C, B * C)`
+        """
+        f_mu, f_var = self._moments_of_all(x, joint)
+        return (f_mu.flatten(), f_var) if joint else Moments(f_mu, f_var)
+
+    def _moments_of_all(self, x: Any, joint: bool = False) -> tuple[Tensor, Tensor]:
+        """Compute moments of all logits of a batch; refuse those of differences."""
+        if isinstance(x, DifferenceMoments):
+            raise ValueError(
+                "These moments tell of differences of logits alone, which the links "
+                '"mean_field" and "mc" read. For all else pass the batch, or moments '
+                'of predictive_statistics(..., link_approx="probit").'
+            )
+        if not isinstance(x, Moments):
+            return self._moments(x, joint)
+        if joint:
+            raise ValueError(
+                "Moments hold no covariance between examples: pass the inputs."
+            )
+        f_mu, f_var = self._given(x)
+        return f_mu, f_var
+
+    def _given(self, moments: AnyMoments) -> AnyMoments:
+        """Bring given moments to the model's device."""
+        dtype = self.blocks[0].statistics_dtype
+        # A copy, since some links change them in place.
+        return moments.to(self.model.device, dtype, copy=True)
+
+    def _moments(
+        self, x: Any, joint: bool = False, directions: Directions = every_output
+    ) -> tuple[Tensor, Tensor]:
+        """Compute moments of a batch's logits, or of combinations of them."""
+        self.check_model()
+        self._check_linearised()
+        if not self._has_variance:
+            return self._without_variance(x, joint, directions)
+
+        def of_part(part: Any, _: slice) -> Moments:
+            return Moments(*self._linearised(part, joint, directions))
+
+        with torch.set_grad_enabled(self.enable_backprop):
+            if joint:  # examples vary together: they can't come in parts
+                return of_part(x, slice(None))
+            n_directions = len(directions(torch.zeros(1, self.n_outputs)))
+            return joined_moments(self.recorder.in_parts(x, n_directions, of_part))
+
+    def _without_variance(
+        self, x: Any, joint: bool, directions: Directions
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a batch's logits, and zeros in the shape of their covariance."""
+        with self.model.forward_passes(self.enable_backprop):
+            f_mu = self.model(x)
+        n_examples, n_directions = len(f_mu), len(directions(f_mu.detach()))
+        if joint:
+            n = n_examples * n_directions
+            return f_mu, f_mu.new_zeros(n, n)
+        return f_mu, f_mu.new_zeros(n_examples, n_directions, n_directions)
+
+    def _linearised(
+        self, part: Any, joint: bool, directions: Directions
+    ) -> tuple[Tensor, Tensor]:
+        """Compute mean `(B, C)` and covariance `(B, C, C)` or, joint, `(B * C, B * C)`.
+
+        `directions` turns logits into S combinations of them, whose covariance it is.
+        """
+        Js, f_mu = self.recorder.jacobians(part, directions, self.enable_backprop)
+        covariance = self.functional_covariance if joint else self.functional_variance
+        return f_mu, covariance(Js)
+
+
+def moments_for(
+    la: Posterior, x: Any, link_approx: str, pred_type: str = "glm"
+) -> AnyMoments:
+    """Return moments of scaled logits for a link, exact ones or learnt ones."""
+    check_name("pred_type", pred_type, ["glm", "amortized"])
+    if pred_type == "amortized":
+        x = amortized_moments(la, x)
+        if la.predicted_likelihood.is_gaussian:  # whose density needs a covariance
+            x = x.semidefinite()
+    return moments_of_model(la, x, link_approx).scaled(la.logit_scale)
+
+
+def moments_of_model(la: Posterior, x: Any, link_approx: str) -> AnyMoments:
+    """Compute a batch's moments for a link, by as few passes as it needs.
+
+    Given `Moments` serve every link, unless they are those of differences. Links that
+    only see differences of logits get those from the most probable logit, by a pass for
+    each of `Contrasts`. All other links get all logits, by C passes. The logits are the
+    model's, which `logit_scale` has not multiplied. Labels become two classes each:
+    `(B, K, 2)` and `(B, K, 2, 2)`.
+    """
+    if not sees_differences(la, link_approx):
+        of_all = Moments(*la._moments_of_all(x))
+        return of_classes(la.predicted_likelihood, of_all)
+    if isinstance(x, AnyMoments):
+        return la._given(x)
+    contrasts = Contrasts(la.n_contrasts)
+    f_mu, covariance = la._moments(x, directions=contrasts.directions)
+    classes = contrasts.classes(f_mu.detach())
+    return DifferenceMoments(f_mu, covariance, classes)
+
+
+def sees_differences(la: Posterior, link_approx: str) -> bool:
+    """Tell whether a link depends on differences of outputs alone."""
+    is_softmax = la.predicted_likelihood.sees_differences and la.n_outputs > 1
+    return is_softmax and link_approx in OF_DIFFERENCES
+
+
+def of_classes(likelihood: Likelihood, moments: AnyMoments) -> AnyMoments:
+    """Turn a model's moments into those of classes' logits, as links take them."""
+    if isinstance(moments, DifferenceMoments):
+        return moments  # of a softmax, whose outputs they are
+    f_mu, f_var = moments
+    return Moments(likelihood.class_logits(f_mu), likelihood.class_covariance(f_var))
+
+
+def drawn_weights(
+    la: Posterior, n_samples: int, generator: torch.Generator | None
+) -> Iterator[Values]:
+    """Draw the weights several times, as many draws at once as memory allows."""
+    n_params = sum(block.n_params for block in la.blocks)
+    at_once = max(1, _NUMBERS // n_params)
+    for start in range(0, n_samples, at_once):
+        for drawn in la.sample(min(at_once, n_samples - start), generator):
+            yield values_of(la.blocks, drawn)
+
+
+def logits_with(
+    la: Posterior,
+    weights: Tensor,
+    x: Any,
+) -> Tensor:
+    """Compute a batch's logits `(B, C)` with other weights `(parameters,)`."""
+    values = values_of(la.blocks, weights)
+    with la.model.forward_passes():
+        return called_with(la.model, la.blocks, values, x)
+
+
+def amortized_moments(la: Posterior, x: Any) -> Moments:
+    """Predict mean and learnt covariance of a batch's logits, by one forward pass.
+
+    The covariance may have negative eigenvalues, which this library's links bear. A
+    `ValueError` if nothing was learnt, or the fit or the prior precision has changed
+    since.
+    """
+    if isinstance(x, AnyMoments):
+        raise ValueError(
+            'Moments hold no inputs: pass a batch for pred_type="amortized".'
+        )
+    la.check_model()
+    learnt = la.learnt_variance
+    if learnt is None:
+        raise ValueError(
+            "No variance is learnt for this fit: call la.amortize(loader) first."
+        )
+    if not learnt.is_of(la.prior_precision, la._H_factor):
+        raise ValueError(
+            "The prior has changed since la.amortize(loader): call it again."
+        )
+    with la.model.forward_passes(la.enable_backprop):
+        f_mu, features = features_of(la, x)
+        with torch.autocast(la.model.device.type, enabled=False):
+            return Moments(f_mu, learnt.covariance(features))
+
+
+def features_of(la: Posterior, inputs: Any) -> tuple[Tensor, Tensor]:
+    """Compute logits `(B, C)`, and features `(B, p)` to learn variances from."""
+    with la.model.running():
+        logits, hidden = logits_and_hidden_states(la.model, inputs)
+    likelihood = la.predicted_likelihood
+    features = logits
+    if not likelihood.is_gaussian:
+        features = likelihood.class_logits(logits).log_softmax(-1).flatten(1)
+    if hidden is not None:
+        features = torch.cat([hidden, features], dim=-1)
+    return logits, features.to(la.blocks[0].statistics_dtype)
