@@ -36,7 +36,12 @@ from laplace_lora_ext.models.lora_layers import (
     is_untrained,
     warn_of_other_trainable,
 )
-from laplace_lora_ext.models.running import LOCK, exclusive, kept, without_autocast
+from laplace_lora_ext.models.running import (
+    LOCK,
+    exclusive,
+    kept,
+    without_autocast,
+)
 from laplace_lora_ext.models.same_model import (
     ModelState,
     Standing,
