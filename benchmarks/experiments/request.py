@@ -1,6 +1,7 @@
 """What one text costs: requests one after the other, in forward passes of the model."""
 
 import statistics
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,7 @@ class Requests:
     """One text, and the ways to predict it."""
 
     la: LowRankKronLoRALaplace
+    without_variance: LowRankKronLoRALaplace
     model: nn.Module
     text: Batch
 
@@ -98,7 +100,6 @@ class Requests:
 
     def exact(self) -> Any:
         """Predict with exact variances."""
-        self.la.prior_precision = 1.0
         return self.la(self.text, link_approx=LINK)
 
     def passes(self) -> Any:
@@ -116,17 +117,14 @@ class Requests:
 
     def learnt(self) -> Any:
         """Predict with learnt variances."""
-        self.la.prior_precision = 1.0
         return self.la(self.text, pred_type="amortized", link_approx=LINK)
 
     def scaled(self) -> Any:
         """Predict without variance, as a temperature does."""
-        self.la.prior_precision = NO_VARIANCE
-        return self.la(self.text, link_approx=LINK)
+        return self.without_variance(self.text, link_approx=LINK)
 
     def drawn(self) -> Any:
         """Predict by draws of the weights."""
-        self.la.prior_precision = 1.0
         return self.la(self.text, pred_type="nn", link_approx="mc", n_samples=DRAWS)
 
 
@@ -135,6 +133,18 @@ _ANCHOR = torch.zeros((), requires_grad=True)
 
 def _anchored(_: nn.Module, __: Any, output: Tensor) -> Tensor:
     return output + _ANCHOR.to(output)
+
+
+def _fitted(
+    model: AdaptedModel, batch: Batch, prior_precision: float
+) -> LowRankKronLoRALaplace:
+    la = lowrank_kron(model)
+    with warnings.catch_warnings():
+        # Labels are as random as weights.
+        warnings.filterwarnings("ignore", "The trained model is no better")
+        la.fit([batch])
+    la.prior_precision = prior_precision
+    return la
 
 
 def measured(model: AdaptedModel, options: Request, device: str) -> dict[str, float]:
@@ -150,11 +160,9 @@ def measured(model: AdaptedModel, options: Request, device: str) -> dict[str, fl
     }
     batch = {name: values.to(device) for name, values in batch.items()}
     text = {name: rows[:1] for name, rows in batch.items() if name != "labels"}
-    la = lowrank_kron(model)
-    la.fit([batch])
-    la.prior_precision = 1.0
+    la = _fitted(model, batch, 1.0)
     la.amortize([batch])
-    requests = Requests(la, base, text)
+    requests = Requests(la, _fitted(model, batch, NO_VARIANCE), base, text)
     kinds: dict[str, Callable[[], Any]] = {
         BARE: requests.forward,
         "passes of an exact prediction": requests.passes,

@@ -87,8 +87,8 @@ def fitted(
     structure: str = "lowrank_kron",
     **keywords,
 ):
-    """Fit a posterior at full rank."""
-    settings = full_rank(structure) | case.keywords | keywords
+    """Fit a posterior with an exact Fisher, at full rank."""
+    settings = full_rank(structure, stochastic=False) | case.keywords | keywords
     la = make(case.model, structure, case.likelihood, **settings)
     la.fit(case.batches)
     return la
