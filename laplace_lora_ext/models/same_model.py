@@ -297,7 +297,9 @@ class Standing:
             for layer, scalings in self._layers
         ]
         for holder, name in self._places:
-            weight = holder[name]
+            weight = holder.get(name)
+            if weight is None:  # as where a parametrization computes it
+                return []
             read += weight.data_ptr(), 0 if weight.is_inference() else weight._version
         return read
 

@@ -269,6 +269,16 @@ def test_running_averages_that_move_after_the_fit_are_named(tmp_path):
         from_pretrained(model, tmp_path)
 
 
+def test_a_weight_that_is_computed_from_another_is_named():
+    la = fitted()
+    batch = first_batch()
+    la(batch)
+    layer = bert_of(la.model.model).pooler.dense
+    nn.utils.parametrizations.weight_norm(layer)
+    with pytest.raises(RuntimeError, match=r"pooler\.dense\.weight differs"):
+        la(batch)
+
+
 # --- what is no change ----------------------------------------------------------------
 
 
