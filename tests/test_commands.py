@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +31,8 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from laplace_lora_cli.main import COMMANDS, USAGE, main
 from laplace_lora_ext.commands import loading
-from laplace_lora_ext.commands.main import COMMANDS, USAGE, main
 from laplace_lora_ext.saving import read_state, write_state
 from tests.support.browser import CHROMIUM, browse
 
@@ -600,6 +602,22 @@ def test_the_demo_prints_a_table_and_three_texts(monkeypatch, tmp_path, capsys):
 
 
 # --- help -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [[], ["predict", "--help"]])
+def test_help_imports_neither_torch_nor_the_package(given):
+    # Whoever asks for help waits for neither: they take seconds.
+    code = (
+        "import sys, contextlib\n"
+        "from laplace_lora_cli.main import main\n"
+        "with contextlib.suppress(SystemExit):\n"
+        f"    main({given!r})\n"
+        "print({'torch', 'laplace_lora_ext'} & sys.modules.keys())"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.splitlines()[-1] == "set()"
 
 
 def test_without_a_command_all_are_listed(capsys):

@@ -31,8 +31,8 @@ from transformers import (
 from transformers.utils import logging
 
 import laplace_lora_ext
+from laplace_lora_cli.arguments import DemoArguments
 from laplace_lora_ext import plots
-from laplace_lora_ext.commands.arguments import DemoArguments
 from laplace_lora_ext.commands.page import doubtful_first, page, shortened, table
 from laplace_lora_ext.commands.texts import UsageError
 from laplace_lora_ext.commands.training import trainer_with_bar

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import laplace_lora_ext
-from laplace_lora_ext.commands.arguments import (
+from laplace_lora_cli.arguments import (
     LABEL,
     TEXT,
     ModelArguments,

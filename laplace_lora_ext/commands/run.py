@@ -11,13 +11,13 @@ import torch
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
-from laplace_lora_ext import plots
-from laplace_lora_ext.commands.arguments import (
+from laplace_lora_cli.arguments import (
     CalibrateArguments,
     DistillArguments,
     PredictArguments,
     ReportArguments,
 )
+from laplace_lora_ext import plots
 from laplace_lora_ext.commands.loading import check_new, load
 from laplace_lora_ext.commands.page import page
 from laplace_lora_ext.commands.texts import UsageError

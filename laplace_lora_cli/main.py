@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from inspect import cleandoc
 from typing import Any
 
-from laplace_lora_ext.commands import arguments
+from laplace_lora_cli import arguments
 
 USAGE = 2  # the exit code of whatever the user can mend
 
