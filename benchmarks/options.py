@@ -67,7 +67,8 @@ class TextRun(Reading):
         "rte, cola, wic, wnli, boolq_pairs (for encoders); or intents of CLINC150 and "
         "banking77 (--data): travel, banking, work or another domain, clinc150, "
         "banking77; or sentences (--data): trec, emotion, reviews, subjectivity, "
-        "offence, stance or scenarios; or ARC and OpenBookQA (--data), answered by letters or by the "
+        "offence, stance or scenarios; or ARC and OpenBookQA (--data), answered by "
+        "letters or by the "
         "choices' texts: "
         "arc_easy_letters, arc_easy_texts, arc_challenge_letters, "
         "arc_challenge_texts, obqa_letters, obqa_texts",
