@@ -1,14 +1,16 @@
 """Pages that each build of the site makes anew, from the repository as it is.
 
 Documents that live elsewhere in the repository keep their paths, and so their links.
-The reference lists every public name; the page of errors and warnings ends with every
-message of the package.
+The reference has every public name, on a page for each task of a reader; guides get the
+options of commands, and the page of errors every message of the package.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import laplace_lora_ext as package
+from laplace_lora_cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / package.__name__
@@ -32,6 +35,57 @@ SHARED = (
     "benchmarks/figures/*",
 )
 MESSAGES = "<!-- messages -->"
+OPTIONS = re.compile("<!-- options: (.+) -->")
+# What a reader wants to do, in one sentence, and what does it.
+REFERENCE = {
+    "fit": (
+        "Fit a posterior to a trained model, or train one in stages.",
+        "LoRALaplace",
+        "Laplace",
+        "train_in_stages",
+        "in_stages",
+        "LaplaceMixture",
+        "AveragingCallback",
+        "WeightAverage",
+        "DataCollatorForChoices",
+    ),
+    "choose": (
+        "Choose the prior precision: each name of `method=` is also an object.",
+        "GridSearch",
+        "SecondTraining",
+        "Agreement",
+        "Marglik",
+        "ValGD",
+        "TokenGridSearch",
+        "TuningHistory",
+    ),
+    "predict": (
+        "Predict, with what a decision needs. `la.predict` returns most of these.",
+        "Predictor",
+        "Prediction",
+        "NumberPrediction",
+        "TextScores",
+        "Moments",
+        "PredictiveStatistics",
+    ),
+    "serve": (
+        "Load a posterior, and predict by one forward pass. Students and drawn "
+        "adapters are methods of [`Predictor`](predict.md).",
+        "from_pretrained",
+        "LearntVariance",
+        "merge",
+    ),
+    "measure": (
+        "Measure how well probabilities are calibrated, and draw it.",
+        "metrics",
+        "plots",
+    ),
+    "extend": (
+        "Build on the classes behind the factory.",
+        "LowRankKronLoRALaplace",
+        "PAPER_SETTINGS",
+    ),
+}
 
 
 # Before other plugins look, of which mkdocs-jupyter turns notebooks into pages.
@@ -46,12 +100,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(
                 File(name, str(ROOT), config.site_dir, config.use_directory_urls)
             )
-    files.append(File.generated(config, "reference.md", content=reference()))
+    for task in REFERENCE:
+        content = reference(task)
+        files.append(File.generated(config, f"reference/{task}.md", content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Put the package's messages where a page asks for them, and mend links.
+    """Put in what a page asks for, and mend links.
 
     Guides stand in the site's own folder: links to them lose `docs/`, and theirs to
     the rest of the repository lose `../`.
@@ -59,26 +115,42 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     markdown = markdown.replace("](docs/", "](")
     if "/" not in page.file.src_uri:
         markdown = markdown.replace("](../", "](")
+    markdown = OPTIONS.sub(lambda found: options(found[1]), markdown)
     if MESSAGES not in markdown:
         return markdown
     return markdown.replace(MESSAGES, "\n".join(messages()))
 
 
-def reference() -> str:
-    """Every public name, and the measures."""
-    of_modules = {
-        "Measures": "laplace_lora_ext.metrics",
-        "Pictures": "laplace_lora_ext.plots",
-    }
-    public = [f"{package.__name__}.{name}" for name in package.__all__]
-    sections = {
-        "Public names": [name for name in public if name not in of_modules.values()]
-    }
-    sections |= {title: [module] for title, module in of_modules.items()}
-    lines = ["# Reference"]
-    for title, names in sections.items():
-        lines += [f"## {title}", *(f"::: {name}" for name in names)]
-    return "\n\n".join(lines) + "\n"
+def reference(task: str) -> str:
+    """What does one task, in the order of `REFERENCE`."""
+    what, *names = REFERENCE[task]
+    entries = [f"::: {package.__name__}.{name}" for name in names]
+    return "\n\n".join([f"# {task.capitalize()}", what, *entries]) + "\n"
+
+
+def options(command: str) -> str:
+    """A table of a command's options, with their defaults."""
+    lines = ["| option | meaning | default |", "|---|---|---|"]
+    for field in sorted(fields(COMMANDS[command].arguments), key=is_optional):
+        text = str(field.metadata["help"]).replace("|", r"\|")
+        # Not in backticks: a browser would break a line behind its hyphens.
+        name = f'<code class="option">--{field.name}</code>'
+        lines.append(f"| {name} | {text} | {default_of(field)} |")
+    return "\n".join(lines)
+
+
+def is_optional(field: Field[Any]) -> bool:
+    """Tell whether an option may be left out."""
+    return field.default is not MISSING
+
+
+def default_of(field: Field[Any]) -> str:
+    """What holds where an option is left out."""
+    if not is_optional(field):
+        return "must be given"
+    if field.default in (None, False):
+        return "-"
+    return f"`{field.default}`"
 
 
 def messages() -> Iterator[str]:

@@ -239,6 +239,34 @@ def test_labels_of_tokens(labels_guide):
 # --- priors ---------------------------------------------------------------------------
 
 
+@ignoring(f"{OF_TINY_MODELS}|best prior|looks trained|second fit")
+def test_recipes(tmp_path, monkeypatch):
+    # They read and write beside where they run.
+    monkeypatch.chdir(tmp_path)
+    write_adapter(tmp_path / "path" / "to" / "adapter", "bert")
+    batches = ragged_batches()
+    names = {
+        "laplace_lora_ext": laplace_lora_ext,
+        "trainer": trainer_of(tmp_path / "trained"),
+        "train_loader": batches,
+        "validation_loader": batches,
+        "test_loader": batches,
+        "batch": batches[0],
+    }
+    *recipes, afterwards = blocks_of(section_of("priors.md", "The recipes"))
+    posteriors = []
+    for number, code in enumerate(recipes):
+        run(code, names, f"priors.md, recipe {number}")
+        assert_probabilities(names["probs"])
+        posteriors.append(names["la"])
+    assert len(posteriors) == 3
+    # The last recipe has a model of its own, without a trainer.
+    names["la"] = posteriors[1]
+    run(afterwards, names, "priors.md, afterwards")
+    assert_probabilities(names["probs"])
+    assert names["name"] in names["trainer"].model.peft_config
+
+
 @ignoring(f"{OF_TINY_MODELS}|best prior|0 or 1")
 def test_numbers_with_their_noise(capsys):
     batches = ragged_batches()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from importlib.metadata import version
@@ -9,96 +10,84 @@ from pathlib import Path
 
 import pytest
 import torch
-from laplace import Laplace
-from transformers import Trainer, TrainingArguments
 
-import laplace_lora_ext
-from tests.support.models import (
-    Batch,
-    lora_model,
-    ragged_batches,
-)
-from tests.support.pages import FENCE, PROMPTS, write_adapter
-from tests.support.ranks import Texts
+from laplace_lora_cli import main as command_line
+from tests.support.models import base_model, ragged_batches
+from tests.support.pages import FENCE, PROMPTS, write_tokenizer
+from tests.support.trainers import trainer_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = [code for _, code in FENCE.findall(README)]
-ANSWERS = [0, 1, 2, 3, 0, 2]
+QUICK_START, FOR_LAPLACE_TORCH = [code for _, code in FENCE.findall(README)]
+N_TEXTS = 300  # as many as the quick start takes
+EMOTIONS = ["anger", "joy", "optimism", "sadness"]
 
 
-def a_trainer(folder: Path) -> Trainer:
-    """Of a few steps on twenty texts."""
-    arguments = TrainingArguments(
-        output_dir=str(folder / "trained"),
-        max_steps=4,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        logging_strategy="no",
-        save_strategy="no",
-    )
-    return Trainer(
-        lora_model("bert", torch.float32),
-        arguments,
-        train_dataset=Texts(20),
-    )
+def write_hub(folder: Path) -> None:
+    """Write what the quick start reads under the names that it has on the hub."""
+    encoder = folder / "sentence-transformers" / "all-MiniLM-L6-v2"
+    base_model("bert", n_labels=len(EMOTIONS)).save_pretrained(encoder)
+    write_tokenizer(encoder)
+    tweets = folder / "cardiffnlp" / "tweet_eval"
+    tweets.mkdir(parents=True)
+    rows = []
+    for number in range(N_TEXTS):
+        prompt = PROMPTS[number % len(PROMPTS)]
+        rows.append({"text": prompt, "label": number % len(EMOTIONS)})
+    lines = "\n".join(map(json.dumps, rows))
+    splits = []
+    for split in ("train", "test"):
+        (tweets / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+        splits.append({"split": split, "path": f"{split}.jsonl"})
+    names = dict(enumerate(EMOTIONS))
+    features = [
+        {"name": "text", "dtype": "string"},
+        {"name": "label", "dtype": {"class_label": {"names": names}}},
+    ]
+    # JSON is YAML too.
+    of_emotions = {
+        "configs": [{"config_name": "emotion", "data_files": splits}],
+        "dataset_info": [{"config_name": "emotion", "features": features}],
+    }
+    card = f"---\n{json.dumps(of_emotions)}\n---\n"
+    (tweets / "README.md").write_text(card, encoding="utf-8")
 
 
-def for_fine_tuning(batch: Batch) -> Batch:
-    """Label each real token, as collators of supervised fine-tuning do."""
-    is_padding = batch["attention_mask"] == 0
-    tokens = batch["input_ids"]
-    labels = tokens.masked_fill(is_padding, -100)
-    return batch | {"labels": labels}
+def run(code: str, names: dict[str, object]) -> None:
+    exec(compile(code, "README.md", "exec"), names)
 
 
-def namespace(folder: Path) -> dict[str, object]:
-    """Make what the examples take for granted, for three classes or more."""
+@pytest.mark.filterwarnings("ignore")  # of models that have learnt nothing
+def test_the_quick_start_runs_as_it_stands(tmp_path, monkeypatch, capsys):
+    # What is in the folder is found before the hub is asked.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    write_hub(tmp_path)
+    names: dict[str, object] = {}
+    run(QUICK_START, names)
+    assert len([line for line in QUICK_START.splitlines() if line]) <= 30
+    printed = capsys.readouterr().out
+    assert "trained" in printed
+    assert "posterior" in printed
+    # Three texts are left to a person, each behind its probability.
+    assert len(re.findall(r"^\d+% \S", printed, re.MULTILINE)) == 3
+    assert (tmp_path / "emotions" / "laplace_posterior.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore")  # of models that have learnt nothing
+def test_the_lines_for_users_of_laplace_torch_run(tmp_path):
     batches = ragged_batches()
-    examples = list(zip(PROMPTS, ANSWERS, strict=True))
-    sft = [for_fine_tuning(batch) for batch in batches]
-    return {
+    names: dict[str, object] = {
+        "trainer": trainer_of(tmp_path),
         "train_loader": batches,
         "validation_loader": batches,
-        "test_loader": batches,
-        "train_examples": examples,
-        "validation_examples": examples,
-        "test_examples": examples,
-        "trainer": a_trainer(folder),
-        "sft_loader": sft,
-        "sft_validation_loader": sft[:1],
-        "sft_batch": sft[0],
         "batch": batches[0],
-        "prompts": PROMPTS,
-        "answers": ANSWERS,
     }
-
-
-def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch):
-    # The examples read and write beside where they run, and download nothing.
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    names = namespace(tmp_path) | {
-        "Laplace": Laplace,
-        "laplace_lora_ext": laplace_lora_ext,
-    }
-    for number, code in enumerate(BLOCKS):
-        kind = "gpt2" if "CausalLM" in code else "bert"
-        for folder in set(re.findall(r'from_pretrained\(\s*"([^"]+)"', code)):
-            write_adapter(tmp_path / folder, kind)
-        # Other examples have made another `la` since the one of the trainer.
-        if "its trainer" in code:
-            names["la"] = names["trained"]
-        exec(compile(code, f"README.md, block {number}", "exec"), names)
-        if "trainer" in code:
-            names["trained"] = names["la"]
-        probabilities = names["probs"]
-        assert probabilities.ndim == 2
-        sums = probabilities.sum(1)
-        torch.testing.assert_close(sums, torch.ones_like(sums))
-        for folder in names.get("folders", []):
-            assert (folder / "adapter_model.safetensors").exists()
+    run(FOR_LAPLACE_TORCH, names)
+    probabilities = names["probs"]
+    assert isinstance(probabilities, torch.Tensor)
+    sums = probabilities.sum(1)
+    torch.testing.assert_close(sums, torch.ones_like(sums))
 
 
 def test_every_file_tells_the_same_version():
@@ -121,17 +110,18 @@ def code_of(page: str) -> list[str]:
     return code
 
 
-def command_lines() -> list[str]:
-    """Find what follows `python -m benchmarks` on any page."""
+def command_lines(program: str) -> list[str]:
+    """Find what follows a program's name on any page."""
     pages = [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
         *(ROOT / "benchmarks").rglob("*.md"),
     ]
     found = set()
     for path in pages:
         for line in code_of(path.read_text(encoding="utf-8")):
-            _, command, arguments = line.partition("python -m benchmarks")
+            _, command, arguments = line.partition(program)
             if command:
                 # Up to the next command, a comment or a redirection.
                 arguments = re.split(r"&&|;|#|\||>", arguments)[0]
@@ -142,7 +132,7 @@ def command_lines() -> list[str]:
 def test_every_command_line_is_understood():
     main = pytest.importorskip("benchmarks.__main__")
     parse = main.build_parser().parse_args
-    for arguments in command_lines():
+    for arguments in command_lines("python -m benchmarks"):
         words = shlex.split(arguments)
         if "--help" in words:
             # Help is printed, and the program ends without an error.
@@ -150,3 +140,13 @@ def test_every_command_line_is_understood():
                 parse(words)
         elif words:
             parse(words)
+
+
+def test_every_command_of_ours_is_understood():
+    lines = command_lines("laplace-lora ")
+    assert any(line.startswith("calibrate ") for line in lines)
+    for line in lines:
+        name, *words = shlex.split(line)
+        # What names no adapter is a part of a line.
+        if "--adapter" in words:
+            command_line._parse(name, command_line.COMMANDS[name], words)

@@ -1,6 +1,7 @@
 """The site: every page of its menu is there, and shows what it should."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import laplace_lora_ext as package
 from tests.support.browser import CHROMIUM, browse
 
 ROOT = Path(__file__).parents[1]
@@ -114,3 +116,35 @@ def test_every_page_of_the_menu_has_something_to_read(site, tmp_path):
             assert '"cells":' not in document[:10_000], page
         if "quick_tour" in page or page == "README.md":
             assert found.n_pictures, page
+
+
+def test_every_public_name_is_in_the_reference_once(site):
+    heading = re.compile(rf'<h2 id="{package.__name__}\.(\w+)"')
+    found: list[str] = []
+    for page in (site / "reference").glob("*/index.html"):
+        found += heading.findall(page.read_text(encoding="utf-8"))
+    assert sorted(found) == sorted(package.__all__)
+
+
+def test_options_of_commands_are_in_the_guide(site):
+    page = site / "command_line" / "index.html"
+    text = page.read_text(encoding="utf-8")
+    assert "<!-- options" not in text
+    assert '<code class="option">--train</code>' in text
+
+
+def test_the_picture_is_drawn_by_its_script(tmp_path):
+    words = re.compile(r"<text[^>]*>([^<]+)</text>")
+    again = tmp_path / "idea.svg"
+    script = "from docs.idea import draw; from pathlib import Path; import sys"
+    subprocess.run(
+        [sys.executable, "-c", f"{script}; draw(Path(sys.argv[1]))", again],
+        cwd=ROOT,
+        check=True,
+    )
+    drawn, kept = (
+        words.findall(path.read_text(encoding="utf-8"))
+        for path in (again, ROOT / "docs" / "idea.svg")
+    )
+    assert "posterior, broad prior" in kept
+    assert drawn == kept

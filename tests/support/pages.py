@@ -39,6 +39,11 @@ def write_adapter(folder: Path, kind: str) -> None:
     model = lora_model(kind, torch.float32)
     model.peft_config["default"].base_model_name_or_path = str(base)
     model.save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of the prompts' words."""
     vocabulary = {word: index for index, word in enumerate(WORDS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
