@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,7 +38,7 @@ from laplace_lora_ext.models.lora_layers import (
     warn_of_other_trainable,
 )
 from laplace_lora_ext.models.running import (
-    LOCK,
+    alone,
     exclusive,
     kept,
     without_autocast,
@@ -241,13 +242,13 @@ class LoRALaplace(Posterior, Predictor):
         self.problem = _problem_of(likelihood)
         backend = self._checked_backend(backend)
         answers = class_tokens(class_token_ids, class_texts, tokenizer)
-        with LOCK:  # passes of other threads change what is active
+        with alone():  # passes of other threads change what is active
             adapter = active_adapter(model)
         self.model = self.problem.adapter(
             model, answers, dict_key_y, mask_token_id, adapter, normalised=normalised
         )
         self.problem.check_model(self.model)
-        with LOCK:  # and what requires grad
+        with alone():  # and what requires grad
             selection = target_modules, layers_to_transform, weight_names
             self.blocks = find_blocks(model, *selection, modules_to_save)
             _warn_of_weights(model, self.blocks)
@@ -663,7 +664,6 @@ class LoRALaplace(Posterior, Predictor):
 
     # --- predictions ------------------------------------------------------------------
 
-    @exclusive
     def __call__(
         self,
         x: Any,
@@ -725,18 +725,19 @@ class LoRALaplace(Posterior, Predictor):
             raise TypeError(f"Unknown options: {', '.join(model_kwargs)}.")
         if not fitting:  # then labels say which tokens the loss reads
             x = self.model.unlabelled(x)
-        with self.model.running():
-            outputs = self._outputs(
-                x,
-                pred_type,
-                joint=joint,
-                link_approx=link_approx,
-                n_samples=n_samples,
-                diagonal_output=diagonal_output,
-                generator=generator,
-                fitting=fitting,
-                **model_kwargs,
-            )
+        compute = partial(
+            self._outputs,
+            x,
+            pred_type,
+            joint=joint,
+            link_approx=link_approx,
+            n_samples=n_samples,
+            diagonal_output=diagonal_output,
+            generator=generator,
+            fitting=fitting,
+            **model_kwargs,
+        )
+        outputs = self.in_turn(pred_type, compute)
         if fitting or isinstance(outputs, tuple):
             return outputs
         shown = self.predicted_likelihood.shown(outputs)

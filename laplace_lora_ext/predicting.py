@@ -14,7 +14,7 @@ from torch import Tensor
 from laplace_lora_ext.likelihoods import TOKENS
 from laplace_lora_ext.messages import check_counts, check_name, warn
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
-from laplace_lora_ext.models.running import exclusive
+from laplace_lora_ext.models.running import alone, cpu_as_default, exclusive
 from laplace_lora_ext.models.weights import parameters_with
 from laplace_lora_ext.predictive.data_sets import Sample
 from laplace_lora_ext.predictive.decisions import Prediction, over_examples, padded
@@ -45,7 +45,6 @@ class Predictor:
     members: Sequence[Posterior]
     __call__: Callable[..., Any]
 
-    @exclusive
     def predict(
         self,
         x: Any,
@@ -115,15 +114,18 @@ class Predictor:
                 generator.set_state(state)  # the same draws for every batch
             return self._classes(batch, link_approx, n_samples, generator, pred_type)
 
-        columns = over_examples(
-            first.model,
-            x,
-            evaluate,
-            collate_fn,
-            batch_size,
-            progress_bar,
-            Sample(join=padded if first.likelihood == TOKENS else stacked),
-        )
+        # With learnt variances, other threads wait for no batch of this one's.
+        is_shared = pred_type == "amortized" and len(self.members) == 1
+        with cpu_as_default() if is_shared else alone():
+            columns = over_examples(
+                first.model,
+                x,
+                evaluate,
+                collate_fn,
+                batch_size,
+                progress_bar,
+                Sample(join=padded if first.likelihood == TOKENS else stacked),
+            )
         return NumberPrediction(*columns) if is_of_numbers else Prediction(*columns)
 
     def _classes(
@@ -166,9 +168,8 @@ class Predictor:
         """Compute each member's moments for a link; a batch may be given as moments."""
         parts = parts_for(self.members, batch)
         for member, part in zip(self.members, parts, strict=True):
-            with member.model.running():
-                moments = moments_for(member, part, link_approx, pred_type)
-            yield moments
+            compute = partial(moments_for, member, part, link_approx, pred_type)
+            yield member.in_turn(pred_type, compute)
 
     def predict_proba(
         self,

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from threading import get_ident
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -28,15 +29,16 @@ from laplace_lora_ext.models.batches import (
     text_first,
 )
 from laplace_lora_ext.models.choices import Choices, answers_of
-from laplace_lora_ext.models.lora_layers import only_active
+from laplace_lora_ext.models.lora_layers import inactive, only_active
 from laplace_lora_ext.models.running import (
-    LOCK,
+    TURNS,
+    alone,
     as_tensor,
     cpu_as_default,
     keep_derivatives,
     running_eagerly,
 )
-from laplace_lora_ext.models.state import put_back
+from laplace_lora_ext.models.state import State, put_back, without_caches
 from laplace_lora_ext.models.tree import Tree
 from laplace_lora_ext.models.weights import device_of
 
@@ -60,6 +62,8 @@ _BY_KEYWORD = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
 # others.
 _ROUNDING_OF_HALF = 0.05
 _ROUNDING = 1e-3
+
+Result = TypeVar("Result")
 
 # How many calls of layers are searched for the logits: the last ones, so that few
 # activations are kept in memory.
@@ -88,8 +92,6 @@ class LogitsModel(nn.Module):
         which is active in prepared passes, whichever is otherwise; None for any
     output_size : int
         C; 0 before the first forward pass
-    session : object or None
-        what `prepared` has begun: another one each time, None between two
     class_token_ids : list of int, list of list of int, or None
         a language model's answers, one token a class, or several. Other models have
         none, and neither have those whose batches bring choices
@@ -116,7 +118,9 @@ class LogitsModel(nn.Module):
         self.training = False
         self._tree = Tree(model)
         self.is_divisible: bool | None = None
-        self.session: object | None = None
+        # Of threads that run the model.
+        self._sessions: dict[int, object] = {}
+        self._shared_state: State | None = None
         if self._tree.is_compiled:
             warn(
                 "The model is compiled: fits and predictions run it eagerly, since "
@@ -349,6 +353,11 @@ class LogitsModel(nn.Module):
             self._tree = self._tree.current()
         return self._tree
 
+    @property
+    def session(self) -> object | None:
+        """What this thread has begun: another one each time, None between two."""
+        return self._sessions.get(get_ident())
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Evaluate the model: a session, within which nothing about it changes.
@@ -359,18 +368,71 @@ class LogitsModel(nn.Module):
         again, and every module has its own mode. A session within another one has
         nothing to do.
         """
-        # The lock comes first: all that follows changes the model, also for other
-        # threads.
-        with LOCK, cpu_as_default(), ExitStack() as undoing:
-            if self.session is None:
-                undoing.callback(setattr, self, "session", None)
-                tree = self.tree
-                self.session = object()
-                if self.adapter is not None:
-                    undoing.enter_context(only_active(tree, self.adapter))
-                undoing.enter_context(running_eagerly(tree))
-                undoing.enter_context(_evaluating(self.model, tree))
+        if self.session is not None:
             yield
+            return
+        # The turn comes first: all that follows changes the model, also for other
+        # threads.
+        with alone(), self._evaluated(), self._begun():
+            yield
+
+    def run_alone(self, compute: Callable[[], Result]) -> Result:
+        """Return what a function computes in a session."""
+        with self.running():
+            return compute()
+
+    def run_beside_others(self, compute: Callable[[], Result]) -> Result:
+        """Return what forward passes compute, while other threads run theirs.
+
+        Where a pass would find what another one has left, they take turns.
+        """
+        if TURNS.is_mine() or self.has_answers or not self.tree.is_constant:
+            return self.run_alone(compute)
+        together = TURNS.together(self, self._evaluated_and_watched, self._is_evaluated)
+        with together, cpu_as_default(), self._begun():
+            result = compute()
+            state = self._shared_state
+            assert state is not None
+            if not state.changed():
+                return result
+            self._tree.leaves_state = True
+        return self.run_alone(compute)
+
+    @contextmanager
+    def _begun(self) -> Iterator[None]:
+        self._sessions[get_ident()] = object()
+        try:
+            yield
+        finally:
+            del self._sessions[get_ident()]
+
+    @contextmanager
+    def _evaluated(self) -> Iterator[None]:
+        """Let the model evaluate, eagerly and with its own adapter."""
+        tree = self.tree
+        with ExitStack() as undoing:
+            if self.adapter is not None:
+                undoing.enter_context(only_active(tree, self.adapter))
+            undoing.enter_context(running_eagerly(tree))
+            undoing.enter_context(_evaluating(self.model, tree))
+            yield
+
+    @contextmanager
+    def _evaluated_and_watched(self) -> Iterator[None]:
+        """Let the model evaluate, and note its state, for passes of several threads."""
+        with self._evaluated(), without_caches():
+            state = self._shared_state = State(self._tree.watched)
+            try:
+                yield
+            finally:
+                self._shared_state = None
+                state.put_back()
+
+    def _is_evaluated(self) -> bool:
+        """Tell whether the model is still as `_evaluated` has made it."""
+        tree = self._tree
+        is_same = tree.current() is tree and not tree.training()
+        return is_same and not (self.adapter and inactive(tree, self.adapter))
 
     @contextmanager
     def forward_passes(self, enable_backprop: bool = False) -> Iterator[None]:
@@ -425,7 +487,9 @@ class LogitsModel(nn.Module):
             self._takes_only_keywords
             or (self._has_more_places and self._first_place in inputs)
         )
-        with put_back(self.tree):
+        tree = self.tree
+        # One that several threads run is put back when all have left.
+        with nullcontext() if self._shared_state else put_back(tree):
             if by_keyword:
                 return self.model(**inputs, **kwargs)
             return self.model(inputs, **kwargs)
@@ -561,13 +625,15 @@ def _heard(
 ) -> tuple[Tensor, nn.Module | None, Tensor | None]:
     """Compute logits; find which of some layers has made them, and its inputs."""
     calls: deque[_LayerCall] = deque(maxlen=_LAST)
+    own = get_ident()
 
-    def note(
-        layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        given = [
-            value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
-        ]
+    # A thread that leaves may take another one's keywords with it.
+    def note(layer: nn.Module, args: tuple[Any, ...], *kwargs: Any) -> None:
+        if get_ident() != own:
+            return
+        *keywords, output = kwargs
+        given = [*args, *(value for each in keywords for value in each.values())]
+        given = [value for value in given if isinstance(value, Tensor)]
         # Routers of experts have a matrix for a weight too, and return tuples.
         if given and isinstance(output, Tensor):
             calls.append(_LayerCall(layer, given[0], output))

@@ -151,11 +151,7 @@ def only_active(
 
     Unlike PEFT's `set_adapter`, this leaves `requires_grad` as it is.
     """
-    before: list[tuple[nn.Module, str | list[str]]] = []
-    for module in tree.adapted:
-        active = vars(module).get(ACTIVE, adapter)
-        if active not in (adapter, [adapter]):
-            before.append((module, active))
+    before = inactive(tree, adapter)
     try:
         for module, _ in before:
             # Rows of embeddings can't run with an adapter that has none.
@@ -164,6 +160,16 @@ def only_active(
     finally:
         for module, active in before:
             setattr(module, ACTIVE, active)
+
+
+def inactive(tree: Tree, adapter: str) -> list[tuple[nn.Module, str | list[str]]]:
+    """List modules in which other adapters are active, and these."""
+    others: list[tuple[nn.Module, str | list[str]]] = []
+    for module in tree.adapted:
+        active = vars(module).get(ACTIVE, adapter)
+        if active not in (adapter, [adapter]):
+            others.append((module, active))
+    return others
 
 
 def _has_weights(layer: nn.Module, adapter: str) -> bool:

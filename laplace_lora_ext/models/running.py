@@ -1,4 +1,4 @@
-"""Run models in passes of our own: in one thread, eagerly, with exact gradients.
+"""Run models in passes of our own: in turn, eagerly, with exact gradients.
 
 Layers that the user's training checkpoints are checkpointed here, too.
 """
@@ -6,10 +6,11 @@ Layers that the user's training checkpoints are checkpointed here, too.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
-from threading import RLock
+from threading import Condition, get_ident
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -34,26 +35,93 @@ class _OnDevice(Protocol):
 
 Self = TypeVar("Self", bound=_OnDevice)
 
-# One for all models, since a model may hold another one. Methods call each other: the
-# thread that has the lock may take it again.
-LOCK = RLock()
+
+class Turns:
+    """Lets one thread at a time change models, or several run one that nobody changes.
+
+    A thread that has its turn may take it again.
+    """
+
+    def __init__(self) -> None:
+        self._left = Condition()
+        # How often each thread that is within has entered.
+        self._within: Counter[int] = Counter()
+        self._shared: object | None = None  # the model that all of them run
+        self._undoing = ExitStack()
+        self._n_waiting = 0  # for a turn of their own: nobody joins others before them
+
+    def is_mine(self) -> bool:
+        """Tell whether this thread has its turn."""
+        return get_ident() in self._within
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no other thread is within, and keep them out."""
+        with self._left:
+            if not self.is_mine():
+                self._n_waiting += 1
+                self._left.wait_for(lambda: not self._within)
+                self._n_waiting -= 1
+            self._within[get_ident()] += 1
+        with self._leaving():
+            yield
+
+    @contextmanager
+    def together(
+        self,
+        model: object,
+        prepare: Callable[[], AbstractContextManager[None]],
+        is_prepared: Callable[[], bool],
+    ) -> Iterator[None]:
+        """Run a model beside other threads that run it; the first prepares it for all.
+
+        What that changed is undone when the last one leaves.
+        """
+
+        def may_enter() -> bool:
+            if not self._within:
+                return True
+            return self._shared is model and not self._n_waiting and is_prepared()
+
+        with self._left:
+            self._left.wait_for(may_enter)
+            if not self._within:
+                self._undoing.enter_context(prepare())
+                self._shared = model
+            self._within[get_ident()] += 1
+        with self._leaving():
+            yield
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            with self._left:
+                self._within[get_ident()] -= 1
+                self._within += Counter()  # which drops those that have left
+                try:
+                    if not self._within:
+                        self._shared = None
+                        self._undoing.close()
+                finally:
+                    self._left.notify_all()
+
+
+# One for all models, since a model may hold another one.
+TURNS = Turns()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Make other threads wait, and tensors without a device on the CPU."""
+    with TURNS.alone(), cpu_as_default():
+        yield
 
 
 def exclusive(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make other threads wait for a method, and set aside a default device.
-
-    The CPU as default device stays.
-    """
-
-    @wraps(method)
-    def wrapped(
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> Result:
-        with LOCK, cpu_as_default():
-            return method(*args, **kwargs)
-
-    return wrapped
+    """Let a method run `alone`."""
+    return alone()(method)
 
 
 def without_autocast(

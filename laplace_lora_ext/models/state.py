@@ -7,9 +7,8 @@ or average what they have seen, and PEFT may keep products of DoRA's weights.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,51 +27,85 @@ def put_back(tree: Tree) -> Iterator[None]:
     Its state are the buffers of modules, and attributes that are numbers, tensors or
     None, where a module has a buffer, has a tensor, or was changed by the first pass.
     """
-    modules = tree.modules if tree.changing is None else tree.changing
-    copies: dict[int, Tensor] = {}
-    before = [_State.of(module, copies) for module in modules]
+    modules = tree.watched
+    state = State(modules)
+    state.lend_copies()
+    changed: list[nn.Module] = []
     try:
-        with _without_caches():
+        with without_caches():
             yield
     finally:
-        changed = [state.module for state in before if state.put_back()]
+        changed = state.changed()
+        tree.leaves_state |= bool(changed)
+        state.put_back()
     if tree.changing is None:
         tree.changing = [m for m in modules if _has_tensors(m) or m in changed]
 
 
-@dataclass(frozen=True)
-class _State:
-    """What a module has before a pass."""
+class State:
+    """What modules have before a pass: attributes, and buffers with a copy of each."""
 
-    module: nn.Module
-    attributes: dict[str, Any]
-    buffers: dict[str, Tensor | None]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._before = [(m, dict(vars(m)), dict(m._buffers)) for m in modules]
+        # By the `id` of a buffer, which several modules may share.
+        self._copies: dict[int, Tensor] = {}
+        self._originals: list[tuple[Tensor, int]] = []  # with their versions
+        for _, _, buffers in self._before:
+            for buffer in buffers.values():
+                if buffer is None or buffer.numel() > _LARGEST:
+                    continue
+                if id(buffer) not in self._copies:
+                    self._copies[id(buffer)] = buffer.clone()
+                    self._originals.append((buffer, _version(buffer)))
+        self._placed = self._buffers_now()
 
-    @classmethod
-    def of(cls, module: nn.Module, copies: dict[int, Tensor]) -> _State:
-        """Note a module's state, and give it copies of buffers to change.
+    def lend_copies(self) -> None:
+        """Give the modules the copies to change."""
+        for module, _, buffers in self._before:
+            for name, buffer in buffers.items():
+                module._buffers[name] = self._copies.get(id(buffer), buffer)
+        self._placed = self._buffers_now()
 
-        `copies`, by the `id` of a buffer, serve all modules that share it.
-        """
-        buffers = dict(module._buffers)
-        for name, buffer in buffers.items():
-            if buffer is not None and buffer.numel() <= _LARGEST:
-                if id(buffer) not in copies:
-                    copies[id(buffer)] = buffer.clone()
-                module._buffers[name] = copies[id(buffer)]
-        return cls(module, dict(vars(module)), buffers)
+    def _buffers_now(self) -> list[list[tuple[int, int]]]:
+        """Identify each module's buffers, with their versions."""
+        return [
+            [(id(buffer), _version(buffer)) for buffer in module._buffers.values()]
+            for module, _, _ in self._before
+        ]
 
-    def put_back(self) -> bool:
-        """Set buffers and attributes again; tell whether attributes had changed."""
-        self.module._buffers.update(self.buffers)
-        now = vars(self.module)
-        changed = {
-            name: value
-            for name, value in self.attributes.items()
-            if value is not now.get(name) and _is_state(value, now.get(name))
-        }
-        now.update(changed)
-        return bool(changed)
+    def changed(self) -> list[nn.Module]:
+        """List the modules that have other attributes now, or other buffers."""
+        changed = []
+        placed = zip(self._before, self._placed, self._buffers_now(), strict=True)
+        for (module, attributes, _), before, now in placed:
+            if before != now or _differing(module, attributes):
+                changed.append(module)
+        return changed
+
+    def put_back(self) -> None:
+        """Give the modules their attributes and buffers again."""
+        for module, attributes, buffers in self._before:
+            vars(module).update(_differing(module, attributes))
+            module._buffers.update(buffers)
+        for buffer, version in self._originals:
+            if _version(buffer) != version:  # no copy was lent
+                buffer.copy_(self._copies[id(buffer)])
+
+
+def _version(buffer: Tensor | None) -> int:
+    """Count how often a buffer was changed in place."""
+    # Those of inference mode don't tell.
+    return 0 if buffer is None or buffer.is_inference() else buffer._version
+
+
+def _differing(module: nn.Module, attributes: dict[str, Any]) -> dict[str, Any]:
+    """Select the attributes that are a module's state, and other ones now."""
+    now = vars(module)
+    return {
+        name: value
+        for name, value in attributes.items()
+        if value is not now.get(name) and _is_state(value, now.get(name))
+    }
 
 
 def _has_tensors(module: nn.Module) -> bool:
@@ -89,7 +122,7 @@ def _is_state(*values: Any) -> bool:
     )
 
 
-def _without_caches() -> AbstractContextManager[object]:
+def without_caches() -> AbstractContextManager[object]:
     """Let layers of DoRA forget what they have cached, maybe of other weights."""
     # Whoever caches has imported it; it imports bitsandbytes, which takes seconds.
     caching = getattr(sys.modules.get("peft.helpers"), "DoraCaching", None)

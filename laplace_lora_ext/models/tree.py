@@ -31,10 +31,13 @@ class Tree:
         has shown which it is
     changing : list of nn.Module or None
         modules whose state passes may change; None before the first pass
+    leaves_state : bool
+        whether any pass has changed what a later one would read
     """
 
     read_by: list[nn.Module] | None = None
     changing: list[nn.Module] | None = None
+    leaves_state: bool = False
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -72,6 +75,18 @@ class Tree:
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield all modules with their names."""
         return self._model.named_modules()
+
+    @property
+    def watched(self) -> list[nn.Module]:
+        """List the modules that a pass may change: all, before the first one."""
+        return self.modules if self.changing is None else self.changing
+
+    @property
+    def is_constant(self) -> bool:
+        """Tell whether passes change nothing, so that several may run at once."""
+        is_known = self.changing is not None and not self.leaves_state
+        moves = self.is_resharded or any(p.is_meta for *_, p in self.all_parameters())
+        return is_known and not moves and not self.is_compiled
 
     @property
     def is_resharded(self) -> bool:

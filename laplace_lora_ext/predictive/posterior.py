@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from laplace.baselaplace import ParametricLaplace
@@ -24,6 +24,8 @@ from laplace_lora_ext.predictive.moments import (
     Moments,
     joined_moments,
 )
+
+Result = TypeVar("Result")
 
 # Of drawn weights that are in memory at once: 64 MB in float32, or one draw.
 _NUMBERS = 2**24
@@ -82,6 +84,15 @@ class Posterior(ParametricLaplace):
     def _check_linearised(self) -> None:
         """Refuse moments where outputs are too many."""
         raise NotImplementedError
+
+    def in_turn(self, pred_type: str, compute: Callable[[], Result]) -> Result:
+        """Return what a function predicts, while no thread changes the posterior.
+
+        With learnt variances, threads that predict do so at the same time.
+        """
+        if pred_type == "amortized" and not self.enable_backprop:
+            return self.model.run_beside_others(compute)
+        return self.model.run_alone(compute)
 
     @exclusive
     def predictive_moments(

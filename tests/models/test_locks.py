@@ -1,6 +1,9 @@
-"""Threads that share a model take turns; compiled code stays outside."""
+"""Threads that share a model take turns, or run it together; compiled code is out."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Barrier, BrokenBarrierError, get_ident
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from tests.support.models import (
+    N_CLASSES,
     first_batch,
     lora_model,
     ragged_batches,
@@ -48,6 +52,63 @@ def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
         for future in futures:
             # Raises what its thread has raised.
             future.result()
+
+
+# --- learnt variances -----------------------------------------------------------------
+
+
+def by_learnt_variances(la: Any, batch: Any) -> Callable[[], Any]:
+    return lambda: la(batch, pred_type="amortized")
+
+
+def meet(
+    model: nn.Module, uses: list[Callable[[], Any]], timeout: float = 20
+) -> list[Any]:
+    """Use a model by two threads, each of which waits for the other one within it.
+
+    An error is returned as a result.
+    """
+    barrier = Barrier(2, timeout=timeout)
+    met = set()
+
+    def wait(*_: Any) -> None:
+        if get_ident() not in met:
+            met.add(get_ident())
+            barrier.wait()
+
+    handle = model.register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(use) for use in uses]
+    handle.remove()
+    return [future.exception() or future.result() for future in futures]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_two_threads_are_within_the_model_at_once_where_variances_are_learnt(training):
+    batches = ragged_batches()[:2]
+    la = fitted(batches=batches)
+    la.amortize(batches)
+    expected = [la(batch, pred_type="amortized") for batch in batches]
+    model = la.model.model.train(training)
+    before = attributes_of(model)
+    uses = [by_learnt_variances(la, batch) for batch in batches]
+    found = meet(la.model.transformer, uses)
+    for each, right in zip(found, expected, strict=True):
+        assert torch.equal(each, right)
+    uses = [partial(la.predict_proba, x, pred_type="amortized") for x in batches]
+    for each in meet(la.model.transformer, uses):
+        assert each.shape == (3, N_CLASSES)
+    assert attributes_of(model) == before
+
+
+def test_no_other_thread_is_within_a_model_that_is_changed():
+    batches = ragged_batches()[:2]
+    la = fitted(batches=batches)
+    la.amortize(batches)
+    learnt = by_learnt_variances(la, batches[1])
+    for other in (learnt, partial(la, batches[1])):
+        found = meet(la.model.transformer, [partial(la, batches[0]), other], 0.2)
+        assert any(isinstance(each, BrokenBarrierError) for each in found)
 
 
 def attributes_of(model: nn.Module) -> list[dict[str, Any]]:

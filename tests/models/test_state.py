@@ -2,6 +2,9 @@
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Event
 
 import pytest
 import torch
@@ -97,17 +100,22 @@ class WithoutBuffers(nn.Module):
 class Growing(nn.Module):
     """Keeps a table beside its layers that grows with what is longer than it."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_place: bool = False) -> None:
         super().__init__()
         self.layer = nn.Linear(5, 3)
+        self.register_buffer("scale", torch.ones(()))
+        self.in_place = in_place
         self.longest = 4.0
         self.table = torch.full((3,), 0.25)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.abs().max() > self.longest:
-            self.longest = x.abs().max().item()
-            self.table = torch.full((3,), 1 / self.longest)
-        return self.layer(x) * self.table
+            if self.in_place:
+                self.scale *= 4 / x.abs().max()
+            else:
+                self.longest = x.abs().max().item()
+                self.table = torch.full((3,), 1 / self.longest)
+        return self.layer(x) * self.table * self.scale
 
 
 def plain(keep: Callable[[Left, Tensor], Tensor] | None = None) -> nn.Module:
@@ -192,6 +200,37 @@ def test_a_prediction_is_the_same_behind_another_one(case):
         again = la(first, pred_type, link_approx="mc", generator=generator())
         assert_close(again, of_first, rtol=0, atol=0)
     assert state_of(la.model.model) == before
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_threads_take_turns_once_one_has_left_something_for_others(in_place):
+    batches = pairs(2)
+    small, large = batches[0][0], 10 * batches[1][0]
+    la = make(with_lora(Growing(in_place), "layer"))
+    la.fit(batches)
+    la.amortize(batches)
+    assert la.model.tree.is_constant
+    model = next(m for m in la.model.modules() if isinstance(m, Growing))
+    before = state_of(model)
+    is_within, has_grown = Event(), Event()
+
+    # The small one reads what the large one has left before either is out.
+    def wait(_: nn.Module, args: tuple[Tensor]) -> None:
+        if torch.equal(args[0], small):
+            is_within.set()
+            assert has_grown.wait(20)
+
+    model.layer.register_forward_pre_hook(wait)
+    model.register_forward_hook(lambda *_: has_grown.set())
+    predict = partial(la, pred_type="amortized")
+    with ThreadPoolExecutor(2) as pool:
+        of_small = pool.submit(predict, small)
+        assert is_within.wait(20)
+        of_large = pool.submit(predict, large)
+    assert not la.model.tree.is_constant
+    assert state_of(model) == before
+    assert torch.equal(of_small.result(), predict(small))
+    assert torch.equal(of_large.result(), predict(large))
 
 
 def test_an_error_leaves_no_state_behind():
