@@ -4,7 +4,7 @@ Everything is dense: exact Jacobians by `torch.func.jacrev`, the Fisher at the l
 from its formula, and matrices of all weights that are inverted as they stand.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -200,25 +200,28 @@ def alone(
     model: nn.Module,
     logits_of: Callable[[nn.Module, Any], Tensor],
     examples: Sequence[Any],
+    weights: Iterable[nn.Parameter] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute logits and Jacobians `(N, C, parameters)`, example by example.
 
-    It does so without vmap, which kernels may lack.
+    Of all LoRA weights by default. It does so without vmap, which kernels may lack.
     """
-    weights: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.requires_grad_()
-            weights.append(parameter)
+    if weights is None:
+        named = model.named_parameters()
+        weights = [weight for name, weight in named if "lora_" in name]
+    weights = list(weights)
+    flags = [weight.requires_grad for weight in weights]
+    for weight in weights:
+        weight.requires_grad_()
     logits: list[Tensor] = []
     Js: list[Tensor] = []
     for example in examples:
         of_example = logits_of(model, example)
         of_weights = derivatives_of(of_example, weights)
-        rows = [J.flatten(1) for J in of_weights]
-        J = torch.cat(rows, dim=1)
+        Js.append(torch.cat([J.flatten(1) for J in of_weights], dim=1))
         logits.append(of_example.detach())
-        Js.append(J)
+    for weight, requires_grad in zip(weights, flags, strict=True):
+        weight.requires_grad_(requires_grad)
     return torch.stack(logits), torch.stack(Js)
 
 
