@@ -1,7 +1,5 @@
 """Kinds of adapters beside plain LoRA: what they do to factors, files and batches."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from peft import PeftModel
@@ -18,73 +16,42 @@ from tests.support.models import (
     pairs,
     plain_model,
 )
-from tests.support.posteriors import (
-    OURS_AND_A_HOSTS,
-    fitted,
-    make,
-    sizes,
-)
+from tests.support.posteriors import OURS_AND_A_HOSTS, fitted, make, sizes
 
 structures = pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
 
 
 def test_doras_identity_is_no_input_of_expand():
-    n = 5
-    batches = pairs(n=n)
-    settings = full_rank(kfac_approx="expand")
-    la = make(with_dora(), **settings)
+    batches = pairs(n=5)
+    la = make(with_dora(), **full_rank(kfac_approx="expand"))
     la.fit(batches)
-    sums = la.H_facs.blocks
     # DoRA sends an identity through A and B too, which is no input of theirs.
-    for block in sums:
-        assert block.normalizer == n
+    for block in la.H_facs.blocks:
+        assert block.normalizer == 5
     # The first A reads the examples as they are.
     ((X, _),) = batches
-    found = sums[0].input_factor.trace
-    expected = X.square().sum()
-    assert_close(found, expected)
+    assert_close(la.H_facs.blocks[0].input_factor.trace, X.square().sum())
 
 
 def test_kron_is_refused_for_dora():
-    model = with_dora()
-    message = r"doesn't support DoRA.*first\.lora_A"
-    with pytest.raises(NotImplementedError, match=message):
-        make(model, "kron")
+    with pytest.raises(NotImplementedError, match=r"DoRA.*first\.lora_A"):
+        make(with_dora(), "kron")
 
 
 def test_statistics_of_b_are_those_that_it_has_beside_a():
-    settings = full_rank(kfac_approx="expand")
-    batches = pairs(2)
-    both = make(plain_model(), **settings)
-    both.fit(batches)
-    alone = make(with_frozen_a(), **settings)
-    alone.fit(batches)
+    both = make(plain_model(), **full_rank(kfac_approx="expand"))
+    both.fit(pairs(2))
+    alone = make(with_frozen_a(), **full_rank(kfac_approx="expand"))
+    alone.fit(pairs(2))
     # Blocks of A and B take turns.
     is_b = torch.tensor([False, True, False, True])
-    n_weights = torch.tensor(sizes(both))
-    of_b = is_b.repeat_interleave(n_weights)
-    H = both.H.to_matrix()
-    found = alone.H.to_matrix()
-    expected = H[of_b][:, of_b]
-    assert_close(found, expected)
+    of_b = is_b.repeat_interleave(torch.tensor(sizes(both)))
+    assert_close(alone.H.to_matrix(), both.H.to_matrix()[of_b][:, of_b])
 
 
-def loaded_for_inference(folder: Path) -> PeftModel:
-    """Load an adapter of which PEFT makes no weight trainable."""
-    # The base model of `lora_model`.
-    torch.manual_seed(0)
-    base = base_model("bert").double()
-    model = PeftModel.from_pretrained(base, folder)
-    for name, weight in model.named_parameters():
-        if "lora_" in name:
-            assert not weight.requires_grad, name
-    return model
-
-
-def fitted_over_b(structure: str):
+def fitted_over_b(structure: str = "lowrank_kron"):
     """Fit a posterior over B alone, since A is not trained."""
-    model = with_frozen_a(lora_model("bert"))
-    return fitted(structure=structure, model=model)
+    return fitted(structure=structure, model=with_frozen_a(lora_model("bert")))
 
 
 @structures
@@ -92,25 +59,23 @@ def test_a_posterior_over_b_alone_is_saved_and_loaded(structure, tmp_path):
     la = fitted_over_b(structure)
     la.save_pretrained(tmp_path)
     la.model.model.save_pretrained(tmp_path)
-    loaded = loaded_for_inference(tmp_path)
-    again = laplace_lora_ext.from_pretrained(loaded, tmp_path)
-    # Which are trained can't be seen of the model: the file must say it.
-    found = [block.name for block in again.blocks]
-    expected = [block.name for block in la.blocks]
-    assert found == expected
+    # The base model of `lora_model`.
+    torch.manual_seed(0)
+    model = PeftModel.from_pretrained(base_model("bert").double(), tmp_path)
+    # PEFT makes no weight trainable, so which are can't be seen of the model.
+    for name, weight in model.named_parameters():
+        assert "lora_" not in name or not weight.requires_grad
+    again = laplace_lora_ext.from_pretrained(model, tmp_path)
+    assert [block.name for block in again.blocks] == [block.name for block in la.blocks]
     batch = first_batch()
-    found = again(batch)
-    assert_close(found, la(batch))
+    assert_close(again(batch), la(batch))
 
 
 def test_a_posterior_over_both_does_not_take_the_state_of_one_over_b():
-    over_b = fitted_over_b("lowrank_kron")
-    state = over_b.state_dict()
+    state = fitted_over_b().state_dict()
     # Of the same rank: that the weights differ is all that is wrong.
-    over_both = fitted()
-    message = r"lora_A\.weight .*was None at the fit"
-    with pytest.raises(ValueError, match=message):
-        over_both.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"lora_A\.weight .*None at the fit"):
+        fitted().load_state_dict(state)
 
 
 @structures
@@ -119,20 +84,14 @@ def test_draws_of_a_posterior_over_b_alone_have_their_own_b(structure, tmp_path)
     la.model.model.save_pretrained(tmp_path)
     (folder,) = la.sample_adapters(1, tmp_path / "draws")
     drawn = load_file(folder / "adapter_model.safetensors")
-    written = load_file(tmp_path / "adapter_model.safetensors")
-    for name, value in written.items():
-        is_kept = torch.equal(drawn[name], value)
-        is_b = "lora_B" in name
-        assert is_kept != is_b, name
+    for name, value in load_file(tmp_path / "adapter_model.safetensors").items():
+        assert torch.equal(drawn[name], value) != ("lora_B" in name), name
 
 
 def test_a_posterior_over_b_alone_is_guarded_against_another_a():
-    la = fitted_over_b("lowrank_kron")
-    batch = first_batch()
+    la = fitted_over_b()
     first, *_ = la.blocks
-    A = first.owner.lora_A["default"]
     # It takes no part, and yet decides what B's inputs are.
-    A.weight.data += 1e-3
-    message = r"query\.lora_A\.weight differs from that of the fit"
-    with pytest.raises(RuntimeError, match=message):
-        la(batch)
+    first.owner.lora_A["default"].weight.data += 1e-3
+    with pytest.raises(RuntimeError, match=r"query\.lora_A\.weight differs"):
+        la(first_batch())

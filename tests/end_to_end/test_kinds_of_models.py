@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import product
 
 import peft
 import pytest
@@ -12,16 +11,12 @@ from packaging.version import Version
 from torch import Tensor, distributed, nn
 from torch.testing import assert_close
 
-from tests.compatibility.kinds import (
-    ADAPTERS,
-    PRECISIONS,
-    WRAPPERS,
-    Kind,
-    Precision,
-)
+from tests.compatibility.kinds import ADAPTERS, PRECISIONS, WRAPPERS, Kind
 from tests.support.dense import EXACT, assert_exact, full_rank
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def made(kind: Kind) -> nn.Module:
@@ -37,45 +32,46 @@ def made(kind: Kind) -> nn.Module:
         pytest.skip(f"this PEFT: {error}")
 
 
-@pytest.mark.filterwarnings("ignore")
+OURS = [("lowrank_kron", name) for name in ADAPTERS]
+
+
 @pytest.mark.parametrize(
-    ("structure", "name"),
-    [*product(["lowrank_kron"], ADAPTERS), ("diag", "DoRA"), ("full", "LoRA-FA")],
+    ("structure", "name"), [*OURS, ("diag", "DoRA"), ("full", "LoRA-FA")]
 )
 def test_each_kind_of_adapter(structure: str, name: str):
     kind = ADAPTERS[name]
     model = made(kind)
-    settings = full_rank(structure)
     if kind.refusal:
-        refused = (ValueError, NotImplementedError)
-        with pytest.raises(refused, match=kind.refusal):
-            make(model, structure, **settings)
+        with pytest.raises((ValueError, NotImplementedError), match=kind.refusal):
+            make(model, structure, **full_rank(structure))
         # There is no posterior to compare.
         return
     batches = kind.batches()
-    la = make(model, structure, **settings)
+    la = make(model, structure, **full_rank(structure))
     la.fit(batches)
-    inputs = [X for X, _ in batches]
-    assert_exact(la, model, inputs)
+    assert_exact(la, model, [X for X, _ in batches])
 
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
     """Begin a group of this process alone, for wrappers that ask for one."""
-    distributed.init_process_group(
-        "gloo",
-        store=distributed.HashStore(),
-        rank=0,
-        world_size=1,
-    )
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.fixture(scope="module")
+def bare():
+    """Fit a posterior of the model that all wrappers are around."""
+    la = make(lora_model("bert"), **full_rank())
+    la.fit(ragged_batches())
+    return la
+
+
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_each_wrapper(name: str):
+def test_each_wrapper(name: str, bare):
     kind = WRAPPERS[name]
     model = made(kind)
     if kind.refusal:
@@ -84,61 +80,38 @@ def test_each_wrapper(name: str):
         return
     # A wrapper must change nothing: what is expected is the model without it.
     batches = ragged_batches()
-    bare = make(lora_model("bert"), **full_rank())
-    bare.fit(batches)
     wrapped = make(model, **full_rank())
     wrapped.fit(batches)
-    found = wrapped.H.to_matrix()
-    expected = bare.H.to_matrix()
-    assert_close(found, expected, **EXACT)
-    first, *_ = batches
-    found = wrapped.predictive_moments(first)
-    expected = bare.predictive_moments(first)
-    assert_close(found, expected, **EXACT)
+    assert_close(wrapped.H.to_matrix(), bare.H.to_matrix(), **EXACT)
+    found = wrapped.predictive_moments(batches[0])
+    assert_close(found, bare.predictive_moments(batches[0]), **EXACT)
 
 
-def in_precision(precision: Precision) -> nn.Module:
-    """Make a model whose base and LoRA weights have their data types."""
-    model = lora_model("bert").to(precision.base)
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            parameter.data = parameter.data.to(precision.lora)
-    return model
-
-
-def covariances(
-    model: nn.Module,
-    autocast: torch.dtype | None = None,
-) -> Tensor:
+def covariances(model: nn.Module, autocast: torch.dtype | None = None) -> Tensor:
     """Fit a posterior, perhaps under autocast, and find covariances of its logits."""
     batches = ragged_batches()
-    precision = nullcontext()
-    if autocast is not None:
-        precision = torch.autocast("cpu", autocast)
-    with precision:
+    with torch.autocast("cpu", autocast) if autocast else nullcontext():
         la = make(model, **full_rank())
         try:
             la.fit(batches)
         except RuntimeError as error:
             # Older ones lack kernels of some data types.
             pytest.skip(f"this torch: {error}")
-        first, *_ = batches
-        return la.predictive_moments(first).f_var
+        return la.predictive_moments(batches[0]).f_var
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_each_precision(name: str):
     precision = PRECISIONS[name]
-    rounded = in_precision(precision)
+    rounded = lora_model("bert").to(precision.base)
+    for parameter_name, parameter in rounded.named_parameters():
+        if ".lora_" in parameter_name:
+            parameter.data = parameter.data.to(precision.lora)
     # The same rounded weights, with which float64 computes.
-    in_float64 = copy.deepcopy(rounded).double()
-    expected = covariances(in_float64)
+    expected = covariances(copy.deepcopy(rounded).double())
     found = covariances(rounded, precision.autocast)
     # Half precision is not enough for what is summed.
-    at_least_float32 = torch.promote_types(precision.lora, torch.float32)
-    assert found.dtype is at_least_float32
-    error = (found - expected).abs().max()
+    assert found.dtype is torch.promote_types(precision.lora, torch.float32)
     # Relative to the largest number, which small ones are rounded like.
-    largest = expected.abs().max()
-    assert error <= precision.bound * largest
+    error = (found - expected).abs().max()
+    assert error <= precision.bound * expected.abs().max()

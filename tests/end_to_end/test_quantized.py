@@ -3,28 +3,25 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 from laplace_lora_ext.models.running import keep_derivatives
 from tests.compatibility.quantizers import BOUNDS, QUANTIZERS
 from tests.support.dense import (
     alone,
-    as_padded,
     block_diagonal_covariance,
     full_rank,
     gradient_blocks,
     logits_of,
     softmax_fisher,
 )
+from tests.support.matrices import Case, assert_near
 from tests.support.models import base_model, ragged_batches, without_labels
 from tests.support.posteriors import make
 
 
-def quantized(
-    name: str,
-    dtype: torch.dtype,
-) -> nn.Module:
+def quantized(name: str, dtype: torch.dtype) -> nn.Module:
     """Make an encoder with LoRA beside quantized layers."""
     torch.manual_seed(0)
     quantize = QUANTIZERS[name]()
@@ -33,8 +30,7 @@ def quantized(
         attention = layer.attention.self
         attention.query = quantize(attention.query, dtype)
         attention.value = quantize(attention.value, dtype)
-    config = LoraConfig(r=2, target_modules=["query", "value"])
-    model = get_peft_model(base, config)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["query", "value"]))
     for parameter_name, parameter in model.named_parameters():
         if "lora_B" in parameter_name:
             nn.init.normal_(parameter, std=0.3)
@@ -50,49 +46,25 @@ def test_posterior_of_a_quantized_base(name, dtype):
     batches = ragged_batches()
     la = make(model, **full_rank())
     la.fit(batches)
-    first, *_ = batches
-    found = la.predictive_moments(first)
-    f_mu = found.f_mu.double()
-    f_var = found.f_var.double()
+    found = la.predictive_moments(batches[0])
 
     # Of the reference, too.
     keep_derivatives(model.modules())
-    examples = []
-    for batch in batches:
-        for row in range(len(batch["labels"])):
-            examples.append(as_padded(batch, row))
-    logits, Js = alone(model, logits_of, examples)
-    logits = logits.double()
-    Js = Js.double()
-    fisher = softmax_fisher(logits)
-    blocks = gradient_blocks(model, Js, fisher)
-    n = len(f_mu)
+    logits, Js = alone(model, logits_of, Case(model, batches).examples())
+    logits, Js = logits.double(), Js.double()
+    blocks = gradient_blocks(model, Js, softmax_fisher(logits))
+    n = len(found.f_mu)
     covariance = block_diagonal_covariance(blocks, Js[:n])
-    bound = BOUNDS[dtype]
-    assert_near(f_mu, logits[:n], bound * largest_of(logits))
-    assert_near(f_var, covariance, bound * largest_of(covariance))
-
-
-def largest_of(numbers: Tensor) -> Tensor:
-    return numbers.abs().max()
-
-
-def assert_near(
-    found: Tensor,
-    expected: Tensor,
-    error: Tensor,
-) -> None:
-    """Compare by one error for all numbers: small ones are rounded like large ones."""
-    assert largest_of(found - expected) <= error
+    # By one error for all numbers: small ones are rounded like large ones.
+    assert_near(found.f_mu.double(), logits[:n], BOUNDS[dtype])
+    assert_near(found.f_var.double(), covariance, BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_evaluating_a_four_bit_base_changes_no_gradient(dtype):
     model = quantized("bitsandbytes nf4", dtype)
     batches = ragged_batches()
-    first, *_ = batches
-
-    inputs = without_labels(first)
+    inputs = without_labels(batches[0])
 
     def evaluate() -> None:
         # On some CPUs this packs the weights for an operation without a derivative, and
@@ -103,15 +75,12 @@ def test_evaluating_a_four_bit_base_changes_no_gradient(dtype):
     evaluate()
     la = make(model)
     la.fit(batches)
-    expected = la.predictive_moments(first)
+    expected = la.predictive_moments(inputs)
     evidence = la.log_marginal_likelihood()
     # Without a derivative nothing would be in doubt, before as after.
-    variances = expected.f_var.diagonal(dim1=1, dim2=2)
-    assert variances.min() > 0
+    assert expected.f_var.diagonal(dim1=1, dim2=2).min() > 0
     evaluate()
-    found = la.predictive_moments(first)
-    assert_close(found, expected)
+    assert_close(la.predictive_moments(inputs), expected)
     evaluate()
     la.fit(batches)
-    found = la.log_marginal_likelihood()
-    assert_close(found, evidence, rtol=1e-5, atol=0)
+    assert_close(la.log_marginal_likelihood(), evidence, rtol=1e-5, atol=0)
