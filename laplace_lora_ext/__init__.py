@@ -19,7 +19,6 @@ from laplace_lora_ext.predictive.numbers import NumberPrediction
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.structures import LowRankKronLoRALaplace
 from laplace_lora_ext.text.collator import DataCollatorForChoices
-from laplace_lora_ext.text.priors import TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores
 from laplace_lora_ext.training.averaging import AveragingCallback, WeightAverage
 from laplace_lora_ext.training.stages import in_stages, train_in_stages
@@ -31,6 +30,7 @@ from laplace_lora_ext.tuning import (
     ValGD,
 )
 from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.token_gridsearch import TokenGridSearch
 
 __all__ = [
     "PAPER_SETTINGS",

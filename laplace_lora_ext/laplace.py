@@ -10,17 +10,11 @@ import laplace
 import laplace.curvature as host_backends
 from torch import nn
 
-from laplace_lora_ext.curvature.backend import (
-    LowRankKronEF,
-    LowRankKronGGN,
-    MultiLabelCurvlinopsGGN,
-)
-from laplace_lora_ext.likelihoods import TOKENS
+from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.same_model import ModelState
-from laplace_lora_ext.problems import LIKELIHOOD_OF
 from laplace_lora_ext.saving import class_name, read_state
 from laplace_lora_ext.structures import (
     DiagLoRALaplace,
@@ -28,6 +22,9 @@ from laplace_lora_ext.structures import (
     KronLoRALaplace,
     LowRankKronLoRALaplace,
 )
+from laplace_lora_ext.tasks import LIKELIHOOD_OF
+from laplace_lora_ext.tasks.multi_label import MultiLabelCurvlinopsGGN
+from laplace_lora_ext.tasks.token_labels import TOKEN_CLASSIFICATION
 
 _CLASSES = (LowRankKronLoRALaplace, KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace)
 _OWN_BACKENDS = (LowRankKronGGN, LowRankKronEF, MultiLabelCurvlinopsGGN)
@@ -175,7 +172,7 @@ def _likelihood_of(model: nn.Module) -> str:
             "class_texts."
         )
     if type(transformer).__name__.endswith("ForTokenClassification"):
-        return TOKENS
+        return TOKEN_CLASSIFICATION.name
     config = transformer.config
     by_number = (
         "regression" if config.num_labels == 1 else "single_label_classification"

@@ -72,9 +72,9 @@ from laplace_lora_ext.predictive.posterior import (
     drawn_weights,
     moments_for,
 )
-from laplace_lora_ext.problems import PROBLEMS, Problem
 from laplace_lora_ext.processes.exchange import together
-from laplace_lora_ext.tuning import build
+from laplace_lora_ext.tasks import task_of
+from laplace_lora_ext.tuning import build, methods_of
 from laplace_lora_ext.tuning.gridsearch import WITHOUT_VARIANCE
 from laplace_lora_ext.tuning.history import Hyperparameters, TuningHistory
 from laplace_lora_ext.tuning.method import TuningMethod
@@ -155,13 +155,8 @@ class LoRALaplace(Posterior, Predictor):
     model : LogitsModel
     blocks : list of Block
         the LoRA weights that the posterior is over
-    problem : Problem
-        what depends on the likelihood
-    trained_likelihood : Likelihood
-        of the training data
-    predicted_likelihood : Likelihood
-        of predictions: a reward model learns from preferences, which are two classes,
-        and predicts numbers
+    task : Task
+        what the model was trained to predict
     mean : torch.Tensor
         `(parameters,)`, the LoRA weights at the fit
     loss : torch.Tensor
@@ -195,6 +190,7 @@ class LoRALaplace(Posterior, Predictor):
         For weights or models that no posterior can be over; the message names them.
     """
 
+    _key: tuple[str, str]  # the host finds each class by its own
     _kind_of_structure: ClassVar[type[Structure[Any, Any]]]
 
     # Of the model when it was last compared with the fit, and its session then.
@@ -239,29 +235,27 @@ class LoRALaplace(Posterior, Predictor):
         **kwargs: Any,
     ) -> None:
         _check_options_of_host(kwargs)
-        self.problem = _problem_of(likelihood)
+        self.task = task_of(likelihood)
         backend = self._checked_backend(backend)
         answers = class_tokens(class_token_ids, class_texts, tokenizer)
         with alone():  # passes of other threads change what is active
             adapter = active_adapter(model)
-        self.model = self.problem.adapter(
+        self.model = self.task.adapter(
             model, answers, dict_key_y, mask_token_id, adapter, normalised=normalised
         )
-        self.problem.check_model(self.model)
+        self.task.check_model(self.model)
         with alone():  # and what requires grad
             selection = target_modules, layers_to_transform, weight_names
             self.blocks = find_blocks(model, *selection, modules_to_save)
             _warn_of_weights(model, self.blocks)
         self.recorder = Recorder(self.model, self.blocks)
-        self.trained_likelihood = self.problem.trained
-        self.predicted_likelihood = self.problem.predicted
         self._fit: Fit | NoFit = NoFit(self.recorder.places)
         # These may have a number for each block, and the host counts whole parameters.
         priors = {name: kwargs.pop(name) for name in _PRIORS if name in kwargs}
         with self._prepared():  # the host collects the parameters that require grad
             super().__init__(
                 self.model,
-                self.problem.name_for_host,
+                self.task.name_for_host,
                 dict_key_y=dict_key_y,
                 backend=backend,
                 backend_kwargs=self._options_of(backend, backend_kwargs or {}),
@@ -274,7 +268,7 @@ class LoRALaplace(Posterior, Predictor):
         self._logit_scale = 1.0
         self.n_contrasts = None
         self.metadata: dict[str, Any] = {}
-        self.likelihood = self.problem.name  # as the backend and files know it
+        self.likelihood = self.task.name  # as the backend and files know it
         if issubclass(backend, LowRankKronInterface):
             self.backend  # noqa: B018 - refuses wrong options now, and not in `fit`
         # As the host has it before a fit.
@@ -284,9 +278,9 @@ class LoRALaplace(Posterior, Predictor):
         self, backend: type[CurvatureInterface] | None
     ) -> type[CurvatureInterface]:
         """Choose what computes the curvature; refused if it suits no such posterior."""
-        chosen = self.problem.backend(
-            backend or self._kind_of_structure.default_backend
-        )
+        _, structure = self._key
+        self.task.check_structure(structure)
+        chosen = self.task.backend(backend or self._kind_of_structure.default_backend)
         self._kind_of_structure.check_backend(chosen)
         return chosen
 
@@ -294,7 +288,7 @@ class LoRALaplace(Posterior, Predictor):
         self, backend: type[CurvatureInterface], given: dict[str, Any]
     ) -> dict[str, Any]:
         """Complete the options of a backend, which our own needs a recorder for."""
-        options = self.problem.backend_kwargs(backend, given)
+        options = self.task.backend_kwargs(backend, given)
         if issubclass(backend, LowRankKronInterface):
             return {"recorder": self.recorder, **options}
         check_known_to_host(self.blocks)
@@ -306,7 +300,7 @@ class LoRALaplace(Posterior, Predictor):
         return [self]
 
     def _check_linearised(self) -> None:
-        self.problem.check_linearised()
+        self.task.check_linearised()
 
     def for_model(self, model: nn.Module) -> LoRALaplace:
         """Make an unfitted posterior of the same options for another model."""
@@ -385,7 +379,7 @@ class LoRALaplace(Posterior, Predictor):
         """Say how the curvature of the blocks is summed, decomposed and packed."""
         return self._kind_of_structure(
             self.recorder,
-            self.trained_likelihood,
+            self.task,
             self.backend,
         )
 
@@ -511,7 +505,7 @@ class LoRALaplace(Posterior, Predictor):
         weights.
         """
         least = self.prior_precision.min().item()
-        if self.trained_likelihood.is_gaussian and isinstance(self._fit, Fit):
+        if self.task.has_noise and isinstance(self._fit, Fit):
             least /= mean_squared_slope(self) * self._H_factor.item()
         return least < 0.99 * WITHOUT_VARIANCE  # which float32 rounds
 
@@ -560,7 +554,7 @@ class LoRALaplace(Posterior, Predictor):
     def logit_scale(self, value: float | Tensor) -> None:
         check_single("logit_scale", value, "it multiplies all logits alike")
         check_positive("logit_scale", value)
-        self.problem.check_logit_scale(float(value))
+        self.task.check_logit_scale(float(value))
         self._logit_scale = float(value)
 
     @property
@@ -656,7 +650,7 @@ class LoRALaplace(Posterior, Predictor):
                 f'Searches score pred_type="glm" alone, not {name}. A method is '
                 "passed by name: method=..."
             )
-        choose = build(method, options, self.problem.methods)
+        choose = build(method, options, methods_of(self.task))
         history = choose(self)
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
@@ -720,7 +714,7 @@ class LoRALaplace(Posterior, Predictor):
         costs accuracy. "mean_field" keeps to the model's class more often, and a larger
         prior precision cures it.
         """
-        self.problem.check_linearised()
+        self.task.check_linearised()
         if model_kwargs and pred_type != "nn":
             raise TypeError(f"Unknown options: {', '.join(model_kwargs)}.")
         if not fitting:  # then labels say which tokens the loss reads
@@ -740,7 +734,7 @@ class LoRALaplace(Posterior, Predictor):
         outputs = self.in_turn(pred_type, compute)
         if fitting or isinstance(outputs, tuple):
             return outputs
-        shown = self.predicted_likelihood.shown(outputs)
+        shown = self.task.predicted.shown(outputs)
         return self.model.in_places(shown, x)
 
     def _outputs(
@@ -757,12 +751,12 @@ class LoRALaplace(Posterior, Predictor):
         **model_kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Predict as a call does: numbers, or classes row by row."""
-        likelihood = self.trained_likelihood if fitting else self.predicted_likelihood
-        if likelihood.is_gaussian and link_approx == "mean_field":
+        likelihood = self.task if fitting else self.task.predicted
+        if likelihood.has_noise and link_approx == "mean_field":
             # Numbers need no link, and the host must know its name.
             link_approx = "probit"
         if pred_type == "nn" and generator is not None:  # the host passes none on
-            if not likelihood.is_gaussian:
+            if not likelihood.has_noise:
                 return self._nn_predictive_classification(
                     x, n_samples, generator, **model_kwargs
                 )
@@ -774,7 +768,7 @@ class LoRALaplace(Posterior, Predictor):
         if pred_type != "nn":
             bridges = _BRIDGES if likelihood.has_host_links else ()
             check_name("link_approx", link_approx, [*LINKS, *bridges])
-        is_own = link_approx in LINKS and not likelihood.is_gaussian
+        is_own = link_approx in LINKS and not likelihood.has_noise
         if is_own and pred_type != "nn":
             moments = self._moments_for_call(x, link_approx, pred_type, diagonal_output)
             return class_probabilities(moments, link_approx, n_samples, generator)
@@ -1014,8 +1008,8 @@ class LoRALaplace(Posterior, Predictor):
         samples = self._glm_functional_samples(
             f_mu, f_var, n_samples, diagonal_output, generator
         )
-        are_numbers = self.predicted_likelihood.is_gaussian
-        if not self.trained_likelihood.is_gaussian:
+        are_numbers = self.task.predicted.has_noise
+        if not self.task.has_noise:
             # A single reward is a number, and those of a pair are logits.
             are_numbers &= f_mu.shape[-1] == 1
         return samples if are_numbers else self._probabilities(samples)
@@ -1028,12 +1022,12 @@ class LoRALaplace(Posterior, Predictor):
         **model_kwargs: Any,
     ) -> Tensor:
         samples = self._nn_functional_samples(X, n_samples, generator, **model_kwargs)
-        are_numbers = self.predicted_likelihood.is_gaussian
+        are_numbers = self.task.predicted.has_noise
         return samples if are_numbers else self._probabilities(samples)
 
     def _probabilities(self, logits: Tensor) -> Tensor:
         """Compute the probabilities that a user reads, of logits `(S, B, C)`."""
-        likelihood = self.predicted_likelihood
+        likelihood = self.task.predicted
         return likelihood.shown(likelihood.class_logits(logits).softmax(-1))
 
     def _nn_functional_samples(
@@ -1064,7 +1058,7 @@ class LoRALaplace(Posterior, Predictor):
     ) -> Tensor:
         """Average probabilities `(B, C)` or `(B, K, 2)` over draws of the weights."""
         samples = self._nn_functional_samples(X, n_samples, generator, **model_kwargs)
-        return self.trained_likelihood.class_logits(samples).softmax(-1).mean(0)
+        return self.task.class_logits(samples).softmax(-1).mean(0)
 
     # --- adapters and files -----------------------------------------------------------
 
@@ -1159,12 +1153,6 @@ class LoRALaplace(Posterior, Predictor):
         return {
             name: v for name, v in self._backend_kwargs.items() if name != "recorder"
         }
-
-
-def _problem_of(likelihood: str) -> Problem:
-    """Find what depends on a likelihood, by its name."""
-    check_name("likelihood", likelihood, PROBLEMS)
-    return PROBLEMS[likelihood]
 
 
 def _warn_of_weights(

@@ -190,12 +190,12 @@ def compare(
     """
     first = la.members[0]
     evaluate = partial(_numbers, la)
-    if not first.trained_likelihood.is_gaussian:
+    if not first.task.has_noise:
         evaluate = partial(_classes, la, link_approx)
     *predictions, targets = over_loader(
         loader, evaluate, "[Comparing]", progress_bar, owners=first.model.owners
     )
-    if first.trained_likelihood.is_gaussian:
+    if first.task.has_noise:
         return Comparison(*map(_mean_figures, predictions))
     # Each of an example's labels is a classification into two classes.
     if targets.ndim > 1:
@@ -213,7 +213,7 @@ def _classes(
 ) -> Columns:
     """Predict probabilities by the model and every posterior; return labels."""
     model = la.members[0].model
-    likelihood = la.members[0].trained_likelihood
+    likelihood = la.members[0].task
     X, y = model.split(batch)
     with model.forward_passes():
         logits = model(X)
@@ -233,7 +233,7 @@ def _numbers(la: Predictor, batch: Any) -> Columns:
     X, y = first.model.split(batch)
     with first.model.forward_passes():
         f_mu = first.model(X)
-    targets = first.trained_likelihood.check_targets(y, f_mu)
+    targets = first.task.check_targets(y, f_mu)
     without_variance = Moments(f_mu, torch.zeros_like(torch.diag_embed(f_mu)))
     predictions = [NumberPrediction.of([without_variance], [first.sigma_noise])]
     for pred_type in _pred_types(la):

@@ -27,7 +27,7 @@ from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import mixed, parts_for
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import Share
-from laplace_lora_ext.tuning import build
+from laplace_lora_ext.tuning import build, methods_of
 from laplace_lora_ext.tuning.gridsearch import GridMethod
 from laplace_lora_ext.tuning.history import Hyperparameters, TuningHistory
 from laplace_lora_ext.tuning.method import TuningMethod
@@ -226,7 +226,7 @@ class LaplaceMixture(Predictor):
         TuningHistory
             its prior precisions are the factors
         """
-        choose = build(method, options, self.members[0].problem.methods)
+        choose = build(method, options, methods_of(self.members[0].task))
         if not isinstance(choose, GridMethod):
             raise ValueError(
                 'A mixture takes method="gridsearch" or a GridSearch(...), not '

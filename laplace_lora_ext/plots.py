@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_lora_ext.likelihoods import TOKENS
 from laplace_lora_ext.metrics import N_BINS
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.processes.exchange import rank
@@ -80,16 +79,13 @@ def outcomes(
         If there are no labels, or the posterior predicts no classes of examples.
     """
     first = la.members[0]
-    if first.predicted_likelihood.is_gaussian:
-        raise ValueError(
-            f"{first.likelihood} predicts numbers, which have no probabilities."
-        )
-    if first.likelihood in (TOKENS, "language_modeling"):
+    first.task.predicted.check_classes(first.likelihood)
+    if first.task.has_tokens:
         raise ValueError(
             f"Pictures are of one distribution an example, and {first.likelihood} has "
             "one a token: laplace_lora_ext.metrics.compare measures labels of tokens."
         )
-    likelihood = first.trained_likelihood
+    task = first.task
     is_silent = not progress_bar or rank() > 0
     batches = tqdm(loader, "[Predictions]", disable=is_silent)
     generator = torch.Generator(la.model.device).manual_seed(0)
@@ -101,18 +97,18 @@ def outcomes(
         inputs, y = la.model.split(batch)
         with la.model.forward_passes():
             logits = la.model(inputs)
-        trained.append(likelihood.class_logits(logits).softmax(-1).cpu())
+        trained.append(task.class_logits(logits).softmax(-1).cpu())
         # All batches see the same draws.
         generator.set_state(start)
         predictions.append(la.predict(inputs, generator=generator, pred_type=pred_type))
-        labels.append(likelihood.check_targets(y, logits).cpu())
+        labels.append(task.check_targets(y, logits).cpu())
     if not labels:
         raise ValueError("The loader has no data.")
     fields: list[Tensor] = []
     for parts in zip(*predictions, strict=True):
         fields.append(torch.cat(parts).detach().cpu())
     prediction = Prediction._make(fields)
-    if not likelihood.sees_differences:
+    if not task.sees_differences:
         prediction = _of_each_label(prediction)
     return Outcomes(
         trained=torch.cat(trained).flatten(0, -2),

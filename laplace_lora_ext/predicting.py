@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.likelihoods import TOKENS
 from laplace_lora_ext.messages import check_counts, check_name, warn
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.running import alone, cpu_as_default, exclusive
@@ -102,7 +101,7 @@ class Predictor:
             loader's batch names it.
         """
         first = self.members[0]
-        is_of_numbers = first.predicted_likelihood.is_gaussian
+        is_of_numbers = first.task.predicted.has_noise
         if not is_of_numbers:
             check_name("link_approx", link_approx, LINKS)
         state = None if generator is None else generator.get_state()
@@ -124,7 +123,7 @@ class Predictor:
                 collate_fn,
                 batch_size,
                 progress_bar,
-                Sample(join=padded if first.likelihood == TOKENS else stacked),
+                Sample(join=padded if first.task.has_tokens else stacked),
             )
         return NumberPrediction(*columns) if is_of_numbers else Prediction(*columns)
 
@@ -152,7 +151,7 @@ class Predictor:
         # theirs.
         probabilities = torch.stack(by_link).mean(0)
         prediction = Prediction.of_draws(probabilities, torch.cat(draws))
-        shown = first.predicted_likelihood.shown(probabilities)
+        shown = first.task.predicted.shown(probabilities)
         rows = prediction._replace(probabilities=shown)
         return Prediction(*(first.model.in_places(column, batch) for column in rows))
 
@@ -189,11 +188,7 @@ class Predictor:
         "mc". A likelihood without classes is refused by a `ValueError`.
         """
         first = self.members[0]
-        if first.predicted_likelihood.is_gaussian:
-            raise ValueError(
-                f"{first.likelihood} predicts numbers, which have no probabilities: "
-                "use la.predict(x)."
-            )
+        first.task.predicted.check_classes(first.likelihood)
         prediction = self.predict(
             x,
             link_approx,
@@ -266,13 +261,8 @@ class Predictor:
         arXiv:1503.02531 (2015).
         """
         first = self.members[0]
-        likelihood = first.predicted_likelihood
-        if likelihood.is_gaussian or likelihood is not first.trained_likelihood:
-            raise ValueError(
-                "A student learns class probabilities, and "
-                f"{first.likelihood} has none."
-            )
-        if first.likelihood == TOKENS:
+        first.task.predicted.check_classes(first.likelihood)
+        if first.task.has_tokens:
             raise NotImplementedError(
                 "A student learns one distribution a text, and the likelihood "
                 '"token_classification" has one a token: use la.amortize.'
@@ -280,7 +270,7 @@ class Predictor:
         teacher = students.Teacher(
             adapter=first.blocks[0].adapter,
             models=[member.model for member in self.members],
-            likelihood=likelihood,
+            task=first.task,
             probabilities=partial(self, link_approx=DEFAULT_LINK, fitting=True),
         )
         return students.distill(
@@ -416,6 +406,6 @@ class Predictor:
 
 def _noise(la: Posterior) -> Tensor | float:
     """Return the standard deviation of the noise of what a posterior predicts."""
-    if la.predicted_likelihood is not la.trained_likelihood:
+    if la.task.predicted is not la.task:
         return 0.0  # rewards are read off preferences: nobody measures them
     return la.sigma_noise

@@ -186,7 +186,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             If the loader is empty, labels don't fit, only some batches have labels, or
             a number is not finite. The message names the batch.
         """
-        self.problem.check_linearised()
+        self.task.check_linearised()
         self._check_H_init()
 
         contrasts = contrasts_for(self, link_approx)

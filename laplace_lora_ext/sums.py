@@ -12,12 +12,12 @@ import tqdm
 from torch import Tensor
 
 from laplace_lora_ext.curvature.structure import Structure
-from laplace_lora_ext.likelihoods import MULTI_LABEL, ClassCounts, Likelihood
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.same_model import hashes
 from laplace_lora_ext.processes.exchange import count, gathered, rank
 from laplace_lora_ext.processes.shards import Share
+from laplace_lora_ext.tasks.task import ClassCounts, Task
 
 _LITTLE = 0.1  # probability of all answers together
 _GUESS = 0.99  # a loss from this share of the labels' entropy on is chance
@@ -35,7 +35,7 @@ class Seen:
     @classmethod
     def of(
         cls,
-        likelihood: Likelihood,
+        task: Task,
         y: Tensor,
         answered: Sequence[Tensor],
     ) -> Seen:
@@ -51,7 +51,7 @@ class Seen:
             answered=total,
             n_texts=n_texts,
             all_binary=bool(are_binary.all()),
-            class_counts=likelihood.class_counts(y),
+            class_counts=task.class_counts(y),
         )
 
     def __add__(self, other: Seen) -> Seen:
@@ -65,7 +65,7 @@ class Seen:
 
     def warn(
         self,
-        likelihood: Likelihood,
+        task: Task,
         loss: float,
         n_data: int,
     ) -> None:
@@ -91,12 +91,7 @@ class Seen:
                 "saves both. Else check that texts and labels are those of training. "
                 "(A training with weights of classes can have this effect, too.)"
             )
-        if likelihood.is_gaussian and self.all_binary:
-            warn(
-                'Every target is 0 or 1, but the likelihood "regression" takes them '
-                "for numbers. If the model was trained by a sigmoid, use "
-                f'"{MULTI_LABEL}".'
-            )
+        task.warn_of_all(self.all_binary)
 
     def loss_of_chance(self) -> float:
         """Compute the summed loss of who knows nothing but how frequent classes are."""
@@ -168,7 +163,7 @@ def sums_over(
     joined = _joined(own.curvature, of_ranks, structure)
     if not joined.n_outputs:  # no batch has had anything to learn
         raise ValueError("No token of the data has a label: every label is -100.")
-    joined.seen.warn(structure.likelihood, joined.loss.item(), joined.n_data)
+    joined.seen.warn(structure.task, joined.loss.item(), joined.n_data)
     return joined
 
 
@@ -227,7 +222,7 @@ def _with_batch(
         loss=sums.loss + loss.to(sums.loss),
         n_data=sums.n_data + len(y),
         n_outputs=model.output_size,
-        seen=sums.seen + Seen.of(structure.likelihood, y, answered),
+        seen=sums.seen + Seen.of(structure.task, y, answered),
     )
 
 

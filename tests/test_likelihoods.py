@@ -10,13 +10,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext.draws import Draws
-from laplace_lora_ext.likelihoods import (
-    LIKELIHOODS,
-    MULTI_LABEL,
-    TOKENS,
-    Classification,
-    Regression,
-)
+from laplace_lora_ext.tasks import TASKS
+from laplace_lora_ext.tasks.classification import Classification
+from laplace_lora_ext.tasks.regression import Regression
 from tests.support.dense import EXACT, softmax_fisher
 from tests.support.models import (
     pairs,
@@ -28,6 +24,10 @@ from tests.support.posteriors import (
     make,
     normal,
 )
+
+MULTI_LABEL = "multi_label_classification"
+TOKENS = "token_classification"
+
 
 # --- seeds ----------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ IDENTITY = torch.eye(3, dtype=torch.float64)
 )
 def test_sampled_seeds_are_unbiased(likelihood, expected):
     n_draws = 40_000
-    label_seeds = LIKELIHOODS[likelihood].label_seeds
+    label_seeds = TASKS[likelihood].label_seeds
     seeds = label_seeds(LOGITS, n_draws, Draws(0, torch.arange(1)))
     found = fisher(seeds)
     # Four standard errors.
@@ -87,7 +87,7 @@ def test_sampled_seeds_are_unbiased(likelihood, expected):
 def test_sampled_slopes_of_tokens_are_unbiased():
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0]).double()
     n_draws = 20_000
-    likelihood = LIKELIHOODS["language_modeling"]
+    likelihood = TASKS["language_modeling"]
     three_tokens = logits.expand(3, 4)
     of_one_text = Draws(0, torch.zeros(3).long())
     seeds = likelihood.label_seeds(three_tokens, n_draws, of_one_text)
@@ -147,7 +147,7 @@ def fishers_by_signs(likelihood: str, n_sums: int) -> list[Tensor]:
     for pattern in product([-1.0, 1.0], repeat=4):
         draws = OnePattern(0, torch.arange(3))
         object.__setattr__(draws, "pattern", pattern)
-        seeds = LIKELIHOODS[likelihood].sign_seeds(FOUR_LOGITS, n_sums, draws)
+        seeds = TASKS[likelihood].sign_seeds(FOUR_LOGITS, n_sums, draws)
         # Nothing underflows in half precision.
         largest = seeds.vectors.abs().amax((1, 2))
         assert_close(largest, torch.ones_like(largest))
@@ -173,9 +173,7 @@ def test_as_many_sums_as_columns_are_exact_with_any_signs(likelihood, n_columns)
     expected = exact_fisher(likelihood, FOUR_LOGITS)
     for found in fishers_by_signs(likelihood, n_columns):
         assert_close(found, expected, **EXACT)
-    seeds = LIKELIHOODS[likelihood].sign_seeds(
-        FOUR_LOGITS, 9, Draws(0, torch.arange(3))
-    )
+    seeds = TASKS[likelihood].sign_seeds(FOUR_LOGITS, 9, Draws(0, torch.arange(3)))
     assert len(seeds.vectors) == n_columns
     one_less = fishers_by_signs(likelihood, n_columns - 1)
     assert not torch.allclose(one_less[0], expected)
@@ -411,7 +409,7 @@ def test_probabilities_in_place_of_logits_are_warned_of(dtype):
 
 
 def test_tokens_outside_the_vocabulary_are_refused():
-    tokens = LIKELIHOODS["language_modeling"]
+    tokens = TASKS["language_modeling"]
     y = torch.tensor(
         [
             [-100, 3],

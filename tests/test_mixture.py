@@ -252,12 +252,12 @@ def priors_of(*posteriors):
 def loss_by_hand(both, batches):
     """Compute the mean negative log-likelihood of what a mixture predicts."""
     mixture = both.mixture()
-    likelihood = both.first.trained_likelihood
+    likelihood = both.first.task
     losses = []
     for batch in batches:
         predicted = mixture(batch, **MEAN_FIELD, fitting=True)
         # Of numbers these are moments, of classes probabilities.
-        is_moments = likelihood.is_gaussian
+        is_moments = likelihood.has_noise
         outputs = predicted if is_moments else [predicted.log()]
         nll = likelihood.nll(
             outputs,

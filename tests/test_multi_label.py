@@ -16,9 +16,9 @@ from transformers import Trainer
 
 import laplace_lora_ext
 from laplace_lora_ext.draws import Draws
-from laplace_lora_ext.likelihoods import LIKELIHOODS, MULTI_LABEL
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.plots import outcomes
+from laplace_lora_ext.tasks import TASKS
 from tests.support.dense import (
     curvature_of,
     full_rank,
@@ -45,7 +45,8 @@ from tests.support.models import (
 from tests.support.posteriors import generator, make
 from tests.support.trainers import trainer_of
 
-BERNOULLIS = LIKELIHOODS[MULTI_LABEL]
+MULTI_LABEL = "multi_label_classification"
+BERNOULLIS = TASKS[MULTI_LABEL]
 LINKS = ["probit", "mean_field", "mc"]
 # A label's sums and its two classes' differ by the order of additions.
 SAME = {

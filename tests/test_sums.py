@@ -14,12 +14,8 @@ from torch.special import entr
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 
-from laplace_lora_ext.likelihoods import (
-    LIKELIHOODS,
-    MULTI_LABEL,
-    TOKENS,
-)
 from laplace_lora_ext.sums import Seen
+from laplace_lora_ext.tasks import TASKS
 from tests.support.dense import full_rank, labels_of
 from tests.support.models import (
     Batch,
@@ -42,6 +38,9 @@ from tests.support.ranks import (
 )
 from tests.support.snapshots import facts_of
 from tests.support.tokens import token_classifier
+
+MULTI_LABEL = "multi_label_classification"
+TOKENS = "token_classification"
 
 # Sums of the same numbers in another order, through eigendecompositions.
 CLOSE = {
@@ -600,7 +599,7 @@ def test_the_loss_of_chance_is_the_entropy_of_each_kind_of_labels(
 
 
 def seen(likelihood: str, y: Tensor) -> Seen:
-    return Seen.of(LIKELIHOODS[likelihood], y, [])
+    return Seen.of(TASKS[likelihood], y, [])
 
 
 @dataclass(frozen=True)

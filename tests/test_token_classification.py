@@ -848,6 +848,5 @@ def test_another_likelihoods_data_or_models_are_told_which_it_is(
 
 
 def test_a_structure_without_rows_of_tokens_is_refused():
-    message = 'hessian_structure="lowrank_kron", "diag" or "full"'
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="hessian_structure"):
         make(token_classifier(), "kron", TOKENS)

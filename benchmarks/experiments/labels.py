@@ -20,7 +20,7 @@ from benchmarks.tasks import LABELLED_TASKS
 from benchmarks.tasks.task import UNLABELLED
 from benchmarks.training import Records
 from laplace_lora_ext import LowRankKronLoRALaplace
-from laplace_lora_ext.likelihoods import LIKELIHOODS, MULTI_LABEL, TOKENS
+from laplace_lora_ext.tasks import TASKS
 
 FIGURES = ("accuracy", "exact", "nll", "ece", "chosen", "logit_scale")
 # Of shifted sets, with their titles in the table.
@@ -78,11 +78,13 @@ class Trial:
 
     @property
     def _likelihood(self) -> str:
-        return TOKENS if self.pretrained.task.labels_words else MULTI_LABEL
+        if self.pretrained.task.labels_words:
+            return "token_classification"
+        return "multi_label_classification"
 
     def _logits(self, model: AdaptedModel, loader: Iterable[Any]) -> Tensor:
         """Compute logits `(labels, classes)` of a trained model, for a softmax."""
-        likelihood = LIKELIHOODS[self._likelihood]
+        likelihood = TASKS[self._likelihood]
         # A label by itself, right or wrong, has one logit, and a softmax two.
         logits = likelihood.class_logits(model.logits(loader))
         # A label counts alike, whichever text it is of.

@@ -23,7 +23,7 @@ from benchmarks.models import device_of, gemma_folder, load_model, load_tokenize
 from benchmarks.options import Text
 from benchmarks.report import Figures, Result, Row, over_seeds, say, table
 from benchmarks.tasks.free_text import Written, by_length, collate, read
-from laplace_lora_ext.models.tokens_model import TokensModel
+from laplace_lora_ext.tasks.language import TokensModel
 
 LORA = ("q_proj", "v_proj")
 FEW_TEXTS = 16  # training texts that choose the noise of TFB

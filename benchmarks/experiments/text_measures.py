@@ -12,7 +12,7 @@ from benchmarks.metrics import aurc, auroc
 from benchmarks.report import Row
 from benchmarks.tasks.free_text import Written, by_length
 from laplace_lora_ext.metrics import N_BINS
-from laplace_lora_ext.models.tokens_model import TokensModel
+from laplace_lora_ext.tasks.language import TokensModel
 from laplace_lora_ext.text.scores import score
 
 LONGEST_ANSWER = 16  # tokens, more than names and types take

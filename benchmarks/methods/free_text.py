@@ -13,8 +13,8 @@ from benchmarks.methods import sampled
 from benchmarks.methods.method import fit_temperature
 from benchmarks.models import AdaptedModel
 from laplace_lora_ext import LowRankKronLoRALaplace
-from laplace_lora_ext.likelihoods import IGNORED
-from laplace_lora_ext.models.tokens_model import TokensModel
+from laplace_lora_ext.models.batches import IGNORED
+from laplace_lora_ext.tasks.language import TokensModel
 
 
 def no_draws(_: Any) -> Iterable[Tensor]:

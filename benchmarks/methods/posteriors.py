@@ -11,9 +11,9 @@ from torch import Tensor
 import laplace_lora_ext
 from benchmarks.models import AdaptedModel
 from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
-from laplace_lora_ext.likelihoods import Classification
 from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.models.adapters import find_peft_model
+from laplace_lora_ext.tasks.classification import CLASSIFICATION
 
 # What a posterior predicts with unless an experiment compares links. It is right for
 # two classes as for many: "probit" is less doubtful than it should be of two.
@@ -109,7 +109,7 @@ class BareLoops:
         """Take the passes of the exact Fisher."""
         for batch in batches:
             logits = self._model.logits_model(batch)
-            seeds = Classification().exact_seeds(logits.detach()).vectors
+            seeds = CLASSIFICATION.exact_seeds(logits.detach()).vectors
             self._differentiate(logits, seeds)
 
     def amortize(self, batches: Iterable[Any]) -> None:

@@ -30,7 +30,7 @@ def tempered(la: LoRALaplace, temperature: float) -> Teacher:
     return Teacher(
         adapter=la.blocks[0].adapter,
         models=[la.model],
-        likelihood=la.predicted_likelihood,
+        task=la.task,
         probabilities=probabilities,
     )
 

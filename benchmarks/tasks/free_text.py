@@ -10,7 +10,7 @@ from benchmarks.options import Text
 from benchmarks.tasks.docstrings import LIBRARIES, read_library
 from benchmarks.tasks.numpydoc import LIBRARIES as DESCRIBED
 from benchmarks.tasks.numpydoc import TYPES, read_parameters
-from laplace_lora_ext.likelihoods import IGNORED
+from laplace_lora_ext.models.batches import IGNORED
 
 LONGEST = 14  # words of a description
 

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import isfinite
 from numbers import Integral
 from typing import Any
 
 import torch
 from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
-from laplace.curvature.curvlinops import CurvlinopsGGN
 from torch import Tensor, nn
 
 from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.factors import StreamingUpdates
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.draws import Draws
-from laplace_lora_ext.likelihoods import (
-    IGNORED,
-    LIKELIHOODS,
-    LabelsOfTokens,
-    Likelihood,
-    Seeds,
-)
 from laplace_lora_ext.messages import check_counts, check_name, listed
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.models.weights import read, without_rows
 from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.passes.recording import (
@@ -37,6 +27,8 @@ from laplace_lora_ext.passes.recording import (
     Turns,
     Visitor,
 )
+from laplace_lora_ext.tasks import task_of
+from laplace_lora_ext.tasks.task import Seeds
 
 PAPER_SETTINGS: dict[str, Any] = {
     "kfac_approx": "expand",
@@ -51,74 +43,6 @@ Labels are drawn where classes are many.
 
 # What can be drawn, and in how many backward passes.
 _DRAWS = {"signs": 2, "labels": 8}
-
-
-# --- what a batch's passes end in: its seeds, and its loss ----------------------------
-
-
-class Outputs:
-    """The outputs `(N, C)` of a batch with labels."""
-
-    def compute(self, batch: Any, own: Tensor | None = None) -> Tensor:
-        """Compute outputs of the batch, or of one of its examples.
-
-        Booleans `(N,)` then mark its own rows among the batch's.
-        """
-        raise NotImplementedError
-
-    def seeds_and_loss(self, outputs: Tensor) -> tuple[Seeds, Tensor]:
-        """Choose what to back-propagate for the Fisher, and sum the loss `()`.
-
-        Labels that don't fit are refused.
-        """
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Logits(Outputs):
-    """The model's logits `(N, C)`."""
-
-    model: LogitsModel
-    likelihood: Likelihood
-    y: Tensor
-    seeds: Callable[[Tensor, Tensor], Seeds]  # of logits and labels
-
-    def compute(self, batch: Any, own: Tensor | None = None) -> Tensor:
-        return self.model(batch)
-
-    def seeds_and_loss(self, outputs: Tensor) -> tuple[Seeds, Tensor]:
-        y = self.likelihood.check_targets(self.y, outputs)
-        return self.seeds(outputs, y), self.likelihood.loss(outputs, y)
-
-
-@dataclass(frozen=True)
-class LabelLogProbs(Outputs):
-    """Log-probabilities `(N, 1 + S)` of tokens' own labels, and of S drawn ones.
-
-    Their gradients in the logits of a vocabulary are the slopes that Monte-Carlo and
-    empirical Fishers sum, and at no time are the logits of all tokens needed. The slope
-    of a drawn label averages 0 and is independent of every other token's. So the
-    gradient G of a text's whole loss has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, the sum of its
-    tokens' exact Fishers, for the price of one backward pass.
-    """
-
-    model: TokensModel
-    labels: LabelsOfTokens
-
-    def compute(self, batch: Any, own: Tensor | None = None) -> Tensor:
-        labels = self.labels if own is None else self.labels.of(own)
-        return self.model.log_probs_of(batch, labels)
-
-    def seeds_and_loss(self, outputs: Tensor) -> tuple[Seeds, Tensor]:
-        """Choose the drawn labels, or where none are drawn the tokens' own."""
-        n_tokens, n_labels = outputs.shape
-        n_draws = n_labels - 1
-        chosen = torch.eye(n_labels).to(outputs)
-        if n_draws > 0:
-            chosen = chosen[1:]
-        vectors = chosen[:, None].expand(-1, n_tokens, -1)
-        weights = outputs.new_full((len(chosen), 1), len(chosen) ** -0.5)
-        return Seeds(vectors, weights), -outputs[:, 0].sum()
 
 
 # --- the two ways to sum Kronecker factors from inputs and output gradients -----------
@@ -287,10 +211,10 @@ class LowRankKronInterface(CurvatureInterface):
                 f'these have none: {listed(unseen)}. Use kfac_approx="gradient", or '
                 "leave them out with target_modules."
             )
-        self._likelihood = LIKELIHOODS[likelihood]
+        self.task = task_of(likelihood)
         super().__init__(
             recorder.model,
-            self._likelihood.name,
+            self.task.loss_for_host,
             dict_key_x=dict_key_x,
             dict_key_y=dict_key_y,
         )
@@ -327,20 +251,13 @@ class LowRankKronInterface(CurvatureInterface):
         """Draw numbers `(S, N)` that choose labels of tokens; none by default."""
         return torch.empty((0, n_tokens), device=self.model.device)
 
-    def outputs(self, y: Tensor) -> Outputs:
-        """Choose what the passes of a batch with labels `y` end in."""
-        if not isinstance(self.model, TokensModel):
-            return Logits(self.model, self._likelihood, y, self.seeds)
-        own = y[y != IGNORED]
-        return LabelLogProbs(self.model, LabelsOfTokens(own, self.numbers(len(own))))
-
     def _loss_for_host(self, f: Tensor, y: Tensor) -> Tensor:
         """Sum the loss `()`, without the factor that the host multiplies it by.
 
         Labels that don't fit are refused.
         """
-        y = self._likelihood.check_targets(y, f)
-        return self._likelihood.loss(f, y) / self.factor
+        y = self.task.check_targets(y, f)
+        return self.task.loss(f, y) / self.factor
 
     def zeros(self) -> LowRankKron:
         """Make empty sums, to which `accumulate` adds batches."""
@@ -373,12 +290,12 @@ class LowRankKronInterface(CurvatureInterface):
         # Rows may wait until they take as much memory as the sums that they go into.
         updates = StreamingUpdates(H.nbytes)
         statistics = KFAC_APPROX[self.kfac_approx](H.blocks, updates)
-        outputs = self.outputs(y)
+        objective = self.task.objective(self.model, y, self.seeds, self.numbers)
         with self.recorder.record(
-            x, outputs=outputs.compute, keeps_inputs=statistics.sees_inputs
+            x, outputs=objective.compute, keeps_inputs=statistics.sees_inputs
         ) as recording:
             numbers = recording.logits.detach()
-            seeds, loss = outputs.seeds_and_loss(numbers)
+            seeds, loss = objective.seeds_and_loss(numbers)
             turns = Turns.of(self.model.positions(x, len(numbers)))
             if turns is not None:  # of tokens, each has a curvature of its own
                 seeds = turns.seeds(seeds)
@@ -433,8 +350,8 @@ class LowRankKronInterface(CurvatureInterface):
         """Make gradients `(B, parameters)` of each example's loss, and sum the loss."""
         Js, f = self.jacobians(x)
         loss = self.lossfunc(f, y)
-        targets = self._likelihood.check_targets(y, f)
-        (slopes,) = self._likelihood.empirical_seeds(f, targets).dense()
+        targets = self.task.check_targets(y, f)
+        (slopes,) = self.task.empirical_seeds(f, targets).dense()
         # The host's loss is 1 / factor times the negative log-likelihood.
         slopes = slopes / self.factor
         return torch.einsum("bc,bcp->bp", slopes, Js), loss
@@ -516,12 +433,10 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         """Choose seeds of the exact Fisher, or draw some where they are fewer."""
         is_drawn = self.stochastic
         if is_drawn is None:
-            are_many = self._likelihood.n_passes(logits) > self.num_samples
-            # Numbers weigh alike: none of their columns is next to nothing.
-            is_drawn = are_many and not self._likelihood.is_gaussian
+            is_drawn = self.task.draws_save(logits, self.num_samples)
         if is_drawn:
             return self._sampled_seeds(logits)
-        return self._likelihood.exact_seeds(logits)
+        return self.task.exact_seeds(logits)
 
     def numbers(self, n_tokens: int) -> Tensor:
         """Draw as many numbers `(S, N)` as labels; the exact Fisher is refused."""
@@ -542,8 +457,8 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
     def _sampled_seeds(self, logits: Tensor) -> Seeds:
         draws = self._draws(len(logits))
         if self.draws == "signs":
-            return self._likelihood.sign_seeds(logits, self.num_samples, draws)
-        return self._likelihood.label_seeds(logits, self.num_samples, draws)
+            return self.task.sign_seeds(logits, self.num_samples, draws)
+        return self.task.label_seeds(logits, self.num_samples, draws)
 
     def _draws(self, n_rows: int) -> Draws:
         """Make what draws numbers for the rows of a batch."""
@@ -556,7 +471,7 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
 
     def _get_functional_hessian(self, f: Tensor) -> Tensor:
         """Compute the exact Fisher `(B, C, C)` of the logits, as the host names it."""
-        return _fisher(self._likelihood.exact_seeds(f))
+        return _fisher(self.task.exact_seeds(f))
 
 
 class LowRankKronEF(LowRankKronInterface, EFInterface):
@@ -574,25 +489,7 @@ class LowRankKronEF(LowRankKronInterface, EFInterface):
         y: Tensor,
     ) -> Seeds:
         """Choose the slope of each example's loss."""
-        return self._likelihood.empirical_seeds(logits, y)
-
-
-class MultiLabelCurvlinopsGGN(CurvlinopsGGN):
-    """Curvlinops' Kronecker factors for several labels.
-
-    The host's class knows softmax and squares alone.
-
-    Parameters are those of the host's class.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: str,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(model, "classification", **kwargs)
-        self.lossfunc = nn.BCEWithLogitsLoss(reduction="sum")
+        return self.task.empirical_seeds(logits, y)
 
 
 def _fisher(seeds: Seeds) -> Tensor:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
 from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
-from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.weights import check_in_place, check_with_biases
 from laplace_lora_ext.passes.graph import tapped
 from laplace_lora_ext.passes.recorder import Recorder
+from laplace_lora_ext.tasks.task import Task
 
 
 class _Summable(Protocol):
@@ -42,7 +42,7 @@ class Structure(Generic[SumsT, CurvatureT]):
     ----------
     recorder : Recorder
         of the model and its blocks
-    likelihood : Likelihood
+    task : Task
         of the training data
     backend : CurvatureInterface
     """
@@ -50,7 +50,7 @@ class Structure(Generic[SumsT, CurvatureT]):
     default_backend: ClassVar[type[CurvatureInterface]] = LowRankKronGGN
 
     recorder: Recorder
-    likelihood: Likelihood
+    task: Task
     backend: CurvatureInterface
 
     @classmethod
@@ -92,9 +92,9 @@ class Structure(Generic[SumsT, CurvatureT]):
             nonlocal total
             of_part = y[place]
             # Texts without a label.
-            if not len(self.likelihood.as_targets(of_part, dtype)):
+            if not len(self.task.as_targets(of_part, dtype)):
                 return
-            owners = self.likelihood.owners(of_part).to(examples.device)
+            owners = self.task.owners(of_part).to(examples.device)
             # Nothing is added unless the whole part is.
             with self._drawing_for(examples[place][owners]):
                 loss, total = self._add(total, part, of_part)
@@ -243,7 +243,7 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
         ):
             logits = self._checked_logits(x)
             # A copy, since autograd can't save labels of inference mode.
-            targets = self.likelihood.check_targets(y.clone(), logits)
+            targets = self.task.check_targets(y.clone(), logits)
             # Factors of "one" datum are sums: then curvlinops asks for no number of
             # examples, which the host would read off `input_ids`.
             options: Any = {"num_data": 1}

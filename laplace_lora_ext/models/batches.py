@@ -14,6 +14,9 @@ from transformers import BatchEncoding, PreTrainedModel
 
 from laplace_lora_ext.processes.exchange import rank
 
+IGNORED = -100
+"""transformers' label for a token that does not count."""
+
 
 def named_batches(
     loader: Iterable[Any],

@@ -14,7 +14,6 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.answers import (
     Answers,
@@ -30,11 +29,11 @@ from laplace_lora_ext.models.answers import (
     reading_at,
     without_cache,
 )
-from laplace_lora_ext.models.batches import text_first
+from laplace_lora_ext.models.batches import IGNORED, text_first
 from laplace_lora_ext.models.vocabulary import (
     LastStates,
-    Part,
     Reading,
+    Span,
     logits_at,
     parts_of,
     read_in_parts,
@@ -250,7 +249,7 @@ class Choices(Answers):
         self,
         inputs: Any,
         targets: Tensor,
-        parts: Sequence[Part],
+        parts: Sequence[Span],
         call: Callable[..., Any],
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
@@ -260,7 +259,7 @@ class Choices(Answers):
         tokens = targets[predicts]
         calls = partial(LastStates(self._transformer).call, call, inputs, **kwargs)
 
-        def logits(part: Part) -> Tensor:
+        def logits(part: Span) -> Tensor:
             places = part.of(predicts)
             return in_full(logits_at(self._transformer, places, calls))
 

@@ -23,7 +23,7 @@ Reading = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class Span:
     """Some of each text's labelled tokens, counted from its first one."""
 
     first: int
@@ -35,14 +35,14 @@ class Part:
         return labelled & (number >= self.first) & (number < self.first + self.size)
 
 
-def parts_of(places: Tensor) -> list[Part]:
+def parts_of(places: Tensor) -> list[Span]:
     """Divide the true ones of places `(N, T)`: a part has at most `MOST_ROWS`.
 
     Of more texts N than that, a part has a place of each.
     """
     size = max(1, MOST_ROWS // len(places))
     most = int(places.sum(1).max())
-    return [Part(first, size) for first in range(0, most, size)]
+    return [Span(first, size) for first in range(0, most, size)]
 
 
 def logits_at(
@@ -61,8 +61,8 @@ def logits_at(
 
 def read_in_parts(
     places: Tensor,
-    parts: Sequence[Part],
-    logits: Callable[[Part], Tensor],
+    parts: Sequence[Span],
+    logits: Callable[[Span], Tensor],
     reading: Callable[[Tensor], Reading],
 ) -> tuple[Tensor, Tensor]:
     """Read `(n, ...)` off logits at the true ones of `(N, T)` places; keep no logits.
@@ -72,11 +72,11 @@ def read_in_parts(
     to read these. A backward pass computes the logits of one part after the other anew.
     """
 
-    def compute(part: Part, read: Reading) -> Tensor:
+    def compute(part: Span, read: Reading) -> Tensor:
         return read(logits(part))
 
     # The layers before the output layer run here, and never again.
-    at_first = logits(Part(first=0, size=1))
+    at_first = logits(Span(first=0, size=1))
     rows: list[Tensor] = []
     of_parts: list[Tensor] = []
     for part in parts:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.likelihoods import Seeds
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import Positions
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.graph import Arrived, Graph
+from laplace_lora_ext.tasks.task import Seeds
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def amortize(
 
     Parameters, result and errors are those of `LoRALaplace.amortize`.
     """
-    if la.predicted_likelihood is not la.trained_likelihood:
+    if la.task.predicted is not la.task:
         raise ValueError(
             f"amortize is for classification and regression, not {la.likelihood}."
         )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.likelihoods import IGNORED
+from laplace_lora_ext.models.batches import IGNORED
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.predictive.data_sets import Sample, over_data_set, over_loader
 from laplace_lora_ext.predictive.moments import DifferenceMoments

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.likelihoods import gaussian_log_density
 from laplace_lora_ext.predictive.moments import AnyMoments, mixed
+from laplace_lora_ext.tasks.regression import gaussian_log_density
 
 _HALVINGS = 100  # of an interval, until float64 has no number within
 

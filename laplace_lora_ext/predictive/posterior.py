@@ -9,7 +9,6 @@ import torch
 from laplace.baselaplace import ParametricLaplace
 from torch import Tensor
 
-from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.logits_model import LogitsModel, logits_and_hidden_states
 from laplace_lora_ext.models.running import exclusive
@@ -24,6 +23,7 @@ from laplace_lora_ext.predictive.moments import (
     Moments,
     joined_moments,
 )
+from laplace_lora_ext.tasks.task import Task
 
 Result = TypeVar("Result")
 
@@ -45,10 +45,8 @@ class Posterior(ParametricLaplace):
         `(parameters,)`
     prior_precision : torch.Tensor
         `(1,)`, `(blocks,)` or `(parameters,)`
-    trained_likelihood : Likelihood
-        of the training data
-    predicted_likelihood : Likelihood
-        of predictions
+    task : Task
+        what the model was trained to predict
     n_outputs : int
         number of the model's outputs
     n_contrasts : int or None
@@ -67,8 +65,7 @@ class Posterior(ParametricLaplace):
     recorder: Recorder
     mean: Tensor
     prior_precision: Tensor
-    trained_likelihood: Likelihood
-    predicted_likelihood: Likelihood
+    task: Task
     n_outputs: int
     n_contrasts: int | None
     logit_scale: float
@@ -185,7 +182,7 @@ def moments_for(
     check_name("pred_type", pred_type, ["glm", "amortized"])
     if pred_type == "amortized":
         x = amortized_moments(la, x)
-        if la.predicted_likelihood.is_gaussian:  # whose density needs a covariance
+        if la.task.predicted.has_noise:  # whose density needs a covariance
             x = x.semidefinite()
     return moments_of_model(la, x, link_approx).scaled(la.logit_scale)
 
@@ -201,7 +198,7 @@ def moments_of_model(la: Posterior, x: Any, link_approx: str) -> AnyMoments:
     """
     if not sees_differences(la, link_approx):
         of_all = Moments(*la._moments_of_all(x))
-        return of_classes(la.predicted_likelihood, of_all)
+        return of_classes(la.task.predicted, of_all)
     if isinstance(x, AnyMoments):
         return la._given(x)
     contrasts = Contrasts(la.n_contrasts)
@@ -212,16 +209,16 @@ def moments_of_model(la: Posterior, x: Any, link_approx: str) -> AnyMoments:
 
 def sees_differences(la: Posterior, link_approx: str) -> bool:
     """Tell whether a link depends on differences of outputs alone."""
-    is_softmax = la.predicted_likelihood.sees_differences and la.n_outputs > 1
+    is_softmax = la.task.predicted.sees_differences and la.n_outputs > 1
     return is_softmax and link_approx in OF_DIFFERENCES
 
 
-def of_classes(likelihood: Likelihood, moments: AnyMoments) -> AnyMoments:
+def of_classes(task: Task, moments: AnyMoments) -> AnyMoments:
     """Turn a model's moments into those of classes' logits, as links take them."""
     if isinstance(moments, DifferenceMoments):
         return moments  # of a softmax, whose outputs they are
     f_mu, f_var = moments
-    return Moments(likelihood.class_logits(f_mu), likelihood.class_covariance(f_var))
+    return Moments(task.class_logits(f_mu), task.class_covariance(f_var))
 
 
 def drawn_weights(
@@ -277,10 +274,7 @@ def features_of(la: Posterior, inputs: Any) -> tuple[Tensor, Tensor]:
     """Compute logits `(B, C)`, and features `(B, p)` to learn variances from."""
     with la.model.running():
         logits, hidden = logits_and_hidden_states(la.model, inputs)
-    likelihood = la.predicted_likelihood
-    features = logits
-    if not likelihood.is_gaussian:
-        features = likelihood.class_logits(logits).log_softmax(-1).flatten(1)
+    features = la.task.predicted.features(logits)
     if hidden is not None:
         features = torch.cat([hidden, features], dim=-1)
     return logits, features.to(la.blocks[0].statistics_dtype)

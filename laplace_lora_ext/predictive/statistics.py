@@ -437,7 +437,7 @@ def statistics_of_batch(
         targets = classes = None
         if y is not None:
             labels = la.model.labels_of_part(y, part, place)
-            targets = la.trained_likelihood.check_targets(labels, f_mu).to(device)
+            targets = la.task.check_targets(labels, f_mu).to(device)
         if contrasts is not None:
             classes = contrasts.classes(f_mu)
             classes = pad(classes, (0, n_missing), value=NO_CLASS).to(device)

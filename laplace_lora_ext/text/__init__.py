@@ -1,1 +1,1 @@
-"""Free text: scores under drawn weights, a choice of the prior, batches of choices."""
+"""Free text: scores under drawn weights, batches of choices."""

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from laplace_lora_ext.models.running import exclusive
-from laplace_lora_ext.models.tokens_model import TokensModel
-from laplace_lora_ext.models.vocabulary import LastStates, Part
+from laplace_lora_ext.models.vocabulary import LastStates, Span
 from laplace_lora_ext.models.weights import Values, called_with
 from laplace_lora_ext.passes.graph import check_logits
 from laplace_lora_ext.predictive.posterior import Posterior, drawn_weights
+from laplace_lora_ext.tasks.language import TokensModel
 from laplace_lora_ext.tuning.method import draw_seed
 
 # A posterior, and weights for its model: drawn, or the trained ones.
@@ -170,8 +170,8 @@ def _draws_of(
 
 
 def _reader(
-    draw: _Draw, batch: Mapping[str, Any], parts: Sequence[Part] = ()
-) -> Callable[[Part | None], Tensor]:
+    draw: _Draw, batch: Mapping[str, Any], parts: Sequence[Span] = ()
+) -> Callable[[Span | None], Tensor]:
     """Return a function that computes logits `(N, V)` at labels, or at a part of them.
 
     Of several parts, only the first one runs the layers before the output layer.
@@ -181,7 +181,7 @@ def _reader(
     assert isinstance(model, TokensModel)
     states = LastStates(model.transformer) if len(parts) > 1 else None
 
-    def logits(part: Part | None) -> Tensor:
+    def logits(part: Span | None) -> Tensor:
         with model.prepared():
             return called_with(
                 model, member.blocks, weights, batch, part=part, states=states
@@ -196,7 +196,7 @@ def _table_of_batch(
     """Make a table `(B, T, columns)` as `_by_token` does, a part at a time."""
     model = members[0].model
     assert isinstance(model, TokensModel)
-    likelihood = members[0].trained_likelihood
+    likelihood = members[0].task
     parts = model.parts(batch)
     of_trained = [_reader(_trained(member), batch, parts) for member in members]
     of_draws = (_reader(draw, batch, parts) for draw in draws)

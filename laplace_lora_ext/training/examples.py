@@ -56,7 +56,7 @@ class Examples:
         """Number examples' groups `(N,)`: classes, or quantiles of targets."""
         everything = self.all
         one_group = torch.zeros(len(everything), dtype=torch.long)
-        if la.problem.writes or la.problem.labels_tokens:
+        if la.task.has_tokens:
             return one_group  # texts have no class
 
         def targets_of(batch: Any) -> Columns:
@@ -69,4 +69,4 @@ class Examples:
         # batches.
         if len(targets) != len(everything):
             return one_group
-        return la.trained_likelihood.groups(targets, held_out)
+        return la.task.groups(targets, held_out)

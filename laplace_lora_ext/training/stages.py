@@ -97,7 +97,7 @@ def choose_priors(
     # A mixture wants another prior than each of its members: it is less sure than they
     # are.
     together = joined(posteriors)
-    if len(posteriors) > 1 and posteriors[0].trained_likelihood.is_gaussian:
+    if len(posteriors) > 1 and posteriors[0].task.has_noise:
         # A mixture's noise is that of its members, which each chooses for itself.
         val_loaders = getattr(held_out, "members", [held_out] * len(posteriors))
         for member, val_loader in zip(together.members, val_loaders, strict=True):
@@ -411,7 +411,7 @@ def _figures(
         "laplace_prior_precision": sum(priors) / len(priors),
         "laplace_logit_scale": sum(scales) / len(scales),
     }
-    if la.members[0].trained_likelihood.is_gaussian:
+    if la.members[0].task.has_noise:
         noises = [member.sigma_noise.item() for member in la.members]
         figures["laplace_sigma_noise"] = sum(noises) / len(noises)
     # A dictionary is of several data sets, and each would need figures of its own.
@@ -427,10 +427,10 @@ def eval_figures(la: Any, loader: Iterable[Any]) -> dict[str, float]:
     `quality_of_numbers`.
     """
     first = la.members[0]
-    if first.problem.writes:
+    if first.task.writes:
         return {"eval_laplace_nll": _nll_of_tokens(la, loader)}
     measured = compare(la, loader).posterior
-    names = measured if first.trained_likelihood.is_gaussian else ("nll", "ece")
+    names = measured if first.task.has_noise else ("nll", "ece")
     return {f"eval_laplace_{name}": measured[name] for name in names}
 
 

@@ -20,7 +20,6 @@ from torch.nn.functional import kl_div
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.adapters import (
     add_copy,
     find_peft_model,
@@ -31,6 +30,7 @@ from laplace_lora_ext.models.batches import named_batches, pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import Checkpoints, keep_derivatives
 from laplace_lora_ext.models.swapping import Swapping
+from laplace_lora_ext.tasks.task import Task
 from laplace_lora_ext.training.examples import Examples
 from laplace_lora_ext.training.trainers import (
     restored,
@@ -56,7 +56,7 @@ class Teacher:
         the student begins as a copy of it
     models : sequence of LogitsModel
         of each posterior, the adapter's first
-    likelihood : Likelihood
+    task : Task
         of classes or labels
     probabilities : callable
         takes a batch, and returns what is learnt of its texts: `(B, C)`, or of labels
@@ -65,7 +65,7 @@ class Teacher:
 
     adapter: str
     models: Sequence[LogitsModel]
-    likelihood: Likelihood
+    task: Task
     probabilities: Callable[[Any], Tensor]
 
 
@@ -84,7 +84,7 @@ def distill(
     """
     examples = Examples.of_trainer(trainer)
     model = teacher.models[0]
-    likelihood = teacher.likelihood
+    task = teacher.task
     peft_model = find_peft_model(model)
     if find_peft_model(trainer.model) is not peft_model:
         raise ValueError(
@@ -105,11 +105,11 @@ def distill(
             records += _taught(teacher, batch)
             if head:
                 with model.forward_passes():
-                    logits.append(likelihood.class_logits(model(batch)).cpu())
+                    logits.append(task.class_logits(model(batch)).cpu())
         if head:
             targets = torch.stack([record[_TEACHER] for record in records])
             _scale_and_freeze(head, _best_scale(torch.cat(logits), targets))
-        with _teaching(trainer, model, likelihood):
+        with _teaching(trainer, model, task):
             train(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
             write_adapter(peft_model, adapter_name, {}, folder)
@@ -256,7 +256,7 @@ def _text(
     return record
 
 
-def _log_probs(student: LogitsModel, likelihood: Likelihood, inputs: Any) -> Tensor:
+def _log_probs(student: LogitsModel, task: Task, inputs: Any) -> Tensor:
     """Compute log-probabilities to learn from, without dropout of any kind.
 
     The model stays in evaluation mode: each step of a trainer begins with `train()`.
@@ -266,14 +266,14 @@ def _log_probs(student: LogitsModel, likelihood: Likelihood, inputs: Any) -> Ten
     with Checkpoints().of(student.tree):
         if student.class_token_ids is not None:
             return student.log_probs(inputs)
-        return likelihood.class_logits(student(inputs)).log_softmax(-1)
+        return task.class_logits(student(inputs)).log_softmax(-1)
 
 
 @contextmanager
 def _teaching(
     trainer: Any,
     model: LogitsModel,
-    likelihood: Likelihood,
+    task: Task,
 ) -> Iterator[None]:
     """Give a trainer's steps a student's loss within, and batches of taught texts.
 
@@ -295,7 +295,7 @@ def _teaching(
             students[id(run)] = model.around(run)
             students[id(run)].economise()
         targets = inputs.pop(_TEACHER)
-        log_p = _log_probs(students[id(run)], likelihood, inputs)
+        log_p = _log_probs(students[id(run)], task, inputs)
         return kl_div(log_p, targets.to(log_p), reduction="batchmean")
 
     def get_train_dataloader() -> Any:

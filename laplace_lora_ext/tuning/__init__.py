@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+from laplace_lora_ext.tasks.task import Task
 from laplace_lora_ext.tuning.agreement import Agreement
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.marglik import Marglik
 from laplace_lora_ext.tuning.method import TuningMethod
 from laplace_lora_ext.tuning.second_training import SecondTraining
+from laplace_lora_ext.tuning.token_gridsearch import TokenGridSearch
 from laplace_lora_ext.tuning.val_gd import ValGD
 
 METHODS: dict[str, type[TuningMethod]] = {
@@ -21,9 +23,20 @@ METHODS: dict[str, type[TuningMethod]] = {
     "second_training": SecondTraining,
 }
 
+METHODS_OF_TEXTS: dict[str, type[TuningMethod]] = {
+    "gridsearch": TokenGridSearch,
+    "marglik": Marglik,
+}
+"""Methods for free text, whose logits have no moments."""
+
 PREDICTIONS = {"link_approx", "n_samples"}
 """How predictions are made: "marglik" needs none, and ignores these options as the host
 does."""
+
+
+def methods_of(task: Task) -> Mapping[str, type[TuningMethod]]:
+    """Return a task's methods, by their names."""
+    return METHODS_OF_TEXTS if task.writes else METHODS
 
 
 def build(

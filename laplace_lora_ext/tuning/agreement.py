@@ -122,7 +122,7 @@ class Agreement(TuningMethod):
 
     def _search(self, la: Any) -> TuningHistory:
         start = self._start(la)
-        is_regression = la.trained_likelihood.is_gaussian
+        is_regression = la.task.has_noise
         if is_regression:
             start = start * unit_of_priors(la)
             la.sigma_noise = 1.0
@@ -161,7 +161,7 @@ class Agreement(TuningMethod):
         moments_of = (
             _moments_along(la, data) if statistics is None else statistics.moments
         )
-        likelihood = la.trained_likelihood
+        likelihood = la.task
 
         def change(prior_precision: Tensor) -> float:
             # The same draws at every prior precision: then the change falls with it
@@ -174,7 +174,7 @@ class Agreement(TuningMethod):
             for f_mu, f_var in moments.split(at_once):
                 noise = standard_normal((self.n_samples, *f_mu.shape), f_mu, draws)
                 outputs = gaussian_samples(f_mu, f_var, noise)
-                distances = _distances(outputs, f_mu, likelihood.is_gaussian)
+                distances = _distances(outputs, f_mu, likelihood.has_noise)
                 total += distances.double().mean(0).sum().item()
             # Of labels, the average is over labels, too.
             return total / moments.f_mu[..., 0].numel()

@@ -106,7 +106,7 @@ class GridMethod(TuningMethod):
         # a noise was chosen too, the last is no fault: without variance, that number
         # does all that is needed.
         is_fixed = history.logit_scale is None and history.sigma_noise is None
-        is_regression = la.members[0].trained_likelihood.is_gaussian
+        is_regression = la.members[0].task.has_noise
         if is_fixed and history.choice > 0 and _is_best(losses, -1):
             if is_regression:
                 of_noise = " With regression, sigma_noise may be too large instead."
@@ -207,7 +207,7 @@ class GridSearch(GridMethod):
         grid = self._grid(la, kinds)
         unit = 1.0
         score: Score
-        if la.members[0].trained_likelihood.is_gaussian:
+        if la.members[0].task.has_noise:
             # The noise of a mixture is that of its members.
             is_free = self.optimize_scale and len(la.members) == 1
             score = NoiseSquares(la.n_outputs) if is_free else DensityLosses()

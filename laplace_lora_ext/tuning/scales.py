@@ -88,7 +88,7 @@ class ClassLosses:
         self, members: Sequence[Any], moments: Sequence[AnyMoments], targets: Tensor
     ) -> Tensor:
         """Compute each example's losses `(N, S)` in float64, from members' moments."""
-        likelihood = members[0].trained_likelihood
+        likelihood = members[0].task
         by_member = zip(members, moments, strict=True)
         # (members, scales, examples, classes)
         log_p = torch.stack([self._log_p(*member) for member in by_member])
@@ -168,7 +168,7 @@ class DensityLosses:
         mean, covariance = mixed(torch.stack(means), torch.stack(covariances))
         predicted = [mean.double(), covariance.double()]
         targets = targets.to(mean.device)
-        nll = first.trained_likelihood.nll(predicted, targets, first.sigma_noise)
+        nll = first.task.nll(predicted, targets, first.sigma_noise)
         return nll[:, None]
 
     def best(self, sums: Tensor, n_examples: int) -> Outcome:

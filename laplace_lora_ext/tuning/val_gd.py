@@ -102,7 +102,7 @@ class ValGD(TuningMethod):
             )
 
     def _search(self, la: Any) -> TuningHistory:
-        is_regression = la.trained_likelihood.is_gaussian
+        is_regression = la.task.has_noise
         unit = unit_of_priors(la) if is_regression else 1.0
         logarithms, prior = self._leaves(la, unit)
         la.sigma_noise = 1.0
@@ -132,7 +132,7 @@ class ValGD(TuningMethod):
             part = statistics[places]
             predicted = self._predicted(la, part.moments(prior()), log_noise, draws)
             targets = part.required_targets()
-            return la.trained_likelihood.nll(predicted, targets, log_noise.exp())
+            return la.task.nll(predicted, targets, log_noise.exp())
 
         # Of the backward pass.
         with torch.autocast(statistics.f_mu.device.type, enabled=False):
@@ -142,12 +142,12 @@ class ValGD(TuningMethod):
         self, la: Any, moments: AnyMoments, log_noise: Tensor, draws: torch.Generator
     ) -> list[Tensor]:
         """Predict what a likelihood takes, by moments at a noise of 1."""
-        if la.trained_likelihood.is_gaussian:
+        if la.task.has_noise:
             # All variances are relative to the noise's.
             f_mu, f_var = moments
             return [f_mu, (2 * log_noise).exp().to(f_var) * f_var]
         link = _SMOOTH.get(self.link_approx) or sampled(self.n_samples, draws)
-        return [link(of_classes(la.trained_likelihood, moments))]
+        return [link(of_classes(la.task, moments))]
 
     def _descend(
         self,

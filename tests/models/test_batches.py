@@ -22,7 +22,7 @@ from laplace_lora_ext.models.batches import (
     text_first,
 )
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.tokens_model import TokensModel
+from laplace_lora_ext.tasks.language import TokensModel
 from tests.support.dense import EXACT
 from tests.support.models import (
     CLASS_TOKEN_IDS,

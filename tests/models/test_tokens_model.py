@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from transformers import FSMTConfig, FSMTForConditionalGeneration
 
 from laplace_lora_ext.models import vocabulary
-from laplace_lora_ext.models.tokens_model import TokensModel
+from laplace_lora_ext.tasks.language import TokensModel
 from tests.support.models import VOCABULARY, lora_model, ragged_batches
 from tests.support.texts import (
     LENGTHS,

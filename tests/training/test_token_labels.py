@@ -23,8 +23,8 @@ from laplace_lora_ext import (
     LaplaceMixture,
     train_in_stages,
 )
-from laplace_lora_ext.likelihoods import IGNORED, TOKENS
 from laplace_lora_ext.metrics import compare
+from laplace_lora_ext.models.batches import IGNORED
 from laplace_lora_ext.training.trainers import loader_of
 from tests.support.models import N_CLASSES, base_model, ragged_batches
 from tests.support.trainers import N, trainer_of, values
@@ -113,7 +113,7 @@ def assert_fitted_to_training_texts(
     trainer: Trainer,
 ) -> None:
     """Compare a posterior's loss with that of all labelled tokens."""
-    assert la.likelihood == TOKENS
+    assert la.likelihood == "token_classification"
     assert la.n_data == N
     batch = trainer.data_collator(list(trainer.train_dataset))
     labels = batch.pop("labels")
@@ -163,7 +163,7 @@ def test_a_second_training_of_tokens_leaves_a_second_member(tmp_path):
     trainer = trainer_of_tokens(tmp_path)
     la = fitted_to(trainer)
     other = second_member(la, trainer)
-    assert other.likelihood == TOKENS
+    assert other.likelihood == "token_classification"
     batch = trainer.data_collator(trainer.train_dataset[:4])
     mean = (la(batch) + other(batch)) / 2
     mixture = LaplaceMixture([la, other])

@@ -1,4 +1,4 @@
-"""Models that label tokens: logits of the classes of each labelled token of a text."""
+"""Labels of tokens: softmax and cross-entropy at each labelled token of a text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from laplace_lora_ext.likelihoods import IGNORED
-from laplace_lora_ext.models.batches import Positions, logits_of
+from laplace_lora_ext.draws import Draws
+from laplace_lora_ext.models.batches import IGNORED, Positions, logits_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import is_shared
+from laplace_lora_ext.tasks.classification import Classification, drawn_labels
+from laplace_lora_ext.tasks.task import ClassCounts, Seeds, scaled_seeds
 
 
 class TokenLabelsModel(LogitsModel):
@@ -186,3 +189,83 @@ class TokenLabelsModel(LogitsModel):
                 "tokens, such as one of AutoModelForTokenClassification: for a model "
                 'that writes use "language_modeling".'
             )
+
+
+class TokenClassification(Classification):
+    """One of C classes for each labelled token.
+
+    Logits are `(N, C)`, for the labelled tokens of a batch, one text after the other.
+    Targets are `(B, T)` classes, `IGNORED` wherever there is no label. To the host this
+    is a classification.
+    """
+
+    name = "token_classification"
+    adapter: type[LogitsModel] = TokenLabelsModel
+    has_tokens = True
+    # Curvlinops knows one label a text.
+    structures = ("lowrank_kron", "diag", "full")
+
+    def draws_save(self, logits: Tensor, n_passes: int) -> bool:
+        """Say yes: each token of a text would have passes of its own."""
+        return True
+
+    def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
+        """Compute slopes of the loss at drawn labels, given the text itself.
+
+        The slope in a token's logits averages 0 and is independent of every other
+        token's. So the gradient G of a text's whole loss has `E[G Gᵀ] = Σ_t E[G_t
+        G_tᵀ]`, the sum of its tokens' exact Fishers, for the price of one backward
+        pass.
+        """
+        y = drawn_labels(logits, draws.uniform(num_samples))
+        vectors = logits.softmax(-1) - one_hot(y, logits.shape[-1])
+        weights = logits.new_full((num_samples, 1), num_samples**-0.5)
+        return Seeds(vectors, weights)
+
+    def sign_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
+        """Compute sums of all columns of a text's tokens, with random signs.
+
+        The signs of two tokens are independent. So the gradient G of a text's whole
+        loss has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, as with drawn labels. What two tokens add
+        to it has the largest part of the noise, and is independent in every sum.
+        """
+        signs = draws.signs(num_samples, logits.shape[-1]).to(logits)
+        vectors, weights = scaled_seeds(self.times_root(logits, signs), over=(1, 2))
+        return Seeds(vectors, weights / num_samples**0.5)
+
+    def groups(self, y: Tensor, share: float) -> Tensor:
+        """Make one group of all texts, which have many labels each."""
+        return torch.zeros(len(y), dtype=torch.long)
+
+    def owners(self, y: Tensor) -> Tensor:
+        return (y != IGNORED).nonzero()[:, 0]
+
+    def class_counts(self, y: Tensor) -> ClassCounts:
+        """Count the classes of all labelled tokens, wherever they are."""
+        return super().class_counts(y[y != IGNORED])
+
+    def as_targets(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        return y[y != IGNORED].long()
+
+    def check_targets(self, y: Tensor, logits: Tensor) -> Tensor:
+        """Return checked labels `(N,)` of labelled tokens, on the logits' device."""
+        labels = self.as_targets(y.to(logits.device), logits.dtype)
+        check_labels(labels, logits.shape[-1])
+        return labels
+
+
+TOKEN_CLASSIFICATION = TokenClassification()
+
+
+def check_labels(labels: Tensor, n_outputs: int) -> None:
+    """Refuse labels `(N,)` that are no classes of a model with so many outputs."""
+    if n_outputs < 2:
+        raise ValueError(
+            "labels of tokens need at least two classes, and the model has one "
+            "output: return [0, f] for a single logit f"
+        )
+    if labels.min() < 0 or labels.max() >= n_outputs:
+        raise ValueError(
+            f"labels must be {IGNORED} or from 0 to {n_outputs - 1}, but range "
+            f"from {labels.min()} to {labels.max()}"
+        )

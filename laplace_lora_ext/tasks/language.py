@@ -1,18 +1,19 @@
-"""Language models on texts: logits of the vocabulary at every labelled token."""
+"""Free text: the next token, at every position that counts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from laplace.curvature import CurvatureInterface, GGNInterface
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
-from laplace_lora_ext.likelihoods import IGNORED, LabelsOfTokens
 from laplace_lora_ext.models import vocabulary
 from laplace_lora_ext.models.answers import (
     DECODER_INPUTS,
@@ -20,6 +21,7 @@ from laplace_lora_ext.models.answers import (
     without_cache,
 )
 from laplace_lora_ext.models.batches import (
+    IGNORED,
     Positions,
     number_of_rows,
     part_of,
@@ -29,12 +31,44 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import is_shared
 from laplace_lora_ext.models.vocabulary import (
     LastStates,
-    Part,
     Reading,
+    Span,
     logits_at,
     parts_of,
     read_in_parts,
 )
+from laplace_lora_ext.tasks.classification import CLASSIFICATION, drawn_labels
+from laplace_lora_ext.tasks.task import ClassCounts, Objective, Seeds, Task
+from laplace_lora_ext.tasks.token_labels import TokenClassification, check_labels
+
+
+class LabelsOfTokens(NamedTuple):
+    """Labels of N tokens: those of the data, and S others that a model draws for each.
+
+    Attributes
+    ----------
+    own : torch.Tensor
+        `(N,)`, those of the data
+    numbers : torch.Tensor
+        `(S, N)`, from 0 to 1, which choose among a model's labels: whichever tokens are
+        looked at together, the same labels are drawn
+    """
+
+    own: Tensor
+    numbers: Tensor
+
+    def of(self, rows: Tensor) -> LabelsOfTokens:
+        """Select the labels of some tokens, `(N,)` booleans or an index."""
+        return LabelsOfTokens(self.own[rows], self.numbers[:, rows])
+
+    def under(self, logits: Tensor) -> Tensor:
+        """Return the labels `(N, 1 + S)`, their own first, given logits `(N, V)`."""
+        own = self.own.to(logits.device)
+        check_labels(own, logits.shape[-1])
+        if not len(self.numbers):
+            return own[:, None]
+        drawn = drawn_labels(logits.detach(), self.numbers)
+        return torch.cat([own[None], drawn]).T
 
 
 class TokensModel(LogitsModel):
@@ -64,7 +98,7 @@ class TokensModel(LogitsModel):
     def _logits(
         self,
         batch: Any,
-        part: Part | None = None,
+        part: Span | None = None,
         states: LastStates | None = None,
         **model_kwargs: Any,
     ) -> Tensor:
@@ -92,7 +126,7 @@ class TokensModel(LogitsModel):
             return _reading(labels)(self(batch))
         states = LastStates(self.transformer)
 
-        def logits(part: Part) -> Tensor:
+        def logits(part: Span) -> Tensor:
             return self(batch, part=part, states=states)
 
         def reading(rows: Tensor) -> Reading:
@@ -143,7 +177,7 @@ class TokensModel(LogitsModel):
         is_divided = len(parts) > 1 and self.divides(batch, of_parts)
         return parts if is_divided else [batch]
 
-    def parts(self, batch: Any) -> list[Part]:
+    def parts(self, batch: Any) -> list[Span]:
         """Divide a batch's labelled tokens into parts of `MOST_ROWS` at most.
 
         Of more texts than that, a part has a token of each. Models that several ranks
@@ -152,10 +186,10 @@ class TokensModel(LogitsModel):
         labelled = self.targets(batch) != IGNORED
         if is_shared(self):
             most_of_a_text = int(labelled.sum(1).max())
-            return [Part(first=0, size=most_of_a_text)]
+            return [Span(first=0, size=most_of_a_text)]
         return parts_of(labelled)
 
-    def targets(self, batch: Any, part: Part | None = None) -> Tensor:
+    def targets(self, batch: Any, part: Span | None = None) -> Tensor:
         """Return the tokens `(B, T)` that logits at each place predict, or -100.
 
         Of a part, the tokens of others are -100 too.
@@ -188,7 +222,7 @@ class TokensModel(LogitsModel):
             return labels
         return labels.where(part.of(labels != IGNORED), IGNORED)
 
-    def labelled(self, batch: Any, part: Part | None = None) -> Tensor:
+    def labelled(self, batch: Any, part: Span | None = None) -> Tensor:
         """Mark the labels that some logits predict, or those of a part, `(B, T)`."""
         predicting = self.targets(batch, part) != IGNORED
         return predicting if self.is_encoder_decoder else predicting.roll(1, dims=1)
@@ -276,3 +310,86 @@ def _has_begun(
             f"There are labels where attention_mask is 0: set them to {IGNORED}"
         )
     return real.cumsum(1) > 0
+
+
+@dataclass(frozen=True)
+class LabelLogProbs(Objective):
+    """Log-probabilities `(N, 1 + S)` of tokens' own labels, and of S drawn ones.
+
+    Their gradients in the logits of a vocabulary are the slopes that Monte-Carlo and
+    empirical Fishers sum, and at no time are the logits of all tokens needed. The slope
+    of a drawn label averages 0 and is independent of every other token's. So the
+    gradient G of a text's whole loss has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, the sum of its
+    tokens' exact Fishers, for the price of one backward pass.
+    """
+
+    model: TokensModel
+    labels: LabelsOfTokens
+
+    def compute(self, batch: Any, own: Tensor | None = None) -> Tensor:
+        labels = self.labels if own is None else self.labels.of(own)
+        return self.model.log_probs_of(batch, labels)
+
+    def seeds_and_loss(self, outputs: Tensor) -> tuple[Seeds, Tensor]:
+        """Choose the drawn labels, or where none are drawn the tokens' own."""
+        n_tokens, n_labels = outputs.shape
+        n_draws = n_labels - 1
+        chosen = torch.eye(n_labels).to(outputs)
+        if n_draws > 0:
+            chosen = chosen[1:]
+        vectors = chosen[:, None].expand(-1, n_tokens, -1)
+        weights = outputs.new_full((len(chosen), 1), len(chosen) ** -0.5)
+        return Seeds(vectors, weights), -outputs[:, 0].sum()
+
+
+class LanguageModeling(TokenClassification):
+    """One of a vocabulary's words for each labelled token."""
+
+    name = "language_modeling"
+    adapter = TokensModel
+    writes = True
+    # Others can't draw the tokens of a text.
+    structures = ("lowrank_kron",)
+    instead_of_logit_scale = "draw_logits, and divide by a temperature"
+
+    @property
+    def predicted(self) -> Task:
+        return CLASSIFICATION
+
+    def class_counts(self, y: Tensor) -> ClassCounts:
+        """Count nothing: the words of a few texts are too few to guess by."""
+        return ClassCounts()
+
+    def objective(
+        self,
+        model: LogitsModel,
+        y: Tensor,
+        seeds: Callable[[Tensor, Tensor], Seeds],
+        numbers: Callable[[int], Tensor],
+    ) -> Objective:
+        assert isinstance(model, TokensModel)
+        own = y[y != IGNORED]
+        return LabelLogProbs(model, LabelsOfTokens(own, numbers(len(own))))
+
+    def backend_kwargs(
+        self, backend: type[CurvatureInterface], given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Draw one label for each token, unless the user says otherwise.
+
+        The exact Fisher would take a backward pass for each word of the vocabulary.
+        What two tokens of a text add to its gradient has nearly all of the noise, which
+        signs have too.
+        """
+        options = super().backend_kwargs(backend, given)
+        if not issubclass(backend, GGNInterface):
+            return options
+        return {"stochastic": True, "draws": "labels", "num_samples": 1, **options}
+
+    def check_linearised(self) -> None:
+        raise NotImplementedError(
+            "Moments of logits would need Jacobians of the whole vocabulary at every "
+            "token: use la.score(batch), or la.draw_logits(batch)."
+        )
+
+
+LANGUAGE_MODELING = LanguageModeling()

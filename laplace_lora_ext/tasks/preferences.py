@@ -1,4 +1,4 @@
-"""Reward models: pairs of texts in, a reward each out."""
+"""Preferences: pairs of texts in, a reward each out."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch import Tensor
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import logits_of
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.tasks.classification import Classification
+from laplace_lora_ext.tasks.regression import REGRESSION
+from laplace_lora_ext.tasks.task import ClassCounts, Task
 
 _KEYS = ("input_ids", "attention_mask")
 
@@ -80,3 +83,23 @@ class PreferenceModel(LogitsModel):
                 "num_labels=1."
             )
         return rewards.reshape(shape)
+
+
+class Preferences(Classification):
+    """Tells which of two texts is preferred, and predicts a number for each."""
+
+    name = "reward_modeling"
+    name_for_host = "reward_modeling"
+    adapter = PreferenceModel
+
+    @property
+    def predicted(self) -> Task:
+        return REGRESSION
+
+    def class_counts(self, y: Tensor) -> ClassCounts:
+        """Count half a pair for each order: which comes first means nothing."""
+        half = len(y) / 2
+        return ClassCounts({(0, 0): half, (0, 1): half})
+
+
+PREFERENCES = Preferences()

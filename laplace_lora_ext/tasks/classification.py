@@ -1,0 +1,169 @@
+"""One class for each example: softmax and cross-entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, nll_loss, one_hot
+
+from laplace_lora_ext.draws import Draws
+from laplace_lora_ext.messages import warn
+from laplace_lora_ext.tasks.task import ClassCounts, Seeds, Task
+
+_ROUNDING = 1e-2  # of probabilities in half precision
+_DRAWN_AT_ONCE = 64  # rows of logits, of which draws take several copies in float64
+
+
+class Classification(Task):
+    """One of C classes. Logits are `(B, C)`, targets `(B,)` class indices."""
+
+    name = "classification"
+    sees_differences = True
+    has_host_links = True
+    mistaken_for = "multi_label_classification"
+
+    def times_root(self, logits: Tensor, z: Tensor) -> Tensor:
+        """Multiply vectors by a root with C - 1 columns; entry m of each is ignored.
+
+        `H = diag(p) - p pᵀ = diag(q) (I - q qᵀ) diag(q)` with `q = √p`, and the
+        projection `I - q qᵀ` is spanned by C - 1 columns of the Householder reflection
+        that maps q onto the coordinate axis of the most probable class m. With `t = Σ_j
+        q_j z_j` over all other classes, `(S z)_i = q_i z_i - p_i t / (1 + q_m)` and
+        `(S z)_m = -q_m t`. No subtraction cancels digits, however confident the sample
+        is.
+        """
+        log_p = logits.log_softmax(-1)
+        q = (log_p / 2).exp()
+        is_top = _is_top(logits)
+        q_top = q[is_top][:, None]
+        of_others = (q * z).masked_fill(is_top, 0)
+        total = of_others.sum(-1, keepdim=True)
+        of_others = of_others - log_p.exp() * total / (1 + q_top)
+        return torch.where(is_top, -q_top * total, of_others)
+
+    def columns_by_size(self, logits: Tensor) -> Tensor:
+        """List all classes but the most probable one, which has no column."""
+        top_first = logits.masked_fill(_is_top(logits), torch.inf)
+        return top_first.argsort(dim=-1, descending=True, stable=True)[:, 1:]
+
+    def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
+        y = drawn_labels(logits, draws.uniform(num_samples))
+        vectors, weights = _slopes(logits, y)
+        return Seeds(vectors, weights / num_samples**0.5)
+
+    def empirical_seeds(self, logits: Tensor, y: Tensor) -> Seeds:
+        return _slopes(logits, y[None])
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(logits, y, reduction="sum")
+
+    def nll(
+        self, predicted: Sequence[Tensor], y: Tensor, sigma_noise: Tensor
+    ) -> Tensor:
+        return nll_loss(predicted[0], y, reduction="none")
+
+    def groups(self, y: Tensor, share: float) -> Tensor:
+        return y.long()
+
+    def class_counts(self, y: Tensor) -> ClassCounts:
+        return counts_of_column(0, y.long())
+
+    def as_targets(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        return y.long()
+
+    def check_targets(self, y: Tensor, logits: Tensor) -> Tensor:
+        n_outputs = logits.shape[-1]
+        if n_outputs < 2:
+            raise ValueError(
+                "classification needs at least two outputs, and the model has one, "
+                "whose sigmoid is a probability: use the likelihood "
+                '"multi_label_classification", or "regression" for numbers'
+            )
+        are_indices = not y.is_floating_point() and y.dtype != torch.bool
+        if y.shape != logits.shape[:1] or not are_indices:
+            raise ValueError(_other_targets(y, logits))
+        if ((y < 0) | (y >= n_outputs)).any():
+            raise ValueError(
+                f"labels must be from 0 to {n_outputs - 1}, not {y.unique().tolist()}"
+            )
+        if _look_like_probabilities(logits):
+            warn_of_probabilities("softmax")
+        return self.as_targets(y.to(logits.device), logits.dtype)
+
+
+CLASSIFICATION = Classification()
+
+
+def counts_of_column(column: int, labels: Tensor) -> ClassCounts:
+    """Count the classes `(N,)` of one column of targets."""
+    return ClassCounts((column, label) for label in labels.tolist())
+
+
+def warn_of_probabilities(link: str) -> None:
+    """Warn of a model whose outputs have passed a link already."""
+    warn(
+        "The model's outputs look like probabilities: return logits, and leave the "
+        f"{link} to the likelihood."
+    )
+
+
+def drawn_labels(logits: Tensor, numbers: Tensor) -> Tensor:
+    """Draw `(S, N)` labels of logits `(N, V)`, each by one of the numbers `(S, N)`."""
+    labels: list[Tensor] = []
+    by_row = numbers.T.contiguous().to(logits.device)
+    for some, of_some in zip(
+        logits.split(_DRAWN_AT_ONCE), by_row.split(_DRAWN_AT_ONCE), strict=True
+    ):
+        # In float64: other sums would lose the improbable words.
+        cumulative = some.softmax(-1).cumsum(-1, dtype=torch.float64)
+        heights = of_some * cumulative[:, -1:]
+        labels.append(torch.searchsorted(cumulative, heights, right=True))
+    last = logits.shape[-1] - 1
+    return torch.cat(labels).clamp_max(last).T
+
+
+def _is_top(logits: Tensor) -> Tensor:
+    """Mark each sample's most probable class, `(B, C)`: one of those that are alike."""
+    return one_hot(logits.argmax(-1), logits.shape[-1]).bool()
+
+
+def _slopes(logits: Tensor, y: Tensor) -> Seeds:
+    """Compute `p - onehot(y)` for `(S, B)` labels, as vectors and weights.
+
+    A vector's entries are of order one, however small the slope.
+
+    The label has the largest entry, `-(1 - p_y)`. Computing it and its ratio to the
+    other entries from the log-probabilities of the other classes avoids cancellation.
+    """
+    log_p = logits.log_softmax(-1)
+    is_label = one_hot(y, logits.shape[-1]).bool()
+    others = log_p.expand(is_label.shape).masked_fill(is_label, -torch.inf)
+    vectors = others.softmax(-1) - is_label.to(logits.dtype)
+    p_of_others = others.logsumexp(-1).exp()  # 1 - p_y
+    return Seeds(vectors, p_of_others)
+
+
+def _other_targets(y: Tensor, logits: Tensor) -> str:
+    """Say what targets are that are no class indices, and what to do."""
+    found = (
+        f"labels must be class indices of shape {tuple(logits.shape[:1])}, not "
+        f"{tuple(y.shape)} of {y.dtype}"
+    )
+    if y.shape == logits.shape and ((y == 0) | (y == 1)).all():
+        return (
+            f"{found}: several labels for each example are for the likelihood "
+            '"multi_label_classification"; if each has one of them, pass '
+            "labels.argmax(-1)"
+        )
+    if y.is_floating_point():
+        return f'{found}: numbers are for the likelihood "regression"'
+    return found
+
+
+def _look_like_probabilities(logits: Tensor) -> bool:
+    if not len(logits) or (logits < 0).any():
+        return False
+    deviations = (logits.sum(-1) - 1).abs()
+    return bool(deviations.max() < _ROUNDING)

@@ -1,0 +1,148 @@
+"""Several labels for each example: a sigmoid for each, and binary cross-entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from laplace.curvature import CurvatureInterface
+from laplace.curvature.curvlinops import CurvlinopsGGN
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+
+from laplace_lora_ext.draws import Draws
+from laplace_lora_ext.tasks.classification import (
+    counts_of_column,
+    warn_of_probabilities,
+)
+from laplace_lora_ext.tasks.regression import as_columns, check_columns
+from laplace_lora_ext.tasks.task import ClassCounts, Seeds, Task, scaled_seeds
+
+_MANY = 16  # numbers that are all from 0 to 1 are hardly logits
+
+
+class MultiLabel(Task):
+    """K independent Bernoullis, or a single logit of two classes.
+
+    Logits are `(B, K)`, targets numbers 0 and 1 of the same shape; of a single label
+    they may be `(B,)`. Each label is a classification into two classes, "not" and
+    "yes", with the logits 0 and f. To the host this is a classification.
+    """
+
+    name = "multi_label_classification"
+    mistaken_for = "single_label_classification"
+
+    def class_logits(self, logits: Tensor) -> Tensor:
+        return torch.stack([torch.zeros_like(logits), logits], dim=-1)
+
+    def class_covariance(self, f_var: Tensor) -> Tensor:
+        """Keep each label's own variance, `(B, K, 2, 2)`: "not" has none."""
+        variances = f_var.diagonal(dim1=-2, dim2=-1)
+        return torch.diag_embed(self.class_logits(variances))
+
+    def shown(self, probabilities: Tensor) -> Tensor:
+        """Take the probability of "yes", `(B, K)`."""
+        return probabilities[..., 1]
+
+    def times_root(self, logits: Tensor, z: Tensor) -> Tensor:
+        """Multiply vectors by the root of `diag(p (1 - p))`."""
+        # No subtraction cancels digits.
+        log_variances = logsigmoid(logits) + logsigmoid(-logits)
+        return z * (log_variances / 2).exp()
+
+    def columns_by_size(self, logits: Tensor) -> Tensor:
+        by_variance = logits.abs()  # p (1 - p) falls with it
+        return by_variance.argsort(dim=-1, stable=True)
+
+    def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
+        """Compute slopes of the loss at drawn targets, of all labels at once.
+
+        The slope in a label's logit averages 0 and is independent of every other
+        label's.
+        """
+        numbers = draws.uniform(num_samples, logits.shape[-1]).to(logits)
+        y = (numbers < logits.sigmoid()).to(logits)
+        vectors, weights = _slopes(logits, y)
+        return Seeds(vectors, weights / num_samples**0.5)
+
+    def empirical_seeds(self, logits: Tensor, y: Tensor) -> Seeds:
+        return _slopes(logits, y[None])
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return binary_cross_entropy_with_logits(logits, y, reduction="sum")
+
+    def nll(
+        self, predicted: Sequence[Tensor], y: Tensor, sigma_noise: Tensor
+    ) -> Tensor:
+        """Sum an example's losses, given log-probabilities `(B, K, 2)`."""
+        (log_p,) = predicted
+        labels = y.long()[..., None]
+        of_labels = log_p.gather(-1, labels)[..., 0]
+        return -of_labels.sum(-1)
+
+    def groups(self, y: Tensor, share: float) -> Tensor:
+        """Number examples by their rarest label, to divide them evenly.
+
+        Those without any label are a group, too.
+        """
+        has = self.as_targets(y, torch.float64) > 0
+        n_labels = has.shape[1]
+        counts = has.sum(0).expand_as(has)
+        # Labels that an example lacks count as more frequent than any can be.
+        of_own = counts.masked_fill(~has, len(y) + 1)
+        return torch.where(has.any(1), of_own.argmin(1), n_labels)
+
+    def class_counts(self, y: Tensor) -> ClassCounts:
+        """Count "not" and "yes" of each label by itself."""
+        counts = ClassCounts()
+        labels = self.as_targets(y, torch.float64).long()
+        for column, of_label in enumerate(labels.T):
+            counts += counts_of_column(column, of_label)
+        return counts
+
+    def as_targets(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        return as_columns(y, dtype)
+
+    def check_targets(self, y: Tensor, logits: Tensor) -> Tensor:
+        targets = self.as_targets(y.to(logits.device), logits.dtype)
+        check_columns(y, targets, logits, "labels must be {}, 0 or 1 each")
+        are_zero_or_one = (targets == 0) | (targets == 1)
+        if not are_zero_or_one.all():
+            low, high = targets.aminmax()
+            raise ValueError(
+                f"labels must be 0 or 1, but range from {low:.4g} to {high:.4g}: "
+                'classes are for the likelihood "classification", and numbers for '
+                '"regression"'
+            )
+        are_probabilities = (logits >= 0) & (logits <= 1)
+        if logits.numel() >= _MANY and are_probabilities.all():
+            warn_of_probabilities("sigmoid")
+        return targets
+
+    def backend(self, backend: type[CurvatureInterface]) -> type[CurvatureInterface]:
+        return MultiLabelCurvlinopsGGN if backend is CurvlinopsGGN else backend
+
+
+MULTI_LABEL = MultiLabel()
+
+
+class MultiLabelCurvlinopsGGN(CurvlinopsGGN):
+    """Curvlinops' Kronecker factors for several labels.
+
+    The host's class knows softmax and squares alone.
+
+    Parameters are those of the host's class.
+    """
+
+    def __init__(self, model: nn.Module, likelihood: str, **kwargs: Any) -> None:
+        super().__init__(model, "classification", **kwargs)
+        self.lossfunc = nn.BCEWithLogitsLoss(reduction="sum")
+
+
+def _slopes(logits: Tensor, y: Tensor) -> Seeds:
+    """Compute `p - y` for `(S, B, K)` targets."""
+    # 1 - p cancels where p is near 1: the sigmoid of -f does not.
+    of_not = logits.sigmoid()
+    of_yes = -(-logits).sigmoid()
+    return scaled_seeds(torch.where(y > 0, of_yes, of_not))

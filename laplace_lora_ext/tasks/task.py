@@ -1,0 +1,318 @@
+"""What a model was trained to predict: the base of all tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from laplace.curvature import CurvatureInterface
+from torch import Tensor
+
+from laplace_lora_ext.draws import Draws
+from laplace_lora_ext.models.logits_model import LogitsModel
+
+ClassCounts = Counter[tuple[int, int]]
+"""How many labels there are, by what they are labels of (a column of the targets), and
+by their class.
+"""
+
+
+class Seeds(NamedTuple):
+    """Vectors to back-propagate, and their weights.
+
+    Sample b has the Fisher `Σ_s (w_sb v_sb) (w_sb v_sb)ᵀ`.
+
+    The vectors have entries of order one, so that none underflows in a half-precision
+    backward pass. The weights, which can be tiny for a confident sample, scale the
+    gradients afterwards.
+
+    Attributes
+    ----------
+    vectors : torch.Tensor
+        `(S, B, C)`, v
+    weights : torch.Tensor
+        `(S, B)`, w, or `(S, 1)` for all samples: those of a text are then
+        back-propagated together
+    """
+
+    vectors: Tensor
+    weights: Tensor
+
+    def dense(self) -> Tensor:
+        """Multiply to the columns `w v` themselves, `(S, B, C)`."""
+        return self.vectors * self.weights[..., None]
+
+
+def scaled_seeds(columns: Tensor, over: tuple[int, ...] = (2,)) -> Seeds:
+    """Scale columns `(S, B, C)` to a largest entry of 1 over some dimensions."""
+    # Where a sample is certain, nothing is divided by 0.
+    smallest = torch.finfo(columns.dtype).tiny
+    weights = columns.abs().amax(over, keepdim=True).clamp_min(smallest)
+    return Seeds(columns / weights, weights[..., 0])
+
+
+class Objective:
+    """What the passes of a batch end in: the outputs, their seeds, and the loss."""
+
+    def compute(self, batch: Any, own: Tensor | None = None) -> Tensor:
+        """Compute outputs `(N, C)` of the batch, or of one of its examples.
+
+        Booleans `(N,)` then mark its own rows among the batch's.
+        """
+        raise NotImplementedError
+
+    def seeds_and_loss(self, outputs: Tensor) -> tuple[Seeds, Tensor]:
+        """Choose what to back-propagate for the Fisher, and sum the loss `()`.
+
+        Labels that don't fit are refused.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LossOfLogits(Objective):
+    """The loss of a model's logits `(N, C)` at targets."""
+
+    model: LogitsModel
+    task: Task
+    y: Tensor
+    seeds: Callable[[Tensor, Tensor], Seeds]  # of logits and targets
+
+    def compute(self, batch: Any, own: Tensor | None = None) -> Tensor:
+        return self.model(batch)
+
+    def seeds_and_loss(self, outputs: Tensor) -> tuple[Seeds, Tensor]:
+        y = self.task.check_targets(self.y, outputs)
+        return self.seeds(outputs, y), self.task.loss(outputs, y)
+
+
+class Task:
+    """What a model was trained to predict, with all that depends on it.
+
+    Logits are `(N, C)`, one row for each example unless `owners` says otherwise.
+
+    Attributes
+    ----------
+    name : str
+        the likelihood's
+    name_for_host : str
+        of the host's likelihood by which it predicts
+    loss_for_host : str
+        of the host's likelihood by which its curvature is computed
+    adapter : type of LogitsModel
+        makes logits of the model's output
+    has_noise : bool
+        whether outputs are means of numbers with Gaussian noise, `sigma_noise`, rather
+        than logits of classes
+    sees_differences : bool
+        whether nothing but differences of an example's logits counts
+    has_host_links : bool
+        whether the host's own links and samples are right
+    has_tokens : bool
+        whether examples are texts, with logits for each of their labelled tokens
+    writes : bool
+        whether these are the words of a vocabulary
+    structures : tuple of str
+        the values of `hessian_structure` that it works with
+    mistaken_for : str
+        what transformers calls another task, `problem_type`, if models say so
+    instead_of_logit_scale : str
+        what to use in place of `logit_scale`; empty where the logits can be scaled
+    """
+
+    name: str
+    name_for_host = "classification"
+    loss_for_host = "classification"
+    adapter: type[LogitsModel] = LogitsModel
+    has_noise = False
+    sees_differences = False
+    has_host_links = False
+    has_tokens = False
+    writes = False
+    structures: tuple[str, ...] = ("lowrank_kron", "kron", "diag", "full")
+    mistaken_for = ""
+    instead_of_logit_scale = ""
+
+    # --- predictions ------------------------------------------------------------------
+
+    @property
+    def predicted(self) -> Task:
+        """Return the task whose predictions these are: of most tasks, itself."""
+        return self
+
+    def class_logits(self, logits: Tensor) -> Tensor:
+        """Make logits whose softmax over the last dimension gives probabilities."""
+        return logits
+
+    def class_covariance(self, f_var: Tensor) -> Tensor:
+        """Make covariances of `class_logits` of those `(..., C, C)` of logits."""
+        return f_var
+
+    def shown(self, probabilities: Tensor) -> Tensor:
+        """Take what a user reads of the probabilities of classes."""
+        return probabilities
+
+    def features(self, logits: Tensor) -> Tensor:
+        """Make numbers `(N, p)` of logits that variances are learnt from."""
+        return self.class_logits(logits).log_softmax(-1).flatten(1)
+
+    # --- the Fisher -------------------------------------------------------------------
+
+    def times_root(self, logits: Tensor, z: Tensor) -> Tensor:
+        """Multiply vectors `(..., B, C)` by a root S of each Fisher, `H = S Sᵀ`."""
+        raise NotImplementedError
+
+    def columns_by_size(self, logits: Tensor) -> Tensor:
+        """List the columns of the root, `(B, K)`, from the largest one on."""
+        raise NotImplementedError
+
+    def draws_save(self, logits: Tensor, n_passes: int) -> bool:
+        """Tell whether the exact Fisher takes more backward passes than draws do."""
+        return self.columns_by_size(logits).shape[1] > n_passes
+
+    def exact_seeds(self, logits: Tensor) -> Seeds:
+        """Compute seeds of the exact (type-2) Fisher: the columns of its root."""
+        _, n_outputs = logits.shape
+        return self._sums_of_columns(logits, n_outputs, torch.ones_like(logits))
+
+    def sign_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
+        """Compute sums of the root's columns with random signs, each in one of them.
+
+        With signs z, `E[S z zᵀ Sᵀ] = S Sᵀ = H`. A sum sees all of its columns, where a
+        drawn label hardly ever sees those of a confident sample. As many sums as there
+        are columns are exact.
+        """
+        (signs,) = draws.signs(1, logits.shape[-1])
+        return self._sums_of_columns(logits, num_samples, signs.to(logits))
+
+    def _sums_of_columns(self, logits: Tensor, n_sums: int, signs: Tensor) -> Seeds:
+        """Divide the root's columns, with signs `(B, C)`, among so many sums.
+
+        Two columns of one sum are what makes it differ from the exact Fisher. So the
+        largest ones go into different sums, dealt to and fro.
+        """
+        columns = self.columns_by_size(logits)
+        n_samples, n_columns = columns.shape
+        n_sums = min(n_sums, n_columns)
+        turns = torch.arange(n_columns, device=logits.device) % (2 * n_sums)
+        sums = turns.minimum(2 * n_sums - 1 - turns)
+        samples = torch.arange(n_samples, device=logits.device)[:, None]
+        z = logits.new_zeros(n_sums, *logits.shape)
+        z[sums, samples, columns] = signs.gather(1, columns)
+        return scaled_seeds(self.times_root(logits, z))
+
+    def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
+        """Compute slopes of the loss at targets that are drawn from the model."""
+        raise NotImplementedError
+
+    def empirical_seeds(self, logits: Tensor, y: Tensor) -> Seeds:
+        """Compute slopes of the loss at the targets, one for each sample."""
+        raise NotImplementedError
+
+    def objective(
+        self,
+        model: LogitsModel,
+        y: Tensor,
+        seeds: Callable[[Tensor, Tensor], Seeds],
+        numbers: Callable[[int], Tensor],
+    ) -> Objective:
+        """Choose what the passes of a batch with labels end in.
+
+        `seeds` takes logits and targets. `numbers` takes a number N of tokens, and
+        draws numbers `(S, N)` that choose among their labels.
+        """
+        return LossOfLogits(model, self, y, seeds)
+
+    # --- targets ----------------------------------------------------------------------
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Sum the negative log-likelihood over samples, up to a constant."""
+        raise NotImplementedError
+
+    def nll(
+        self, predicted: Sequence[Tensor], y: Tensor, sigma_noise: Tensor
+    ) -> Tensor:
+        """Compute the negative log-density of each target, `(B,)`, in nats.
+
+        What is predicted are log-probabilities `(B, C)`, of labels `(B, C, 2)`, or of
+        numbers means `(B, C)` and covariances `(B, C, C)` or variances `(B, C)`.
+        """
+        raise NotImplementedError
+
+    def owners(self, y: Tensor) -> Tensor:
+        """Number the example `(N,)` of each row of logits, given targets."""
+        return torch.arange(len(y))
+
+    def groups(self, y: Tensor, share: float) -> Tensor:
+        """Number the group of each target, `(N,)`; each gives a share to hold out."""
+        raise NotImplementedError
+
+    def class_counts(self, y: Tensor) -> ClassCounts:
+        """Count the classes of targets: what a guess knows that reads no example."""
+        return ClassCounts()
+
+    def as_targets(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """Bring targets into the shape and type that the losses take, unchecked."""
+        raise NotImplementedError
+
+    def check_targets(self, y: Tensor, logits: Tensor) -> Tensor:
+        """Check targets, and bring them into the losses' form, on the logits' device.
+
+        A `ValueError` if their shape, type or range is wrong; a warning if the logits
+        look like probabilities.
+        """
+        raise NotImplementedError
+
+    def warn_of_all(self, are_binary: bool) -> None:
+        """Warn if targets, all of which are 0 or 1 or not, are of another task."""
+
+    # --- options ----------------------------------------------------------------------
+
+    def check_model(self, model: LogitsModel) -> None:
+        """Refuse a model whose configuration names another task."""
+        other = self.mistaken_for
+        if other and model.problem_type == other:
+            likelihood = other.removeprefix("single_label_")
+            raise ValueError(
+                f'The likelihood "{self.name}" does not fit the model, whose '
+                f'problem_type is {other!r}: use the likelihood "{likelihood}", or set '
+                "config.problem_type if it is wrong."
+            )
+
+    def backend(self, backend: type[CurvatureInterface]) -> type[CurvatureInterface]:
+        """Choose the class that computes this task's curvature."""
+        return backend
+
+    def backend_kwargs(
+        self, backend: type[CurvatureInterface], given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Complete the user's options of a backend, and refuse unsuitable ones."""
+        if self.has_tokens and given.get("kfac_approx", "gradient") != "gradient":
+            raise NotImplementedError(
+                f'{self.name} works with kfac_approx="gradient" only.'
+            )
+        return dict(given)
+
+    def check_structure(self, structure: str) -> None:
+        """Refuse a structure of the curvature that does not know this task."""
+        if structure not in self.structures:
+            raise ValueError(
+                f'The likelihood "{self.name}" has no hessian_structure={structure!r}: '
+                f"use one of {list(self.structures)}."
+            )
+
+    def check_logit_scale(self, value: float) -> None:
+        """Refuse a scale where predictions have no logits that a task reads."""
+        if value != 1 and self.instead_of_logit_scale:
+            raise ValueError(
+                f"{self.name} has no logit_scale: use {self.instead_of_logit_scale}."
+            )
+
+    def check_linearised(self) -> None:
+        """Refuse predictions of the linearised model where outputs are too many."""
+
+    def check_classes(self, name: str) -> None:
+        """Refuse probabilities where a task of some name predicts no classes."""
