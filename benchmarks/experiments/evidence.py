@@ -34,6 +34,7 @@ TASK = ["task", "texts_a_class"]  # trained on other numbers of texts, it is ano
 # By their keys too: a method may have the name of another, with another prior.
 CONTEST = ["keys", "name", "against"]
 ALL_TASKS = "mean of the tasks"
+ROWS = "evidence.csv"
 # That a method may be, on any task: standard errors over seeds are about as large.
 NLL_BEHIND = 0.005
 ECE_BEHIND = 0.01
@@ -158,16 +159,22 @@ def run(options: Evidence) -> Iterator[Result]:
         "auroc": records(signs),
         "nll": records(sizes),
     }
+    of_all = compared["task"] == ALL_TASKS
+    of_stages = compared["keys"] == spelt(STAGED)
     parts = [
         EXPLAINED,
-        table_of(compared, [*TASK, "name", "against"], MEASURES, "+.3f"),
+        f"The {ALL_TASKS}:",
+        table_of(compared[of_all], ["name", "against"], MEASURES, "+.3f"),
+        "In stages, each task:",
+        table_of(compared[of_stages & ~of_all], TASK, MEASURES, "+.3f"),
         GOALS,
         table(goals),
-        "AUROC of foreign texts, by all that tells of them:",
-        table_of(signs, [*TASK, "name"], SIGNS, ".3f"),
-        "NLL by the number of training texts of a class:",
-        table_of(sizes, ["task", "name", "texts_a_class"], ["nll"], ".3f"),
+        f"All methods of each task are in {ROWS}.",
     ]
+    options.output.mkdir(parents=True, exist_ok=True)
+    # What is against nothing is the method's own figure.
+    rows_of_all = pd.concat([compared, signs, sizes]).drop(columns="keys")
+    rows_of_all.to_csv(options.output / ROWS, index=False, float_format="%.4g")
     yield figures, parts
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import pandas as pd
 import pytest
 
 from tests.benchmarks.support import rows_by, rows_with, run, values_of
@@ -206,6 +207,17 @@ def test_figures_are_those_of_each_size_and_sign(figures):
     assert signs["entropy"] == pytest.approx(0.05)
     assert signs["maximum"] == 0.5
     assert signs["mahalanobis"] is None
+
+
+def test_all_rows_are_in_a_file(finished, figures, tmp_path):
+    rows = pd.read_csv(tmp_path / "out" / "evidence.csv")
+    assert len(rows) == sum(
+        len(figures[name]) for name in ("differences", "auroc", "nll")
+    )
+    (ours,) = rows[
+        (rows["task"] == "first") & (rows["name"] == OURS) & rows["against"].notna()
+    ]["nll"]
+    assert ours == pytest.approx(-0.15)
 
 
 # --- runs that give less --------------------------------------------------------------
