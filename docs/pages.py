@@ -29,12 +29,22 @@ SHARED = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "examples/*.ipynb",
-    "examples/*.png",
     "benchmarks/README.md",
     "benchmarks/results/*",
     "benchmarks/figures/*",
 )
 MESSAGES = "<!-- messages -->"
+# What a reader was doing, and the folders and files whose messages he then sees.
+MOMENTS = {
+    "When a model is given": ("models", "tasks", "laplace", "curvature", "messages"),
+    "In a fit": ("passes", "sums", "processes"),
+    "When the prior is chosen": ("tuning",),
+    "In a prediction": ("predictive", "predicting", "text", "metrics", "plots"),
+    "In a training": ("training",),
+    "When posteriors are saved, loaded or joined": ("saving", "mixture", "merging"),
+    "On the command line": ("commands",),
+}
+ELSEWHERE = "In other calls"
 OPTIONS = re.compile("<!-- options: (.+) -->")
 # What a reader wants to do, in one sentence, and what does it.
 REFERENCE = {
@@ -154,17 +164,21 @@ def default_of(field: Field[Any]) -> str:
 
 
 def messages() -> Iterator[str]:
-    """A table for each file that raises errors or warns, as lines of Markdown."""
+    """Every message, by the moment in which one sees it, as lines of Markdown."""
+    moments = {part: title for title, parts in MOMENTS.items() for part in parts}
+    found: dict[str, set[tuple[str, str]]] = {title: set() for title in MOMENTS}
     for path in sorted(PACKAGE.rglob("*.py")):
-        found = list(messages_of(ast.parse(path.read_text(encoding="utf-8"))))
-        if found:
-            name = path.relative_to(PACKAGE).with_suffix("").as_posix()
-            yield from ("", f"### {name}", "", "| | message |", "|---|---|")
-            yield from (f"| {kind} | {text} |" for kind, text in found)
+        part = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        title = moments.get(part, ELSEWHERE)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found.setdefault(title, set()).update(messages_of(tree))
+    for title, of_title in found.items():
+        yield from ("", f"### {title}", "", "| what you see | kind |", "|---|---|")
+        yield from (f"| {text} | {kind} |" for text, kind in sorted(of_title))
 
 
 def messages_of(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Kind and text of each message that a module raises or warns of."""
+    """Text and kind of each message that a module raises or warns of."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             call = node.exc
@@ -178,7 +192,7 @@ def messages_of(tree: ast.AST) -> Iterator[tuple[str, str]]:
         kind = ast.unparse(call.func)
         text = written(call.args[0]) if call.args else ""
         if any(character.isalpha() for character in text.replace("…", "")):
-            yield "UserWarning" if "warn" in kind else kind, text.replace("|", r"\|")
+            yield text.replace("|", r"\|"), "warning" if "warn" in kind else kind
 
 
 def written(node: ast.expr) -> str:
