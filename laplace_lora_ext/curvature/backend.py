@@ -226,8 +226,6 @@ class LowRankKronInterface(CurvatureInterface):
         self.rank = rank
         self.kfac_approx = kfac_approx
         self.tail = tail
-        if kfac_approx == "gradient":  # others count positions, of prompts too
-            self.model.economise()
         self.examples: Tensor | None = None
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,13 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.batches import logits_of, refuse_empty, text_config
+from laplace_lora_ext.models.batches import logits_of, refuse_empty
 
 DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
 
@@ -42,30 +37,30 @@ class Answers:
     mask_token_id: int | None = None
     normalised: bool = False
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        transformer: PreTrainedModel | None,
+        answers: Sequence[list[int]] = (),
+    ) -> None:
+        self._transformer = transformer
+        self._answers = answers
+        self._decodes = (
+            transformer is not None and transformer.config.is_encoder_decoder
+        )
         self._weighed: list[Tensor] | None = None  # see `weighing`
 
     def rows(self, inputs: Any) -> Any:
         """Return the texts that the model reads, a row or several for each example."""
         return inputs
 
-    def logits(
-        self,
-        inputs: Any,
-        call: Callable[..., Any],
-        **kwargs: Any,
-    ) -> Tensor:
+    def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> Tensor:
         """Compute logits `(B, C)` of the answers.
 
         `call` calls the model with inputs and keyword arguments.
         """
         raise NotImplementedError
 
-    def log_probs(
-        self,
-        inputs: Any,
-        call: Callable[..., Any],
-    ) -> Tensor:
+    def log_probs(self, inputs: Any, call: Callable[..., Any]) -> Tensor:
         """Compute log-probabilities `(B, C + 1)` of the answers, and of all else.
 
         Where each batch brings its own answers, they are `(B, C)`, of these alone.
@@ -77,13 +72,19 @@ class Answers:
 
         A prompt should leave it out.
         """
-
-    def economise(self) -> None:
-        """Read what choices share once, and a vocabulary's logits in parts from now on.
-
-        Backward passes compute these logits anew. Nobody may transform passes by
-        `torch.func` then, or count positions.
-        """
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        comes_last = not self._decodes and self.mask_token_id is None
+        if not self._answers or not comes_last or tokens is None or tokens.ndim != 2:
+            return
+        ends = last_real_position(inputs).tolist()
+        for text, end in zip(tokens.tolist(), ends, strict=True):
+            read = text[: end + 1]
+            if not any(read[-len(answer) :] == answer for answer in self._answers):
+                return
+        warn(
+            "Every text of the batch ends with one of the answers, but the model "
+            "predicts what comes next: leave the answers out of the prompts."
+        )
 
     @contextmanager
     def weighing(self) -> Iterator[list[Tensor]]:
@@ -98,11 +99,7 @@ class Answers:
         finally:
             self._weighed = None
 
-    def _weigh(
-        self,
-        logits: Tensor,
-        tokens: Sequence[int],
-    ) -> None:
+    def _weigh(self, logits: Tensor, tokens: Sequence[int]) -> None:
         """Note the probability of some tokens, given logits `(B, V)`, if asked to."""
         if self._weighed is not None and not self._weighed:
             of_answers, _ = divided(logits.detach(), tokens)
@@ -114,63 +111,31 @@ class AnswerTokens(Answers):
 
     The answer is read after the last real token of a causal language model, at the mask
     token of a masked one, and in an encoder-decoder after the decoder's start token, or
-    after the decoder input that the batch gives.
-
-    There must be two or more distinct tokens of the vocabulary, and for a masked
-    language model a `mask_token_id`. `transformer` is None for any other model that
-    returns logits of a vocabulary.
+    after the decoder input that the batch gives. `transformer` is None for any other
+    model that returns logits of a vocabulary.
     """
 
     def __init__(
         self,
-        class_token_ids: Sequence[int],
+        class_token_ids: list[int],
         transformer: PreTrainedModel | None,
         mask_token_id: int | None = None,
     ) -> None:
-        ids = _as_numbers(class_token_ids)
-        are_distinct = len(set(ids)) == len(ids)
-        if len(ids) < 2 or not are_distinct or not are_tokens(ids, transformer):
-            raise ValueError(
-                "class_token_ids must be two or more distinct tokens of the model's "
-                f"vocabulary, as its tokenizer has them, not {ids}."
-            )
-        if transformer is not None and is_masked(transformer) and mask_token_id is None:
-            raise ValueError(
-                f"{type(transformer).__name__} is a masked language model, which "
-                "answers at the mask token: pass mask_token_id=tokenizer.mask_token_id."
-            )
-        super().__init__()
-        self.class_token_ids = ids
+        super().__init__(transformer, [[token] for token in class_token_ids])
+        self.class_token_ids = self._ids = class_token_ids
         self.mask_token_id = mask_token_id
-        self._ids = ids
-        self._transformer = transformer
-        self._decodes = (
-            transformer is not None and transformer.config.is_encoder_decoder
-        )
 
-    def logits(
-        self,
-        inputs: Any,
-        call: Callable[..., Any],
-        **kwargs: Any,
-    ) -> Tensor:
+    def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> Tensor:
         of_vocabulary = self._of_vocabulary(inputs, call, **kwargs)
         self._weigh(of_vocabulary, self._ids)
         return of_vocabulary[:, self._ids]
 
-    def log_probs(
-        self,
-        inputs: Any,
-        call: Callable[..., Any],
-    ) -> Tensor:
+    def log_probs(self, inputs: Any, call: Callable[..., Any]) -> Tensor:
         of_vocabulary = self._of_vocabulary(inputs, call)
         return torch.cat(divided(of_vocabulary, self._ids), dim=1)
 
     def _of_vocabulary(
-        self,
-        inputs: Any,
-        call: Callable[..., Any],
-        **kwargs: Any,
+        self, inputs: Any, call: Callable[..., Any], **kwargs: Any
     ) -> Tensor:
         """Compute the vocabulary's logits `(B, V)` where the answers are read."""
         model_kwargs = without_cache(self._transformer, inputs) | kwargs
@@ -183,36 +148,10 @@ class AnswerTokens(Answers):
         n_positions = text_of(text_with_answer).shape[1]
         with reading_at(self._transformer, index, n_positions) as read_off:
             logits = read_off(call(inputs, **model_kwargs))[:, 0]
-        if logits.shape[-1] <= max(self._ids):
-            raise ValueError(
-                f"class_token_ids {self._ids} go beyond the model's output layer, "
-                f"which has only {logits.shape[-1]} tokens: pass the numbers that the "
-                "answers have in it."
-            )
+        check_tokens(max(self._ids), logits)
         return logits
 
-    def warn_if_answered(self, inputs: Any) -> None:
-        """Warn if every text already ends with an answer.
-
-        A prompt should leave it out.
-        """
-        comes_last = not self._decodes and self.mask_token_id is None
-        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-        if not comes_last or tokens is None or tokens.ndim != 2:
-            return
-        last = tokens.take_along_dim(last_real_position(inputs)[:, None], dim=1)
-        answers = torch.tensor(self._ids, device=last.device)
-        if torch.isin(last, answers).all():
-            warn(
-                "Every text of the batch ends with one of class_token_ids, but the "
-                "model predicts what comes next: leave the answers out of the prompts."
-            )
-
-    def _position(
-        self,
-        inputs: Any,
-        text_with_answer: Any,
-    ) -> Tensor:
+    def _position(self, inputs: Any, text_with_answer: Any) -> Tensor:
         """Find the position at which the answer is read, `(B,)`."""
         if self.mask_token_id is None:
             return last_real_position(text_with_answer)
@@ -225,10 +164,16 @@ class AnswerTokens(Answers):
         return is_mask.int().argmax(-1)
 
 
-def divided(
-    logits: Tensor,
-    tokens: Sequence[int],
-) -> tuple[Tensor, Tensor]:
+def check_tokens(largest: int, logits: Tensor) -> None:
+    """Refuse answers with a token that the output layer has no logit for."""
+    if largest >= logits.shape[-1]:
+        raise ValueError(
+            f"The answers' token {largest} goes beyond the model's output layer, which "
+            f"has only {logits.shape[-1]}: pass the numbers that they have in it."
+        )
+
+
+def divided(logits: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Divide log-probabilities `(B, V)` into tokens' `(B, C)` and others' `(B, 1)`.
 
     They are in float32 or better.
@@ -244,43 +189,6 @@ def divided(
 def in_full(logits: Tensor) -> Tensor:
     """Return logits in float32 or better."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _as_numbers(class_token_ids: Sequence[int]) -> list[int]:
-    try:
-        return [operator.index(token) for token in class_token_ids]
-    except TypeError:
-        raise ValueError(
-            f"class_token_ids must be numbers of tokens, not {class_token_ids!r}. "
-            "tokenizer.convert_tokens_to_ids gives them, and None for what is no token "
-            "of the vocabulary: tokenizer.tokenize shows how answers are written there."
-        ) from None
-
-
-def are_tokens(
-    ids: Sequence[int],
-    transformer: PreTrainedModel | None,
-) -> bool:
-    """Tell whether numbers are of a model's vocabulary, as far as its size is known."""
-    if any(token < 0 for token in ids):
-        return False
-    size = (
-        None
-        if transformer is None
-        else getattr(text_config(transformer), "vocab_size", None)
-    )
-    return size is None or all(token < size for token in ids)
-
-
-def is_masked(transformer: PreTrainedModel) -> bool:
-    """Tell whether a model is a masked language model, and nothing else."""
-    name = type(transformer).__name__
-    if (
-        name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        or transformer.config.is_encoder_decoder
-    ):
-        return False
-    return name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
 
 
 def decoder_text(inputs: Mapping[str, Any]) -> dict[str, Any]:

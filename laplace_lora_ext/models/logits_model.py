@@ -228,11 +228,6 @@ class LogitsModel(nn.Module):
                 self.is_divisible = self.agree(whole, of_parts(whole).to(whole))
         return self.is_divisible
 
-    def economise(self) -> None:
-        """Economise with answers as `Answers.economise` from now on."""
-        if self._answers is not None:
-            self._answers.economise()
-
     def weighing_answers(self) -> AbstractContextManager[list[Tensor]]:
         """Weigh answers as `Answers.weighing` does; without answers, nothing."""
         if self._answers is None:

@@ -64,19 +64,19 @@ def read_in_parts(
     parts: Sequence[Span],
     logits: Callable[[Span], Tensor],
     reading: Callable[[Tensor], Reading],
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Read `(n, ...)` off logits at the true ones of `(N, T)` places; keep no logits.
 
-    Also returns the logits `(N, V)` at each text's first place. `logits` takes a part,
-    and calls the model by `LastStates`. `reading` takes an index of rows, and tells how
-    to read these. A backward pass computes the logits of one part after the other anew.
+    `logits` takes a part, and calls the model by `LastStates`. `reading` takes an index
+    of rows, and tells how to read these. A backward pass computes the logits of one
+    part after the other anew.
     """
 
     def compute(part: Span, read: Reading) -> Tensor:
         return read(logits(part))
 
     # The layers before the output layer run here, and never again.
-    at_first = logits(Span(first=0, size=1))
+    logits(Span(first=0, size=1))
     rows: list[Tensor] = []
     of_parts: list[Tensor] = []
     for part in parts:
@@ -88,15 +88,16 @@ def read_in_parts(
         of_parts.append(of_part)
     in_order = torch.cat(rows).argsort()
     read = torch.cat(of_parts)
-    return read[in_order.to(read.device)], at_first
+    return read[in_order.to(read.device)]
 
 
 class LastStates:
     """What a model's output layer is given in its first pass, for further ones.
 
     It is of one batch and one set of weights. A further pass reads one token and is
-    given these states: so the layer runs again, with whatever comes behind it, such as
-    a cap of logits, and hardly anything else.
+    given a copy of these states: so the layer runs again, with whatever comes behind
+    it, such as a cap of logits, and hardly anything else. Since they are copies, a
+    model may overwrite what it is given.
     """
 
     def __init__(self, transformer: PreTrainedModel) -> None:
@@ -123,10 +124,10 @@ class LastStates:
         if not states.is_floating_point():  # of a layer that is the embedding, too
             return None
         if self._states is None:
-            self._states = states
-        else:
-            torch.set_grad_enabled(self._has_graph)
-        return (self._states, *others)
+            self._states = states.clone()
+            return None
+        torch.set_grad_enabled(self._has_graph)
+        return (self._states.clone(), *others)
 
     def _one_token(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Take the first token, which a model can read without masks and images."""

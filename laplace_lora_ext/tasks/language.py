@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
-from laplace_lora_ext.models import vocabulary
 from laplace_lora_ext.models.answers import (
     DECODER_INPUTS,
     start_token,
@@ -23,8 +21,6 @@ from laplace_lora_ext.models.answers import (
 from laplace_lora_ext.models.batches import (
     IGNORED,
     Positions,
-    number_of_rows,
-    part_of,
     text_first,
 )
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -39,7 +35,11 @@ from laplace_lora_ext.models.vocabulary import (
 )
 from laplace_lora_ext.tasks.classification import CLASSIFICATION, drawn_labels
 from laplace_lora_ext.tasks.task import ClassCounts, Objective, Seeds, Task
-from laplace_lora_ext.tasks.token_labels import TokenClassification, check_labels
+from laplace_lora_ext.tasks.token_labels import (
+    TokenClassification,
+    check_labels,
+    check_places,
+)
 
 
 class LabelsOfTokens(NamedTuple):
@@ -133,8 +133,7 @@ class TokensModel(LogitsModel):
             return _reading(labels.of(rows))
 
         places = self.targets(batch) != IGNORED
-        log_p, _ = read_in_parts(places, parts, logits, reading)
-        return log_p
+        return read_in_parts(places, parts, logits, reading)
 
     def summary(self, batch: Any) -> Tensor:
         """Compute log-probabilities `(N, 1)` of the labels, in parts."""
@@ -146,36 +145,6 @@ class TokensModel(LogitsModel):
     def split(self, batch: Any) -> tuple[Any, Tensor]:
         """Return the batch, and the tokens `(B, T)` that its logits predict."""
         return batch, self.targets(batch)
-
-    def by_texts(self, batch: Any) -> list[Any]:
-        """Divide a batch by texts, into parts of at most `MOST_ROWS` labels each.
-
-        A text with more labels is a part of its own, see `parts`. Texts whose logits
-        depend on each other stay together.
-        """
-        labelled = self.targets(batch) != IGNORED
-        n_texts = len(labelled)
-        if number_of_rows(batch) != n_texts or is_shared(self):
-            return [batch]
-        starts = [0]
-        n_tokens = 0  # from the last start on
-        for text, n_more in enumerate(labelled.sum(1).tolist()):
-            # Texts without any label are no batch by themselves.
-            is_full = n_tokens + n_more > vocabulary.MOST_ROWS
-            if n_tokens > 0 and n_more > 0 and is_full:
-                starts.append(text)
-                n_tokens = 0
-            n_tokens += n_more
-        parts = [
-            part_of(batch, slice(start, stop), n_texts)
-            for start, stop in pairwise([*starts, n_texts])
-        ]
-
-        def of_parts(_: Tensor) -> Tensor:
-            return torch.cat([self.summary(part) for part in parts])
-
-        is_divided = len(parts) > 1 and self.divides(batch, of_parts)
-        return parts if is_divided else [batch]
 
     def parts(self, batch: Any) -> list[Span]:
         """Divide a batch's labelled tokens into parts of `MOST_ROWS` at most.
@@ -202,17 +171,15 @@ class TokensModel(LogitsModel):
                 f"A batch of texts must be a mapping, not {type(batch).__name__}."
             )
         _, labels = super().split(batch)
-        if labels.ndim != 2 or labels.is_floating_point():
-            raise ValueError(
-                "labels must be tokens of shape (texts, positions), not "
-                f"{tuple(labels.shape)} of {labels.dtype}"
-            )
+        # An encoder reads other tokens than those that have labels.
+        inputs = {} if self.is_encoder_decoder else super()._inputs(batch)
+        check_places(labels, inputs)
         if not self.is_encoder_decoder:
-            has_begun = _has_begun(labels, super()._inputs(batch))
             # Logits predict the token after their place.
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-            # Padding before a text predicts nothing.
-            labels = labels.masked_fill(~has_begun, IGNORED)
+            mask = inputs.get("attention_mask")
+            if mask is not None:  # padding before a text predicts nothing
+                labels = labels.masked_fill(mask.cumsum(1) == 0, IGNORED)
         if not (labels != IGNORED).any():
             raise ValueError(
                 f"no token is labelled: every label is {IGNORED}, or on a text's first "
@@ -288,28 +255,6 @@ def _decoder_input_ids(
         return prepare(labels.clone())  # FSMT's writes padding tokens into them
     padding = transformer.config.pad_token_id
     return shift_tokens_right(labels, padding, start_token(transformer))
-
-
-def _has_begun(
-    labels: Tensor,
-    inputs: Mapping[str, Any],
-) -> Tensor:
-    """Mark places from a text's first token on, `(B, T)`; refuse labels of no token."""
-    for key in ("input_ids", "attention_mask"):
-        given = inputs.get(key)
-        if given is not None and given.shape != labels.shape:
-            raise ValueError(
-                f"labels have shape {tuple(labels.shape)}, but {key} has "
-                f"{tuple(given.shape)}: give each token one label"
-            )
-    mask = inputs.get("attention_mask")
-    real = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool()
-    is_labelled = labels != IGNORED
-    if (is_labelled & ~real).any():
-        raise ValueError(
-            f"There are labels where attention_mask is 0: set them to {IGNORED}"
-        )
-    return real.cumsum(1) > 0
 
 
 @dataclass(frozen=True)

@@ -145,29 +145,11 @@ class TokenLabelsModel(LogitsModel):
         return by_place[places.to(by_place.device)]
 
     def _check_labels(self, y: Tensor, X: Mapping[str, Any]) -> None:
-        if y.ndim != 2 or y.is_floating_point() or y.dtype == torch.bool:
-            raise ValueError(
-                "labels must be classes of tokens, of shape (texts, tokens), not "
-                f"{tuple(y.shape)} of {y.dtype}: for one label a text use the "
-                'likelihood "classification"'
-            )
-        labelled = y != IGNORED
-        if not labelled.any():
+        check_places(y, X)
+        if (y == IGNORED).all():
             raise ValueError(
                 f"no token is labelled: every label is {IGNORED}. Leave such batches "
                 "out"
-            )
-        mask = X.get("attention_mask")
-        if mask is None:
-            return
-        if mask.shape != y.shape:
-            raise ValueError(
-                f"labels have shape {tuple(y.shape)}, but attention_mask has "
-                f"{tuple(mask.shape)}: give each token one label"
-            )
-        if (labelled & ~mask.to(y.device).bool()).any():
-            raise ValueError(
-                f"There are labels where attention_mask is 0: set them to {IGNORED}"
             )
 
     def _find_answers(
@@ -255,6 +237,28 @@ class TokenClassification(Classification):
 
 
 TOKEN_CLASSIFICATION = TokenClassification()
+
+
+def check_places(labels: Tensor, inputs: Mapping[str, Any]) -> None:
+    """Refuse labels that are no whole numbers `(B, T)`, one for each real token."""
+    if labels.ndim != 2 or labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(
+            "labels must be whole numbers of shape (texts, tokens), not "
+            f"{tuple(labels.shape)} of {labels.dtype}: for one label a text use the "
+            'likelihood "classification"'
+        )
+    for key in ("input_ids", "attention_mask"):
+        given = inputs.get(key)
+        if given is not None and given.shape != labels.shape:
+            raise ValueError(
+                f"labels have shape {tuple(labels.shape)}, but {key} has "
+                f"{tuple(given.shape)}: give each token one label"
+            )
+    mask = inputs.get("attention_mask")
+    if mask is not None and (labels[~mask.to(labels.device).bool()] != IGNORED).any():
+        raise ValueError(
+            f"There are labels where attention_mask is 0: set them to {IGNORED}"
+        )
 
 
 def check_labels(labels: Tensor, n_outputs: int) -> None:

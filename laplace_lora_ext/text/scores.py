@@ -93,13 +93,24 @@ def score_texts(
     `Predictor.score`.
     """
     model, *_ = [_checked_model(member) for member in members]
-    batches = model.by_texts(batch)
-    draws: Iterable[_Draw] = _draws_of(members, n_samples, generator)
-    if len(batches) > 1:
-        draws = list(draws)  # all batches are read with them
-    tables = [_table_of_batch(members, part, draws) for part in batches]
-    labelled = [model.labelled(part).to(tables[0].device) for part in batches]
-    return _of_table(torch.cat(tables), torch.cat(labelled))
+    parts = model.parts(batch)
+    of_trained = [_reader(_trained(member), batch, parts) for member in members]
+    draws = _draws_of(members, n_samples, generator)
+    of_draws = (_reader(draw, batch, parts) for draw in draws)
+    if len(parts) > 1:
+        of_draws = list(of_draws)  # every part reads with all of them
+    tables: list[Tensor] = []
+    for part in parts:
+        # Logits of the mixture of the trained models, but for a constant.
+        log_p = (logits(part).log_softmax(-1) for logits in of_trained)
+        f = reduce(torch.logaddexp, log_p)
+        check_logits(f)
+        tokens = members[0].task.check_targets(model.targets(batch, part), f)
+        by_token = _by_token(f, (logits(part) for logits in of_draws), tokens)
+        tables.append(_placed(by_token, model.labelled(batch, part)))
+    # No two parts share a token.
+    table = torch.stack(tables).sum(0)
+    return _of_table(table, model.labelled(batch).to(table.device))
 
 
 @exclusive
@@ -188,30 +199,6 @@ def _reader(
             )
 
     return logits
-
-
-def _table_of_batch(
-    members: Sequence[Posterior], batch: Mapping[str, Any], draws: Iterable[_Draw]
-) -> Tensor:
-    """Make a table `(B, T, columns)` as `_by_token` does, a part at a time."""
-    model = members[0].model
-    assert isinstance(model, TokensModel)
-    likelihood = members[0].task
-    parts = model.parts(batch)
-    of_trained = [_reader(_trained(member), batch, parts) for member in members]
-    of_draws = (_reader(draw, batch, parts) for draw in draws)
-    if len(parts) > 1:
-        of_draws = list(of_draws)  # every part reads with all of them
-    tables: list[Tensor] = []
-    for part in parts:
-        # Logits of the mixture of the trained models, but for a constant.
-        log_p = (logits(part).log_softmax(-1) for logits in of_trained)
-        f = reduce(torch.logaddexp, log_p)
-        check_logits(f)
-        tokens = likelihood.check_targets(model.targets(batch, part), f)
-        by_token = _by_token(f, (logits(part) for logits in of_draws), tokens)
-        tables.append(_placed(by_token, model.labelled(batch, part)))
-    return torch.stack(tables).sum(0)  # no two parts share a token
 
 
 def _by_token(f: Tensor, drawn: Iterable[Tensor], tokens: Tensor) -> Tensor:

@@ -293,7 +293,6 @@ def _teaching(
         # The trainer may have wrapped the model, and a `LogitsModel` is costly to make.
         if id(run) not in students:
             students[id(run)] = model.around(run)
-            students[id(run)].economise()
         targets = inputs.pop(_TEACHER)
         log_p = _log_probs(students[id(run)], task, inputs)
         return kl_div(log_p, targets.to(log_p), reduction="batchmean")

@@ -1,6 +1,5 @@
 """Logits of labelled tokens, whatever the padding, and what batches are refused."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from transformers import FSMTConfig, FSMTForConditionalGeneration
 
-from laplace_lora_ext.models import vocabulary
 from laplace_lora_ext.tasks.language import TokensModel
 from tests.support.models import VOCABULARY, lora_model, ragged_batches
 from tests.support.texts import (
@@ -132,76 +130,6 @@ def test_the_output_layer_runs_for_labelled_tokens_alone(gpt2, adapted):
     assert n_positions == [max(LENGTHS) - PROMPT]
     # The hook that picks them is gone.
     assert not layer._forward_pre_hooks
-
-
-# --- parts of a batch -----------------------------------------------------------------
-
-
-def with_labels(n_labels: Sequence[int]) -> Batch:
-    """Make texts of twelve tokens, of which so many are labelled behind the prompt."""
-    (batch,) = text_batches(
-        lengths=(12,) * 6,
-        batch_size=6,
-        padded_to=12,
-    )
-    for labels, number in zip(batch["labels"], n_labels, strict=True):
-        labels[PROMPT + number :] = NO_LABEL
-    return batch
-
-
-# Of six labelled tokens at the most, unless one text has more.
-PARTS = pytest.mark.parametrize(
-    ("n_labels", "sizes"),
-    [
-        ((2, 4, 1, 6, 0, 0), [2, 1, 3]),
-        ((0, 9, 0, 3, 3, 0), [3, 3]),
-        ((1, 1, 1, 1, 1, 1), [6]),
-        ((9, 7, 0, 8, 9, 7), [1, 2, 1, 1, 1]),
-    ],
-)
-
-
-@PARTS
-def test_batches_have_few_labelled_tokens_or_one_text_with_any(
-    adapted,
-    n_labels,
-    sizes,
-    monkeypatch,
-):
-    monkeypatch.setattr(vocabulary, "MOST_ROWS", 6)
-    batch = with_labels(n_labels)
-    parts = adapted.by_texts(batch)
-    n_texts = [len(part["labels"]) for part in parts]
-    assert n_texts == sizes
-
-
-@PARTS
-def test_parts_of_a_batch_are_the_batch(adapted, n_labels, sizes, monkeypatch):
-    monkeypatch.setattr(vocabulary, "MOST_ROWS", 6)
-    batch = with_labels(n_labels)
-    # Two of them, for six texts: what has no row for each stays as it is.
-    batch["given"] = ["as it is"] * 2
-    parts = adapted.by_texts(batch)
-    for key in ("input_ids", "attention_mask", "labels"):
-        together = torch.cat([part[key] for part in parts])
-        assert torch.equal(together, batch[key])
-    for part in parts:
-        assert part["given"] == batch["given"]
-
-
-def test_texts_that_depend_on_each_other_are_one_part(adapted, monkeypatch):
-    monkeypatch.setattr(vocabulary, "MOST_ROWS", 6)
-    batch = with_labels([3] * 6)
-    assert len(adapted.by_texts(batch)) > 1
-    # Before any layer with an adapter.
-    embedding = adapted.transformer.get_input_embeddings()
-
-    def standardise(module: nn.Module, args: tuple, embedded: Tensor) -> Tensor:
-        return embedded - embedded.mean(0)
-
-    embedding.register_forward_hook(standardise)
-    again = TokensModel(adapted.model)
-    assert again.by_texts(batch) == [batch]
 
 
 # --- encoder-decoders -----------------------------------------------------------------
@@ -343,12 +271,12 @@ def test_labels_that_a_model_writes_to_stay(fsmt):
         ),
         pytest.param(
             {"labels": torch.zeros(6, dtype=torch.long)},
-            "tokens of shape",
+            "whole numbers",
             id="a label a text",
         ),
         pytest.param(
             {"labels": torch.zeros(6, 7)},
-            "tokens of shape",
+            "whole numbers",
             id="labels that are no integers",
         ),
         pytest.param(
