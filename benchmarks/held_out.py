@@ -12,7 +12,7 @@ from benchmarks.models import AdaptedModel
 from benchmarks.report import say
 from benchmarks.training import Records
 from laplace_lora_ext import LowRankKronLoRALaplace
-from laplace_lora_ext.processes.shards import divided
+from laplace_lora_ext.processes.shards import divide
 
 # The same for every method, ours and rivals, that wants labels to choose by.
 HELD_OUT = 0.2
@@ -30,7 +30,7 @@ def held_out(pretrained: Pretrained) -> Split:
     """Hold out a fifth of each class, so that none is missing where there are few."""
     records = pretrained.data[TRAIN]
     batches = pretrained.loader(records)
-    (division,) = divided(batches, HELD_OUT, labels_of(records))
+    (division,) = divide(batches, HELD_OUT, labels_of(records))
     return Split(list(division.rest), list(division.held))
 
 

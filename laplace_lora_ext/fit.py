@@ -9,8 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from laplace_lora_ext.curvature.structure import Structure
-from laplace_lora_ext.models.same_model import ModelState, check_runs, check_same
-from laplace_lora_ext.models.weights import Place, flattened
+from laplace_lora_ext.models.same_model import (
+    ModelState,
+    check_alike_on_ranks,
+    check_runs,
+    check_same,
+)
+from laplace_lora_ext.models.weights import Place, flatten_weights
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.sums import sums_over
@@ -169,11 +174,11 @@ def fit(
         # Before the data are read, whose loader may run code of the user's that changes
         # the model.
         state = ModelState.of(model, blocks)
-        mean = flattened(blocks, model.device)
+        mean = flatten_weights(blocks, model.device)
+        check_alike_on_ranks(state, mean, repr((mean.dtype, dict(settings))))
         sums = sums_over(
             loader,
             structure,
-            settings=settings,
             before=None if before is None else before.sums,
             n_before=0 if before is None else before.n_data,
             progress_bar=progress_bar,

@@ -39,8 +39,8 @@ from laplace_lora_ext.models.lora_layers import (
 )
 from laplace_lora_ext.models.running import (
     alone,
+    copy_if_inference,
     exclusive,
-    kept,
     without_autocast,
 )
 from laplace_lora_ext.models.same_model import (
@@ -49,7 +49,7 @@ from laplace_lora_ext.models.same_model import (
     check_same,
     standing_of,
 )
-from laplace_lora_ext.models.weights import Block, called_with
+from laplace_lora_ext.models.weights import Block, call_with
 from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.amortization import amortize
@@ -522,7 +522,7 @@ class LoRALaplace(Posterior, Predictor):
         )
         check_positive("temperature", value)
         if isinstance(value, Tensor):  # which may have a graph
-            self._temperature = kept(value).reshape(())
+            self._temperature = copy_if_inference(value).reshape(())
         else:
             self._temperature = float(value)
         self._posterior_scale = None  # that the host has made with the old value
@@ -1045,7 +1045,7 @@ class LoRALaplace(Posterior, Predictor):
         with self.model.forward_passes(self.enable_backprop):
             self.check_model()
             for values in drawn_weights(self, n_samples, generator):
-                logits = called_with(self.model, self.blocks, values, X, **model_kwargs)
+                logits = call_with(self.model, self.blocks, values, X, **model_kwargs)
                 samples.append(self.logit_scale * logits)
         return torch.stack(samples)
 
@@ -1191,4 +1191,4 @@ def _set_by_host(
 ) -> None:
     """Give a value to the host's own setter of a property that we override."""
     of_host = getattr(super(LoRALaplace, type(la)), name)
-    of_host.fset(la, kept(value))
+    of_host.fset(la, copy_if_inference(value))

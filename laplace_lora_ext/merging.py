@@ -65,7 +65,8 @@ def merge(posteriors: Sequence[LoRALaplace], adapter_name: str = "merged") -> st
     first = posteriors[0]
     for number, la in enumerate(posteriors):
         la.check_model()
-        differing = first._model_state.differing(la._model_state)
+        differing = first._model_state.difference(la._model_state)
+        differing = differing or la._model_state.difference(first._model_state)
         if differing is not None:
             raise ValueError(
                 f"Posterior {number} has another model than the first: {differing}. "

@@ -50,11 +50,7 @@ def check_counts(**counts: Any) -> None:
             raise ValueError(f"{name} must be at least 1, and whole, not {number!r}.")
 
 
-def check_name(
-    what: str,
-    value: Any,
-    known: Iterable[str],
-) -> None:
+def check_name(what: str, value: Any, known: Iterable[str]) -> None:
     """Refuse what is none of some names; what is no text may hold data to print."""
     names = list(known)
     if not isinstance(value, str):
@@ -65,11 +61,7 @@ def check_name(
         raise ValueError(f"{what} {value!r} is none of {names}.")
 
 
-def check_single(
-    name: str,
-    value: Any,
-    instead: str,
-) -> None:
+def check_single(name: str, value: Any, instead: str) -> None:
     """Refuse all but one number; `instead` says what to do."""
     number = value.numel() if isinstance(value, Tensor) else np.size(value)
     if number != 1:

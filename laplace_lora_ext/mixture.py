@@ -21,7 +21,7 @@ from laplace_lora_ext.models.adapters import (
     write_adapter,
 )
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import as_tensor, exclusive, kept
+from laplace_lora_ext.models.running import as_tensor, copy_if_inference, exclusive
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import mixed, parts_for
@@ -180,7 +180,7 @@ class LaplaceMixture(Predictor):
     @torch.inference_mode(False)
     def prior_precision(self, factor: float | Tensor) -> None:
         # Of all members.
-        without_graph = as_tensor(kept(factor)).detach()
+        without_graph = as_tensor(copy_if_inference(factor)).detach()
         factor = without_graph.cpu().float().reshape(1)
         for member, prior in zip(self.members, self._priors, strict=True):
             member.prior_precision = factor.to(prior) * prior
@@ -354,11 +354,11 @@ def _check_alike(members: Sequence[LoRALaplace]) -> None:
             "The members differ in likelihood, n_outputs, class_token_ids or "
             f"normalised: {facts}."
         )
-    first, *others = [member._model_state for member in members]
+    first, *others = [member._model_state.of_base() for member in members]
     for number, other in enumerate(others, 1):
-        differing = first.differing_base(other)
-        if differing is not None:
+        difference = first.difference(other) or other.difference(first)
+        if difference is not None:
             raise ValueError(
-                f"Members 0 and {number} have different base models ({differing} "
-                "differs): mix adapters of one base model."
+                f"Members 0 and {number} have different base models: mix adapters of "
+                f"one base model. ({difference}.)"
             )

@@ -27,7 +27,7 @@ from laplace_lora_ext.predictive.links import (
 from laplace_lora_ext.predictive.moments import AnyMoments, parts_for
 from laplace_lora_ext.predictive.numbers import NumberPrediction
 from laplace_lora_ext.predictive.posterior import Posterior, drawn_weights, moments_for
-from laplace_lora_ext.processes.shards import Columns, stacked
+from laplace_lora_ext.processes.shards import Columns, join_batches
 from laplace_lora_ext.text.scores import TextScores, draw_logits, score_texts
 from laplace_lora_ext.training import students
 
@@ -123,7 +123,7 @@ class Predictor:
                 collate_fn,
                 batch_size,
                 progress_bar,
-                Sample(join=padded if first.task.has_tokens else stacked),
+                Sample(join=padded if first.task.has_tokens else join_batches),
             )
         return NumberPrediction(*columns) if is_of_numbers else Prediction(*columns)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from laplace_lora_ext.curvature.structure import Structure
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
-from laplace_lora_ext.models.same_model import hashes
 from laplace_lora_ext.processes.exchange import count, gathered, rank
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.tasks.task import ClassCounts, Task
@@ -33,24 +33,13 @@ class Seen:
     class_counts: ClassCounts = field(default_factory=ClassCounts)
 
     @classmethod
-    def of(
-        cls,
-        task: Task,
-        y: Tensor,
-        answered: Sequence[Tensor],
-    ) -> Seen:
+    def of(cls, task: Task, y: Tensor, answered: Sequence[Tensor]) -> Seen:
         """Look at a batch's labels, and at what `weighing_answers` gave."""
-        are_binary = (y == 0) | (y == 1)
-        total = 0.0
-        n_texts = 0
-        # One for each pass that a batch took.
-        for of_pass in answered:
-            total += of_pass.sum().item()
-            n_texts += len(of_pass)
+        # One tensor for each pass that a batch took.
         return cls(
-            answered=total,
-            n_texts=n_texts,
-            all_binary=bool(are_binary.all()),
+            answered=sum(of_pass.sum().item() for of_pass in answered),
+            n_texts=sum(map(len, answered)),
+            all_binary=bool(((y == 0) | (y == 1)).all()),
             class_counts=task.class_counts(y),
         )
 
@@ -63,12 +52,7 @@ class Seen:
             class_counts=self.class_counts + other.class_counts,
         )
 
-    def warn(
-        self,
-        task: Task,
-        loss: float,
-        n_data: int,
-    ) -> None:
+    def warn(self, task: Task, loss: float, n_data: int) -> None:
         """Warn of rare answers, of chance, and of classes taken for numbers.
 
         `loss` is the sum over the `n_data` examples that these are seen of.
@@ -101,9 +85,8 @@ class Seen:
         loss = 0.0
         for n_of_classes in by_column.values():
             counts = torch.tensor(n_of_classes, dtype=torch.float64)
-            shares = counts / counts.sum()
-            entropy = torch.special.entr(shares).sum()
-            loss += (counts.sum() * entropy).item()
+            entropies = torch.special.entr(counts / counts.sum())
+            loss += (counts.sum() * entropies.sum()).item()
         return loss
 
 
@@ -119,12 +102,23 @@ class Sums:
     called: frozenset[int] = frozenset()
     seen: Seen = field(default_factory=Seen)
 
+    def plus(self, other: Sums) -> Sums:
+        """Add all but the curvature, which is the other's."""
+        return Sums(
+            curvature=other.curvature,
+            loss=self.loss + other.loss.to(self.loss),
+            n_data=self.n_data + other.n_data,
+            # Who has no data has made no pass that would tell.
+            n_outputs=max(self.n_outputs, other.n_outputs),
+            called=self.called | other.called,
+            seen=self.seen + other.seen,
+        )
+
 
 def sums_over(
     loader: Iterable[Any],
     structure: Structure[Any, Any],
     *,
-    settings: Mapping[str, Any],
     before: Any | None,
     n_before: int,
     progress_bar: bool,
@@ -133,8 +127,7 @@ def sums_over(
 
     The curvature goes on from the sums `before`, of `n_before` examples, which stay as
     they are: a fit in parts sums as one fit does. Loss and `n_data` are of the loader
-    alone. A `ValueError` if there are no data, ranks differ in weights or `settings`,
-    or two have the same data.
+    alone. A `ValueError` if there are no data, or two ranks have the same.
     """
     share = Share(loader)
     start = structure.zeros()
@@ -149,22 +142,17 @@ def sums_over(
         )
     # All but the curvature, which is large, and joined once nothing speaks against it.
     told = replace(own, curvature=None, loss=own.loss.cpu())
-    identities: list[dict[str, str]] = []
-    of_ranks: list[Sums] = []
-    for identity, sums in gathered((_identity(structure, settings), told)):
-        identities.append(identity)
-        of_ranks.append(sums)
-    if not any(sums.n_data for sums in of_ranks):
+    of_all = reduce(Sums.plus, gathered(told))
+    if not of_all.n_data:
         raise ValueError(
             "The training loader has no data. (A generator can be read once.)"
         )
-    _check_alike(identities)
     share.refuse_copies()
-    joined = _joined(own.curvature, of_ranks, structure)
-    if not joined.n_outputs:  # no batch has had anything to learn
+    curvature = _of_all_ranks(own.curvature, structure)
+    if not of_all.n_outputs:  # no batch has had anything to learn
         raise ValueError("No token of the data has a label: every label is -100.")
-    joined.seen.warn(structure.task, joined.loss.item(), joined.n_data)
-    return joined
+    of_all.seen.warn(structure.task, of_all.loss.item(), of_all.n_data)
+    return replace(of_all, curvature=curvature, loss=of_all.loss.to(own.loss.device))
 
 
 def _own_sums(
@@ -207,78 +195,20 @@ def _own_sums(
 
 
 def _with_batch(
-    sums: Sums,
-    structure: Structure[Any, Any],
-    X: Any,
-    y: Tensor,
-    examples: Tensor,
+    sums: Sums, structure: Structure[Any, Any], X: Any, y: Tensor, examples: Tensor
 ) -> Sums:
     """Add a batch of examples, whose numbers `(B,)` are those in all data, to sums."""
     model = structure.recorder.model
     with model.weighing_answers() as answered:
         loss, curvature = structure.add(sums.curvature, X, y, examples)
-    return Sums(
-        curvature=curvature,
-        loss=sums.loss + loss.to(sums.loss),
-        n_data=sums.n_data + len(y),
-        n_outputs=model.output_size,
-        seen=sums.seen + Seen.of(structure.task, y, answered),
-    )
+    seen = Seen.of(structure.task, y, answered)
+    return sums.plus(Sums(curvature, loss, len(y), model.output_size, seen=seen))
 
 
-def _identity(
-    structure: Structure[Any, Any],
-    settings: Mapping[str, Any],
-) -> dict[str, str]:
-    """Describe what all ranks must have alike, by what it is."""
-    _, dtype = structure.recorder.places[0]
-    identity = {"settings": repr((dtype, dict(settings)))}
-    if count() > 1:
-        identity |= hashes(structure.recorder.model, structure.recorder.blocks)
-    return identity
-
-
-def _check_alike(identities: Sequence[Mapping[str, str]]) -> None:
-    """Refuse ranks with other models or settings than the first."""
-    first = identities[0]
-    for number, identity in enumerate(identities):
-        differing = [key for key in first if first[key] != identity[key]]
-        if differing:
-            raise ValueError(
-                f"Rank {number} and rank 0 differ in {' and '.join(differing)}: load "
-                "the same adapter and pass the same settings on every rank."
-            )
-
-
-def _joined(
-    curvature: Any,
-    of_ranks: Sequence[Sums],
-    structure: Structure[Any, Any],
-) -> Sums:
-    """Join the sums of all ranks, which have told each other all but the curvature."""
-    if count() > 1:
-        first, *others = gathered(structure.pack(curvature))
-        curvature = structure.unpack(first)
-        for packed in others:
-            curvature = structure.merge(curvature, structure.unpack(packed))
-    device = structure.recorder.model.device
-    loss = torch.zeros((), device=device, dtype=torch.float64)
-    n_data = 0
-    n_outputs = 0
-    called: frozenset[int] = frozenset()
-    seen = Seen()
-    for sums in of_ranks:
-        loss += sums.loss.item()
-        n_data += sums.n_data
-        # A rank without data has made no pass that would tell.
-        n_outputs = max(n_outputs, sums.n_outputs)
-        called |= sums.called
-        seen += sums.seen
-    return Sums(
-        curvature=curvature,
-        loss=loss,
-        n_data=n_data,
-        n_outputs=n_outputs,
-        called=called,
-        seen=seen,
+def _of_all_ranks(curvature: Any, structure: Structure[Any, Any]) -> Any:
+    """Add up the curvatures of all ranks."""
+    if count() == 1:
+        return curvature
+    return reduce(
+        structure.merge, map(structure.unpack, gathered(structure.pack(curvature)))
     )

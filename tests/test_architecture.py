@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "laplace_lora_ext"
 # From the ground up: what a file imports is on its own floor, or below.
 FLOORS = [
-    {"messages", "files", "draws"},
+    {"messages", "files", "rounding", "draws"},
     {"processes"},
     {"models"},
     {"tasks"},

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext import merge, merging
-from laplace_lora_ext.models.weights import flattened
+from laplace_lora_ext.models.weights import flatten_weights
 from tests.support.models import base_model, first_batch, lora_model, ragged_batches
 from tests.support.posteriors import (
     STRUCTURES,
@@ -69,7 +69,9 @@ def merged_weights(posteriors: list[Any], **keywords: Any) -> Tensor:
     """Merge, and read the weights of the new adapter in one vector."""
     model = posteriors[0].model.model
     name = merge(posteriors)
-    return flattened(blocks_of(model, name, **keywords), posteriors[0].model.device)
+    return flatten_weights(
+        blocks_of(model, name, **keywords), posteriors[0].model.device
+    )
 
 
 # --- the mode -------------------------------------------------------------------------
@@ -154,7 +156,7 @@ def test_two_adapters_of_one_model_are_merged():
     merge([one, two])
     assert model.active_adapter == "default"
     assert set(model.peft_config) == {"default", "second", "merged"}
-    merged = flattened(blocks_of(model, "merged"), torch.device("cpu"))
+    merged = flatten_weights(blocks_of(model, "merged"), torch.device("cpu"))
     assert_close(merged, dense_mode([one, two]), rtol=1e-8, atol=1e-9)
 
 

@@ -18,11 +18,7 @@ from tests.support.posteriors import fitted, make
 @pytest.mark.parametrize("kind", [ValueError, NotImplementedError])
 def test_places_are_named_from_the_outermost_in(kind):
     original = kind("non-finite numbers")
-    with (
-        pytest.raises(kind) as error,
-        naming("batch 3"),
-        naming("LoRA layer first"),
-    ):
+    with pytest.raises(kind) as error, naming("batch 3"), naming("LoRA layer first"):
         raise original
     assert str(error.value) == "batch 3: LoRA layer first: non-finite numbers"
     assert error.value.__cause__.__cause__ is original
@@ -45,10 +41,7 @@ def test_fits_and_searches_warn_of_the_users_line(structure):
         warnings.simplefilter("always")
         la.fit(loader)
         la.optimize_prior_precision(n_steps=1)
-        la.optimize_prior_precision(
-            method="agreement",
-            train_loader=[fitted_to],
-        )
+        la.optimize_prior_precision(method="agreement", train_loader=[fitted_to])
         la.optimize_prior_precision(
             method="gridsearch",
             val_loader=[six],

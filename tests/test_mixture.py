@@ -645,7 +645,7 @@ REFUSED = [
     ),
     (
         with_another_base,
-        "different base models .*pooler",
+        "different base models.*pooler",
     ),
     (
         without_an_adapter,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,11 +12,7 @@ from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.predictive.statistics import of_present_fit
-from tests.support.models import (
-    first_batch,
-    lora_model,
-    ragged_batches,
-)
+from tests.support.models import first_batch, lora_model, ragged_batches
 from tests.support.posteriors import (
     STRUCTURES,
     fitted,
@@ -26,8 +22,6 @@ from tests.support.posteriors import (
     with_structures,
 )
 from tests.support.snapshots import tensors_of
-
-of_each_structure = pytest.mark.parametrize("structure", STRUCTURES)
 
 
 def single_precision(**adapter) -> nn.Module:
@@ -39,39 +33,12 @@ def single_precision(**adapter) -> nn.Module:
 
 
 def glm(la, batches):
-    first, *_ = batches
-    return la(first)
+    return la(batches[0])
 
 
 def drawn_networks(la, batches):
-    first, *_ = batches
-    return la(
-        first,
-        pred_type="nn",
-        link_approx="mc",
-        n_samples=2,
-        generator=generator(),
-    )
-
-
-def joint(la, batches):
-    first, *_ = batches
-    _, covariance = la.predictive_moments(first, joint=True)
-    return covariance
-
-
-def evidence(la, batches):
-    return la.log_marginal_likelihood()
-
-
-def evidence_of_a_prior(la, batches):
-    prior_precision = torch.tensor(3.0)
-    return la.log_marginal_likelihood(prior_precision)
-
-
-def density(la, batches):
-    near_the_mean = la.mean + 0.1
-    return la.log_prob(near_the_mean)
+    draws = {"link_approx": "mc", "n_samples": 2, "generator": generator()}
+    return la(batches[0], pred_type="nn", **draws)
 
 
 def draws(la, batches):
@@ -88,21 +55,16 @@ def more_data(la, batches):
     return la.log_marginal_likelihood()
 
 
-def state(la, batches):
-    return la.state_dict()["mean"]
-
-
 USES = [
     glm,
     drawn_networks,
-    joint,
-    evidence,
-    evidence_of_a_prior,
-    density,
+    lambda la, batches: la.predictive_moments(batches[0], joint=True)[1],
+    lambda la, batches: la.log_marginal_likelihood(torch.tensor(3.0)),
+    lambda la, batches: la.log_prob(la.mean + 0.1),
     draws,
     prior,
     more_data,
-    state,
+    lambda la, batches: la.state_dict()["mean"],
 ]
 
 
@@ -118,28 +80,19 @@ class Blocks:
         return single_precision(**self.adapter)
 
     def fitted(self, model: nn.Module):
-        return fitted(
-            model=model,
-            structure=self.structure,
-            **self.choice,
-        )
+        return fitted(model=model, structure=self.structure, **self.choice)
 
 
 # Beside layers of LoRA.
 OTHER_BLOCKS = {
-    "head": Blocks(
-        choice={"modules_to_save": True},
-    ),
-    "embedding": Blocks(
-        adapter={"target_modules": ["word_embeddings", "query"]},
-    ),
-    "tokens": Blocks(
-        adapter={"trainable_token_indices": [3, 17]},
-    ),
+    "head": Blocks(choice={"modules_to_save": True}),
+    "embedding": Blocks(adapter={"target_modules": ["word_embeddings", "query"]}),
+    "tokens": Blocks(adapter={"trainable_token_indices": [3, 17]}),
 }
-# All uses of ours, and one of each other kind.
+# All uses of ours, and a fit of more data of each other kind.
 USES_OF_BLOCKS = [
-    *((Blocks(structure), use) for structure, use in with_structures(USES)),
+    *((Blocks(), use) for use in USES),
+    *((Blocks(structure), more_data) for structure in STRUCTURES[1:]),
     *zip(OTHER_BLOCKS.values(), [glm, drawn_networks, more_data], strict=True),
 ]
 
@@ -164,49 +117,38 @@ def test_a_posterior_follows_its_model_into_another_precision(use, blocks):
         assert_close(found, expected, rtol=2e-3, atol=1e-4)
 
 
-def fitted_classifier(structure: str):
+def of_classes(structure: str):
     la = make(single_precision(), structure)
     la.fit(ragged_batches())
     return la
 
 
-def fitted_regression(structure: str):
-    model = single_precision()
-    la = make(model, structure, "regression", sigma_noise=0.5)
+def of_numbers(structure: str):
+    la = make(single_precision(), structure, "regression", sigma_noise=0.5)
     batches = ragged_batches()
     for batch in batches:
-        n_texts = len(batch["labels"])
-        batch["labels"] = torch.randn(n_texts, 3)
+        batch["labels"] = torch.randn(len(batch["labels"]), 3)
     la.fit(batches)
     return la
 
 
-def no_autocast(*_, **__):
-    return nullcontext()
-
-
 @pytest.mark.parametrize(
-    ("structure", "fit"),
-    with_structures([fitted_classifier, fitted_regression]),
+    ("structure", "fit"), with_structures([of_classes, of_numbers])
 )
 def test_no_tensor_of_a_posterior_stays_behind(structure, fit, monkeypatch):
     # The device "meta" has none.
-    monkeypatch.setattr(torch, "autocast", no_autocast)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     la = fit(structure)
     # Whatever is computed once and kept, besides the fit.
-    la.optimize_prior_precision(
-        method="marglik",
-        n_steps=2,
-        prior_structure="layerwise",
-    )
+    options = {"n_steps": 2, "prior_structure": "layerwise"}
+    la.optimize_prior_precision(method="marglik", **options)
     la.sample(1)
     la.model.model.to("meta")
     la._move_with_model()
     # Samples of other weights, compared in main memory.
     la._fit = replace(la._fit, model=None)
     for tensor in tensors_of(vars(la), set()):
-        is_empty = tensor.numel() == 0
-        assert is_empty or tensor.is_meta
+        assert tensor.is_meta or not tensor.numel()
 
 
 def test_half_precision_rounds_the_weights_and_keeps_the_posterior():
@@ -220,36 +162,20 @@ def test_half_precision_rounds_the_weights_and_keeps_the_posterior():
     assert rounded.f_var.dtype is torch.float32
     assert la.mean is mean
     for before, after in zip(moments, rounded, strict=True):
-        errors = (after - before).abs()
-        largest = before.abs().max()
-        assert errors.max() < 0.05 * largest
-
-
-def test_weights_that_were_in_half_precision_are_others():
-    model = single_precision()
-    la = fitted(model=model)
-    batch = first_batch()
-    # In which their last digits are lost.
-    model.bfloat16()
-    la(batch)
+        assert (after - before).abs().max() < 0.05 * before.abs().max()
+    # Back in single precision, the last digits of the weights are lost.
     model.float()
     with pytest.raises(RuntimeError, match="have changed since the fit"):
         la(batch)
 
 
-@of_each_structure
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_model_may_move_between_the_posterior_and_its_fit(structure):
     model = single_precision()
-    la = make(
-        model,
-        structure,
-        prior_precision=2.0,
-        prior_mean=0.5,
-    )
+    la = make(model, structure, prior_precision=2.0, prior_mean=0.5)
     model.double()
     la.fit(ragged_batches())
-    prediction = la(first_batch())
-    for number in (la.prior_precision, la.prior_mean, prediction):
+    for number in (la.prior_precision, la.prior_mean, la(first_batch())):
         assert number.dtype is torch.float64
 
 
@@ -265,142 +191,79 @@ def test_a_file_serves_the_model_in_another_precision(blocks, tmp_path):
     la = blocks.fitted(model)
     la.prior_precision = priors_of_blocks(la).float()
     names = names_of_blocks(la)
-    expected_p = la(batch).double()
-    expected_evidence = la.log_marginal_likelihood().double()
+    expected = la(batch).double(), la.log_marginal_likelihood().double()
     la.save_pretrained(tmp_path)
     model.double()
     read = from_pretrained(model, tmp_path)
     assert names_of_blocks(read) == names
-    p = read(batch)
     # As near as float32 comes.
-    assert_close(p, expected_p, rtol=1e-5, atol=1e-6)
-    found = read.log_marginal_likelihood()
-    assert_close(found, expected_evidence, rtol=1e-5, atol=1e-5)
+    found = read(batch), read.log_marginal_likelihood()
+    assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def double(model):
-    model.double()
-
-
-def to_double(model):
-    model.to(torch.float64)
-
-
-def there_and_back(model):
-    model.double().float()
-
-
-def bfloat16(model):
-    model.bfloat16()
-
-
-def single(model):
-    model.float()
-
-
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """A move, the precision that it starts from, and how near learnt variances stay."""
 
     move: Callable[[nn.Module], object]
     dtype: torch.dtype = torch.float32
-    rtol: float = 1e-4
-    atol: float = 1e-5
+    near: float = 1e-4
 
 
 MOVES = {
-    "double": Move(double),
-    "to double": Move(to_double),
-    "there and back": Move(there_and_back),
+    "to double": Move(lambda model: model.to(torch.float64)),
+    "there and back": Move(lambda model: model.double().float()),
     # Which rounds the hidden states that they are learnt from.
-    "bfloat16": Move(
-        bfloat16,
-        rtol=0.05,
-        atol=0.05,
-    ),
-    "single": Move(
-        single,
-        dtype=torch.float64,
-    ),
+    "bfloat16": Move(lambda model: model.bfloat16(), near=0.05),
+    "single": Move(lambda model: model.float(), torch.float64),
 }
 # None of a factor's columns, some and all.
 moves_and_ranks = pytest.mark.parametrize(
-    ("case", "rank"),
-    list(zip(MOVES.values(), [0, 3, 100, 3, 0], strict=True)),
-    ids=MOVES,
+    ("case", "rank"), zip(MOVES.values(), [0, 3, 100, 3], strict=True), ids=MOVES
 )
 
 
-def on_one_batch(case: Move, rank: int):
-    """Fit a posterior to eight texts; return them too."""
-    (batch,) = ragged_batches(batch_size=8)
-    la = fitted(
-        model=lora_model("bert", case.dtype),
-        batches=[batch],
-        rank=rank,
-        temperature=0.3,
-    )
-    la.prior_precision = 1 / 3
-    return la, batch
-
-
 @moves_and_ranks
-def test_statistics_serve_the_same_fit_after_a_move(case, rank):
-    la, batch = on_one_batch(case, rank)
+def test_statistics_and_learnt_variances_serve_the_same_fit_after_a_move(case, rank):
+    (batch,) = ragged_batches(batch_size=8)
+    model = lora_model("bert", case.dtype)
+    la = fitted(model=model, batches=[batch], rank=rank, temperature=0.3)
+    la.prior_precision = 1 / 3
     statistics = la.predictive_statistics([batch], dtype=torch.float64)
     exact = la(batch)
-    case.move(la.model.model)
-    given = of_present_fit(la, statistics, "mean_field")
-    moments = given.moments(la.prior_precision)
-    found = la(moments)
-    # What is kept is of the precision before the move, whatever the model has now.
-    assert_close(
-        found.double(),
-        exact.double(),
-        rtol=2e-5,
-        atol=1e-6,
-    )
-    # And a search takes them.
-    la.optimize_prior_precision(
-        method="gridsearch",
-        val_loader=statistics,
-        grid_size=2,
-    )
-
-
-@moves_and_ranks
-def test_learnt_variances_serve_the_same_fit_after_a_move(case, rank):
-    la, batch = on_one_batch(case, rank)
     la.amortize([batch])
     learnt = la(batch, pred_type="amortized")
     case.move(la.model.model)
+    given = of_present_fit(la, statistics, "mean_field")
+    found = la(given.moments(la.prior_precision))
+    # What is kept is of the precision before the move, whatever the model has now.
+    assert_close(found.double(), exact.double(), rtol=2e-5, atol=1e-6)
     found = la(batch, pred_type="amortized")
-    assert_close(
-        found.double(),
-        learnt.double(),
-        rtol=case.rtol,
-        atol=case.atol,
-    )
+    assert_close(found.double(), learnt.double(), rtol=case.near, atol=case.near)
+    # And a search takes them.
+    search = {"val_loader": statistics, "grid_size": 2}
+    la.optimize_prior_precision(method="gridsearch", **search)
 
 
-EIGHT_TEXTS = ragged_batches(batch_size=1)
 OTHERS = {
     "tail": {"tail": False},
     "rank": {"rank": 2},
     "data": {"batches": ragged_batches(seed=8)},
-    "one text less": {"batches": EIGHT_TEXTS[:7]},
+    "one text less": {"batches": ragged_batches(batch_size=1)[:7]},
     "statistics": {"kfac_approx": "expand"},
 }
 
 
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_statistics_of_another_fit_are_refused_before_and_after_a_move(other):
-    another = fitted(model=single_precision(), **other)
-    statistics = another.predictive_statistics(ragged_batches())
+def test_statistics_of_another_fit_are_refused_before_and_after_a_move():
     model = single_precision()
     la = fitted(model=model)
-    with pytest.raises(ValueError, match="belong to another fit"):
-        of_present_fit(la, statistics, "mean_field")
-    model.double()
-    with pytest.raises(ValueError, match="belong to another fit"):
-        of_present_fit(la, statistics, "mean_field")
+    of_others = [
+        fitted(model=single_precision(), **other).predictive_statistics(
+            ragged_batches()
+        )
+        for other in OTHERS.values()
+    ]
+    for move in (nn.Module.float, nn.Module.double):
+        move(model)
+        for statistics in of_others:
+            with pytest.raises(ValueError, match="belong to another fit"):
+                of_present_fit(la, statistics, "mean_field")

@@ -16,13 +16,7 @@ class Readings(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(
-        self,
-        func,
-        types,
-        args=(),
-        kwargs=None,
-    ):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func.overloadpacket.__name__ in READING
         return func(*args, **(kwargs or {}))
 

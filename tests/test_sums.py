@@ -4,7 +4,6 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -25,17 +24,8 @@ from tests.support.models import (
     ragged_batches,
     without_labels,
 )
-from tests.support.posteriors import (
-    KFAC_APPROX,
-    make,
-)
-from tests.support.ranks import (
-    Texts,
-    assert_alike,
-    failures,
-    on_ranks,
-    strided_loader,
-)
+from tests.support.posteriors import KFAC_APPROX, make
+from tests.support.ranks import Texts, assert_alike, failures, on_ranks, strided_loader
 from tests.support.snapshots import facts_of
 from tests.support.tokens import token_classifier
 
@@ -43,16 +33,10 @@ MULTI_LABEL = "multi_label_classification"
 TOKENS = "token_classification"
 
 # Sums of the same numbers in another order, through eigendecompositions.
-CLOSE = {
-    "rtol": 1e-8,
-    "atol": 1e-10,
-}
+CLOSE = {"rtol": 1e-8, "atol": 1e-10}
 
 
-def posterior(
-    structure: str = "lowrank_kron",
-    kfac_approx: str = "gradient",
-):
+def posterior(structure: str = "lowrank_kron", kfac_approx: str = "gradient"):
     """Make a posterior whose factors lose nothing, whatever the order of the data."""
     keywords = full_rank(structure, kfac_approx=kfac_approx)
     return make(
@@ -68,8 +52,7 @@ Facts = dict[str, Tensor]
 
 
 def facts(la) -> Facts:
-    batch = first_batch()
-    return facts_of(la, batch)
+    return facts_of(la, first_batch())
 
 
 def assert_as_one_process(job: Callable[..., Facts], n_ranks: int) -> None:
@@ -107,19 +90,13 @@ def test_every_rank_has_the_posterior_of_one_process(structure, world, n):
 
 
 def with_head(structure: str):
-    return make(
-        lora_model("bert"),
-        structure,
-        modules_to_save=True,
-        **full_rank(structure),
-    )
+    keywords = full_rank(structure)
+    return make(lora_model("bert"), structure, modules_to_save=True, **keywords)
 
 
 def with_embedding(structure: str):
-    of_embedding_and_layers = ["word_embeddings", "query"]
-    model = lora_model("bert", target_modules=of_embedding_and_layers)
-    settings = full_rank(structure)
-    return make(model, structure, **settings)
+    model = lora_model("bert", target_modules=["word_embeddings", "query"])
+    return make(model, structure, **full_rank(structure))
 
 
 @pytest.mark.filterwarnings("ignore:.*no linear layer")
@@ -144,17 +121,13 @@ def test_heads_and_other_matrices_are_summed_over_ranks(build, structure, n):
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
 def test_shards_of_any_size(kfac_approx):
     batches = ragged_batches(batch_size=1)
-    most = batches[:5]
-    none = []
-    others = batches[5:]
-    shards = [most, none, others]
+    shards = [batches[:5], [], batches[5:]]
 
     def job(rank):
         return fitted_on(shards[rank], "lowrank_kron", kfac_approx)
 
-    of_ranks = on_ranks(job, 3)
     expected = fitted_on(batches, "lowrank_kron", kfac_approx)
-    assert_alike(of_ranks, expected, **CLOSE)
+    assert_alike(on_ranks(job, 3), expected, **CLOSE)
 
 
 def test_data_are_added_to_those_of_the_last_fit():
@@ -169,17 +142,12 @@ def test_data_are_added_to_those_of_the_last_fit():
 
 def failures_of(job: Callable[..., object], n_ranks: int) -> list[str]:
     """Run a job that fails on all ranks; return what each says."""
-    of_ranks = on_ranks(job, n_ranks)
-    return failures(of_ranks)
+    return failures(on_ranks(job, n_ranks))
 
 
 def test_no_data_on_any_rank():
-    def job(_):
-        la = posterior()
-        la.fit([])
-
-    for said in failures_of(job, 2):
-        assert said.startswith("The training loader has no data.")
+    for said in failures_of(lambda _: posterior().fit([]), 2):
+        assert "no data" in said
 
 
 def a_loader_that_breaks() -> Iterator[Batch]:
@@ -194,40 +162,30 @@ def a_batch_without_labels() -> Iterator[Batch]:
 
 
 @pytest.mark.parametrize(
-    ("broken", "error", "message"),
+    ("broken", "error"),
     [
-        (
-            a_loader_that_breaks,
-            "OSError",
-            "disk is gone",
-        ),
-        (
-            a_batch_without_labels,
-            "ValueError",
-            "batch 1: No labels 'labels' in the",
-        ),
+        (a_loader_that_breaks, "OSError: disk is gone"),
+        (a_batch_without_labels, "ValueError: batch 1: No labels"),
     ],
 )
-def test_a_rank_that_fails_stops_all_and_nothing_is_lost(broken, error, message):
+def test_a_rank_that_fails_stops_all_and_nothing_is_lost(broken, error):
     def job(rank):
         la = posterior()
         la.fit(strided_loader())
         before = facts(la)
-        loader = broken() if rank == 1 else strided_loader()
         try:
-            la.fit(loader)
+            la.fit(broken() if rank == 1 else strided_loader())
         except Exception as failure:
-            after = facts(la)
-            assert_close(after, before, rtol=0, atol=0)
+            assert_close(facts(la), before, rtol=0, atol=0)
             # And they can go on.
             la.fit(strided_loader())
             return failure
         return None
 
     first, second, third = failures_of(job, 3)
-    assert second.startswith(message)
+    assert second.startswith(error.partition(": ")[2])
     # Whoever has not failed says who has, and why.
-    assert first.startswith(f"Rank 1 failed. {error}: {message}")
+    assert first.startswith(f"Rank 1 failed. {error}")
     assert third == first
 
 
@@ -236,38 +194,31 @@ def test_a_rank_whose_model_has_changed_stops_all():
         la = posterior()
         la.fit(strided_loader())
         if rank == 1:
-            first_block, *_ = la.blocks
-            first_block.weight.data.mul_(2)
+            la.blocks[0].weight.data.mul_(2)
         la.fit(strided_loader(), override=False)
 
-    first, second, third = failures_of(job, 3)
+    first, second = failures_of(job, 2)
     assert "have changed since the fit" in second
     assert first.startswith(f"Rank 1 failed. RuntimeError: {second}")
-    assert third == first
 
 
 def test_a_rank_that_is_killed_leaves_no_other_waiting():
     def job(rank):
         la = posterior()
         if rank == 1:
-            itself = os.getpid()
-            os.kill(itself, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
         la.fit(strided_loader())
 
     assert failures_of(job, 2)
 
 
 def test_the_same_data_on_two_ranks_are_refused():
+    # In other batches, which makes no difference.
     def job(rank):
-        # In other batches, which makes no difference.
-        batch_size = 3 if rank else 2
-        batches = ragged_batches(batch_size=batch_size)
-        la = posterior()
-        la.fit(batches)
+        posterior().fit(ragged_batches(batch_size=3 if rank else 2))
 
-    refusal = "Ranks 0 and 1 have the same 8 examples: give each rank its own shard"
     for message in failures_of(job, 2):
-        assert refusal in message
+        assert "Ranks 0 and 1 have the same 8 examples" in message
 
 
 def test_two_equal_texts_of_one_data_set_count_twice():
@@ -290,33 +241,22 @@ def test_two_equal_texts_of_one_data_set_count_twice():
         assert_close(evidence, alone[1])
 
 
-@pytest.mark.parametrize(
-    "differing",
-    ["LoRA weights", "base or head", "settings"],
-)
+@pytest.mark.parametrize("differing", ["LoRA weights", "base or head", "settings"])
 def test_ranks_with_other_models_are_refused(differing):
     def job(rank):
-        kfac_approx = "gradient"
-        if differing == "settings":
-            kfac_approx = KFAC_APPROX[rank]
-        la = posterior("lowrank_kron", kfac_approx)
-        model = la.model.model
+        is_other = rank and differing == "settings"
+        la = posterior("lowrank_kron", KFAC_APPROX[bool(is_other)])
         if differing == "LoRA weights":
-            block = la.blocks[2]
-            block.weight.data += rank
+            la.blocks[2].weight.data += rank
         elif differing == "base or head":
-            pooler = model.get_base_model().bert.pooler
-            pooler.dense.bias.data += rank
+            la.model.model.get_base_model().bert.pooler.dense.bias.data += rank
         la.fit(strided_loader())
 
     for message in failures_of(job, 2):
-        assert f"Rank 1 and rank 0 differ in {differing}: load" in message
+        assert f"Rank 1 and rank 0 differ in {differing}" in message
 
 
-def messages_of(
-    caught: list[warnings.WarningMessage],
-    about: str,
-) -> list[str]:
+def messages_of(caught: list[warnings.WarningMessage], about: str) -> list[str]:
     """Find the warnings that have some words."""
     messages = [str(warning.message) for warning in caught]
     return [message for message in messages if about in message]
@@ -326,43 +266,30 @@ def test_ranks_with_a_part_of_the_data_set_each_are_not_warned():
     def job(_):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            la = posterior()
-            la.fit(strided_loader(11))
+            posterior().fit(strided_loader(11))
         return messages_of(caught, "data set")
 
-    for messages in on_ranks(job, 2):
-        assert messages == []
+    assert on_ranks(job, 2) == [[], []]
 
 
 def test_a_sampler_that_leaves_examples_out_is_warned_of():
     loader = DataLoader(Texts(4), sampler=range(3))
-    la = posterior()
-    message = "gave 3 examples, but its data set has 4"
-    with pytest.warns(UserWarning, match=message):
-        la.fit(loader)
+    with pytest.warns(UserWarning, match="3 examples, but its data set has 4"):
+        posterior().fit(loader)
 
 
 def test_progress_is_shown_by_one_rank(capfd):
-    def job(_):
-        la = posterior()
-        la.fit(strided_loader(), progress_bar=True)
-
     # Whatever was written before is not of this test.
     capfd.readouterr()
-    results = on_ranks(job, 2)
-    assert results == [None, None]
-    written = capfd.readouterr()
-    assert written.err.count("| 0/6 [") == 1
+    job = lambda _: posterior().fit(strided_loader(), progress_bar=True)  # noqa: E731
+    assert on_ranks(job, 2) == [None, None]
+    assert capfd.readouterr().err.count("| 0/6 [") == 1
 
 
 # --- no better than guessing ----------------------------------------------------------
 
 
-def said_by_a_fit(
-    model: nn.Module,
-    batches: list[Batch],
-    **options,
-) -> list[str]:
+def said_by_a_fit(model: nn.Module, batches: list[Batch], **options) -> list[str]:
     """Fit a posterior; return what is said of guesses."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -372,31 +299,21 @@ def said_by_a_fit(
 
 
 @torch.no_grad()
-def logits_of(
-    model: nn.Module,
-    batch: Batch,
-) -> Tensor:
-    model.eval()
-    output = model(**without_labels(batch))
-    return output.logits
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+    return model.eval()(**without_labels(batch)).logits
 
 
 def with_right_labels(
-    model: nn.Module,
-    batches: list[Batch],
-    n_right: int,
+    model: nn.Module, batches: list[Batch], n_right: int
 ) -> list[Batch]:
     """Label the first texts as the model does, and all others wrongly."""
     relabelled = []
     n_before = 0
     for batch in batches:
         likeliest = logits_of(model, batch).argmax(-1)
-        n_texts = len(likeliest)
-        places = n_before + torch.arange(n_texts)
-        n_before += n_texts
-        wrong = (likeliest + 1) % 3
-        is_right = places < n_right
-        labels = torch.where(is_right, likeliest, wrong)
+        is_right = n_before + torch.arange(len(likeliest)) < n_right
+        n_before += len(likeliest)
+        labels = torch.where(is_right, likeliest, (likeliest + 1) % 3)
         relabelled.append(batch | {"labels": labels})
     return relabelled
 
@@ -413,8 +330,7 @@ def scaled_head(factor: float) -> nn.Module:
 
 def eighteen_texts() -> list[Batch]:
     # So many that their loss is told from that of a guess.
-    lengths = [2, 3, 4, 5, 6, 7] * 3
-    return ragged_batches(lengths=lengths)
+    return ragged_batches(lengths=[2, 3, 4, 5, 6, 7] * 3)
 
 
 def test_an_adapter_without_its_head_is_warned_of_once():
@@ -423,63 +339,43 @@ def test_an_adapter_without_its_head_is_warned_of_once():
     batches = eighteen_texts()
     (message,) = said_by_a_fit(model, batches)
     assert "its loss is 1.098" in message
-    (of_diagonal,) = said_by_a_fit(model, batches, structure="diag")
-    assert of_diagonal == message
+    assert said_by_a_fit(model, batches, structure="diag") == [message]
     labels = labels_of(batches)
-    of_all = entropy(*labels.bincount())
-    of_one = of_all / len(labels)
+    of_one = entropy(*labels.bincount()) / len(labels)
     assert f"would be {of_one:.4f} without" in message
 
 
-@pytest.mark.parametrize(
-    ("n_right", "n_warnings"),
-    [
-        pytest.param(18, 0, id="and right"),
-        pytest.param(6, 1, id="and wrong of two in three"),
-    ],
-)
-def test_a_model_that_is_sure(n_right, n_warnings):
+@pytest.mark.parametrize(("n_right", "n_warnings"), [(18, 0), (6, 1)])
+def test_a_model_that_is_sure_and_right_or_wrong_of_two_in_three(n_right, n_warnings):
     # So sure that what is wrong costs far more than a guess.
     model = scaled_head(10)
     batches = with_right_labels(model, eighteen_texts(), n_right)
-    said = said_by_a_fit(model, batches)
-    assert len(said) == n_warnings
+    assert len(said_by_a_fit(model, batches)) == n_warnings
 
 
-def test_one_class_is_no_guess():
+def test_one_class_and_numbers_are_no_guesses():
     model = lora_model("bert")
     batches = ragged_batches()
     for batch in batches:
         # Of one class the entropy is 0, and no loss is less.
         batch["labels"].zero_()
-    said = said_by_a_fit(model, batches)
-    assert said == []
-
-
-def test_numbers_are_no_guesses():
-    model = lora_model("bert")
-    batches = ragged_batches()
+    assert said_by_a_fit(model, batches) == []
     for batch in batches:
-        column = batch["labels"][:, None]
         # A number for each output of the model.
-        batch["labels"] = column.expand(-1, 3)
-    said = said_by_a_fit(model, batches, likelihood="regression")
-    assert said == []
+        batch["labels"] = batch["labels"][:, None].expand(-1, 3)
+    assert said_by_a_fit(model, batches, likelihood="regression") == []
 
 
 def test_rewards_are_compared_with_a_coin():
     model = lora_model("bert", n_labels=1)
     (batch,) = ragged_batches(batch_size=8)
     (rewards,) = logits_of(model, batch).T
-    order = rewards.argsort()
-    worse, better = order.split(4)
+    worse, better = rewards.argsort().split(4)
 
     def said_of(chosen, rejected):
         # As in TRL's batches.
         rows = torch.cat([chosen, rejected])
-        pairs = {}
-        for key, column in without_labels(batch).items():
-            pairs[key] = column[rows]
+        pairs = {key: column[rows] for key, column in without_labels(batch).items()}
         return said_by_a_fit(model, [pairs], likelihood="reward_modeling")
 
     assert said_of(better, worse) == []
@@ -501,113 +397,49 @@ def test_ranks_compare_the_loss_of_all_with_the_labels_of_all():
 # --- chance, of several labels and of labels of tokens --------------------------------
 
 
-SEVERAL_LABELS = torch.tensor(
-    [
-        [1.0, 0, 1],
-        [0, 0, 1],
-        [0, 0, 1],
-        [0, 0, 0],
-    ]
-)
-LABELS_OF_TOKENS = torch.tensor(
-    [
-        [0, 1, -100, 1],
-        [2, -100, -100, 1],
-    ]
-)
+SEVERAL_LABELS = torch.tensor([[1.0, 0, 1], [0, 0, 1], [0, 0, 1], [0, 0, 0]])
+LABELS_OF_TOKENS = torch.tensor([[0, 1, -100, 1], [2, -100, -100, 1]])
 
 
 def entropy(*counts: int) -> float:
     """Sum the entropy of so many labels of each class over all labels, in nats."""
     n_of_classes = torch.tensor(counts).double()
     n_labels = n_of_classes.sum()
-    shares = n_of_classes / n_labels
-    of_one = entr(shares).sum()
-    return float(n_labels * of_one)
+    return float(n_labels * entr(n_of_classes / n_labels).sum())
 
 
 OF_THREE_LABELS = entropy(1, 3) + entropy(4, 0) + entropy(3, 1)
-# Of three texts.
-OF_A_COIN = 3 * entropy(1, 1) / 2
 
 
 @pytest.mark.parametrize(
     ("likelihood", "y", "expected"),
     [
-        pytest.param(
-            "classification",
-            torch.tensor([0, 2, 2, 2]),
-            entropy(1, 3),
-            id="classes",
-        ),
-        pytest.param(
-            "classification",
-            torch.tensor([2, 2]),
-            0,
-            id="one class",
-        ),
+        ("classification", torch.tensor([0, 2, 2, 2]), entropy(1, 3)),
+        ("classification", torch.tensor([2, 2]), 0),
         # A coin, whichever of two texts is said to be preferred.
-        pytest.param(
-            "reward_modeling",
-            torch.tensor([0, 0, 0]),
-            OF_A_COIN,
-            id="rewards",
-        ),
-        pytest.param(
-            MULTI_LABEL,
-            SEVERAL_LABELS,
-            OF_THREE_LABELS,
-            id="several labels",
-        ),
-        pytest.param(
-            MULTI_LABEL,
-            SEVERAL_LABELS[:, 0],
-            entropy(1, 3),
-            id="a single label",
-        ),
+        ("reward_modeling", torch.tensor([0, 0, 0]), 3 * entropy(1, 1) / 2),
+        (MULTI_LABEL, SEVERAL_LABELS, OF_THREE_LABELS),
+        (MULTI_LABEL, SEVERAL_LABELS[:, 0], entropy(1, 3)),
         # A negative label counts for nothing.
-        pytest.param(
-            TOKENS,
-            LABELS_OF_TOKENS,
-            entropy(1, 3, 1),
-            id="labels of tokens",
-        ),
-        pytest.param(
-            "language_modeling",
-            LABELS_OF_TOKENS,
-            0,
-            id="next tokens",
-        ),
-        pytest.param(
-            "regression",
-            SEVERAL_LABELS,
-            0,
-            id="numbers",
-        ),
+        (TOKENS, LABELS_OF_TOKENS, entropy(1, 3, 1)),
+        ("language_modeling", LABELS_OF_TOKENS, 0),
+        ("regression", SEVERAL_LABELS, 0),
     ],
 )
 def test_the_loss_of_chance_is_the_entropy_of_each_kind_of_labels(
     likelihood, y, expected
 ):
-    at_once = seen(likelihood, y)
-    first = seen(likelihood, y[:1])
-    others = seen(likelihood, y[1:])
-    in_parts = first + others
-    for found in (at_once, in_parts):
-        loss = found.loss_of_chance()
-        assert loss == pytest.approx(expected, abs=1e-12)
+    in_parts = seen(likelihood, y[:1]) + seen(likelihood, y[1:])
+    for found in (seen(likelihood, y), in_parts):
+        assert found.loss_of_chance() == pytest.approx(expected, abs=1e-12)
 
 
 def seen(likelihood: str, y: Tensor) -> Seen:
     return Seen.of(TASKS[likelihood], y, [])
 
 
-@dataclass(frozen=True)
-class Learnt:
-    """A model that is sure of the labels of its texts, and right."""
-
-    model: nn.Module
-    batches: list[Batch]
+Learnt = tuple[nn.Module, list[Batch]]
+"""A model that is sure of the labels of its texts, and right."""
 
 
 @torch.no_grad()
@@ -616,18 +448,14 @@ def of_several_labels() -> Learnt:
     model = lora_model("bert")
     batches = ragged_batches()
     head = head_of(model)
-    of_batches = [logits_of(model, batch) for batch in batches]
-    scores = torch.cat(of_batches)
-    middle = scores.median(0).values
+    scores = torch.cat([logits_of(model, batch) for batch in batches])
     # Half of the texts have each label.
-    head.bias.sub_(middle)
+    head.bias.sub_(scores.median(0).values)
     head.weight.mul_(100)
     head.bias.mul_(100)
     for batch in batches:
-        logits = logits_of(model, batch)
-        has_label = logits > 0
-        batch["labels"] = has_label.double()
-    return Learnt(model, batches)
+        batch["labels"] = (logits_of(model, batch) > 0).double()
+    return model, batches
 
 
 @torch.no_grad()
@@ -638,74 +466,49 @@ def of_tokens() -> Learnt:
     model.get_submodule("base_model.model.classifier").weight.mul_(1e4)
     batches = ragged_batches()
     for batch in batches:
-        logits = logits_of(model, batch)
-        labels = logits.argmax(-1)
-        labels[:, 2:] = -100
-        batch["labels"] = labels
-    return Learnt(model, batches)
+        batch["labels"] = logits_of(model, batch).argmax(-1)
+        batch["labels"][:, 2:] = -100
+    return model, batches
 
 
 def with_labels_of_the_next(batches: list[Batch]) -> list[Batch]:
     """Give each text the labels of the one behind it."""
     shuffled = labels_of(batches).roll(-1, 0)
-    n_before = 0
-    relabelled = []
-    for batch in batches:
-        end = n_before + len(batch["labels"])
-        labels = shuffled[n_before:end]
-        n_before = end
-        relabelled.append(batch | {"labels": labels})
-    return relabelled
+    parts = shuffled.split([len(batch["labels"]) for batch in batches])
+    return [
+        batch | {"labels": part} for batch, part in zip(batches, parts, strict=True)
+    ]
 
 
-LEARNT = {
-    MULTI_LABEL: of_several_labels,
-    TOKENS: of_tokens,
-}
+LEARNT = {MULTI_LABEL: of_several_labels, TOKENS: of_tokens}
 
 
-@pytest.mark.parametrize("likelihood", LEARNT)
-def test_learnt_labels_are_not_warned_of(likelihood):
-    learnt = LEARNT[likelihood]()
-    said = said_by_a_fit(
-        learnt.model,
-        learnt.batches,
-        likelihood=likelihood,
-    )
-    assert said == []
+def said_of(likelihood: str, batches: slice = slice(None), **options) -> list[str]:
+    """Tell what is said of learnt labels that are another text's."""
+    model, learnt = LEARNT[likelihood]()
+    shuffled = with_labels_of_the_next(learnt)[batches]
+    return said_by_a_fit(model, shuffled, likelihood=likelihood, **options)
 
 
 @pytest.mark.parametrize(
     ("likelihood", "structure"),
     [(MULTI_LABEL, "lowrank_kron"), (TOKENS, "lowrank_kron"), (TOKENS, "full")],
 )
-def test_shuffled_labels_are_warned_of(likelihood, structure):
-    learnt = LEARNT[likelihood]()
-    shuffled = with_labels_of_the_next(learnt.batches)
-    (message,) = said_by_a_fit(
-        learnt.model,
-        shuffled,
-        likelihood=likelihood,
-        structure=structure,
-    )
-    labels = labels_of(learnt.batches)
-    of_all = seen(likelihood, labels).loss_of_chance()
-    of_one = of_all / len(labels)
+def test_shuffled_labels_are_warned_of_and_learnt_ones_are_not(likelihood, structure):
+    options = {"likelihood": likelihood, "structure": structure}
+    model, batches = LEARNT[likelihood]()
+    assert said_by_a_fit(model, batches, **options) == []
+    (message,) = said_of(**options)
+    labels = labels_of(batches)
+    of_one = seen(likelihood, labels).loss_of_chance() / len(labels)
     assert f"would be {of_one:.4f} without" in message
 
 
 @pytest.mark.parametrize("likelihood", LEARNT)
 def test_ranks_count_several_labels_and_tokens_of_all(likelihood):
     def job(rank, n_ranks):
-        learnt = LEARNT[likelihood]()
-        shuffled = with_labels_of_the_next(learnt.batches)
-        return said_by_a_fit(
-            learnt.model,
-            shuffled[rank::n_ranks],
-            likelihood=likelihood,
-        )
+        return said_of(likelihood, slice(rank, None, n_ranks))
 
     expected = job(0, 1)
     assert len(expected) == 1
-    for said in on_ranks(job, 2, 2):
-        assert said == expected
+    assert on_ranks(job, 2, 2) == [expected] * 2

@@ -15,9 +15,7 @@ from torch import Tensor
 from laplace_lora_ext.curvature.block import DecomposedBlock, KroneckerBlock
 from laplace_lora_ext.curvature.factors import LowRankFactor
 from laplace_lora_ext.curvature.roots import InverseRoots, SquareForm
-
-# Relative to the largest eigenvalue: ten times that of single precision.
-_ROUNDING = 1e-6
+from laplace_lora_ext.rounding import equal_up_to_rounding
 
 
 class LowRankKron:
@@ -92,10 +90,7 @@ class Spectrum(NamedTuple):
         """Tell whether both are of one curvature, in any place and precision."""
         mine = torch.cat([self.leading, self.remaining]).cpu()
         its = torch.cat([other.leading, other.remaining]).cpu()
-        if mine.shape != its.shape:
-            return False
-        largest_difference = (mine - its).abs().max()
-        return bool(largest_difference <= _ROUNDING * mine.abs().max())
+        return equal_up_to_rounding(its, mine, torch.float32)
 
     def shifted(
         self,

@@ -11,7 +11,6 @@ from typing import Any
 from peft import PeftModel, PeftType, load_peft_weights, set_peft_model_state_dict
 from torch import Tensor, nn
 
-from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.weights import owner_of, without_adapter
 
 # Initialisations of LoRA that subtract what they put into the adapter from the base
@@ -19,16 +18,13 @@ from laplace_lora_ext.models.weights import owner_of, without_adapter
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def own_weights(
-    model: nn.Module,
-    adapter: str,
-) -> dict[str, nn.Parameter]:
+def own_weights(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
     """Find an adapter's weights, by names without the adapter's."""
-    own: dict[str, nn.Parameter] = {}
-    for name, weight in model.named_parameters():
-        if owner_of(name) == adapter:
-            own[without_adapter(name)] = weight
-    return own
+    return {
+        without_adapter(name): weight
+        for name, weight in model.named_parameters()
+        if owner_of(name) == adapter
+    }
 
 
 def active_again(model: nn.Module) -> Callable[[], None]:
@@ -83,8 +79,7 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
 
     Torch's random state decides its values. What is frozen in the other one, as
     `lora_A` in LoRA-FA, is frozen here too. Refused are AdaLoRA, a name that is taken,
-    and an initialisation that would change the base model. The name of a module is
-    warned of.
+    and an initialisation that would change the base model.
     """
     if adapter in model.peft_config:
         raise ValueError(
@@ -108,17 +103,8 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
             "can't take a second adapter: choose another initialisation, or train each "
             "on its own model."
         )
-    if any(adapter in name.split(".") for name, _ in model.named_parameters()):
-        # PEFT looks for other adapters' names anywhere in a weight's name, and leaves
-        # it out.
-        warn(
-            f"The model has modules that are named {adapter!r} like the new adapter, "
-            "and PEFT saves other adapters without the weights below them: choose "
-            "another adapter_name."
-        )
-    trained: dict[str, bool] = {}
-    for name, weight in own_weights(model, like).items():
-        trained[name] = weight.requires_grad
+    own = own_weights(model, like)
+    trained = {name: weight.requires_grad for name, weight in own.items()}
     model.add_adapter(adapter, config)
     model.set_adapter(adapter)
     # PEFT has made all of the new adapter trainable.
@@ -127,11 +113,7 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
         weight.requires_grad_(trained[name])
 
 
-def add_copy(
-    model: PeftModel,
-    adapter: str,
-    name: str,
-) -> None:
+def add_copy(model: PeftModel, adapter: str, name: str) -> None:
     """Add a copy of an adapter under another name, and activate it.
 
     What `add_fresh_adapter` refuses is refused.
@@ -144,11 +126,7 @@ def add_copy(
         weight.data.copy_(weights[of_copy].data)
 
 
-def read_adapter(
-    model: PeftModel,
-    adapter: str,
-    directory: Path,
-) -> None:
+def read_adapter(model: PeftModel, adapter: str, directory: Path) -> None:
     """Load an adapter's weights from a directory.
 
     `write_adapter` has written it, or a trainer.
@@ -172,10 +150,7 @@ def _peft_models(model: nn.Module) -> list[PeftModel]:
     return [module for module in model.modules() if isinstance(module, PeftModel)]
 
 
-def new_folders(
-    directory: str | Path,
-    n_samples: int,
-) -> list[Path]:
+def new_folders(directory: str | Path, n_samples: int) -> list[Path]:
     """Name new folders, one a sample; `FileExistsError` if one is there."""
     # With leading zeros, names sort as numbers do.
     digits = len(str(n_samples - 1))
@@ -209,10 +184,7 @@ def write_adapter(
         if id(parameter) in weights:
             state[name] = weights[id(parameter)]
     model.save_pretrained(
-        str(directory),
-        selected_adapters=[adapter],
-        state_dict=state,
-        **kwargs,
+        str(directory), selected_adapters=[adapter], state_dict=state, **kwargs
     )
     return _folder_of(adapter, directory)
 

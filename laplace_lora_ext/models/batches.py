@@ -19,9 +19,7 @@ IGNORED = -100
 
 
 def named_batches(
-    loader: Iterable[Any],
-    description: str = "",
-    progress_bar: bool = False,
+    loader: Iterable[Any], description: str = "", progress_bar: bool = False
 ) -> Iterator[tuple[str, Any]]:
     """Yield each batch that is not empty, with its name for error messages."""
     shows_bar = progress_bar and rank() == 0
@@ -35,64 +33,45 @@ def named_batches(
             yield f"batch {index}", batch
 
 
-def moved(
-    batch: Mapping[str, Any],
-    device: torch.device,
-    *left_out: str,
-) -> Any:
+def to_device(batch: Mapping[str, Any], device: torch.device, *left_out: str) -> Any:
     """Copy a batch without some keys to a device, keeping its type."""
-    _check_collated(batch)
-    inputs: dict[str, Any] = {}
-    for key, value in batch.items():
-        if key in left_out:
-            continue
-        if isinstance(value, Tensor):
-            value = value.to(device)
-        inputs[key] = value
-    if isinstance(batch, BatchEncoding):
-        return BatchEncoding(inputs)
-    return inputs
+    inputs = {
+        key: value.to(device) if isinstance(value, Tensor) else value
+        for key, value in batch.items()
+        if key not in left_out
+    }
+    return BatchEncoding(inputs) if isinstance(batch, BatchEncoding) else inputs
 
 
-def part_of(
-    inputs: Any,
-    place: slice,
-    n_examples: int,
-) -> Any:
+def part_of(inputs: Any, place: slice, n_examples: int) -> Any:
     """Take inputs of some examples; what has no row for each stays as it is."""
     if isinstance(inputs, Mapping):
         return {key: part_of(value, place, n_examples) for key, value in inputs.items()}
-    has_rows = isinstance(inputs, Tensor) and inputs.ndim > 0
-    is_divisible = has_rows or isinstance(inputs, list)
-    if is_divisible and len(inputs) == n_examples:
-        return inputs[place]
-    return inputs
+    has_rows = isinstance(inputs, list) or (isinstance(inputs, Tensor) and inputs.ndim)
+    return inputs[place] if has_rows and len(inputs) == n_examples else inputs
 
 
 def number_of_rows(x: Any) -> int | None:
     """Count the rows of a batch's tensors; None if numbers differ."""
-    _check_collated(x)
     values = x.values() if isinstance(x, Mapping) else [x]
-    lengths: set[int | None] = set()
-    for value in values:
-        if isinstance(value, Tensor):
-            lengths.add(len(value) if value.ndim else None)
+    lengths = {
+        len(value) if value.ndim else None
+        for value in values
+        if isinstance(value, Tensor)
+    }
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def number_of_tokens(batch: Any) -> int | None:
     """Count the positions of an example's tokens; None where none can be seen."""
     tokens = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-    if not is_tokens(tokens):
-        return None
-    return tokens.shape[1:].numel()
+    return tokens.shape[1:].numel() if is_tokens(tokens) else None
 
 
 def is_tokens(value: Any) -> TypeGuard[Tensor]:
     """Tell whether something is a tensor of whole numbers that has positions."""
-    if not isinstance(value, Tensor) or value.is_floating_point():
-        return False
-    return value.ndim > 1
+    is_whole = isinstance(value, Tensor) and not value.is_floating_point()
+    return is_whole and value.ndim > 1
 
 
 def check_tokenized(batch: Any) -> None:
@@ -105,40 +84,31 @@ def check_tokenized(batch: Any) -> None:
         )
 
 
-def _check_collated(batch: Any) -> None:
-    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), list):
-        raise TypeError(
-            "input_ids are a list: pass batches of tensors, as collators make them."
-        )
-
-
-def check_texts(
-    inputs: Mapping[str, Any],
-    transformer: PreTrainedModel,
-) -> None:
+def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None:
     """Refuse texts without a token or a mask, or packed several into a row."""
-    parameters = signature(transformer.forward).parameters
-    packing = _packing(inputs, may_mark_tokens="global_attention_mask" in parameters)
-    if packing is not None:
+    tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    packing = [key for key in inputs if key == "seq_idx" or key.startswith("cu_seq")]
+    positions = inputs.get("position_ids")
+    if isinstance(positions, Tensor) and _restarts(positions, mask):
+        packing.append("position_ids")
+    if packing:
         raise NotImplementedError(
-            f"Several texts are packed into one row, as {packing} shows: give each "
+            f"Several texts are packed into one row, as {packing[0]} shows: give each "
             "text a row of its own, with an attention_mask of 0 and 1."
         )
-    tokens = inputs.get("input_ids")
-    mask = inputs.get("attention_mask")
     if isinstance(mask, Tensor):
         is_of_tokens = tokens is not None and mask.shape == tokens.shape
         # Masks of more dimensions are of pairs of tokens.
         if mask.ndim == 2 or is_of_tokens:
             refuse_empty(mask)
-    elif tokens is not None and not tokens.shape[-1]:
+        return
+    if tokens is None:
+        return
+    if not tokens.shape[-1]:
         refuse_empty(tokens)
-    if tokens is None or mask is not None:
-        return
     padding = pad_token(transformer)
-    if padding is None or "attention_mask" not in parameters:
-        return
-    if (tokens[..., [0, -1]] == padding).any():
+    takes_mask = "attention_mask" in signature(transformer.forward).parameters
+    if padding is not None and takes_mask and (tokens[..., [0, -1]] == padding).any():
         raise ValueError(
             f"The batch has no attention_mask, but the padding token {padding} at ends "
             "of its texts: pass the tokenizer's attention_mask."
@@ -150,8 +120,7 @@ def refuse_empty(mask: Tensor) -> None:
 
     The mask is `(B, T)`, or `(B, K, T)` of several texts each.
     """
-    has_text = mask.bool().any(-1).reshape(len(mask), -1)
-    is_empty = ~has_text.all(1)
+    is_empty = ~mask.bool().any(-1).reshape(len(mask), -1).all(1)
     if is_empty.any():
         raise ValueError(
             f"Row {int(is_empty.int().argmax())} has no text: it has no token, or its "
@@ -159,55 +128,12 @@ def refuse_empty(mask: Tensor) -> None:
         )
 
 
-def _packing(
-    inputs: Mapping[str, Any],
-    may_mark_tokens: bool,
-) -> str | None:
-    """Find the key of a batch that shows several texts in a row, if one does.
-
-    Models with attention to all tokens, such as Longformer, `may_mark_tokens` by a 2 in
-    the mask.
-    """
-    tensors: dict[str, Tensor] = {}
-    for key, value in inputs.items():
-        if isinstance(value, Tensor):
-            tensors[key] = value
-    mask = tensors.get("attention_mask")
-    texts = tensors.get("input_ids")
-    if texts is None and "inputs_embeds" in tensors:
-        texts = tensors["inputs_embeds"][..., 0]
-    if mask is not None and not may_mark_tokens and (mask > 1).any():
-        return "attention_mask"
-    if "position_ids" in tensors:
-        positions = tensors["position_ids"]
-        if texts is not None and positions.ndim > texts.ndim:
-            positions = positions[0]  # those of the text, before those of images in it
-        if _restarts(positions, mask):
-            return "position_ids"
-    if "seq_idx" in tensors:  # each token's text, and -1 at padding
-        numbers = tensors["seq_idx"]
-        follows_text = numbers[..., :-1] >= 0
-        begins = (numbers.diff() > 0) & follows_text
-        if begins.any():
-            return "seq_idx"
-    n_rows = 1 if texts is None else prod(texts.shape[:-1])
-    for key, bounds in tensors.items():
-        # Where each text begins, and the last one ends, in FlashAttention's words.
-        if key.startswith("cu_seq") and bounds.numel() - 1 > n_rows:
-            return key
-    return None
-
-
-def _restarts(
-    positions: Tensor,
-    mask: Tensor | None,
-) -> bool:
+def _restarts(positions: Tensor, mask: Tensor | None) -> bool:
     """Tell whether positions restart within a row, where another text begins."""
-    falls = positions.diff() < 0
-    if mask is None or mask.ndim != positions.ndim:
-        return bool(falls.any())
-    if mask.shape[-1] == positions.shape[-1]:  # padding may have any position
-        is_real = mask.bool()
+    # Those of the text come before those of images in it.
+    falls = (positions[0] if positions.ndim > 2 else positions).diff() < 0
+    if mask is not None and mask.ndim == 2 and mask.shape[-1] == positions.shape[-1]:
+        is_real = mask.bool()  # padding may have any position
         falls = falls & is_real[..., 1:] & is_real[..., :-1]
     return bool(falls.any())
 
@@ -303,11 +229,7 @@ class Positions(NamedTuple):
         return self.mask
 
 
-def positions_of(
-    inputs: Any,
-    n_examples: int,
-    device: torch.device,
-) -> Positions:
+def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Positions:
     """Describe the rows of a batch's inputs, without labels."""
     by_key: Mapping[str, Any] = {}
     if is_tokens(inputs):
@@ -326,13 +248,8 @@ def positions_of(
     if mask is not None and mask.shape in (rows.shape, mask_of_all):
         of_rows = mask.expand_as(rows).reshape(n_examples, -1)
         mask = None if mask.all() else of_rows
-    return Positions(
-        n_examples,
-        n_rows=n_rows,
-        n_tokens=rows.numel(),
-        mask=mask,
-        is_text=_is_text(by_key, n_examples),
-    )
+    is_text = _is_text(by_key, n_examples)
+    return Positions(n_examples, n_rows, rows.numel(), mask, is_text)
 
 
 def _rows(inputs: Mapping[str, Any]) -> Tensor | None:
@@ -343,26 +260,20 @@ def _rows(inputs: Mapping[str, Any]) -> Tensor | None:
         return inputs["inputs_embeds"][..., 0]
     mask = inputs.get("attention_mask")
     # One of more dimensions is of pairs of tokens.
-    if mask is None or mask.ndim != 2:
-        return None
-    return mask
+    return mask if mask is not None and mask.ndim == 2 else None
 
 
-def _is_text(
-    inputs: Mapping[str, Any],
-    n_examples: int,
-) -> bool:
+def _is_text(inputs: Mapping[str, Any], n_examples: int) -> bool:
     """Tell whether a batch has tokens, and beside them masks and the like alone."""
-    tokens = inputs.get("input_ids")
-    if not isinstance(tokens, Tensor) or tokens.ndim < 2:
-        return False
-    for key, value in inputs.items():
+
+    def is_content(key: str, value: Any) -> bool:
         if not isinstance(value, Tensor) or value.ndim < 2:
-            continue
-        is_feature = value.is_floating_point() and "mask" not in key
-        if is_feature or len(value) not in (1, n_examples):
             return False
-    return True
+        is_feature = value.is_floating_point() and "mask" not in key
+        return is_feature or len(value) not in (1, n_examples)
+
+    is_mixed = any(is_content(key, value) for key, value in inputs.items())
+    return is_tokens(inputs.get("input_ids")) and not is_mixed
 
 
 def logits_of(output: Any) -> Tensor:

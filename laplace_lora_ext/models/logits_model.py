@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, signature
 from threading import get_ident
@@ -24,9 +23,9 @@ from laplace_lora_ext.models.batches import (
     check_texts,
     check_tokenized,
     logits_of,
-    moved,
     positions_of,
     text_first,
+    to_device,
 )
 from laplace_lora_ext.models.choices import Choices, answers_of
 from laplace_lora_ext.models.lora_layers import inactive, only_active
@@ -41,27 +40,13 @@ from laplace_lora_ext.models.running import (
 from laplace_lora_ext.models.state import State, put_back, without_caches
 from laplace_lora_ext.models.tree import Tree
 from laplace_lora_ext.models.weights import device_of
+from laplace_lora_ext.rounding import OF_PASSES, equal_up_to_rounding
 
 _LABEL_KEYS = ("label", "labels")
-# Keys of batches that other trainings have in place of labels.
-_PAIRS = (
-    'these are pairs of preferences, which "reward_modeling" takes as pairs of texts '
-    "or as TRL's RewardTrainer makes them. Losses such as DPO's compare whole models"
-)
-_OTHER_TASKS = {
-    "start_positions": "these are spans, one label for where each begins and ends",
-    "chosen_input_ids": _PAIRS,
-    "completion_mask": _PAIRS,
-}
 # PEFT's key of a batch, each of whose examples names the adapter to run.
 _OTHER_WEIGHTS = "adapter_names"
 _HALF = (torch.float16, torch.bfloat16)
 _BY_KEYWORD = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
-
-# How far rounding may move logits, relative to the largest: in half precision, and in
-# others.
-_ROUNDING_OF_HALF = 0.05
-_ROUNDING = 1e-3
 
 Result = TypeVar("Result")
 
@@ -158,7 +143,7 @@ class LogitsModel(nn.Module):
             return None
         return getattr(self.transformer.config, "problem_type", None)
 
-    def around(self, model: nn.Module) -> LogitsModel:
+    def for_module(self, model: nn.Module) -> LogitsModel:
         """Make another of these around another module that answers alike."""
         return type(self)(
             model,
@@ -244,13 +229,9 @@ class LogitsModel(nn.Module):
             return X, y
         if isinstance(X, Mapping):
             given = sorted(str(key) for key, value in X.items() if value is not None)
-            advice = "pass the key of the labels as dict_key_y"
-            for key, of_other_tasks in _OTHER_TASKS.items():
-                if key in given:
-                    advice = f"{of_other_tasks}, and no posterior is fitted to these"
             raise ValueError(
                 f"No labels {self.dict_key_y!r} in the batch, which has only {given}: "
-                f"{advice}."
+                "pass the key of the labels as dict_key_y."
             )
         raise TypeError(
             "A batch to learn from must be a mapping with labels or a pair (X, y), not "
@@ -263,8 +244,7 @@ class LogitsModel(nn.Module):
             return batch, None
         check_tokenized(batch)
         if isinstance(batch, Mapping):
-            X = batch
-            y = batch.get(self.dict_key_y)
+            X, y = batch, batch.get(self.dict_key_y)
         elif isinstance(batch, (tuple, list)) and len(batch) == 2:
             X, y = batch
         else:
@@ -272,9 +252,7 @@ class LogitsModel(nn.Module):
                 "A batch must be a mapping (with labels, to learn from), a tensor or a "
                 f"pair (X, y), not {type(batch).__name__}."
             )
-        if y is None:
-            return X, None
-        return X, as_tensor(y).to(self.device)
+        return X, None if y is None else as_tensor(y).to(self.device)
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
         """Describe the rows of a batch that has `n_examples` examples."""
@@ -309,37 +287,26 @@ class LogitsModel(nn.Module):
 
     def inputs(self, batch: Any) -> Any:
         """Return the inputs of a batch that may have labels."""
-        X, _ = self.split_if_labelled(batch)
-        return X
+        return self.split_if_labelled(batch)[0]
 
     def text(self, batch: Any) -> Any:
         """Return inputs with `input_ids` `(B, T)`; None for a batch without texts."""
         inputs = self._inputs(self.inputs(batch))
-        if not isinstance(inputs, Mapping):
-            return None
-        tokens = inputs.get("input_ids")
-        has_tokens = isinstance(tokens, Tensor) and tokens.ndim == 2
-        return inputs if has_tokens else None
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        return inputs if isinstance(tokens, Tensor) and tokens.ndim == 2 else None
 
     def agree(self, logits: Tensor, others: Tensor) -> bool:
         """Tell whether two computations of the same logits differ by rounding alone."""
-        if logits.shape != others.shape:
-            return False
-        # Logits come in float32 at least, and don't tell in what precision they were
-        # computed.
-        is_half = next(self.model.parameters()).dtype in _HALF
-        rounding = _ROUNDING_OF_HALF if is_half else _ROUNDING
-        distance = (logits - others).abs().max()
-        return bool(distance <= rounding * logits.abs().max())
+        dtype = next(self.model.parameters()).dtype
+        # Layers may compute in float32 whatever the weights are.
+        coarse = dtype if dtype in _HALF else torch.float32
+        return equal_up_to_rounding(others, logits, coarse, OF_PASSES)
 
     @property
     def device(self) -> torch.device:
         """Say where batches and logits are: on the first parameter's device."""
-        for _, _, parameter in self.tree.all_parameters():
-            if not parameter.is_meta:
-                return parameter.device
-            break
-        return device_of(self.model)
+        _, _, first = next(self.tree.all_parameters())
+        return device_of(self.model) if first.is_meta else first.device
 
     @property
     def tree(self) -> Tree:
@@ -457,7 +424,7 @@ class LogitsModel(nn.Module):
             if self.transformer is not None:  # a model of one's own may take texts
                 check_tokenized(batch)
             return batch
-        inputs = moved(batch, self.device, self.dict_key_y, *_LABEL_KEYS)
+        inputs = to_device(batch, self.device, self.dict_key_y, *_LABEL_KEYS)
         if self.transformer is None:
             return inputs
         check_texts(inputs, self.transformer)
@@ -542,10 +509,8 @@ def _requiring_grad(tree: Tree, trainable: Sequence[Tensor]) -> Iterator[None]:
             parameter.grad = None
         yield
     finally:
-        for each in changed:
-            parameter = each.holder[each.name]
-            parameter.requires_grad_(each.requires_grad)
-            parameter.grad = each.grad
+        for holder, name, requires_grad, grad in changed:
+            holder[name].requires_grad_(requires_grad).grad = grad
 
 
 class _Parameter(NamedTuple):
@@ -562,24 +527,19 @@ class _Parameter(NamedTuple):
 
 def _check_shape(logits: Tensor) -> None:
     """Refuse logits that are not one row for each example."""
-    must_be = "The model must return logits of shape (batch, outputs), not "
-    if logits.ndim == 3:
-        raise ValueError(
-            f"{must_be}{tuple(logits.shape)}, which may be those of tokens: for labels "
-            'of tokens use the likelihood "token_classification".'
-        )
     if logits.ndim != 2:
         raise ValueError(
-            f"{must_be}{tuple(logits.shape)}: wrap it in a module that returns one row "
-            "for each example."
+            "The model must return logits of shape (batch, outputs), not "
+            f"{tuple(logits.shape)}: wrap it in a module that returns one row for each "
+            "example. For labels of tokens the likelihood is "
+            '"token_classification".'
         )
 
 
 # --- what the output layer reads ------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _LayerCall:
+class _LayerCall(NamedTuple):
     """What a layer was given, and what it returned."""
 
     layer: nn.Module
@@ -605,17 +565,17 @@ def logits_and_hidden_states(
         output_layer = _output_layer(model)
         if output_layer is not None:
             layers = [output_layer]
-        logits, layer, hidden = _heard(model, batch, layers)
+        logits, layer, hidden = _logits_and_layer(model, batch, layers)
         tree.read_by = [] if layer is None else [layer]
         return logits, hidden
-    logits, layer, hidden = _heard(model, batch, tree.read_by)
+    logits, layer, hidden = _logits_and_layer(model, batch, tree.read_by)
     if tree.read_by and layer is None:  # another layer makes them this time
         tree.read_by = None
         return logits_and_hidden_states(model, batch)
     return logits, hidden
 
 
-def _heard(
+def _logits_and_layer(
     model: LogitsModel, batch: Any, layers: Sequence[nn.Module]
 ) -> tuple[Tensor, nn.Module | None, Tensor | None]:
     """Compute logits; find which of some layers has made them, and its inputs."""
@@ -638,14 +598,14 @@ def _heard(
             hooks.callback(layer.register_forward_hook(note, with_kwargs=True).remove)
         logits = model(batch)
     is_output_layer = _output_layer(model) is not None
-    of_tokens = None
+    by_place = None
     if model.owners(batch) is not None:
-        of_tokens = model.in_places(logits, batch)
+        by_place = model.in_places(logits, batch)
     for call in calls:
-        if of_tokens is None:
+        if by_place is None:
             hidden = _hidden_states(call, logits, is_output_layer)
         else:
-            hidden = _hidden_states_of_tokens(call, of_tokens)
+            hidden = _hidden_states_of_tokens(call, by_place)
         if hidden is not None:
             return logits, call.layer, hidden
     return logits, None, None
@@ -661,12 +621,12 @@ def _output_layer(model: LogitsModel) -> nn.Module | None:
 
 def _layers_with_matrices(tree: Tree) -> list[nn.Module]:
     """List modules that have a matrix, such as LoRA's around linear layers."""
-    layers = []
-    for module in tree.modules:
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and weight.ndim == 2:
-            layers.append(module)
-    return layers
+    return [
+        module
+        for module in tree.modules
+        if isinstance(weight := getattr(module, "weight", None), Tensor)
+        and weight.ndim == 2
+    ]
 
 
 def _hidden_states(

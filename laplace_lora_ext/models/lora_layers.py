@@ -101,23 +101,13 @@ def find_blocks(
 
 def adapter_layers(model: nn.Module) -> dict[str, BaseTunerLayer]:
     """Find PEFT's layers of LoRA and trainable tokens by name, without wrappers."""
-    layers: dict[str, BaseTunerLayer] = {}
     kinds = (lora.LoraLayer, TrainableTokensLayer)
-    for name, module in model.named_modules():
-        # To a layer with its weights.
-        is_tied = getattr(module, "tied_adapter", None) is not None
-        if isinstance(module, kinds) and not is_tied:
-            layers[strip_wrappers(name)] = module
-    return layers
-
-
-def lora_layers(model: nn.Module) -> dict[str, lora.LoraLayer]:
-    """Find PEFT's LoRA layers in a model, by their names without wrappers'."""
-    layers: dict[str, lora.LoraLayer] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, lora.LoraLayer):
-            layers[strip_wrappers(name)] = module
-    return layers
+    return {
+        strip_wrappers(name): module
+        for name, module in model.named_modules()
+        # Not those that are tied to a layer with its weights.
+        if isinstance(module, kinds) and getattr(module, "tied_adapter", None) is None
+    }
 
 
 def active_adapter(model: nn.Module) -> str:
@@ -143,10 +133,7 @@ def active_adapter(model: nn.Module) -> str:
 
 
 @contextmanager
-def only_active(
-    tree: Tree,
-    adapter: str,
-) -> Iterator[None]:
+def only_active(tree: Tree, adapter: str) -> Iterator[None]:
     """Run passes with one adapter and its own heads; afterwards with the user's again.
 
     Unlike PEFT's `set_adapter`, this leaves `requires_grad` as it is.
@@ -176,11 +163,7 @@ def _has_weights(layer: nn.Module, adapter: str) -> bool:
     return any(owner_of(f".{name}") == adapter for name, _ in layer.named_parameters())
 
 
-def _matrices(
-    name: str,
-    layer: BaseTunerLayer,
-    adapter: str,
-) -> Iterator[Block]:
+def _matrices(name: str, layer: BaseTunerLayer, adapter: str) -> Iterator[Block]:
     """Make the blocks of a layer's matrices, whichever of them take part."""
     # DoRA adds its part to the names a second time.
     for part in dict.fromkeys(layer.adapter_layer_names):
@@ -196,8 +179,12 @@ def _matrices(
             parameter = "weight"
             weight_name += ".weight"
         weight = module._parameters.get(parameter)
-        if weight is None or _is_divided(layer):
-            raise _unsupported(name, layer)
+        if weight is None:
+            raise NotImplementedError(
+                "The weights of an adapter must be parameters. In this layer they are "
+                f"computed from others: {name} ({type(layer).__name__}). Leave it out "
+                "with target_modules."
+            )
         rows: LinearRows | WholeGradient = WholeGradient(site=name)
         if type(module) is nn.Linear and _calls_halves(layer, adapter):
             rows = LinearRows(module, site=name)
@@ -221,27 +208,17 @@ def _adapted(name: str, layer: BaseTunerLayer) -> str:
 
     One module may have several around each other.
     """
-    if not _adapts_parameter(layer):
+    if not isinstance(layer, _OF_PARAMETER):
         return name
-    parameter, _ = _parameter_of(layer)
     module = re.sub(r"([.]base_layer)+$", "", name)
-    return f"{module}.{parameter}"
-
-
-def _parameter_of(layer: Any) -> tuple[str, int]:
-    """Name the parameter that a layer adapts, and count its experts."""
-    return layer.parameter_name, layer.num_experts
+    return f"{module}.{layer.parameter_name}"
 
 
 def _views(
-    layer: BaseTunerLayer,
-    part: str,
-    weight: Tensor,
+    layer: BaseTunerLayer, part: str, weight: Tensor
 ) -> Iterator[tuple[str, View | None]]:
     """Say how a parameter holds matrices, with what their names end in."""
-    n_experts = 1
-    if _adapts_parameter(layer):
-        _, n_experts = _parameter_of(layer)
+    n_experts = layer.num_experts if isinstance(layer, _OF_PARAMETER) else 1
     if n_experts > 1:
         m, n = weight.shape
         for place in range(n_experts):
@@ -259,11 +236,7 @@ def _views(
         yield "", View((m, weight.numel() // m))
 
 
-def _has_small_output(
-    part: str,
-    m: int,
-    n: int,
-) -> bool:
+def _has_small_output(part: str, m: int, n: int) -> bool:
     """Tell whether the output side is the small one, such as the rank."""
     if part in ("lora_A", "lora_embedding_A"):
         return True
@@ -272,26 +245,11 @@ def _has_small_output(
     return m <= n
 
 
-def _adapts_parameter(layer: BaseTunerLayer) -> bool:
-    return isinstance(layer, _OF_PARAMETER)
-
-
 def _calls_halves(layer: BaseTunerLayer, adapter: str) -> bool:
     """Tell whether a layer of LoRA adds `B(A(x))`."""
-    return not _adapts_parameter(layer) and _variant(layer, adapter) in ("", _DORA)
-
-
-def _is_divided(layer: BaseTunerLayer) -> bool:
-    """Tell whether processes hold parts of a layer's weights, by tensor parallelism."""
-    is_of_megatron = type(layer).__name__ == "LoraParallelLinear"
-    return is_of_megatron or getattr(layer, "tp_layer", None) is not None
-
-
-def _unsupported(name: str, layer: BaseTunerLayer) -> NotImplementedError:
-    return NotImplementedError(
-        "The weights of an adapter must be parameters, and whole. In this layer they "
-        f"are computed from others, or divided among processes: {name} "
-        f"({type(layer).__name__}). Leave it out with target_modules."
+    return not isinstance(layer, _OF_PARAMETER) and _variant(layer, adapter) in (
+        "",
+        _DORA,
     )
 
 
@@ -301,22 +259,14 @@ def check_known_to_host(blocks: Sequence[Block]) -> None:
     No call of a DoRA layer has its weight's input.
     """
     unseen = [block.name for block in without_rows(blocks)]
+    for block in blocks:
+        if block.owner is not None and _variant(block.owner, block.adapter) == _DORA:
+            unseen.append(block.name)
     if unseen:
         raise NotImplementedError(
-            'hessian_structure="kron" sees LoRA of linear layers alone, and not '
-            f"{listed(unseen)}: leave these out with target_modules, or use the "
-            'structures "lowrank_kron", "diag" or "full".'
-        )
-    with_dora = [
-        block.name
-        for block in blocks
-        if block.owner is not None and _variant(block.owner, block.adapter) == _DORA
-    ]
-    if with_dora:
-        raise NotImplementedError(
-            'hessian_structure="kron" doesn\'t support DoRA, which calls LoRA layers '
-            f"with more than their inputs: {listed(with_dora)}. Use the structures "
-            '"lowrank_kron", "diag" or "full".'
+            'hessian_structure="kron" sees LoRA of linear layers alone, without DoRA, '
+            f"and not {listed(unseen)}: leave these out with target_modules, or use "
+            'the structures "lowrank_kron", "diag" or "full".'
         )
 
 
@@ -342,19 +292,16 @@ def looks_trained(model: nn.Module, blocks: Sequence[Block]) -> bool:
     return not is_untrained(blocks)
 
 
-def warn_of_other_trainable(
-    model: nn.Module,
-    blocks: Sequence[Block],
-) -> None:
+def warn_of_other_trainable(model: nn.Module, blocks: Sequence[Block]) -> None:
     """Warn of trainable parameters that stay fixed, neither in blocks nor a head."""
     in_posterior = {id(block.weight) for block in blocks}
     others: list[str] = []
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or id(parameter) in in_posterior:
-            continue
         bare = strip_wrappers(name)
         # LoRA that a selection leaves out was left out by the user.
-        if not _NAME.fullmatch(bare) and ".modules_to_save." not in bare:
+        is_left_out = _NAME.fullmatch(bare) or ".modules_to_save." in bare
+        is_fixed = parameter.requires_grad and id(parameter) not in in_posterior
+        if is_fixed and not is_left_out:
             others.append(bare)
     if others:
         warn(
@@ -410,34 +357,14 @@ def _check_reachable(model: nn.Module) -> None:
 
 def _check_any(model: nn.Module, layers: Layers) -> None:
     """Refuse a model without LoRA layers, and name the adapters that it has instead."""
-    if layers:
-        return
-    configs = getattr(model, "peft_config", {}).values()
-    # An enumeration's members print with their class.
-    kinds = [c.peft_type.value for c in configs]
-    advice = "Add one, or load one not merged."
-    if _is_convertible(model):
-        advice = (
-            "PEFT can approximate this adapter by LoRA: peft.save_as_lora(folder, "
-            "model, rank=...) writes what peft.convert_to_lora makes of it, for "
-            "PeftModel.from_pretrained."
+    if not layers:
+        configs = getattr(model, "peft_config", {}).values()
+        # An enumeration's members print with their class.
+        kinds = listed([c.peft_type.value for c in configs]) or "no adapter"
+        raise ValueError(
+            f"No LoRA layer in the model (found {kinds}). Add one, or load one not "
+            "merged. Of some other adapters peft.save_as_lora makes LoRA."
         )
-    raise ValueError(
-        f"No LoRA layer in the model (found {listed(kinds) or 'no adapter'}). {advice}"
-    )
-
-
-def _is_convertible(model: nn.Module) -> bool:
-    """Tell whether PEFT's `convert_to_lora` takes a model's adapter."""
-    layers = [
-        module for module in model.modules() if isinstance(module, BaseTunerLayer)
-    ]
-    for layer in layers:
-        supports = getattr(layer, "supports_lora_conversion", None)  # from PEFT 0.19 on
-        adapters = layer.active_adapters
-        if supports is None or not adapters or not supports(adapters[0]):
-            return False
-    return bool(layers)
 
 
 def _selected(
@@ -448,35 +375,27 @@ def _selected(
     """Select layers; an error if a name or an index matches none."""
     if target_modules is None and layers_to_transform is None:
         return layers
+    indices = layers_to_transform
+    if indices is not None and not isinstance(indices, int):
+        indices = list(indices)
     if target_modules is None:  # PEFT reads layer indices only beside names of modules
         targets = sorted({name.rpartition(".")[2] for name in layers})
     elif isinstance(target_modules, str):
         targets = target_modules
     else:
         targets = list(target_modules)
-    if layers_to_transform is None or isinstance(layers_to_transform, int):
-        indices = layers_to_transform
-    else:
-        indices = list(layers_to_transform)
-    selected = _matching(layers, targets, indices)
     # What matches nothing beside names that do is a slip, too.
-    missing: list[str] = []
-    if target_modules is not None and not isinstance(targets, str):
-        for target in targets:
-            if not _matching(layers, [target], indices):
-                missing.append(target)
+    each: list[tuple[Any, Any]] = [(targets, indices)]
+    if target_modules is not None and isinstance(targets, list):
+        each += [([target], indices) for target in targets]
     if isinstance(indices, list):
-        for index in indices:
-            if not _matching(layers, targets, index):
-                missing.append(f"layer {index}")
-    if missing or not selected or indices == []:
+        each += [(targets, index) for index in indices]
+    if indices == [] or not all(_matching(layers, *names) for names in each):
         raise ValueError(
-            f"No LoRA layer matches {listed(missing) or 'the selection'}, of "
-            f"target_modules={target_modules!r} and "
-            f"layers_to_transform={layers_to_transform!r}; there are "
-            f"{listed(list(layers))}."
+            f"No LoRA layer matches a part of target_modules={target_modules!r} and "
+            f"layers_to_transform={indices!r}; there are {listed(list(layers))}."
         )
-    return selected
+    return _matching(layers, targets, indices)
 
 
 def _matching(
@@ -495,30 +414,23 @@ def _matching(
     return matching
 
 
-def _trained(
-    layers: Layers,
-    adapter: str,
-) -> list[Block]:
+def _trained(layers: Layers, adapter: str) -> list[Block]:
     """Make the blocks of some layers' trained matrices; see `find_blocks`."""
     blocks: list[Block] = []
     for name, layer in layers.items():
-        of_layer: list[Block] = []
-        for block in _matrices(name, layer, adapter):
-            # DoRA's magnitudes scale what a layer returns, which few want to be
-            # uncertain.
-            if f".{_MAGNITUDE}." not in block.name:
-                of_layer.append(block)
-        blocks += [
-            block for block in of_layer if block.weight.requires_grad
-        ] or of_layer
+        # DoRA's magnitudes scale what a layer returns, which few want to be uncertain.
+        of_layer = [
+            block
+            for block in _matrices(name, layer, adapter)
+            if f".{_MAGNITUDE}." not in block.name
+        ]
+        trained = [block for block in of_layer if block.weight.requires_grad]
+        blocks += trained or of_layer
     return blocks
 
 
 def _named(
-    model: nn.Module,
-    layers: Layers,
-    adapter: str,
-    weight_names: Collection[str],
+    model: nn.Module, layers: Layers, adapter: str, weight_names: Collection[str]
 ) -> list[Block]:
     """Make blocks of weights, trained or not; an error if one is not there."""
     names = {weight_names} if isinstance(weight_names, str) else set(weight_names)
@@ -526,9 +438,8 @@ def _named(
     for name, layer in layers.items():
         matrices = _matrices(name, layer, adapter)
         blocks += [block for block in matrices if block.known_as in names]
-    for weight in head_weights(model, adapter):
-        if bare_name(weight.name) in names:
-            blocks.append(weight.block())
+    heads = head_weights(model, adapter)
+    blocks += [each.block() for each in heads if bare_name(each.name) in names]
     missing = sorted(names - {block.known_as for block in blocks})
     if missing or not blocks:
         raise ValueError(
@@ -546,10 +457,7 @@ def _chosen_by(name: str, layer: BaseTunerLayer) -> list[str]:
     return [name, module, _adapted(name, layer)]
 
 
-def _check_own(
-    model: nn.Module,
-    blocks: Sequence[Block],
-) -> None:
+def _check_own(model: nn.Module, blocks: Sequence[Block]) -> None:
     """Refuse weights that several layers share: a hook sees only one layer."""
     holders: Counter[int] = Counter()
     for module in model.modules():
@@ -562,10 +470,7 @@ def _check_own(
         )
 
 
-def _in_order(
-    model: nn.Module,
-    blocks: Sequence[Block],
-) -> list[Block]:
+def _in_order(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
     """Sort blocks as the model's parameters, whose order the host keeps to."""
     places = {id(weight): place for place, weight in enumerate(model.parameters())}
     return sorted(blocks, key=lambda block: places[id(block.weight)])

@@ -131,9 +131,7 @@ def without_autocast(
 
     @wraps(method)
     def wrapped(
-        self: Self,
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
+        self: Self, *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
         with torch.autocast(self._device.type, enabled=False):
             return method(self, *args, **kwargs)
@@ -160,7 +158,7 @@ def as_tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
 
 
-def kept(value: Any) -> Any:
+def copy_if_inference(value: Any) -> Any:
     """Copy a tensor of inference mode, to keep it: nothing could change it later."""
     if isinstance(value, Tensor) and value.is_inference():
         return value.clone()
@@ -176,8 +174,7 @@ def running_eagerly(tree: Tree) -> AbstractContextManager[object]:
 
 @contextmanager
 def forwards_replaced(
-    modules: Sequence[nn.Module],
-    other: Callable[..., Any],
+    modules: Sequence[nn.Module], other: Callable[..., Any]
 ) -> Iterator[None]:
     """Call `other(module, forward, *args, **kwargs)` for modules' `forward` within."""
     # Others, such as accelerate, may have put a function of their own in its place.
@@ -253,11 +250,7 @@ class Checkpoints:
             yield
 
     def _checkpointed(
-        self,
-        layer: nn.Module,
-        forward: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
+        self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         # Nothing is kept for a backward pass, and the cache may stay.
         if not torch.is_grad_enabled():

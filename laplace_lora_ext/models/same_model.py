@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,33 +14,21 @@ from torch import Tensor, nn
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.answers import ClassTokens
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import adapter_layers, find_idle, lora_layers
+from laplace_lora_ext.models.lora_layers import adapter_layers, find_idle
 from laplace_lora_ext.models.tree import Tree
 from laplace_lora_ext.models.weights import (
     Block,
     are_in_place,
     bare_name,
-    flattened,
     is_of_base,
     owner_of,
     read,
 )
+from laplace_lora_ext.processes.exchange import of_first, rank
+from laplace_lora_ext.rounding import equal_up_to_rounding
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
 _COMPARED = 16  # numbers of each weight that every call looks at: a line of the cache
-_ROUNDING = 2**-6  # between two precisions of which one is bfloat16
-# How far rounding moves numbers below the smallest normal one, of which float16's is
-# 6e-5.
-_ROUNDING_OF_SMALL: dict[str, float] = {}
-for _dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-    _precision = torch.finfo(_dtype)
-    _ROUNDING_OF_SMALL[str(_dtype)] = _precision.smallest_normal * _precision.eps / 2
-# Merging an adapter and unmerging it rounds: how far, relative to the largest number.
-# In half precision it moves numbers by more than training may, and no difference is
-# overlooked.
-_ROUNDING_OF_MERGING: dict[str, float] = {}
-for _dtype in (torch.float32, torch.float64):
-    _ROUNDING_OF_MERGING[str(_dtype)] = 16 * torch.finfo(_dtype).eps
 
 
 class Weight(NamedTuple):
@@ -52,30 +39,23 @@ class Weight(NamedTuple):
     sample: Tensor
 
     def equals(self, other: Weight) -> bool:
-        """Tell whether both hold the same numbers, but for rounding.
-
-        Casts round, and so does merging.
-        """
-        if self.shape != other.shape or self.sample.shape != other.sample.shape:
+        """Tell whether both hold the same numbers, or did before a cast or a merge."""
+        if self.shape != other.shape or len(self.sample) != len(other.sample):
             return False
-        if torch.equal(self.sample, other.sample):
-            return True
         if self.dtype != other.dtype:
-            relative = _ROUNDING
-            of_mine = _ROUNDING_OF_SMALL.get(self.dtype, 0.0)
-            of_its = _ROUNDING_OF_SMALL.get(other.dtype, 0.0)
-            absolute = max(of_mine, of_its)
-        else:
-            relative = 0.0
-            largest = self.sample.abs().max().item()
-            absolute = _ROUNDING_OF_MERGING.get(self.dtype, 0.0) * largest
-        return torch.allclose(
-            self.sample,
-            other.sample,
-            rtol=relative,
-            atol=absolute,
-            equal_nan=True,
-        )
+            return self._cast_to(other) or other._cast_to(self)
+        # Merging an adapter and unmerging it rounds. In half precision that moves
+        # numbers by more than training may, and no difference is overlooked.
+        dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        is_half = dtype.itemsize < 4
+        units = 0 if is_half else 16
+        return equal_up_to_rounding(self.sample, other.sample, dtype, units)
+
+    def _cast_to(self, other: Weight) -> bool:
+        """Tell whether casting one gives the other."""
+        dtype = getattr(torch, other.dtype.removeprefix("torch."))
+        cast = self.sample.to(dtype).double()
+        return equal_up_to_rounding(cast, other.sample, dtype, units=0)
 
 
 @dataclass(frozen=True)
@@ -96,17 +76,14 @@ class ModelState:
     scalings: dict[str, float]
 
     @classmethod
-    def of(
-        cls,
-        model: LogitsModel,
-        blocks: Sequence[Block],
-    ) -> ModelState:
+    def of(cls, model: LogitsModel, blocks: Sequence[Block]) -> ModelState:
         """Describe a model as it is now."""
         adapter = blocks[0].adapter
         scalings: dict[str, float] = {}
-        for name, layer in lora_layers(model.model).items():
-            if adapter in layer.scaling:
-                scalings[name] = float(layer.scaling[adapter])
+        for name, layer in adapter_layers(model.model).items():
+            scaling = getattr(layer, "scaling", {}).get(adapter)
+            if scaling is not None:
+                scalings[name] = float(scaling)
         of_blocks: dict[str, tuple[list[int], float | None]] = {}
         for block in blocks:
             scaling = scalings.get(block.rows.site)
@@ -129,55 +106,30 @@ class ModelState:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> ModelState:
         """Rebuild what `state_dict` has returned."""
-        weights: dict[str, Weight] = {}
-        for name, weight in state["weights"].items():
-            weights[name] = Weight(*weight)
-        blocks: dict[str, tuple[list[int], float | None]] = {}
-        for name, (shape, scaling) in state["blocks"].items():
-            # A file may hold lists in place of tuples.
-            blocks[name] = (shape, scaling)
-        return cls(
-            blocks=blocks,
-            class_token_ids=state["class_token_ids"],
-            mask_token_id=state["mask_token_id"],
-            normalised=state["normalised"],
-            weights=weights,
-            scalings=state["scalings"],
-        )
+        weights = {name: Weight(*weight) for name, weight in state["weights"].items()}
+        # A file may hold lists in place of tuples.
+        blocks = {name: (shape, s) for name, (shape, s) in state["blocks"].items()}
+        return cls(**state | {"weights": weights, "blocks": blocks})
 
     def state_dict(self) -> dict[str, Any]:
         """Return names, numbers and tensors, ready for `torch.save`."""
         weights = {name: tuple(weight) for name, weight in self.weights.items()}
         return vars(self) | {"weights": weights}
 
-    def base_weights(self) -> dict[str, Weight]:
-        """Select the `weights` that adapters of one base model share."""
-        return {
-            name: weight for name, weight in self.weights.items() if is_of_base(name)
-        }
-
-    def differing_base(self, other: ModelState) -> str | None:
-        """Name a weight in which two base models differ; None if there is none."""
-        return _first_differing(self.base_weights(), other.base_weights())
-
-    def differing(self, other: ModelState) -> str | None:
-        """Name what differs between two models; None if nothing does."""
-        mine = self._facts()
-        its = other._facts()
-        for what in mine | its:
-            if mine.get(what) != its.get(what):
-                return what
-        return _first_differing(self.weights, other.weights)
+    def of_base(self) -> ModelState:
+        """Keep what adapters of one base model share, whose answers are alike."""
+        shared = {name: w for name, w in self.weights.items() if is_of_base(name)}
+        return replace(self, weights=shared, blocks={}, scalings={})
 
     def difference(self, now: ModelState) -> str | None:
         """Say what has changed, in a sentence without a full stop; None if nothing."""
-        facts_before = self._facts()
-        facts_now = now._facts()
-        for what in facts_before | facts_now:
-            before = facts_before.get(what)
-            after = facts_now.get(what)
-            if before != after:
-                return f"{what} was {before} at the fit, and now is {after}"
+        before, after = self._facts(), now._facts()
+        for what in before | after:
+            if before.get(what) != after.get(what):
+                return (
+                    f"{what} was {before.get(what)} at the fit, and now is "
+                    f"{after.get(what)}"
+                )
         for name, weight in self.weights.items():
             if name not in now.weights or not weight.equals(now.weights[name]):
                 return f"The weight {name} differs from that of the fit"
@@ -185,10 +137,8 @@ class ModelState:
 
     def _facts(self) -> dict[str, Any]:
         """Collect what must be equal exactly, by what it is."""
-        facts: dict[str, Any] = {}
-        facts["class_token_ids"] = self.class_token_ids
-        facts["mask_token_id"] = self.mask_token_id
-        facts["normalised"] = self.normalised
+        names = ("class_token_ids", "mask_token_id", "normalised")
+        facts: dict[str, Any] = {name: getattr(self, name) for name in names}
         for name, shape_and_scaling in self.blocks.items():
             facts[f"The weight {name} (shape, scaling)"] = shape_and_scaling
         for name, scaling in self.scalings.items():
@@ -196,33 +146,14 @@ class ModelState:
         return facts
 
 
-def _first_differing(
-    mine: Mapping[str, Weight],
-    its: Mapping[str, Weight],
-) -> str | None:
-    """Name the first weight in which two models differ; None if there is none."""
-    for name in sorted(mine.keys() | its.keys()):
-        if name not in mine or name not in its:
-            return name
-        if not mine[name].equals(its[name]):
-            return name
-    return None
-
-
-def check_runs(
-    model: LogitsModel,
-    blocks: Sequence[Block],
-) -> None:
+def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
     """Refuse LoRA layers that are merged, disabled or gone (`RuntimeError`)."""
     # By identity: PEFT may have put another weight under the same name.
     present = {id(weight) for _, _, weight in model.tree.all_parameters()}
     idle = find_idle(adapter_layers(model.model))
     if idle is not None:
         raise RuntimeError(idle)
-    gone: list[str] = []
-    for block in blocks:
-        if id(block.weight) not in present:
-            gone.append(block.name)
+    gone = [block.name for block in blocks if id(block.weight) not in present]
     if gone:
         raise RuntimeError(
             f"The model has lost weights of the posterior: {listed(gone)}. Make a new "
@@ -231,10 +162,7 @@ def check_runs(
 
 
 def check_same(
-    model: LogitsModel,
-    blocks: Sequence[Block],
-    fitted: ModelState,
-    mean: Tensor,
+    model: LogitsModel, blocks: Sequence[Block], fitted: ModelState, mean: Tensor
 ) -> None:
     """Refuse a model that has changed since a fit, and name what has.
 
@@ -322,18 +250,12 @@ def _first_numbers(weight: Tensor) -> Tensor:
     return numbers.reshape(-1)[:_COMPARED]  # of a single number, too
 
 
-def first_changed(
-    blocks: Sequence[Block],
-    mean: Tensor,
-) -> Block | None:
+def first_changed(blocks: Sequence[Block], mean: Tensor) -> Block | None:
     """Find the first LoRA weight whose values are no longer a fit's."""
     differences: list[Tensor] = []
-    end = 0
-    for block in blocks:
+    parts = mean.split([block.n_params for block in blocks])
+    for block, part in zip(blocks, parts, strict=True):
         values = block.values.flatten()
-        start = end
-        end += len(values)
-        part = mean[start:end]
         # In the weights' own precision: a fit of float32 may go on with weights in
         # bfloat16.
         differences.append((values != part.to(values)).any())
@@ -343,23 +265,24 @@ def first_changed(
     return None
 
 
-def hashes(
-    model: LogitsModel,
-    blocks: Sequence[Block],
-) -> dict[str, str]:
-    """Hash what a fit depends on: two fits with equal hashes belong together."""
-    # Every rank tells all others: hashes are short, however many weights there are.
-    weights = flattened(blocks, torch.device("cpu")).double().numpy()
-    state = ModelState.of(model, blocks)
-    samples = [
-        (name, weight.dtype, weight.shape, weight.sample.tolist())
-        for name, weight in state.weights.items()
-    ]
-    rest = repr((state._facts(), samples))
-    return {
-        "LoRA weights": hashlib.sha256(weights.tobytes()).hexdigest(),
-        "base or head": hashlib.sha256(rest.encode()).hexdigest(),
-    }
+def check_alike_on_ranks(state: ModelState, mean: Tensor, settings: str) -> None:
+    """Refuse a rank whose weights or settings are not those of rank 0 (`ValueError`).
+
+    Collective: each gives its own.
+    """
+    first_state, first_mean, first_settings = of_first((state, mean, settings))
+    difference = first_state.difference(state)
+    if difference is not None:
+        difference = f"base or head ({difference})"
+    if not torch.equal(mean.cpu(), first_mean):
+        difference = "LoRA weights"
+    if settings != first_settings:
+        difference = f"settings ({settings} and {first_settings})"
+    if difference is not None:
+        raise ValueError(
+            f"Rank {rank()} and rank 0 differ in {difference}: load the same adapter "
+            "and pass the same settings on every rank."
+        )
 
 
 class _Place(NamedTuple):
@@ -374,17 +297,12 @@ class _Place(NamedTuple):
         return self.holder[self.name]
 
 
-def _other_weights(
-    tree: Tree,
-    blocks: Sequence[Block],
-) -> Iterator[tuple[str, _Place]]:
+def _other_weights(tree: Tree, blocks: Sequence[Block]) -> Iterator[tuple[str, _Place]]:
     """Yield all other weights by name: the base's, heads and other adapters."""
     if tree.is_resharded:
         return  # FSDP2 replaces parameters between passes
     adapter = blocks[0].adapter
-    of_posterior: set[int] = set()
-    for block in blocks:
-        of_posterior.add(id(block.weight))
+    of_posterior = {id(block.weight) for block in blocks}
     for prefix, module in tree.named_modules():
         for place in _saved_with(module):
             known_as = _known_as(f"{prefix}.{place.name}", adapter)
@@ -413,24 +331,21 @@ def _sampled(weights: dict[str, Tensor]) -> dict[str, Weight]:
     """Take a few numbers of each weight, with one wait for each device."""
     # Reading a number waits for an accelerator: all numbers of a device are read as one
     # tensor.
-    alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    few: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, weight in weights.items():
-        alike.setdefault((weight.device, weight.dtype), []).append(name)
+        numbers = weight.detach().flatten()
+        step = max(1, len(numbers) // _SAMPLED)  # from all over a weight
+        alike = few.setdefault((weight.device, weight.dtype), {})
+        alike[name] = numbers[::step][:_SAMPLED]
     samples: dict[str, Tensor] = {}
-    for names in alike.values():
-        few: list[Tensor] = []
-        for name in names:
-            numbers = weights[name].detach().flatten()
-            step = max(1, len(numbers) // _SAMPLED)  # from all over a weight
-            few.append(numbers[::step][:_SAMPLED])
-        joined = torch.cat(few).cpu().double()
-        parts = joined.split(list(map(len, few)))
-        samples.update(zip(names, parts, strict=True))
-    sampled: dict[str, Weight] = {}
-    for name, weight in weights.items():
-        shape = list(weight.shape)
-        sampled[name] = Weight(str(weight.dtype), shape, samples[name])
-    return sampled
+    for alike in few.values():
+        joined = torch.cat(list(alike.values())).cpu().double()
+        parts = joined.split([len(numbers) for numbers in alike.values()])
+        samples.update(zip(alike, parts, strict=True))
+    return {
+        name: Weight(str(weight.dtype), list(weight.shape), samples[name])
+        for name, weight in weights.items()
+    }
 
 
 @lru_cache(2**16)  # every call of a posterior asks for the names of a whole model

@@ -38,11 +38,13 @@ class Swapping:
         transformer: PreTrainedModel | None,
         generator: torch.Generator,
     ) -> None:
-        texts: list[Tensor] = []
-        for batch in batches:
-            rows = batch["input_ids"].cpu()
-            for row, is_real in zip(rows, _is_real(batch), strict=True):
-                texts.append(row[is_real])
+        texts = [
+            row[is_real]
+            for batch in batches
+            for row, is_real in zip(
+                batch["input_ids"].cpu(), _is_real(batch), strict=True
+            )
+        ]
         # Common tokens are drawn as often as they stand in texts, so that copies have
         # their words.
         tokens = torch.cat(texts)
@@ -51,9 +53,7 @@ class Swapping:
         n_texts = once_a_text.bincount()
         is_of_prompt = n_texts > _OF_PROMPT * len(texts)
         of_prompt = is_of_prompt.nonzero().flatten()
-        special: list[int] = []
-        if transformer is not None:
-            special = sorted(_special_tokens(transformer))
+        special = [] if transformer is None else sorted(_special_tokens(transformer))
         of_model = torch.tensor(special, dtype=torch.long)
         self._staying = torch.cat([of_prompt, of_model])
         stays = torch.isin(tokens, self._staying)
@@ -91,13 +91,10 @@ def _special_tokens(transformer: PreTrainedModel) -> set[int]:
     settings = transformer.config.to_dict() | text_config(transformer).to_dict()
     tokens: set[int] = set()
     for name, value in settings.items():
-        if not name.endswith(("_token_id", "_token_index")):
-            continue
-        several = value if isinstance(value, list) else [value]
-        for token in several:
+        if name.endswith(("_token_id", "_token_index")):
+            several = value if isinstance(value, list) else [value]
             # Many configurations leave some of them None.
-            if isinstance(token, int):
-                tokens.add(token)
+            tokens.update(token for token in several if isinstance(token, int))
     return tokens
 
 

@@ -76,11 +76,7 @@ class View:
         m, n = sizes
         return m, n
 
-    def of(
-        self,
-        parameters: Tensor,
-        n_leading: int = 0,
-    ) -> Tensor:
+    def of(self, parameters: Tensor, n_leading: int = 0) -> Tensor:
         """Cut the matrices `(..., m, n)` out of tensors of the parameter's shape."""
         reshaped = parameters.reshape(*parameters.shape[:n_leading], *self.shape)
         return reshaped if self.axis is None else reshaped.select(self.axis, self.place)
@@ -116,11 +112,12 @@ class Block:
         assert weight is not None
         return weight
 
-    def matrix(
-        self,
-        parameters: Tensor,
-        n_leading: int = 0,
-    ) -> Tensor:
+    def put(self, weight: Tensor) -> None:
+        """Put a parameter in the weight's place."""
+        parameters: dict[str, Any] = self.module._parameters
+        parameters[self.parameter] = weight
+
+    def matrix(self, parameters: Tensor, n_leading: int = 0) -> Tensor:
         """Cut the matrices `(..., m, n)` out of tensors of the parameter's shape."""
         return parameters if self.view is None else self.view.of(parameters, n_leading)
 
@@ -142,14 +139,11 @@ class Block:
     def values(self) -> Tensor:
         """Return the matrix without a graph, gathered or fetched from where it is."""
         weight = self.weight.detach()
-        gather = getattr(weight, "full_tensor", None)  # of a DTensor
-        if weight.is_meta:
-            hook = _offloading(self.module)
-            if hook is not None and hook.weights_map is not None:
-                kept = hook.weights_map[self.parameter]
-                weight = kept.to(hook.execution_device)
-        elif gather is not None:
-            weight = gather()
+        hook = _offloading(self.module) if weight.is_meta else None
+        if hook is not None and hook.weights_map is not None:
+            weight = hook.weights_map[self.parameter].to(hook.execution_device)
+        elif hasattr(weight, "full_tensor"):  # a DTensor
+            weight = weight.full_tensor()
         return self.matrix(weight)
 
     @property
@@ -207,31 +201,18 @@ def bare_name(name: str) -> str:
     return re.sub(r"\.base_layer\.(?!lora_)", ".", bare)
 
 
-# --- matrices without rows ------------------------------------------------------------
-
-
 def without_rows(blocks: Iterable[Block]) -> list[Block]:
     """Select the blocks of whose rows no hook sees anything."""
-    selected: list[Block] = []
-    for block in blocks:
-        if isinstance(block.rows, WholeGradient):
-            selected.append(block)
-    return selected
+    return [block for block in blocks if isinstance(block.rows, WholeGradient)]
 
 
 # --- values ---------------------------------------------------------------------------
 
 
-def flattened(
-    blocks: Sequence[Block],
-    device: torch.device,
-) -> Tensor:
+def flatten_weights(blocks: Sequence[Block], device: torch.device) -> Tensor:
     """Copy the weights into one vector, `(parameters,)`."""
     dtype = blocks[0].statistics_dtype
-    parts: list[Tensor] = []
-    for block in blocks:
-        parts.append(block.values.flatten().to(device, dtype))
-    return torch.cat(parts)
+    return torch.cat([block.values.flatten().to(device, dtype) for block in blocks])
 
 
 def check_in_place(blocks: Sequence[Block], purpose: str) -> None:
@@ -249,11 +230,8 @@ def check_in_place(blocks: Sequence[Block], purpose: str) -> None:
 
 def are_in_place(blocks: Sequence[Block]) -> bool:
     """Tell whether weights are whole and in memory, not sharded or offloaded."""
-    for block in blocks:
-        is_sharded = hasattr(block.weight, "full_tensor")
-        if block.weight.is_meta or is_sharded:
-            return False
-    return True
+    weights = [block.weight for block in blocks]
+    return not any(w.is_meta or hasattr(w, "full_tensor") for w in weights)
 
 
 def values_of(blocks: Sequence[Block], weights: Tensor) -> Values:
@@ -272,11 +250,12 @@ def check_with_biases(blocks: Sequence[Block]) -> None:
     The host takes biases for parts of all weights.
     """
     of_blocks = {id(block.weight) for block in blocks}
-    without = []
-    for block in blocks:
-        bias = getattr(block.module, "bias", None)
-        if bias is not None and id(bias) not in of_blocks:
-            without.append(block.name)
+    without = [
+        block.name
+        for block in blocks
+        if (bias := getattr(block.module, "bias", None)) is not None
+        and id(bias) not in of_blocks
+    ]
     if without:
         raise NotImplementedError(
             'hessian_structure="kron" treats weight and bias of a layer together, and '
@@ -285,10 +264,7 @@ def check_with_biases(blocks: Sequence[Block]) -> None:
         )
 
 
-def parameters_with(
-    blocks: Sequence[Block],
-    values: Values,
-) -> dict[int, Tensor]:
+def parameters_with(blocks: Sequence[Block], values: Values) -> dict[int, Tensor]:
     """Make the blocks' parameters with other values, by the `id` of each parameter.
 
     Where a parameter holds more matrices than those of the blocks, these keep their
@@ -307,7 +283,7 @@ def parameters_with(
     return parameters
 
 
-def called_with(
+def call_with(
     module: nn.Module,
     blocks: Sequence[Block],
     values: Values,
@@ -316,28 +292,25 @@ def called_with(
     **kwargs: Any,
 ) -> Any:
     """Call a module with other LoRA weights for its own, which stay as they are."""
-    with replaced(blocks, values):
+    with replace_weights(blocks, values):
         return module(*args, **kwargs)
 
 
 @contextmanager
-def replaced(blocks: Sequence[Block], values: Values) -> Iterator[None]:
+def replace_weights(blocks: Sequence[Block], values: Values) -> Iterator[None]:
     """Put other weights, which may have a graph, in the place of a model's within.
 
     Other threads must not run the model meanwhile.
     """
     others = parameters_with(blocks, values)
-    places: list[tuple[dict[str, Any], str, Any]] = []
-    for block in blocks:
-        holder: dict[str, Any] = block.module._parameters
-        places.append((holder, block.parameter, block.weight))
+    before = [block.weight for block in blocks]
     try:
-        for holder, name, parameter in places:
-            holder[name] = others[id(parameter)]
+        for block, weight in zip(blocks, before, strict=True):
+            block.put(others[id(weight)])
         yield
     finally:
-        for holder, name, parameter in places:
-            holder[name] = parameter
+        for block, weight in zip(blocks, before, strict=True):
+            block.put(weight)
 
 
 def read(numbers: Sequence[Tensor]) -> list[float]:
@@ -346,13 +319,8 @@ def read(numbers: Sequence[Tensor]) -> list[float]:
     They are read together, since each reading from an accelerator waits for all work
     there.
     """
-    if not numbers:
-        return []
-    device = numbers[0].device
-    together: list[Tensor] = []
-    for number in numbers:
-        together.append(number.detach().to(device))
-    return torch.stack(together).tolist()
+    here = [number.detach().to(numbers[0].device) for number in numbers]
+    return torch.stack(here).tolist() if here else []
 
 
 # --- devices --------------------------------------------------------------------------
@@ -373,11 +341,12 @@ def device_of(module: nn.Module) -> torch.device:
 def _offloading(module: nn.Module) -> AlignDevicesHook | None:
     """Find what fetches a module's weights before a pass, if anything does."""
     hook = getattr(module, "_hf_hook", None)
-    hooks = hook.hooks if isinstance(hook, SequentialHook) else [hook]
-    for each in hooks:
-        if not isinstance(each, AlignDevicesHook):
-            continue
+    for each in hook.hooks if isinstance(hook, SequentialHook) else [hook]:
         # Without a map of its weights, a hook only moves inputs.
-        if each.offload and each.weights_map is not None:
+        if (
+            isinstance(each, AlignDevicesHook)
+            and each.offload
+            and each.weights_map is not None
+        ):
             return each
     return None

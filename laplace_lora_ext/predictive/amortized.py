@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from laplace_lora_ext.rounding import equal_up_to_rounding
+
 PENALTIES = torch.logspace(-10, 1, 23, dtype=torch.float64)
 """Penalties to choose from, in units of the largest squared singular value of the
 features."""
 
 _MARGIN = math.log(2)  # how far a logarithm may lie beyond those learnt
-_ROUNDING = 1e-6  # ten times that of single precision
+_LITTLE = 1e-6  # beside 1, ten times the rounding of single precision
 _COMPONENTS = 64  # all there are up to ten classes
 # What moves with a model. What tells the posterior stays, to be compared with the
 # present one.
@@ -114,7 +116,7 @@ class LearntVariance:
         scale = X.std(0, correction=0)
         # What does not vary says nothing, and rounding makes no feature: divided by
         # infinity, it counts as 0 wherever it is met later.
-        varies = scale > 1e-6 * X.abs().amax(0)
+        varies = scale > _LITTLE * X.abs().amax(0)
         scale = torch.where(varies, scale, torch.inf)
         features = (X - mean) / scale
 
@@ -216,7 +218,7 @@ def _with_doubt(
     """
     # The logarithm of no doubt at all, as of a text without aLoRA's invocation tokens,
     # would outweigh all others.
-    least = log_variances.max() + math.log(_ROUNDING)
+    least = log_variances.max() + math.log(_LITTLE)
     has_doubt = log_variances.amax(1) > least
     n_with_doubt = int(has_doubt.sum())
     if n_with_doubt < 3:
@@ -235,11 +237,9 @@ def _alike(
 
     Moves change device and precision.
     """
-    now = now.detach().cpu().double()
-    then = then.cpu().double()
-    if now.shape != then.shape:
-        return False
-    return torch.allclose(now, then, rtol=_ROUNDING, atol=0.0)
+    # Logarithms, since priors may be orders of magnitude apart.
+    now = now.detach().cpu().double().log()
+    return equal_up_to_rounding(now, then.cpu().double().log(), torch.float32)
 
 
 def ridge(

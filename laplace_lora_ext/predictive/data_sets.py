@@ -15,7 +15,13 @@ from torch.utils.data import default_collate
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.processes.exchange import count, rank, together
-from laplace_lora_ext.processes.shards import Columns, Share, in_order, joined, stacked
+from laplace_lora_ext.processes.shards import (
+    Columns,
+    Share,
+    in_order,
+    join_batches,
+    join_ranks,
+)
 
 _BATCHES_AT_ONCE = 16  # that are read of a data set, to put alike lengths together
 
@@ -42,7 +48,7 @@ class Sample:
     ----------
     at_most : int, optional
         rows of all ranks together; by default all are kept
-    join : callable, default=stacked
+    join : callable, default=join_batches
         joins the columns of batches, and those of ranks
 
     Attributes
@@ -54,7 +60,7 @@ class Sample:
     def __init__(
         self,
         at_most: int | None = None,
-        join: Callable[[Sequence[Columns]], Columns] = stacked,
+        join: Callable[[Sequence[Columns]], Columns] = join_batches,
     ) -> None:
         self.n_left_out = 0
         self.join = join
@@ -150,7 +156,7 @@ def over_loader(
         own = kept.columns()
         if not alone:
             share.refuse_copies()
-        of_all = own if alone else joined(kept.places(), own, kept.join)
+        of_all = own if alone else join_ranks(kept.places(), own, kept.join)
     if of_all is None:
         raise ValueError(NO_DATA)
     return of_all

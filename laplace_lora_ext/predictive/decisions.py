@@ -13,7 +13,12 @@ from laplace_lora_ext.models.batches import IGNORED
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.predictive.data_sets import Sample, over_data_set, over_loader
 from laplace_lora_ext.predictive.moments import DifferenceMoments
-from laplace_lora_ext.processes.shards import Columns, Share, check_in_order, stacked
+from laplace_lora_ext.processes.shards import (
+    Columns,
+    Share,
+    check_in_order,
+    join_batches,
+)
 
 # And of moments, most of which are tuples.
 _BATCHES = (Mapping, Tensor, np.ndarray, tuple, DifferenceMoments)
@@ -137,7 +142,7 @@ def padded(parts: Sequence[Columns]) -> Columns:
             padding = column.new_full(shape, empty)
             columns.append(torch.cat([column, padding], dim=1))
         alike.append(tuple(columns))
-    return stacked(alike)
+    return join_batches(alike)
 
 
 def _is_data_set(x: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.logits_model import LogitsModel, logits_and_hidden_states
 from laplace_lora_ext.models.running import exclusive
-from laplace_lora_ext.models.weights import Block, Values, called_with, values_of
+from laplace_lora_ext.models.weights import Block, Values, call_with, values_of
 from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.contrasts import Contrasts
@@ -240,7 +240,7 @@ def logits_with(
     """Compute a batch's logits `(B, C)` with other weights `(parameters,)`."""
     values = values_of(la.blocks, weights)
     with la.model.forward_passes():
-        return called_with(la.model, la.blocks, values, x)
+        return call_with(la.model, la.blocks, values, x)
 
 
 def amortized_moments(la: Posterior, x: Any) -> Moments:

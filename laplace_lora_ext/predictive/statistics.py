@@ -25,7 +25,7 @@ from laplace_lora_ext.predictive.moments import (
     Moments,
 )
 from laplace_lora_ext.predictive.posterior import Posterior, sees_differences
-from laplace_lora_ext.processes.shards import stacked
+from laplace_lora_ext.processes.shards import join_batches
 
 # Examples whose projections are weighted: moments need the memory of a copy.
 _AT_ONCE = 64
@@ -337,7 +337,7 @@ def multiplied(prior: Tensor, factor: Tensor) -> Tensor:
 
 def joined_statistics(parts: Sequence[MixtureStatistics]) -> MixtureStatistics:
     """Join statistics of several batches of one data set."""
-    return parts[0].of(stacked([part.columns for part in parts]))
+    return parts[0].of(join_batches([part.columns for part in parts]))
 
 
 # --- of a posterior -------------------------------------------------------------------
@@ -445,7 +445,7 @@ def statistics_of_batch(
 
     n_examples = None if y is None else len(y)
     parts = la.recorder.in_parts(X, n_directions, of_part, n_examples)
-    return parts[0].of(stacked([part.columns for part in parts]))
+    return parts[0].of(join_batches([part.columns for part in parts]))
 
 
 def _projections(

@@ -7,26 +7,21 @@ example once.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from inspect import signature
 from itertools import pairwise
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    Subset,
-)
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 from laplace_lora_ext.processes.exchange import count, gathered, of_first, rank
 
@@ -35,7 +30,10 @@ Columns = tuple[Tensor, ...]
 
 _OWN = 2**40  # more examples than any rank has
 _BATCH_SIZE = 8  # where the loader has batches of many sizes
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_GENERATORS = (
+    *(random.Random, np.random.Generator, np.random.RandomState),
+    torch.Generator,
+)
 # What a `DataLoader` is given apart from which examples it reads.
 _OF_LOADING = signature(DataLoader).parameters.keys() - {
     *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"),
@@ -66,7 +64,7 @@ class Share:
         self._dealt_places: list[Tensor] = []  # of each batch's examples
         self._n_batches = 0  # that `places` was asked for
         self._n_rows = 0
-        self._inputs = 0  # the sum of hashes of the rows that it was shown
+        self._inputs = 0  # a sum over all rows that it was shown
         if self.is_dealt:
             self._deal(loader)
 
@@ -96,35 +94,30 @@ class Share:
         Loaders may shuffle, draw examples or make them at random, and a generator ends.
         """
         share = cls(loader)
-        share.loader = copied(share.loader)
+        # Copies: tensors of worker processes hold files open.
+        share.loader = [deepcopy(batch) for batch in share.loader]
         return share
 
-    def places(
-        self,
-        n_rows: int,
-        owners: Tensor | None = None,
-    ) -> Tensor:
+    def places(self, n_rows: int, owners: Tensor | None = None) -> Tensor:
         """Return places in the whole data of the next batch's rows that count.
 
         A row is an example, unless `owners` `(n_rows,)` say which of the batch's
         examples each is of, as of texts whose tokens have rows. An example's rows share
         its place.
         """
-        batch = self._n_batches
-        first = self._n_rows
+        batch, first = self._n_batches, self._n_rows
         self._n_batches += 1
         self._n_rows += n_rows
         if not self.is_dealt:
             # Data of a rank's own come after those of the ranks before it.
             return rank() * _OWN + first + torch.arange(n_rows)
         places = self._dealt_places[batch]
-        is_idle = len(places) == 0
-        if is_idle or n_rows == 0:
-            return places[:0]
         n_examples = len(places)
-        if owners is None:
-            is_as_many = n_rows == n_examples
-        else:  # the last examples may have no row
+        if n_examples == 0 or n_rows == 0:
+            return places[:0]
+        # Of owners, the last examples may have no row.
+        is_as_many = n_rows == n_examples
+        if owners is not None:
             is_as_many = int(owners.max()) < n_examples
         if not is_as_many:
             raise ValueError(
@@ -136,7 +129,7 @@ class Share:
     def show(self, batch: Any) -> None:
         """Show it a batch, by which it knows ranks with the same data."""
         if count() > 1 and not self.is_dealt:
-            self._inputs += sum(map(_hash, _rows(batch)))
+            self._inputs += _sum_of_rows(batch)
 
     def refuse_copies(self) -> None:
         """Refuse ranks that were given the same data; dealt ones are never copies."""
@@ -154,34 +147,21 @@ class Share:
                 )
 
 
-def _hash(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=16).digest(), "big")
-
-
-def _rows(value: Any, mask: Tensor | None = None) -> Iterator[bytes]:
-    """Yield each row of a batch's tensors, without padding: it depends on the batch."""
+def _sum_of_rows(value: Any, mask: Any = None) -> int:
+    """Sum up checksums of a batch's rows, in any order and without their padding."""
     if isinstance(value, Mapping):
-        for part in value.values():
-            yield from _rows(part, value.get("attention_mask"))
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _rows(part, mask)
-    elif isinstance(value, Tensor) and value.ndim:
-        numbers = value.detach().cpu()
-        for index, row in enumerate(numbers):
-            real = row
-            if mask is not None and value.shape[:2] == mask.shape:
-                real = row[mask[index].cpu().bool()]
-            # NumPy has no bfloat16.
-            of_row = real.double() if real.is_floating_point() else real
-            yield of_row.numpy().tobytes()
-    else:
-        yield repr(value).encode()
-
-
-def copied(batches: Iterable[Any]) -> list[Any]:
-    """Copy batches to keep: tensors of worker processes hold files open."""
-    return [deepcopy(batch) for batch in batches]
+        mask = value.get("attention_mask")
+        return sum(_sum_of_rows(part, mask) for part in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_sum_of_rows(part, mask) for part in value)
+    if not isinstance(value, Tensor) or not value.ndim:
+        return crc32(repr(value).encode())
+    are_real: Any = [...] * len(value)
+    if mask is not None and value.shape[:2] == mask.shape:
+        are_real = mask.cpu().bool()
+    rows = value.detach().cpu().double()  # NumPy has no bfloat16
+    pairs = zip(rows, are_real, strict=True)
+    return sum(crc32(row[is_real].numpy().tobytes()) for row, is_real in pairs)
 
 
 def data_size(loader: Any) -> int | None:
@@ -230,61 +210,52 @@ def _indices(loader: Any) -> list[int]:
             "A stream's examples can't be chosen by their places: pass a data set with "
             "__getitem__ and a length."
         )
-    samplers = list(_samplers(loader))
-    if not samplers:
+    sampler = next(_samplers(loader), None)
+    if sampler is None:
         return list(range(len(loader.dataset)))
-    # A loader's own sampler comes first. It gives examples, or lists of them.
-    with _as_a_single_process(samplers, loader.dataset):
-        batches = [np.ravel(batch).tolist() for batch in samplers[0]]
+    with _random_states_of_its_own():
+        # It gives examples, or lists of them.
+        batches = [np.ravel(batch).tolist() for batch in _of_all_ranks(sampler)]
     return [int(index) for batch in batches for index in batch]
 
 
-@contextmanager
-def _as_a_single_process(samplers: Sequence[Any], data: Any) -> Iterator[None]:
-    """Let samplers give all ranks' examples within, by random numbers of their own.
+def _of_all_ranks(sampler: Any) -> Any:
+    """Copy a sampler, with those within it, to one that gives all ranks' examples."""
+    if not hasattr(sampler, "__dict__"):
+        return sampler
+    sampler = copy(sampler)
+    own = vars(sampler)
+    for name, value in own.items():
+        if name in ("batch_sampler", "sampler"):
+            own[name] = _of_all_ranks(value)
+        elif isinstance(value, _GENERATORS):
+            own[name] = deepcopy(value)
+    if "num_replicas" in own:  # torch's word
+        n_examples = len(sampler.dataset)
+        own.update(num_replicas=1, rank=0)
+        own.update(num_samples=n_examples, total_size=n_examples)
+    if "num_processes" in own:  # Accelerate's
+        own.update(num_processes=1, process_index=0)
+    return sampler
 
-    Samplers and random states are afterwards as before.
-    """
-    states = [vars(each) for each in samplers if hasattr(each, "__dict__")]
-    before = [dict(state) for state in states]
+
+@contextmanager
+def _random_states_of_its_own() -> Iterator[None]:
+    """Let a sampler draw the same in every call, and leave all states as they were."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             random.seed(0)
             np.random.seed(0)
             torch.default_generator.manual_seed(0)
-            for state in states:
-                state.update({name: _forked(value) for name, value in state.items()})
-                if "num_replicas" in state:  # torch's word
-                    n_examples = len(state.get("dataset", data))
-                    state.update(num_replicas=1, rank=0)
-                    state.update(num_samples=n_examples, total_size=n_examples)
-                if "num_processes" in state:  # Accelerate's
-                    state.update(num_processes=1, process_index=0)
             yield
     finally:
-        for state, own in zip(states, before, strict=True):
-            state.clear()
-            state.update(own)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
 
 
-def _forked(value: Any) -> Any:
-    """Copy a generator, which draws the same numbers; other values stay themselves."""
-    if isinstance(value, torch.Generator):
-        copied = torch.Generator(value.device)
-        copied.set_state(value.get_state())
-        return copied
-    return deepcopy(value) if isinstance(value, _GENERATORS) else value
-
-
-def check_divisible(
-    loader: DataLoader,
-    held_out: float,
-    parts: int = 1,
-) -> None:
-    """Refuse shares and data that `divided` can't divide (`ValueError`)."""
+def check_divisible(loader: DataLoader, held_out: float, parts: int = 1) -> None:
+    """Refuse shares and data that `divide` can't divide (`ValueError`)."""
     if not 0 < held_out < 1:
         raise ValueError(f"held_out must be between 0 and 1, not {held_out}.")
     if not isinstance(getattr(loader, "dataset", None), Sized):
@@ -313,7 +284,7 @@ class Division(NamedTuple):
     places: list[int]
 
 
-def divided(
+def divide(
     loader: DataLoader,
     held_out: float,
     groups: Tensor | None = None,
@@ -322,11 +293,11 @@ def divided(
 ) -> Iterator[Division]:
     """Divide a loader's examples, holding out others each time, in order.
 
-    Both parts are as `chosen` makes them. Examples that the loader's sampler leaves out
-    are not used. Without a generator, every call holds out the same. Groups `(N,)` of
-    the examples, such as their classes, are each held out in proportion, and never to
-    the last example: with many groups of one example, fewer are held out. Refuses what
-    `check_divisible` does.
+    Both parts are as `select_examples` makes them. Examples that the loader's sampler
+    leaves out are not used. Without a generator, every call holds out the same. Groups
+    `(N,)` of the examples, such as their classes, are each held out in proportion, and
+    never to the last example: with many groups of one example, fewer are held out.
+    Refuses what `check_divisible` does.
     """
     check_divisible(loader, held_out, parts)
     data = loader.dataset
@@ -357,15 +328,11 @@ def divided(
             )
         rest = sorted(set(range(len(places))) - set(held))
         places_held = sorted(places[held].tolist())
-        to_learn = chosen(data, places[rest].tolist())
-        yield Division(to_learn, chosen(data, places_held), places_held)
+        to_learn = select_examples(data, places[rest].tolist())
+        yield Division(to_learn, select_examples(data, places_held), places_held)
 
 
-def _sizes_of_parts(
-    n_examples: int,
-    held_out: float,
-    parts: int,
-) -> list[int]:
+def _sizes_of_parts(n_examples: int, held_out: float, parts: int) -> list[int]:
     """Compute how many examples each part holds out.
 
     They sum to the share of all parts, rounded once: rounding each would add up.
@@ -374,10 +341,7 @@ def _sizes_of_parts(
     return [end - start for start, end in pairwise(ends)]
 
 
-def _mixed(
-    groups: Tensor,
-    generator: torch.Generator,
-) -> Tensor:
+def _mixed(groups: Tensor, generator: torch.Generator) -> Tensor:
     """Order examples at random, so that every stretch has its share of each group.
 
     Systematic sampling: a group's k-th of m examples is at (k + u) / m of the order,
@@ -395,17 +359,16 @@ def _mixed(
     return order[position.argsort(stable=True)]
 
 
-def taken(loader: DataLoader) -> Any:
-    """Take a loader's data set, without examples that its sampler leaves out."""
+def own_examples(loader: DataLoader) -> Any:
+    """Return a loader's data set, without examples that its sampler leaves out."""
     places = examples_of(loader)
     data = loader.dataset
-    if isinstance(data, Sized) and len(places) == len(data):
-        return data
-    return chosen(data, places.tolist())
+    is_whole = isinstance(data, Sized) and len(places) == len(data)
+    return data if is_whole else select_examples(data, places.tolist())
 
 
-def chosen(data: Any, places: list[int]) -> Any:
-    """Choose some examples of a data set, in its order."""
+def select_examples(data: Any, places: list[int]) -> Any:
+    """Select some examples of a data set, in its order."""
     places = sorted(places)
     # Trainers know columns only of a `datasets.Dataset`, which `select` keeps one.
     return data.select(places) if hasattr(data, "select") else Subset(data, places)
@@ -433,14 +396,11 @@ def in_order(
 
 
 def in_order_like(
-    loader: DataLoader,
-    examples: Any,
-    batch_size: int | None = None,
+    loader: DataLoader, examples: Any, batch_size: int | None = None
 ) -> DataLoader:
     """Load examples as a loader does its own, but each once and in order."""
     batch_size = batch_size or loader.batch_size
-    data_set_makes_batches = loader.batch_sampler is None
-    if batch_size is None and not data_set_makes_batches:
+    if batch_size is None and loader.batch_sampler is not None:
         batch_size = _BATCH_SIZE
     return in_order(examples, batch_size, **_options(loader))
 
@@ -452,7 +412,7 @@ def _options(loader: DataLoader) -> dict[str, Any]:
     }
 
 
-def joined(
+def join_ranks(
     places: Tensor,
     columns: Columns | None,
     join: Callable[[Sequence[Columns]], Columns] | None = None,
@@ -460,7 +420,7 @@ def joined(
     """Join the ranks' tensors: their rows in the data's order.
 
     Takes the places `(n,)` of this rank's rows, and columns `(n, ...)`, None on a rank
-    without data; None if no rank has data. `join`, by default `stacked`, joins the
+    without data; None if no rank has data. `join`, by default `join_batches`, joins the
     columns of ranks. Ranks of which only some have labels are refused by a
     `ValueError`.
     """
@@ -473,11 +433,11 @@ def joined(
     # The rows of one example stay in their order.
     all_places = torch.cat([of_rank for of_rank, _ in of_ranks])
     order = all_places.argsort(stable=True)
-    of_all = (join or stacked)(with_data)
+    of_all = (join or join_batches)(with_data)
     return tuple(column[order.to(column.device)] for column in of_all)
 
 
-def stacked(parts: Iterable[Columns]) -> Columns:
+def join_batches(parts: Iterable[Columns]) -> Columns:
     """Join the columns of batches; refuse them if only some have labels."""
     parts = list(parts)
     n_columns = {len(columns) for columns in parts}

@@ -10,9 +10,9 @@ from torch.nn.functional import cross_entropy, nll_loss, one_hot
 
 from laplace_lora_ext.draws import Draws
 from laplace_lora_ext.messages import warn
+from laplace_lora_ext.rounding import equal_up_to_rounding
 from laplace_lora_ext.tasks.task import ClassCounts, Seeds, Task
 
-_ROUNDING = 1e-2  # of probabilities in half precision
 _DRAWN_AT_ONCE = 64  # rows of logits, of which draws take several copies in float64
 
 
@@ -165,5 +165,5 @@ def _other_targets(y: Tensor, logits: Tensor) -> str:
 def _look_like_probabilities(logits: Tensor) -> bool:
     if not len(logits) or (logits < 0).any():
         return False
-    deviations = (logits.sum(-1) - 1).abs()
-    return bool(deviations.max() < _ROUNDING)
+    totals = logits.sum(-1)
+    return equal_up_to_rounding(totals, torch.ones_like(totals), torch.float16)

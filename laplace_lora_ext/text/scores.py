@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.vocabulary import LastStates, Span
-from laplace_lora_ext.models.weights import Values, called_with
+from laplace_lora_ext.models.weights import Values, call_with
 from laplace_lora_ext.passes.graph import check_logits
 from laplace_lora_ext.predictive.posterior import Posterior, drawn_weights
 from laplace_lora_ext.tasks.language import TokensModel
@@ -194,7 +194,7 @@ def _reader(
 
     def logits(part: Span | None) -> Tensor:
         with model.prepared():
-            return called_with(
+            return call_with(
                 model, member.blocks, weights, batch, part=part, states=states
             )
 

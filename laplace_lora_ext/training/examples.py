@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
-from laplace_lora_ext.processes.shards import in_order, in_order_like, taken
+from laplace_lora_ext.processes.shards import in_order, in_order_like, own_examples
 from laplace_lora_ext.training.trainers import (
     check_trainer,
     loader_of,
@@ -50,7 +50,7 @@ class Examples:
     @property
     def all(self) -> Any:
         """Return the data set of all examples."""
-        return taken(self.loader)
+        return own_examples(self.loader)
 
     def groups(self, la: Any, held_out: float) -> Tensor:
         """Number examples' groups `(N,)`: classes, or quantiles of targets."""

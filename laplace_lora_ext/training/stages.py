@@ -31,7 +31,7 @@ from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.lora_layers import looks_trained
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
-from laplace_lora_ext.processes.shards import Division, check_divisible, divided
+from laplace_lora_ext.processes.shards import Division, check_divisible, divide
 from laplace_lora_ext.training.averaging import share_of
 from laplace_lora_ext.training.examples import Examples
 from laplace_lora_ext.training.resuming import Log, forget, train_or_read
@@ -182,7 +182,7 @@ class _Training:
                 "texts, held-out ones are no test, and the prior precision becomes too "
                 "large. Begin with a new adapter."
             )
-        (division,) = divided(self.examples.loader, held_out, groups, generator)
+        (division,) = divide(self.examples.loader, held_out, groups, generator)
         # In another order, examples have their classes elsewhere.
         identity = [division.places, groups.tolist()]
         return division, hashlib.sha256(str(identity).encode()).hexdigest()[:16]

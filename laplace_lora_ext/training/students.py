@@ -292,7 +292,7 @@ def _teaching(
     ) -> Tensor:
         # The trainer may have wrapped the model, and a `LogitsModel` is costly to make.
         if id(run) not in students:
-            students[id(run)] = model.around(run)
+            students[id(run)] = model.for_module(run)
         targets = inputs.pop(_TEACHER)
         log_p = _log_probs(students[id(run)], task, inputs)
         return kl_div(log_p, targets.to(log_p), reduction="batchmean")

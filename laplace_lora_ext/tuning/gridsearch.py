@@ -29,6 +29,7 @@ from laplace_lora_ext.predictive.statistics import (
 )
 from laplace_lora_ext.processes.exchange import gathered
 from laplace_lora_ext.processes.shards import Share
+from laplace_lora_ext.rounding import equal_up_to_rounding
 from laplace_lora_ext.tuning.history import GridLosses, TuningHistory
 from laplace_lora_ext.tuning.kinds import number_of
 from laplace_lora_ext.tuning.method import TuningMethod
@@ -47,7 +48,6 @@ WITHOUT_VARIANCE = 1e12
 # Points of a grid over several kinds, whose number is to the power of the kinds: 25 by
 # 25.
 _POINTS = 625
-_EQUAL = 1e-6  # relative difference of losses that is rounding
 _BEYOND = 1e8  # times the last prior precision at least
 _ROWS = 256  # examples that are predicted at once from their moments
 _BYTES = 2**28  # of statistics that wait to be scored together
@@ -316,7 +316,7 @@ def _summed(
 
 def _is_best(losses: Tensor, place: int) -> bool:
     """Tell whether a loss is the lowest but for rounding."""
-    return bool(torch.isclose(losses[place], losses.min(), rtol=_EQUAL, atol=0.0))
+    return equal_up_to_rounding(losses[place], losses.min(), torch.float32)
 
 
 def _middle(prior_precision: Tensor) -> float:

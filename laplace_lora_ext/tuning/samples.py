@@ -19,10 +19,10 @@ from laplace_lora_ext.predictive.statistics import (
 from laplace_lora_ext.processes.exchange import count, rank
 from laplace_lora_ext.processes.shards import (
     Share,
-    chosen,
     data_size,
     examples_of,
     in_order_like,
+    select_examples,
 )
 
 MOST_BYTES = 2**32
@@ -49,7 +49,7 @@ def drawn(
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(examples), generator=generator)
     some = examples[order[:n_examples]]
-    return in_order_like(loader, chosen(loader.dataset, some.tolist()))
+    return in_order_like(loader, select_examples(loader.dataset, some.tolist()))
 
 
 def statistics_within(

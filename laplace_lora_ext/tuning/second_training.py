@@ -18,8 +18,8 @@ from laplace_lora_ext.models.adapters import (
     find_peft_model,
     own_adapter_back,
 )
-from laplace_lora_ext.models.weights import flattened
-from laplace_lora_ext.processes.shards import check_divisible, divided
+from laplace_lora_ext.models.weights import flatten_weights
+from laplace_lora_ext.processes.shards import check_divisible, divide
 from laplace_lora_ext.training.averaging import share_of
 from laplace_lora_ext.training.examples import Examples
 from laplace_lora_ext.training.trainers import restored
@@ -131,7 +131,7 @@ class SecondTraining(TuningMethod):
             assert self.train_loader is not None
             examples = Examples.of_loader(self.train_loader)
         check_divisible(examples.loader, self.held_out, self.trainings)
-        divisions = divided(
+        divisions = divide(
             examples.loader,
             self.held_out,
             examples.groups(la, self.held_out),
@@ -179,8 +179,8 @@ class SecondTraining(TuningMethod):
         # A function of the user's own may have trained the fitted adapter itself.
         la.check_model()
         other = la.for_model(model)
-        fitted_weights = flattened(la.blocks, la.model.device)
-        other_weights = flattened(other.blocks, la.model.device)
+        fitted_weights = flatten_weights(la.blocks, la.model.device)
+        other_weights = flatten_weights(other.blocks, la.model.device)
         if torch.equal(fitted_weights, other_weights.to(fitted_weights.dtype)):
             raise ValueError(
                 "train has returned the LoRA weights of the fitted model, which has "

@@ -136,7 +136,7 @@ def merged() -> nn.Module:
 
 
 _NO_LORA = "No LoRA layer in the model"
-_BY_LORA = "approximate this adapter by LoRA.*convert_to_lora"
+_BY_LORA = "peft.save_as_lora makes LoRA"
 _CONVERTIBLE = "refused; PEFT's `convert_to_lora` approximates it"
 
 

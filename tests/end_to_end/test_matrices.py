@@ -477,12 +477,3 @@ def test_statistics_of_rows_are_refused_where_there_are_none(structure, settings
     with pytest.raises(NotImplementedError, match="lora_embedding_A"):
         make(model, structure, **settings)
     make(model, structure, target_modules=["query"], **settings)
-
-
-def test_weights_that_processes_share_among_them_are_refused():
-    model = lora_model("bert", target_modules=["word_embeddings"])
-    embeddings = model.base_model.model.bert.embeddings
-    # What PEFT sets where a layer is cut among processes.
-    embeddings.word_embeddings.tp_layer = nn.Identity()
-    with pytest.raises(NotImplementedError, match=r"word_embeddings \(Embedding\)"):
-        find_blocks(model)

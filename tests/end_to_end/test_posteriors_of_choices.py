@@ -373,7 +373,7 @@ class OfAnswers(Trainer):
         inputs: Any,
         **_: Any,
     ) -> Tensor:
-        answers = self.answers.around(model)
+        answers = self.answers.for_module(model)
         logits = answers(inputs)
         return cross_entropy(logits, inputs["labels"])
 
@@ -486,7 +486,7 @@ def test_a_student_has_the_posteriors_probabilities(case_of_means, tmp_path):
     name = la.distill(trainer, unlabelled=None)
     model.set_adapter(name)
     model.eval()
-    student = la.model.around(model)
+    student = la.model.for_module(model)
     logits = joined_logits(student, case)
     after = divergence(targets, logits)
     assert after < 0.2 * before

@@ -4,12 +4,7 @@ import pytest
 from peft import PeftModel
 from torch import Tensor, nn
 
-from tests.support.models import (
-    OfBatches,
-    llama,
-    lora_model,
-    ragged_batches,
-)
+from tests.support.models import OfBatches, llama, lora_model, ragged_batches
 
 
 @pytest.fixture

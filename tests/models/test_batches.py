@@ -10,17 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.testing import assert_close
-from transformers import (
-    BatchEncoding,
-    LongformerConfig,
-    LongformerForSequenceClassification,
-)
+from transformers import BatchEncoding
 
-from laplace_lora_ext.models.batches import (
-    check_texts,
-    named_batches,
-    text_first,
-)
+from laplace_lora_ext.models.batches import check_texts, named_batches, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.tasks.language import TokensModel
 from tests.support.dense import EXACT
@@ -35,21 +27,14 @@ from tests.support.models import (
     record_calls,
     with_lora,
 )
-from tests.support.posteriors import OURS_AND_A_HOSTS, fitted, make, with_structures
+from tests.support.posteriors import OURS_AND_A_HOSTS, fitted, make
 
 PAD = 3
 
 Batch = dict[str, Any]
 
-# Where a classifier reads, and where a language model that classifies.
-kinds = pytest.mark.parametrize("kind", ["bert", "gpt2"])
-structures = pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
 
-
-def adapted(
-    kind: str,
-    pad: int | None = PAD,
-) -> LogitsModel:
+def adapted(kind: str, pad: int | None = PAD) -> LogitsModel:
     """Adapt a model whose configuration names a padding token, or none."""
     model = lora_model(kind).eval()
     model.config.pad_token_id = pad
@@ -66,20 +51,14 @@ def keep_padding_out_of_texts(batch: Batch) -> None:
 
 def padded_batch(side: str = "right") -> Batch:
     """Make a batch with its mask, whose texts don't hold the padding token."""
-    (batch,) = ragged_batches(
-        lengths=(4, 7, 5),
-        padding_side=side,
-    )
+    (batch,) = ragged_batches(lengths=(4, 7, 5), padding_side=side)
     keep_padding_out_of_texts(batch)
     is_padding = batch["attention_mask"] == 0
     batch["input_ids"][is_padding] = PAD
     return batch
 
 
-def without(
-    batch: Mapping[str, Any],
-    left_out: str,
-) -> Batch:
+def without(batch: Mapping[str, Any], left_out: str) -> Batch:
     """Copy a batch without one of its keys."""
     copy = dict(batch)
     del copy[left_out]
@@ -106,13 +85,9 @@ def read_only(batch: Batch) -> MappingProxyType:
 
 
 MAPPINGS = [dict, UserDict, BatchEncoding, read_only]
-mappings = pytest.mark.parametrize("mapping", MAPPINGS)
 
 
-def evidence_of(
-    model: nn.Module,
-    batches: Sequence[Any],
-) -> Tensor:
+def evidence_of(model: nn.Module, batches: Sequence[Any]) -> Tensor:
     """Fit a posterior, and compute its log marginal likelihood."""
     la = make(model)
     la.fit(batches)
@@ -120,36 +95,22 @@ def evidence_of(
 
 
 @pytest.mark.parametrize("as_given", [*MAPPINGS, in_a_pair])
-def test_every_mapping_and_a_pair_fit_the_same(bert, as_given):
+def test_every_mapping_and_a_pair_fit_and_predict_the_same_and_stay_as_they_were(
+    bert, as_given
+):
     batches = ragged_batches()
     given = [as_given(batch) for batch in batches]
+    before = [dict(each) if as_given is not in_a_pair else each for each in given]
     found = evidence_of(bert, given)
-    expected = evidence_of(bert, batches)
-    assert torch.equal(found, expected)
-
-
-@mappings
-def test_every_mapping_gives_the_same_logits(bert, batch, mapping):
-    inputs = without(batch, "labels")
-    expected = bert(**inputs).logits
-    la = make(bert)
-    given = mapping(batch)
-    found = la.model(given)
-    assert torch.equal(found, expected)
-
-
-@mappings
-def test_mappings_are_left_as_they_were(bert, batch, mapping):
-    given = mapping(batch)
-    before = dict(given)
-    la = make(bert)
-    la.fit([given])
-    la.model(given)
-    # They hold the same tensor objects, of which "equal" would say nothing.
-    after = dict(given)
-    assert list(after) == list(before)
-    for key, value in before.items():
-        assert after[key] is value
+    assert torch.equal(found, evidence_of(bert, batches))
+    if as_given is in_a_pair:
+        return
+    logits = make(bert).model(given[0])
+    assert torch.equal(logits, bert(**without(batches[0], "labels")).logits)
+    for each, as_it_was in zip(given, before, strict=True):
+        assert list(each) == list(as_it_was)
+        for key, value in as_it_was.items():
+            assert each[key] is value
 
 
 class Taking(nn.Module):
@@ -187,15 +148,8 @@ class Answering(nn.Module):
         super().__init__()
         self.model = model
 
-    def answers(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-    ) -> Tensor:
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-        )
+    def answers(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask)
         last = attention_mask.sum(-1) - 1
         rows = torch.arange(len(last))
         after_last = output.logits[rows, last]
@@ -208,20 +162,13 @@ class OfKeywords(Answering):
 
 
 class OfKeywordsAlone(Answering):
-    def forward(
-        self,
-        *,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-    ) -> Tensor:
+    def forward(self, *, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         return self.answers(input_ids, attention_mask)
 
 
 class OfNamedInputs(Answering):
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None
     ) -> Tensor:
         # It is optional by its signature alone.
         assert attention_mask is not None
@@ -229,32 +176,26 @@ class OfNamedInputs(Answering):
 
 
 @pytest.mark.parametrize(
-    "wrapper",
+    ("wrapper", "structure"),
     [
-        OfKeywords,
-        OfKeywordsAlone,
-        OfNamedInputs,
+        (OfKeywords, "lowrank_kron"),
+        (OfKeywordsAlone, "lowrank_kron"),
+        (OfNamedInputs, "lowrank_kron"),
+        (OfNamedInputs, "kron"),
     ],
 )
-@structures
 def test_a_wrapper_whose_forward_takes_keywords_gives_what_class_tokens_give(
-    gpt2,
-    structure,
-    wrapper,
+    gpt2, structure, wrapper
 ):
     batches = ragged_batches()
     expected = make(gpt2, structure, class_token_ids=CLASS_TOKEN_IDS)
-    expected.fit(batches)
     found = make(wrapper(gpt2), structure)
-    found.fit(batches)
-    assert_close(
-        found.log_marginal_likelihood(),
-        expected.log_marginal_likelihood(),
-        **EXACT,
-    )
-    first = batches[0]
-    p = found(first)
-    assert_close(p, expected(first), **EXACT)
+    evidences = []
+    for la in (expected, found):
+        la.fit(batches)
+        evidences.append(la.log_marginal_likelihood())
+    assert_close(*evidences, **EXACT)
+    assert_close(found(batches[0]), expected(batches[0]), **EXACT)
 
 
 class Pooling(nn.Module):
@@ -294,24 +235,13 @@ def test_keywords_reach_a_wrapper_within_pefts(given):
     assert torch.equal(model(given), expected)
 
 
-@kinds
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_a_model_may_be_called_as_transformers_models_are(kind, batch):
     model = adapted(kind)
-    found = model(**batch)
-    assert torch.equal(found, model(batch))
+    assert torch.equal(model(**batch), model(batch))
 
 
 # --- labels that are none, batches that are empty -------------------------------------
-
-
-def test_labels_that_are_none_are_not_asked_for_by_predictions(batch):
-    la = fitted()
-    unlabelled = batch | {"labels": None}
-    found = la(unlabelled)
-    assert torch.equal(found, la(batch))
-    found = la.predict_proba(unlabelled)
-    expected = la.predict_proba(batch)
-    assert (found == expected).all()
 
 
 def labels_of_none(batch: Batch) -> Batch:
@@ -327,39 +257,25 @@ def a_list_with_none(batch: Batch) -> list[Any]:
 
 
 # As loaders of texts to predict make them.
-without_labels = pytest.mark.parametrize(
-    "unlabel",
-    [
-        labels_of_none,
-        a_pair_with_none,
-        a_list_with_none,
-    ],
-)
+UNLABELLED = [labels_of_none, a_pair_with_none, a_list_with_none]
 
 
-@without_labels
-def test_a_loader_may_have_labels_that_are_none(batch, unlabel):
+@pytest.mark.parametrize("unlabel", UNLABELLED)
+def test_labels_that_are_none_are_not_asked_for_by_predictions(batch, unlabel):
     la = fitted()
-    loader = [unlabel(batch)]
-    found = la.predict_proba(loader)
     expected = la.predict_proba(batch)
-    assert (found == expected).all()
+    unlabelled = unlabel(batch)
+    assert (la.predict_proba([unlabelled]) == expected).all()
+    assert la.predictive_statistics([unlabelled]).targets is None
+    if unlabel is labels_of_none:
+        assert torch.equal(la(unlabelled), la(batch))
+        assert (la.predict_proba(unlabelled) == expected).all()
 
 
-@without_labels
-def test_statistics_of_labels_that_are_none_have_no_targets(batch, unlabel):
-    la = fitted()
-    loader = [unlabel(batch)]
-    statistics = la.predictive_statistics(loader)
-    assert statistics.targets is None
-
-
-@structures
+@pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
 def test_empty_batches_are_left_out(structure):
     batches = ragged_batches()
-    empty = {}
-    for key, value in first_batch().items():
-        empty[key] = value[:0]
+    empty = {key: value[:0] for key, value in first_batch().items()}
     la = fitted(batches=batches, structure=structure)
     expected = la.log_marginal_likelihood()
     la.fit([empty, *batches, empty])
@@ -384,22 +300,13 @@ def test_batches_keep_their_numbers_where_empty_ones_are_left_out():
     assert names == ["batch 0", "batch 4", "batch 5"]
 
 
-@pytest.mark.parametrize(
-    ("structure", "unlabel"), with_structures([labels_of_none, a_pair_with_none])
-)
-def test_labels_that_are_none_fit_nothing(bert, batch, structure, unlabel):
-    la = make(bert, structure)
-    loader = [batch, unlabel(batch)]
-    message = r"batch 1: No labels .*\['attention_mask', 'input_"
-    with pytest.raises(ValueError, match=message):
-        la.fit(loader)
-
-
-def test_tokens_alone_have_no_labels_within_them(bert, batch):
+@pytest.mark.parametrize("unlabel", UNLABELLED[:2])
+def test_labels_that_are_none_fit_nothing(bert, batch, unlabel):
     la = make(bert)
-    tokens = batch["input_ids"]
+    with pytest.raises(ValueError, match=r"batch 1: No labels .*'attention_mask'"):
+        la.fit([batch, unlabel(batch)])
     with pytest.raises(TypeError, match="not Tensor without labels"):
-        la.model.split((tokens, None))
+        la.model.split((batch["input_ids"], None))
 
 
 # --- several texts in a row -----------------------------------------------------------
@@ -408,126 +315,36 @@ IN_ORDER = torch.arange(7)
 RESTARTING = torch.tensor([0, 1, 2, 3, 0, 1, 2])
 # Axes for text, time, rows and columns: the first restarts.
 OF_TEXT_AND_IMAGES = torch.stack([RESTARTING, IN_ORDER, IN_ORDER, IN_ORDER])
-# The number of each token's text.
-NUMBERED = torch.tensor([1, 1, 1, 2, 2, 3, 3])
-NUMBERED_AND_PADDED = torch.tensor([1.0, 1, 1, 2, 2, 0, 0])
-NUMBERED_FROM_0 = torch.tensor([[0, 0, 0, 1, 1, 1, 2]]).int()
-# Two texts in the first of three rows.
-ENDS = torch.tensor([0, 3, 7, 14, 21]).int()
 
 
-SHOWING_SEVERAL_TEXTS = [
-    pytest.param(
-        "position_ids",
-        RESTARTING.expand(3, 7),
-        id="position_ids",
-    ),
-    pytest.param(
-        "position_ids",
-        RESTARTING[None],
-        id="position_ids of all rows",
-    ),
-    pytest.param(
-        "position_ids",
-        OF_TEXT_AND_IMAGES[:, None],
-        id="position_ids of text and images",
-    ),
-    pytest.param(
-        "position_ids",
-        RESTARTING.expand(3, 3, 7),
-        id="position_ids of three axes",
-    ),
-    pytest.param(
-        "attention_mask",
-        NUMBERED.expand(3, 7),
-        id="attention_mask",
-    ),
-    pytest.param(
-        "attention_mask",
-        NUMBERED_AND_PADDED.expand(3, 7),
-        id="attention_mask of floats",
-    ),
-    pytest.param(
-        "seq_idx",
-        NUMBERED_FROM_0,
-        id="seq_idx",
-    ),
-    pytest.param(
-        "cu_seq_lens_q",
-        ENDS,
-        id="cu_seq_lens_q",
-    ),
-    pytest.param(
-        "cu_seq_lens_k",
-        ENDS,
-        id="cu_seq_lens_k",
-    ),
-]
-showing_several_texts = pytest.mark.parametrize(
-    ("key", "numbers"),
-    SHOWING_SEVERAL_TEXTS,
-)
-
-
-@showing_several_texts
-def test_several_texts_in_a_row_are_refused_by_what_shows_them(key, numbers):
-    (batch,) = ragged_batches(lengths=(7, 7, 7))
-    packed = batch | {key: numbers}
-    model = adapted("bert", pad=None)
-    message = f"as {key} shows: give each text a row of its"
-    with pytest.raises(NotImplementedError, match=message):
-        model(packed)
-
-
-@showing_several_texts
-def test_several_embedded_texts_in_a_row_are_refused(key, numbers):
-    (batch,) = ragged_batches(lengths=(7, 7, 7))
-    packed = without(batch, "input_ids")
-    packed["inputs_embeds"] = torch.randn(3, 7, 12).double()
-    packed[key] = numbers
-    model = adapted("gpt2", pad=None)
-    with pytest.raises(NotImplementedError, match=f"as {key} shows"):
-        model(packed)
-
-
-# As transformers' `DataCollatorWithFlattening` makes them.
+@pytest.mark.parametrize("key", ["input_ids", "inputs_embeds"])
 @pytest.mark.parametrize(
-    ("key", "of_two", "of_one"),
+    ("shows", "numbers"),
     [
-        (
-            "position_ids",
-            [[0, 1, 2, 0, 1]],
-            [[0, 1, 2, 3, 4]],
-        ),
-        (
-            "seq_idx",
-            [[0, 0, 0, 1, 1]],
-            [[0, 0, 0, 0, 0]],
-        ),
-        ("cu_seq_lens_q", [0, 3, 5], [0, 5]),
-        ("cu_seq_lens_k", [0, 3, 5], [0, 5]),
+        ("position_ids", RESTARTING.expand(3, 7)),
+        ("position_ids", RESTARTING[None]),
+        ("position_ids", OF_TEXT_AND_IMAGES[:, None]),
+        # As transformers' `DataCollatorWithFlattening` makes them.
+        ("seq_idx", torch.tensor([[0, 0, 0, 1, 1, 1, 2]])),
+        ("cu_seq_lens_q", torch.tensor([0, 3, 7, 14, 21])),
     ],
+    ids=["of all rows", "of one row", "of images", "seq_idx", "cu_seq_lens_q"],
 )
-def test_packed_texts_of_supervised_fine_tuning_are_refused_and_one_text_is_not(
-    gpt2,
-    key,
-    of_two,
-    of_one,
-):
-    model = TokensModel(gpt2)
+def test_several_texts_in_a_row_are_refused_by_what_shows_them(key, shows, numbers):
+    (batch,) = ragged_batches(lengths=(7, 7, 7))
+    if key == "inputs_embeds":
+        batch = without(batch, "input_ids") | {key: torch.randn(3, 7, 12).double()}
+    model = adapted("gpt2", pad=None)
+    with pytest.raises(NotImplementedError, match=f"as {shows} shows"):
+        model(batch | {shows: numbers})
+
+
+def test_packed_texts_of_supervised_fine_tuning_are_refused(gpt2):
     tokens = torch.tensor([[1, 2, 3, 4, 5]])
-    whole = {
-        "input_ids": tokens,
-        key: torch.tensor(of_one),
-    }
-    check_texts(whole, model.transformer)
-    packed = {
-        "input_ids": tokens,
-        "labels": tokens,
-        key: torch.tensor(of_two),
-    }
-    with pytest.raises(NotImplementedError, match=f"as {key} shows"):
-        model(packed)
+    packed = {"position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
+    model = TokensModel(gpt2)
+    with pytest.raises(NotImplementedError, match="as position_ids shows"):
+        model(packed | {"input_ids": tokens, "labels": tokens})
 
 
 # --- texts that a model would read in another way -------------------------------------
@@ -562,43 +379,23 @@ def with_names_of_adapters(batch: Batch) -> Batch:
     return batch | {"adapter_names": ["default", "__base__", "default"]}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            packed_with_a_mask_of_ones,
-            "as position_ids shows",
-        ),
-        (
-            without_a_mask,
-            "no attention_mask, but the padding token 3",
-        ),
-        (
-            tokens_alone,
-            "pass the tokenizer's attention_mask",
-        ),
-        (
-            with_an_empty_text,
-            "Row 1 has no text",
-        ),
-        (
-            of_no_tokens,
-            "Row 0 has no text",
-        ),
-        (
-            with_names_of_adapters,
-            "adapter_names sends examples to other weights",
-        ),
-    ],
-)
+CHANGES = [
+    (packed_with_a_mask_of_ones, "as position_ids shows"),
+    (without_a_mask, "no attention_mask, but the padding token 3"),
+    (tokens_alone, "pass the tokenizer's attention_mask"),
+    (with_an_empty_text, "Row 1 has no text"),
+    (of_no_tokens, "Row 0 has no text"),
+    (with_names_of_adapters, "adapter_names"),
+]
+
+
 @pytest.mark.parametrize(("kind", "side"), [("bert", "right"), ("gpt2", "left")])
-def test_what_a_model_would_read_in_another_way_is_refused(kind, side, change, message):
+def test_what_a_model_would_read_in_another_way_is_refused(kind, side):
     model = adapted(kind)
     batch = padded_batch(side)
-    changed = change(batch)
-    refused = (ValueError, NotImplementedError)
-    with pytest.raises(refused, match=message):
-        model(changed)
+    for change, message in CHANGES:
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            model(change(batch))
 
 
 def with_pairs(batch: Batch) -> Batch:
@@ -648,46 +445,15 @@ def test_a_text_without_a_token_is_neither_fitted_nor_predicted(case):
         la(empty)
 
 
-def test_positions_that_restart_in_the_padding_are_not_refused():
-    mask = torch.tensor([1, 1, 1, 1, 0, 0, 0])
-    batch = padded_batch()
-    batch["position_ids"] = RESTARTING.expand(3, 7)
-    batch["attention_mask"] = mask.expand(3, 7)
+def test_positions_in_padding_and_of_images_are_not_refused():
     model = adapted("gpt2")
-    model(batch)
-
-
-def test_one_text_a_row_is_not_refused():
     batch = padded_batch()
-    batch["cu_seq_lens_q"] = torch.tensor([0, 7, 14, 21])
-    batch["seq_idx"] = torch.zeros(3, 7)
-    model = adapted("gpt2")
-    check_texts(batch, model.transformer)
-
-
-def test_positions_of_an_image_are_not_refused():
+    mask = torch.tensor([1, 1, 1, 1, 0, 0, 0]).expand(3, 7)
+    model(batch | {"position_ids": RESTARTING.expand(3, 7), "attention_mask": mask})
     # Places in the text, and in time, rows and columns.
     axes = IN_ORDER.repeat(4, 3, 1)
-    columns = torch.tensor([0, 1, 2, 1, 2, 3, 4])
-    axes[2] = columns
-    batch = padded_batch()
-    batch["position_ids"] = axes
-    model = adapted("gpt2")
-    check_texts(batch, model.transformer)
-
-
-def test_longformers_tokens_of_global_attention_are_not_refused():
-    config = LongformerConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
-    model = LongformerForSequenceClassification(config)
-    batch = padded_batch()
-    # What it calls a mask has a 2 for the tokens that all others see.
-    batch["attention_mask"] = torch.tensor([[2, 1, 1, 1, 1, 0, 0]])
-    check_texts(batch, model)
+    axes[2] = torch.tensor([0, 1, 2, 1, 2, 3, 4])
+    check_texts(batch | {"position_ids": axes}, model.transformer)
 
 
 def test_a_padding_token_inside_of_a_text_is_not_refused():
@@ -705,10 +471,7 @@ def test_a_padding_token_inside_of_a_text_is_not_refused():
 
 @pytest.fixture
 def padded_left() -> Batch:
-    (batch,) = ragged_batches(
-        lengths=(4, 7, 5),
-        padding_side="left",
-    )
+    (batch,) = ragged_batches(lengths=(4, 7, 5), padding_side="left")
     return batch
 
 
@@ -729,19 +492,13 @@ def test_a_decoders_inputs_and_images_stay_where_they_are(padded_left):
     # Both have a number for each place by chance.
     of_decoder = IN_ORDER.expand(3, 7)
     pixels = torch.randn(3, 7, 2)
-    more = {
-        "decoder_x": of_decoder,
-        "pixel_values": pixels,
-    }
+    more = {"decoder_x": of_decoder, "pixel_values": pixels}
     moved = text_first(padded_left | more)
     assert moved["decoder_x"] is of_decoder
     assert moved["pixel_values"] is pixels
 
 
-def mask_read(
-    kind: str,
-    batch: Batch,
-) -> Tensor:
+def mask_read(kind: str, batch: Batch) -> Tensor:
     """Take the mask that a transformer is given for a batch."""
     model = adapted(kind)
     transformer = model.model.base_model.model
@@ -751,15 +508,9 @@ def mask_read(
     return keywords["attention_mask"]
 
 
-def test_a_classifier_reads_texts_where_they_stand(padded_left):
-    # How it pools is its own.
-    found = mask_read("bert", padded_left)
-    assert torch.equal(found, padded_left["attention_mask"])
-
-
-def test_texts_with_positions_are_read_where_they_stand(padded_left):
+def test_classifiers_and_texts_with_positions_are_read_where_they_stand(padded_left):
     mask = padded_left["attention_mask"]
-    running = mask.cumsum(1) - 1
-    padded_left["position_ids"] = running.clamp_min(0)
-    found = mask_read("gpt2", padded_left)
-    assert torch.equal(found, mask)
+    # How it pools is its own.
+    assert torch.equal(mask_read("bert", padded_left), mask)
+    padded_left["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
+    assert torch.equal(mask_read("gpt2", padded_left), mask)

@@ -24,10 +24,7 @@ from tests.support.models import (
 from tests.support.texts import encoder_decoder
 
 
-def layer_named(
-    model: nn.Module,
-    ending: str,
-) -> nn.Module:
+def layer_named(model: nn.Module, ending: str) -> nn.Module:
     """Find the one layer whose name ends so, but for PEFT's own copy of a head."""
     layers = []
     for name, module in model.named_modules():
@@ -66,9 +63,7 @@ def head_beside_an_adapter() -> nn.Module:
     ("make_model", "output_layer"),
     [
         pytest.param(
-            partial(built, "BertForSequenceClassification"),
-            "classifier",
-            id="BERT",
+            partial(built, "BertForSequenceClassification"), "classifier", id="BERT"
         ),
         pytest.param(
             partial(built, "RobertaForSequenceClassification"),
@@ -81,22 +76,16 @@ def head_beside_an_adapter() -> nn.Module:
             id="head beside the adapter",
         ),
         pytest.param(
-            partial(built, "LlamaForSequenceClassification"),
-            "score",
-            id="Llama",
+            partial(built, "LlamaForSequenceClassification"), "score", id="Llama"
         ),
         pytest.param(
-            partial(built, "GPTNeoXForSequenceClassification"),
-            "score",
-            id="GPT-NeoX",
+            partial(built, "GPTNeoXForSequenceClassification"), "score", id="GPT-NeoX"
         ),
         pytest.param(mixtral, "score", id="Mixtral"),
     ],
 )
 def test_the_output_layer_makes_the_logits_of_what_it_read(
-    make_model,
-    output_layer,
-    padding_side,
+    make_model, output_layer, padding_side
 ):
     plain = make_model()
     model = LogitsModel(plain)
@@ -127,11 +116,7 @@ def t5() -> LogitsModel:
 
 
 def masked_bert() -> LogitsModel:
-    return LogitsModel(
-        built("BertForMaskedLM"),
-        CLASS_TOKEN_IDS,
-        mask_token_id=MASK,
-    )
+    return LogitsModel(built("BertForMaskedLM"), CLASS_TOKEN_IDS, mask_token_id=MASK)
 
 
 @pytest.mark.parametrize("padding_side", ["right", "left"])
@@ -145,9 +130,7 @@ def masked_bert() -> LogitsModel:
     ],
 )
 def test_a_language_models_is_read_where_it_answers(
-    make_model,
-    output_layer,
-    padding_side,
+    make_model, output_layer, padding_side
 ):
     model = make_model()
     # The shortest text has two tokens, of which this is the last, or the first.
@@ -229,11 +212,7 @@ def test_calls_of_other_threads_are_passed_over():
 
 def test_without_such_a_layer_there_are_no_hidden_states():
     # What the last layer returns is then not the logits.
-    def halve(
-        module: nn.Module,
-        args: Any,
-        output: Tensor,
-    ) -> Tensor:
+    def halve(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output / 2
 
     plain = TwoLinear()

@@ -11,12 +11,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tests.support.models import (
-    N_CLASSES,
-    first_batch,
-    lora_model,
-    ragged_batches,
-)
+from tests.support.models import N_CLASSES, first_batch, lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted
 
 
@@ -33,12 +28,7 @@ def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
         la.predictive_statistics(batches)
 
     def predict_by_draws() -> None:
-        la(
-            batch,
-            pred_type="nn",
-            link_approx="mc",
-            n_samples=2,
-        )
+        la(batch, pred_type="nn", link_approx="mc", n_samples=2)
 
     # Weights that another thread draws or moves would show here.
     def predict_the_same() -> None:

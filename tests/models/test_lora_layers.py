@@ -120,21 +120,13 @@ OF_VALUE_1 = [name for name in OF_LAYER_1 if "value" in name]
 @pytest.mark.parametrize(
     ("selection", "expected"),
     [
-        pytest.param(
-            {"target_modules": ["query"]},
-            OF_QUERIES,
-            id="names",
-        ),
+        pytest.param({"target_modules": ["query"]}, OF_QUERIES, id="names"),
         pytest.param(
             {"target_modules": r".*layer\.1\..*"},
             OF_LAYER_1,
             id="a pattern of the whole name",
         ),
-        pytest.param(
-            {"layers_to_transform": 1},
-            OF_LAYER_1,
-            id="a layer",
-        ),
+        pytest.param({"layers_to_transform": 1}, OF_LAYER_1, id="a layer"),
         pytest.param(
             {"target_modules": ["value"], "layers_to_transform": iter([1])},
             OF_VALUE_1,
@@ -147,27 +139,24 @@ def test_selection_speaks_pefts_words(bert, selection, expected):
     assert names(found) == expected
 
 
-@pytest.mark.parametrize(
-    "selection",
-    [
-        {"target_modules": ["key"]},
-        {"target_modules": ["query", "key"]},
-        {"target_modules": ".*key"},
-        {"layers_to_transform": [7]},
-        {"layers_to_transform": [1, 7]},
-        {"layers_to_transform": 7},
-        {"layers_to_transform": []},
-        # The output layer is in no layer with a number.
-        {"target_modules": ["value", "classifier"], "layers_to_transform": [1]},
-    ],
-    ids=str,
-)
-def test_a_selection_that_matches_nothing_is_refused_and_says_what_there_is(
-    bert, selection
-):
+NO_MATCH = [
+    {"target_modules": ["key"]},
+    {"target_modules": ["query", "key"]},
+    {"target_modules": ".*key"},
+    {"layers_to_transform": [7]},
+    {"layers_to_transform": [1, 7]},
+    {"layers_to_transform": 7},
+    {"layers_to_transform": []},
+    # The output layer is in no layer with a number.
+    {"target_modules": ["value", "classifier"], "layers_to_transform": [1]},
+]
+
+
+def test_a_selection_that_matches_nothing_is_refused_and_says_what_there_is(bert):
     message = r"No LoRA layer matches.*layer\.0\.attention\.self"
-    with pytest.raises(ValueError, match=message):
-        find_blocks(bert, **selection)
+    for selection in NO_MATCH:
+        with pytest.raises(ValueError, match=message):
+            find_blocks(bert, **selection)
 
 
 def test_a_weight_takes_part_by_its_name_whether_or_not_it_requires_grad(bert):
@@ -188,19 +177,12 @@ def test_each_name_of_a_weight_or_a_head_must_be_there(bert):
         find_blocks(bert, modules_to_save=["classifier", "elsewhere"])
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"target_modules": ["query"]},
-        {"layers_to_transform": 0},
-        {"modules_to_save": True},
-    ],
-    ids=str,
-)
-def test_no_selection_is_passed_over_beside_names_of_weights(bert, other):
+def test_no_selection_is_passed_over_beside_names_of_weights(bert):
     first, *_ = find_blocks(bert)
-    with pytest.raises(ValueError, match="leave out"):
-        find_blocks(bert, weight_names=[first.known_as], **other)
+    others = {"target_modules": ["query"], "layers_to_transform": 0}
+    for name, value in {**others, "modules_to_save": True}.items():
+        with pytest.raises(ValueError, match="leave out"):
+            find_blocks(bert, weight_names=[first.known_as], **{name: value})
 
 
 # --- refused --------------------------------------------------------------------------
@@ -243,10 +225,7 @@ def pruned() -> nn.Module:
 
 
 def tied() -> nn.Module:
-    layers = nn.Sequential(
-        nn.Linear(3, 3),
-        nn.Linear(3, 3),
-    )
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model = with_lora(layers, "0", "1")
     first, second = model
     A = first.lora_A["default"]

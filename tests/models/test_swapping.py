@@ -22,12 +22,7 @@ FIRST_WORD = 20
 Batch = dict[str, Tensor]
 
 
-def drawn(
-    low: int,
-    high: int,
-    shape: tuple[int, ...],
-    seed: int = 0,
-) -> Tensor:
+def drawn(low: int, high: int, shape: tuple[int, ...], seed: int = 0) -> Tensor:
     """Draw whole numbers from the lowest to the one below the highest."""
     draws = generator(seed)
     return torch.randint(low, high, shape, generator=draws)
@@ -48,24 +43,15 @@ def texts(padding_side: str = "right") -> Batch:
             n_padding = LENGTH - int(length)
             ids[row] = ids[row].roll(n_padding)
             mask[row] = mask[row].roll(n_padding)
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-    }
+    return {"input_ids": ids, "attention_mask": mask}
 
 
-def of_rows(
-    batch: Batch,
-    rows: slice,
-) -> Batch:
+def of_rows(batch: Batch, rows: slice) -> Batch:
     return {key: value[rows] for key, value in batch.items()}
 
 
 def swapped(
-    batch: Batch,
-    *texts: Batch,
-    model: nn.Module | None = None,
-    seed: int = 0,
+    batch: Batch, *texts: Batch, model: nn.Module | None = None, seed: int = 0
 ) -> Tensor:
     """Swap a batch's tokens for those of some texts, or of the batch."""
     source = texts or [batch]
@@ -196,11 +182,7 @@ def test_tokens_that_a_configuration_names_stay(model_with_named_tokens):
 
 def test_a_seed_gives_the_same_copy(model_with_named_tokens):
     def copy(seed: int) -> Tensor:
-        return swapped(
-            texts(),
-            model=model_with_named_tokens,
-            seed=seed,
-        )
+        return swapped(texts(), model=model_with_named_tokens, seed=seed)
 
     first = copy(seed=0)
     again = copy(seed=0)

@@ -235,7 +235,6 @@ def student_named(
     return la, lora_of(student.state_dict())
 
 
-@pytest.mark.filterwarnings("ignore:The model has modules that are named 'layer'")
 @pytest.mark.parametrize("name", ["s", "lora", "layer", "default_"])
 def test_its_name_may_begin_others(tmp_path, name):
     la, found = student_named(tmp_path / "one", name)

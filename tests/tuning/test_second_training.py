@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from laplace_lora_ext import GridSearch, SecondTraining, ValGD
-from laplace_lora_ext.processes.shards import divided
+from laplace_lora_ext.processes.shards import divide
 from laplace_lora_ext.training.examples import Examples
 from laplace_lora_ext.tuning.scales import scale_penalty
 from tests.support.models import (
@@ -578,7 +578,7 @@ def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(data):
     given = data.make_loader()
     la = fitted()
     groups = Examples.of_loader(given).groups(la, data.share)
-    ((part, rest, _),) = divided(given, data.share, groups)
+    ((part, rest, _),) = divide(given, data.share, groups)
     places = sorted([*part.indices, *rest.indices])
     assert places == list(data.places)
     assert len(rest) == data.n_held_out
