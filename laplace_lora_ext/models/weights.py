@@ -139,11 +139,12 @@ class Block:
     def values(self) -> Tensor:
         """Return the matrix without a graph, gathered or fetched from where it is."""
         weight = self.weight.detach()
+        gather = getattr(weight, "full_tensor", None)  # of a DTensor
         hook = _offloading(self.module) if weight.is_meta else None
         if hook is not None and hook.weights_map is not None:
             weight = hook.weights_map[self.parameter].to(hook.execution_device)
-        elif hasattr(weight, "full_tensor"):  # a DTensor
-            weight = weight.full_tensor()
+        elif gather is not None:
+            weight = gather()
         return self.matrix(weight)
 
     @property
