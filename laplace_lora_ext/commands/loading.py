@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import (
-    AutoPeftModelForCausalLM,
-    AutoPeftModelForSequenceClassification,
-    PeftConfig,
-    PeftModel,
-    load_peft_weights,
-)
+from peft import PeftConfig, PeftModel, TaskType, load_peft_weights
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 import laplace_lora_ext
 from laplace_lora_cli.arguments import (
@@ -35,10 +33,10 @@ from laplace_lora_cli.arguments import (
 )
 from laplace_lora_ext.commands.texts import (
     Batches,
-    Classes,
     Row,
     UsageError,
     column_of,
+    numbers_of,
     read_rows,
 )
 from laplace_lora_ext.messages import check_counts
@@ -55,34 +53,12 @@ class Loaded:
 
     model: PeftModel
     batches: Batches
-    classes: Classes
-    class_texts: list[str] | None  # a causal language model's answers
+    class_names: list[str]
     arguments: ModelArguments
 
-    def texts(self, source: str) -> list[str]:
-        """Read texts alone."""
-        return self._texts_of(read_rows(source), source)
-
-    def labelled_texts(
-        self,
-        source: str,
-    ) -> tuple[list[str], list[int]]:
-        """Read texts, and their labels as numbers of classes."""
+    def texts(self, source: str) -> tuple[list[Row], list[str]]:
+        """Read rows, and the texts in them."""
         rows = read_rows(source)
-        texts = self._texts_of(rows, source)
-        labels = column_of(rows, self.arguments.label_column or LABEL, source)
-        return texts, self.classes.numbers_of(labels, source)
-
-    def labelled_batches(self, source: str) -> DataLoader:
-        """Make batches of texts with labels."""
-        texts, labels = self.labelled_texts(source)
-        return self.batches(texts, labels)
-
-    def _texts_of(
-        self,
-        rows: Sequence[Row],
-        source: str,
-    ) -> list[str]:
         texts = column_of(rows, self.arguments.text_column or TEXT, source)
         longest = _longest(self.model)
         for number, length in enumerate(self.batches.lengths(texts), start=1):
@@ -96,38 +72,42 @@ class Loaded:
                     f"takes {longest:.0f}: pass --max_length {longest:.0f} to cut "
                     "such texts."
                 )
-        return texts
+        return rows, texts
+
+    def labelled_texts(self, source: str) -> tuple[list[str], list[int]]:
+        """Read texts, and their labels as numbers of classes."""
+        rows, texts = self.texts(source)
+        labels = column_of(rows, self.arguments.label_column or LABEL, source)
+        return texts, numbers_of(labels, self.class_names, source)
 
     def new_posterior(self) -> laplace_lora_ext.LoRALaplace:
         """Make a posterior that is not fitted yet."""
         return laplace_lora_ext.Laplace(
             self.model,
             "classification",
-            class_texts=self.class_texts,
+            class_texts=self.arguments.answers,
             tokenizer=self.batches.tokenizer,
         )
 
     def metadata(self) -> dict[str, Any]:
         """Say how texts and labels have been read, for a posterior's file."""
-        own = {
-            "class_names": self.classes.names,
-            "labels_are": self.classes.labels_are,
-            "text_column": self.arguments.text_column or TEXT,
-            "label_column": self.arguments.label_column or LABEL,
-        }
         given = {
             field.name: getattr(self.arguments, field.name)
             for field in fields(TextArguments)
         }
-        return given | own
+        return given | {
+            "class_names": self.class_names,
+            "text_column": self.arguments.text_column or TEXT,
+            "label_column": self.arguments.label_column or LABEL,
+        }
 
     def posterior(self) -> laplace_lora_ext.LoRALaplace:
         """Load the posterior."""
         place = posterior_folder(self.arguments)
         answers: dict[str, Any] = {}
         # Others than those of the fit are refused.
-        if self.class_texts is not None:
-            tokens = class_tokens(None, self.class_texts, self.batches.tokenizer)
+        if self.arguments.answers:
+            tokens = class_tokens(None, self.arguments.answers, self.batches.tokenizer)
             answers["class_token_ids"] = tokens
         la = laplace_lora_ext.from_pretrained(self.model, place, **answers)
         if la.likelihood != "classification":
@@ -145,7 +125,7 @@ def load(arguments: ModelArguments) -> Loaded:
     What a posterior was fitted with need not be given again, and nothing else may be.
     """
     try:
-        config = PeftConfig.from_pretrained(arguments.adapter)
+        adapter = PeftConfig.from_pretrained(arguments.adapter)
     except (ValueError, OSError) as error:
         raise UsageError(
             f"{arguments.adapter} holds no adapter: pass a folder with "
@@ -156,25 +136,46 @@ def load(arguments: ModelArguments) -> Loaded:
     check_counts(batch_size=arguments.batch_size)
     if arguments.max_length is not None:
         check_counts(max_length=arguments.max_length)
-    keywords = _settings_of(arguments, config)
-    tokenizer = _tokenizer(arguments, config)
-    class_texts = None
-    if str(config.task_type).endswith("CAUSAL_LM"):
-        known = class_texts = _answers(arguments)
-        model = AutoPeftModelForCausalLM.from_pretrained(arguments.adapter, **keywords)
+    tokenizer = _tokenizer(arguments, adapter)
+    base_name = str(adapter.base_model_name_or_path)
+    config = AutoConfig.from_pretrained(base_name)
+    if adapter.task_type == TaskType.CAUSAL_LM:
+        cls, known = AutoModelForCausalLM, _answers(arguments)
+    elif adapter.task_type in (TaskType.SEQ_CLS, None):
+        cls, known = AutoModelForSequenceClassification, _classes(arguments, config)
     else:
-        keywords["num_labels"] = _number_of_classes(arguments, config)
-        model = AutoPeftModelForSequenceClassification.from_pretrained(
-            arguments.adapter, **keywords
+        raise UsageError(
+            f"{arguments.adapter} is of the task {adapter.task_type}: the command line "
+            "knows SEQ_CLS and CAUSAL_LM."
         )
-        id2label = model.config.id2label
-        known = [id2label[number] for number in sorted(id2label)]
-        if model.config.pad_token_id is None:
-            model.config.pad_token_id = tokenizer.pad_token_id
+    names = _class_names(known, arguments)
+    if cls is AutoModelForSequenceClassification:
+        config.id2label = dict(enumerate(names))
+        config.label2id = {name: number for number, name in enumerate(names)}
+        if config.pad_token_id is None:
+            config.pad_token_id = tokenizer.pad_token_id
+    with quiet():  # about a head that the adapter has
+        base = cls.from_pretrained(
+            base_name, config=config, **_settings_of(arguments, adapter)
+        )
+        # As PEFT does: the adapter may have tokens of its own.
+        if len(tokenizer) > len(base.get_input_embeddings().weight):
+            base.resize_token_embeddings(len(tokenizer))
+        model = PeftModel.from_pretrained(base, arguments.adapter)
     model.eval()
     batches = Batches(tokenizer, arguments.batch_size, arguments.max_length)
-    classes = Classes(_class_names(known, arguments), arguments.labels_are)
-    return Loaded(model, batches, classes, class_texts, arguments)
+    return Loaded(model, batches, names, arguments)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let transformers print errors alone."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _answers(arguments: ModelArguments) -> list[str]:
@@ -262,34 +263,33 @@ def _tokenizer(
     )
 
 
-def _number_of_classes(arguments: ModelArguments, config: PeftConfig) -> int:
-    """Read the number of classes off the saved head.
-
-    Configurations of adapters don't have it.
-    """
+def _classes(arguments: ModelArguments, config: PretrainedConfig) -> list[str]:
+    """Name the classes as the base model's configuration does, or by their numbers."""
+    # In the order of the outputs, as transformers writes and reads them.
+    known = list(map(str, (config.id2label or {}).values()))
     weights = load_peft_weights(arguments.adapter, device="cpu")
     for name in _heads(config):
         layer, _, _ = name.rpartition(".")
         for saved in (name, f"{layer}.lora_B.weight"):
             weight = weights.get(f"base_model.model.{saved}")
             if weight is not None:
-                return len(weight)
-    if arguments.class_names:
-        return len(arguments.class_names)
+                n_classes = len(weight)
+                numbered = [f"LABEL_{number}" for number in range(n_classes)]
+                return known if len(known) == n_classes else numbered
+    if any("SequenceClassification" in name for name in config.architectures or ()):
+        return known
     raise UsageError(
-        f"{arguments.adapter} was saved without a classifier's head: save it by "
-        'task_type="SEQ_CLS" or modules_to_save, or pass --class_names if the base '
-        "model has one."
+        f"{arguments.adapter} was saved without a classifier's head, and its base "
+        'model has none: train it with task_type="SEQ_CLS", which saves the head.'
     )
 
 
-def _heads(config: PeftConfig) -> list[str]:
+def _heads(config: PretrainedConfig) -> list[str]:
     """Name the weights with a row for each class, which an empty model tells."""
-    name = str(config.base_model_name_or_path)
-    base = AutoConfig.from_pretrained(name)
-    base.num_labels = _PROBE
+    probe = copy(config)
+    probe.num_labels = _PROBE
     with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(base)
+        model = AutoModelForSequenceClassification.from_config(probe)
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
     return [name for name, shape in shapes.items() if shape[:1] == (_PROBE,)]
 
@@ -323,9 +323,11 @@ def _longest(model: nn.Module) -> float:
     return longest
 
 
-def check_new(output: str, overwrite: bool, advice: str) -> Path:
+def check_new(
+    output: str, overwrite: bool, advice: str = "pass --overwrite, or another"
+) -> Path:
     """Refuse an output that exists, unless it may be replaced."""
     path = Path(output)
     if path.exists() and not overwrite:
-        raise UsageError(f"{output} exists: {advice}.")
+        raise UsageError(f"{output} exists: {advice} --output.")
     return path

@@ -7,33 +7,32 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from torch import Tensor
-
 from laplace_lora_ext import plots
-from laplace_lora_ext.metrics import quality
+from laplace_lora_ext.commands.verdict import HEADER, UNITS, figures_of, reason
 from laplace_lora_ext.plots import Outcomes
 
+# On a phone each cell of a table stands in a line of its own, with its column's name.
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 70rem;
        padding: 1rem;
        color: #222; background: #fff; }
 h1, h2 { line-height: 1.2; }
+.verdict { font-size: 1.2em; }
 .pictures { display: flex; flex-wrap: wrap; gap: 1rem; margin-top: 1.5rem; }
 .pictures figure { flex: 1 1 18rem; margin: 0; min-width: 0; }
 .pictures svg { width: 100%; height: auto; }
-.scrolls { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; }
-th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #ddd;
+th, td { padding: .3rem .6rem; text-align: left; border-bottom: 1px solid #ddd;
          vertical-align: top; }
-th:first-child, td:first-child { text-align: left; min-width: 9rem; }
 .wrong { color: #b00; }
+@media (max-width: 40rem) {
+  th { display: none; }
+  tr { display: block; border-bottom: 2px solid #888; }
+  td { display: block; border: 0; overflow-wrap: anywhere; }
+  td:not([data-column=""])::before { content: attr(data-column) ": "; color: #666; }
+}
 """
-_ORDER = (
-    "Those whose answers have the highest entropy. Aleatoric entropy is doubt that all "
-    "draws of the weights share; epistemic entropy is what more training texts would "
-    "lessen."
-)
 # Captions, and what draws each picture.
 _PICTURES: dict[str, Callable[..., Any]] = {
     "How often answers are right, by how sure they are": plots.reliability,
@@ -44,22 +43,24 @@ _PICTURES: dict[str, Callable[..., Any]] = {
 
 def page(
     title: str,
+    verdict: str,
     results: Outcomes,
     texts: list[str],
     class_names: Sequence[str],
-    tables: Sequence[str] = (),
     n_texts: int = 20,
 ) -> str:
     """Write the page: a whole HTML document."""
     parts = [
         f"<h1>{escape(title)}</h1>",
+        f'<p class="verdict">{escape(verdict)}</p>',
         f"<p>{len(texts):,} texts, {len(class_names)} classes.</p>",
-        *(tables or [_quality_table(results)]),
+        _table(HEADER, figures_of(results)),
+        f"<p>{UNITS}</p>",
         '<div class="pictures">',
         *(_figure(caption, draw, results) for caption, draw in _PICTURES.items()),
         "</div>",
         "<h2>Texts to look at first</h2>",
-        f"<p>{_ORDER}</p>",
+        "<p>Those whose answers are most likely to be wrong.</p>",
         _texts_table(results, texts, class_names, n_texts),
     ]
     return (
@@ -70,31 +71,16 @@ def page(
     )
 
 
-def doubtful_first(results: Outcomes) -> Tensor:
-    """Order texts by the entropy of their answers, the highest first."""
-    return results.prediction.total_entropy.argsort(descending=True, stable=True)
-
-
-def table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-) -> str:
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Write a table of cells that are HTML already."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    head = "".join(f"<th>{name}</th>" for name in header)
     body = ""
     for row in rows:
-        cells = "".join(f"<td>{cell}</td>" for cell in row)
-        body += f"<tr>{cells}</tr>"
-    return f'<div class="scrolls"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def _quality_table(results: Outcomes) -> str:
-    """Write accuracy and calibration, before and after."""
-    rows = []
-    for name, probabilities in results.probabilities.items():
-        figures = quality(probabilities, results.labels)
-        rows.append([name, *(f"{value:.3f}" for value in figures.values())])
-    return table(["", "accuracy", "NLL", "ECE", "Brier"], rows)
+        cells = zip(header, row, strict=True)
+        body += "<tr>"
+        body += "".join(f'<td data-column="{name}">{cell}</td>' for name, cell in cells)
+        body += "</tr>"
+    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def _figure(
@@ -125,7 +111,7 @@ def _texts_table(
     """Write the texts of the most doubtful answers, with what is known of each."""
     prediction = results.prediction
     rows = []
-    for place in doubtful_first(results)[:n_texts].tolist():
+    for place in prediction.review(capacity=n_texts).order[:n_texts].tolist():
         answer = int(prediction.labels[place])
         label = int(results.labels[place])
         named = escape(class_names[answer])
@@ -136,14 +122,11 @@ def _texts_table(
                 escape(shortened(texts[place])),
                 named,
                 escape(class_names[label]),
-                f"{results.trained[place].max().item():.2f}",
-                f"{prediction.probabilities[place].max().item():.2f}",
-                f"{prediction.aleatoric_entropy[place].item():.2f}",
-                f"{prediction.epistemic_entropy[place].item():.2f}",
+                f"{results.trained[place].max():.2f}",
+                escape(reason(prediction, place, class_names)),
             ]
         )
-    header = ["text", "answer", "label", "before", "after", "aleatoric", "epistemic"]
-    return table(header, rows)
+    return _table(["text", "answer", "label", "trained model", "posterior"], rows)
 
 
 def shortened(text: str, length: int = 240) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset
+from tqdm import tqdm
 from transformers import TrainingArguments
 
 from laplace_lora_cli.arguments import (
@@ -16,57 +20,84 @@ from laplace_lora_cli.arguments import (
     DistillArguments,
     PredictArguments,
     ReportArguments,
+    ReviewArguments,
 )
-from laplace_lora_ext import plots
-from laplace_lora_ext.commands.loading import check_new, load
+from laplace_lora_ext.commands.folders import write_merged, write_student
+from laplace_lora_ext.commands.loading import Loaded, check_new, load
 from laplace_lora_ext.commands.page import page
-from laplace_lora_ext.commands.texts import UsageError
+from laplace_lora_ext.commands.texts import Row, UsageError
 from laplace_lora_ext.commands.training import trainer_with_bar
+from laplace_lora_ext.commands.verdict import (
+    HEADER,
+    UNITS,
+    as_text,
+    figures_of,
+    reason,
+    verdict,
+)
 from laplace_lora_ext.files import write_whole
-from laplace_lora_ext.metrics import compare
+from laplace_lora_ext.plots import outcomes, predict_both
 from laplace_lora_ext.predictive.decisions import Prediction
-
-_POSTERIOR = "laplace_posterior.safetensors"
+from laplace_lora_ext.saving import FILE
 
 
 def calibrate(arguments: CalibrateArguments) -> None:
     """Fit, choose the prior, save, and print the model beside its posterior."""
     folder = Path(arguments.output or arguments.adapter)
-    check_new(
-        str(folder / _POSTERIOR), arguments.overwrite, "pass --overwrite to replace it"
-    )
+    check_new(str(folder / FILE), arguments.overwrite)
     loaded = load(arguments)
-    train = loaded.labelled_batches(arguments.train)
+    train = loaded.batches(*loaded.labelled_texts(arguments.train))
     la = loaded.new_posterior()
-    la.fit(train, progress_bar=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The trained model is no better than guessing")
+        try:
+            la.fit(train, progress_bar=True)
+        except UserWarning as error:
+            raise UsageError(
+                f"{error} Are --class_names in the order of the model's outputs?"
+            ) from error
+    la.metadata = loaded.metadata()
     if arguments.validation is None:
         la.optimize_prior_precision(
             method="agreement", train_loader=train, progress_bar=True
         )
-        measured, known_as = train, "the training texts, which the model knows"
+        results = outcomes(la, train, progress_bar=True)
+        known_as = "training texts, which the model knows"
     else:
-        measured = loaded.labelled_batches(arguments.validation)
-        known_as = "the validation texts, which have chosen the prior"
+        held_out = loaded.batches(*loaded.labelled_texts(arguments.validation))
         la.optimize_prior_precision(
             method="gridsearch",
-            val_loader=measured,
+            val_loader=held_out,
             link_approx="mean_field",
             progress_bar=True,
         )
-    la.metadata = loaded.metadata()
+        results = outcomes(la, held_out, progress_bar=True)
+        results = results._replace(temperature=results.best_temperature())
+        known_as = "validation texts, which have chosen prior and temperature"
+        la.metadata["held_out"] = {
+            "probabilities": results.prediction.probabilities,
+            "labels": results.labels,
+        }
+    said = verdict(results, la.logit_scale)
+    la.metadata |= {
+        "temperature": results.temperature,
+        "prior_precision": la.prior_precision.tolist(),
+        "logit_scale": la.logit_scale,
+        "measured_on": f"{len(results.labels)} {known_as}",
+        "figures": [list(HEADER), *figures_of(results)],
+        "verdict": said,
+    }
     la.save_pretrained(folder)
-    print(f"On {known_as}:")
-    print(compare(la, measured))
-    print(f"The posterior is in {folder / _POSTERIOR}.")
+    print(f"On {la.metadata['measured_on']}:")
+    print(as_text(HEADER, figures_of(results)))
+    print(f"{UNITS}\n{said}\nThe posterior is in {folder / FILE}.")
 
 
 def predict(arguments: PredictArguments) -> None:
     """Append a line of JSON for each text, batch by batch."""
-    output = check_new(
-        arguments.output,
-        arguments.resume,
-        "pass --resume to go on with it, or another --output",
-    )
+    output = Path(arguments.output)
+    if not arguments.resume:
+        check_new(arguments.output, False, "pass --resume to go on with it, or another")
     loaded = load(arguments)
     la = loaded.posterior()
     if arguments.amortized and la.learnt_variance is None:
@@ -74,34 +105,57 @@ def predict(arguments: PredictArguments) -> None:
             raise UsageError(
                 "--amortized needs --train, the texts to learn variances from."
             )
-        la.amortize(loaded.batches(loaded.texts(arguments.train)), progress_bar=True)
-    texts = loaded.texts(arguments.data)
+        _, texts = loaded.texts(arguments.train)
+        la.amortize(loaded.batches(texts), progress_bar=True)
+    rows, texts = loaded.texts(arguments.data)
     n_done = _keep_whole_lines(output) if output.exists() else 0
     if n_done > len(texts):
         raise UsageError(
             f"{output} has more lines than {arguments.data}: pass another --output."
         )
+    shown: list[Row] = rows
+    if not arguments.all_columns:
+        shown = [
+            {"id": _name_of(row, place), "text": text}
+            for place, (row, text) in enumerate(zip(rows, texts, strict=True))
+        ]
     pred_type = "amortized" if arguments.amortized else "glm"
-    generator = torch.Generator(la.model.device)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a", encoding="utf-8") as file:
+    bar = tqdm(total=len(texts), initial=n_done, desc="[Predictions]", unit="text")
+    with output.open("a", encoding="utf-8") as file, bar:
         for batch in loaded.batches(texts[n_done:]):
-            # Every batch sees the same draws, so that a run that was resumed gives the
-            # same lines.
-            generator.manual_seed(0)
-            prediction = la.predict(batch, generator=generator, pred_type=pred_type)
-            assert isinstance(
-                prediction, Prediction
-            )  # of classes, as the command line has no others
-            for number, probabilities in enumerate(prediction.probabilities.tolist()):
-                line = {
-                    "label": loaded.classes.names[int(prediction.labels[number])],
-                    "probabilities": probabilities,
-                    "epistemic_entropy": prediction.epistemic_entropy[number].item(),
-                    "aleatoric_entropy": prediction.aleatoric_entropy[number].item(),
-                }
-                file.write(json.dumps(line) + "\n")
+            logits, prediction = predict_both(la, batch, pred_type)
+            trained = la.trained_likelihood.class_logits(logits).softmax(-1)
+            for line in _lines(loaded, prediction, trained):
+                file.write(json.dumps(shown[bar.n] | line, ensure_ascii=False) + "\n")
+                bar.update()
             file.flush()
+
+
+def _lines(loaded: Loaded, prediction: Prediction, trained: torch.Tensor) -> list[Row]:
+    """Say what is predicted of each text of a batch."""
+    lines = []
+    for number, probabilities in enumerate(prediction.probabilities.tolist()):
+        label = int(prediction.labels[number])
+        lines.append(
+            {
+                "label": loaded.class_names[label],
+                "probability": probabilities[label],
+                "probabilities": dict(
+                    zip(loaded.class_names, probabilities, strict=True)
+                ),
+                # Without variance nothing is known of it, which is not 0.
+                "epistemic_entropy": prediction.epistemic_entropy[number].item()
+                or None,
+                "trained_model": trained[number, label].item(),
+            }
+        )
+    return lines
+
+
+def _name_of(row: Row, place: int) -> Any:
+    """Return a row's "id", or its number from 1."""
+    return row.get("id", place + 1)
 
 
 def _keep_whole_lines(output: Path) -> int:
@@ -114,22 +168,83 @@ def _keep_whole_lines(output: Path) -> int:
 
 def report(arguments: ReportArguments) -> None:
     """Write a page of HTML."""
-    output = check_new(
-        arguments.output, arguments.overwrite, "pass --overwrite to replace it"
-    )
+    output = check_new(arguments.output, arguments.overwrite)
     loaded = load(arguments)
     la = loaded.posterior()
     texts, labels = loaded.labelled_texts(arguments.data)
-    results = plots.outcomes(la, loaded.batches(texts, labels), progress_bar=True)
-    document = page(arguments.title, results, texts, loaded.classes.names)
+    results = outcomes(la, loaded.batches(texts, labels), progress_bar=True)
+    results = results._replace(temperature=la.metadata.get("temperature"))
+    said = verdict(results, la.logit_scale)
+    document = page(arguments.title, said, results, texts, loaded.class_names)
+    _write(output, document)
+    print(f"{said}\nThe report is in {output}.")
+
+
+def review(arguments: ReviewArguments) -> None:
+    """Write a queue, and print what is decided alone and what is proven of it."""
+    output = check_new(arguments.output, arguments.overwrite)
+    if (arguments.accuracy is None) == (arguments.capacity is None):
+        raise UsageError("Pass --accuracy or --capacity, and not both.")
+    loaded = load(arguments)
+    la = loaded.posterior()
+    rows, texts = loaded.texts(arguments.data)
+
+    def predicted(texts: list[str]) -> Prediction:
+        generator = torch.Generator(la.model.device).manual_seed(0)
+        found = la.predict(
+            loaded.batches(texts), generator=generator, progress_bar=True
+        )
+        assert isinstance(found, Prediction)
+        return found
+
+    prediction = predicted(texts)
+    queue = prediction.review(arguments.accuracy, arguments.capacity, arguments.costs)
+    lines = []
+    for number, place in enumerate(queue.order.tolist()):
+        label = int(queue.labels[place])
+        lines.append(
+            {
+                "decided_by": "person" if number < queue.n_to_read else "model",
+                "id": _name_of(rows[place], place),
+                "text": texts[place],
+                "label": loaded.class_names[label],
+                "probability": f"{prediction.probabilities[place, label].item():.4f}",
+                "reason": reason(prediction, place, loaded.class_names),
+            }
+        )
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, lines[0])
+    writer.writeheader()
+    writer.writerows(lines)
+    _write(output, file.getvalue())
+    print(
+        f"{queue.share:.0%} of {len(texts)} texts are decided alone, and "
+        f"{queue.n_to_read} are for a person. The posterior promises an accuracy of "
+        f"{queue.promise:.3f} of what is decided alone."
+    )
+    held_out = la.metadata.get("held_out")
+    if arguments.test is not None:
+        tested, labels = loaded.labelled_texts(arguments.test)
+        probabilities = predicted(tested).probabilities
+        print(queue.proof(probabilities, torch.tensor(labels)))
+    elif held_out is not None:
+        print(queue.proof(held_out["probabilities"], held_out["labels"]))
+        print("These texts have chosen the prior too, so they are a little too kind.")
+    else:
+        print(
+            "Nothing is proven: no texts were held out. Pass labelled ones as --test."
+        )
+    print(f"The queue is in {output}.")
+
+
+def _write(output: Path, content: str) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(output, document.encode())
-    print(f"The report is in {output}.")
+    write_whole(output, content.encode())
 
 
 def distill(arguments: DistillArguments) -> None:
     """Train a student by a trainer of the given settings."""
-    output = check_new(arguments.output, False, "pass another --output")
+    output = check_new(arguments.output, False, "pass another")
     if arguments.epochs <= 0:
         raise UsageError(
             f"--epochs {arguments.epochs:g} is no training: pass more than 0."
@@ -160,4 +275,8 @@ def distill(arguments: DistillArguments) -> None:
         processing_class=loaded.batches.tokenizer,
     )
     name = la.distill(trainer, progress_bar=True)
+    write_student(loaded, output / name, la.metadata)
     print(f"The student is in {output / name}.")
+    if arguments.merge:
+        write_merged(loaded, name, output / "merged")
+        print(f"The model without an adapter is in {output / 'merged'}.")

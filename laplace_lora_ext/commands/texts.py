@@ -174,63 +174,24 @@ def column_of(
     return values
 
 
-@dataclass
-class Classes:
-    """The classes of a model, by their number.
+def numbers_of(labels: Sequence[str], names: Sequence[str], source: str) -> list[int]:
+    """Read a column of labels as numbers of classes.
 
-    Attributes
-    ----------
-    names : list of str
-    labels_are : {"names", "numbers"}, optional
-        how labels are written; the first column that is read tells
+    Labels are names of classes or, where no name is a number, also numbers from 0.
     """
-
-    names: list[str]
-    labels_are: str | None = None
-
-    def numbers_of(self, labels: Sequence[str], source: str) -> list[int]:
-        """Read a column of labels in one way, all of it: by names or by numbers."""
-        labels = [label.strip() for label in labels]
-        by_name = {name: number for number, name in enumerate(self.names)}
-        by_number = {str(number): number for number in range(len(self.names))}
-        # As programs write a column of numbers in which some are missing.
-        by_number |= {f"{number}.0": number for number in range(len(self.names))}
-        ways = {"names": by_name, "numbers": by_number}
-        if self.labels_are is not None:
-            ways = {self.labels_are: ways[self.labels_are]}
-        fitting = {
-            name: [way[label] for label in labels]
-            for name, way in ways.items()
-            if way.keys() >= set(labels)
-        }
-        if not fitting:
-            raise UsageError(self._unknown(labels, list(ways.values()), source))
-        self.labels_are, numbers = next(iter(fitting.items()))
-        if any(other != numbers for other in fitting.values()):
+    known = {name: number for number, name in enumerate(names)}
+    if not any(name.isdecimal() for name in names):
+        for number in range(len(names)):
+            # The second as programs write a column in which some numbers are missing.
+            known |= {str(number): number, f"{number}.0": number}
+    for row, label in enumerate(labels, start=1):
+        if label.strip() not in known:
             raise UsageError(
-                f"The labels of {source} fit twice, as names of classes and as their "
-                "numbers from 0: pass --labels_are names or --labels_are numbers."
+                f"Row {row} of {source} has the label {label.strip()!r}, and the model "
+                f"knows {', '.join(names)}: pass --class_names in the order of the "
+                "model's outputs, or other data."
             )
-        return numbers
-
-    def _unknown(
-        self,
-        labels: Sequence[str],
-        ways: Sequence[dict[str, int]],
-        source: str,
-    ) -> str:
-        """Say which label is none of the model's, read in the way that fits most."""
-        way = max(ways, key=lambda way: sum(label in way for label in labels))
-        number, label = next(
-            (number, label)
-            for number, label in enumerate(labels, start=1)
-            if label not in way
-        )
-        return (
-            f"Row {number} of {source} has the label {label!r}, and the model knows "
-            f"{', '.join(self.names)}: pass --class_names in the order of the model's "
-            "outputs, or other data."
-        )
+    return [known[label.strip()] for label in labels]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from laplace_lora_ext.models.batches import IGNORED
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.predictive.data_sets import Sample, over_data_set, over_loader
 from laplace_lora_ext.predictive.moments import DifferenceMoments
+from laplace_lora_ext.predictive.review import Review, review
 from laplace_lora_ext.processes.shards import (
     Columns,
     Share,
@@ -87,6 +88,44 @@ class Prediction(NamedTuple):
         vary = (drawn != drawn[:1]).any(-1).any(0)
         epistemic, variance = epistemic * vary, variance * vary
         return cls(probabilities, labels, total, aleatoric, epistemic, variance)
+
+    def review(
+        self,
+        accuracy: float | None = None,
+        capacity: int | None = None,
+        costs: Sequence[float] | Tensor | None = None,
+    ) -> Review:
+        """Divide the texts into those to decide alone, and those for a person.
+
+        Decided alone is the largest set whose mean probability of being right is the
+        accuracy, or all but the `capacity` most doubtful ones. The promise is the
+        posterior's: `Review.proof` says what labelled texts prove of it.
+
+        Parameters
+        ----------
+        accuracy : float, optional
+            from 0 to 1; with costs, 1 minus the mean cost of a decision
+        capacity : int, optional
+            how many texts people can read
+        costs : sequence of float, optional
+            `(C,)`, of missing each class; 1 by default
+
+        Returns
+        -------
+        Review
+
+        Raises
+        ------
+        ValueError
+            If neither accuracy nor capacity is given, or both are; for other values;
+            and for several labels or labels of tokens.
+        """
+        if self.labels.ndim != 1:
+            raise ValueError(
+                "A review divides texts of one class each: of several labels, or of "
+                "tokens, take the columns of one."
+            )
+        return review(self.probabilities, accuracy, capacity, costs)
 
 
 def over_examples(

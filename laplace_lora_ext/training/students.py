@@ -108,11 +108,13 @@ def distill(
                     logits.append(task.class_logits(model(batch)).cpu())
         if head:
             targets = torch.stack([record[_TEACHER] for record in records])
-            _scale_and_freeze(head, _best_scale(torch.cat(logits), targets))
+            _scale_and_freeze(head, best_scale(torch.cat(logits), targets))
         with _teaching(trainer, model, task):
             train(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
-            write_adapter(peft_model, adapter_name, {}, folder)
+            written = write_adapter(peft_model, adapter_name, {}, folder)
+            if trainer.processing_class is not None:
+                trainer.processing_class.save_pretrained(written)
     return adapter_name
 
 
@@ -131,11 +133,11 @@ def _head(
     return head
 
 
-def _best_scale(
-    logits: Tensor,
-    probabilities: Tensor,
-) -> float:
-    """Find the factor at which logits are nearest to given probabilities."""
+def best_scale(logits: Tensor, probabilities: Tensor) -> float:
+    """Find the factor at which logits are nearest to given probabilities.
+
+    With labels, as probabilities of 0 and 1, it is the inverse of the best temperature.
+    """
 
     def divergence(log_scale: float) -> float:
         scaled = logits * math.exp(log_scale)

@@ -5,7 +5,12 @@ import json
 
 import pytest
 
-from laplace_lora_ext.commands.texts import Classes, UsageError, column_of, read_rows
+from laplace_lora_ext.commands.texts import (
+    UsageError,
+    column_of,
+    numbers_of,
+    read_rows,
+)
 
 ROWS = [{"text": "red sky, a; b", "label": "0"}, {"text": "blue rose", "label": "1"}]
 TABLE = 'text,label\n"red sky, a; b",0\nblue rose,1\n'
@@ -114,31 +119,22 @@ def test_columns_of_lists_are_refused():
 STARS = ["1", "2", "3", "4", "5"]
 
 
-def test_a_column_of_labels_is_read_in_one_way():
-    assert Classes(STARS).numbers_of(["0", "1", "2", "3", "4"], "") == [0, 1, 2, 3, 4]
-    assert Classes(STARS).numbers_of(["5", " 1", "4"], "") == [4, 0, 3]
-    assert Classes(["plant", "air"]).numbers_of(["air", "plant"], "") == [1, 0]
-    assert Classes(["plant", "air"]).numbers_of(["1.0", "0"], "") == [1, 0]
-
-
-def test_a_column_that_fits_twice_is_a_question():
-    labels = ["1", "2", "4"]
-    with pytest.raises(UsageError, match="--labels_are names or --labels_are numbers"):
-        Classes(STARS).numbers_of(labels, "new.csv")
-    assert Classes(STARS, "names").numbers_of(labels, "") == [0, 1, 3]
-    assert Classes(STARS, "numbers").numbers_of(labels, "") == [1, 2, 4]
-    # Names that are the numbers ask nothing.
-    assert Classes(["0", "1"]).numbers_of(["1", "0"], "") == [1, 0]
-
-
-def test_columns_after_the_first_are_read_as_it_was():
-    classes = Classes(STARS)
-    classes.numbers_of(["0", "4"], "train.csv")
-    assert classes.numbers_of(["1", "2"], "test.csv") == [1, 2]
-    with pytest.raises(UsageError, match=r"Row 2 of test\.csv has the label '5'"):
-        classes.numbers_of(["1", "5"], "test.csv")
+@pytest.mark.parametrize(
+    ("names", "labels", "expected"),
+    [
+        (["plant", "air"], ["air", " plant"], [1, 0]),
+        # A column of numbers, of which some were missing.
+        (["plant", "air"], ["1.0", "0"], [1, 0]),
+        # Names that are numbers are never taken for others.
+        (STARS, ["5", "1", "4"], [4, 0, 3]),
+    ],
+)
+def test_labels_are_names_or_numbers_of_classes(names, labels, expected):
+    assert numbers_of(labels, names, "") == expected
 
 
 def test_a_label_of_neither_kind_is_named():
     with pytest.raises(UsageError, match=r"Row 3 of new\.csv has the label 'sea'"):
-        Classes(["plant", "air"]).numbers_of(["air", "air", "sea", "0"], "new.csv")
+        numbers_of(["air", "air", "sea", "0"], ["plant", "air"], "new.csv")
+    with pytest.raises(UsageError, match="label '0'"):
+        numbers_of(["0", "4"], STARS, "new.csv")

@@ -1,0 +1,54 @@
+"""Folders that transformers, PEFT and vLLM open without an option."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from laplace_lora_ext.commands.loading import Loaded, quiet
+from laplace_lora_ext.files import write_whole
+
+_KNOWS = "laplace_student.json"
+
+
+def write_student(loaded: Loaded, folder: Path, metadata: Mapping[str, Any]) -> None:
+    """Complete a student's folder by what its teacher's file knows.
+
+    Whoever opens an adapter reads the classes' names off the base model. Where that
+    does not know them, a copy that does is written beside the adapter.
+    """
+    known = {key: value for key, value in metadata.items() if key != "held_out"}
+    content = json.dumps(known, indent=2, ensure_ascii=False)
+    write_whole(folder / _KNOWS, content.encode())
+    config = loaded.model.config
+    adapter = PeftConfig.from_pretrained(str(folder))
+    name = str(adapter.base_model_name_or_path)
+    if loaded.arguments.answers or _knows(name, config.id2label):
+        return
+    with quiet():  # about a head that the adapter has
+        base = AutoModelForSequenceClassification.from_pretrained(
+            name, config=config, dtype="auto"
+        )
+    base.save_pretrained(folder / "base")
+    loaded.batches.tokenizer.save_pretrained(folder / "base")
+    adapter.base_model_name_or_path = str((folder / "base").resolve())
+    adapter.save_pretrained(str(folder))
+
+
+def _knows(base: str, id2label: Mapping[int, str]) -> bool:
+    config = AutoConfig.from_pretrained(base)
+    is_classifier = any("Classification" in name for name in config.architectures or ())
+    return is_classifier and config.id2label == dict(id2label)
+
+
+def write_merged(loaded: Loaded, adapter: str, folder: Path) -> None:
+    """Write an ordinary model with a student's weights, and its tokenizer."""
+    loaded.model.set_adapter(adapter)
+    merged: Any = loaded.model.merge_and_unload()
+    merged.save_pretrained(folder)
+    loaded.batches.tokenizer.save_pretrained(folder)

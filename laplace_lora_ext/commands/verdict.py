@@ -1,0 +1,108 @@
+"""What results mean, in figures and in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from laplace_lora_ext.metrics import quality
+from laplace_lora_ext.plots import POSTERIOR, TEMPERATURE, TRAINED, Outcomes, log_of
+from laplace_lora_ext.predictive.decisions import Prediction
+
+_MEASURES = ("accuracy", "nll", "ece", "brier")
+HEADER = ("", "accuracy", "NLL", "ECE", "Brier")
+UNITS = (
+    "Higher accuracy is better; lower NLL (nats a text), ECE (0 to 1) and Brier score "
+    "(0 to 2) are better. A * marks the best."
+)
+
+
+def figures_of(results: Outcomes) -> list[list[str]]:
+    """Write a row of figures for each of those that predict, the best marked."""
+    rows = {
+        name: quality(probabilities, results.labels)
+        for name, probabilities in results.probabilities.items()
+    }
+    best = {
+        measure: (max if measure == "accuracy" else min)(
+            round(figures[measure], 3) for figures in rows.values()
+        )
+        for measure in _MEASURES
+    }
+    return [
+        [name]
+        + [
+            f"{figures[measure]:.3f}"
+            + ("*" if round(figures[measure], 3) == best[measure] else "")
+            for measure in _MEASURES
+        ]
+        for name, figures in rows.items()
+    ]
+
+
+def as_text(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lay a table out in columns."""
+    columns = zip(header, *rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for row in [header, *rows]:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def verdict(results: Outcomes, logit_scale: float) -> str:
+    """Say what the posterior is worth, for somebody in a hurry.
+
+    `logit_scale` is the posterior's.
+    """
+    sureness = {
+        name: p.max(-1).values.mean().item()
+        for name, p in results.probabilities.items()
+    }
+    is_right = results.prediction.labels == results.labels
+    share = is_right.double().mean().item()
+    first = (
+        f"{share:.0%} of the answers are right: the trained model claims "
+        f"{sureness[TRAINED]:.0%}, the posterior {sureness[POSTERIOR]:.0%}. "
+    )
+    if not results.prediction.epistemic_entropy.any():
+        return first + (
+            f"No variance was chosen: the posterior is a temperature of "
+            f"{1 / logit_scale:.2g}, and tells no doubt about the weights."
+        )
+    if results.temperature is None:
+        return first + "No temperature was chosen to compare it with."
+    gains = [
+        log_of(p)[range(len(results.labels)), results.labels]
+        for name, p in results.probabilities.items()
+        if name != TRAINED
+    ]
+    gain = gains[1] - gains[0]
+    mean, error = gain.mean().item(), gain.std().item() / len(gain) ** 0.5
+    if abs(mean) <= 2 * error:
+        return first + "A temperature does as well on these texts."
+    better, worse = (POSTERIOR, TEMPERATURE) if mean > 0 else (TEMPERATURE, POSTERIOR)
+    return first + (
+        f"The {better} is better than the {worse} by {abs(mean):.3f} ± "
+        f"{error:.3f} nats a text."
+    )
+
+
+def reason(prediction: Prediction, place: int, class_names: Sequence[str]) -> str:
+    """Say between which classes a text is, and what the doubt is about."""
+    p, classes = prediction.probabilities[place].topk(2)
+    (first, second), (p_first, p_second) = classes.tolist(), p.tolist()
+    epistemic = prediction.epistemic_entropy[place].item()
+    share = epistemic / prediction.total_entropy[place].clamp_min(1e-12).item()
+    text = (
+        f"{class_names[first]} ({p_first:.0%}) or {class_names[second]} "
+        f"({p_second:.0%})"
+    )
+    if not epistemic:
+        return text
+    if share < 0.5:
+        return f"{text}: {1 - share:.0%} of the doubt is about the text"
+    return (
+        f"{text}: {share:.0%} of the doubt is about the weights, and more such labels "
+        "would lessen it"
+    )
