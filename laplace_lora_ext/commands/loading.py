@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel, TaskType, load_peft_weights
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -159,7 +159,7 @@ def load(arguments: ModelArguments) -> Loaded:
             base_name, config=config, **_settings_of(arguments, adapter)
         )
         # As PEFT does: the adapter may have tokens of its own.
-        if len(tokenizer) > len(base.get_input_embeddings().weight):
+        if len(tokenizer) > len(cast(Tensor, base.get_input_embeddings().weight)):
             base.resize_token_embeddings(len(tokenizer))
         model = PeftModel.from_pretrained(base, arguments.adapter)
     model.eval()
