@@ -78,6 +78,9 @@ class CalibrateArguments(ModelArguments):
     validation: str | None = _argument(
         "held-out texts, which choose the prior; without them, agreement chooses it"
     )
+    amortize: bool = _argument(
+        "learn the variances, for predictions in one forward pass", False
+    )
     output: str | None = _argument("folder for the posterior; the adapter's by default")
     overwrite: bool = _argument("replace a posterior that exists", False)
 
@@ -93,10 +96,7 @@ class PredictArguments(PosteriorArguments):
     output: str = _required("file of JSON lines")
     all_columns: bool = _argument("write all columns of a row, and not its text", False)
     amortized: bool = _argument(
-        "by one forward pass a text, with variances that are learnt from --train", False
-    )
-    train: str | None = _argument(
-        "training texts, to learn variances from, where none are saved"
+        "in one forward pass a text, after calibrate --amortize", False
     )
     resume: bool = _argument("go on where an interrupted run has stopped", False)
 

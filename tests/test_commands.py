@@ -20,14 +20,8 @@ import torch
 from peft import (
     AutoPeftModelForCausalLM,
     AutoPeftModelForSequenceClassification,
-    LoraConfig,
-    get_peft_model,
 )
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -39,8 +33,6 @@ from transformers import (
     DistilBertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaForSequenceClassification,
     pipeline,
@@ -51,95 +43,15 @@ from laplace_lora_ext.commands import loading
 from laplace_lora_ext.commands import run as commands
 from laplace_lora_ext.saving import read_state, write_state
 from tests.support.browser import CHROMIUM, browse
-
-WORDS = ("red", "green", "blue", "sky", "grass", "rose", "A", "B")
-NAMES = ("plant", "air")
-SMALL = {
-    # Whole blocks of numbers in four bits.
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 2 + len(WORDS),
-}
-
-
-def write_rows(
-    path: Path,
-    n_rows: int,
-    names: Sequence[str] = NAMES,
-    n_wrong: int = 0,
-) -> Path:
-    """Write texts whose last word tells their label, as JSON lines.
-
-    The first ones have the next class's label.
-    """
-    generator = torch.Generator().manual_seed(n_rows)
-    lines = []
-    for number in range(n_rows):
-        drawn = torch.randint(len(names), (2,), generator=generator)
-        first, label = drawn.tolist()
-        row = {
-            "text": f"{WORDS[first]} {WORDS[3 + label]}",
-            "label": names[(label + (number < n_wrong)) % len(names)],
-        }
-        lines.append(json.dumps(row))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read JSON lines."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer to whom each of the words is one token."""
-    tokens = ["[PAD]", "[UNK]", *WORDS]
-    vocabulary = {token: place for place, token in enumerate(tokens)}
-    words = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
-    words.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        padding_side="left",
-    )
-
-
-def save_adapter(
-    folder: Path,
-    base: PreTrainedModel,
-    answers: Sequence[str] = (),
-    **lora_config: Any,
-) -> Path:
-    """Save a base model, and an adapter of it that has learnt beside its tokenizer.
-
-    It has learnt what the last word tells: the class, or which answer comes next.
-    """
-    base.save_pretrained(folder / "base")
-    # The adapter's file says where its base is.
-    base.name_or_path = str(folder / "base")
-    base.config._name_or_path = str(folder / "base")
-    model = get_peft_model(base, LoraConfig(r=2, lora_alpha=16, **lora_config))
-    words = tokenizer()
-    last = WORDS[3 : 3 + (len(answers) or base.config.num_labels)]
-    texts = words([f"{first} {word}" for first in WORDS[:2] for word in last])
-    ids = torch.tensor(texts["input_ids"])
-    labels = torch.arange(len(last)).repeat(2)
-    if answers:
-        labels = torch.tensor(words.convert_tokens_to_ids(list(answers))).repeat(2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(40):
-        logits = model(input_ids=ids).logits
-        # Of a language model those behind the last word.
-        cross_entropy(logits[:, -1] if answers else logits, labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(str(folder / "adapter"))
-    words.save_pretrained(folder / "adapter")
-    return folder / "adapter"
+from tests.support.saved_adapters import (
+    NAMES,
+    SMALL,
+    WORDS,
+    read_rows,
+    save_adapter,
+    tokenizer,
+    write_rows,
+)
 
 
 @pytest.fixture(scope="module")
@@ -382,11 +294,21 @@ def test_a_queue_has_the_most_doubtful_first_and_says_what_is_proven(
 
 
 def test_learnt_variances_predict(calibrated, refusal, tmp_path):
-    output = tmp_path / "amortized.jsonl"
-    options = {"data": calibrated.test, "output": output, **calibrated.options}
-    assert "--train" in refusal("predict --amortized", **options)
-    run("predict --amortized", train=calibrated.train, **options)
-    assert len(read_rows(output)) == 40
+    options = {"data": calibrated.test, "output": tmp_path / "amortized.jsonl"}
+    by_default = calibrated.options | options
+    assert "calibrate with --amortize" in refusal("predict --amortized", **by_default)
+    kind = "class_names" if calibrated.names == NAMES else "answers"
+    learnt = {"adapter": calibrated.options["adapter"]}
+    run(
+        "calibrate --amortize",
+        train=calibrated.train,
+        validation=calibrated.test,
+        output=tmp_path,
+        **learnt,
+        **{kind: calibrated.names},
+    )
+    run("predict --amortized", posterior=tmp_path, **learnt, **options)
+    assert len(read_rows(options["output"])) == 40
 
 
 def test_others_open_a_student_by_its_folder_alone(calibrated, tmp_path, capsys):

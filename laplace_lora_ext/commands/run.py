@@ -87,6 +87,8 @@ def calibrate(arguments: CalibrateArguments) -> None:
         "figures": [list(HEADER), *figures_of(results)],
         "verdict": said,
     }
+    if arguments.amortize:
+        la.amortize(train, progress_bar=True)
     la.save_pretrained(folder)
     print(f"On {la.metadata['measured_on']}:")
     print(as_text(HEADER, figures_of(results)))
@@ -101,12 +103,7 @@ def predict(arguments: PredictArguments) -> None:
     loaded = load(arguments)
     la = loaded.posterior()
     if arguments.amortized and la.learnt_variance is None:
-        if arguments.train is None:
-            raise UsageError(
-                "--amortized needs --train, the texts to learn variances from."
-            )
-        _, texts = loaded.texts(arguments.train)
-        la.amortize(loaded.batches(texts), progress_bar=True)
+        raise UsageError("--amortized needs variances: calibrate with --amortize.")
     rows, texts = loaded.texts(arguments.data)
     n_done = _keep_whole_lines(output) if output.exists() else 0
     if n_done > len(texts):
