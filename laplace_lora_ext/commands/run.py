@@ -122,7 +122,7 @@ def predict(arguments: PredictArguments) -> None:
     with output.open("a", encoding="utf-8") as file, bar:
         for batch in loaded.batches(texts[n_done:]):
             logits, prediction = predict_both(la, batch, pred_type)
-            trained = la.trained_likelihood.class_logits(logits).softmax(-1)
+            trained = la.task.class_logits(logits).softmax(-1)
             for line in _lines(loaded, prediction, trained):
                 file.write(json.dumps(shown[bar.n] | line, ensure_ascii=False) + "\n")
                 bar.update()

@@ -1,6 +1,8 @@
 """The guide to servers, each block run; vLLM's need an environment of its own."""
 
+import gc
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from peft import (
     AutoPeftModelForSequenceClassification,
 )
 from transformers import (
+    AutoConfig,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
@@ -23,13 +26,14 @@ from tests.support.pages import FENCE
 from tests.support.saved_adapters import NAMES, SMALL, save_adapter, write_rows
 
 GUIDE = (Path(__file__).parents[2] / "docs/serving.md").read_text(encoding="utf-8")
+SECTIONS = re.compile(r"\n##+ ")
 TEXTS = ["red sky", "green grass", "sky", "red red red grass"]
 TARGETS = ["q_proj", "v_proj"]
 
 
 def run(section: str, names: dict[str, Any]) -> dict[str, Any]:
     """Run the blocks of a section, one after the other."""
-    (text,) = [each for each in GUIDE.split("\n## ") if each.startswith(section)]
+    (text,) = [each for each in SECTIONS.split(GUIDE) if each.startswith(section)]
     for _, code in FENCE.findall(text):
         exec(compile(code, section, "exec"), names)
     return names
@@ -97,28 +101,43 @@ def test_an_endpoint_tells_its_doubt(here):
         assert answer["doubt"] >= 0
 
 
-def test_vllm_serves_students_as_peft_does(here, monkeypatch):
+@pytest.fixture
+def in_float32(monkeypatch) -> None:
+    """Let vLLM run in this process, and not in half precision."""
     vllm = pytest.importorskip("vllm")
-    # By itself it would take half precision.
     monkeypatch.setattr(vllm, "LLM", partial(vllm.LLM, dtype="float32"))
-    # In this process rather than in one of its own.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    gc.collect()  # the engine of another test
+
+
+@pytest.mark.usefixtures("in_float32")
+def test_vllm_serves_students_of_classes_as_peft_does(here):
+    config = AutoConfig.from_pretrained("student/calibrated/base")
+    names = run("Classes", {"texts": TEXTS})
+    expected = by_peft("student/calibrated", TEXTS)
+    found = torch.tensor(names["probs"])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert config.id2label == dict(enumerate(NAMES))
+    # The adapter that it was distilled from, beside it in one server.
+    other = names["LoRARequest"]("other", 2, "out")
+    outputs = names["llm"].classify(TEXTS, lora_request=other)
+    found = torch.tensor([output.outputs.probs for output in outputs])
+    torch.testing.assert_close(found, by_peft("out", TEXTS), rtol=0, atol=1e-5)
+    assert (found - expected).abs().max() > 1e-3
+
+
+@pytest.mark.usefixtures("in_float32")
+def test_vllm_serves_students_of_answers_as_peft_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     base = LlamaForCausalLM(LlamaConfig(**SMALL, pad_token_id=0))
-    answers = here / "of_answers"
     adapter = save_adapter(
-        answers, base, ("A", "B"), task_type="CAUSAL_LM", target_modules=TARGETS
+        tmp_path, base, ("A", "B"), task_type="CAUSAL_LM", target_modules=TARGETS
     )
-    train = write_rows(answers / "train.csv", 24, ("A", "B"))
+    train = write_rows(tmp_path / "train.csv", 24, ("A", "B"))
     given = ["--adapter", str(adapter), "--train", str(train)]
     main(["calibrate", *given, "--answers", "A", "B"])
     main(["distill", *given, "--output", "answers"])
-
-    given = {"texts": TEXTS, "prompts": TEXTS, "base_model": str(answers / "base")}
-    names = run("vLLM", given)
-    expected = by_peft("student/calibrated", TEXTS)
-    torch.testing.assert_close(
-        torch.tensor(names["probs"]), expected, rtol=0, atol=1e-5
-    )
+    names = run("Answers", {"prompts": TEXTS, "base_model": str(tmp_path / "base")})
     model = AutoPeftModelForCausalLM.from_pretrained("answers/calibrated").eval()
     tokenizer = AutoTokenizer.from_pretrained("answers/calibrated")
     for text, output in zip(TEXTS, names["outputs"], strict=True):
