@@ -448,8 +448,10 @@ def test_a_text_without_a_token_is_neither_fitted_nor_predicted(case):
 def test_positions_in_padding_and_of_images_are_not_refused():
     model = adapted("gpt2")
     batch = padded_batch()
-    mask = torch.tensor([1, 1, 1, 1, 0, 0, 0]).expand(3, 7)
-    model(batch | {"position_ids": RESTARTING.expand(3, 7), "attention_mask": mask})
+    right = torch.tensor([1, 1, 1, 1, 0, 0, 0]).expand(3, 7)
+    left = torch.tensor([0, 0, 0, 0, 1, 1, 1]).expand(3, 7)
+    for mask in (right, left):
+        model(batch | {"position_ids": RESTARTING.expand(3, 7), "attention_mask": mask})
     # Places in the text, and in time, rows and columns.
     axes = IN_ORDER.repeat(4, 3, 1)
     axes[2] = torch.tensor([0, 1, 2, 1, 2, 3, 4])

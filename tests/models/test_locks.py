@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
-from threading import Barrier, BrokenBarrierError, get_ident
+from threading import Barrier, BrokenBarrierError, Event, get_ident
+from time import sleep
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from laplace_lora_ext.models.running import Turns
 from tests.support.models import N_CLASSES, first_batch, lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted
 
@@ -89,6 +92,56 @@ def test_two_threads_are_within_the_model_at_once_where_variances_are_learnt(tra
     for each in meet(la.model.transformer, uses):
         assert each.shape == (3, N_CLASSES)
     assert attributes_of(model) == before
+
+
+def test_who_waits_for_a_turn_alone_is_not_passed_over():
+    turns = Turns()
+    together = partial(turns.together, "a model", nullcontext, lambda: True)
+    is_within, may_leave = Event(), Event()
+    entered = []
+
+    def enter(turn: Any, name: str) -> None:
+        with turn():
+            entered.append(name)
+            is_within.set()
+            assert may_leave.wait(20)
+
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(enter, together, "first")
+        assert is_within.wait(20)
+        pool.submit(enter, turns.alone, "alone")
+        while not turns._n_waiting:
+            sleep(0.001)
+        pool.submit(enter, together, "late")
+        sleep(0.1)
+        assert entered == ["first"]
+        may_leave.set()
+    assert set(entered[1:]) == {"alone", "late"}
+
+
+def test_threads_that_find_another_mode_wait_for_those_within():
+    la = fitted()
+    la.amortize(ragged_batches())
+    batch = first_batch()
+    expected = la(batch, pred_type="amortized")
+    is_within, may_leave = Event(), Event()
+
+    def wait(*_: Any) -> None:
+        handle.remove()
+        is_within.set()
+        assert may_leave.wait(20)
+
+    handle = la.model.transformer.register_forward_pre_hook(wait)
+    predict = by_learnt_variances(la, batch)
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(predict)
+        assert is_within.wait(20)
+        # In which dropout would show.
+        la.model.model.train()
+        second = pool.submit(predict)
+        sleep(0.2)
+        may_leave.set()
+    assert torch.equal(second.result(), expected)
 
 
 def test_no_other_thread_is_within_a_model_that_is_changed():
