@@ -35,6 +35,7 @@ def named_batches(
 
 def to_device(batch: Mapping[str, Any], device: torch.device, *left_out: str) -> Any:
     """Copy a batch without some keys to a device, keeping its type."""
+    check_tokenized(batch)
     inputs = {
         key: value.to(device) if isinstance(value, Tensor) else value
         for key, value in batch.items()
@@ -75,7 +76,11 @@ def is_tokens(value: Any) -> TypeGuard[Tensor]:
 
 
 def check_tokenized(batch: Any) -> None:
-    """Refuse texts, which a tokenizer turns into a batch."""
+    """Refuse texts, and lists of tokens, of which a collator makes a batch."""
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), list):
+        raise TypeError(
+            "input_ids are a list: pass batches of tensors, as collators make them."
+        )
     texts = [batch] if isinstance(batch, str) else batch
     if isinstance(texts, list | tuple) and any(isinstance(x, str) for x in texts):
         raise TypeError(

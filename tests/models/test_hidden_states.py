@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import MixtralConfig, MixtralForSequenceClassification
 
-from laplace_lora_ext.models.logits_model import LogitsModel, logits_and_hidden_states
+from laplace_lora_ext.models.hidden_states import logits_and_hidden_states
+from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     N_CLASSES,

@@ -121,6 +121,14 @@ def test_a_weight_that_has_changed_since_the_fit_is_named(structure, case):
     la(batch)
 
 
+def test_in_half_precision_the_least_change_is_one():
+    la = fitted(model=lora_model("bert", torch.bfloat16))
+    # By a unit or two in the last place.
+    base(la).data[0, 0] *= 1.01
+    with pytest.raises(RuntimeError, match=DIFFERS):
+        la(first_batch())
+
+
 def merge(model: PeftModel) -> None:
     model.merge_adapter()
 
@@ -340,6 +348,8 @@ def test_a_state_is_loaded_under_another_adapter_name_and_precision_of_the_base(
     found = other.log_marginal_likelihood()
     expected = la.log_marginal_likelihood()
     assert torch.equal(found, expected)
+    # And back, onto weights that nothing has rounded.
+    make(model, **RANK).load_state_dict(other.state_dict())
     # More than bfloat16 would have rounded away.
     embeddings.word_embeddings.weight.data.add_(0.1)
     with pytest.raises(ValueError, match="word_embeddings"):
