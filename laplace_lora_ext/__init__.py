@@ -13,9 +13,8 @@ from laplace_lora_ext.merging import merge
 from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.amortized import LearntVariance
-from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.predictive.numbers import NumberPrediction
+from laplace_lora_ext.predictive.predictions import NumberPrediction, Prediction
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.structures import LowRankKronLoRALaplace
 from laplace_lora_ext.text.collator import DataCollatorForChoices
@@ -29,7 +28,7 @@ from laplace_lora_ext.tuning import (
     SecondTraining,
     ValGD,
 )
-from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.method import TuningHistory
 from laplace_lora_ext.tuning.token_gridsearch import TokenGridSearch
 
 __all__ = [

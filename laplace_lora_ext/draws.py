@@ -48,3 +48,9 @@ class Draws:
             generator = np.random.default_rng([self.seed, example])
             by_row.append(torch.from_numpy(draw(generator, (n_own, *shape))))
         return torch.cat(by_row).transpose(0, 1)
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """Draw a seed for another generator; None draws from torch's own state."""
+    device = None if generator is None else generator.device
+    return int(torch.randint(2**31, (), generator=generator, device=device).item())

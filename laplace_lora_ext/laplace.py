@@ -15,7 +15,7 @@ from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.same_model import ModelState
-from laplace_lora_ext.saving import class_name, read_state
+from laplace_lora_ext.saving import read_state
 from laplace_lora_ext.structures import (
     DiagLoRALaplace,
     FullLoRALaplace,
@@ -136,7 +136,7 @@ def from_pretrained(
     backend, options["backend_kwargs"] = settings.pop("backend"), settings
     if "backend" not in kwargs:
         options["backend"] = _named(backend, _BACKENDS)
-    cls = _named(class_name(state), _CLASSES)
+    cls = _named(state["cls_name"], _CLASSES)
     la = cls(model, **options | kwargs)
     la.load_state_dict(state)
     return la

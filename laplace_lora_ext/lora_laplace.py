@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import replace
-from functools import partial
+from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from laplace.baselaplace import ParametricLaplace
 from laplace.curvature import CurvatureInterface
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -21,13 +19,7 @@ import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.structure import Structure
 from laplace_lora_ext.fit import Fit, NoFit, fit
-from laplace_lora_ext.messages import (
-    check_counts,
-    check_name,
-    check_positive,
-    check_single,
-    warn,
-)
+from laplace_lora_ext.messages import check_counts, check_name, check_positive, warn
 from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.models.heads import Selection
 from laplace_lora_ext.models.lora_layers import (
@@ -49,39 +41,51 @@ from laplace_lora_ext.models.same_model import (
     check_same,
     standing_of,
 )
-from laplace_lora_ext.models.weights import Block, call_with
+from laplace_lora_ext.models.weights import call_with
 from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.amortization import amortize
 from laplace_lora_ext.predictive.amortized import LearntVariance
-from laplace_lora_ext.predictive.functions import Function, Functions
-from laplace_lora_ext.predictive.links import (
-    LINKS,
-    class_probabilities,
-    shared_noise,
-)
+from laplace_lora_ext.predictive.links import LINKS, log_probabilities, shared_noise
 from laplace_lora_ext.predictive.moments import (
-    AnyMoments,
     Moments,
     gaussian_samples,
-    uncorrelated,
+    without_covariances,
 )
 from laplace_lora_ext.predictive.posterior import (
+    WITHOUT_VARIANCE,
+    Function,
+    Hyperparameters,
     Posterior,
     amortized_moments,
+    check_is_batch,
+    drawn_functions,
     drawn_weights,
     moments_for,
 )
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.tasks import task_of
 from laplace_lora_ext.tuning import build, methods_of
-from laplace_lora_ext.tuning.gridsearch import WITHOUT_VARIANCE
-from laplace_lora_ext.tuning.history import Hyperparameters, TuningHistory
-from laplace_lora_ext.tuning.method import TuningMethod
-from laplace_lora_ext.tuning.noise import mean_squared_slope
+from laplace_lora_ext.tuning.method import (
+    TuningHistory,
+    TuningMethod,
+    mean_squared_slope,
+)
 
 _PRIORS = ("prior_precision", "prior_mean")
 _BRIDGES = ("bridge", "bridge_norm")  # the host's links, which know a softmax alone
+_PRED_TYPES = ("glm", "nn", "amortized")
+# What files hold of a posterior beside its fit, by the names of its attributes.
+_SAVED = (
+    "prior_mean",
+    "prior_precision",
+    "sigma_noise",
+    "temperature",
+    "logit_scale",
+    "n_contrasts",
+    "enable_backprop",
+    "metadata",
+)
 
 
 def _of_fit(field: str, description: str) -> Any:
@@ -234,7 +238,6 @@ class LoRALaplace(Posterior, Predictor):
         weight_names: Collection[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_options_of_host(kwargs)
         self.task = task_of(likelihood)
         backend = self._checked_backend(backend)
         answers = class_tokens(class_token_ids, class_texts, tokenizer)
@@ -247,7 +250,9 @@ class LoRALaplace(Posterior, Predictor):
         with alone():  # and what requires grad
             selection = target_modules, layers_to_transform, weight_names
             self.blocks = find_blocks(model, *selection, modules_to_save)
-            _warn_of_weights(model, self.blocks)
+            warn_of_other_trainable(model, self.blocks)
+            if is_untrained(self.blocks):
+                warn("Every lora_B weight is 0: the adapter looks untrained.")
         self.recorder = Recorder(self.model, self.blocks)
         self._fit: Fit | NoFit = NoFit(self.recorder.places)
         # These may have a number for each block, and the host counts whole parameters.
@@ -493,7 +498,8 @@ class LoRALaplace(Posterior, Predictor):
     @torch.inference_mode(False)
     def prior_precision(self, value: float | Tensor) -> None:
         check_positive("prior_precision", value)
-        _set_by_host(self, "prior_precision", value)
+        of_host: Any = super(LoRALaplace, type(self))
+        of_host.prior_precision.fset(self, copy_if_inference(value))
 
     @property
     def _has_variance(self) -> bool:
@@ -510,21 +516,14 @@ class LoRALaplace(Posterior, Predictor):
         return least < 0.99 * WITHOUT_VARIANCE  # which float32 rounds
 
     @property
-    def temperature(self) -> float | Tensor:
+    def temperature(self) -> float:
         """What the curvature is divided by; positive and finite."""
         return self._temperature
 
     @temperature.setter
-    @torch.inference_mode(False)
-    def temperature(self, value: float | Tensor) -> None:
-        check_single(
-            "temperature", value, "it divides the curvature of all outputs alike"
-        )
+    def temperature(self, value: float) -> None:
         check_positive("temperature", value)
-        if isinstance(value, Tensor):  # which may have a graph
-            self._temperature = copy_if_inference(value).reshape(())
-        else:
-            self._temperature = float(value)
+        self._temperature = float(value)
         self._posterior_scale = None  # that the host has made with the old value
 
     @property
@@ -535,8 +534,9 @@ class LoRALaplace(Posterior, Predictor):
     @sigma_noise.setter
     @torch.inference_mode(False)
     def sigma_noise(self, value: float | Tensor) -> None:
-        _check_noise(value)
-        _set_by_host(self, "sigma_noise", value)
+        check_positive("sigma_noise", value)
+        of_host: Any = super(LoRALaplace, type(self))
+        of_host.sigma_noise.fset(self, copy_if_inference(value))
 
     @property
     def logit_scale(self) -> float:
@@ -551,8 +551,7 @@ class LoRALaplace(Posterior, Predictor):
         return self._logit_scale
 
     @logit_scale.setter
-    def logit_scale(self, value: float | Tensor) -> None:
-        check_single("logit_scale", value, "it multiplies all logits alike")
+    def logit_scale(self, value: float) -> None:
         check_positive("logit_scale", value)
         self.task.check_logit_scale(float(value))
         self._logit_scale = float(value)
@@ -570,9 +569,10 @@ class LoRALaplace(Posterior, Predictor):
     @hyperparameters.setter
     @exclusive  # other threads predict by all of them or none
     def hyperparameters(self, values: Hyperparameters) -> None:
-        for name, value in vars(values).items():
+        for field in fields(Hyperparameters):
+            value = getattr(values, field.name)
             if value is not None:
-                setattr(self, name, value)
+                setattr(self, field.name, value)
 
     @exclusive
     def log_marginal_likelihood(
@@ -644,14 +644,8 @@ class LoRALaplace(Posterior, Predictor):
         NotImplementedError
             For "val_gd" with another structure than "lowrank_kron".
         """
-        if pred_type != "glm":
-            name = pred_type if isinstance(pred_type, str) else type(pred_type).__name__
-            raise ValueError(
-                f'Searches score pred_type="glm" alone, not {name}. A method is '
-                "passed by name: method=..."
-            )
-        choose = build(method, options, methods_of(self.task))
-        history = choose(self)
+        check_name("pred_type", pred_type, ["glm"])
+        history = build(method, options, methods_of(self.task))(self)
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
         return history
@@ -719,84 +713,66 @@ class LoRALaplace(Posterior, Predictor):
             raise TypeError(f"Unknown options: {', '.join(model_kwargs)}.")
         if not fitting:  # then labels say which tokens the loss reads
             x = self.model.unlabelled(x)
-        compute = partial(
-            self._outputs,
-            x,
-            pred_type,
-            joint=joint,
-            link_approx=link_approx,
-            n_samples=n_samples,
-            diagonal_output=diagonal_output,
-            generator=generator,
-            fitting=fitting,
-            **model_kwargs,
-        )
+        task = self.task if fitting else self.task.predicted
+
+        def compute() -> Tensor | tuple[Tensor, Tensor]:
+            if pred_type == "nn":
+                samples = self._nn_functional_samples(
+                    x, n_samples, generator, **model_kwargs
+                )
+                if task.has_noise:
+                    return samples.mean(0), samples.var(0)
+                return task.class_logits(samples).softmax(-1).mean(0)
+            if task.has_noise:
+                return self._mean_and_covariance(x, pred_type, joint, diagonal_output)
+            return self._class_probabilities(
+                x, pred_type, link_approx, n_samples, diagonal_output, generator
+            )
+
         outputs = self.in_turn(pred_type, compute)
         if fitting or isinstance(outputs, tuple):
             return outputs
         shown = self.task.predicted.shown(outputs)
         return self.model.in_places(shown, x)
 
-    def _outputs(
+    def _mean_and_covariance(
+        self, x: Any, pred_type: str, joint: bool, diagonal_output: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Compute mean and covariance, or variances, of numbers."""
+        check_name("pred_type", pred_type, _PRED_TYPES)
+        if pred_type == "amortized":
+            x = amortized_moments(self, x).semidefinite()
+        return self._glm_predictive_distribution(
+            x, joint, diagonal_output and not joint
+        )
+
+    def _class_probabilities(
         self,
         x: Any,
         pred_type: str,
-        *,
-        joint: bool,
         link_approx: str,
         n_samples: int,
         diagonal_output: bool,
         generator: torch.Generator | None,
-        fitting: bool,
-        **model_kwargs: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Predict as a call does: numbers, or classes row by row."""
-        likelihood = self.task if fitting else self.task.predicted
-        if likelihood.has_noise and link_approx == "mean_field":
-            # Numbers need no link, and the host must know its name.
-            link_approx = "probit"
-        if pred_type == "nn" and generator is not None:  # the host passes none on
-            if not likelihood.has_noise:
-                return self._nn_predictive_classification(
-                    x, n_samples, generator, **model_kwargs
-                )
-            samples = self._nn_functional_samples(
-                x, n_samples, generator, **model_kwargs
-            )
-            return samples.mean(0), samples.var(0)
-        check_name("pred_type", pred_type, ["glm", "nn", "amortized"])
-        if pred_type != "nn":
-            bridges = _BRIDGES if likelihood.has_host_links else ()
-            check_name("link_approx", link_approx, [*LINKS, *bridges])
-        is_own = link_approx in LINKS and not likelihood.has_noise
-        if is_own and pred_type != "nn":
-            moments = self._moments_for_call(x, link_approx, pred_type, diagonal_output)
-            return class_probabilities(moments, link_approx, n_samples, generator)
-        if pred_type == "amortized":
-            pred_type = "glm"
-            # The host's links take square roots, and numbers want a covariance.
-            x = amortized_moments(self, x).semidefinite()
-        return super().__call__(
-            x,
-            pred_type,
-            joint=joint,
-            link_approx=link_approx,
-            n_samples=n_samples,
-            diagonal_output=diagonal_output,
-            generator=generator,
-            fitting=fitting,
-            **model_kwargs,
-        )
-
-    def _moments_for_call(
-        self, x: Any, link_approx: str, pred_type: str, diagonal_output: bool
-    ) -> AnyMoments:
-        """Compute the moments of a batch's logits that one of our own links needs."""
+    ) -> Tensor:
+        """Compute probabilities of classes row by row, by a link."""
+        check_name("pred_type", pred_type, _PRED_TYPES)
+        has_host_links = self.task.predicted.has_host_links
+        bridges = _BRIDGES if has_host_links else ()
+        check_name("link_approx", link_approx, [*LINKS, *bridges])
+        if link_approx in _BRIDGES:
+            if pred_type == "amortized":  # bridges take square roots
+                x = amortized_moments(self, x).semidefinite()
+            p = self._glm_forward_call(x, "classification", link_approx=link_approx)
+            assert isinstance(p, Tensor)
+            return p
         if diagonal_output and link_approx == "mc":
             # "probit" has the variances of all logits, not of contrasts.
             f_mu, f_var = moments_for(self, x, "probit", pred_type)
-            return Moments(f_mu, uncorrelated(f_var))
-        return moments_for(self, x, link_approx, pred_type)
+            moments = Moments(f_mu, without_covariances(f_var))
+        else:
+            moments = moments_for(self, x, link_approx, pred_type)
+        return log_probabilities(moments, link_approx, n_samples, generator).exp()
 
     def amortize(
         self,
@@ -879,15 +855,16 @@ class LoRALaplace(Posterior, Predictor):
         check_name("pred_type", pred_type, ["glm", "nn"])
         self.check_model()
         generator = torch.Generator(self.model.device).manual_seed(seed)
-        functions = Functions(self, self.sample(1, generator))
-        several = functions.linearised if pred_type == "glm" else functions.sampled
+        weights = self.sample(1, generator)
 
         def function(batch: Any) -> Tensor:
             inputs = self.model.unlabelled(self.model.inputs(batch))
-            return self.model.in_places(several(inputs)[0], inputs)
+            logits = drawn_functions(self, weights, pred_type, inputs)
+            return self.model.in_places(logits[0], inputs)
 
         return function
 
+    @exclusive
     def functional_samples(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         x: Any,
@@ -918,17 +895,25 @@ class LoRALaplace(Posterior, Predictor):
             as good as of one
         """
         x = self.model.unlabelled(x)
+        check_name("pred_type", pred_type, ["glm", "nn"])
         if joint and (pred_type != "glm" or diagonal_output):
             raise ValueError(
                 'joint=True is for pred_type="glm" without diagonal_output.'
             )
         if joint:
-            functions = Functions(self, self.sample(n_samples, generator))
-            samples = functions.linearised(x)
+            weights = self.sample(n_samples, generator)
+            samples = drawn_functions(self, weights, pred_type, x)
+        elif pred_type == "nn":
+            samples = self._nn_functional_samples(x, n_samples, generator)
         else:
-            samples = super().functional_samples(
-                x, pred_type, n_samples, diagonal_output, generator
-            )
+            f_mu, f_var = self._glm_predictive_distribution(x)
+            if diagonal_output:
+                f_var = without_covariances(f_var)
+            noise = shared_noise(f_mu, n_samples, generator)
+            with torch.autocast(f_mu.device.type, enabled=False):
+                # Unlike the host's Cholesky factor, a symmetric root of a singular
+                # covariance exists.
+                samples = gaussian_samples(f_mu, f_var, noise)
         return self.model.in_places(samples, x, dim=1)
 
     def predictive_samples(
@@ -940,23 +925,13 @@ class LoRALaplace(Posterior, Predictor):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Draw probabilities or numbers, as `functional_samples` draws logits."""
-        x = self.model.unlabelled(x)
-        samples = super().predictive_samples(
+        samples = self.functional_samples(
             x, pred_type, n_samples, diagonal_output, generator
         )
-        return self.model.in_places(samples, x, dim=1)
-
-    @without_autocast
-    def functional_variance(self, Js: Tensor) -> Tensor:
-        return super().functional_variance(Js)
-
-    @without_autocast
-    def functional_covariance(self, Js: Tensor) -> Tensor:
-        return super().functional_covariance(Js)
-
-    @without_autocast
-    def square_norm(self, value: Tensor) -> Tensor:
-        return super().square_norm(value)
+        likelihood = self.task.predicted
+        if likelihood.has_noise:
+            return samples
+        return likelihood.shown(likelihood.class_logits(samples).softmax(-1))
 
     @exclusive
     @without_autocast
@@ -971,64 +946,13 @@ class LoRALaplace(Posterior, Predictor):
         self, X: Any, joint: bool = False, diagonal_output: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Predict mean and covariance, or variances, of scaled logits."""
-        f_mu, f_var = Moments(*self._moments_of_all(X, joint)).scaled(self.logit_scale)
+        moments = self._moments_of_all(X, joint)
+        f_mu, f_var = moments.scaled(self.logit_scale)
         if joint:
             return f_mu.flatten(), f_var
         if diagonal_output:
             f_var = f_var.diagonal(dim1=-2, dim2=-1)
         return f_mu, f_var
-
-    @exclusive
-    def _glm_functional_samples(
-        self,
-        f_mu: Tensor,
-        f_var: Tensor,
-        n_samples: int,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Draw logits `(S, B, C)` from Gaussians."""
-        if diagonal_output:
-            f_var = uncorrelated(f_var)
-        noise = shared_noise(f_mu, n_samples, generator)
-        with torch.autocast(f_mu.device.type, enabled=False):
-            # Unlike the host's Cholesky factor, a symmetric root of a singular
-            # covariance exists.
-            return gaussian_samples(f_mu, f_var, noise)
-
-    @exclusive
-    def _glm_predictive_samples(
-        self,
-        f_mu: Tensor,
-        f_var: Tensor,
-        n_samples: int,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        samples = self._glm_functional_samples(
-            f_mu, f_var, n_samples, diagonal_output, generator
-        )
-        are_numbers = self.task.predicted.has_noise
-        if not self.task.has_noise:
-            # A single reward is a number, and those of a pair are logits.
-            are_numbers &= f_mu.shape[-1] == 1
-        return samples if are_numbers else self._probabilities(samples)
-
-    def _nn_predictive_samples(
-        self,
-        X: Any,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        samples = self._nn_functional_samples(X, n_samples, generator, **model_kwargs)
-        are_numbers = self.task.predicted.has_noise
-        return samples if are_numbers else self._probabilities(samples)
-
-    def _probabilities(self, logits: Tensor) -> Tensor:
-        """Compute the probabilities that a user reads, of logits `(S, B, C)`."""
-        likelihood = self.task.predicted
-        return likelihood.shown(likelihood.class_logits(logits).softmax(-1))
 
     def _nn_functional_samples(
         self,
@@ -1038,8 +962,7 @@ class LoRALaplace(Posterior, Predictor):
         **model_kwargs: Any,
     ) -> Tensor:
         """Compute scaled logits `(S, B, C)` under draws of the weights."""
-        if isinstance(X, AnyMoments):
-            raise ValueError('Moments hold no inputs: pass a batch for pred_type="nn".')
+        check_is_batch(X, "nn")
         check_counts(n_samples=n_samples)
         samples: list[Tensor] = []
         with self.model.forward_passes(self.enable_backprop):
@@ -1048,17 +971,6 @@ class LoRALaplace(Posterior, Predictor):
                 logits = call_with(self.model, self.blocks, values, X, **model_kwargs)
                 samples.append(self.logit_scale * logits)
         return torch.stack(samples)
-
-    def _nn_predictive_classification(
-        self,
-        X: Any,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        """Average probabilities `(B, C)` or `(B, K, 2)` over draws of the weights."""
-        samples = self._nn_functional_samples(X, n_samples, generator, **model_kwargs)
-        return self.task.class_logits(samples).softmax(-1).mean(0)
 
     # --- adapters and files -----------------------------------------------------------
 
@@ -1089,22 +1001,13 @@ class LoRALaplace(Posterior, Predictor):
         """
         self._check_H_init()
         assert isinstance(self._fit, Fit)
-        of_prior = {
-            "prior_mean": self.prior_mean,
-            "prior_precision": self.prior_precision,
-            "sigma_noise": self.sigma_noise,
-            "temperature": self.temperature,
-            "logit_scale": self.logit_scale,
-            "n_contrasts": self.n_contrasts,
-            "enable_backprop": self.enable_backprop,
-        }
         of_class = {
             "cls_name": type(self).__name__,
             "likelihood": self.likelihood,
             "settings": self._settings(),
-            "metadata": self.metadata,
         }
-        return self._fit.state_dict(self._structure) | of_prior | of_class
+        saved = {name: getattr(self, name) for name in _SAVED}
+        return self._fit.state_dict(self._structure) | saved | of_class
 
     @exclusive
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -1125,21 +1028,11 @@ class LoRALaplace(Posterior, Predictor):
         settings |= self._settings()
         saving.check_state(state_dict, settings, self.model, self.blocks)
         loaded = Fit.from_state_dict(state_dict, self._structure)
-        # The host sets one attribute after the other, and may refuse one.
+        # One may be refused: then nothing changes.
         restored = copy(self)
-        of_host = {
-            # An earlier release may have called it otherwise.
-            "cls_name": type(self).__name__,
-            "mean": loaded.mean,
-            "H": loaded.curvature,
-            "loss": loaded.loss,
-        }
-        ParametricLaplace.load_state_dict(restored, state_dict | of_host)
-        # Earlier releases had no scale.
-        restored.logit_scale = state_dict.get("logit_scale", 1.0)
-        restored.metadata = state_dict.get("metadata", {})
-        restored.n_contrasts = state_dict.get("n_contrasts")
         restored._take_over(loaded)
+        for name in _SAVED:
+            setattr(restored, name, state_dict[name])
         vars(self).update(vars(restored))
 
     def _settings(self) -> dict[str, Any]:
@@ -1153,42 +1046,3 @@ class LoRALaplace(Posterior, Predictor):
         return {
             name: v for name, v in self._backend_kwargs.items() if name != "recorder"
         }
-
-
-def _warn_of_weights(
-    model: nn.Module,
-    blocks: Sequence[Block],
-) -> None:
-    """Warn of trained weights without a part, and of untrained ones with one."""
-    warn_of_other_trainable(model, blocks)
-    if is_untrained(blocks):
-        warn("Every lora_B weight is 0: the adapter looks untrained. Train it first.")
-
-
-def _check_options_of_host(options: Mapping[str, Any]) -> None:
-    """Refuse a noise that is none, and what the host takes to no effect."""
-    for name in ("damping", "asdl_fisher_kwargs"):
-        if name in options:
-            raise TypeError(f"{name} has no effect here: leave it out.")
-    _check_noise(options.get("sigma_noise", 1.0))
-
-
-def _check_noise(value: float | Tensor) -> None:
-    """Refuse a regression's noise that is not one positive number for all outputs.
-
-    The host would first ask whether it is 1, which several numbers don't answer.
-    """
-    check_single(
-        "sigma_noise", value, "divide targets by their standard deviations instead"
-    )
-    check_positive("sigma_noise", value)
-
-
-def _set_by_host(
-    la: LoRALaplace,
-    name: str,
-    value: float | Tensor,
-) -> None:
-    """Give a value to the host's own setter of a property that we override."""
-    of_host = getattr(super(LoRALaplace, type(la)), name)
-    of_host.fset(la, copy_if_inference(value))

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,13 +58,6 @@ def check_name(what: str, value: Any, known: Iterable[str]) -> None:
         )
     if value not in names:
         raise ValueError(f"{what} {value!r} is none of {names}.")
-
-
-def check_single(name: str, value: Any, instead: str) -> None:
-    """Refuse all but one number; `instead` says what to do."""
-    number = value.numel() if isinstance(value, Tensor) else np.size(value)
-    if number != 1:
-        raise ValueError(f"{name} must be one number, not {number}: {instead}.")
 
 
 def check_positive(name: str, value: Any) -> None:

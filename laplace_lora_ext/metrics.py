@@ -18,7 +18,7 @@ from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.predictive.numbers import NumberPrediction
+from laplace_lora_ext.predictive.predictions import NumberPrediction
 
 N_BINS = 15
 COVERAGE = 0.9

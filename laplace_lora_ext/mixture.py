@@ -24,13 +24,13 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import as_tensor, copy_if_inference, exclusive
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.amortized import LearntVariance
-from laplace_lora_ext.predictive.moments import mixed, parts_for
+from laplace_lora_ext.predictive.moments import mix_moments, parts_for
+from laplace_lora_ext.predictive.posterior import Hyperparameters
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.tuning import build, methods_of
 from laplace_lora_ext.tuning.gridsearch import GridMethod
-from laplace_lora_ext.tuning.history import Hyperparameters, TuningHistory
-from laplace_lora_ext.tuning.method import TuningMethod
+from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 
 _DESCRIPTION = "laplace_mixture.json"
 
@@ -62,8 +62,7 @@ class LaplaceMixture(Predictor):
     Raises
     ------
     ValueError
-        If there are fewer than two members, or they differ in their likelihood, their
-        outputs or their base model.
+        If the members differ in their likelihood, their outputs or their base model.
     AttributeError
         If one has no fit.
     RuntimeError
@@ -79,19 +78,6 @@ class LaplaceMixture(Predictor):
 
     @torch.inference_mode(False)  # what is kept must not be inference tensors
     def __init__(self, members: Sequence[LoRALaplace]) -> None:
-        if not isinstance(members, Sequence) or len(members) < 2:
-            raise ValueError("A mixture needs two posteriors or more, in a list.")
-        for member in members:
-            if not isinstance(member, LoRALaplace):
-                raise ValueError(
-                    "A mixture is one of posteriors over LoRA weights, and not of a "
-                    f"{type(member).__name__}."
-                )
-        if len(set(map(id, members))) < len(members):
-            raise ValueError(
-                "A mixture of the same posterior twice is that posterior: pass one "
-                "around another training's weights."
-            )
         self.members = [copy(member) for member in members]
         for member in self.members:
             member.check_model()
@@ -137,7 +123,7 @@ class LaplaceMixture(Predictor):
         if probabilities:
             return torch.stack(probabilities).mean(0)
         means, covariances = zip(*outputs, strict=True)
-        return mixed(torch.stack(means), torch.stack(covariances))
+        return mix_moments(torch.stack(means), torch.stack(covariances))
 
     def amortize(
         self,
@@ -192,7 +178,7 @@ class LaplaceMixture(Predictor):
 
     @logit_scale.setter
     @exclusive
-    def logit_scale(self, factor: float | Tensor) -> None:
+    def logit_scale(self, factor: float) -> None:
         for member, scale in zip(self.members, self._scales, strict=True):
             member.logit_scale = factor * scale
         self._scale = float(factor)
@@ -332,22 +318,12 @@ class LaplaceMixture(Predictor):
         """Count the first member's training examples."""
         return self.members[0].n_data
 
-    @property
-    def n_outputs(self) -> int:
-        """Count the members' outputs."""
-        return self.members[0].n_outputs
-
 
 def _check_alike(members: Sequence[LoRALaplace]) -> None:
     """Refuse members whose predictions have no mean, or of several base models."""
     facts = [
-        (
-            member.likelihood,
-            member.n_outputs,
-            member.model.class_token_ids,
-            member.model.normalised,
-        )
-        for member in members
+        (la.likelihood, la.n_outputs, la.model.class_token_ids, la.model.normalised)
+        for la in members
     ]
     if any(fact != facts[0] for fact in facts):
         raise ValueError(

@@ -15,7 +15,8 @@ from torch.nn.functional import one_hot
 from tqdm import tqdm
 
 from laplace_lora_ext.metrics import N_BINS
-from laplace_lora_ext.predictive.decisions import Prediction
+from laplace_lora_ext.predicting import Predictor
+from laplace_lora_ext.predictive.predictions import Prediction
 from laplace_lora_ext.processes.exchange import rank
 from laplace_lora_ext.training.students import best_scale
 
@@ -67,7 +68,7 @@ class Outcomes(NamedTuple):
 
 
 def outcomes(
-    la: Any,
+    la: Predictor,
     loader: Iterable[Any],
     pred_type: str = "glm",
     progress_bar: bool = False,
@@ -176,7 +177,7 @@ def _of_each_label(prediction: Prediction) -> Prediction:
 
 
 def reliability(
-    la: Any,
+    la: Predictor,
     loader: Iterable[Any] | None = None,
     ax: Axes | None = None,
     n_bins: int = N_BINS,
@@ -224,7 +225,7 @@ def reliability(
 
 
 def risk_coverage(
-    la: Any,
+    la: Predictor,
     loader: Iterable[Any] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
@@ -253,7 +254,7 @@ def risk_coverage(
 
 
 def entropies(
-    la: Any,
+    la: Predictor,
     loader: Iterable[Any] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
@@ -281,7 +282,7 @@ def entropies(
 
 
 def _outcomes_of(
-    la: Any,
+    la: Predictor,
     loader: Iterable[Any] | None,
 ) -> Outcomes:
     if isinstance(la, Outcomes):

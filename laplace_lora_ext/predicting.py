@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,33 +15,30 @@ from laplace_lora_ext.messages import check_counts, check_name, warn
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.running import alone, cpu_as_default, exclusive
 from laplace_lora_ext.models.weights import parameters_with
-from laplace_lora_ext.predictive.data_sets import Sample
-from laplace_lora_ext.predictive.decisions import Prediction, over_examples, padded
+from laplace_lora_ext.predictive.data_sets import over_examples, padded
 from laplace_lora_ext.predictive.links import (
     DEFAULT_LINK,
     LINKS,
-    class_probabilities,
+    log_probabilities,
     shared_noise,
     softmax_samples,
 )
-from laplace_lora_ext.predictive.moments import AnyMoments, parts_for
-from laplace_lora_ext.predictive.numbers import NumberPrediction
-from laplace_lora_ext.predictive.posterior import Posterior, drawn_weights, moments_for
+from laplace_lora_ext.predictive.moments import Moments, parts_for
+from laplace_lora_ext.predictive.posterior import (
+    Members,
+    Posterior,
+    drawn_weights,
+    moments_for,
+)
+from laplace_lora_ext.predictive.predictions import NumberPrediction, Prediction
 from laplace_lora_ext.processes.shards import Columns, join_batches
 from laplace_lora_ext.text.scores import TextScores, draw_logits, score_texts
 from laplace_lora_ext.training import students
 
 
-class Predictor:
-    """What predicts: a posterior by itself, or a mixture by the mean of its members.
+class Predictor(Members):
+    """What predicts, with all that a posterior and a mixture do alike."""
 
-    Attributes
-    ----------
-    members : sequence of LoRALaplace
-        alike in what they predict
-    """
-
-    members: Sequence[Posterior]
     __call__: Callable[..., Any]
 
     def predict(
@@ -123,7 +120,7 @@ class Predictor:
                 collate_fn,
                 batch_size,
                 progress_bar,
-                Sample(join=padded if first.task.has_tokens else join_batches),
+                join=padded if first.task.has_tokens else join_batches,
             )
         return NumberPrediction(*columns) if is_of_numbers else Prediction(*columns)
 
@@ -140,9 +137,8 @@ class Predictor:
         batch = first.model.unlabelled(batch)
         by_link, draws = [], []
         for moments in self._moments_of_members(batch, link_approx, pred_type):
-            by_link.append(
-                class_probabilities(moments, link_approx, n_samples, generator)
-            )
+            log_p = log_probabilities(moments, link_approx, n_samples, generator)
+            by_link.append(log_p.exp())
             with torch.autocast(first.model.device.type, enabled=False):
                 f_mu, f_var = moments
                 noise = shared_noise(f_mu, n_samples, generator)
@@ -163,7 +159,7 @@ class Predictor:
 
     def _moments_of_members(
         self, batch: Any, link_approx: str, pred_type: str
-    ) -> Iterator[AnyMoments]:
+    ) -> Iterator[Moments]:
         """Compute each member's moments for a link; a batch may be given as moments."""
         parts = parts_for(self.members, batch)
         for member, part in zip(self.members, parts, strict=True):

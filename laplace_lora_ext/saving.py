@@ -22,9 +22,8 @@ FILE = "laplace_posterior.safetensors"
 CHECKSUM = "sha256"
 UNKNOWN = "0" * 64  # stands for the checksum in what it is the checksum of
 _SEAL = f'"{CHECKSUM}":"'.encode()
-_VERSION = "5"
-# Classes of earlier releases.
-_RENAMED = {"LanguageModelLaplace": "LowRankKronLoRALaplace"}
+_VERSION = "6"
+_TENSOR = "__tensor__"  # the only key of what stands for a tensor in the JSON
 
 
 def write_state(
@@ -32,19 +31,30 @@ def write_state(
     folder: str | Path,
 ) -> None:
     """Write a posterior's state into a folder, which is made if need be."""
-    tensors: dict[int, tuple[str, Tensor]] = {}
-    content = json.dumps(_plain(state, tensors))
-    # Copies: safetensors refuses tensors that share memory or have gaps in it.
-    copies: dict[str, Tensor] = {}
-    for name, tensor in tensors.values():
-        in_memory = tensor.detach().cpu()
-        copies[name] = in_memory.clone(memory_format=torch.contiguous_format)
+    tensors: dict[str, Tensor] = {}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.generic):
+            return value.item()
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                "A posterior's file holds tensors, numbers and text, and no "
+                f"{type(value).__name__}: pass something else than {value!r} in "
+                "backend_kwargs."
+            )
+        name = str(len(tensors))
+        # A copy: safetensors refuses tensors that share memory or have gaps in it.
+        in_memory = value.detach().cpu()
+        tensors[name] = in_memory.clone(memory_format=torch.contiguous_format)
+        return {_TENSOR: name}
+
+    content = json.dumps(state, default=plain)
     metadata = {
         "laplace_lora_ext": _VERSION,
         "state": content,
         CHECKSUM: UNKNOWN,
     }
-    file = safetensors.torch.save(copies, metadata)
+    file = safetensors.torch.save(tensors, metadata)
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_sealed(Path(folder, FILE), file)
 
@@ -60,11 +70,7 @@ def read_state(folder: str | Path) -> dict[str, Any]:
         raise ValueError(_foreign(path, "posterior"))
 
     def restored(node: dict[str, Any]) -> Any:
-        if node.keys() == {"tensor"}:
-            return tensors[node["tensor"]]
-        if node.keys() == {"tuple"}:
-            return tuple(node["tuple"])
-        return dict(node["items"]) if node.keys() == {"items"} else node
+        return tensors[node[_TENSOR]] if node.keys() == {_TENSOR} else node
 
     return json.loads(metadata["state"], object_hook=restored)
 
@@ -108,49 +114,6 @@ def _foreign(path: Path, what: str) -> str:
     )
 
 
-def _plain(
-    value: Any,
-    tensors: dict[int, tuple[str, Tensor]],
-) -> Any:
-    """Turn a value into what JSON gives back; `tensors` gets its tensors.
-
-    Dictionaries of one key stand for what JSON does not know: tensors, tuples, and
-    dictionaries that have a single key, or keys that are no text.
-    """
-    if isinstance(value, Tensor):
-        # A tensor that stands in several places is written once.
-        new_name = str(len(tensors))
-        name, _ = tensors.setdefault(id(value), (new_name, value))
-        return {"tensor": name}
-    if isinstance(value, tuple):
-        return {"tuple": [_plain(part, tensors) for part in value]}
-    if isinstance(value, list):
-        return [_plain(part, tensors) for part in value]
-    if isinstance(value, dict):
-        pairs: list[tuple[Any, Any]] = []
-        for key, part in value.items():
-            pairs.append((_plain(key, tensors), _plain(part, tensors)))
-        has_other_keys = not all(isinstance(key, str) for key in value)
-        would_stand_for_something_else = len(value) == 1
-        if has_other_keys or would_stand_for_something_else:
-            return {"items": pairs}
-        return dict(pairs)
-    if isinstance(value, np.generic):
-        return value.item()
-    if value is None or isinstance(value, str | int | float):
-        return value
-    raise TypeError(
-        "A posterior's file holds tensors, numbers and text, and no "
-        f"{type(value).__name__}: pass something else than {value!r} in backend_kwargs."
-    )
-
-
-def class_name(state: Mapping[str, Any]) -> str:
-    """Name the class of a state, as it is called now."""
-    name: str = state["cls_name"]
-    return _RENAMED.get(name, name)
-
-
 def _comparable(value: Any) -> Any:
     """Turn tuples and tensors into lists: users may write any of them."""
     if isinstance(value, dict):
@@ -174,7 +137,7 @@ def check_state(
     for, `model` and `blocks` its model as it is now.
     """
     saved = dict(state["settings"])
-    saved |= {"cls_name": class_name(state), "likelihood": state["likelihood"]}
+    saved |= {"cls_name": state["cls_name"], "likelihood": state["likelihood"]}
     for name, value in settings.items():
         if _comparable(saved.get(name)) != _comparable(value):
             raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from operator import is_not
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,17 +22,15 @@ from laplace_lora_ext.curvature.structure import (
     Structure,
 )
 from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.running import exclusive, without_autocast
 from laplace_lora_ext.passes.recorder import Directions
-from laplace_lora_ext.predictive.data_sets import Columns, Sample, over_loader
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.statistics import (
     PredictiveStatistics,
     contrasts_for,
     statistics_of_batch,
 )
-from laplace_lora_ext.processes.exchange import gathered
 
 
 class _Precision(NamedTuple):
@@ -155,7 +152,6 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         link_approx: str = DEFAULT_LINK,
-        max_examples: int | None = None,
     ) -> PredictiveStatistics:
         """Pass over a data set once, to predict it under any prior precision.
 
@@ -172,9 +168,6 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             link that they are for. Those for "probit" are of all outputs, by C passes,
             and serve every link; so do all of up to nine classes, and of numbers. Of
             more classes "mean_field" and "mc" need some alone (`n_contrasts`)
-        max_examples : int, optional
-            keep those of at most this many, drawn at random, the same in every call;
-            all by default
 
         Returns
         -------
@@ -194,24 +187,19 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         def of_batch(batch: Any) -> Columns:
             return statistics_of_batch(self, batch, contrasts, device, dtype).columns
 
-        if max_examples is not None:
-            check_counts(max_examples=max_examples)
-        sample = Sample(max_examples)
         columns = over_loader(
             loader,
             of_batch,
             "[Predictive statistics]",
             progress_bar,
-            sample=sample,
             owners=self.model.owners,
         )
-        statistics = PredictiveStatistics.of_columns(
+        return PredictiveStatistics.of_columns(
             tuple(column.to(device) for column in columns),
             spectrum=self.H.spectrum,
             scale=self._H_factor.detach(),
             of_contrasts=contrasts is not None,
         )
-        return replace(statistics, n_left_out=sum(gathered(sample.n_left_out)))
 
     @exclusive
     def summary(self) -> str:

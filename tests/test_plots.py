@@ -7,7 +7,7 @@ from torch.nn.functional import nll_loss
 from torch.testing import assert_close
 
 from laplace_lora_ext.plots import Outcomes, reliability
-from laplace_lora_ext.predictive.decisions import Prediction
+from laplace_lora_ext.predictive.predictions import Prediction
 
 
 def some_outcomes(n_texts: int) -> Outcomes:

@@ -215,11 +215,6 @@ def test_predictions_alone_under_autocast_are_near_those_without(structure, pred
     assert torch.equal(afterwards, expected)
 
 
-def variance(la, moments):
-    Js = torch.randn(2, 3, la.n_params, generator=generator())
-    return la.functional_variance(Js)
-
-
 # These take no pass of the model, and so know of no autocast.
 IN_THE_POSTERIORS_OWN_PRECISION = [
     lambda la, moments: la.sample(3, generator()),
@@ -230,7 +225,6 @@ IN_THE_POSTERIORS_OWN_PRECISION = [
         moments, link_approx="mc", n_samples=5, generator=generator()
     ),
     lambda la, moments: la.log_marginal_likelihood(la.prior_precision),
-    variance,
 ]
 
 

@@ -216,9 +216,3 @@ def test_a_failed_pass_of_curvlinops_leaves_no_hook():
 def test_other_backends_of_the_host_are_refused(structure):
     with pytest.raises(ValueError, match="AsdlGGN is no backend"):
         make(plain_model(), structure, backend=host_backends.AsdlGGN)
-
-
-@pytest.mark.parametrize("name", ["damping", "asdl_fisher_kwargs"])
-def test_options_that_the_host_ignores_are_refused(name):
-    with pytest.raises(TypeError, match=f"{name} has no effect"):
-        make(plain_model(), "kron", **{name: True})

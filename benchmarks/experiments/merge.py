@@ -28,7 +28,7 @@ from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.merging import mode_of_product
 from laplace_lora_ext.metrics import negative_log_likelihood, quality
 from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.tuning.scales import scale_penalty
+from laplace_lora_ext.tuning.losses import scale_penalty
 
 # Of the sum of two adapters, of which a half is the mean.
 FACTORS = (0.5, 0.6, 0.7, 0.8)

@@ -17,7 +17,7 @@ from benchmarks.options import Signs
 from benchmarks.report import Result, Row, over_seeds, say, table
 from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import quality
-from laplace_lora_ext.predictive.moments import centred
+from laplace_lora_ext.predictive.moments import centre
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 
 KINDS = ("labels", "signs")
@@ -71,7 +71,7 @@ class Fitted:
     def covariance(self, prior_precision: Tensor) -> Tensor:
         """Compute covariances of the logits, without what all of a text share."""
         moments = self.statistics.moments(prior_precision)
-        return centred(moments.f_var.double())
+        return centre(moments.f_var.double())
 
     def predicted(self, prior_precision: Tensor) -> Tensor:
         """Compute class probabilities under a prior precision."""

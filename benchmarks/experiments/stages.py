@@ -45,11 +45,11 @@ from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.models.adapters import active_again, find_peft_model
+from laplace_lora_ext.predictive.posterior import Hyperparameters
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.training import stages
 from laplace_lora_ext.training.stages import SECOND_STAGE
 from laplace_lora_ext.training.students import STEPS, distill
-from laplace_lora_ext.tuning.history import Hyperparameters
 
 FIRST_STAGE = 1 - HELD_OUT  # of the steps, as of the texts
 BOTH_TRAININGS = 1 + FIRST_STAGE  # an ordinary one, and a second one as long as a stage

@@ -19,11 +19,11 @@ from benchmarks.methods.priors import (
     regret_of,
 )
 from laplace_lora_ext import LowRankKronLoRALaplace
-from laplace_lora_ext.predictive.decisions import Prediction as Decisions
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
-from laplace_lora_ext.predictive.moments import AnyMoments, centred, mixed
+from laplace_lora_ext.predictive.moments import Moments, centre, mix_moments
+from laplace_lora_ext.predictive.posterior import Hyperparameters
+from laplace_lora_ext.predictive.predictions import Prediction as Decisions
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.tuning.history import Hyperparameters
 
 DRAWS = 256  # of the logits, for entropies, which have no closed form
 AT_ONCE = 64  # texts whose logits are drawn together, for the sake of memory
@@ -41,7 +41,7 @@ class Member:
         self,
         name: str,
         prior_precision: Tensor,
-    ) -> AnyMoments:
+    ) -> Moments:
         """Compute mean and covariance of a data set's logits, on the CPU."""
         return self.statistics[name].moments(prior_precision)
 
@@ -116,10 +116,10 @@ class Posteriors:
             epistemic.append(decisions.epistemic_entropy)
         f_mu = torch.stack([moments.f_mu for moments in scaled])
         f_var = torch.stack([moments.f_var for moments in scaled])
-        _, covariance = mixed(f_mu, f_var)
+        _, covariance = mix_moments(f_mu, f_var)
         # What all logits of a text share says nothing of its class, and may not be
         # known.
-        variances = centred(covariance).diagonal(dim1=-2, dim2=-1)
+        variances = centre(covariance).diagonal(dim1=-2, dim2=-1)
         return {
             "epistemic_entropy": torch.cat(epistemic),
             "summed_variance": variances.sum(-1),
@@ -127,7 +127,7 @@ class Posteriors:
         }
 
 
-def _drawn(moments: AnyMoments) -> Tensor:
+def _drawn(moments: Moments) -> Tensor:
     """Draw probabilities (draws, texts, classes), with one noise for all texts."""
     f_mu, f_var = moments
     noise = shared_noise(f_mu, DRAWS, torch.Generator().manual_seed(0))

@@ -37,7 +37,7 @@ from laplace_lora_ext.commands.verdict import (
 )
 from laplace_lora_ext.files import write_whole
 from laplace_lora_ext.plots import outcomes, predict_both
-from laplace_lora_ext.predictive.decisions import Prediction
+from laplace_lora_ext.predictive.predictions import Prediction
 from laplace_lora_ext.saving import FILE
 
 

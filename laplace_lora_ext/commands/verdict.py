@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.plots import POSTERIOR, TEMPERATURE, TRAINED, Outcomes, log_of
-from laplace_lora_ext.predictive.decisions import Prediction
+from laplace_lora_ext.predictive.predictions import Prediction
 
 _MEASURES = ("accuracy", "nll", "ece", "brier")
 HEADER = ("", "accuracy", "NLL", "ECE", "Brier")

@@ -432,7 +432,7 @@ class Taps:
             inputs = inputs.clone()
         block = self._blocks[index]
         assert isinstance(block.rows, LinearRows)  # `tapped` hears no others
-        inputs = block.rows.multiplied(inputs)
+        inputs = block.rows.multiply_prior(inputs)
         call = Call(index, block.name, inputs, output)
         tapped = _Tap.apply(output, self._anchor, inputs, call)
         # A checkpointed layer is computed anew for a backward pass.

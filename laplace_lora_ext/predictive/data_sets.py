@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from laplace_lora_ext.messages import naming
-from laplace_lora_ext.models.batches import named_batches
-from laplace_lora_ext.processes.exchange import count, rank, together
+from laplace_lora_ext.models.batches import IGNORED, named_batches
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.processes.exchange import count, together
 from laplace_lora_ext.processes.shards import (
     Columns,
     Share,
+    check_in_order,
     in_order,
     join_batches,
     join_ranks,
 )
 
+_BATCHES = (Mapping, Tensor, np.ndarray, tuple, Moments)
 _BATCHES_AT_ONCE = 16  # that are read of a data set, to put alike lengths together
 
 Result = TypeVar("Result")
@@ -31,99 +35,13 @@ Owners = Callable[[Any], Tensor | None]
 """Says of a batch which of its examples each row of a result is of, `(N,)`; None where
 each is an example's only one."""
 
+Join = Callable[[Sequence[Columns]], Columns]
+
 NO_DATA = "The loader has no data. (A generator can be read once.)"
 
 
 def own_rows(_: Any) -> None:
     """Say of any batch that each row is an example's only one."""
-
-
-class Sample:
-    """Keeps rows of batches, drawn at random where there are too many.
-
-    Each row has a random number, the same in every pass, and those with the smallest
-    stay. So at no time are there more than asked for and a batch.
-
-    Parameters
-    ----------
-    at_most : int, optional
-        rows of all ranks together; by default all are kept
-    join : callable, default=join_batches
-        joins the columns of batches, and those of ranks
-
-    Attributes
-    ----------
-    n_left_out : int
-        of this rank, so far
-    """
-
-    def __init__(
-        self,
-        at_most: int | None = None,
-        join: Callable[[Sequence[Columns]], Columns] = join_batches,
-    ) -> None:
-        self.n_left_out = 0
-        self.join = join
-        # Where examples are dealt in turn, this is all of a rank's if all ranks' are
-        # not too many.
-        self._at_most = sys.maxsize
-        if at_most is not None:
-            self._at_most = len(range(rank(), at_most, count()))
-        self._generator = torch.Generator().manual_seed(0)
-        self._parts: list[_Part] = []
-        self._n_rows = 0  # of the parts
-
-    def add(
-        self,
-        columns: Columns,
-        places: Tensor,
-    ) -> None:
-        """Take in the rows of a batch, and where they belong in the data."""
-        numbers = torch.rand(
-            len(places), generator=self._generator, dtype=torch.float64
-        )
-        self._parts.append(_Part(numbers, places, columns))
-        self._n_rows += len(places)
-        if self._n_rows > self._at_most:
-            self._leave_out(self._n_rows - self._at_most)
-
-    def _leave_out(self, n_rows: int) -> None:
-        """Leave out the rows with the largest numbers."""
-        of_all = torch.cat([part.numbers for part in self._parts])
-        least = of_all.topk(n_rows).values[-1]
-        parts = [part.below(least) for part in self._parts]
-        # An empty part still tells which columns there are, on a rank that keeps none.
-        with_rows = [part for part in parts if len(part.numbers)]
-        self._parts = with_rows or parts[:1]
-        self._n_rows -= n_rows
-        self.n_left_out += n_rows
-
-    def places(self) -> Tensor:
-        """Return where the rows that are kept belong in the data."""
-        none = torch.empty(0, dtype=torch.long)
-        return torch.cat([none, *(part.places for part in self._parts)])
-
-    def columns(self) -> Columns | None:
-        """Join what is kept; None where there was no batch."""
-        return (
-            self.join([part.columns for part in self._parts]) if self._parts else None
-        )
-
-
-class _Part(NamedTuple):
-    """What is kept of a batch."""
-
-    numbers: Tensor  # (n,), by which rows are drawn
-    places: Tensor
-    columns: Columns
-
-    def below(self, number: Tensor) -> _Part:
-        """Leave out rows whose number is not below another."""
-        is_kept = self.numbers < number
-        if is_kept.all():
-            return self
-        columns = tuple(column[is_kept.to(column.device)] for column in self.columns)
-        return _Part(self.numbers[is_kept], self.places[is_kept], columns)
 
 
 def over_loader(
@@ -132,7 +50,7 @@ def over_loader(
     description: str = "",
     progress_bar: bool = False,
     alone: bool = False,
-    sample: Sample | None = None,
+    join: Join = join_batches,
     owners: Owners = own_rows,
 ) -> Columns:
     """Evaluate a function of each batch, in the data's order and each example once.
@@ -140,23 +58,26 @@ def over_loader(
     All ranks must call this, each with its own part of the data, and get the same,
     unless a rank is to be `alone`. A share may be passed over several times. Loaders
     without data, and with labels in some batches only, are refused by a `ValueError`;
-    an error of a batch names it. A `sample` keeps some of the rows, which are examples
-    unless `owners` say whose they are.
+    an error of a batch names it. Rows are examples unless `owners` say whose they are;
+    `join` joins the columns of batches, and those of ranks.
     """
     # A share counts the batches of one pass: a given one is copied, to be passed over
     # again.
     share = copy(loader) if isinstance(loader, Share) else Share(loader)
-    kept = sample or Sample()
+    # Of batches, the rows' places in the data, and their columns.
+    kept_places = [torch.empty(0, dtype=torch.long)]
+    kept: list[Columns] = []
     with nullcontext() if alone else together():
         passed = batch_by_batch(
             share, evaluate, _rows, description, progress_bar, owners
         )
         for columns, places in passed:
-            kept.add(columns, places)
-        own = kept.columns()
+            kept_places.append(places)
+            kept.append(columns)
+        own = join(kept) if kept else None
         if not alone:
             share.refuse_copies()
-        of_all = own if alone else join_ranks(kept.places(), own, kept.join)
+        of_all = own if alone else join_ranks(torch.cat(kept_places), own, join)
     if of_all is None:
         raise ValueError(NO_DATA)
     return of_all
@@ -201,7 +122,7 @@ def over_data_set(
     batch_size: int,
     description: str,
     progress_bar: bool,
-    sample: Sample | None = None,
+    join: Join = join_batches,
 ) -> Columns:
     """Evaluate as `over_loader` does, on a data set that all ranks share.
 
@@ -210,7 +131,6 @@ def over_data_set(
     set's own order.
     """
     collate = collate_fn or default_collate
-    kept = sample or Sample()
     # Ranks that share a model must make equally many passes.
     n_batches = 1 if count() > 1 else _BATCHES_AT_ONCE
 
@@ -223,12 +143,12 @@ def over_data_set(
         return {"order": order, "batches": batches}
 
     def of_batches(read: dict[str, Any]) -> Columns:
-        columns = kept.join([evaluate(batch) for batch in read["batches"]])
+        columns = join([evaluate(batch) for batch in read["batches"]])
         places = read["order"].argsort()  # of each example among the columns
         return tuple(column[places.to(column.device)] for column in columns)
 
     loader = in_order(data, n_batches * batch_size, longest_first)
-    return over_loader(loader, of_batches, description, progress_bar, sample=kept)
+    return over_loader(loader, of_batches, description, progress_bar, join=join)
 
 
 def _length(row: Any) -> int:
@@ -236,3 +156,65 @@ def _length(row: Any) -> int:
     if isinstance(row, Mapping) and "input_ids" in row:
         return len(row["input_ids"])
     return 0
+
+
+def over_examples(
+    model: LogitsModel,
+    x: Any,
+    evaluate: Callable[[Any], Columns],
+    collate_fn: Callable[[Any], Any] | None,
+    batch_size: int,
+    progress_bar: bool,
+    join: Join,
+) -> Columns:
+    """Evaluate a function of inputs on a batch, a loader's batches or a data set."""
+
+    def of_batch(batch: Any) -> Columns:
+        return evaluate(model.inputs(batch))
+
+    if collate_fn is None and isinstance(x, _BATCHES):
+        return evaluate(x)
+    if _is_data_set(x) or collate_fn is not None:
+        return over_data_set(
+            x,
+            of_batch,
+            collate_fn=collate_fn,
+            batch_size=batch_size,
+            description="[Predictions]",
+            progress_bar=progress_bar,
+            join=join,
+        )
+    # Dealt examples come back in the data's order.
+    is_dealt = Share(x).is_dealt
+    if not is_dealt:
+        check_in_order(x)
+    return over_loader(
+        x,
+        of_batch,
+        description="[Predictions]",
+        progress_bar=progress_bar,
+        alone=not is_dealt,  # a rank's own batches are no other rank's business
+        join=join,
+    )
+
+
+def padded(parts: Sequence[Columns]) -> Columns:
+    """Join batches' columns `(B, T, ...)`, shorter texts padded by nan or -100."""
+    length = max(part[0].shape[1] for part in parts)
+    alike: list[Columns] = []
+    for part in parts:
+        columns = []
+        for column in part:
+            n_examples, n_tokens, *others = column.shape
+            shape = (n_examples, length - n_tokens, *others)
+            empty = torch.nan if column.is_floating_point() else IGNORED
+            padding = column.new_full(shape, empty)
+            columns.append(torch.cat([column, padding], dim=1))
+        alike.append(tuple(columns))
+    return join_batches(alike)
+
+
+def _is_data_set(x: Any) -> bool:
+    """Tell a data set from a loader; a list is one of batches."""
+    is_indexed = hasattr(x, "__getitem__") and hasattr(x, "__len__")
+    return is_indexed and not isinstance(x, list)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,10 +11,8 @@ from torch.nn.functional import pad
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.predictive.contrasts import NO_CLASS, alike, columns_of
 from laplace_lora_ext.predictive.moments import (
-    AnyMoments,
-    DifferenceMoments,
     Moments,
-    centred,
+    centre,
     gaussian_samples,
     standard_normal,
 )
@@ -23,9 +20,6 @@ from laplace_lora_ext.predictive.moments import (
 # At 0 a logistic function is as steep as the normal distribution function of variance 8
 # / π.
 _PROBIT = math.pi / 8
-
-Link = Callable[[AnyMoments], Tensor]
-"""Turns mean and covariance into log-probabilities `(B, C)`."""
 
 DEFAULT_LINK = "mean_field"
 """The link of all that chooses one by itself; a bare call of a posterior keeps the
@@ -35,7 +29,7 @@ OF_DIFFERENCES = frozenset({"mean_field", "mc"})
 """Links that only see differences of logits, as a softmax does."""
 
 
-def probit(moments: AnyMoments) -> Tensor:
+def probit(moments: Moments) -> Tensor:
     """Shrink each logit by its own variance: `softmax(m_k / √(1 + π/8 S_kk))`."""
     f_mu, f_var = moments
     variances = f_var.diagonal(dim1=-2, dim2=-1)
@@ -65,11 +59,11 @@ def softmax_samples(
 
     Covariances that say the same of all differences of two logits draw the same.
     """
-    samples = gaussian_samples(f_mu, centred(f_var), noise)
+    samples = gaussian_samples(f_mu, centre(f_var), noise)
     return samples.log_softmax(-1)
 
 
-def mean_field(moments: AnyMoments) -> Tensor:
+def mean_field(moments: Moments) -> Tensor:
     """Approximate the logarithm of the mean softmax of Gaussian logits by mean fields.
 
     A softmax only depends on differences of logits: `p_k = 1 / Σ_j exp(-(f_k - f_j))`.
@@ -89,10 +83,10 @@ def mean_field(moments: AnyMoments) -> Tensor:
     evidence framework applied to classification networks", Neural Computation 4 (1992),
     for two classes.
     """
-    if isinstance(moments, DifferenceMoments):
-        log_p = _shrunk_by_groups(moments)
-    else:
+    if moments.classes is None:
         log_p = _shrunk_by_pairs(moments)
+    else:
+        log_p = _shrunk_by_groups(moments, moments.classes)
     # The p_k above do not sum to 1 for three classes or more: the last step divides by
     # their sum.
     return log_p.log_softmax(-1)
@@ -111,7 +105,7 @@ def _shrunk_by_pairs(moments: Moments) -> Tensor:
     return -torch.logsumexp(-shrunk, dim=-1)
 
 
-def _shrunk_by_groups(moments: DifferenceMoments) -> Tensor:
+def _shrunk_by_groups(moments: Moments, classes: Tensor) -> Tensor:
     """Compute the same from sums over groups of classes that are `alike`.
 
     A class i of a group shrinks its differences from all classes j of another by one
@@ -121,7 +115,7 @@ def _shrunk_by_groups(moments: DifferenceMoments) -> Tensor:
 
     With C classes and k contrasts these are C (k + 2) numbers, not C².
     """
-    f_mu, classes = moments.f_mu, moments.classes
+    f_mu = moments.f_mu
     n_outputs = f_mu.shape[-1]
     variances, covariances = alike(moments.covariance, classes)
     of_both = variances[:, :, None] + variances[:, None, :]
@@ -152,48 +146,25 @@ def _shrunk_by_groups(moments: DifferenceMoments) -> Tensor:
     return log_p[:, :n_outputs]
 
 
-def sampled(
-    n_samples: int,
-    generator: torch.Generator | None,
-) -> Link:
-    """Make a link of samples, each example's own, drawn anew in every call."""
-
-    def link(moments: AnyMoments) -> Tensor:
-        f_mu, f_var = moments
-        noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
-        return monte_carlo(f_mu, f_var, noise)
-
-    return link
-
-
 LINKS = ("probit", "mean_field", "mc")
 """Links of this library; bridges are the host's."""
 
 
-def class_probabilities(
-    moments: AnyMoments,
+def log_probabilities(
+    moments: Moments,
     link_approx: str,
-    n_samples: int,
-    generator: torch.Generator | None,
+    n_samples: int = 1,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return probabilities `(B, C)` of classes, by one of `LINKS`."""
-    link = own_links(n_samples, generator)[link_approx]
+    """Return log-probabilities `(B, C)` of classes, by one of `LINKS`.
+
+    "mc" gives all examples of a batch the same noise, `n_samples` times.
+    """
     with torch.autocast(moments.f_mu.device.type, enabled=False):
-        return link(moments).exp()
-
-
-def own_links(
-    n_samples: int,
-    generator: torch.Generator | None,
-) -> dict[str, Link]:
-    """Make this library's links by name; "mc" gives a batch the same noise."""
-
-    def sampled_alike(moments: AnyMoments) -> Tensor:
-        f_mu, f_var = moments
-        noise = shared_noise(f_mu, n_samples, generator)
-        return monte_carlo(f_mu, f_var, noise)
-
-    return {"probit": probit, "mean_field": mean_field, "mc": sampled_alike}
+        if link_approx == "mc":
+            noise = shared_noise(moments.f_mu, n_samples, generator)
+            return monte_carlo(moments.f_mu, moments.f_var, noise)
+        return mean_field(moments) if link_approx == "mean_field" else probit(moments)
 
 
 def shared_noise(

@@ -14,147 +14,93 @@ from torch.nn.functional import pad
 from laplace_lora_ext.predictive.contrasts import completed
 
 
-class Moments(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Moments:
     """Mean and covariance of the logits of N examples under the linearised model.
 
     A Laplace approximation takes them in place of a batch, with `pred_type="glm"`. They
     are those of the model itself: what predicts by them multiplies the logits by its
-    `logit_scale`.
+    `logit_scale`. `f_mu, f_var = moments` takes them apart.
 
-    Attributes
-    ----------
-    f_mu : torch.Tensor
-        `(N, C)`
-    f_var : torch.Tensor
-        `(N, C, C)`
-    """
-
-    f_mu: Tensor
-    f_var: Tensor
-
-    def to(
-        self,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Moments:
-        """Move or convert both; arguments are as for `torch.Tensor.to`."""
-        f_mu = self.f_mu.to(*args, **kwargs)
-        f_var = self.f_var.to(*args, **kwargs)
-        return Moments(f_mu, f_var)
-
-    def scaled(self, factor: float) -> Moments:
-        """Take the moments of logits that are multiplied by a factor."""
-        return Moments(factor * self.f_mu, factor**2 * self.f_var)
-
-    def semidefinite(self) -> Moments:
-        """Take the nearest covariances without negative eigenvalues."""
-        root = square_root(self.f_var)
-        return Moments(self.f_mu, root @ root.mT)
-
-    def split(self, size: int) -> Iterator[Moments]:
-        """Divide the examples into consecutive parts of a size."""
-        means = self.f_mu.split(size)
-        covariances = self.f_var.split(size)
-        return map(Moments, means, covariances)
-
-
-@dataclass(frozen=True, eq=False)
-class DifferenceMoments:
-    """Moments that tell of differences of logits alone, and not of all of them exactly.
-
-    They serve the links "mean_field" and "mc"; whatever reads a logit by itself is
-    refused. Like `Moments` they can be taken apart into `f_mu` and `f_var`.
-
-    Attributes
+    Parameters
     ----------
     f_mu : torch.Tensor
         `(N, C)`
     covariance : torch.Tensor
-        `(N, k, k)`, of contrasts: how far other logits are from the most probable one
-    classes : torch.Tensor
-        `(N, 1 + k)`, which classes contrasts are of, as `Contrasts.classes` lists them
+        `(N, C, C)` of the logits; or, if there are `classes`, `(N, k, k)` of contrasts:
+        how far other logits are from the most probable one
+    classes : torch.Tensor, optional
+        `(N, 1 + k)`, which classes contrasts are of, as `Contrasts.classes` lists them.
+        Such moments serve the links "mean_field" and "mc"; whatever reads a logit by
+        itself refuses them
     """
 
     f_mu: Tensor
     covariance: Tensor
-    classes: Tensor
+    classes: Tensor | None = None
 
     @property
     def f_var(self) -> Tensor:
-        """Complete the covariances to `(N, C, C)`."""
+        """Return covariances `(N, C, C)`, completed where they are of contrasts."""
+        if self.classes is None:
+            return self.covariance
         return completed(self.covariance, self.classes, self.f_mu.shape[-1])
 
     def __iter__(self) -> Iterator[Tensor]:
         yield self.f_mu
         yield self.f_var
 
-    def to(
-        self,
-        *args: Any,
-        **kwargs: Any,
-    ) -> DifferenceMoments:
-        """Move or convert mean and covariance; arguments as for `torch.Tensor.to`."""
+    def to(self, *args: Any, **kwargs: Any) -> Moments:
+        """Move or convert both; arguments are as for `torch.Tensor.to`."""
         f_mu = self.f_mu.to(*args, **kwargs)
         covariance = self.covariance.to(*args, **kwargs)
-        return DifferenceMoments(f_mu, covariance, self.classes.to(f_mu.device))
+        classes = None if self.classes is None else self.classes.to(f_mu.device)
+        return Moments(f_mu, covariance, classes)
 
-    def scaled(self, factor: float) -> DifferenceMoments:
-        """Take the moments of logits that are multiplied by a positive factor."""
+    def scaled(self, factor: float) -> Moments:
+        """Return the moments of logits that are multiplied by a positive factor."""
         return replace(
-            self,
-            f_mu=factor * self.f_mu,
-            covariance=factor**2 * self.covariance,
+            self, f_mu=factor * self.f_mu, covariance=factor**2 * self.covariance
         )
 
-    def split(self, size: int) -> Iterator[DifferenceMoments]:
+    def split(self, size: int) -> Iterator[Moments]:
         """Divide the examples into consecutive parts of a size."""
-        means = self.f_mu.split(size)
-        covariances = self.covariance.split(size)
-        classes = self.classes.split(size)
-        return map(DifferenceMoments, means, covariances, classes)
+        for rows in torch.arange(len(self.f_mu)).split(size):
+            classes = None if self.classes is None else self.classes[rows]
+            yield Moments(self.f_mu[rows], self.covariance[rows], classes)
+
+    def semidefinite(self) -> Moments:
+        """Return the nearest covariances without negative eigenvalues."""
+        root = square_root(self.f_var)
+        return Moments(self.f_mu, root @ root.mT)
 
 
-AnyMoments = Moments | DifferenceMoments
-"""Gaussian logits of N examples, of all logits or of differences alone."""
-
-
-def joined_moments(parts: Sequence[Moments]) -> Moments:
+def join_moments(parts: Sequence[Moments]) -> Moments:
     """Join the moments of consecutive parts of a batch.
 
     A part whose examples need fewer directions than others' gets zeros in their place.
     """
     f_mu = torch.cat([part.f_mu for part in parts])
-    most = max(part.f_var.shape[-1] for part in parts)
+    most = max(part.covariance.shape[-1] for part in parts)
     covariances = []
     for part in parts:
-        n_missing = most - part.f_var.shape[-1]
-        covariances.append(pad(part.f_var, (0, n_missing, 0, n_missing)))
+        n_missing = most - part.covariance.shape[-1]
+        covariances.append(pad(part.covariance, (0, n_missing, 0, n_missing)))
     return Moments(f_mu, torch.cat(covariances))
 
 
 class MixtureMoments(NamedTuple):
     """Gaussian logits of N examples by each member, in place of a batch."""
 
-    members: tuple[AnyMoments, ...]
-
-    def split(self, size: int) -> Iterator[MixtureMoments]:
-        """Divide the examples into consecutive parts of a size."""
-        of_members = [moments.split(size) for moments in self.members]
-        for part in zip(*of_members, strict=True):
-            yield MixtureMoments(part)
+    members: tuple[Moments, ...]
 
 
-def parts_for(
-    members: Sequence[object],
-    x: Any,
-) -> Sequence[Any]:
-    """Give each member what it predicts: the batch, or its own moments."""
-    if isinstance(x, MixtureMoments):
-        return x.members
-    return [x] * len(members)
+def parts_for(members: Sequence[object], x: Any) -> Sequence[Any]:
+    """Return what each member predicts: the batch, or its own moments."""
+    return x.members if isinstance(x, MixtureMoments) else [x] * len(members)
 
 
-def mixed(
+def mix_moments(
     means: Tensor,
     covariances: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -170,7 +116,7 @@ def mixed(
     return mean, (covariances + between).mean(0)
 
 
-def centred(f_var: Tensor) -> Tensor:
+def centre(f_var: Tensor) -> Tensor:
     """Remove from covariances `(B, C, C)` what all logits of an example share.
 
     That is J V J with J = I - 11ᵀ/C. Variances of differences of two logits stay as
@@ -180,7 +126,7 @@ def centred(f_var: Tensor) -> Tensor:
     return rows - rows.mean(-2, keepdim=True)
 
 
-def uncorrelated(f_var: Tensor) -> Tensor:
+def without_covariances(f_var: Tensor) -> Tensor:
     """Set everything but the variances of covariances `(B, C, C)` to 0."""
     variances = f_var.diagonal(dim1=-2, dim2=-1)
     return torch.diag_embed(variances)

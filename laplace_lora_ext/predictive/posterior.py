@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from laplace.baselaplace import ParametricLaplace
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.hidden_states import logits_and_hidden_states
@@ -18,22 +19,68 @@ from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.contrasts import Contrasts
 from laplace_lora_ext.predictive.links import OF_DIFFERENCES
-from laplace_lora_ext.predictive.moments import (
-    AnyMoments,
-    DifferenceMoments,
-    Moments,
-    joined_moments,
-)
+from laplace_lora_ext.predictive.moments import MixtureMoments, Moments, join_moments
 from laplace_lora_ext.tasks.task import Task
 
 Result = TypeVar("Result")
+
+WITHOUT_VARIANCE = 1e12
+"""A prior precision under which weights don't vary, of numbers relative to the unit."""
 
 # Of drawn weights that are in memory at once: 64 MB in float32, or one draw.
 _NUMBERS = 2**24
 
 
-class Posterior(ParametricLaplace):
-    """The host's posterior around one model, as far as predictions need it.
+Function = Callable[[Any], Tensor]
+"""Takes a batch, and returns its logits or numbers `(B, C)`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hyperparameters:
+    """What a search sets, all at once, named as the attributes of a posterior.
+
+    Attributes
+    ----------
+    prior_precision : torch.Tensor
+        of a mixture, a factor of its members'
+    logit_scale : float, default=1.0
+        of a mixture, a factor of its members'
+    sigma_noise : torch.Tensor or float, optional
+        None leaves it as it is
+    temperature : torch.Tensor or float, optional
+        None leaves it as it is
+    """
+
+    prior_precision: Tensor
+    logit_scale: float = 1.0
+    sigma_noise: Tensor | float | None = None
+    temperature: Tensor | float | None = None
+
+
+class Members:
+    """What predicts: a posterior by itself, or a mixture by the mean of its members.
+
+    Attributes
+    ----------
+    members : sequence of LoRALaplace
+        alike in what they predict
+    prior_precision : torch.Tensor
+        `(1,)`, `(blocks,)` or `(parameters,)`; of a mixture `(1,)`, a factor
+    logit_scale : float
+        what predictions multiply the logits by
+    hyperparameters : Hyperparameters
+        what a search sets
+    """
+
+    members: Sequence[Posterior]
+    prior_precision: Any
+    logit_scale: Any
+    hyperparameters: Any
+    score: Callable[..., Any]
+
+
+class Posterior(ParametricLaplace, Members):
+    """The host's posterior around one model, as far as other files need it.
 
     Attributes
     ----------
@@ -46,8 +93,14 @@ class Posterior(ParametricLaplace):
         `(parameters,)`
     prior_precision : torch.Tensor
         `(1,)`, `(blocks,)` or `(parameters,)`
+    sigma_noise : torch.Tensor
+        `()`, of a regression
     task : Task
         what the model was trained to predict
+    loss : torch.Tensor
+        `()`, negative log-likelihood of the training data
+    n_data : int
+        number of training examples
     n_outputs : int
         number of the model's outputs
     n_contrasts : int or None
@@ -66,7 +119,10 @@ class Posterior(ParametricLaplace):
     recorder: Recorder
     mean: Tensor
     prior_precision: Tensor
+    sigma_noise: Tensor
     task: Task
+    loss: Tensor
+    n_data: int
     n_outputs: int
     n_contrasts: int | None
     logit_scale: float
@@ -74,6 +130,10 @@ class Posterior(ParametricLaplace):
     H: Any
     # Whether weights vary: not where a search has chosen a temperature alone.
     _has_variance: bool
+
+    fit: Callable[..., None]
+    predictive_statistics: Callable[..., Any]  # which "lowrank_kron" alone has
+    for_model: Callable[[nn.Module], Posterior]
 
     def check_model(self) -> None:
         """Refuse a model that has changed since the fit."""
@@ -108,35 +168,34 @@ class Posterior(ParametricLaplace):
             one covariance of all examples together: a pair of tensors, `(B * C,)` and
             `(B * C, B * C)`
         """
-        f_mu, f_var = self._moments_of_all(x, joint)
-        return (f_mu.flatten(), f_var) if joint else Moments(f_mu, f_var)
+        moments = self._moments_of_all(x, joint)
+        return (moments.f_mu.flatten(), moments.covariance) if joint else moments
 
-    def _moments_of_all(self, x: Any, joint: bool = False) -> tuple[Tensor, Tensor]:
+    def _moments_of_all(self, x: Any, joint: bool = False) -> Moments:
         """Compute moments of all logits of a batch; refuse those of differences."""
-        if isinstance(x, DifferenceMoments):
+        if not isinstance(x, Moments):
+            return self._moments(x, joint)
+        if x.classes is not None:
             raise ValueError(
                 "These moments tell of differences of logits alone, which the links "
                 '"mean_field" and "mc" read. For all else pass the batch, or moments '
                 'of predictive_statistics(..., link_approx="probit").'
             )
-        if not isinstance(x, Moments):
-            return self._moments(x, joint)
         if joint:
             raise ValueError(
                 "Moments hold no covariance between examples: pass the inputs."
             )
-        f_mu, f_var = self._given(x)
-        return f_mu, f_var
+        return self._given(x)
 
-    def _given(self, moments: AnyMoments) -> AnyMoments:
+    def _given(self, moments: Moments) -> Moments:
         """Bring given moments to the model's device."""
         dtype = self.blocks[0].statistics_dtype
-        # A copy, since some links change them in place.
+        # A copy, since the host's links change them in place.
         return moments.to(self.model.device, dtype, copy=True)
 
     def _moments(
         self, x: Any, joint: bool = False, directions: Directions = every_output
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Moments:
         """Compute moments of a batch's logits, or of combinations of them."""
         self.check_model()
         self._check_linearised()
@@ -150,19 +209,18 @@ class Posterior(ParametricLaplace):
             if joint:  # examples vary together: they can't come in parts
                 return of_part(x, slice(None))
             n_directions = len(directions(torch.zeros(1, self.n_outputs)))
-            return joined_moments(self.recorder.in_parts(x, n_directions, of_part))
+            return join_moments(self.recorder.in_parts(x, n_directions, of_part))
 
-    def _without_variance(
-        self, x: Any, joint: bool, directions: Directions
-    ) -> tuple[Tensor, Tensor]:
+    def _without_variance(self, x: Any, joint: bool, directions: Directions) -> Moments:
         """Compute a batch's logits, and zeros in the shape of their covariance."""
         with self.model.forward_passes(self.enable_backprop):
             f_mu = self.model(x)
         n_examples, n_directions = len(f_mu), len(directions(f_mu.detach()))
         if joint:
             n = n_examples * n_directions
-            return f_mu, f_mu.new_zeros(n, n)
-        return f_mu, f_mu.new_zeros(n_examples, n_directions, n_directions)
+            return Moments(f_mu, f_mu.new_zeros(n, n))
+        shape = n_examples, n_directions, n_directions
+        return Moments(f_mu, f_mu.new_zeros(shape))
 
     def _linearised(
         self, part: Any, joint: bool, directions: Directions
@@ -173,12 +231,13 @@ class Posterior(ParametricLaplace):
         """
         Js, f_mu = self.recorder.jacobians(part, directions, self.enable_backprop)
         covariance = self.functional_covariance if joint else self.functional_variance
-        return f_mu, covariance(Js)
+        with torch.autocast(f_mu.device.type, enabled=False):
+            return f_mu, covariance(Js)
 
 
 def moments_for(
     la: Posterior, x: Any, link_approx: str, pred_type: str = "glm"
-) -> AnyMoments:
+) -> Moments:
     """Return moments of scaled logits for a link, exact ones or learnt ones."""
     check_name("pred_type", pred_type, ["glm", "amortized"])
     if pred_type == "amortized":
@@ -188,7 +247,7 @@ def moments_for(
     return moments_of_model(la, x, link_approx).scaled(la.logit_scale)
 
 
-def moments_of_model(la: Posterior, x: Any, link_approx: str) -> AnyMoments:
+def moments_of_model(la: Posterior, x: Any, link_approx: str) -> Moments:
     """Compute a batch's moments for a link, by as few passes as it needs.
 
     Given `Moments` serve every link, unless they are those of differences. Links that
@@ -198,14 +257,12 @@ def moments_of_model(la: Posterior, x: Any, link_approx: str) -> AnyMoments:
     `(B, K, 2)` and `(B, K, 2, 2)`.
     """
     if not sees_differences(la, link_approx):
-        of_all = Moments(*la._moments_of_all(x))
-        return of_classes(la.task.predicted, of_all)
-    if isinstance(x, AnyMoments):
+        return of_classes(la.task.predicted, la._moments_of_all(x))
+    if isinstance(x, Moments):
         return la._given(x)
     contrasts = Contrasts(la.n_contrasts)
-    f_mu, covariance = la._moments(x, directions=contrasts.directions)
-    classes = contrasts.classes(f_mu.detach())
-    return DifferenceMoments(f_mu, covariance, classes)
+    moments = la._moments(x, directions=contrasts.directions)
+    return replace(moments, classes=contrasts.classes(moments.f_mu.detach()))
 
 
 def sees_differences(la: Posterior, link_approx: str) -> bool:
@@ -214,9 +271,9 @@ def sees_differences(la: Posterior, link_approx: str) -> bool:
     return is_softmax and link_approx in OF_DIFFERENCES
 
 
-def of_classes(task: Task, moments: AnyMoments) -> AnyMoments:
+def of_classes(task: Task, moments: Moments) -> Moments:
     """Turn a model's moments into those of classes' logits, as links take them."""
-    if isinstance(moments, DifferenceMoments):
+    if moments.classes is not None:
         return moments  # of a softmax, whose outputs they are
     f_mu, f_var = moments
     return Moments(task.class_logits(f_mu), task.class_covariance(f_var))
@@ -251,10 +308,7 @@ def amortized_moments(la: Posterior, x: Any) -> Moments:
     `ValueError` if nothing was learnt, or the fit or the prior precision has changed
     since.
     """
-    if isinstance(x, AnyMoments):
-        raise ValueError(
-            'Moments hold no inputs: pass a batch for pred_type="amortized".'
-        )
+    check_is_batch(x, "amortized")
     la.check_model()
     learnt = la.learnt_variance
     if learnt is None:
@@ -271,6 +325,14 @@ def amortized_moments(la: Posterior, x: Any) -> Moments:
             return Moments(f_mu, learnt.covariance(features))
 
 
+def check_is_batch(x: Any, pred_type: str) -> None:
+    """Refuse moments where inputs are needed."""
+    if isinstance(x, Moments | MixtureMoments):
+        raise ValueError(
+            f'Moments hold no inputs: pass a batch for pred_type="{pred_type}".'
+        )
+
+
 def features_of(la: Posterior, inputs: Any) -> tuple[Tensor, Tensor]:
     """Compute logits `(B, C)`, and features `(B, p)` to learn variances from."""
     with la.model.running():
@@ -279,3 +341,48 @@ def features_of(la: Posterior, inputs: Any) -> tuple[Tensor, Tensor]:
     if hidden is not None:
         features = torch.cat([hidden, features], dim=-1)
     return logits, features.to(la.blocks[0].statistics_dtype)
+
+
+# --- drawn functions ------------------------------------------------------------------
+
+
+class _Drawn(NamedTuple):
+    """Logits of a few examples: the model's `(B, C)`, and draws' `(B, S, C)`."""
+
+    f_mu: Tensor
+    of_draws: Tensor
+
+
+@exclusive
+def drawn_functions(la: Posterior, weights: Tensor, pred_type: str, x: Any) -> Tensor:
+    """Return scaled logits `(S, B, C)` with drawn weights `(S, parameters)`.
+
+    By "nn" they are the network's own, by one forward pass each. By "glm" they are s
+    (f(θ*) + J (θ - θ*)), with `logit_scale` s, by one set of Jacobians: over many
+    draws, mean and covariance are those of `predictive_moments`, scaled by s, also
+    between examples and between batches.
+    """
+    la.check_model()
+    if pred_type == "nn":
+        logits = torch.stack([logits_with(la, drawn, x) for drawn in weights])
+        return la.logit_scale * logits
+    # J (θ - θ*) adds up over blocks, whose Jacobians come one after the other.
+    sizes = [block.n_params for block in la.blocks]
+    changes = (weights - la.mean).split(sizes, dim=1)
+
+    def of_part(part: Any, _: slice) -> _Drawn:
+        products: list[Tensor] = []
+
+        def multiply(index: int, jacobian: Tensor) -> None:
+            block = la.blocks[index]
+            change = block.small_side_first(changes[index].unflatten(1, block.shape))
+            with torch.autocast(jacobian.device.type, enabled=False):
+                product = torch.einsum("bcrd,srd->bsc", jacobian, change.to(jacobian))
+            products.append(product.to(weights.device))
+
+        f_mu = la.recorder.visit_jacobians(part, multiply)
+        return _Drawn(f_mu, f_mu[:, None] + torch.stack(products).sum(0))
+
+    parts = la.recorder.in_parts(x, la.n_outputs, of_part)
+    of_draws = torch.cat([part.of_draws for part in parts])
+    return la.logit_scale * of_draws.transpose(0, 1)

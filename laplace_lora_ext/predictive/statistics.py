@@ -5,27 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from itertools import islice
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from laplace_lora_ext.curvature.block import DecomposedBlock
 from laplace_lora_ext.curvature.factors import LinAlgError
 from laplace_lora_ext.curvature.matrix import Spectrum
 from laplace_lora_ext.models.running import as_tensor, cpu_as_default, without_autocast
 from laplace_lora_ext.passes.recorder import Directions, every_output
 from laplace_lora_ext.predictive.contrasts import NO_CLASS, Contrasts
-from laplace_lora_ext.predictive.data_sets import Columns
-from laplace_lora_ext.predictive.moments import (
-    AnyMoments,
-    DifferenceMoments,
-    MixtureMoments,
-    Moments,
-)
+from laplace_lora_ext.predictive.moments import MixtureMoments, Moments
 from laplace_lora_ext.predictive.posterior import Posterior, sees_differences
-from laplace_lora_ext.processes.shards import join_batches
+from laplace_lora_ext.processes.shards import Columns, join_batches
 
 # Examples whose projections are weighted: moments need the memory of a copy.
 _AT_ONCE = 64
@@ -34,9 +28,9 @@ _AT_ONCE = 64
 class _Rows:
     """Tensors with a row for each of N examples, to be selected, joined and counted."""
 
+    # Names of those that a class has; some may be None.
     _of_examples: ClassVar[tuple[str, ...]]
 
-    f_mu: Tensor
     targets: Tensor | None
 
     @property
@@ -50,7 +44,7 @@ class _Rows:
         return tuple(getattr(self, name) for name in self._known)
 
     def of(self: Any, columns: Columns) -> Any:
-        """Take `columns` of other examples of the same fit."""
+        """Return `columns` of other examples of the same fit."""
         return replace(self, **dict(zip(self._known, columns, strict=True)))
 
     def required_targets(self) -> Tensor:
@@ -60,7 +54,7 @@ class _Rows:
         return self.targets
 
     def __len__(self) -> int:
-        return len(self.f_mu)
+        return len(self.columns[0])
 
     def __getitem__(self, index: slice | Tensor) -> Any:
         return self.of(tuple(column[index] for column in self.columns))
@@ -111,8 +105,6 @@ class PredictiveStatistics(_Rows):
         `(N, 1 + D)`, which classes contrasts are of: the most probable one, and those
         that are compared with it, or -1 where an example needs fewer; None where all
         logits are known
-    n_left_out : int, default=0
-        examples of the data that were not kept, since only some were asked for
 
     Notes
     -----
@@ -126,7 +118,6 @@ class PredictiveStatistics(_Rows):
     scale: Tensor
     targets: Tensor | None = None
     classes: Tensor | None = None
-    n_left_out: int = 0
 
     _of_examples: ClassVar[tuple[str, ...]] = (
         "f_mu",
@@ -168,7 +159,7 @@ class PredictiveStatistics(_Rows):
 
     @cpu_as_default()
     @without_autocast
-    def moments(self, prior_precision: float | Tensor) -> AnyMoments:
+    def moments(self, prior_precision: float | Tensor) -> Moments:
         """Compute mean and covariance of the logits under a prior precision.
 
         Parameters
@@ -181,9 +172,9 @@ class PredictiveStatistics(_Rows):
 
         Returns
         -------
-        Moments or DifferenceMoments
-            f_mu, `(N, C)`, and f_var, `(N, C, C)`; the latter of contrasts, which serve
-            the links "mean_field" and "mc"
+        Moments
+            f_mu, `(N, C)`, and f_var, `(N, C, C)`; of contrasts they serve the links
+            "mean_field" and "mc"
         """
         deltas = as_tensor(prior_precision).to(self.spectrum.leading)
         leading, remaining = self.spectrum.shifted(self.scale, deltas)
@@ -197,7 +188,7 @@ class PredictiveStatistics(_Rows):
             weighted = z * weights
             remainders = torch.einsum("nfab,f->nab", R, of_remaining)
             covariances.append(weighted @ weighted.mT + remainders)
-        return _moments(self.f_mu, torch.cat(covariances), self.classes)
+        return Moments(self.f_mu, torch.cat(covariances), self.classes)
 
 
 @dataclass(eq=False, repr=False)
@@ -234,7 +225,7 @@ class TriedStatistics(_Rows):
         "targets",
     )
 
-    def moments(self, prior_precision: Tensor) -> AnyMoments:
+    def moments(self, prior_precision: Tensor) -> Moments:
         """Return the moments under one of the prior precisions.
 
         A `torch.linalg.LinAlgError` where it leaves no covariance.
@@ -247,18 +238,11 @@ class TriedStatistics(_Rows):
         f_var = self.covariances[:, place]
         if f_var.isnan().any():
             raise LinAlgError("no covariance under this prior precision")
-        return _moments(self.f_mu, f_var, self.classes)
-
-
-def _moments(f_mu: Tensor, f_var: Tensor, classes: Tensor | None) -> AnyMoments:
-    """Join means and covariances of all logits, or of contrasts."""
-    if classes is None:
-        return Moments(f_mu, f_var)
-    return DifferenceMoments(f_mu, f_var, classes)
+        return Moments(self.f_mu, f_var, self.classes)
 
 
 @dataclass(eq=False)
-class MixtureStatistics:
+class MixtureStatistics(_Rows):
     """Each member's statistics of a data set, to predict it under any prior.
 
     Attributes
@@ -277,11 +261,13 @@ class MixtureStatistics:
     priors: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
-        first = self.members[0].targets
-        for member in self.members:
-            if first is None or member.targets is None:
-                continue
-            if not torch.equal(first, member.targets):
+        first, *others = [member.targets for member in self.members]
+        for other in others:
+            if (
+                first is not None
+                and other is not None
+                and not torch.equal(first, other)
+            ):
                 raise ValueError(
                     "The members read the data in other orders: pass a loader that "
                     "does not shuffle."
@@ -290,52 +276,40 @@ class MixtureStatistics:
     @property
     def columns(self) -> Columns:
         """List all members' tensors with a row for each example."""
-        columns: list[Tensor] = []
-        for member in self.members:
-            columns.extend(member.columns)
-        return tuple(columns)
-
-    def of(self, columns: Columns) -> MixtureStatistics:
-        """Take `columns` of other examples of the same fits."""
-        # All members have the same kinds of columns.
-        n_columns = len(columns) // len(self.members)
-        members: list[PredictiveStatistics | TriedStatistics] = []
-        for index, member in enumerate(self.members):
-            start = index * n_columns
-            part = columns[start : start + n_columns]
-            members.append(member.of(part))
-        return replace(self, members=tuple(members))
+        return tuple(column for member in self.members for column in member.columns)
 
     @property
-    def nbytes(self) -> int:
-        """Count the memory of the members' statistics."""
-        return sum(member.nbytes for member in self.members)
+    def targets(self) -> Tensor | None:
+        """Return the targets, which all members have alike."""
+        return self.members[0].targets
 
-    def __len__(self) -> int:
-        return len(self.members[0])
-
-    def __getitem__(self, index: slice | Tensor) -> MixtureStatistics:
-        return self.of(tuple(column[index] for column in self.columns))
+    def of(self, columns: Columns) -> MixtureStatistics:
+        """Return `columns` of other examples of the same fits."""
+        left = iter(columns)
+        members = [
+            member.of(tuple(islice(left, len(member.columns))))
+            for member in self.members
+        ]
+        return replace(self, members=tuple(members))
 
     def moments(self, factor: float | Tensor) -> MixtureMoments:
         """Compute moments with the members' prior precisions multiplied by a factor."""
         factor = as_tensor(factor)
-        of_members: list[AnyMoments] = []
-        for member, prior in zip(self.members, self.priors, strict=True):
-            of_members.append(member.moments(multiplied(prior, factor)))
-        return MixtureMoments(tuple(of_members))
+        by_member = zip(self.members, self.priors, strict=True)
+        return MixtureMoments(
+            tuple(
+                member.moments(multiply_prior(prior, factor))
+                for member, prior in by_member
+            )
+        )
 
-    def required_targets(self) -> Tensor:
-        """Return the targets; a `ValueError` if the data had none."""
-        return self.members[0].required_targets()
 
-
-def multiplied(prior: Tensor, factor: Tensor) -> Tensor:
+def multiply_prior(prior: Tensor, factor: Tensor) -> Tensor:
     """Multiply a member's prior precision by a mixture's factor."""
     return factor.to(prior) * prior
 
 
-def joined_statistics(parts: Sequence[MixtureStatistics]) -> MixtureStatistics:
+def join_statistics(parts: Sequence[MixtureStatistics]) -> MixtureStatistics:
     """Join statistics of several batches of one data set."""
     return parts[0].of(join_batches([part.columns for part in parts]))
 
@@ -363,36 +337,20 @@ def of_present_fit(la: Posterior, given: Any, link_approx: str) -> PredictiveSta
     return replace(given, scale=la._H_factor.detach().to(given.scale))
 
 
+def statistics_of(
+    la: Posterior, data: Any, link_approx: str, progress_bar: bool
+) -> PredictiveStatistics:
+    """Compute statistics for a link, or return given ones of the present fit."""
+    if isinstance(data, PredictiveStatistics):
+        return of_present_fit(la, data, link_approx)
+    return la.predictive_statistics(data, progress_bar, link_approx=link_approx)
+
+
 def contrasts_for(la: Posterior, link_approx: str) -> Contrasts | None:
     """Say which contrasts a link's statistics are of; None for all outputs."""
     contrasts = Contrasts(la.n_contrasts)
     are_some = not contrasts.are_all(la.n_outputs)
     return contrasts if are_some and sees_differences(la, link_approx) else None
-
-
-def bytes_of_statistics(la: Posterior, link_approx: str) -> int:
-    """Count the most bytes that an example's statistics take, for a link."""
-    contrasts = contrasts_for(la, link_approx)
-    n_directions = n_wide = la.n_outputs
-    if contrasts is not None:
-        n_directions = contrasts.most(la.n_outputs)
-        # They have the classes that contrasts are of.
-        n_wide += 1 + n_directions
-    spectrum = la.H.spectrum
-    of_direction = len(spectrum.leading) + len(spectrum.remaining) * n_directions
-    n_numbers = la.n_outputs + n_directions * of_direction
-    # Targets are one number, or one for each output.
-    return n_numbers * torch.float32.itemsize + n_wide * torch.int64.itemsize
-
-
-class _OfBlock(NamedTuple):
-    """A block's part of the statistics of a few examples."""
-
-    projections: Tensor
-    inner_products: Tensor
-
-    def to(self, device: torch.device) -> _OfBlock:
-        return _OfBlock(self.projections.to(device), self.inner_products.to(device))
 
 
 def statistics_of_batch(
@@ -414,32 +372,19 @@ def statistics_of_batch(
     n_directions = la.n_outputs if contrasts is None else contrasts.most(la.n_outputs)
 
     def of_part(part: Any, place: slice) -> PredictiveStatistics | TriedStatistics:
-        # Batches need different numbers of contrasts; the columns have places for all.
         if has_statistics(la):
-            f_mu, projections, products = _projections(la, part, directions)
-            n_missing = n_directions - projections.shape[1]
-            kept = PredictiveStatistics(
-                f_mu=f_mu.to(device, dtype),
-                projections=pad(projections, (0, 0, 0, n_missing)).to(device, dtype),
-                inner_products=pad(products, (0, n_missing, 0, n_missing)).to(
-                    device, dtype
-                ),
-                spectrum=la.H.spectrum,
-                scale=la._H_factor.detach(),
-            )
+            kept = _project(la, part, directions, n_directions)
         else:
-            f_mu, covariances = _covariances(la, part, directions, priors)
-            n_missing = n_directions - covariances.shape[-1]
-            covariances = pad(covariances, (0, n_missing, 0, n_missing))
-            kept = TriedStatistics(
-                f_mu.to(device, dtype), covariances.to(device, dtype), priors
-            )
+            kept = _try_priors(la, part, directions, n_directions, priors)
+        f_mu = kept.f_mu
+        kept = kept.of(tuple(column.to(device, dtype) for column in kept.columns))
         targets = classes = None
         if y is not None:
             labels = la.model.labels_of_part(y, part, place)
             targets = la.task.check_targets(labels, f_mu).to(device)
         if contrasts is not None:
             classes = contrasts.classes(f_mu)
+            n_missing = 1 + n_directions - classes.shape[1]
             classes = pad(classes, (0, n_missing), value=NO_CLASS).to(device)
         return replace(kept, targets=targets, classes=classes)
 
@@ -448,45 +393,61 @@ def statistics_of_batch(
     return parts[0].of(join_batches([part.columns for part in parts]))
 
 
-def _projections(
-    la: Posterior, part: Any, directions: Directions
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute logits, projections `(B, D, E)` and inner products `(B, F, D, D)`."""
-    by_block: dict[int, _OfBlock] = {}  # blocks come in any order
+# Batches need different numbers of contrasts: columns have places for all of them.
+
+
+def _project(
+    la: Posterior, part: Any, directions: Directions, n_directions: int
+) -> PredictiveStatistics:
+    """Project Jacobians of a few examples on eigenvectors; multiply what remains."""
+    by_block: dict[int, tuple[Tensor, Tensor]] = {}  # blocks come in any order
 
     def project(index: int, jacobian: Tensor) -> None:
-        by_block[index] = _projected(la.H.blocks[index], jacobian)
+        block = la.H.blocks[index]
+        leading, remainder = block.project(jacobian)
+        by_row = remainder.transpose(1, 2)  # (B, r, C, d)
+        if not block.n_left_out:
+            by_row = by_row[:, :0]  # as the `Spectrum`, which has no eigenvalues there
+        by_block[index] = leading.flatten(2), by_row @ by_row.mT
 
     with torch.autocast(la.blocks[0].device.type, enabled=False):
         f_mu = la.recorder.visit_jacobians(part, project, directions)
     # All blocks together: each copy from an accelerator waits for the work there.
-    in_order = [by_block[index].to(f_mu.device) for index in range(len(la.blocks))]
-    projections = torch.cat([each.projections for each in in_order], dim=2)
-    products = torch.cat([each.inner_products for each in in_order], dim=1)
-    return f_mu, projections, products
+    leading, products = zip(
+        *(by_block[index] for index in range(len(la.blocks))), strict=True
+    )
+    projections = torch.cat([each.to(f_mu.device) for each in leading], dim=2)
+    inner_products = torch.cat([each.to(f_mu.device) for each in products], dim=1)
+    n_missing = n_directions - projections.shape[1]
+    return PredictiveStatistics(
+        f_mu=f_mu,
+        projections=pad(projections, (0, 0, 0, n_missing)),
+        inner_products=pad(inner_products, (0, n_missing, 0, n_missing)),
+        spectrum=la.H.spectrum,
+        scale=la._H_factor.detach(),
+    )
 
 
-def _covariances(
-    la: Posterior, part: Any, directions: Directions, priors: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Compute logits, and covariances `(B, T, D, D)` under each prior precision."""
+def _try_priors(
+    la: Posterior,
+    part: Any,
+    directions: Directions,
+    n_directions: int,
+    priors: Sequence[Tensor],
+) -> TriedStatistics:
+    """Compute the covariances of a few examples' logits under each prior precision."""
     jacobians, f_mu = la.recorder.jacobians(part, directions)
+    n_examples, n_used, _ = jacobians.shape
     under = copy(la)
     by_prior: list[Tensor] = []
     for prior in priors:
         under.prior_precision = prior
         try:
-            by_prior.append(under.functional_variance(jacobians))
+            with torch.autocast(jacobians.device.type, enabled=False):
+                by_prior.append(under.functional_variance(jacobians))
         except LinAlgError:
-            size = jacobians.shape[1]
-            by_prior.append(jacobians.new_full((len(jacobians), size, size), torch.nan))
-    return f_mu, torch.stack(by_prior, dim=1)
-
-
-def _projected(block: DecomposedBlock, jacobian: Tensor) -> _OfBlock:
-    """Project Jacobians `(B, C, r, d)` on eigenvectors; multiply what remains."""
-    leading, remainder = block.project(jacobian)
-    by_row = remainder.transpose(1, 2)  # (B, r, C, d)
-    if not block.n_left_out:
-        by_row = by_row[:, :0]  # as the `Spectrum`, which has no eigenvalues for them
-    return _OfBlock(leading.flatten(2), by_row @ by_row.mT)
+            nothing = jacobians.new_full((n_examples, n_used, n_used), torch.nan)
+            by_prior.append(nothing)
+    n_missing = n_directions - n_used
+    covariances = pad(torch.stack(by_prior, dim=1), (0, n_missing, 0, n_missing))
+    return TriedStatistics(f_mu, covariances, priors)

@@ -29,7 +29,8 @@ from laplace_lora_ext.models.adapters import (
 )
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.lora_layers import looks_trained
-from laplace_lora_ext.predictive.data_sets import Columns, over_loader
+from laplace_lora_ext.predicting import Predictor
+from laplace_lora_ext.predictive.posterior import Hyperparameters
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import Division, check_divisible, divide
 from laplace_lora_ext.training.averaging import share_of
@@ -41,8 +42,8 @@ from laplace_lora_ext.training.trainers import (
     with_tokenizer,
 )
 from laplace_lora_ext.tuning.gridsearch import GridSearch
-from laplace_lora_ext.tuning.history import Hyperparameters, TuningHistory
-from laplace_lora_ext.tuning.kinds import kinds_of, number_of
+from laplace_lora_ext.tuning.method import TuningHistory, kinds_of, number_of
+from laplace_lora_ext.tuning.token_gridsearch import nll_of_tokens
 
 SECOND_STAGE = 0.25
 """Steps of the second stage, relative to a training on all texts."""
@@ -400,9 +401,7 @@ def _likelihood(
     return "language_modeling" if writes and not has_answers(options) else None
 
 
-def _figures(
-    trainer: Any, la: LoRALaplace | LaplaceMixture, history: TuningHistory
-) -> dict[str, float]:
+def _figures(trainer: Any, la: Predictor, history: TuningHistory) -> dict[str, float]:
     """Measure a posterior: on held-out texts, and on the trainer's evaluation data."""
     priors = [member.prior_precision.mean().item() for member in la.members]
     scales = [member.logit_scale for member in la.members]
@@ -420,7 +419,7 @@ def _figures(
     return figures
 
 
-def eval_figures(la: Any, loader: Iterable[Any]) -> dict[str, float]:
+def eval_figures(la: Predictor, loader: Iterable[Any]) -> dict[str, float]:
     """Measure a posterior on evaluation data.
 
     The figures are its NLL and ECE; of texts the NLL of a token; of numbers those of
@@ -428,19 +427,7 @@ def eval_figures(la: Any, loader: Iterable[Any]) -> dict[str, float]:
     """
     first = la.members[0]
     if first.task.writes:
-        return {"eval_laplace_nll": _nll_of_tokens(la, loader)}
+        return {"eval_laplace_nll": nll_of_tokens(la, loader)}
     measured = compare(la, loader).posterior
     names = measured if first.task.has_noise else ("nll", "ece")
     return {f"eval_laplace_{name}": measured[name] for name in names}
-
-
-def _nll_of_tokens(la: Any, loader: Iterable[Any]) -> float:
-    """Compute a token's mean loss under the posterior predictive."""
-
-    def of_texts(batch: Any) -> Columns:
-        scores = la.score(batch)
-        return scores.sums.log_prob, scores.labelled.sum(1)
-
-    log_probs, counts = over_loader(loader, of_texts)
-    log_prob = log_probs.double().sum().item()
-    return -log_prob / counts.sum().item()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,23 +13,38 @@ import torch
 import tqdm
 from scipy.optimize import brentq
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.data_sets import over_loader
+from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.moments import (
     Moments,
     gaussian_samples,
     standard_normal,
 )
-from laplace_lora_ext.predictive.posterior import of_classes
-from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.processes.shards import Share
-from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.kinds import number_of
-from laplace_lora_ext.tuning.method import TuningMethod, seed_of_search
-from laplace_lora_ext.tuning.noise import noise_of_residuals, unit_of_priors
-from laplace_lora_ext.tuning.samples import MOST_BYTES, drawn, statistics_within
-from laplace_lora_ext.tuning.scales import Outcome
+from laplace_lora_ext.predictive.posterior import Members, Posterior, of_classes
+from laplace_lora_ext.predictive.statistics import (
+    PredictiveStatistics,
+    has_statistics,
+    statistics_of,
+)
+from laplace_lora_ext.processes.exchange import count, of_first
+from laplace_lora_ext.processes.shards import (
+    Share,
+    data_size,
+    examples_of,
+    in_order_like,
+    select_examples,
+)
+from laplace_lora_ext.tuning.method import (
+    Trial,
+    TuningHistory,
+    TuningMethod,
+    number_of,
+    seed_of_search,
+    unit_of_priors,
+)
 
 _CHUNK = 2**22  # numbers that are sampled at once
 # The search is in the logarithm of a factor by which the start is multiplied.
@@ -79,10 +95,8 @@ class Agreement(TuningMethod):
     max_examples : int, default=2000
         from a loader of a larger data set this many are drawn at random, and only they
         pass through the model; all of an iterable do. The distance is an average, so
-        its error falls with the square root of their number
-    max_bytes : int, default=2**32
-        how much memory the statistics of "lowrank_kron" may take in each process. Where
-        those of all examples take more, as many as fit are drawn at random
+        its error falls with the square root of their number. `PredictiveStatistics`
+        says how much memory each takes
     generator : torch.Generator, optional
         for the draws and the examples; if omitted, every call uses the same
 
@@ -95,8 +109,7 @@ class Agreement(TuningMethod):
     Warns
     -----
     UserWarning
-        If no prior precision within a factor of 1e8 of the start has this change, or
-        examples are left out for `max_bytes`.
+        If no prior precision within a factor of 1e8 of the start has this change.
 
     References
     ----------
@@ -110,7 +123,6 @@ class Agreement(TuningMethod):
     max_change: float = 0.1
     n_samples: int = 100
     max_examples: int = 2000
-    max_bytes: int = MOST_BYTES
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
@@ -120,13 +132,14 @@ class Agreement(TuningMethod):
                 f"max_change must be between 0 and 1, not {self.max_change}."
             )
 
-    def _search(self, la: Any) -> TuningHistory:
+    def _search(self, la: Members) -> TuningHistory:
+        (posterior,) = la.members
         start = self._start(la)
-        is_regression = la.task.has_noise
+        is_regression = posterior.task.has_noise
         if is_regression:
-            start = start * unit_of_priors(la)
-            la.sigma_noise = 1.0
-        change = self._change(la)
+            start = start * unit_of_priors(posterior)
+            posterior.sigma_noise = torch.ones(())
+        change = self._change(posterior)
         kinds = self._kinds(la)
         if kinds is not None:
             # One distance can't tell two prior precisions. So each kind by itself gets
@@ -142,39 +155,43 @@ class Agreement(TuningMethod):
         history = self._broadest(start, change)
         if not is_regression:
             return history
-        la.prior_precision = history.chosen.prior_precision
-        noise = noise_of_residuals(la)
+        posterior.prior_precision = history.chosen.prior_precision
+        noise = noise_of_residuals(posterior)
         # The prior precisions were those of a noise of 1.
-        return replace(
-            history,
-            prior_precision=history.prior_precision / noise**2,
-            sigma_noise=torch.full_like(history.objective, noise),
-        )
+        trials = [
+            replace(
+                trial,
+                prior_precision=trial.prior_precision / noise**2,
+                sigma_noise=noise,
+            )
+            for trial in history.trials
+        ]
+        return replace(history, trials=trials)
 
-    def _change(self, la: Any) -> Callable[[Tensor], float]:
+    def _change(self, la: Posterior) -> Callable[[Tensor], float]:
         """Make a function from a prior precision to draws' mean distance."""
         seed = seed_of_search(self.generator)
-        data = drawn(self.train_loader, self.max_examples, seed)
-        statistics = statistics_within(
-            la, data, self.max_bytes, seed, self.progress_bar
-        )
-        moments_of = (
-            _moments_along(la, data) if statistics is None else statistics.moments
-        )
-        likelihood = la.task
+        data = draw_some(self.train_loader, self.max_examples, seed)
+        if has_statistics(la):
+            moments_of = statistics_of(
+                la, data, DEFAULT_LINK, self.progress_bar
+            ).moments
+        else:
+            moments_of = _moments_along(la, data)
+        task = la.task
 
         def change(prior_precision: Tensor) -> float:
             # The same draws at every prior precision: then the change falls with it
             # smoothly.
             draws = torch.Generator().manual_seed(seed)
-            moments = of_classes(likelihood, moments_of(prior_precision).to("cpu"))
+            moments = of_classes(task, moments_of(prior_precision).to("cpu"))
             n_logits = moments.f_mu[0].numel()
             at_once = max(1, _CHUNK // (self.n_samples * n_logits))
             total = 0.0
             for f_mu, f_var in moments.split(at_once):
                 noise = standard_normal((self.n_samples, *f_mu.shape), f_mu, draws)
                 outputs = gaussian_samples(f_mu, f_var, noise)
-                distances = _distances(outputs, f_mu, likelihood.has_noise)
+                distances = _distances(outputs, f_mu, task.has_noise)
                 total += distances.double().mean(0).sum().item()
             # Of labels, the average is over labels, too.
             return total / moments.f_mu[..., 0].numel()
@@ -185,29 +202,26 @@ class Agreement(TuningMethod):
         self, start: Tensor, change: Callable[[Tensor], float]
     ) -> TuningHistory:
         """Choose the factor of a prior at which draws change as much as allowed."""
-        tried: dict[float, Outcome] = {}  # by the logarithm of the factor
+        tried: dict[float, Trial] = {}  # by the logarithm of the factor
         name = "[Comparing draws with the model]"
         with tqdm.tqdm(desc=name, disable=not self.progress_bar) as bar:
 
             def excess(log_factor: float) -> float:
                 if log_factor not in tried:  # brentq asks again for both ends
-                    mean = change(math.exp(log_factor) * start)
-                    tried[log_factor] = Outcome(mean)
+                    prior = math.exp(log_factor) * start
+                    tried[log_factor] = Trial(prior, objective=change(prior))
                     bar.update()
                 return tried[log_factor].objective - self.max_change
 
             root = _falling_root(excess)
-            excess(root)
         if abs(root) > 0.99 * _FARTHEST:
-            farthest = (math.exp(root) * start).mean().item()
+            farthest = tried[root].prior_precision.mean().item()
             warn(
                 "No prior precision within a factor of 1e8 changes the predictions by "
                 f"{self.max_change:g} on average: at {farthest:.3g} the change is "
                 f"{tried[root].objective:.3g}. Check that the adapter is trained."
             )
-        rows = [math.exp(log_factor) * start for log_factor in tried]
-        outcomes = list(tried.values())
-        return TuningHistory.of(rows, outcomes, choice=list(tried).index(root))
+        return TuningHistory(list(tried.values()), choice=list(tried).index(root))
 
 
 def _change_by_some(
@@ -248,7 +262,7 @@ def _falling_root(excess: Callable[[float], float]) -> float:
     return here
 
 
-def _moments_along(la: Any, loader: Iterable[Any]) -> Callable[[Tensor], Moments]:
+def _moments_along(la: Posterior, loader: Iterable[Any]) -> Callable[[Tensor], Moments]:
     """Make a function from priors to the data's moments, for any structure.
 
     The loader is read once. The data pass through the model at every prior precision,
@@ -256,8 +270,8 @@ def _moments_along(la: Any, loader: Iterable[Any]) -> Callable[[Tensor], Moments
     """
     data = Share.read_once(loader)
 
-    def of_batch(batch: Any) -> tuple[Tensor, Tensor]:
-        return la.predictive_moments(la.model.inputs(batch))
+    def of_batch(batch: Any) -> tuple[Tensor, ...]:
+        return tuple(la.predictive_moments(la.model.inputs(batch)))
 
     def of_batches(prior_precision: Tensor) -> Moments:
         la.prior_precision = prior_precision
@@ -265,3 +279,72 @@ def _moments_along(la: Any, loader: Iterable[Any]) -> Callable[[Tensor], Moments
         return Moments(f_mu, f_var)
 
     return of_batches
+
+
+def draw_some(loader: Any, n_examples: int, seed: int) -> Any:
+    """Draw examples from a larger loader before any pass, where possible."""
+    if isinstance(loader, PredictiveStatistics) or data_size(loader) is None:
+        return loader
+    if isinstance(loader.dataset, IterableDataset):
+        return loader
+    if count() > 1 and not Share(loader).is_dealt:
+        return loader  # each rank has other examples
+    examples = examples_of(loader)
+    if len(examples) <= n_examples:
+        return loader
+    # Nothing else tells how large its data set is.
+    assert isinstance(loader, DataLoader)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(examples), generator=generator)
+    some = examples[order[:n_examples]]
+    return in_order_like(loader, select_examples(loader.dataset, some.tolist()))
+
+
+# --- noise ----------------------------------------------------------------------------
+
+
+def n_determined(la: Posterior) -> float:
+    """Count the parameters that data determine, not the prior: `Σ e / (e + λ)`.
+
+    The sum is over the eigenvalues e of the curvature, at the present prior precision λ
+    and noise. It is the derivative of `log det(c H + λ)` in log c.
+
+    References
+    ----------
+    MacKay, "Bayesian interpolation", Neural Computation 4 (1992).
+    """
+    scaled = copy(la)
+    noise = la.sigma_noise.detach()
+    with torch.enable_grad():
+        log_factor = torch.zeros(
+            (), device=noise.device, dtype=torch.float64, requires_grad=True
+        )
+        # Multiplies the curvature by the factor.
+        scaled.sigma_noise = noise * (-log_factor / 2).exp()
+        log_det = scaled.log_det_posterior_precision
+        (number,) = torch.autograd.grad(log_det, log_factor)
+    return number.item()
+
+
+def noise_of_residuals(la: Posterior) -> float:
+    """Return the noise that training residuals show, at the prior of noise 1.
+
+    Of n C residuals, the fit has made as many smaller as it has parameters that the
+    data determine, γ. So the best estimate of the variance is `Σ r² / (n C - γ)`
+    (MacKay 1992, as for `n_determined`), where `Σ r²` is twice the loss of a Gaussian
+    with variance 1.
+
+    A `ValueError` if the data determine as many parameters as there are residuals, or
+    there is no error.
+    """
+    squares = 2 * la.loss.item()
+    n_residuals = la.n_data * la.n_outputs
+    n_free = n_residuals - n_determined(la)
+    if n_free <= 0 or squares == 0:
+        raise ValueError(
+            f"The training data have {n_residuals} targets, determine "
+            f"{n_residuals - n_free:.0f} parameters and leave a squared error of "
+            f"{squares:.3g}, which tells no noise: let held-out data choose, by "
+            'method="gridsearch" or "second_training".'
+        )
+    return of_first(math.sqrt(squares / n_free))

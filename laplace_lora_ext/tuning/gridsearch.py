@@ -14,36 +14,39 @@ import tqdm
 from torch import Tensor
 
 from laplace_lora_ext.curvature.factors import LinAlgError
-from laplace_lora_ext.messages import warn
+from laplace_lora_ext.messages import check_name, warn
 from laplace_lora_ext.predictive.data_sets import batch_by_batch
-from laplace_lora_ext.predictive.links import DEFAULT_LINK, own_links
+from laplace_lora_ext.predictive.links import DEFAULT_LINK, LINKS
+from laplace_lora_ext.predictive.posterior import (
+    WITHOUT_VARIANCE,
+    Members,
+    Posterior,
+)
 from laplace_lora_ext.predictive.statistics import (
     MixtureStatistics,
     PredictiveStatistics,
     contrasts_for,
     has_statistics,
-    joined_statistics,
-    multiplied,
+    join_statistics,
+    multiply_prior,
     of_present_fit,
     statistics_of_batch,
 )
 from laplace_lora_ext.processes.exchange import gathered
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.rounding import equal_up_to_rounding
-from laplace_lora_ext.tuning.history import GridLosses, TuningHistory
-from laplace_lora_ext.tuning.kinds import number_of
-from laplace_lora_ext.tuning.method import TuningMethod
-from laplace_lora_ext.tuning.noise import unit_of_priors
-from laplace_lora_ext.tuning.scales import (
+from laplace_lora_ext.tuning.losses import (
     LOGIT_SCALES,
-    ClassLosses,
-    DensityLosses,
+    GridLosses,
+    Likelihoods,
     NoiseSquares,
-    Score,
 )
-
-WITHOUT_VARIANCE = 1e12
-"""A prior precision under which weights don't vary, of numbers relative to the unit."""
+from laplace_lora_ext.tuning.method import (
+    TuningHistory,
+    TuningMethod,
+    number_of,
+    unit_of_priors,
+)
 
 # Points of a grid over several kinds, whose number is to the power of the kinds: 25 by
 # 25.
@@ -73,7 +76,7 @@ class GridMethod(TuningMethod):
     grid_size: int = 100
     log_prior_prec_base: float = 10.0
 
-    def _grid(self, la: Any, kinds: Tensor | None = None) -> Tensor:
+    def _grid(self, la: Members, kinds: Tensor | None = None) -> Tensor:
         """List the prior precisions to try, `(T,)` or `(T, blocks)`.
 
         Those of several kinds are all combinations of fewer numbers for each, so that
@@ -96,38 +99,31 @@ class GridMethod(TuningMethod):
         base = self._start(la)
         return grid.reshape(len(grid), -1).to(base) * base
 
-    def remark(self, la: Any, history: TuningHistory) -> None:
+    def remark(self, la: Members, history: TuningHistory) -> None:
         """Warn where the first or the last prior precision of the grid is the best."""
         losses = history.objective
         if len(losses) < 3 or (losses == losses[0]).all():
             return  # a grid without a middle
-        of_noise = ""
-        # Where both ends are as good, the first is taken, and spoken of. If a scale or
-        # a noise was chosen too, the last is no fault: without variance, that number
-        # does all that is needed.
-        is_fixed = history.logit_scale is None and history.sigma_noise is None
-        is_regression = la.members[0].task.has_noise
+        # If a scale or a noise was chosen too, the last is no fault: without variance,
+        # that number does all that is needed.
+        is_fixed = history.sigma_noise is None and (history.logit_scale == 1).all()
+        # Where both ends are as good, the first is taken, and spoken of.
         if is_fixed and history.choice > 0 and _is_best(losses, -1):
-            if is_regression:
-                of_noise = " With regression, sigma_noise may be too large instead."
-            last = _middle(history.prior_precision[-1])
             warn(
-                f"The best prior precision of the grid is the last, {last:.3g}: there "
-                "is nothing to broaden. Predictions of these data are best without "
-                "variance of the weights, since the model is as sure as it should be, "
-                "or less, or since it was trained on these data: no posterior makes it "
-                f"surer.{of_noise} If a larger prior precision may be better still, "
-                "raise log_prior_prec_max."
+                "The best prior precision of the grid is the last, "
+                f"{_middle(history.prior_precision[-1]):.3g}: there is nothing to "
+                "broaden. Predictions of these data are best without variance of the "
+                "weights, since the model is as sure as it should be, or less, or "
+                "since it was trained on these data: no posterior makes it surer. If a "
+                "larger prior precision may be better still, raise log_prior_prec_max."
             )
         elif _is_best(losses, 0):
-            if is_regression and is_fixed:
-                of_noise = " With regression, sigma_noise may be too small instead."
-            first = _middle(history.prior_precision[0])
             warn(
-                f"The best prior precision of the grid is the first, {first:.3g}: "
-                "still more variance might be better. The model is far too sure of "
-                "these data, or knows nothing of them: check that it is trained, and "
-                f"with these labels.{of_noise} If it is, lower log_prior_prec_min."
+                "The best prior precision of the grid is the first, "
+                f"{_middle(history.prior_precision[0]):.3g}: still more variance might "
+                "be better. The model is far too sure of these data, or knows nothing "
+                "of them: check that it is trained, and with these labels. If it is, "
+                "lower log_prior_prec_min."
             )
 
 
@@ -161,15 +157,14 @@ class GridSearch(GridMethod):
     progress_bar : bool, default=False
     val_loader : DataLoader, iterable or PredictiveStatistics
         validation data with labels
-    link_approx : {"mean_field", "probit", "mc", "bridge", "bridge_norm"}
-        link for the predictions to score, by default "mean_field": choose the one that
-        you predict with
+    link_approx : {"mean_field", "probit", "mc"}, default="mean_field"
+        link for the predictions to score: choose the one that you predict with
     n_samples : int, default=100
         draws of "mc", the same at every point and in every call
     optimize_scale : bool, default=True
         False chooses the prior precision alone, at a `logit_scale` of 1 or at the
-        present `sigma_noise`, and without the point beyond the grid. So do bridges,
-        which have no temperature as their limit, and mixtures of regressions
+        present `sigma_noise`, and without the point beyond the grid. So do mixtures of
+        regressions
     log_prior_prec_min : float, default=-4
         logarithm of the grid's first prior precision, to the base `log_prior_prec_base`
     log_prior_prec_max : float, default=4
@@ -196,45 +191,57 @@ class GridSearch(GridMethod):
     n_samples: int = 100
     optimize_scale: bool = True
 
-    def _search(self, la: Any) -> TuningHistory:
-        la.check_model()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_name("link_approx", self.link_approx, LINKS)
+
+    def _search(self, la: Members) -> TuningHistory:
+        return self.losses(la).history()
+
+    def losses(self, la: Members) -> GridLosses:
+        """Sum the examples' losses at every point of the grid.
+
+        `la` is a copy of a posterior or mixture, whose noise may change.
+        """
+        members = la.members
+        for member in members:
+            member.check_model()
         # The grid is of factors of these: 1 for a posterior alone.
-        own = [member.prior_precision.detach() for member in la.members]
+        own = [member.prior_precision.detach() for member in members]
         kinds = self._kinds(la)
         # A grid over kinds has many points: by default only where statistics serve all.
-        if self.prior_structure is None and not has_statistics(la):
+        if self.prior_structure is None and not has_statistics(members[0]):
             kinds = None
         grid = self._grid(la, kinds)
-        unit = 1.0
-        score: Score
-        if la.members[0].task.has_noise:
+        if members[0].task.has_noise:
             # The noise of a mixture is that of its members.
-            is_free = self.optimize_scale and len(la.members) == 1
-            score = NoiseSquares(la.n_outputs) if is_free else DensityLosses()
+            is_free = self.optimize_scale and len(members) == 1
+            score = Likelihoods(self.link_approx, self.n_samples)
             if is_free:
-                unit = unit_of_priors(la)
-                la.sigma_noise = 1.0
+                score = NoiseSquares(members[0].n_outputs)
+                members[0].sigma_noise = torch.ones(())
         else:
-            is_free = self.optimize_scale and self.link_approx in own_links(1, None)
+            is_free = self.optimize_scale
             scales = LOGIT_SCALES if is_free else (1.0,)
-            score = ClassLosses(self.link_approx, self.n_samples, scales)
+            score = Likelihoods(self.link_approx, self.n_samples, scales)
         if is_free:
             last = grid[-1:]
             factor = max(_BEYOND, WITHOUT_VARIANCE / last.min().item())
             grid = torch.cat([grid, factor * last])
-        nothing = GridLosses(grid, torch.zeros(len(grid), 1).double(), 0, score, unit)
+        if isinstance(score, NoiseSquares):
+            grid = unit_of_priors(members[0]) * grid
+        losses = GridLosses(grid, torch.zeros(len(grid), 1).double(), 0, score)
         data = self.val_loader
         if isinstance(data, PredictiveStatistics | MixtureStatistics):
-            given = self._given(la.members, own)
-            return _summed(nothing, la.members, given).history()
+            return _sum_losses(losses, members, self._given(members, own))
         share = Share(data)
-        batches = self._of_batches(share, la.members, own, unit * grid)
-        of_rank = _summed(nothing, la.members, _joined(batches))
+        batches = self._of_batches(share, members, own, grid)
+        of_rank = _sum_losses(losses, members, _in_portions(batches))
         share.refuse_copies()
-        return reduce(add, gathered(of_rank)).history()
+        return reduce(add, gathered(of_rank))
 
     def _given(
-        self, members: Sequence[Any], own: Sequence[Tensor]
+        self, members: Sequence[Posterior], own: Sequence[Tensor]
     ) -> Iterator[MixtureStatistics]:
         """Yield the given statistics, some rows at a time."""
         data: Any = self.val_loader
@@ -251,20 +258,22 @@ class GridSearch(GridMethod):
     def _of_batches(
         self,
         share: Share,
-        members: Sequence[Any],
+        members: Sequence[Posterior],
         own: Sequence[Tensor],
-        points: Tensor,
+        grid: Tensor,
     ) -> Iterator[MixtureStatistics]:
         """Pass over the data; yield each batch's statistics for factors of priors."""
 
-        def of_member(member: Any, prior: Tensor, batch: Any) -> Any:
-            contrasts = contrasts_for(member, self.link_approx)
-            priors = [multiplied(prior, point) for point in points]
-            return statistics_of_batch(member, batch, contrasts, priors=priors)
-
         def of_batch(batch: Any) -> MixtureStatistics:
-            by_member = zip(members, own, strict=True)
-            of_members = [of_member(*member, batch) for member in by_member]
+            of_members = [
+                statistics_of_batch(
+                    member,
+                    batch,
+                    contrasts_for(member, self.link_approx),
+                    priors=[multiply_prior(prior, point) for point in grid],
+                )
+                for member, prior in zip(members, own, strict=True)
+            ]
             return MixtureStatistics(tuple(of_members), tuple(own))
 
         title = "[Predictive statistics]"
@@ -275,43 +284,44 @@ class GridSearch(GridMethod):
             yield statistics
 
 
-def _joined(batches: Iterable[MixtureStatistics]) -> Iterator[MixtureStatistics]:
+def _in_portions(batches: Iterable[MixtureStatistics]) -> Iterator[MixtureStatistics]:
     """Join batches, so that a point is not predicted more often than needed.
 
     They wait until there are `_ROWS` examples or `_BYTES` of them.
     """
     waiting: list[MixtureStatistics] = []
-
     for batch in batches:
         waiting.append(batch)
         n_examples = sum(len(each) for each in waiting)
         n_bytes = sum(each.nbytes for each in waiting)
         if n_examples >= _ROWS or n_bytes >= _BYTES:
-            joined = joined_statistics(waiting)
+            joined = join_statistics(waiting)
             waiting.clear()
             yield joined
     if waiting:
-        yield joined_statistics(waiting)
+        yield join_statistics(waiting)
 
 
-def _summed(
-    losses: GridLosses, members: Sequence[Any], portions: Iterable[MixtureStatistics]
+def _sum_losses(
+    losses: GridLosses,
+    members: Sequence[Posterior],
+    portions: Iterable[MixtureStatistics],
 ) -> GridLosses:
     """Add examples' losses at every point of a grid; the examples are let go."""
-    sums = list(losses.sums)
-    n_examples = losses.n_examples
     for statistics in portions:
         targets = statistics.required_targets()
-        for index, point in enumerate(losses.unit * losses.grid):
+        sums: list[Tensor] = []
+        for point in losses.grid:
             try:
                 of_members = statistics.moments(point).members
                 terms = losses.score.terms(members, of_members, targets)
-                sums[index] = sums[index] + terms.sum(0).cpu()
+                sums.append(terms.sum(0).cpu())
             except LinAlgError:
-                sums[index] = sums[index] + math.inf  # as for the host
-        n_examples += len(statistics)
-    sums = torch.stack(torch.broadcast_tensors(*sums))
-    return replace(losses, sums=sums, n_examples=n_examples)
+                # As for the host.
+                sums.append(torch.tensor([math.inf]).double())
+        of_portion = torch.stack(torch.broadcast_tensors(*sums))
+        losses += replace(losses, sums=of_portion, n_examples=len(statistics))
+    return losses
 
 
 def _is_best(losses: Tensor, place: int) -> bool:
@@ -320,5 +330,5 @@ def _is_best(losses: Tensor, place: int) -> bool:
 
 
 def _middle(prior_precision: Tensor) -> float:
-    """Take the geometric mean of a prior's precisions."""
+    """Return the geometric mean of a prior's precisions."""
     return prior_precision.log().mean().exp().item()

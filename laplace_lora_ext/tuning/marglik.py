@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.method import TuningMethod, descent
-from laplace_lora_ext.tuning.scales import Outcome
+from laplace_lora_ext.predictive.posterior import Members
+from laplace_lora_ext.tuning.method import (
+    Trial,
+    TuningHistory,
+    TuningMethod,
+    descent,
+)
 
 _WINDOW = 10  # steps over which the evidence must be steady
 
@@ -65,24 +68,25 @@ class Marglik(TuningMethod):
     tolerance: float = 1e-3
     optimize_sigma_noise: bool = False
 
-    def _search(self, la: Any) -> TuningHistory:
+    def _search(self, la: Members) -> TuningHistory:
+        (posterior,) = la.members
         leaf, prior = self._leaves(la)
         logarithms = [leaf]
-        log_noise = la.sigma_noise.detach().log().requires_grad_()
+        log_noise = posterior.sigma_noise.detach().log().requires_grad_()
         if self.optimize_sigma_noise:
             logarithms.append(log_noise)
         optimizer = torch.optim.Rprop(logarithms, lr=self.lr, step_sizes=(1e-6, 1.0))
-        rows: list[Tensor] = []
-        outcomes: list[Outcome] = []
+        trials: list[Trial] = []
 
         def loss() -> Tensor:
             noise = log_noise.exp() if self.optimize_sigma_noise else None
             prior_precision = prior()
-            evidence = la.log_marginal_likelihood(prior_precision, noise)
-            rows.append(prior_precision.detach())
-            outcomes.append(
-                Outcome(
-                    evidence.item(), sigma_noise=None if noise is None else noise.item()
+            evidence = posterior.log_marginal_likelihood(prior_precision, noise)
+            trials.append(
+                Trial(
+                    prior_precision,
+                    sigma_noise=None if noise is None else noise.item(),
+                    objective=evidence.item(),
                 )
             )
             return -evidence
@@ -96,21 +100,21 @@ class Marglik(TuningMethod):
             progress_bar=self.progress_bar,
         )
         for _ in steps:
-            if len(outcomes) > _WINDOW and _spread(outcomes) < self.tolerance:
+            if len(trials) > _WINDOW and _spread(trials) < self.tolerance:
                 break
         else:
             loss()  # where the last step has led
             if self.tolerance > 0:
                 warn(
                     f"The evidence has not converged in {self.n_steps} steps: it "
-                    f"varied by {_spread(outcomes):.3g} nats over the last ten. Raise "
+                    f"varied by {_spread(trials):.3g} nats over the last ten. Raise "
                     "n_steps or lr."
                 )
-        return TuningHistory.of(rows, outcomes, choice=len(rows) - 1)
+        return TuningHistory(trials, choice=len(trials) - 1)
 
 
-def _spread(outcomes: list[Outcome]) -> float:
+def _spread(trials: list[Trial]) -> float:
     """Return by how much the evidence varied over the last ten steps."""
     # Ten steps lie between eleven values.
-    recent = [outcome.objective for outcome in outcomes[-_WINDOW - 1 :]]
+    recent = [trial.objective for trial in trials[-_WINDOW - 1 :]]
     return max(recent) - min(recent)

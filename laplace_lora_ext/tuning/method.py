@@ -1,4 +1,4 @@
-"""What methods to choose a prior share: options, a start, a descent."""
+"""What methods to choose a prior share: options, starts, descents, and results."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import tqdm
 from torch import Tensor
 
+from laplace_lora_ext.curvature.matrix import trace_of
+from laplace_lora_ext.draws import draw_seed
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.running import as_tensor, cpu_as_default
+from laplace_lora_ext.models.weights import Block
+from laplace_lora_ext.predictive.posterior import Hyperparameters, Members, Posterior
 from laplace_lora_ext.processes.exchange import of_first, rank, together
-from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.kinds import kinds_of, number_of
 
 # Limits of a prior precision's logarithm: what float32 holds.
 _LOWEST = math.log(torch.finfo(torch.float32).tiny)
@@ -28,13 +29,113 @@ _COUNTS = (
     "grid_size",
     "batch_size",
     "max_examples",
-    "max_bytes",
     "trainings",
 )
 _STRUCTURES = ["scalar", "kind", "layerwise", "diag"]
 
 Prior = Callable[[], Tensor]
 """Makes a prior precision of the leaves of a descent, differentiable in them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trial(Hyperparameters):
+    """Hyperparameters that a search has tried, and how good they are.
+
+    Attributes
+    ----------
+    objective : float
+        the loss, with the penalty of the scale, or the log marginal likelihood
+    penalty : float, default=0.0
+        the part of the objective that is no loss
+    """
+
+    objective: float
+    penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        # On the CPU, so that a history to plot holds no memory of an accelerator.
+        prior = self.prior_precision.detach().flatten().cpu()
+        object.__setattr__(self, "prior_precision", prior)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class TuningHistory:
+    """What a search for a prior precision tried, ready to plot.
+
+    Attributes
+    ----------
+    trials : sequence of Trial
+        T of them, in order
+    choice : int
+        which of them is chosen
+    posteriors : tuple of LoRALaplace
+        those that the method has fitted to other trainings
+
+    Raises
+    ------
+    ValueError
+        If an objective is not a number.
+    """
+
+    trials: Sequence[Trial]
+    choice: int
+    posteriors: tuple[Posterior, ...] = ()
+
+    def __post_init__(self) -> None:
+        for trial in self.trials:
+            if trial.objective != trial.objective:
+                low, high = (each.item() for each in trial.prior_precision.aminmax())
+                raise ValueError(
+                    "The objective is not a number at prior precisions from "
+                    f"{low:.3g} to {high:.3g}."
+                )
+
+    @classmethod
+    def of_losses(cls, trials: Sequence[Trial]) -> TuningHistory:
+        """Make the history of a search that chooses the lowest objective."""
+        losses = [trial.objective for trial in trials]
+        return cls(trials, losses.index(min(losses)))
+
+    @property
+    def chosen(self) -> Trial:
+        """Return what the search has chosen."""
+        return self.trials[self.choice]
+
+    @property
+    def loss(self) -> float:
+        """Return the objective of what is chosen, without the penalty."""
+        return self.chosen.objective - self.chosen.penalty
+
+    @property
+    def objective(self) -> Tensor:
+        """Return each trial's objective, `(T,)`, float64."""
+        return self._column("objective")
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """Return the priors tried: `(T, 1)`, `(T, blocks)` or `(T, parameters)`."""
+        return torch.stack([trial.prior_precision for trial in self.trials])
+
+    @property
+    def logit_scale(self) -> Tensor:
+        """Return the best scale of the logits at each prior precision, `(T,)`."""
+        return self._column("logit_scale")
+
+    @property
+    def sigma_noise(self) -> Tensor | None:
+        """Return each trial's noise `(T,)`; None where the method chooses none."""
+        return None if self.chosen.sigma_noise is None else self._column("sigma_noise")
+
+    def _column(self, name: str) -> Tensor:
+        values = [getattr(trial, name) for trial in self.trials]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def __repr__(self) -> str:
+        low, high = (value.item() for value in self.prior_precision.aminmax())
+        return (
+            f"TuningHistory({len(self.trials)} prior precisions from {low:.3g} "
+            f"to {high:.3g})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,7 +171,7 @@ class TuningMethod:
                 f"prior_structure {self.prior_structure!r} is none of {_STRUCTURES}."
             )
 
-    def __call__(self, la: Any) -> TuningHistory:
+    def __call__(self, la: Members) -> TuningHistory:
         """Choose the hyperparameters of a posterior, and set them."""
         history = self.choose(la)
         la.hyperparameters = history.chosen
@@ -81,7 +182,7 @@ class TuningMethod:
     @torch.inference_mode(False)  # what is kept must not be inference tensors
     @torch.enable_grad()
     @cpu_as_default()
-    def choose(self, la: Any) -> TuningHistory:
+    def choose(self, la: Members) -> TuningHistory:
         """Choose without setting anything: `la` stays as it is."""
         method = self
         if rank() > 0:  # one bar on the screen is enough
@@ -96,10 +197,10 @@ class TuningMethod:
             told = of_first(replace(history, posteriors=()))
             return replace(told, posteriors=history.posteriors)
 
-    def remark(self, la: Any, history: TuningHistory) -> None:
+    def remark(self, la: Members, history: TuningHistory) -> None:
         """Warn of a choice that shows that something is amiss."""
 
-    def _search(self, la: Any) -> TuningHistory:
+    def _search(self, la: Members) -> TuningHistory:
         """Choose for a copy of a posterior, whose attributes may change."""
         raise NotImplementedError
 
@@ -108,16 +209,16 @@ class TuningMethod:
         """Tell whether the user gave several numbers to start from."""
         return as_tensor(self.init_prior_prec).numel() > 1
 
-    def _kinds(self, la: Any) -> Tensor | None:
+    def _kinds(self, la: Members) -> Tensor | None:
         """Number each block's kind, `(blocks,)`, if each kind gets its own prior."""
         if len(la.members) > 1:  # a mixture has a common factor alone
             return None
-        kinds = kinds_of(la.blocks)
+        kinds = kinds_of(la.members[0].blocks)
         by_default = self.prior_structure is None and not self._is_base
         is_of_kinds = by_default and number_of(kinds) > 1
         return kinds if is_of_kinds or self.prior_structure == "kind" else None
 
-    def _leaves(self, la: Any, unit: float = 1.0) -> tuple[Tensor, Prior]:
+    def _leaves(self, la: Members, unit: float = 1.0) -> tuple[Tensor, Prior]:
         """Set the prior to the search's start; return what a descent changes.
 
         These are logarithms, one for each kind of weight or as many as the start has
@@ -136,21 +237,48 @@ class TuningMethod:
 
         return logarithms.requires_grad_(), prior_precision
 
-    def _start(self, la: Any) -> Tensor:
+    def _start(self, la: Members) -> Tensor:
         """Set the prior to the search's start; return it in float64.
 
         Its shape is `(1,)`, `(blocks,)` or `(parameters,)`.
         """
+        blocks = la.members[0].blocks
         start = as_tensor(self.init_prior_prec).detach()
         # Several numbers are of the structure that they have.
         if start.numel() == 1 and self.prior_structure == "layerwise":
-            start = start.expand(len(la.blocks))
+            start = start.expand(len(blocks))
         elif start.numel() == 1 and self.prior_structure == "diag":
-            start = start.expand(sum(block.n_params for block in la.blocks))
+            start = start.expand(sum(block.n_params for block in blocks))
         if not (start > 0).all():
             raise ValueError("init_prior_prec must be above 0.")
         la.prior_precision = start  # raises if the curvature lacks this structure
         return la.prior_precision.detach().double()
+
+
+def kinds_of(blocks: Sequence[Block]) -> Tensor:
+    """Number the kind of each block (LoRA, heads, others), `(blocks,)`, from 0."""
+    names = [block.kind for block in blocks]
+    in_order = list(dict.fromkeys(names))
+    return torch.tensor([in_order.index(name) for name in names])
+
+
+def number_of(kinds: Tensor) -> int:
+    """Count the kinds of blocks."""
+    return int(kinds.max()) + 1
+
+
+def mean_squared_slope(la: Posterior) -> float:
+    """Return tr(H) / (N C) of a regression, how outputs vary with a weight; 1 for 0."""
+    return trace_of(la.H) / (la.n_data * la.n_outputs) or 1.0
+
+
+def unit_of_priors(la: Posterior) -> float:
+    """Return the prior precision under which an output varies by 1, of a regression.
+
+    Multiplied by 1 / sigma_noise² it is the same prior whatever unit the targets have.
+    """
+    # Ranks may differ in the last digit.
+    return of_first(mean_squared_slope(la) / float(la.temperature))
 
 
 def descent(
@@ -176,12 +304,6 @@ def descent(
         optimizer.step()
         for logarithm in logarithms:
             logarithm.detach().clamp_(_LOWEST, _HIGHEST)
-
-
-def draw_seed(generator: torch.Generator | None) -> int:
-    """Draw a seed for another generator; None draws from torch's own state."""
-    device = None if generator is None else generator.device
-    return int(torch.randint(2**31, (), generator=generator, device=device).item())
 
 
 def seed_of_search(generator: torch.Generator | None) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,15 @@ from laplace_lora_ext.models.adapters import (
     own_adapter_back,
 )
 from laplace_lora_ext.models.weights import flatten_weights
+from laplace_lora_ext.predictive.posterior import Members, Posterior
 from laplace_lora_ext.processes.shards import check_divisible, divide
 from laplace_lora_ext.training.averaging import share_of
 from laplace_lora_ext.training.examples import Examples
 from laplace_lora_ext.training.trainers import restored
 from laplace_lora_ext.training.trainers import train as train_with
 from laplace_lora_ext.tuning.gridsearch import GridSearch
-from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.method import TuningMethod
+from laplace_lora_ext.tuning.losses import GridLosses
+from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 
 _NAME = "second_training_{}"  # of adapters that a trainer trains
 
@@ -71,16 +74,12 @@ class SecondTraining(TuningMethod):
     average : bool or float, default=False
         average the weights of a trainer's trainings, as `train_in_stages` does; not
         needed where the trainer has an `AveragingCallback` of its own
-    search : callable, optional
-        takes `val_loader` and the options of `TuningMethod`, and returns the method
-        that chooses: by default `GridSearch`. For several trainings it must try the
-        same prior precisions, as a grid search does
     generator : torch.Generator, optional
         for the examples to hold out; if omitted, every call holds out the same
     init_prior_prec : float or torch.Tensor, default=1.0
-        as for `search`
+        as for `GridSearch`
     prior_structure : {"scalar", "kind", "layerwise", "diag"}, optional
-        as for `search`
+        as for `GridSearch`
     progress_bar : bool, default=False
 
     Raises
@@ -88,9 +87,8 @@ class SecondTraining(TuningMethod):
     ValueError
         If there is not either a trainer or `train` with a `train_loader`; if `held_out`
         is not between 0 and 1, `trainings` below 1 or more than there are shares of
-        that size, the data have no length or too few examples, a training ends with the
-        LoRA weights of the fitted model, or the searches of several trainings tried
-        other prior precisions.
+        that size, the data have no length or too few examples, or a training ends with
+        the LoRA weights of the fitted model.
     TypeError
         If `train` returns no model.
     """
@@ -101,7 +99,6 @@ class SecondTraining(TuningMethod):
     held_out: float = 0.2
     trainings: int = 1
     average: bool | float = False
-    search: Callable[..., TuningMethod] = GridSearch
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
@@ -123,8 +120,9 @@ class SecondTraining(TuningMethod):
                 f"{self.held_out:g} of the examples: lower held_out or trainings."
             )
 
-    def _search(self, la: Any) -> TuningHistory:
-        la.check_model()
+    def _search(self, la: Members) -> TuningHistory:
+        (fitted,) = la.members
+        fitted.check_model()
         if self.trainer is not None:
             examples = Examples.of_trainer(self.trainer)
         else:
@@ -134,38 +132,44 @@ class SecondTraining(TuningMethod):
         divisions = divide(
             examples.loader,
             self.held_out,
-            examples.groups(la, self.held_out),
+            examples.groups(fitted, self.held_out),
             self.generator,
             self.trainings,
         )
-        histories: list[TuningHistory] = []
-        with own_adapter_back(la.model) as activate:
+        of_trainings: list[GridLosses] = []
+        posteriors: list[Posterior] = []
+        with own_adapter_back(fitted.model) as activate:
             for number, (rest, held, _) in enumerate(divisions):
-                posterior = self._around_another_training(la, rest, number)
+                posterior = self._around_another_training(fitted, rest, number)
                 # A posterior's passes choose its own adapter; what is active now is the
                 # user's.
                 activate()
                 posterior.fit(examples.batches(rest), progress_bar=self.progress_bar)
-                search = self.search(
-                    val_loader=examples.batches(held),
-                    init_prior_prec=self.init_prior_prec,
-                    prior_structure=self.prior_structure,
-                    progress_bar=self.progress_bar,
-                )
-                history = search.choose(posterior)
-                posterior.hyperparameters = history.chosen
-                histories.append(replace(history, posteriors=(posterior,)))
-        history = reduce(_joined, histories)
-        # Once, on what all trainings have chosen together.
-        search.remark(la, history)
-        return history
+                losses = self._grid(examples.batches(held)).losses(copy(posterior))
+                posterior.hyperparameters = losses.history().chosen
+                of_trainings.append(losses)
+                posteriors.append(posterior)
+        history = reduce(add, of_trainings).history()
+        return replace(history, posteriors=tuple(posteriors))
+
+    def remark(self, la: Members, history: TuningHistory) -> None:
+        self._grid().remark(la, history)
+
+    def _grid(self, held: Iterable[Any] = ()) -> GridSearch:
+        """Return the search by held-out examples, with the options of this method."""
+        return GridSearch(
+            val_loader=held,
+            init_prior_prec=self.init_prior_prec,
+            prior_structure=self.prior_structure,
+            progress_bar=self.progress_bar,
+        )
 
     def _around_another_training(
         self,
-        la: Any,
+        la: Posterior,
         rest: Dataset,
         number: int,
-    ) -> Any:
+    ) -> Posterior:
         """Train another adapter, and make an unfitted posterior around it."""
         if self.trainer is not None:
             model = self._from_trainer(la, rest, number)
@@ -192,7 +196,7 @@ class SecondTraining(TuningMethod):
 
     def _from_trainer(
         self,
-        la: Any,
+        la: Posterior,
         rest: Dataset,
         number: int,
     ) -> nn.Module:
@@ -220,15 +224,3 @@ class SecondTraining(TuningMethod):
                 average=share_of(self.average),
             )
         return la.model.model
-
-
-def _joined(first: TuningHistory, second: TuningHistory) -> TuningHistory:
-    """Choose by the losses of two searches together."""
-    mine, its = first.losses, second.losses
-    if mine is None or its is None or not torch.equal(mine.grid, its.grid):
-        raise ValueError(
-            "The searches of several trainings must try the same prior precisions: use "
-            "GridSearch."
-        )
-    together = (mine + its).history()
-    return replace(together, posteriors=first.posteriors + second.posteriors)

@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 import tqdm
-from torch import Tensor
 
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
+from laplace_lora_ext.predictive.posterior import Members
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.tuning.gridsearch import GridMethod
-from laplace_lora_ext.tuning.history import GridLosses, TuningHistory
-from laplace_lora_ext.tuning.method import seed_of_search
-from laplace_lora_ext.tuning.scales import DensityLosses
+from laplace_lora_ext.tuning.method import Trial, TuningHistory, seed_of_search
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,25 +73,30 @@ class TokenGridSearch(GridMethod):
             )
 
     @torch.no_grad()
-    def _search(self, la: Any) -> TuningHistory:
-        grid = self._grid(la)
+    def _search(self, la: Members) -> TuningHistory:
         seed = seed_of_search(self.generator)
         # Noise and texts are the same at every prior precision.
         share = Share.read_once(self.val_loader)
-
-        def of_texts(batch: Any) -> Columns:
-            # The same draws for each batch, as if all texts were one.
-            generator = torch.Generator(la.members[0].model.device)
-            generator.manual_seed(seed)
-            scores = la.score(batch, self.n_samples, generator)
-            return scores.tokens.log_prob.double().sum(1), scores.labelled.sum(1)
-
-        sums: list[Tensor] = []
-        n_tokens = 0
-        for point in tqdm.tqdm(grid, "[Grid search]", disable=not self.progress_bar):
+        trials: list[Trial] = []
+        grid = tqdm.tqdm(self._grid(la), "[Grid search]", disable=not self.progress_bar)
+        for point in grid:
             la.prior_precision = point
-            log_probs, counts = over_loader(share, of_texts)
-            sums.append(-log_probs.sum().cpu())
-            n_tokens = int(counts.sum())
-        of_points = torch.stack(sums)[:, None]
-        return GridLosses(grid, of_points, n_tokens, DensityLosses()).history()
+            nll = nll_of_tokens(la, share, self.n_samples, seed)
+            trials.append(Trial(point, objective=nll))
+        return TuningHistory.of_losses(trials)
+
+
+def nll_of_tokens(la: Members, data: Any, n_samples: int = 10, seed: int = 0) -> float:
+    """Return the mean negative log-likelihood of a labelled token, in nats.
+
+    It is that of the mixture over draws from the posterior, the same for all texts.
+    """
+
+    def of_texts(batch: Any) -> Columns:
+        # The same draws for each batch, as if all texts were one.
+        generator = torch.Generator(la.members[0].model.device).manual_seed(seed)
+        scores = la.score(batch, n_samples, generator)
+        return scores.tokens.log_prob.double().sum(1), scores.labelled.sum(1)
+
+    log_probs, counts = over_loader(data, of_texts)
+    return -log_probs.sum().item() / int(counts.sum())

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laplace_lora_ext.draws import draw_seed
+from laplace_lora_ext.messages import check_name
+from laplace_lora_ext.models.running import as_tensor
 from laplace_lora_ext.predictive.links import (
     DEFAULT_LINK,
-    Link,
-    mean_field,
-    probit,
-    sampled,
+    LINKS,
+    log_probabilities,
+    monte_carlo,
 )
-from laplace_lora_ext.predictive.moments import AnyMoments
-from laplace_lora_ext.predictive.posterior import of_classes
-from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.method import Prior, TuningMethod, descent, draw_seed
-from laplace_lora_ext.tuning.noise import unit_of_priors
-from laplace_lora_ext.tuning.samples import MOST_BYTES, statistics_within
-from laplace_lora_ext.tuning.scales import NoiseSquares, Outcome
+from laplace_lora_ext.predictive.moments import Moments, standard_normal
+from laplace_lora_ext.predictive.posterior import Members, of_classes
+from laplace_lora_ext.predictive.statistics import (
+    PredictiveStatistics,
+    has_statistics,
+    statistics_of,
+)
+from laplace_lora_ext.tasks.task import Task
+from laplace_lora_ext.tuning.losses import NoiseSquares
+from laplace_lora_ext.tuning.method import (
+    Prior,
+    Trial,
+    TuningHistory,
+    TuningMethod,
+    descent,
+    unit_of_priors,
+)
 
-_SMOOTH: dict[str, Link] = {"probit": probit, "mean_field": mean_field}
 _CHECKPOINTS = 20  # how often the whole validation loss is measured
-_SEED = 0  # of draws, and of the examples where there are too many
+_SEED = 0  # of draws
 _ROWS = 256  # examples whose logits it samples at once
 
 
@@ -50,7 +60,8 @@ class ValGD(TuningMethod):
     progress_bar : bool, default=False
     val_loader : DataLoader, iterable or PredictiveStatistics
         validation data with labels. They pass through the model only once, and with
-        their statistics not at all
+        their statistics not at all. `PredictiveStatistics` says how much memory they
+        take
     link_approx : {"mean_field", "probit", "mc"}, default="mean_field"
         link for the predictions to score: choose the one that you predict with. The
         paper's is "mc"
@@ -61,9 +72,6 @@ class ValGD(TuningMethod):
         Adam's first step in the logarithm of the prior precision
     batch_size : int, default=4
         examples in a minibatch
-    max_bytes : int, default=2**32
-        how much memory the statistics may take in each process. Where those of all
-        examples take more, as many as fit are drawn at random, the same in every call
     generator : torch.Generator, optional
         for minibatches and samples; if omitted, every call uses the same
 
@@ -73,11 +81,6 @@ class ValGD(TuningMethod):
         If the data are empty, have no labels, or are statistics of another fit.
     NotImplementedError
         For another structure than "lowrank_kron".
-
-    Warns
-    -----
-    UserWarning
-        If examples are left out for `max_bytes`.
 
     References
     ----------
@@ -90,64 +93,65 @@ class ValGD(TuningMethod):
     n_steps: int = 1000
     lr: float = 0.1
     batch_size: int = 4
-    max_bytes: int = MOST_BYTES
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.link_approx not in ("mc", *_SMOOTH):
-            raise ValueError(
-                'method="val_gd" needs one of the links "mc", "probit" and '
-                f'"mean_field", not {self.link_approx!r}.'
-            )
+        check_name("link_approx", self.link_approx, LINKS)
 
-    def _search(self, la: Any) -> TuningHistory:
-        is_regression = la.task.has_noise
-        unit = unit_of_priors(la) if is_regression else 1.0
+    def _search(self, la: Members) -> TuningHistory:
+        (posterior,) = la.members
+        task = posterior.task
+        unit = unit_of_priors(posterior) if task.has_noise else 1.0
         logarithms, prior = self._leaves(la, unit)
-        la.sigma_noise = 1.0
-        statistics = statistics_within(
-            la,
-            self.val_loader,
-            self.max_bytes,
-            _SEED,
-            self.progress_bar,
-            self.link_approx,
-        )
-        if statistics is None:
+        posterior.sigma_noise = torch.ones(())
+        if not has_statistics(posterior):
             raise NotImplementedError(
                 'method="val_gd" needs hessian_structure="lowrank_kron": use '
                 '"gridsearch" instead.'
             )
+        statistics = statistics_of(
+            posterior, self.val_loader, self.link_approx, self.progress_bar
+        )
         log_noise = torch.zeros((), dtype=torch.float64)  # of classes, which have none
-        if is_regression:
+        if task.has_noise:
             # The best noise of the start: the data's own scale.
-            moments = statistics.moments(prior().detach())
-            score = NoiseSquares(la.n_outputs)
-            terms = score.terms([la], [moments], statistics.required_targets())
-            noise = score.best(terms.sum(0), len(statistics)).sigma_noise
-            log_noise = torch.tensor(noise).double().log().requires_grad_()
+            start = prior().detach()
+            score = NoiseSquares(posterior.n_outputs)
+            terms = score.terms(
+                [posterior], [statistics.moments(start)], statistics.required_targets()
+            )
+            noise = score.best(start, terms.sum(0), len(statistics)).sigma_noise
+            log_noise = as_tensor(noise).double().log().requires_grad_()
 
         def losses(places: Tensor | slice, draws: torch.Generator) -> Tensor:
             part = statistics[places]
-            predicted = self._predicted(la, part.moments(prior()), log_noise, draws)
-            targets = part.required_targets()
-            return la.task.nll(predicted, targets, log_noise.exp())
+            moments = of_classes(task, part.moments(prior()))
+            predicted = self._predicted(moments, task, log_noise, draws)
+            return task.nll(predicted, part.required_targets(), log_noise.exp())
 
         # Of the backward pass.
         with torch.autocast(statistics.f_mu.device.type, enabled=False):
             return self._descend(losses, len(statistics), logarithms, prior, log_noise)
 
     def _predicted(
-        self, la: Any, moments: AnyMoments, log_noise: Tensor, draws: torch.Generator
+        self,
+        moments: Moments,
+        task: Task,
+        log_noise: Tensor,
+        draws: torch.Generator,
     ) -> list[Tensor]:
-        """Predict what a likelihood takes, by moments at a noise of 1."""
-        if la.task.has_noise:
+        """Predict what a task takes, by moments at a noise of 1."""
+        f_mu = moments.f_mu
+        if task.has_noise:
             # All variances are relative to the noise's.
-            f_mu, f_var = moments
-            return [f_mu, (2 * log_noise).exp().to(f_var) * f_var]
-        link = _SMOOTH.get(self.link_approx) or sampled(self.n_samples, draws)
-        return [link(of_classes(la.task, moments))]
+            return [f_mu, (2 * log_noise).exp().to(f_mu) * moments.f_var]
+        if self.link_approx == "mc":
+            # Unlike predictions, each example has draws of its own: a minibatch's
+            # errors average out.
+            noise = standard_normal((self.n_samples, *f_mu.shape), f_mu, draws)
+            return [monte_carlo(f_mu, moments.f_var, noise)]
+        return [log_probabilities(moments, self.link_approx)]
 
     def _descend(
         self,
@@ -175,9 +179,7 @@ class ValGD(TuningMethod):
         seed = draw_seed(generator)
         minibatches = _minibatches(n_examples, self.batch_size, generator)
         every = max(1, self.n_steps // _CHECKPOINTS)
-        measured = [*range(0, self.n_steps, every), self.n_steps]
-        rows: list[Tensor] = []
-        outcomes: list[Outcome] = []
+        trials: list[Trial] = []
 
         @torch.no_grad()
         def measure() -> None:
@@ -188,8 +190,13 @@ class ValGD(TuningMethod):
             parts = [losses(slice(start, start + _ROWS), draws) for start in starts]
             mean = torch.cat(parts).double().mean().item()
             noise = log_noise.exp().item()
-            rows.append(prior() / noise**2)
-            outcomes.append(Outcome(mean, sigma_noise=noise if has_noise else None))
+            trials.append(
+                Trial(
+                    prior() / noise**2,
+                    sigma_noise=noise if has_noise else None,
+                    objective=mean,
+                )
+            )
 
         steps = descent(
             lambda: losses(next(minibatches), generator).mean(),
@@ -203,10 +210,10 @@ class ValGD(TuningMethod):
             # Torch wants the first step before the schedule's, and it comes later.
             if step:
                 schedule.step()
-            if step in measured:
+            if step % every == 0:
                 measure()
         measure()
-        return replace(TuningHistory.of(rows, outcomes), step=torch.tensor(measured))
+        return TuningHistory.of_losses(trials)
 
 
 def _minibatches(

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_lora_ext import Prediction, from_pretrained
+from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.predictive.amortization import changes_of_logits
-from laplace_lora_ext.predictive.functions import Functions
+from laplace_lora_ext.predictive.posterior import drawn_functions
 from tests.support.models import (
     lora_model,
     plain_model,
@@ -148,67 +148,38 @@ def by_link(
     )
 
 
-def decided(
-    la: Any,
-    given: Any,
-    link: str,
-    **options: Any,
-) -> Prediction:
-    """Decide with the same noise each time."""
-    return la.predict(
-        given,
-        link,
-        generator=generator(),
-        **options,
-    )
-
-
 @pytest.mark.parametrize("link", LINKS)
 def test_variances_that_are_linear_in_the_features_predict_exactly(
     linear, points, link
 ):
     found = by_link(linear, points, link, **AMORTIZED)
-    moments = linear.predictive_moments(points)
-    exact = by_link(linear, moments, link)
+    exact = by_link(linear, linear.predictive_moments(points), link)
     assert_close(found, exact, rtol=1e-5, atol=1e-5)
     # Without a variance there would be an error.
     of_map = linear.model(points).softmax(-1)
-    error = (exact - of_map).abs().max()
-    assert error > 0.01
+    assert (exact - of_map).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("link", LINKS_OF_DECISIONS)
 def test_decisions_by_variances_that_are_linear_are_exact(linear, points, link):
-    found = decided(linear, points, link, **AMORTIZED)
-    expected = decided(linear, points, link)
+    found = linear.predict(points, link, generator=generator(), **AMORTIZED)
+    expected = linear.predict(points, link, generator=generator())
     for part, of_exact in zip(found, expected, strict=True):
         # Entropies that are differences of others keep fewer digits.
         assert_close(part, of_exact, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("link", LINKS_OF_DECISIONS)
-def test_probabilities_by_variances_that_are_linear_are_exact(linear, points, link):
     found = linear.predict_proba(points, link, **AMORTIZED)
     expected = linear.predict_proba(points, link)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-@pytest.fixture
-def of_numbers():
-    """A regression whose learnt variances are exact."""
-    return exponential(likelihood="regression", sigma_noise=0.7)
-
-
-def test_regression_has_a_mean_and_a_covariance(of_numbers, points):
-    mean, covariance = of_numbers(points, **AMORTIZED)
-    f_mu, f_var = of_numbers(points)
+def test_regression_has_a_mean_and_a_covariance(points):
+    la = exponential(likelihood="regression", sigma_noise=0.7)
+    mean, covariance = la(points, **AMORTIZED)
+    f_mu, f_var = la(points)
     assert_close(mean, f_mu, rtol=1e-5, atol=1e-6)
     assert_close(covariance, f_var, rtol=1e-5, atol=1e-6)
-
-
-def test_regression_learns_no_covariance_between_examples(of_numbers, points):
     with pytest.raises(ValueError, match="no covariance between examples"):
-        of_numbers(points, joint=True, **AMORTIZED)
+        la(points, joint=True, **AMORTIZED)
 
 
 @pytest.mark.parametrize("n_outputs", [1, 2])
@@ -249,34 +220,21 @@ def test_variances_that_fit_no_covariance_give_the_nearest_one():
 # --- their price ----------------------------------------------------------------------
 
 
-@pytest.fixture(params=["bert", "gpt2"])
-def passes_of(
-    request: pytest.FixtureRequest,
-    forbid_backward_passes: Callable[[], None],
-):
-    """A posterior that has learnt variances, and a list of its forward passes."""
-    la = fitted(request.param)
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_prediction_is_one_forward_pass(kind, batch, forbid_backward_passes):
+    la = fitted(kind)
     la.amortize(ragged_batches())
     forbid_backward_passes()
-    return la, count_forward_passes(la)
-
-
-@pytest.mark.parametrize("link", [*LINKS, "bridge_norm"])
-def test_a_prediction_is_one_forward_pass(passes_of, batch, link):
-    la, passes = passes_of
-    probs = la(batch, link_approx=link, **AMORTIZED)
-    assert len(passes) == 1
-    total = probs.sum(1)
-    assert_close(total, torch.ones_like(total))
-    assert not probs.requires_grad
-
-
-@pytest.mark.parametrize("name", ["predict", "predict_proba"])
-def test_a_decision_is_one_forward_pass(passes_of, batch, name):
-    la, passes = passes_of
-    decide = getattr(la, name)
-    decide(batch, **AMORTIZED)
-    assert len(passes) == 1
+    passes = count_forward_passes(la)
+    for link in LINKS:
+        probs = la(batch, link_approx=link, **AMORTIZED)
+        total = probs.sum(1)
+        assert_close(total, torch.ones_like(total))
+        assert not probs.requires_grad
+    assert len(passes) == len(LINKS)
+    la.predict(batch, **AMORTIZED)
+    la.predict_proba(batch, **AMORTIZED)
+    assert len(passes) == len(LINKS) + 2
 
 
 # --- many outputs ---------------------------------------------------------------------
@@ -286,7 +244,7 @@ def test_changes_of_logits_are_those_of_the_linearised_model(batch):
     la = fitted()
     drawn = la.sample(4, generator())
     found = changes_of_logits(la, batch, drawn)
-    linearised = Functions(la, drawn).linearised(batch)
+    linearised = drawn_functions(la, drawn, "glm", batch)
     expected = linearised - la.predictive_moments(batch).f_mu
     # Found are central differences: rounding and curvature leave an error.
     assert_close(found, expected, rtol=1e-6, atol=1e-7)
@@ -327,20 +285,14 @@ def test_many_outputs_learn_from_draws(of_many_outputs, unlabelled, points):
     assert errors.mean() < 0.2 * errors_of_map.mean()
 
 
-def test_many_outputs_cost_no_backward_pass(
-    of_many_outputs,
-    unlabelled,
-    forbid_backward_passes,
+def test_many_outputs_cost_no_backward_pass_and_learn_the_same_each_time(
+    of_many_outputs, unlabelled, forbid_backward_passes
 ):
     forbid_backward_passes()
     passes = count_forward_passes(of_many_outputs)
-    of_many_outputs.amortize(unlabelled, None)
+    once = of_many_outputs.amortize(unlabelled, None)
     # One at the weights and two at each of eight draws, whatever the number of classes.
     assert len(passes) == 17 * len(unlabelled)
-
-
-def test_many_outputs_learn_the_same_each_time(of_many_outputs, unlabelled):
-    once = of_many_outputs.amortize(unlabelled, None)
     again = of_many_outputs.amortize(unlabelled, None)
     assert torch.equal(again.weights, once.weights)
 
@@ -348,30 +300,19 @@ def test_many_outputs_learn_the_same_each_time(of_many_outputs, unlabelled):
 # --- what it learns from --------------------------------------------------------------
 
 
-def test_it_learns_from_each_text_and_a_copy():
+def test_it_learns_from_each_text_and_a_copy_by_a_generator():
     la = fitted()
     batches = ragged_batches()
-    assert la.amortize(batches).n_examples == 16
     assert la.amortize(batches, None).n_examples == 8
-
-
-def test_copies_are_seeded():
-    la = fitted()
-    batches = ragged_batches()
     before = torch.get_rng_state()
     one = la.amortize(batches)
-    same = la.amortize(batches)
-    assert torch.equal(one.offset, same.offset)
+    assert one.n_examples == 16
+    assert torch.equal(la.amortize(batches).offset, one.offset)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_copies_are_others_with_another_generator():
-    la = fitted()
-    batches = ragged_batches()
-    one = la.amortize(batches)
     other = la.amortize(batches, generator=generator(1))
-    assert other.n_examples == one.n_examples
     assert not torch.equal(one.offset, other.offset)
+    # What was learnt last is kept.
+    assert la.learnt_variance is other
 
 
 def test_texts_without_labels_are_learnt_from_like_others():
@@ -385,13 +326,6 @@ def test_texts_without_labels_are_learnt_from_like_others():
     assert_close(found.weights.abs(), both.weights.abs())
 
 
-def test_what_was_learnt_last_is_kept():
-    la = fitted()
-    la.amortize(ragged_batches())
-    last = la.amortize(ragged_batches(seed=7))
-    assert la.learnt_variance is last
-
-
 def test_numbers_have_no_swapped_copies():
     la, X = plain_regression()
     learnt = la.amortize([X])
@@ -401,17 +335,11 @@ def test_numbers_have_no_swapped_copies():
 # --- what it belongs to ---------------------------------------------------------------
 
 
-def test_without_a_call_nothing_is_learnt(batch):
-    la = fitted()
-    message = r"No variance is learnt for this fit: call la\.amortize"
-    with pytest.raises(ValueError, match=message):
-        la(batch, **AMORTIZED)
-
-
 def test_it_belongs_to_a_fit(amortized, batch):
     amortized.fit(ragged_batches())
-    with pytest.raises(ValueError, match="No variance is learnt"):
-        amortized.predict(batch, **AMORTIZED)
+    for predict in (fitted(), amortized, amortized.predict):
+        with pytest.raises(ValueError, match=r"No variance is learnt .*la\.amortize"):
+            predict(batch, **AMORTIZED)
 
 
 def double_the_prior_precision(la: Any) -> None:
@@ -434,23 +362,15 @@ CHANGES_OF_THE_PRIOR = [
 
 
 @pytest.mark.parametrize("change", CHANGES_OF_THE_PRIOR)
-def test_it_belongs_to_a_prior(amortized, batch, change):
+def test_it_belongs_to_a_prior_and_serves_again_with_its_own(amortized, batch, change):
+    expected = amortized(batch, **AMORTIZED)
+    hyperparameters = amortized.hyperparameters
     change(amortized)
     for predict in (amortized, amortized.predict, amortized.predict_proba):
         with pytest.raises(ValueError, match="The prior has changed since"):
             predict(batch, **AMORTIZED)
-
-
-@pytest.mark.parametrize("change", CHANGES_OF_THE_PRIOR)
-def test_it_serves_again_with_its_own_prior(amortized, batch, change):
-    expected = amortized(batch, **AMORTIZED)
-    prior_precision = amortized.prior_precision
-    temperature = amortized.temperature
-    change(amortized)
-    amortized.prior_precision = prior_precision
-    amortized.temperature = temperature
-    found = amortized(batch, **AMORTIZED)
-    assert torch.equal(found, expected)
+    amortized.hyperparameters = hyperparameters
+    assert torch.equal(amortized(batch, **AMORTIZED), expected)
 
 
 # --- what is refused ------------------------------------------------------------------
@@ -461,80 +381,24 @@ PACKED = {
 }
 
 
-def no_data(
-    la: Any,
-    batches: list,
-) -> None:
-    la.amortize([])
+def rewards() -> Any:
+    return make(lora_model("bert", n_labels=1), likelihood="reward_modeling")
 
 
-def packed_texts(
-    la: Any,
-    batches: list,
-) -> None:
-    la.amortize([batches[0], PACKED], None)
-
-
-def an_unknown_name(
-    la: Any,
-    batches: list,
-) -> None:
-    la.amortize(batches, "shuffled")
-
-
-def packed_texts_to_predict(
-    la: Any,
-    batches: list,
-) -> None:
-    la(PACKED, **AMORTIZED)
-
-
-def moments_to_predict(
-    la: Any,
-    batches: list,
-) -> None:
-    la(la.predictive_moments(batches[0]), **AMORTIZED)
-
-
-def a_decision_in_the_weights(
-    la: Any,
-    batches: list,
-) -> None:
-    la.predict(batches[0], pred_type="nn")
-
-
-def a_posterior_that_is_not_fitted(
-    la: Any,
-    batches: list,
-) -> None:
-    make(plain_model()).amortize([inputs(4, seed=1)])
-
-
-def a_language_model(
-    la: Any,
-    batches: list,
-) -> None:
-    fitted_text().amortize(batches)
-
-
-def rewards(
-    la: Any,
-    batches: list,
-) -> None:
-    model = lora_model("bert", n_labels=1)
-    make(model, likelihood="reward_modeling").amortize(batches)
-
-
+# What is tried with a posterior and its batches.
 REFUSED = [
-    (no_data, "The loader has no data"),
-    (packed_texts, "batch 1: Several texts are packed"),
-    (an_unknown_name, 'must be "swapped", data or None'),
-    (packed_texts_to_predict, "Several texts are packed"),
-    (moments_to_predict, "Moments hold no inputs"),
-    (a_decision_in_the_weights, r"'glm', 'amortized'"),
-    (a_posterior_that_is_not_fitted, "fit"),
-    (a_language_model, "not language_modeling"),
-    (rewards, "not reward_modeling"),
+    (lambda la, _: la.amortize([]), "no data"),
+    (lambda la, batches: la.amortize([batches[0], PACKED], None), "batch 1: .*packed"),
+    (lambda la, batches: la.amortize(batches, "shuffled"), "unlabelled"),
+    (lambda la, _: la(PACKED, **AMORTIZED), "packed"),
+    (
+        lambda la, batches: la(la.predictive_moments(batches[0]), **AMORTIZED),
+        "no inputs",
+    ),
+    (lambda la, batches: la.predict(batches[0], pred_type="nn"), "pred_type"),
+    (lambda *_: make(plain_model()).amortize([inputs(4, seed=1)]), "fit"),
+    (lambda _, batches: fitted_text().amortize(batches), "not language_modeling"),
+    (lambda _, batches: rewards().amortize(batches), "not reward_modeling"),
 ]
 
 

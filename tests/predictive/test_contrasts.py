@@ -16,9 +16,8 @@ from laplace_lora_ext.predictive.contrasts import (
     completed,
 )
 from laplace_lora_ext.predictive.links import mean_field
-from laplace_lora_ext.predictive.moments import DifferenceMoments
 from laplace_lora_ext.predictive.posterior import moments_for
-from laplace_lora_ext.predictive.statistics import joined_statistics
+from laplace_lora_ext.predictive.statistics import join_statistics
 from tests.support.dense import labels_of
 from tests.support.models import (
     first_batch,
@@ -377,7 +376,7 @@ def test_where_nothing_varies_nothing_is_completed(n_known):
     assert not V.any()
 
 
-def with_fewer_known(n_known: int, scale: float = 1.0) -> DifferenceMoments:
+def with_fewer_known(n_known: int, scale: float = 1.0) -> Moments:
     """Draw moments of examples, the first of which need fewer contrasts than others."""
     classes = drawn_classes(50, n_known)
     classes[:20, 2:] = NO_CLASS
@@ -385,7 +384,7 @@ def with_fewer_known(n_known: int, scale: float = 1.0) -> DifferenceMoments:
     root = normal(50, n_known, 6, seed=2)
     covariance = scale * root @ root.mT
     both = is_known[:, :, None] & is_known[:, None, :]
-    return DifferenceMoments(
+    return Moments(
         f_mu=4 * normal(50, N_CLASSES, seed=3),
         covariance=torch.where(both, covariance, 0),
         classes=classes,
@@ -396,7 +395,7 @@ def with_fewer_known(n_known: int, scale: float = 1.0) -> DifferenceMoments:
     params=[1, 2, 5, ALL_CONTRASTS],
     ids="{} known at most".format,
 )
-def compared(request: pytest.FixtureRequest) -> DifferenceMoments:
+def compared(request: pytest.FixtureRequest) -> Moments:
     """Moments by so many contrasts; by the last number of all classes."""
     return with_fewer_known(request.param)
 
@@ -425,7 +424,7 @@ def test_extreme_moments_by_groups_are_finite_as_by_pairs(mean, scale):
     covariance = moments.covariance.float()
     f_mu.requires_grad_()
     covariance.requires_grad_()
-    log_p = mean_field(DifferenceMoments(f_mu, covariance, moments.classes))
+    log_p = mean_field(Moments(f_mu, covariance, moments.classes))
     gradients = torch.autograd.grad(log_p[:, 1].sum(), (f_mu, covariance))
     for values in (log_p, *gradients):
         assert torch.isfinite(values).all()
@@ -503,7 +502,7 @@ def test_statistics_of_contrasts_can_be_joined(la, statistics, prior):
     _, f_var = statistics.moments(prior_precision)
     first = statistics[:4]
     second = statistics[4:]
-    joined = joined_statistics([first, second])
+    joined = join_statistics([first, second])
     _, found = joined.moments(prior_precision)
     assert_close(found, f_var)
 
@@ -665,18 +664,18 @@ def test_a_searchs_losses_are_those_of_predictions(others):
 def of_differences(
     la: Any,
     others: list[Batch],
-) -> DifferenceMoments:
+) -> Moments:
     """Moments that know differences of two logits alone."""
     statistics = la.predictive_statistics(others)
     return statistics.moments(1.0)
 
 
 def test_parts_and_copies_of_moments_of_differences_are_no_other(of_differences):
-    assert isinstance(of_differences, DifferenceMoments)
+    assert isinstance(of_differences, Moments)
     copy = of_differences.to(torch.float64)
-    assert isinstance(copy, DifferenceMoments)
+    assert isinstance(copy, Moments)
     for part in of_differences.split(3):
-        assert isinstance(part, DifferenceMoments)
+        assert isinstance(part, Moments)
 
 
 @pytest.mark.parametrize("link", EACH_LOGIT)

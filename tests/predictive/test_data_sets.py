@@ -151,55 +151,20 @@ DATA = {
 
 
 @pytest.mark.parametrize("kind", DATA)
-def test_data_are_predicted_in_their_order_and_silently(la, expected, kind, capsys):
+def test_data_are_predicted_in_their_order(la, expected, kind, capsys):
     given = DATA[kind]
-    found = la.predict(
-        given.data(),
-        n_samples=50,
-        generator=generator(),
-        **given.options,
-    )
+    draws = {"n_samples": 50, "generator": generator()}
+    found = la.predict(given.data(), **draws, **given.options)
     assert_close(tuple(found), tuple(expected), **CLOSE)
-    said = capsys.readouterr()
-    assert not said.err
+    assert not capsys.readouterr().err
 
-
-@pytest.mark.parametrize("kind", DATA)
-def test_probabilities_are_predicted_with_a_bar(la, expected, kind, capsys):
-    given = DATA[kind]
-    proba = la.predict_proba(
-        given.data(),
-        progress_bar=True,
-        **given.options,
-    )
-    found = torch.from_numpy(proba)
-    assert_close(found, expected.probabilities, **CLOSE)
+    proba = la.predict_proba(given.data(), progress_bar=True, **given.options)
+    assert_close(torch.from_numpy(proba), expected.probabilities, **CLOSE)
     said = capsys.readouterr().err
     assert "[Predictions]" in said
     # A bar has an end only where there is a length.
     if kind != "generator":
         assert "[Predictions]: 100%" in said
-
-
-def test_long_texts_come_first_and_little_is_padded(la):
-    shapes = []
-
-    def note_shape(
-        module: torch.nn.Module,
-        inputs: tuple[Batch],
-    ) -> None:
-        (batch,) = inputs
-        shape = batch["input_ids"].shape
-        shapes.append(tuple(shape))
-
-    with la.model.register_forward_pre_hook(note_shape):
-        la.predict_proba(Rows(), **of_size(4))
-    # As they come, each batch has a text of seven tokens.
-    assert shapes == [
-        (4, 7),
-        (4, 5),
-        (3, 2),
-    ]
 
 
 class Counted(Rows):
@@ -213,9 +178,17 @@ class Counted(Rows):
         return super().__getitem__(index)
 
 
-def test_each_example_is_read_once(la):
+def test_long_texts_come_first_and_each_example_is_read_once(la):
+    shapes = []
+
+    def note_shape(module: torch.nn.Module, inputs: tuple[Batch]) -> None:
+        shapes.append(tuple(inputs[0]["input_ids"].shape))
+
     data = Counted()
-    la.predict_proba(data, **of_size(4))
+    with la.model.register_forward_pre_hook(note_shape):
+        la.predict_proba(data, **of_size(4))
+    # As they come, each batch has a text of seven tokens.
+    assert shapes == [(4, 7), (4, 5), (3, 2)]
     assert data.n_read == [1] * len(data)
 
 
@@ -247,14 +220,8 @@ def test_every_batch_gets_the_same_draws(la):
     first, second = twice.probabilities.split(8)
     assert torch.equal(first, once.probabilities)
     assert torch.equal(second, once.probabilities)
-
-
-def test_every_batch_gets_the_same_draws_for_scikit_learn(la):
-    (batch,) = ragged_batches(batch_size=8)
     proba = la.predict_proba([batch, batch], "mc")
-    first = proba[:8].tolist()
-    second = proba[8:].tolist()
-    assert first == second
+    assert proba[:8].tolist() == proba[8:].tolist()
 
 
 # --- several processes ----------------------------------------------------------------
@@ -270,28 +237,20 @@ def assert_shared_by_ranks(
     assert_alike(results, expected, rtol=1e-7, atol=1e-10)
 
 
-def test_ranks_share_a_data_set(la):
-    def job(rank: int) -> Prediction:
+def test_ranks_share_a_data_set_and_a_loader_that_deals_examples(la):
+    def of_data_set(rank: int) -> Prediction:
         return by_five_draws(la, rows(), **of_size(2))
 
-    assert_shared_by_ranks(job, job(0))
-
-
-def test_ranks_share_a_loader_that_deals_examples(la):
-    def job(rank: int) -> Prediction:
+    def of_loader(rank: int) -> Prediction:
         return by_five_draws(la, strided_loader(11))
 
-    assert_shared_by_ranks(job, job(0))
-
-
-def test_ranks_share_a_loader_of_accelerate(la):
-    def job(rank: int) -> Prediction:
+    def of_accelerate(rank: int) -> Prediction:
         texts = DataLoader(Texts(11), batch_size=2)
-        dealt = accelerated(rank, 3, texts)
-        return by_five_draws(la, dealt)
+        return by_five_draws(la, accelerated(rank, 3, texts))
 
-    alone = by_five_draws(la, strided_loader(11))
-    assert_shared_by_ranks(job, alone)
+    assert_shared_by_ranks(of_data_set, of_data_set(0))
+    for job in (of_loader, of_accelerate):
+        assert_shared_by_ranks(job, of_loader(0))
 
 
 def test_a_rank_may_predict_batches_alone(la):

@@ -1,11 +1,11 @@
 """The linearised predictive and networks of drawn weights, by structure."""
 
-import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from laplace.baselaplace import ParametricLaplace
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -27,12 +27,6 @@ Batch = dict[str, Tensor]
 def batch() -> Batch:
     """The first of the batches that posteriors are fitted to."""
     return first_batch()
-
-
-@pytest.fixture(params=STRUCTURES)
-def of_structure(request: pytest.FixtureRequest):
-    """A fitted posterior of each structure."""
-    return fitted(structure=request.param)
 
 
 def dense_precision(la: Any) -> Tensor:
@@ -61,8 +55,10 @@ def own_blocks(
 # --- moments --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("n_outputs", [1, 2])
+@pytest.mark.parametrize(
+    ("structure", "n_outputs"),
+    [*((structure, 2) for structure in STRUCTURES), ("lowrank_kron", 1)],
+)
 def test_mean_and_joint_covariance_of_a_regression(n_outputs, structure):
     la, X = plain_regression(n_outputs, structure)
     x = X[:4]
@@ -70,78 +66,37 @@ def test_mean_and_joint_covariance_of_a_regression(n_outputs, structure):
     Js = jacobians(model, x)
     # A row for each output of each example.
     J = Js.flatten(0, 1)
-    P = dense_precision(la)
-    expected = J @ torch.linalg.inv(P) @ J.T
+    expected = J @ torch.linalg.inv(dense_precision(la)) @ J.T
     f_mu, covariance = la(x, joint=True)
-    outputs = model(x).detach()
-    assert_close(f_mu, outputs.flatten())
+    assert_close(f_mu, model(x).detach().flatten())
     assert_close(covariance, expected)
     assert_close(la.functional_covariance(Js), expected)
     _, f_var = la(x)
     assert_close(f_var, own_blocks(expected, n_outputs))
+    _, variances = la(x, diagonal_output=True)
+    assert_close(variances, f_var.diagonal(dim1=1, dim2=2))
 
 
 # Of one text too, for which a dimension of 1 is not to be dropped.
-@pytest.fixture(
-    params=[
-        pytest.param(1, id="one text"),
-        pytest.param(3, id="three texts"),
-    ]
-)
-def texts(
-    request: pytest.FixtureRequest,
-    batch: Batch,
-) -> Batch:
-    n_texts = request.param
-    return {key: column[:n_texts] for key, column in batch.items()}
-
-
-def test_predictive_moments_are_the_hosts_predictive_distribution(of_structure, texts):
-    f_mu, f_var = of_structure.predictive_moments(texts)
-    host_mu, host_var = of_structure._glm_predictive_distribution(texts)
-    assert torch.equal(f_mu, host_mu)
-    assert torch.equal(f_var, host_var)
-    n = len(texts["labels"])
-    assert f_mu.shape == (n, 3)
-    assert f_var.shape == (n, 3, 3)
-
-
-def test_joint_moments_are_the_hosts_predictive_distribution(of_structure, texts):
-    f_mu, f_var = of_structure.predictive_moments(texts, joint=True)
-    of_host = of_structure._glm_predictive_distribution
-    host_mu, host_var = of_host(texts, joint=True)
-    assert torch.equal(f_mu, host_mu)
-    assert torch.equal(f_var, host_var)
-
-
-def test_joint_moments_hold_those_of_each_example(of_structure, texts):
-    f_mu, f_var = of_structure.predictive_moments(texts)
-    joint_mu, joint_var = of_structure.predictive_moments(texts, joint=True)
-    n_logits = 3 * len(texts["labels"])
-    assert joint_var.shape == (n_logits, n_logits)
+@pytest.mark.parametrize("n_texts", [1, 3])
+@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
+def test_predictive_moments_are_the_hosts_predictive_distribution(
+    structure, n_texts, batch
+):
+    la = fitted(structure=structure)
+    texts = {key: column[:n_texts] for key, column in batch.items()}
+    f_mu, f_var = la.predictive_moments(texts)
+    assert f_mu.shape == (n_texts, 3)
+    assert f_var.shape == (n_texts, 3, 3)
+    of_host = la._glm_predictive_distribution
+    assert_close(of_host(texts), (f_mu, f_var), rtol=0, atol=0)
+    joint_mu, joint_var = la.predictive_moments(texts, joint=True)
+    assert_close(of_host(texts, joint=True), (joint_mu, joint_var), rtol=0, atol=0)
+    assert joint_var.shape == (3 * n_texts, 3 * n_texts)
     assert_close(joint_mu, f_mu.flatten())
-    own_var = own_blocks(joint_var, n_outputs=3)
-    assert_close(own_var, f_var)
-
-
-def test_the_hosts_diagonal_output_is_variances(of_structure, texts):
-    _, f_var = of_structure.predictive_moments(texts)
-    of_host = of_structure._glm_predictive_distribution
+    assert_close(own_blocks(joint_var, n_outputs=3), f_var)
     _, variances = of_host(texts, diagonal_output=True)
-    expected = f_var.diagonal(dim1=1, dim2=2)
-    assert_close(variances, expected)
-
-
-def arguments_of(cls: type) -> list[tuple]:
-    """List names and defaults of the method's arguments, `self` left out."""
-    signature = inspect.signature(cls._glm_predictive_distribution)
-    _, *arguments = signature.parameters.values()
-    return [(argument.name, argument.default) for argument in arguments]
-
-
-def test_the_predictive_distribution_takes_the_hosts_arguments(of_structure):
-    found = arguments_of(type(of_structure))
-    assert found == arguments_of(ParametricLaplace)
+    assert_close(variances, f_var.diagonal(dim1=1, dim2=2))
 
 
 # --- moments in place of a batch ------------------------------------------------------
@@ -166,48 +121,21 @@ def moments(
     return statistics.moments(0.5)
 
 
-each_link = pytest.mark.parametrize(
-    "link_approx",
-    [
-        "probit",
-        "mc",
-        "bridge",
-        "bridge_norm",
-    ],
-)
-
-
-@each_link
+@pytest.mark.parametrize("link_approx", ["probit", "mc", "bridge", "bridge_norm"])
 def test_moments_are_predicted_from_as_a_batch_is(
-    in_float32,
-    moments,
-    batch,
-    link_approx,
+    in_float32, moments, batch, link_approx
 ):
+    kept = moments.to("cpu", copy=True)
+
     def predict(given: Any) -> Tensor:
-        return in_float32(
-            given,
-            link_approx=link_approx,
-            generator=generator(),
-        )
+        return in_float32(given, link_approx=link_approx, generator=generator())
 
     found = predict(moments)
-    expected = predict(batch)
     # Both are float32, and one comes out of statistics.
-    assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    totals = found.sum(1)
-    assert_close(totals, torch.ones(3))
-
-
-@each_link
-def test_a_prediction_leaves_its_moments_as_they_are(in_float32, moments, link_approx):
-    kept = Moments(
-        f_mu=moments.f_mu.clone(),
-        f_var=moments.f_var.clone(),
-    )
+    assert_close(found, predict(batch), rtol=1e-4, atol=1e-5)
+    assert_close(found.sum(1), torch.ones(3))
     # The bridge of the host writes into what it is given.
-    in_float32(moments, link_approx=link_approx)
-    assert_close(moments, kept, rtol=0, atol=0)
+    assert_close(tuple(moments), tuple(kept), rtol=0, atol=0)
 
 
 def test_moments_are_drawn_from_as_a_batch_is(in_float32, moments, batch):
@@ -278,52 +206,19 @@ def test_diagonal_output_changes_no_link_but_samples(batch):
     assert torch.equal(diagonal, usual)
 
 
-def probabilities(
-    la: Any,
-    batch: Batch,
-    **settings: Any,
-) -> Tensor:
-    return la(batch, link_approx="mc", **settings)
-
-
-def functional_samples(
-    la: Any,
-    batch: Batch,
-    **settings: Any,
-) -> Tensor:
-    return la.functional_samples(batch, **settings)
-
-
-def predictive_samples(
-    la: Any,
-    batch: Batch,
-    **settings: Any,
-) -> Tensor:
-    return la.predictive_samples(batch, **settings)
-
-
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
-@pytest.mark.parametrize(
-    "predict",
-    [probabilities, functional_samples, predictive_samples],
-)
-def test_a_generator_seeds_every_prediction(batch, pred_type, predict):
+def test_a_generator_seeds_every_prediction(batch, pred_type):
     la = fitted()
 
-    def drawn(seed: int) -> Tensor:
-        return predict(
-            la,
-            batch,
-            pred_type=pred_type,
-            n_samples=5,
-            generator=generator(seed),
-        )
+    def drawn(predict: Callable[..., Tensor], seed: int, **others: Any) -> Tensor:
+        options = {"pred_type": pred_type, "n_samples": 5, **others}
+        return predict(batch, generator=generator(seed), **options)
 
-    first = drawn(seed=0)
-    same = drawn(seed=0)
-    other = drawn(seed=1)
-    assert torch.equal(same, first)
-    assert not torch.equal(other, first)
+    by_link = partial(la, link_approx="mc")
+    for predict in (by_link, la.functional_samples, la.predictive_samples):
+        first = drawn(predict, seed=0)
+        assert torch.equal(drawn(predict, seed=0), first)
+        assert not torch.equal(drawn(predict, seed=1), first)
 
 
 # --- networks of drawn weights --------------------------------------------------------
@@ -352,59 +247,23 @@ def logits_at(
     return output.logits
 
 
-@pytest.fixture
-def by_hand(batch: Batch) -> tuple[Any, Tensor]:
-    """A posterior, and logits of three networks that the same seed draws."""
+def test_predictions_are_means_over_models_with_sampled_weights(batch):
     la = fitted()
     la.model.model.eval()
     draws = generator()
-    logits = []
-    for _ in range(3):
-        (sample,) = la.sample(1, draws)
-        of_sample = logits_at(la, sample, batch)
-        logits.append(of_sample)
-    return la, torch.stack(logits)
-
-
-def test_samples_are_logits_of_models_with_sampled_weights(by_hand, batch):
-    la, logits = by_hand
-    samples = la.functional_samples(
-        batch,
-        "nn",
-        n_samples=3,
-        generator=generator(),
-    )
+    logits = torch.stack([logits_at(la, *la.sample(1, draws), batch) for _ in range(3)])
+    options = {"pred_type": "nn", "n_samples": 3}
+    samples = la.functional_samples(batch, generator=generator(), **options)
     assert_close(samples, logits)
-
-
-def test_predictions_are_means_over_models_with_sampled_weights(by_hand, batch):
-    la, logits = by_hand
-    found = la(
-        batch,
-        "nn",
-        link_approx="mc",
-        n_samples=3,
-        generator=generator(),
-    )
-    p = logits.softmax(-1)
-    assert_close(found, p.mean(0))
+    found = la(batch, generator=generator(), **options)
+    assert_close(found, logits.softmax(-1).mean(0))
 
 
 def test_regression_in_the_weights():
     la, X = plain_regression()
-    mean, variance = la(
-        X,
-        "nn",
-        link_approx="mc",
-        n_samples=4,
-        generator=generator(),
-    )
-    samples = la.functional_samples(
-        X,
-        "nn",
-        n_samples=4,
-        generator=generator(),
-    )
+    options = {"pred_type": "nn", "n_samples": 4}
+    mean, variance = la(X, generator=generator(), **options)
+    samples = la.functional_samples(X, generator=generator(), **options)
     assert_close(mean, samples.mean(0))
     assert_close(variance, samples.var(0))
 

@@ -7,7 +7,7 @@ import torch
 from scipy.stats import binomtest
 from torch import Tensor
 
-from laplace_lora_ext.predictive.decisions import Prediction
+from laplace_lora_ext.predictive.predictions import Prediction
 from laplace_lora_ext.predictive.review import Proof, review
 
 

@@ -24,99 +24,39 @@ SOME_TEXTS = torch.tensor([6, 1])
 # --- against dense algebra ------------------------------------------------------------
 
 
-@pytest.fixture(
-    params=[
-        pytest.param((0, True), id="tail alone"),
-        pytest.param((3, True), id="rank and tail"),
-        pytest.param((3, False), id="rank alone"),
-        pytest.param((100, False), id="full rank"),
+def statistics_of(la: Any, batches: Sequence[Any]):
+    """Compute statistics in float64, as predictions of batches are."""
+    return la.predictive_statistics(batches, dtype=torch.float64)
+
+
+# Tail alone, rank and tail, rank alone, full rank.
+@pytest.mark.parametrize(
+    ("kind", "rank", "tail", "prior"),
+    [
+        ("bert", 0, True, "layerwise"),
+        ("gpt2", 3, True, "scalar"),
+        ("bert", 3, False, "layerwise"),
+        ("bert", 100, False, "scalar"),
     ],
 )
-def rank_and_tail(request: pytest.FixtureRequest) -> tuple[int, bool]:
-    return request.param
-
-
-@pytest.fixture(params=["bert", "gpt2"])
-def la(
-    request: pytest.FixtureRequest,
-    rank_and_tail: tuple[int, bool],
-):
-    """A posterior of a classifier and of a language model, of all kinds of factors."""
-    rank, tail = rank_and_tail
-    return fitted(
-        request.param,
-        rank=rank,
-        tail=tail,
-        temperature=0.7,
-    )
-
-
-def statistics_of(
-    la: Any,
-    batches: Sequence[Any],
-):
-    """Compute statistics in float64, as predictions of batches are."""
-    return la.predictive_statistics(
-        batches,
-        dtype=torch.float64,
-    )
-
-
-@pytest.mark.parametrize("prior", PRIORS)
-def test_moments_equal_dense_algebra(la, prior):
+def test_moments_equal_dense_algebra(kind, rank, tail, prior, monkeypatch):
+    la = fitted(kind, rank=rank, tail=tail, temperature=0.7)
     batches = ragged_batches(seed=5)
     statistics = statistics_of(la, batches)
-    precision = some_precision(la, prior)
-    f_mu, f_var = statistics.moments(precision)
-
-    la.prior_precision = precision
-    P = la.posterior_precision.to_matrix()
-    covariance = torch.linalg.inv(P)
-    Js = []
-    logits = []
-    for batch in batches:
-        J, of_batch = la.backend.jacobians(batch)
-        Js.append(J)
-        logits.append(of_batch)
+    la.prior_precision = precision = some_precision(la, prior)
+    covariance = torch.linalg.inv(la.posterior_precision.to_matrix())
+    Js, logits = zip(*(la.backend.jacobians(batch) for batch in batches), strict=True)
     J = torch.cat(Js)
-    expected_var = J @ covariance @ J.mT
+    f_mu, f_var = statistics.moments(precision)
     assert_close(f_mu, torch.cat(logits))
-    assert_close(f_var, expected_var, rtol=1e-9, atol=1e-9)
+    assert_close(f_var, J @ covariance @ J.mT, rtol=1e-9, atol=1e-9)
 
-
-@pytest.mark.parametrize("prior", PRIORS)
-def test_a_part_of_statistics_has_its_moments(la, prior):
-    batches = ragged_batches(seed=5)
-    statistics = statistics_of(la, batches)
-    precision = some_precision(la, prior)
-    _, f_var = statistics.moments(precision)
     part = statistics[SOME_TEXTS]
-    _, of_part = part.moments(precision)
-    assert_close(of_part, f_var[SOME_TEXTS])
-
-
-def test_a_part_of_statistics_has_its_labels(la):
-    batches = ragged_batches(seed=5)
-    statistics = statistics_of(la, batches)
-    part = statistics[SOME_TEXTS]
-    labels = labels_of(batches)
-    assert torch.equal(part.targets, labels[SOME_TEXTS])
-
-
-@pytest.mark.parametrize("prior", PRIORS)
-def test_moments_do_not_depend_on_how_many_are_in_memory_at_once(
-    la,
-    prior,
-    monkeypatch,
-):
-    batches = ragged_batches(seed=5)
-    statistics = statistics_of(la, batches)
-    precision = some_precision(la, prior)
-    _, expected = statistics.moments(precision)
+    assert_close(part.moments(precision).f_var, f_var[SOME_TEXTS])
+    assert torch.equal(part.targets, labels_of(batches)[SOME_TEXTS])
     # Fewer than there are, and no divisor of their number.
     monkeypatch.setattr("laplace_lora_ext.predictive.statistics._AT_ONCE", 3)
-    _, found = statistics.moments(precision)
-    assert_close(found, expected)
+    assert_close(statistics.moments(precision).f_var, f_var)
 
 
 # --- an infinite prior precision ------------------------------------------------------
@@ -139,32 +79,23 @@ def test_an_infinite_prior_precision_leaves_layers_out():
     )
     _, expected = first.predictive_moments(batch)
     assert_close(found, expected)
+    of_none = torch.full((len(la.blocks),), torch.inf)
+    assert not statistics.moments(of_none).f_var.any()
     # Otherwise the equality would hold of layers that play no part.
     _, of_all_layers = statistics.moments(2.0)
     assert not torch.allclose(found, of_all_layers)
 
 
-def test_where_all_layers_are_left_out_nothing_varies():
-    la = fitted()
-    batches = ragged_batches()
-    statistics = statistics_of(la, batches)
-    n_blocks = len(la.blocks)
-    of_none = torch.full((n_blocks,), torch.inf)
-    _, f_var = statistics.moments(of_none)
-    assert not f_var.any()
-
-
 # --- dtypes and gradients -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prior", PRIORS)
-def test_moments_in_single_precision(prior):
+def test_moments_in_single_precision():
     la = fitted(dtype=torch.float32)
     batches = ragged_batches()
     statistics = la.predictive_statistics(batches)
     assert statistics.f_mu.dtype == torch.float32
     assert statistics.f_mu.device.type == "cpu"
-    la.prior_precision = some_precision(la, prior)
+    la.prior_precision = some_precision(la, "layerwise")
     found = statistics.moments(la.prior_precision)
     expected = predicted(la, batches)
     # Float32, in another order of sums.
@@ -197,6 +128,5 @@ def test_members_of_a_mixture_must_have_the_same_order():
     from_last_to_first = torch.arange(8).flip(0)
     backwards = statistics[from_last_to_first]
     members = (statistics, backwards)
-    message = "a loader that does not shuffle"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="does not shuffle"):
         MixtureStatistics(members, ())

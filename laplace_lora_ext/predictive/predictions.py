@@ -1,4 +1,4 @@
-"""Predictions of numbers: normal distributions, their mixtures, and measures."""
+"""Predictions of classes and of numbers, with what decisions need."""
 
 from __future__ import annotations
 
@@ -9,10 +9,114 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.predictive.moments import AnyMoments, mixed
+from laplace_lora_ext.predictive.moments import Moments, mix_moments
+from laplace_lora_ext.predictive.review import Review, review
 from laplace_lora_ext.tasks.regression import gaussian_log_density
 
 _HALVINGS = 100  # of an interval, until float64 has no number within
+
+
+class Prediction(NamedTuple):
+    """Predictions for B examples and C classes, with entropies in nats.
+
+    Of K labels for each example, all of these are `(B, K)`: the probability of each
+    label, whether it is above one half, and what the draws say of it.
+
+    Attributes
+    ----------
+    probabilities : torch.Tensor
+        `(B, C)`; of tokens `(B, T, C)`, nan at padding, and all else `(B, T)`, with the
+        label -100 there
+    labels : torch.Tensor
+        `(B,)`, the most probable class
+    total_entropy : torch.Tensor
+        `(B,)`, entropy of the probabilities averaged over draws of the posterior
+    aleatoric_entropy : torch.Tensor
+        `(B,)`, mean entropy of the draws: doubt that all draws share
+    epistemic_entropy : torch.Tensor
+        `(B,)`, the difference: mutual information of label and weights, the doubt that
+        more training data would reduce; 0 where the posterior has no variance
+    label_variance : torch.Tensor
+        `(B,)`, how much the probability of `labels` varies over the draws
+
+    References
+    ----------
+    Depeweg et al., "Decomposition of uncertainty in Bayesian deep learning for
+    efficient and risk-sensitive learning", ICML 2018.
+    """
+
+    probabilities: Tensor
+    labels: Tensor
+    total_entropy: Tensor
+    aleatoric_entropy: Tensor
+    epistemic_entropy: Tensor
+    label_variance: Tensor
+
+    @classmethod
+    def of_draws(
+        cls,
+        probabilities: Tensor,
+        drawn: Tensor,
+    ) -> Prediction:
+        """Sum up draws, beside the probabilities of a link.
+
+        Parameters
+        ----------
+        probabilities : torch.Tensor
+            `(..., C)`
+        drawn : torch.Tensor
+            `(S, ..., C)`, probabilities of each draw
+        """
+        labels = probabilities.argmax(-1)
+        total = torch.special.entr(drawn.mean(0)).sum(-1)
+        aleatoric = torch.special.entr(drawn).sum(-1).mean(0)
+        chosen = labels[None, ..., None]
+        of_label = drawn.take_along_dim(chosen, dim=-1).squeeze(-1)
+        # Entropy is concave, so only rounding can make the difference negative.
+        epistemic = (total - aleatoric).clamp_min(0)
+        variance = of_label.var(0, correction=0)
+        # Between draws that are all the same there is nothing but rounding.
+        vary = (drawn != drawn[:1]).any(-1).any(0)
+        epistemic, variance = epistemic * vary, variance * vary
+        return cls(probabilities, labels, total, aleatoric, epistemic, variance)
+
+    def review(
+        self,
+        accuracy: float | None = None,
+        capacity: int | None = None,
+        costs: Sequence[float] | Tensor | None = None,
+    ) -> Review:
+        """Divide the texts into those to decide alone, and those for a person.
+
+        Decided alone is the largest set whose mean probability of being right is the
+        accuracy, or all but the `capacity` most doubtful ones. The promise is the
+        posterior's: `Review.proof` says what labelled texts prove of it.
+
+        Parameters
+        ----------
+        accuracy : float, optional
+            from 0 to 1; with costs, 1 minus the mean cost of a decision
+        capacity : int, optional
+            how many texts people can read
+        costs : sequence of float, optional
+            `(C,)`, of missing each class; 1 by default
+
+        Returns
+        -------
+        Review
+
+        Raises
+        ------
+        ValueError
+            If neither accuracy nor capacity is given, or both are; for other values;
+            and for several labels or labels of tokens.
+        """
+        if self.labels.ndim != 1:
+            raise ValueError(
+                "A review divides texts of one class each: of several labels, or of "
+                "tokens, take the columns of one."
+            )
+        return review(self.probabilities, accuracy, capacity, costs)
 
 
 class NumberPrediction(NamedTuple):
@@ -46,7 +150,7 @@ class NumberPrediction(NamedTuple):
     @classmethod
     def of(
         cls,
-        members: Sequence[AnyMoments],
+        members: Sequence[Moments],
         noises: Sequence[Tensor | float],
     ) -> NumberPrediction:
         """Join the moments of each posterior's outputs with the noise of its targets.
@@ -63,8 +167,8 @@ class NumberPrediction(NamedTuple):
         identity = torch.eye(means.shape[-1]).to(of_outputs)
         of_noise = torch.stack([noise**2 * identity for noise in noises])
         of_targets = of_outputs + of_noise[:, None]
-        mean, epistemic = mixed(means, of_outputs)
-        _, total = mixed(means, of_targets)
+        mean, epistemic = mix_moments(means, of_outputs)
+        _, total = mix_moments(means, of_targets)
         return cls(
             mean=mean,
             epistemic_std=_deviations(epistemic),

@@ -1,11 +1,11 @@
-"""What a grid search sums over validation data, to choose more than a prior."""
+"""What a grid search sums over validation data, and what it reads off the sums."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,9 +13,11 @@ from scipy.interpolate import CubicSpline
 from scipy.optimize import OptimizeResult, minimize_scalar
 from torch import Tensor
 
-from laplace_lora_ext.predictive.links import own_links
-from laplace_lora_ext.predictive.moments import AnyMoments, mixed
-from laplace_lora_ext.predictive.posterior import moments_of_model
+from laplace_lora_ext.predictive.data_sets import NO_DATA
+from laplace_lora_ext.predictive.links import log_probabilities
+from laplace_lora_ext.predictive.moments import Moments, mix_moments
+from laplace_lora_ext.predictive.posterior import Posterior, moments_of_model
+from laplace_lora_ext.tuning.method import Trial, TuningHistory
 
 _QUARTERS = np.arange(-8, 8) / 4
 LOGIT_SCALES = (*(5.0**_QUARTERS).tolist(), 20.0)
@@ -35,34 +37,14 @@ _EXACT = 1e-6  # in the logarithm of the scale
 _SEED = 0  # of draws, which are the same for all examples, priors and scales
 
 
-class Outcome(NamedTuple):
-    """Holds what was found at one prior precision.
-
-    Attributes
-    ----------
-    objective : float
-        of losses a mean over the examples, in nats, with the penalty of the scale
-    logit_scale : float, optional
-        None where none is chosen
-    sigma_noise : float, optional
-        None where none is chosen
-    penalty : float, default=0.0
-        the part of the objective that is no loss
-    """
-
-    objective: float
-    logit_scale: float | None = None
-    sigma_noise: float | None = None
-    penalty: float = 0.0
-
-
 @dataclass(frozen=True)
-class ClassLosses:
-    """Scores `link(s f, s² V)` at scales s, from the same moments.
+class Likelihoods:
+    """Scores predictions by their likelihood: classes at several scales, or numbers.
 
-    An example's numbers are its negative log-likelihoods, one for each scale. Without a
-    variance, s is the inverse of a temperature, and s = 1 is the prior alone: what is
-    best of all priors and scales is no worse than either.
+    An example's numbers are its negative log-likelihoods, one for each scale s of
+    `link(s f, s² V)`. Without a variance, s is the inverse of a temperature, and s = 1
+    is the prior alone: what is best of all priors and scales is no worse than either.
+    Numbers have no scale, but the noise of the first member.
 
     Few examples say little of s: thirty that are all right would ask for a very large
     one. So `scale_penalty` is added to the summed loss, which holds large scales back.
@@ -73,7 +55,6 @@ class ClassLosses:
     Parameters
     ----------
     link_approx : str
-        of this library's, or one of the host's bridges
     n_samples : int
         draws of "mc"
     scales : tuple of float, default=(1.0,)
@@ -85,38 +66,41 @@ class ClassLosses:
     scales: tuple[float, ...] = (1.0,)
 
     def terms(
-        self, members: Sequence[Any], moments: Sequence[AnyMoments], targets: Tensor
+        self, members: Sequence[Posterior], moments: Sequence[Moments], targets: Tensor
     ) -> Tensor:
         """Compute each example's losses `(N, S)` in float64, from members' moments."""
-        likelihood = members[0].task
-        by_member = zip(members, moments, strict=True)
-        # (members, scales, examples, classes)
-        log_p = torch.stack([self._log_p(*member) for member in by_member])
-        of_mean = log_p.logsumexp(0) - math.log(len(log_p))
-        targets = targets.to(of_mean.device)
-        noise = members[0].sigma_noise
-        return torch.stack([likelihood.nll([p], targets, noise) for p in of_mean], 1)
+        first = members[0]
+        task = first.task
+        by_member = list(zip(members, moments, strict=True))
+        if task.has_noise:
+            pairs = [moments_of_model(*member, "probit") for member in by_member]
+            means, covariances = zip(*pairs, strict=True)
+            mean, covariance = mix_moments(torch.stack(means), torch.stack(covariances))
+            predicted = [[mean.double(), covariance.double()]]
+        else:
+            # (members, scales, examples, classes)
+            log_p = torch.stack([self._log_p(*member) for member in by_member])
+            of_mean = log_p.logsumexp(0) - math.log(len(log_p))
+            predicted = [[of_scale] for of_scale in of_mean]
+        targets = targets.to(predicted[0][0].device)
+        losses = [task.nll(p, targets, first.sigma_noise) for p in predicted]
+        return torch.stack(losses, dim=1)
 
-    def _log_p(self, member: Any, moments: AnyMoments) -> Tensor:
+    def _log_p(self, member: Posterior, moments: Moments) -> Tensor:
         """Compute log-probabilities `(S, N, C)` of a member, in float64."""
-        draws = torch.Generator()
-        links = own_links(self.n_samples, draws)
-        if self.link_approx not in links:  # a bridge, which knows no other scale
-            bridged = member(moments, link_approx=self.link_approx, fitting=True)
-            return bridged.double().log()[None]
         of_model = moments_of_model(member, moments, self.link_approx)
         by_scale: list[Tensor] = []
         for scale in self.scales:
-            draws.manual_seed(_SEED)
             scaled = of_model.scaled(scale * member.logit_scale)
-            with torch.autocast(scaled.f_mu.device.type, enabled=False):
-                by_scale.append(links[self.link_approx](scaled).double())
+            draws = torch.Generator().manual_seed(_SEED)
+            log_p = log_probabilities(scaled, self.link_approx, self.n_samples, draws)
+            by_scale.append(log_p.double())
         return torch.stack(by_scale)
 
-    def best(self, sums: Tensor, n_examples: int) -> Outcome:
+    def best(self, prior_precision: Tensor, sums: Tensor, n_examples: int) -> Trial:
         """Find the best scale of sums `(S,)`, also between those that were summed."""
         if len(self.scales) == 1:
-            return Outcome(sums.item() / n_examples)
+            return Trial(prior_precision, objective=sums.item() / n_examples)
         logs = np.log(self.scales)
         last = len(logs) - 1
         losses = sums.cpu().numpy()
@@ -138,9 +122,10 @@ class ClassLosses:
             if between.fun < objective:
                 objective = float(between.fun)
                 log_scale = float(between.x)
-        return Outcome(
-            objective / n_examples,
+        return Trial(
+            prior_precision,
             logit_scale=math.exp(log_scale),
+            objective=objective / n_examples,
             penalty=float(scale_penalty(log_scale)) / n_examples,
         )
 
@@ -148,32 +133,6 @@ class ClassLosses:
 def scale_penalty(log_scale: np.ndarray | float) -> np.ndarray:
     """Compute what a scale adds to a summed loss, in nats, from its logarithm."""
     return PENALTY * np.square(np.maximum(log_scale, 0))
-
-
-@dataclass(frozen=True)
-class DensityLosses:
-    """Scores numbers by their density at the present noise; of a mixture, the first's.
-
-    An example's number is its negative log-density.
-    """
-
-    def terms(
-        self, members: Sequence[Any], moments: Sequence[AnyMoments], targets: Tensor
-    ) -> Tensor:
-        """Compute each example's loss `(N, 1)` in float64, from members' moments."""
-        first = members[0]
-        by_member = zip(members, moments, strict=True)
-        pairs = [moments_of_model(*member, "probit") for member in by_member]
-        means, covariances = zip(*pairs, strict=True)
-        mean, covariance = mixed(torch.stack(means), torch.stack(covariances))
-        predicted = [mean.double(), covariance.double()]
-        targets = targets.to(mean.device)
-        nll = first.task.nll(predicted, targets, first.sigma_noise)
-        return nll[:, None]
-
-    def best(self, sums: Tensor, n_examples: int) -> Outcome:
-        """Take the mean."""
-        return Outcome(sums.item() / n_examples)
 
 
 @dataclass(frozen=True)
@@ -197,7 +156,7 @@ class NoiseSquares:
     n_outputs: int
 
     def terms(
-        self, members: Sequence[Any], moments: Sequence[AnyMoments], targets: Tensor
+        self, members: Sequence[Posterior], moments: Sequence[Moments], targets: Tensor
     ) -> Tensor:
         """Compute each example's two numbers `(N, 2)` in float64, of one posterior."""
         (la,), (of_one,) = members, moments
@@ -214,7 +173,7 @@ class NoiseSquares:
         log_det = 2 * diagonal.log().sum(-1)
         return torch.stack([squares, log_det], dim=1)
 
-    def best(self, sums: Tensor, n_examples: int) -> Outcome:
+    def best(self, prior_precision: Tensor, sums: Tensor, n_examples: int) -> Trial:
         """Find the best noise; a `ValueError` where there is no error at all."""
         squares, log_dets = sums.tolist()
         n_numbers = n_examples * self.n_outputs
@@ -228,8 +187,56 @@ class NoiseSquares:
         # At the best variance the squares over it are one for each number.
         of_noise = n_numbers * (math.log(2 * math.pi * variance) + 1)
         nll = (of_noise + log_dets) / 2
-        return Outcome(nll / n_examples, sigma_noise=math.sqrt(variance))
+        noise = math.sqrt(variance)
+        # From ρ = λ σ² to λ.
+        return Trial(
+            prior_precision / noise**2, sigma_noise=noise, objective=nll / n_examples
+        )
 
 
-Score = ClassLosses | DensityLosses | NoiseSquares
-"""Scores predictions by numbers whose sums over examples tell the best loss."""
+@dataclass(frozen=True, eq=False)
+class GridLosses:
+    """Holds a score's sums over examples at every prior precision of a grid.
+
+    Attributes
+    ----------
+    grid : torch.Tensor
+        `(T,)` or `(T, blocks)` prior precisions; where a noise is chosen too, for a
+        noise of 1
+    sums : torch.Tensor
+        `(T, K)`, float64
+    n_examples : int
+    score : Likelihoods or NoiseSquares
+    """
+
+    grid: Tensor
+    sums: Tensor
+    n_examples: int
+    score: Likelihoods | NoiseSquares
+
+    def __add__(self, other: GridLosses) -> GridLosses:
+        """Add what other examples say of the same prior precisions."""
+        return replace(
+            self,
+            sums=self.sums + other.sums,
+            n_examples=self.n_examples + other.n_examples,
+        )
+
+    def history(self) -> TuningHistory:
+        """Choose the best point.
+
+        A `ValueError` if there are no examples, or the losses are never finite.
+        """
+        if not self.n_examples:
+            raise ValueError(NO_DATA)
+        history = TuningHistory.of_losses(
+            [
+                self.score.best(point, sums, self.n_examples)
+                for point, sums in zip(self.grid, self.sums, strict=True)
+            ]
+        )
+        if math.isinf(history.loss):
+            raise ValueError(
+                "The validation loss is finite nowhere on the grid: check it."
+            )
+        return history
