@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_lora_ext
-from laplace_lora_ext import Laplace, LaplaceMixture
+from laplace_lora_ext import Laplace
 from laplace_lora_ext.messages import naming
 from tests.support.models import first_batch, pairs, plain_model, without_labels
 from tests.support.posteriors import fitted, make
@@ -97,12 +97,6 @@ WRONG = {
         lambda la: settings(la, num_samples=0),
         "num_samples must be at least",
     ),
-    "one posterior": (
-        lambda la: LaplaceMixture(la),
-        "needs two posteriors or more, in a list",
-    ),
-    "the same twice": (lambda la: LaplaceMixture([la, la]), "is that posterior"),
-    "a model": (lambda la: LaplaceMixture([la, la.model]), "not of a LogitsModel"),
     "a text": (lambda la: la("red sky"), TOKENIZE),
     "a text to predict": (lambda la: la.predict("red sky"), TOKENIZE),
     "texts": (lambda la: la.predict_proba(["red sky", "blue"]), TOKENIZE),
