@@ -74,6 +74,8 @@ REFERENCE = {
         "Predictor",
         "Prediction",
         "NumberPrediction",
+        "predictive.review.Review",
+        "predictive.review.Proof",
         "TextScores",
         "Moments",
         "PredictiveStatistics",

@@ -152,6 +152,7 @@ def fit(
     before : Fit, optional
         to add the data to, around the same weights, which are where they were
     progress_bar : bool, default=False
+        whether to show one
 
     Returns
     -------

@@ -61,6 +61,7 @@ def Laplace(  # noqa: N802
     Parameters
     ----------
     model : torch.nn.Module
+        a `PeftModel`, or any module that holds plain LoRA layers
     likelihood : str, optional
         "classification", "regression", "multi_label_classification" (also for a single
         logit of two classes), "token_classification", "reward_modeling" or
@@ -78,6 +79,7 @@ def Laplace(  # noqa: N802
     Returns
     -------
     LoRALaplace
+        of the structure's class; `from_pretrained` returns it fitted
 
     Raises
     ------
@@ -106,12 +108,14 @@ def from_pretrained(
     model : torch.nn.Module
         the fitted model, with its adapter, head and base
     folder : str or Path
+        with the posterior's file
     **kwargs
         for the posterior's class, such as `dict_key_y`
 
     Returns
     -------
     LoRALaplace
+        of the structure's class; `from_pretrained` returns it fitted
 
     Raises
     ------

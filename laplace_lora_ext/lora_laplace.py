@@ -157,6 +157,7 @@ class LoRALaplace(Posterior, Predictor):
     Attributes
     ----------
     model : LogitsModel
+        the model, from batches to logits
     blocks : list of Block
         the LoRA weights that the posterior is over
     task : Task
@@ -415,6 +416,7 @@ class LoRALaplace(Posterior, Predictor):
             and `from_pretrained` carry over to another process. A fit in parts is one
             fit of all
         progress_bar : bool, default=False
+            whether to show one
 
         Raises
         ------
@@ -802,6 +804,7 @@ class LoRALaplace(Posterior, Predictor):
             text in which 30 % of the tokens are those of other texts; to images and
             sounds it adds nothing
         progress_bar : bool, default=False
+            whether to show one
         generator : torch.Generator, optional
             of the CPU, for swapped tokens; by default the same in every call
 

@@ -187,6 +187,7 @@ def compare(
     Returns
     -------
     Comparison
+        a row for the trained model, and one for each way to predict
     """
     first = la.members[0]
     evaluate = partial(_numbers, la)
@@ -270,6 +271,7 @@ def negative_log_likelihood(
     Returns
     -------
     float
+        mean over examples, in nats
     """
     smallest = torch.finfo(probabilities.dtype).tiny
     return nll_loss(probabilities.clamp_min(smallest).log(), labels).item()

@@ -54,6 +54,7 @@ class LaplaceMixture(Predictor):
     Attributes
     ----------
     members : list of LoRALaplace
+        the posteriors
     prior_precision : torch.Tensor
         `(1,)`, a common factor of the members' own prior precisions, 1 at first
     logit_scale : float
@@ -268,6 +269,7 @@ class LaplaceMixture(Predictor):
             that it lacks are added, those that it has must be the saved ones, and its
             active adapter stays so
         folder : str or Path
+            that `save_pretrained` wrote
         **kwargs
             for the posteriors' classes, such as `dict_key_y`
 

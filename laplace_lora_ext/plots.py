@@ -84,6 +84,7 @@ def outcomes(
     pred_type : {"glm", "amortized"}
         as for `la.predict`
     progress_bar : bool, default=False
+        whether to show one
 
     Returns
     -------
@@ -138,6 +139,7 @@ def predict_both(
     Parameters
     ----------
     la : LoRALaplace or LaplaceMixture
+        of classes
     inputs : Mapping
         a batch without labels
     pred_type : {"glm", "amortized"}
@@ -146,6 +148,7 @@ def predict_both(
     Returns
     -------
     tuple of torch.Tensor and Prediction
+        logits `(B, C)`, and what `la.predict` returned
     """
     with la.model.forward_passes():
         logits = la.model(inputs)
@@ -159,10 +162,12 @@ def log_of(probabilities: Tensor) -> Tensor:
     Parameters
     ----------
     probabilities : torch.Tensor
+        of any shape
 
     Returns
     -------
     torch.Tensor
+        of the same shape
     """
     smallest = torch.finfo(torch.float32).tiny
     return probabilities.double().clamp_min(smallest).log()
@@ -187,6 +192,7 @@ def reliability(
     Parameters
     ----------
     la : LoRALaplace, LaplaceMixture or Outcomes
+        a posterior, or what `outcomes` returned
     loader : iterable of batches, optional
         with labels; not for `Outcomes`
     ax : matplotlib.axes.Axes, optional
@@ -197,6 +203,7 @@ def reliability(
     Returns
     -------
     matplotlib.axes.Axes
+        with the drawing
     """
     found = _outcomes_of(la, loader)
     ax = _axes(ax)

@@ -238,6 +238,7 @@ class Predictor(Members):
         generator : torch.Generator, optional
             for swapped tokens; if omitted, every call swaps the same
         progress_bar : bool, default=False
+            whether to show one
 
         Returns
         -------
@@ -301,6 +302,7 @@ class Predictor(Members):
         Returns
         -------
         TextScores
+            of each token and of each text
 
         Raises
         ------
@@ -352,10 +354,12 @@ class Predictor(Members):
         Parameters
         ----------
         n_samples : int
+            how many adapters to write
         directory : str or Path
             gets one folder for each draw, "sample_0" and so on, with a configuration
             and safetensors that `PeftModel.from_pretrained` loads
         generator : torch.Generator, optional
+            for the draws
         **kwargs
             of `PeftModel.save_pretrained`, such as `save_embedding_layers`
 

@@ -59,6 +59,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         back-propagates the loss of a whole text at once. `score` predicts, by draws
         of the weights
     backend : type of LowRankKronInterface, default=LowRankKronGGN
+        what computes the curvature
     backend_kwargs : dict, optional
         `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (False
         for the exact Fisher), `draws` ("signs"), `num_samples` (2 backward passes),
@@ -160,6 +161,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         loader : DataLoader or iterable
             of mappings or pairs `(X, y)`; labels, if there are any, become `targets`
         progress_bar : bool, default=False
+            whether to show one
         device : torch.device or str, default="cpu"
             where to keep the statistics; `PredictiveStatistics` says how large they are
         dtype : torch.dtype, default=torch.float32
@@ -172,6 +174,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         Returns
         -------
         PredictiveStatistics
+            all that any prior precision needs
 
         Raises
         ------

@@ -169,7 +169,9 @@ class LearntVariance:
         Parameters
         ----------
         device : torch.device
+            where the copy is
         dtype : torch.dtype
+            its precision
         """
         moved: dict[str, Tensor] = {}
         for name in _REGRESSION:

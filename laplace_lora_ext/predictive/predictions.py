@@ -104,6 +104,7 @@ class Prediction(NamedTuple):
         Returns
         -------
         Review
+            the queue, and what is decided alone
 
         Raises
         ------

@@ -78,6 +78,7 @@ class Review:
         Returns
         -------
         Proof
+            printed, a sentence
         """
         decisions, doubt = decide(probabilities, self.costs)
         of_decided = self.doubt[self.decided]
@@ -98,10 +99,13 @@ class Proof:
     Attributes
     ----------
     n_right : int
+        right answers among those decided alone
     n_decided : int
+        labelled texts that would be decided alone
     accuracy : float
         what is to be proven
     confidence : float
+        of the bound
     """
 
     n_right: int

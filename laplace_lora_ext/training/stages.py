@@ -89,6 +89,7 @@ def choose_priors(
     held_out : DataLoader
         or what `predictive_statistics` of the posterior, or of the mixture, returned
     progress_bar : bool, default=False
+        whether to show one
     """
     if len(posteriors) > 1:
         posteriors = [
@@ -267,6 +268,7 @@ def train_in_stages(
     resume_from_checkpoint : bool, default=False
         go on after an interruption, in whichever stage it was
     progress_bar : bool, default=False
+        whether to show one
     **options
         for the Laplace class, such as `class_token_ids` and `backend_kwargs`; the
         `tokenizer` of `class_texts` is the trainer's unless you pass one
@@ -363,6 +365,7 @@ def in_stages(
     Returns
     -------
     LoRALaplace or LaplaceMixture
+        of all texts; a mixture where there are several members
 
     Raises
     ------

@@ -84,6 +84,7 @@ class Agreement(TuningMethod):
         as for `TuningMethod`. With "kind", the draws of each kind of weight by
         themselves change predictions as much as those of any other
     progress_bar : bool, default=False
+        whether to show one
     train_loader : DataLoader, iterable or PredictiveStatistics
         the data of the fit, or texts like them; labels are not used: the residuals of
         numbers are those of the fit. With "lowrank_kron" they pass through the model

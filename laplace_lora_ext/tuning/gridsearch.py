@@ -69,6 +69,7 @@ class GridMethod(TuningMethod):
     grid_size : int, default=100
         how many prior precisions it has
     log_prior_prec_base : float, default=10.0
+        base of both logarithms
     """
 
     log_prior_prec_min: float = -4
@@ -155,6 +156,7 @@ class GridSearch(GridMethod):
         as for `TuningMethod`. With "kind", the grid has all combinations of 25 prior
         precisions of two kinds, or of 8 of three; with "lowrank_kron" it is the default
     progress_bar : bool, default=False
+        whether to show one
     val_loader : DataLoader, iterable or PredictiveStatistics
         validation data with labels
     link_approx : {"mean_field", "probit", "mc"}, default="mean_field"
@@ -172,6 +174,7 @@ class GridSearch(GridMethod):
     grid_size : int, default=100
         how many prior precisions it has
     log_prior_prec_base : float, default=10.0
+        base of both logarithms
 
     Raises
     ------

@@ -30,6 +30,7 @@ class Marglik(TuningMethod):
     prior_structure : {"scalar", "kind", "layerwise", "diag"}, optional
         as for `TuningMethod`
     progress_bar : bool, default=False
+        whether to show one
     n_steps : int, default=1000
         how many steps at most
     lr : float, default=0.1

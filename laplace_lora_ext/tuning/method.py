@@ -157,6 +157,7 @@ class TuningMethod:
         where there are several kinds, as heads want a much smaller one than LoRA
         weights, and otherwise "scalar"
     progress_bar : bool, default=False
+        whether to show one
     """
 
     init_prior_prec: float | Tensor = 1.0

@@ -81,6 +81,7 @@ class SecondTraining(TuningMethod):
     prior_structure : {"scalar", "kind", "layerwise", "diag"}, optional
         as for `GridSearch`
     progress_bar : bool, default=False
+        whether to show one
 
     Raises
     ------

@@ -31,6 +31,7 @@ class TokenGridSearch(GridMethod):
     prior_structure : {"scalar", "layerwise"}, optional
         as for `TuningMethod`, but not "kind"
     progress_bar : bool, default=False
+        whether to show one
     val_loader : DataLoader or iterable
         batches of texts with labels
     n_samples : int, default=10
@@ -44,6 +45,7 @@ class TokenGridSearch(GridMethod):
     grid_size : int, default=13
         how many prior precisions it has
     log_prior_prec_base : float, default=10.0
+        base of both logarithms
 
     Raises
     ------

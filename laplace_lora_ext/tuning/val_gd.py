@@ -58,6 +58,7 @@ class ValGD(TuningMethod):
     prior_structure : {"scalar", "kind", "layerwise", "diag"}, optional
         as for `TuningMethod`
     progress_bar : bool, default=False
+        whether to show one
     val_loader : DataLoader, iterable or PredictiveStatistics
         validation data with labels. They pass through the model only once, and with
         their statistics not at all. `PredictiveStatistics` says how much memory they
@@ -68,6 +69,7 @@ class ValGD(TuningMethod):
     n_samples : int, default=100
         samples of the logits, with "mc"
     n_steps : int, default=1000
+        steps of Adam
     lr : float, default=0.1
         Adam's first step in the logarithm of the prior precision
     batch_size : int, default=4
