@@ -931,10 +931,7 @@ class LoRALaplace(Posterior, Predictor):
         samples = self.functional_samples(
             x, pred_type, n_samples, diagonal_output, generator
         )
-        likelihood = self.task.predicted
-        if likelihood.has_noise:
-            return samples
-        return likelihood.shown(likelihood.class_logits(samples).softmax(-1))
+        return self.task.predicted.predictions(samples)
 
     @exclusive
     @without_autocast

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +25,14 @@ class Regression(Task):
     has_noise = True
     has_host_links = True
     instead_of_logit_scale = "sigma_noise"
+    figures = ("rmse", "nll", "coverage", "crps")
+
+    def predictions(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def distances(self, drawn: Tensor, f_mu: Tensor) -> Tensor:
+        apart = torch.linalg.vector_norm(drawn - f_mu, dim=-1)
+        return torch.special.erf(apart / math.sqrt(8))  # 2 Φ(d / 2) - 1
 
     def features(self, logits: Tensor) -> Tensor:
         return logits

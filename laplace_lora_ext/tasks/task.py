@@ -119,6 +119,8 @@ class Task:
         the values of `hessian_structure` that it works with
     mistaken_for : str
         what transformers calls another task, `problem_type`, if models say so
+    figures : tuple of str
+        what `metrics.compare` measures of evaluation data
     instead_of_logit_scale : str
         what to use in place of `logit_scale`; empty where the logits can be scaled
     """
@@ -134,6 +136,7 @@ class Task:
     writes = False
     structures: tuple[str, ...] = ("lowrank_kron", "kron", "diag", "full")
     mistaken_for = ""
+    figures: tuple[str, ...] = ("nll", "ece")
     instead_of_logit_scale = ""
 
     # --- predictions ------------------------------------------------------------------
@@ -154,6 +157,19 @@ class Task:
     def shown(self, probabilities: Tensor) -> Tensor:
         """Take what a user reads of the probabilities of classes."""
         return probabilities
+
+    def predictions(self, logits: Tensor) -> Tensor:
+        """Make what a user reads of logits: probabilities, or numbers as they are."""
+        return self.shown(self.class_logits(logits).softmax(-1))
+
+    def distances(self, drawn: Tensor, f_mu: Tensor) -> Tensor:
+        """Compute distances `(S, N, ...)` of drawn outputs `(S, N, ..., C)` from some.
+
+        They are total variation distances between what targets are distributed by,
+        given class logits, or numbers with a noise of 1.
+        """
+        apart = drawn.softmax(-1) - f_mu.softmax(-1)
+        return apart.abs().sum(-1) / 2
 
     def features(self, logits: Tensor) -> Tensor:
         """Make numbers `(N, p)` of logits that variances are learnt from."""

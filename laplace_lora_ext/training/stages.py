@@ -432,5 +432,4 @@ def eval_figures(la: Predictor, loader: Iterable[Any]) -> dict[str, float]:
     if first.task.writes:
         return {"eval_laplace_nll": nll_of_tokens(la, loader)}
     measured = compare(la, loader).posterior
-    names = measured if first.task.has_noise else ("nll", "ece")
-    return {f"eval_laplace_{name}": measured[name] for name in names}
+    return {f"eval_laplace_{name}": measured[name] for name in first.task.figures}

@@ -192,7 +192,7 @@ class Agreement(TuningMethod):
             for f_mu, f_var in moments.split(at_once):
                 noise = standard_normal((self.n_samples, *f_mu.shape), f_mu, draws)
                 outputs = gaussian_samples(f_mu, f_var, noise)
-                distances = _distances(outputs, f_mu, task.has_noise)
+                distances = task.distances(outputs, f_mu)
                 total += distances.double().mean(0).sum().item()
             # Of labels, the average is over labels, too.
             return total / moments.f_mu[..., 0].numel()
@@ -230,19 +230,6 @@ def _change_by_some(
 ) -> float:
     """Measure the change by draws of some blocks, with all others at MAP."""
     return change(torch.where(is_drawn, prior_precision, _HELD))
-
-
-def _distances(drawn: Tensor, f_mu: Tensor, are_numbers: bool) -> Tensor:
-    """Compute distances `(S, N, ...)` of drawn outputs `(S, N, ..., C)` from a model's.
-
-    They are total variation distances: of distributions of classes, or of normal
-    distributions of variance 1.
-    """
-    if are_numbers:
-        apart = torch.linalg.vector_norm(drawn - f_mu, dim=-1)
-        return torch.special.erf(apart / math.sqrt(8))  # 2 Φ(d / 2) - 1
-    apart = drawn.softmax(-1) - f_mu.softmax(-1)
-    return apart.abs().sum(-1) / 2
 
 
 def _falling_root(excess: Callable[[float], float]) -> float:
