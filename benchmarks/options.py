@@ -126,6 +126,13 @@ class Stages(SeveralSeeds):
 
 
 @dataclass(frozen=True)
+class Review(SeveralSeeds):
+    """Queues: what is decided alone, and how often that is wrong: minutes a seed."""
+
+    accuracy: float = option(0.95, "of what is decided alone")
+
+
+@dataclass(frozen=True)
 class Averages(SeveralSeeds):
     """Weights averaged in stages, beside a rate that decays: ten minutes a seed."""
 

@@ -4,8 +4,6 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -197,67 +195,26 @@ def test_a_choice_leaves_the_posteriors_as_they_are(priors):
 # --- stages of a trainer --------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Settings of a trainer, and the steps that its stages take of them."""
-
-    settings: Mapping[str, Any]
-    held_out: float
-    steps: tuple[int, int]
-    warmup_steps: tuple[int, int] = (0, 0)
-
-
-SHARES = {
-    "steps": Shares(
-        settings={"max_steps": 10},
-        held_out=0.2,
-        steps=(8, 2),
-    ),
-    "warmup": Shares(
-        settings={
-            "max_steps": 10,
-            "warmup_steps": 5,
-        },
-        held_out=0.4,
-        steps=(6, 2),
-        warmup_steps=(3, 1),
-    ),
-    "epochs": Shares(
-        settings={
-            "max_steps": -1,
-            "num_train_epochs": 2,
-        },
-        held_out=0.2,
-        steps=(8, 3),
-    ),
-    "accumulated gradients": Shares(
-        settings={
-            "max_steps": -1,
-            "gradient_accumulation_steps": 2,
-        },
-        held_out=0.2,
-        steps=(6, 3),
-    ),
+# Settings of a trainer, the share held out, and each stage's steps and warm-up.
+SHARES: list[tuple[dict[str, Any], float, tuple[int, int], tuple[int, int]]] = [
+    ({"max_steps": 10}, 0.2, (8, 2), (0, 0)),
+    ({"max_steps": 10, "warmup_steps": 5}, 0.4, (6, 2), (3, 1)),
+    ({"max_steps": -1, "num_train_epochs": 2}, 0.2, (8, 3), (0, 0)),
+    ({"max_steps": -1, "gradient_accumulation_steps": 2}, 0.2, (6, 3), (0, 0)),
     # 1 - 0.7 is a little more than 0.3, which must not add a step.
-    "most texts held out": Shares(
-        settings={
-            "max_steps": -1,
-            "per_device_train_batch_size": 2,
-        },
-        held_out=0.7,
-        steps=(9, 8),
-    ),
-}
+    ({"max_steps": -1, "per_device_train_batch_size": 2}, 0.7, (9, 8), (0, 0)),
+]
 
 
-@pytest.mark.parametrize("case", SHARES.values(), ids=SHARES)
-def test_each_stage_takes_its_share_of_the_steps(tmp_path, case):
+@pytest.mark.parametrize(("settings", "share", "expected", "warmup"), SHARES)
+def test_each_stage_takes_its_share_of_the_steps(
+    tmp_path, settings, share, expected, warmup
+):
     watch = Watch()
-    trainer = trainer_of(tmp_path, watch, **case.settings)
-    train_in_stages(trainer, case.held_out)
-    n_steps = [len(steps) for steps in watch.steps]
-    assert tuple(n_steps) == case.steps
-    for n_warmup, steps in zip(case.warmup_steps, watch.steps, strict=True):
+    trainer = trainer_of(tmp_path, watch, **settings)
+    train_in_stages(trainer, share)
+    assert tuple(map(len, watch.steps)) == expected
+    for n_warmup, steps in zip(warmup, watch.steps, strict=True):
         rates = [rate for rate, _ in steps]
         highest = max(rates)
         assert rates.index(highest) == n_warmup
@@ -269,7 +226,7 @@ def test_each_stage_takes_its_share_of_the_steps(tmp_path, case):
     for entry in trainer.state.log_history:
         if "learning_rate" in entry:
             stages.append(entry["stage"])
-    first, second = case.steps
+    first, second = expected
     in_first = ["stage_1"] * first
     in_second = ["stage_2"] * second
     assert stages == in_first + in_second
@@ -681,15 +638,6 @@ def test_a_run_goes_on_as_it_began_alone(tmp_path, settings, arguments, message)
 # --- what cannot work -----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Refused:
-    """Attributes that a trainer has, arguments of the call, and what the error says."""
-
-    message: str
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
 def no_model():
     """A `model_init` of the user's."""
 
@@ -698,61 +646,26 @@ def loader_of_ones_own():
     return DataLoader(Texts(N))
 
 
-REFUSED = {
-    "no data": Refused(
-        "has a length",
-        attributes={"train_dataset": None},
-    ),
-    "endless data": Refused(
-        "has a length",
-        attributes={"train_dataset": Endless()},
-    ),
-    "nothing to train": Refused(
-        "is_trainable=True",
-        attributes={"model": lora_model("bert").requires_grad_(False)},
-    ),
-    "model_init": Refused(
-        "model_init makes a new model",
-        attributes={"model_init": no_model},
-    ),
-    "an optimizer": Refused(
-        "was given an optimizer",
-        attributes={"optimizer": object()},
-    ),
-    "a loader": Refused(
-        "must read self.train_data",
-        attributes={"get_train_dataloader": loader_of_ones_own},
-    ),
-    "one text a class": Refused(
+# Attributes that a trainer has, arguments of the call, and what the error says.
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"train_dataset": None}, {}, "has a length"),
+    ({"train_dataset": Endless()}, {}, "has a length"),
+    ({"model": lora_model("bert").requires_grad_(False)}, {}, "is_trainable=True"),
+    ({"model_init": no_model}, {}, "model_init makes a new model"),
+    ({"optimizer": object()}, {}, "was given an optimizer"),
+    ({"get_train_dataloader": loader_of_ones_own}, {}, "must read self.train_data"),
+    (
+        {"train_dataset": labelled(torch.arange(3))},
+        {"held_out": 0.4},
         "No class has examples",
-        attributes={"train_dataset": labelled(torch.arange(3))},
-        arguments={"held_out": 0.4},
     ),
-    "packed texts": Refused(
-        "packed",
-        attributes={"train_dataset": packed()},
-    ),
-    "all held out": Refused(
-        "between 0 and 1",
-        arguments={"held_out": 1.0},
-    ),
-    "none held out": Refused(
-        "too few",
-        arguments={"held_out": 0.01},
-    ),
-    "no members": Refused(
-        "members must be",
-        arguments={"members": 0},
-    ),
-    "a member's name": Refused(
-        "has an adapter 'member_1' already",
-        arguments={"members": 2},
-    ),
-    "likelihood": Refused(
-        "best",
-        arguments={"likelihood": "best"},
-    ),
-}
+    ({"train_dataset": packed()}, {}, "packed"),
+    ({}, {"held_out": 1.0}, "between 0 and 1"),
+    ({}, {"held_out": 0.01}, "too few"),
+    ({}, {"members": 0}, "members must be"),
+    ({}, {"members": 2}, "has an adapter 'member_1' already"),
+    ({}, {"likelihood": "best"}, "best"),
+]
 # What a refused call leaves in a trainer.
 KEPT = (
     "args",
@@ -764,16 +677,18 @@ KEPT = (
 )
 
 
-@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_work_is_refused_before_any_training(tmp_path, case):
+@pytest.mark.parametrize(("attributes", "arguments", "message"), REFUSED)
+def test_what_cannot_work_is_refused_before_any_training(
+    tmp_path, attributes, arguments, message
+):
     watch = Watch()
     trainer = trainer_of(tmp_path, watch)
     trainer.model.add_adapter("member_1", trainer.model.peft_config["default"])
-    vars(trainer).update(case.attributes)
+    vars(trainer).update(attributes)
     before = {attribute: getattr(trainer, attribute) for attribute in KEPT}
     model = Snapshot(trainer.model)
-    with pytest.raises((ValueError, NotImplementedError), match=case.message):
-        train_in_stages(trainer, **case.arguments)
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        train_in_stages(trainer, **arguments)
     assert watch.steps == []
     for attribute, value in before.items():
         assert getattr(trainer, attribute) is value, attribute

@@ -13,15 +13,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.testing import assert_close
 from transformers import Trainer
 
-from laplace_lora_ext import (
-    Laplace,
-    LaplaceMixture,
-    train_in_stages,
-)
+from laplace_lora_ext import Laplace, train_in_stages
 from tests.support.models import lora_model, without_labels
 from tests.support.ranks import Texts
 from tests.support.trainers import N, trainer_of
-from tests.training.support import second_member
 
 # Much is said of so few texts.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -162,17 +157,3 @@ def test_weights_of_positives_move_the_weights_and_not_the_likelihood(
     # A student's loss is not the user's.
     la.distill(trainer, None)
     assert loss.n_seen == n_texts
-
-
-def test_a_second_training_of_several_labels_leaves_a_second_member(tmp_path):
-    trainer = trainer_of_labels(tmp_path)
-    trainer.train()
-    la = Laplace(trainer.model)
-    batch = batch_of(trainer)
-    la.fit([batch])
-    other = second_member(la, trainer)
-    assert other.likelihood == "multi_label_classification"
-    mean = (la(batch) + other(batch)) / 2
-    assert mean.shape == (N, N_LABELS)
-    mixture = LaplaceMixture([la, other])
-    assert_close(mixture(batch), mean)

@@ -28,7 +28,6 @@ from laplace_lora_ext.models.batches import IGNORED
 from laplace_lora_ext.training.trainers import loader_of
 from tests.support.models import N_CLASSES, base_model, ragged_batches
 from tests.support.trainers import N, trainer_of, values
-from tests.training.support import second_member
 
 # Much is said of so few texts.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -36,10 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 Text = dict[str, list[int]]
 
 
-def labelled(
-    n_texts: int,
-    classes: int = N_CLASSES,
-) -> list[Text]:
+def labelled(n_texts: int) -> list[Text]:
     """Make texts of unlike lengths, with labels at some tokens.
 
     TRL's PRMTrainer marks a step's last token so.
@@ -50,7 +46,7 @@ def labelled(
     for tokens, length in zip(batch["input_ids"], lengths, strict=True):
         ids = tokens[:length].tolist()
         # What a label is can be learnt from the token.
-        labels = [token % classes for token in ids]
+        labels = [token % N_CLASSES for token in ids]
         # Some tokens before the last have none.
         for place, token in enumerate(ids[:-1]):
             if token % 3 == 0:
@@ -64,10 +60,10 @@ def labelled(
     return texts
 
 
-def classifier(classes: int) -> PeftModel:
+def classifier() -> PeftModel:
     """Make a model that labels tokens, whose adapter is untrained."""
     torch.manual_seed(0)
-    config = base_model("bert", classes).config
+    config = base_model("bert", N_CLASSES).config
     base = BertForTokenClassification(config)
     lora = LoraConfig(
         task_type="TOKEN_CLS",
@@ -79,14 +75,13 @@ def classifier(classes: int) -> PeftModel:
 
 def trainer_of_tokens(
     folder: Path,
-    classes: int = N_CLASSES,
     **settings: Any,
 ) -> Trainer:
     """Make a trainer that pads labels as it pads tokens."""
     trainer = trainer_of(
         folder,
-        model=classifier(classes),
-        data=labelled(N, classes),
+        model=classifier(),
+        data=labelled(N),
         **settings,
     )
     # The texts are tokens already: all that the collator asks it is how to pad.
@@ -162,7 +157,14 @@ def test_trainers_of_tokens_train_in_stages(members, tmp_path):
 def test_a_second_training_of_tokens_leaves_a_second_member(tmp_path):
     trainer = trainer_of_tokens(tmp_path)
     la = fitted_to(trainer)
-    other = second_member(la, trainer)
+    before = values(trainer.model)
+    history = la.optimize_prior_precision(method="second_training", trainer=trainer)
+    after = trainer.model.state_dict()
+    for name, value in before.items():
+        assert torch.equal(after[name], value), name
+    (other,) = history.posteriors
+    # A fifth is held out.
+    assert other.n_data == 0.8 * N
     assert other.likelihood == "token_classification"
     batch = trainer.data_collator(trainer.train_dataset[:4])
     mean = (la(batch) + other(batch)) / 2
@@ -170,24 +172,6 @@ def test_a_second_training_of_tokens_leaves_a_second_member(tmp_path):
     found = mixture(batch)
     # Of padding, no posterior predicts a number.
     assert_close(found, mean, equal_nan=True)
-
-
-def test_steps_of_a_reasoning_train_in_stages(tmp_path):
-    # Each is right or wrong.
-    trainer = trainer_of_tokens(tmp_path, classes=2)
-    la = train_in_stages(trainer)
-    texts = trainer.train_dataset
-    n_labels = 0
-    for text in texts:
-        is_labelled = [label != IGNORED for label in text["labels"]]
-        n_labels += sum(is_labelled)
-    loader = loader_of(trainer, texts)
-    statistics = la.predictive_statistics(loader)
-    assert len(statistics) == n_labels
-    # Of two, three and four tokens.
-    batch = trainer.data_collator(texts[:3])
-    p = la(batch)
-    assert p.shape == (3, 4, 2)
 
 
 def test_a_student_of_tokens_is_refused_with_what_to_use_instead(tmp_path):

@@ -4,7 +4,6 @@ import random
 from collections import defaultdict, deque
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -242,41 +241,6 @@ def test_further_trainings_have_seeds_of_their_own_and_averages(tmp_path):
         add_fresh_adapter(trainer.model, f"expected_{number}")
         assert torch.equal(begun, weights_of(trainer.model, f"expected_{number}"))
         trainer.model.set_adapter("default")
-
-
-class NewWeights(TrainerCallback):
-    """Copies a trained weight as each training begins."""
-
-    def __init__(self) -> None:
-        weights: list[Tensor] = []
-        # Not among its attributes, which are restored after each training.
-        self.seen = lambda: weights
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        (weight, *_) = (
-            weight
-            for name, weight in model.named_parameters()
-            if f"lora_A.{model.active_adapter}." in name
-        )
-        self.seen().append(weight.detach().clone())
-
-
-def test_each_further_training_begins_with_other_weights(tmp_path):
-    begun = NewWeights()
-    trainer = trainer_of(tmp_path, begun, max_steps=1, save_strategy="no")
-    # As the trainer's own seed would draw them.
-    set_seed(trainer.args.seed)
-    add_fresh_adapter(trainer.model, "first")
-    trainer.train()
-    la = Laplace(
-        trainer.model, subset_of_weights="lora", hessian_structure="lowrank_kron"
-    )
-    la.fit(loader_of(trainer, trainer.train_dataset))
-    la.optimize_prior_precision(method="second_training", trainer=trainer, trainings=3)
-    weights = begun.seen()
-    assert len(weights) == 4
-    for one, other in combinations(weights, 2):
-        assert not torch.equal(one, other)
 
 
 # --- TRL's trainers -------------------------------------------------------------------
