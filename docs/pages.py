@@ -73,6 +73,7 @@ REFERENCE = {
         "Predict, with what a decision needs. `la.predict` returns most of these.",
         "Predictor",
         "Prediction",
+        "Review",
         "NumberPrediction",
         "predictive.review.Review",
         "predictive.review.Proof",

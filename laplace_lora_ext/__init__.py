@@ -15,6 +15,7 @@ from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.predictions import NumberPrediction, Prediction
+from laplace_lora_ext.predictive.review import Review
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.structures import LowRankKronLoRALaplace
 from laplace_lora_ext.text.collator import DataCollatorForChoices
@@ -48,6 +49,7 @@ __all__ = [
     "Prediction",
     "PredictiveStatistics",
     "Predictor",
+    "Review",
     "SecondTraining",
     "TextScores",
     "TokenGridSearch",

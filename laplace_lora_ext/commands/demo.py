@@ -8,9 +8,7 @@ import importlib.util
 import random
 import re
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,12 +43,8 @@ _HEADING = re.compile(r"^([A-Z][A-Za-z ]+)\n-{4,}\n", re.MULTILINE)
 _WORDS = range(6, 50)
 
 
-@dataclass(frozen=True)
-class Text:
-    """A paragraph of a docstring."""
-
-    text: str
-    label: str  # its section
+Text = dict[str, str]
+"""A paragraph of a docstring, "text", and its section, "label"."""
 
 
 def demo(arguments: DemoArguments) -> None:
@@ -60,15 +54,15 @@ def demo(arguments: DemoArguments) -> None:
     generator = random.Random(arguments.seed)
     texts = drawn(paragraphs(LIBRARIES), sum(SIZES.values()), generator)
     folder.mkdir(parents=True)
-    files, parts = {}, {}
+    files: dict[str, str] = {}
+    train_adapter(texts[: SIZES["train"]], folder / "adapter", arguments.seed)
     for name, size in SIZES.items():
-        parts[name], texts = texts[:size], texts[size:]
+        part, texts = texts[:size], texts[size:]
         files[name] = str(folder / f"{name}.csv")
         with open(files[name], "w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, ["text", "label"])
             writer.writeheader()
-            writer.writerows(map(asdict, parts[name]))
-    train_adapter(parts["train"], folder / "adapter", arguments.seed)
+            writer.writerows(part)
     adapter = {"adapter": str(folder / "adapter"), "max_length": LENGTH}
     calibrate(
         CalibrateArguments(
@@ -127,22 +121,22 @@ def paragraphs_of(docstring: str) -> Iterator[Text]:
             prose = [line for line in lines if line.startswith("    ")] or lines
             text = " ".join(" ".join(prose).split())
             if len(text.split()) in _WORDS and ">>>" not in text:
-                yield Text(text, title)
+                yield {"text": text, "label": title}
 
 
 def drawn(texts: Iterator[Text], number: int, generator: random.Random) -> list[Text]:
     """Draw texts, equally many of each section, in random order and none twice."""
-    by_label: dict[str, list[Text]] = defaultdict(list)
     # Libraries repeat paragraphs, which would stand among training and test texts
     # alike. A dictionary, unlike a set, keeps the order, and so the draw the same.
-    for text in dict.fromkeys(texts):
-        by_label[text.label].append(text)
-    n_each = number // len(SECTIONS)
+    labels = {text["text"]: text["label"] for text in texts}
     chosen: list[Text] = []
-    for label in sorted(by_label):
-        of_label = by_label[label]
-        n_drawn = min(n_each, len(of_label))
-        chosen += generator.sample(of_label, n_drawn)
+    for label in SECTIONS:
+        of_label = [text for text, of_text in labels.items() if of_text == label]
+        n_drawn = min(number // len(SECTIONS), len(of_label))
+        chosen += [
+            {"text": text, "label": label}
+            for text in generator.sample(of_label, n_drawn)
+        ]
     generator.shuffle(chosen)
     return chosen
 
@@ -168,8 +162,8 @@ def train_adapter(texts: Sequence[Text], folder: Path, seed: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(encoder)
     rows: list[dict[str, Any]] = []
     for text in texts:
-        encoded = tokenizer(text.text, truncation=True, max_length=LENGTH)
-        rows.append({**encoded, "labels": SECTIONS.index(text.label)})
+        encoded = tokenizer(text["text"], truncation=True, max_length=LENGTH)
+        rows.append({**encoded, "labels": SECTIONS.index(text["label"])})
     settings = TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=EPOCHS,

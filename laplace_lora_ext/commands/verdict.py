@@ -18,25 +18,14 @@ UNITS = (
 
 def figures_of(results: Outcomes) -> list[list[str]]:
     """Write a row of figures for each of those that predict, the best marked."""
-    rows = {
-        name: quality(probabilities, results.labels)
-        for name, probabilities in results.probabilities.items()
-    }
-    best = {
-        measure: (max if measure == "accuracy" else min)(
-            round(figures[measure], 3) for figures in rows.values()
-        )
-        for measure in _MEASURES
-    }
-    return [
-        [name]
-        + [
-            f"{figures[measure]:.3f}"
-            + ("*" if round(figures[measure], 3) == best[measure] else "")
-            for measure in _MEASURES
-        ]
-        for name, figures in rows.items()
-    ]
+    rows: list[list[str]] = [[name] for name in results.probabilities]
+    figures = [quality(p, results.labels) for p in results.probabilities.values()]
+    for measure in _MEASURES:
+        cells = [f"{each[measure]:.3f}" for each in figures]
+        best = max(cells) if measure == "accuracy" else min(cells, key=float)
+        for row, cell in zip(rows, cells, strict=True):
+            row.append(f"{cell}*" if cell == best else cell)
+    return rows
 
 
 def as_text(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

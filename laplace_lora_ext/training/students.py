@@ -17,7 +17,6 @@ from peft import PeftModel
 from scipy.optimize import OptimizeResult, minimize_scalar
 from torch import Tensor, nn
 from torch.nn.functional import kl_div
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.models.adapters import (
@@ -331,28 +330,13 @@ def _teaching(
 
 
 def _collate(padding: int, records: Sequence[Record]) -> Record:
-    """Join taught texts to a batch, padded on the right."""
+    """Join taught texts `(T,)` or `(K, T)` to a batch, padded behind."""
     batch = {}
     for key in records[0]:
         values = [record[key] for record in records]
-        if len({value.shape for value in values}) == 1:
-            batch[key] = torch.stack(values)
-        else:
-            fill = padding if key == "input_ids" else 0
-            batch[key] = _padded(values, fill)
+        shape = [max(sizes) for sizes in zip(*(v.shape for v in values), strict=True)]
+        fill = padding if key == "input_ids" else 0
+        batch[key] = values[0].new_full((len(values), *shape), fill)
+        for row, value in zip(batch[key], values, strict=True):
+            row[tuple(map(slice, value.shape))] = value
     return batch
-
-
-def _padded(
-    values: Sequence[Tensor],
-    fill: int,
-) -> Tensor:
-    """Stack texts of unlike lengths, padded behind: `(T, ...)` or `(K, T)`."""
-    lengths = {len(value) for value in values}
-    is_of_choices = values[0].ndim == 2 and len(lengths) == 1
-    if not is_of_choices:
-        return pad_sequence(list(values), batch_first=True, padding_value=fill)
-    by_place = pad_sequence(
-        [value.mT for value in values], batch_first=True, padding_value=fill
-    )
-    return by_place.mT

@@ -668,5 +668,5 @@ def test_regression_has_no_probabilities_to_learn(tmp_path):
     batch["labels"] = batch["labels"].float()
     la.fit([batch])
     trainer = trainer_around(model, tmp_path)
-    with pytest.raises(ValueError, match="regression has none"):
+    with pytest.raises(ValueError, match="regression predicts numbers"):
         la.distill(trainer)
