@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from laplace_lora_ext.curvature.structure import Structure
+from laplace_lora_ext.curvature.accumulation import Structure
 from laplace_lora_ext.models.same_model import (
     ModelState,
+    Standing,
     check_alike_on_ranks,
     check_runs,
     check_same,
+    standing_of,
 )
 from laplace_lora_ext.models.weights import Place, flatten_weights
 from laplace_lora_ext.predictive.amortized import LearntVariance
@@ -63,6 +65,8 @@ class Fit:
         where it is: first what is over all blocks, then each block
     learnt_variance : LearntVariance or None
         what was learnt of predictions by this fit
+    standing : Standing or None
+        tells that the model is still the one that was fitted, where that is known
     """
 
     mean: Tensor
@@ -74,6 +78,7 @@ class Fit:
     model: ModelState
     places: list[Place]
     learnt_variance: LearntVariance | None = None
+    standing: Standing | None = None
 
     @classmethod
     def from_state_dict(
@@ -127,6 +132,7 @@ class Fit:
             curvature=structure.decompose(sums, self.n_data),
             loss=self.loss.to(device),
             places=places,
+            standing=None,
             learnt_variance=self.learnt_variance
             and self.learnt_variance.to(device, dtype),
         )
@@ -174,7 +180,7 @@ def fit(
             check_same(model, blocks, before.model, before.mean)
         # Before the data are read, whose loader may run code of the user's that changes
         # the model.
-        state = ModelState.of(model, blocks)
+        state, standing = ModelState.of(model, blocks), standing_of(model, blocks)
         mean = flatten_weights(blocks, model.device)
         check_alike_on_ranks(state, mean, repr((mean.dtype, dict(settings))))
         sums = sums_over(
@@ -202,4 +208,5 @@ def fit(
             n_outputs=sums.n_outputs,
             model=state,
             places=recorder.places,
+            standing=standing,
         )

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import laplace_lora_ext.saving as saving
+from laplace_lora_ext.curvature.accumulation import Structure
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
-from laplace_lora_ext.curvature.structure import Structure
 from laplace_lora_ext.fit import Fit, NoFit, fit
 from laplace_lora_ext.messages import check_counts, check_name, check_positive, warn
 from laplace_lora_ext.models.choices import class_tokens
@@ -454,7 +454,7 @@ class LoRALaplace(Posterior, Predictor):
         self._posterior_scale = None  # the host's, of the fit before
         self.model.output_size = fitted.n_outputs  # which a file tells before any pass
         self._fit = fitted
-        self._standing = None
+        self._standing = fitted.standing
         self._compared_in = None
 
     def _init_H(self) -> None:  # noqa: N802
@@ -500,6 +500,9 @@ class LoRALaplace(Posterior, Predictor):
     @torch.inference_mode(False)
     def prior_precision(self, value: float | Tensor) -> None:
         check_positive("prior_precision", value)
+        # Once, since each look at a number on an accelerator waits for all work there.
+        least = value.detach().min() if isinstance(value, Tensor) else value
+        self._smallest_prior = float(least)
         of_host: Any = super(LoRALaplace, type(self))
         of_host.prior_precision.fset(self, copy_if_inference(value))
 
@@ -512,7 +515,7 @@ class LoRALaplace(Posterior, Predictor):
         outputs. Predictions then take one forward pass, and no doubt is about the
         weights.
         """
-        least = self.prior_precision.min().item()
+        least = self._smallest_prior
         if self.task.has_noise and isinstance(self._fit, Fit):
             least /= mean_squared_slope(self) * self._H_factor.item()
         return least < 0.99 * WITHOUT_VARIANCE  # which float32 rounds

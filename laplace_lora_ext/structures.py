@@ -12,15 +12,14 @@ from laplace.utils.matrix import KronDecomposed
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
-from laplace_lora_ext.curvature.roots import SquareForm
-from laplace_lora_ext.curvature.structure import (
+from laplace_lora_ext.curvature.accumulation import (
     DiagStructure,
     FullStructure,
     KronStructure,
     LowRankKronStructure,
     Structure,
 )
+from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed, SquareForm
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.models.running import exclusive, without_autocast
 from laplace_lora_ext.passes.recorder import Directions
@@ -121,22 +120,23 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             )
             for _ in range(n_samples)
         ]
-        return self.mean + self.posterior_precision.inverse_roots.times(
+        return self.mean + self.posterior_precision.inverse_root.times(
             torch.stack(noise)
         )
 
     def _linearised(
         self, part: Any, joint: bool, directions: Directions
     ) -> tuple[Tensor, Tensor]:
-        covariance = SquareForm(self.posterior_precision.inverse_roots)
+        covariance = SquareForm(self.posterior_precision.inverse_root)
 
         def add(index: int, jacobian: Tensor) -> None:
-            covariance.add(index, jacobian.flatten(0, 1) if joint else jacobian)
+            covariance.add(index, jacobian.flatten(0, 1)[None] if joint else jacobian)
 
         f_mu = self.recorder.visit_jacobians(
             part, add, directions, self.enable_backprop
         )
-        return f_mu, covariance.total().to(f_mu.device)
+        f_var = covariance.total().to(f_mu.device)
+        return f_mu, f_var[0] if joint else f_var
 
     @property
     def log_det_posterior_precision(self) -> Tensor:

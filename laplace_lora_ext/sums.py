@@ -12,7 +12,7 @@ import torch
 import tqdm
 from torch import Tensor
 
-from laplace_lora_ext.curvature.structure import Structure
+from laplace_lora_ext.curvature.accumulation import Structure
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.processes.exchange import count, gathered, rank

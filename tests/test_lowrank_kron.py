@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from laplace_lora_ext.curvature.factors import LowRankFactor
+from laplace_lora_ext.curvature.kron import LowRankFactor
 from tests.support.models import ragged_batches, without_labels
 from tests.support.posteriors import (
     fitted,

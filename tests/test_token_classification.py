@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 
 import laplace_lora_ext
-import laplace_lora_ext.passes.recorder as recorder
+import laplace_lora_ext.passes.parts as passes_in_parts
 from laplace_lora_ext import Moments, plots
 from laplace_lora_ext.curvature.backend import LowRankKronEF
 from laplace_lora_ext.metrics import compare
@@ -360,7 +360,7 @@ def two_tokens_at_a_time(
 ) -> None:
     """Leave the Jacobians of two tokens room, and no more."""
     numbers_of_two = 2 * N_CLASSES * la.n_params
-    monkeypatch.setattr(recorder, "_NUMBERS", numbers_of_two)
+    monkeypatch.setattr(passes_in_parts, "_NUMBERS", numbers_of_two)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
@@ -387,14 +387,13 @@ def test_a_long_text_takes_a_pass_for_each_two_tokens(long_text, monkeypatch):
     la = fitted()
     two_tokens_at_a_time(la, monkeypatch)
     n_rows = []
-    visit = _Jacobians.gradients
+    take = _Jacobians.take
 
-    def note(visitor, gradients):
-        of_pass = visitor._size.numel()
-        n_rows.append(of_pass)
-        visit(visitor, gradients)
+    def note(jacobians, *args):
+        n_rows.append(jacobians._size.numel())
+        take(jacobians, *args)
 
-    monkeypatch.setattr(_Jacobians, "gradients", note)
+    monkeypatch.setattr(_Jacobians, "take", note)
     calls = record_calls(la.model.model)
     la(long_text)
     # The last of seven tokens has a pass for itself.
@@ -411,7 +410,7 @@ def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
     assert not of_second.any()
     expected = statistics_of(la, [batch])
     # Not even one text's rows may be in a pass together.
-    monkeypatch.setattr(recorder, "_ON_CPU", 1)
+    monkeypatch.setattr(passes_in_parts, "_ON_CPU", 1)
     found = statistics_of(la, [batch])
     assert_close(found.columns, expected.columns, **EXACT)
     p = la(batch, fitting=True)

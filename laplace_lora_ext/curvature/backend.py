@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isfinite
 from numbers import Integral
 from typing import Any
@@ -11,22 +10,18 @@ import torch
 from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
 from torch import Tensor, nn
 
-from laplace_lora_ext.curvature.block import KroneckerBlock
-from laplace_lora_ext.curvature.factors import StreamingUpdates
-from laplace_lora_ext.curvature.matrix import LowRankKron
+from laplace_lora_ext.curvature.kron import (
+    KroneckerBlock,
+    LowRankKron,
+    StreamingUpdates,
+)
 from laplace_lora_ext.draws import Draws
-from laplace_lora_ext.messages import check_counts, check_name, listed
+from laplace_lora_ext.messages import check_counts, check_name, listed, naming
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.models.weights import read, without_rows
-from laplace_lora_ext.passes.recorder import Recorder
-from laplace_lora_ext.passes.recording import (
-    Gradients,
-    GradientsOfRows,
-    Inputs,
-    Turns,
-    Visitor,
-)
+from laplace_lora_ext.passes.graph import Rows
+from laplace_lora_ext.passes.recorder import Part, Recorder, Rounds
 from laplace_lora_ext.tasks import task_of
 from laplace_lora_ext.tasks.task import Seeds
 
@@ -51,94 +46,55 @@ _DRAWS = {"signs": 2, "labels": 8}
 # for it, since the positions that a layer sees need not be the mask's.
 
 
-class KfacApprox(Visitor):
-    """Adds a batch's inputs and gradients to the blocks of a curvature."""
-
-    needs_rows = False  # whether the gradient of a matrix does not suffice
-
-    def __init__(
-        self,
-        blocks: Sequence[KroneckerBlock],
-        updates: StreamingUpdates,
-    ) -> None:
-        self.blocks = blocks
-        self.updates = updates
-
-
-class Expand(KfacApprox):
-    """`F_out = Σ_nt g gᵀ` and `F_in = Σ_nt a aᵀ / Σ_n T_n`, over valid positions.
+def add_rows(
+    block: KroneckerBlock, updates: StreamingUpdates, part: Part, rows: Rows
+) -> None:
+    """Add `F_out = Σ_nt g gᵀ` and `F_in = Σ_nt a aᵀ / Σ_n T_n`, over valid positions.
 
     The setting of the paper (section 3), and KFAC-expand of Eschenhagen et al. (2023).
     """
-
-    sees_inputs = True
-    needs_rows = True
-
-    def inputs(self, inputs: Inputs) -> None:
-        """Sum `a aᵀ`, which is the same for all blocks that share the inputs."""
-        a = inputs.positions.valid(inputs.a[None])
-        for index in inputs.indices:
-            block = self.blocks[index]
-            self.updates.add(block.input_factor, a)
-            block.normalizer = block.normalizer + len(a)
-
-    def gradients(self, gradients: Gradients) -> None:
-        """Sum `g gᵀ`."""
-        assert isinstance(gradients, GradientsOfRows)  # others are refused beforehand
-        g = gradients.positions.valid(gradients.g)
-        # After the last attention, only the positions that the model pools have a
-        # gradient.
-        g = g[g.any(dim=1)]
-        self.updates.add(self.blocks[gradients.index].output_factor, g)
+    if rows.seeds.start == 0:  # the inputs are the same for all
+        a = part.valid(rows, rows.a[None])
+        updates.add(block.input_factor, a)
+        block.normalizer = block.normalizer + len(a)
+    g = part.valid(rows, rows.g)
+    # After the last attention, only the positions that the model pools have a gradient.
+    updates.add(block.output_factor, g[g.any(dim=1)])
 
 
-class Gradient(KfacApprox):
-    """Sums the whole gradient `G = Σ_t g_t a_tᵀ` of each sample and seed.
+def add_gradients(
+    block: KroneckerBlock, updates: StreamingUpdates, part: Part, rows: Rows
+) -> None:
+    """Add `F_out = Σ G Gᵀ` and `F_in = Σ Gᵀ G / Σ ‖G‖²` of `G = Σ_t g_t a_tᵀ`.
 
-    `F_out = Σ G Gᵀ` and `F_in = Σ Gᵀ G / Σ ‖G‖²`.
-
-    One step of power iteration from the identity towards the Kronecker product nearest
-    to the exact block (Van Loan & Pitsianis, 1993); its trace is exact. G is the
-    weight's exact gradient, so padding needs no mask.
+    G is the whole gradient of a sample and seed. So this is one step of power iteration
+    from the identity towards the Kronecker product nearest to the exact block (Van Loan
+    & Pitsianis, 1993); its trace is exact. Padding needs no mask.
     """
-
-    def gradients(self, gradients: Gradients) -> None:
-        """Sum `G Gᵀ` and `Gᵀ G`."""
-        block = self.blocks[gradients.index]
-        if isinstance(gradients, GradientsOfRows) and gradients.a.shape[1] == 1:
-            of_outputs, of_inputs = _rows_of_one_position(gradients.a, gradients.g)
-        else:
-            G = gradients.of_weight().flatten(0, 1)
-            of_outputs = G.mT.flatten(0, 1)
-            of_inputs = G.flatten(0, 1)
-        self.updates.add(block.output_factor, of_outputs)
-        energy = self.updates.add(block.input_factor, of_inputs)
-        # Both factors have the trace Σ ‖G‖², and their product is to have it once.
-        block.normalizer = block.normalizer + energy
+    if rows.a.shape[1] == 1:
+        of_outputs, of_inputs = _rows_of_one_position(rows.a, rows.g)
+    else:
+        G = rows.gradient().flatten(0, 1)
+        of_outputs, of_inputs = G.mT.flatten(0, 1), G.flatten(0, 1)
+    updates.add(block.output_factor, of_outputs)
+    energy = updates.add(block.input_factor, of_inputs)
+    # Both factors have the trace Σ ‖G‖², and their product is to have it once.
+    block.normalizer = block.normalizer + energy
 
 
-def _rows_of_one_position(
-    a: Tensor,
-    g: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _rows_of_one_position(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Make rows whose products are those of `G = g aᵀ`: `(S B, m)` and `(B, n)`.
 
     `G Gᵀ = ‖a‖² g gᵀ` and `Gᵀ G = ‖g‖² a aᵀ` need one row where G has m or n of them,
     as many as a head's layer has outputs or inputs.
     """
-    norms_of_inputs = a.norm(dim=-1, keepdim=True)
-    of_outputs = g * norms_of_inputs
+    of_outputs = g * a.norm(dim=-1, keepdim=True)
     # Over seeds, too, since an input is the same for all of them.
-    (norms_of_gradients,) = torch.linalg.vector_norm(
-        g,
-        dim=(0, -1),
-        keepdim=True,
-    )
-    of_inputs = a * norms_of_gradients
-    return of_outputs.flatten(0, 2), of_inputs.flatten(0, 1)
+    (norms,) = torch.linalg.vector_norm(g, dim=(0, -1), keepdim=True)
+    return of_outputs.flatten(0, 2), (a * norms).flatten(0, 1)
 
 
-KFAC_APPROX: dict[str, type[KfacApprox]] = {"expand": Expand, "gradient": Gradient}
+KFAC_APPROX = {"expand": add_rows, "gradient": add_gradients}
 
 
 # --- the host's interface -------------------------------------------------------------
@@ -166,7 +122,7 @@ class LowRankKronInterface(CurvatureInterface):
     rank : int, default=10
         how many eigenvectors to keep of a large factor (the paper's `n_kfac`)
     kfac_approx : {"gradient", "expand"}
-        which statistics to sum; see `Gradient` and `Expand`
+        which statistics to sum; see `add_gradients` and `add_rows`
     tail : bool, default=True
         whether the directions beyond the rank keep the mean of their eigenvalues, so
         that the full factor's trace is kept too; the paper drops them
@@ -205,7 +161,7 @@ class LowRankKronInterface(CurvatureInterface):
                 model = LogitsModel(model, dict_key_y=dict_key_y)
             recorder = Recorder(model, find_blocks(model.model))
         unseen = [block.name for block in without_rows(recorder.blocks)]
-        if unseen and KFAC_APPROX[kfac_approx].needs_rows:
+        if unseen and kfac_approx == "expand":
             raise NotImplementedError(
                 f"kfac_approx={kfac_approx!r} sums over the rows of linear layers, and "
                 f'these have none: {listed(unseen)}. Use kfac_approx="gradient", or '
@@ -287,23 +243,24 @@ class LowRankKronInterface(CurvatureInterface):
         """
         # Rows may wait until they take as much memory as the sums that they go into.
         updates = StreamingUpdates(H.nbytes)
-        statistics = KFAC_APPROX[self.kfac_approx](H.blocks, updates)
+        add = KFAC_APPROX[self.kfac_approx]
+
+        def take(part: Part, rows: Rows) -> None:
+            with naming(f"weight {self.blocks[rows.index].name}"):
+                add(H.blocks[rows.index], updates, part, rows)
+
         objective = self.task.objective(self.model, y, self.seeds, self.numbers)
-        with self.recorder.record(
-            x, outputs=objective.compute, keeps_inputs=statistics.sees_inputs
-        ) as recording:
-            numbers = recording.logits.detach()
-            seeds, loss = objective.seeds_and_loss(numbers)
-            turns = Turns.of(self.model.positions(x, len(numbers)))
-            if turns is not None:  # of tokens, each has a curvature of its own
-                seeds = turns.seeds(seeds)
-            recording.backward(seeds.vectors, statistics, weights=seeds.weights)
-            with torch.autocast(numbers.device.type, enabled=False):
-                updates.finish()
-            # Once a batch: a look at a number on an accelerator waits for all work
-            # there.
-            self._check_finite(H)
-            return loss
+        with self.recorder.record(x, outputs=objective.compute) as recording:
+            seeds, loss = objective.seeds_and_loss(recording.logits.detach())
+            rounds = Rounds.of(recording.positions)
+            if rounds is not None:  # of tokens, each has a curvature of its own
+                seeds = rounds.seeds(seeds)
+            recording.backward(seeds.vectors, take, weights=seeds.weights)
+        with torch.autocast(loss.device.type, enabled=False):
+            updates.finish()
+        # Once a batch: a look at a number on an accelerator waits for all work there.
+        self._check_finite(H)
+        return loss
 
     def _check_finite(self, H: LowRankKron) -> None:
         """Refuse sums that are not finite, and name the layer."""

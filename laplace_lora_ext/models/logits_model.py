@@ -370,7 +370,6 @@ class LogitsModel(nn.Module):
         with ExitStack() as undoing:
             if self.adapter is not None:
                 undoing.enter_context(only_active(tree, self.adapter))
-            undoing.enter_context(running_eagerly(tree))
             undoing.enter_context(_evaluating(self.model, tree))
             yield
 
@@ -472,18 +471,19 @@ class LogitsModel(nn.Module):
 
 @contextmanager
 def _evaluating(model: nn.Module, tree: Tree) -> Iterator[None]:
-    """Put a model into evaluation mode; afterwards each module has its own again."""
-    training = tree.training()
+    """Evaluate a model eagerly; afterwards each module has its own mode again."""
+    unready = tree.unready()
+    training = [module for module in unready if module.training]
     if training:
         model.eval()
-    keep_derivatives(tree.modules)
+    kept = keep_derivatives(tree.modules)
     try:
-        yield
+        with running_eagerly(tree.is_compiled if unready else tree.is_wrapped):
+            yield
     finally:
-        now = tree.training()
-        if now != training:
+        if training or kept:
             was_training = set(map(id, training))
-            for module in {*now, *training}:
+            for module in {*tree.training(), *training}:
                 module.training = id(module) in was_training
 
 

@@ -165,9 +165,9 @@ def copy_if_inference(value: Any) -> Any:
     return value
 
 
-def running_eagerly(tree: Tree) -> AbstractContextManager[object]:
+def running_eagerly(is_compiled: bool) -> AbstractContextManager[object]:
     """Let compiled modules run their original code, with hooks that are called."""
-    if not tree.is_compiled:
+    if not is_compiled:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
@@ -196,18 +196,18 @@ def unfused_attention() -> AbstractContextManager[object]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def keep_derivatives(modules: Iterable[nn.Module]) -> None:
+def keep_derivatives(modules: Iterable[nn.Module]) -> list[Any]:
     """Let gradients pass through bitsandbytes' four-bit layers in evaluation.
 
     On some CPUs (AVX-512 with bfloat16) such a layer packs its weights when it
     evaluates without gradients, for an operation that has no derivative: gradients of
     all that comes before the layer would be zero. Nothing but that packing depends on
-    the layer's own mode.
+    the layer's own mode. Returns these layers.
     """
     bitsandbytes = sys.modules.get("bitsandbytes")
     # Whatever has such layers has imported it.
     if bitsandbytes is None:
-        return
+        return []
     layers: list[Any] = []
     for module in modules:
         if isinstance(module, bitsandbytes.nn.Linear4bit):
@@ -216,6 +216,7 @@ def keep_derivatives(modules: Iterable[nn.Module]) -> None:
         layer.training = True
         if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
             layer.state_dict()  # which unpacks
+    return layers
 
 
 def is_shared(model: nn.Module) -> bool:
@@ -231,37 +232,31 @@ def checkpointed_layers(tree: Tree) -> list[nn.Module]:
     return [layer for layer in tree.checkpointable if layer.gradient_checkpointing]
 
 
-class Checkpoints:
-    """Lets layers keep their inputs alone, to compute the rest anew backwards."""
+@contextmanager
+def checkpointing(tree: Tree) -> Iterator[None]:
+    """Checkpoint the layers of a model that its training checkpoints, within.
 
-    def __init__(self) -> None:
-        # How many such layers are being called: they may lie within each other.
-        self.n_open = 0
+    They keep their inputs alone, and the rest is computed anew backwards. transformers
+    does so in training mode alone, where dropout and whatever else a layer does in
+    training would change the logits. Here the layers stay in evaluation mode, and the
+    model's own choice of `use_reentrant` does not matter.
+    """
+    with forwards_replaced(checkpointed_layers(tree), _checkpointed):
+        yield
 
-    @contextmanager
-    def of(self, tree: Tree) -> Iterator[None]:
-        """Checkpoint the layers of a model that its training checkpoints, within.
 
-        transformers does so in training mode alone, where dropout and whatever else a
-        layer does in training would change the logits. Here the layers stay in
-        evaluation mode, and the model's own choice of `use_reentrant` does not matter.
-        """
-        with forwards_replaced(checkpointed_layers(tree), self._checkpointed):
-            yield
-
-    def _checkpointed(
-        self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        # Nothing is kept for a backward pass, and the cache may stay.
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        # transformers marks layers that only read what others have cached.
-        if not getattr(layer, "_can_checkpoint_with_cache", False):
-            kwargs |= dict.fromkeys(_CACHES & kwargs.keys())
-        if "use_cache" in kwargs:
-            kwargs["use_cache"] = False
-        self.n_open += 1
-        try:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        finally:
-            self.n_open -= 1
+def _checkpointed(
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    # Nothing is kept for a backward pass, and the cache may stay.
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # transformers marks layers that only read what others have cached.
+    if not getattr(layer, "_can_checkpoint_with_cache", False):
+        kwargs |= dict.fromkeys(_CACHES & kwargs.keys())
+    if "use_cache" in kwargs:
+        kwargs["use_cache"] = False
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

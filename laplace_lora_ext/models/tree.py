@@ -55,22 +55,25 @@ class Tree:
             m._modules for m in self.modules if m._modules
         ]
         self._identities = self._read()
-        self._is_wrapped = any("_orig_mod" in m._modules for m in self.modules)
+        # Whether `torch.compile` has put a module of its own around one.
+        self.is_wrapped = any("_orig_mod" in m._modules for m in self.modules)
+        # FSDP2 then replaces the parameters between passes.
+        self.is_resharded = any(hasattr(type(m), "reshard") for m in self.modules)
 
     def current(self) -> Tree:
         """Return this list, or another one where modules were put in or replaced."""
         return self if self._read() == self._identities else Tree(self._model)
 
     def _read(self) -> list[int]:
-        return [id(m) for children in self._children for m in children.values()]
+        # FSDP2 puts a class of its own in the place of a module's.
+        ids = [id(m) for children in self._children for m in children.values()]
+        return [id(type(self._model)), *ids]
 
     @property
     def is_compiled(self) -> bool:
         """Tell whether a module holds compiled code, which calls no LoRA layers."""
-        # A wrapper is `torch.compile(module)`; `module.compile()` needs none.
-        return self._is_wrapped or any(
-            m._compiled_call_impl is not None for m in self.modules
-        )
+        # `module.compile()` needs no wrapper.
+        return self.is_wrapped or any(m._compiled_call_impl for m in self.unready())
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield all modules with their names."""
@@ -88,14 +91,16 @@ class Tree:
         moves = self.is_resharded or any(p.is_meta for *_, p in self.all_parameters())
         return is_known and not moves and not self.is_compiled
 
-    @property
-    def is_resharded(self) -> bool:
-        """Tell whether FSDP2 replaces the parameters between passes."""
-        return any(hasattr(type(m), "reshard") for m in self.modules)
+    def unready(self) -> list[nn.Module]:
+        """List the modules that are in training mode or compiled, in most calls none.
+
+        Each walk through all modules takes as long as an operation of the model.
+        """
+        return [m for m in self.modules if m.training or m._compiled_call_impl]
 
     def training(self) -> list[nn.Module]:
         """List the modules that are in training mode."""
-        return [m for m in self.modules if m.training]
+        return [m for m in self.unready() if m.training]
 
     def all_parameters(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
         """Yield each parameter that is there now, with its place."""

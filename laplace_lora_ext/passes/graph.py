@@ -1,9 +1,8 @@
-"""Graphs of forward passes, and backward passes that bring gradients to layers."""
+"""Graphs of forward passes, and backward passes that bring each block its rows."""
 
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,15 +12,14 @@ from typing import Any
 
 import torch
 import torch._C._functorch as functorch
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-from torch.autograd.graph import Node
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import Checkpoints
-from laplace_lora_ext.models.weights import Block, LinearRows
+from laplace_lora_ext.models.running import checkpointing
+from laplace_lora_ext.models.weights import Block, LinearRows, read, without_rows
 
 # Rows that a backward pass should have: with fewer, products leave the machine half
 # idle, and what is done once a pass and layer counts. Measured on two cores by `python
@@ -33,19 +31,42 @@ _ROWS = 512
 class Layouts:
     """What passes have learnt of a model, so that later ones need not."""
 
-    # The size of the largest batch that proved a site's rows to be each example's own.
-    # A site is the name of a LoRA layer, whose halves see the same rows, and which of
-    # how many calls of it.
-    proven: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    # The size of the largest batch that proved a layer's rows to be each example's own,
+    # by the layer's site and by how many times it was called.
+    proven: dict[tuple[str, int], int] = field(default_factory=dict)
     # Rows of some batch were not each example's own, or none are seen.
     examples_apart: bool = False
-    # How many seeds a backward pass may take at most: one where a kernel can't run
-    # under `torch.func.vmap`, fewer than before where memory did not suffice.
+    # Whether several seeds can share a pass: no kernel refuses `torch.func.vmap`. None
+    # before the first of such passes.
+    is_batchable: bool | None = None
+    # How many seeds a backward pass may take: one where more did not fit into memory.
     seeds_at_most: float = math.inf
     # Indices of the blocks that passes have used, since whoever asks emptied it: whose
-    # layers were called, or whose whole gradient there is.
+    # layers were called with a graph, or whose whole gradient there is.
     used: set[int] = field(default_factory=set)
     has_warned: bool = False  # of what whole gradients cost
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What backward passes bring to a block: its gradient is `Σ_t g_t a_tᵀ`.
+
+    Inputs and gradients of outputs are by example, in the statistics' dtype. T counts
+    the positions of all calls of a layer, since calls of one weight add up.
+    """
+
+    index: int  # of the block
+    seeds: slice  # which of the vectors
+    a: Tensor  # `(B, T, n)`
+    g: Tensor  # `(S, B, T, m)`
+    lengths: list[int]  # positions of each call
+
+    def gradient(self) -> Tensor:
+        """Compute gradients of the matrix, `(S, B, m, n)`."""
+        return self.g.mT @ self.a
+
+
+Take = Callable[[Rows], None]
 
 
 def check_logits(logits: Tensor) -> None:
@@ -60,50 +81,8 @@ def check_logits(logits: Tensor) -> None:
         )
 
 
-def check_differentiable(requires_grad: bool) -> None:
-    """Refuse passes whose logits don't require grad."""
-    if not requires_grad:
-        raise RuntimeError(
-            "No gradient of the logits reaches the LoRA layers: remove .detach() or "
-            "torch.no_grad() from the model's forward pass."
-        )
-
-
-class Call:
-    """A call of a block's layer, as a pass has noted it."""
-
-    def __init__(
-        self,
-        index: int,
-        layer: str,
-        inputs: Tensor,
-        output: Tensor,
-    ) -> None:
-        self.index = index  # of the block
-        self.layer = layer  # the name of its weight
-        self.rows = output.shape[:-1]  # shape of what it returned, without their size m
-        # None once nobody asks for them: the graph has them too, or computes them anew.
-        self.inputs: Tensor | None = inputs
-        self.version = _version(inputs)
-        # Of the graph, where gradients of the output pass.
-        self.node: Node | None = None
-        self.backward_pass: _Pass | None = None  # that runs now
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """What a backward pass brought to a block's layer, an entry for each call."""
-
-    index: int  # of the block
-    seeds: slice
-    calls: list[Call] = field(default_factory=list)
-    inputs: list[Tensor] = field(default_factory=list)
-    # `(S, ...)`, of what they returned.
-    gradients: list[Tensor] = field(default_factory=list)
-
-
 class _Tap(torch.autograd.Function):
-    """Hands a layer's input and gradient to the backward pass.
+    """Hands a layer's input and gradient to the backward pass that runs.
 
     The input is saved as autograd saves all that a backward pass needs: where a
     checkpointed layer is computed anew, it is computed anew as well.
@@ -112,338 +91,76 @@ class _Tap(torch.autograd.Function):
     # Without a `setup_context`, for which torch would read a signature at each call.
     @staticmethod
     def forward(
-        ctx: Any,
-        output: Tensor,
-        anchor: Tensor,
-        inputs: Tensor,
-        call: Call,
+        ctx: Any, output: Tensor, anchor: Tensor, inputs: Tensor, taps: Taps, index: int
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(inputs)
-        ctx.call = call
+        ctx.taps, ctx.index = taps, index
         return output.clone()  # the model may change in place what it gets
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        *gradients: Tensor | None,
-    ) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         (gradient,) = gradients
-        call: Call = ctx.call
-        backward_pass = call.backward_pass
         # No pass of ours runs where the user differentiates what one has returned.
+        backward_pass = ctx.taps.backward_pass
         if gradient is not None and backward_pass is not None:
-            (inputs,) = ctx.saved_tensors
-            if _version(inputs) != call.version:
-                raise _overwritten(call.layer)
-            arrive = partial(backward_pass.arrive, call, inputs)
-            if backward_pass.is_batched:
-                _outside_vmap(gradient, arrive)
-            else:
-                arrive(gradient[None])
+            backward_pass.arrive(ctx.index, *ctx.saved_tensors, gradient)
         # On to the layers before this one; nothing else that `forward` got has a
         # gradient.
-        return gradient, None, None, None
-
-
-class Graph:
-    """Logits `(B, C)`, with the calls of layers behind them."""
-
-    def __init__(
-        self,
-        logits: Tensor,
-        calls: Sequence[Sequence[Call]],
-        anchor: Tensor,
-        layouts: Layouts,
-    ) -> None:
-        self.logits = logits
-        self.calls = list(calls)
-        self._anchor = anchor
-        self._layouts = layouts
-
-    @property
-    def seeds_at_once(self) -> int:
-        """Say how many seeds one backward pass should take."""
-        # A layer with more rows than others, as of all tokens, makes up most of the
-        # time.
-        most_rows = 1
-        for of_layer in self.calls:
-            n_rows = sum(call.rows.numel() for call in of_layer)
-            most_rows = max(most_rows, n_rows)
-        return max(1, _ROWS // most_rows)
-
-    def back_propagate(
-        self,
-        vectors: Tensor,
-        at_once: int,
-        deliver: Callable[[Arrived], None],
-        *,
-        retain_graph: bool,
-        create_graph: bool = False,
-    ) -> None:
-        """Make backward passes with `(S, B, C)` vectors, `at_once` of them in each.
-
-        What arrives at each layer is delivered as soon as it is known, so that few
-        gradients are in memory at a time. Some kernels can't run under
-        `torch.func.vmap`, such as those that write into their arguments. Then seeds go
-        one by one, from then on; half as many at once where memory does not suffice.
-        """
-        if not any(self.calls):  # none has a gradient
-            return
-        way = _Way(deliver, retain_graph, create_graph)
-        n_seeds = len(vectors)
-        for start in range(0, n_seeds, at_once):
-            stop = min(start + at_once, n_seeds)
-            self._propagate(vectors, slice(start, stop), way, delivered=set())
-
-    def _propagate(
-        self,
-        vectors: Tensor,
-        seeds: slice,
-        way: _Way,
-        delivered: set[int],
-    ) -> None:
-        """Bring some seeds to layers not yet `delivered` theirs, in few passes."""
-        n_seeds = seeds.stop - seeds.start
-        if n_seeds == 1:
-            is_last = seeds.stop == len(vectors)
-            with _Pass(self.calls, seeds, way.deliver, delivered, way.create_graph):
-                retain_graph = way.retain_graph or not is_last
-                self._grad(vectors[seeds.start], retain_graph, way.create_graph)
-            return
-        refused = ""
-        if n_seeds <= self._layouts.seeds_at_most:
-            together = _Pass(
-                self.calls,
-                seeds,
-                way.deliver,
-                delivered,
-                way.create_graph,
-                is_batched=True,
-            )
-            try:
-                self._batched(vectors[seeds], way, together)
-                return
-            except RuntimeError as error:
-                if together.is_delivering:  # the fault is not the pass's
-                    raise
-                if should_reduce_batch_size(error):
-                    self._layouts.seeds_at_most = n_seeds // 2
-                else:
-                    refused = str(error) or type(error).__name__
-            if not refused:  # the error has gone, and with it what did not fit
-                clear_device_cache(garbage_collection=True)
-            # It has brought some layers theirs before it failed.
-            delivered = together.delivered
-        step = 1 if refused else int(self._layouts.seeds_at_most)
-        for start in range(seeds.start, seeds.stop, step):
-            fewer = slice(start, min(start + step, seeds.stop))
-            self._propagate(vectors, fewer, way, set(delivered))
-        if refused:  # and one by one is not: the fault was batching's
-            self._layouts.seeds_at_most = 1
-            reason, *_ = refused.splitlines()
-            warn(
-                "The model has an operation that can't run under torch.func.vmap "
-                f"({reason}): backward passes, of which several could be made at once, "
-                "are made one by one."
-            )
-
-    def _batched(self, vectors: Tensor, way: _Way, together: _Pass) -> None:
-        """Back-propagate several seeds in one pass."""
-
-        def grad(vector: Tensor) -> Tensor:
-            # If the pass fails, the graph is needed again.
-            self._grad(vector, True, way.create_graph)
-            return vector.new_zeros(())
-
-        with together, warnings.catch_warnings():
-            # Where an operation has no batching rule, vmap runs it once a seed: as
-            # good.
-            warnings.filterwarnings("ignore", "There is a performance drop")
-            torch.func.vmap(grad)(vectors)
-
-    def _grad(self, vector: Tensor, retain_graph: bool, create_graph: bool) -> None:
-        # Every call leads to the anchor, which needs no gradient itself: of layers, no
-        # gradient of anything has to be kept to the end of the pass.
-        torch.autograd.grad(
-            self.logits,
-            self._anchor,
-            vector,
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-
-
-@dataclass(frozen=True)
-class _Way:
-    """How a graph is passed back through, and what takes what arrives."""
-
-    deliver: Callable[[Arrived], None]
-    retain_graph: bool
-    create_graph: bool
-
-
-class _Pass:
-    """A backward pass: gathers what arrives at each layer's calls, and delivers it.
-
-    Layers that have been `delivered` theirs, maybe by an earlier pass, are passed over.
-    """
-
-    def __init__(
-        self,
-        calls: Sequence[Sequence[Call]],
-        seeds: slice,
-        deliver: Callable[[Arrived], None],
-        delivered: set[int],
-        create_graph: bool,
-        is_batched: bool = False,
-    ) -> None:
-        self.is_batched = is_batched
-        self._create_graph = create_graph
-        self.seeds = seeds
-        self.delivered = delivered
-        self.is_delivering = False
-        self._calls = calls
-        self._deliver = deliver
-        self._waiting: dict[int, Arrived] = {}
-
-    def __enter__(self) -> None:
-        for of_layer in self._calls:
-            for call in of_layer:
-                call.backward_pass = self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        *_: object,
-    ) -> None:
-        for of_layer in self._calls:
-            for call in of_layer:
-                call.backward_pass = None
-        if kind is None:
-            # Not all of the layer's calls had a gradient. Within the pass autograd has
-            # switched gradients off by itself.
-            with torch.set_grad_enabled(self._create_graph):
-                for index in sorted(self._waiting):
-                    self._finish(index)
-
-    def arrive(
-        self,
-        call: Call,
-        inputs: Tensor,
-        gradients: Tensor,
-    ) -> None:
-        """Take what came to a call; deliver what its layer got, once that is all."""
-        index = call.index
-        if index in self.delivered:
-            return
-        if index not in self._waiting:
-            self._waiting[index] = Arrived(index, self.seeds)
-        arrived = self._waiting[index]
-        arrived.calls.append(call)
-        arrived.inputs.append(inputs)
-        arrived.gradients.append(gradients)
-        if len(arrived.calls) == len(self._calls[index]):
-            self._finish(index)
-
-    def _finish(self, index: int) -> None:
-        # Stays true if the visitor fails, so that its error is not taken for one of
-        # vmap's.
-        self.is_delivering = True
-        self._deliver(self._waiting.pop(index))
-        self.is_delivering = False
-        self.delivered.add(index)
-
-
-def _outside_vmap(tensor: Tensor, receive: Callable[[Tensor], None]) -> None:
-    """Hand a tensor to a function that then runs outside of `torch.func.vmap`.
-
-    The tensor gets a leading dimension: that of `vmap`, or one of size 1 where it is
-    the same for all seeds. An `autograd.Function` with a `vmap` of its own does the
-    same by public means, and takes longer than a layer's backward pass.
-    """
-    dim = functorch.maybe_get_bdim(tensor)
-    if dim < 0:
-        physical = tensor[None]
-    else:
-        physical = functorch.get_unwrapped(tensor).movedim(dim, 0)
-    with retrieve_current_functorch_interpreter().lower():
-        receive(physical)
+        return gradient, None, None, None, None
 
 
 class Taps:
-    """Hooks on the blocks' layers that note calls; `tapped` sets them."""
+    """Hooks on the blocks' layers, which note calls and tap their outputs."""
 
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        layouts: Layouts,
-        *,
-        keeps_inputs: bool,
-    ) -> None:
-        self._blocks = blocks
-        self._layouts = layouts
-        self._keeps_inputs = keeps_inputs
+    def __init__(self, blocks: Sequence[Block], layouts: Layouts) -> None:
+        self.blocks = blocks
+        self.layouts = layouts
         # What all backward passes are asked for. Weights of layers that are called
         # require no gradient, and a pass goes no further than it must.
-        self._anchor = torch.zeros((), requires_grad=True)
-        self._calls: list[list[Call]] | None = None  # of the pass that runs now
-        self._called: set[int] = set()
-        self.checkpoints = Checkpoints()
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.backward_pass: _Pass | None = None  # that runs now
+        # Shapes of what each layer's calls returned, without its size, in the forward
+        # pass that runs now.
+        self._shapes: list[list[torch.Size]] | None = None
+        self._is_called = False
 
     def run(self, compute: Callable[[], Tensor]) -> Graph:
         """Compute logits by the model; errors are those of `Recorder.record`."""
-        calls: list[list[Call]] = [[] for _ in self._blocks]
-        self._calls, self._called = calls, set()
+        shapes: list[list[torch.Size]] = [[] for _ in self.blocks]
+        self._shapes, self._is_called = shapes, False
         try:
             logits = compute()
         finally:
-            self._calls = None
+            self._shapes = None
         check_logits(logits)
-        if self._called:
-            check_differentiable(logits.requires_grad)
-        for of_layer in calls:
-            for call in of_layer:
-                if call.inputs is not None and _version(call.inputs) != call.version:
-                    raise _overwritten(call.layer)
-                if not self._keeps_inputs:  # the graph has what backward passes need
-                    call.inputs = None
-        self._layouts.used.update(self._called)
-        if self._keeps_inputs:
-            calls = _counting(calls, logits)
-        return Graph(logits, calls, self._anchor, self._layouts)
+        if self._is_called and not logits.requires_grad:
+            raise RuntimeError(
+                "No gradient of the logits reaches the LoRA layers: remove .detach() "
+                "or torch.no_grad() from the model's forward pass, and pass "
+                "use_reentrant=False where it calls torch.utils.checkpoint."
+            )
+        self.layouts.used.update(i for i, calls in enumerate(shapes) if calls)
+        kind = WholeGraph if without_rows(self.blocks) else Graph
+        return kind(logits, shapes, self)
 
-    def hear(
-        self,
-        index: int,
-        layer: nn.Module,
-        args: tuple[Tensor, ...],
-        output: Tensor,
+    def tap(
+        self, index: int, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor
     ) -> Tensor:
         """Note a call of a block's layer, and tap what it returned."""
-        self._called.add(index)
+        self._is_called = True
         # As where an indexer of sparse attention picks keys.
         if not torch.is_grad_enabled():
-            refuse_reentrant()
             return output
-        (inputs, *_) = args
+        # None where a checkpointed layer is computed anew for a backward pass.
+        if self._shapes is not None:
+            self._shapes[index].append(output.shape[:-1])
+        rows = self.blocks[index].rows
+        assert isinstance(rows, LinearRows)  # no others have taps
+        inputs = rows.multiply_prior(args[0])
         if inputs.is_inference():  # autograd can't save it
             inputs = inputs.clone()
-        block = self._blocks[index]
-        assert isinstance(block.rows, LinearRows)  # `tapped` hears no others
-        inputs = block.rows.multiply_prior(inputs)
-        call = Call(index, block.name, inputs, output)
-        tapped = _Tap.apply(output, self._anchor, inputs, call)
-        # A checkpointed layer is computed anew for a backward pass.
-        if self._calls is None:
-            return tapped
-        if self._keeps_inputs:
-            call.node = tapped.grad_fn
-        elif self.checkpoints.n_open:
-            call.inputs = None  # before the layer's other activations go
-        self._calls[index].append(call)
-        return tapped
+        return _Tap.apply(output, self.anchor, inputs, self, index)
 
 
 @contextmanager
@@ -453,75 +170,278 @@ def tapped(
     layouts: Layouts,
     *,
     checkpointed: bool = True,
-    keeps_inputs: bool = False,
 ) -> Iterator[Taps]:
-    """Note calls of the blocks' layers within, also where they are recomputed.
+    """Tap the blocks' layers within, also where they are recomputed.
 
-    With `checkpointed`, layers that the user's training checkpoints are so here too,
-    and unless `keeps_inputs` is asked for, the inputs of LoRA layers are computed anew
-    with them.
+    With `checkpointed`, layers that the user's training checkpoints are so here too.
     """
-    taps = Taps(blocks, layouts, keeps_inputs=keeps_inputs)
-    with ExitStack() as hooks:
-        for index, block in enumerate(blocks):
-            if not isinstance(block.rows, LinearRows):
-                continue
+    taps = Taps(blocks, layouts)
+    with ExitStack() as undoing:
+        # Where one has no rows, whole gradients are taken of all.
+        for index, block in enumerate([] if without_rows(blocks) else blocks):
+            assert isinstance(block.rows, LinearRows)
             # Before the user's hooks, which may change outputs.
-            hear = partial(taps.hear, index)
-            handle = block.rows.layer.register_forward_hook(hear, prepend=True)
-            hooks.callback(handle.remove)
+            tap = partial(taps.tap, index)
+            handle = block.rows.layer.register_forward_hook(tap, prepend=True)
+            undoing.callback(handle.remove)
         if checkpointed:
-            hooks.enter_context(taps.checkpoints.of(model.tree))
+            undoing.enter_context(checkpointing(model.tree))
         yield taps
 
 
-def refuse_reentrant() -> None:
-    """Refuse a call of a layer within reentrant checkpointing, which gives it no graph.
+class Graph:
+    """Logits `(N, C)`, and the layers behind them."""
 
-    An `autograd.Function` of the model's own code is then among the callers.
+    def __init__(
+        self, logits: Tensor, shapes: list[list[torch.Size]], taps: Taps
+    ) -> None:
+        self.logits = logits
+        # Of the rows of each block's calls.
+        self.shapes = shapes
+        self._taps = taps
+
+    def back_propagate(
+        self,
+        vectors: Tensor,
+        n_examples: int,
+        take: Take,
+        *,
+        at_once: int | None = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        """Make backward passes with `(S, N, C)` vectors, `at_once` of them in each.
+
+        By default one, unless so few rows go through the layers that more are faster.
+        What a block gets is taken as soon as it is there, so that few gradients are in
+        memory at a time.
+        """
+        n_seeds = len(vectors)
+        if not n_seeds or not any(self.shapes):  # none has a gradient
+            return
+        layouts = self._taps.layouts
+        at_once = int(min(at_once or self._seeds_at_once, layouts.seeds_at_most))
+        if at_once > 1 and n_seeds > 1 and not self._is_batchable(vectors):
+            at_once = 1
+        for start in range(0, n_seeds, at_once):
+            seeds = slice(start, min(start + at_once, n_seeds))
+            arrange = partial(self._arrange, seeds, n_examples, take)
+            keep = retain_graph or seeds.stop < n_seeds
+            self._pass(vectors[seeds], arrange, keep, create_graph)
+
+    @property
+    def _seeds_at_once(self) -> int:
+        # A layer with more rows than others, as of all tokens, makes up most of the
+        # time.
+        most = max(sum(shape.numel() for shape in calls) for calls in self.shapes)
+        return max(1, _ROWS // max(1, most))
+
+    def _is_batchable(self, vectors: Tensor) -> bool:
+        """Find out once whether several seeds can share a pass, and warn if not.
+
+        Some kernels can't run under `torch.func.vmap`, such as those that write into
+        their arguments.
+        """
+        layouts = self._taps.layouts
+        if layouts.is_batchable is None:
+
+            def ignore(*_: Any) -> None:
+                pass
+
+            try:
+                self._pass(vectors[:2], ignore, retain_graph=True)
+                layouts.is_batchable = True
+            except RuntimeError as error:
+                if should_reduce_batch_size(error):
+                    raise
+                # An error of the model's own is met again, one by one.
+                self._pass(vectors[:1], ignore, retain_graph=True)
+                layouts.is_batchable = False
+                reason, *_ = str(error).splitlines() or [type(error).__name__]
+                warn(
+                    "The model has an operation that can't run under torch.func.vmap "
+                    f"({reason}): backward passes, of which several could be made at "
+                    "once, are made one by one."
+                )
+        return layouts.is_batchable
+
+    def _pass(
+        self,
+        vectors: Tensor,
+        deliver: Callable[[int, list[tuple[Tensor, Tensor]]], None],
+        retain_graph: bool,
+        create_graph: bool = False,
+    ) -> None:
+        """Back-propagate vectors together, and deliver each block what its calls got.
+
+        Pairs of inputs and gradients `(S, ...)`.
+        """
+        n_calls = [len(calls) for calls in self.shapes]
+        of_pass = _Pass(n_calls, deliver, is_batched=len(vectors) > 1)
+
+        def grad(vector: Tensor) -> Tensor:
+            # Every call leads to the anchor, which needs no gradient itself: of layers,
+            # no gradient of anything has to be kept to the end of the pass.
+            torch.autograd.grad(
+                self.logits,
+                self._taps.anchor,
+                vector,
+                retain_graph=retain_graph,
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+            return vector.new_zeros(())
+
+        self._taps.backward_pass = of_pass
+        try:
+            if of_pass.is_batched:
+                with warnings.catch_warnings():
+                    # Where an operation has no batching rule, vmap runs it once a seed:
+                    # as good.
+                    warnings.filterwarnings("ignore", "There is a performance drop")
+                    torch.func.vmap(grad)(vectors)
+            else:
+                grad(vectors[0])
+        finally:
+            self._taps.backward_pass = None
+        # Within the pass autograd has switched gradients off by itself.
+        with torch.set_grad_enabled(create_graph):
+            of_pass.finish()
+
+    def _arrange(
+        self,
+        seeds: slice,
+        n_examples: int,
+        take: Take,
+        index: int,
+        arrived: list[tuple[Tensor, Tensor]],
+    ) -> None:
+        """Join what a block's calls got, by example."""
+        block = self._taps.blocks[index]
+        m, n = block.shape
+        a = [x.reshape(n_examples, -1, n) for x, _ in arrived]
+        g = [x.reshape(len(x), n_examples, -1, m) for _, x in arrived]
+        dtype = block.statistics_dtype
+        lengths = [x.shape[1] for x in a]
+        take(Rows(index, seeds, _joined(a).to(dtype), _joined(g).to(dtype), lengths))
+
+
+class _Pass:
+    """A backward pass: gathers what arrives at each layer's calls, and delivers it."""
+
+    def __init__(
+        self,
+        n_calls: list[int],
+        deliver: Callable[[int, list[tuple[Tensor, Tensor]]], None],
+        is_batched: bool,
+    ) -> None:
+        self.is_batched = is_batched
+        self._n_calls = n_calls
+        self._deliver = deliver
+        self._waiting: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def arrive(self, index: int, inputs: Tensor, gradient: Tensor) -> None:
+        """Take what came to a call; deliver what its layer got, once that is all.
+
+        A gradient under `torch.func.vmap` is unwrapped: its leading dimension is that
+        of `vmap`, or of size 1 where it is the same for all seeds. An
+        `autograd.Function` with a `vmap` of its own does the same by public means, and
+        takes longer than a layer's backward pass.
+        """
+        if not self.is_batched:
+            self._gather(index, inputs, gradient[None])
+            return
+        dim = functorch.maybe_get_bdim(gradient)
+        if dim < 0:
+            gradient = gradient[None]
+        else:
+            gradient = functorch.get_unwrapped(gradient).movedim(dim, 0)
+        with retrieve_current_functorch_interpreter().lower():
+            self._gather(index, inputs, gradient)
+
+    def _gather(self, index: int, inputs: Tensor, gradients: Tensor) -> None:
+        arrived = self._waiting.setdefault(index, [])
+        arrived.append((inputs, gradients))
+        if len(arrived) == self._n_calls[index]:
+            self._deliver(index, self._waiting.pop(index))
+
+    def finish(self) -> None:
+        """Deliver what layers got of whose calls some had no gradient."""
+        for index in sorted(self._waiting):
+            self._deliver(index, self._waiting.pop(index))
+
+
+class WholeGraph(Graph):
+    """Logits of one example, with gradients of whole weights: by plain autograd.
+
+    Hooks see the rows of linear layers. Fused experts, embeddings, convolutions and
+    rows of tokens have none that can be seen. An adapter with such a weight is passed
+    over example by example, where the gradient of each of its weights is that
+    example's.
     """
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not LogitsModel.forward.__code__:
-        code = frame.f_code
-        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
-            raise _reentrant()
-        frame = frame.f_back
+
+    def back_propagate(
+        self,
+        vectors: Tensor,
+        n_examples: int,
+        take: Take,
+        *,
+        at_once: int | None = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        """Make a backward pass with each of `(S, N, C)` vectors."""
+        if not self.logits.requires_grad:
+            return
+        blocks, layouts = self._taps.blocks, self._taps.layouts
+        _warn_of_passes(blocks, layouts, len(vectors))
+        parameters = {id(block.weight): block.weight for block in blocks}
+        for seed, vector in enumerate(vectors):
+            gradients = torch.autograd.grad(
+                self.logits,
+                list(parameters.values()),
+                vector,
+                retain_graph=retain_graph or seed < len(vectors) - 1,
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+            by_id = dict(zip(parameters, gradients, strict=True))
+            matrices: dict[int, Tensor] = {}
+            for index, block in enumerate(blocks):
+                gradient = by_id[id(block.weight)]
+                if gradient is not None:
+                    matrices[index] = block.matrix(gradient).to(block.statistics_dtype)
+            layouts.used.update(matrices)
+            # An example reaches few experts.
+            reached = read([matrix.any() for matrix in matrices.values()])
+            for index, is_reached in zip(matrices, reached, strict=True):
+                if is_reached:
+                    take(_as_rows(index, slice(seed, seed + 1), matrices[index]))
 
 
-def _reentrant() -> NotImplementedError:
-    return NotImplementedError(
-        "The model's own code uses reentrant checkpointing, which hides gradients from "
-        "fits and predictions: pass use_reentrant=False where it calls "
-        "torch.utils.checkpoint."
+def _as_rows(index: int, seeds: slice, matrix: Tensor) -> Rows:
+    """Write a gradient `(m, n)` as rows: of the identity on its smaller side."""
+    m, n = matrix.shape
+    identity = torch.eye(min(m, n)).to(matrix)
+    a, g = (matrix, identity) if m <= n else (identity, matrix.mT)
+    return Rows(index, seeds, a[None], g[None, None], [min(m, n)])
+
+
+def _warn_of_passes(blocks: Sequence[Block], layouts: Layouts, n_vectors: int) -> None:
+    """Say once which matrices make passes slow, and how many each example takes."""
+    if layouts.has_warned:
+        return
+    layouts.has_warned = True
+    slow = without_rows(blocks)
+    warn(
+        f"{len(slow)} of {len(blocks)} matrices, such as {slow[0].name}, are of no "
+        "linear layer that is called: for their gradients each example takes a forward "
+        f"pass and {n_vectors} backward passes of its own. Leave them out with "
+        "target_modules to have whole batches at once."
     )
 
 
-def _overwritten(layer: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"The model overwrites what the layer of {layer} was given: write x = x + y in "
-        "place of x += y, or leave the layer out with target_modules."
-    )
-
-
-def _counting(calls: Sequence[Sequence[Call]], logits: Tensor) -> list[list[Call]]:
-    """Select the calls that logits depend on: DoRA makes others, for a norm."""
-    # Without recursion: the graph of a deep model is deeper than Python's stack.
-    nodes: set[Node] = set()
-    waiting: list[Node | None] = [logits.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            waiting += [before for before, _ in node.next_functions]
-    counting = [[call for call in of_layer if call.node in nodes] for of_layer in calls]
-    # A node holds its call: together they would keep the graph, and all that it has
-    # saved, until Python's garbage collector comes by.
-    for of_layer in calls:
-        for call in of_layer:
-            call.node = None
-    return counting
-
-
-def _version(tensor: Tensor) -> int:
-    """Count changes in place; inference tensors, which can't tell, have none."""
-    return 0 if tensor.is_inference() else tensor._version
+def _joined(of_calls: list[Tensor]) -> Tensor:
+    """Join the positions of several calls, one after the other."""
+    # Most layers are called once, and nothing needs to be copied.
+    return of_calls[0] if len(of_calls) == 1 else torch.cat(of_calls, dim=-2)

@@ -1,19 +1,18 @@
-"""Record passes of one model through its weights, and make Jacobians."""
+"""Record batches, prove which rows belong to which example, and make Jacobians."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.models.batches import number_of_rows, number_of_tokens, part_of
+from laplace_lora_ext.models.batches import Positions, number_of_rows
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import unfused_attention
 from laplace_lora_ext.models.weights import (
@@ -23,23 +22,12 @@ from laplace_lora_ext.models.weights import (
     read,
     without_rows,
 )
-from laplace_lora_ext.passes.graph import Layouts, Taps, tapped
-from laplace_lora_ext.passes.memory import Memory
-from laplace_lora_ext.passes.proof import is_proven
-from laplace_lora_ext.passes.recording import Gradients, Part, Recording, Turns, Visitor
-from laplace_lora_ext.passes.whole_gradients import WholeRecording
+from laplace_lora_ext.passes.graph import Graph, Layouts, Rows, Taps, tapped
+from laplace_lora_ext.passes.parts import Parts, examples_of, rows_at_once
+from laplace_lora_ext.tasks.task import Seeds
 
 # What models raise on inputs that are no example, or not alone.
 _NO_EXAMPLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
-
-# Rows that go through a layer in one backward pass of all outputs, unless a single
-# example has more: on a CPU, where more are no faster, and on an accelerator.
-_ON_CPU = 768
-_ON_ACCELERATOR = 2**13
-
-# Of Jacobians in all weights, which are there together where the tokens of a text take
-# turns: 0.5 GB in float32, or one token's.
-_NUMBERS = 2**27
 
 Directions = Callable[[Tensor], Tensor]
 """Takes logits `(B, C)`, and returns vectors `(S, B, C)` to back-propagate."""
@@ -56,6 +44,174 @@ def every_output(logits: Tensor) -> Tensor:
     return identity[:, None].expand(-1, n_examples, -1)
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """Back-propagates one row of logits of each text at a time.
+
+    So logits that share a text have gradients of their own.
+
+    Attributes
+    ----------
+    owners : torch.Tensor
+        `(N,)`, the text of each row
+    numbers : torch.Tensor
+        `(N,)`, in which round each row has its vectors: its number among those of its
+        text
+    n_texts : int
+        B
+    n_rounds : int
+        as many as the text with the most rows has
+    """
+
+    owners: Tensor
+    numbers: Tensor
+    n_texts: int
+    n_rounds: int
+
+    @classmethod
+    def of(cls, positions: Positions) -> Rounds | None:
+        """Let the rows of a batch take turns; None where each text has one row."""
+        owners = positions.owners_of_logits
+        if owners is None:
+            return None
+        counts = owners.bincount(minlength=positions.n_examples)
+        firsts = counts.cumsum(0) - counts
+        # The rows of a text follow each other.
+        numbers = torch.arange(len(owners), device=owners.device) - firsts[owners]
+        return cls(owners, numbers, positions.n_examples, int(counts.max()))
+
+    def vectors(self, of_rows: Tensor) -> Tensor:
+        """Spread vectors `(S, N, C)` over the rounds, `(rounds S, N, C)`."""
+        rounds = torch.arange(self.n_rounds, device=self.numbers.device)
+        has_round = (self.numbers == rounds[:, None]).to(of_rows)
+        return (has_round[:, None, :, None] * of_rows).flatten(0, 1)
+
+    def seeds(self, of_rows: Seeds) -> Seeds:
+        """Spread seeds of rows over rounds, with weights `(rounds S, B)` of texts.
+
+        Seeds with one weight for all rows belong together, and stay.
+        """
+        vectors, weights = of_rows
+        if weights.shape[1] == 1:
+            return of_rows
+        of_texts = weights.new_zeros(self.n_rounds, self.n_texts, len(weights))
+        of_texts[self.numbers, self.owners] = weights.T
+        of_rounds = of_texts.transpose(1, 2).flatten(0, 1)
+        return Seeds(self.vectors(vectors), of_rounds)
+
+    def of_rows(self, of_texts: Tensor) -> Tensor:
+        """Take each row's part `(N, S, ...)` of all rounds' `(B, rounds S, ...)`."""
+        by_round = of_texts.unflatten(1, (self.n_rounds, -1))
+        return by_round[
+            self.owners.to(of_texts.device), self.numbers.to(of_texts.device)
+        ]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Examples that are back-propagated together: all of a batch, or one."""
+
+    graph: Graph
+    # None if the graph is of other examples too, and all rows count.
+    positions: Positions | None
+    examples: slice  # of the batch
+    # `(N,)` booleans: the example's own among the batch's.
+    logits: Tensor | None = None
+
+    def vectors(self, of_batch: Tensor) -> Tensor:
+        """Select or blank out the `(S, N, C)` vectors for the logits of the graph."""
+        if self.logits is None:
+            return of_batch
+        if self.positions is None:  # the graph has the logits of the whole batch
+            # Zeros in place of the other examples' vectors: their logits get no
+            # gradient.
+            return of_batch * self.logits[:, None]
+        return of_batch[:, self.logits]
+
+    def valid(self, rows: Rows, x: Tensor) -> Tensor:
+        """Select the rows `(N, d)` of `(S, B, T, d)` that are no padding.
+
+        A `NotImplementedError` if the mask can't be applied to the layer's rows.
+        """
+        if self.positions is None:
+            raise NotImplementedError(
+                "logits of an example depend on rows of others: use "
+                'kfac_approx="gradient", or leave this layer out with target_modules'
+            )
+        masks = [self.positions.valid(length) for length in rows.lengths]
+        if all(mask is None for mask in masks):
+            # Selecting by booleans would wait for an accelerator.
+            return x.flatten(0, 2)
+        is_valid = torch.cat(
+            [
+                x.new_ones(x.shape[1], length, dtype=torch.bool)
+                if mask is None
+                else mask.to(x.device)
+                for mask, length in zip(masks, rows.lengths, strict=True)
+            ],
+            dim=1,
+        )
+        return x[:, is_valid].flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A batch whose blocks' layers are recorded; `Recorder.record` makes it.
+
+    Nothing is added to any `.grad`. Where examples come one at a time, all blocks are
+    passed back through for one of them before the next one is recorded.
+    """
+
+    logits: Tensor  # (N, C)
+    positions: Positions
+    _parts: Callable[[], Iterable[Part]]
+    _create_graph: bool
+
+    def backward(
+        self,
+        vectors: Tensor,
+        take: Callable[[Part, Rows], None],
+        *,
+        weights: Tensor | None = None,
+        at_once: int | None = None,
+    ) -> None:
+        """Back-propagate `(S, N, C)` vectors, and hand on what each block gets.
+
+        Gradients are scaled by `(S, B)` weights, or `(S, 1)` for all examples. A pass
+        takes `at_once` vectors, as `Graph.back_propagate` has it.
+        """
+        for part in self._parts():
+            positions = part.positions
+            with torch.autocast(vectors.device.type, enabled=False):
+                part.graph.back_propagate(
+                    part.vectors(vectors),
+                    1 if positions is None else positions.n_examples,
+                    partial(_scale, part, weights, take),
+                    at_once=at_once,
+                    # The graph of a batch may be needed for the next of its examples.
+                    retain_graph=self._create_graph or positions is None,
+                    create_graph=self._create_graph,
+                )
+            del part  # before the next one is recorded
+
+
+def _scale(
+    part: Part,
+    weights: Tensor | None,
+    take: Callable[[Part, Rows], None],
+    rows: Rows,
+) -> None:
+    """Hand on rows of a part, scaled by its examples' weights."""
+    if weights is not None:
+        # After the pass: in half precision, the weights of confident examples would
+        # underflow.
+        of_seeds = weights[rows.seeds]
+        if of_seeds.shape[1] > 1:
+            of_seeds = of_seeds[:, part.examples]
+        rows = replace(rows, g=rows.g * of_seeds[:, :, None, None].to(rows.g))
+    take(part, rows)
+
+
 class Recorder:
     """Records passes through some blocks' layers, and remembers what they showed.
 
@@ -67,21 +223,17 @@ class Recorder:
     blocks : list of Block
     layouts : Layouts
         what passes have shown of the model so far
+    parts : Parts
+        to learn and predict batches in parts that fit into memory
     """
 
-    def __init__(
-        self,
-        model: LogitsModel,
-        blocks: Sequence[Block],
-    ) -> None:
+    def __init__(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
         self.model = model
         self.blocks = list(blocks)
         # A whole weight's gradient is of all examples that a pass has.
         self._by_whole_gradients = bool(without_rows(blocks))
         self.layouts = Layouts(examples_apart=self._by_whole_gradients)
-        # A prediction's backward pass has more vectors at once than a fit's.
-        self._of_fits = Memory(model)
-        self._of_predictions = Memory(model)
+        self.parts = Parts(model, self.blocks, self.layouts)
 
     @property
     def places(self) -> list[Place]:
@@ -89,10 +241,8 @@ class Recorder:
 
         The former belong on the model's device.
         """
-        places = [(self.model.device, self.blocks[0].statistics_dtype)]
-        for block in self.blocks:
-            places.append(block.place)
-        return places
+        of_all = self.model.device, self.blocks[0].statistics_dtype
+        return [of_all, *(block.place for block in self.blocks)]
 
     @contextmanager
     def record(
@@ -101,8 +251,7 @@ class Recorder:
         *,
         outputs: Outputs | None = None,
         create_graph: bool = False,
-        keeps_inputs: bool = False,
-    ) -> Iterator[Recording | WholeRecording]:
+    ) -> Iterator[Recording]:
         """Run the model on a batch and record the calls of the blocks' layers.
 
         What is back-propagated from are the model's logits, unless other `outputs` are
@@ -116,8 +265,7 @@ class Recorder:
         With `create_graph`, gradients can be differentiated: torch's attention then
         runs without its fused kernels, which have no second derivatives, and nothing is
         checkpointed. Otherwise layers that the user's training checkpoints are
-        checkpointed here too; who visits inputs before gradients asks for their being
-        kept.
+        checkpointed here too.
 
         Within the `with` block the model is in evaluation mode, and no parameter
         requires grad. A `RuntimeError` if the logits carry no gradient to the layers
@@ -128,14 +276,6 @@ class Recorder:
         if self._by_whole_gradients:
             check_in_place(self.blocks, "A gradient in a whole matrix")
             weights = [block.weight for block in self.blocks]
-        listening = tapped(
-            self.model,
-            [] if weights else self.blocks,
-            self.layouts,
-            checkpointed=not create_graph,
-            keeps_inputs=keeps_inputs,
-        )
-        compute = self._logits if outputs is None else outputs
         # Hooks come last, when `prepared` makes other threads wait: these must not be
         # heard.
         with (
@@ -143,32 +283,28 @@ class Recorder:
             torch.inference_mode(False),
             torch.enable_grad(),
             attention,
-            listening as taps,
+            tapped(
+                self.model, self.blocks, self.layouts, checkpointed=not create_graph
+            ) as taps,
         ):
+            compute = self._logits if outputs is None else outputs
             whole = self._whole(taps, batch, compute)
-            if whole is not None:
-                logits = whole.graph.logits
+            if whole is not None and whole.positions is not None:
+                logits, positions = whole.graph.logits, whole.positions
                 parts = partial(iter, [whole])
             else:
                 # A graph of the whole batch, which nothing is back-propagated through,
                 # is only needed where somebody differentiates the logits themselves.
                 with torch.set_grad_enabled(create_graph):
                     logits = compute(batch, None)
+                positions = self.model.positions(batch, len(logits))
                 parts = partial(self._one_at_a_time, taps, batch, logits, compute)
-            if not weights:
-                yield Recording(logits, self.blocks, parts, create_graph)
-                return
-            yield WholeRecording(logits, self.blocks, parts, create_graph, self.layouts)
+            yield Recording(logits, positions, parts, create_graph)
 
     def _logits(self, batch: Any, own: Tensor | None) -> Tensor:
         return self.model(batch)
 
-    def _whole(
-        self,
-        taps: Taps,
-        batch: Any,
-        outputs: Outputs,
-    ) -> Part | None:
+    def _whole(self, taps: Taps, batch: Any, outputs: Outputs) -> Part | None:
         """Record a batch at once, unless its rows aren't proven each example's own."""
         layouts = self.layouts
         # What one batch showed holds for the model. A single example needs no proof.
@@ -178,22 +314,17 @@ class Recorder:
         positions = self.model.positions(batch, len(graph.logits))
         if positions.n_examples > 1 and self._by_whole_gradients:
             return None
-        if is_proven(graph, self.blocks, positions, layouts.proven):
-            return Part(graph, positions)
+        if is_proven(graph, self.blocks, positions, layouts):
+            return Part(graph, positions, slice(None))
         layouts.examples_apart = True
         return None
 
     def _one_at_a_time(
-        self,
-        taps: Taps,
-        batch: Any,
-        logits: Tensor,
-        outputs: Outputs,
+        self, taps: Taps, batch: Any, logits: Tensor, outputs: Outputs
     ) -> Iterator[Part]:
         """Record each example by itself, or within the batch if its logits differ."""
         of_batch = None
-        for each in self._examples(batch, logits):
-            number, example, own = each.number, each.inputs, each.logits
+        for number, example, own in examples_of(self.model, batch, logits):
             graph = None
             # The other examples' logits are the batch's own, and can't make a
             # difference.
@@ -203,22 +334,22 @@ class Recorder:
                 alone[own] = graph.logits.detach()
             except _NO_EXAMPLE:  # it may only exist in the batch
                 alone.fill_(torch.nan)
+            place = slice(number, number + 1)
             if graph is not None and self.model.agree(logits.detach(), alone):
-                positions_alone = self.model.positions(example, len(graph.logits))
-                yield Part(graph, positions_alone, number, own)
+                positions = self.model.positions(example, len(graph.logits))
+                yield Part(graph, positions, place, own)
             else:
                 # As where a model normalises a batch: the example is not the same
                 # alone. One graph of the batch serves all such examples.
                 of_batch = of_batch or taps.run(partial(outputs, batch, None))
-                yield Part(of_batch, None, number, own)
+                yield Part(of_batch, None, place, own)
             del graph  # before the next example is recorded
 
     def check_called(self, called: Collection[int]) -> None:
         """Refuse a fit whose layers were never called, and so have no curvature."""
-        silent: list[str] = []
-        for index, block in enumerate(self.blocks):
-            if index not in called:
-                silent.append(block.name)
+        silent = [
+            block.name for index, block in enumerate(self.blocks) if index not in called
+        ]
         if not silent:
             return
         n_blocks = len(self.blocks)
@@ -229,7 +360,8 @@ class Recorder:
         if len(silent) < n_blocks:
             advice += (
                 " If the data don't need them, leave them out with target_modules, or "
-                "fit on data that do."
+                "fit on data that do. If torch.utils.checkpoint calls them, pass "
+                "use_reentrant=False there."
             )
         raise RuntimeError(
             f"No batch used {len(silent)} of {n_blocks} weights, such as {silent[0]}. "
@@ -247,25 +379,24 @@ class Recorder:
 
         `visit` receives a block's index and its Jacobian `(B, C, r, d)`, small side
         first, 0 where the logits don't depend on the block. Only one is in memory at a
-        time, unless examples come one at a time; that all are finite is known at the
-        end. The method returns the logits `(B, C)`. With other `directions`, Jacobians
-        are those of S combinations of the logits, in place of C. With
-        `enable_backprop`, Jacobians and logits are differentiable in the inputs. Errors
-        are those of `record`.
+        time, unless examples or vectors come one at a time; that all are finite is
+        known at the end. The method returns the logits `(B, C)`. With other
+        `directions`, Jacobians are those of S combinations of the logits, in place of
+        C. With `enable_backprop`, Jacobians and logits are differentiable in the
+        inputs. Errors are those of `record`.
         """
         with self.record(batch, create_graph=enable_backprop) as recording:
-            logits = recording.logits
+            logits, positions = recording.logits, recording.positions
             vectors = directions(logits.detach())
-            positions = self.model.positions(batch, len(logits))
-            turns = Turns.of(positions)
+            rounds = Rounds.of(positions)
             at_once = len(vectors)
-            if turns is not None:
-                vectors = turns.vectors(vectors)
-                at_once = max(1, self._at_once // positions.n_rows)
-                visit = partial(_visit_rows, turns, visit)
-            visitor = _Jacobians(self.blocks, positions.n_examples, len(vectors), visit)
-            recording.backward(vectors, visitor, at_once=at_once)
-            visitor.finish()
+            if rounds is not None:
+                vectors = rounds.vectors(vectors)
+                at_once = max(1, rows_at_once(self.model) // positions.n_rows)
+            size = torch.Size((positions.n_examples, len(vectors)))
+            jacobians = _Jacobians(self.blocks, size, rounds, visit)
+            recording.backward(vectors, jacobians.take, at_once=at_once)
+            jacobians.finish()
         return logits if enable_backprop else logits.detach()
 
     def jacobians(
@@ -289,186 +420,37 @@ class Recorder:
         in_order = [of_blocks[index] for index in range(len(self.blocks))]
         return torch.cat(in_order, dim=-1), f
 
-    def in_parts(
-        self,
-        batch: Any,
-        n_outputs: int,
-        evaluate: Callable[[Any, slice], Any],
-        n_examples: int | None = None,
-    ) -> list[Any]:
-        """Predict a few examples at a time, or all where parts would differ.
 
-        Windows of texts, say, lie in rows of their own: parts then have another number
-        of logits than of rows. Logits may also depend on the other examples, as where a
-        model normalises a batch.
-
-        `evaluate` takes a part, and its place in the batch; what it returns has their
-        logits `f_mu`. `n_outputs` vectors are back-propagated at once. A text of whose
-        tokens many have logits is evaluated again and again, for some of them each
-        time. Where labels tell `n_examples`, inputs with another number of rows stay
-        undivided. Parts that do not fit into memory are halved, and how much does fit
-        is remembered; a `torch.OutOfMemoryError` says what to do where one example does
-        not.
-        """
-        n_rows = number_of_rows(batch)
-        owners = self.model.owners(batch)
-        is_empty = owners is not None and not len(owners)  # which the model refuses
-        if n_rows is None or n_examples not in (None, n_rows) or is_empty:
-            return [evaluate(batch, slice(None))]
-        if self.model.is_divisible is False:  # an earlier batch has shown it
-            return [evaluate(batch, slice(None))]
-        rows_of_example = n_outputs * (number_of_tokens(batch) or 1)
-        most_examples = n_rows
-        # Rows of logits whose Jacobians may be in memory at once.
-        n_params = sum(block.n_params for block in self.blocks)
-        logits_at_once = max(1, _NUMBERS // (n_outputs * n_params))
-        if owners is not None:  # each token of a text has vectors of its own
-            most_logits = int(owners.bincount().max())
-            rows_of_example *= most_logits
-            most_examples = logits_at_once // most_logits
-        at_most = min(self._at_once // max(1, rows_of_example), most_examples)
-
-        def of_part(part: Any, place: slice) -> list[Any]:
-            if self.model.n_without_labels(part):
-                return []
-            parts = self.model.few_rows_at_a_time(part, logits_at_once)
-            return [evaluate(each, place) for each in parts]
-
-        parts = self._of_predictions.parts(
-            batch, n_rows, rows_of_example, max(1, at_most), of_part
-        )
-        results: list[Any] = []
-        for place, found in parts:
-            results += found
-            # One part is the whole batch, and can't differ from it.
-            if place == slice(0, n_rows):
-                return results
-            n_logits = place.stop - place.start
-            if owners is not None:
-                is_in_part = (owners >= place.start) & (owners < place.stop)
-                n_logits = int(is_in_part.sum())
-            if sum(len(result.f_mu) for result in found) != n_logits:
-                return [evaluate(batch, slice(None))]
-        f_mu = torch.cat([result.f_mu for result in results])
-        if not self.model.divides(batch, lambda _: f_mu):
-            return [evaluate(batch, slice(None))]
-        return results
-
-    @property
-    def _at_once(self) -> int:
-        """Say how many rows go through a layer in one backward pass of a prediction."""
-        return _ON_CPU if self.model.device.type == "cpu" else _ON_ACCELERATOR
-
-    def in_parts_that_fit(
-        self,
-        batch: Any,
-        n_examples: int,
-        evaluate: Callable[[Any, slice], Any],
-    ) -> list[Any]:
-        """Learn from a batch with `n_examples` labels, in parts that fit into memory.
-
-        `evaluate` takes a part, and its place in the batch. Errors are those of
-        `in_parts`. One whose examples' logits depend on each other has no parts: what
-        was learnt is of no use then.
-        """
-        if number_of_rows(batch) != n_examples:
-            return [evaluate(batch, slice(None))]
-        n_tokens = number_of_tokens(batch) or 1
-        parts = self._of_fits.parts(batch, n_examples, n_tokens, n_examples, evaluate)
-        results = [result for _, result in parts]
-        # Asked only where it matters: the answer takes further passes, once.
-        is_divided = len(results) > 1
-        if is_divided and not self.model.divides(batch, partial(self._alone, batch)):
-            raise torch.OutOfMemoryError(
-                f"The batch does not fit into the memory of {self.model.device}, and "
-                "its examples' logits depend on each other: pass smaller batches."
-            )
-        return results
-
-    def _alone(
-        self,
-        batch: Any,
-        whole: Tensor,
-    ) -> Tensor:
-        """Compute a batch's logits, which are `whole` together, example by example."""
-        alone = torch.full_like(whole, torch.nan)
-        for example in self._examples(batch, whole):
-            alone[example.logits] = self.model.summary(example.inputs)
-        return alone
-
-    def _examples(
-        self,
-        batch: Any,
-        logits: Tensor,
-    ) -> Iterator[_Example]:
-        """Take a batch with these logits apart; texts without a label are left out."""
-        positions = self.model.positions(batch, len(logits))
-        itself = torch.eye(
-            positions.n_examples,
-            dtype=torch.bool,
-            device=logits.device,
-        )
-        for number, own in enumerate(positions.logits_of(itself)):
-            if own.any():
-                place = slice(number, number + 1)
-                yield _Example(number, part_of(batch, place, positions.n_examples), own)
-
-
-@dataclass(frozen=True)
-class _Example:
-    """An example of a batch."""
-
-    number: int
-    inputs: Any
-    logits: Tensor  # `(N,)` booleans: its own among the batch's
-
-
-def _visit_rows(
-    turns: Turns,
-    visit: Callable[[int, Tensor], None],
-    index: int,
-    jacobian: Tensor,
-) -> None:
-    """Bring a visitor the Jacobians of rows of logits, which have taken turns."""
-    visit(index, turns.of_rows(jacobian))
-
-
-class _Jacobians(Visitor):
-    """Completes each block's Jacobian from examples and seeds in turn."""
+class _Jacobians:
+    """Completes each block's Jacobian from examples and vectors in turn."""
 
     def __init__(
         self,
         blocks: Sequence[Block],
-        n_examples: int,
-        n_seeds: int,
+        size: torch.Size,
+        rounds: Rounds | None,
         visit: Callable[[int, Tensor], None],
     ) -> None:
         self._blocks = blocks
-        self._size = torch.Size((n_examples, n_seeds))
+        self._size = size  # (B, S)
+        self._rounds = rounds
         self._visit = visit
         self._incomplete: dict[int, Tensor] = {}
-        self._n_rows: Counter[int] = Counter()  # of them that are there, by block
         # Of complete ones, to see if they are finite.
         self._sums: dict[int, Tensor] = {}
 
-    def gradients(self, gradients: Gradients) -> None:
-        index = gradients.index
-        jacobian = gradients.of_weight().transpose(0, 1)
+    def take(self, part: Part, rows: Rows) -> None:
+        """Take what a backward pass brings a block."""
+        jacobian = rows.gradient().transpose(0, 1)
         if jacobian.shape[:2] == self._size:
-            self._complete(index, jacobian)
+            self._complete(rows.index, jacobian)
             return
-        if index not in self._incomplete:  # some examples may not reach the layer
-            self._incomplete[index] = self._zeros(index)
-        examples = slice(None)
-        if gradients.example is not None:
-            examples = slice(gradients.example, gradients.example + 1)
-        self._incomplete[index][examples, gradients.seeds] = jacobian
-        self._n_rows[index] += jacobian.shape[:2].numel()
-        if self._n_rows[index] == self._size.numel():
-            self._complete(index, self._incomplete.pop(index))
+        if rows.index not in self._incomplete:
+            self._incomplete[rows.index] = self._zeros(rows.index)
+        self._incomplete[rows.index][part.examples, rows.seeds] = jacobian
 
     def finish(self) -> None:
-        """Complete Jacobians that some gradients never reached; check all."""
+        """Complete Jacobians that came in parts or not at all; check all."""
         for index in range(len(self._blocks)):
             if index in self._incomplete:
                 self._complete(index, self._incomplete.pop(index))
@@ -477,22 +459,126 @@ class _Jacobians(Visitor):
         sums = read(list(self._sums.values()))
         for index, total in zip(self._sums, sums, strict=True):
             if not math.isfinite(total):
-                raise ValueError(
-                    f"Weight {self._blocks[index].name}: non-finite gradients"
-                )
+                raise _non_finite(self._blocks[index])
 
-    def _complete(
-        self,
-        index: int,
-        jacobian: Tensor,
-    ) -> None:
+    def _complete(self, index: int, jacobian: Tensor) -> None:
         # Asking each block whether its numbers are finite would wait for an accelerator
         # each time: a sum of numbers is finite only if they are, and all sums are read
         # at once.
         self._sums[index] = jacobian.detach().sum()
+        if self._rounds is not None:
+            jacobian = self._rounds.of_rows(jacobian)
         self._visit(index, self._blocks[index].small_side_first(jacobian))
 
     def _zeros(self, index: int) -> Tensor:
         block = self._blocks[index]
         shape = (*self._size, *block.shape)
         return block.values.new_zeros(shape, dtype=block.statistics_dtype)
+
+
+# --- proof that rows are each example's own -------------------------------------------
+#  A layer's rows `(n, ..., d)` are taken for `(B, n / B, ..., d)`. Sizes don't show
+# whether they are, but gradients do: those of some examples' logits must leave exactly
+# nothing in the rows of all others.
+
+
+def is_proven(
+    graph: Graph, blocks: Sequence[Block], positions: Positions, layouts: Layouts
+) -> bool:
+    """Prove that the rows of a pass are each example's own, or find that they are not.
+
+    Texts are proven in the first batch, in the first one of two, four, eight and so on
+    or more examples, and in each until every layer has had a gradient. Sizes don't tell
+    what rows other batches have, such as those of images: each of them is proven.
+
+    The layouts note the size of the largest batch that proved a site. A gradient that
+    is not finite is a `ValueError`.
+    """
+    n_examples = positions.n_examples
+    if n_examples == 1:
+        return True
+    size = n_examples.bit_length()  # 2 for 2 and 3 examples, 3 for 4 to 7, and so on
+    is_known = True
+    lasting: set[int] = set()  # blocks
+    for index, calls in enumerate(graph.shapes):
+        # Cheap, and surely wrong: as where a router has picked any number of rows.
+        if any(not shape or shape[0] % n_examples for shape in calls):
+            return False
+        site = blocks[index].rows.site
+        if all(_lasts(site, shape, positions) for shape in calls):
+            lasting.add(index)
+            is_known &= not calls or layouts.proven.get((site, len(calls)), 0) >= size
+        else:
+            is_known = False
+    if is_known:
+        return True
+    words = codewords(n_examples)
+    strays: list[Tensor] = []  # whether seeds of some examples arrive at others
+    non_finite: dict[int, Tensor] = {}
+    reached: dict[int, Tensor] = {}  # rows `(B, T)` of a block's calls
+    lengths: dict[int, list[int]] = {}
+
+    def look(rows: Rows) -> None:
+        non_finite[rows.index] = ~torch.isfinite(rows.g).all()
+        # Exactly nothing, not little: no sum of other examples' numbers has gone in.
+        arrives = rows.g.detach().any(-1)
+        is_other = ~words.to(rows.g.device)[rows.seeds, :, None]
+        strays.append((arrives & is_other).any())
+        reached[rows.index] = reached.get(rows.index, False) | arrives.any(0)
+        lengths[rows.index] = rows.lengths
+
+    # Random numbers, so that gradients do not cancel to 0 but by chance.
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(graph.logits.shape[1], generator=generator)
+    chosen = positions.logits_of(words).to(graph.logits)  # (S, N)
+    vectors = chosen[..., None] * vector.to(graph.logits)
+    graph.back_propagate(vectors, n_examples, look, retain_graph=True)
+    for index, is_wrong in zip(
+        non_finite, read(list(non_finite.values())), strict=True
+    ):
+        if is_wrong:
+            raise _non_finite(blocks[index])
+    if any(read(strays)):
+        return False
+    for index in lasting & reached.keys():
+        calls = reached[index].split(lengths[index], dim=1)
+        # Others of its calls may have had no gradient.
+        is_whole = len(calls) == len(graph.shapes[index])
+        if is_whole and all(map(_tells_layouts_apart, calls)):
+            layouts.proven[blocks[index].rows.site, len(calls)] = size
+    return True
+
+
+def codewords(n_examples: int) -> Tensor:
+    """Choose seeds `(S, B)` of examples: of any two, some seed has the first alone."""
+    n_bits = max(1, (n_examples - 1).bit_length())
+    bits = torch.arange(n_examples) >> torch.arange(n_bits)[:, None] & 1
+    return torch.cat([bits, 1 - bits]).bool()
+
+
+def _lasts(site: str, shape: torch.Size, positions: Positions) -> bool:
+    """Tell whether later batches of this size have rows in the same order.
+
+    Which row a token has does not depend on what the text says.
+    """
+    # A router picks their rows.
+    if not positions.is_text or "experts" in site.split("."):
+        return False
+    # Rows of examples, or of all tokens in one dimension. Any others, such as windows,
+    # may be in another order next time.
+    by_example = shape[0] in (positions.n_examples, positions.n_rows)
+    return by_example or shape.numel() == positions.n_tokens
+
+
+def _tells_layouts_apart(reached: Tensor) -> bool:
+    """Tell whether gradients came, at rows `(B, T)` that tell layouts apart."""
+    if reached.shape[0] == reached.shape[1]:
+        # `(T, B)` and `(B, T)` have the same row on the diagonal.
+        reached = reached & ~torch.eye(
+            len(reached), dtype=torch.bool, device=reached.device
+        )
+    return bool(reached.any())
+
+
+def _non_finite(block: Block) -> ValueError:
+    return ValueError(f"Weight {block.name}: non-finite gradients")

@@ -209,7 +209,7 @@ class Posterior(ParametricLaplace, Members):
             if joint:  # examples vary together: they can't come in parts
                 return of_part(x, slice(None))
             n_directions = len(directions(torch.zeros(1, self.n_outputs)))
-            return join_moments(self.recorder.in_parts(x, n_directions, of_part))
+            return join_moments(self.recorder.parts.predict(x, n_directions, of_part))
 
     def _without_variance(self, x: Any, joint: bool, directions: Directions) -> Moments:
         """Compute a batch's logits, and zeros in the shape of their covariance."""
@@ -383,6 +383,6 @@ def drawn_functions(la: Posterior, weights: Tensor, pred_type: str, x: Any) -> T
         f_mu = la.recorder.visit_jacobians(part, multiply)
         return _Drawn(f_mu, f_mu[:, None] + torch.stack(products).sum(0))
 
-    parts = la.recorder.in_parts(x, la.n_outputs, of_part)
+    parts = la.recorder.parts.predict(x, la.n_outputs, of_part)
     of_draws = torch.cat([part.of_draws for part in parts])
     return la.logit_scale * of_draws.transpose(0, 1)

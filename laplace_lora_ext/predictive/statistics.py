@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from laplace_lora_ext.curvature.factors import LinAlgError
-from laplace_lora_ext.curvature.matrix import Spectrum
+from laplace_lora_ext.curvature.decomposed import Spectrum
+from laplace_lora_ext.curvature.kron import LinAlgError
 from laplace_lora_ext.models.running import as_tensor, cpu_as_default, without_autocast
 from laplace_lora_ext.passes.recorder import Directions, every_output
 from laplace_lora_ext.predictive.contrasts import NO_CLASS, Contrasts
@@ -389,7 +389,7 @@ def statistics_of_batch(
         return replace(kept, targets=targets, classes=classes)
 
     n_examples = None if y is None else len(y)
-    parts = la.recorder.in_parts(X, n_directions, of_part, n_examples)
+    parts = la.recorder.parts.predict(X, n_directions, of_part, n_examples)
     return parts[0].of(join_batches([part.columns for part in parts]))
 
 
@@ -403,11 +403,10 @@ def _project(
     by_block: dict[int, tuple[Tensor, Tensor]] = {}  # blocks come in any order
 
     def project(index: int, jacobian: Tensor) -> None:
-        block = la.H.blocks[index]
-        leading, remainder = block.project(jacobian)
+        leading, remainder = la.H.blocks[index].project(jacobian)
+        if remainder is None:  # as the `Spectrum`, which has no eigenvalues for it
+            remainder = jacobian[:, :, :0]
         by_row = remainder.transpose(1, 2)  # (B, r, C, d)
-        if not block.n_left_out:
-            by_row = by_row[:, :0]  # as the `Spectrum`, which has no eigenvalues there
         by_block[index] = leading.flatten(2), by_row @ by_row.mT
 
     with torch.autocast(la.blocks[0].device.type, enabled=False):

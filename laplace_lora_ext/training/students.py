@@ -27,7 +27,7 @@ from laplace_lora_ext.models.adapters import (
 )
 from laplace_lora_ext.models.batches import named_batches, pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import Checkpoints, keep_derivatives
+from laplace_lora_ext.models.running import checkpointing, keep_derivatives
 from laplace_lora_ext.models.swapping import Swapping
 from laplace_lora_ext.tasks.task import Task
 from laplace_lora_ext.training.examples import Examples
@@ -264,7 +264,7 @@ def _log_probs(student: LogitsModel, task: Task, inputs: Any) -> Tensor:
     """
     student.model.eval()
     keep_derivatives(student.tree.modules)
-    with Checkpoints().of(student.tree):
+    with checkpointing(student.tree):
         if student.class_token_ids is not None:
             return student.log_probs(inputs)
         return task.class_logits(student(inputs)).log_softmax(-1)

@@ -13,7 +13,7 @@ import torch
 import tqdm
 from torch import Tensor
 
-from laplace_lora_ext.curvature.factors import LinAlgError
+from laplace_lora_ext.curvature.kron import LinAlgError
 from laplace_lora_ext.messages import check_name, warn
 from laplace_lora_ext.predictive.data_sets import batch_by_batch
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, LINKS

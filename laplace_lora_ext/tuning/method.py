@@ -11,7 +11,7 @@ import torch
 import tqdm
 from torch import Tensor
 
-from laplace_lora_ext.curvature.matrix import trace_of
+from laplace_lora_ext.curvature.decomposed import trace_of
 from laplace_lora_ext.draws import draw_seed
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.running import as_tensor, cpu_as_default

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_lora_ext.curvature.factors import (
+from laplace_lora_ext.curvature.kron import (
     DenseFactor,
     Factor,
     LowRankFactor,

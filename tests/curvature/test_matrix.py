@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_lora_ext.curvature.block import KroneckerBlock
-from laplace_lora_ext.curvature.factors import (
+from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed
+from laplace_lora_ext.curvature.kron import (
     DenseFactor,
     Factor,
+    KroneckerBlock,
+    LowRankKron,
     StreamingUpdates,
 )
-from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from tests.support.dense import power
 from tests.support.posteriors import (
     PRIORS,

@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from laplace_lora_ext.curvature import roots
-from laplace_lora_ext.curvature.block import KroneckerBlock
-from laplace_lora_ext.curvature.factors import StreamingUpdates
-from laplace_lora_ext.curvature.matrix import LowRankKron
+from laplace_lora_ext.curvature import decomposed
+from laplace_lora_ext.curvature.kron import (
+    KroneckerBlock,
+    LowRankKron,
+    StreamingUpdates,
+)
 from laplace_lora_ext.passes import graph
 from tests.support.models import N_CLASSES, first_batch, lora_model, ragged_batches
 from tests.support.posteriors import count_forward_passes, fitted
@@ -210,7 +212,7 @@ def test_a_fit_takes_few_passes_and_makes_no_large_tensor(wide, seeds_at_once):
 @pytest.mark.usefixtures("seeds_at_once")
 def test_a_prediction_takes_few_passes_and_makes_no_large_tensor(wide, monkeypatch):
     # As of long texts, whose Jacobians don't wait for those of other blocks.
-    monkeypatch.setattr(roots, "_NUMBERS", 0)
+    monkeypatch.setattr(decomposed, "_NUMBERS", 0)
     forwards = count_forward_passes(wide)
     with NewTensors(wide.model.parameters()) as made:
         wide(TEXTS[0], link_approx="probit")

@@ -30,6 +30,8 @@ class Machine:
 
     forward: float = torch.inf
     backward: float = torch.inf
+    # Whether backward passes of several seeds together have no room.
+    one_seed: bool = False
     # Rows of forward passes with a graph.
     tried: list[int] = field(default_factory=list)
     # What these graphs hold, and how many were still alive when another one began.
@@ -74,9 +76,9 @@ class _Limit(torch.autograd.Function):
     def backward(ctx, gradient):
         (saved,) = ctx.saved_tensors
         row, *_ = saved
-        # Rows of all seeds that come at once.
         n_rows = gradient.numel() / row.numel()
-        if n_rows > ctx.machine.backward:
+        several = torch._C._functorch.is_batchedtensor(gradient)
+        if n_rows > ctx.machine.backward or (several and ctx.machine.one_seed):
             raise torch.OutOfMemoryError(_MESSAGE)
         return gradient, None
 
@@ -205,8 +207,7 @@ def test_seeds_that_do_not_fit_together_go_one_by_one():
     la, machine = limited()
     la.fit(batches)
     expected = facts_of(la, X)
-    # Of three classes.
-    machine.backward = 1
+    machine.one_seed = True
     assert_close(facts_of(la, X), expected, **EXACT)
     assert la.recorder.layouts.seeds_at_most == 1
 

@@ -26,10 +26,9 @@ from tests.support.posteriors import (
 )
 
 
-@pytest.mark.parametrize("kind", [Detour, Sorting])
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
-def test_a_layer_that_the_logits_do_not_depend_on_has_no_curvature(structure, kind):
-    model = with_lora(kind(), "used", "unused")
+def test_a_layer_that_the_logits_do_not_depend_on_has_no_curvature(structure):
+    model = with_lora(Detour(), "used", "unused")
     ((X, y),) = pairs()
     settings = full_rank(structure)
 
@@ -50,6 +49,16 @@ def test_a_layer_that_the_logits_do_not_depend_on_has_no_curvature(structure, ki
     found = la.log_det_posterior_precision
     expected = of_used_layer.log_det_posterior_precision
     assert_close(found, expected, **EXACT)
+    assert_exact(la, model, [X])
+
+
+def test_a_layer_that_no_gradient_can_reach_is_left_out_or_refused():
+    model = with_lora(Sorting(), "used", "unused")
+    ((X, y),) = pairs()
+    with pytest.raises(RuntimeError, match=r"used 2 of 4.*unused.*target_modules"):
+        make(model).fit([(X, y)])
+    la = make(model, target_modules=["used"], **full_rank())
+    la.fit([(X, y)])
     assert_exact(la, model, [X])
 
 
@@ -122,7 +131,7 @@ def eight_texts() -> dict[str, Tensor]:
 
 def allow_at_once(monkeypatch, n_rows: int) -> None:
     """Let so many rows through a layer at once: tokens of all texts, for each logit."""
-    monkeypatch.setattr("laplace_lora_ext.passes.recorder._ON_CPU", n_rows)
+    monkeypatch.setattr("laplace_lora_ext.passes.parts._ON_CPU", n_rows)
 
 
 def facts(

@@ -19,7 +19,8 @@ from laplace.utils.matrix import Kron, KronDecomposed
 from torch import Tensor, nn
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
-from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
+from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed
+from laplace_lora_ext.curvature.kron import LowRankKron
 from laplace_lora_ext.models.weights import check_in_place, check_with_biases
 from laplace_lora_ext.passes.graph import tapped
 from laplace_lora_ext.passes.recorder import Recorder
@@ -95,25 +96,20 @@ class Structure(Generic[SumsT, CurvatureT]):
             if not len(self.task.as_targets(of_part, dtype)):
                 return
             owners = self.task.owners(of_part).to(examples.device)
-            # Nothing is added unless the whole part is.
-            with self._drawing_for(examples[place][owners]):
+            backend = self.backend
+            if not isinstance(backend, LowRankKronInterface):  # which draws nothing
                 loss, total = self._add(total, part, of_part)
+            else:
+                # Nothing is added unless the whole part is.
+                backend.examples = examples[place][owners]
+                try:
+                    loss, total = self._add(total, part, of_part)
+                finally:
+                    backend.examples = None
             losses.append(loss)
 
-        self.recorder.in_parts_that_fit(x, len(y), add_part)
+        self.recorder.parts.learn(x, len(y), add_part)
         return torch.stack(losses).sum(), total
-
-    @contextmanager
-    def _drawing_for(self, examples: Tensor) -> Iterator[None]:
-        """Tell a backend of ours which example each row of logits is of."""
-        if not isinstance(self.backend, LowRankKronInterface):
-            yield
-            return
-        self.backend.examples = examples
-        try:
-            yield
-        finally:
-            self.backend.examples = None
 
     def _add(
         self,
@@ -260,7 +256,7 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
             graph = taps.run(partial(model, x))
         silent = [
             block.name
-            for block, calls in zip(blocks, graph.calls, strict=True)
+            for block, calls in zip(blocks, graph.shapes, strict=True)
             if not calls
         ]
         if silent:
@@ -268,7 +264,8 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
                 f"The batch does not use {len(silent)} of {len(blocks)} weights, such "
                 f'as {silent[0]}, but hessian_structure="kron" needs all of them in '
                 "every batch. Leave such layers out with target_modules, or use "
-                '"lowrank_kron".'
+                '"lowrank_kron". If torch.utils.checkpoint calls them, pass '
+                "use_reentrant=False there."
             )
         return graph.logits.detach()
 

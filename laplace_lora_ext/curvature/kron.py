@@ -1,17 +1,25 @@
-"""Kronecker factors, small dense ones and large low-rank ones, and their updates.
+"""Sums over data: Kronecker factors, small dense ones and large low-rank ones.
 
-Both sum outer products of rows that arrive batch by batch, and share a vocabulary: `+`
-and `eigendecomposition`.
+Both sum outer products of rows that arrive batch by batch. A block has one of each, and
+a `LowRankKron` a block for each weight; a prior is added to a `LowRankKronDecomposed`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from laplace_lora_ext.curvature.decomposed import (
+    DecomposedBlock,
+    Eigendecomposition,
+    LowRankKronDecomposed,
+)
 
 LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 
@@ -21,15 +29,6 @@ LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsa
 _CHUNK = 256
 # Directions that subspace iteration carries beyond the ones it returns.
 _OVERSAMPLING = 10
-
-
-class Eigendecomposition(NamedTuple):
-    """`vectors diag(values) vectorsᵀ + tail (I - vectors vectorsᵀ)`."""
-
-    vectors: Tensor  # (d, k), orthonormal columns
-    values: Tensor  # (k,), not negative
-    # (), the eigenvalue of every direction that `vectors` leaves out.
-    tail: Tensor
 
 
 @dataclass(eq=False)
@@ -266,3 +265,143 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     except LinAlgError:
         vectors, values, _ = torch.linalg.svd(matrix)
         return values.flip(-1), vectors.flip(-1)
+
+
+@dataclass(eq=False)
+class KroneckerBlock:
+    """Curvature of one LoRA weight `(m, n)` in sum form: `F_out ⊗ F_in / normalizer`.
+
+    Exactly one of the two is a `LowRankFactor`.
+    """
+
+    output_factor: Factor  # F_out, (m, m), from output gradients
+    input_factor: Factor  # F_in, (n, n), from inputs
+    normalizer: Tensor  # (), float64: both factors sum over the data
+
+    @classmethod
+    def zeros(
+        cls,
+        shape: tuple[int, int],
+        small_output: bool,
+        rank: int,
+        tail: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> KroneckerBlock:
+        """Make empty sums for a weight with the LoRA rank as one side."""
+        factors: list[Any] = []
+        for size, is_small in zip(shape, (small_output, not small_output), strict=True):
+            if is_small:
+                factors.append(DenseFactor.zeros(size, device, dtype))
+            else:
+                factors.append(LowRankFactor.zeros(size, rank, tail, device, dtype))
+        output, input_ = factors
+        return cls(output, input_, torch.zeros((), device=device, dtype=torch.float64))
+
+    @classmethod
+    def from_state_dict(
+        cls, state: dict[str, Any], device: torch.device, dtype: torch.dtype
+    ) -> KroneckerBlock:
+        """Rebuild what `state_dict` returned; sums of squares stay in float64."""
+        factors: list[Any] = []
+        for name in ("output_factor", "input_factor"):
+            of_factor = dict(state[name])
+            for key, value in of_factor.items():
+                if isinstance(value, Tensor):
+                    to = torch.float64 if key == "trace" else dtype
+                    of_factor[key] = value.to(device, to)
+            kind = DenseFactor if "matrix" in of_factor else LowRankFactor
+            factors.append(kind(**of_factor))
+        output, input_ = factors
+        return cls(output, input_, state["normalizer"].to(device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collect tensors and numbers, ready for `torch.save`."""
+        return {
+            "output_factor": dict(vars(self.output_factor)),
+            "input_factor": dict(vars(self.input_factor)),
+            "normalizer": self.normalizer,
+        }
+
+    def copy(self) -> KroneckerBlock:
+        """Copy the block, but not its tensors, which updates replace."""
+        return KroneckerBlock(
+            copy(self.output_factor), copy(self.input_factor), self.normalizer
+        )
+
+    def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
+        """Add factors as if all data had been seen in one run."""
+        return KroneckerBlock(
+            self.output_factor + other.output_factor,
+            self.input_factor + other.input_factor,
+            self.normalizer + other.normalizer,
+        )
+
+    def decompose(self) -> DecomposedBlock:
+        """Eigendecompose both factors."""
+        output = self.output_factor.eigendecomposition()
+        input_ = self.input_factor.eigendecomposition()
+        small_output = isinstance(self.output_factor, DenseFactor)
+        if small_output:
+            small, large = output, input_
+        else:
+            small, large = input_, output
+        # A block without any gradient has no curvature: 0 / 0 is 0 here.
+        scale = torch.where(self.normalizer > 0, 1 / self.normalizer, self.normalizer)
+        scaled = small.values * scale  # in float64
+        small = small._replace(values=scaled.to(small.values.dtype))
+        return DecomposedBlock(small, large, small_output)
+
+
+class LowRankKron:
+    """Block-diagonal curvature as sums, a Kronecker-factored block for each weight."""
+
+    def __init__(self, blocks: Sequence[KroneckerBlock]) -> None:
+        self.blocks = list(blocks)
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        state: list[dict[str, Any]],
+        places: Sequence[tuple[torch.device, torch.dtype]],
+    ) -> LowRankKron:
+        """Rebuild what `state_dict` returned, each block on its own device."""
+        return cls(
+            [
+                KroneckerBlock.from_state_dict(of_block, *place)
+                for of_block, place in zip(state, places, strict=True)
+            ]
+        )
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Collect tensors and numbers of each block, ready for `torch.save`."""
+        return [block.state_dict() for block in self.blocks]
+
+    def copy(self) -> LowRankKron:
+        """Copy the sums, so that data which are added to the copy leave these alone."""
+        return LowRankKron([block.copy() for block in self.blocks])
+
+    @property
+    def nbytes(self) -> int:
+        """Count the memory of the large factors once they have all their columns."""
+        total = 0
+        for block in self.blocks:
+            for factor in (block.output_factor, block.input_factor):
+                if isinstance(factor, LowRankFactor):
+                    n_numbers = factor.size * factor.width
+                    total += n_numbers * factor.columns.element_size()
+        return total
+
+    def __add__(self, other: LowRankKron) -> LowRankKron:
+        """Add factors as if all data had been seen in one run."""
+        pairs = zip(self.blocks, other.blocks, strict=True)
+        return LowRankKron([mine + its for mine, its in pairs])
+
+    def decompose(self, device: torch.device | None = None) -> LowRankKronDecomposed:
+        """Eigendecompose every factor, in float64.
+
+        `device` is for the numbers of all blocks together; by default it is the first
+        block's.
+        """
+        blocks = [block.decompose() for block in self.blocks]
+        return LowRankKronDecomposed.of_blocks(blocks, device)

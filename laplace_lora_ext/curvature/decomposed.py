@@ -1,0 +1,437 @@
+"""Curvature in eigenvectors, to which a prior precision can be added.
+
+Blocks of one shape are multiplied together: of a small text, each product of matrices
+takes longer to start than to compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from laplace_lora_ext.rounding import equal_up_to_rounding
+
+# Of Jacobians that wait for those of other blocks: 16 MB in float32.
+_NUMBERS = 2**22
+
+
+class Eigendecomposition(NamedTuple):
+    """`vectors diag(values) vectorsᵀ + tail (I - vectors vectorsᵀ)`."""
+
+    vectors: Tensor  # (d, k), orthonormal columns
+    values: Tensor  # (k,), not negative
+    # (), the eigenvalue of every direction that `vectors` leaves out.
+    tail: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DecomposedBlock:
+    """Curvature of one LoRA weight, or of several of one shape, in eigenvectors.
+
+    With the small factor `Q diag(l) Qᵀ` and the large one `U diag(s) Uᵀ + δ (I - U
+    Uᵀ)`, the matrix `λ I + F_small ⊗ F_large` has the eigenvalues `λ + l_i s_j` on `Q_i
+    ⊗ U_j` and `λ + l_i δ` on `Q_i ⊗ (complement of U)`, so every power costs `O(r d
+    k)`. This is the Woodbury identity of the paper's appendix E with a diagonal inner
+    matrix. Of several weights all numbers have their dimension in front.
+    """
+
+    small: Eigendecomposition  # of the factor of the LoRA rank's size
+    large: Eigendecomposition
+    # Whether the small factor belongs to outputs (`lora_A`) or inputs.
+    small_output: bool
+
+    @classmethod
+    def stacked(cls, blocks: Sequence[DecomposedBlock]) -> DecomposedBlock:
+        """Put blocks of one shape together."""
+        small = map(torch.stack, zip(*(block.small for block in blocks), strict=True))
+        large = map(torch.stack, zip(*(block.large for block in blocks), strict=True))
+        return cls(
+            Eigendecomposition(*small),
+            Eigendecomposition(*large),
+            blocks[0].small_output,
+        )
+
+    def __getitem__(self, place: Any) -> DecomposedBlock:
+        """Take one of several, or some of them."""
+        small = Eigendecomposition(*(numbers[place] for numbers in self.small))
+        large = Eigendecomposition(*(numbers[place] for numbers in self.large))
+        return DecomposedBlock(small, large, self.small_output)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what blocks must have in common to be stacked."""
+        U = self.large.vectors
+        return self.shape, U.shape, U.device, U.dtype, self.small_output
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return `(m, n)` of a weight."""
+        r, d = self.small.vectors.shape[-1], self.large.vectors.shape[-2]
+        return (r, d) if self.small_output else (d, r)
+
+    @property
+    def n_left_out(self) -> int:
+        """Count the directions of the large factor that the rank leaves out."""
+        *_, d, k = self.large.vectors.shape
+        return d - k
+
+    def eigenvalues(
+        self, scale: float | Tensor, deltas: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute those of `scale * block + delta I`: `(r, k)` on `Q ⊗ U`, and beside.
+
+        The latter are `(r,)`. Their precision is the higher of `deltas`' and the
+        block's.
+        """
+        device = self.small.values.device
+        deltas = deltas.to(device)
+        dtype = torch.promote_types(self.small.values.dtype, deltas.dtype)
+        if isinstance(scale, Tensor):
+            scale = scale.to(device)
+        small = scale * self.small.values.to(dtype)
+        on_leading = small[..., :, None] * self.large.values.to(dtype)[..., None, :]
+        on_remainder = small * self.large.tail.to(dtype)[..., None]
+        return on_leading + deltas[..., None, None], on_remainder + deltas[..., None]
+
+    def small_side_first(self, weights: Tensor) -> Tensor:
+        """Turn `(..., m, n)` weights into `(..., r, d)`, small side first, and back."""
+        return weights if self.small_output else weights.mT
+
+    def project(self, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Project weights on `Q ⊗ U`: coordinates `(..., S, r, k)`, and the remainder.
+
+        The remainder, `(..., S, r, d)`, is orthogonal to U, and in the basis Q. It is
+        None where U leaves nothing out, since rounding is no remainder. Weights are
+        `(..., S, r, d)`, of several blocks `(blocks, S, r, d)`.
+        """
+        rotated = self.small.vectors.mT.unsqueeze(-3) @ weights
+        rows = rotated.flatten(-3, -2)
+        U = self.large.vectors
+        leading = rows @ U
+        in_rows = leading.unflatten(-2, rotated.shape[-3:-1])
+        if not self.n_left_out:
+            return in_rows, None
+        return in_rows, (rows - leading @ U.mT).view_as(rotated)
+
+
+class _Power:
+    """`(scale * block + delta I) ** exponent` of several blocks of one shape."""
+
+    def __init__(
+        self,
+        block: DecomposedBlock,
+        scale: float | Tensor,
+        deltas: Tensor,
+        exponent: float,
+    ) -> None:
+        self.block = block
+        on_leading, on_remainder = block.eigenvalues(scale, deltas)
+        self.on_leading = on_leading.pow(exponent)[:, None]  # (blocks, 1, r, k)
+        self.on_remainder = on_remainder.pow(exponent)[:, None, :, None]
+
+    def __getitem__(self, places: list[int]) -> _Power:
+        """Take some of the blocks."""
+        some = copy(self)
+        some.block = self.block[places]
+        some.on_leading = self.on_leading[places]
+        some.on_remainder = self.on_remainder[places]
+        return some
+
+    def _scaled(self, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        leading, remainder = self.block.project(weights)
+        leading = leading * self.on_leading
+        return leading, None if remainder is None else remainder * self.on_remainder
+
+    def times(self, weights: Tensor) -> Tensor:
+        """Multiply `(blocks, S, r, d)` weights."""
+        leading, remainder = self._scaled(weights)
+        rotated = leading @ self.block.large.vectors.mT[:, None]
+        if remainder is not None:
+            rotated = rotated + remainder
+        return self.block.small.vectors[:, None] @ rotated
+
+    def square_form(self, weights: Tensor) -> Tensor:
+        """Sum inner products of all pairs over blocks: `(B, K, K)`, of the products.
+
+        Weights are `(blocks, B, K, r, d)`. All parts are sums of squares, so the result
+        is positive semi-definite and nothing cancels, however small `delta` is.
+        """
+        n_examples = weights.shape[1]
+        form: Any = 0
+        for part in self._scaled(weights.flatten(1, 2)):
+            if part is not None:
+                vectors = part.unflatten(1, (n_examples, -1)).movedim(0, -3).flatten(-3)
+                form = form + vectors @ vectors.mT
+        return form
+
+    def diag(self) -> Tensor:
+        """Compute the diagonals, `(blocks, r, d)`."""
+        Q, U = self.block.small.vectors.square(), self.block.large.vectors.square()
+        diagonal = Q @ self.on_leading[:, 0] @ U.mT
+        if self.block.n_left_out:
+            rest = 1 - U.sum(-1)  # diagonal of the projection on the complement of U
+            diagonal = diagonal + (Q @ self.on_remainder[:, 0]) * rest[:, None]
+        return diagonal
+
+
+class Power:
+    """A power of a block-diagonal precision, to multiply by."""
+
+    def __init__(self, precision: LowRankKronDecomposed, exponent: float) -> None:
+        self.groups: list[tuple[list[int], _Power]] = []
+        for indices, block in precision.groups:
+            deltas = precision.deltas[indices]
+            power = _Power(block, precision.scale, deltas, exponent)
+            self.groups.append((indices, power))
+        self._n_params = [math.prod(block.shape) for block in precision.blocks]
+
+    def times(self, W: Tensor) -> Tensor:
+        """Multiply `(..., parameters)`, whose blocks are `(m, n)` each."""
+        parts = list(W.reshape(-1, W.shape[-1]).split(self._n_params, dim=-1))
+        for indices, power in self.groups:
+            weights = torch.stack([parts[index] for index in indices])
+            weights = weights.to(power.block.large.vectors.device)
+            weights = weights.unflatten(-1, power.block.shape)
+            products = power.times(power.block.small_side_first(weights))
+            products = power.block.small_side_first(products).flatten(-2)
+            for index, product in zip(indices, products.to(W.device), strict=True):
+                parts[index] = product
+        return torch.cat(parts, dim=-1).reshape(W.shape)
+
+    def diag(self, device: torch.device) -> Tensor:
+        """Compute the diagonal, `(parameters,)`."""
+        parts: dict[int, Tensor] = {}
+        for indices, power in self.groups:
+            diagonals = power.block.small_side_first(power.diag())
+            parts.update(zip(indices, diagonals.flatten(1).to(device), strict=True))
+        return torch.cat([parts[index] for index in range(len(parts))])
+
+
+class SquareForm:
+    """Sums `W P⁻¹ Wᵀ` over blocks, in whichever order their weights come."""
+
+    def __init__(self, inverse_root: Power) -> None:
+        self._groups = inverse_root.groups
+        self._places = {
+            index: (number, place)
+            for number, (indices, _) in enumerate(self._groups)
+            for place, index in enumerate(indices)
+        }
+        self._waiting: list[dict[int, Tensor]] = [{} for _ in self._groups]
+        self._n_waiting = 0  # numbers
+        self._sum: Tensor | None = None
+
+    def add(self, index: int, weights: Tensor) -> None:
+        """Take a block's weights `(B, K, r, d)`."""
+        number, place = self._places[index]
+        waiting = self._waiting[number]
+        waiting[place] = weights
+        self._n_waiting += weights.numel()
+        if len(waiting) == len(self._groups[number][0]):
+            self._flush(number)
+        elif self._n_waiting > _NUMBERS:
+            self._flush(*range(len(self._groups)))
+
+    def total(self) -> Tensor:
+        """Return the sum `(B, K, K)` over all that was added."""
+        self._flush(*range(len(self._groups)))
+        assert self._sum is not None
+        return self._sum
+
+    def _flush(self, *numbers: int) -> None:
+        for number in numbers:
+            waiting = self._waiting[number]
+            if not waiting:
+                continue
+            indices, power = self._groups[number]
+            places = sorted(waiting)
+            weights = torch.stack([waiting.pop(place) for place in places])
+            self._n_waiting -= weights.numel()
+            if len(places) < len(indices):
+                power = power[places]
+            form = power.square_form(weights)
+            self._sum = form if self._sum is None else self._sum + form.to(self._sum)
+
+
+class Spectrum(NamedTuple):
+    """Eigenvalues of a curvature, those of all blocks in one row.
+
+    A prior precision only adds to eigenvalues, so these are all that a choice of prior
+    depends on.
+    """
+
+    leading: Tensor  # (E,), the r x k eigenvalues that each block keeps
+    leading_block: Tensor  # (E,), index of the block that each belongs to
+    # (F,), each block's r ones on directions that its rank leaves out.
+    remaining: Tensor
+    remaining_block: Tensor  # (F,), index of the block that each belongs to
+    multiplicity: Tensor  # (F,), the number of directions of each
+    n_blocks: int
+
+    def equals(self, other: Spectrum) -> bool:
+        """Tell whether both are of one curvature, in any place and precision."""
+        mine = torch.cat([self.leading, self.remaining]).cpu()
+        its = torch.cat([other.leading, other.remaining]).cpu()
+        return equal_up_to_rounding(its, mine, torch.float32)
+
+    def shifted(self, scale: float | Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute all eigenvalues of `scale * curvature + deltas * I`.
+
+        `deltas` are `()`, `(1,)` or `(blocks,)`, and give the result its dtype.
+        """
+        deltas = deltas.expand(self.n_blocks)
+        leading = self.leading.to(deltas) * scale
+        remaining = self.remaining.to(deltas) * scale
+        leading = leading + deltas[self.leading_block]
+        return leading, remaining + deltas[self.remaining_block]
+
+    def logdet(self, scale: float | Tensor, deltas: Tensor) -> Tensor:
+        """Compute log det(`scale * curvature + deltas * I`) in float64."""
+        leading, remaining = self.shifted(scale, deltas.double())
+        return leading.log().sum() + (self.multiplicity * remaining.log()).sum()
+
+    @property
+    def trace(self) -> Tensor:
+        """Sum all eigenvalues."""
+        return self.leading.sum() + (self.multiplicity * self.remaining).sum()
+
+
+class LowRankKronDecomposed:
+    """`LowRankKron` in eigenvectors: `scale` times it, and a multiple of the identity.
+
+    It has the methods of `laplace.utils.matrix.KronDecomposed`.
+
+    Parameters
+    ----------
+    groups : list of tuple
+        indices of blocks of one shape, and these blocks together
+    deltas : torch.Tensor
+        `(blocks,)`, the multiple of the identity to add to each block
+    scale : float or torch.Tensor, default=1.0
+    """
+
+    def __init__(
+        self,
+        groups: list[tuple[list[int], DecomposedBlock]],
+        deltas: Tensor,
+        scale: float | Tensor = 1.0,
+    ) -> None:
+        self.groups = groups
+        self.deltas = deltas
+        self.scale = scale
+
+    @classmethod
+    def of_blocks(
+        cls, blocks: Sequence[DecomposedBlock], device: torch.device | None = None
+    ) -> LowRankKronDecomposed:
+        """Put blocks of one shape together, whose numbers are held once."""
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for index, block in enumerate(blocks):
+            alike.setdefault(block.kind, []).append(index)
+        groups = [
+            (indices, DecomposedBlock.stacked([blocks[index] for index in indices]))
+            for indices in alike.values()
+        ]
+        deltas = blocks[0].small.values.new_zeros(len(blocks), device=device)
+        return cls(groups, deltas)
+
+    @cached_property
+    def blocks(self) -> list[DecomposedBlock]:
+        """List the blocks in order, as views."""
+        by_index = {
+            index: block[place]
+            for indices, block in self.groups
+            for place, index in enumerate(indices)
+        }
+        return [by_index[index] for index in range(len(by_index))]
+
+    @cached_property
+    @torch.inference_mode(False)  # what is kept must not be an inference tensor
+    def spectrum(self) -> Spectrum:
+        """Collect the eigenvalues of all blocks in float64, without `deltas`."""
+        zero = self.deltas.new_zeros((), dtype=torch.float64)
+        of_leading: list[Tensor] = []
+        of_remaining: list[Tensor] = []
+        multiplicity: list[float] = []
+        for block in self.blocks:
+            leading, remaining = block.eigenvalues(1.0, zero)
+            of_leading.append(leading.flatten().to(zero.device))
+            # There may be no directions that these belong to.
+            remaining = remaining if block.n_left_out else remaining[:0]
+            of_remaining.append(remaining.to(zero.device))
+            multiplicity.append(block.n_left_out)
+        return Spectrum(
+            leading=torch.cat(of_leading),
+            leading_block=_repeated(range(len(of_leading)), of_leading),
+            remaining=torch.cat(of_remaining),
+            remaining_block=_repeated(range(len(of_leading)), of_remaining),
+            multiplicity=_repeated(multiplicity, of_remaining).to(zero),
+            n_blocks=len(of_leading),
+        )
+
+    @cached_property
+    @torch.inference_mode(False)
+    def inverse_root(self) -> Power:
+        """Prepare the inverse root, which all predictions multiply by."""
+        return Power(self, -0.5)
+
+    def __add__(self, deltas: float | Tensor) -> LowRankKronDecomposed:
+        """Add a multiple of the identity: a scalar, or `(blocks,)`."""
+        return LowRankKronDecomposed(self.groups, self.deltas + deltas, self.scale)
+
+    def __mul__(self, scalar: float | Tensor) -> LowRankKronDecomposed:
+        """Scale the curvature but not `deltas`, as the host does."""
+        return LowRankKronDecomposed(self.groups, self.deltas, self.scale * scalar)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def logdet(self) -> Tensor:
+        """Compute the log-determinant in float64, differentiable in `deltas`."""
+        return self.spectrum.logdet(self.scale, self.deltas)
+
+    def bmm(self, W: Tensor, exponent: float = -1) -> Tensor:
+        """Multiply each row of `W`, `(..., parameters)`, by `self ** exponent`."""
+        return Power(self, exponent).times(W)
+
+    def inv_square_form(self, W: Tensor) -> Tensor:
+        """Compute `W self⁻¹ Wᵀ`, `(B, C, C)`, for `W` of shape `(B, C, parameters)`."""
+        form = SquareForm(self.inverse_root)
+        parts = W.split([math.prod(block.shape) for block in self.blocks], dim=-1)
+        for index, (block, part) in enumerate(zip(self.blocks, parts, strict=True)):
+            weights = part.unflatten(-1, block.shape).to(block.small.values.device)
+            form.add(index, block.small_side_first(weights))
+        return form.total().to(W.device)
+
+    def diag(self, exponent: float = 1) -> Tensor:
+        """Compute the diagonal of `self ** exponent`, `(parameters,)`."""
+        return Power(self, exponent).diag(self.deltas.device)
+
+    def to_matrix(self, exponent: float = 1) -> Tensor:
+        """Make the dense matrix of `self ** exponent`; for tests."""
+        n_params = sum(math.prod(block.shape) for block in self.blocks)
+        return self.bmm(torch.eye(n_params).to(self.deltas), exponent)
+
+
+def trace_of(curvature: Any) -> float:
+    """Return the trace of a posterior's curvature, of any structure."""
+    if isinstance(curvature, LowRankKronDecomposed):
+        return curvature.spectrum.trace.item()
+    if not isinstance(curvature, Tensor):  # the host's
+        return curvature.diag().double().sum().item()
+    diagonal = curvature if curvature.ndim == 1 else curvature.diagonal()
+    return diagonal.double().sum().item()
+
+
+def _repeated(numbers: Sequence[float], parts: Sequence[Tensor]) -> Tensor:
+    """Repeat each number for all numbers of a part, in one row."""
+    counts = torch.tensor([len(part) for part in parts])
+    repeated = torch.tensor(numbers).repeat_interleave(counts)
+    return repeated.to(parts[0].device)
