@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.tree import Tree
 
 # How many calls of layers are searched for the logits: the last ones, so that few
 # activations are kept in memory.
@@ -40,18 +39,16 @@ def logits_and_hidden_states(
     Call it within a session.
     """
     tree = model.tree
-    if tree.read_by is None:
-        layers = _layers_with_matrices(tree)
-        output_layer = _output_layer(model)
-        if output_layer is not None:
-            layers = [output_layer]
-        logits, layer, hidden = _logits_and_layer(model, batch, layers)
-        tree.read_by = [] if layer is None else [layer]
-        return logits, hidden
-    logits, layer, hidden = _logits_and_layer(model, batch, tree.read_by)
-    if tree.read_by and layer is None:  # another layer makes them this time
+    # Other threads may find another layer meanwhile.
+    known = layers = tree.read_by
+    if layers is None:
+        layers = _candidates(model)
+    logits, layer, hidden = _logits_and_layer(model, batch, layers)
+    if known and layer is None:  # another layer makes them this time
         tree.read_by = None
         return logits_and_hidden_states(model, batch)
+    if known is None:
+        tree.read_by = [] if layer is None else [layer]
     return logits, hidden
 
 
@@ -99,11 +96,14 @@ def _output_layer(model: LogitsModel) -> nn.Module | None:
     return layer if isinstance(layer, nn.Module) else None
 
 
-def _layers_with_matrices(tree: Tree) -> list[nn.Module]:
-    """List modules that have a matrix, such as LoRA's around linear layers."""
+def _candidates(model: LogitsModel) -> list[nn.Module]:
+    """List the output layer, or else modules that have a matrix, as LoRA's have."""
+    output_layer = _output_layer(model)
+    if output_layer is not None:
+        return [output_layer]
     return [
         module
-        for module in tree.modules
+        for module in model.tree.modules
         if isinstance(weight := getattr(module, "weight", None), Tensor)
         and weight.ndim == 2
     ]
