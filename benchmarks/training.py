@@ -14,7 +14,7 @@ import torch
 import transformers
 from peft import LoraConfig
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -155,19 +155,6 @@ class Recipe:
     ) -> Weights:
         """Return what a checkpoint keeps beside the weights."""
         return {}
-
-
-class SeveralLabels(Recipe):
-    """Maximum likelihood of several labels for each text, by a sigmoid each."""
-
-    def loss(
-        self,
-        model: torch.nn.Module,
-        batch: Any,
-        labels: Tensor,
-    ) -> Tensor:
-        """Compute the mean loss of all labels of a batch."""
-        return binary_cross_entropy_with_logits(model(batch).flatten(), labels)
 
 
 class Smoothed(Recipe):

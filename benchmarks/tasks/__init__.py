@@ -3,15 +3,12 @@
 from benchmarks.tasks import (
     code,
     docstrings,
-    functions,
     intents,
     multiple_choice,
     names,
     numpydoc,
     paper,
-    requests,
     sentences,
-    signatures,
 )
 
 # The experiments' settings were chosen on these. `choices`, ARC-Easy and CLINC150's
@@ -39,6 +36,3 @@ KEPT = (
     *sentences.KEPT_SENTENCES,
 )
 TASKS = {task.name: task for task in (*CHOSEN_ON, *KEPT)} | paper.PAPER_TASKS
-# Each of their texts, or of the words of a text, has labels of its own.
-LABELLED = (functions.FUNCTIONS, requests.REQUESTS, signatures.PARAMETER_TYPES)
-LABELLED_TASKS = {task.name: task for task in LABELLED}
