@@ -9,14 +9,6 @@ from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-CONTESTANTS = (
-    "bare",
-    "lowrank_kron",
-    "lowrank_kron_paper",
-    "stock_kron",
-    "stock_kron_asdl",
-    "stock_diag",
-)
 
 
 def option(
@@ -123,6 +115,9 @@ class Stages(SeveralSeeds):
         nargs="*",  # without a number none is tried
     )
     no_students: bool = option(False, "leave out students and learnt variances")
+    rivals: tuple[str, ...] = option(
+        (), "methods of `calibration` to measure on the ordinary training, too"
+    )
 
 
 @dataclass(frozen=True)
@@ -235,8 +230,8 @@ class Cost(Run):
     length: int = option(32, "tokens of a text")
     classes: int = option(4, "answers")
     rank: int = option(8, "r of the LoRA layers")
-    contestants: tuple[str, ...] = option(
-        CONTESTANTS, "methods to run", choices=CONTESTANTS
+    contestants: tuple[str, ...] | None = option(
+        None, "methods to run, by key or by name in the table; all by default"
     )
     repetitions: int = option(5, "calls to time; fewer if one takes very long")
     limit: float = option(40.0, "seconds after which to stop a contestant")

@@ -16,36 +16,19 @@ from benchmarks.fine_tuning import (
     prepare,
 )
 from benchmarks.measuring import Clock, repeated_seconds
-from benchmarks.methods import METHODS, priors
+from benchmarks.methods import CALIBRATED, priors
 from benchmarks.methods.method import (
     NO_CLASS,
     Method,
     PointMethod,
     Posterior,
+    find_methods,
     labels_of,
 )
 from benchmarks.methods.priors import Prediction
 from benchmarks.options import Calibration
 from benchmarks.report import Figures, Result, Row, say
 
-# In the order of tables and measurements: MAP's predictions are the unit of costs.
-CONTESTANTS = (
-    "map",
-    "mc_dropout",
-    "checkpoint_ensemble",
-    "deep_ensemble",
-    "tfb",
-    "blob",
-    "ivon",
-    "swag",
-    "monteclora",
-    "distilled",
-    "last_layer",
-    "diag",
-    "kron",
-    "lowrank_kron_paper",
-    "lowrank_kron",
-)
 FIGURES = (
     "accuracy",
     "nll",
@@ -62,37 +45,25 @@ REPETITIONS = 3
 
 def run(options: Calibration) -> Iterator[Result]:
     """Measure each seed, and report after each method, as runs may be cut off."""
-    keys = chosen_methods(options.methods)
+    methods = find_methods(CALIBRATED, options.methods)
     rows: list[Row] = []
     for seed in options.seeds:
         pretrained = prepare(options, seed)
-        for of_method in measured(pretrained, seed, keys):
+        for of_method in measured(pretrained, seed, methods):
             rows += of_method
             yield figures_of(pretrained, rows), text_of(pretrained, rows, FIGURES)
-
-
-def chosen_methods(names: Collection[str] | None) -> list[str]:
-    """Find the keys of MAP and of methods asked for by key or title, or of all."""
-    titles = {key: METHODS[key].title for key in CONTESTANTS}
-    asked = set(names or CONTESTANTS)
-    unknown = asked - titles.keys() - set(titles.values())
-    if unknown:
-        listed = ", ".join(f"{key} ({title})" for key, title in titles.items())
-        raise SystemExit(f"No method is called {unknown.pop()!r}; known are: {listed}.")
-    # Costs are relative to those of MAP, which is measured in any case.
-    asked.add("map")
-    return [key for key, title in titles.items() if key in asked or title in asked]
 
 
 def measured(
     pretrained: Pretrained,
     seed: int,
-    keys: Collection[str],
+    methods: Collection[Method],
 ) -> Iterator[list[Row]]:
-    """Fine-tune, and measure methods: of each a row for each prior and link."""
+    """Fine-tune, and measure MAP, then methods: a row for each prior and link."""
     comparison = Comparison(pretrained, seed)
-    for key in keys:
-        method = METHODS[key]
+    # MAP's predictions are the unit of costs.
+    map_, *_ = CALIBRATED
+    for method in (map_, *(method for method in methods if method != map_)):
         say(pretrained.options, f"Seed {seed}: {method.title}")
         if isinstance(method, PointMethod):
             yield [comparison.of_point(method)]

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import measuring
 from benchmarks.measuring import Message
-from benchmarks.methods import METHODS, posterior
+from benchmarks.methods import COSTS, posterior
+from benchmarks.methods.method import Method, find_methods
 from benchmarks.models import device_of
 from benchmarks.options import Cost
 from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
@@ -39,21 +40,21 @@ FIGURES = (
 def run(options: Cost) -> Iterator[Result]:
     """Measure every method at every shape; then draw."""
     device = device_of(options.device)
+    methods = find_methods(COSTS, options.contestants)
     measured: list[Row] = []
     failures: list[Row] = []
     for shape, batches in shapes_of(options, device):
         rows = []
-        for key in options.contestants:
-            title = METHODS[key].title
-            say(options, shape.hidden_size, shape.dtype, title)
+        for method in methods:
+            say(options, shape.hidden_size, shape.dtype, method.title)
             row = {
                 "hidden_size": shape.hidden_size,
                 "layers": shape.layers,
                 "dtype": shape.dtype,
-                "contestant": key,
-                "name": title,
+                "contestant": method.key,
+                "name": method.title,
             }
-            contest = Contest(key, shape, batches, options, device)
+            contest = Contest(method.key, shape, batches, options, device)
             for message in contest.messages():
                 into = failures if message.kind == "failed" else rows
                 into.append({**row, **message.content})
@@ -63,7 +64,7 @@ def run(options: Cost) -> Iterator[Result]:
         "weights": MEANING,
         "measurements": measured,
         "failures": failures,
-        "growth": _growth(measured, options.contestants),
+        "growth": [_growth(measured, each) for each in methods if each.key != "bare"],
     }
     yield figures, text_of(figures, options)
     draw(measured, options.dtypes[0], options.output / "cost.png")
@@ -229,40 +230,30 @@ def _add_bare_loops(rows: Sequence[Row]) -> None:
         row["in_bare_loops"] = row["median"] / seconds if seconds else None
 
 
-def _growth(
-    measured: Sequence[Row],
-    keys: Sequence[str],
-) -> list[Row]:
+def _growth(measured: Sequence[Row], method: Method) -> Row:
     """Fit how a fit's extra time, per batch and layer, grows with the width."""
-    series = []
-    for key in keys:
-        if key == "bare":
-            continue
-        fits = [
-            row
-            for row in measured
-            if row["contestant"] == key and row["phase"] == "fit"
-        ]
-        added = {}
-        for row in fits:
-            # Exponents are of one dtype, the first.
-            if row["dtype"] == fits[0]["dtype"] and row["in_bare_loops"]:
-                # What a fit takes beside the bare passes.
-                share = 1 - 1 / row["in_bare_loops"]
-                count = row["batches"] * row["layers"]
-                added[row["hidden_size"]] = row["median"] * share / count
-        sizes = list(added)
-        seconds = list(added.values())
-        series.append(
-            {
-                "name": f"{METHODS[key].title}, fit",
-                "against": "hidden size",
-                "sizes": sizes,
-                "seconds": seconds,
-                "exponent": measuring.growth_exponent(sizes, seconds),
-            }
-        )
-    return series
+    fits = [
+        row
+        for row in measured
+        if row["contestant"] == method.key and row["phase"] == "fit"
+    ]
+    added = {}
+    for row in fits:
+        # Exponents are of one dtype, the first.
+        if row["dtype"] == fits[0]["dtype"] and row["in_bare_loops"]:
+            # What a fit takes beside the bare passes.
+            share = 1 - 1 / row["in_bare_loops"]
+            count = row["batches"] * row["layers"]
+            added[row["hidden_size"]] = row["median"] * share / count
+    sizes = list(added)
+    seconds = list(added.values())
+    return {
+        "name": f"{method.title}, fit",
+        "against": "hidden size",
+        "sizes": sizes,
+        "seconds": seconds,
+        "exponent": measuring.growth_exponent(sizes, seconds),
+    }
 
 
 def text_of(figures: Figures, options: Cost) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.experiments.calibration import Costs, Tests, figures_of, text_of
 from benchmarks.fine_tuning import TEST, Pretrained, fine_tune, prepare
 from benchmarks.held_out import HELD, held_out
-from benchmarks.methods import METHODS
+from benchmarks.methods import CURVATURES, HEAD_ALONE, METHODS
 from benchmarks.methods.method import (
     Loaders,
     Method,
@@ -35,9 +35,6 @@ from benchmarks.report import Result, Row, say
 from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood
 
-# From the coarsest on, each around the same weights.
-CURVATURES = ("diag", "kron", "lowrank_kron_paper", "lowrank_kron")
-HEAD = "head"  # of encoders: a prompt's answers have none
 EVIDENCES = ("marglik_scalar", "marglik_layerwise")
 BY_HELD_OUT = Prior("held_out", "held-out fifth")
 # What no honest way could beat: it shows what choosing has cost.
@@ -53,9 +50,10 @@ def run(options: Cross) -> Iterator[Result]:
         pretrained = prepare(options, seed)
         trial = Trial(pretrained, options, seed)
         rows += trial.without_posterior()
-        keys = (*CURVATURES, HEAD) if pretrained.has_head else CURVATURES
-        for key in keys:
-            rows += trial.with_curvature(METHODS[key])
+        # A prompt's answers have no head.
+        heads = [HEAD_ALONE] if pretrained.has_head else []
+        for method in (*CURVATURES, *heads):
+            rows += trial.with_curvature(method)
             yield figures_of(pretrained, rows), text_of(pretrained, rows, FIGURES)
 
 
@@ -93,9 +91,8 @@ class Trial:
             prediction = Prediction(probabilities, prior, chosen=temperature)
             yield self._row(METHODS["map"], prediction)
 
-    def with_curvature(self, method: Method) -> Iterator[Row]:
+    def with_curvature(self, method: Posterior) -> Iterator[Row]:
         """Measure a curvature with each prior."""
-        assert isinstance(method, Posterior)
         say(self.options, f"Seed {self.seed}: {method.title}")
         la = method.build(self.model)
         batches = self.pretrained.loader(self.rest)

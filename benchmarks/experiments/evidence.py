@@ -1,8 +1,8 @@
 """What a posterior is worth beside a temperature, by runs of `stages`."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 
@@ -53,88 +53,40 @@ GOALS = (
 )
 
 
-class Contest(NamedTuple):
-    """A method, and what it is measured against."""
-
-    method: Keys
-    against: Keys
-
-
-def _temperature(members: int) -> Keys:
+def _temperature(members: int = 1) -> Keys:
     """Return what stages are measured against: their models at a temperature."""
     return Keys(f"staged_map_{members}", "held_out_temperature")
 
 
 AFTER_SECOND = Keys("temperature_scaling", "validation_elsewhere")
-SECOND = Keys("lowrank_kron", "validation_elsewhere", LINK)
-SECOND_HEAD = Keys("lowrank_kron_head", "validation_elsewhere", LINK)
 STAGED_MAP = Keys("staged_map_1")
 STAGED = Keys("staged_1", "held_out", LINK)
-STAGED_HEAD = Keys("staged_1_head", "held_out", LINK)
-
-
-def _tempered(keys: Keys) -> Keys:
-    """Return the same method after a temperature."""
-    return keys._replace(prior=f"{keys.prior}_tempered")
-
-
-def _contests() -> Iterator[Contest]:
-    """Yield all contests, in the order of the tables."""
-    yield Contest(Keys("map"), AFTER_SECOND)
-    for keys in (SECOND, SECOND_HEAD):
-        yield Contest(keys, AFTER_SECOND)
-        # A posterior that a temperature still betters has too little variance, or too
-        # much.
-        yield Contest(_tempered(keys), AFTER_SECOND)
-    # What a head adds is seen beside the same posterior without it.
-    yield Contest(SECOND_HEAD, SECOND)
-    yield Contest(Keys("second_mixture", "validation_elsewhere", LINK), AFTER_SECOND)
-    # In stages the rival has them too: it is the same model at a temperature.
-    yield from _contests_in_stages(_temperature(1))
-    for count in COUNTS[1:]:
-        yield from _contests_of_mixtures(count)
-
-
-def _contests_in_stages(temperature: Keys) -> Iterator[Contest]:
-    """Yield the contests of what one member in stages has trained."""
-    yield Contest(STAGED_MAP, temperature)
-    yield Contest(Keys("label_smoothing", "held_out"), temperature)
-    without_scale = Keys("staged_1", "held_out_prior", LINK)
-    for keys in (without_scale, STAGED, STAGED_HEAD):
-        yield Contest(keys, temperature)
-        yield Contest(_tempered(keys), temperature)
-    yield Contest(STAGED_HEAD, STAGED)
-    for taught_by in ("training_texts", "swapped"):
-        yield Contest(Keys("staged_1_amortized", taught_by, LINK), temperature)
-        yield Contest(Keys("staged_1_student", taught_by), temperature)
-    # It tells whether a student owes its calibration to the posterior: this one has
-    # learnt from the temperature itself.
-    yield Contest(Keys("staged_map_1_student", "swapped"), temperature)
-
-
-def _contests_of_mixtures(members: int) -> Iterator[Contest]:
-    """Yield the contests of mixtures of several members."""
-    # The mean of as many models: more members alone are no merit of a posterior.
-    models = _temperature(members)
-    yield Contest(models, _temperature(1))
-    mixture = Keys(f"staged_{members}", "held_out", LINK)
-    amortized = Keys(f"staged_{members}_amortized", "swapped", LINK)
-    student = Keys(f"staged_{members}_student", "swapped")
-    for keys in (mixture, _tempered(mixture), amortized, student):
-        yield Contest(keys, models)
-
-
-CONTESTS = tuple(_contests())
 # What is shown as it is: signs of foreign texts, and NLL by the number of texts.
 SHOWN = (
     Keys("map"),
-    SECOND,
-    _temperature(1),
-    STAGED,
-    STAGED_HEAD,
-    *(_temperature(count) for count in COUNTS[1:]),
-    *(Keys(f"staged_{count}", "held_out", LINK) for count in COUNTS[1:]),
+    Keys("lowrank_kron", "validation_elsewhere", LINK),
+    Keys("staged_1_head", "held_out", LINK),
+    *(_temperature(count) for count in COUNTS),
+    *(Keys(f"staged_{count}", "held_out", LINK) for count in COUNTS),
 )
+
+
+def rivals_of(keys: Keys) -> Iterator[Keys]:
+    """Yield what a method is measured against, of the same texts and trainings."""
+    if keys.method.endswith("_head"):
+        # What a head adds is seen beside the same posterior without it.
+        yield keys._replace(method=keys.method.removesuffix("_head"))
+    members = re.search(r"^staged_(?:map_)?(\d+)", keys.method)
+    count = int(members[1]) if members else 1
+    if keys == _temperature(count):
+        # More members alone are no merit of a posterior.
+        if count > 1:
+            yield _temperature()
+    elif keys.method == "map" or keys.prior.startswith("validation_elsewhere"):
+        if keys != AFTER_SECOND:
+            yield AFTER_SECOND
+    else:
+        yield _temperature(count)
 
 
 def run(options: Evidence) -> Iterator[Result]:
@@ -260,9 +212,14 @@ def _mean(
 def differences_of(rows: Frame) -> Frame:
     """Subtract from each method what it is measured against, by task and seed."""
     parts = []
-    for contest in CONTESTS:
-        ours = rows_of(rows, contest.method)
-        others = rows_of(rows, contest.against)
+    contests = [
+        (spelling, spelt(rival))
+        for spelling in rows["keys"].unique()
+        for rival in rivals_of(Keys(*spelling.split("/")))
+    ]
+    for method, against in contests:
+        ours = rows[rows["keys"] == method]
+        others = rows[rows["keys"] == against]
         # Seeds differ by more than methods do: differences are taken within each.
         both = ours.merge(others, on=RUN, suffixes=("", "_against"))
         part = both[[*RUN, "keys", "name"]]

@@ -11,6 +11,8 @@ from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.methods import METHODS
+from benchmarks.methods.method import Posterior
 from benchmarks.options import Overview
 from benchmarks.report import (
     Figures,
@@ -51,43 +53,6 @@ class Keys(NamedTuple):
     method: str
     prior: str = ""
     link: str = ""
-
-
-def _mixtures() -> Iterator[Keys]:
-    """Yield what stages train, by members: MAPs, posteriors, and students."""
-    for count in COUNTS:
-        yield Keys(f"staged_map_{count}")
-        yield Keys(f"staged_map_{count}", "held_out_temperature")
-    yield Keys("label_smoothing", "held_out")
-    yield Keys("staged_map_1_student", "swapped")
-    # A loop each: what predicts at the same price stands together.
-    for count in COUNTS:
-        yield Keys(f"staged_{count}", "held_out", "mean_field")
-    for count in COUNTS:
-        yield Keys(f"staged_{count}_amortized", "swapped", "mean_field")
-    for count in COUNTS:
-        yield Keys(f"staged_{count}_student", "swapped")
-
-
-# What diagrams and overviews show, in this order.
-SHOWN = (
-    Keys("map"),
-    Keys("mc_dropout"),
-    Keys("checkpoint_ensemble"),
-    Keys("deep_ensemble"),
-    Keys("tfb"),
-    Keys("blob"),
-    Keys("ivon"),
-    Keys("kron", "marglik_layerwise", "probit"),
-    Keys("lowrank_kron", "marglik_scalar", "mean_field"),
-    Keys("lowrank_kron", "tfb_rule", "mean_field"),
-    Keys("lowrank_kron", "agreement", "mean_field"),
-    Keys("lowrank_kron", "validation_elsewhere", "mean_field"),
-    Keys("second_mixture", "validation_elsewhere", "mean_field"),
-    Keys("temperature_scaling", "validation"),
-    Keys("temperature_scaling", "validation_elsewhere"),
-    *_mixtures(),
-)
 
 
 def run(options: Overview) -> Iterator[Result]:
@@ -184,11 +149,22 @@ def read_figures(folder: Path) -> Figures:
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
-    """Keep rows that belong in diagrams and overviews, in the order of `SHOWN`."""
-    kept = []
-    for keys in SHOWN:
-        kept += [row for row in rows if keys_of(row) == keys]
-    return kept
+    """Keep rows that belong in diagrams and overviews, methods of the list first."""
+    return sorted(filter(_is_shown, rows), key=_place)
+
+
+def _is_shown(row: Row) -> bool:
+    """Tell whether a row is shown: of a posterior with many priors, a few."""
+    method = METHODS.get(row["method"])
+    if isinstance(method, Posterior):
+        return (row["prior"], row["link"]) in method.shown
+    return row["prior"] != "held_out_prior" and not row["prior"].endswith("_tempered")
+
+
+def _place(row: Row) -> int:
+    """Number the methods of the list; what others train comes behind, as it came."""
+    keys = list(METHODS)
+    return keys.index(row["method"]) if row["method"] in METHODS else len(keys)
 
 
 def keys_of(row: Row) -> Keys:

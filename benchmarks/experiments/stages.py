@@ -1,6 +1,6 @@
 """Training in stages and mixtures of what it trains, beside what they compete with."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +11,13 @@ import transformers
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.experiments.calibration import Costs, Tests, figures_of, text_of
+from benchmarks.experiments.calibration import (
+    Costs,
+    Tests,
+    figures_of,
+    measured,
+    text_of,
+)
 from benchmarks.experiments.overview import COUNTS, shown
 from benchmarks.fine_tuning import (
     MEMBER_SEEDS,
@@ -24,7 +30,7 @@ from benchmarks.fine_tuning import (
 )
 from benchmarks.held_out import HELD, HELD_OUT, held_out
 from benchmarks.measuring import processor_clock
-from benchmarks.methods import METHODS
+from benchmarks.methods import CALIBRATED, METHODS
 from benchmarks.methods.mahalanobis import distances, hidden_states
 from benchmarks.methods.members import (
     Member,
@@ -33,7 +39,7 @@ from benchmarks.methods.members import (
     temperature_of,
     with_temperature,
 )
-from benchmarks.methods.method import Loaders, Method, labels_of
+from benchmarks.methods.method import Loaders, Method, find_methods, labels_of
 from benchmarks.methods.posteriors import LINK, lowrank_kron, probabilities
 from benchmarks.methods.priors import Prediction, Prior
 from benchmarks.methods.students import predict_with_student, tempered
@@ -99,10 +105,13 @@ def run(options: Stages) -> Iterator[Result]:
     rows: list[Row] = []
     for seed in options.seeds:
         pretrained = prepare(options, seed)
-        trial = Trial(pretrained, options, seed, has_students=not options.no_students)
+        trial = Trial(
+            pretrained, options, seed, not options.no_students, options.rivals
+        )
         # Each part begins when the one before it has been reported.
         parts = (
             trial.ordinary(),
+            trial.of_rivals(),
             trial.in_stages(options.members),
             trial.smoothed(options.smoothing),
         )
@@ -141,8 +150,10 @@ class Trial:
         options: SeveralSeeds,
         seed: int,
         has_students: bool = False,
+        rivals: Collection[str] = (),
     ) -> None:
         self.pretrained = pretrained
+        self.rivals = rivals
         self.has_students = has_students
         self.options = options
         self.seed = seed
@@ -195,6 +206,13 @@ class Trial:
             self._predicted(mixture, ELSEWHERE),
             self._costs_of_posteriors(2, BOTH_TRAININGS, fit_seconds),
         )
+
+    def of_rivals(self) -> Iterator[Row]:
+        """Measure methods of the list that are asked for, on the ordinary training."""
+        rivals = find_methods(CALIBRATED, self.rivals)
+        for rows in measured(self.pretrained, self.seed, rivals) if rivals else ():
+            # MAP, which is the unit of costs, has a row already.
+            yield from (row for row in rows if row["method"] != "map")
 
     def _seconds_of(self, model: AdaptedModel, member: Member) -> Seconds:
         """Time predictions by a model itself, and by the posterior around it."""

@@ -21,6 +21,10 @@ BY_IVON = partial(sampled.retrained, sampled.IVONLoRA())
 BY_SWAG = partial(swag.of_iterates, swag.SWAG())
 BY_MONTECLORA = partial(trained_again.alone, trained_again.MonteCLoRA())
 
+# Of encoders, and of no figure of calibration but `cross`.
+HEAD_ALONE = Posterior("head", "Head alone", posteriors.of_head, calibrated=False)
+of_costs = partial(Posterior, calibrated=False, costs=True)
+
 ALL: tuple[Method, ...] = (
     PointMethod("map", "MAP", points.as_it_is),
     PointMethod("mc_dropout", "MC dropout", points.with_dropout),
@@ -38,22 +42,37 @@ ALL: tuple[Method, ...] = (
         posteriors.of_last_layer,
         on_training=True,
     ),
-    Posterior("head", "Head alone", posteriors.of_head),
     Posterior("diag", "Stock diag", LORA_DIAG),
-    Posterior("kron", "Stock Kron", LORA_KRON),
-    Posterior("stock_diag", "Stock diag", STOCK_DIAG),
-    Posterior("stock_kron", "Stock Kron", STOCK_KRON),
-    Posterior("stock_kron_asdl", "Stock Kron (ASDL)", STOCK_KRON_ASDL),
-    Posterior("bare", "Bare loops", posteriors.BareLoops),
-    Posterior("lowrank_kron_paper", "lowrank_kron (paper)", posteriors.of_paper),
+    Posterior("kron", "Stock Kron", LORA_KRON, shown=[("marglik_layerwise", "probit")]),
+    Posterior(
+        "lowrank_kron_paper", "lowrank_kron (paper)", posteriors.of_paper, costs=True
+    ),
     Posterior(
         "lowrank_kron",
         "lowrank_kron",
         posteriors.lowrank_kron,
         on_training=True,
+        costs=True,
+        shown=[
+            ("marglik_scalar", "mean_field"),
+            ("tfb_rule", "mean_field"),
+            ("agreement", "mean_field"),
+            ("validation_elsewhere", "mean_field"),
+        ],
     ),
+    HEAD_ALONE,
+    of_costs("bare", "Bare loops", posteriors.BareLoops),
+    of_costs("stock_kron", "Stock Kron", STOCK_KRON),
+    of_costs("stock_kron_asdl", "Stock Kron (ASDL)", STOCK_KRON_ASDL),
+    of_costs("stock_diag", "Stock diag", STOCK_DIAG),
 )
 METHODS = {method.key: method for method in ALL}
+POSTERIORS = [method for method in ALL if isinstance(method, Posterior)]
+# What each experiment measures, in the order of tables.
+COSTS = [method for method in POSTERIORS if method.costs]
+CURVATURES = [method for method in POSTERIORS if method.calibrated]
+CALIBRATED = [method for method in ALL if method not in POSTERIORS]
+CALIBRATED += CURVATURES
 
 
 def posterior(key: str) -> Posterior:

@@ -2,9 +2,16 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +29,7 @@ NO_CLASS = -1  # label of a text for which no class is right
 Loaders = dict[str, DataLoader]  # data sets by their names
 Probabilities = dict[str, Tensor]  # (texts, classes) by the data set's name
 LogitsOf = Callable[[Any], Tensor]  # from a batch to logits (texts, classes)
+AnyMethod = TypeVar("AnyMethod", bound="Method")
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,10 @@ class Method:
 
     key: str
     title: str
+
+    def asked(self, names: Collection[str] | None) -> bool:
+        """Tell whether names, of keys or titles, ask for it; None asks for all."""
+        return names is None or self.key in names or self.title in names
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,21 @@ class Posterior(Method):
     # Has `fit(batches)`, `la(batch, link_approx=...)`.
     build: Callable[[AdaptedModel], Any]
     on_training: bool = False  # whether training data choose its prior precision too
+    calibrated: bool = True  # whether experiments on calibration measure it
+    costs: bool = False  # whether `cost` measures it
+    shown: Collection[tuple[str, str]] = ()  # priors and links that overviews show
+
+
+def find_methods(
+    methods: Sequence[AnyMethod], names: Collection[str] | None
+) -> list[AnyMethod]:
+    """Find methods by key or title, in the order of the list; all by default."""
+    known = {name for method in methods for name in (method.key, method.title)}
+    unknown = set(names or ()) - known
+    if unknown:
+        listed = ", ".join(f"{each.key} ({each.title})" for each in methods)
+        raise SystemExit(f"No method is called {unknown.pop()!r}; known are: {listed}.")
+    return [method for method in methods if method.asked(names)]
 
 
 def labels_of(records: Records) -> Tensor:

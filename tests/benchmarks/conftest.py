@@ -1,8 +1,12 @@
 """Tiny models that are fine-tuned on made-up rows of the paper's tasks."""
 
+import gc
+import logging
+
 import pytest
 import transformers
 
+from benchmarks import measuring
 from benchmarks.fine_tuning import prepare
 from benchmarks.tasks.paper import PAPER_TASKS
 from tests.benchmarks.support import (
@@ -11,6 +15,21 @@ from tests.benchmarks.support import (
     write_intents,
     write_task,
 )
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Run jobs here that have processes of their own, which import everything anew."""
+    gc.freeze()  # what is there now: garbage is collected before each measurement
+
+    def run_limited(job, arguments, limit=None):
+        return list(job(*arguments)), None
+
+    monkeypatch.setattr(measuring, "run_limited", run_limited)
+    monkeypatch.setattr(measuring, "run_alone", lambda job, *each: job(*each))
+    monkeypatch.setattr(measuring, "limit_memory", lambda *_: None)
+    # What jobs switch off for good in their processes.
+    monkeypatch.setattr(logging, "disable", lambda _: None)
 
 
 @pytest.fixture(scope="session")

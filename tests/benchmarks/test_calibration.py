@@ -1,25 +1,22 @@
 """The experiment on rivals at its smallest, and the text of several seeds."""
 
-from benchmarks.experiments.calibration import CONTESTANTS
-from benchmarks.methods import METHODS
-from benchmarks.methods.method import Posterior
+from benchmarks.methods import CALIBRATED, CURVATURES
 from benchmarks.methods.priors import BY_TRAINING, LINKS
 from tests.benchmarks.support import rows_by, run
 
-LAPLACE = [key for key in CONTESTANTS if isinstance(METHODS[key], Posterior)]
 LOW_RANK = ("last_layer", "lowrank_kron_paper", "lowrank_kron")
 
 
 def expected_rows():
     """Name the method, the prior and the link of every row."""
-    for key in CONTESTANTS:
-        if key not in LAPLACE:
-            yield key, "", ""
+    for method in CALIBRATED:
+        if method not in CURVATURES:
+            yield method.key, "", ""
             continue
         for prior in BY_TRAINING.values():
-            if METHODS[key].on_training or not prior.reads:
+            if method.on_training or not prior.reads:
                 for link in LINKS:
-                    yield key, prior.key, link
+                    yield method.key, prior.key, link
 
 
 def test_the_benchmark_measures_every_method(tmp_path, tiny_models):

@@ -6,8 +6,9 @@ from dataclasses import fields
 
 import pytest
 
-from benchmarks.__main__ import COMMANDS, main, name_of
-from benchmarks.options import CONTESTANTS
+from benchmarks.__main__ import COMMANDS, name_of
+from benchmarks.methods import CALIBRATED
+from benchmarks.methods.method import find_methods
 
 PRINT_HELP = """
 import sys
@@ -27,10 +28,8 @@ def test_help_needs_no_heavy_import_and_names_every_command():
             assert field.metadata["help"]
 
 
-def test_help_names_every_contestant(capsys):
-    with pytest.raises(SystemExit):
-        main(["cost", "--help"])
-    # Lines may be broken anywhere.
-    text = " ".join(capsys.readouterr().out.split())
-    for key in CONTESTANTS:
-        assert key in text
+def test_a_method_that_is_unknown_is_refused_with_those_that_are_known():
+    (diag,) = find_methods(CALIBRATED, ["Stock diag"])
+    assert diag.key == "diag"
+    with pytest.raises(SystemExit, match=r"'unheard of'.*kron \(Stock Kron\)"):
+        find_methods(CALIBRATED, ["unheard of"])

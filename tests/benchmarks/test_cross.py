@@ -10,13 +10,11 @@ from torch.testing import assert_close
 from benchmarks.experiments.cross import (
     BY_HELD_OUT,
     BY_TEST,
-    CURVATURES,
     EVIDENCES,
-    HEAD,
     Trial,
 )
 from benchmarks.fine_tuning import TEST
-from benchmarks.methods import posterior
+from benchmarks.methods import CURVATURES, posterior
 from benchmarks.methods.priors import LINKS, FromBatches
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Cross
@@ -46,9 +44,10 @@ def test_every_curvature_meets_every_prior(tmp_path, tiny_models):
     )
     rows = rows_by(finished.figures["methods"], "method", "prior")
     of_model = {("map", ""), ("map", "held_out_temperature")}
-    of_posteriors = set(product(CURVATURES, PRIORS))
+    keys = [method.key for method in CURVATURES]
+    of_posteriors = set(product(keys, PRIORS))
     assert set(rows) == of_model | of_posteriors
-    for curvature in CURVATURES:
+    for curvature in keys:
         best = rows[curvature, BY_TEST.key]
         by_held_out = rows[curvature, BY_HELD_OUT.key]
         # The test texts' own choice is the best of the grid, which the held-out fifth
@@ -99,7 +98,7 @@ def features_of(model, batch):
 
 def test_last_layer_laplace_has_the_head_alone():
     model = lora_model("bert").eval()
-    la = posterior(HEAD).build(AdaptedModel(model))
+    la = posterior("head").build(AdaptedModel(model))
     kinds = {block.kind for block in la.blocks}
     assert kinds == {"head"}
 
@@ -136,5 +135,5 @@ def test_a_head_has_every_prior_too(prepared):
         cache=pretrained.options.cache,
     )
     trial = Trial(pretrained, options, seed=0)
-    rows = trial.with_curvature(posterior(HEAD))
+    rows = trial.with_curvature(posterior("head"))
     assert values_of(rows, "prior") == PRIORS

@@ -68,19 +68,19 @@ def test_means_over_seeds_and_tasks_of_the_methods_that_are_shown(tmp_path):
     finished = run(tmp_path / "out", "overview", runs=folders, ours=ours)
     figures = finished.figures
     of_tasks = rows_by(figures["tasks"], "task", "name")
-    assert len(of_tasks) == 4
-    assert of_tasks["first", "MAP"]["nll"] == pytest.approx(2)
-    assert of_tasks["first", ours]["nll"] == pytest.approx(1.25)
-    assert of_tasks["second", "MAP"]["nll"] == pytest.approx(4)
-    assert of_tasks["second", ours]["nll"] == pytest.approx(2)
+    nll = {keys: row["nll"] for keys, row in of_tasks.items()}
+    assert nll == pytest.approx(
+        {
+            ("first", "MAP"): 2,
+            ("first", ours): 1.25,
+            ("second", "MAP"): 4,
+            ("second", ours): 2,
+        }
+    )
     # Means of the tasks, each of which is a mean of its seeds.
     of_map, of_ours = figures["all"]
-    assert of_map["name"] == "MAP"
-    assert of_map["nll"] == 3
-    assert of_map["regret"] is None
-    assert of_ours["name"] == ours
-    assert of_ours["nll"] == 1.625
-    assert of_ours["regret"] == 3
+    assert (of_map["name"], of_map["nll"], of_map["regret"]) == ("MAP", 3, None)
+    assert (of_ours["name"], of_ours["nll"], of_ours["regret"]) == (ours, 1.625, 3)
     assert "second, seeds 0, 1:" in finished.printed
     (against_map,) = rows_with(figures["against"], name="MAP")
     (itself,) = rows_with(figures["against"], name=ours)
