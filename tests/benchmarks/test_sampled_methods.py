@@ -37,61 +37,42 @@ from tests.support.models import lora_model, ragged_batches
 # --- TFB ------------------------------------------------------------------------------
 
 
-TWELVE_TIMES_EIGHT = 12 * (7, 4, 5, 7, 3, 6, 2, 7)
-
-
 def test_tfb_takes_the_most_noise_that_changes_few_classes(monkeypatch):
     monkeypatch.setattr(sampled, "MOST_CHANGED", 0.2)
-    plain = lora_model("bert", hidden_size=32)
-    model = AdaptedModel(plain.eval())
-    batches = ragged_batches(
-        lengths=TWELVE_TIMES_EIGHT,
-        batch_size=24,
-    )
+    model = AdaptedModel(lora_model("bert", hidden_size=32).eval())
+    batches = ragged_batches(12 * (7, 4, 5, 7, 3, 6, 2, 7), batch_size=24)
     texts = DataLoader(batches, batch_size=None)
     before = copied(model.model)
-
-    members = training_free(model, texts)
-    noisy = predicted(members, texts)
-
+    noisy = predicted(training_free(model, texts), texts)
     assert_same(model.model, before)
     p = probabilities_of(model, texts)
-    is_changed = noisy.argmax(-1) != p.argmax(-1)
-    share_changed = is_changed.double().mean()
+    share_changed = (noisy.argmax(-1) != p.argmax(-1)).double().mean()
     # A search by halves comes near the most from below.
     assert 0.14 < share_changed <= 0.2
-    change = (noisy - p).abs()
-    assert change.mean() > 0.003
+    assert (noisy - p).abs().mean() > 0.003
 
 
 def effect_of_noise(B: Tensor) -> Tensor:
-    """Multiply lora_B by the noise of lora_A, per independent standard normal."""
-    return B @ noise_basis(B)
+    """Return the covariance of lora_B times the noise of lora_A."""
+    effect = B @ noise_basis(B)
+    return effect @ effect.mT
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (2, 3)])
 def test_noise_of_tfb_is_isotropic_in_the_columns_of_lora_b(shape):
     torch.manual_seed(0)
-    scales = torch.tensor([5.0, 1.0, 0.1])
-    B = torch.randn(shape).double() * scales
-    effect = effect_of_noise(B)
+    B = torch.randn(shape).double() * torch.tensor([5.0, 1.0, 0.1])
     U, _, _ = torch.linalg.svd(B, full_matrices=False)
-    assert_close(effect @ effect.mT, U @ U.mT)
+    assert_close(effect_of_noise(B), U @ U.mT)
 
 
-def test_tfb_has_no_noise_where_lora_b_reads_nothing():
-    B = torch.zeros(7, 3)
-    basis = noise_basis(B)
-    assert basis.count_nonzero() == 0
-
-
-def test_noise_of_tfb_has_one_direction_where_lora_b_has_rank_1():
+def test_noise_of_tfb_has_no_direction_that_lora_b_does_not_read():
+    assert noise_basis(torch.zeros(7, 3)).count_nonzero() == 0
     torch.manual_seed(0)
     column = torch.randn(7, 1)
-    B = column @ torch.randn(1, 3)
-    effect = effect_of_noise(B)
     direction = column / column.norm()
-    assert_close(effect @ effect.mT, direction @ direction.mT)
+    of_rank_1 = column @ torch.randn(1, 3)
+    assert_close(effect_of_noise(of_rank_1), direction @ direction.mT)
 
 
 # --- rivals that train ----------------------------------------------------------------
@@ -110,16 +91,12 @@ class Rival:
     @property
     def weights(self) -> dict[str, nn.Parameter]:
         """The weights that are trained by maximum likelihood."""
-        weights = {}
-        for name, weight in self.model.model.named_parameters():
-            if weight.requires_grad:
-                weights[name] = weight
-        return weights
+        named = self.model.model.named_parameters()
+        return {name: weight for name, weight in named if weight.requires_grad}
 
     def fit(self):
         """Train, or read what is trained from the cache."""
-        texts = training_texts(self.pretrained)
-        return METHODS[self.key].fit(self.model, texts)
+        return METHODS[self.key].fit(self.model, training_texts(self.pretrained))
 
     def trained(self) -> dict[str, Any]:
         """Return the weights and deviations of the last step."""
@@ -128,66 +105,47 @@ class Rival:
         return other.checkpoints[3]
 
 
-@pytest.fixture(params=["BLoB", "IVON"])
+RIVALS = {
+    "BLoB": ("blob", "obqa", BLoB(), "lora_A"),
+    # Every weight that is trained, heads included.
+    "IVON": ("ivon", "mrpc", IVONLoRA(), ""),
+}
+
+
+@pytest.fixture(params=RIVALS)
 def rival(request, prepared):
-    if request.param == "BLoB":
-        key = "blob"
-        task = "obqa"
-        recipe = BLoB()
-        noisy_part = "lora_A"
-    else:
-        key = "ivon"
-        task = "mrpc"
-        recipe = IVONLoRA()
-        # Every weight that is trained, heads included.
-        noisy_part = ""
+    key, task, recipe, noisy_part = RIVALS[request.param]
     pretrained = prepared(task, steps=3, learning_rate=1e-2)
-    return Rival(
-        key=key,
-        recipe=recipe,
-        noisy_part=noisy_part,
-        pretrained=pretrained,
-        model=trained(pretrained),
-    )
+    return Rival(key, recipe, noisy_part, pretrained, trained(pretrained))
 
 
-def test_a_rival_trains_a_model_of_its_own(rival):
+def test_a_rival_trains_a_model_of_its_own_whose_members_differ(rival):
     texts = training_texts(rival.pretrained)
     model = rival.model.model
     before = copied(model)
-
     members = rival.fit()
     p = predicted(members, texts)
     assert_sum_to_1(p)
-    read = rival.fit()  # of a training that is in the cache
-    assert torch.equal(predicted(read, texts), p)
+    # The next one is read from the cache.
+    assert torch.equal(predicted(rival.fit(), texts), p)
     assert_same(model, before)
-
     # The recipe has trained other weights than maximum likelihood has.
     kept = rival.trained()
-    differs = []
-    for name, weight in rival.weights.items():
-        is_same = torch.equal(kept[name], weight)
-        differs.append(not is_same)
-    assert any(differs)
+    weights = rival.weights.items()
+    assert any(not torch.equal(kept[name], weight) for name, weight in weights)
 
-
-def test_a_rivals_members_differ(rival):
-    (batch,) = training_texts(rival.pretrained)
-    members = rival.fit()
+    (batch,) = texts
     first, *others = drawn_logits(members, batch)
     assert others
-    for draw in others:
-        assert not torch.equal(draw, first)
+    assert not any(torch.equal(draw, first) for draw in others)
 
 
 def test_a_rival_learns_a_deviation_of_each_weight_that_has_noise(rival):
-    kept = rival.trained()
-    deviations = {}
-    for name, value in kept.items():
-        if name.endswith(DEVIATION):
-            of_weight = name.removesuffix(DEVIATION)
-            deviations[of_weight] = value
+    deviations = {
+        name.removesuffix(DEVIATION): value
+        for name, value in rival.trained().items()
+        if name.endswith(DEVIATION)
+    }
     weights = rival.weights
     assert set(deviations) == {name for name in weights if rival.noisy_part in name}
     for name, deviation in deviations.items():
@@ -196,73 +154,37 @@ def test_a_rival_learns_a_deviation_of_each_weight_that_has_noise(rival):
         assert (deviation > 0).all()
 
 
-# --- BLoB's divergence ----------------------------------------------------------------
-
-
-class Adapter(nn.Module):
-    """One matrix where PEFT has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.Linear(5, 3, bias=False)
-        self.lora_A = nn.ModuleDict({"default": layer})
-
-
 # An epoch has three steps: the shares double, and begin anew with the next epoch.
-@pytest.mark.parametrize(
-    ("step", "share"),
-    [
-        (1, 1 / 8),
-        (3, 1 / 2),
-        (4, 1 / 8),
-    ],
-)
+@pytest.mark.parametrize(("step", "share"), [(1, 1 / 8), (3, 1 / 2), (4, 1 / 8)])
 def test_a_step_of_blobs_divergence_is_one_against_its_gradient(step, share):
     torch.manual_seed(0)
-    model = Adapter().double()
+    layer = nn.Linear(5, 3, bias=False).double()
+    # One matrix where PEFT has it.
+    model = nn.ModuleDict({"lora_A": nn.ModuleDict({"default": layer})})
     recipe = BLoB()
     recipe.prepare(model)
-    layer = model.lora_A["default"]
     weight = layer.weight.detach().clone().requires_grad_()
     spread = layer.spread.detach().clone().requires_grad_()
 
-    posterior = Normal(weight, spread.square())
     zero = torch.tensor(0.0).double()
     prior = Normal(zero, recipe.prior_deviation)
-    divergence = kl_divergence(posterior, prior).sum()
+    divergence = kl_divergence(Normal(weight, spread.square()), prior).sum()
     of_weight, of_spread = torch.autograd.grad(divergence, [weight, spread])
-    pace = 0.5
-    rate = pace * share * recipe.learning_rate
-
-    recipe.after_step(
-        model,
-        step,
-        steps_an_epoch=3,
-        pace=pace,
-    )
+    rate = 0.5 * share * recipe.learning_rate
+    recipe.after_step(model, step, steps_an_epoch=3, pace=0.5)
     assert_close(layer.weight, weight - rate * of_weight)
     assert_close(layer.spread, spread - rate * of_spread)
 
 
-# --- IVON's step ----------------------------------------------------------------------
-
-
 def test_ivons_learning_rate_is_not_rescaled(prepared):
-    pretrained = prepared("mrpc", steps=3, learning_rate=1e-2)
-    model = trained(pretrained)
+    model = trained(prepared("mrpc", steps=3, learning_rate=1e-2))
 
     def after_first_step(learning_rate):
         recipe = IVONLoRA(learning_rate=learning_rate)
-        again = trained_again(model, recipe)
-        return again.checkpoints[1]
+        return trained_again(model, recipe).checkpoints[1]
 
-    slow = after_first_step(1.0)
-    fast = after_first_step(2.0)
-    moved = []
-    for name in slow:
-        if "lora_A" in name:
-            apart = slow[name] - fast[name]
-            moved.append(apart.abs().max())
+    slow, fast = after_first_step(1.0), after_first_step(2.0)
+    moved = [(slow[name] - fast[name]).abs().max() for name in slow if "lora_A" in name]
     # A step is the rate times a clipped 1e-3; rescaled by the first Hessian it would be
     # 3e-7.
     assert max(moved) > 1e-5

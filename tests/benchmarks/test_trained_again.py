@@ -1,11 +1,8 @@
 """Rivals that train again: SWAG, MonteCLoRA, and a student of an ensemble."""
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
@@ -46,10 +43,7 @@ TWELVE_STEPS = Hyperparameters(
 
 def test_swags_rate_is_constant_in_the_tail():
     recipe = SWAG(rate=0.4, tail=0.5)
-    paces = []
-    for steps_done in range(TWELVE_STEPS.steps):
-        pace = recipe.pace(steps_done, TWELVE_STEPS)
-        paces.append(pace)
+    paces = [recipe.pace(step, TWELVE_STEPS) for step in range(TWELVE_STEPS.steps)]
     rising = [0.0, 0.5]
     falling = [1.0, 0.85, 0.7, 0.55]
     tail = [0.4] * 6
@@ -57,42 +51,31 @@ def test_swags_rate_is_constant_in_the_tail():
 
 
 @pytest.mark.parametrize(
-    ("tail", "steps"),
+    ("recipe", "steps"),
     [
-        (0.5, [8, 10, 12]),
-        # Of a tail of two steps each is kept, and a deviation needs two of them.
-        (0.2, [11, 12]),
-        (0.01, [11, 12]),
+        (SWAG(tail=0.5, iterates=3), [8, 10, 12]),
+        # Each step is kept of a tail that is shorter than asked for, and a deviation
+        # needs two of them.
+        (SWAG(tail=0.25), [10, 11, 12]),
+        (SWAG(tail=0.01, iterates=3), [11, 12]),
     ],
 )
-def test_swag_keeps_steps_at_equal_distances_of_the_tail(tail, steps):
-    recipe = SWAG(tail=tail, iterates=3)
-    kept = recipe.kept_steps(TWELVE_STEPS)
-    assert kept == steps
-
-
-def test_swag_keeps_each_step_of_a_tail_that_is_shorter_than_asked_for():
-    recipe = SWAG(tail=0.25)
-    kept = recipe.kept_steps(TWELVE_STEPS)
-    assert kept == [10, 11, 12]
+def test_swag_keeps_steps_at_equal_distances_of_the_tail(recipe, steps):
+    assert recipe.kept_steps(TWELVE_STEPS) == steps
 
 
 def four_iterates():
     """Draw two weights four times, of which the second varies twice as much."""
     torch.manual_seed(0)
-    iterates = []
-    for _ in range(4):
-        a = torch.randn(2).double()
-        b = 2 * torch.randn(1, 2).double()
-        iterates.append({"a": a, "b": b})
-    return iterates
+    return [
+        {"a": torch.randn(2).double(), "b": 2 * torch.randn(1, 2).double()}
+        for _ in range(4)
+    ]
 
 
 def flat(weights) -> Tensor:
     """Join the numbers of weights "a" and "b"."""
-    a = weights["a"]
-    b = weights["b"].flatten()
-    return torch.cat([a, b])
+    return torch.cat([weights["a"], weights["b"].flatten()])
 
 
 def test_swags_covariance_is_half_diagonal_and_half_that_of_the_iterates():
@@ -105,21 +88,14 @@ def test_swags_covariance_is_half_diagonal_and_half_that_of_the_iterates():
 
     gaussian = Iterates.of(iterates)
     generator = torch.Generator().manual_seed(0)
-    drawn = []
-    for _ in range(20_000):
-        apart = gaussian(generator)
-        drawn.append(flat(apart))
-    draws = torch.stack(drawn)
-
-    mean = flat(gaussian.mean)
-    assert_close(mean, rows.mean(0))
+    draws = torch.stack([flat(gaussian(generator)) for _ in range(20_000)])
+    assert_close(flat(gaussian.mean), rows.mean(0))
     # Four standard errors, sqrt(2 / 20,000) each, of a variance of 20,000 draws.
     largest_variance = expected.diag().max()
     error = draws.mT.cov() - expected
     assert error.abs().max() < 0.04 * largest_variance
     # They are drawn around 0: how far from the mean.
-    off_0 = draws.mean(0).abs()
-    assert off_0.max() < 0.04 * largest_variance.sqrt()
+    assert draws.mean(0).abs().max() < 0.04 * largest_variance.sqrt()
 
 
 def test_swag_predicts_around_the_mean_of_its_iterates(prepared):
@@ -136,52 +112,20 @@ def test_swag_predicts_around_the_mean_of_its_iterates(prepared):
     again = trained_again(model, recipe)
     assert list(again.checkpoints) == [5, 6, 7, 8]
     draws = drawn_logits(members, batch)
-    deviations = draws.std(0)
-    assert deviations.min() > 0
+    assert draws.std(0).min() > 0
 
     # The first draw is that of seed 0, around the mean.
-    iterates = list(again.checkpoints.values())
-    gaussian = Iterates.of(iterates)
-    generator = torch.Generator().manual_seed(0)
-    apart = gaussian(generator)
-    drawn = {}
-    for name, mean in gaussian.mean.items():
-        drawn[name] = mean + apart[name]
+    gaussian = Iterates.of(list(again.checkpoints.values()))
+    apart = gaussian(torch.Generator().manual_seed(0))
+    drawn = {name: mean + apart[name] for name, mean in gaussian.mean.items()}
     again.model.load_state_dict(drawn, strict=False)
-    expected = again.logits_model(batch)
-    assert_close(draws[0], expected.detach())
+    assert_close(draws[0], again.logits_model(batch).detach())
 
 
 # --- MonteCLoRA -----------------------------------------------------------------------
 
 
-@dataclass
-class LogitsSeen:
-    """Keeps the logits of each forward pass, as a hook."""
-
-    of_passes: list[Tensor] = field(default_factory=list)
-
-    def __call__(
-        self,
-        _module: nn.Module,
-        _inputs: tuple,
-        output: Tensor,
-    ) -> None:
-        self.of_passes.append(output)
-
-
-def penalties_of(model: nn.Module) -> list[float]:
-    """Take PEFT's penalty from each layer, as it stands after a forward pass."""
-    penalties = []
-    for name, module in model.named_modules():
-        if name.endswith(f"{SAMPLER}.default"):
-            sampler: Any = module
-            parts = sampler.get_variational_loss()
-            penalties.append(float(sum(parts)))
-    return penalties
-
-
-def test_monteclora_adds_pefts_penalty_to_the_loss(prepared):
+def test_monteclora_adds_pefts_penalty_and_learns_what_it_samples_by(prepared):
     pretrained = prepared("mrpc", learning_rate=1e-2)
     (batch,) = training_texts(pretrained)
     labels = batch["labels"]
@@ -189,44 +133,36 @@ def test_monteclora_adds_pefts_penalty_to_the_loss(prepared):
     adapted = trained(pretrained, recipe=recipe)
     adapted.model.train()
     logits_model = adapted.logits_model
-    seen = LogitsSeen()
+    seen: list[Tensor] = []
 
-    with logits_model.register_forward_hook(seen):
+    def note(_module, _inputs, output: Tensor) -> None:
+        seen.append(output)
+
+    with logits_model.register_forward_hook(note):
         loss = recipe.loss(logits_model, batch, labels)
         # Before another pass changes them.
-        penalties = penalties_of(adapted.model)
+        penalties = [
+            float(sum(module.get_variational_loss()))
+            for name, module in adapted.model.named_modules()
+            if name.endswith(f"{SAMPLER}.default")
+        ]
         recipe.loss(logits_model, batch, labels)
 
     assert len(penalties) == 4  # query and value of two layers
     penalty = sum(penalties) / len(penalties)
     assert abs(penalty) > 1e-3
-    first, second = seen.of_passes
-    of_data = cross_entropy(first, labels).item()
-    expected = of_data + penalty
+    first, second = seen
+    expected = cross_entropy(first, labels).item() + penalty
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     # Steps differ in their samples.
     assert not torch.equal(first, second)
 
-
-def test_monteclora_learns_what_it_samples_by(prepared):
-    pretrained = prepared("mrpc", learning_rate=1e-2)
-    (batch,) = training_texts(pretrained)
-    recipe = MonteCLoRA(scale=0.1, divergence=1e-2)
-    adapted = trained(pretrained, recipe=recipe)
-    adapted.model.train()
-
-    loss = recipe.loss(adapted.logits_model, batch, batch["labels"])
     loss.backward()
-
-    gradients = []
-    for name, weight in adapted.model.named_parameters():
-        if SAMPLER in name:
-            gradients.append(weight.grad)
-    # Two weights of the samplers of query and value in two layers.
+    named = adapted.model.named_parameters()
+    gradients = [weight.grad for name, weight in named if SAMPLER in name]
+    # Two weights of each sampler.
     assert len(gradients) == 2 * 4
-    for gradient in gradients:
-        assert gradient is not None
-        assert gradient.count_nonzero() > 0
+    assert all(gradient.count_nonzero() > 0 for gradient in gradients)
 
 
 def test_monteclora_predicts_with_lora_a_itself(prepared):
@@ -238,10 +174,8 @@ def test_monteclora_predicts_with_lora_a_itself(prepared):
     members = alone(recipe, model, texts)
     p = predicted(members, texts)
     # Samples of lora_A would differ each time.
-    again = predicted(members, texts)
-    assert torch.equal(again, p)
-    of_map = probabilities_of(model, texts)
-    assert not torch.equal(of_map, p)
+    assert torch.equal(predicted(members, texts), p)
+    assert not torch.equal(probabilities_of(model, texts), p)
     assert_same(model.model, before)
 
 
@@ -251,30 +185,23 @@ def test_monteclora_predicts_with_lora_a_itself(prepared):
 def test_a_students_loss_is_the_divergence_from_the_mean_of_its_teachers(prepared):
     pretrained = prepared("mrpc", steps=4, learning_rate=1e-2)
     (batch,) = training_texts(pretrained)
-    first = trained(pretrained, seed=0)
-    second = trained(pretrained, seed=1)
-    student = trained(pretrained, seed=2)
+    first, second, student = (trained(pretrained, seed) for seed in range(3))
 
     def loss_beside(*teachers):
         recipe = Distilled(teachers)
-        loss = recipe.loss(student.logits_model, batch, batch["labels"])
-        return loss.item()
+        return recipe.loss(student.logits_model, batch, batch["labels"]).item()
 
     def probabilities(adapted):
-        logits = adapted.logits_model(batch).detach()
-        return logits.double().softmax(-1)
+        return adapted.logits_model(batch).detach().double().softmax(-1)
 
     p = (probabilities(first) + probabilities(second)) / 2
     q = probabilities(student)
-    of_texts = (p * (p / q).log()).sum(-1)
-    expected = of_texts.mean().item()
+    expected = (p * (p / q).log()).sum(-1).mean().item()
     # Little is left of a difference between numbers in float32 that are nearly equal.
     assert expected > 1e-6
-    found = loss_beside(first, second)
-    assert found == pytest.approx(expected, rel=1e-3)
+    assert loss_beside(first, second) == pytest.approx(expected, rel=1e-3)
     # Nothing is to learn from oneself.
-    of_itself = loss_beside(student)
-    assert of_itself == pytest.approx(0, abs=1e-6)
+    assert loss_beside(student) == pytest.approx(0, abs=1e-6)
 
 
 def test_a_student_of_an_ensemble_is_one_model(prepared):
@@ -282,15 +209,11 @@ def test_a_student_of_an_ensemble_is_one_model(prepared):
     texts = training_texts(pretrained)
     model = trained(pretrained)
     members = distilled(model, texts)
-    models = list(members.logits())
-    assert len(models) == 1
+    assert len(list(members.logits())) == 1
     p = predicted(members, texts)
 
     recipe = Distilled(ensemble(model))
     assert len(recipe.teachers) == 3
     student = trained_again(model, recipe)
-    of_student = probabilities_of(student, texts)
-    assert torch.equal(of_student, p)
-    teachers = Members.of(recipe.teachers)
-    of_ensemble = predicted(teachers, texts)
-    assert not torch.equal(of_ensemble, p)
+    assert torch.equal(probabilities_of(student, texts), p)
+    assert not torch.equal(predicted(Members.of(recipe.teachers), texts), p)

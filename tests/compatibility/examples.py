@@ -1,6 +1,7 @@
 """Examples of every kind, by themselves and in batches."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,71 +20,32 @@ _FIRST_WORD = 10
 _END = 2
 
 
-def _random(
-    *shape: int,
-    seed: int,
-) -> Tensor:
+def _random(*shape: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(
-        *shape,
-        generator=generator,
-        dtype=torch.float64,
-    )
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def _words(
-    length: int,
-    seed: int,
-) -> Tensor:
+def _words(length: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    words = torch.randint(
-        _FIRST_WORD,
-        VOCABULARY,
-        (1, length),
-        generator=generator,
-    )
+    words = torch.randint(_FIRST_WORD, VOCABULARY, (1, length), generator=generator)
     # BART reads its class there.
     words[:, -1] = _END
     return words
 
 
 def of_texts(n: int) -> list[Example]:
-    examples = []
-    for i in range(n):
-        words = _words(_LENGTHS[i], seed=i)
-        examples.append({"input_ids": words})
-    return examples
+    return [{"input_ids": _words(_LENGTHS[i], seed=i)} for i in range(n)]
 
 
-def of_images(
-    n: int,
-    *shape: int,
-) -> list[Example]:
-    # Red, green and blue, of 8 x 8 pixels.
-    if not shape:
-        shape = (3, 8, 8)
-    return _of_numbers("pixel_values", n, shape)
-
-
-def of_spectra(n: int) -> list[Example]:
-    return _of_numbers("input_features", n, (4, 16))
-
-
-def of_waves(n: int) -> list[Example]:
-    return _of_numbers("input_values", n, (200,))
-
-
-def _of_numbers(
-    key: str,
-    n: int,
-    shape: Sequence[int],
-) -> list[Example]:
+def of_numbers(n: int, key: str, shape: Sequence[int]) -> list[Example]:
     """Make examples of random numbers, another seed for each."""
-    examples = []
-    for i in range(n):
-        numbers = _random(1, *shape, seed=i)
-        examples.append({key: numbers})
-    return examples
+    return [{key: _random(1, *shape, seed=i)} for i in range(n)]
+
+
+# Red, green and blue, of 8 x 8 pixels, unless another shape is given.
+of_images = partial(of_numbers, key="pixel_values", shape=(3, 8, 8))
+of_spectra = partial(of_numbers, key="input_features", shape=(4, 16))
+of_waves = partial(of_numbers, key="input_values", shape=(200,))
 
 
 def of_images_and_prompts(n: int) -> list[Example]:
@@ -99,49 +61,36 @@ def of_images_in_texts(n: int) -> list[Example]:
     examples = []
     for i in range(n):
         n_images = n_images_of[i]
-        placeholders = _repeated(IMAGE_TOKEN, 4 * n_images)
-        words = _words(_LENGTHS[i], seed=i)
-        text = torch.cat([placeholders, words], dim=1)
-        example = {"input_ids": text}
+        parts = [_repeated(IMAGE_TOKEN, 4 * n_images), _words(_LENGTHS[i], seed=i)]
+        example = {"input_ids": torch.cat(parts, dim=1)}
         if n_images:
-            images = _random(n_images, 3, 8, 8, seed=i)
-            example["pixel_values"] = images
+            example["pixel_values"] = _random(n_images, 3, 8, 8, seed=i)
         examples.append(example)
     return examples
 
 
 def of_patches_in_texts(n: int) -> list[Example]:
     """Make images of 4 x 4 or 4 x 8 patches, four of which make a token."""
-    start = _repeated(5)
-    end = _repeated(6)
     examples = []
     for i in range(n):
         width = 4 if i % 2 else 8
-        image = _repeated(IMAGE_TOKEN, width)
-        words = _words(_LENGTHS[i], seed=i)
-        text = torch.cat([start, image, end, words], dim=1)
-        # Times, rows and columns.
-        grid = torch.tensor([[1, 4, width]])
+        image = [_repeated(5), _repeated(IMAGE_TOKEN, width), _repeated(6)]
         example = {
-            "input_ids": text,
+            "input_ids": torch.cat([*image, _words(_LENGTHS[i], seed=i)], dim=1),
             "pixel_values": _random(4 * width, 12, seed=i),
-            "image_grid_thw": grid,
+            # Times, rows and columns.
+            "image_grid_thw": torch.tensor([[1, 4, width]]),
         }
         examples.append(example)
     return examples
 
 
-def _repeated(
-    token: int,
-    length: int = 1,
-) -> Tensor:
+def _repeated(token: int, length: int = 1) -> Tensor:
     return torch.full((1, length), token)
 
 
 def together(
-    examples: Sequence[Example],
-    side: str,
-    length: int | None = None,
+    examples: Sequence[Example], side: str, length: int | None = None
 ) -> Example:
     """Make a batch of texts, padded on a side to a length."""
     # Not all examples have images.
@@ -167,15 +116,10 @@ def together(
     return batch
 
 
-def _padded(
-    parts: Sequence[Tensor],
-    side: str,
-    length: int,
-) -> Tensor:
+def _padded(parts: Sequence[Tensor], side: str, length: int) -> Tensor:
     rows = []
     for part in parts:
         n_padded = length - part.shape[1]
         # Before each row, or behind it.
-        padding = (n_padded, 0) if side == "left" else (0, n_padded)
-        rows.append(pad(part, padding))
+        rows.append(pad(part, (n_padded, 0) if side == "left" else (0, n_padded)))
     return torch.cat(rows)

@@ -6,6 +6,7 @@ prints.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from tests.compatibility.examples import (
     of_waves,
 )
 from tests.support.models import VOCABULARY, OfBatches
+
+# Asking for one would import it, and listing them takes a tenth of a second.
+_NAMES = frozenset(dir(transformers))
 
 EXACT = "exact"
 OWN_PADDING = "the model's own dependence on padding"
@@ -129,8 +133,7 @@ class Family:
         """Name the class of a column's models; None where the family has none."""
         if column == TOKENS:
             name = f"{self.config}ForTokenClassification"
-            # Asking for it would import it.
-            return name if name in dir(transformers) else None
+            return name if name in _NAMES else None
         return self.classifier if column == CLASSIFIER else self.language_model
 
     def model(self, column: str) -> nn.Module:
@@ -176,18 +179,6 @@ def _family(
         kind = "classifier" if is_classifier else "language_model"
         kinds[kind] = config + head
     return Family(config, settings, **kinds, **others)
-
-
-def _of_large_images(n: int) -> list[Example]:
-    return of_images(n, 3, 16, 16)
-
-
-def _of_larger_images(n: int) -> list[Example]:
-    return of_images(n, 3, 64, 64)
-
-
-def _of_videos(n: int) -> list[Example]:
-    return of_images(n, 2, 3, 8, 8)
 
 
 # --- the families ---------------------------------------------------------------------
@@ -390,7 +381,7 @@ FAMILIES = {
             "num_heads": [2, 2],
         },
         "ForImageClassification",
-        examples=_of_large_images,
+        examples=partial(of_images, shape=(3, 16, 16)),
     ),
     "MobileViT": _family(
         "MobileViT",
@@ -403,14 +394,14 @@ FAMILIES = {
             "num_hidden_layers": 1,
         },
         "ForImageClassification",
-        examples=_of_larger_images,
+        examples=partial(of_images, shape=(3, 64, 64)),
         targets=["query", "key", "value", "dense"],
     ),
     "TimeSformer": _family(
         "Timesformer",
         {**_IMAGE, "num_frames": 2},
         "ForVideoClassification",
-        examples=_of_videos,
+        examples=partial(of_images, shape=(2, 3, 8, 8)),
     ),
     "Whisper": _family(
         "Whisper",

@@ -1,6 +1,7 @@
 """Everything after a fit, by many processes as by one."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -36,47 +37,28 @@ def fitted(structure: str = "lowrank_kron"):
 # --- choices of the prior precision ---------------------------------------------------
 
 
-def by_agreement(la, data):
-    return la.optimize_prior_precision(
-        method="agreement",
-        train_loader=data,
-        max_change=0.05,
-    )
+# Each with its data, and whether these may be statistics.
+METHODS = {
+    "agreement": ("train_loader", {"max_change": 0.05}, True),
+    "agreement of some": (
+        "train_loader",
+        {"max_change": 0.05, "max_examples": 5},
+        False,
+    ),
+    "gridsearch": ("val_loader", THREE_VALUES, True),
+    "val_gd": ("val_loader", {"n_steps": 30}, True),
+    "marglik": (None, {}, False),
+}
 
 
-def by_agreement_of_some(la, data):
-    return la.optimize_prior_precision(
-        method="agreement",
-        train_loader=data,
-        max_change=0.05,
-        max_examples=5,
-    )
-
-
-def by_gridsearch(la, data):
-    return la.optimize_prior_precision(
-        method="gridsearch",
-        val_loader=data,
-        **THREE_VALUES,
-    )
-
-
-def by_descent(la, data):
-    return la.optimize_prior_precision(
-        method="val_gd",
-        val_loader=data,
-        n_steps=30,
-        generator=generator(),
-    )
-
-
-def by_evidence(la, data):
-    return la.optimize_prior_precision(method="marglik")
-
-
-def outcomes(la, choose, data) -> dict[str, Tensor]:
+def outcomes(la, name: str, data) -> dict[str, Tensor]:
     """Choose the prior precision; find it, the objective there, and a prediction."""
-    history = choose(la, data)
+    loader, options, _ = METHODS[name]
+    if name == "val_gd":
+        options = options | {"generator": generator()}
+    method, *_ = name.split()
+    given = {loader: data} if loader else {}
+    history = la.optimize_prior_precision(method=method, **given, **options)
     return {
         "prior precision": la.prior_precision,
         "objective": history.objective[-1:],
@@ -84,34 +66,26 @@ def outcomes(la, choose, data) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(
-    ("choose", "takes_statistics"),
-    [
-        pytest.param(by_agreement, True, id="agreement"),
-        pytest.param(by_agreement_of_some, False, id="agreement of some"),
-        pytest.param(by_gridsearch, True, id="gridsearch"),
-        pytest.param(by_descent, True, id="val_gd"),
-        pytest.param(by_evidence, False, id="marglik"),
-    ],
-)
-def test_every_way_chooses_as_one_process_does(choose, takes_statistics):
+@pytest.mark.parametrize("name", METHODS)
+def test_every_way_chooses_as_one_process_does(name):
     def job(_=0):
         la = fitted()
         data = strided_loader(9)
+        *_, takes_statistics = METHODS[name]
         if takes_statistics:
             # In float64, so that a difference is not rounding.
             data = la.predictive_statistics(data, dtype=torch.float64)
-        return outcomes(la, choose, data)
+        return outcomes(la, name, data)
 
     assert_alike(on_ranks(job, 3), job(), **CLOSE)
 
 
 @pytest.mark.parametrize(
-    ("structure", "choose"), with_structures([by_agreement, by_gridsearch])
+    ("structure", "name"), with_structures(["agreement", "gridsearch"])
 )
-def test_every_structure_chooses_as_one_process_does(structure, choose):
+def test_every_structure_chooses_as_one_process_does(structure, name):
     def job(_=0):
-        return outcomes(fitted(structure), choose, strided_loader(9))
+        return outcomes(fitted(structure), name, strided_loader(9))
 
     # Statistics and the host's metric are in float32.
     assert_alike(on_ranks(job, 2), job(), **IN_FLOAT32)
@@ -136,21 +110,18 @@ def test_without_a_generator_ranks_choose_alike_too():
 # --- fits and predictions -------------------------------------------------------------
 
 
-def by_a_sampler(rank):
-    return strided_loader()
-
-
-def by_accelerate(rank):
-    return accelerated(rank, 2, DataLoader(Texts(), batch_size=2))
-
-
-def by_accelerate_uneven(rank):
+def by_accelerate(rank, **options):
     loader = DataLoader(Texts(), batch_size=2)
-    return accelerated(rank, 2, loader, even_batches=False)
+    return accelerated(rank, 2, loader, **options)
 
 
 @pytest.mark.parametrize(
-    "make_loader", [by_a_sampler, by_accelerate, by_accelerate_uneven]
+    "make_loader",
+    [
+        lambda rank: strided_loader(),
+        by_accelerate,
+        partial(by_accelerate, even_batches=False),
+    ],
 )
 def test_fits_and_statistics_are_those_of_one_process_in_the_order_of_the_data(
     make_loader,
