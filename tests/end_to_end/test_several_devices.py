@@ -15,22 +15,9 @@ import torch.utils.backend_registration as registration
 def test_several_devices():
     path = Path(__file__).with_name("several_devices.py")
     # Neither the project's own options, nor further processes, nor a cache.
-    options = [
-        "-o",
-        "addopts=",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-    ]
+    options = ["-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider", "-q"]
     command = [sys.executable, "-m", "pytest", *options, str(path)]
-    run = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not run.returncode, run.stdout + run.stderr
     # Without any test the run would succeed, too.
     assert " passed" in run.stdout

@@ -26,12 +26,9 @@ ANSWERS = [
 
 def prompts_of(batch: Batch) -> list[list[int]]:
     """Take the tokens of each text of a batch, without padding."""
-    prompts = []
     masks = batch["attention_mask"].bool()
-    for row, is_real in zip(batch["input_ids"], masks, strict=True):
-        tokens = row[is_real]
-        prompts.append(tokens.tolist())
-    return prompts
+    rows = zip(batch["input_ids"], masks, strict=True)
+    return [row[is_real].tolist() for row, is_real in rows]
 
 
 def choices_batch(
@@ -58,13 +55,8 @@ def choices_batch(
     n_texts = len(prompts)
     batch = {}
     for key, rows in rows_by_key.items():
-        padded = pad_sequence(
-            rows,
-            batch_first=True,
-            padding_side=side,
-        )
-        _, length = padded.shape
-        batch[key] = padded.reshape(n_texts, -1, length)
+        padded = pad_sequence(rows, batch_first=True, padding_side=side)
+        batch[key] = padded.reshape(n_texts, -1, padded.shape[1])
     return batch
 
 
@@ -77,42 +69,31 @@ def of_prompts(
     made = []
     for batch in batches:
         prompts = prompts_of(batch)
-        of_each = [answers] * len(prompts)
-        of_batch = choices_batch(prompts, of_each, side)
-        of_batch["labels"] = batch["labels"]
-        made.append(of_batch)
+        of_batch = choices_batch(prompts, [answers] * len(prompts), side)
+        made.append(of_batch | {"labels": batch["labels"]})
     return made
 
 
 def some_choices(draws: torch.Generator) -> list[list[int]]:
     """Draw three choices of 1 to 4 tokens."""
     draw = partial(torch.randint, generator=draws)
-    lengths = draw(1, 5, (3,))
-    choices = []
-    for length in lengths.tolist():
-        # Token 0 is padding.
-        tokens = draw(1, VOCABULARY, (length,))
-        choices.append(tokens.tolist())
-    return choices
+    lengths = draw(1, 5, (3,)).tolist()
+    # Token 0 is padding.
+    return [draw(1, VOCABULARY, (length,)).tolist() for length in lengths]
 
 
 def batches_of_own_choices(side: str = "right") -> list[dict[str, Tensor]]:
     """Make two batches of texts with three choices each, of 1 to 4 tokens."""
-    lengths = (5, 2, 6, 3, 4)
-    texts = first_batch(lengths=lengths, batch_size=5)
+    texts = first_batch(lengths=(5, 2, 6, 3, 4), batch_size=5)
     prompts = prompts_of(texts)
     labels = texts["labels"]
     draws = generator(4)
     choices = [some_choices(draws) for _ in prompts]
     # Batches of two sizes, so that nothing kept of the first fits the second.
-    first = slice(0, 3)
-    second = slice(3, 5)
-    batches = []
-    for rows in (first, second):
-        batch = choices_batch(prompts[rows], choices[rows], side)
-        batch["labels"] = labels[rows]
-        batches.append(batch)
-    return batches
+    return [
+        choices_batch(prompts[rows], choices[rows], side) | {"labels": labels[rows]}
+        for rows in (slice(0, 3), slice(3, 5))
+    ]
 
 
 @dataclass(frozen=True)
@@ -129,18 +110,15 @@ def unpadded_choices(batch: Batch) -> list[list[Choice]]:
     counts = batch["score_mask"].bool()
     tokens = batch["input_ids"]
     n_texts, n_choices, _ = tokens.shape
-    texts = []
-    for text in range(n_texts):
-        choices = []
-        for number in range(n_choices):
-            kept = is_real[text, number]
-            choice = Choice(
-                tokens=tokens[text, number][kept],
-                counts=counts[text, number][kept],
-            )
-            choices.append(choice)
-        texts.append(choices)
-    return texts
+
+    def choice(place: tuple[int, int]) -> Choice:
+        kept = is_real[place]
+        return Choice(tokens[place][kept], counts[place][kept])
+
+    return [
+        [choice((text, number)) for number in range(n_choices)]
+        for text in range(n_texts)
+    ]
 
 
 def logits_of_choices(

@@ -21,14 +21,12 @@ EXACT = {"rtol": 1e-9, "atol": 1e-12}
 
 def labels_of(batches: Sequence[Any]) -> Tensor:
     """Join the labels of batches, mappings or `(X, y)`."""
-    labels: list[Tensor] = []
-    for batch in batches:
-        if isinstance(batch, Mapping):
-            of_batch = batch["labels"]
-        else:
-            _, of_batch = batch
-        labels.append(of_batch)
-    return torch.cat(labels)
+    return torch.cat(
+        [
+            batch["labels"] if isinstance(batch, Mapping) else batch[1]
+            for batch in batches
+        ]
+    )
 
 
 def unpadded(
@@ -36,10 +34,8 @@ def unpadded(
     row: int,
 ) -> dict[str, Tensor]:
     """Take one example without its padding."""
-    mask = batch["attention_mask"][row]
-    tokens = batch["input_ids"][row]
-    real_tokens = tokens[mask.bool()]
-    return {"input_ids": real_tokens[None]}
+    is_real = batch["attention_mask"][row].bool()
+    return {"input_ids": batch["input_ids"][row][is_real][None]}
 
 
 def as_padded(
@@ -96,24 +92,22 @@ def _answers(
 def lora_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     """Find the layers that hold a LoRA weight, with their names."""
     with_a_weight = (nn.Linear, nn.Conv1d, nn.Conv2d)
-    layers: list[tuple[str, nn.Linear]] = []
-    for name, module in model.named_modules():
-        if "lora_" in name and isinstance(module, with_a_weight):
-            layers.append((name, module))
-    return layers
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if "lora_" in name and isinstance(module, with_a_weight)
+    ]
 
 
 def lora_weights(model: nn.Module) -> dict[str, Tensor]:
     """Find LoRA weights of layers and convolutions, in parameters' order."""
-    of_layers = set()
-    for _, layer in lora_layers(model):
-        of_layers.add(id(layer.weight))
+    of_layers = {id(layer.weight) for _, layer in lora_layers(model)}
     # By the model's own names, which are what `functional_call` is given.
-    weights: dict[str, Tensor] = {}
-    for name, weight in model.named_parameters():
-        if id(weight) in of_layers:
-            weights[name] = weight.detach()
-    return weights
+    return {
+        name: weight.detach()
+        for name, weight in model.named_parameters()
+        if id(weight) in of_layers
+    }
 
 
 def matrix_places(model: nn.Module) -> list[Tensor]:
@@ -161,31 +155,16 @@ def jacobians(
     inputs: Any,
 ) -> Tensor:
     """Differentiate the logits in the LoRA weights, `(B, C, parameters)`."""
-    weights = lora_weights(model)
-    return jacobians_in(weights, model, inputs)
-
-
-def jacobians_in(
-    weights: Mapping[str, Tensor],
-    model: nn.Module,
-    inputs: Any,
-) -> Tensor:
-    """Differentiate the logits in some weights, `(B, C, parameters)`."""
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(inputs, Mapping):
-        kwargs = dict(inputs)
-    else:
-        args = (inputs,)
+    args, kwargs = (
+        ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
+    )
 
     def logits_at(weights: dict[str, Tensor]) -> Tensor:
         output = torch.func.functional_call(model, weights, args, kwargs)
         return _answers(output, inputs)
 
-    differentiate = torch.func.jacrev(logits_at)
-    derivatives = differentiate(dict(weights))
-    of_weights = [J.flatten(2) for J in derivatives.values()]
-    return torch.cat(of_weights, dim=2)
+    derivatives = torch.func.jacrev(logits_at)(lora_weights(model))
+    return torch.cat([J.flatten(2) for J in derivatives.values()], dim=2)
 
 
 def jacobian(
@@ -294,11 +273,7 @@ def gradient_blocks(
     H: Tensor,
 ) -> list[Tensor]:
     """Compute Kronecker blocks of `kfac_approx="gradient"` from Jacobians."""
-    blocks: list[Tensor] = []
-    for places in matrix_places(model):
-        of_matrix = Js[..., places]
-        blocks.append(kronecker_block(of_matrix, H))
-    return blocks
+    return [kronecker_block(Js[..., places], H) for places in matrix_places(model)]
 
 
 def gradient_curvature(
@@ -307,8 +282,7 @@ def gradient_curvature(
     H: Tensor,
 ) -> Tensor:
     """Compute `gradient_blocks` as one matrix."""
-    blocks = gradient_blocks(model, Js, H)
-    return torch.block_diag(*blocks)
+    return torch.block_diag(*gradient_blocks(model, Js, H))
 
 
 def dense_curvature(
@@ -333,9 +307,7 @@ def power(
     """Raise a symmetric positive semi-definite matrix to a power."""
     values, vectors = torch.linalg.eigh(matrix)
     # An eigenvalue of 0 comes out as a rounding error of either sign.
-    not_negative = values.clamp_min(0)
-    powers = not_negative.pow(exponent)
-    return vectors @ powers.diag() @ vectors.T
+    return vectors @ values.clamp_min(0).pow(exponent).diag() @ vectors.T
 
 
 def block_diagonal_covariance(
@@ -343,13 +315,10 @@ def block_diagonal_covariance(
     Js: Tensor,
 ) -> Tensor:
     """Compute covariances `(N, C, C)` from Jacobians, at prior precision 1."""
-    n_weights = [len(block) for block in blocks]
-    Js_of_blocks = Js.split(n_weights, dim=-1)
+    Js_of_blocks = Js.split([len(block) for block in blocks], dim=-1)
     covariance = torch.zeros(())
     for block, J in zip(blocks, Js_of_blocks, strict=True):
-        ones = block.new_ones(len(block))
-        of_block = glm_covariance(J, block, prior_precision=ones)
-        covariance = covariance + of_block
+        covariance = covariance + glm_covariance(J, block, block.new_ones(len(block)))
     return covariance
 
 
@@ -389,9 +358,8 @@ def evidence(
     prior's precision P₀ and the posterior's P.
     """
     P = H + prior_precision.diag()
-    log_det = torch.linalg.slogdet(P).logabsdet
     log_det_of_prior = prior_precision.log().sum()
-    log_det_ratio = log_det - log_det_of_prior
+    log_det_ratio = torch.linalg.slogdet(P).logabsdet - log_det_of_prior
     scatter = mean @ (prior_precision * mean)
     return log_likelihood - 0.5 * (log_det_ratio + scatter)
 
@@ -412,13 +380,9 @@ def predicted(
     batches: Sequence[Any],
 ) -> tuple[Tensor, Tensor]:
     """Predict means `(N, C)` and covariances `(N, C, C)` of all batches' logits."""
-    f_mu: list[Tensor] = []
-    f_var: list[Tensor] = []
-    for batch in batches:
-        of_batch = la.predictive_moments(batch)
-        f_mu.append(of_batch.f_mu)
-        f_var.append(of_batch.f_var)
-    return torch.cat(f_mu), torch.cat(f_var)
+    moments = [la.predictive_moments(batch) for batch in batches]
+    f_var = torch.cat([each.f_var for each in moments])
+    return torch.cat([each.f_mu for each in moments]), f_var
 
 
 def assert_exact(

@@ -29,8 +29,7 @@ class InTwoColumns(nn.Module):
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
         f = self.model(**batch).logits
-        zeros = torch.zeros_like(f)
-        rows = torch.stack([zeros, f], dim=-1)
+        rows = torch.stack([torch.zeros_like(f), f], dim=-1)
         # Each label of each text is an example.
         return rows.flatten(0, 1)
 
@@ -38,10 +37,8 @@ class InTwoColumns(nn.Module):
 def bernoulli_fisher(logits: Tensor) -> Tensor:
     """Compute `diag(p (1 - p))` of `(..., K)` logits in float64."""
     f = logits.double()
-    p = f.sigmoid()
     # 1 - p cancels where p is near 1: the sigmoid of -f does not.
-    other = torch.sigmoid(-f)
-    return torch.diag_embed(p * other)
+    return torch.diag_embed(f.sigmoid() * torch.sigmoid(-f))
 
 
 def several_labels(
@@ -49,20 +46,14 @@ def several_labels(
     n_labels: int,
 ) -> Tensor:
     """Draw `(B, C)` numbers 0 and 1."""
-    n_texts = len(batch["input_ids"])
-    shape = (n_texts, n_labels)
-    draws = generator(4)
-    labels = torch.randint(0, 2, shape, generator=draws)
-    return labels.double()
+    shape = (len(batch["input_ids"]), n_labels)
+    return torch.randint(0, 2, shape, generator=generator(4)).double()
 
 
 def in_two_classes(
     batches: Sequence[Mapping[str, Tensor]],
 ) -> list[tuple[Any, Tensor]]:
     """Make pairs for `InTwoColumns`: each label of each text is an example."""
-    examples = []
-    for batch in batches:
-        texts = without_labels(batch)
-        y = batch["labels"].long()
-        examples.append((texts, y.flatten()))
-    return examples
+    return [
+        (without_labels(batch), batch["labels"].long().flatten()) for batch in batches
+    ]

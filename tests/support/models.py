@@ -183,11 +183,11 @@ def laplace_keywords(kind: str) -> dict[str, object]:
 
 def head_of(model: nn.Module) -> nn.Module:
     """Find the one layer that PEFT trains beside the adapter."""
-    heads: list[nn.Module] = []
-    for name, module in model.named_modules():
-        if name.endswith("modules_to_save.default"):
-            heads.append(module)
-    (head,) = heads
+    (head,) = (
+        module
+        for name, module in model.named_modules()
+        if name.endswith("modules_to_save.default")
+    )
     return head
 
 
@@ -217,36 +217,27 @@ def ragged_batches(
         # Token 0 is padding, and in no text.
         tokens = torch.randint(1, VOCABULARY, (length,), generator=generator)
         start = 0 if padding_side == "right" else padded_to - length
-        columns = slice(start, start + length)
-        input_ids[row, columns] = tokens
-        attention_mask[row, columns] = 1
-    labels = torch.randint(
-        0,
-        n_classes,
-        (len(lengths),),
-        generator=generator,
-    )
-    batches = []
-    for start in range(0, len(lengths), batch_size):
-        rows = slice(start, start + batch_size)
-        batch = {
-            "input_ids": input_ids[rows],
-            "attention_mask": attention_mask[rows],
-            "labels": labels[rows],
-        }
-        batches.append(batch)
-    return batches
+        input_ids[row, start : start + length] = tokens
+        attention_mask[row, start : start + length] = 1
+    labels = torch.randint(0, n_classes, (len(lengths),), generator=generator)
+    columns = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "labels": labels,
+    }
+    return [
+        {key: column[start : start + batch_size] for key, column in columns.items()}
+        for start in range(0, len(lengths), batch_size)
+    ]
 
 
 def one_by_one(batches: Iterable[Batch]) -> list[Batch]:
     """Take the examples of batches, as a data set has them."""
-    examples: list[Batch] = []
-    for batch in batches:
-        n_examples = len(batch["labels"])
-        for row in range(n_examples):
-            example = {key: column[row] for key, column in batch.items()}
-            examples.append(example)
-    return examples
+    return [
+        {key: column[row] for key, column in batch.items()}
+        for batch in batches
+        for row in range(len(batch["labels"]))
+    ]
 
 
 def first_batch(**ragged: Any) -> Batch:
@@ -258,15 +249,10 @@ def first_batch(**ragged: Any) -> Batch:
 class TwoLinear(nn.Module):
     """A plain module without transformers or PEFT wrappers, for `(X, y)` batches."""
 
-    def __init__(
-        self,
-        n_inputs: int = 5,
-        n_hidden: int = 6,
-        n_outputs: int = 3,
-    ) -> None:
+    def __init__(self, n_outputs: int = 3) -> None:
         super().__init__()
-        self.first = nn.Linear(n_inputs, n_hidden)
-        self.second = nn.Linear(n_hidden, n_outputs)
+        self.first = nn.Linear(5, 6)
+        self.second = nn.Linear(6, n_outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x).tanh())
@@ -365,11 +351,9 @@ def pairs(
     """Make batches `(X, y)` of `n` examples for `TwoLinear` with three outputs."""
     generator = torch.Generator().manual_seed(1)
     y = torch.arange(n) % 3
-    batches = []
-    for _ in range(n_batches):
-        X = torch.randn(n, 5, generator=generator).double()
-        batches.append((X, y))
-    return batches
+    return [
+        (torch.randn(n, 5, generator=generator).double(), y) for _ in range(n_batches)
+    ]
 
 
 def sequences(
@@ -379,8 +363,7 @@ def sequences(
     """Make inputs `(n, length, 5)` and labels for averaging models."""
     generator = torch.Generator().manual_seed(1)
     X = torch.randn(n, length, 5, generator=generator).double()
-    y = torch.arange(n) % 3
-    return X, y
+    return X, torch.arange(n) % 3
 
 
 def real_targets(

@@ -50,10 +50,8 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     """Draw standard normal numbers in float64."""
-    draws = generator(seed)
     # In float32 first, so that both precisions have the same numbers.
-    single = torch.randn(*shape, generator=draws)
-    return single.double()
+    return torch.randn(*shape, generator=generator(seed)).double()
 
 
 def make(
@@ -89,20 +87,12 @@ def fitted(
     """Fit a posterior of a classifier, by default on `ragged_batches()`."""
     # The host's structures have no such settings.
     if structure == "lowrank_kron":
-        settings = {
-            "rank": rank,
-            "tail": tail,
-            "kfac_approx": kfac_approx,
-        }
-        others = keywords.get("backend_kwargs", {})
-        keywords["backend_kwargs"] = settings | others
+        settings = {"rank": rank, "tail": tail, "kfac_approx": kfac_approx}
+        keywords["backend_kwargs"] = settings | keywords.get("backend_kwargs", {})
     if model is None:
         model = lora_model(kind, dtype)
-    if batches is None:
-        batches = ragged_batches()
-    keywords = laplace_keywords(kind) | keywords
-    la = make(model, structure, **keywords)
-    la.fit(batches)
+    la = make(model, structure, **laplace_keywords(kind) | keywords)
+    la.fit(ragged_batches() if batches is None else batches)
     return la
 
 
@@ -159,18 +149,13 @@ def some_precision(la, prior: str) -> Tensor:
 
 def priors_of_blocks(la) -> Tensor:
     """Make another prior precision for each block, so that none passes for another."""
-    n_blocks = len(la.blocks)
-    return torch.linspace(0.3, 2.0, n_blocks).double()
+    return torch.linspace(0.3, 2.0, len(la.blocks)).double()
 
 
 def count_forward_passes(la) -> list[int]:
     """Make a list that gets an entry at each forward pass."""
     calls: list[int] = []
-
-    def note(*_: Any) -> None:
-        calls.append(1)
-
-    la.model.register_forward_hook(note)
+    la.model.register_forward_hook(lambda *_: calls.append(1))
     return calls
 
 
@@ -192,23 +177,17 @@ def validation_loss(la, prior_precision, batches, **predictions: Any) -> float:
     la.prior_precision = prior_precision
     metric = RunningNLLMetric()
     for batch in batches:
-        predicted = la(batch, **predictions)
-        metric.update(predicted, batch["labels"])
-    loss = metric.compute()
-    return loss.item()
+        metric.update(la(batch, **predictions), batch["labels"])
+    return metric.compute().item()
 
 
 class HostLoader:
     """What the host needs of a DataLoader."""
 
-    def __init__(
-        self,
-        batches: list[dict[str, Tensor]],
-    ) -> None:
+    def __init__(self, batches: list[dict[str, Tensor]]) -> None:
         self.batches = batches
-        n_data = sum(len(batch["labels"]) for batch in batches)
         # The host asks for nothing but its length.
-        self.dataset = range(n_data)
+        self.dataset = range(sum(len(batch["labels"]) for batch in batches))
 
     def __iter__(self):
         return iter(self.batches)
@@ -229,8 +208,7 @@ def stock(
     for name, parameter in model.named_parameters():
         takes_part = any(part in name for part in parts)
         parameter.requires_grad_(takes_part)
-    keywords = laplace_keywords(kind)
-    wrapper = LogitsModel(model, **keywords)
+    wrapper = LogitsModel(model, **laplace_keywords(kind))
     la = laplace.Laplace(
         wrapper, "classification", "all", structure, dict_key_x=dict_key_x
     )

@@ -100,17 +100,14 @@ class Texts(Dataset):
     """The examples of `ragged_batches`, each by itself."""
 
     def __init__(self, n: int = 11) -> None:
-        ragged = [7, 4, 5, 7, 3, 6, 2]
-        n_more = max(0, n - len(ragged))
-        lengths = ragged[:n] + [5] * n_more
-        self.batches = ragged_batches(lengths=lengths, batch_size=1)
+        lengths = [7, 4, 5, 7, 3, 6, 2] + [5] * n
+        self.batches = ragged_batches(lengths[:n], batch_size=1)
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        batch = self.batches[index]
-        return {key: value[0] for key, value in batch.items()}
+        return {key: value[0] for key, value in self.batches[index].items()}
 
 
 def strided_loader(
@@ -133,10 +130,9 @@ def accelerated(
     **options: Any,
 ) -> Any:
     """Prepare a loader as an `Accelerator` of this process group does."""
-    os.environ["RANK"] = str(rank)
-    os.environ["LOCAL_RANK"] = str(rank)
-    os.environ["WORLD_SIZE"] = str(world)
-    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    for prefix in ("", "LOCAL_"):
+        os.environ[f"{prefix}RANK"] = str(rank)
+        os.environ[f"{prefix}WORLD_SIZE"] = str(world)
     os.environ["MASTER_ADDR"] = "localhost"
     # That of the process which this one was forked from.
     PartialState._reset_state()

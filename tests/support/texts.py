@@ -28,12 +28,9 @@ def text_batches(
     batches = ragged_batches(lengths, **ragged)
     for batch in batches:
         mask = batch["attention_mask"]
-        is_padding = mask == 0
         # Of real tokens, wherever the padding is.
-        is_prompt = mask.cumsum(1) <= PROMPT
-        has_no_label = is_prompt | is_padding
-        tokens = batch["input_ids"]
-        batch["labels"] = tokens.masked_fill(has_no_label, -100)
+        has_no_label = (mask.cumsum(1) <= PROMPT) | (mask == 0)
+        batch["labels"] = batch["input_ids"].masked_fill(has_no_label, -100)
     return batches
 
 
@@ -46,22 +43,13 @@ def fitted_text(
     **keywords: Any,
 ):
     """Fit a posterior of a language model, by default of a tiny GPT-2 in float64."""
-    if model is None:
-        model = lora_model("gpt2").eval()
-    if batches is None:
-        batches = text_batches()
-    settings = {
-        "num_samples": num_samples,
-        "rank": rank,
-        "seed": seed,
-    }
     la = make(
-        model,
+        model or lora_model("gpt2").eval(),
         likelihood="language_modeling",
-        backend_kwargs=settings,
+        backend_kwargs={"num_samples": num_samples, "rank": rank, "seed": seed},
         **keywords,
     )
-    la.fit(batches)
+    la.fit(batches or text_batches())
     return la
 
 
@@ -75,13 +63,7 @@ class RowsOfTheVocabulary(TorchDispatchMode):
         self.weights = {weight.data_ptr() for weight in weights}
         self.most = 0
 
-    def __torch_dispatch__(
-        self,
-        func,
-        types,
-        args=(),
-        kwargs=None,
-    ):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
         outputs = output if isinstance(output, tuple | list) else [output]
         for tensor in outputs:
@@ -101,15 +83,8 @@ def encoder_decoder(kind: str) -> nn.Module:
 
 def pairs_of_texts() -> dict[str, Tensor]:
     """Make a batch of sources and labels of other lengths, for an encoder-decoder."""
-    (source,) = ragged_batches(
-        lengths=(5, 3, 4),
-        padded_to=5,
-    )
-    (target,) = ragged_batches(
-        lengths=(3, 4, 2),
-        padded_to=4,
-        seed=2,
-    )
+    (source,) = ragged_batches((5, 3, 4), padded_to=5)
+    (target,) = ragged_batches((3, 4, 2), padded_to=4, seed=2)
     is_padding = target["attention_mask"] == 0
     labels = target["input_ids"].masked_fill(is_padding, -100)
     return source | {"labels": labels}
@@ -130,12 +105,7 @@ def drawn_models(
     noise = torch.Generator().manual_seed(draw_seed(seed))
     models = []
     for _ in range(n_samples):
-        z = torch.randn(
-            1,
-            la.n_params,
-            generator=noise,
-            dtype=torch.float64,
-        )
+        z = torch.randn(1, la.n_params, generator=noise, dtype=torch.float64)
         weights = la.mean + root @ z[0]
         model = copy.deepcopy(la.model.model)
         of_blocks = weights.split(sizes(la))

@@ -35,15 +35,11 @@ def trainer_of(
         "disable_tqdm": True,
         "report_to": [],
     }
-    if model is None:
-        model = lora_model("bert", torch.float32)
-    if data is None:
-        data = Texts(N)
     trainer = Trainer(
-        model,
+        lora_model("bert", torch.float32) if model is None else model,
         TrainingArguments(output_dir=str(folder), **defaults | settings),
         callbacks=list(callbacks),
-        train_dataset=data,
+        train_dataset=Texts(N) if data is None else data,
         eval_dataset=eval_data,
     )
     trainer.remove_callback(PrinterCallback)
@@ -68,25 +64,11 @@ class Watch(TrainerCallback):
     def steps(self) -> list[list[tuple[float, int]]]:
         return self._seen()[1]
 
-    def on_train_begin(
-        self,
-        args,
-        state,
-        control,
-        train_dataloader=None,
-        **kwargs,
-    ):
+    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
         self.data.append(train_dataloader.dataset)
         self.steps.append([])
 
-    def on_step_begin(
-        self,
-        args,
-        state,
-        control,
-        optimizer=None,
-        **kwargs,
-    ):
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
         rate = optimizer.param_groups[0]["lr"]
         self.steps[-1].append((rate, len(optimizer.state)))
 
