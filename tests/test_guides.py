@@ -75,8 +75,7 @@ def run_section(page: str, title: str, names: Names) -> None:
 def assert_probabilities(p: Tensor) -> None:
     """Check that the last dimension adds up to one."""
     sums = p.sum(-1)
-    ones = torch.ones_like(sums)
-    assert_close(sums, ones)
+    assert_close(sums, torch.ones_like(sums))
 
 
 # --- answers --------------------------------------------------------------------------
@@ -143,22 +142,16 @@ class Labels:
 def some_labels_of_texts() -> list[tuple[str, list[str]]]:
     """Give texts none of two labels, the first, or both, by turns."""
     both = ["returns", "billing"]
-    texts = []
-    for number, prompt in enumerate(PROMPTS):
-        n_labels = number % 3
-        labels = both[:n_labels]
-        texts.append((prompt, labels))
-    return texts
+    return [(prompt, both[: number % 3]) for number, prompt in enumerate(PROMPTS)]
 
 
 def labels_of_words() -> list[tuple[list[str], list[int]]]:
     """Give the words of texts all classes by turns."""
-    sentences = []
-    for prompt in PROMPTS:
-        words = prompt.split()
-        labels = [place % N_CLASSES for place, _ in enumerate(words)]
-        sentences.append((words, labels))
-    return sentences
+    sentences = [prompt.split() for prompt in PROMPTS]
+    return [
+        (words, [place % N_CLASSES for place, _ in enumerate(words)])
+        for words in sentences
+    ]
 
 
 @pytest.fixture

@@ -42,33 +42,26 @@ class Documented:
         """Names of the entries of each section of the docstring."""
         # Titles and bodies take turns.
         _, *parts = SECTION.split(self.docstring)
-        titles = parts[::2]
-        bodies = parts[1::2]
-        entries = {}
-        for title, body in zip(titles, bodies, strict=True):
-            if title in LISTS:
-                entries[title] = ENTRY.findall(body)
-        return entries
+        sections = zip(parts[::2], parts[1::2], strict=True)
+        return {
+            title: ENTRY.findall(body) for title, body in sections if title in LISTS
+        }
 
     @property
     def arguments(self) -> list[str]:
         """Names of the signature, with the stars of those that take all others."""
-        names = []
-        signature = inspect.signature(self.found)
-        for name, parameter in signature.parameters.items():
-            if name not in ("self", "cls"):
-                stars = STARS.get(parameter.kind, "")
-                names.append(stars + name)
-        return names
+        parameters = inspect.signature(self.found).parameters
+        return [
+            STARS.get(parameter.kind, "") + name
+            for name, parameter in parameters.items()
+            if name not in ("self", "cls")
+        ]
 
     @property
     def inherits_arguments(self) -> bool:
         """Whether it is a class whose arguments another one describes."""
-        if not inspect.isclass(self.found):
-            return False
-        if is_dataclass(self.found):
-            return False
-        return "__init__" not in vars(self.found)
+        is_class = inspect.isclass(self.found) and not is_dataclass(self.found)
+        return is_class and "__init__" not in vars(self.found)
 
 
 def modules() -> Iterator[Any]:
@@ -116,12 +109,9 @@ def documented() -> Iterator[Documented]:
 def new_members_of(name: str, cls: type) -> Iterator[Documented]:
     """List a class's public methods that no base describes."""
     _, *bases = cls.__mro__
-    of_bases: set[str] = set()
-    for base in bases:
-        of_bases.update(vars(base))
     for member in members_of(name, cls):
         _, _, method = member.name.rpartition(".")
-        if method not in of_bases:
+        if not any(method in vars(base) for base in bases):
             yield member
 
 

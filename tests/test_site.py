@@ -65,18 +65,10 @@ def place_of(page: str) -> str:
 def site(tmp_path_factory) -> Path:
     pytest.importorskip("mkdocs")
     folder = tmp_path_factory.mktemp("site")
+    # A link that leads nowhere is an error.
+    build = ["-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
     subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mkdocs",
-            "build",
-            # A link that leads nowhere is an error.
-            "--strict",
-            "--quiet",
-            "--site-dir",
-            folder,
-        ],
+        [sys.executable, *build, folder],
         cwd=ROOT,
         env={
             **os.environ,

@@ -141,12 +141,9 @@ def log_probabilities(
     tokens: Tensor,
 ) -> Tensor:
     """Compute `(tokens, vocabulary)` log-probabilities where a text goes on."""
-    whole = torch.cat([text, tokens[None]], dim=1)
-    output = model(whole)
+    logits = model(torch.cat([text, tokens[None]], dim=1)).logits
     # The logits at a place are those of the token behind it.
-    last_of_text = text.shape[1] - 1
-    logits = output.logits[0, last_of_text:-1]
-    return logits.log_softmax(-1)
+    return logits[0, text.shape[1] - 1 : -1].log_softmax(-1)
 
 
 def test_the_ensembles_of_lm_polygraph_are_draws(polygraph):
@@ -166,11 +163,8 @@ def test_the_ensembles_of_lm_polygraph_are_draws(polygraph):
     of_ep = []
     for place, token in enumerate(tokens):
         of_place = p[:, place]
-        mean = of_place.mean(0)
-        weighted = weights * of_place
-        weighted_mean = weighted.sum(0) / weights.sum()
-        of_pe.append(entr(mean).sum())
-        of_ep.append(entr(weighted_mean).sum())
+        of_pe.append(entr(of_place.mean(0)).sum())
+        of_ep.append(entr((weights * of_place).sum(0) / weights.sum()).sum())
         weights = weights * of_place[:, token, None]
     scores = polygraph.ensemble_scores(writer, 5)
     found = scores.measures(text, tokens, of_trained_model)
@@ -192,24 +186,16 @@ def test_the_wrapper_of_torch_uncertainty_predicts_as_the_posterior_does():
     la = fitted(model=model, batches=batches, rank=10)
     la.optimize_prior_precision(method="marglik")
     # Its data are pairs of inputs and labels.
-    loader = []
-    for batch in batches:
-        inputs = without_labels(batch)
-        loader.append((inputs, batch["labels"]))
+    loader = [(without_labels(batch), batch["labels"]) for batch in batches]
     inputs, _ = loader[0]
-    given = {
-        "model": model,
-        "train_loader": loader,
-        "inputs": inputs,
-    }
+    given = {"model": model, "train_loader": loader, "inputs": inputs}
     names = run("torch-uncertainty", given)
     assert_close(names["probs"], la(inputs))
 
 
 def write_base(folder: Path) -> None:
     """Write a small model that vLLM can run, and its tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(folder.parent)
-    tokenizer.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(folder.parent).save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -217,8 +203,7 @@ def write_base(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=2,
     )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def test_vllm_serves_draws_as_peft_does(tmp_path, monkeypatch):
@@ -239,12 +224,7 @@ def test_vllm_serves_draws_as_peft_does(tmp_path, monkeypatch):
     base = LlamaForCausalLM.from_pretrained("base")
     model = get_peft_model(base, lora)
     writer = fitted_text(model)
-    given = {
-        "writer": writer,
-        "base_model": "base",
-        "prompts": PROMPTS,
-    }
-    names = run("vLLM", given)
+    names = run("vLLM", {"writer": writer, "base_model": "base", "prompts": PROMPTS})
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     answers_of_draws = zip(names["folders"], names["answers"], strict=True)
     for folder, answers in answers_of_draws:
@@ -254,9 +234,6 @@ def test_vllm_serves_draws_as_peft_does(tmp_path, monkeypatch):
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             text = tokenizer(prompt, return_tensors="pt")
             with torch.no_grad():
-                output = model(text.input_ids)
-            expected = output.logits[0, -1].log_softmax(-1)
-            of_first_token = answer.outputs[0].logprobs[0]
-            for token, found in of_first_token.items():
-                of_token = expected[token].item()
-                assert found.logprob == pytest.approx(of_token, abs=1e-5)
+                expected = model(text.input_ids).logits[0, -1].log_softmax(-1)
+            for token, found in answer.outputs[0].logprobs[0].items():
+                assert found.logprob == pytest.approx(expected[token].item(), abs=1e-5)
