@@ -23,7 +23,6 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Signs,
     options.Overview,
     options.Evidence,
-    options.Text,
     options.Cost,
     options.Scale,
     options.Request,

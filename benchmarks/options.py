@@ -162,31 +162,6 @@ class Signs(SeveralSeeds):
 
 
 @dataclass(frozen=True)
-class Text(Reading):
-    """Free text by a pretrained language model (extra llm): half an hour a seed."""
-
-    task: str = option(
-        "parameters",
-        "name of a function or a parameter, or type of a parameter",
-        choices=("functions", "parameters", "types"),
-    )
-    train_examples: int = option(120, "texts to fine-tune on")
-    validation_examples: int = option(
-        16, "texts that choose temperature and prior precision"
-    )
-    test_examples: int = option(40, "texts to measure every method on")
-    epochs: int = option(6, "passes over the training texts")
-    learning_rate: float = option(1e-3, "after warming up")
-    batch_size: int = option(8, "texts in a batch")
-    rank: int = option(8, "r of the LoRA layers, in query and value")
-    draws: int = option(4, "draws from the posterior and from every rival")
-    grid_size: int = option(9, "prior precisions for validation texts to choose from")
-    model: str | None = option(None, "folder of a model to use instead of Gemma 3 270M")
-    # Unlike other numbers a seed may be 0.
-    seeds: tuple[int, ...] = option((0,), "of texts, training and draws", type=int)
-
-
-@dataclass(frozen=True)
 class Overview(Run):
     """Every method over several tasks, by runs of calibration and stages."""
 

@@ -54,21 +54,6 @@ class Hyperparameters:
         count = min(self.checkpoints, self.steps)
         return [self.steps * number // count for number in range(1, count + 1)]
 
-    def for_epochs(
-        self,
-        epochs: int,
-        texts: int,
-        warmup: float = 1 / 20,
-    ) -> "Hyperparameters":
-        """Return the same for this many passes over the texts, with one checkpoint."""
-        steps = epochs * math.ceil(texts / self.batch_size)
-        return replace(
-            self,
-            steps=steps,
-            warmup_steps=int(warmup * steps),
-            checkpoints=1,
-        )
-
     def asked(self, options: Run, names: Sequence[str]) -> "Hyperparameters":
         """Return the settings, with what options of these names ask for instead.
 

@@ -23,18 +23,14 @@ DEVIATION = ".deviation"  # after a weight's name: its standard deviation
 Noise = Callable[[torch.Generator], Weights]
 
 
-def sampled(
-    model: AdaptedModel,
-    noise: Noise,
-    draws: int = SAMPLES,
-) -> Members:
+def sampled(model: AdaptedModel, noise: Noise) -> Members:
     """Draw noise on the model's weights, and predict with each draw."""
 
     def drawn() -> Iterator[LogitsOf]:
         # Every data set, and every size of noise, gets the same draws.
         generator = torch.Generator().manual_seed(0)
         weights = dict(model.model.named_parameters())
-        for _ in range(draws):
+        for _ in range(SAMPLES):
             moved = {}
             for name, shift in noise(generator).items():
                 # The model that gives logits has the user's model as its `model`.
@@ -71,11 +67,7 @@ class NoiseOfLoraA:
         return noise
 
 
-def training_free(
-    model: AdaptedModel,
-    train: DataLoader | list[Any],
-    draws: int = SAMPLES,
-) -> Members:
+def training_free(model: AdaptedModel, train: DataLoader) -> Members:
     """Predict by TFB: as much noise as changes next to no predicted class."""
     noise = _noise_for(model)
     texts = _first_batches(train)
@@ -85,7 +77,7 @@ def training_free(
     for _ in range(BISECTIONS):
         middle = (lower + upper) / 2
         noise_tried = replace(noise, sigma=math.exp(middle))
-        tried = sampled(model, noise_tried, draws)
+        tried = sampled(model, noise_tried)
         is_changed = _predicted_classes(tried, texts) != classes
         if is_changed.double().mean() <= MOST_CHANGED:
             lower = middle
@@ -93,7 +85,7 @@ def training_free(
             upper = middle
     # The upper end is a size that changes too many.
     noise_found = replace(noise, sigma=math.exp(lower))
-    return sampled(model, noise_found, draws)
+    return sampled(model, noise_found)
 
 
 def _noise_for(model: AdaptedModel) -> NoiseOfLoraA:

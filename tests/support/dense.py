@@ -38,18 +38,6 @@ def unpadded(
     return {"input_ids": batch["input_ids"][row][is_real][None]}
 
 
-def as_padded(
-    batch: Mapping[str, Tensor],
-    row: int,
-) -> dict[str, Tensor]:
-    """Take one example with its padding and mask."""
-    only = slice(row, row + 1)
-    return {
-        "input_ids": batch["input_ids"][only],
-        "attention_mask": batch["attention_mask"][only],
-    }
-
-
 def batch_logits(
     model: nn.Module,
     inputs: Any,
