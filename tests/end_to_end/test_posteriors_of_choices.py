@@ -119,15 +119,6 @@ def means_of_each_text(side: str = "right") -> Case:
     return of_each_text(side).with_means()
 
 
-CASES = [
-    of_all_texts,
-    means_of_all_texts,
-    of_each_text,
-    means_of_each_text,
-]
-cases = pytest.mark.parametrize("make_case", CASES)
-
-
 def gpt2() -> nn.Module:
     """Make a model as PEFT leaves it: in training mode, with dropout."""
     return lora_model("gpt2")
@@ -205,8 +196,10 @@ def assert_near(
 @pytest.mark.parametrize(
     ("structure", "make_case", "side"),
     [
-        *(("lowrank_kron", make_case, "right") for make_case in CASES),
-        *(("full", make_case, "left") for make_case in CASES),
+        ("lowrank_kron", of_all_texts, "right"),
+        ("full", means_of_all_texts, "left"),
+        ("lowrank_kron", means_of_each_text, "left"),
+        ("full", of_each_text, "right"),
     ],
 )
 def test_curvature_evidence_and_predictions_are_those_of_dense_algebra(
@@ -255,7 +248,7 @@ def searched(
     return la.prior_precision
 
 
-@cases
+@pytest.mark.parametrize("make_case", [of_all_texts, means_of_each_text])
 def test_padding_changes_nothing(make_case):
     # It counts positions, and would count padding where it is not masked.
     settings = {"kfac_approx": "expand"}
@@ -266,12 +259,6 @@ def test_padding_changes_nothing(make_case):
     found = right.log_marginal_likelihood()
     expected = left.log_marginal_likelihood()
     assert_same(found, expected)
-
-
-@pytest.fixture(params=[of_each_text])
-def case(request: pytest.FixtureRequest) -> Case:
-    """Texts with answers of all, and texts with choices of their own."""
-    return request.param()
 
 
 @pytest.fixture(params=[means_of_all_texts, means_of_each_text])
@@ -423,7 +410,8 @@ def trainer_for(
     return trainer
 
 
-def test_stages_train_and_fit_them(case, tmp_path):
+def test_stages_train_and_fit_them(tmp_path):
+    case = of_each_text()
     trainer = trainer_for(tmp_path, case)
     # Stages warn of an adapter that looks trained.
     untrained(trainer.model)
