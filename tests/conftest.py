@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from peft import PeftModel
 
 import laplace_lora_ext  # noqa: F401 - registers the classes that laplace.Laplace is asked for
-from tests.support.models import plain_model
+from tests.support.models import lora_model, plain_model
 from tests.support.posteriors import OURS_AND_A_HOSTS, make
 
 # The models are so small that a second thread only waits for the first.
@@ -15,3 +16,13 @@ torch.set_num_threads(1)
 def la(request: pytest.FixtureRequest):
     """An unfitted posterior of a plain module for `pairs`, of two structures."""
     return make(plain_model(), request.param)
+
+
+@pytest.fixture
+def bert() -> PeftModel:
+    return lora_model("bert").eval()
+
+
+@pytest.fixture
+def gpt2() -> PeftModel:
+    return lora_model("gpt2").eval()

@@ -11,10 +11,6 @@ from torch import nn
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.weights import Block, LinearRows, View, strip_wrappers
 
-# Rows and columns of the largest dense factor that is kept: of the smaller side of a
-# weight.
-_LARGEST = 2048
-
 Selection = bool | str | Collection[str]
 """All heads, none, or those of some names as in `peft.LoraConfig`."""
 
@@ -74,7 +70,7 @@ class HeadWeight:
                 "'classifier.out_proj', and the rest stays at its MAP value."
             )
         is_bias = self.parameter == "bias"
-        block = Block(
+        return Block(
             name=self.name,
             adapter=self.adapter,
             module=layer,
@@ -85,16 +81,6 @@ class HeadWeight:
             view=View((layer.out_features, 1)) if is_bias else None,
             kind="head",
         )
-        smaller = min(block.shape)
-        if smaller > _LARGEST:
-            m, n = block.shape
-            raise NotImplementedError(
-                f"{self.known_as} is a weight of {m:,} x {n:,}, whose smaller "
-                f"Kronecker factor has {smaller:,} x {smaller:,} numbers "
-                f"({4 * smaller**2 / 2**20:,.0f} MiB); at most {_LARGEST:,} rows are "
-                "kept: name other layers in modules_to_save, or none."
-            )
-        return block
 
 
 def head_weights(

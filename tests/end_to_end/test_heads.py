@@ -272,20 +272,6 @@ def with_norm() -> nn.Module:
     return trained(base, config)
 
 
-def too_large() -> nn.Module:
-    """Make a model whose head is a square, of which no factor is small."""
-    layers = nn.Sequential(
-        nn.Linear(5, 6),
-        nn.Linear(6, 2100),
-        nn.Linear(2100, 2100),
-    )
-    config = LoraConfig(
-        target_modules=["0"],
-        modules_to_save=["2"],
-    )
-    return get_peft_model(layers, config)
-
-
 def headless() -> nn.Module:
     base = TwoLinear()
     config = LoraConfig(target_modules=["first"])
@@ -309,7 +295,6 @@ def tied() -> nn.Module:
         (headless, True, "without any"),
         (headless, ["head"], "none"),
         (with_norm, True, r"head\.0\.weight is a weight of LayerNorm"),
-        (too_large, True, "2,100 x 2,100"),
         (tied, True, r"head\S*\.4\.weight"),
     ],
 )

@@ -1,20 +1,9 @@
 """Models and texts that many tests of models take."""
 
 import pytest
-from peft import PeftModel
 from torch import Tensor, nn
 
-from tests.support.models import OfBatches, llama, lora_model, ragged_batches
-
-
-@pytest.fixture
-def bert() -> PeftModel:
-    return lora_model("bert").eval()
-
-
-@pytest.fixture
-def gpt2() -> PeftModel:
-    return lora_model("gpt2").eval()
+from tests.support.models import OfBatches, llama, ragged_batches
 
 
 @pytest.fixture
