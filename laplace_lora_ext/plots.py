@@ -109,7 +109,7 @@ def outcomes(
     predictions: list[Prediction] = []
     labels: list[Tensor] = []
     for batch in tqdm(loader, "[Predictions]", disable=is_silent):
-        inputs, y = la.model.split(batch)
+        inputs, y = first.model.split(batch)
         logits, prediction = predict_both(la, inputs, pred_type)
         trained.append(task.class_logits(logits).softmax(-1).cpu())
         predictions.append(prediction)

@@ -127,37 +127,22 @@ def test_preferences_have_the_members_mean_probability():
 def test_entropies_are_those_of_all_members_draws():
     both = two()
     batch = both.batch
-    n_samples = 40
-    mixture = both.mixture()
-    found = mixture.predict(
-        batch,
-        "probit",
-        n_samples,
-        generator=generator(5),
-    )
+    found = both.mixture().predict(batch, "probit", 40, generator=generator(5))
 
     # The second member draws after the first.
     shared = generator(5)
     drawn = []
     for la in both.members:
         f_mu, f_var = la.predictive_moments(batch)
-        noise = shared_noise(f_mu, n_samples, shared)
-        log_p = softmax_samples(f_mu, f_var, noise)
+        log_p = softmax_samples(f_mu, f_var, shared_noise(f_mu, 40, shared))
         drawn.append(log_p.exp())
     p = torch.cat(drawn)
-    mean = p.mean(0)
-    total = entr(mean).sum(-1)
-    of_draws = entr(p).sum(-1)
-    aleatoric = of_draws.mean(0)
-    epistemic = total - aleatoric
-    n_texts = len(found.labels)
-    texts = range(n_texts)
-    of_label = p[:, texts, found.labels]
-    # Of all draws of both, so that what the members disagree about counts too.
-    variance = of_label.var(0, correction=0)
+    total = entr(p.mean(0)).sum(-1)
     assert_close(found.total_entropy, total)
-    assert_close(found.epistemic_entropy, epistemic)
-    assert_close(found.label_variance, variance)
+    assert_close(found.epistemic_entropy, total - entr(p).sum(-1).mean(0))
+    # Of all draws of both, so that what the members disagree about counts too.
+    of_label = p[:, range(len(found.labels)), found.labels]
+    assert_close(found.label_variance, of_label.var(0, correction=0))
 
 
 def test_decisions_have_the_probabilities_of_their_link_by_one_pass_of_each_member():
@@ -205,21 +190,14 @@ def priors_of(*posteriors):
 def loss_by_hand(both, batches):
     """Compute the mean negative log-likelihood of what a mixture predicts."""
     mixture = both.mixture()
-    likelihood = both.first.task
+    task = both.first.task
     losses = []
     for batch in batches:
         predicted = mixture(batch, **MEAN_FIELD, fitting=True)
         # Of numbers these are moments, of classes probabilities.
-        is_moments = likelihood.has_noise
-        outputs = predicted if is_moments else [predicted.log()]
-        nll = likelihood.nll(
-            outputs,
-            batch["labels"],
-            both.first.sigma_noise,
-        )
-        losses.append(nll)
-    of_texts = torch.cat(losses)
-    return of_texts.mean().item()
+        outputs = predicted if task.has_noise else [predicted.log()]
+        losses.append(task.nll(outputs, batch["labels"], both.first.sigma_noise))
+    return torch.cat(losses).mean().item()
 
 
 def losses_of_factors(both: Two) -> list[float]:
@@ -229,8 +207,7 @@ def losses_of_factors(both: Two) -> list[float]:
     for factor in FACTORS:
         both.first.prior_precision = of_first * factor
         both.second.prior_precision = of_second * factor
-        loss = loss_by_hand(both, both.batches)
-        losses.append(loss)
+        losses.append(loss_by_hand(both, both.batches))
     return losses
 
 

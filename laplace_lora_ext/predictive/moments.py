@@ -15,7 +15,7 @@ from laplace_lora_ext.predictive.contrasts import completed
 
 
 @dataclass(frozen=True, eq=False)
-class Moments:
+class Moments(Sequence[Tensor]):
     """Mean and covariance of the logits of N examples under the linearised model.
 
     A Laplace approximation takes them in place of a batch, with `pred_type="glm"`. They
@@ -46,9 +46,11 @@ class Moments:
             return self.covariance
         return completed(self.covariance, self.classes, self.f_mu.shape[-1])
 
-    def __iter__(self) -> Iterator[Tensor]:
-        yield self.f_mu
-        yield self.f_var
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.f_mu, self.f_var)[index]
 
     def to(self, *args: Any, **kwargs: Any) -> Moments:
         """Move or convert both; arguments are as for `torch.Tensor.to`."""

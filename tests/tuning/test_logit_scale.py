@@ -20,7 +20,6 @@ from laplace_lora_ext import (
 from laplace_lora_ext.tuning.losses import LOGIT_SCALES, PENALTY, Likelihoods
 from tests.support.models import (
     first_batch,
-    lora_model,
     ragged_batches,
     without_labels,
 )
@@ -60,10 +59,7 @@ def batch() -> Batch:
 
 def scaled(moments: Moments) -> Moments:
     """Multiply logits by `SCALE`, and so their covariances by its square."""
-    return Moments(
-        f_mu=SCALE * moments.f_mu,
-        covariance=SCALE**2 * moments.f_var,
-    )
+    return Moments(SCALE * moments.f_mu, SCALE**2 * moments.f_var)
 
 
 @pytest.mark.parametrize(
@@ -84,35 +80,22 @@ def test_a_link_gets_scaled_logits(link, structure, batch):
         torch.manual_seed(0)
         return la(x, link_approx=link, n_samples=50)
 
-    of_scaled = scaled(moments)
-    expected = predict(of_scaled)
+    expected = predict(scaled(moments))
     la.logit_scale = SCALE
-    of_batch = predict(batch)
-    of_moments = predict(moments)
-    assert_close(of_batch, expected, **ROUNDING)
-    assert_close(of_moments, expected, **ROUNDING)
+    assert_close(predict(batch), expected, **ROUNDING)
+    assert_close(predict(moments), expected, **ROUNDING)
     # Moments stay those of the model's own logits.
-    after = la.predictive_moments(batch)
-    assert torch.equal(after.f_var, moments.f_var)
+    assert torch.equal(la.predictive_moments(batch).f_var, moments.f_var)
 
 
 def test_without_variance_it_is_the_inverse_of_a_temperature(batch):
     la = fitted(prior_precision=1e15)
-    moments = la.predictive_moments(batch)
-    scaled_logits = SCALE * moments.f_mu
-    expected = scaled_logits.softmax(-1)
+    expected = (SCALE * la.predictive_moments(batch).f_mu).softmax(-1)
     la.logit_scale = SCALE
     for link in ("probit", "mean_field", "mc"):
-        by_link = la(batch, link_approx=link)
-        assert_close(by_link, expected)
-    prediction = la.predict(batch)
-    assert_close(prediction.probabilities, expected)
-    by_networks = la(
-        batch,
-        pred_type="nn",
-        generator=generator(),
-    )
-    assert_close(by_networks, expected)
+        assert_close(la(batch, link_approx=link), expected)
+    assert_close(la.predict(batch).probabilities, expected)
+    assert_close(la(batch, pred_type="nn", generator=generator()), expected)
 
 
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
@@ -130,8 +113,7 @@ def test_draws_and_functions_are_of_scaled_logits(la, batch, pred_type):
 
 
 def test_decisions_draw_scaled_logits(la, batch):
-    moments = la.predictive_moments(batch)
-    of_scaled = scaled(moments)
+    of_scaled = scaled(la.predictive_moments(batch))
     expected = la.predict(of_scaled, generator=generator())
     la.logit_scale = SCALE
     found = la.predict(batch, generator=generator())
@@ -139,42 +121,30 @@ def test_decisions_draw_scaled_logits(la, batch):
 
 
 def test_learnt_variances_are_scaled_with_the_logits(la, batch):
-    moments = la.predictive_moments(batch)
-    of_scaled = scaled(moments)
-    exact = la(of_scaled, link_approx="mean_field")
-
-    def predict() -> Tensor:
-        return la(
-            batch,
-            pred_type="amortized",
-            link_approx="mean_field",
-        )
-
+    exact = la(scaled(la.predictive_moments(batch)), link_approx="mean_field")
+    options = {"pred_type": "amortized", "link_approx": "mean_field"}
     texts = ragged_batches()
     la.amortize(texts)
-    unscaled = predict()
+    unscaled = la(batch, **options)
     la.logit_scale = SCALE
-    found = predict()
+    found = la(batch, **options)
     assert not torch.allclose(unscaled, found)
     # Learnt variances are a regression's, and only near those of the posterior.
     assert_close(found, exact, rtol=0.2, atol=0.02)
     # What is learnt is the same, whatever the scale.
     la.amortize(texts)
-    assert_close(predict(), found)
+    assert_close(la(batch, **options), found)
 
 
 def test_the_evidence_and_the_curvature_ignore_it(la):
     evidence = la.log_marginal_likelihood()
     sums = la.state_dict()["H"]
     la.logit_scale = SCALE
-    of_scaled = la.log_marginal_likelihood()
-    assert torch.equal(of_scaled, evidence)
+    assert torch.equal(la.log_marginal_likelihood(), evidence)
     # Nor does a fit that comes after it.
     la.fit(ragged_batches())
-    of_refitted = la.log_marginal_likelihood()
-    assert torch.equal(of_refitted, evidence)
-    state = la.state_dict()
-    assert_close(state["H"], sums)
+    assert torch.equal(la.log_marginal_likelihood(), evidence)
+    assert_close(la.state_dict()["H"], sums)
     assert la.logit_scale == SCALE
 
 
@@ -212,21 +182,18 @@ def test_it_is_saved(la, batch, tmp_path):
 
 
 def test_it_moves_with_the_model(batch):
-    model = lora_model("bert", torch.float32)
-    la = fitted(model=model)
+    la = fitted(dtype=torch.float32)
     la.logit_scale = SCALE
     before = la(batch)
-    model.double()
-    after = la(batch).float()
+    la.model.double()
     # As near as float32 is to float64.
-    assert_close(after, before.float(), rtol=1e-4, atol=1e-5)
+    assert_close(la(batch).float(), before, rtol=1e-4, atol=1e-5)
     assert la.logit_scale == SCALE
 
 
 def test_drawn_adapters_lack_it_which_is_said(la, tmp_path):
     la.logit_scale = SCALE
-    message = r"by logit_scale, 2\.5"
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=r"by logit_scale, 2\.5"):
         la.sample_adapters(1, tmp_path)
 
 
@@ -275,85 +242,48 @@ def size(batches: list[Batch]) -> int:
     return sum(len(batch["labels"]) for batch in batches)
 
 
-def penalty_of(
-    scale: float,
-    batches: list[Batch],
-) -> float:
+def penalty_of(scale: float, batches: list[Batch]) -> float:
     """What a scale adds to the mean loss of some texts."""
     factor = PENALTY if scale > 1 else 0.0
-    squared_log = math.log(scale) ** 2
     # As much for all texts together, however many there are.
-    return factor * squared_log / size(batches)
+    return factor * math.log(scale) ** 2 / size(batches)
 
 
 def mean_loss(
-    la: Any,
-    batches: list[Batch],
-    link_approx: str = "mean_field",
-    **options: Any,
+    la: Any, batches: list[Batch], link_approx: str = "mean_field", **options: Any
 ) -> float:
     """Average over examples, by predictions from the inputs."""
     losses = []
     for batch in batches:
-        probabilities = la(
-            batch,
-            link_approx=link_approx,
-            **options,
-        )
-        log_p = probabilities.double().log()
-        of_texts = nll_loss(log_p, batch["labels"], reduction="none")
-        losses.append(of_texts)
+        log_p = la(batch, link_approx=link_approx, **options).double().log()
+        losses.append(nll_loss(log_p, batch["labels"], reduction="none"))
     return torch.cat(losses).mean().item()
 
 
-def penalised_loss(
-    la: Any,
-    batches: list[Batch],
-    **options: Any,
-) -> float:
+def penalised_loss(la: Any, batches: list[Batch], **options: Any) -> float:
     """Compute what a search minimises, at the present prior and scale."""
-    loss = mean_loss(la, batches, **options)
-    penalty = penalty_of(la.logit_scale, batches)
-    return loss + penalty
+    return mean_loss(la, batches, **options) + penalty_of(la.logit_scale, batches)
 
 
 def underconfident(**keywords: Any):
     """Fit a posterior, and make texts of which its model is right, yet not sure."""
     la = fitted(**keywords)
-    texts = ragged_batches(
-        lengths=(7, 4, 5, 7, 3, 6, 2, 7) * 3,
-        seed=7,
-    )
+    texts = ragged_batches(lengths=(7, 4, 5, 7, 3, 6, 2, 7) * 3, seed=7)
     for batch in texts:
-        moments = la.predictive_moments(batch)
-        batch["labels"] = moments.f_mu.argmax(-1)
+        batch["labels"] = la.predictive_moments(batch).f_mu.argmax(-1)
     return la, texts
 
 
-def lowest_of_temperatures(
-    la: Any,
-    texts: list[Batch],
-) -> float:
+def lowest_of_temperatures(la: Any, texts: list[Batch]) -> float:
     """Compute the lowest penalised loss of the model alone, over all scales."""
-    logits = []
-    labels = []
-    for batch in texts:
-        moments = la.predictive_moments(batch)
-        logits.append(moments.f_mu)
-        labels.append(batch["labels"])
-    f_mu = torch.cat(logits)
-    y = torch.cat(labels)
-    losses = []
+    f_mu = torch.cat([la.predictive_moments(batch).f_mu for batch in texts])
+    y = torch.cat([batch["labels"] for batch in texts])
     # From 0.04 to 20, so close to each other that the best is among them.
-    lowest = math.log10(0.04)
-    highest = math.log10(20)
-    exponents = torch.linspace(lowest, highest, 600)
-    for exponent in exponents.tolist():
-        scale = 10**exponent
-        loss = cross_entropy(scale * f_mu, y).item()
-        penalty = penalty_of(scale, texts)
-        losses.append(loss + penalty)
-    return min(losses)
+    scales = torch.logspace(math.log10(0.04), math.log10(20), 600).tolist()
+    return min(
+        cross_entropy(scale * f_mu, y).item() + penalty_of(scale, texts)
+        for scale in scales
+    )
 
 
 # Where the scale tells all, the best prior is the last.
