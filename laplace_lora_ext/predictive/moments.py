@@ -46,11 +46,15 @@ class Moments(Sequence[Tensor]):
             return self.covariance
         return completed(self.covariance, self.classes, self.f_mu.shape[-1])
 
+    def __iter__(self) -> Iterator[Tensor]:
+        yield self.f_mu
+        yield self.f_var
+
     def __len__(self) -> int:
         return 2
 
     def __getitem__(self, index: Any) -> Any:
-        return (self.f_mu, self.f_var)[index]
+        return tuple(self)[index]
 
     def to(self, *args: Any, **kwargs: Any) -> Moments:
         """Move or convert both; arguments are as for `torch.Tensor.to`."""
