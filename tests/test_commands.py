@@ -290,7 +290,13 @@ def test_a_queue_has_the_most_doubtful_first_and_says_what_is_proven(
     # Texts of other labels prove something else.
     other = write_rows(tmp_path / "other.jsonl", 20, calibrated.names, n_wrong=20)
     run("review --overwrite", accuracy=0.1, test=other, costs=(1, 9), **options)
-    assert "Of 20 labelled texts decided alone" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "promises a mean cost of" in printed
+    assert "Of 20 labelled texts decided alone" in printed
+    run("review --overwrite", capacity=100, **options)
+    printed = capsys.readouterr().out
+    assert "0% of 40 texts are decided alone" in printed
+    assert "Nothing is proven" in printed
 
 
 def test_learnt_variances_predict(calibrated, refusal, tmp_path):

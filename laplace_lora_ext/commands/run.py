@@ -214,11 +214,15 @@ def review(arguments: ReviewArguments) -> None:
     writer.writeheader()
     writer.writerows(lines)
     _write(output, file.getvalue())
+    promised = f"an accuracy of {queue.promise:.3f}"
+    if queue.costs is not None:
+        promised = f"a mean cost of {1 - queue.promise:.3f}"
     print(
         f"{queue.share:.0%} of {len(texts)} texts are decided alone, and "
-        f"{queue.n_to_read} are for a person. The posterior promises an accuracy of "
-        f"{queue.promise:.3f} of what is decided alone."
+        f"{queue.n_to_read} are for a person."
     )
+    if queue.share:
+        print(f"Of what is decided alone the posterior promises {promised}.")
     held_out = la.metadata.get("held_out")
     if arguments.test is not None:
         tested, labels = loaded.labelled_texts(arguments.test)

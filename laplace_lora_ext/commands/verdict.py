@@ -67,8 +67,10 @@ def verdict(results: Outcomes, logit_scale: float) -> str:
         if name != TRAINED
     ]
     gain = gains[1] - gains[0]
-    mean, error = gain.mean().item(), gain.std().item() / len(gain) ** 0.5
-    if abs(mean) <= 2 * error:
+    mean = gain.mean().item()
+    error = (gain.var(correction=0) / (len(gain) - 1)).sqrt().item()
+    # The error of a single text is not a number.
+    if not abs(mean) > 2 * error:
         return first + "A temperature does as well on these texts."
     better, worse = (POSTERIOR, TEMPERATURE) if mean > 0 else (TEMPERATURE, POSTERIOR)
     return first + (

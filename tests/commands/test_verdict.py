@@ -1,0 +1,76 @@
+"""Sentences about results, each of its case."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from laplace_lora_ext.commands.verdict import figures_of, reason, verdict
+from laplace_lora_ext.plots import Outcomes
+from laplace_lora_ext.predictive.predictions import Prediction
+
+NAMES = ("plant", "air")
+
+
+def outcomes_of(posterior: Tensor, spread: float, **options: float) -> Outcomes:
+    """Give every text a posterior's probability of its label; eight of ten are right.
+
+    Draws spread so far around that.
+    """
+    of_label = torch.full((40,), 0.95)
+    of_label[:8] = 0.05
+    labels = torch.zeros(40, dtype=torch.long)
+    p = torch.stack([posterior, 1 - posterior], dim=1)
+    drawn = torch.stack([p + spread, p - spread]).clamp(0.01, 0.99)
+    prediction = Prediction.of_draws(p, drawn)
+    trained = torch.stack([of_label, 1 - of_label], dim=1)
+    return Outcomes(trained, prediction, labels, **options)
+
+
+MODEST = torch.full((40,), 0.8).index_fill(0, torch.arange(8), 0.2)
+SEEING = torch.full((40,), 0.8).index_fill(0, torch.arange(8), 0.45)
+
+
+@pytest.mark.parametrize(
+    ("posterior", "spread", "options", "expected"),
+    [
+        (SEEING, 0.1, {"temperature": 2.0}, "posterior is better than the temperature"),
+        (MODEST, 0.1, {"temperature": 0.5}, "posterior is better than the temperature"),
+        (1 - MODEST, 0.1, {"temperature": 2.0}, "temperature is better than the post"),
+        (MODEST, 0.1, {"temperature": 2.1239}, "A temperature does as well"),
+        (MODEST, 0.1, {}, "No temperature was chosen"),
+        (MODEST, 0.0, {"temperature": 2.0}, "the posterior is a temperature of 0.75"),
+    ],
+)
+def test_a_verdict_says_by_how_much(posterior, spread, options, expected):
+    found = verdict(outcomes_of(posterior, spread, **options), 4 / 3)
+    share = (posterior > 0.5).double().mean()
+    assert found.startswith(f"{share:.0%} of the answers are right: the trained model")
+    assert "claims 95%" in found
+    assert expected in found
+
+
+def test_a_single_text_proves_no_difference():
+    one = outcomes_of(SEEING, 0.1, temperature=2.0)
+    first = Prediction._make(column[:1] for column in one.prediction)
+    one = one._replace(trained=one.trained[:1], prediction=first, labels=one.labels[:1])
+    assert "does as well" in verdict(one, 1.0)
+
+
+def test_the_best_of_each_measure_is_marked():
+    trained, temperature, posterior = figures_of(
+        outcomes_of(SEEING, 0.1, temperature=2.0)
+    )
+    assert trained[1] == temperature[1] == posterior[1] == "0.800*"
+    assert posterior[2].endswith("*")
+    assert not trained[2].endswith("*")
+
+
+@pytest.mark.parametrize(
+    ("spread", "expected"),
+    [(0.0, "air (80%)"), (0.02, "about the text"), (0.79, "about the weights")],
+)
+def test_a_reason_names_what_competes_and_what_the_doubt_is_about(spread, expected):
+    found = reason(outcomes_of(MODEST, spread).prediction, 0, NAMES)
+    assert found.startswith("air (80%) or plant (20%)")
+    assert expected in found
+    assert ("of the doubt" in found) == (spread > 0)
