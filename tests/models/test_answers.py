@@ -337,11 +337,19 @@ def test_a_causal_language_model_needs_class_tokens(gpt2, eight_texts):
 # --- answers that are warned of -------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
+@pytest.mark.parametrize(
+    ("structure", "answers"),
+    [
+        ("lowrank_kron", CLASS_TOKEN_IDS),
+        ("kron", CLASS_TOKEN_IDS),
+        # Of several tokens the first ones count.
+        ("lowrank_kron", [[token, 5] for token in CLASS_TOKEN_IDS]),
+    ],
+)
 def test_answers_that_the_model_hardly_gives_are_warned_of_once_after_a_fit(
-    gpt2, eight_texts, structure
+    gpt2, eight_texts, structure, answers
 ):
-    la = make(gpt2, structure, class_token_ids=CLASS_TOKEN_IDS)
+    la = make(gpt2, structure, class_token_ids=answers)
     batches = ragged_batches()
     with pytest.warns(UserWarning, match="have only") as caught:
         la.fit(batches)

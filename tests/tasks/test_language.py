@@ -650,6 +650,12 @@ def test_settings_that_do_not_fit_are_refused(settings, message, gpt2):
         make_of_texts(gpt2, **settings).fit(text_batches())
 
 
+def test_one_label_is_drawn_for_each_token_by_default(gpt2):
+    settings = make_of_texts(gpt2).backend.settings
+    drawn = {"stochastic": True, "draws": "labels", "num_samples": 1}
+    assert {name: settings[name] for name in drawn} == drawn
+
+
 def test_texts_are_no_choices(gpt2):
     # Without answers, a model waits for batches that bring choices.
     of_choices = make(gpt2)
