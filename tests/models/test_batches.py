@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import BatchEncoding
 
-from laplace_lora_ext.models.batches import check_texts, named_batches, text_first
+from laplace_lora_ext.models.batches import (
+    check_texts,
+    named_batches,
+    positions_of,
+    text_first,
+)
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.tasks.language import TokensModel
 from tests.support.dense import EXACT
@@ -466,6 +471,28 @@ def test_a_padding_token_inside_of_a_text_is_not_refused():
     expected = model(batch)
     unmasked = without(batch, "attention_mask")
     assert torch.equal(model(unmasked), expected)
+
+
+# --- rows of a batch ------------------------------------------------------------------
+
+
+def test_positions_know_the_padding_of_each_example_and_what_is_beside_texts():
+    cpu = torch.device("cpu")
+    ids = torch.ones(4, 3, dtype=torch.long)
+    mask = torch.tensor([[1, 1, 0]])
+    for given in (mask, mask.expand(4, 3)):
+        # A mask of one row is that of all; two texts are an example.
+        found = positions_of({"input_ids": ids, "attention_mask": given}, 2, cpu)
+        assert torch.equal(found.mask, mask.bool().repeat(2, 2))
+        assert (found.n_rows, found.n_tokens, found.is_text) == (4, 12, False)
+    found = positions_of({"input_ids": ids, "attention_mask": ids}, 4, cpu)
+    assert found.mask is None
+    assert found.is_text
+    assert not positions_of(
+        {"input_ids": ids, "pixels": torch.ones(4, 2)}, 4, cpu
+    ).is_text
+    # Windows, of which texts have other numbers.
+    assert positions_of(ids, 3, cpu).n_tokens is None
 
 
 # --- padding on the left --------------------------------------------------------------
