@@ -16,50 +16,32 @@ from tests.support.posteriors import (
 
 def test_the_sums_that_are_kept_have_twice_as_many_columns_as_the_curvature():
     la = fitted(rank=1)
-    n_columns = []
-    for block in la.H_facs.blocks:
-        factors = (block.output_factor, block.input_factor)
-        for factor in factors:
-            # The smaller factor of a block is dense.
-            if isinstance(factor, LowRankFactor):
-                _, n_of_factor = factor.columns.shape
-                n_columns.append(n_of_factor)
-    n_blocks = len(la.blocks)
-    assert n_columns == [2] * n_blocks
-    for block in la.H.blocks:
-        vectors = block.large.vectors
-        _, n_vectors = vectors.shape
-        assert n_vectors == 1
+    for sums, block in zip(la.H_facs.blocks, la.H.blocks, strict=True):
+        # The smaller factor of a block is dense.
+        (large,) = (
+            factor
+            for factor in (sums.output_factor, sums.input_factor)
+            if isinstance(factor, LowRankFactor)
+        )
+        assert large.columns.shape[1] == 2
+        assert block.large.vectors.shape[1] == 1
 
 
 # --- statistics -----------------------------------------------------------------------
 
 
-def test_statistics_of_no_data_are_refused():
+def test_statistics_of_no_data_or_of_other_labels_are_refused():
     la = fitted()
     with pytest.raises(ValueError, match="no data"):
         la.predictive_statistics([])
-
-
-def test_statistics_have_the_labels_of_all_batches_or_of_none():
-    la = fitted()
     batches = ragged_batches()
     unlabelled = [without_labels(batch) for batch in batches]
-    statistics = la.predictive_statistics(unlabelled)
-    assert statistics.targets is None
-    labelled, *_ = batches
-    _, without, *_ = unlabelled
+    assert la.predictive_statistics(unlabelled).targets is None
     with pytest.raises(ValueError, match="others have none"):
-        la.predictive_statistics([labelled, without])
-
-
-def test_statistics_of_unknown_classes_are_refused():
-    la = fitted()
-    first, second, _ = ragged_batches()
-    labels = torch.tensor([0, 7, 1])
-    wrong = second | {"labels": labels}
+        la.predictive_statistics([batches[0], unlabelled[1]])
+    wrong = batches[1] | {"labels": torch.tensor([0, 7, 1])}
     with pytest.raises(ValueError, match="batch 1: labels must be from 0 to 2"):
-        la.predictive_statistics([first, wrong])
+        la.predictive_statistics([batches[0], wrong])
 
 
 def test_statistics_that_are_not_finite_are_refused():
@@ -116,45 +98,21 @@ def test_statistics_of_another_temperature_choose_as_the_data_do(choose):
 # --- summary --------------------------------------------------------------------------
 
 
-def determined_by_data(la) -> list[float]:
-    """Sum the share of each parameter's posterior precision that the data bring."""
-    n_weights = sizes(la)
-    of_blocks = la.prior_precision.double()
-    of_weights = of_blocks.repeat_interleave(torch.tensor(n_weights))
-    H = la.H.to_matrix() / la.temperature
-    posterior_precision = H + of_weights.diag()
-    shares = H @ torch.linalg.inv(posterior_precision)
-    diagonal = shares.diagonal()
-    sums = []
-    for of_block in diagonal.split(n_weights):
-        sums.append(of_block.sum().item())
-    return sums
-
-
 def test_a_summary_counts_the_parameters_that_the_data_determine():
     la = fitted("gpt2")
     la.temperature = 0.01
     la.prior_precision = priors_of_blocks(la)
     _, *lines = la.summary().splitlines()
-    names = []
-    n_params = []
-    precisions = []
-    n_determined = []
-    for line in lines:
-        name, n, precision, determined = line.split()
-        names.append(name)
-        n_params.append(int(n))
-        precisions.append(float(precision))
-        n_determined.append(float(determined))
-
+    names, *figures = zip(*(line.split() for line in lines), strict=True)
+    n_params, precisions, n_determined = ([*map(float, each)] for each in figures)
     assert names[-1] == "transformer.h.1.mlp.c_proj.lora_B.default.weight"
     assert n_params == sizes(la)
+    # The share of each parameter's posterior precision that the data bring.
+    prior = la.prior_precision.double().repeat_interleave(torch.tensor(sizes(la)))
+    H = la.H.to_matrix() / la.temperature
+    shares = (H @ torch.linalg.inv(H + prior.diag())).diagonal()
+    expected = [of_block.sum().item() for of_block in shares.split(sizes(la))]
     # As many digits as are printed.
-    printed = {
-        "rel": 1e-3,
-        "abs": 0.05,
-    }
-    expected = la.prior_precision.tolist()
-    assert precisions == pytest.approx(expected, **printed)
-    expected = determined_by_data(la)
+    printed = {"rel": 1e-3, "abs": 0.05}
+    assert precisions == pytest.approx(la.prior_precision.tolist(), **printed)
     assert n_determined == pytest.approx(expected, **printed)

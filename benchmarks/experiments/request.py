@@ -4,11 +4,13 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
@@ -27,10 +29,13 @@ from laplace_lora_ext.models.adapters import find_peft_model
 from laplace_lora_ext.predictive.contrasts import Contrasts
 
 BARE = "the model's own forward pass"
+EPOCH = "an epoch of training"
+FIT = "a fit to its texts"
 WIDTH, LAYERS = 16, 32  # of the thin Llama
 NO_VARIANCE = 1e12  # a prior precision
 DRAWS = 10
 WARM_UP = 5
+FITS = 10  # and as many epochs
 
 Batch = Mapping[str, Tensor]
 
@@ -43,9 +48,11 @@ def run(options: Request) -> Iterator[Result]:
         say(options, name)
         for kind, milliseconds in measured(model, options, device).items():
             rows.append({"model": name, "request": kind, "ms": milliseconds})
-    bare = {row["model"]: row["ms"] for row in rows if row["request"] == BARE}
     for row in rows:
-        row["forwards"] = row["ms"] / bare[row["model"]]
+        of_model = {r["request"]: r["ms"] for r in rows if r["model"] == row["model"]}
+        row["forwards"] = row["ms"] / of_model[BARE]
+        if row["request"] == FIT:
+            row["epochs"] = row["ms"] / of_model[EPOCH]
     yield {"rows": rows}, text_of(rows, options)
 
 
@@ -178,7 +185,34 @@ def measured(model: AdaptedModel, options: Request, device: str) -> dict[str, fl
             taken = seconds_of(request, clock)
             if number >= WARM_UP:
                 seconds[kind].append(taken)
+    training = {
+        EPOCH: partial(_train, base, batch, clock),
+        FIT: partial(seconds_of, partial(la.fit, [batch]), clock),
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The trained model is no better")
+        for _ in range(FITS):
+            for kind, measure in training.items():
+                seconds.setdefault(kind, []).append(measure())
     return {kind: 1000 * statistics.median(each) for kind, each in seconds.items()}
+
+
+def _train(model: nn.Module, batch: Batch, clock: Callable[[], float]) -> float:
+    """Measure the seconds of a training step, which leaves the weights as they are."""
+    texts = {name: values for name, values in batch.items() if name != "labels"}
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
+
+    def step() -> None:
+        logits = model(**texts).logits
+        cross_entropy(logits, batch["labels"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model.train()
+    taken = seconds_of(step, clock)
+    model.eval()
+    return taken
 
 
 def text_of(rows: list[Row], options: Request) -> list[str]:
@@ -186,6 +220,8 @@ def text_of(rows: list[Row], options: Request) -> list[str]:
     return [
         f"One text of {options.length} tokens a request; medians of {options.requests} "
         "requests, each kind in turn, in processor time. The weights of LoRA and head "
-        "are random: they tell about speed only.",
-        table(rows, ["model", "request", "ms", "forwards"]),
+        "are random: they tell about speed only. An epoch is a forward and a backward "
+        f"pass of one batch of {options.texts} texts, and a step of AdamW; a fit has "
+        "its default draws.",
+        table(rows, ["model", "request", "ms", "forwards", "epochs"]),
     ]

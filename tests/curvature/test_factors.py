@@ -98,30 +98,17 @@ def test_is_exact_where_the_rank_reaches_the_size(n, d, extra, tail, batch):
 # --- sums of two runs -----------------------------------------------------------------
 
 
-def in_two_runs(
-    rows: Tensor,
-    rank: int,
-) -> LowRankFactor:
-    """Add the factors of the first 25 rows and of the rest."""
-    first = low_rank(rows[:25], rank)
-    second = low_rank(rows[25:], rank)
-    return first + second
-
-
 def test_merging_two_runs_is_one_longer_run():
     rows = decaying_rows(60, 8)
-    merged = in_two_runs(rows, rank=8)
-    expected = rows.T @ rows
-    assert_close(matrix_of(merged), expected)
 
+    def in_two_runs(rank: int) -> LowRankFactor:
+        return low_rank(rows[:25], rank) + low_rank(rows[25:], rank)
 
-def test_sums_keep_twice_the_rank():
-    # So that cutting them loses little.
-    rows = decaying_rows(60, 8)
-    truncated = in_two_runs(rows, rank=3)
+    assert_close(matrix_of(in_two_runs(8)), rows.T @ rows)
+    # Sums keep twice the rank, so that cutting them loses little.
+    truncated = in_two_runs(3)
     assert n_columns(truncated) == 2 * 3
-    squares = rows.square()
-    assert_close(truncated.trace, squares.sum())
+    assert_close(truncated.trace, rows.square().sum())
 
 
 # --- eigendecompositions that fail ----------------------------------------------------
@@ -131,21 +118,14 @@ def not_converging(matrix: Tensor) -> None:
     raise torch.linalg.LinAlgError("did not converge")
 
 
-def test_low_rank_factors_are_decomposed_otherwise(monkeypatch):
+def test_factors_are_decomposed_otherwise(monkeypatch):
     rows = decaying_rows(60, 20)
-    factor = low_rank(rows, rank=4)
-    expected = matrix_of(factor)
+    expected = matrix_of(low_rank(rows, rank=4))
+    dense = DenseFactor(rows.T @ rows)
     monkeypatch.setattr(torch.linalg, "eigh", not_converging)
     # Updates decompose as well.
-    factor = low_rank(rows, rank=4)
-    assert_close(matrix_of(factor), expected)
-
-
-def test_dense_factors_are_decomposed_otherwise(monkeypatch):
-    rows = decaying_rows(60, 20)
-    factor = DenseFactor(rows.T @ rows)
-    monkeypatch.setattr(torch.linalg, "eigh", not_converging)
-    assert_close(matrix_of(factor), factor.matrix)
+    assert_close(matrix_of(low_rank(rows, rank=4)), expected)
+    assert_close(matrix_of(dense), dense.matrix)
 
 
 # --- against the optimal factor -------------------------------------------------------
@@ -172,36 +152,20 @@ class Streamed:
 
 
 # Few rows at once go through an eigensolver, and many through subspace iteration.
-@pytest.fixture(params=[30, 1500], ids="{} rows at once".format)
-def batch(request) -> int:
-    return request.param
-
-
-@pytest.fixture(params=[torch.float32, torch.float64], ids=str)
-def dtype(request) -> torch.dtype:
-    return request.param
-
-
-@pytest.fixture(params=[0.3, 1.0, 2.0], ids="power {}".format)
-def power(request) -> float:
-    return request.param
-
-
-@pytest.fixture(params=[60, 400], ids="{} features".format)
-def n_features(request) -> int:
-    return request.param
-
-
-@pytest.fixture
-def streamed(
-    n_features: int,
-    power: float,
-    dtype: torch.dtype,
-    batch: int,
-) -> Streamed:
+@pytest.fixture(
+    params=[
+        (60, 0.3, torch.float64, 30),
+        (60, 1.0, torch.float32, 1500),
+        (400, 0.3, torch.float32, 1500),
+        (400, 1.0, torch.float64, 1500),
+        (400, 2.0, torch.float32, 30),
+    ],
+    ids=str,
+)
+def streamed(request: pytest.FixtureRequest) -> Streamed:
+    n_features, power, dtype, batch = request.param
     rows = decaying_rows(1500, n_features, power, dtype)
-    factor = low_rank(rows, rank=10, batch=batch)
-    return Streamed(rows, factor)
+    return Streamed(rows, low_rank(rows, rank=10, batch=batch))
 
 
 def test_streaming_keeps_the_energy_of_the_optimal_factor(streamed):

@@ -1,30 +1,28 @@
 """When it is proven whose rows are whose, and what is remembered of it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from laplace_lora_ext.passes.recorder import codewords
 from tests.compatibility.examples import together
 from tests.compatibility.families import CLASSIFIER, FAMILIES
 from tests.support.dense import EXACT, jacobians
-from tests.support.models import (
-    VOCABULARY,
-    first_batch,
-    lora_model,
-    with_lora,
-)
-from tests.support.posteriors import (
-    count_backward_passes,
-    count_forward_passes,
-    make,
-)
+from tests.support.models import VOCABULARY, first_batch, lora_model, with_lora
+from tests.support.posteriors import count_backward_passes, count_forward_passes, make
 
 Batch = Mapping[str, Tensor]
+
+
+@pytest.mark.parametrize("n_examples", [2, 3, 4, 5, 8, 9])
+def test_of_any_two_examples_some_seed_has_the_first_alone(n_examples):
+    words = codewords(n_examples).double()
+    first_alone = words.T @ (1 - words)
+    assert torch.equal(first_alone > 0, ~torch.eye(n_examples).bool())
+
 
 # --- layouts that the first batch does not show ---------------------------------------
 
@@ -35,56 +33,36 @@ class Texts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 5)
-        self.layers = two_layers()
+        layers = {"one": nn.Linear(5, 3), "two": nn.Linear(5, 3)}
+        setattr(self, self.name, nn.ModuleDict(layers))
+
+    name = "layers"
 
 
-def two_layers() -> nn.ModuleDict:
-    layers = {
-        "one": nn.Linear(5, 3),
-        "two": nn.Linear(5, 3),
-    }
-    return nn.ModuleDict(layers)
-
-
-def of_chosen(
-    layer: nn.Module,
-    x: Tensor,
-    chosen: Tensor,
-) -> Tensor:
+def of_chosen(layer: nn.Module, x: Tensor, chosen: Tensor) -> Tensor:
     """Send the chosen positions through a layer; the others are 0."""
-    outputs = layer(x[chosen])
     out = x.new_zeros(*chosen.shape, 3)
-    places = chosen[..., None]
-    return out.masked_scatter(places, outputs.tanh())
+    return out.masked_scatter(chosen[..., None], layer(x[chosen]).tanh())
 
 
 class Router(Texts):
     """Odd tokens go to one layer, others to the other."""
 
     def forward(self, batch: Batch) -> Tensor:
-        ids = batch["input_ids"]
-        x = self.embed(ids)
-        is_odd = ids % 2 == 1
+        x = self.embed(batch["input_ids"])
+        is_odd = batch["input_ids"] % 2 == 1
         of_odd = of_chosen(self.layers["one"], x, is_odd)
-        of_even = of_chosen(self.layers["two"], x, ~is_odd)
-        rows = of_odd + of_even
-        return rows.mean(1)
+        return (of_odd + of_chosen(self.layers["two"], x, ~is_odd)).mean(1)
 
 
-class OneExpert(nn.Module):
+class OneExpert(Texts):
     """Sends odd tokens to a layer named like a routed one, others nowhere."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 5)
-        self.experts = two_layers()
+    name = "experts"
 
     def forward(self, batch: Batch) -> Tensor:
-        ids = batch["input_ids"]
-        x = self.embed(ids)
-        is_odd = ids % 2 == 1
-        rows = of_chosen(self.experts["one"], x, is_odd)
-        return rows.mean(1)
+        x = self.embed(batch["input_ids"])
+        return of_chosen(self.experts["one"], x, batch["input_ids"] % 2 == 1).mean(1)
 
 
 class Gated(Texts):
@@ -92,11 +70,8 @@ class Gated(Texts):
 
     def forward(self, batch: Batch) -> Tensor:
         x = self.embed(batch["input_ids"])
-        positions_first = x.transpose(0, 1)
-        of_second = self.layers["two"](positions_first)
-        behind_gate = batch["gate"] * of_second.transpose(0, 1)
-        of_first = self.layers["one"](x)
-        rows = of_first + behind_gate
+        of_second = self.layers["two"](x.transpose(0, 1)).transpose(0, 1)
+        rows = self.layers["one"](x) + batch["gate"] * of_second
         return rows.tanh().mean(1)
 
 
@@ -104,15 +79,9 @@ class OnePosition(Texts):
     """Positions come first, and the logits are those of one position."""
 
     def forward(self, batch: Batch) -> Tensor:
-        embedded = self.embed(batch["input_ids"])
-        x = embedded.transpose(0, 1)
-        of_first = self.layers["one"](x)
-        of_second = self.layers["two"](x)
-        rows = of_first + of_second.tanh()
-        of_texts = rows.transpose(0, 1)
-        text_numbers = torch.arange(len(of_texts))
-        at_place = of_texts[text_numbers, batch["at"]]
-        return at_place.tanh()
+        x = self.embed(batch["input_ids"]).transpose(0, 1)
+        rows = self.layers["one"](x) + self.layers["two"](x).tanh()
+        return rows[batch["at"], torch.arange(x.shape[1])].tanh()
 
 
 def texts(*rows: Sequence[int]) -> dict[str, Tensor]:
@@ -120,70 +89,38 @@ def texts(*rows: Sequence[int]) -> dict[str, Tensor]:
 
 
 # As many texts as tokens in each, so that rows and positions could be confused.
-IDS = (
-    [5, 8, 2, 7],
-    [4, 1, 9, 6],
-    [3, 3, 8, 2],
-    [6, 5, 4, 1],
-)
+SQUARE = texts([5, 8, 2, 7], [4, 1, 9, 6], [3, 3, 8, 2], [6, 5, 4, 1])
 
 
-def gated(gate: float) -> dict[str, Tensor]:
-    opening = torch.tensor(gate).double()
-    return texts(*IDS) | {"gate": opening}
+def gated(gate: float) -> Batch:
+    return SQUARE | {"gate": torch.tensor(gate).double()}
 
 
-def at_positions(*positions: int) -> dict[str, Tensor]:
-    return texts(*IDS) | {"at": torch.tensor(positions)}
+def at(*positions: int) -> Batch:
+    return SQUARE | {"at": torch.tensor(positions)}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model, the layers that take part, and batches of which the first is silent."""
-
-    build: Callable[[], nn.Module]
-    batches: list[dict[str, Tensor]]
-    target_modules: list[str] | None = None
-
-
+# A model, batches of which the first is silent, and the layers that take part.
 CASES = {
     # At first each text has as many as any other, in order, and as many as there are
     # texts.
-    "a router": Case(
+    "a router": (
         Router,
-        batches=[
-            texts([1, 1], [2, 2]),
-            texts([1, 2], [2, 1]),
-            texts([2, 1], [2, 2]),
-        ],
+        [texts([1, 1], [2, 2]), texts([1, 2], [2, 1]), texts([2, 1], [2, 2])],
+        None,
     ),
-    "one expert": Case(
+    "one expert": (
         OneExpert,
-        batches=[
-            texts([1, 2], [1, 2]),
-            texts([1, 1], [2, 2]),
-            texts([2, 2], [3, 5]),
-        ],
-        target_modules=["one"],
+        [texts([1, 2], [1, 2]), texts([1, 1], [2, 2]), texts([2, 2], [3, 5])],
+        ["one"],
     ),
     # At first no gradient comes to the second layer.
-    "gated": Case(
-        Gated,
-        batches=[
-            gated(0),
-            gated(0),
-            gated(1),
-            gated(2),
-        ],
-    ),
+    "gated": (Gated, [gated(0), gated(0), gated(1), gated(2)], None),
     # At first `(T, B)` and `(B, T)` have the same rows.
-    "one position": Case(
+    "one position": (
         OnePosition,
-        batches=[
-            at_positions(0, 1, 2, 3),
-            at_positions(3, 0, 0, 1),
-            at_positions(2, 2, 1, 0),
-        ],
+        [at(0, 1, 2, 3), at(3, 0, 0, 1), at(2, 2, 1, 0)],
+        None,
     ),
 }
 
@@ -191,49 +128,33 @@ CASES = {
 class OfTokens(nn.Module):
     """A model of batches as a function of their tokens alone."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Batch,
-    ) -> None:
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
         super().__init__()
         self.model = model
         self.batch = batch
 
     def forward(self, ids: Tensor) -> Tensor:
-        batch = {**self.batch, "input_ids": ids}
-        return self.model(batch)
+        return self.model({**self.batch, "input_ids": ids})
 
 
-@pytest.mark.parametrize(
-    "case",
-    CASES.values(),
-    ids=CASES,
-)
+@pytest.mark.parametrize("case", CASES)
 def test_what_the_first_batch_could_not_prove_is_proven_later(case):
-    model = with_lora(case.build(), "one", "two")
-    la = make(model, target_modules=case.target_modules)
+    kind, batches, target_modules = CASES[case]
+    model = with_lora(kind(), "one", "two")
+    la = make(model, target_modules=target_modules)
     # In order: each is taken for what was proven of those before it.
-    for batch in case.batches:
+    for batch in batches:
         Js, _ = la.backend.jacobians(batch)
-        of_tokens = OfTokens(model, batch)
-        of_all_layers = jacobians(of_tokens, batch["input_ids"])
+        expected = jacobians(OfTokens(model, batch), batch["input_ids"])
         # The layer that takes part alone is the first one.
-        n_parameters = Js.shape[-1]
-        expected = of_all_layers[..., :n_parameters]
-        assert_close(Js, expected, **EXACT)
+        assert_close(Js, expected[..., : Js.shape[-1]], **EXACT)
 
 
 # --- when a proof is made -------------------------------------------------------------
 
 
-def eight_texts() -> dict[str, Tensor]:
-    return first_batch(batch_size=8)
-
-
-def first_texts(n: int) -> dict[str, Tensor]:
-    batch = eight_texts()
-    return {key: value[:n] for key, value in batch.items()}
+def first_texts(n: int) -> Batch:
+    return {key: value[:n] for key, value in first_batch(batch_size=8).items()}
 
 
 @pytest.fixture
@@ -257,92 +178,49 @@ def n_proofs(of_one_text, monkeypatch) -> Callable[[Batch], int]:
     return count
 
 
-def test_texts_are_proven_at_larger_sizes(n_proofs):
-    # One for each power of two that a batch reaches.
-    for n, expected in [
-        (3, 1),
-        (2, 0),
-        (3, 0),
-        (1, 0),
-        (4, 1),
-        (7, 0),
-        (8, 1),
-        (5, 0),
-        (2, 0),
-    ]:
-        batch = first_texts(n)
-        assert n_proofs(batch) == expected
-
-
-def test_what_is_proven_of_many_texts_is_proven_of_few(n_proofs):
-    many = first_texts(8)
-    few = first_texts(2)
-    assert n_proofs(many) == 1
-    assert n_proofs(few) == 0
-
-
-def test_proofs_are_remembered(of_one_text, n_proofs):
-    batch = eight_texts()
-    assert n_proofs(batch) == 1
-    assert n_proofs(batch) == 0
+@pytest.mark.parametrize("sizes", [(3, 2, 3, 1, 4, 7, 8, 5, 2), (8, 2)])
+def test_texts_are_proven_at_larger_sizes(n_proofs, of_one_text, sizes):
+    largest = 1
+    for n in sizes:
+        # One for each power of two that a batch reaches.
+        is_larger = n.bit_length() > largest
+        assert n_proofs(first_texts(n)) == is_larger
+        largest = max(largest, n.bit_length())
     # Without what is remembered it is proven anew.
     of_one_text.recorder.layouts.proven.clear()
-    assert n_proofs(batch) == 1
+    assert n_proofs(first_texts(2)) == 1
 
 
 def test_other_inputs_than_texts_are_proven_every_time(of_one_text, n_proofs):
-    batch = eight_texts()
+    batch = first_texts(8)
     assert n_proofs(batch) == 1
     embed = of_one_text.model.transformer.get_input_embeddings()
-    embedded = embed(batch["input_ids"])
     inputs = {
-        "inputs_embeds": embedded.detach(),
+        "inputs_embeds": embed(batch["input_ids"]).detach(),
         "attention_mask": batch["attention_mask"],
     }
-    assert n_proofs(inputs) == 1
-    assert n_proofs(inputs) == 1
+    for _ in range(2):
+        assert n_proofs(inputs) == 1
 
 
-TOGETHER = [
-    "BERT",
-    "GPT-2",
-    "OPT",
-    "T5",
-    "Qwen2-MoE",
-    "Swin",
-    "MobileViT",
-    "TimeSformer",
-    "Whisper",
-]
-# Their proofs fail, so that each example has a pass of its own.
+# How many forward passes three examples take beside that of the batch. Where proofs
+# fail, each example has a pass of its own.
+TOGETHER = ["BERT", "GPT-2", "OPT", "T5", "Qwen2-MoE", "Swin", "MobileViT"]
+TOGETHER += ["TimeSformer", "Whisper"]
 ALONE = ["DeBERTa-v3", "XLNet", "Longformer"]
-
-
-def in_precision(
-    example: Mapping[str, Any],
-    dtype: torch.dtype,
-) -> dict[str, Any]:
-    """Bring an example's real numbers to a model's precision."""
-    inputs = dict(example)
-    for key, value in example.items():
-        if value.is_floating_point():
-            inputs[key] = value.to(dtype)
-    return inputs
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", TOGETHER + ALONE)
 def test_families_whose_examples_come_together(name):
     family = FAMILIES[name]
-    examples = []
-    for example in family.examples(3):
-        inputs = in_precision(example, family.dtype)
-        examples.append(inputs)
+    examples = [
+        {k: v.to(family.dtype) if v.is_floating_point() else v for k, v in each.items()}
+        for each in family.examples(3)
+    ]
     batch = together(examples, "right")
-    labels = torch.arange(3)
     la = make(family.model(CLASSIFIER))
-    la.fit([batch | {"labels": labels}])
+    la.fit([batch | {"labels": torch.arange(3)}])
     calls = count_forward_passes(la)
     la(batch)
-    n_alone = 0 if name in TOGETHER else 3
-    assert len(calls) == 1 + n_alone
+    assert len(calls) == (1 if name in TOGETHER else 1 + 3)
