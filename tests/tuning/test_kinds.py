@@ -131,32 +131,23 @@ def test_a_scalar_is_one_number_where_it_is_asked_for(la):
 # --- by validation data ---------------------------------------------------------------
 
 
-def mean_loss(
-    la: Any,
-    validation: Batches,
-) -> float:
+def mean_loss(la: Any, validation: Batches) -> float:
     """Average the negative log-likelihood by predictions from inputs."""
-    losses = []
-    for X, labels in validation:
-        p = la(X, link_approx="mean_field")
-        of_batch = nll_loss(p.log(), labels, reduction="none")
-        losses.append(of_batch)
-    of_examples = torch.cat(losses)
-    return of_examples.mean().item()
+    losses = [
+        nll_loss(la(X, link_approx="mean_field").log(), labels, reduction="none")
+        for X, labels in validation
+    ]
+    return torch.cat(losses).mean().item()
 
 
-def losses_by_pair(
-    la: Any,
-    history: Any,
-) -> dict[tuple[float, float], float]:
+def losses_by_pair(la: Any, history: Any) -> dict[tuple[float, float], float]:
     """Sort a search's losses by the two numbers that it tried."""
     losses = {}
-    for point, loss in enumerate(history.objective):
-        la.prior_precision = history.prior_precision[point]
+    for trial in history.trials:
+        la.prior_precision = trial.prior_precision
         of_lora, of_head = chosen(la).tolist()
         # Rounded, so that the grid's numbers find them.
-        pair = (round(of_lora, 6), round(of_head, 6))
-        losses[pair] = loss.item()
+        losses[round(of_lora, 6), round(of_head, 6)] = trial.objective
     return losses
 
 
@@ -229,29 +220,19 @@ def test_more_kinds_have_fewer_points_each(n_kinds, n_points):
 # --- by agreement ---------------------------------------------------------------------
 
 
-def change(
-    la: Any,
-    data: Batches,
-    of_lora: Tensor,
-    of_head: Tensor,
-) -> float:
+def change(la: Any, data: Batches, of_lora: Tensor, of_head: Tensor) -> float:
     """Measure draws' mean total variation distance at two numbers, by other draws."""
-    numbers = torch.stack([of_lora, of_head])
-    la.prior_precision = of_kinds(la, numbers)
+    la.prior_precision = of_kinds(la, torch.stack([of_lora, of_head]))
     distances = []
     for X, _ in data:
         f_mu, f_var = la.predictive_moments(X)
         values, vectors = torch.linalg.eigh(f_var)
         # Rounding leaves eigenvalues a little below 0 where all weights are held.
-        deviations = values.clamp_min(0).sqrt()
-        root = vectors * deviations[:, None]
+        root = vectors * values.clamp_min(0).sqrt()[:, None]
         noise = torch.randn(4000, *f_mu.shape).to(f_mu)
-        apart = torch.einsum("bij,sbj->sbi", root, noise)
-        drawn = f_mu + apart
-        differences = drawn.softmax(-1) - f_mu.softmax(-1)
-        of_draws = differences.abs().sum(-1) / 2
-        of_examples = of_draws.mean(0)
-        distances.append(of_examples)
+        drawn = f_mu + torch.einsum("bij,sbj->sbi", root, noise)
+        of_draws = (drawn.softmax(-1) - f_mu.softmax(-1)).abs().sum(-1) / 2
+        distances.append(of_draws.mean(0))
     return torch.cat(distances).mean().item()
 
 
