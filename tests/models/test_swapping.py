@@ -1,7 +1,5 @@
 """Copies of texts with swapped tokens."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,65 +64,30 @@ def of_ids(ids: Tensor) -> Batch:
     return {"input_ids": ids}
 
 
-@dataclass(frozen=True)
-class Copy:
-    """Texts and their copy."""
-
-    ids: Tensor
-    copy: Tensor
-
-    @property
-    def is_word(self) -> Tensor:
-        return self.ids >= FIRST_WORD
-
-    @property
-    def is_changed(self) -> Tensor:
-        return self.copy != self.ids
-
-
-def copied(padding_side: str) -> Copy:
-    """Copy texts, whose tokens are read in two batches."""
+def copied(padding_side: str) -> tuple[Tensor, Tensor]:
+    """Copy texts, whose tokens are read in two batches; return which were, and how."""
     batch = texts(padding_side)
-    first = of_rows(batch, slice(0, 25))
-    second = of_rows(batch, slice(25, N_TEXTS))
-    copy = swapped(batch, first, second)
-    return Copy(ids=batch["input_ids"], copy=copy)
+    parts = of_rows(batch, slice(0, 25)), of_rows(batch, slice(25, N_TEXTS))
+    return batch["input_ids"], swapped(batch, *parts)
 
 
-@pytest.fixture(params=["right", "left"])
-def of_texts(request: pytest.FixtureRequest) -> Copy:
-    return copied(request.param)
-
-
-def test_prompt_end_and_padding_stay(of_texts):
-    is_changed = of_texts.is_changed
-    assert of_texts.is_word[is_changed].all()
-
-
-def test_three_tenths_of_the_words_are_swapped(of_texts):
-    n_words = of_texts.is_word.sum(1)
-    n_changed = of_texts.is_changed.sum(1)
-    most = (0.3 * n_words).round()
-    is_within = n_changed <= most
-    assert is_within.all()
-    share = n_changed.sum() / n_words.sum()
+@pytest.mark.parametrize("padding_side", ["right", "left"])
+def test_three_tenths_of_the_words_are_swapped_for_words_of_the_texts(padding_side):
+    ids, copy = copied(padding_side)
+    is_word, is_changed = ids >= FIRST_WORD, copy != ids
+    # Prompt, end and padding stay.
+    assert is_word[is_changed].all()
+    n_words, n_changed = is_word.sum(1), is_changed.sum(1)
+    assert (n_changed <= (0.3 * n_words).round()).all()
     # One in forty drawn tokens is the same as before.
-    assert 0.27 < share.item() <= 0.3
-
-
-def test_words_are_swapped_for_words_of_the_texts(of_texts):
-    words = of_texts.ids[of_texts.is_word]
-    put_in = of_texts.copy[of_texts.is_changed]
-    is_of_texts = torch.isin(put_in, words)
-    assert is_of_texts.all()
+    assert 0.27 < n_changed.sum() / n_words.sum() <= 0.3
+    assert torch.isin(copy[is_changed], ids[is_word]).all()
 
 
 def test_every_place_behind_the_prompt_has_its_turn():
-    is_changed = copied("right").is_changed
+    ids, copy = copied("right")
     # Of places that all texts have.
-    in_all_texts = is_changed[:, 4:8]
-    had_its_turn = in_all_texts.any(0)
-    assert had_its_turn.all()
+    assert (copy != ids)[:, 4:8].any(0).all()
 
 
 def test_tokens_are_drawn_as_often_as_they_stand_in_texts():
