@@ -109,7 +109,7 @@ class GridMethod(TuningMethod):
         # that number does all that is needed.
         is_fixed = history.sigma_noise is None and (history.logit_scale == 1).all()
         # Where both ends are as good, the first is taken, and spoken of.
-        if is_fixed and history.choice > 0 and _is_best(losses, -1):
+        if is_fixed and losses.argmin() > 0 and _is_best(losses, -1):
             warn(
                 "The best prior precision of the grid is the last, "
                 f"{_middle(history.prior_precision[-1]):.3g}: there is nothing to "
@@ -133,11 +133,13 @@ class GridSearch(GridMethod):
     """Try a grid of scalars, or of factors of `init_prior_prec`, on validation data.
 
     With each prior precision, the search tries scales of the logits from 0.04 to 20, by
-    the same Gaussian logits, and chooses the best pair: `la.prior_precision` and
-    `la.logit_scale`. One more point, far beyond the grid, has no variance to speak of:
-    that is temperature scaling. So the pair is no worse on the validation data than the
-    best prior or the best temperature alone, by the loss with a penalty of 4 (log
-    scale)² on scales above 1, which keeps few examples from asking for much.
+    the same Gaussian logits. It chooses the prior precision λ that the data expect: the
+    mean of log λ, where each λ weighs `exp(-summed loss)` at its best scale. With many
+    data that is the best λ; with few the best is a matter of luck. One more point, far
+    beyond the grid, has no variance to speak of: that is temperature scaling, and it is
+    chosen where it is better. So the pair is no worse on the validation data than the
+    best temperature. To the loss belongs a penalty of 4 (log scale)² on scales above 1,
+    which keeps few examples from asking for much.
 
     Of a regression it chooses `la.sigma_noise` along with the prior precision λ. The
     grid is then of λ sigma_noise² in units of the mean squared slope of an output in
@@ -233,7 +235,13 @@ class GridSearch(GridMethod):
             grid = torch.cat([grid, factor * last])
         if isinstance(score, NoiseSquares):
             grid = unit_of_priors(members[0]) * grid
-        losses = GridLosses(grid, torch.zeros(len(grid), 1).double(), 0, score)
+        losses = GridLosses(
+            grid,
+            torch.zeros(len(grid), 1).double(),
+            0,
+            score,
+            ends_without_variance=is_free,
+        )
         data = self.val_loader
         if isinstance(data, PredictiveStatistics | MixtureStatistics):
             return _sum_losses(losses, members, self._given(members, own))

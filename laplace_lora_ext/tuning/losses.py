@@ -207,12 +207,15 @@ class GridLosses:
         `(T, K)`, float64
     n_examples : int
     score : Likelihoods or NoiseSquares
+    ends_without_variance : bool, default=False
+        whether the last prior precision is the one beyond the grid
     """
 
     grid: Tensor
     sums: Tensor
     n_examples: int
     score: Likelihoods | NoiseSquares
+    ends_without_variance: bool = False
 
     def __add__(self, other: GridLosses) -> GridLosses:
         """Add what other examples say of the same prior precisions."""
@@ -223,20 +226,33 @@ class GridLosses:
         )
 
     def history(self) -> TuningHistory:
-        """Choose the best point.
+        """Choose the prior precision that the examples expect, or none.
+
+        That is the mean of log λ, where each point weighs `exp(-summed objective)`: the
+        posterior mean under a prior that is flat on the grid. Few examples say little
+        of λ, and their best point is a matter of luck (docs/tried.md). Chosen is the
+        point next to the mean, or the one without variance where that is better.
 
         A `ValueError` if there are no examples, or the losses are never finite.
         """
         if not self.n_examples:
             raise ValueError(NO_DATA)
-        history = TuningHistory.of_losses(
-            [
-                self.score.best(point, sums, self.n_examples)
-                for point, sums in zip(self.grid, self.sums, strict=True)
-            ]
-        )
+        trials = [
+            self.score.best(point, sums, self.n_examples)
+            for point, sums in zip(self.grid, self.sums, strict=True)
+        ]
+        history = TuningHistory.of_losses(trials)  # it checks the objectives
         if math.isinf(history.loss):
             raise ValueError(
                 "The validation loss is finite nowhere on the grid: check it."
             )
-        return history
+        n_points = len(self.grid) - self.ends_without_variance
+        objective = self.n_examples * history.objective[:n_points]
+        logs = self.grid[:n_points].reshape(n_points, -1).log().double().cpu()
+        mean = objective.neg().softmax(0) @ logs
+        choice = int((logs - mean).square().sum(1).argmin())
+        if self.ends_without_variance:
+            last = len(trials) - 1
+            if history.objective[last] <= history.objective[choice]:
+                choice = last
+        return replace(history, choice=choice)

@@ -1,5 +1,6 @@
 """The best of a grid of prior precisions, by brute force."""
 
+import math
 import re
 import warnings
 import weakref
@@ -79,6 +80,14 @@ CASES = {
 }
 
 
+def expected_prior(losses: Sequence[float], n_texts: int) -> float:
+    """Return the point of `POINTS` next to the mean of their logarithms."""
+    weights = [math.exp(-n_texts * (loss - min(losses))) for loss in losses]
+    logs = [math.log(point) for point in POINTS.tolist()]
+    mean = sum(w * log for w, log in zip(weights, logs, strict=True)) / sum(weights)
+    return math.exp(min(logs, key=lambda log: abs(log - mean)))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_gridsearch_equals_brute_force(name):
     case = CASES[name]
@@ -95,9 +104,7 @@ def test_gridsearch_equals_brute_force(name):
     search = GridSearch(val_loader=batches, **case.predictions, **PRIORS_ALONE)
     history = search(la)
     assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
-    lowest = losses.index(min(losses))
-    best = POINTS[lowest].item()
-    assert la.prior_precision.item() == pytest.approx(best)
+    assert la.prior_precision.item() == pytest.approx(expected_prior(losses, 8))
     assert history.prior_precision.shape == (7, 1)
 
 
@@ -140,15 +147,47 @@ def test_a_regression_is_chosen_by_the_density_of_its_targets(structure, n_outpu
     assert len(set(objective)) == 7
 
 
-# --- losses that choose nothing -------------------------------------------------------
+# --- which point is chosen ------------------------------------------------------------
 
 
-def history_of(losses: Sequence[float], grid: Tensor | None = None) -> TuningHistory:
-    """Make the history of a grid whose points have these losses."""
+def history_of(
+    losses: Sequence[float],
+    grid: Tensor | None = None,
+    n_examples: int = 1,
+    **options: bool,
+) -> TuningHistory:
+    """Make the history of a grid whose points have these losses in the mean."""
     if grid is None:
         grid = torch.logspace(-4, 4, len(losses))
-    sums = torch.tensor(losses, dtype=torch.float64)[:, None]
-    return GridLosses(grid, sums, 1, Likelihoods("mean_field", 1)).history()
+    sums = n_examples * torch.tensor(losses, dtype=torch.float64)[:, None]
+    score = Likelihoods("mean_field", 1)
+    return GridLosses(grid, sums, n_examples, score, **options).history()
+
+
+def test_few_examples_choose_the_mean_and_many_the_best():
+    losses = [0.9, 0.7, 0.4, 0.3, 0.5]
+    # One example weighs them by 0.14, 0.17, 0.23, 0.25, 0.21, with the mean at 2.2.
+    assert [history_of(losses, n_examples=n).choice for n in (1, 100)] == [2, 3]
+    # Nothing is known of an infinite loss, but that it is not this point.
+    assert history_of([torch.inf, 0.3, 0.3]).choice in (1, 2)
+
+
+def test_two_kinds_have_a_mean_each():
+    grid = torch.cartesian_prod(*[torch.tensor([0.01, 1.0, 100.0])] * 2)
+    # The first kind is known, and the second is not.
+    losses = [9.0, 9, 9, 9, 9, 9, 0, 0, 0]
+    assert grid[history_of(losses, grid).choice].tolist() == [100, 1]
+
+
+def test_no_variance_is_chosen_where_it_is_better_than_the_mean():
+    grid = torch.tensor([0.1, 1, 10, 1e12])
+    for last, choice in ((0.49, 3), (0.51, 1)):
+        losses = [0.6, 0.5, 0.6, last]
+        history = history_of(losses, grid, ends_without_variance=True)
+        assert history.choice == choice
+
+
+# --- losses that choose nothing -------------------------------------------------------
 
 
 def test_losses_that_choose_nothing_are_refused():
