@@ -1,5 +1,7 @@
 """Settings of the test session, and fixtures of several folders."""
 
+import gc
+
 import pytest
 import torch
 from peft import PeftModel
@@ -10,6 +12,11 @@ from tests.support.posteriors import OURS_AND_A_HOSTS, make
 
 # The models are so small that a second thread only waits for the first.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what imports have made out of garbage collections, which are many."""
+    gc.freeze()
 
 
 @pytest.fixture(params=OURS_AND_A_HOSTS)

@@ -1,6 +1,5 @@
 """Tiny models that are fine-tuned on made-up rows of the paper's tasks."""
 
-import gc
 import logging
 
 import pytest
@@ -20,7 +19,6 @@ from tests.benchmarks.support import (
 @pytest.fixture
 def in_this_process(monkeypatch):
     """Run jobs here that have processes of their own, which import everything anew."""
-    gc.freeze()  # what is there now: garbage is collected before each measurement
 
     def run_limited(job, arguments, limit=None):
         return list(job(*arguments)), None

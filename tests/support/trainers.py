@@ -1,6 +1,5 @@
 """Trainers of the small models, and callbacks that watch or stop them."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ def trainer_of(
     **settings: Any,
 ) -> Trainer:
     """Make a trainer of a tiny encoder with twenty texts and five steps."""
-    gc.freeze()  # what is there now: accelerate collects garbage before each training
     defaults: dict[str, Any] = {
         "max_steps": 5,
         "save_steps": 1,
