@@ -270,11 +270,12 @@ def check_alike_on_ranks(state: ModelState, mean: Tensor, settings: str) -> None
 
     Collective: each gives its own.
     """
+    mean = mean.cpu()  # alone, rank 0 gets its own back
     first_state, first_mean, first_settings = of_first((state, mean, settings))
     difference = first_state.difference(state)
     if difference is not None:
         difference = f"base or head ({difference})"
-    if not torch.equal(mean.cpu(), first_mean):
+    if not torch.equal(mean, first_mean):
         difference = "LoRA weights"
     if settings != first_settings:
         difference = f"settings ({settings} and {first_settings})"
