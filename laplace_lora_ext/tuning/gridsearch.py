@@ -137,9 +137,9 @@ class GridSearch(GridMethod):
     mean of log λ, where each λ weighs `exp(-summed loss)` at its best scale. With many
     data that is the best λ; with few the best is a matter of luck. One more point, far
     beyond the grid, has no variance to speak of: that is temperature scaling, and it is
-    chosen where it is better. So the pair is no worse on the validation data than the
-    best temperature. To the loss belongs a penalty of 4 (log scale)² on scales above 1,
-    which keeps few examples from asking for much.
+    chosen where it is better by more than a nat of all data. To the loss belongs a
+    penalty of 4 (log scale)² on scales above 1, which keeps few examples from asking
+    for much.
 
     Of a regression it chooses `la.sigma_noise` along with the prior precision λ. The
     grid is then of λ sigma_noise² in units of the mean squared slope of an output in

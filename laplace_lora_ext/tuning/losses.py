@@ -33,6 +33,9 @@ nats.
 Chosen by draws of few texts, on tasks that settings are chosen on (docs/tried.md).
 """
 
+A_NAT = 1.0
+"""What all examples together must gain, in nats, for a posterior without variance."""
+
 _EXACT = 1e-6  # in the logarithm of the scale
 _SEED = 0  # of draws, which are the same for all examples, priors and scales
 
@@ -231,7 +234,8 @@ class GridLosses:
         That is the mean of log λ, where each point weighs `exp(-summed objective)`: the
         posterior mean under a prior that is flat on the grid. Few examples say little
         of λ, and their best point is a matter of luck (docs/tried.md). Chosen is the
-        point next to the mean, or the one without variance where that is better.
+        point next to the mean, or the one without variance where that is better by more
+        than a nat of all examples.
 
         A `ValueError` if there are no examples, or the losses are never finite.
         """
@@ -253,6 +257,7 @@ class GridLosses:
         choice = int((logs - mean).square().sum(1).argmin())
         if self.ends_without_variance:
             last = len(trials) - 1
-            if history.objective[last] <= history.objective[choice]:
+            gain = history.objective[choice] - history.objective[last]
+            if self.n_examples * gain > A_NAT:
                 choice = last
         return replace(history, choice=choice)

@@ -17,7 +17,12 @@ from laplace_lora_ext import (
     Moments,
     from_pretrained,
 )
-from laplace_lora_ext.tuning.losses import LOGIT_SCALES, PENALTY, Likelihoods
+from laplace_lora_ext.tuning.losses import (
+    A_NAT,
+    LOGIT_SCALES,
+    PENALTY,
+    Likelihoods,
+)
 from tests.support.models import (
     first_batch,
     ragged_batches,
@@ -291,7 +296,9 @@ def lowest_of_temperatures(la: Any, texts: list[Batch]) -> float:
 # One whose statistics serve every prior, and one whose don't.
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
 @pytest.mark.parametrize("make_task", [overconfident, underconfident])
-def test_the_pair_is_no_worse_than_the_temperature_alone(make_task, structure):
+def test_the_pair_is_no_worse_than_the_temperature_alone_but_for_a_nat(
+    make_task, structure
+):
     la, texts = make_task(structure=structure)
     priors_alone = GridSearch(val_loader=texts, optimize_scale=False, **GRID)
     lowest_of_priors = priors_alone(la).chosen.objective
@@ -303,7 +310,7 @@ def test_the_pair_is_no_worse_than_the_temperature_alone(make_task, structure):
     assert len(passes) == len(texts)
     lowest = history.chosen.objective
     # Between the scales that it tries, the search goes by a polynomial.
-    assert lowest <= of_temperatures + 1e-4
+    assert lowest <= of_temperatures + A_NAT / size(texts) + 1e-4
     # It is the loss of what is chosen, and the last that of the temperature alone.
     assert penalised_loss(la, texts) == pytest.approx(lowest, rel=1e-4)
     assert history.trials[-1].objective == pytest.approx(of_temperatures, rel=1e-4)
@@ -451,7 +458,8 @@ def test_a_search_that_ends_without_variance_says_so():
     la, texts = underconfident()
     assert "without variance" not in repr(la)
     assert "do not vary" not in la.summary()
-    GridSearch(val_loader=texts)(la)
+    # All other priors of this grid are far too broad.
+    GridSearch(val_loader=30 * texts, log_prior_prec_max=-3, grid_size=2)(la)
     assert "without variance" in repr(la)
     assert "do not vary" in la.summary()
     prediction = la.predict(texts)
