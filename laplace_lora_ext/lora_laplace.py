@@ -61,6 +61,7 @@ from laplace_lora_ext.predictive.posterior import (
     check_is_batch,
     drawn_functions,
     drawn_weights,
+    in_turn,
     moments_for,
 )
 from laplace_lora_ext.processes.exchange import together
@@ -734,7 +735,7 @@ class LoRALaplace(Posterior, Predictor):
                 x, pred_type, link_approx, n_samples, diagonal_output, generator
             )
 
-        outputs = self.in_turn(pred_type, compute)
+        outputs = in_turn(self, pred_type, compute)
         if fitting or isinstance(outputs, tuple):
             return outputs
         shown = self.task.predicted.shown(outputs)

@@ -28,6 +28,7 @@ from laplace_lora_ext.predictive.posterior import (
     Members,
     Posterior,
     drawn_weights,
+    in_turn,
     moments_for,
 )
 from laplace_lora_ext.predictive.predictions import NumberPrediction, Prediction
@@ -164,7 +165,7 @@ class Predictor(Members):
         parts = parts_for(self.members, batch)
         for member, part in zip(self.members, parts, strict=True):
             compute = partial(moments_for, member, part, link_approx, pred_type)
-            yield member.in_turn(pred_type, compute)
+            yield in_turn(member, pred_type, compute)
 
     def predict_proba(
         self,

@@ -44,7 +44,7 @@ class LinearRows:
     site: str
     of_bias: bool = False  # which is a matrix `(m, 1)` that multiplies ones
 
-    def multiply_prior(self, inputs: Tensor) -> Tensor:
+    def of_inputs(self, inputs: Tensor) -> Tensor:
         """Return the rows `(..., n)` that the weight multiplies, given the inputs."""
         if self.of_bias:
             return inputs.new_ones(*inputs.shape[:-1], 1)

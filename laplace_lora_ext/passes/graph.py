@@ -157,7 +157,7 @@ class Taps:
             self._shapes[index].append(output.shape[:-1])
         rows = self.blocks[index].rows
         assert isinstance(rows, LinearRows)  # no others have taps
-        inputs = rows.multiply_prior(args[0])
+        inputs = rows.of_inputs(args[0])
         if inputs.is_inference():  # autograd can't save it
             inputs = inputs.clone()
         return _Tap.apply(output, self.anchor, inputs, self, index)

@@ -143,15 +143,6 @@ class Posterior(ParametricLaplace, Members):
         """Refuse moments where outputs are too many."""
         raise NotImplementedError
 
-    def in_turn(self, pred_type: str, compute: Callable[[], Result]) -> Result:
-        """Return what a function predicts, while no thread changes the posterior.
-
-        With learnt variances, threads that predict do so at the same time.
-        """
-        if pred_type == "amortized" and not self.enable_backprop:
-            return self.model.run_beside_others(compute)
-        return self.model.run_alone(compute)
-
     @exclusive
     def predictive_moments(
         self, x: Any, *, joint: bool = False
@@ -386,3 +377,13 @@ def drawn_functions(la: Posterior, weights: Tensor, pred_type: str, x: Any) -> T
     parts = la.recorder.parts.predict(x, la.n_outputs, of_part)
     of_draws = torch.cat([part.of_draws for part in parts])
     return la.logit_scale * of_draws.transpose(0, 1)
+
+
+def in_turn(la: Posterior, pred_type: str, compute: Callable[[], Result]) -> Result:
+    """Return what a function predicts, while no thread changes the posterior.
+
+    With learnt variances, threads that predict do so at the same time.
+    """
+    if pred_type == "amortized" and not la.enable_backprop:
+        return la.model.run_beside_others(compute)
+    return la.model.run_alone(compute)
