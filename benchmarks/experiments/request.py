@@ -41,18 +41,12 @@ Batch = Mapping[str, Tensor]
 
 
 def run(options: Request) -> Iterator[Result]:
-    """Measure each model; every round has one request of each kind."""
+    """Measure each model."""
     rows: list[Row] = []
     device = device_of(options.device)
     for name, model in models(options, device):
         say(options, name)
-        for kind, milliseconds in measured(model, options, device).items():
-            rows.append({"model": name, "request": kind, "ms": milliseconds})
-    for row in rows:
-        of_model = {r["request"]: r["ms"] for r in rows if r["model"] == row["model"]}
-        row["forwards"] = row["ms"] / of_model[BARE]
-        if row["request"] == FIT:
-            row["epochs"] = row["ms"] / of_model[EPOCH]
+        rows += [{"model": name, **row} for row in measured(model, options, device)]
     yield {"rows": rows}, text_of(rows, options)
 
 
@@ -154,8 +148,8 @@ def _fitted(
     return la
 
 
-def measured(model: AdaptedModel, options: Request, device: str) -> dict[str, float]:
-    """Fit to a few random texts; measure medians of milliseconds."""
+def measured(model: AdaptedModel, options: Request, device: str) -> list[Row]:
+    """Fit to a few random texts; measure medians of requests, and of trainings."""
     base = model.model
     config: Any = find_peft_model(base).get_base_model().config
     generator = torch.Generator().manual_seed(options.seed)
@@ -179,22 +173,25 @@ def measured(model: AdaptedModel, options: Request, device: str) -> dict[str, fl
         f"{DRAWS} draws of the weights": requests.drawn,
     }
     clock = processor_clock(device)
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for number in range(WARM_UP + options.requests):
-        for kind, request in kinds.items():
-            taken = seconds_of(request, clock)
-            if number >= WARM_UP:
-                seconds[kind].append(taken)
-    training = {
-        EPOCH: partial(_train, base, batch, clock),
-        FIT: partial(seconds_of, partial(la.fit, [batch]), clock),
-    }
+    rows: list[Row] = []
+    for kind, request in kinds.items():
+        # In turn with the model itself: what ran before is the same in each kind.
+        seconds = [
+            (seconds_of(requests.forward, clock), seconds_of(request, clock))
+            for _ in range(WARM_UP + options.requests)
+        ]
+        forward, taken = map(statistics.median, zip(*seconds[WARM_UP:], strict=True))
+        rows.append({"request": kind, "ms": 1000 * taken, "forwards": taken / forward})
+    training: dict[str, list[float]] = {EPOCH: [], FIT: []}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The trained model is no better")
         for _ in range(FITS):
-            for kind, measure in training.items():
-                seconds.setdefault(kind, []).append(measure())
-    return {kind: 1000 * statistics.median(each) for kind, each in seconds.items()}
+            training[EPOCH].append(_train(base, batch, clock))
+            training[FIT].append(seconds_of(partial(la.fit, [batch]), clock))
+    epoch, fit = map(statistics.median, training.values())
+    rows.append({"request": EPOCH, "ms": 1000 * epoch, "epochs": 1.0})
+    rows.append({"request": FIT, "ms": 1000 * fit, "epochs": fit / epoch})
+    return rows
 
 
 def _train(model: nn.Module, batch: Batch, clock: Callable[[], float]) -> float:
@@ -219,9 +216,9 @@ def text_of(rows: list[Row], options: Request) -> list[str]:
     """Put the figures in words and a table."""
     return [
         f"One text of {options.length} tokens a request; medians of {options.requests} "
-        "requests, each kind in turn, in processor time. The weights of LoRA and head "
-        "are random: they tell about speed only. An epoch is a forward and a backward "
-        f"pass of one batch of {options.texts} texts, and a step of AdamW; a fit has "
-        "its default draws.",
+        "requests, each in turn with a forward pass, in processor time. The weights of "
+        "LoRA and head are random: they tell about speed only. An epoch is a forward "
+        f"and a backward pass of one batch of {options.texts} texts, and a step of "
+        "AdamW; a fit has its default draws.",
         table(rows, ["model", "request", "ms", "forwards", "epochs"]),
     ]

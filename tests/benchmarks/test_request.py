@@ -1,5 +1,7 @@
 """The benchmark of single texts, with few requests."""
 
+import pytest
+
 from tests.benchmarks.support import rows_with, run, values_of
 
 
@@ -13,6 +15,7 @@ def test_every_kind_of_request(tmp_path):
     for model in models:
         of_model = rows_with(rows, model=model)
         assert len(of_model) == 8
-        assert of_model[-1]["epochs"] == of_model[-1]["ms"] / of_model[-2]["ms"]
-        assert of_model[0]["forwards"] == 1
+        *requests, epoch, fit = of_model
+        assert fit["epochs"] == pytest.approx(fit["ms"] / epoch["ms"])
+        assert all(row["forwards"] > 0 for row in requests)
         assert all(row["ms"] > 0 for row in of_model)
