@@ -163,7 +163,7 @@ def assert_same(
 ) -> None:
     """Compare all but the attributes that any training leaves on modules."""
     now = Snapshot(model)
-    before.attributes = now.attributes
+    before.settings["attributes"] = now.settings["attributes"]
     before.assert_equal(model)
 
 
@@ -519,7 +519,7 @@ def test_it_learns_without_dropout_of_any_kind(tmp_path, checkpoints):
     # The weights never change.
     assert max(Losses.found) - min(Losses.found) < 1e-5
     model.delete_adapter("calibrated")
-    assert Snapshot(model).training == before.training
+    assert Snapshot(model).settings["training"] == before.settings["training"]
 
 
 def listed(batch: Batch) -> list[dict[str, Any]]:
