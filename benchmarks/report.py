@@ -217,39 +217,6 @@ def over_seeds(
     return joined.to_dict("records")
 
 
-def paired_differences(
-    rows: Sequence[Row],
-    reference: str,
-    figures: Sequence[str],
-) -> list[Row]:
-    """Compare each name with a reference seed by seed: mean ± standard error.
-
-    Of several rows of a name and a seed the means are compared.
-    """
-
-    def spread(differences: Frame) -> str:
-        if not differences.count():
-            return NOTHING
-        mean = f"{differences.mean():+.3f}"
-        # Of one seed there is no error.
-        if differences.count() < 2:
-            return mean
-        return f"{mean} ± {differences.sem():.3f}"
-
-    groups = as_frame(rows).groupby(["name", "seed"], sort=False)
-    means = groups[list(figures)].mean()
-    # Pandas finds the reference of the same seed for each row.
-    differences = means - means.xs(reference, level="name")
-    compared: list[Row] = []
-    for name in dict.fromkeys(row["name"] for row in rows):
-        if name == reference:
-            continue
-        of_name = differences.xs(name, level="name")
-        spreads = {figure: spread(of_name[figure]) for figure in figures}
-        compared.append({"name": name, **spreads})
-    return compared
-
-
 def records(frame: Frame) -> list[Row]:
     """Return the rows of a frame, with None where nothing was measured."""
     # A column of numbers can't hold None.

@@ -17,7 +17,6 @@ from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.predictive.moments import Moments, gaussian_samples
 
 LINKS = ("probit", "mean_field")
-STRUCTURES = ("scalar", "layerwise")
 # Eight a decade, from the broadest prior on.
 GRID = torch.logspace(-2, 4, 49)
 # Of the prior precision, to see what another would give.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.plots import POSTERIOR, TEMPERATURE, TRAINED, Outcomes, log_of
 from laplace_lora_ext.predictive.predictions import Prediction
@@ -61,12 +63,12 @@ def verdict(results: Outcomes, logit_scale: float) -> str:
         )
     if results.temperature is None:
         return first + "No temperature was chosen to compare it with."
-    gains = [
-        log_of(p)[range(len(results.labels)), results.labels]
-        for name, p in results.probabilities.items()
-        if name != TRAINED
-    ]
-    gain = gains[1] - gains[0]
+
+    def log_p_of_labels(name: str) -> Tensor:
+        log_p = log_of(results.probabilities[name])
+        return log_p.gather(1, results.labels[:, None])[:, 0]
+
+    gain = log_p_of_labels(POSTERIOR) - log_p_of_labels(TEMPERATURE)
     mean = gain.mean().item()
     error = (gain.var(correction=0) / (len(gain) - 1)).sqrt().item()
     # The error of a single text is not a number.
