@@ -48,10 +48,7 @@ def name_of(experiment: type[Run]) -> str:
     return experiment.__name__.lower()
 
 
-def _describe(
-    parser: argparse.ArgumentParser,
-    experiment: type[Run],
-) -> None:
+def _describe(parser: argparse.ArgumentParser, experiment: type[Run]) -> None:
     """Add the options of an experiment to its command."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.description = experiment.__doc__

@@ -66,9 +66,7 @@ class Pretrained:
         dtype = getattr(torch, self.options.dtype)
         if self.task.is_prompt:
             model = load_model(
-                transformers.AutoModelForCausalLM,
-                self.folder,
-                torch_dtype=dtype,
+                transformers.AutoModelForCausalLM, self.folder, torch_dtype=dtype
             )
         else:
             model = load_model(
@@ -170,11 +168,7 @@ class Pretrained:
             return self.loader(records, PREDICTION_BATCH_SIZE)
         return self.loader(records, PREDICTION_BATCH_SIZE_ON_ACCELERATOR)
 
-    def loader(
-        self,
-        records: Records,
-        batch_size: int | None = None,
-    ) -> DataLoader:
+    def loader(self, records: Records, batch_size: int | None = None) -> DataLoader:
         """Make batches of records in their order."""
         return DataLoader(
             as_dataset(records),
@@ -281,27 +275,17 @@ def with_lora(
     return get_peft_model(base, followed.adapters(lora))
 
 
-def untrained(
-    pretrained: Pretrained,
-    seed: int,
-    recipe: Recipe | None = None,
-) -> Any:
+def untrained(pretrained: Pretrained, seed: int, recipe: Recipe | None = None) -> Any:
     """Load the pretrained model with new LoRA layers."""
     # LoRA's first weights are drawn, and those of a new head.
     transformers.set_seed(seed)
     return with_lora(
-        pretrained.load(),
-        pretrained.hyperparameters,
-        pretrained.task_type,
-        recipe,
+        pretrained.load(), pretrained.hyperparameters, pretrained.task_type, recipe
     )
 
 
 def fine_tune(
-    pretrained: Pretrained,
-    records: Records,
-    seed: int,
-    recipe: Recipe | None = None,
+    pretrained: Pretrained, records: Records, seed: int, recipe: Recipe | None = None
 ) -> AdaptedModel:
     """Fine-tune LoRA weights, and an encoder's head, by maximum likelihood."""
 
@@ -316,17 +300,10 @@ def fine_tune(
     if recipe is not None:
         recipe.prepare(model)
     adapted = AdaptedModel(
-        model,
-        pretrained.class_token_ids,
-        another=another,
-        retrained=retrained,
+        model, pretrained.class_token_ids, another=another, retrained=retrained
     )
     checkpoints = pretrained.train_or_read(
-        adapted.logits_model,
-        records,
-        pretrained.hyperparameters,
-        seed,
-        recipe,
+        adapted.logits_model, records, pretrained.hyperparameters, seed, recipe
     )
     # The next random numbers are the same for weights that were trained and that were
     # read.

@@ -217,10 +217,7 @@ def repeated_seconds(
 
 
 def time_and_memory(
-    job: Job,
-    device: str,
-    repetitions: int,
-    limit: float,
+    job: Job, device: str, repetitions: int, limit: float
 ) -> dict[str, Any]:
     """Measure figures of a call: its time, and the first call's `peak_megabytes`."""
     # Watching takes time of its own, which the others are spared.
@@ -230,10 +227,7 @@ def time_and_memory(
     return {**timing.figures(), "peak_megabytes": memory.megabytes}
 
 
-def growth_exponent(
-    sizes: Sequence[float],
-    costs: Sequence[float],
-) -> float | None:
+def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | None:
     """Fit the slope of log cost against log size; None if costs are negative."""
     if len(set(sizes)) < 2 or min(costs) <= 0:
         return None
@@ -250,10 +244,7 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {textwrap.shorten(message, REASON_LENGTH)}"
 
 
-def run_alone(
-    job: Callable[..., Any],
-    *arguments: Any,
-) -> Any:
+def run_alone(job: Callable[..., Any], *arguments: Any) -> Any:
     """Run a job in a process of its own, and return its result."""
     with ProcessPoolExecutor(max_workers=1, mp_context=_context(job)) as pool:
         return pool.submit(job, *arguments).result()
@@ -300,10 +291,7 @@ def run_limited(
     return messages, reason
 
 
-def _seconds_left(
-    started: float,
-    limit: float | None,
-) -> float | None:
+def _seconds_left(started: float, limit: float | None) -> float | None:
     if limit is None:
         return None
     return max(0.0, started + limit - time.perf_counter())

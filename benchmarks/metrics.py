@@ -21,10 +21,7 @@ def signs_of(probabilities: Tensor) -> dict[str, Tensor]:
     }
 
 
-def quality_with_aurc(
-    probabilities: Tensor,
-    labels: Tensor,
-) -> dict[str, float]:
+def quality_with_aurc(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
     """Measure quality, and the area under risk and coverage.
 
     Texts are ordered by their largest probability.
@@ -36,10 +33,7 @@ def quality_with_aurc(
     return figures
 
 
-def shift_detection(
-    test: Signs,
-    shifted: Signs,
-) -> dict[str, Any]:
+def shift_detection(test: Signs, shifted: Signs) -> dict[str, Any]:
     """Compute mean entropies in nats, and each sign's AUROC for shifted texts."""
     detected = {}
     for name, of_test in test.items():
@@ -54,10 +48,7 @@ def shift_detection(
     }
 
 
-def auroc(
-    sign: Tensor,
-    wrong: Tensor,
-) -> float | None:
+def auroc(sign: Tensor, wrong: Tensor) -> float | None:
     """Compute how many pairs of a wrong and a right text a sign orders rightly."""
     n_wrong = int(wrong.sum())
     n_right = len(sign) - n_wrong
@@ -70,10 +61,7 @@ def auroc(
     return float(n_ordered) / (n_wrong * n_right)
 
 
-def aurc(
-    sign: Tensor,
-    wrong: Tensor,
-) -> float:
+def aurc(sign: Tensor, wrong: Tensor) -> float:
     """Compute the mean share of wrong texts over all coverages.
 
     A coverage keeps the texts that are least doubtful.
@@ -93,10 +81,7 @@ def entropies(probabilities: Tensor) -> Tensor:
     return terms.sum(-1)
 
 
-def reliability(
-    probabilities: Tensor,
-    labels: Tensor,
-) -> dict[str, list[float]]:
+def reliability(probabilities: Tensor, labels: Tensor) -> dict[str, list[float]]:
     """Compute share of texts and accuracy in bins of confidence."""
     confidence, predicted = probabilities.max(-1)
     # A confidence of 1 belongs to the last bin.
@@ -107,7 +92,4 @@ def reliability(
     share = counts / len(labels)
     # An empty bin has an accuracy of 0, and no height in diagrams.
     accuracy = right / counts.clamp_min(1)
-    return {
-        "share": share.tolist(),
-        "accuracy": accuracy.tolist(),
-    }
+    return {"share": share.tolist(), "accuracy": accuracy.tolist()}

@@ -64,10 +64,7 @@ class AdaptedModel:
         """Compute logits (texts, classes) on the CPU, in the model's current mode."""
         return torch.cat([self.logits_model(batch).cpu() for batch in batches])
 
-    def probabilities(
-        self,
-        loaders: Mapping[str, Iterable[Any]],
-    ) -> dict[str, Tensor]:
+    def probabilities(self, loaders: Mapping[str, Iterable[Any]]) -> dict[str, Tensor]:
         """Compute probabilities (texts, classes) of each data set, on the CPU."""
         return {
             name: self.logits(batches).softmax(-1) for name, batches in loaders.items()
@@ -119,9 +116,7 @@ def gemma_folder(cache: Path) -> Path:
 def unpack(file: Path, folder: Path) -> None:
     """Convert a GGUF file to a folder of transformers, in full precision."""
     model = load_model(
-        transformers.AutoModelForCausalLM,
-        file.parent,
-        gguf_file=file.name,
+        transformers.AutoModelForCausalLM, file.parent, gguf_file=file.name
     )
     # Otherwise they would claim that the weights are still quantised.
     del model.config.quantization_config
@@ -143,19 +138,12 @@ def check(file: Path, sha256: str) -> None:
         )
 
 
-def load_model(
-    auto_class: Any,
-    folder: str | Path,
-    **settings: Any,
-) -> Any:
+def load_model(auto_class: Any, folder: str | Path, **settings: Any) -> Any:
     """Load a model by one of transformers' automatic classes."""
     return auto_class.from_pretrained(folder, **settings)
 
 
-def load_tokenizer(
-    name: str | Path,
-    truncation_side: str = "right",
-) -> Any:
+def load_tokenizer(name: str | Path, truncation_side: str = "right") -> Any:
     """Load a tokenizer, with a padding token."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)

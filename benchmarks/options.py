@@ -11,11 +11,7 @@ from typing import Any
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def option(
-    default: Any,
-    text: str,
-    **keywords: Any,
-) -> Any:
+def option(default: Any, text: str, **keywords: Any) -> Any:
     """Make a field with a help text, and with what argparse can't read off its type."""
     return field(default=default, metadata={"help": text, **keywords})
 

@@ -79,9 +79,7 @@ def _with_lora(
     with torch.device(device):
         base = auto_class.from_config(config, torch_dtype=dtype)
     lora = LoraConfig(
-        task_type=task,
-        r=shape.rank,
-        target_modules=list(shape.target_modules),
+        task_type=task, r=shape.rank, target_modules=list(shape.target_modules)
     )
     model = get_peft_model(base, lora)
     # PEFT starts lora_B at zero, where the curvature of lora_A is zero too.
@@ -102,11 +100,7 @@ def switch_checkpointing(model: nn.Module, on: bool) -> None:
 
 
 def random_loader(
-    shape: Shape,
-    batches: int,
-    device: str,
-    seed: int,
-    batch_size: int | None = None,
+    shape: Shape, batches: int, device: str, seed: int, batch_size: int | None = None
 ) -> DataLoader:
     """Make batches of random tokens and labels in a fixed order, without padding."""
     batch_size = batch_size or shape.batch_size

@@ -77,9 +77,7 @@ Result = tuple[Figures, Sequence[str]]  # figures, and paragraphs and tables
 
 
 def publish(
-    experiment: Callable[[Any], Iterator[Result]],
-    options: Run,
-    name: str,
+    experiment: Callable[[Any], Iterator[Result]], options: Run, name: str
 ) -> None:
     """Run an experiment; write all that it yields at once, and print the words."""
     known = provenance(options)
@@ -168,10 +166,7 @@ def seeds_of(rows: Sequence[Row]) -> str:
     return ", ".join(str(seed) for seed in sorted(seeds))
 
 
-def table(
-    rows: Sequence[Row],
-    columns: Sequence[str] = (),
-) -> str:
+def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
     """Lay out figures of each row as a Markdown table that is readable as source too.
 
     By default it has a column for everything that a row has.
@@ -197,9 +192,7 @@ def as_frame(rows: Sequence[Row]) -> Frame:
 
 
 def over_seeds(
-    rows: Sequence[Row],
-    identity: Sequence[str],
-    figures: Sequence[str],
+    rows: Sequence[Row], identity: Sequence[str], figures: Sequence[str]
 ) -> list[Row]:
     """Join rows of one identity, with mean ± standard deviation of figures."""
 
@@ -287,10 +280,7 @@ def draw_reliability(rows: Sequence[Row], path: Path) -> None:
     save(figure, path)
 
 
-def _draw_bins(
-    panel: Axes,
-    bins: Mapping[str, Sequence[float]],
-) -> None:
+def _draw_bins(panel: Axes, bins: Mapping[str, Sequence[float]]) -> None:
     """Draw accuracy and share of texts in each bin of confidence."""
     width = 1 / N_BINS
     narrower = 0.7 * width  # both can be seen where they are equal
@@ -315,11 +305,7 @@ class Line:
 Lines = Mapping[str, Line]  # by their labels
 
 
-def lines(
-    rows: Sequence[Row],
-    x: str,
-    y: str,
-) -> Lines:
+def lines(rows: Sequence[Row], x: str, y: str) -> Lines:
     """Collect a line of y against x for each method."""
     by_name: dict[str, Line] = {}
     for row in rows:
@@ -329,11 +315,7 @@ def lines(
     return by_name
 
 
-def draw_lines(
-    path: Path,
-    panels: Mapping[str, Lines],
-    xlabel: str,
-) -> None:
+def draw_lines(path: Path, panels: Mapping[str, Lines], xlabel: str) -> None:
     """Draw panels side by side, in logarithms, with one legend."""
     height = math.ceil(len(panels) / PANELS_PER_ROW)
     width = math.ceil(len(panels) / height)

@@ -92,9 +92,7 @@ class Recipe:
         """Add parameters to be trained beside the weights."""
 
     def optimizer(
-        self,
-        weights: list[torch.nn.Parameter],
-        settings: Hyperparameters,
+        self, weights: list[torch.nn.Parameter], settings: Hyperparameters
     ) -> Any:
         """Make the optimizer."""
         return torch.optim.AdamW(weights, lr=settings.learning_rate, weight_decay=0.0)
@@ -111,12 +109,7 @@ class Recipe:
         """List the steps after which a checkpoint is kept, the last step among them."""
         return settings.checkpoint_steps
 
-    def loss(
-        self,
-        model: torch.nn.Module,
-        batch: Any,
-        labels: Tensor,
-    ) -> Tensor:
+    def loss(self, model: torch.nn.Module, batch: Any, labels: Tensor) -> Tensor:
         """Compute the mean loss of a batch; the model gives logits for the labels."""
         return cross_entropy(model(batch), labels)
 
@@ -125,19 +118,11 @@ class Recipe:
         return nullcontext()
 
     def after_step(
-        self,
-        model: torch.nn.Module,
-        step: int,
-        steps_an_epoch: int,
-        pace: float,
+        self, model: torch.nn.Module, step: int, steps_an_epoch: int, pace: float
     ) -> None:
         """Take steps beside the loss; `pace` is the schedule's share of the rate."""
 
-    def deviations(
-        self,
-        model: torch.nn.Module,
-        optimizer: Any,
-    ) -> Weights:
+    def deviations(self, model: torch.nn.Module, optimizer: Any) -> Weights:
         """Return what a checkpoint keeps beside the weights."""
         return {}
 
@@ -149,12 +134,7 @@ class Smoothed(Recipe):
         self.name = f"label smoothing {label_smoothing}"
         self.label_smoothing = label_smoothing
 
-    def loss(
-        self,
-        model: torch.nn.Module,
-        batch: Any,
-        labels: Tensor,
-    ) -> Tensor:
+    def loss(self, model: torch.nn.Module, batch: Any, labels: Tensor) -> Tensor:
         """Compute the mean loss of a batch at smoothed labels."""
         return cross_entropy(model(batch), labels, label_smoothing=self.label_smoothing)
 
@@ -174,11 +154,7 @@ class Averaged(Recipe):
         )
 
     def after_step(
-        self,
-        model: torch.nn.Module,
-        step: int,
-        steps_an_epoch: int,
-        pace: float,
+        self, model: torch.nn.Module, step: int, steps_an_epoch: int, pace: float
     ) -> None:
         """Sum the weights, and leave their mean in the end."""
         if step == 1:
@@ -237,10 +213,7 @@ def train(
 
 
 def read_or_train(
-    model: torch.nn.Module,
-    key: Any,
-    cache: Path,
-    train: Callable[[], Checkpoints],
+    model: torch.nn.Module, key: Any, cache: Path, train: Callable[[], Checkpoints]
 ) -> Checkpoints:
     """Train, or read what an equal earlier training has left."""
     path = cache / f"fine-tuned-{_digest(model, key)}.pt"
@@ -261,10 +234,7 @@ def read_or_train(
     return checkpoints
 
 
-def _digest(
-    model: torch.nn.Module,
-    key: Any,
-) -> str:
+def _digest(model: torch.nn.Module, key: Any) -> str:
     """Name a training by its key and the weights that it starts from.
 
     Adapters beside the one to be trained make no difference.

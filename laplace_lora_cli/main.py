@@ -78,11 +78,7 @@ def _overview() -> str:
     return "\n".join(lines)
 
 
-def _parse(
-    name: str,
-    command: Command,
-    given: Sequence[str],
-) -> Any:
+def _parse(name: str, command: Command, given: Sequence[str]) -> Any:
     from transformers import HfArgumentParser
 
     summary, _, example = cleandoc(command.arguments.__doc__ or "").partition("\n\n")
@@ -119,20 +115,14 @@ def _nearest(given: str, names: Iterable[str]) -> str | None:
     return f"did you mean {similar[0]}?" if similar else None
 
 
-def _function(
-    module: str,
-    name: str,
-) -> Callable[[Any], None]:
+def _function(module: str, name: str) -> Callable[[Any], None]:
     from importlib import import_module
 
     return getattr(import_module(module), name)
 
 
 def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    *_: Any,
-    **__: Any,
+    message: Warning | str, category: type[Warning], *_: Any, **__: Any
 ) -> None:
     """Show a warning as a line, without the place in the code that it comes from."""
     if category is UserWarning:

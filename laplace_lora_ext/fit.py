@@ -82,9 +82,7 @@ class Fit:
 
     @classmethod
     def from_state_dict(
-        cls,
-        state: Mapping[str, Any],
-        structure: Structure[Any, Any],
+        cls, state: Mapping[str, Any], structure: Structure[Any, Any]
     ) -> Fit:
         """Rebuild what `state_dict` returned, where the structure's weights are now."""
         recorder = structure.recorder

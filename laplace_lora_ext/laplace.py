@@ -96,11 +96,7 @@ def Laplace(  # noqa: N802
     )
 
 
-def from_pretrained(
-    model: nn.Module,
-    folder: str | Path,
-    **kwargs: Any,
-) -> LoRALaplace:
+def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRALaplace:
     """Load a posterior that `save_pretrained` wrote, around a model's present weights.
 
     Parameters

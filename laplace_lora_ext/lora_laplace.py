@@ -384,11 +384,7 @@ class LoRALaplace(Posterior, Predictor):
     @property
     def _structure(self) -> Structure[Any, Any]:
         """Say how the curvature of the blocks is summed, decomposed and packed."""
-        return self._kind_of_structure(
-            self.recorder,
-            self.task,
-            self.backend,
-        )
+        return self._kind_of_structure(self.recorder, self.task, self.backend)
 
     @exclusive
     @torch.inference_mode(False)  # what is kept must not be inference tensors
@@ -582,9 +578,7 @@ class LoRALaplace(Posterior, Predictor):
 
     @exclusive
     def log_marginal_likelihood(
-        self,
-        prior_precision: Tensor | None = None,
-        sigma_noise: Tensor | None = None,
+        self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
     ) -> Tensor:
         self._check_H_init()
         return super().log_marginal_likelihood(prior_precision, sigma_noise)
@@ -827,11 +821,7 @@ class LoRALaplace(Posterior, Predictor):
         return amortize(self, loader, unlabelled, progress_bar, generator)
 
     @exclusive
-    def function(
-        self,
-        seed: int,
-        pred_type: str = "glm",
-    ) -> Function:
+    def function(self, seed: int, pred_type: str = "glm") -> Function:
         """Draw one function from the posterior, the same for all batches.
 
         Values of different inputs vary together as the posterior says, which a batch's

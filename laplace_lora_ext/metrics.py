@@ -75,8 +75,7 @@ def quality(
 
 
 def quality_of_numbers(
-    prediction: NumberPrediction,
-    targets: Tensor,
+    prediction: NumberPrediction, targets: Tensor
 ) -> dict[str, float]:
     """Measure predictions of numbers by their targets.
 
@@ -110,10 +109,7 @@ def quality_of_numbers(
     return _mean_figures(_figures_of_examples(prediction, targets))
 
 
-def _figures_of_examples(
-    prediction: NumberPrediction,
-    targets: Tensor,
-) -> Tensor:
+def _figures_of_examples(prediction: NumberPrediction, targets: Tensor) -> Tensor:
     """Compute each example's part of the figures, `(N, 4)`, in float64 on the CPU."""
     prediction = NumberPrediction._make(part.cpu().double() for part in prediction)
     targets = targets.to(prediction.mean)
@@ -207,11 +203,7 @@ def compare(
     )
 
 
-def _classes(
-    la: Predictor,
-    link_approx: str,
-    batch: Any,
-) -> Columns:
+def _classes(la: Predictor, link_approx: str, batch: Any) -> Columns:
     """Predict probabilities by the model and every posterior; return labels."""
     model = la.members[0].model
     likelihood = la.members[0].task
@@ -255,10 +247,7 @@ def _pred_types(la: Predictor) -> list[str]:
     return ["glm", "amortized"]
 
 
-def negative_log_likelihood(
-    probabilities: Tensor,
-    labels: Tensor,
-) -> float:
+def negative_log_likelihood(probabilities: Tensor, labels: Tensor) -> float:
     """Average in nats; a probability of 0 counts as the smallest positive number.
 
     Parameters

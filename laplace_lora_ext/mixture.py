@@ -126,11 +126,7 @@ class LaplaceMixture(Predictor):
         means, covariances = zip(*outputs, strict=True)
         return mix_moments(torch.stack(means), torch.stack(covariances))
 
-    def amortize(
-        self,
-        loader: Any,
-        **options: Any,
-    ) -> list[LearntVariance]:
+    def amortize(self, loader: Any, **options: Any) -> list[LearntVariance]:
         """Let each member learn its variances.
 
         Arguments are those of `LoRALaplace.amortize`.
@@ -255,10 +251,7 @@ class LaplaceMixture(Predictor):
 
     @classmethod
     def from_pretrained(
-        cls,
-        model: nn.Module,
-        folder: str | Path,
-        **kwargs: Any,
+        cls, model: nn.Module, folder: str | Path, **kwargs: Any
     ) -> LaplaceMixture:
         """Load a mixture that `save_pretrained` wrote.
 

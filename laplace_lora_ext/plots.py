@@ -232,9 +232,7 @@ def reliability(
 
 
 def risk_coverage(
-    la: Predictor,
-    loader: Iterable[Any] | None = None,
-    ax: Axes | None = None,
+    la: Predictor, loader: Iterable[Any] | None = None, ax: Axes | None = None
 ) -> Axes:
     """Draw the share of errors among the surest answers against how many are kept.
 
@@ -261,9 +259,7 @@ def risk_coverage(
 
 
 def entropies(
-    la: Predictor,
-    loader: Iterable[Any] | None = None,
-    ax: Axes | None = None,
+    la: Predictor, loader: Iterable[Any] | None = None, ax: Axes | None = None
 ) -> Axes:
     """Draw the entropies of right and of wrong answers as histograms.
 
@@ -288,10 +284,7 @@ def entropies(
     return ax
 
 
-def _outcomes_of(
-    la: Predictor,
-    loader: Iterable[Any] | None,
-) -> Outcomes:
+def _outcomes_of(la: Predictor, loader: Iterable[Any] | None) -> Outcomes:
     if isinstance(la, Outcomes):
         return la
     if loader is None:

@@ -26,10 +26,7 @@ _VERSION = "6"
 _TENSOR = "__tensor__"  # the only key of what stands for a tensor in the JSON
 
 
-def write_state(
-    state: Mapping[str, Any],
-    folder: str | Path,
-) -> None:
+def write_state(state: Mapping[str, Any], folder: str | Path) -> None:
     """Write a posterior's state into a folder, which is made if need be."""
     tensors: dict[str, Tensor] = {}
 
@@ -49,11 +46,7 @@ def write_state(
         return {_TENSOR: name}
 
     content = json.dumps(state, default=plain)
-    metadata = {
-        "laplace_lora_ext": _VERSION,
-        "state": content,
-        CHECKSUM: UNKNOWN,
-    }
+    metadata = {"laplace_lora_ext": _VERSION, "state": content, CHECKSUM: UNKNOWN}
     file = safetensors.torch.save(tensors, metadata)
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_sealed(Path(folder, FILE), file)

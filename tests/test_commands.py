@@ -17,10 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import (
-    AutoPeftModelForCausalLM,
-    AutoPeftModelForSequenceClassification,
-)
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -79,10 +76,7 @@ def decoder(tmp_path_factory) -> Path:
     )
 
 
-def run(
-    command: str,
-    **options: object,
-) -> None:
+def run(command: str, **options: object) -> None:
     """Run a command; options with several values are tuples."""
     given = command.split()
     for name, value in options.items():
@@ -95,10 +89,7 @@ def run(
 def refusal(capsys) -> Callable[..., str]:
     """Runs a command that must end with one sentence and the exit code of misuse."""
 
-    def message_of(
-        command: str,
-        **options: object,
-    ) -> str:
+    def message_of(command: str, **options: object) -> str:
         with pytest.raises(SystemExit) as exit_of:
             run(command, **options)
         assert exit_of.value.code == USAGE
@@ -168,11 +159,7 @@ def test_a_calibration_prints_and_saves_a_verdict_beside_a_temperature(calibrate
 
 
 def test_predictions_are_in_order_and_go_on_where_they_stopped(
-    calibrated,
-    refusal,
-    tmp_path,
-    monkeypatch,
-    capsys,
+    calibrated, refusal, tmp_path, monkeypatch, capsys
 ):
     output = tmp_path / "predictions.jsonl"
     options = {"data": calibrated.test, "output": output, **calibrated.options}
@@ -231,10 +218,7 @@ def test_where_no_variance_was_chosen_nothing_is_said_of_doubt(calibrated, tmp_p
     assert "the posterior is a temperature of 0.75" in document
 
 
-def take_picture(
-    page: Path,
-    width: int,
-) -> Path:
+def take_picture(page: Path, width: int) -> Path:
     """Let a browser draw a page."""
     picture = page.with_name(f"{width}.png")
     browse(
@@ -422,12 +406,7 @@ def test_csv_and_labels_by_number(options, tmp_path):
     train = tmp_path / "train.csv"
     train.write_text("\n".join(lines) + "\n", encoding="utf-8")
     options["train"] = train
-    run(
-        "calibrate",
-        text_column="body",
-        label_column="class",
-        **options,
-    )
+    run("calibrate", text_column="body", label_column="class", **options)
     assert (tmp_path / "posterior" / "laplace_posterior.safetensors").exists()
 
 
@@ -470,13 +449,7 @@ def test_a_head_is_found_by_what_it_is(kind, tmp_path):
     )
     train = write_rows(tmp_path / "train.jsonl", 12, names)
     posterior = tmp_path / "posterior"
-    run(
-        "calibrate",
-        adapter=adapter,
-        train=train,
-        output=posterior,
-        class_names=names,
-    )
+    run("calibrate", adapter=adapter, train=train, output=posterior, class_names=names)
     assert (posterior / "laplace_posterior.safetensors").exists()
 
 
@@ -740,11 +713,7 @@ def loaded(monkeypatch) -> list[Any]:
 # Of the base all linear layers are in four bits, and heads are not: six in each of two
 # layers of BERT and its pooler, seven in each of two layers of Llama.
 @pytest.mark.parametrize(
-    ("kind", "n_linear"),
-    [
-        ("classifier", 2 * 6 + 1),
-        ("decoder", 2 * 7),
-    ],
+    ("kind", "n_linear"), [("classifier", 2 * 6 + 1), ("decoder", 2 * 7)]
 )
 def test_bases_in_four_bits(kind, n_linear, request, tmp_path, loaded):
     bitsandbytes = pytest.importorskip("bitsandbytes")

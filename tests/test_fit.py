@@ -9,18 +9,9 @@ import torch
 from torch import Tensor
 
 from laplace_lora_ext import from_pretrained
-from tests.support.models import (
-    lora_model,
-    pairs,
-    plain_model,
-    ragged_batches,
-)
+from tests.support.models import lora_model, pairs, plain_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, make, with_structures
-from tests.support.snapshots import (
-    Snapshot,
-    facts_of,
-    half_trained,
-)
+from tests.support.snapshots import Snapshot, facts_of, half_trained
 
 # --- loaders that fail after two good batches -----------------------------------------
 

@@ -12,12 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import laplace_lora_ext
-from tests.support.models import (
-    N_CLASSES,
-    Batch,
-    lora_model,
-    ragged_batches,
-)
+from tests.support.models import N_CLASSES, Batch, lora_model, ragged_batches
 from tests.support.pages import FENCE, PROMPTS, write_adapter
 from tests.support.posteriors import another_training
 from tests.support.tokens import token_classifier
@@ -51,9 +46,7 @@ def blocks_of(text: str) -> list[str]:
 def section_of(page: str, title: str) -> str:
     """Find a section by the beginning of its title."""
     section = re.search(
-        rf"## {re.escape(title)}.*?\n(.*?)\n## ",
-        text_of(page),
-        re.DOTALL,
+        rf"## {re.escape(title)}.*?\n(.*?)\n## ", text_of(page), re.DOTALL
     )
     assert section is not None
     return section[1]
@@ -131,11 +124,7 @@ class Labels:
         self.run(code)
         loader = self.names["train_loader"]
         (batch,) = loader
-        self.names.update(
-            val_loader=loader,
-            test_loader=loader,
-            batch=batch,
-        )
+        self.names.update(val_loader=loader, test_loader=loader, batch=batch)
         return batch
 
 
@@ -187,13 +176,7 @@ def test_several_labels(labels_guide):
     batch = labels_guide.load(labels_guide.several)
     labels = batch["labels"]
     # In the order of the guide's list of labels.
-    expected = torch.tensor(
-        [
-            [0.0, 0.0, 0.0],
-            [0.0, 0.0, 1.0],
-            [1.0, 0.0, 1.0],
-        ]
-    )
+    expected = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 1.0]])
     assert_close(labels[:3], expected)
 
     labels_guide.run(labels_guide.of_texts)

@@ -7,11 +7,7 @@ import textwrap
 import pytest
 
 import laplace_lora_ext
-from tests.support.models import (
-    CLASS_TOKEN_IDS,
-    TwoLinear,
-    lora_model,
-)
+from tests.support.models import CLASS_TOKEN_IDS, TwoLinear, lora_model
 
 # In a process of its own, since this one has imported the package long ago.
 SCRIPT = """
@@ -45,13 +41,7 @@ def printed(imports: str) -> str:
     """Run the script with a line of imports; return what it prints."""
     script = SCRIPT.format(imports=imports)
     finished = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-c",
-            textwrap.dedent(script),
-        ],
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,
         check=True,

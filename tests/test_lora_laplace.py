@@ -20,12 +20,7 @@ from laplace_lora_ext.structures import (
     LowRankKronLoRALaplace,
 )
 from tests.support.dense import lora_weights
-from tests.support.models import (
-    first_batch,
-    head_of,
-    lora_model,
-    ragged_batches,
-)
+from tests.support.models import first_batch, head_of, lora_model, ragged_batches
 from tests.support.posteriors import (
     PRIORS,
     STRUCTURES,
@@ -123,11 +118,7 @@ def test_backpropagation_through_a_transformers_fused_attention(structure, kind)
     """The gradient in embeddings against finite differences."""
     model = lora_model(kind, attention="sdpa")
     model.eval()
-    la = fitted(
-        kind,
-        model=model,
-        structure=structure,
-    )
+    la = fitted(kind, model=model, structure=structure)
     batch = first_batch()
     la.enable_backprop = True
     tokens = batch["input_ids"]
@@ -164,11 +155,7 @@ def test_a_trainable_head_takes_no_part_in_the_posterior(structure):
     """A head that is trained and has the largest gradients takes no part."""
     model = lora_model("bert")
     assert head_of(model).weight.requires_grad
-    la = fitted(
-        model=model,
-        structure=structure,
-        prior_precision=0.1,
-    )
+    la = fitted(model=model, structure=structure, prior_precision=0.1)
     mean = torch.cat([weight.flatten() for weight in lora_weights(model).values()])
     assert torch.equal(la.mean, mean)
     n_weights = len(mean)
@@ -177,19 +164,8 @@ def test_a_trainable_head_takes_no_part_in_the_posterior(structure):
     assert samples.shape == (2, n_weights)
 
 
-CLASSES = [
-    LowRankKronLoRALaplace,
-    KronLoRALaplace,
-    DiagLoRALaplace,
-    FullLoRALaplace,
-]
-OUR_METHODS = {
-    "fit",
-    "predict",
-    "optimize_prior_precision",
-    "amortize",
-    "distill",
-}
+CLASSES = [LowRankKronLoRALaplace, KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace]
+OUR_METHODS = {"fit", "predict", "optimize_prior_precision", "amortize", "distill"}
 
 
 def public_names(cls: type) -> list[str]:
@@ -251,11 +227,7 @@ def test_another_posterior_of_the_same_kind_has_the_same_options():
         "temperature": 2.0,
         "enable_backprop": True,
         "target_modules": ["value"],
-        "backend_kwargs": {
-            "rank": 2,
-            "tail": False,
-            "kfac_approx": "expand",
-        },
+        "backend_kwargs": {"rank": 2, "tail": False, "kfac_approx": "expand"},
     }
     la = fitted(**options)
     other = la.for_model(another_model())
@@ -328,14 +300,7 @@ def test_a_copy_is_the_same_and_a_posterior_of_its_own(structure, copied_by):
 
 
 # Numbers of Python, of numpy and of torch, which are read in different ways.
-IMPOSSIBLE = [
-    0.0,
-    -1,
-    float("nan"),
-    float("inf"),
-    np.float32(-1),
-    torch.tensor(-1.0),
-]
+IMPOSSIBLE = [0.0, -1, float("nan"), float("inf"), np.float32(-1), torch.tensor(-1.0)]
 
 
 @pytest.mark.parametrize(

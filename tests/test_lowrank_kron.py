@@ -6,12 +6,7 @@ from torch.testing import assert_close
 
 from laplace_lora_ext.curvature.kron import LowRankFactor
 from tests.support.models import ragged_batches, without_labels
-from tests.support.posteriors import (
-    fitted,
-    generator,
-    priors_of_blocks,
-    sizes,
-)
+from tests.support.posteriors import fitted, generator, priors_of_blocks, sizes
 
 
 def test_the_sums_that_are_kept_have_twice_as_many_columns_as_the_curvature():
@@ -69,10 +64,7 @@ def by_agreement(la, data) -> None:
 
 def by_descent(la, data) -> None:
     la.optimize_prior_precision(
-        method="val_gd",
-        val_loader=data,
-        n_steps=20,
-        generator=generator(),
+        method="val_gd", val_loader=data, n_steps=20, generator=generator()
     )
 
 
@@ -80,10 +72,7 @@ def by_gridsearch(la, data) -> None:
     la.optimize_prior_precision(method="gridsearch", val_loader=data)
 
 
-@pytest.mark.parametrize(
-    "choose",
-    [by_agreement, by_descent, by_gridsearch],
-)
+@pytest.mark.parametrize("choose", [by_agreement, by_descent, by_gridsearch])
 def test_statistics_of_another_temperature_choose_as_the_data_do(choose):
     la = fitted()
     statistics = la.predictive_statistics(ragged_batches())

@@ -7,30 +7,15 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
-from laplace_lora_ext.metrics import (
-    compare,
-    quality,
-    quality_of_numbers,
-)
+from laplace_lora_ext.metrics import compare, quality, quality_of_numbers
 from tests.support.dense import labels_of, predicted
 from tests.support.models import ragged_batches
-from tests.support.posteriors import (
-    fitted,
-    normal,
-    plain_regression,
-)
+from tests.support.posteriors import fitted, normal, plain_regression
 
 # --- classes --------------------------------------------------------------------------
 
 LABELS = torch.tensor([0, 1, 1, 0])
-PERFECT = torch.tensor(
-    [
-        [1.0, 0.0],
-        [0.0, 1.0],
-        [0.0, 1.0],
-        [1.0, 0.0],
-    ]
-)
+PERFECT = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
 EVEN = torch.full_like(PERFECT, 0.5)
 
 

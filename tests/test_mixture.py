@@ -13,12 +13,7 @@ from torch.utils.data import DataLoader
 
 from laplace_lora_ext import GridSearch, LaplaceMixture
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
-from tests.support.models import (
-    base_model,
-    lora_model,
-    ragged_batches,
-    without_labels,
-)
+from tests.support.models import base_model, lora_model, ragged_batches, without_labels
 from tests.support.posteriors import (
     count_forward_passes,
     fitted,
@@ -50,11 +45,7 @@ CALLS = [
     {"link_approx": "bridge"},
     {"link_approx": "bridge_norm"},
     {"link_approx": "mc"},
-    {
-        "link_approx": "mc",
-        "pred_type": "nn",
-        "n_samples": 3,
-    },
+    {"link_approx": "mc", "pred_type": "nn", "n_samples": 3},
 ]
 
 
@@ -89,14 +80,7 @@ kinds_of_numbers = pytest.mark.parametrize("kind", ["numbers", "rewards"])
 
 
 @kinds_of_numbers
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"joint": True},
-        {"diagonal_output": True},
-    ],
-)
+@pytest.mark.parametrize("options", [{}, {"joint": True}, {"diagonal_output": True}])
 def test_numbers_have_the_mixtures_moments(kind, options):
     both = two(kind)
     mixture = both.mixture()

@@ -19,10 +19,7 @@ ENTRY = re.compile(r"^(\S.*?)(?: : .*)?$", re.MULTILINE)
 # Another method has the list.
 ELSEWHERE = re.compile(r"(those of|as for)\s+`")
 LISTS = ("Parameters", "Attributes", "Raises")
-STARS = {
-    inspect.Parameter.VAR_POSITIONAL: "*",
-    inspect.Parameter.VAR_KEYWORD: "**",
-}
+STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
 @dataclass(frozen=True)

@@ -12,24 +12,9 @@ from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.curvature.backend import LowRankKronGGN
-from laplace_lora_ext.saving import (
-    CHECKSUM,
-    FILE,
-    UNKNOWN,
-    read_state,
-    write_sealed,
-)
-from tests.support.models import (
-    CLASS_TOKEN_IDS,
-    lora_model,
-    ragged_batches,
-)
-from tests.support.posteriors import (
-    STRUCTURES,
-    fitted,
-    make,
-    some_precision,
-)
+from laplace_lora_ext.saving import CHECKSUM, FILE, UNKNOWN, read_state, write_sealed
+from tests.support.models import CLASS_TOKEN_IDS, lora_model, ragged_batches
+from tests.support.posteriors import STRUCTURES, fitted, make, some_precision
 
 
 def assert_same_posterior(read, la) -> None:
@@ -44,10 +29,7 @@ def test_a_posterior_survives(structure, tmp_path):
     model = lora_model("bert")
     batch, *rest = ragged_batches()
     la = fitted(
-        model=model,
-        structure=structure,
-        target_modules=["value"],
-        temperature=0.5,
+        model=model, structure=structure, target_modules=["value"], temperature=0.5
     )
     la.prior_precision = some_precision(la, "layerwise")
     model.save_pretrained(tmp_path)
@@ -69,11 +51,7 @@ def test_a_posterior_survives(structure, tmp_path):
 
 
 def test_answers_and_settings_survive(tmp_path):
-    la = fitted(
-        "gpt2",
-        backend_kwargs={"stochastic": True, "num_samples": 2},
-        rank=2,
-    )
+    la = fitted("gpt2", backend_kwargs={"stochastic": True, "num_samples": 2}, rank=2)
     la.n_contrasts = 2
     la.save_pretrained(tmp_path)
     read = from_pretrained(la.model.model, tmp_path)
@@ -186,12 +164,7 @@ def test_an_interrupted_save_leaves_the_posterior_of_before(tmp_path, monkeypatc
 class WithOptions(LowRankKronGGN):
     """A backend of a user's own, with options of all kinds."""
 
-    def __init__(
-        self,
-        *args: Any,
-        options: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, options: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.options = options
 
@@ -270,18 +243,11 @@ def another_rank(la):
 
 
 def another_approximation(la):
-    return make(
-        la.model.model,
-        backend_kwargs={"rank": 3, "kfac_approx": "expand"},
-    )
+    return make(la.model.model, backend_kwargs={"rank": 3, "kfac_approx": "expand"})
 
 
 def another_likelihood(la):
-    return make(
-        la.model.model,
-        likelihood="regression",
-        backend_kwargs={"rank": 3},
-    )
+    return make(la.model.model, likelihood="regression", backend_kwargs={"rank": 3})
 
 
 FOREIGN = [
@@ -290,10 +256,7 @@ FOREIGN = [
     (other_weights, "around other LoRA weights"),
     (another_rank, "rank=3, not 4"),
     (another_approximation, "kfac_approx='gradient', not 'expand'"),
-    (
-        another_likelihood,
-        "likelihood='classification', not 'regression'",
-    ),
+    (another_likelihood, "likelihood='classification', not 'regression'"),
 ]
 
 
@@ -313,9 +276,7 @@ def test_the_state_of_another_posterior_is_refused_and_changes_nothing(
         assert vars(other)[name] is value, name
 
 
-def test_draws_of_a_model_that_has_changed_are_not_written(
-    tmp_path,
-):
+def test_draws_of_a_model_that_has_changed_are_not_written(tmp_path):
     la = other_weights(fitted())
     folder = tmp_path / "draws"
     with pytest.raises(RuntimeError, match="have changed since the fit"):

@@ -26,11 +26,7 @@ class Words(HTMLParser):
         self.n_pictures = 0
         self._depth = 0
 
-    def handle_starttag(
-        self,
-        tag: str,
-        attrs: list[tuple[str, str | None]],
-    ) -> None:
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._depth += tag == "article"
         self.n_pictures += tag == "img" and self._depth > 0
 

@@ -35,11 +35,7 @@ from laplace_lora_ext import (
     train_in_stages,
 )
 from laplace_lora_ext.metrics import quality
-from laplace_lora_ext.training.stages import (
-    choose_priors,
-    joined,
-    with_choice,
-)
+from laplace_lora_ext.training.stages import choose_priors, joined, with_choice
 from laplace_lora_ext.tuning.losses import PENALTY
 from tests.support.models import (
     Batch,
@@ -49,21 +45,10 @@ from tests.support.models import (
     untrained,
     without_labels,
 )
-from tests.support.posteriors import (
-    fitted,
-    generator,
-    normal,
-    validation_loss,
-)
+from tests.support.posteriors import fitted, generator, normal, validation_loss
 from tests.support.ranks import Texts, on_ranks
 from tests.support.snapshots import Snapshot
-from tests.support.trainers import (
-    N,
-    Stop,
-    Watch,
-    trainer_of,
-    values,
-)
+from tests.support.trainers import N, Stop, Watch, trainer_of, values
 
 BATCH, *_ = Texts(4).batches
 # With it nothing is left out of a factor, so that the curvature is the same in any
@@ -83,10 +68,7 @@ class Learnable(Texts):
         told = index % 3
         tokens = torch.where(is_real, 10 + told, text["input_ids"])
         label = told if index % 5 else 0
-        return text | {
-            "input_ids": tokens,
-            "labels": torch.tensor(label),
-        }
+        return text | {"input_ids": tokens, "labels": torch.tensor(label)}
 
 
 class Endless(IterableDataset):
@@ -231,18 +213,12 @@ def test_each_stage_takes_its_share_of_the_steps(
     assert stages == in_first + in_second
 
 
-def test_the_seed_chooses_what_is_held_out_and_the_second_stage_learns_it(
-    tmp_path,
-):
+def test_the_seed_chooses_what_is_held_out_and_the_second_stage_learns_it(tmp_path):
     watch = Watch()
     # 0 is a seed too, and no lack of one.
     for seed in (None, 0):
         trainer = trainer_of(
-            tmp_path,
-            watch,
-            data_seed=seed,
-            max_steps=2,
-            save_strategy="no",
+            tmp_path, watch, data_seed=seed, max_steps=2, save_strategy="no"
         )
         with pytest.warns(UserWarning, match="looks trained"):
             train_in_stages(trainer, 0.25)
@@ -269,18 +245,11 @@ def test_the_last_text_of_a_class_is_never_held_out(place):
     assert sorted(n_of_classes) == [1, 5, 6]
 
 
-def of_first_stage(
-    folder: Path,
-    examples: Subset,
-):
+def of_first_stage(folder: Path, examples: Subset):
     """Fit a posterior of the first stage's adapter to its texts."""
     base = fresh_base(torch.float64)
     model = PeftModel.from_pretrained(base, folder / "stage_1")
-    return fitted(
-        batches=in_one_batch(examples),
-        model=model,
-        rank=ALL_COLUMNS,
-    )
+    return fitted(batches=in_one_batch(examples), model=model, rank=ALL_COLUMNS)
 
 
 def in_one_batch(examples: Dataset) -> list[Batch]:
@@ -343,20 +312,14 @@ def test_the_prior_is_what_the_held_out_texts_choose(tmp_path):
     validation = in_one_batch(Subset(data, held_out))
     by_hand = of_first_stage(tmp_path, Subset(data, trained_on))
     history = by_hand.optimize_prior_precision(
-        method="gridsearch",
-        val_loader=validation,
+        method="gridsearch", val_loader=validation
     )
     # Within the grid, so that another choice of texts would make another.
     assert 0 < history.choice < 100
     assert chosen == by_hand.prior_precision.item()
     assert la.logit_scale == pytest.approx(by_hand.logit_scale)
     assert la.logit_scale != 1
-    loss = validation_loss(
-        by_hand,
-        chosen,
-        validation,
-        link_approx="mean_field",
-    )
+    loss = validation_loss(by_hand, chosen, validation, link_approx="mean_field")
     *_, figures = trainer.state.log_history
     assert figures["laplace_held_out_nll"] == pytest.approx(loss, rel=1e-4)
     assert figures["laplace_prior_precision"] == chosen
@@ -364,11 +327,7 @@ def test_the_prior_is_what_the_held_out_texts_choose(tmp_path):
 
     # The posterior is that of the second stage's weights, with what the first has
     # chosen.
-    of_second = fitted(
-        batches=in_one_batch(data),
-        model=model,
-        rank=ALL_COLUMNS,
-    )
+    of_second = fitted(batches=in_one_batch(data), model=model, rank=ALL_COLUMNS)
     of_second.prior_precision = chosen
     of_second.logit_scale = la.logit_scale
     assert_same_prediction(la, of_second)
@@ -380,17 +339,9 @@ def assert_same_prediction(la, other) -> None:
     assert_close(found, expected)
 
 
-def in_folder_with_evaluations(
-    folder: Path,
-    adapter: str,
-    members: int,
-):
+def in_folder_with_evaluations(folder: Path, adapter: str, members: int):
     """Train an adapter of that name in stages, with nine texts to evaluate."""
-    config = LoraConfig(
-        task_type="SEQ_CLS",
-        r=2,
-        target_modules=["query"],
-    )
+    config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
     model = get_peft_model(fresh_base(), config, adapter)
     texts = Texts(9)
     trainer = trainer_of(
@@ -415,10 +366,7 @@ def in_folder_with_evaluations(
     return la, trainer
 
 
-def quality_of(
-    la,
-    texts: Texts,
-) -> dict[str, float]:
+def quality_of(la, texts: Texts) -> dict[str, float]:
     """Measure mean-field predictions of labelled texts."""
     predicted = []
     labels = []
@@ -492,11 +440,7 @@ def test_all_members_are_in_the_output_folder_and_the_logs(tmp_path):
 
 
 def test_rows_of_embeddings_belong_to_each_member(tmp_path):
-    model = lora_model(
-        "bert",
-        torch.float32,
-        trainable_token_indices=[1, 5],
-    )
+    model = lora_model("bert", torch.float32, trainable_token_indices=[1, 5])
     trainer = trainer_of(tmp_path, model=model)
     message = r"1 of 9 matrices, such as .*trainable_tokens_delta"
     with pytest.warns(UserWarning, match=message):
@@ -520,10 +464,7 @@ def test_rows_of_embeddings_belong_to_each_member(tmp_path):
 # --- runs that were killed ------------------------------------------------------------
 
 
-def moved(
-    folder: Path,
-    to: Path,
-) -> Path:
+def moved(folder: Path, to: Path) -> Path:
     """Move a folder, so that later checkpoints have earlier times."""
     folder.rename(to)
     for path in to.rglob("*"):
@@ -549,11 +490,7 @@ def leave_checkpoints_of_other_trainings(folder: Path) -> None:
     train_in_stages(in_two)
 
 
-def killed_at(
-    folder: Path,
-    step: int,
-    **arguments: Any,
-) -> None:
+def killed_at(folder: Path, step: int, **arguments: Any) -> None:
     """Begin a training that is killed at a step, and leaves its trainer as it was."""
     trainer = trainer_of(folder, Stop(step), max_steps=6)
     args = trainer.args
@@ -665,14 +602,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"likelihood": "best"}, "best"),
 ]
 # What a refused call leaves in a trainer.
-KEPT = (
-    "args",
-    "train_dataset",
-    "optimizer",
-    "lr_scheduler",
-    "state",
-    "model",
-)
+KEPT = ("args", "train_dataset", "optimizer", "lr_scheduler", "state", "model")
 
 
 @pytest.mark.parametrize(("attributes", "arguments", "message"), REFUSED)
@@ -759,10 +689,7 @@ def test_the_noise_of_numbers_is_chosen_wherever_it_starts(sigma_noise):
 # --- several processes ----------------------------------------------------------------
 
 
-def in_ranks(
-    rank: int,
-    folder: Path,
-):
+def in_ranks(rank: int, folder: Path):
     """Train two members on one of two ranks; return a prediction and figures."""
     os.environ |= {
         "RANK": str(rank),
@@ -775,12 +702,7 @@ def in_ranks(
     # Of the process that this one was forked from.
     PartialState._reset_state()
     AcceleratorState._reset_state()
-    trainer = trainer_of(
-        folder,
-        max_steps=2,
-        ddp_backend="gloo",
-        eval_data=Texts(9),
-    )
+    trainer = trainer_of(folder, max_steps=2, ddp_backend="gloo", eval_data=Texts(9))
     la = train_in_stages(trainer, members=2, average=True)
     figures = trainer.state.log_history[-1]
     return la(BATCH), la.n_data, figures
@@ -827,26 +749,14 @@ def test_processes_choose_as_one_does():
 WEIGHTS_OF_CLASSES = torch.tensor([1.0, 2.0, 5.0])
 
 
-def weighted(
-    model,
-    inputs,
-    *,
-    counts: list[int],
-    **_,
-) -> Tensor:
+def weighted(model, inputs, *, counts: list[int], **_) -> Tensor:
     """Compute the loss of a trainer with class weights."""
     texts = without_labels(inputs)
     outputs = model(**texts)
     return of_outputs(outputs, inputs["labels"], counts=counts)
 
 
-def of_outputs(
-    outputs,
-    labels,
-    *,
-    counts: list[int],
-    **_,
-) -> Tensor:
+def of_outputs(outputs, labels, *, counts: list[int], **_) -> Tensor:
     """Compute the same loss of what the model has returned, and count the labels."""
     counts.append(len(labels))
     return cross_entropy(outputs["logits"], labels, weight=WEIGHTS_OF_CLASSES)
@@ -856,10 +766,7 @@ def new_encoder() -> nn.Module:
     return untrained(lora_model("bert", torch.float32))
 
 
-def logits_of(
-    model: nn.Module,
-    batch: Batch,
-) -> Tensor:
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     model.eval()
     output = model(**without_labels(batch))
     return output.logits.detach()
@@ -872,11 +779,7 @@ def test_losses_of_ones_own_move_the_weights_and_not_the_likelihood(kind, tmp_pa
     counts: list[int] = []
     smoothing = 0.3 if kind == "label_smoothing_factor" else 0.0
     model = new_encoder()
-    trainer = trainer_of(
-        tmp_path / kind,
-        model=model,
-        label_smoothing_factor=smoothing,
-    )
+    trainer = trainer_of(tmp_path / kind, model=model, label_smoothing_factor=smoothing)
     if kind == "class weights":
         trainer.compute_loss = partial(weighted, counts=counts)
     elif kind == "compute_loss_func":

@@ -7,12 +7,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from tests.support.dense import evidence, glm_covariance, jacobians
-from tests.support.models import (
-    lora_model,
-    pairs,
-    plain_model,
-    ragged_batches,
-)
+from tests.support.models import lora_model, pairs, plain_model, ragged_batches
 from tests.support.posteriors import (
     fitted,
     make,

@@ -8,13 +8,7 @@ from typing import Any
 from torch.utils.benchmark import timer
 
 from benchmarks import metrics, report
-from benchmarks.fine_tuning import (
-    TEST,
-    TRAIN,
-    Pretrained,
-    fine_tune,
-    prepare,
-)
+from benchmarks.fine_tuning import TEST, TRAIN, Pretrained, fine_tune, prepare
 from benchmarks.measuring import Clock, repeated_seconds
 from benchmarks.methods import CALIBRATED, priors
 from benchmarks.methods.method import (
@@ -55,9 +49,7 @@ def run(options: Calibration) -> Iterator[Result]:
 
 
 def measured(
-    pretrained: Pretrained,
-    seed: int,
-    methods: Collection[Method],
+    pretrained: Pretrained, seed: int, methods: Collection[Method]
 ) -> Iterator[list[Row]]:
     """Fine-tune, and measure MAP, then methods: a row for each prior and link."""
     comparison = Comparison(pretrained, seed)
@@ -158,11 +150,7 @@ class Tests:
             self.loaders[name] = pretrained.prediction_loader(records)
             self.labels[name] = labels_of(records)
 
-    def seconds(
-        self,
-        predict: Callable[[Any], object],
-        clock: Clock = timer,
-    ) -> float:
+    def seconds(self, predict: Callable[[Any], object], clock: Clock = timer) -> float:
         """Time a prediction of all test texts, by some of their batches."""
         batches = list(islice(self.loaders[TEST], TIMED_BATCHES))
 
@@ -174,12 +162,7 @@ class Tests:
         n_batches = len(self.loaders[TEST])
         return timing.minimum * n_batches / len(batches)
 
-    def row(
-        self,
-        method: Method,
-        prediction: Prediction,
-        costs: Costs,
-    ) -> Row:
+    def row(self, method: Method, prediction: Prediction, costs: Costs) -> Row:
         """Measure probabilities of the test texts and each shifted set."""
         test = prediction.probabilities[TEST]
         labels = self.labels[TEST]
@@ -222,9 +205,7 @@ def figures_of(pretrained: Pretrained, rows: list[Row]) -> Figures:
 
 
 def text_of(
-    pretrained: Pretrained,
-    rows: list[Row],
-    figures: Collection[str],
+    pretrained: Pretrained, rows: list[Row], figures: Collection[str]
 ) -> list[str]:
     """Put rows of several seeds in words and a table."""
     task = pretrained.description

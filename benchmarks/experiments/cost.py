@@ -70,10 +70,7 @@ def run(options: Cost) -> Iterator[Result]:
     draw(measured, options.dtypes[0], options.output / "cost.png")
 
 
-def shapes_of(
-    options: Cost,
-    device: str,
-) -> Iterator[tuple[Shape, int]]:
+def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
     """Yield each shape to measure, with the number of batches in its fits."""
     sizes = options.hidden_sizes
     layers = _for_each(options.layers, len(sizes))
@@ -98,10 +95,7 @@ def shapes_of(
             yield shape, count
 
 
-def _for_each(
-    numbers: tuple[int, ...],
-    models: int,
-) -> tuple[int, ...]:
+def _for_each(numbers: tuple[int, ...], models: int) -> tuple[int, ...]:
     """Return a number for each model, where one may be given for all."""
     if len(numbers) == 1:
         return numbers * models
@@ -302,11 +296,7 @@ def _spread(row: Row, repetitions: int) -> str:
     return f"{median:.3g} ({''.join(remarks)})"
 
 
-def draw(
-    measured: Sequence[Row],
-    dtype: str,
-    path: Path,
-) -> None:
+def draw(measured: Sequence[Row], dtype: str, path: Path) -> None:
     """Draw time and memory against the hidden size for one dtype, a line per method."""
     panels: dict[str, Lines] = {}
     units = {"seconds": "seconds a batch", "peak_megabytes": "MB over model and data"}

@@ -60,12 +60,7 @@ def run(options: Cross) -> Iterator[Result]:
 class Trial:
     """One seed: a model that is trained on four fifths of the texts."""
 
-    def __init__(
-        self,
-        pretrained: Pretrained,
-        options: Cross,
-        seed: int,
-    ) -> None:
+    def __init__(self, pretrained: Pretrained, options: Cross, seed: int) -> None:
         self.pretrained = pretrained
         self.options = options
         self.seed = seed
@@ -115,9 +110,7 @@ class Trial:
             yield self._row(method, replace(prediction, prior=prior))
 
     def _predictions(
-        self,
-        la: LoRALaplace,
-        prior_precisions: Sequence[Tensor],
+        self, la: LoRALaplace, prior_precisions: Sequence[Tensor]
     ) -> list[Prediction]:
         """Predict the held-out and the test texts with each prior precision."""
         predicts = predictor_of(la, self.loaders, [LINK])

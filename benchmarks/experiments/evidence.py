@@ -198,10 +198,7 @@ def read(folder: Path) -> Iterator[Row]:
         }
 
 
-def _mean(
-    sets: Sequence[Figures],
-    name: str,
-) -> float | None:
+def _mean(sets: Sequence[Figures], name: str) -> float | None:
     """Average a figure of several shifted sets; None if none has it."""
     values = [each[name] for each in sets if name in each]
     if not values:
@@ -230,11 +227,7 @@ def differences_of(rows: Frame) -> Frame:
     return pd.concat(parts, ignore_index=True)
 
 
-def averaged(
-    rows: Frame,
-    identity: Sequence[str],
-    measures: Sequence[str],
-) -> Frame:
+def averaged(rows: Frame, identity: Sequence[str], measures: Sequence[str]) -> Frame:
     """Average measures of alike rows, with their standard errors."""
     groups = rows.groupby(list(identity), sort=False)[list(measures)]
     means = groups.mean()
@@ -244,10 +237,7 @@ def averaged(
 
 
 def table_of(
-    averages: Frame,
-    identity: Sequence[str],
-    measures: Sequence[str],
-    style: str,
+    averages: Frame, identity: Sequence[str], measures: Sequence[str], style: str
 ) -> str:
     """Lay out averages, each with its standard error."""
     shown = []
@@ -260,11 +250,7 @@ def table_of(
     return table(shown)
 
 
-def _with_error(
-    mean: float | None,
-    error: float | None,
-    style: str,
-) -> str:
+def _with_error(mean: float | None, error: float | None, style: str) -> str:
     if mean is None:
         return NOTHING
     written = format(mean, style)
@@ -294,10 +280,7 @@ def _means_of_tasks(rows: Frame, keys: Keys) -> Frame:
     return groups[["ece", "chosen"]].mean()
 
 
-def goals_of(
-    of_tasks: Frame,
-    overconfident: pd.MultiIndex,
-) -> list[Row]:
+def goals_of(of_tasks: Frame, overconfident: pd.MultiIndex) -> list[Row]:
     """Count each contest's tasks where it is not behind, and average its gains."""
     goals = []
     for (_, name, against), rows in of_tasks.groupby(CONTEST, sort=False):

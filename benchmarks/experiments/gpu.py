@@ -343,11 +343,7 @@ class Jobs:
     )
     RIVALS = ("stock diag, fit", "stock Kron, fit")
 
-    def __init__(
-        self,
-        model: PeftModel,
-        batches: list[dict[str, Tensor]],
-    ) -> None:
+    def __init__(self, model: PeftModel, batches: list[dict[str, Tensor]]) -> None:
         self._model = model
         self._batches = batches
         self._inputs = {
@@ -433,10 +429,7 @@ class Jobs:
 
 
 def exactness(
-    attention: str,
-    dtype: str,
-    checkpointed: bool,
-    device: str,
+    attention: str, dtype: str, checkpointed: bool, device: str
 ) -> dict[str, float]:
     """Find the largest relative difference from row-by-row autograd."""
     # RMSNorm of Llama casts to float32: GPT-2 computes in the precision of its weights.
@@ -488,11 +481,7 @@ def exactness(
     return figures
 
 
-def by_rows(
-    model: LogitsModel,
-    weights: list[Tensor],
-    batch: Any,
-) -> Tensor:
+def by_rows(model: LogitsModel, weights: list[Tensor], batch: Any) -> Tensor:
     """Compute Jacobians `(B, C, parameters)`, by a backward pass for each logit."""
     for weight in weights:
         weight.requires_grad_(True)
@@ -506,10 +495,7 @@ def by_rows(
     return torch.stack(rows).view(*logits.shape, -1)
 
 
-def relative(
-    found: Tensor,
-    expected: Tensor,
-) -> float:
+def relative(found: Tensor, expected: Tensor) -> float:
     """Compute the largest difference, relative to the largest number."""
     found = found.detach().double()
     expected = expected.detach().double()
@@ -576,11 +562,7 @@ def quantize(model: nn.Module) -> None:
 
 
 def random_batches(
-    n_examples: int,
-    n_batches: int,
-    length: int,
-    vocabulary: int,
-    device: str,
+    n_examples: int, n_batches: int, length: int, vocabulary: int, device: str
 ) -> list[dict[str, Tensor]]:
     """Make batches of random tokens on the device, all of one length."""
     # On the CPU: the same tokens for every device.

@@ -133,8 +133,7 @@ def read(folder: Path) -> Frame:
     figures = read_figures(folder)
     rows = shown(figures["methods"])
     frame = as_frame(rows).assign(
-        name=[label(row) for row in rows],
-        task=figures["task"]["name"],
+        name=[label(row) for row in rows], task=figures["task"]["name"]
     )
     # Not every experiment measures every column.
     return frame.reindex(columns=["name", *RUN, *COLUMNS])
@@ -223,11 +222,7 @@ def draw(rows: Frame, path: Path) -> None:
     save(figure, path)
 
 
-def _draw_marks(
-    panel: Axes,
-    rows: Frame,
-    figure: str,
-) -> None:
+def _draw_marks(panel: Axes, rows: Frame, figure: str) -> None:
     """Draw a figure of every method, and its mean over the tasks."""
     for task, of_task in rows.groupby("task", sort=False):
         panel.plot(of_task[figure], of_task["name"], "o", label=task)

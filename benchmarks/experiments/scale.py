@@ -69,9 +69,7 @@ def run(options: Scale) -> Iterator[Result]:
 
 
 def _series(
-    shape: Shape,
-    options: Scale,
-    device: str,
+    shape: Shape, options: Scale, device: str
 ) -> Iterator[tuple[str, str, list[Row]]]:
     """Measure each series; yield its subject, an explanation, and rows."""
     if options.classes:
@@ -103,11 +101,7 @@ def _series(
         yield "width", explanation, _by_width(shape, options, device)
 
 
-def _by_classes(
-    shape: Shape,
-    options: Scale,
-    device: str,
-) -> list[Row]:
+def _by_classes(shape: Shape, options: Scale, device: str) -> list[Row]:
     """Measure each job, in forward passes."""
     rows: list[Row] = []
     for size in options.classes:
@@ -121,11 +115,7 @@ def _by_classes(
     return _with_exponents(rows)
 
 
-def _by_length(
-    shape: Shape,
-    options: Scale,
-    device: str,
-) -> list[Row]:
+def _by_length(shape: Shape, options: Scale, device: str) -> list[Row]:
     """Measure each job's memory beside that of a training step."""
     rows: list[Row] = []
     for size in options.lengths:
@@ -143,20 +133,13 @@ def _by_length(
     return _with_exponents(rows)
 
 
-def _figure_of(
-    rows: Sequence[Row],
-    name: str,
-    figure: str,
-) -> float | None:
+def _figure_of(rows: Sequence[Row], name: str, figure: str) -> float | None:
     """Look up a figure of one job, if it was measured."""
     figures = [row[figure] for row in rows if row["name"] == name]
     return figures[0] if figures else None
 
 
-def _ratio(
-    figure: float,
-    unit: float | None,
-) -> float | None:
+def _ratio(figure: float, unit: float | None) -> float | None:
     """Divide; None where there is no unit, or one too small to be seen."""
     if unit is None or unit <= 0:
         return None
@@ -185,8 +168,7 @@ class Setting:
 
 
 def _measured(
-    jobs: Callable[[Setting], Iterator[Message]],
-    setting: Setting,
+    jobs: Callable[[Setting], Iterator[Message]], setting: Setting
 ) -> list[Row]:
     """Measure jobs in a process of its own, whose memory is untouched."""
     messages, reason = measuring.run_limited(jobs, (setting,), setting.options.limit)
@@ -246,10 +228,7 @@ class Jobs:
         self._la.fit(random_loader(short, 1, setting.device, options.seed))
 
     def measured(
-        self,
-        name: str,
-        job: Callable[[], object],
-        of_all: bool = False,
+        self, name: str, job: Callable[[], object], of_all: bool = False
     ) -> Message:
         """Measure a job of one batch, or of all batches of the fit."""
         options = self._options
@@ -314,11 +293,7 @@ def _by_processes(shape: Shape, options: Scale) -> list[Row]:
     return _with_exponents(rows)
 
 
-def _by_width(
-    shape: Shape,
-    options: Scale,
-    device: str,
-) -> list[Row]:
+def _by_width(shape: Shape, options: Scale, device: str) -> list[Row]:
     """Measure what a head adds to a fit."""
     rows: list[Row] = []
     for size in options.widths:
@@ -367,11 +342,7 @@ class Shard:
     meeting: str  # a file by which the processes find each other
 
 
-def _measure_processes(
-    shape: Shape,
-    world: int,
-    options: Scale,
-) -> Row:
+def _measure_processes(shape: Shape, world: int, options: Scale) -> Row:
     """Fit the same texts with several processes on one machine's cores."""
     slowest = {}
     for key in PAIR:

@@ -79,11 +79,7 @@ class Fitted:
         return probabilities(self.la, moments, LINK)
 
 
-def measured(
-    pretrained: Pretrained,
-    options: Signs,
-    seed: int,
-) -> Iterator[Row]:
+def measured(pretrained: Pretrained, options: Signs, seed: int) -> Iterator[Row]:
     """Train without a fifth of the texts, and fit by each kind and number of passes."""
     split = held_out(pretrained)
     model = fine_tune(pretrained, split.rest, seed)
@@ -131,10 +127,7 @@ def compared(fitted: Fitted, exact: Fitted, labels: Tensor) -> Row:
     return {**figures, "prior_precision": fitted.chosen.mean().item(), "nll": nll}
 
 
-def text_of(
-    pretrained: Pretrained,
-    rows: list[Row],
-) -> list[str]:
+def text_of(pretrained: Pretrained, rows: list[Row]) -> list[str]:
     """Put the figures in words and a table."""
     task = pretrained.task
     words = (

@@ -264,16 +264,10 @@ class Trial:
         second = self._chosen_by(member, train)
         return self._with_statistics(second, self.held_loaders)
 
-    def _chosen_by(
-        self,
-        member: Member,
-        train: Callable[[Any], Any],
-    ) -> Any:
+    def _chosen_by(self, member: Member, train: Callable[[Any], Any]) -> Any:
         """Choose a posterior's prior by that of what `train` makes; return it."""
         history = member.la.optimize_prior_precision(
-            method="second_training",
-            train=train,
-            train_loader=self.batches,
+            method="second_training", train=train, train_loader=self.batches
         )
         (second,) = history.posteriors
         return second
@@ -323,11 +317,7 @@ class Trial:
         trained = stage(self.records, SECOND_STAGE, self.loaders)
         seconds = [each.lora for each in trained]
         for count in counts:
-            yield from self._staged(
-                firsts[:count],
-                seconds[:count],
-                choices[count],
-            )
+            yield from self._staged(firsts[:count], seconds[:count], choices[count])
         # What the scale of the logits adds is seen beside the same without it.
         yield from self._posterior_in_stages(
             STAGED, PRIOR_ALONE, firsts[:1], seconds[:1], without_scale
@@ -371,10 +361,7 @@ class Trial:
         )
 
     def _staged(
-        self,
-        firsts: list[Member],
-        members: list[Member],
-        choice: stages.Choice,
+        self, firsts: list[Member], members: list[Member], choice: stages.Choice
     ) -> Iterator[Row]:
         """Measure some members."""
         count = len(members)
@@ -492,9 +479,7 @@ class Trial:
         recipe = Smoothed(best) if best else None
         self.train(model.model, self.records, SECOND_STAGE, 0, recipe)
         prediction = Prediction(
-            model.probabilities(self.loaders),
-            prior=HELD_OUT_TEXTS,
-            chosen=best,
+            model.probabilities(self.loaders), prior=HELD_OUT_TEXTS, chosen=best
         )
         trainings = len(losses) * FIRST_STAGE + SECOND_STAGE
         yield self.tests.row(
@@ -549,11 +534,7 @@ class Trial:
         )
 
     def _trained(
-        self,
-        model: Any,
-        records: Records,
-        loaders: Loaders,
-        number: int = 0,
+        self, model: Any, records: Records, loaders: Loaders, number: int = 0
     ) -> Trained:
         """Fit posteriors to their models' training texts; with a head, the first."""
         lora = self._fitted(model, records, loaders)
@@ -564,11 +545,7 @@ class Trial:
         return Trained(lora, (with_head,))
 
     def _fitted(
-        self,
-        model: Any,
-        records: Records,
-        loaders: Loaders,
-        **keywords: Any,
+        self, model: Any, records: Records, loaders: Loaders, **keywords: Any
     ) -> Member:
         """Fit a posterior to the texts that its model was trained on."""
         say(self.options, f"Seed {self.seed}: fitting")

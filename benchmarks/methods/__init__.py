@@ -37,10 +37,7 @@ ALL: tuple[Method, ...] = (
     PointMethod("monteclora", "MonteCLoRA", BY_MONTECLORA),
     PointMethod("distilled", "Student of a deep ensemble", trained_again.distilled),
     Posterior(
-        "last_layer",
-        "Last layer (LLLA)",
-        posteriors.of_last_layer,
-        on_training=True,
+        "last_layer", "Last layer (LLLA)", posteriors.of_last_layer, on_training=True
     ),
     Posterior("diag", "Stock diag", LORA_DIAG),
     Posterior("kron", "Stock Kron", LORA_KRON, shown=[("marglik_layerwise", "probit")]),

@@ -10,10 +10,7 @@ from torch import Tensor
 from benchmarks.models import AdaptedModel
 
 
-def hidden_states(
-    model: AdaptedModel,
-    batches: Iterable[Any],
-) -> Tensor:
+def hidden_states(model: AdaptedModel, batches: Iterable[Any]) -> Tensor:
     """Compute last hidden states (texts, width), on the CPU, where the class is read.
 
     That is the last token of a prompt, and the first of any other text.
@@ -41,11 +38,7 @@ def _of_batch(model: AdaptedModel, batch: Any) -> Tensor:
     return states[texts, last].double().cpu()
 
 
-def distances(
-    training: Tensor,
-    labels: Tensor,
-    states: Tensor,
-) -> Tensor:
+def distances(training: Tensor, labels: Tensor, states: Tensor) -> Tensor:
     """Compute squared distances (texts,) from the nearest class.
 
     The covariance is that of all classes: a few texts of each could tell no other. It

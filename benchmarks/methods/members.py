@@ -37,11 +37,7 @@ class Member:
     statistics: Mapping[str, PredictiveStatistics]
     seconds: float
 
-    def moments(
-        self,
-        name: str,
-        prior_precision: Tensor,
-    ) -> Moments:
+    def moments(self, name: str, prior_precision: Tensor) -> Moments:
         """Compute mean and covariance of a data set's logits, on the CPU."""
         return self.statistics[name].moments(prior_precision)
 
@@ -57,11 +53,7 @@ class Posteriors:
     members: Sequence[Member]
     choices: Sequence[Hyperparameters]
 
-    def probabilities(
-        self,
-        name: str,
-        factor: float | Tensor = 1.0,
-    ) -> Tensor:
+    def probabilities(self, name: str, factor: float | Tensor = 1.0) -> Tensor:
         """Compute class probabilities (texts, classes) of a data set, on the CPU.
 
         `factor` multiplies the chosen prior precisions.
@@ -76,10 +68,7 @@ class Posteriors:
         return torch.stack(of_members).mean(0)
 
     def predict(
-        self,
-        names: Collection[str],
-        prior: Prior,
-        labels: Tensor,
+        self, names: Collection[str], prior: Prior, labels: Tensor
     ) -> Prediction:
         """Predict data sets; measure the regret by the labels of the test texts."""
         mean = {name: self.probabilities(name) for name in names}
@@ -96,11 +85,7 @@ class Posteriors:
             signs=signs,
         )
 
-    def _signs(
-        self,
-        name: str,
-        mean: Tensor,
-    ) -> dict[str, Tensor]:
+    def _signs(self, name: str, mean: Tensor) -> dict[str, Tensor]:
         """Compute what the posteriors say of how doubtful each text is."""
         scaled = []
         for member, chosen in zip(self.members, self.choices, strict=True):
@@ -134,11 +119,7 @@ def _drawn(moments: Moments) -> Tensor:
     return softmax_samples(f_mu, f_var, noise).exp()
 
 
-def temperature_of(
-    members: Sequence[Member],
-    name: str,
-    labels: Tensor,
-) -> float:
+def temperature_of(members: Sequence[Member], name: str, labels: Tensor) -> float:
     """Find the temperature with which the members' mean predicts a data set best."""
     logits = torch.stack([member.logits(name) for member in members])
     return fit_temperature(logits, labels)

@@ -2,14 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -158,10 +151,7 @@ def ensemble(model: AdaptedModel) -> list[AdaptedModel]:
     return members
 
 
-def fit_temperature(
-    logits: Tensor,
-    labels: Tensor,
-) -> float:
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     """Find the number to divide logits by for the lowest NLL.
 
     Of `(members, texts, classes)`, that of the members' mean probabilities.

@@ -20,11 +20,7 @@ from laplace_lora_ext.tasks.classification import CLASSIFICATION
 LINK = "mean_field"
 
 
-def over_lora(
-    model: AdaptedModel,
-    structure: str,
-    **keywords: Any,
-) -> LoRALaplace:
+def over_lora(model: AdaptedModel, structure: str, **keywords: Any) -> LoRALaplace:
     """Make our class over LoRA weights, with one of our or the host's structures."""
     return laplace_lora_ext.Laplace(
         model.model,
@@ -62,11 +58,7 @@ def of_head(model: AdaptedModel) -> LowRankKronLoRALaplace:
     return lowrank_kron(model, weight_names=names)
 
 
-def stock(
-    model: AdaptedModel,
-    structure: str,
-    **keywords: Any,
-) -> ParametricLaplace:
+def stock(model: AdaptedModel, structure: str, **keywords: Any) -> ParametricLaplace:
     """Make laplace-torch's own class over all that requires a gradient."""
     # An encoder's head stays at its MAP value, as in our classes.
     model.model.requires_grad_(False)
@@ -84,10 +76,7 @@ def stock(
 
 
 def probabilities(
-    la: LoRALaplace | LaplaceMixture,
-    x: Any,
-    link: str,
-    **options: Any,
+    la: LoRALaplace | LaplaceMixture, x: Any, link: str, **options: Any
 ) -> Tensor:
     """Compute class probabilities on the CPU, of a batch or of moments."""
     predicted = la(x, link_approx=link, **options)
@@ -115,12 +104,7 @@ class BareLoops:
     def amortize(self, batches: Iterable[Any]) -> None:
         """Learn nothing: there are no variances."""
 
-    def __call__(
-        self,
-        batch: Any,
-        pred_type: str = "glm",
-        **_: Any,
-    ) -> Tensor:
+    def __call__(self, batch: Any, pred_type: str = "glm", **_: Any) -> Tensor:
         """Take the passes of a prediction; the probabilities are the model's own."""
         if pred_type == "amortized":
             with torch.no_grad():
@@ -134,11 +118,7 @@ class BareLoops:
         self._differentiate(logits, seeds)
         return logits.detach().softmax(-1)
 
-    def _differentiate(
-        self,
-        logits: Tensor,
-        seeds: Tensor,
-    ) -> None:
+    def _differentiate(self, logits: Tensor, seeds: Tensor) -> None:
         """Take a backward pass for each seed; the last one frees the graph."""
         for number, seed in enumerate(seeds, start=1):
             torch.autograd.grad(

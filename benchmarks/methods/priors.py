@@ -110,11 +110,7 @@ PRIORS = (
 BY_TRAINING = {prior.key: prior for prior in PRIORS}
 
 
-def regret_of(
-    chosen: Tensor,
-    tried: Iterable[Tensor],
-    labels: Tensor,
-) -> float:
+def regret_of(chosen: Tensor, tried: Iterable[Tensor], labels: Tensor) -> float:
     """Compute how far the NLL of a prediction is above the least NLL of some."""
     least = min(negative_log_likelihood(each, labels) for each in tried)
     return negative_log_likelihood(chosen, labels) - least
@@ -128,18 +124,12 @@ def geometric_mean(prior_precision: Tensor) -> float:
 class Predicts(Protocol):
     """Predicts data sets with a posterior, for any prior precision and link."""
 
-    def probabilities(
-        self,
-        prior_precision: Tensor,
-        link: str,
-    ) -> Probabilities:
+    def probabilities(self, prior_precision: Tensor, link: str) -> Probabilities:
         """Predict every data set."""
         ...
 
     def of_each(
-        self,
-        prior_precisions: Sequence[Tensor],
-        link: str,
+        self, prior_precisions: Sequence[Tensor], link: str
     ) -> list[Probabilities]:
         """Predict every data set with each of several prior precisions."""
         ...
@@ -158,39 +148,23 @@ class FromStatistics:
     la: LoRALaplace
     statistics: Mapping[str, PredictiveStatistics]
 
-    def probabilities(
-        self,
-        prior_precision: Tensor,
-        link: str,
-    ) -> Probabilities:
+    def probabilities(self, prior_precision: Tensor, link: str) -> Probabilities:
         """Predict every data set."""
         return {name: self._of(name, prior_precision, link) for name in self.statistics}
 
     def of_each(
-        self,
-        prior_precisions: Sequence[Tensor],
-        link: str,
+        self, prior_precisions: Sequence[Tensor], link: str
     ) -> list[Probabilities]:
         """Predict every data set with each of several prior precisions."""
         return [self.probabilities(each, link) for each in prior_precisions]
 
-    def regret(
-        self,
-        prior_precision: Tensor,
-        link: str,
-        labels: Tensor,
-    ) -> float:
+    def regret(self, prior_precision: Tensor, link: str, labels: Tensor) -> float:
         """Compute the regret of the test texts."""
         chosen = self._of(TEST, prior_precision, link)
         tried = (self._of(TEST, factor * prior_precision, link) for factor in FACTORS)
         return regret_of(chosen, tried, labels)
 
-    def _of(
-        self,
-        name: str,
-        prior_precision: Tensor,
-        link: str,
-    ) -> Tensor:
+    def _of(self, name: str, prior_precision: Tensor, link: str) -> Tensor:
         moments = self.statistics[name].moments(prior_precision)
         return probabilities(self.la, moments, link)
 
@@ -202,19 +176,13 @@ class FromBatches:
     la: LoRALaplace
     loaders: Mapping[str, Iterable[Any]]
 
-    def probabilities(
-        self,
-        prior_precision: Tensor,
-        link: str,
-    ) -> Probabilities:
+    def probabilities(self, prior_precision: Tensor, link: str) -> Probabilities:
         """Predict every data set."""
         (predicted,) = self.of_each([prior_precision], link)
         return predicted
 
     def of_each(
-        self,
-        prior_precisions: Sequence[Tensor],
-        link: str,
+        self, prior_precisions: Sequence[Tensor], link: str
     ) -> list[Probabilities]:
         """Predict every data set with each of several prior precisions."""
         predicted: list[Probabilities] = [{} for _ in prior_precisions]
@@ -227,10 +195,7 @@ class FromBatches:
         return predicted
 
     def _of_batch(
-        self,
-        batch: Any,
-        prior_precisions: Sequence[Tensor],
-        link: str,
+        self, batch: Any, prior_precisions: Sequence[Tensor], link: str
     ) -> list[Tensor]:
         """Predict a batch with each prior precision, which change no Jacobian."""
         Js, f_mu = self.la.recorder.jacobians(self.la.model.unlabelled(batch))
@@ -241,20 +206,12 @@ class FromBatches:
             predicted.append(probabilities(self.la, moments, link))
         return predicted
 
-    def regret(
-        self,
-        prior_precision: Tensor,
-        link: str,
-        labels: Tensor,
-    ) -> None:
+    def regret(self, prior_precision: Tensor, link: str, labels: Tensor) -> None:
         """Compute none: each factor would need passes over all texts."""
 
 
 def predictions(
-    la: LoRALaplace,
-    train: DataLoader | None,
-    loaders: Loaders,
-    labels: Tensor,
+    la: LoRALaplace, train: DataLoader | None, loaders: Loaders, labels: Tensor
 ) -> Iterator[Prediction]:
     """Predict data sets by each prior and link; without `train`, by evidence.
 

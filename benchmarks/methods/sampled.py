@@ -110,10 +110,7 @@ def _first_batches(train: Iterable[Any]) -> list[Any]:
     return list(islice(train, n_batches))
 
 
-def _predicted_classes(
-    members: Members,
-    texts: list[Any],
-) -> Tensor:
+def _predicted_classes(members: Members, texts: list[Any]) -> Tensor:
     probabilities = members.predict({"train": texts})["train"]
     return probabilities.argmax(-1)
 
@@ -135,11 +132,7 @@ def noise_basis(B: Tensor) -> Tensor:
 # --- methods that train again ---------------------------------------------------------
 
 
-def retrained(
-    recipe: Recipe,
-    model: AdaptedModel,
-    _: DataLoader,
-) -> Members:
+def retrained(recipe: Recipe, model: AdaptedModel, _: DataLoader) -> Members:
     """Train again from the same start, with deviations for the weights."""
     assert model.retrained is not None
     other = model.retrained(recipe).at(max(model.checkpoints))
@@ -188,10 +181,7 @@ class BLoB(Recipe):
                 module.register_forward_hook(self._add_noise)
 
     def _add_noise(
-        self,
-        module: Any,
-        inputs: tuple[Tensor, ...],
-        output: Tensor,
+        self, module: Any, inputs: tuple[Tensor, ...], output: Tensor
     ) -> Tensor:
         """Add flipout's noise: a draw for a batch, and signs for each example."""
         if not module.training:
@@ -205,11 +195,7 @@ class BLoB(Recipe):
         return output + of_outputs * signs_of_outputs
 
     def after_step(
-        self,
-        model: nn.Module,
-        step: int,
-        steps_an_epoch: int,
-        pace: float,
+        self, model: nn.Module, step: int, steps_an_epoch: int, pace: float
     ) -> None:
         """Take a step down the divergence from the prior."""
         # The last batches of an epoch carry most of its divergence.
@@ -226,11 +212,7 @@ class BLoB(Recipe):
                     slope = 2 * spread**3 / variance - 2 / spread
                     spread -= rate * slope
 
-    def deviations(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-    ) -> Weights:
+    def deviations(self, model: nn.Module, optimizer: Any) -> Weights:
         """Return the squares of the trained numbers."""
         deviations = {}
         for name, spread in model.named_parameters():
@@ -269,11 +251,7 @@ class IVONLoRA(Recipe):
             f"first Hessian {first_hessian:g}"
         )
 
-    def optimizer(
-        self,
-        weights: list[nn.Parameter],
-        settings: Hyperparameters,
-    ) -> Any:
+    def optimizer(self, weights: list[nn.Parameter], settings: Hyperparameters) -> Any:
         """Make IVON."""
         import ivon  # only this rival needs it
 
@@ -283,11 +261,7 @@ class IVONLoRA(Recipe):
         """Make a context for gradients at a sample of the weights."""
         return optimizer.sampled_params(train=True)
 
-    def deviations(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-    ) -> Weights:
+    def deviations(self, model: nn.Module, optimizer: Any) -> Weights:
         """Return the deviations that the optimizer's Hessian gives."""
         (group,) = optimizer.param_groups
         # IVON's Hessian is of a mean loss, which counts for `ess` texts.

@@ -61,10 +61,7 @@ def predict_with_student(
 
 
 def _trainer(
-    pretrained: Pretrained,
-    model: PeftModel,
-    seed: int,
-    folder: str,
+    pretrained: Pretrained, model: PeftModel, seed: int, folder: str
 ) -> transformers.Trainer:
     """Make a trainer with the settings of the lab's loop, without clipping."""
     settings = pretrained.hyperparameters

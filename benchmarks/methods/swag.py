@@ -26,10 +26,7 @@ class SWAG(Recipe):
     """
 
     def __init__(
-        self,
-        rate: float = 1.0,
-        tail: float = 0.5,
-        iterates: int = 20,
+        self, rate: float = 1.0, tail: float = 0.5, iterates: int = 20
     ) -> None:
         self.rate = rate  # share of the learning rate
         self.tail = tail  # share of the steps
@@ -109,11 +106,7 @@ class Iterates:
         return drawn
 
 
-def of_iterates(
-    recipe: Recipe,
-    model: AdaptedModel,
-    _: DataLoader,
-) -> Members:
+def of_iterates(recipe: Recipe, model: AdaptedModel, _: DataLoader) -> Members:
     """Train again, and draw from the Gaussian of the checkpoints.
 
     Training has the same start and the same texts.

@@ -16,11 +16,7 @@ from benchmarks.training import Recipe
 from laplace_lora_ext.models.adapters import find_peft_model
 
 
-def alone(
-    recipe: Recipe,
-    model: AdaptedModel,
-    _: DataLoader,
-) -> Members:
+def alone(recipe: Recipe, model: AdaptedModel, _: DataLoader) -> Members:
     """Train again from the same start on the same texts."""
     assert model.retrained is not None
     return Members.of([model.retrained(recipe)])
@@ -33,11 +29,7 @@ class MonteCLoRA(Recipe):
     itself. Twenty held-out texts have chosen scale and divergence.
     """
 
-    def __init__(
-        self,
-        scale: float = 3e-2,
-        divergence: float = 1e-4,
-    ) -> None:
+    def __init__(self, scale: float = 3e-2, divergence: float = 1e-4) -> None:
         self.scale = scale  # of the samples
         self.divergence = divergence  # its weight in the loss
         self.name = f"MonteCLoRA, scale {scale:g}, divergence {divergence:g}"
@@ -49,17 +41,11 @@ class MonteCLoRA(Recipe):
         return replace(
             lora,
             monteclora_config=MontecloraConfig(
-                sample_scaler=self.scale,
-                kl_loss_weight=self.divergence,
+                sample_scaler=self.scale, kl_loss_weight=self.divergence
             ),
         )
 
-    def loss(
-        self,
-        model: torch.nn.Module,
-        batch: Any,
-        labels: Tensor,
-    ) -> Tensor:
+    def loss(self, model: torch.nn.Module, batch: Any, labels: Tensor) -> Tensor:
         """Compute the mean loss of a batch, with PEFT's penalty."""
         layers = find_peft_model(model).base_model
         assert isinstance(layers, LoraModel)
@@ -77,12 +63,7 @@ class Distilled(Recipe):
         self.teachers = teachers
         self.name = f"student of {len(teachers)} models"
 
-    def loss(
-        self,
-        model: torch.nn.Module,
-        batch: Any,
-        labels: Tensor,
-    ) -> Tensor:
+    def loss(self, model: torch.nn.Module, batch: Any, labels: Tensor) -> Tensor:
         """Compute the divergence from the teachers' mean probabilities."""
         with torch.no_grad():
             of_teachers = [

@@ -65,10 +65,7 @@ class Balanced:
             of_unseen = self._texts_by_class([self.unseen], options, seed)
             # A generator of its own: what is drawn here changes none of the other sets.
             examples = self._foreign(
-                of_unseen,
-                known,
-                sizes.shifted,
-                random.Random(seed),
+                of_unseen, known, sizes.shifted, random.Random(seed)
             )
             if examples:  # a few files may have none
                 shifted[self.unseen] = examples
@@ -123,11 +120,7 @@ class Balanced:
                 examples.append(Example(of_class.pop(), label))
         return examples
 
-    def _take(
-        self,
-        texts: TextsByClass,
-        count: int,
-    ) -> list[Example]:
+    def _take(self, texts: TextsByClass, count: int) -> list[Example]:
         """Take examples out of the texts that are left, the classes by turns."""
         labels = [place % len(self.classes) for place in range(count)]
         n_asked = Counter(labels)
@@ -147,11 +140,7 @@ def _folded(text: Text) -> str:
     return str(text).casefold()
 
 
-def _without_label(
-    name: str,
-    texts: TextsByClass,
-    count: int,
-) -> list[Example]:
+def _without_label(name: str, texts: TextsByClass, count: int) -> list[Example]:
     """Return the first texts of a class that the model doesn't know."""
     known = texts[name]
     if count > len(known):

@@ -96,11 +96,7 @@ def docstring_summaries(tree: ast.AST) -> Iterator[tuple[str, str]]:
                 yield node.name, first_paragraph(docstring)
 
 
-def documented(
-    library: str,
-    options: Reading,
-    seed: int,
-) -> Iterator[Documented]:
+def documented(library: str, options: Reading, seed: int) -> Iterator[Documented]:
     """Yield all that an installed library documents, with masked summaries."""
     for path, tree in parsed_files([library], options, seed):
         for name, summary in docstring_summaries(tree):
@@ -108,11 +104,7 @@ def documented(
                 yield Documented(name, summary, path)
 
 
-def read_library(
-    library: str,
-    options: Reading,
-    seed: int,
-) -> list[Documented]:
+def read_library(library: str, options: Reading, seed: int) -> list[Documented]:
     """Collect each summary of an installed library once, in order."""
     by_summary: dict[str, Documented] = {}
     for one in documented(library, options, seed):
@@ -120,11 +112,7 @@ def read_library(
     return list(by_summary.values())
 
 
-def find(
-    libraries: Sequence[str],
-    options: Reading,
-    seed: int,
-) -> Iterator[Labelled]:
+def find(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[Labelled]:
     """Yield library and summary."""
     for library in libraries:
         for one in read_library(library, options, seed):
@@ -132,9 +120,7 @@ def find(
 
 
 def find_parts(
-    libraries: Sequence[str],
-    options: Reading,
-    seed: int,
+    libraries: Sequence[str], options: Reading, seed: int
 ) -> Iterator[Labelled]:
     """Yield part of a library and summary."""
     for library in libraries:
@@ -145,9 +131,7 @@ def find_parts(
 
 
 def find_verbs(
-    libraries: Sequence[str],
-    options: Reading,
-    seed: int,
+    libraries: Sequence[str], options: Reading, seed: int
 ) -> Iterator[Labelled]:
     """Yield the verb that a summary begins with and the rest of it."""
     for library in libraries:

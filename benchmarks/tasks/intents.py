@@ -82,10 +82,7 @@ class Intents:
         return self.domain in (None, row.get("domain"))
 
     def _shifted(
-        self,
-        rows: Sequence[Row],
-        count: int,
-        generator: random.Random,
+        self, rows: Sequence[Row], count: int, generator: random.Random
     ) -> dict[str, list[Example]]:
         """Draw texts without a right answer, out of scope or of other domains."""
         out_of_scope: list[Row] = []
@@ -105,10 +102,7 @@ class Intents:
         return shifted
 
 
-def with_typos(
-    examples: Sequence[Example],
-    generator: random.Random,
-) -> list[Example]:
+def with_typos(examples: Sequence[Example], generator: random.Random) -> list[Example]:
     """Mistype texts: labels are the same, and only the spelling differs."""
     changed = []
     for example in examples:
@@ -135,10 +129,7 @@ def _intent(row: Row) -> str:
 
 
 def draw_by_class(
-    rows: Sequence[Row],
-    classes: Sequence[str],
-    count: int,
-    generator: random.Random,
+    rows: Sequence[Row], classes: Sequence[str], count: int, generator: random.Random
 ) -> list[Example]:
     """Draw examples, the classes by turns; fewer where a class has no more texts."""
     texts: dict[str, list[str]] = {name: [] for name in classes}

@@ -60,10 +60,7 @@ class MultipleChoice:
         )
 
     def _shifted(
-        self,
-        data: Path | None,
-        count: int,
-        rng: random.Random,
+        self, data: Path | None, count: int, rng: random.Random
     ) -> dict[str, list[Example]]:
         """Draw questions of ARC, whose right answers are known."""
         if self.shifted_example is None:
@@ -78,10 +75,7 @@ class MultipleChoice:
 
 
 def _examples(
-    rows: Sequence[Row],
-    to_example: ToExample,
-    count: int,
-    rng: random.Random,
+    rows: Sequence[Row], to_example: ToExample, count: int, rng: random.Random
 ) -> list[Example]:
     """Draw examples of the questions with four choices."""
     kept = []

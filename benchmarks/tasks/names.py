@@ -35,8 +35,7 @@ def spoken(name: str) -> str:
 
 
 def asked_for_match(
-    pool: Sequence[Documented],
-    rng: random.Random,
+    pool: Sequence[Documented], rng: random.Random
 ) -> Iterator[Example]:
     """Pair names and summaries: every second pair is right, others mix a file."""
     names: dict[Path, set[str]] = defaultdict(set)
@@ -55,8 +54,7 @@ def asked_for_match(
 
 
 def asked_for_choice(
-    pool: Sequence[Documented],
-    rng: random.Random,
+    pool: Sequence[Documented], rng: random.Random
 ) -> Iterator[Example]:
     """Ask in the paper's words which of four names from one library fits a summary."""
     names = sorted({one.name for one in pool})

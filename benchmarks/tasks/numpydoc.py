@@ -24,8 +24,7 @@ LIBRARIES = ("numpy", "scipy", "networkx", "matplotlib", "pandas")
 HEADING = re.compile(r"^([A-Z][A-Za-z ]+)\n-{4,}\n", re.MULTILINE)
 # All of the section "Parameters", up to the next heading or the end.
 PARAMETERS = re.compile(
-    r"^Parameters\n-{4,}\n(.*?)(?=\n\n\S[^\n]*\n-{3,}|\Z)",
-    re.MULTILINE | re.DOTALL,
+    r"^Parameters\n-{4,}\n(.*?)(?=\n\n\S[^\n]*\n-{3,}|\Z)", re.MULTILINE | re.DOTALL
 )
 # A line "name : type", and the indented lines below it.
 PARAMETER = re.compile(
@@ -82,9 +81,7 @@ def entries(docstring: str) -> list[Entry]:
 
 
 def read_parameters(
-    libraries: Sequence[str],
-    options: Reading,
-    seed: int,
+    libraries: Sequence[str], options: Reading, seed: int
 ) -> list[Parameter]:
     """Collect all parameters that are described, in the order of the sources."""
     parameters = []
@@ -93,10 +90,7 @@ def read_parameters(
     return parameters
 
 
-def described(
-    tree: ast.AST,
-    file: Path,
-) -> Iterator[Parameter]:
+def described(tree: ast.AST, file: Path) -> Iterator[Parameter]:
     """Yield the parameters that a source's public docstrings describe."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -127,9 +121,7 @@ def first_word_of(written: str) -> str:
 
 
 def find_types(
-    libraries: Sequence[str],
-    options: Reading,
-    seed: int,
+    libraries: Sequence[str], options: Reading, seed: int
 ) -> Iterator[Labelled]:
     """Yield class of types and description."""
     for parameter in read_parameters(libraries, options, seed):

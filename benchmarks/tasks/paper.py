@@ -57,10 +57,7 @@ class Source(NamedTuple):
         return [json.loads(line) for line in lines if line.strip()]
 
 
-def read_sources(
-    sources: Sequence[Source],
-    data: Path | None,
-) -> list[list[Row]]:
+def read_sources(sources: Sequence[Source], data: Path | None) -> list[list[Row]]:
     """Read rows of several splits; say in one line what to download."""
     try:
         return [source.rows(data) for source in sources]
@@ -71,9 +68,7 @@ def read_sources(
 
 
 def read_from_folder(
-    dataset: tuple[str, str],
-    data: Path | None,
-    what_is_read: str,
+    dataset: tuple[str, str], data: Path | None, what_is_read: str
 ) -> list[list[Row]]:
     """Read the training and the test split of a data set, which no hub is asked for."""
     if data is None:
@@ -82,10 +77,7 @@ def read_from_folder(
     return read_sources(sources, data)
 
 
-def _what_to_download(
-    sources: Sequence[Source],
-    data: Path | None,
-) -> str:
+def _what_to_download(sources: Sequence[Source], data: Path | None) -> str:
     if data is None:
         folder = "FOLDER"
         missing = sources
@@ -159,18 +151,14 @@ def lettered(
 
 
 def glue(
-    configuration: str,
-    to_example: ToExample,
-    classes: tuple[str, str],
+    configuration: str, to_example: ToExample, classes: tuple[str, str]
 ) -> PaperTask:
     """Describe a task of GLUE, for an encoder."""
     return PaperTask("nyu-mll/glue", configuration, to_example, classes)
 
 
 def super_glue(
-    configuration: str,
-    to_example: ToExample,
-    is_prompt: bool = False,
+    configuration: str, to_example: ToExample, is_prompt: bool = False
 ) -> PaperTask:
     """Describe a task of SuperGLUE; each of them asks what is true."""
     return PaperTask(
@@ -205,10 +193,7 @@ PAPER_TASKS: dict[str, PaperTask] = {
 }
 
 
-def read_paper_task(
-    name: str,
-    data: Path | None = None,
-) -> Task:
+def read_paper_task(name: str, data: Path | None = None) -> Task:
     """Read all examples of a task that the paper keeps."""
     task = PAPER_TASKS[name]
     rows_of_training, rows_of_test = read_sources(task.sources, data)
@@ -223,11 +208,7 @@ def read_paper_task(
     )
 
 
-def _kept(
-    to_example: ToExample,
-    source: Source,
-    rows: list[Row],
-) -> list[Example]:
+def _kept(to_example: ToExample, source: Source, rows: list[Row]) -> list[Example]:
     """Make examples of a split's rows, without those that the paper leaves out."""
     try:
         examples = [to_example(row) for row in rows]

@@ -35,11 +35,7 @@ def winogrande(row: Row) -> Example:
     return Example(prompt, label)
 
 
-def four_choices(
-    question: str,
-    choices: Sequence[str],
-    label: int,
-) -> Example | None:
+def four_choices(question: str, choices: Sequence[str], label: int) -> Example | None:
     """Ask which of four choices is right; None if there aren't four."""
     # A few questions of ARC have three or five, for which there is no letter's class.
     if len(choices) != len(LETTERS):

@@ -41,9 +41,7 @@ class Sentences:
         )
         classes = sorted({row["label"] for row in train})
         sizes = Sizes(
-            train=TEXTS_A_CLASS * len(classes),
-            test=len(test),
-            shifted=0,
+            train=TEXTS_A_CLASS * len(classes), test=len(test), shifted=0
         ).asked(options)
         generator = random.Random(seed)
         drawn = draw_by_class(train, classes, sizes.train, generator)

@@ -31,9 +31,7 @@ def source_files(library: str) -> list[Path]:
 
 
 def drawn_files(
-    libraries: Sequence[str],
-    options: Reading,
-    seed: int,
+    libraries: Sequence[str], options: Reading, seed: int
 ) -> Iterator[Path]:
     """Yield installed packages' source files, as many as options ask for."""
     maximum = options.files_per_library
@@ -64,9 +62,7 @@ def in_each(
     """Make a function that yields all that `find` finds in the sources of libraries."""
 
     def find_in_sources(
-        libraries: Sequence[str],
-        options: Reading,
-        seed: int,
+        libraries: Sequence[str], options: Reading, seed: int
     ) -> Iterator[Text]:
         for _, tree in parsed_files(libraries, options, seed):
             yield from find(tree)

@@ -83,11 +83,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def _figure(
-    caption: str,
-    draw: Callable[..., Any],
-    results: Outcomes,
-) -> str:
+def _figure(caption: str, draw: Callable[..., Any], results: Outcomes) -> str:
     """Draw a picture as SVG within the page."""
     from matplotlib.figure import Figure
 
@@ -103,10 +99,7 @@ def _figure(
 
 
 def _texts_table(
-    results: Outcomes,
-    texts: list[str],
-    class_names: Sequence[str],
-    n_texts: int,
+    results: Outcomes, texts: list[str], class_names: Sequence[str], n_texts: int
 ) -> str:
     """Write the texts of the most doubtful answers, with what is known of each."""
     prediction = results.prediction

@@ -143,11 +143,7 @@ def _read_hub(source: str) -> list[Row]:
         raise UsageError(f"{source} can't be read ({error}). Pass {_HINT}.") from error
 
 
-def column_of(
-    rows: Sequence[Row],
-    column: str,
-    source: str,
-) -> list[str]:
+def column_of(rows: Sequence[Row], column: str, source: str) -> list[str]:
     """Take a column as text; each row must have something there."""
     values: list[str] = []
     for number, row in enumerate(rows, start=1):
@@ -218,9 +214,7 @@ class Batches:
         )
 
     def __call__(
-        self,
-        texts: Sequence[str],
-        labels: Sequence[int] | None = None,
+        self, texts: Sequence[str], labels: Sequence[int] | None = None
     ) -> DataLoader:
         """Make a loader that reads the texts in order."""
 

@@ -12,11 +12,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArg
 class Bar(ProgressCallback):
     """Shows the steps of a training, without transformers' seconds and losses."""
 
-    def on_log(
-        self,
-        *_: Any,
-        **__: Any,
-    ) -> None:
+    def on_log(self, *_: Any, **__: Any) -> None:
         """Write nothing."""
 
 

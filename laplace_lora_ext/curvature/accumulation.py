@@ -73,11 +73,7 @@ class Structure(Generic[SumsT, CurvatureT]):
         raise NotImplementedError
 
     def add(
-        self,
-        sums: SumsT,
-        x: Any,
-        y: Tensor,
-        examples: Tensor,
+        self, sums: SumsT, x: Any, y: Tensor, examples: Tensor
     ) -> tuple[Tensor, SumsT]:
         """Return a batch's loss, and new sums with the batch.
 
@@ -111,12 +107,7 @@ class Structure(Generic[SumsT, CurvatureT]):
         self.recorder.parts.learn(x, len(y), add_part)
         return torch.stack(losses).sum(), total
 
-    def _add(
-        self,
-        sums: SumsT,
-        x: Any,
-        y: Tensor,
-    ) -> tuple[Tensor, SumsT]:
+    def _add(self, sums: SumsT, x: Any, y: Tensor) -> tuple[Tensor, SumsT]:
         raise NotImplementedError
 
     def merge(self, first: SumsT, second: SumsT) -> SumsT:
@@ -149,12 +140,7 @@ class LowRankKronStructure(Structure[LowRankKron, LowRankKronDecomposed]):
     def zeros(self) -> LowRankKron:
         return self.backend.zeros()
 
-    def _add(
-        self,
-        sums: LowRankKron,
-        x: Any,
-        y: Tensor,
-    ) -> tuple[Tensor, LowRankKron]:
+    def _add(self, sums: LowRankKron, x: Any, y: Tensor) -> tuple[Tensor, LowRankKron]:
         total = sums.copy()
         loss = self.backend.accumulate(total, x, y)
         return loss, total
@@ -176,11 +162,7 @@ class LowRankKronStructure(Structure[LowRankKron, LowRankKronDecomposed]):
 class HostStructure(Structure[SumsT, CurvatureT]):
     """A structure of the host's, whose curvature of a batch is a value of its own."""
 
-    def _of_batch(
-        self,
-        x: Any,
-        y: Tensor,
-    ) -> tuple[Tensor, SumsT]:
+    def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, SumsT]:
         """Ask the backend for the loss and the curvature of a batch."""
         raise NotImplementedError
 
@@ -188,12 +170,7 @@ class HostStructure(Structure[SumsT, CurvatureT]):
         """Take the diagonal of sums, `(parameters,)`."""
         raise NotImplementedError
 
-    def _add(
-        self,
-        sums: SumsT,
-        x: Any,
-        y: Tensor,
-    ) -> tuple[Tensor, SumsT]:
+    def _add(self, sums: SumsT, x: Any, y: Tensor) -> tuple[Tensor, SumsT]:
         loss, of_batch = self._of_batch(x, y)
         blocks = self.recorder.blocks
         parts = self._diagonal(of_batch).split([block.n_params for block in blocks])
@@ -225,11 +202,7 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
         weights: list[Any] = [block.weight for block in blocks]
         return Kron.init_from_model(weights, device, dtype)
 
-    def _of_batch(
-        self,
-        x: Any,
-        y: Tensor,
-    ) -> tuple[Tensor, Kron]:
+    def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Kron]:
         blocks = self.recorder.blocks
         layers = [block.module for block in blocks]
         with (
@@ -304,11 +277,7 @@ class DenseStructure(HostStructure[Tensor, Tensor]):
     def n_params(self) -> int:
         return sum(block.n_params for block in self.recorder.blocks)
 
-    def decompose(
-        self,
-        sums: Tensor,
-        n_data: int,
-    ) -> Tensor:
+    def decompose(self, sums: Tensor, n_data: int) -> Tensor:
         return sums
 
     def pack(self, sums: Tensor) -> Tensor:
@@ -327,11 +296,7 @@ class DiagStructure(DenseStructure):
         device, dtype = self.recorder.places[0]
         return torch.zeros(self.n_params, device=device, dtype=dtype)
 
-    def _of_batch(
-        self,
-        x: Any,
-        y: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         return self.backend.diag(x, y)
 
     def _diagonal(self, sums: Tensor) -> Tensor:
@@ -344,18 +309,9 @@ class FullStructure(DenseStructure):
 
     def zeros(self) -> Tensor:
         device, dtype = self.recorder.places[0]
-        return torch.zeros(
-            self.n_params,
-            self.n_params,
-            device=device,
-            dtype=dtype,
-        )
+        return torch.zeros(self.n_params, self.n_params, device=device, dtype=dtype)
 
-    def _of_batch(
-        self,
-        x: Any,
-        y: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         return self.backend.full(x, y)
 
     def _diagonal(self, sums: Tensor) -> Tensor:

@@ -187,17 +187,9 @@ class LowRankKronInterface(CurvatureInterface):
     @property
     def settings(self) -> dict[str, Any]:
         """Collect what the curvature depends on, besides the model and the data."""
-        return {
-            "rank": self.rank,
-            "kfac_approx": self.kfac_approx,
-            "tail": self.tail,
-        }
+        return {"rank": self.rank, "kfac_approx": self.kfac_approx, "tail": self.tail}
 
-    def seeds(
-        self,
-        logits: Tensor,
-        y: Tensor,
-    ) -> Seeds:
+    def seeds(self, logits: Tensor, y: Tensor) -> Seeds:
         """Choose what to back-propagate for the Fisher of a batch."""
         raise NotImplementedError
 
@@ -228,12 +220,7 @@ class LowRankKronInterface(CurvatureInterface):
             sums.append(zeros)
         return LowRankKron(sums)
 
-    def accumulate(
-        self,
-        H: LowRankKron,
-        x: Any,
-        y: Tensor,
-    ) -> Tensor:
+    def accumulate(self, H: LowRankKron, x: Any, y: Tensor) -> Tensor:
         """Add the curvature of a batch to `H`, and return the batch's summed loss.
 
         An error leaves sums that are of no use. Refused are labels that don't fit the
@@ -275,11 +262,7 @@ class LowRankKronInterface(CurvatureInterface):
                 raise ValueError(f"Weight {block.name}: non-finite numbers")
 
     def kron(
-        self,
-        x: Any,
-        y: Tensor,
-        N: int | None = None,
-        **kwargs: Any,
+        self, x: Any, y: Tensor, N: int | None = None, **kwargs: Any
     ) -> tuple[Tensor, LowRankKron]:
         """Compute loss and curvature of one batch.
 
@@ -289,19 +272,11 @@ class LowRankKronInterface(CurvatureInterface):
         loss = self.accumulate(H, x, y)
         return loss, H
 
-    def jacobians(
-        self,
-        x: Any,
-        enable_backprop: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+    def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
         """Make Jacobians `(B, C, parameters)` of the logits, and the logits."""
         return self.recorder.jacobians(x, enable_backprop=enable_backprop)
 
-    def gradients(
-        self,
-        x: Any,
-        y: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         """Make gradients `(B, parameters)` of each example's loss, and sum the loss."""
         Js, f = self.jacobians(x)
         loss = self.lossfunc(f, y)
@@ -380,11 +355,7 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
             }
         return settings
 
-    def seeds(
-        self,
-        logits: Tensor,
-        y: Tensor,
-    ) -> Seeds:
+    def seeds(self, logits: Tensor, y: Tensor) -> Seeds:
         """Choose seeds of the exact Fisher, or draw some where they are fewer."""
         is_drawn = self.stochastic
         if is_drawn is None:
@@ -438,11 +409,7 @@ class LowRankKronEF(LowRankKronInterface, EFInterface):
     at given labels don't cancel between tokens, as those of drawn labels do on average.
     """
 
-    def seeds(
-        self,
-        logits: Tensor,
-        y: Tensor,
-    ) -> Seeds:
+    def seeds(self, logits: Tensor, y: Tensor) -> Seeds:
         """Choose the slope of each example's loss."""
         return self.task.empirical_seeds(logits, y)
 

@@ -38,12 +38,7 @@ class DenseFactor:
     matrix: Tensor
 
     @classmethod
-    def zeros(
-        cls,
-        size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> DenseFactor:
+    def zeros(cls, size: int, device: torch.device, dtype: torch.dtype) -> DenseFactor:
         """Make a factor of no data."""
         return cls(torch.zeros(size, size, device=device, dtype=dtype))
 
@@ -90,12 +85,7 @@ class LowRankFactor:
 
     @classmethod
     def zeros(
-        cls,
-        size: int,
-        rank: int,
-        tail: bool,
-        device: torch.device,
-        dtype: torch.dtype,
+        cls, size: int, rank: int, tail: bool, device: torch.device, dtype: torch.dtype
     ) -> LowRankFactor:
         """Make a factor of no data."""
         columns = torch.zeros(size, 0, device=device, dtype=dtype)
@@ -131,11 +121,7 @@ class LowRankFactor:
             energy_left_out = self.trace - values.sum()
             tail = energy_left_out.clamp_min(0) / n_left_out
         dtype = self.columns.dtype
-        return Eigendecomposition(
-            vectors.to(dtype),
-            values.to(dtype),
-            tail.to(dtype),
-        )
+        return Eigendecomposition(vectors.to(dtype), values.to(dtype), tail.to(dtype))
 
 
 Factor = DenseFactor | LowRankFactor
@@ -158,11 +144,7 @@ class StreamingUpdates:
         self._waiting: dict[LowRankFactor, list[Tensor]] = {}
         self._bytes = 0
 
-    def add(
-        self,
-        factor: Factor,
-        rows: Tensor,
-    ) -> Tensor:
+    def add(self, factor: Factor, rows: Tensor) -> Tensor:
         """Add `rowsᵀ rows`, of rows `(n, d)`, now or at the next `finish`.
 
         Its trace is summed in float64.
@@ -218,10 +200,7 @@ class _Group:
             factor.columns = updated
 
 
-def _leading(
-    columns: Tensor,
-    width: int,
-) -> Tensor:
+def _leading(columns: Tensor, width: int) -> Tensor:
     """Rotate `(..., d, n)` columns onto their leading `width` left singular directions.
 
     The rotation comes from the columns' Gram matrix, within a subspace of a few
@@ -244,10 +223,7 @@ def _leading(
 
 
 @lru_cache
-def _start(
-    width: int,
-    device: torch.device,
-) -> Tensor:
+def _start(width: int, device: torch.device) -> Tensor:
     """Draw the directions, always the same, from which subspace iteration starts."""
     generator = torch.Generator().manual_seed(0)
     # As many rows as there may be columns: those kept of two factors, or of one and a

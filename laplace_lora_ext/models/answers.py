@@ -38,9 +38,7 @@ class Answers:
     normalised: bool = False
 
     def __init__(
-        self,
-        transformer: PreTrainedModel | None,
-        answers: Sequence[list[int]] = (),
+        self, transformer: PreTrainedModel | None, answers: Sequence[list[int]] = ()
     ) -> None:
         self._transformer = transformer
         self._answers = answers
@@ -217,9 +215,7 @@ def first_places(places: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def reading_at(
-    transformer: PreTrainedModel | None,
-    index: Tensor,
-    n_positions: int,
+    transformer: PreTrainedModel | None, index: Tensor, n_positions: int
 ) -> Iterator[Callable[[Any], Tensor]]:
     """Run the output layer for the `(B, K)` places of an index among T positions alone.
 
@@ -230,10 +226,7 @@ def reading_at(
     """
     calls: list[torch.Size] = []
 
-    def select(
-        _: nn.Module,
-        args: tuple[Any, ...],
-    ) -> tuple[Any, ...] | None:
+    def select(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not args or not isinstance(args[0], Tensor):
             return None
         hidden, *others = args
@@ -273,8 +266,7 @@ def reading_at(
 
 
 def decoder_start(
-    transformer: PreTrainedModel,
-    inputs: Mapping[str, Any],
+    transformer: PreTrainedModel, inputs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Give the decoder a start token for each text, unless it has an input."""
     if any(inputs.get(key) is not None for key in DECODER_INPUTS):
@@ -297,10 +289,7 @@ def start_token(transformer: PreTrainedModel) -> int:
     )
 
 
-def without_cache(
-    transformer: PreTrainedModel | None,
-    inputs: Any,
-) -> dict[str, Any]:
+def without_cache(transformer: PreTrainedModel | None, inputs: Any) -> dict[str, Any]:
     """Return keyword arguments that switch a model's cache off, if it has one.
 
     A batch may say itself whether it wants the cache.

@@ -83,10 +83,7 @@ class HeadWeight:
         )
 
 
-def head_weights(
-    model: nn.Module,
-    adapter: str,
-) -> list[HeadWeight]:
+def head_weights(model: nn.Module, adapter: str) -> list[HeadWeight]:
     """List all weights and biases of an adapter's heads."""
     weights: list[HeadWeight] = []
     for name, wrapper in model.named_modules():
@@ -104,9 +101,7 @@ def head_weights(
 
 
 def select_heads(
-    model: nn.Module,
-    adapter: str,
-    selection: Selection,
+    model: nn.Module, adapter: str, selection: Selection
 ) -> list[HeadWeight]:
     """Select weights and biases of an adapter's heads, all or by name.
 

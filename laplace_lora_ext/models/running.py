@@ -246,10 +246,7 @@ def checkpointing(tree: Tree) -> Iterator[None]:
 
 
 def _checkpointed(
-    layer: nn.Module,
-    forward: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+    layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     # Nothing is kept for a backward pass, and the cache may stay.
     if not torch.is_grad_enabled():

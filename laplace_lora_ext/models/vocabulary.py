@@ -46,9 +46,7 @@ def parts_of(places: Tensor) -> list[Span]:
 
 
 def logits_at(
-    transformer: PreTrainedModel | None,
-    places: Tensor,
-    call: Callable[[], Any],
+    transformer: PreTrainedModel | None, places: Tensor, call: Callable[[], Any]
 ) -> Tensor:
     """Call a model, and return logits `(n, V)` at the true ones of `(N, T)` places."""
     index, is_true = first_places(places)

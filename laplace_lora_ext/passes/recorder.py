@@ -196,10 +196,7 @@ class Recording:
 
 
 def _scale(
-    part: Part,
-    weights: Tensor | None,
-    take: Callable[[Part, Rows], None],
-    rows: Rows,
+    part: Part, weights: Tensor | None, take: Callable[[Part, Rows], None], rows: Rows
 ) -> None:
     """Hand on rows of a part, scaled by its examples' weights."""
     if weights is not None:
@@ -246,11 +243,7 @@ class Recorder:
 
     @contextmanager
     def record(
-        self,
-        batch: Any,
-        *,
-        outputs: Outputs | None = None,
-        create_graph: bool = False,
+        self, batch: Any, *, outputs: Outputs | None = None, create_graph: bool = False
     ) -> Iterator[Recording]:
         """Run the model on a batch and record the calls of the blocks' layers.
 

@@ -100,9 +100,7 @@ def amortize(
 
 
 def _swapping(
-    la: Posterior,
-    loader: Iterable[Any],
-    generator: torch.Generator,
+    la: Posterior, loader: Iterable[Any], generator: torch.Generator
 ) -> Swapping | None:
     """Read a loader for tokens to swap; None where it holds no texts."""
     texts: list[Any] = []
@@ -116,9 +114,7 @@ def _swapping(
 
 
 def _learnt_from(
-    la: Posterior,
-    batch: Any,
-    generator: torch.Generator,
+    la: Posterior, batch: Any, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Compute features `(B, p)` and logarithms of variances `(B, P)`, on the CPU.
 
@@ -146,11 +142,7 @@ def _draws(la: Posterior) -> bool:
     return la.n_outputs > 2 * _DRAWS and are_in_place(la.blocks)
 
 
-def changes_of_logits(
-    la: Posterior,
-    inputs: Any,
-    drawn: Tensor,
-) -> Tensor:
+def changes_of_logits(la: Posterior, inputs: Any, drawn: Tensor) -> Tensor:
     """Compute how drawn weights `(S, parameters)` change the linearised model's logits.
 
     They are J (θ - θ*), `(S, B, C)`: central differences, by two forward passes a draw.
@@ -176,12 +168,7 @@ def _precision(model: LogitsModel) -> float:
         )
         dtypes.add(torch.bfloat16 if is_quantised else parameter.dtype)
     # What autocast computes in, if it is on, shows in a product alone.
-    one = torch.ones(
-        1,
-        1,
-        device=model.device,
-        dtype=torch.float32,
-    )
+    one = torch.ones(1, 1, device=model.device, dtype=torch.float32)
     of_product = (one @ one).dtype
     if of_product != torch.float32:
         dtypes.add(of_product)

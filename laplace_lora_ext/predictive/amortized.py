@@ -159,11 +159,7 @@ class LearntVariance:
             n_examples=len(X),
         )
 
-    def to(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> LearntVariance:
+    def to(self, device: torch.device, dtype: torch.dtype) -> LearntVariance:
         """Move the regression to a device and a precision.
 
         Parameters
@@ -178,11 +174,7 @@ class LearntVariance:
             moved[name] = getattr(self, name).to(device, dtype)
         return replace(self, **moved)
 
-    def is_of(
-        self,
-        prior_precision: Tensor,
-        curvature_scale: Tensor,
-    ) -> bool:
+    def is_of(self, prior_precision: Tensor, curvature_scale: Tensor) -> bool:
         """Tell whether these are variances of a posterior with this prior and scale.
 
         Parameters
@@ -210,10 +202,7 @@ class LearntVariance:
         return covariances(logs.exp())
 
 
-def _with_doubt(
-    features: Tensor,
-    log_variances: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _with_doubt(features: Tensor, log_variances: Tensor) -> tuple[Tensor, Tensor]:
     """Select the examples whose logits have any variance beside the others'.
 
     A `ValueError` if they are too few to learn from.
@@ -231,10 +220,7 @@ def _with_doubt(
     return features[has_doubt], log_variances[has_doubt]
 
 
-def _alike(
-    now: Tensor,
-    then: Tensor,
-) -> bool:
+def _alike(now: Tensor, then: Tensor) -> bool:
     """Tell whether numbers are the same, but for a model's move.
 
     Moves change device and precision.
@@ -244,10 +230,7 @@ def _alike(
     return equal_up_to_rounding(now, then.cpu().double().log(), torch.float32)
 
 
-def ridge(
-    X: Tensor,
-    Y: Tensor,
-) -> tuple[Tensor, Tensor]:
+def ridge(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
     """Regress centred targets `(N, q)` on features `(N, p)`.
 
     The best of `PENALTIES` is chosen.
@@ -299,12 +282,7 @@ def log_variances(f_var: Tensor) -> Tensor:
     V = pad(f_var, (1, 0, 1, 0))  # with the number 0 in front
     n_numbers = V.shape[-1]
     own = V.diagonal(dim1=-2, dim2=-1)
-    j, k = torch.triu_indices(
-        n_numbers,
-        n_numbers,
-        offset=1,
-        device=V.device,
-    )
+    j, k = torch.triu_indices(n_numbers, n_numbers, offset=1, device=V.device)
     between = V[..., j, k]
     variances = own[..., j] + own[..., k] - 2 * between
     precision = torch.finfo(V.dtype)
@@ -323,12 +301,7 @@ def covariances(variances: Tensor) -> Tensor:
     # P pairs are of n numbers, where n (n - 1) / 2 = P.
     *batch, n_pairs = variances.shape
     n_numbers = (1 + math.isqrt(1 + 8 * n_pairs)) // 2
-    j, k = torch.triu_indices(
-        n_numbers,
-        n_numbers,
-        offset=1,
-        device=variances.device,
-    )
+    j, k = torch.triu_indices(n_numbers, n_numbers, offset=1, device=variances.device)
     D = variances.new_zeros(*batch, n_numbers, n_numbers)
     D[..., j, k] = variances
     D[..., k, j] = variances

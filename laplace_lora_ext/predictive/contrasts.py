@@ -103,10 +103,7 @@ class AlikeCovariances(NamedTuple):
     covariances: Tensor
 
 
-def alike(
-    covariance: Tensor,
-    classes: Tensor,
-) -> AlikeCovariances:
+def alike(covariance: Tensor, classes: Tensor) -> AlikeCovariances:
     """Tell from contrasts' covariances `(B, k, k)` those of all classes, by groups.
 
     Those of the most probable class are 0. So they differ from those of the logits, but
@@ -152,19 +149,12 @@ def alike(
     return AlikeCovariances(variances, covariances)
 
 
-def columns_of(
-    classes: Tensor,
-    n_outputs: int,
-) -> Tensor:
+def columns_of(classes: Tensor, n_outputs: int) -> Tensor:
     """List the columns `(B, 1 + k)` of classes; one more, the last, for no class."""
     return torch.where(classes == NO_CLASS, n_outputs, classes)
 
 
-def completed(
-    covariance: Tensor,
-    classes: Tensor,
-    n_outputs: int,
-) -> Tensor:
+def completed(covariance: Tensor, classes: Tensor, n_outputs: int) -> Tensor:
     """Complete contrasts' covariances `(B, k, k)` to `(B, C, C)`.
 
     What they are is told by `alike`, which takes the same. C is `n_outputs`.

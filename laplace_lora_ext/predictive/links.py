@@ -37,11 +37,7 @@ def probit(moments: Moments) -> Tensor:
     return shrunk.log_softmax(-1)
 
 
-def monte_carlo(
-    f_mu: Tensor,
-    f_var: Tensor,
-    noise: Tensor,
-) -> Tensor:
+def monte_carlo(f_mu: Tensor, f_var: Tensor, noise: Tensor) -> Tensor:
     """Average probabilities over samples of logits; many give the exact integral.
 
     `noise` holds standard normal numbers, as for `gaussian_samples`.
@@ -50,11 +46,7 @@ def monte_carlo(
     return log_p.logsumexp(0) - math.log(len(noise))
 
 
-def softmax_samples(
-    f_mu: Tensor,
-    f_var: Tensor,
-    noise: Tensor,
-) -> Tensor:
+def softmax_samples(f_mu: Tensor, f_var: Tensor, noise: Tensor) -> Tensor:
     """Draw log-probabilities `(S, B, C)`, by noise as for `gaussian_samples`.
 
     Covariances that say the same of all differences of two logits draw the same.

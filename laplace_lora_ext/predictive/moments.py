@@ -106,10 +106,7 @@ def parts_for(members: Sequence[object], x: Any) -> Sequence[Any]:
     return x.members if isinstance(x, MixtureMoments) else [x] * len(members)
 
 
-def mix_moments(
-    means: Tensor,
-    covariances: Tensor,
-) -> tuple[Tensor, Tensor]:
+def mix_moments(means: Tensor, covariances: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the moments of a mixture of Gaussians, `(M, ..., C)`."""
     mean = means.mean(0)
     apart = means - mean
@@ -147,10 +144,7 @@ class _SymmetricRoot(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        covariance: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, covariance: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(covariance.double())
         # A 0 that rounding turned into a small number would have a much larger root.
         rounding = covariance.shape[-1] * torch.finfo(covariance.dtype).eps
@@ -164,10 +158,7 @@ class _SymmetricRoot(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any,
-        gradient: Tensor,
-    ) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         roots, vectors = ctx.saved_tensors
         sums = roots[..., :, None] + roots[..., None, :]
         # A direction without variance has none under other prior precisions either.
@@ -188,11 +179,7 @@ def square_root(covariance: Tensor) -> Tensor:
     return _SymmetricRoot.apply(covariance)  # pyright: ignore[reportReturnType]
 
 
-def gaussian_samples(
-    f_mu: Tensor,
-    f_var: Tensor,
-    noise: Tensor,
-) -> Tensor:
+def gaussian_samples(f_mu: Tensor, f_var: Tensor, noise: Tensor) -> Tensor:
     """Turn noise into reparametrised samples `(S, B, C)` of logits.
 
     `noise` holds standard normal numbers: `(S, B, C)`, or `(S, 1, C)` for all examples
@@ -206,15 +193,8 @@ def gaussian_samples(
 
 
 def standard_normal(
-    shape: tuple[int, ...],
-    like: Tensor,
-    generator: torch.Generator | None,
+    shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None
 ) -> Tensor:
     """Draw normal numbers in the dtype of `like`, on the generator's device."""
     device = like.device if generator is None else generator.device
-    return torch.randn(
-        shape,
-        generator=generator,
-        device=device,
-        dtype=like.dtype,
-    )
+    return torch.randn(shape, generator=generator, device=device, dtype=like.dtype)

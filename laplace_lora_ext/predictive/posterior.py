@@ -281,11 +281,7 @@ def drawn_weights(
             yield values_of(la.blocks, drawn)
 
 
-def logits_with(
-    la: Posterior,
-    weights: Tensor,
-    x: Any,
-) -> Tensor:
+def logits_with(la: Posterior, weights: Tensor, x: Any) -> Tensor:
     """Compute a batch's logits `(B, C)` with other weights `(parameters,)`."""
     values = values_of(la.blocks, weights)
     with la.model.forward_passes():

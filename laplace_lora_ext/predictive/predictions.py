@@ -53,11 +53,7 @@ class Prediction(NamedTuple):
     label_variance: Tensor
 
     @classmethod
-    def of_draws(
-        cls,
-        probabilities: Tensor,
-        drawn: Tensor,
-    ) -> Prediction:
+    def of_draws(cls, probabilities: Tensor, drawn: Tensor) -> Prediction:
         """Sum up draws, beside the probabilities of a link.
 
         Parameters
@@ -150,9 +146,7 @@ class NumberPrediction(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        members: Sequence[Moments],
-        noises: Sequence[Tensor | float],
+        cls, members: Sequence[Moments], noises: Sequence[Tensor | float]
     ) -> NumberPrediction:
         """Join the moments of each posterior's outputs with the noise of its targets.
 
@@ -205,10 +199,7 @@ class NumberPrediction(NamedTuple):
             high = torch.where(is_below, high, middle)
         return (low + high) / 2
 
-    def interval(
-        self,
-        coverage: float = 0.9,
-    ) -> tuple[Tensor, Tensor]:
+    def interval(self, coverage: float = 0.9) -> tuple[Tensor, Tensor]:
         """Find bounds `(B, C)` that hold targets with probability `coverage`.
 
         As many lie below as above. A `ValueError` if the coverage is not between 0 and
@@ -255,10 +246,7 @@ class NumberPrediction(NamedTuple):
         return to_target - between / 2
 
 
-def _mean_distance(
-    mean: Tensor,
-    std: Tensor,
-) -> Tensor:
+def _mean_distance(mean: Tensor, std: Tensor) -> Tensor:
     """Compute the mean absolute value of a normal variable."""
     z = mean / std
     unscaled = (-z.square() / 2).exp()

@@ -129,11 +129,7 @@ class PredictiveStatistics(_Rows):
 
     @classmethod
     def of_columns(
-        cls,
-        columns: Columns,
-        spectrum: Spectrum,
-        scale: Tensor,
-        of_contrasts: bool,
+        cls, columns: Columns, spectrum: Spectrum, scale: Tensor, of_contrasts: bool
     ) -> PredictiveStatistics:
         """Make statistics of tensors with a row for each example.
 

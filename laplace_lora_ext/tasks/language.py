@@ -13,16 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
-from laplace_lora_ext.models.answers import (
-    DECODER_INPUTS,
-    start_token,
-    without_cache,
-)
-from laplace_lora_ext.models.batches import (
-    IGNORED,
-    Positions,
-    text_first,
-)
+from laplace_lora_ext.models.answers import DECODER_INPUTS, start_token, without_cache
+from laplace_lora_ext.models.batches import IGNORED, Positions, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import is_shared
 from laplace_lora_ext.models.vocabulary import (
@@ -245,10 +237,7 @@ def _reading(labels: LabelsOfTokens) -> Reading:
     return read
 
 
-def _decoder_input_ids(
-    transformer: PreTrainedModel,
-    labels: Tensor,
-) -> Tensor:
+def _decoder_input_ids(transformer: PreTrainedModel, labels: Tensor) -> Tensor:
     """Make a decoder's inputs that predict labels `(B, T)`, as the model does."""
     prepare = getattr(transformer, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:

@@ -40,10 +40,7 @@ class PreferenceModel(LogitsModel):
         )
         return pairs, first
 
-    def _pairs(
-        self,
-        batch: Mapping[str, Any],
-    ) -> dict[str, Tensor]:
+    def _pairs(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return token ids and their mask, `(B, 2, T)`, of one of TRL's batches."""
         if "margin" in batch:
             warn(

@@ -93,11 +93,7 @@ class DataCollatorForChoices:
             )
         return BatchEncoding(by_example)
 
-    def _prompt(
-        self,
-        text: str,
-        n_of_answer: int,
-    ) -> list[int]:
+    def _prompt(self, text: str, n_of_answer: int) -> list[int]:
         tokens = self.tokenizer(text)["input_ids"]
         if self.max_length is None:
             return tokens

@@ -269,10 +269,7 @@ class _Predicted(NamedTuple):
     entropy: Tensor  # (N,)
 
 
-def _predicted(
-    logits: Tensor,
-    tokens: Tensor,
-) -> _Predicted:
+def _predicted(logits: Tensor, tokens: Tensor) -> _Predicted:
     """Compute probabilities `(N, V)`, and what they say of the labels `(N,)`."""
     log_p = logits.log_softmax(-1)
     p = log_p.exp()

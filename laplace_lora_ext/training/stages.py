@@ -113,11 +113,7 @@ def choose_priors(
     return Choice([member.hyperparameters for member in together.members], history)
 
 
-def _with_kinds(
-    la: LoRALaplace,
-    held_out: Any,
-    progress_bar: bool,
-) -> LoRALaplace:
+def _with_kinds(la: LoRALaplace, held_out: Any, progress_bar: bool) -> LoRALaplace:
     """Let held-out examples choose how a member's prior precisions differ.
 
     A mixture has but a common factor of its members' prior precisions.
@@ -144,10 +140,7 @@ def joined(posteriors: Sequence[LoRALaplace]) -> LoRALaplace | LaplaceMixture:
     return copy(posteriors[0]) if len(posteriors) == 1 else LaplaceMixture(posteriors)
 
 
-def with_choice(
-    posteriors: Sequence[LoRALaplace],
-    choice: Choice,
-) -> list[LoRALaplace]:
+def with_choice(posteriors: Sequence[LoRALaplace], choice: Choice) -> list[LoRALaplace]:
     """Copy posteriors, with what was chosen for other fits of the members."""
     copies = [copy(la) for la in posteriors]
     for la, hyperparameters in zip(copies, choice.hyperparameters, strict=True):
@@ -391,10 +384,7 @@ def _folder(stage: int, member: int) -> Path:
     return Path(f"stage_{stage}", _MEMBER.format(member) if member else "")
 
 
-def _likelihood(
-    trainer: Any,
-    options: dict[str, Any],
-) -> str | None:
+def _likelihood(trainer: Any, options: dict[str, Any]) -> str | None:
     """Tell the likelihood by the kind of a trainer; None if the model tells it."""
     # By name, since TRL need not be installed.
     if any(cls.__name__ == "RewardTrainer" for cls in type(trainer).__mro__):

@@ -31,11 +31,7 @@ from laplace_lora_ext.models.running import checkpointing, keep_derivatives
 from laplace_lora_ext.models.swapping import Swapping
 from laplace_lora_ext.tasks.task import Task
 from laplace_lora_ext.training.examples import Examples
-from laplace_lora_ext.training.trainers import (
-    restored,
-    train,
-    with_attributes,
-)
+from laplace_lora_ext.training.trainers import restored, train, with_attributes
 
 STEPS = 0.3
 """Steps of a student, relative to the training of its teacher."""
@@ -117,11 +113,7 @@ def distill(
     return adapter_name
 
 
-def _head(
-    model: PeftModel,
-    adapter: str,
-    n_outputs: int,
-) -> list[nn.Parameter]:
+def _head(model: PeftModel, adapter: str, n_outputs: int) -> list[nn.Parameter]:
     """List an adapter's own weights of the layer that makes the logits."""
     head: list[nn.Parameter] = []
     for name, weight in model.named_parameters():
@@ -150,10 +142,7 @@ def best_scale(logits: Tensor, probabilities: Tensor) -> float:
     return math.exp(result["x"])
 
 
-def _scale_and_freeze(
-    head: list[nn.Parameter],
-    scale: float,
-) -> None:
+def _scale_and_freeze(head: list[nn.Parameter], scale: float) -> None:
     """Multiply the logits of a head, whose weight and bias both scale them."""
     for weight in head:
         weight.requires_grad_(False)
@@ -187,9 +176,7 @@ def _inputs(model: LogitsModel, loader: DataLoader) -> Iterator[Any]:
 
 
 def _swapped(
-    model: LogitsModel,
-    batches: Sequence[Any],
-    generator: torch.Generator,
+    model: LogitsModel, batches: Sequence[Any], generator: torch.Generator
 ) -> Iterator[Any]:
     """Yield copies of batches with tokens of other batches, where there are any."""
     texts: list[Any] = []
@@ -219,9 +206,7 @@ def _taught(teacher: Teacher, batch: Any) -> Iterator[Record]:
 
 
 def _with_other_tokens(
-    models: Sequence[LogitsModel],
-    batch: Any,
-    probabilities: Tensor,
+    models: Sequence[LogitsModel], batch: Any, probabilities: Tensor
 ) -> Tensor:
     """Append what all tokens but the answers have together, `(N, C + 1)`.
 
@@ -238,10 +223,7 @@ def _with_other_tokens(
     return torch.cat([answers, others], dim=1)
 
 
-def _text(
-    columns: Mapping[str, Tensor],
-    row: int,
-) -> Record:
+def _text(columns: Mapping[str, Tensor], row: int) -> Record:
     """Take one text out of a batch, without its padding and in main memory."""
     mask = columns["attention_mask"][row] if "attention_mask" in columns else None
     record = {}
@@ -271,11 +253,7 @@ def _log_probs(student: LogitsModel, task: Task, inputs: Any) -> Tensor:
 
 
 @contextmanager
-def _teaching(
-    trainer: Any,
-    model: LogitsModel,
-    task: Task,
-) -> Iterator[None]:
+def _teaching(trainer: Any, model: LogitsModel, task: Task) -> Iterator[None]:
     """Give a trainer's steps a student's loss within, and batches of taught texts.
 
     What its training reads is changed while it makes its loader and in a step alone, so
@@ -286,11 +264,7 @@ def _teaching(
     make_loader = trainer.get_train_dataloader
     take_step = trainer.training_step
 
-    def compute_loss(
-        run: Any,
-        inputs: Any,
-        **kwargs: Any,
-    ) -> Tensor:
+    def compute_loss(run: Any, inputs: Any, **kwargs: Any) -> Tensor:
         # The trainer may have wrapped the model, and a `LogitsModel` is costly to make.
         if id(run) not in students:
             students[id(run)] = model.for_module(run)
@@ -306,10 +280,7 @@ def _teaching(
         with with_attributes(trainer, args=args, data_collator=collate):
             return make_loader()
 
-    def training_step(
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
+    def training_step(*args: Any, **kwargs: Any) -> Tensor:
         with with_attributes(
             trainer,
             compute_loss=compute_loss,
@@ -322,9 +293,7 @@ def _teaching(
             return take_step(*args, **kwargs)
 
     with with_attributes(
-        trainer,
-        get_train_dataloader=get_train_dataloader,
-        training_step=training_step,
+        trainer, get_train_dataloader=get_train_dataloader, training_step=training_step
     ):
         yield
 

@@ -60,10 +60,7 @@ def check_trainer(trainer: Any) -> None:
         )
 
 
-def with_tokenizer(
-    tokenizer: Any,
-    options: Mapping[str, Any],
-) -> dict[str, Any]:
+def with_tokenizer(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Complete options: `class_texts` get the trainer's tokenizer."""
     completed = dict(options)
     if completed.get("class_texts") is not None and completed.get("tokenizer") is None:
@@ -133,11 +130,7 @@ def train(
         _load_best(trainer)
 
 
-def _arguments_for(
-    trainer: Any,
-    examples: Any,
-    share_of_steps: float,
-) -> Any:
+def _arguments_for(trainer: Any, examples: Any, share_of_steps: float) -> Any:
     """Copy a trainer's arguments for other examples and a share of its steps."""
     args = copy(trainer.args)
     if args.max_steps > 0:
@@ -171,10 +164,7 @@ def _load_best(trainer: Any) -> None:
 
 
 @contextmanager
-def with_attributes(
-    trainer: Any,
-    **values: Any,
-) -> Iterator[None]:
+def with_attributes(trainer: Any, **values: Any) -> Iterator[None]:
     """Give a trainer some attributes within, and its own back afterwards."""
     attributes = vars(trainer)
     before = {name: attributes[name] for name in values if name in attributes}

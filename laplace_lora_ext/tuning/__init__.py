@@ -73,8 +73,7 @@ def build(
 
 
 def required_data(
-    method: str,
-    methods: Mapping[str, type[TuningMethod]] = METHODS,
+    method: str, methods: Mapping[str, type[TuningMethod]] = METHODS
 ) -> list[str]:
     """List the options without which a method does nothing, such as "train_loader"."""
     if not isinstance(method, str) or method not in methods:

@@ -17,11 +17,7 @@ from laplace_lora_ext.curvature.kron import LinAlgError
 from laplace_lora_ext.messages import check_name, warn
 from laplace_lora_ext.predictive.data_sets import batch_by_batch
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, LINKS
-from laplace_lora_ext.predictive.posterior import (
-    WITHOUT_VARIANCE,
-    Members,
-    Posterior,
-)
+from laplace_lora_ext.predictive.posterior import WITHOUT_VARIANCE, Members, Posterior
 from laplace_lora_ext.predictive.statistics import (
     MixtureStatistics,
     PredictiveStatistics,

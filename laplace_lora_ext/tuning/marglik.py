@@ -9,12 +9,7 @@ from torch import Tensor
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.posterior import Members
-from laplace_lora_ext.tuning.method import (
-    Trial,
-    TuningHistory,
-    TuningMethod,
-    descent,
-)
+from laplace_lora_ext.tuning.method import Trial, TuningHistory, TuningMethod, descent
 
 _WINDOW = 10  # steps over which the evidence must be steady
 

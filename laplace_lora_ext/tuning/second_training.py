@@ -166,10 +166,7 @@ class SecondTraining(TuningMethod):
         )
 
     def _around_another_training(
-        self,
-        la: Posterior,
-        rest: Dataset,
-        number: int,
+        self, la: Posterior, rest: Dataset, number: int
     ) -> Posterior:
         """Train another adapter, and make an unfitted posterior around it."""
         if self.trainer is not None:
@@ -195,12 +192,7 @@ class SecondTraining(TuningMethod):
             )
         return other
 
-    def _from_trainer(
-        self,
-        la: Posterior,
-        rest: Dataset,
-        number: int,
-    ) -> nn.Module:
+    def _from_trainer(self, la: Posterior, rest: Dataset, number: int) -> nn.Module:
         """Let the trainer train a new adapter of the fitted model."""
         model = find_peft_model(la.model)
         if find_peft_model(self.trainer.model) is not model:

@@ -137,11 +137,7 @@ class ValGD(TuningMethod):
             return self._descend(losses, len(statistics), logarithms, prior, log_noise)
 
     def _predicted(
-        self,
-        moments: Moments,
-        task: Task,
-        log_noise: Tensor,
-        draws: torch.Generator,
+        self, moments: Moments, task: Task, log_noise: Tensor, draws: torch.Generator
     ) -> list[Tensor]:
         """Predict what a task takes, by moments at a noise of 1."""
         f_mu = moments.f_mu

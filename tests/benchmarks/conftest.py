@@ -8,12 +8,7 @@ import transformers
 from benchmarks import measuring
 from benchmarks.fine_tuning import prepare
 from benchmarks.tasks.paper import PAPER_TASKS
-from tests.benchmarks.support import (
-    parsed,
-    save_tiny_models,
-    write_intents,
-    write_task,
-)
+from tests.benchmarks.support import parsed, save_tiny_models, write_intents, write_task
 
 
 @pytest.fixture

@@ -61,11 +61,7 @@ class Finished:
         return self.figures["rows"]
 
 
-def run(
-    folder: Path,
-    command: str,
-    **options: object,
-) -> Finished:
+def run(folder: Path, command: str, **options: object) -> Finished:
     """Run an experiment into a folder."""
     # One thread is the quickest for models of this size.
     flags = flat({"output": folder, "threads": 1, **options})
@@ -110,18 +106,13 @@ def rows_by(rows: list[Row], *fields: str) -> dict[tuple, Row]:
 
 
 def trained(
-    pretrained: Pretrained,
-    seed: int = 0,
-    recipe: Recipe | None = None,
+    pretrained: Pretrained, seed: int = 0, recipe: Recipe | None = None
 ) -> AdaptedModel:
     """Fine-tune a tiny model on all training texts."""
     return fine_tune(pretrained, pretrained.data[TRAIN], seed, recipe)
 
 
-def trained_again(
-    model: AdaptedModel,
-    recipe: Recipe,
-) -> AdaptedModel:
+def trained_again(model: AdaptedModel, recipe: Recipe) -> AdaptedModel:
     """Fine-tune the same tiny model by another recipe."""
     assert model.retrained is not None
     return model.retrained(recipe)
@@ -183,9 +174,7 @@ def pool(count: int = 40) -> list[Documented]:
     documented = []
     for number in range(count):
         one = Documented(
-            f"name {number}",
-            f"Summary {number}.",
-            Path(f"file{number % 3}"),
+            f"name {number}", f"Summary {number}.", Path(f"file{number % 3}")
         )
         documented.append(one)
     return documented
@@ -238,9 +227,7 @@ def tiny_tokenizer(padding_side: str) -> transformers.PreTrainedTokenizerFast:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=200,
-        special_tokens=["<s>", "<pad>", "<unk>"],
-        show_progress=False,
+        vocab_size=200, special_tokens=["<s>", "<pad>", "<unk>"], show_progress=False
     )
     # Often enough for every word to become one token.
     tokenizer.train_from_iterator(["Answer: A B C D True False grows"] * 9, trainer)
@@ -253,10 +240,7 @@ def tiny_tokenizer(padding_side: str) -> transformers.PreTrainedTokenizerFast:
 
 
 def arc_row(
-    question: str,
-    choices: list[str],
-    answer: str,
-    labels: str = "ABCD",
+    question: str, choices: list[str], answer: str, labels: str = "ABCD"
 ) -> dict[str, Any]:
     """Make a row of ARC, which labels its choices by letters or digits."""
     return {
@@ -315,11 +299,7 @@ BOOLQ_ROWS = [
         "idx": 0,
     },
     # As the original data have it.
-    {
-        "question": "is ice cold",
-        "passage": "Ice is frozen water",
-        "answer": False,
-    },
+    {"question": "is ice cold", "passage": "Ice is frozen water", "answer": False},
 ]
 BOOLQ_PAIRS = [
     (("Ice is frozen water.", "is ice cold"), 1),
@@ -331,32 +311,13 @@ BOOLQ_PROMPT = (
 )
 PROMPTS = (WINOGRANDE_PROMPT, FRUIT_PROMPT, OPENBOOKQA_PROMPT, BOOLQ_PROMPT)
 PAIR_ROWS = [
-    {
-        "sentence1": "It rains.",
-        "sentence2": "It is wet.",
-        "label": 1,
-        "idx": 0,
-    },
-    {
-        "sentence1": "It rains.",
-        "sentence2": "It is wet.",
-        "label": 0,
-        "idx": 1,
-    },
+    {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 1, "idx": 0},
+    {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 0, "idx": 1},
 ]
-PAIRS = [
-    (("It rains.", "It is wet."), 1),
-    (("It rains.", "It is wet."), 0),
-]
+PAIRS = [(("It rains.", "It is wet."), 1), (("It rains.", "It is wet."), 0)]
 COLA_ROWS = [{"sentence": "Him sleeps.", "label": 0, "idx": 3}]
 # More than the two sentences, which are all that is read.
-WIC_FIELDS = {
-    "word": "rain",
-    "start1": 3,
-    "start2": 0,
-    "end1": 8,
-    "end2": 2,
-}
+WIC_FIELDS = {"word": "rain", "start1": 3, "start2": 0, "end1": 8, "end2": 2}
 WIC_ROWS = [row | WIC_FIELDS for row in PAIR_ROWS]
 
 # For each of the paper's tasks its rows, and what the paper keeps of them.
@@ -384,10 +345,7 @@ def write_task(name: str, data: Path) -> None:
     write_rows(rows[:1], test.file_in(data))
 
 
-def write_rows(
-    rows: list[dict[str, Any]],
-    file: Path,
-) -> None:
+def write_rows(rows: list[dict[str, Any]], file: Path) -> None:
     """Write JSON lines into a folder that is made."""
     lines = [json.dumps(row) for row in rows]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -408,9 +366,7 @@ def write_grammar(data: Path) -> None:
 
 
 def write_intents(
-    intents: Mapping[str, Sequence[str]],
-    n_texts: int,
-    data: Path,
+    intents: Mapping[str, Sequence[str]], n_texts: int, data: Path
 ) -> None:
     """Write CLINC's two splits: of each domain its intents, and of each some texts.
 

@@ -7,12 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from benchmarks.experiments.cross import (
-    BY_HELD_OUT,
-    BY_TEST,
-    EVIDENCES,
-    Trial,
-)
+from benchmarks.experiments.cross import BY_HELD_OUT, BY_TEST, EVIDENCES, Trial
 from benchmarks.fine_tuning import TEST
 from benchmarks.methods import CURVATURES, posterior
 from benchmarks.methods.priors import LINKS, FromBatches
@@ -115,12 +110,7 @@ def test_last_layer_laplace_has_the_head_alone():
     of_bias = 1
     variance = of_weights + of_bias
     expected = variance[:, None, None] * torch.eye(la.n_outputs)
-    assert_close(
-        prior_precision * f_var,
-        expected.to(f_var),
-        rtol=1e-5,
-        atol=1e-5,
-    )
+    assert_close(prior_precision * f_var, expected.to(f_var), rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_has_every_prior_too(prepared):
@@ -129,11 +119,7 @@ def test_a_head_has_every_prior_too(prepared):
     ten_texts = 5 * list(pretrained.task.train)
     task = replace(pretrained.task, train=ten_texts)
     pretrained = replace(pretrained, task=task)
-    options = Cross(
-        grid_size=3,
-        quiet=True,
-        cache=pretrained.options.cache,
-    )
+    options = Cross(grid_size=3, quiet=True, cache=pretrained.options.cache)
     trial = Trial(pretrained, options, seed=0)
     rows = trial.with_curvature(posterior("head"))
     assert values_of(rows, "prior") == PRIORS

@@ -19,17 +19,9 @@ def row(
     method: str, prior: str, seed: int, nll: float, link: str = "", **changes: Any
 ) -> Row:
     """Make a row of `stages`, with a shifted set of known classes and a foreign one."""
-    typos = {
-        "nll": 2 * nll,
-        "ece": 0.2,
-        "shift_auroc": 0.9,
-        "auroc": {"entropy": 0.9},
-    }
+    typos = {"nll": 2 * nll, "ece": 0.2, "shift_auroc": 0.9, "auroc": {"entropy": 0.9}}
     # Their labels are none of the classes, so that there is no loss.
-    foreign = {
-        "shift_auroc": nll / 10,
-        "auroc": {"entropy": nll / 10, "maximum": 0.5},
-    }
+    foreign = {"shift_auroc": nll / 10, "auroc": {"entropy": nll / 10, "maximum": 0.5}}
     return {
         "method": method,
         "name": method,

@@ -14,12 +14,7 @@ from benchmarks.methods.method import fit_temperature, labels_of
 from benchmarks.methods.priors import GRID, by_tfb_rule
 from benchmarks.tasks.paper import PAPER_TASKS
 from laplace_lora_ext import Moments
-from tests.benchmarks.support import (
-    assert_sum_to_1,
-    predicted,
-    trained,
-    training_texts,
-)
+from tests.benchmarks.support import assert_sum_to_1, predicted, trained, training_texts
 from tests.support.posteriors import generator
 
 

@@ -29,12 +29,7 @@ OURS = {
 }
 
 
-def write(
-    folder,
-    task: str,
-    losses: dict[int, float],
-    kind: str = "calibration",
-):
+def write(folder, task: str, losses: dict[int, float], kind: str = "calibration"):
     """Write a run of MAP, with an NLL for each seed, and of ours with half of it.
 
     Ours is 1 at least.
@@ -43,11 +38,7 @@ def write(
     for seed, nll in losses.items():
         of_map = MAP | {"seed": seed, "nll": nll}
         half = nll / 2
-        ours = OURS | {
-            "seed": seed,
-            "nll": max(1.0, half),
-            "regret": nll,
-        }
+        ours = OURS | {"seed": seed, "nll": max(1.0, half), "regret": nll}
         # A link that overviews don't show.
         by_draws = ours | {"link": "mc", "nll": 99.0}
         rows += [of_map, ours, by_draws]

@@ -34,9 +34,4 @@ def test_many_classes_are_predicted_by_every_link(structure, link):
         of_batches.append(of_batch)
     expected = torch.cat(of_batches)
     # Statistics are kept in float32.
-    assert_close(
-        found.double(),
-        expected.double(),
-        rtol=1e-4,
-        atol=1e-5,
-    )
+    assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-5)

@@ -163,9 +163,7 @@ def test_a_head_has_the_prior_of_the_same_second_training(of_encoder):
         return model
 
     la.optimize_prior_precision(
-        method="second_training",
-        train=train,
-        train_loader=batches,
+        method="second_training", train=train, train_loader=batches
     )
     assert measured["chosen"] == pytest.approx(geometric_mean(la.prior_precision))
     assert measured["nll"] == pytest.approx(nll_of(la, pretrained), rel=1e-5)

@@ -197,9 +197,7 @@ def words_of(examples: Sequence[Example], place: int) -> set[str]:
     return {example.text.split()[place] for example in examples}
 
 
-def test_intents_of_a_domain_are_balanced_and_come_from_their_own_splits(
-    read_intents,
-):
+def test_intents_of_a_domain_are_balanced_and_come_from_their_own_splits(read_intents):
     task = read_intents()
     assert list(task.classes) == ["flight", "visa"]
     assert labels_of(task.train) == 3 * [0, 1]

@@ -8,12 +8,7 @@ from torch.testing import assert_close
 
 from benchmarks.methods.method import Members, ensemble
 from benchmarks.methods.swag import SWAG, Iterates, of_iterates
-from benchmarks.methods.trained_again import (
-    Distilled,
-    MonteCLoRA,
-    alone,
-    distilled,
-)
+from benchmarks.methods.trained_again import Distilled, MonteCLoRA, alone, distilled
 from benchmarks.training import Hyperparameters
 from tests.benchmarks.support import (
     assert_same,

@@ -5,12 +5,7 @@ import json
 
 import pytest
 
-from laplace_lora_ext.commands.texts import (
-    UsageError,
-    column_of,
-    numbers_of,
-    read_rows,
-)
+from laplace_lora_ext.commands.texts import UsageError, column_of, numbers_of, read_rows
 
 ROWS = [{"text": "red sky, a; b", "label": "0"}, {"text": "blue rose", "label": "1"}]
 TABLE = 'text,label\n"red sky, a; b",0\nblue rose,1\n'

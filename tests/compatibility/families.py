@@ -58,11 +58,7 @@ _WIDTH = {
 }
 _TEXT = {**_TOKENS, **_WIDTH, "max_position_embeddings": 32}
 _GROUPED = {**_TEXT, "num_key_value_heads": 1, "head_dim": 4}
-_EXPERTS = {
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 6,
-    "num_experts": 3,
-}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 6, "num_experts": 3}
 _FOUR_STATES = {
     "mamba_d_state": 4,
     "mamba_n_heads": 4,
@@ -167,10 +163,7 @@ class Family:
 
 
 def _family(
-    config: str,
-    settings: Mapping[str, Any],
-    *heads: str,
-    **others: Any,
+    config: str, settings: Mapping[str, Any], *heads: str, **others: Any
 ) -> Family:
     """Describe a family whose models' names are its configuration's and a head's."""
     kinds: dict[str, str | None] = {"classifier": None, "language_model": None}
@@ -208,11 +201,7 @@ FAMILIES = {
     "GPT-2": _family("GPT2", _TEXT, "ForSequenceClassification", "LMHeadModel"),
     "GPT-NeoX": _family("GPTNeoX", {**_TEXT, "rotary_pct": 1.0}, *_BOTH),
     "GPT-J": _family("GPTJ", {**_TEXT, "rotary_dim": 2}, *_BOTH),
-    "OPT": _family(
-        "OPT",
-        {**_TEXT, "ffn_dim": 12, "word_embed_proj_dim": 8},
-        *_BOTH,
-    ),
+    "OPT": _family("OPT", {**_TEXT, "ffn_dim": 12, "word_embed_proj_dim": 8}, *_BOTH),
     "BLOOM": _family("Bloom", _TEXT, *_BOTH, dtype=torch.float32),
     "Falcon": _family("Falcon", _TEXT, *_BOTH),
     "Mamba": _family(
@@ -255,14 +244,10 @@ FAMILIES = {
     ),
     "DistilBERT": _family("DistilBert", {**_TEXT, "hidden_dim": 12}, _SEQUENCE),
     "DeBERTa-v2": _family(
-        "DebertaV2",
-        {**_TEXT, **_DEBERTA, "share_att_key": False},
-        _SEQUENCE,
+        "DebertaV2", {**_TEXT, **_DEBERTA, "share_att_key": False}, _SEQUENCE
     ),
     "DeBERTa-v3": _family(
-        "DebertaV2",
-        {**_TEXT, **_DEBERTA, "share_att_key": True},
-        _SEQUENCE,
+        "DebertaV2", {**_TEXT, **_DEBERTA, "share_att_key": True}, _SEQUENCE
     ),
     "ELECTRA": _family("Electra", {**_TEXT, "embedding_size": 8}, _SEQUENCE),
     "ALBERT": _family("Albert", {**_TEXT, "embedding_size": 8}, _SEQUENCE),
@@ -272,13 +257,7 @@ FAMILIES = {
     ),
     "XLNet": _family(
         "XLNet",
-        {
-            **_TOKENS,
-            "d_model": 8,
-            "n_layer": 2,
-            "n_head": 2,
-            "d_inner": 12,
-        },
+        {**_TOKENS, "d_model": 8, "n_layer": 2, "n_head": 2, "d_inner": 12},
         _SEQUENCE,
         # It wants padding on the left.
         outcomes={CLASSIFIER: OWN_PADDING},
@@ -327,11 +306,7 @@ FAMILIES = {
         },
         "ForConditionalGeneration",
     ),
-    "Mixtral": _family(
-        "Mixtral",
-        {**_GROUPED, "num_local_experts": 3},
-        *_BOTH,
-    ),
+    "Mixtral": _family("Mixtral", {**_GROUPED, "num_local_experts": 3}, *_BOTH),
     "Mixtral, attention alone": _family(
         "Mixtral",
         {**_GROUPED, "num_local_experts": 3},
@@ -343,11 +318,7 @@ FAMILIES = {
         {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 6},
         *_BOTH,
     ),
-    "Qwen3-MoE": _family(
-        "Qwen3Moe",
-        {**_GROUPED, **_EXPERTS},
-        *_BOTH,
-    ),
+    "Qwen3-MoE": _family("Qwen3Moe", {**_GROUPED, **_EXPERTS}, *_BOTH),
     "DeepSeek-V3": _family(
         "DeepseekV3",
         {

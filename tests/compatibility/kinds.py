@@ -119,10 +119,7 @@ def with_weighted() -> nn.Module:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
     model.add_weighted_adapter(
-        ["a", "b"],
-        weights=[0.7, -0.4],
-        adapter_name="both",
-        combination_type="cat",
+        ["a", "b"], weights=[0.7, -0.4], adapter_name="both", combination_type="cat"
     )
     model.set_adapter("both")
     return model.double()
@@ -141,10 +138,7 @@ _CONVERTIBLE = "refused; PEFT's `convert_to_lora` approximates it"
 
 
 def _other(
-    config: Callable[..., Any],
-    refusal: str,
-    outcome: str = "refused",
-    **settings: Any,
+    config: Callable[..., Any], refusal: str, outcome: str = "refused", **settings: Any
 ) -> Kind:
     """Describe a method of PEFT that is not LoRA."""
 
@@ -159,11 +153,7 @@ ADAPTERS = {
     "LoRA": Kind(plain_model),
     "rsLoRA": Kind(partial(plain_model, use_rslora=True)),
     "rank and alpha patterns": Kind(
-        partial(
-            plain_model,
-            rank_pattern={"first": 3},
-            alpha_pattern={"second": 1},
-        )
+        partial(plain_model, rank_pattern={"first": 3}, alpha_pattern={"second": 1})
     ),
     "PiSSA, OLoRA and other beginnings": Kind(
         partial(plain_model, init_lora_weights="olora")
@@ -175,14 +165,10 @@ ADAPTERS = {
     "DoRA": Kind(with_dora, "exact, the magnitude held"),
     "beside an inactive adapter": Kind(with_inactive),
     "two active adapters": Kind(
-        with_two_active,
-        "refused",
-        "default, second.*set_adapter",
+        with_two_active, "refused", "default, second.*set_adapter"
     ),
     "merged": Kind(
-        merged,
-        "refused until unmerged",
-        "first is merged .*unmerge_adapter",
+        merged, "refused until unmerged", "first is merged .*unmerge_adapter"
     ),
     "LoRA of nn.MultiheadAttention": Kind(
         with_attention, "refused", r"nn\.MultiheadAttention.*attention\. Adapt other"
@@ -307,9 +293,6 @@ PRECISIONS = {
     "bfloat16": Precision(torch.bfloat16, torch.bfloat16, bound=2e-2),
     "float16": Precision(torch.float16, torch.float16, bound=3e-3),
     "float32, autocast to bfloat16": Precision(
-        torch.float32,
-        torch.float32,
-        bound=1e-2,
-        autocast=torch.bfloat16,
+        torch.float32, torch.float32, bound=1e-2, autocast=torch.bfloat16
     ),
 }

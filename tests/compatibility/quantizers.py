@@ -17,21 +17,11 @@ BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
 def bitsandbytes(bits: int) -> Quantize:
     bnb = pytest.importorskip("bitsandbytes")
 
-    def in_four_bits(
-        layer: nn.Linear,
-        dtype: torch.dtype,
-    ) -> nn.Module:
+    def in_four_bits(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
         new = bnb.nn.Linear4bit(
-            layer.in_features,
-            layer.out_features,
-            compute_dtype=dtype,
-            quant_type="nf4",
+            layer.in_features, layer.out_features, compute_dtype=dtype, quant_type="nf4"
         )
-        new.weight = bnb.nn.Params4bit(
-            layer.weight.data,
-            quant_type="nf4",
-            module=new,
-        )
+        new.weight = bnb.nn.Params4bit(layer.weight.data, quant_type="nf4", module=new)
         return new
 
     def in_eight_bits(layer: nn.Linear) -> nn.Module:
@@ -43,16 +33,11 @@ def bitsandbytes(bits: int) -> Quantize:
             threshold=0.0,
         )
         new.weight = bnb.nn.Int8Params(
-            layer.weight.data,
-            requires_grad=False,
-            has_fp16_weights=False,
+            layer.weight.data, requires_grad=False, has_fp16_weights=False
         )
         return new
 
-    def quantize(
-        layer: nn.Linear,
-        dtype: torch.dtype,
-    ) -> nn.Module:
+    def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
         new = in_four_bits(layer, dtype) if bits == 4 else in_eight_bits(layer)
         new.bias = layer.bias
         # The move is what quantizes it.
@@ -64,10 +49,7 @@ def bitsandbytes(bits: int) -> Quantize:
 def torchao() -> Quantize:
     quantization = pytest.importorskip("torchao.quantization")
 
-    def quantize(
-        layer: nn.Linear,
-        dtype: torch.dtype,
-    ) -> nn.Module:
+    def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
         # It replaces layers within a module, and not the module itself.
         new = nn.Sequential(copy.deepcopy(layer))
         quantization.quantize_(new, quantization.Int8WeightOnlyConfig())
@@ -79,10 +61,7 @@ def torchao() -> Quantize:
 def quanto() -> Quantize:
     package = pytest.importorskip("optimum.quanto")
 
-    def quantize(
-        layer: nn.Linear,
-        dtype: torch.dtype,
-    ) -> nn.Module:
+    def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
         new = package.QLinear.from_module(layer, weights=package.qint8)
         # Until then its weight is quantized anew at each pass.
         new.freeze()

@@ -8,12 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from tests.compatibility.families import table
-from tests.compatibility.kinds import (
-    ADAPTERS,
-    PRECISIONS,
-    WRAPPERS,
-    Kind,
-)
+from tests.compatibility.kinds import ADAPTERS, PRECISIONS, WRAPPERS, Kind
 from tests.compatibility.quantizers import BOUNDS, QUANTIZERS
 from tests.support.matrices import CASES
 
@@ -47,15 +42,8 @@ def _covariances() -> Rows:
     return bounds
 
 
-def _table(
-    kind: str,
-    heading: str,
-    outcomes: Mapping[str, str],
-) -> str:
-    lines = [
-        f"| {kind} | {heading} |",
-        "|---|---|",
-    ]
+def _table(kind: str, heading: str, outcomes: Mapping[str, str]) -> str:
+    lines = [f"| {kind} | {heading} |", "|---|---|"]
     for name, outcome in outcomes.items():
         lines.append(f"| {name} | {outcome} |")
     return "\n".join(lines)

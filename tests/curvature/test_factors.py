@@ -19,19 +19,14 @@ from laplace_lora_ext.curvature.kron import (
 
 
 def decaying_rows(
-    n: int,
-    d: int,
-    power: float = 1.0,
-    dtype: torch.dtype = torch.float64,
+    n: int, d: int, power: float = 1.0, dtype: torch.dtype = torch.float64
 ) -> Tensor:
     """Draw `(n, d)` rows; direction i has standard deviation `i ** -power`.
 
     Rows of activations and gradients have eigenvalues that decay like this.
     """
     normal = partial(
-        torch.randn,
-        dtype=dtype,
-        generator=torch.Generator().manual_seed(0),
+        torch.randn, dtype=dtype, generator=torch.Generator().manual_seed(0)
     )
     basis = torch.linalg.qr(normal(d, d)).Q
     # From 1, so that the first has a deviation at all.
@@ -42,19 +37,10 @@ def decaying_rows(
 
 
 def low_rank(
-    rows: Tensor,
-    rank: int,
-    tail: bool = True,
-    batch: int = 7,
+    rows: Tensor, rank: int, tail: bool = True, batch: int = 7
 ) -> LowRankFactor:
     """Add rows to a factor, so many at once."""
-    factor = LowRankFactor.zeros(
-        rows.shape[1],
-        rank,
-        tail,
-        rows.device,
-        rows.dtype,
-    )
+    factor = LowRankFactor.zeros(rows.shape[1], rank, tail, rows.device, rows.dtype)
     for part in rows.split(batch):
         updates = StreamingUpdates()
         updates.add(factor, part)

@@ -19,13 +19,7 @@ from laplace_lora_ext.curvature.kron import (
     StreamingUpdates,
 )
 from tests.support.dense import power
-from tests.support.posteriors import (
-    PRIORS,
-    fitted,
-    generator,
-    normal,
-    some_precision,
-)
+from tests.support.posteriors import PRIORS, fitted, generator, normal, some_precision
 
 CPU = torch.device("cpu")
 
@@ -71,22 +65,14 @@ def in_turn(*sizes: tuple[int, int]) -> list[Shape]:
 
 
 def random_kron(
-    shapes: list[Shape],
-    rank: int,
-    n_rows: int,
-    tail: bool = True,
+    shapes: list[Shape], rank: int, n_rows: int, tail: bool = True
 ) -> LowRankKron:
     """Sum random rows in both factors of each block."""
     noise = generator()
     blocks = []
     for shape in shapes:
         block = KroneckerBlock.zeros(
-            shape.matrix,
-            shape.small_output,
-            rank,
-            tail,
-            CPU,
-            torch.float64,
+            shape.matrix, shape.small_output, rank, tail, CPU, torch.float64
         )
         factors = (block.output_factor, block.input_factor)
         for factor in factors:
@@ -166,11 +152,7 @@ def sizes_of(kron: LowRankKron) -> Tensor:
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    kron=sums(),
-    layerwise=st.booleans(),
-    scale=st.floats(0.1, 10),
-)
+@given(kron=sums(), layerwise=st.booleans(), scale=st.floats(0.1, 10))
 def test_decomposed_operations_equal_dense_ones(kron, layerwise, scale):
     n_weights = sizes_of(kron)
     n_blocks = len(n_weights)
@@ -198,10 +180,7 @@ def test_decomposed_operations_equal_dense_ones(kron, layerwise, scale):
 
 
 def assert_power(
-    P: LowRankKronDecomposed,
-    exponent: float,
-    expected: Tensor,
-    W: Tensor,
+    P: LowRankKronDecomposed, exponent: float, expected: Tensor, W: Tensor
 ) -> None:
     """Compare a power as a matrix, its diagonal, and products with vectors."""
     assert_tight(P.to_matrix(exponent), expected)
@@ -222,9 +201,7 @@ def test_gradient_in_the_prior_precision_is_that_of_finite_differences():
     n_weights = sum(sizes_of(kron).tolist())
     W = some_vectors(1, 2, n_weights)
 
-    def determinant_and_square_form(
-        deltas: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def determinant_and_square_form(deltas: Tensor) -> tuple[Tensor, Tensor]:
         P = decomposed + deltas
         return P.logdet(), P.inv_square_form(W)
 
@@ -289,13 +266,7 @@ def test_rounding_is_no_remainder_where_nothing_is_left_out():
 
 @pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize(
-    ("rank", "tail"),
-    [
-        (0, True),
-        (3, True),
-        (3, False),
-        (100, True),
-    ],
+    ("rank", "tail"), [(0, True), (3, True), (3, False), (100, True)]
 )
 def test_the_determinant_of_a_posterior_is_that_of_its_matrix(rank, tail, prior):
     # With a temperature, which divides the curvature and not the prior precision.

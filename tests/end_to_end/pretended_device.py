@@ -31,11 +31,7 @@ class Pretended(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(
-        cls,
-        inner: Tensor,
-        device: torch.device,
-    ) -> Pretended:
+    def __new__(cls, inner: Tensor, device: torch.device) -> Pretended:
         return Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
@@ -45,11 +41,7 @@ class Pretended(Tensor):
             device=device,
         )
 
-    def __init__(
-        self,
-        inner: Tensor,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, inner: Tensor, device: torch.device) -> None:
         self.inner = inner
 
     def tolist(self) -> Any:
@@ -64,11 +56,7 @@ class Pretended(Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls,
-        function: Any,
-        types: Any,
-        args: tuple = (),
-        kwargs: Any = None,
+        cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
@@ -79,9 +67,7 @@ class Pretended(Tensor):
             # Whatever is asked for, `inner` is made on the CPU.
             kwargs = kwargs | {"device": "cpu"}
         args, kwargs = tree_map_only(
-            Pretended,
-            lambda tensor: tensor.inner,
-            (args, kwargs),
+            Pretended, lambda tensor: tensor.inner, (args, kwargs)
         )
         # Operations in place return what they were given.
         of_inner = {id(tensor.inner): tensor for tensor in ours}
@@ -152,20 +138,13 @@ def _made(
     return Pretended(inner, torch.device(device))
 
 
-def _copy(
-    source: Any,
-    target: Pretended,
-    non_blocking: bool = False,
-) -> Pretended:
+def _copy(source: Any, target: Pretended, non_blocking: bool = False) -> Pretended:
     target.inner.copy_(source.inner if isinstance(source, Pretended) else source)
     return target
 
 
 def _device_of(
-    function: Any,
-    args: Any,
-    kwargs: Any,
-    ours: list[Pretended],
+    function: Any, args: Any, kwargs: Any, ours: list[Pretended]
 ) -> torch.device:
     """Find an operation's device; a `RuntimeError` if tensors have several."""
     name = function._schema.name.removeprefix("aten::")

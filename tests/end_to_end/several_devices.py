@@ -57,40 +57,26 @@ class Layers(nn.Module):
         return 3 * x
 
 
-def spread(
-    places: Sequence[str],
-    targets: Sequence[str],
-) -> nn.Module:
+def spread(places: Sequence[str], targets: Sequence[str]) -> nn.Module:
     """Make a model with LoRA in some of its layers, each of which is at a place."""
     model = with_lora(Layers(), *targets)
     return moved(model, places)
 
 
-def moved(
-    model: nn.Module,
-    places: Sequence[str],
-) -> nn.Module:
+def moved(model: nn.Module, places: Sequence[str]) -> nn.Module:
     """Move each layer to its place."""
     for layer, place in zip(model.children(), places, strict=True):
         layer.to(place)
     return model
 
 
-def assert_equal(
-    found: Outcomes,
-    expected: Outcomes,
-) -> None:
+def assert_equal(found: Outcomes, expected: Outcomes) -> None:
     """Compare outcomes wherever they are with those on the CPU."""
     assert found.keys() == expected.keys()
     for name in found:
         # What torch says of the difference, behind the outcome's name.
         describe = f"{name}: {{}}".format
-        assert_close(
-            found[name].cpu(),
-            expected[name],
-            msg=describe,
-            **EXACT,
-        )
+        assert_close(found[name].cpu(), expected[name], msg=describe, **EXACT)
 
 
 # --- classifiers ----------------------------------------------------------------------
@@ -144,10 +130,7 @@ def of_low_rank_factors(la: Any) -> Outcomes:
     }
 
 
-def outcomes(
-    model: nn.Module,
-    structure: str,
-) -> Outcomes:
+def outcomes(model: nn.Module, structure: str) -> Outcomes:
     """Fit, predict, choose the prior precision, restore a state and fit more data."""
     loader = pairs(2)
     X, _ = loader[0]
@@ -167,10 +150,7 @@ def outcomes(
 
 
 @cache
-def outcomes_on_cpu(
-    structure: str,
-    targets: Sequence[str],
-) -> Outcomes:
+def outcomes_on_cpu(structure: str, targets: Sequence[str]) -> Outcomes:
     """Compute once what several cases are compared with."""
     model = spread((CPU, CPU, CPU), targets)
     return outcomes(model, structure)
@@ -249,10 +229,7 @@ def outcomes_of_answers(model: nn.Module) -> Outcomes:
     batches = ragged_batches()
     la = make(model, class_token_ids=CLASS_TOKEN_IDS)
     la.fit(batches)
-    return {
-        "evidence": la.log_marginal_likelihood(),
-        "probit": la(batches[0]),
-    }
+    return {"evidence": la.log_marginal_likelihood(), "probit": la(batches[0])}
 
 
 @pytest.mark.parametrize("has_output_layer", [True, False])

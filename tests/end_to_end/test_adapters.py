@@ -9,13 +9,7 @@ from torch.testing import assert_close
 import laplace_lora_ext
 from tests.compatibility.kinds import with_dora, with_frozen_a
 from tests.support.dense import full_rank
-from tests.support.models import (
-    base_model,
-    first_batch,
-    lora_model,
-    pairs,
-    plain_model,
-)
+from tests.support.models import base_model, first_batch, lora_model, pairs, plain_model
 from tests.support.posteriors import OURS_AND_A_HOSTS, fitted, make, sizes
 
 structures = pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)

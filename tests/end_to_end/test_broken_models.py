@@ -17,11 +17,7 @@ from tests.support.models import (
     plain_model,
     with_lora,
 )
-from tests.support.posteriors import (
-    count_forward_passes,
-    make,
-    with_structures,
-)
+from tests.support.posteriors import count_forward_passes, make, with_structures
 
 
 class Broken(nn.Module):

@@ -13,18 +13,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.special import entr
 from torch.testing import assert_close
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tests.support.models import (
-    VOCABULARY,
-    lora_model,
-    ragged_batches,
-    without_labels,
-)
+from tests.support.models import VOCABULARY, lora_model, ragged_batches, without_labels
 from tests.support.pages import PROMPTS, write_adapter
 from tests.support.posteriors import fitted, generator
 from tests.support.texts import drawn_models, fitted_text, text_batches
@@ -34,10 +25,7 @@ GUIDE = PAGE.read_text(encoding="utf-8")
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def run(
-    section: str,
-    names: dict[str, Any],
-) -> dict[str, Any]:
+def run(section: str, names: dict[str, Any]) -> dict[str, Any]:
     """Run a section's blocks, one after the other, if its library can be imported."""
     library = section.partition(",")[0]
     module = library.lower().replace("-", "_")
@@ -98,9 +86,7 @@ def test_lm_polygraph_has_a_number_for_each_prompt(polygraph):
 OF_DISAGREEMENT = ["Tmi", "Trmi", "Tepkl", "Srmi"]
 
 
-def test_without_any_draws_the_ensemble_of_lm_polygraph_is_the_trained_model(
-    polygraph,
-):
+def test_without_any_draws_the_ensemble_of_lm_polygraph_is_the_trained_model(polygraph):
     from lm_polygraph import estimators as lm
     from lm_polygraph.stat_calculators import EntropyCalculator, GreedyProbsCalculator
 
@@ -135,11 +121,7 @@ def test_without_any_draws_the_ensemble_of_lm_polygraph_is_the_trained_model(
 
 
 @torch.no_grad()
-def log_probabilities(
-    model: nn.Module,
-    text: Tensor,
-    tokens: Tensor,
-) -> Tensor:
+def log_probabilities(model: nn.Module, text: Tensor, tokens: Tensor) -> Tensor:
     """Compute `(tokens, vocabulary)` log-probabilities where a text goes on."""
     logits = model(torch.cat([text, tokens[None]], dim=1)).logits
     # The logits at a place are those of the token behind it.
@@ -216,11 +198,7 @@ def test_vllm_serves_draws_as_peft_does(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     write_adapter(tmp_path, "gpt2")
     write_base(tmp_path / "base")
-    lora = LoraConfig(
-        r=8,
-        target_modules=["q_proj", "v_proj"],
-        init_lora_weights=False,
-    )
+    lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     base = LlamaForCausalLM.from_pretrained("base")
     model = get_peft_model(base, lora)
     writer = fitted_text(model)

@@ -12,11 +12,7 @@ from torch.testing import assert_close
 
 import laplace_lora_ext
 from laplace_lora_ext.models.weights import Block
-from tests.support.dense import (
-    exact_ggn,
-    full_rank,
-    softmax_fisher,
-)
+from tests.support.dense import exact_ggn, full_rank, softmax_fisher
 from tests.support.heads import HEADS, PARTS, plain, roberta, trained
 from tests.support.matrices import Case, dense
 from tests.support.models import (
@@ -139,10 +135,7 @@ class Passes(NamedTuple):
     backward: int
 
 
-def passes_of_a_fit(
-    modules_to_save: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Passes:
+def passes_of_a_fit(modules_to_save: bool, monkeypatch: pytest.MonkeyPatch) -> Passes:
     model = lora_model("bert")
     la = make(model, modules_to_save=modules_to_save)
     batches = ragged_batches()
@@ -150,10 +143,7 @@ def passes_of_a_fit(
     with monkeypatch.context() as patch:
         backward = count_backward_passes(patch)
         la.fit(batches)
-    return Passes(
-        forward=len(forward),
-        backward=len(backward),
-    )
+    return Passes(forward=len(forward), backward=len(backward))
 
 
 def test_a_fit_with_the_head_takes_no_further_passes(monkeypatch):
@@ -214,13 +204,7 @@ OUT_PROJ = [f"{WHOLE}.out_proj.weight", f"{WHOLE}.out_proj.bias"]
         (["out_proj", "dense"], DENSE + OUT_PROJ),
         ([], []),
     ],
-    ids=[
-        "what PEFT wraps",
-        "a single name",
-        "a layer within",
-        "two layers",
-        "no name",
-    ],
+    ids=["what PEFT wraps", "a single name", "a layer within", "two layers", "no name"],
 )
 def test_names_select_heads(names, expected):
     model = roberta()
@@ -253,10 +237,7 @@ class WithNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Linear(5, 6)
-        self.head = nn.Sequential(
-            nn.LayerNorm(6),
-            nn.Linear(6, 3),
-        )
+        self.head = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         encoded = self.encoder(x)
@@ -265,10 +246,7 @@ class WithNorm(nn.Module):
 
 def with_norm() -> nn.Module:
     base = WithNorm()
-    config = LoraConfig(
-        target_modules=["encoder"],
-        modules_to_save=["head"],
-    )
+    config = LoraConfig(target_modules=["encoder"], modules_to_save=["head"])
     return trained(base, config)
 
 

@@ -52,18 +52,8 @@ from tests.support.matrices import (
     of_singular_values,
     of_tokens,
 )
-from tests.support.models import (
-    N_CLASSES,
-    lora_model,
-    one_by_one,
-    ragged_batches,
-)
-from tests.support.posteriors import (
-    count_forward_passes,
-    generator,
-    make,
-    normal,
-)
+from tests.support.models import N_CLASSES, lora_model, one_by_one, ragged_batches
+from tests.support.posteriors import count_forward_passes, generator, make, normal
 from tests.support.snapshots import Snapshot
 from tests.support.trainers import trainer_of
 
@@ -467,10 +457,7 @@ def test_magnitudes_take_part_where_asked_for():
 
 @pytest.mark.parametrize(
     ("structure", "settings"),
-    [
-        ("lowrank_kron", full_rank(kfac_approx="expand")),
-        ("kron", {}),
-    ],
+    [("lowrank_kron", full_rank(kfac_approx="expand")), ("kron", {})],
 )
 def test_statistics_of_rows_are_refused_where_there_are_none(structure, settings):
     model = of_embedding().model

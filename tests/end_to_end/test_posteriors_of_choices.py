@@ -37,12 +37,7 @@ from tests.support.dense import (
     predicted,
     softmax_fisher,
 )
-from tests.support.models import (
-    lora_model,
-    ragged_batches,
-    untrained,
-    without_labels,
-)
+from tests.support.models import lora_model, ragged_batches, untrained, without_labels
 from tests.support.posteriors import GRID, another_training, make
 from tests.support.texts import encoder_decoder
 from tests.support.trainers import trainer_of
@@ -108,11 +103,7 @@ def means_of_all_texts(side: str = "right") -> Case:
 
 def of_each_text(side: str = "right") -> Case:
     batches = batches_of_own_choices(side)
-    return Case(
-        options={},
-        batches=batches,
-        choices=batches,
-    )
+    return Case(options={}, batches=batches, choices=batches)
 
 
 def means_of_each_text(side: str = "right") -> Case:
@@ -143,12 +134,7 @@ def fitted(
     """Fit a posterior of a case, by default of a tiny GPT-2 in float64."""
     if model is None:
         model = gpt2()
-    la = make(
-        model,
-        structure,
-        **case.options,
-        **keywords,
-    )
+    la = make(model, structure, **case.options, **keywords)
     la.fit(case.batches)
     return la
 
@@ -158,16 +144,10 @@ def mean_field(la: Any, inputs: Any) -> Tensor:
     return la(inputs, **MEAN_FIELD)
 
 
-def dense(
-    model: nn.Module,
-    case: Case,
-) -> tuple[Tensor, Tensor]:
+def dense(model: nn.Module, case: Case) -> tuple[Tensor, Tensor]:
     """Compute logits and Jacobians of all texts, each choice by itself."""
 
-    def logits_of(
-        model: nn.Module,
-        choices: Any,
-    ) -> Tensor:
+    def logits_of(model: nn.Module, choices: Any) -> Tensor:
         return logits_of_choices(model, choices, case.normalised)
 
     texts = []
@@ -182,10 +162,7 @@ def copy_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).eval()
 
 
-def assert_near(
-    found: Tensor,
-    H: Tensor,
-) -> None:
+def assert_near(found: Tensor, H: Tensor) -> None:
     """Compare curvatures, relative to the largest entry of all."""
     # Entries near 0 are sums of large ones that cancel.
     largest = H.max().item()
@@ -234,16 +211,10 @@ def test_curvature_evidence_and_predictions_are_those_of_dense_algebra(
     assert_same(f_var, covariances)
 
 
-def searched(
-    la: Any,
-    val_loader: list[Batch],
-) -> Tensor:
+def searched(la: Any, val_loader: list[Batch]) -> Tensor:
     """Choose the prior precision by a search of few values."""
     la.optimize_prior_precision(
-        method="gridsearch",
-        val_loader=val_loader,
-        **MEAN_FIELD,
-        **GRID,
+        method="gridsearch", val_loader=val_loader, **MEAN_FIELD, **GRID
     )
     return la.prior_precision
 
@@ -282,20 +253,14 @@ def test_means_and_sums_are_not_mixed(case_of_means):
         LaplaceMixture([of_means, of_sums])
 
 
-def logits_of_written_answers(
-    model: nn.Module,
-    prompt: list[int],
-) -> Tensor:
+def logits_of_written_answers(model: nn.Module, prompt: list[int]) -> Tensor:
     """Sum log-probabilities that an encoder-decoder gives to each answer alone."""
     start = model.config.decoder_start_token_id
     text = torch.tensor([prompt])
     logits = []
     for answer in ANSWERS:
         decoded = torch.tensor([[start, *answer]])
-        output = model(
-            input_ids=text,
-            decoder_input_ids=decoded,
-        )
+        output = model(input_ids=text, decoder_input_ids=decoded)
         log_p = output.logits[0].log_softmax(-1)
         # The last place would predict what comes behind the answer.
         places = torch.arange(len(answer))
@@ -334,10 +299,7 @@ def test_unequal_numbers_of_choices_are_fitted_and_not_compared():
     # In batches of their own, since within one the numbers can't differ.
     of_four = choices_batch(prompts[:4], [ANSWERS] * 4)
     of_three = choices_batch(prompts[4:], [three_answers] * 4)
-    loader = [
-        of_four | {"labels": labels[:4]},
-        of_three | {"labels": labels[4:]},
-    ]
+    loader = [of_four | {"labels": labels[:4]}, of_three | {"labels": labels[4:]}]
     la = make(gpt2())
     la.fit(loader)
     p_of_four = mean_field(la, of_four)
@@ -354,12 +316,7 @@ def test_unequal_numbers_of_choices_are_fitted_and_not_compared():
 class OfAnswers(Trainer):
     """Learns which answer is right, as many users' trainers do."""
 
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: Any,
-        **_: Any,
-    ) -> Tensor:
+    def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Tensor:
         answers = self.answers.for_module(model)
         logits = answers(inputs)
         return cross_entropy(logits, inputs["labels"])
@@ -385,11 +342,7 @@ def padded_to_one_length(batches: list[Batch]) -> list[Batch]:
     return rows
 
 
-def trainer_for(
-    folder: Any,
-    case: Case,
-    **settings: Any,
-) -> Any:
+def trainer_for(folder: Any, case: Case, **settings: Any) -> Any:
     """Make a trainer of rows that are padded already, all of one length."""
     model = lora_model("gpt2", torch.float32)
     rows = padded_to_one_length(case.batches)
@@ -416,10 +369,7 @@ def test_stages_train_and_fit_them(tmp_path):
     # Stages warn of an adapter that looks trained.
     untrained(trainer.model)
     la = train_in_stages(
-        trainer,
-        likelihood="classification",
-        held_out=0.3,
-        **case.options,
+        trainer, likelihood="classification", held_out=0.3, **case.options
     )
     assert la.n_data == len(trainer.train_dataset)
     expected = case.options.get("class_token_ids")
@@ -430,18 +380,12 @@ def test_stages_train_and_fit_them(tmp_path):
     assert_close(sums, torch.ones_like(sums))
 
 
-def joined_logits(
-    model: Callable[[Any], Tensor],
-    case: Case,
-) -> Tensor:
+def joined_logits(model: Callable[[Any], Tensor], case: Case) -> Tensor:
     of_batches = [model(inputs) for inputs in case.inputs]
     return torch.cat(of_batches)
 
 
-def divergence(
-    targets: Tensor,
-    logits: Tensor,
-) -> float:
+def divergence(targets: Tensor, logits: Tensor) -> float:
     """Compute the mean Kullback-Leibler divergence from targets `(N, C)`."""
     log_p = logits.log_softmax(-1)
     mean = kl_div(log_p, targets, reduction="batchmean")
@@ -451,11 +395,7 @@ def divergence(
 def test_a_student_has_the_posteriors_probabilities(case_of_means, tmp_path):
     case = case_of_means
     trainer = trainer_for(
-        tmp_path,
-        case,
-        max_steps=300,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
+        tmp_path, case, max_steps=300, learning_rate=1e-2, lr_scheduler_type="constant"
     )
     model = trainer.model
     # Sure of itself, where the posterior is not.

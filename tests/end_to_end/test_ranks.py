@@ -96,9 +96,7 @@ def test_without_a_generator_ranks_choose_alike_too():
         torch.manual_seed(rank)
         la = fitted()
         history = la.optimize_prior_precision(
-            method="val_gd",
-            val_loader=strided_loader(),
-            n_steps=10,
+            method="val_gd", val_loader=strided_loader(), n_steps=10
         )
         return la.prior_precision, history.prior_precision, history.objective
 
@@ -166,9 +164,7 @@ def test_predictions_and_variances_are_each_ranks_own():
 def test_ranks_with_the_same_validation_data_are_refused_by_a_search():
     def job(rank):
         fitted().optimize_prior_precision(
-            method="gridsearch",
-            val_loader=ragged_batches(),
-            **THREE_VALUES,
+            method="gridsearch", val_loader=ragged_batches(), **THREE_VALUES
         )
 
     messages = failures(on_ranks(job, 2))

@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import (
-    AutoPeftModelForCausalLM,
-    AutoPeftModelForSequenceClassification,
-)
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from transformers import (
     AutoConfig,
     AutoTokenizer,

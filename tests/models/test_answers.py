@@ -84,11 +84,7 @@ def of_vocabulary(model: nn.Module) -> LogitsModel:
     return LogitsModel(model, list(range(VOCABULARY)))
 
 
-def alone(
-    model: nn.Module,
-    batch: Mapping,
-    **more: Any,
-) -> Tensor:
+def alone(model: nn.Module, batch: Mapping, **more: Any) -> Tensor:
     """Compute each row alone, without padding, at all positions."""
     logits = []
     for row in range(len(batch["input_ids"])):
@@ -103,39 +99,20 @@ def alone(
 @pytest.mark.parametrize("padded_to", [7, 12])
 @sides
 @pytest.mark.parametrize(
-    ("kind", "tolerance"),
-    [
-        ("gpt2", EXACT),
-        ("gpt_neox", EXACT),
-        ("llama", IN_FLOAT32),
-    ],
+    ("kind", "tolerance"), [("gpt2", EXACT), ("gpt_neox", EXACT), ("llama", IN_FLOAT32)]
 )
 def test_logits_are_those_after_the_last_real_token_of_the_unpadded_sequence(
-    kind,
-    tolerance,
-    side,
-    padded_to,
+    kind, tolerance, side, padded_to
 ):
     model = causal_model(kind)
-    (batch,) = ragged_batches(
-        batch_size=8,
-        padding_side=side,
-        padded_to=padded_to,
-    )
+    (batch,) = ragged_batches(batch_size=8, padding_side=side, padded_to=padded_to)
     of_answers = LogitsModel(model, CLASS_TOKEN_IDS)
     found = of_answers(batch)
     expected = alone(model, batch)
     assert_close(found, expected, **tolerance)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.bool,
-        torch.float64,
-        torch.uint8,
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.uint8])
 @sides
 def test_a_mask_may_be_of_any_dtype(of_answers, side, dtype):
     (batch,) = ragged_batches(batch_size=8, padding_side=side)
@@ -163,34 +140,22 @@ def unpadded_ids() -> Tensor:
     return batch["input_ids"]
 
 
-def as_keyword(
-    model: nn.Module,
-    ids: Tensor,
-) -> Batch:
+def as_keyword(model: nn.Module, ids: Tensor) -> Batch:
     return {"input_ids": ids}
 
 
-def as_embeddings(
-    model: nn.Module,
-    ids: Tensor,
-) -> Batch:
+def as_embeddings(model: nn.Module, ids: Tensor) -> Batch:
     embeddings = model.get_input_embeddings()(ids)
     return {"inputs_embeds": embeddings.detach()}
 
 
-def by_themselves(
-    model: nn.Module,
-    ids: Tensor,
-) -> Tensor:
+def by_themselves(model: nn.Module, ids: Tensor) -> Tensor:
     return ids
 
 
 @pytest.mark.parametrize("as_given", [as_keyword, as_embeddings, by_themselves])
 def test_without_a_mask_the_last_token_is_at_the_last_position(
-    gpt2,
-    of_answers,
-    unpadded_ids,
-    as_given,
+    gpt2, of_answers, unpadded_ids, as_given
 ):
     output = gpt2(input_ids=unpadded_ids)
     expected = output.logits[:, -1, CLASS_TOKEN_IDS]
@@ -202,19 +167,11 @@ def test_only_answers_are_computed_and_nothing_is_cached(gpt2, of_answers):
     calls = record_calls(gpt2.base_model.model)
     outputs = []
 
-    def note_output(
-        module: nn.Module,
-        args: Any,
-        output: Any,
-    ) -> None:
+    def note_output(module: nn.Module, args: Any, output: Any) -> None:
         outputs.append(output)
 
     gpt2.register_forward_hook(note_output)
-    (batch,) = ragged_batches(
-        lengths=(2, 4),
-        padded_to=4,
-        padding_side="left",
-    )
+    (batch,) = ragged_batches(lengths=(2, 4), padded_to=4, padding_side="left")
     of_answers(batch)
     call = calls[-1]
     assert call["use_cache"] is False
@@ -278,11 +235,7 @@ def test_logits_of_an_image_before_the_text_are_refused(eight_texts):
 # --- which tokens may be classes ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [[3, 3], [1], [], [-1, 2]],
-    ids=str,
-)
+@pytest.mark.parametrize("ids", [[3, 3], [1], [], [-1, 2]], ids=str)
 def test_class_tokens_are_two_or_more_distinct_tokens_of_the_vocabulary(gpt2, ids):
     with pytest.raises(ValueError, match="two or more distinct"):
         LogitsModel(gpt2, ids)
@@ -290,9 +243,7 @@ def test_class_tokens_are_two_or_more_distinct_tokens_of_the_vocabulary(gpt2, id
 
 # As they are passed where words, their tokens or something unknown are meant.
 @pytest.mark.parametrize(
-    "ids",
-    ["AB", [11, None], [[11], ["23"]], [11.0, 23.0], 11],
-    ids=repr,
+    "ids", ["AB", [11, None], [[11], ["23"]], [11.0, 23.0], 11], ids=repr
 )
 def test_what_is_no_number_of_a_token_is_refused_by_what_it_is(gpt2, ids):
     with pytest.raises(ValueError, match=re.escape(f"numbers of tokens, not {ids!r}")):
@@ -300,13 +251,7 @@ def test_what_is_no_number_of_a_token_is_refused_by_what_it_is(gpt2, ids):
 
 
 @pytest.mark.parametrize(
-    "ids",
-    [
-        torch.tensor([11, 23]),
-        np.array([11, 23]),
-        (11, 23),
-    ],
-    ids=repr,
+    "ids", [torch.tensor([11, 23]), np.array([11, 23]), (11, 23)], ids=repr
 )
 def test_numbers_of_tokens_may_be_of_any_kind(gpt2, ids):
     la = laplace_lora_ext.Laplace(gpt2, class_token_ids=ids)
@@ -438,16 +383,9 @@ def test_an_encoder_decoder_answers_after_what_the_batch_gives(bart, eight_texts
 MASK = 7
 
 
-def texts_without_a_mask_token(
-    lengths: Sequence[int],
-    side: str = "right",
-) -> Batch:
+def texts_without_a_mask_token(lengths: Sequence[int], side: str = "right") -> Batch:
     """Make a batch, with another token where there is a mask token by chance."""
-    (batch,) = ragged_batches(
-        lengths,
-        batch_size=len(lengths),
-        padding_side=side,
-    )
+    (batch,) = ragged_batches(lengths, batch_size=len(lengths), padding_side=side)
     ids = batch["input_ids"]
     ids[ids == MASK] += 1
     return batch

@@ -48,10 +48,7 @@ Batch = dict[str, Tensor]
 @pytest.fixture
 def four_texts() -> Batch:
     """A batch of texts, padded to the seven tokens of the longest."""
-    (batch,) = ragged_batches(
-        batch_size=4,
-        lengths=(7, 4, 5, 3),
-    )
+    (batch,) = ragged_batches(batch_size=4, lengths=(7, 4, 5, 3))
     return batch
 
 
@@ -61,20 +58,13 @@ def with_answers(gpt2: nn.Module) -> LogitsModel:
     return LogitsModel(gpt2, ANSWERS)
 
 
-def with_choices(
-    batch: Batch,
-    side: str = "right",
-) -> Batch:
+def with_choices(batch: Batch, side: str = "right") -> Batch:
     """Put `ANSWERS` behind each text of a batch."""
     (choices,) = of_prompts([batch], ANSWERS, side)
     return choices
 
 
-def expected_logits(
-    model: Any,
-    batch: Any,
-    normalised: bool = False,
-) -> Tensor:
+def expected_logits(model: Any, batch: Any, normalised: bool = False) -> Tensor:
     """Score each choice by a pass of its own, `(B, K)`."""
     of_texts = []
     with torch.no_grad():
@@ -142,11 +132,7 @@ def test_only_what_counts_is_read(eight_texts):
     calls = record_calls(of_model)
     shapes = []
 
-    def note_shape(
-        module: nn.Module,
-        args: Any,
-        output: Tensor,
-    ) -> None:
+    def note_shape(module: nn.Module, args: Any, output: Tensor) -> None:
         shapes.append(output.shape)
 
     of_model.lm_head.register_forward_hook(note_shape)
@@ -167,15 +153,7 @@ def test_wrappers_of_batches_answer_too(gpt2, with_answers, eight_texts):
 
 @pytest.mark.parametrize(
     "family",
-    [
-        "Llama",
-        "Gemma 3",
-        "OPT",
-        "DeepSeek-V3",
-        "BLOOM",
-        "Mamba",
-        "RoBERTa as decoder",
-    ],
+    ["Llama", "Gemma 3", "OPT", "DeepSeek-V3", "BLOOM", "Mamba", "RoBERTa as decoder"],
 )
 def test_families_agree_with_each_answer_alone(family, four_texts):
     model = FAMILIES[family].model(RIGHT).eval()
@@ -199,11 +177,7 @@ def writer(request: pytest.FixtureRequest) -> nn.Module:
     return encoder_decoder(request.param)
 
 
-def written(
-    writer: nn.Module,
-    prompt: list[int],
-    answer: list[int],
-) -> Tensor:
+def written(writer: nn.Module, prompt: list[int], answer: list[int]) -> Tensor:
     """Score an answer that is written after one text."""
     start = writer.config.decoder_start_token_id
     with torch.no_grad():
@@ -228,10 +202,7 @@ def test_an_encoder_decoder_writes_its_answers(writer, four_texts):
 
 def test_an_encoder_decoder_reads_the_text_of_its_choices_once(writer, four_texts):
     start = writer.config.decoder_start_token_id
-    of_decoder = choices_batch(
-        prompts=[[start]] * 4,
-        choices=[ANSWERS] * 4,
-    )
+    of_decoder = choices_batch(prompts=[[start]] * 4, choices=[ANSWERS] * 4)
     choices = {
         "input_ids": four_texts["input_ids"],
         "attention_mask": four_texts["attention_mask"],
@@ -270,9 +241,7 @@ def test_choices_of_one_token_are_class_tokens(gpt2, with_class_tokens, eight_te
 
 
 def test_variances_of_choices_of_one_token_are_learnt_from_the_same(
-    gpt2,
-    with_class_tokens,
-    eight_texts,
+    gpt2, with_class_tokens, eight_texts
 ):
     (choices,) = one_token_choices([eight_texts])
     _, found = logits_and_hidden_states(LogitsModel(gpt2), choices)
@@ -284,9 +253,7 @@ def test_variances_of_choices_of_one_token_are_learnt_from_the_same(
 
 
 def test_log_probabilities_leave_room_for_all_that_begins_otherwise(
-    gpt2,
-    with_answers,
-    eight_texts,
+    gpt2, with_answers, eight_texts
 ):
     log_p = with_answers.log_probs(eight_texts)
     *_, log_others = log_p.unbind(-1)
@@ -316,11 +283,7 @@ def test_log_probabilities_are_those_of_a_distribution(with_answers, eight_texts
 def with_one_beginning() -> Batch:
     """Make choices that all begin with the same token, behind their prompts."""
     return choices_batch(
-        prompts=[[5, 6], [7, 8]],
-        choices=[
-            [[3, 9, 4], [3, 9, 2]],
-            [[3, 1], [3, 2, 5]],
-        ],
+        prompts=[[5, 6], [7, 8]], choices=[[[3, 9, 4], [3, 9, 2]], [[3, 1], [3, 2, 5]]]
     )
 
 
@@ -457,17 +420,9 @@ def tokenizer(tmp_path):
     return AutoTokenizer.from_pretrained(tmp_path)
 
 
-def of_texts(
-    model: nn.Module,
-    texts: Any,
-    **more: Any,
-):
+def of_texts(model: nn.Module, texts: Any, **more: Any):
     """Make a posterior whose answers are given as texts."""
-    return laplace_lora_ext.Laplace(
-        model,
-        class_texts=texts,
-        **more,
-    )
+    return laplace_lora_ext.Laplace(model, class_texts=texts, **more)
 
 
 def test_class_texts_are_tokenized_as_they_stand(gpt2, tokenizer):
@@ -499,16 +454,8 @@ def test_class_texts_are_texts_with_a_tokenizer(gpt2, texts, others, tokenizer):
 # --- a collator -----------------------------------------------------------------------
 
 FEATURES = [
-    {
-        "prompt": "Question : which one ?",
-        "choices": ["A", "B C"],
-        "labels": 1,
-    },
-    {
-        "prompt": "which ?",
-        "choices": ["which one", "A B C"],
-        "labels": 0,
-    },
+    {"prompt": "Question : which one ?", "choices": ["A", "B C"], "labels": 1},
+    {"prompt": "which ?", "choices": ["which one", "A B C"], "labels": 0},
 ]
 
 

@@ -22,10 +22,7 @@ from tests.support.models import first_batch, pairs, plain_model, with_lora
 from tests.support.posteriors import fitted, make, normal
 
 
-def recorded_jacobians(
-    model: nn.Module,
-    x: Tensor,
-) -> Tensor:
+def recorded_jacobians(model: nn.Module, x: Tensor) -> Tensor:
     """Compute Jacobians of the logits by a recorded pass."""
     blocks = find_blocks(model)
     recorder = Recorder(LogitsModel(model), blocks)
@@ -33,10 +30,7 @@ def recorded_jacobians(
     return Js
 
 
-def assert_recorded(
-    model: nn.Module,
-    x: Tensor,
-) -> None:
+def assert_recorded(model: nn.Module, x: Tensor) -> None:
     """Compare a recorded pass with a model of which nothing is recorded."""
     found = recorded_jacobians(model, x)
     assert_close(found, jacobians(model, x))
@@ -132,17 +126,10 @@ def test_calls_without_a_gradient_hold_back_no_other_call(x):
 
 
 @torch.library.custom_op(
-    "laplace_lora_tests::attention_backward",
-    mutates_args=("dq", "dk", "dv"),
+    "laplace_lora_tests::attention_backward", mutates_args=("dq", "dk", "dv")
 )
 def attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
     """Write into its arguments as FlashAttention 2 does, which vmap refuses.
 

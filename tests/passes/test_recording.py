@@ -351,10 +351,7 @@ CASES = {
         windows_of_texts,
         in_windows("x", (2, 2), (1, 3), (1, 2), (3, 1, 1), (1, 3, 2)),
     ),
-    "windows of tokens": (
-        windows_of_tokens,
-        in_windows("input_ids", (2, 2), (1, 3)),
-    ),
+    "windows of tokens": (windows_of_tokens, in_windows("input_ids", (2, 2), (1, 3))),
     "texts as classes": (
         texts_as_classes,
         [{"x": X, "classes": SORTED[:3]} for X in numbers((3, 3), (6, 3))],

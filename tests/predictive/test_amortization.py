@@ -51,9 +51,7 @@ def batch():
 
 
 @pytest.fixture
-def forbid_backward_passes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[[], None]:
+def forbid_backward_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A function from whose call on a backward pass fails."""
 
     def fail(*_: Any, **__: Any) -> None:
@@ -87,11 +85,7 @@ class Exponential(nn.Module):
         return self.head(features)
 
 
-def inputs(
-    n: int,
-    seed: int,
-    spread: float = 1.0,
-) -> Tensor:
+def inputs(n: int, seed: int, spread: float = 1.0) -> Tensor:
     """Draw numbers between minus and plus the spread."""
     draws = generator(seed)
     uniform = torch.rand(n, 5, generator=draws).double()
@@ -100,9 +94,7 @@ def inputs(
 
 
 def exponential(
-    structure: str = "lowrank_kron",
-    likelihood: str = "classification",
-    **keywords: Any,
+    structure: str = "lowrank_kron", likelihood: str = "classification", **keywords: Any
 ):
     """Fit a posterior, and let it learn variances that its features tell exactly."""
     model = with_lora(Exponential(), "layer")
@@ -133,19 +125,9 @@ def linear(request: pytest.FixtureRequest):
     return la
 
 
-def by_link(
-    la: Any,
-    given: Any,
-    link: str,
-    **options: Any,
-) -> Tensor:
+def by_link(la: Any, given: Any, link: str, **options: Any) -> Tensor:
     """Predict with the same noise each time."""
-    return la(
-        given,
-        link_approx=link,
-        generator=generator(),
-        **options,
-    )
+    return la(given, link_approx=link, generator=generator(), **options)
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -209,10 +191,7 @@ def test_variances_that_fit_no_covariance_give_the_nearest_one():
     )
     _, f_var = la(X, **AMORTIZED)
     # Of [[1, -4], [-4, 1]], without its eigenvalue of -3.
-    nearest = [
-        [2.5, -2.5],
-        [-2.5, 2.5],
-    ]
+    nearest = [[2.5, -2.5], [-2.5, 2.5]]
     expected = torch.tensor(nearest).double()
     assert_close(f_var, expected.expand_as(f_var))
 
@@ -441,20 +420,14 @@ def test_weights_that_have_changed_are_refused(amortized, batch):
 # --- files ----------------------------------------------------------------------------
 
 
-def restored(
-    la: Any,
-    folder: Path,
-):
+def restored(la: Any, folder: Path):
     """Load a posterior's state into another of the same model."""
     other = make(la.model.model, backend_kwargs={"rank": 3})
     other.load_state_dict(la.state_dict())
     return other
 
 
-def read(
-    la: Any,
-    folder: Path,
-):
+def read(la: Any, folder: Path):
     """Save a posterior in a folder, and read it for another model."""
     la.save_pretrained(folder)
     return from_pretrained(lora_model("bert"), folder)

@@ -1,11 +1,6 @@
 """Predictions of whole data sets, against those of each example alone."""
 
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,10 +41,7 @@ def rows() -> list[Row]:
     for batch in ragged_batches(lengths=LENGTHS, batch_size=1):
         text = unpadded(batch, 0)
         (ids,) = text["input_ids"]
-        example = {
-            "input_ids": ids.tolist(),
-            "labels": batch["labels"].item(),
-        }
+        example = {"input_ids": ids.tolist(), "labels": batch["labels"].item()}
         examples.append(example)
     return examples
 
@@ -86,11 +78,7 @@ def expected(la) -> Prediction:
     alone = []
     for row in rows():
         batch = collate([row])
-        decision = la.predict(
-            batch,
-            n_samples=50,
-            generator=generator(),
-        )
+        decision = la.predict(batch, n_samples=50, generator=generator())
         alone.append(decision)
     # Of all examples, one quantity after another.
     quantities = zip(*alone, strict=True)
@@ -109,10 +97,7 @@ class Rows:
 
 def of_size(batch_size: int) -> dict[str, Any]:
     """Tell how rows make batches of a size."""
-    return {
-        "collate_fn": collate,
-        "batch_size": batch_size,
-    }
+    return {"collate_fn": collate, "batch_size": batch_size}
 
 
 def loader() -> DataLoader:
@@ -199,18 +184,9 @@ def test_more_examples_than_are_read_at_once_keep_their_order(la, monkeypatch):
     assert_close(torch.from_numpy(found), torch.from_numpy(expected), **CLOSE)
 
 
-def by_five_draws(
-    la: Any,
-    data: Any,
-    **options: Any,
-) -> Prediction:
+def by_five_draws(la: Any, data: Any, **options: Any) -> Prediction:
     """Predict with the same noise each time."""
-    return la.predict(
-        data,
-        n_samples=5,
-        generator=generator(),
-        **options,
-    )
+    return la.predict(data, n_samples=5, generator=generator(), **options)
 
 
 def test_every_batch_gets_the_same_draws(la):
@@ -228,8 +204,7 @@ def test_every_batch_gets_the_same_draws(la):
 
 
 def assert_shared_by_ranks(
-    job: Callable[[int], Prediction],
-    expected: Prediction,
+    job: Callable[[int], Prediction], expected: Prediction
 ) -> None:
     """Check that three ranks together predict what one predicts alone."""
     results = on_ranks(job, 3)
@@ -265,10 +240,7 @@ def test_a_rank_may_predict_batches_alone(la):
 
 
 def test_the_error_of_a_rank_in_shared_data_is_everyones(la):
-    data = [
-        {"input_ids": [3, 4], "labels": 0},
-        {"input_ids": [5], "labels": 0},
-    ]
+    data = [{"input_ids": [3, 4], "labels": 0}, {"input_ids": [5], "labels": 0}]
 
     def job(rank: int) -> Any:
         if rank == 1:

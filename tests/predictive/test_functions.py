@@ -6,12 +6,7 @@ from torch.testing import assert_close
 
 from tests.support.dense import jacobians, unpadded
 from tests.support.models import first_batch
-from tests.support.posteriors import (
-    STRUCTURES,
-    fitted,
-    generator,
-    plain_regression,
-)
+from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
 
 SEED = 5
 """Of the function that the tests are about."""

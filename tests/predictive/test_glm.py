@@ -39,10 +39,7 @@ def dense_precision(la: Any) -> Tensor:
     return P
 
 
-def own_blocks(
-    joint: Tensor,
-    n_outputs: int,
-) -> Tensor:
+def own_blocks(joint: Tensor, n_outputs: int) -> Tensor:
     """Cut each example's own covariance `(B, C, C)` out of that of all outputs."""
     blocks = []
     starts = range(0, len(joint), n_outputs)
@@ -105,17 +102,11 @@ def test_predictive_moments_are_the_hosts_predictive_distribution(
 @pytest.fixture
 def in_float32():
     """A posterior in float32, as statistics are unless told otherwise."""
-    return fitted(
-        dtype=torch.float32,
-        prior_precision=0.5,
-    )
+    return fitted(dtype=torch.float32, prior_precision=0.5)
 
 
 @pytest.fixture
-def moments(
-    in_float32: Any,
-    batch: Batch,
-) -> Moments:
+def moments(in_float32: Any, batch: Batch) -> Moments:
     """The batch's moments, out of statistics."""
     statistics = in_float32.predictive_statistics([batch])
     return statistics.moments(0.5)
@@ -148,11 +139,7 @@ def test_moments_are_drawn_from_as_a_batch_is(in_float32, moments, batch):
 
 def test_networks_of_drawn_weights_need_a_batch(in_float32, moments):
     with pytest.raises(ValueError, match="pass a batch"):
-        in_float32(
-            moments,
-            pred_type="nn",
-            link_approx="mc",
-        )
+        in_float32(moments, pred_type="nn", link_approx="mc")
 
 
 def test_a_joint_covariance_needs_inputs(in_float32, moments):
@@ -167,10 +154,7 @@ def test_a_joint_covariance_needs_inputs(in_float32, moments):
 def test_functional_samples_have_the_predictive_moments(batch, diagonal_output):
     la = fitted()
     samples = la.functional_samples(
-        batch,
-        n_samples=50_000,
-        diagonal_output=diagonal_output,
-        generator=generator(),
+        batch, n_samples=50_000, diagonal_output=diagonal_output, generator=generator()
     )
     f_mu, f_var = la.predictive_moments(batch)
     expected = f_var
@@ -194,11 +178,7 @@ def test_diagonal_output_changes_no_link_but_samples(batch):
     la = fitted()
 
     def predict(diagonal_output: bool) -> Tensor:
-        return la(
-            batch,
-            link_approx="mean_field",
-            diagonal_output=diagonal_output,
-        )
+        return la(batch, link_approx="mean_field", diagonal_output=diagonal_output)
 
     # As in the host.
     diagonal = predict(diagonal_output=True)
@@ -224,11 +204,7 @@ def test_a_generator_seeds_every_prediction(batch, pred_type):
 # --- networks of drawn weights --------------------------------------------------------
 
 
-def logits_at(
-    la: Any,
-    sample: Tensor,
-    batch: Batch,
-) -> Tensor:
+def logits_at(la: Any, sample: Tensor, batch: Batch) -> Tensor:
     """Compute the model's logits with other LoRA weights."""
     model = la.model.model
     trained = lora_weights(model)
@@ -239,10 +215,7 @@ def logits_at(
         shape = trained[name].shape
         weights[name] = part.reshape(shape)
     output = torch.func.functional_call(
-        model,
-        weights,
-        args=(),
-        kwargs=without_labels(batch),
+        model, weights, args=(), kwargs=without_labels(batch)
     )
     return output.logits
 

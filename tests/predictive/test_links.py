@@ -19,21 +19,12 @@ from laplace_lora_ext.predictive.moments import gaussian_samples, square_root
 from tests.support.posteriors import generator, normal
 
 
-def some_moments(
-    n_classes: int,
-    scale: float = 1.0,
-    n_examples: int = 40,
-) -> Moments:
+def some_moments(n_classes: int, scale: float = 1.0, n_examples: int = 40) -> Moments:
     """Draw means `(n, C)` and covariances `(n, C, C)`."""
     draws = generator()
 
     def next_numbers(*shape: int) -> Tensor:
-        return torch.randn(
-            n_examples,
-            *shape,
-            generator=draws,
-            dtype=torch.float64,
-        )
+        return torch.randn(n_examples, *shape, generator=draws, dtype=torch.float64)
 
     means = next_numbers(n_classes)
     root = next_numbers(n_classes, n_classes)
@@ -78,10 +69,7 @@ def test_monte_carlo_is_the_mean_probability_of_samples(moments):
 def three_alike() -> Moments:
     """Repeat the moments of one example."""
     f_mu, f_var = some_moments(4, n_examples=1)
-    return Moments(
-        f_mu=f_mu.expand(3, -1),
-        covariance=f_var.expand(3, -1, -1),
-    )
+    return Moments(f_mu=f_mu.expand(3, -1), covariance=f_var.expand(3, -1, -1))
 
 
 def test_the_links_samples_are_shared_by_a_batch():
@@ -95,12 +83,7 @@ def test_shared_noise_is_drawn_as_the_host_draws_it(moments):
     # The host multiplies its root with one matrix of a row an output and a column a
     # sample.
     # By `normal` they would be others: a generator draws another stream in float32.
-    of_host = torch.randn(
-        4,
-        9,
-        generator=generator(),
-        dtype=torch.float64,
-    )
+    of_host = torch.randn(4, 9, generator=generator(), dtype=torch.float64)
     of_batch = noise[:, 0]
     assert torch.equal(of_batch, of_host.T)
 
@@ -151,19 +134,10 @@ def test_it_is_close_to_the_exact_integral(scale, measured):
 
 
 @pytest.mark.parametrize(
-    ("mean", "variance"),
-    [
-        (1e4, 0.0),
-        (1.0, 0.0),
-        (1e4, 1e12),
-        (0.0, 1e30),
-    ],
+    ("mean", "variance"), [(1e4, 0.0), (1.0, 0.0), (1e4, 1e12), (0.0, 1e30)]
 )
 def test_extreme_moments_give_finite_logarithms_and_gradients(mean, variance):
-    f_mu = torch.tensor(
-        [[mean, 0.0, -mean]],
-        requires_grad=True,
-    )
+    f_mu = torch.tensor([[mean, 0.0, -mean]], requires_grad=True)
     of_each = variance * torch.eye(3)
     f_var = of_each[None].requires_grad_()
     log_p = mean_field(Moments(f_mu, f_var))
@@ -180,12 +154,7 @@ def test_extreme_moments_give_finite_logarithms_and_gradients(mean, variance):
 def test_a_variance_that_rounding_has_made_negative_counts_as_none():
     # Float32 leaves differences of either sign of a large common variance: here two
     # logits covary more than they vary.
-    f_mu = torch.tensor(
-        [
-            [1.0, 0.5, -1.0],
-            [0.0, 0.0, 3.0],
-        ]
-    )
+    f_mu = torch.tensor([[1.0, 0.5, -1.0], [0.0, 0.0, 3.0]])
     f_var = torch.full((2, 3, 3), 1e8)
     # Steps of float32 at such a number are 8.
     f_var[:, [0, 1], [1, 0]] += 16
@@ -229,9 +198,5 @@ def test_roots_of_singular_covariances_have_gradients(rank):
         V = scaled @ factor.mT
         return square_root(V)
 
-    is_right = torch.autograd.gradcheck(
-        root_of,
-        (scales,),
-        atol=1e-6,
-    )
+    is_right = torch.autograd.gradcheck(root_of, (scales,), atol=1e-6)
     assert is_right

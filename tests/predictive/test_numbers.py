@@ -12,11 +12,7 @@ from torch.testing import assert_close
 
 from laplace_lora_ext import NumberPrediction
 from tests.support.models import first_batch, lora_model
-from tests.support.posteriors import (
-    fitted,
-    normal,
-    plain_regression,
-)
+from tests.support.posteriors import fitted, normal, plain_regression
 from tests.support.tasks import preferences, two
 
 # The tails, the middle, and one between.
@@ -73,11 +69,7 @@ def test_learnt_variances_predict_numbers():
 
 def test_rewards_have_no_noise():
     model = lora_model("bert", n_labels=1)
-    la = fitted(
-        batches=preferences(),
-        model=model,
-        likelihood="reward_modeling",
-    )
+    la = fitted(batches=preferences(), model=model, likelihood="reward_modeling")
     batch = first_batch()
     prediction = la.predict(batch)
     f_mu, f_var = la(batch)
@@ -132,17 +124,10 @@ def some_numbers(n_members: int) -> Predicted:
     members = list(zip(means, covariances, strict=True))
     noises = [0.3] * n_members
     drawn = normal(3, 2, seed=2)
-    return Predicted(
-        prediction=NumberPrediction.of(members, noises),
-        targets=2 * drawn,
-    )
+    return Predicted(prediction=NumberPrediction.of(members, noises), targets=2 * drawn)
 
 
-def ranked_probability_score(
-    means: Tensor,
-    stds: Tensor,
-    target: float,
-) -> float:
+def ranked_probability_score(means: Tensor, stds: Tensor, target: float) -> float:
     """Integrate a mixture's squared distance from the target's step."""
     members = norm(means.numpy(), stds.numpy())
 

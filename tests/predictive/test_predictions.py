@@ -19,12 +19,7 @@ from torch.utils.data import (
 from laplace_lora_ext import LaplaceMixture, Prediction
 from laplace_lora_ext.predictive.links import log_probabilities
 from tests.support.models import first_batch, ragged_batches
-from tests.support.posteriors import (
-    fitted,
-    generator,
-    normal,
-    plain_regression,
-)
+from tests.support.posteriors import fitted, generator, normal, plain_regression
 from tests.support.ranks import Texts
 
 
@@ -44,33 +39,16 @@ def link(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def probabilities(
-    la: Any,
-    given: Any,
-    link: str,
-) -> Tensor:
+def probabilities(la: Any, given: Any, link: str) -> Tensor:
     """Predict with the same noise each time."""
-    return la(
-        given,
-        link_approx=link,
-        n_samples=50,
-        generator=generator(),
-    )
+    return la(given, link_approx=link, n_samples=50, generator=generator())
 
 
 def decision(
-    la: Any,
-    batch: dict[str, Tensor],
-    link: str = "mean_field",
-    seed: int = 0,
+    la: Any, batch: dict[str, Tensor], link: str = "mean_field", seed: int = 0
 ) -> Prediction:
     """Decide with the noise of a seed."""
-    return la.predict(
-        batch,
-        link_approx=link,
-        n_samples=50,
-        generator=generator(seed),
-    )
+    return la.predict(batch, link_approx=link, n_samples=50, generator=generator(seed))
 
 
 # --- decisions ------------------------------------------------------------------------
@@ -165,11 +143,7 @@ def entropy(p: Tensor) -> Tensor:
     return of_classes.sum(-1)
 
 
-def drawn_probabilities(
-    la: Any,
-    batch: dict[str, Tensor],
-    n: int,
-) -> Tensor:
+def drawn_probabilities(la: Any, batch: dict[str, Tensor], n: int) -> Tensor:
     """Draw probabilities `(n, B, C)` by other means than the library's."""
     f_mu, f_var = la.predictive_moments(batch)
     # A covariance that is nearly singular may have no Cholesky factor.
@@ -186,11 +160,7 @@ def drawn_probabilities(
 def test_the_epistemic_entropy_is_what_bald_asks_for(structure):
     la = fitted(structure=structure, prior_precision=0.3)
     (pool,) = ragged_batches(batch_size=8)
-    prediction = la.predict(
-        pool,
-        n_samples=20_000,
-        generator=generator(),
-    )
+    prediction = la.predict(pool, n_samples=20_000, generator=generator())
     found = prediction.epistemic_entropy
     p = drawn_probabilities(la, pool, n=20_000)
     # A label's information on the weights, H(E p) - E H(p) (Houlsby, 2011).

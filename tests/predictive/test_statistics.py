@@ -11,11 +11,7 @@ from torch.testing import assert_close
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from tests.support.dense import labels_of, predicted
 from tests.support.models import first_batch, ragged_batches
-from tests.support.posteriors import (
-    PRIORS,
-    fitted,
-    some_precision,
-)
+from tests.support.posteriors import PRIORS, fitted, some_precision
 
 # Of two batches, and not in their order.
 SOME_TEXTS = torch.tensor([6, 1])
@@ -73,10 +69,7 @@ def test_an_infinite_prior_precision_leaves_layers_out():
     of_first_layer = torch.tensor(precisions)
     _, found = statistics.moments(of_first_layer)
 
-    first = fitted(
-        layers_to_transform=range(1),
-        prior_precision=2.0,
-    )
+    first = fitted(layers_to_transform=range(1), prior_precision=2.0)
     _, expected = first.predictive_moments(batch)
     assert_close(found, expected)
     of_none = torch.full((len(la.blocks),), torch.inf)

@@ -27,10 +27,6 @@ def browse(page: Path, profile: Path, *options: str) -> str:
         page.as_uri(),
     ]
     finished = subprocess.run(
-        command,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        command, check=True, capture_output=True, text=True, timeout=120
     )
     return finished.stdout

@@ -16,12 +16,7 @@ Tokens: TypeAlias = Sequence[int]
 Batch: TypeAlias = Mapping[str, Tensor]
 
 # The first is a prefix of the second, and the last one begins like it.
-ANSWERS = [
-    [11],
-    [11, 5, 30],
-    [23, 42],
-    [11, 5, 8],
-]
+ANSWERS = [[11], [11, 5, 30], [23, 42], [11, 5, 8]]
 
 
 def prompts_of(batch: Batch) -> list[list[int]]:
@@ -32,9 +27,7 @@ def prompts_of(batch: Batch) -> list[list[int]]:
 
 
 def choices_batch(
-    prompts: Sequence[Tokens],
-    choices: Sequence[Sequence[Tokens]],
-    side: str = "right",
+    prompts: Sequence[Tokens], choices: Sequence[Sequence[Tokens]], side: str = "right"
 ) -> dict[str, Tensor]:
     """Put each choice of each prompt behind it, `(B, K, T)`, and mark what counts."""
     tokens: list[Tensor] = []
@@ -61,9 +54,7 @@ def choices_batch(
 
 
 def of_prompts(
-    batches: Sequence[Batch],
-    answers: Sequence[Tokens],
-    side: str = "right",
+    batches: Sequence[Batch], answers: Sequence[Tokens], side: str = "right"
 ) -> list[dict[str, Tensor]]:
     """Make batches of choices that are the same for each text."""
     made = []
@@ -122,9 +113,7 @@ def unpadded_choices(batch: Batch) -> list[list[Choice]]:
 
 
 def logits_of_choices(
-    model: nn.Module,
-    choices: Sequence[Choice],
-    normalised: bool = False,
+    model: nn.Module, choices: Sequence[Choice], normalised: bool = False
 ) -> Tensor:
     """Sum log-probabilities of tokens that count, `(K,)`, choice by choice."""
     logits = []
@@ -143,9 +132,7 @@ def logits_of_choices(
     return torch.stack(logits)
 
 
-def one_token_choices(
-    batches: Sequence[Batch],
-) -> list[dict[str, Any]]:
+def one_token_choices(batches: Sequence[Batch]) -> list[dict[str, Any]]:
     """Make the choices that `CLASS_TOKEN_IDS` are of texts."""
     answers = [[token] for token in CLASS_TOKEN_IDS]
     return of_prompts(batches, answers)

@@ -29,37 +29,25 @@ def labels_of(batches: Sequence[Any]) -> Tensor:
     )
 
 
-def unpadded(
-    batch: Mapping[str, Tensor],
-    row: int,
-) -> dict[str, Tensor]:
+def unpadded(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
     """Take one example without its padding."""
     is_real = batch["attention_mask"][row].bool()
     return {"input_ids": batch["input_ids"][row][is_real][None]}
 
 
-def batch_logits(
-    model: nn.Module,
-    inputs: Any,
-) -> Tensor:
+def batch_logits(model: nn.Module, inputs: Any) -> Tensor:
     """Read `(B, C)` logits off the model's plain output."""
     if isinstance(inputs, Mapping):
         return _answers(model(**inputs), inputs)
     return _answers(model(inputs), inputs)
 
 
-def logits_of(
-    model: nn.Module,
-    inputs: Any,
-) -> Tensor:
+def logits_of(model: nn.Module, inputs: Any) -> Tensor:
     """Read `(C,)` logits of one example off the model's plain output."""
     return batch_logits(model, inputs)[0]
 
 
-def _answers(
-    output: Any,
-    inputs: Any,
-) -> Tensor:
+def _answers(output: Any, inputs: Any) -> Tensor:
     logits = getattr(output, "logits", output)
     if logits.ndim == 2:
         return logits
@@ -138,10 +126,7 @@ def _experts_of_weights(model: nn.Module) -> dict[int, int]:
     return n_experts
 
 
-def jacobians(
-    model: nn.Module,
-    inputs: Any,
-) -> Tensor:
+def jacobians(model: nn.Module, inputs: Any) -> Tensor:
     """Differentiate the logits in the LoRA weights, `(B, C, parameters)`."""
     args, kwargs = (
         ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
@@ -155,10 +140,7 @@ def jacobians(
     return torch.cat([J.flatten(2) for J in derivatives.values()], dim=2)
 
 
-def jacobian(
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-) -> Tensor:
+def jacobian(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     """Differentiate the logits of one example, `(C, parameters)`."""
     return jacobians(model, inputs)[0]
 
@@ -192,10 +174,7 @@ def alone(
     return torch.stack(logits), torch.stack(Js)
 
 
-def derivatives_of(
-    logits: Tensor,
-    weights: Sequence[Tensor],
-) -> list[Tensor]:
+def derivatives_of(logits: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """Differentiate `(C,)` logits in each weight by plain autograd, `(C, *shape)`."""
     rows: list[Sequence[Tensor]] = []
     for logit in logits:
@@ -232,18 +211,12 @@ def softmax_fisher(logits: Tensor) -> Tensor:
     return torch.diag_embed(variances) - covariances
 
 
-def exact_ggn(
-    Js: Tensor,
-    H: Tensor,
-) -> Tensor:
+def exact_ggn(Js: Tensor, H: Tensor) -> Tensor:
     """Sum `J_bᵀ H_b J_b` over Jacobians and Fishers at the logits."""
     return torch.einsum("bcp,bcd,bdq->pq", Js, H, Js)
 
 
-def kronecker_block(
-    J: Tensor,
-    H: Tensor,
-) -> Tensor:
+def kronecker_block(J: Tensor, H: Tensor) -> Tensor:
     """Compute a block of `kfac_approx="gradient"` from a matrix's `(N, C, m, n)`."""
     weighted = torch.einsum("bcd,bdij->bcij", H, J)
     # Both factors sum over examples and over pairs of logits, weighted by the Fisher.
@@ -255,30 +228,17 @@ def kronecker_block(
     return block / trace if trace > 0 else block
 
 
-def gradient_blocks(
-    model: nn.Module,
-    Js: Tensor,
-    H: Tensor,
-) -> list[Tensor]:
+def gradient_blocks(model: nn.Module, Js: Tensor, H: Tensor) -> list[Tensor]:
     """Compute Kronecker blocks of `kfac_approx="gradient"` from Jacobians."""
     return [kronecker_block(Js[..., places], H) for places in matrix_places(model)]
 
 
-def gradient_curvature(
-    model: nn.Module,
-    Js: Tensor,
-    H: Tensor,
-) -> Tensor:
+def gradient_curvature(model: nn.Module, Js: Tensor, H: Tensor) -> Tensor:
     """Compute `gradient_blocks` as one matrix."""
     return torch.block_diag(*gradient_blocks(model, Js, H))
 
 
-def dense_curvature(
-    structure: str,
-    model: nn.Module,
-    Js: Tensor,
-    H: Tensor,
-) -> Tensor:
+def dense_curvature(structure: str, model: nn.Module, Js: Tensor, H: Tensor) -> Tensor:
     """Compute a structure's curvature, but for the host's Kron, as one matrix."""
     if structure == "lowrank_kron":
         return gradient_curvature(model, Js, H)
@@ -288,20 +248,14 @@ def dense_curvature(
     return exact
 
 
-def power(
-    matrix: Tensor,
-    exponent: float,
-) -> Tensor:
+def power(matrix: Tensor, exponent: float) -> Tensor:
     """Raise a symmetric positive semi-definite matrix to a power."""
     values, vectors = torch.linalg.eigh(matrix)
     # An eigenvalue of 0 comes out as a rounding error of either sign.
     return vectors @ values.clamp_min(0).pow(exponent).diag() @ vectors.T
 
 
-def block_diagonal_covariance(
-    blocks: Sequence[Tensor],
-    Js: Tensor,
-) -> Tensor:
+def block_diagonal_covariance(blocks: Sequence[Tensor], Js: Tensor) -> Tensor:
     """Compute covariances `(N, C, C)` from Jacobians, at prior precision 1."""
     Js_of_blocks = Js.split([len(block) for block in blocks], dim=-1)
     covariance = torch.zeros(())
@@ -313,10 +267,7 @@ def block_diagonal_covariance(
 # --- posteriors -----------------------------------------------------------------------
 
 
-def full_rank(
-    structure: str = "lowrank_kron",
-    **settings: Any,
-) -> dict[str, Any]:
+def full_rank(structure: str = "lowrank_kron", **settings: Any) -> dict[str, Any]:
     """Ask for factors that leave nothing out, where a structure has a rank at all."""
     if structure != "lowrank_kron":
         return {}
@@ -335,10 +286,7 @@ def curvature_of(la: Any) -> Tensor:
 
 
 def evidence(
-    H: Tensor,
-    log_likelihood: Tensor,
-    mean: Tensor,
-    prior_precision: Tensor,
+    H: Tensor, log_likelihood: Tensor, mean: Tensor, prior_precision: Tensor
 ) -> Tensor:
     """Compute the log marginal likelihood at prior precisions `(parameters,)`.
 
@@ -352,21 +300,14 @@ def evidence(
     return log_likelihood - 0.5 * (log_det_ratio + scatter)
 
 
-def glm_covariance(
-    Js: Tensor,
-    H: Tensor,
-    prior_precision: Tensor,
-) -> Tensor:
+def glm_covariance(Js: Tensor, H: Tensor, prior_precision: Tensor) -> Tensor:
     """Compute covariances of logits `(N, C, C)` at prior precisions `(parameters,)`."""
     posterior_precision = H + prior_precision.diag()
     spread = torch.linalg.solve(posterior_precision, Js.mT)
     return Js @ spread
 
 
-def predicted(
-    la: Any,
-    batches: Sequence[Any],
-) -> tuple[Tensor, Tensor]:
+def predicted(la: Any, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """Predict means `(N, C)` and covariances `(N, C, C)` of all batches' logits."""
     moments = [la.predictive_moments(batch) for batch in batches]
     f_var = torch.cat([each.f_var for each in moments])
@@ -388,22 +329,13 @@ def assert_exact(
     Js = torch.cat([jacobians(model, X) for X in inputs])
     logits = torch.cat([model(X) for X in inputs])
     f_mu = logits.detach()
-    of_all = dense_curvature(
-        _structure_of(la),
-        model,
-        Js,
-        H=fisher_of(f_mu),
-    )
+    of_all = dense_curvature(_structure_of(la), model, Js, H=fisher_of(f_mu))
     takes_part = _takes_part(la, model)
     H = of_all[takes_part][:, takes_part]
     assert_close(curvature_of(la), H, **EXACT)
 
     ones = H.new_ones(len(H))
-    f_var = glm_covariance(
-        Js[..., takes_part],
-        H,
-        prior_precision=ones,
-    )
+    f_var = glm_covariance(Js[..., takes_part], H, prior_precision=ones)
     means, covariances = predicted(la, inputs)
     assert_close(means, f_mu, **EXACT)
     assert_close(covariances, f_var, **EXACT)
@@ -418,10 +350,7 @@ def _structure_of(la: Any) -> str:
     return "full"
 
 
-def _takes_part(
-    la: Any,
-    model: nn.Module,
-) -> Tensor:
+def _takes_part(la: Any, model: nn.Module) -> Tensor:
     """Tell of each LoRA number whether the posterior is over it."""
     of_posterior = {id(block.weight) for block in la.blocks}
     parameters = dict(model.named_parameters())

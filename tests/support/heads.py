@@ -8,13 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from tests.support.matrices import Case
-from tests.support.models import (
-    N_CLASSES,
-    built,
-    lora_model,
-    pairs,
-    ragged_batches,
-)
+from tests.support.models import N_CLASSES, built, lora_model, pairs, ragged_batches
 
 PARTS = ("lora_", ".modules_to_save.default.")
 """What is in the names of the adapter's weights, heads included."""
@@ -23,11 +17,7 @@ PARTS = ("lora_", ".modules_to_save.default.")
 class WithHead(nn.Module):
     """An encoder and a head of three linear layers, with and without biases."""
 
-    def __init__(
-        self,
-        n_outputs: int = N_CLASSES,
-        n_inputs: int = 5,
-    ) -> None:
+    def __init__(self, n_outputs: int = N_CLASSES, n_inputs: int = 5) -> None:
         super().__init__()
         # Before the encoder: blocks come in the order of the parameters, whatever their
         # kind.
@@ -48,11 +38,7 @@ class WithHead(nn.Module):
 def plain(n_outputs: int = N_CLASSES) -> PeftModel:
     """Make a plain module with a head of three layers, in float64."""
     torch.manual_seed(0)
-    config = LoraConfig(
-        r=2,
-        target_modules=["encoder"],
-        modules_to_save=["head"],
-    )
+    config = LoraConfig(r=2, target_modules=["encoder"], modules_to_save=["head"])
     return trained(WithHead(n_outputs), config)
 
 

@@ -9,14 +9,7 @@ from torch import Tensor, nn
 from tests.support.models import without_labels
 from tests.support.posteriors import generator
 
-LABELS = torch.tensor(
-    [
-        [0, 1, 1],
-        [0, 0, 0],
-        [1, 1, 1],
-        [1, 0, 0],
-    ]
-)
+LABELS = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 0]])
 """Three labels of each of four examples."""
 
 
@@ -41,18 +34,13 @@ def bernoulli_fisher(logits: Tensor) -> Tensor:
     return torch.diag_embed(f.sigmoid() * torch.sigmoid(-f))
 
 
-def several_labels(
-    batch: Mapping[str, Tensor],
-    n_labels: int,
-) -> Tensor:
+def several_labels(batch: Mapping[str, Tensor], n_labels: int) -> Tensor:
     """Draw `(B, C)` numbers 0 and 1."""
     shape = (len(batch["input_ids"]), n_labels)
     return torch.randint(0, 2, shape, generator=generator(4)).double()
 
 
-def in_two_classes(
-    batches: Sequence[Mapping[str, Tensor]],
-) -> list[tuple[Any, Tensor]]:
+def in_two_classes(batches: Sequence[Mapping[str, Tensor]]) -> list[tuple[Any, Tensor]]:
     """Make pairs for `InTwoColumns`: each label of each text is an example."""
     return [
         (without_labels(batch), batch["labels"].long().flatten()) for batch in batches

@@ -41,11 +41,7 @@ def base_model(
 ) -> nn.Module:
     """Initialise a two-layer model at random; only "bert" classifies."""
     # Token 0 is padding as well, and in no text.
-    tokens = {
-        "vocab_size": VOCABULARY,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
     if kind == "gpt2":
         config = GPT2Config(
             n_embd=hidden_size,
@@ -66,19 +62,13 @@ def base_model(
     }
     if kind == "bert":
         config = BertConfig(
-            num_labels=n_labels,
-            attn_implementation=attention,
-            **sizes,
-            **tokens,
+            num_labels=n_labels, attn_implementation=attention, **sizes, **tokens
         )
         return BertForSequenceClassification(config)
     # Eager attention of newer GPT-NeoX gives NaN for padded rows in float64.
     attention = "sdpa" if GPTNeoXForCausalLM._supports_sdpa else "eager"
     config = GPTNeoXConfig(
-        rotary_pct=1.0,
-        attn_implementation=attention,
-        **sizes,
-        **tokens,
+        rotary_pct=1.0, attn_implementation=attention, **sizes, **tokens
     )
     return GPTNeoXForCausalLM(config)
 
@@ -163,9 +153,7 @@ def llama() -> LlamaForCausalLM:
 def llama_with_output_layer() -> PeftModel:
     """Make a language model whose adapter is in the output layer as well."""
     config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=2,
-        target_modules=["q_proj", "v_proj", "lm_head"],
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj", "lm_head"]
     )
     model = get_peft_model(llama(), config)
     for name, parameter in model.named_parameters():
@@ -288,11 +276,7 @@ class Sorting(Detour):
 class OfBatches(nn.Module):
     """A user's wrapper, which is given whole batches."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        output: str = "logits",
-    ) -> None:
+    def __init__(self, model: nn.Module, output: str = "logits") -> None:
         super().__init__()
         self.model = model
         self.output = output
@@ -308,18 +292,12 @@ class OfMapping(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self,
-        batch: Any = None,
-        **inputs: Tensor,
-    ) -> Tensor:
+    def forward(self, batch: Any = None, **inputs: Tensor) -> Tensor:
         return self.model(inputs if batch is None else batch)
 
 
 def with_lora(
-    model: nn.Module,
-    *target_modules: str,
-    **lora_config: object,
+    model: nn.Module, *target_modules: str, **lora_config: object
 ) -> nn.Module:
     """Draw all weights, and add an adapter of rank 2 to the named layers, in float64.
 
@@ -336,18 +314,12 @@ def with_lora(
     return model.double()
 
 
-def plain_model(
-    n_outputs: int = 3,
-    **lora_config: object,
-) -> nn.Module:
+def plain_model(n_outputs: int = 3, **lora_config: object) -> nn.Module:
     """Make a `TwoLinear` with an adapter in both layers."""
     return with_lora(TwoLinear(n_outputs=n_outputs), "first", "second", **lora_config)
 
 
-def pairs(
-    n_batches: int = 1,
-    n: int = 4,
-) -> list[tuple[Tensor, Tensor]]:
+def pairs(n_batches: int = 1, n: int = 4) -> list[tuple[Tensor, Tensor]]:
     """Make batches `(X, y)` of `n` examples for `TwoLinear` with three outputs."""
     generator = torch.Generator().manual_seed(1)
     y = torch.arange(n) % 3
@@ -356,20 +328,14 @@ def pairs(
     ]
 
 
-def sequences(
-    n: int = 4,
-    length: int = 3,
-) -> tuple[Tensor, Tensor]:
+def sequences(n: int = 4, length: int = 3) -> tuple[Tensor, Tensor]:
     """Make inputs `(n, length, 5)` and labels for averaging models."""
     generator = torch.Generator().manual_seed(1)
     X = torch.randn(n, length, 5, generator=generator).double()
     return X, torch.arange(n) % 3
 
 
-def real_targets(
-    n: int = 4,
-    n_outputs: int = 2,
-) -> Tensor:
+def real_targets(n: int = 4, n_outputs: int = 2) -> Tensor:
     """Make `(n, n_outputs)` targets of a regression."""
     generator = torch.Generator().manual_seed(2)
     return torch.randn(n, n_outputs, generator=generator).double()

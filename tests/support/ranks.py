@@ -19,10 +19,7 @@ from tests.support.models import ragged_batches
 
 
 def on_ranks(
-    job: Callable[..., Any],
-    world: int,
-    *arguments: Any,
-    time_limit: float = 60,
+    job: Callable[..., Any], world: int, *arguments: Any, time_limit: float = 60
 ) -> list[Any]:
     """Run `job(rank, *arguments)` on ranks; return results or errors.
 
@@ -45,11 +42,7 @@ def on_ranks(
         return [_result(Path(folder) / f"{rank}.pt") for rank in range(world)]
 
 
-def assert_alike(
-    results: Sequence[Any],
-    expected: Any,
-    **close: float,
-) -> None:
+def assert_alike(results: Sequence[Any], expected: Any, **close: float) -> None:
     """Check that all ranks have the same to the bit, close to what is expected."""
     for result in results:
         assert not isinstance(result, Exception), result
@@ -110,10 +103,7 @@ class Texts(Dataset):
         return {key: value[0] for key, value in self.batches[index].items()}
 
 
-def strided_loader(
-    n: int = 11,
-    batch_size: int = 2,
-) -> DataLoader:
+def strided_loader(n: int = 11, batch_size: int = 2) -> DataLoader:
     """Load this rank's texts, or all where there is one process."""
     texts = Texts(n)
     sampler = None
@@ -123,12 +113,7 @@ def strided_loader(
     return DataLoader(texts, batch_size=batch_size, sampler=sampler)
 
 
-def accelerated(
-    rank: int,
-    world: int,
-    loader: DataLoader,
-    **options: Any,
-) -> Any:
+def accelerated(rank: int, world: int, loader: DataLoader, **options: Any) -> Any:
     """Prepare a loader as an `Accelerator` of this process group does."""
     for prefix in ("", "LOCAL_"):
         os.environ[f"{prefix}RANK"] = str(rank)

@@ -26,10 +26,7 @@ SMALL = {
 
 
 def write_rows(
-    path: Path,
-    n_rows: int,
-    names: Sequence[str] = NAMES,
-    n_wrong: int = 0,
+    path: Path, n_rows: int, names: Sequence[str] = NAMES, n_wrong: int = 0
 ) -> Path:
     """Write texts whose last word tells their label, as JSON lines or CSV.
 
@@ -70,10 +67,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_adapter(
-    folder: Path,
-    base: PreTrainedModel,
-    answers: Sequence[str] = (),
-    **lora_config: Any,
+    folder: Path, base: PreTrainedModel, answers: Sequence[str] = (), **lora_config: Any
 ) -> Path:
     """Save a base model, and an adapter of it that has learnt beside its tokenizer.
 

@@ -21,8 +21,7 @@ LENGTHS = (7, 4, 5, 7, 3, 6)
 
 
 def text_batches(
-    lengths: Sequence[int] = LENGTHS,
-    **ragged: Any,
+    lengths: Sequence[int] = LENGTHS, **ragged: Any
 ) -> list[dict[str, Any]]:
     """Make `ragged_batches` with labels behind two tokens of prompt."""
     batches = ragged_batches(lengths, **ragged)
@@ -90,11 +89,7 @@ def pairs_of_texts() -> dict[str, Tensor]:
     return source | {"labels": labels}
 
 
-def drawn_models(
-    la: Any,
-    n_samples: int,
-    seed: torch.Generator,
-) -> list[nn.Module]:
+def drawn_models(la: Any, n_samples: int, seed: torch.Generator) -> list[nn.Module]:
     """Copy a model with weights drawn by dense algebra, as `score` draws."""
     of_blocks = la.prior_precision.expand(len(la.blocks))
     n_weights = torch.tensor(sizes(la))
@@ -116,8 +111,7 @@ def drawn_models(
 
 
 def token_logits(
-    model: Callable[..., Any],
-    batches: Sequence[Mapping[str, Tensor]],
+    model: Callable[..., Any], batches: Sequence[Mapping[str, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """Compute logits `(N, V)` of labelled tokens, text by text."""
     logits = []

@@ -67,9 +67,7 @@ BASES = {
 
 
 def token_classifier(
-    kind: str = "bert",
-    n_labels: int = N_CLASSES,
-    dtype: torch.dtype = torch.float64,
+    kind: str = "bert", n_labels: int = N_CLASSES, dtype: torch.dtype = torch.float64
 ) -> nn.Module:
     """Make a classifier of tokens with an adapter that is not 0."""
     torch.manual_seed(0)

@@ -27,26 +27,13 @@ from transformers import (
 
 import laplace_lora_ext
 import tests.support.dense as dense
-from laplace_lora_ext.curvature.backend import (
-    LowRankKronEF,
-    LowRankKronGGN,
-)
+from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from laplace_lora_ext.models import vocabulary
 from laplace_lora_ext.passes import graph
 from laplace_lora_ext.saving import write_state
 from tests.support.dense import EXACT
-from tests.support.models import (
-    VOCABULARY,
-    Batch,
-    llama,
-    lora_model,
-)
-from tests.support.posteriors import (
-    count_forward_passes,
-    generator,
-    make,
-    normal,
-)
+from tests.support.models import VOCABULARY, Batch, llama, lora_model
+from tests.support.posteriors import count_forward_passes, generator, make, normal
 from tests.support.texts import (
     RowsOfTheVocabulary,
     drawn_models,
@@ -62,10 +49,7 @@ FULL_RANK = VOCABULARY
 # --- tiny models that write, in float64 -----------------------------------------------
 
 
-def with_lora(
-    base: nn.Module,
-    target_modules: list[str],
-) -> nn.Module:
+def with_lora(base: nn.Module, target_modules: list[str]) -> nn.Module:
     """Add LoRA weights that are not 0."""
     lora = LoraConfig(
         r=2,
@@ -147,14 +131,9 @@ def two_models() -> nn.Module:
         "num_attention_heads": 2,
     }
     of_encoder = BertConfig(**sizes)
-    of_decoder = BertConfig(
-        **sizes,
-        is_decoder=True,
-        add_cross_attention=True,
-    )
+    of_decoder = BertConfig(**sizes, is_decoder=True, add_cross_attention=True)
     base = EncoderDecoderModel(
-        encoder=BertModel(of_encoder),
-        decoder=BertLMHeadModel(of_decoder),
+        encoder=BertModel(of_encoder), decoder=BertLMHeadModel(of_decoder)
     )
     base.config.decoder_start_token_id = 1
     base.config.pad_token_id = 0
@@ -218,10 +197,7 @@ class Tokens(NamedTuple):
     labels: Tensor
 
 
-def labelled_tokens(
-    model: nn.Module,
-    batches: Sequence[Batch],
-) -> Tokens:
+def labelled_tokens(model: nn.Module, batches: Sequence[Batch]) -> Tokens:
     """Differentiate logits of labelled tokens, each text by itself."""
 
     def forward(weights: dict[str, Tensor]) -> Tensor:
@@ -239,9 +215,7 @@ def labelled_tokens(
         of_weights.append(derivative.flatten(2))
     logits, labels = token_logits(model, batches)
     return Tokens(
-        Js=torch.cat(of_weights, dim=2),
-        logits=logits.detach(),
-        labels=labels,
+        Js=torch.cat(of_weights, dim=2), logits=logits.detach(), labels=labels
     )
 
 
@@ -262,9 +236,7 @@ def test_the_sampled_factors_are_nearly_those_of_the_exact_fisher(gpt2):
 def make_without_draws(model):
     """Make a posterior by the full-rank empirical Fisher, which draws no labels."""
     return make_of_texts(
-        model,
-        backend=LowRankKronEF,
-        backend_kwargs={"rank": FULL_RANK},
+        model, backend=LowRankKronEF, backend_kwargs={"rank": FULL_RANK}
     )
 
 
@@ -308,10 +280,7 @@ def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens(gpt2):
     prior_precision = torch.tensor([2.0])
     of_weights = prior_precision.to(la.mean).expand_as(la.mean)
     expected = dense.evidence(
-        la.H.to_matrix(),
-        log_likelihood=-loss,
-        mean=la.mean,
-        prior_precision=of_weights,
+        la.H.to_matrix(), log_likelihood=-loss, mean=la.mean, prior_precision=of_weights
     )
     found = la.log_marginal_likelihood(prior_precision)
     assert_close(found, expected)
@@ -427,11 +396,7 @@ def test_batch_size_and_padding_change_neither_fit_nor_score(gpt2, ragged):
     def figures(**ragged):
         la = make_without_draws(gpt2)
         la.fit(text_batches(**ragged))
-        return {
-            "H": la.H.to_matrix(),
-            "loss": la.loss,
-            **scored(la, **ragged),
-        }
+        return {"H": la.H.to_matrix(), "loss": la.loss, **scored(la, **ragged)}
 
     expected = figures()
     found = figures(**ragged)
@@ -501,10 +466,7 @@ def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(
     calls: list[int] = []
     output_layer = la.model.transformer.get_output_embeddings()
     monkeypatch.setattr(vocabulary, "MOST_ROWS", A_FEW_ROWS)
-    with (
-        record_rows(output_layer, rows),
-        record_calls(la.blocks[0].module, calls),
-    ):
+    with record_rows(output_layer, rows), record_calls(la.blocks[0].module, calls):
         found = scored(la, **ragged)
     assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert max(rows) <= A_FEW_ROWS
@@ -513,11 +475,7 @@ def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(
 
 
 # All in one batch, which has far more labelled tokens than a part may.
-LONG = {
-    "lengths": (21, 18, 12, 26, 3, 20),
-    "batch_size": 6,
-    "padded_to": 26,
-}
+LONG = {"lengths": (21, 18, 12, 26, 3, 20), "batch_size": 6, "padded_to": 26}
 
 
 @pytest.mark.parametrize(
@@ -530,18 +488,12 @@ LONG = {
     ],
 )
 def test_a_fit_in_parts_is_the_same_and_holds_few_rows_of_the_vocabulary(
-    kind,
-    backend,
-    monkeypatch,
+    kind, backend, monkeypatch
 ):
     model = MODELS[kind]()
 
     def fit():
-        la = make_of_texts(
-            model,
-            backend=backend,
-            backend_kwargs={"rank": FULL_RANK},
-        )
+        la = make_of_texts(model, backend=backend, backend_kwargs={"rank": FULL_RANK})
         with RowsOfTheVocabulary(model) as rows:
             la.fit(text_batches(**LONG))
         return la, rows.most

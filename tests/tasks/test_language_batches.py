@@ -44,11 +44,7 @@ def six_texts(**changes: Tensor) -> Batch:
 
 def padded_texts(side: str) -> Batch:
     """Make a batch of all texts, with two positions more than the longest has."""
-    (batch,) = text_batches(
-        batch_size=6,
-        padding_side=side,
-        padded_to=9,
-    )
+    (batch,) = text_batches(batch_size=6, padding_side=side, padded_to=9)
     return batch
 
 
@@ -76,9 +72,7 @@ def test_targets_are_the_labels_of_the_texts_in_their_order(gpt2, adapted, side)
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_texts_first_token_is_predicted_by_nothing_and_by_no_padding(
-    gpt2,
-    adapted,
-    side,
+    gpt2, adapted, side
 ):
     batch = padded_texts(side)
     is_real = batch["attention_mask"].bool()
@@ -91,10 +85,7 @@ def test_a_texts_first_token_is_predicted_by_nothing_and_by_no_padding(
     assert_close(adapted(batch), expected, **CLOSE)
 
 
-def assert_has_the_loss_of_training(
-    model: nn.Module,
-    batch: Batch,
-) -> None:
+def assert_has_the_loss_of_training(model: nn.Module, batch: Batch) -> None:
     """Compare with the loss that the model itself makes of the labels."""
     is_labelled = batch["labels"] != NO_LABEL
     tokens = batch["labels"][is_labelled]
@@ -115,11 +106,7 @@ def test_a_gap_in_a_text_predicts_what_follows_as_in_training():
 def test_the_output_layer_runs_for_labelled_tokens_alone(gpt2, adapted):
     n_positions = []
 
-    def note(
-        layer: nn.Module,
-        args: Any,
-        output: Tensor,
-    ) -> None:
+    def note(layer: nn.Module, args: Any, output: Tensor) -> None:
         n_positions.append(output.shape[1])
 
     layer = gpt2.get_output_embeddings()
@@ -142,19 +129,12 @@ def test_an_encoder_reads_left_and_right_padded_texts_alike(kind):
     adapted = TokensModel(encoder_decoder(kind))
     logits = {}
     for side in ("left", "right"):
-        (texts,) = ragged_batches(
-            lengths=(4, 3, 2),
-            padded_to=4,
-            padding_side=side,
-        )
+        (texts,) = ragged_batches(lengths=(4, 3, 2), padded_to=4, padding_side=side)
         logits[side] = adapted(texts | {"labels": labels})
     assert_close(logits["left"], logits["right"])
 
 
-def shifted(
-    model: nn.Module,
-    labels: Tensor,
-) -> Tensor:
+def shifted(model: nn.Module, labels: Tensor) -> Tensor:
     """Make what the decoder reads, as collators do that are given the model."""
     return model.get_base_model().prepare_decoder_input_ids_from_labels(labels)
 
@@ -178,11 +158,7 @@ def test_a_collator_may_say_what_the_decoder_reads(kind):
 def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
     model = encoder_decoder("t5")
     labels = torch.tensor(
-        [
-            [5, 6, 7, 8],
-            [NO_LABEL, 9, NO_LABEL, 4],
-            [NO_LABEL, NO_LABEL, 3, 2],
-        ]
+        [[5, 6, 7, 8], [NO_LABEL, 9, NO_LABEL, 4], [NO_LABEL, NO_LABEL, 3, 2]]
     )
     batch = pairs_of_texts() | {"labels": labels}
     tokens = shifted(model, labels)
@@ -321,11 +297,7 @@ def test_models_that_write_no_text_are_refused(bert):
 
 
 @pytest.mark.parametrize(
-    "keywords",
-    [
-        {"class_token_ids": [1, 2]},
-        {"mask_token_id": 1},
-    ],
+    "keywords", [{"class_token_ids": [1, 2]}, {"mask_token_id": 1}]
 )
 def test_some_tokens_alone_are_refused(gpt2, keywords):
     with pytest.raises(ValueError, match="whole vocabulary"):

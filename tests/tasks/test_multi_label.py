@@ -45,15 +45,9 @@ MULTI_LABEL = "multi_label_classification"
 BERNOULLIS = TASKS[MULTI_LABEL]
 LINKS = ["probit", "mean_field", "mc"]
 # A label's sums and its two classes' differ by the order of additions.
-SAME = {
-    "rtol": 1e-10,
-    "atol": 1e-10,
-}
+SAME = {"rtol": 1e-10, "atol": 1e-10}
 # What a search has minimised, near its optimum.
-SAME_OBJECTIVE = {
-    "rtol": 1e-5,
-    "atol": 1e-8,
-}
+SAME_OBJECTIVE = {"rtol": 1e-5, "atol": 1e-8}
 N_LABELS = 3
 N_TEXTS = 8
 N_TO_TRAIN_ON = 16
@@ -62,10 +56,7 @@ N_TO_TRAIN_ON = 16
 of_one_and_several_labels = pytest.mark.parametrize("n_labels", [1, 3])
 
 
-def batches(
-    n_labels: int = N_LABELS,
-    **ragged: Any,
-) -> list[Batch]:
+def batches(n_labels: int = N_LABELS, **ragged: Any) -> list[Batch]:
     """Make ragged texts, whose labels are numbers 0 and 1."""
     found = ragged_batches(**ragged)
     for number, batch in enumerate(found):
@@ -86,10 +77,7 @@ def classifier(n_labels: int) -> nn.Module:
     return model.eval()
 
 
-def logits_of(
-    model: nn.Module,
-    texts: Batch,
-) -> Tensor:
+def logits_of(model: nn.Module, texts: Batch) -> Tensor:
     """Compute logits by the adapter that is active."""
     model.eval()
     output = model(**texts)
@@ -114,10 +102,7 @@ def fitted(
     return la
 
 
-def both(
-    structure: str = "lowrank_kron",
-    n_labels: int = N_LABELS,
-):
+def both(structure: str = "lowrank_kron", n_labels: int = N_LABELS):
     """Fit the labels' posterior, and a wrapper's with classes "not" and "yes"."""
     model = classifier(n_labels)
     la = fitted(structure, n_labels, model)
@@ -139,11 +124,7 @@ def both(
     ("structure", "n_labels", "prior_precision"),
     [("lowrank_kron", 1, 0.1), ("lowrank_kron", 3, 10.0), ("full", 3, 0.1)],
 )
-def test_a_label_is_predicted_as_two_classes(
-    structure,
-    n_labels,
-    prior_precision,
-):
+def test_a_label_is_predicted_as_two_classes(structure, n_labels, prior_precision):
     la, wrapped = both(structure, n_labels)
     la.prior_precision = prior_precision
     wrapped.prior_precision = prior_precision
@@ -218,10 +199,7 @@ def test_pictures_show_each_label_as_an_example_of_two_classes():
 def test_drawn_weights_give_sigmoids(n_labels, pred_type):
     la = fitted(n_labels=n_labels)
     X = some_texts(n_labels)
-    drawn = {
-        "pred_type": pred_type,
-        "n_samples": 5,
-    }
+    drawn = {"pred_type": pred_type, "n_samples": 5}
     logits = la.functional_samples(X, generator=generator(), **drawn)
     samples = la.predictive_samples(X, generator=generator(), **drawn)
     assert_close(samples, logits.sigmoid())
@@ -307,11 +285,7 @@ def one_batch_to_train_on() -> Batch:
     return batch
 
 
-def trainer_for(
-    folder: Path,
-    data: Sequence[Any],
-    **settings: Any,
-) -> Trainer:
+def trainer_for(folder: Path, data: Sequence[Any], **settings: Any) -> Trainer:
     """Make a trainer of a model with three labels, whose loss is transformers' own."""
     model = lora_model("bert", torch.float32)
     model.config.problem_type = MULTI_LABEL
@@ -325,10 +299,7 @@ def trainer_for(
     )
 
 
-def divergence(
-    targets: Tensor,
-    logits: Tensor,
-) -> float:
+def divergence(targets: Tensor, logits: Tensor) -> float:
     """Average texts' Kullback-Leibler divergences, summed over their labels."""
     wanted = Bernoulli(targets)
     predicted = Bernoulli(logits.sigmoid())
@@ -367,15 +338,7 @@ def test_a_student_learns_each_labels_probability(tmp_path):
 
 
 def test_held_out_texts_have_each_label():
-    y = torch.tensor(
-        [
-            [1, 0, 0],
-            [1, 1, 0],
-            [1, 0, 1],
-            [0, 0, 0],
-            [1, 1, 0],
-        ]
-    )
+    y = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 1, 0]])
     # A group a label, the rarest that a text has; the last are texts without any.
     groups = BERNOULLIS.groups(y, 0.2)
     assert groups.tolist() == [0, 1, 2, 3, 1]

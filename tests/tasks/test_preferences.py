@@ -87,9 +87,7 @@ class Wrapped(nn.Module):
 
 
 def fit(
-    model: nn.Module,
-    structure: str = "lowrank_kron",
-    modules_to_save: bool = False,
+    model: nn.Module, structure: str = "lowrank_kron", modules_to_save: bool = False
 ):
     la = make(
         model,
@@ -153,11 +151,7 @@ def test_rewards_have_samples():
 def test_rewards_have_the_curvature_of_preferences():
     model = OfMapping(Wrapped()).eval()
     pairs = preferences()
-    la = make(
-        model,
-        likelihood="reward_modeling",
-        backend_kwargs={"rank": 100},
-    )
+    la = make(model, likelihood="reward_modeling", backend_kwargs={"rank": 100})
     la.fit([pairs])
     preferred = pairs.pop("labels")
     rewards = model(pairs).detach()

@@ -14,16 +14,8 @@ from laplace_lora_ext.tasks.classification import Classification
 from laplace_lora_ext.tasks.regression import Regression
 from tests.support.dense import EXACT, softmax_fisher
 from tests.support.labels import bernoulli_fisher
-from tests.support.models import (
-    pairs,
-    plain_model,
-    real_targets,
-)
-from tests.support.posteriors import (
-    generator,
-    make,
-    normal,
-)
+from tests.support.models import pairs, plain_model, real_targets
+from tests.support.posteriors import generator, make, normal
 
 MULTI_LABEL = "multi_label_classification"
 TOKENS = "token_classification"
@@ -258,10 +250,7 @@ def test_regression_loss_is_half_the_sum_of_squares(structure, n_outputs, shape)
 # --- targets --------------------------------------------------------------------------
 
 
-def changed(
-    values: Tensor,
-    value: float,
-) -> Tensor:
+def changed(values: Tensor, value: float) -> Tensor:
     """Copy targets, with another one in the third place."""
     copied = values.clone()
     numbers = copied.view(-1)
@@ -313,22 +302,11 @@ def test_one_class_is_refused():
         la.fit([batch])
 
 
-TWO_LOGITS = torch.tensor(
-    [
-        [2.0, -1.0, 0.5],
-        [0.0, 1.0, 0.0],
-    ]
-)
+TWO_LOGITS = torch.tensor([[2.0, -1.0, 0.5], [0.0, 1.0, 0.0]])
 TWO_CLASSES = torch.tensor([0, 2])
 
 
-@pytest.mark.parametrize(
-    "logits",
-    [
-        TWO_LOGITS,
-        TWO_LOGITS.log_softmax(-1),
-    ],
-)
+@pytest.mark.parametrize("logits", [TWO_LOGITS, TWO_LOGITS.log_softmax(-1)])
 def test_logits_are_not_taken_for_probabilities(logits):
     likelihood = Classification()
     with warnings.catch_warnings():
@@ -348,12 +326,7 @@ def test_probabilities_in_place_of_logits_are_warned_of(dtype):
 
 def test_tokens_outside_the_vocabulary_are_refused():
     tokens = TASKS["language_modeling"]
-    y = torch.tensor(
-        [
-            [-100, 3],
-            [-100, 4],
-        ]
-    )
+    y = torch.tensor([[-100, 3], [-100, 4]])
     of_five_words = torch.zeros(2, 5)
     of_four_words = torch.zeros(2, 4)
     targets = tokens.check_targets(y, of_five_words)
@@ -363,12 +336,7 @@ def test_tokens_outside_the_vocabulary_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("n", "share", "n_groups"),
-    [
-        (20, 0.2, 4),
-        (11, 0.7, 3),
-        (4, 0.1, 1),
-    ],
+    ("n", "share", "n_groups"), [(20, 0.2, 4), (11, 0.7, 3), (4, 0.1, 1)]
 )
 def test_numbers_are_grouped_by_quantiles(n, share, n_groups):
     regression = Regression()

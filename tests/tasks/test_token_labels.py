@@ -39,11 +39,7 @@ from tests.support.models import (
     record_calls,
     without_labels,
 )
-from tests.support.posteriors import (
-    PRIORS_ALONE,
-    generator,
-    make,
-)
+from tests.support.posteriors import PRIORS_ALONE, generator, make
 from tests.support.ranks import assert_alike, failures, on_ranks
 from tests.support.tokens import IGNORED, is_real, token_classifier
 from tests.support.tokens import labelled_batches as batches
@@ -52,11 +48,7 @@ TOKENS = "token_classification"
 N_TEXTS = 8
 # A prior precision that leaves weights a standard deviation of 1e-7.
 NARROW = 1e14
-PADDING = {
-    "input_ids": 0,
-    "attention_mask": 0,
-    "labels": IGNORED,
-}
+PADDING = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
 # Of predictions, which are NaN at padding.
 EXACT_OR_NAN = EXACT | {"equal_nan": True}
 
@@ -339,10 +331,7 @@ def kept_of(la, text: Batch) -> dict[str, Tensor]:
     """Tell what is kept of a text's labelled tokens."""
     statistics = statistics_of(la, [text])
     moments = statistics.moments(2.0)
-    return {
-        "variances": moments.f_var,
-        "targets": statistics.targets,
-    }
+    return {"variances": moments.f_var, "targets": statistics.targets}
 
 
 @pytest.fixture
@@ -354,10 +343,7 @@ def long_text() -> Batch:
     return text
 
 
-def two_tokens_at_a_time(
-    la,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def two_tokens_at_a_time(la, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the Jacobians of two tokens room, and no more."""
     numbers_of_two = 2 * N_CLASSES * la.n_params
     monkeypatch.setattr(passes_in_parts, "_NUMBERS", numbers_of_two)

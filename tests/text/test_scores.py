@@ -12,11 +12,7 @@ from tests.support.posteriors import normal
 
 # Of three texts the first has two labelled tokens, the second one and the last none.
 LABELLED = torch.tensor(
-    [
-        [False, True, True],
-        [True, False, False],
-        [False, False, False],
-    ]
+    [[False, True, True], [True, False, False], [False, False, False]]
 )
 TOKENS = torch.tensor([4, 0, 2])
 # The last text's sum is 0, and so is its mean.
@@ -124,10 +120,7 @@ def test_a_texts_probability_is_the_mean_of_products(found, p_of_draws):
 
 
 @pytest.fixture(params=["no draws", "two draws"])
-def without_doubt(
-    request: pytest.FixtureRequest,
-    f: Tensor,
-) -> TextScores:
+def without_doubt(request: pytest.FixtureRequest, f: Tensor) -> TextScores:
     """Scores under draws that say the same as the model, or none."""
     drawn = []
     if request.param == "two draws":

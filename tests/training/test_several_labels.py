@@ -47,19 +47,12 @@ def classifier() -> PeftModel:
 
 
 def trainer_of_labels(
-    folder: Path,
-    model: PeftModel | None = None,
-    **settings: Any,
+    folder: Path, model: PeftModel | None = None, **settings: Any
 ) -> Trainer:
     """Make a trainer of the texts with three labels each."""
     if model is None:
         model = classifier()
-    return trainer_of(
-        folder,
-        model=model,
-        data=Labelled(N),
-        **settings,
-    )
+    return trainer_of(folder, model=model, data=Labelled(N), **settings)
 
 
 def batch_of(trainer: Trainer) -> Batch:
@@ -68,28 +61,20 @@ def batch_of(trainer: Trainer) -> Batch:
     return trainer.data_collator(texts)
 
 
-def logits_of(
-    model: PeftModel,
-    batch: Batch,
-) -> Tensor:
+def logits_of(model: PeftModel, batch: Batch) -> Tensor:
     inputs = without_labels(batch)
     with torch.no_grad():
         output = model.eval()(**inputs)
     return output.logits
 
 
-def assert_fitted_to_training_texts(
-    la: Any,
-    trainer: Trainer,
-) -> None:
+def assert_fitted_to_training_texts(la: Any, trainer: Trainer) -> None:
     """Compare a posterior's loss with that of all labels, none of them weighted."""
     assert la.likelihood == "multi_label_classification"
     assert la.n_data == N
     batch = batch_of(trainer)
     loss = binary_cross_entropy_with_logits(
-        logits_of(trainer.model, batch),
-        batch["labels"],
-        reduction="sum",
+        logits_of(trainer.model, batch), batch["labels"], reduction="sum"
     )
     # Sums in float32, over other batches.
     assert_close(la.loss.float(), loss, rtol=1e-4, atol=1e-4)
@@ -104,10 +89,7 @@ class PositivesCount(BCEWithLogitsLoss):
         self.n_seen = 0
 
     def forward(
-        self,
-        outputs: Any,
-        labels: Tensor,
-        num_items_in_batch: Any = None,
+        self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None
     ) -> Tensor:
         self.n_seen += len(labels)
         return super().forward(outputs["logits"], labels)
@@ -125,16 +107,10 @@ def by_second_training(trainer: Trainer) -> Any:
 # Steps of four texts: 4 and 1 in stages, 5 and 4 where a second training holds out a
 # fifth.
 @pytest.mark.parametrize(
-    ("posterior_of", "n_texts"),
-    [
-        (train_in_stages, 20),
-        (by_second_training, 36),
-    ],
+    ("posterior_of", "n_texts"), [(train_in_stages, 20), (by_second_training, 36)]
 )
 def test_weights_of_positives_move_the_weights_and_not_the_likelihood(
-    posterior_of,
-    n_texts,
-    tmp_path,
+    posterior_of, n_texts, tmp_path
 ):
     model = classifier()
     plain = copy.deepcopy(model)

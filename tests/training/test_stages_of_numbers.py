@@ -21,10 +21,7 @@ N_TEST = 200
 Text = dict[str, Tensor]
 
 
-def texts_with_noise(
-    mean: float,
-    deviation: float,
-) -> tuple[list[Text], list[Text]]:
+def texts_with_noise(mean: float, deviation: float) -> tuple[list[Text], list[Text]]:
     """Make texts to train on and to test by, with targets that they tell nothing of."""
     texts = []
     generator = torch.Generator().manual_seed(0)
@@ -41,22 +38,12 @@ def untrained_model(mean: float) -> PeftModel:
     base = base_model("bert", n_labels=1)
     # Small steps would take long to get there.
     base.classifier.bias.data.fill_(mean)
-    config = LoraConfig(
-        r=2,
-        target_modules=["query", "value"],
-        task_type="SEQ_CLS",
-    )
+    config = LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS")
     return get_peft_model(base, config)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("mean", "deviation"),
-    [
-        (50.0, 10.0),
-        (0.0, 0.05),
-    ],
-)
+@pytest.mark.parametrize(("mean", "deviation"), [(50.0, 10.0), (0.0, 0.05)])
 def test_noise_of_any_size_is_found_by_the_held_out_texts(tmp_path, mean, deviation):
     train_texts, test_texts = texts_with_noise(mean, deviation)
     trainer = trainer_of(

@@ -47,11 +47,7 @@ Weights = dict[str, Tensor]
 
 def texts(seed: int = 1) -> Batch:
     """Make a batch of sixteen padded texts."""
-    (batch,) = ragged_batches(
-        lengths=(7, 4, 5, 6) * 4,
-        batch_size=N_TEXTS,
-        seed=seed,
-    )
+    (batch,) = ragged_batches(lengths=(7, 4, 5, 6) * 4, batch_size=N_TEXTS, seed=seed)
     return batch
 
 
@@ -87,9 +83,7 @@ def output_layer(model: PeftModel) -> Any:
 
 
 def trainer_around(
-    model: PeftModel,
-    folder: Path,
-    *callbacks: TrainerCallback,
+    model: PeftModel, folder: Path, *callbacks: TrainerCallback
 ) -> Trainer:
     """Make a trainer of the sixteen texts."""
     return trainer_of(
@@ -107,10 +101,7 @@ def trainer_around(
 
 
 def taught(
-    folder: Path,
-    *callbacks: TrainerCallback,
-    kind: str = "bert",
-    **keywords: Any,
+    folder: Path, *callbacks: TrainerCallback, kind: str = "bert", **keywords: Any
 ) -> tuple[Any, Trainer]:
     """Fit a broad posterior around a model that is sure of itself; make its trainer.
 
@@ -134,10 +125,7 @@ def loaded(folder: Path) -> PeftModel:
     return PeftModel.from_pretrained(base, folder)
 
 
-def weights_of(
-    model: PeftModel,
-    adapter: str,
-) -> Weights:
+def weights_of(model: PeftModel, adapter: str) -> Weights:
     """Copy an adapter's weights, by their names without the adapter's."""
     weights = {}
     part = f".{adapter}."
@@ -157,20 +145,14 @@ def lora_of(weights: Mapping[str, Any]) -> dict[str, Any]:
     return of_lora
 
 
-def assert_same(
-    model: PeftModel,
-    before: Snapshot,
-) -> None:
+def assert_same(model: PeftModel, before: Snapshot) -> None:
     """Compare all but the attributes that any training leaves on modules."""
     now = Snapshot(model)
     before.settings["attributes"] = now.settings["attributes"]
     before.assert_equal(model)
 
 
-def log_probs(
-    model: PeftModel,
-    batch: Batch,
-) -> Tensor:
+def log_probs(model: PeftModel, batch: Batch) -> Tensor:
     """Compute the logarithms of a model's own probabilities."""
     model.eval()
     with torch.no_grad():
@@ -178,10 +160,7 @@ def log_probs(
     return output.logits.log_softmax(-1)
 
 
-def divergence(
-    targets: Tensor,
-    log_p: Tensor,
-) -> float:
+def divergence(targets: Tensor, log_p: Tensor) -> float:
     """Average the Kullback-Leibler divergence from the targets."""
     of_classes = targets * (targets.log() - log_p)
     of_texts = of_classes.sum(-1)
@@ -220,10 +199,7 @@ def test_it_is_one_more_adapter_of_a_model_that_stays(tmp_path, modules_to_save)
     assert_same(model, before)
 
 
-def student_named(
-    folder: Path,
-    name: str,
-) -> tuple[Any, Weights]:
+def student_named(folder: Path, name: str) -> tuple[Any, Weights]:
     """Distill in a few steps; return the teacher, and what PEFT reads of the student.
 
     The head that PEFT reads beside its LoRA weights is left out.
@@ -253,11 +229,7 @@ class Answers:
     p: Tensor
 
     @staticmethod
-    def of(
-        model: PeftModel,
-        batch: Batch,
-        tokens: Sequence[int],
-    ) -> "Answers":
+    def of(model: PeftModel, batch: Batch, tokens: Sequence[int]) -> "Answers":
         """Read the answers' probabilities behind each text's last token."""
         of_tokens = log_probs(model, batch)
         last = batch["attention_mask"].sum(1) - 1
@@ -300,10 +272,7 @@ def test_answers_share_the_probability_that_the_model_gives_them(tmp_path):
 # --- what it learns from --------------------------------------------------------------
 
 
-def data_of_student(
-    folder: Path,
-    unlabelled: Any,
-) -> Sequence[Any]:
+def data_of_student(folder: Path, unlabelled: Any) -> Sequence[Any]:
     """Distill, and return the texts that the student learnt from."""
     watch = Watch()
     la, trainer = taught(folder, watch)
@@ -366,21 +335,13 @@ class Begun:
     scales: dict[str, float]
 
 
-def begun(
-    la: Any,
-    trainer: Trainer,
-) -> Begun:
+def begun(la: Any, trainer: Trainer) -> Begun:
     """Distill in four steps."""
     before: Weights = {}
 
     class Watching(TrainerCallback):
         # It writes into a dictionary outside, for distill restores its own attributes.
-        def on_train_begin(
-            self,
-            *_: Any,
-            model: Any,
-            **__: Any,
-        ) -> None:
+        def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
             before.update(weights_of(model, "student"))
 
     teacher = weights_of(trainer.model, "default")
@@ -392,16 +353,11 @@ def begun(
         scale = weight.norm() / teacher[name].norm()
         scales[name] = scale.item()
     return Begun(
-        before=before,
-        after=weights_of(trainer.model, "student"),
-        scales=scales,
+        before=before, after=weights_of(trainer.model, "student"), scales=scales
     )
 
 
-def best_scale(
-    targets: Tensor,
-    logits: Tensor,
-) -> float:
+def best_scale(targets: Tensor, logits: Tensor) -> float:
     """Find the factor of the logits that brings them nearest to the targets."""
     grid = torch.logspace(-2, 1, 3001).tolist()
 
@@ -527,11 +483,7 @@ def listed(batch: Batch) -> list[dict[str, Any]]:
     tokens = without_padding(batch)
     of_texts = []
     for text, label in zip(tokens, batch["labels"], strict=True):
-        of_text = {
-            "input_ids": text.tolist(),
-            "labels": label.item(),
-            "book": "a",
-        }
+        of_text = {"input_ids": text.tolist(), "labels": label.item(), "book": "a"}
         of_texts.append(of_text)
     return of_texts
 
@@ -554,9 +506,7 @@ def collate(examples: Sequence[Mapping[str, Any]]) -> Batch:
 
 
 def smoothed(
-    outputs: Mapping[str, Tensor],
-    labels: Tensor,
-    num_items_in_batch: Any = None,
+    outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Any = None
 ) -> Tensor:
     """Compute a loss of the user's own."""
     return cross_entropy(outputs["logits"], labels, label_smoothing=0.3)
@@ -567,14 +517,7 @@ def test_evaluations_between_its_steps_are_the_users(tmp_path, as_data):
     losses = []
 
     class Evaluated(TrainerCallback):
-        def on_evaluate(
-            self,
-            args,
-            state,
-            control,
-            metrics,
-            **kwargs,
-        ):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
             losses.append(metrics["eval_loss"])
 
     la, trainer = taught(tmp_path, Evaluated())
@@ -603,17 +546,11 @@ def test_evaluations_between_its_steps_are_the_users(tmp_path, as_data):
     assert first != last
 
 
-def no_loss(
-    *args: Any,
-    **kwargs: Any,
-) -> None:
+def no_loss(*args: Any, **kwargs: Any) -> None:
     """Fail to be a loss; it must play no part in a student's training."""
 
 
-def learnt_in_parts(
-    folder: Path,
-    n_parts: int,
-) -> Weights:
+def learnt_in_parts(folder: Path, n_parts: int) -> Weights:
     """Distill in steps that accumulate so many backward passes; take the weights."""
     la, trainer = taught(folder)
     batch_size = N_TEXTS // n_parts

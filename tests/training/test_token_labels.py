@@ -18,11 +18,7 @@ from transformers import (
     Trainer,
 )
 
-from laplace_lora_ext import (
-    Laplace,
-    LaplaceMixture,
-    train_in_stages,
-)
+from laplace_lora_ext import Laplace, LaplaceMixture, train_in_stages
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.models.batches import IGNORED
 from laplace_lora_ext.training.trainers import loader_of
@@ -51,11 +47,7 @@ def labelled(n_texts: int) -> list[Text]:
         for place, token in enumerate(ids[:-1]):
             if token % 3 == 0:
                 labels[place] = IGNORED
-        text = {
-            "input_ids": ids,
-            "attention_mask": [1] * length,
-            "labels": labels,
-        }
+        text = {"input_ids": ids, "attention_mask": [1] * length, "labels": labels}
         texts.append(text)
     return texts
 
@@ -65,31 +57,16 @@ def classifier() -> PeftModel:
     torch.manual_seed(0)
     config = base_model("bert", N_CLASSES).config
     base = BertForTokenClassification(config)
-    lora = LoraConfig(
-        task_type="TOKEN_CLS",
-        r=2,
-        target_modules=["query", "value"],
-    )
+    lora = LoraConfig(task_type="TOKEN_CLS", r=2, target_modules=["query", "value"])
     return get_peft_model(base, lora)
 
 
-def trainer_of_tokens(
-    folder: Path,
-    **settings: Any,
-) -> Trainer:
+def trainer_of_tokens(folder: Path, **settings: Any) -> Trainer:
     """Make a trainer that pads labels as it pads tokens."""
-    trainer = trainer_of(
-        folder,
-        model=classifier(),
-        data=labelled(N),
-        **settings,
-    )
+    trainer = trainer_of(folder, model=classifier(), data=labelled(N), **settings)
     # The texts are tokens already: all that the collator asks it is how to pad.
     words = Tokenizer(WordLevel({"<pad>": 0}, "<pad>"))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="<pad>",
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
     trainer.data_collator = DataCollatorForTokenClassification(tokenizer)
     return trainer
 
@@ -103,10 +80,7 @@ def fitted_to(trainer: Trainer):
     return la
 
 
-def assert_fitted_to_training_texts(
-    la: Any,
-    trainer: Trainer,
-) -> None:
+def assert_fitted_to_training_texts(la: Any, trainer: Trainer) -> None:
     """Compare a posterior's loss with that of all labelled tokens."""
     assert la.likelihood == "token_classification"
     assert la.n_data == N
@@ -116,19 +90,12 @@ def assert_fitted_to_training_texts(
     with torch.no_grad():
         logits = trainer.model(**batch).logits
     # Labels that are ignored count for nothing here, too.
-    loss = cross_entropy(
-        logits.flatten(0, 1),
-        labels.flatten(),
-        reduction="sum",
-    )
+    loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     # Sums in float32, over other batches.
     assert_close(la.loss.float(), loss, rtol=1e-4, atol=1e-4)
 
 
-def mean_loss(
-    la: Any,
-    batch: Any,
-) -> float:
+def mean_loss(la: Any, batch: Any) -> float:
     """Average the negative log-probability of all labelled tokens."""
     p = la(batch, link_approx="mean_field")
     labels = batch["labels"]

@@ -56,10 +56,7 @@ def random_states() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(
-    params=[Texts(N), rows()],
-    ids=["torch", "datasets"],
-)
+@pytest.fixture(params=[Texts(N), rows()], ids=["torch", "datasets"])
 def data(request: pytest.FixtureRequest) -> Any:
     """Twenty texts."""
     return request.param
@@ -111,14 +108,7 @@ class Keeping(TrainerCallback):
 
 
 # What a training sets of a trainer.
-KEPT = (
-    "args",
-    "state",
-    "optimizer",
-    "lr_scheduler",
-    "train_dataset",
-    "model_wrapped",
-)
+KEPT = ("args", "state", "optimizer", "lr_scheduler", "train_dataset", "model_wrapped")
 
 
 def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
@@ -138,11 +128,7 @@ def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
     trainer.own_figures = {"train": defaultdict(list, loss=[1.0])}
 
     def containers() -> list[Any]:
-        return [
-            trainer.state.log_history,
-            trainer.own_figures,
-            vars(keeping),
-        ]
+        return [trainer.state.log_history, trainer.own_figures, vars(keeping)]
 
     before = [getattr(trainer, name) for name in KEPT]
     # What a callback might set, for that training alone.
@@ -172,17 +158,12 @@ def test_a_second_training_ends_with_the_best_of_its_own_adapter(tmp_path):
     )
     trainer.train()
     la = Laplace(
-        trainer.model,
-        subset_of_weights="lora",
-        hessian_structure="lowrank_kron",
+        trainer.model, subset_of_weights="lora", hessian_structure="lowrank_kron"
     )
     la.fit(loader_of(trainer, trainer.train_dataset))
 
     def second_posterior(la: Any) -> Any:
-        history = la.optimize_prior_precision(
-            method="second_training",
-            trainer=trainer,
-        )
+        history = la.optimize_prior_precision(method="second_training", trainer=trainer)
         (posterior,) = history.posteriors
         return posterior
 
@@ -246,10 +227,7 @@ def test_further_trainings_have_seeds_of_their_own_and_averages(tmp_path):
 # --- TRL's trainers -------------------------------------------------------------------
 
 
-def text(
-    number: int,
-    n_words: int,
-) -> str:
+def text(number: int, n_words: int) -> str:
     """Make a text of words of the tokenizer, another one for each number."""
     words = []
     for place in range(n_words):
@@ -261,19 +239,13 @@ def text(
 def completion(number: int) -> dict[str, str]:
     """Complete three words by one, two or three others."""
     n_words = 1 + number % 3
-    return {
-        "prompt": text(number, 3),
-        "completion": " " + text(number + 9, n_words),
-    }
+    return {"prompt": text(number, 3), "completion": " " + text(number + 9, n_words)}
 
 
 def preference(number: int) -> dict[str, str]:
     """Prefer three or four words to four others."""
     n_words = 3 + number % 2
-    return {
-        "chosen": text(number, n_words),
-        "rejected": text(number + 9, 4),
-    }
+    return {"chosen": text(number, n_words), "rejected": text(number + 9, 4)}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -284,9 +256,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel(ids, unk_token="?"))
     made.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        pad_token="<pad>",
-        eos_token="</s>",
+        tokenizer_object=made, pad_token="<pad>", eos_token="</s>"
     )
 
 
@@ -298,20 +268,13 @@ def trl(monkeypatch):
     return pytest.importorskip("trl")
 
 
-def examples_of(
-    kind: str,
-    n: int,
-) -> Dataset:
+def examples_of(kind: str, n: int) -> Dataset:
     """Make completions for "SFT", or preferences for "Reward"."""
     example = completion if kind == "SFT" else preference
     return Dataset.from_list([example(i) for i in range(n)])
 
 
-def trl_trainer(
-    trl: Any,
-    folder: Path,
-    kind: str,
-) -> Any:
+def trl_trainer(trl: Any, folder: Path, kind: str) -> Any:
     """Make TRL's trainer of completions, "SFT", or of preferences, "Reward"."""
     base = llama()
     task = "CAUSAL_LM"
@@ -319,11 +282,7 @@ def trl_trainer(
         base.config.num_labels = 1
         base = LlamaForSequenceClassification(base.config)
         task = "SEQ_CLS"
-    lora = LoraConfig(
-        task_type=task,
-        r=2,
-        target_modules=["q_proj", "v_proj"],
-    )
+    lora = LoraConfig(task_type=task, r=2, target_modules=["q_proj", "v_proj"])
     config_class = getattr(trl, f"{kind}Config")
     trainer_class = getattr(trl, f"{kind}Trainer")
     config = config_class(

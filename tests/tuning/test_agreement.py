@@ -10,11 +10,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from tests.support.models import ragged_batches, without_labels
-from tests.support.posteriors import (
-    STRUCTURES,
-    fitted,
-    generator,
-)
+from tests.support.posteriors import STRUCTURES, fitted, generator
 from tests.support.ranks import Texts
 
 METHOD = "agreement"
@@ -22,11 +18,7 @@ METHOD = "agreement"
 Batch = dict[str, Tensor]
 
 
-def change(
-    la: Any,
-    batches: list[Batch],
-    n_samples: int = 20_000,
-) -> float:
+def change(la: Any, batches: list[Batch], n_samples: int = 20_000) -> float:
     """Compute draws' mean total variation distance, text by text."""
     # Others than the search has, which would agree with themselves.
     torch.manual_seed(1)
@@ -107,20 +99,13 @@ def of_many(many: DataLoader):
     return la
 
 
-def changes(
-    la: Any,
-    data: Any,
-    generator: torch.Generator | None = None,
-) -> Tensor:
+def changes(la: Any, data: Any, generator: torch.Generator | None = None) -> Tensor:
     """Compute the change at each point by twenty texts.
 
     The first point is the same for all.
     """
     history = la.optimize_prior_precision(
-        method=METHOD,
-        max_examples=20,
-        train_loader=data,
-        generator=generator,
+        method=METHOD, max_examples=20, train_loader=data, generator=generator
     )
     return history.objective
 
@@ -163,9 +148,7 @@ def test_data_that_can_be_read_once_are_the_same_at_every_prior_precision(struct
 
     def objective(data: Any) -> Tensor:
         history = la.optimize_prior_precision(
-            method=METHOD,
-            train_loader=data,
-            n_samples=50,
+            method=METHOD, train_loader=data, n_samples=50
         )
         return history.objective
 

@@ -10,18 +10,11 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 from torch.testing import assert_close
 
-from laplace_lora_ext import (
-    GridSearch,
-    from_pretrained,
-    train_in_stages,
-)
+from laplace_lora_ext import GridSearch, from_pretrained, train_in_stages
 from laplace_lora_ext.predictive.posterior import Members
 from tests.support.heads import plain
 from tests.support.models import pairs
-from tests.support.posteriors import (
-    count_forward_passes,
-    make,
-)
+from tests.support.posteriors import count_forward_passes, make
 from tests.support.trainers import trainer_of
 
 GRID = {
@@ -55,10 +48,7 @@ def validation() -> Batches:
     return pairs(2, n=5)
 
 
-def of_kinds(
-    la: Any,
-    numbers: Tensor,
-) -> Tensor:
+def of_kinds(la: Any, numbers: Tensor) -> Tensor:
     """Give LoRA weights the first number, and heads the second."""
     of_lora, of_head = numbers
     return torch.where(are_heads(la), of_head, of_lora)
@@ -82,10 +72,7 @@ def chosen(la: Any) -> Tensor:
 # --- by the evidence ------------------------------------------------------------------
 
 
-def slope(
-    la: Any,
-    prior: Tensor,
-) -> Tensor:
+def slope(la: Any, prior: Tensor) -> Tensor:
     """Differentiate the evidence in the logarithms of the two prior precisions."""
     logarithms = prior.log().requires_grad_()
     by_block = of_kinds(la, logarithms.exp())
@@ -110,10 +97,7 @@ def test_with_lora_alone_kinds_are_one():
     la.optimize_prior_precision(method="marglik")
     scalar = la.prior_precision
     assert scalar.shape == (1,)
-    la.optimize_prior_precision(
-        method="marglik",
-        prior_structure="kind",
-    )
+    la.optimize_prior_precision(method="marglik", prior_structure="kind")
     by_kind = la.prior_precision
     expected = scalar.expand(len(la.blocks))
     # Two climbs of the same evidence end near its top, not at one point.
@@ -121,10 +105,7 @@ def test_with_lora_alone_kinds_are_one():
 
 
 def test_a_scalar_is_one_number_where_it_is_asked_for(la):
-    la.optimize_prior_precision(
-        method="marglik",
-        prior_structure="scalar",
-    )
+    la.optimize_prior_precision(method="marglik", prior_structure="scalar")
     assert la.prior_precision.shape == (1,)
 
 
@@ -185,11 +166,7 @@ def test_pairs_are_tried_unasked_where_statistics_serve_all(structure, n_points)
 
 
 def test_gradient_descent_ends_with_two_numbers(la, validation):
-    la.optimize_prior_precision(
-        method="val_gd",
-        val_loader=validation,
-        n_steps=50,
-    )
+    la.optimize_prior_precision(method="val_gd", val_loader=validation, n_steps=50)
     of_lora, of_head = chosen(la)
     assert of_lora != of_head
 
@@ -240,11 +217,7 @@ def change(la: Any, data: Batches, of_lora: Tensor, of_head: Tensor) -> float:
 def test_draws_of_each_kind_change_predictions_alike(structure):
     la = with_head(structure)
     data = pairs(3)
-    la.optimize_prior_precision(
-        method="agreement",
-        train_loader=data,
-        n_samples=400,
-    )
+    la.optimize_prior_precision(method="agreement", train_loader=data, n_samples=400)
     lora, head = chosen(la)
     # So high that the weights stay at their MAP.
     held = torch.tensor(1e30).double()
@@ -288,11 +261,7 @@ def test_stages_choose_two_numbers_and_keep_the_heads(tmp_path):
 
 def test_stages_of_two_members_choose_two_numbers_for_each(tmp_path):
     trainer = trainer_of(tmp_path)
-    mixture = train_in_stages(
-        trainer,
-        members=2,
-        modules_to_save=True,
-    )
+    mixture = train_in_stages(trainer, members=2, modules_to_save=True)
     assert len(mixture.members) == 2
     assert_two_numbers(mixture.members)
 
@@ -303,10 +272,7 @@ def test_a_second_training_chooses_two_numbers(tmp_path):
     la = make(trainer.model, modules_to_save=True)
     loader = trainer.get_eval_dataloader(trainer.train_dataset)
     la.fit(loader)
-    history = la.optimize_prior_precision(
-        method="second_training",
-        trainer=trainer,
-    )
+    history = la.optimize_prior_precision(method="second_training", trainer=trainer)
     (other,) = history.posteriors
     of_other = are_heads(other)
     assert torch.equal(of_other, are_heads(la))

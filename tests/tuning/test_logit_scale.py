@@ -11,23 +11,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, nll_loss
 from torch.testing import assert_close
 
-from laplace_lora_ext import (
-    GridSearch,
-    LaplaceMixture,
-    Moments,
-    from_pretrained,
-)
-from laplace_lora_ext.tuning.losses import (
-    A_NAT,
-    LOGIT_SCALES,
-    PENALTY,
-    Likelihoods,
-)
-from tests.support.models import (
-    first_batch,
-    ragged_batches,
-    without_labels,
-)
+from laplace_lora_ext import GridSearch, LaplaceMixture, Moments, from_pretrained
+from laplace_lora_ext.tuning.losses import A_NAT, LOGIT_SCALES, PENALTY, Likelihoods
+from tests.support.models import first_batch, ragged_batches, without_labels
 from tests.support.posteriors import (
     GRID,
     another_training,
@@ -323,11 +309,7 @@ def test_the_pair_is_no_worse_than_the_temperature_alone_but_for_a_nat(
 @pytest.mark.parametrize("link", ["mean_field", "probit", "mc"])
 def test_the_loss_is_that_of_every_pair(la, validation, link):
     predictions = {"link_approx": link, "n_samples": 30}
-    search = GridSearch(
-        val_loader=validation,
-        **predictions,
-        **GRID,
-    )
+    search = GridSearch(val_loader=validation, **predictions, **GRID)
     losses = search.losses(copy(la))
     history = losses.history()
     # As draws are of all texts together, these are one batch here.
@@ -357,11 +339,7 @@ def test_the_loss_is_that_of_every_pair(la, validation, link):
 @pytest.mark.parametrize("link", ["mean_field", "probit"])
 def test_the_choice_is_the_best_between_the_scales_too(link):
     la, texts = underconfident()
-    search = GridSearch(
-        val_loader=texts,
-        link_approx=link,
-        **GRID,
-    )
+    search = GridSearch(val_loader=texts, link_approx=link, **GRID)
     search(la)
     chosen = la.logit_scale
 

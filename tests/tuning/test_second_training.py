@@ -1,11 +1,7 @@
 """The prior precision that held-out examples choose for another training."""
 
 import math
-from collections.abc import (
-    Callable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -14,23 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils.data import (
-    DataLoader,
-    Sampler,
-    Subset,
-    SubsetRandomSampler,
-)
+from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler
 
 from laplace_lora_ext import GridSearch, SecondTraining
 from laplace_lora_ext.processes.shards import divide
 from laplace_lora_ext.training.examples import Examples
 from laplace_lora_ext.tuning import gridsearch
 from laplace_lora_ext.tuning.losses import scale_penalty
-from tests.support.models import (
-    head_of,
-    lora_model,
-    ragged_batches,
-)
+from tests.support.models import head_of, lora_model, ragged_batches
 from tests.support.posteriors import (
     another_training,
     fitted,
@@ -38,12 +25,7 @@ from tests.support.posteriors import (
     make,
     validation_loss,
 )
-from tests.support.ranks import (
-    Texts,
-    failures,
-    on_ranks,
-    strided_loader,
-)
+from tests.support.ranks import Texts, failures, on_ranks, strided_loader
 from tests.support.trainers import values
 
 # Odd, so that batches of two leave one over.
@@ -53,10 +35,7 @@ N = 11
 class Training:
     """Returns a model, and remembers what it was to train on."""
 
-    def __init__(
-        self,
-        model: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         if model is None:
             model = another_training()
         self.model = model
@@ -172,11 +151,7 @@ def test_a_choice_at_an_end_of_the_grid_is_said_once(monkeypatch):
 def test_the_examples_depend_on_the_generator_alone():
     def held_out(draws: torch.Generator | None) -> list[int]:
         train = Training()
-        choose = SecondTraining(
-            train=train,
-            train_loader=loader(),
-            generator=draws,
-        )
+        choose = SecondTraining(train=train, train_loader=loader(), generator=draws)
         choose(fitted())
         return held_out_of(train.seen)
 
@@ -200,9 +175,7 @@ def test_two_processes_choose_as_one():
         la = fitted(batches=batches, rank=24)
         train = Training()
         history = la.optimize_prior_precision(
-            method="second_training",
-            train=train,
-            train_loader=batches,
+            method="second_training", train=train, train_loader=batches
         )
         places = list(train.seen.indices)
         return history.objective, places
@@ -218,10 +191,7 @@ def test_processes_with_data_of_their_own_are_refused():
         texts = Texts(N + rank)
         own = loader(texts)
         la = fitted(batches=own)
-        choose = SecondTraining(
-            train=Training(),
-            train_loader=own,
-        )
+        choose = SecondTraining(train=Training(), train_loader=own)
         choose(la)
 
     results = on_ranks(job, 2)
@@ -357,11 +327,7 @@ def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(data):
     n_calls = getattr(given.sampler, "calls", 0)
     assert n_calls == 0
     train = Training()
-    choose = SecondTraining(
-        train=train,
-        train_loader=given,
-        held_out=data.share,
-    )
+    choose = SecondTraining(train=train, train_loader=given, held_out=data.share)
     choose(la)
     assert list(train.seen.indices) == list(part.indices)
 

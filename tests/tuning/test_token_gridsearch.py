@@ -14,38 +14,21 @@ from laplace_lora_ext import TokenGridSearch
 from laplace_lora_ext.training.stages import eval_figures
 from laplace_lora_ext.tuning.method import draw_seed
 from tests.support.models import lora_model
-from tests.support.posteriors import (
-    count_forward_passes,
-    generator,
-)
+from tests.support.posteriors import count_forward_passes, generator
 from tests.support.ranks import assert_alike, on_ranks
-from tests.support.texts import (
-    LENGTHS,
-    fitted_text,
-    text_batches,
-)
+from tests.support.texts import LENGTHS, fitted_text, text_batches
 
 # Few, for each of them costs a pass at each point.
 N_SAMPLES = 2
-GRID = {
-    "log_prior_prec_min": -1,
-    "log_prior_prec_max": 3,
-    "grid_size": 5,
-}
+GRID = {"log_prior_prec_min": -1, "log_prior_prec_max": 3, "grid_size": 5}
 
 
 Batch = dict[str, Tensor]
 
 
-def grid_search(
-    texts: Any,
-    draws: torch.Generator,
-) -> TokenGridSearch:
+def grid_search(texts: Any, draws: torch.Generator) -> TokenGridSearch:
     return TokenGridSearch(
-        val_loader=texts,
-        generator=draws,
-        n_samples=N_SAMPLES,
-        **GRID,
+        val_loader=texts, generator=draws, n_samples=N_SAMPLES, **GRID
     )
 
 
@@ -75,10 +58,7 @@ def rows_of(batches: Sequence[Batch]) -> list[Batch]:
 # --- search on a grid -----------------------------------------------------------------
 
 
-def mean_loss(
-    la: Any,
-    prior_precision: Tensor,
-) -> Tensor:
+def mean_loss(la: Any, prior_precision: Tensor) -> Tensor:
     """Average tokens' negative log-likelihoods, by one score of each batch."""
     la.prior_precision = prior_precision
     # The search draws a seed once: all its batches and points have the same draws.
@@ -92,10 +72,7 @@ def mean_loss(
     return -torch.cat(log_probs).mean()
 
 
-def searched(
-    la: Any,
-    **start: Any,
-):
+def searched(la: Any, **start: Any):
     """Search a grid by its name."""
     return la.optimize_prior_precision(
         method="gridsearch",
@@ -108,10 +85,7 @@ def searched(
 
 
 @pytest.fixture(params=["scalar", "layerwise"])
-def base(
-    request: pytest.FixtureRequest,
-    la: Any,
-) -> Tensor:
+def base(request: pytest.FixtureRequest, la: Any) -> Tensor:
     """The numbers that a grid multiplies."""
     if request.param == "scalar":
         return torch.ones(1).double()
@@ -134,12 +108,7 @@ def test_the_losses_of_a_grid_are_those_of_scores_and_the_least_is_chosen(la, ba
     chosen = la.prior_precision
     assert_close(chosen, best.to(chosen))
     losses = [mean_loss(la, point) for point in tried]
-    assert_close(
-        history.objective,
-        torch.stack(losses),
-        rtol=1e-10,
-        atol=0,
-    )
+    assert_close(history.objective, torch.stack(losses), rtol=1e-10, atol=0)
 
 
 def test_a_grid_of_one_number_multiplies_1(la):
@@ -160,10 +129,7 @@ def test_neither_batches_nor_the_models_mode_matter():
     model = lora_model("gpt2")
     la = fitted_text(model)
 
-    def losses(
-        is_training: bool,
-        **ragged: Any,
-    ) -> Tensor:
+    def losses(is_training: bool, **ragged: Any) -> Tensor:
         model.train(is_training)
         search = grid_search(validation(**ragged), generator(3))
         found = search(la).objective
@@ -172,11 +138,7 @@ def test_neither_batches_nor_the_models_mode_matter():
 
     expected = losses(is_training=False)
     of_one = losses(is_training=True, batch_size=1)
-    on_the_left = losses(
-        is_training=True,
-        batch_size=4,
-        padding_side="left",
-    )
+    on_the_left = losses(is_training=True, batch_size=4, padding_side="left")
     # Sums of float64 in another order.
     assert_close(of_one, expected, rtol=1e-9, atol=0)
     assert_close(on_the_left, expected, rtol=1e-9, atol=0)
@@ -188,10 +150,7 @@ def test_neither_batches_nor_the_models_mode_matter():
 def test_ranks_choose_by_the_texts_of_all_of_them(la):
     batches = text_batches(batch_size=2)
 
-    def choose(
-        texts: Sequence[Batch],
-        draws: torch.Generator,
-    ) -> tuple[Tensor, Tensor]:
+    def choose(texts: Sequence[Batch], draws: torch.Generator) -> tuple[Tensor, Tensor]:
         history = grid_search(texts, draws)(la)
         return history.objective, la.prior_precision
 
@@ -206,11 +165,7 @@ def test_ranks_choose_by_the_texts_of_all_of_them(la):
 
 def divided_texts(n: int = 5) -> DataLoader:
     """Load texts, which a sampler that repeats one divides among the ranks."""
-    batches = text_batches(
-        LENGTHS[:n],
-        batch_size=1,
-        padded_to=max(LENGTHS),
-    )
+    batches = text_batches(LENGTHS[:n], batch_size=1, padded_to=max(LENGTHS))
     rows = rows_of(batches)
     sampler = None
     if dist.is_initialized():
@@ -228,10 +183,7 @@ def loss_of_evaluation(la: Any) -> float:
     return figures["eval_laplace_nll"]
 
 
-@pytest.mark.parametrize(
-    "losses",
-    [losses_of_grid, loss_of_evaluation],
-)
+@pytest.mark.parametrize("losses", [losses_of_grid, loss_of_evaluation])
 def test_texts_that_a_sampler_repeats_count_once(la, losses):
     # So narrow that draws of an evaluation are the model.
     la.prior_precision = 1e12
@@ -257,11 +209,7 @@ class Drawn(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_each_prior_precision_is_tried_on_the_same_texts(la, workers):
     drawn = Drawn()
-    loader = DataLoader(
-        drawn,
-        batch_size=None,
-        num_workers=workers,
-    )
+    loader = DataLoader(drawn, batch_size=None, num_workers=workers)
     choose = grid_search(loader, generator())
     objective = choose(la).objective
     # A worker counts the passes of a copy.

@@ -12,17 +12,10 @@ from laplace_lora_ext.predictive.links import log_probabilities
 from tests.support.posteriors import fitted, generator, overconfident
 
 
-def descended(
-    la: Any,
-    validation: Any,
-    **options: Any,
-) -> TuningHistory:
+def descended(la: Any, validation: Any, **options: Any) -> TuningHistory:
     """Descend on the loss of the link "probit"."""
     return la.optimize_prior_precision(
-        method="val_gd",
-        val_loader=validation,
-        link_approx="probit",
-        **options,
+        method="val_gd", val_loader=validation, link_approx="probit", **options
     )
 
 
@@ -34,12 +27,7 @@ def test_val_gd_of_a_layerwise_prior_beats_the_best_scalar():
     n_blocks = len(la.blocks)
     # All texts at once, so that no noise hides the difference.
     scalar = descended(la, validation, batch_size=24)
-    layerwise = descended(
-        la,
-        validation,
-        batch_size=24,
-        prior_structure="layerwise",
-    )
+    layerwise = descended(la, validation, batch_size=24, prior_structure="layerwise")
     assert len(la.prior_precision) == n_blocks
     assert layerwise.objective.min() < scalar.objective.min()
     # It is measured before the first step, and twenty times along the way.
@@ -59,11 +47,7 @@ def test_a_descent_starts_from_numbers_of_each_block():
 
 @pytest.mark.parametrize(
     ("link", "n_samples", "close"),
-    [
-        ("probit", 1, 1e-6),
-        ("mean_field", 1, 1e-6),
-        ("mc", 100_000, 0.02),
-    ],
+    [("probit", 1, 1e-6), ("mean_field", 1, 1e-6), ("mc", 100_000, 0.02)],
 )
 def test_the_history_is_the_loss_of_the_predictions(validation, link, n_samples, close):
     la = fitted(prior_precision=0.3)
@@ -145,13 +129,7 @@ def test_steps_that_are_far_too_long_leave_numbers_of_which_it_takes_the_best():
 
 def test_steps_become_shorter_along_half_a_cosine():
     la, validation = overconfident()
-    history = descended(
-        la,
-        validation,
-        n_steps=20,
-        init_prior_prec=1e4,
-        batch_size=24,
-    )
+    history = descended(la, validation, n_steps=20, init_prior_prec=1e4, batch_size=24)
     logs = history.prior_precision[:, 0].log()
     way = (logs[0] - logs[-1]).item()
     # So far from the best, Adam's steps have the same sign.
