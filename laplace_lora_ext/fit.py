@@ -36,7 +36,7 @@ class NoFit:
     n_outputs: int = 0
     learnt_variance: None = None
 
-    def to(self, structure: Structure[Any, Any]) -> NoFit:
+    def to(self, structure: Structure) -> NoFit:
         """Note where the structure's weights are now."""
         return replace(self, places=structure.recorder.places)
 
@@ -81,9 +81,7 @@ class Fit:
     standing: Standing | None = None
 
     @classmethod
-    def from_state_dict(
-        cls, state: Mapping[str, Any], structure: Structure[Any, Any]
-    ) -> Fit:
+    def from_state_dict(cls, state: Mapping[str, Any], structure: Structure) -> Fit:
         """Rebuild what `state_dict` returned, where the structure's weights are now."""
         recorder = structure.recorder
         sums = structure.unpack(state["H"])
@@ -103,7 +101,7 @@ class Fit:
             learnt_variance=learnt and LearntVariance(**learnt).to(device, dtype),
         )
 
-    def state_dict(self, structure: Structure[Any, Any]) -> dict[str, Any]:
+    def state_dict(self, structure: Structure) -> dict[str, Any]:
         """Return tensors, numbers and text alone, in dictionaries and lists."""
         return {
             "mean": self.mean,
@@ -116,7 +114,7 @@ class Fit:
             and dict(vars(self.learnt_variance)),
         }
 
-    def to(self, structure: Structure[Any, Any]) -> Fit:
+    def to(self, structure: Structure) -> Fit:
         """Move the fit to where the structure's weights are now."""
         places = structure.recorder.places
         device, dtype = places[0]
@@ -138,7 +136,7 @@ class Fit:
 
 def fit(
     loader: Iterable[Any],
-    structure: Structure[Any, Any],
+    structure: Structure,
     *,
     settings: Mapping[str, Any],
     before: Fit | None = None,

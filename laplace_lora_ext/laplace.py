@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import laplace
-import laplace.curvature as host_backends
 from torch import nn
 
-from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.logits_model import find_transformer
@@ -23,12 +21,9 @@ from laplace_lora_ext.structures import (
     LowRankKronLoRALaplace,
 )
 from laplace_lora_ext.tasks import LIKELIHOOD_OF
-from laplace_lora_ext.tasks.multi_label import MultiLabelCurvlinopsGGN
 from laplace_lora_ext.tasks.token_labels import TOKEN_CLASSIFICATION
 
 _CLASSES = (LowRankKronLoRALaplace, KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace)
-_OWN_BACKENDS = (LowRankKronGGN, LowRankKronEF, MultiLabelCurvlinopsGGN)
-_BACKENDS = (*_OWN_BACKENDS, *vars(host_backends).values())
 
 
 @overload
@@ -122,22 +117,17 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
         which.
     """
     state = read_state(folder)
-    fitted, settings = (
-        ModelState.from_state_dict(state["model"]),
-        dict(state["settings"]),
-    )
+    fitted = ModelState.from_state_dict(state["model"])
     kept = ("likelihood", "prior_mean", "temperature", "enable_backprop")
     options = {name: state[name] for name in kept} | {
         "class_token_ids": fitted.class_token_ids,
         "mask_token_id": fitted.mask_token_id,
         "normalised": fitted.normalised,
         "weight_names": list(fitted.blocks),
+        "backend_kwargs": state["settings"],
     }
-    backend, options["backend_kwargs"] = settings.pop("backend"), settings
-    if "backend" not in kwargs:
-        options["backend"] = _named(backend, _BACKENDS)
-    cls = _named(state["cls_name"], _CLASSES)
-    la = cls(model, **options | kwargs)
+    classes = {cls.__name__: cls for cls in _CLASSES}
+    la = classes[state["cls_name"]](model, **options | kwargs)
     la.load_state_dict(state)
     return la
 
@@ -147,17 +137,6 @@ def has_answers(options: Mapping[str, Any]) -> bool:
     return any(
         options.get(name) is not None for name in ("class_token_ids", "class_texts")
     )
-
-
-def _named(name: str, classes: Iterable[Any]) -> Any:
-    """Find the class of that name."""
-    named = {cls.__name__: cls for cls in classes if isinstance(cls, type)}
-    if name not in named:
-        raise ValueError(
-            f"The posterior was fitted with {name}, which this release does not have: "
-            f"if it is a backend of yours, pass backend={name}."
-        )
-    return named[name]
 
 
 def _likelihood_of(model: nn.Module) -> str:

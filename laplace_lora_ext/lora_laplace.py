@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from laplace.curvature import CurvatureInterface
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.accumulation import Structure
-from laplace_lora_ext.curvature.backend import LowRankKronInterface
+from laplace_lora_ext.curvature.backend import LowRankKronGGN
 from laplace_lora_ext.fit import Fit, NoFit, fit
 from laplace_lora_ext.messages import check_counts, check_name, check_positive, warn
 from laplace_lora_ext.models.choices import class_tokens
@@ -120,11 +119,9 @@ class LoRALaplace(Posterior, Predictor):
         "lowrank_kron" alone, "language_modeling"
     dict_key_y : str, default="labels"
         the key of a batch's labels
-    backend : type of CurvatureInterface, optional
-        the host's word for what computes the curvature; by default one that suits the
-        structure
     backend_kwargs : dict, optional
-        options of the backend
+        options of what computes the curvature: `LowRankKronGGN`, or for "kron" the
+        host's `CurvlinopsGGN`
     class_token_ids : sequence of int, or of sequences of int, optional
         for a language model: the tokens of the answers, one or several a class
     class_texts : sequence of str, optional
@@ -197,7 +194,7 @@ class LoRALaplace(Posterior, Predictor):
     """
 
     _key: tuple[str, str]  # the host finds each class by its own
-    _kind_of_structure: ClassVar[type[Structure[Any, Any]]]
+    _kind_of_structure: ClassVar[type[Structure]]
 
     # Of the model when it was last compared with the fit, and its session then.
     _standing: Standing | None = None
@@ -227,7 +224,6 @@ class LoRALaplace(Posterior, Predictor):
         likelihood: str,
         *,
         dict_key_y: str = "labels",
-        backend: type[CurvatureInterface] | None = None,
         backend_kwargs: dict[str, Any] | None = None,
         class_token_ids: Sequence[Any] | None = None,
         class_texts: Sequence[str] | None = None,
@@ -241,7 +237,9 @@ class LoRALaplace(Posterior, Predictor):
         **kwargs: Any,
     ) -> None:
         self.task = task_of(likelihood)
-        backend = self._checked_backend(backend)
+        _, structure = self._key
+        self.task.check_structure(structure)
+        backend = self._kind_of_structure.backend_type
         answers = class_tokens(class_token_ids, class_texts, tokenizer)
         with alone():  # passes of other threads change what is active
             adapter = active_adapter(model)
@@ -265,7 +263,7 @@ class LoRALaplace(Posterior, Predictor):
                 self.task.name_for_host,
                 dict_key_y=dict_key_y,
                 backend=backend,
-                backend_kwargs=self._options_of(backend, backend_kwargs or {}),
+                backend_kwargs=self._options_of_backend(backend_kwargs or {}),
                 **kwargs,
             )
         self.n_layers = len(self.blocks)
@@ -276,27 +274,15 @@ class LoRALaplace(Posterior, Predictor):
         self.n_contrasts = None
         self.metadata: dict[str, Any] = {}
         self.likelihood = self.task.name  # as the backend and files know it
-        if issubclass(backend, LowRankKronInterface):
+        if backend is LowRankKronGGN:
             self.backend  # noqa: B018 - refuses wrong options now, and not in `fit`
         # As the host has it before a fit.
         self._fit = replace(self._fit, mean=self.prior_mean)
 
-    def _checked_backend(
-        self, backend: type[CurvatureInterface] | None
-    ) -> type[CurvatureInterface]:
-        """Choose what computes the curvature; refused if it suits no such posterior."""
-        _, structure = self._key
-        self.task.check_structure(structure)
-        chosen = self.task.backend(backend or self._kind_of_structure.default_backend)
-        self._kind_of_structure.check_backend(chosen)
-        return chosen
-
-    def _options_of(
-        self, backend: type[CurvatureInterface], given: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _options_of_backend(self, given: dict[str, Any]) -> dict[str, Any]:
         """Complete the options of a backend, which our own needs a recorder for."""
-        options = self.task.backend_kwargs(backend, given)
-        if issubclass(backend, LowRankKronInterface):
+        options = self.task.backend_kwargs(given)
+        if self._kind_of_structure.backend_type is LowRankKronGGN:
             return {"recorder": self.recorder, **options}
         check_known_to_host(self.blocks)
         return options
@@ -322,7 +308,6 @@ class LoRALaplace(Posterior, Predictor):
             model,
             self.likelihood,
             dict_key_y=self.dict_key_y,
-            backend=self._backend_cls,
             backend_kwargs=self._backend_options,
             class_token_ids=self.model.class_token_ids,
             mask_token_id=self.model.mask_token_id,
@@ -374,7 +359,7 @@ class LoRALaplace(Posterior, Predictor):
     # --- fitting ----------------------------------------------------------------------
 
     @property
-    def backend(self) -> CurvatureInterface:
+    def backend(self) -> Any:
         """Make what computes the curvature of the blocks' weights, at first use."""
         if self._backend is not None:
             return self._backend
@@ -382,7 +367,7 @@ class LoRALaplace(Posterior, Predictor):
             return super().backend
 
     @property
-    def _structure(self) -> Structure[Any, Any]:
+    def _structure(self) -> Structure:
         """Say how the curvature of the blocks is summed, decomposed and packed."""
         return self._kind_of_structure(self.recorder, self.task, self.backend)
 
@@ -1030,9 +1015,8 @@ class LoRALaplace(Posterior, Predictor):
         vars(self).update(vars(restored))
 
     def _settings(self) -> dict[str, Any]:
-        """Name the backend of the curvature, and its options."""
-        settings = {"backend": self._backend_cls.__name__}
-        return settings | self._backend_options | self._structure.settings
+        """Collect what the curvature depends on, beside model and data."""
+        return self._backend_options | self._structure.settings
 
     @property
     def _backend_options(self) -> dict[str, Any]:

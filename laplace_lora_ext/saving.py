@@ -22,7 +22,7 @@ FILE = "laplace_posterior.safetensors"
 CHECKSUM = "sha256"
 UNKNOWN = "0" * 64  # stands for the checksum in what it is the checksum of
 _SEAL = f'"{CHECKSUM}":"'.encode()
-_VERSION = "6"
+_VERSION = "7"
 _TENSOR = "__tensor__"  # the only key of what stands for a tensor in the JSON
 
 
@@ -36,8 +36,8 @@ def write_state(state: Mapping[str, Any], folder: str | Path) -> None:
         if not isinstance(value, Tensor):
             raise TypeError(
                 "A posterior's file holds tensors, numbers and text, and no "
-                f"{type(value).__name__}: pass something else than {value!r} in "
-                "backend_kwargs."
+                f"{type(value).__name__}: put something else than {value!r} into "
+                "la.metadata."
             )
         name = str(len(tensors))
         # A copy: safetensors refuses tensors that share memory or have gaps in it.
@@ -107,17 +107,6 @@ def _foreign(path: Path, what: str) -> str:
     )
 
 
-def _comparable(value: Any) -> Any:
-    """Turn tuples and tensors into lists: users may write any of them."""
-    if isinstance(value, dict):
-        return {key: _comparable(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_comparable(part) for part in value]
-    if isinstance(value, Tensor | np.ndarray):
-        return value.tolist()
-    return value
-
-
 def check_state(
     state: Mapping[str, Any],
     settings: Mapping[str, Any],
@@ -132,7 +121,7 @@ def check_state(
     saved = dict(state["settings"])
     saved |= {"cls_name": state["cls_name"], "likelihood": state["likelihood"]}
     for name, value in settings.items():
-        if _comparable(saved.get(name)) != _comparable(value):
+        if saved.get(name) != value:
             raise ValueError(
                 f"The posterior was fitted with {name}={saved.get(name)!r}, not "
                 f"{value!r}: pass the same setting."

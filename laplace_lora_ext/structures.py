@@ -57,8 +57,6 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         estimate: it draws a token from the model wherever there is a label, and
         back-propagates the loss of a whole text at once. `score` predicts, by draws
         of the weights
-    backend : type of LowRankKronInterface, default=LowRankKronGGN
-        what computes the curvature
     backend_kwargs : dict, optional
         `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (False
         for the exact Fisher), `draws` ("signs"), `num_samples` (2 backward passes),
@@ -80,7 +78,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     """
 
     _key = ("lora", "lowrank_kron")
-    _kind_of_structure: ClassVar[type[Structure[Any, Any]]] = LowRankKronStructure
+    _kind_of_structure: ClassVar[type[Structure]] = LowRankKronStructure
 
     # --- what is particular to the structure ------------------------------------------
 
@@ -216,14 +214,9 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         self._check_H_init()
         spectrum = self.H.spectrum
         priors = self.prior_precision.double().expand(len(self.blocks))
-        leading, remaining = spectrum.shifted(self._H_factor, priors)  # e + λ
-        of_leading = 1 - priors[spectrum.leading_block] / leading
-        of_remaining = 1 - priors[spectrum.remaining_block] / remaining
-        determined = torch.zeros_like(priors)
-        determined = determined.index_add(0, spectrum.leading_block, of_leading)
-        determined = determined.index_add(
-            0, spectrum.remaining_block, spectrum.multiplicity * of_remaining
-        )
+        shifted = spectrum.shifted(self._H_factor, priors)  # e + λ
+        shares = spectrum.multiplicity * (1 - priors[spectrum.block] / shifted)
+        determined = torch.zeros_like(priors).index_add(0, spectrum.block, shares)
         names = [block.name.removeprefix("base_model.model.") for block in self.blocks]
         width = max(len(name) for name in names)
         rows = [f"{'weight':{width}}  parameters  prior precision  determined"]
@@ -242,7 +235,7 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
     """The host's `KronLaplace` over LoRA weights: both Kronecker factors dense."""
 
     _key = ("lora", "kron")
-    _kind_of_structure: ClassVar[type[Structure[Any, Any]]] = KronStructure
+    _kind_of_structure: ClassVar[type[Structure]] = KronStructure
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
@@ -263,7 +256,7 @@ class DiagLoRALaplace(LoRALaplace, DiagLaplace):
     """The host's `DiagLaplace` over LoRA weights."""
 
     _key = ("lora", "diag")
-    _kind_of_structure: ClassVar[type[Structure[Any, Any]]] = DiagStructure
+    _kind_of_structure: ClassVar[type[Structure]] = DiagStructure
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
@@ -275,7 +268,7 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
     """The host's dense `FullLaplace` over LoRA weights, for small adapters."""
 
     _key = ("lora", "full")
-    _kind_of_structure: ClassVar[type[Structure[Any, Any]]] = FullStructure
+    _kind_of_structure: ClassVar[type[Structure]] = FullStructure
 
     @property
     def log_det_posterior_precision(self) -> Tensor:

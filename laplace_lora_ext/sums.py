@@ -117,7 +117,7 @@ class Sums:
 
 def sums_over(
     loader: Iterable[Any],
-    structure: Structure[Any, Any],
+    structure: Structure,
     *,
     before: Any | None,
     n_before: int,
@@ -156,11 +156,7 @@ def sums_over(
 
 
 def _own_sums(
-    share: Share,
-    structure: Structure[Any, Any],
-    start: Any,
-    n_before: int,
-    progress_bar: bool,
+    share: Share, structure: Structure, start: Any, n_before: int, progress_bar: bool
 ) -> Sums:
     """Sum the batches of this rank's share, from `start` on."""
     model, used = structure.recorder.model, structure.recorder.layouts.used
@@ -195,7 +191,7 @@ def _own_sums(
 
 
 def _with_batch(
-    sums: Sums, structure: Structure[Any, Any], X: Any, y: Tensor, examples: Tensor
+    sums: Sums, structure: Structure, X: Any, y: Tensor, examples: Tensor
 ) -> Sums:
     """Add a batch of examples, whose numbers `(B,)` are those in all data, to sums."""
     model = structure.recorder.model
@@ -205,7 +201,7 @@ def _with_batch(
     return sums.plus(Sums(curvature, loss, len(y), model.output_size, seen=seen))
 
 
-def _of_all_ranks(curvature: Any, structure: Structure[Any, Any]) -> Any:
+def _of_all_ranks(curvature: Any, structure: Structure) -> Any:
     """Add up the curvatures of all ranks."""
     if count() == 1:
         return curvature

@@ -2,7 +2,6 @@
 
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
-from laplace_lora_ext.curvature.backend import LowRankKronGGN
-from laplace_lora_ext.saving import CHECKSUM, FILE, UNKNOWN, read_state, write_sealed
+from laplace_lora_ext.saving import CHECKSUM, FILE, UNKNOWN, write_sealed
 from tests.support.models import CLASS_TOKEN_IDS, lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, make, some_precision
 
@@ -161,64 +159,16 @@ def test_an_interrupted_save_leaves_the_posterior_of_before(tmp_path, monkeypatc
     assert_same_posterior(read, la)
 
 
-class WithOptions(LowRankKronGGN):
-    """A backend of a user's own, with options of all kinds."""
-
-    def __init__(self, *args: Any, options: Any = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.options = options
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return super().settings | {"options": self.options}
-
-
-def with_options(options: Any, **keywords: Any):
-    """Fit a posterior by a backend with options."""
-    settings = {"rank": 3, "options": options}
-    return fitted(backend=WithOptions, backend_kwargs=settings, **keywords)
-
-
-def test_settings_come_back_from_a_file_and_must_be_the_same(tmp_path):
-    options = {"ranks": [(1, "a"), (2, ("b",))], "number": np.int64(3), "none": None}
-    la = with_options(options)
+def test_numbers_of_numpy_are_settings_too(tmp_path):
+    la = fitted(rank=np.int64(3))
     la.save_pretrained(tmp_path)
-    read = from_pretrained(la.model.model, tmp_path, backend=WithOptions)
-    # Tuples come back as lists.
-    assert read.backend.options == {
-        "ranks": [[1, "a"], [2, ["b"]]],
-        "number": 3,
-        "none": None,
-    }
+    read = from_pretrained(la.model.model, tmp_path)
     assert_same_posterior(read, la)
-    settings = {"rank": 3, "options": options}
-    same = make(la.model.model, backend=WithOptions, backend_kwargs=settings)
-    same.load_state_dict(read_state(tmp_path))
-    settings["options"] = [9]
-    other = make(la.model.model, backend=WithOptions, backend_kwargs=settings)
-    with pytest.raises(ValueError, match=r"options=.*, not \[9\]"):
-        other.load_state_dict(read_state(tmp_path))
-
-
-def test_a_file_does_not_choose_a_backend_of_ones_own(tmp_path):
-    la = with_options(None)
-    la.save_pretrained(tmp_path)
-    # Otherwise whoever wrote the file would decide which code is run.
-    with pytest.raises(ValueError, match="pass backend=WithOptions"):
-        from_pretrained(la.model.model, tmp_path)
-
-
-def test_lists_and_tensors_in_settings_equal_tuples():
-    model = lora_model("bert")
-    alike = [(1, 2), [1, 2], torch.tensor([1, 2])]
-    posteriors = [with_options(options, model=model) for options in alike]
-    for la in posteriors:
-        for other in posteriors:
-            other.load_state_dict(la.state_dict())
 
 
 def test_what_a_file_can_not_hold_is_named(tmp_path):
-    la = with_options({torch.float32})
+    la = fitted()
+    la.metadata["dtypes"] = {torch.float32}
     with pytest.raises(TypeError, match=r"no set: .*\{torch.float32\}"):
         la.save_pretrained(tmp_path)
     # Not even a part of a file is left.

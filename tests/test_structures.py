@@ -1,6 +1,5 @@
 """The host's structures over LoRA weights."""
 
-import laplace.curvature as host_backends
 import pytest
 import torch
 from torch import Tensor, nn
@@ -205,9 +204,3 @@ def test_a_failed_pass_of_curvlinops_leaves_no_hook():
         la.fit(pairs())
     assert len(second._forward_hooks) == 1
     assert not second._forward_pre_hooks
-
-
-@pytest.mark.parametrize("structure", ["lowrank_kron", "kron", "diag", "full"])
-def test_other_backends_of_the_host_are_refused(structure):
-    with pytest.raises(ValueError, match="AsdlGGN is no backend"):
-        make(plain_model(), structure, backend=host_backends.AsdlGGN)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from laplace.curvature import CurvatureInterface
@@ -18,7 +18,7 @@ from laplace.curvature.curvlinops import CurvlinopsGGN
 from laplace.utils.matrix import Kron, KronDecomposed
 from torch import Tensor, nn
 
-from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
+from laplace_lora_ext.curvature.backend import LowRankKronGGN
 from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed
 from laplace_lora_ext.curvature.kron import LowRankKron
 from laplace_lora_ext.models.weights import check_in_place, check_with_biases
@@ -27,17 +27,11 @@ from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.tasks.task import Task
 
 
-class _Summable(Protocol):
-    def __add__(self, other: Any, /) -> Any: ...
-
-
-SumsT = TypeVar("SumsT", bound=_Summable)
-CurvatureT = TypeVar("CurvatureT")
-
-
 @dataclass(frozen=True)
-class Structure(Generic[SumsT, CurvatureT]):
+class Structure:
     """A structure over one model's LoRA weights, with the backend that computes it.
+
+    Sums and curvature are of a type for each structure.
 
     Attributes
     ----------
@@ -48,33 +42,22 @@ class Structure(Generic[SumsT, CurvatureT]):
     backend : CurvatureInterface
     """
 
-    default_backend: ClassVar[type[CurvatureInterface]] = LowRankKronGGN
+    backend_type: ClassVar[type[CurvatureInterface]] = LowRankKronGGN
 
     recorder: Recorder
     task: Task
-    backend: CurvatureInterface
-
-    @classmethod
-    def check_backend(cls, backend: type[CurvatureInterface]) -> None:
-        """Refuse a backend that does not compute the structure."""
-        if not issubclass(backend, LowRankKronInterface):
-            raise ValueError(
-                f"{backend.__name__} is no backend of this structure: use "
-                "LowRankKronGGN or LowRankKronEF."
-            )
+    backend: Any
 
     @property
     def settings(self) -> dict[str, Any]:
         """Collect what the curvature depends on, beside model, data and user."""
         return {}
 
-    def zeros(self) -> SumsT:
+    def zeros(self) -> Any:
         """Make the sums of no data."""
         raise NotImplementedError
 
-    def add(
-        self, sums: SumsT, x: Any, y: Tensor, examples: Tensor
-    ) -> tuple[Tensor, SumsT]:
+    def add(self, sums: Any, x: Any, y: Tensor, examples: Tensor) -> tuple[Tensor, Any]:
         """Return a batch's loss, and new sums with the batch.
 
         Labels that don't fit and numbers that are not finite are refused. What is drawn
@@ -92,46 +75,39 @@ class Structure(Generic[SumsT, CurvatureT]):
             if not len(self.task.as_targets(of_part, dtype)):
                 return
             owners = self.task.owners(of_part).to(examples.device)
-            backend = self.backend
-            if not isinstance(backend, LowRankKronInterface):  # which draws nothing
-                loss, total = self._add(total, part, of_part)
-            else:
-                # Nothing is added unless the whole part is.
-                backend.examples = examples[place][owners]
-                try:
-                    loss, total = self._add(total, part, of_part)
-                finally:
-                    backend.examples = None
+            # By which our backend draws: curvlinops' has no use for it.
+            self.backend.examples = examples[place][owners]
+            # Nothing is added unless the whole part is.
+            loss, total = self._add(total, part, of_part)
             losses.append(loss)
 
         self.recorder.parts.learn(x, len(y), add_part)
+        self.backend.examples = None
         return torch.stack(losses).sum(), total
 
-    def _add(self, sums: SumsT, x: Any, y: Tensor) -> tuple[Tensor, SumsT]:
+    def _add(self, sums: Any, x: Any, y: Tensor) -> tuple[Tensor, Any]:
         raise NotImplementedError
 
-    def merge(self, first: SumsT, second: SumsT) -> SumsT:
+    def merge(self, first: Any, second: Any) -> Any:
         """Add sums of two data sets; neither is changed."""
         return first + second
 
-    def decompose(self, sums: SumsT, n_data: int) -> CurvatureT:
+    def decompose(self, sums: Any, n_data: int) -> Any:
         """Make the curvature of sums over `n_data` examples."""
         raise NotImplementedError
 
-    def pack(self, sums: SumsT) -> Any:
+    def pack(self, sums: Any) -> Any:
         """Turn sums into nested lists and dictionaries of tensors and numbers."""
         raise NotImplementedError
 
-    def unpack(self, packed: Any) -> SumsT:
+    def unpack(self, packed: Any) -> Any:
         """Turn what `pack` returned into sums, where the weights are now."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class LowRankKronStructure(Structure[LowRankKron, LowRankKronDecomposed]):
+class LowRankKronStructure(Structure):
     """Kronecker factors: dense on the small side, low-rank on the large one."""
-
-    backend: LowRankKronInterface
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -159,18 +135,18 @@ class LowRankKronStructure(Structure[LowRankKron, LowRankKronDecomposed]):
 
 
 @dataclass(frozen=True)
-class HostStructure(Structure[SumsT, CurvatureT]):
+class HostStructure(Structure):
     """A structure of the host's, whose curvature of a batch is a value of its own."""
 
-    def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, SumsT]:
+    def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Any]:
         """Ask the backend for the loss and the curvature of a batch."""
         raise NotImplementedError
 
-    def _diagonal(self, sums: SumsT) -> Tensor:
+    def _diagonal(self, sums: Any) -> Tensor:
         """Take the diagonal of sums, `(parameters,)`."""
         raise NotImplementedError
 
-    def _add(self, sums: SumsT, x: Any, y: Tensor) -> tuple[Tensor, SumsT]:
+    def _add(self, sums: Any, x: Any, y: Tensor) -> tuple[Tensor, Any]:
         loss, of_batch = self._of_batch(x, y)
         blocks = self.recorder.blocks
         parts = self._diagonal(of_batch).split([block.n_params for block in blocks])
@@ -181,78 +157,43 @@ class HostStructure(Structure[SumsT, CurvatureT]):
 
 
 @dataclass(frozen=True)
-class KronStructure(HostStructure[Kron, KronDecomposed]):
+class KronStructure(HostStructure):
     """The host's Kronecker factors by curvlinops, all dense."""
 
-    default_backend: ClassVar[type[CurvatureInterface]] = CurvlinopsGGN
-
-    @classmethod
-    def check_backend(cls, backend: type[CurvatureInterface]) -> None:
-        if not issubclass(backend, CurvlinopsGGN):
-            raise ValueError(
-                f'{backend.__name__} is no backend of hessian_structure="kron": leave '
-                "backend out, which is then CurvlinopsGGN."
-            )
+    backend_type: ClassVar[type[CurvatureInterface]] = CurvlinopsGGN
 
     def zeros(self) -> Kron:
         blocks = self.recorder.blocks
         check_in_place(blocks, 'hessian_structure="kron"')
         check_with_biases(blocks)
-        device, dtype = self.recorder.places[0]
         weights: list[Any] = [block.weight for block in blocks]
-        return Kron.init_from_model(weights, device, dtype)
+        return Kron.init_from_model(weights, *self.recorder.places[0])
 
     def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Kron]:
-        blocks = self.recorder.blocks
-        layers = [block.module for block in blocks]
+        model, blocks = self.recorder.model, self.recorder.blocks
         with (
-            self.recorder.model.prepared([block.weight for block in blocks]),
+            model.prepared([block.weight for block in blocks]),
             torch.enable_grad(),
-            _without_new_hooks(layers),
+            _without_new_hooks([block.module for block in blocks]),
         ):
-            logits = self._checked_logits(x)
+            # Checks logits and gradients, and learns which layers are called.
+            with tapped(model, blocks, self.recorder.layouts) as taps:
+                logits = taps.run(partial(model, x)).logits.detach()
             # A copy, since autograd can't save labels of inference mode.
             targets = self.task.check_targets(y.clone(), logits)
             # Factors of "one" datum are sums: then curvlinops asks for no number of
             # examples, which the host would read off `input_ids`.
-            options: Any = {"num_data": 1}
-            return self.backend.kron(x, targets, N=len(targets), **options)
-
-    def _checked_logits(self, x: Any) -> Tensor:
-        """Compute logits `(B, C)` as `Recorder.record` does, with its errors.
-
-        A `RuntimeError` also if they use some layer not, since curvlinops wants a
-        gradient of all.
-        """
-        model, blocks = self.recorder.model, self.recorder.blocks
-        with tapped(model, blocks, self.recorder.layouts) as taps:
-            graph = taps.run(partial(model, x))
-        silent = [
-            block.name
-            for block, calls in zip(blocks, graph.shapes, strict=True)
-            if not calls
-        ]
-        if silent:
-            raise RuntimeError(
-                f"The batch does not use {len(silent)} of {len(blocks)} weights, such "
-                f'as {silent[0]}, but hessian_structure="kron" needs all of them in '
-                "every batch. Leave such layers out with target_modules, or use "
-                '"lowrank_kron". If torch.utils.checkpoint calls them, pass '
-                "use_reentrant=False there."
-            )
-        return graph.logits.detach()
+            return self.backend.kron(x, targets, N=len(targets), num_data=1)
 
     def _diagonal(self, sums: Kron) -> Tensor:
         return sums.diag()
 
     def decompose(self, sums: Kron, n_data: int) -> KronDecomposed:
-        kfacs: list[Any] = []
-        for factors in sums.kfacs:
-            # The host sums output factors, and averages input factors.
-            if len(factors) == 2:
-                kfacs.append([factors[0], factors[1] / n_data])
-            else:
-                kfacs.append(factors)
+        # The host sums output factors, and averages input factors.
+        kfacs: list[Any] = [
+            [output, *(factor / n_data for factor in input_)]
+            for output, *input_ in sums.kfacs
+        ]
         with torch.autocast(self.recorder.model.device.type, enabled=False):
             return Kron(kfacs).decompose()
 
@@ -261,21 +202,27 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
 
     def unpack(self, packed: Any) -> Kron:
         device, _ = self.recorder.places[0]
-        kfacs: list[Any] = []
-        for factors, block in zip(packed, self.recorder.blocks, strict=True):
-            kfacs.append(
-                [factor.to(device, block.statistics_dtype) for factor in factors]
-            )
+        kfacs: list[Any] = [
+            [factor.to(device, block.statistics_dtype) for factor in factors]
+            for factors, block in zip(packed, self.recorder.blocks, strict=True)
+        ]
         return Kron(kfacs)
 
 
 @dataclass(frozen=True)
-class DenseStructure(HostStructure[Tensor, Tensor]):
-    """A structure whose sums are one tensor, which is the curvature, too."""
+class DiagStructure(HostStructure):
+    """A diagonal, `(parameters,)`, which is its own curvature."""
 
-    @property
-    def n_params(self) -> int:
-        return sum(block.n_params for block in self.recorder.blocks)
+    def zeros(self) -> Tensor:
+        device, dtype = self.recorder.places[0]
+        n_params = sum(block.n_params for block in self.recorder.blocks)
+        return torch.zeros(n_params, device=device, dtype=dtype)
+
+    def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.backend.diag(x, y)
+
+    def _diagonal(self, sums: Tensor) -> Tensor:
+        return sums
 
     def decompose(self, sums: Tensor, n_data: int) -> Tensor:
         return sums
@@ -284,32 +231,15 @@ class DenseStructure(HostStructure[Tensor, Tensor]):
         return sums
 
     def unpack(self, packed: Tensor) -> Tensor:
-        device, dtype = self.recorder.places[0]
-        return packed.to(device, dtype)
+        return packed.to(*self.recorder.places[0])
 
 
 @dataclass(frozen=True)
-class DiagStructure(DenseStructure):
-    """A diagonal, `(parameters,)`."""
+class FullStructure(DiagStructure):
+    """One dense matrix, `(parameters, parameters)`, which is its own curvature."""
 
     def zeros(self) -> Tensor:
-        device, dtype = self.recorder.places[0]
-        return torch.zeros(self.n_params, device=device, dtype=dtype)
-
-    def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
-        return self.backend.diag(x, y)
-
-    def _diagonal(self, sums: Tensor) -> Tensor:
-        return sums
-
-
-@dataclass(frozen=True)
-class FullStructure(DenseStructure):
-    """One dense matrix, `(parameters, parameters)`."""
-
-    def zeros(self) -> Tensor:
-        device, dtype = self.recorder.places[0]
-        return torch.zeros(self.n_params, self.n_params, device=device, dtype=dtype)
+        return super().zeros().diag_embed()
 
     def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         return self.backend.full(x, y)

@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
+from laplace.curvature import GGNInterface
 from torch import Tensor, nn
 
 from laplace_lora_ext.curvature.kron import (
@@ -100,10 +100,17 @@ KFAC_APPROX = {"expand": add_rows, "gradient": add_gradients}
 # --- the host's interface -------------------------------------------------------------
 
 
-class LowRankKronInterface(CurvatureInterface):
-    """Curvature of LoRA weights, a Kronecker-factored block for each.
+class LowRankKronGGN(GGNInterface):
+    """The generalised Gauss-Newton matrix, which for these likelihoods is the Fisher.
 
-    Large factors are low-rank.
+    It has a Kronecker-factored block for each LoRA weight, with a low-rank large
+    factor.
+
+    A batch takes one forward pass, and two backward passes whatever the number of
+    classes. The exact Fisher takes C - 1 for C classes, a column of its square root in
+    each. Two passes share these columns, with random signs, which is exact up to three
+    classes and right on average beyond. `benchmarks/results/signs.md` shows what this
+    saves and costs. A regression takes a pass for each output.
 
     Parameters
     ----------
@@ -126,6 +133,19 @@ class LowRankKronInterface(CurvatureInterface):
     tail : bool, default=True
         whether the directions beyond the rank keep the mean of their eigenvalues, so
         that the full factor's trace is kept too; the paper drops them
+    stochastic : bool, optional
+        False for the exact Fisher; by default draws take its place wherever that takes
+        fewer passes, but not for a regression. The structures "diag" and "full" have
+        every derivative anyway: for them the default is exact
+    draws : {"signs", "labels"}
+        what is drawn: random signs of the columns, or labels from the model, which
+        hardly ever show what the exact Fisher weighs where the model is sure
+    num_samples : int, optional
+        how many backward passes: by default 2 with signs, and 8 with labels
+    seed : int, default=0
+        of what is drawn. That depends on it and on the example's place in the data, so
+        that other batches, a fit in parts or on several ranks draw the same. Torch's
+        random state has no part in it
 
     Attributes
     ----------
@@ -150,12 +170,20 @@ class LowRankKronInterface(CurvatureInterface):
         rank: int = 10,
         kfac_approx: str = "gradient",
         tail: bool = True,
+        stochastic: bool | None = None,
+        draws: str = "signs",
+        num_samples: int | None = None,
+        seed: int = 0,
     ) -> None:
         check_name("kfac_approx", kfac_approx, KFAC_APPROX)
-        if not isinstance(rank, Integral):
-            raise ValueError(f"The rank must be whole, but is {rank!r}.")
-        if rank < 0:
-            raise ValueError(f"The rank must not be negative, but is {rank}.")
+        check_name("draws", draws, _DRAWS)
+        if not isinstance(rank, Integral) or rank < 0:
+            raise ValueError(f"The rank must be whole, and not negative: {rank!r}.")
+        if seed < 0:
+            raise ValueError(f"The seed must not be negative, but is {seed}.")
+        if num_samples is None:
+            num_samples = _DRAWS[draws]
+        check_counts(num_samples=num_samples)
         if recorder is None:
             if not isinstance(model, LogitsModel):
                 model = LogitsModel(model, dict_key_y=dict_key_y)
@@ -182,43 +210,62 @@ class LowRankKronInterface(CurvatureInterface):
         self.rank = rank
         self.kfac_approx = kfac_approx
         self.tail = tail
+        # The host declares a bool, but only asks whether it is true.
+        self.stochastic: Any = stochastic
+        self.draws = draws
+        self.num_samples = num_samples
+        self.seed = seed
         self.examples: Tensor | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """Collect what the curvature depends on, besides the model and the data."""
-        return {"rank": self.rank, "kfac_approx": self.kfac_approx, "tail": self.tail}
+        names = ["rank", "kfac_approx", "tail", "stochastic"]
+        if self.stochastic is not False:
+            names += ["draws", "num_samples", "seed"]
+        return {name: getattr(self, name) for name in names}
 
-    def seeds(self, logits: Tensor, y: Tensor) -> Seeds:
-        """Choose what to back-propagate for the Fisher of a batch."""
-        raise NotImplementedError
+    # --- what is back-propagated ------------------------------------------------------
+
+    def seeds(self, logits: Tensor) -> Seeds:
+        """Choose seeds of the exact Fisher, or draw some where they are fewer."""
+        is_drawn = self.stochastic
+        if is_drawn is None:
+            is_drawn = self.task.draws_save(logits, self.num_samples)
+        return self._drawn_seeds(logits) if is_drawn else self.task.exact_seeds(logits)
+
+    def _drawn_seeds(self, logits: Tensor) -> Seeds:
+        draw = self.task.sign_seeds
+        if self.draws == "labels":
+            draw = self.task.label_seeds
+        return draw(logits, self.num_samples, self._draws_of(len(logits)))
 
     def numbers(self, n_tokens: int) -> Tensor:
-        """Draw numbers `(S, N)` that choose labels of tokens; none by default."""
-        return torch.empty((0, n_tokens), device=self.model.device)
+        """Draw numbers `(S, N)` that choose tokens' labels; the exact is refused."""
+        if self.stochastic is False or self.draws != "labels":
+            raise NotImplementedError(
+                "The exact Fisher would take a backward pass for each word of the "
+                "vocabulary at each token, and signs as many numbers: leave out "
+                "stochastic and draws, and raise num_samples for less noise."
+            )
+        numbers = self._draws_of(n_tokens).uniform(self.num_samples)
+        return numbers.to(self.model.device)
 
-    def _loss_for_host(self, f: Tensor, y: Tensor) -> Tensor:
-        """Sum the loss `()`, without the factor that the host multiplies it by.
+    def _draws_of(self, n_rows: int) -> Draws:
+        """Make what draws numbers for the rows of a batch."""
+        examples = torch.arange(n_rows) if self.examples is None else self.examples
+        return Draws(self.seed, examples)
 
-        Labels that don't fit are refused.
-        """
-        y = self.task.check_targets(y, f)
-        return self.task.loss(f, y) / self.factor
+    # --- sums -------------------------------------------------------------------------
 
     def zeros(self) -> LowRankKron:
         """Make empty sums, to which `accumulate` adds batches."""
-        sums: list[KroneckerBlock] = []
-        for block in self.blocks:
-            zeros = KroneckerBlock.zeros(
-                block.shape,
-                block.small_output,
-                rank=self.rank,
-                tail=self.tail,
-                device=block.device,
-                dtype=block.statistics_dtype,
+        return LowRankKron(
+            KroneckerBlock.zeros(
+                block.shape, block.small_output, self.rank, self.tail, *block.place
             )
-            sums.append(zeros)
-        return LowRankKron(sums)
+            for block in self.blocks
+        )
 
     def accumulate(self, H: LowRankKron, x: Any, y: Tensor) -> Tensor:
         """Add the curvature of a batch to `H`, and return the batch's summed loss.
@@ -246,20 +293,25 @@ class LowRankKronInterface(CurvatureInterface):
         with torch.autocast(loss.device.type, enabled=False):
             updates.finish()
         # Once a batch: a look at a number on an accelerator waits for all work there.
-        self._check_finite(H)
-        return loss
-
-    def _check_finite(self, H: LowRankKron) -> None:
-        """Refuse sums that are not finite, and name the layer."""
-        sums: list[Tensor] = []
-        for of_block in H.blocks:
-            sums.append(of_block.output_factor.trace + of_block.input_factor.trace)
-        traces = zip(self.blocks, read(sums), strict=True)
+        traces = [
+            each.output_factor.trace + each.input_factor.trace for each in H.blocks
+        ]
         # Gradients run backward: of several such layers, the last one is where they
         # began.
-        for block, trace in reversed(list(traces)):
+        for block, trace in zip(self.blocks[::-1], read(traces)[::-1], strict=True):
             if not isfinite(trace):
                 raise ValueError(f"Weight {block.name}: non-finite numbers")
+        return loss
+
+    # --- what the host's own functions call -------------------------------------------
+
+    def _loss_for_host(self, f: Tensor, y: Tensor) -> Tensor:
+        """Sum the loss `()`, without the factor that the host multiplies it by.
+
+        Labels that don't fit are refused.
+        """
+        y = self.task.check_targets(y, f)
+        return self.task.loss(f, y) / self.factor
 
     def kron(
         self, x: Any, y: Tensor, N: int | None = None, **kwargs: Any
@@ -269,152 +321,16 @@ class LowRankKronInterface(CurvatureInterface):
         The sums normalise themselves, whatever `N` is.
         """
         H = self.zeros()
-        loss = self.accumulate(H, x, y)
-        return loss, H
+        return self.accumulate(H, x, y), H
 
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
         """Make Jacobians `(B, C, parameters)` of the logits, and the logits."""
         return self.recorder.jacobians(x, enable_backprop=enable_backprop)
 
-    def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Make gradients `(B, parameters)` of each example's loss, and sum the loss."""
-        Js, f = self.jacobians(x)
-        loss = self.lossfunc(f, y)
-        targets = self.task.check_targets(y, f)
-        (slopes,) = self.task.empirical_seeds(f, targets).dense()
-        # The host's loss is 1 / factor times the negative log-likelihood.
-        slopes = slopes / self.factor
-        return torch.einsum("bc,bcp->bp", slopes, Js), loss
-
-
-class LowRankKronGGN(LowRankKronInterface, GGNInterface):
-    """The generalised Gauss-Newton matrix, which for these likelihoods is the Fisher.
-
-    A batch takes one forward pass, and two backward passes whatever the number of
-    classes. The exact Fisher takes C - 1 for C classes, a column of its square root in
-    each. Two passes share these columns, with random signs, which is exact up to three
-    classes and right on average beyond. `benchmarks/results/signs.md` shows what this
-    saves and costs. A regression takes a pass for each output.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        as for `LowRankKronInterface`
-    likelihood : str
-        as for `LowRankKronInterface`
-    stochastic : bool, optional
-        False for the exact Fisher; by default draws take its place wherever that takes
-        fewer passes, but not for a regression. The structures "diag" and "full" have
-        every derivative anyway: for them the default is exact
-    draws : {"signs", "labels"}
-        what is drawn: random signs of the columns, or labels from the model, which
-        hardly ever show what the exact Fisher weighs where the model is sure
-    num_samples : int, optional
-        how many backward passes: by default 2 with signs, and 8 with labels
-    seed : int, default=0
-        of what is drawn. That depends on it and on the example's place in the data, so
-        that other batches, a fit in parts or on several ranks draw the same. Torch's
-        random state has no part in it
-    **kwargs
-        as for `LowRankKronInterface`
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: str,
-        *,
-        stochastic: bool | None = None,
-        draws: str = "signs",
-        num_samples: int | None = None,
-        seed: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        if draws not in _DRAWS:
-            raise ValueError(f"draws must be one of {list(_DRAWS)}, not {draws!r}.")
-        if num_samples is not None:
-            check_counts(num_samples=num_samples)
-        if seed < 0:
-            raise ValueError(f"The seed must not be negative, but is {seed}.")
-        super().__init__(model, likelihood, **kwargs)
-        # The host declares a bool, but only asks whether it is true.
-        self.stochastic: Any = stochastic
-        self.draws = draws
-        self.num_samples = num_samples or _DRAWS[draws]
-        self.seed = seed
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Collect the settings of all backends, and what is drawn."""
-        settings = super().settings | {"stochastic": self.stochastic}
-        if self.stochastic is not False:
-            settings |= {
-                "draws": self.draws,
-                "num_samples": self.num_samples,
-                "seed": self.seed,
-            }
-        return settings
-
-    def seeds(self, logits: Tensor, y: Tensor) -> Seeds:
-        """Choose seeds of the exact Fisher, or draw some where they are fewer."""
-        is_drawn = self.stochastic
-        if is_drawn is None:
-            is_drawn = self.task.draws_save(logits, self.num_samples)
-        if is_drawn:
-            return self._sampled_seeds(logits)
-        return self.task.exact_seeds(logits)
-
-    def numbers(self, n_tokens: int) -> Tensor:
-        """Draw as many numbers `(S, N)` as labels; the exact Fisher is refused."""
-        if self.stochastic is False:
-            raise NotImplementedError(
-                "The exact Fisher would take a backward pass for each word of the "
-                "vocabulary at each token: keep stochastic=True, and raise num_samples "
-                "for less noise."
-            )
-        if self.draws != "labels":
-            raise NotImplementedError(
-                "Signs would be as many as the vocabulary has words, at each token: "
-                'leave out draws, or pass "labels".'
-            )
-        numbers = self._draws(n_tokens).uniform(self.num_samples)
-        return numbers.to(self.model.device)
-
-    def _sampled_seeds(self, logits: Tensor) -> Seeds:
-        draws = self._draws(len(logits))
-        if self.draws == "signs":
-            return self.task.sign_seeds(logits, self.num_samples, draws)
-        return self.task.label_seeds(logits, self.num_samples, draws)
-
-    def _draws(self, n_rows: int) -> Draws:
-        """Make what draws numbers for the rows of a batch."""
-        examples = torch.arange(n_rows) if self.examples is None else self.examples
-        return Draws(self.seed, examples)
-
     def _get_mc_functional_fisher(self, f: Tensor) -> Tensor:
         """Draw a Fisher `(B, C, C)` of the logits, as the host does under this name."""
-        return _fisher(self._sampled_seeds(f))
+        return self._drawn_seeds(f).fisher()
 
     def _get_functional_hessian(self, f: Tensor) -> Tensor:
         """Compute the exact Fisher `(B, C, C)` of the logits, as the host names it."""
-        return _fisher(self.task.exact_seeds(f))
-
-
-class LowRankKronEF(LowRankKronInterface, EFInterface):
-    """The empirical Fisher Σ G Gᵀ, with the gradients G of the loss at the labels.
-
-    It sums over examples. With "token_classification" each labelled token is one: a
-    text takes a backward pass for each. With "language_modeling" each text is one: G is
-    that of its whole loss, by one backward pass. There the two differ, since gradients
-    at given labels don't cancel between tokens, as those of drawn labels do on average.
-    """
-
-    def seeds(self, logits: Tensor, y: Tensor) -> Seeds:
-        """Choose the slope of each example's loss."""
-        return self.task.empirical_seeds(logits, y)
-
-
-def _fisher(seeds: Seeds) -> Tensor:
-    """Sum the seeds' outer products, `(B, C, C)`."""
-    columns = seeds.dense()
-    return torch.einsum("sbc,sbk->bck", columns, columns)
+        return self.task.exact_seeds(f).fisher()

@@ -267,40 +267,34 @@ class Spectrum(NamedTuple):
     depends on.
     """
 
-    leading: Tensor  # (E,), the r x k eigenvalues that each block keeps
-    leading_block: Tensor  # (E,), index of the block that each belongs to
-    # (F,), each block's r ones on directions that its rank leaves out.
-    remaining: Tensor
-    remaining_block: Tensor  # (F,), index of the block that each belongs to
-    multiplicity: Tensor  # (F,), the number of directions of each
+    # (E + F,): first the E = Σ r k that blocks keep, then r of each block on the
+    # directions that its rank leaves out.
+    values: Tensor
+    block: Tensor  # (E + F,), index of the block that each belongs to
+    multiplicity: Tensor  # (E + F,), the number of directions of each
+    n_leading: int  # E
     n_blocks: int
 
     def equals(self, other: Spectrum) -> bool:
         """Tell whether both are of one curvature, in any place and precision."""
-        mine = torch.cat([self.leading, self.remaining]).cpu()
-        its = torch.cat([other.leading, other.remaining]).cpu()
+        mine, its = self.values.cpu(), other.values.cpu()
         return equal_up_to_rounding(its, mine, torch.float32)
 
-    def shifted(self, scale: float | Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute all eigenvalues of `scale * curvature + deltas * I`.
+    def shifted(self, scale: float | Tensor, deltas: Tensor) -> Tensor:
+        """Compute the eigenvalues `(E + F,)` of `scale * curvature + deltas * I`.
 
         `deltas` are `()`, `(1,)` or `(blocks,)`, and give the result its dtype.
         """
-        deltas = deltas.expand(self.n_blocks)
-        leading = self.leading.to(deltas) * scale
-        remaining = self.remaining.to(deltas) * scale
-        leading = leading + deltas[self.leading_block]
-        return leading, remaining + deltas[self.remaining_block]
+        return self.values.to(deltas) * scale + deltas.expand(self.n_blocks)[self.block]
 
     def logdet(self, scale: float | Tensor, deltas: Tensor) -> Tensor:
         """Compute log det(`scale * curvature + deltas * I`) in float64."""
-        leading, remaining = self.shifted(scale, deltas.double())
-        return leading.log().sum() + (self.multiplicity * remaining.log()).sum()
+        return (self.multiplicity * self.shifted(scale, deltas.double()).log()).sum()
 
     @property
     def trace(self) -> Tensor:
         """Sum all eigenvalues."""
-        return self.leading.sum() + (self.multiplicity * self.remaining).sum()
+        return (self.multiplicity * self.values).sum()
 
 
 class LowRankKronDecomposed:
@@ -357,23 +351,24 @@ class LowRankKronDecomposed:
     def spectrum(self) -> Spectrum:
         """Collect the eigenvalues of all blocks in float64, without `deltas`."""
         zero = self.deltas.new_zeros((), dtype=torch.float64)
-        of_leading: list[Tensor] = []
-        of_remaining: list[Tensor] = []
-        multiplicity: list[float] = []
-        for block in self.blocks:
-            leading, remaining = block.eigenvalues(1.0, zero)
-            of_leading.append(leading.flatten().to(zero.device))
-            # There may be no directions that these belong to.
-            remaining = remaining if block.n_left_out else remaining[:0]
-            of_remaining.append(remaining.to(zero.device))
-            multiplicity.append(block.n_left_out)
+        of_blocks = [block.eigenvalues(1.0, zero) for block in self.blocks]
+        n_left_out = [block.n_left_out for block in self.blocks]
+        parts = [leading.flatten() for leading, _ in of_blocks]
+        # There may be no directions that the remaining ones belong to.
+        parts += [
+            remaining if n else remaining[:0]
+            for (_, remaining), n in zip(of_blocks, n_left_out, strict=True)
+        ]
+        counts = torch.tensor([len(part) for part in parts])
+        n_blocks = len(self.blocks)
+        numbers = torch.arange(n_blocks).repeat(2)
+        multiplicity = torch.tensor([1] * n_blocks + n_left_out)
         return Spectrum(
-            leading=torch.cat(of_leading),
-            leading_block=_repeated(range(len(of_leading)), of_leading),
-            remaining=torch.cat(of_remaining),
-            remaining_block=_repeated(range(len(of_leading)), of_remaining),
-            multiplicity=_repeated(multiplicity, of_remaining).to(zero),
-            n_blocks=len(of_leading),
+            values=torch.cat([part.to(zero.device) for part in parts]),
+            block=numbers.repeat_interleave(counts).to(zero.device),
+            multiplicity=multiplicity.repeat_interleave(counts).to(zero),
+            n_leading=int(counts[:n_blocks].sum()),
+            n_blocks=n_blocks,
         )
 
     @cached_property
@@ -428,10 +423,3 @@ def trace_of(curvature: Any) -> float:
         return curvature.diag().double().sum().item()
     diagonal = curvature if curvature.ndim == 1 else curvature.diagonal()
     return diagonal.double().sum().item()
-
-
-def _repeated(numbers: Sequence[float], parts: Sequence[Tensor]) -> Tensor:
-    """Repeat each number for all numbers of a part, in one row."""
-    counts = torch.tensor([len(part) for part in parts])
-    repeated = torch.tensor(numbers).repeat_interleave(counts)
-    return repeated.to(parts[0].device)

@@ -6,7 +6,7 @@ a `LowRankKron` a block for each weight; a prior is added to a `LowRankKronDecom
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -332,7 +332,7 @@ class KroneckerBlock:
 class LowRankKron:
     """Block-diagonal curvature as sums, a Kronecker-factored block for each weight."""
 
-    def __init__(self, blocks: Sequence[KroneckerBlock]) -> None:
+    def __init__(self, blocks: Iterable[KroneckerBlock]) -> None:
         self.blocks = list(blocks)
 
     @classmethod

@@ -172,10 +172,9 @@ class PredictiveStatistics(_Rows):
             f_mu, `(N, C)`, and f_var, `(N, C, C)`; of contrasts they serve the links
             "mean_field" and "mc"
         """
-        deltas = as_tensor(prior_precision).to(self.spectrum.leading)
-        leading, remaining = self.spectrum.shifted(self.scale, deltas)
-        of_leading = leading.reciprocal().to(self.f_mu)
-        of_remaining = remaining.reciprocal().to(self.f_mu)
+        deltas = as_tensor(prior_precision).to(self.spectrum.values)
+        variances = self.spectrum.shifted(self.scale, deltas).reciprocal().to(self.f_mu)
+        of_leading, of_remaining = variances.tensor_split([self.spectrum.n_leading])
         weights = of_leading.sqrt()
         covariances: list[Tensor] = []
         projections = self.projections.split(_AT_ONCE)

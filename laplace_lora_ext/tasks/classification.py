@@ -53,9 +53,6 @@ class Classification(Task):
         vectors, weights = _slopes(logits, y)
         return Seeds(vectors, weights / num_samples**0.5)
 
-    def empirical_seeds(self, logits: Tensor, y: Tensor) -> Seeds:
-        return _slopes(logits, y[None])
-
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(logits, y, reduction="sum")
 

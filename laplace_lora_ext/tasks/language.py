@@ -8,7 +8,6 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from laplace.curvature import CurvatureInterface, GGNInterface
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.bart.modeling_bart import shift_tokens_right
@@ -57,8 +56,6 @@ class LabelsOfTokens(NamedTuple):
         """Return the labels `(N, 1 + S)`, their own first, given logits `(N, V)`."""
         own = self.own.to(logits.device)
         check_labels(own, logits.shape[-1])
-        if not len(self.numbers):
-            return own[:, None]
         drawn = drawn_labels(logits.detach(), self.numbers)
         return torch.cat([own[None], drawn]).T
 
@@ -250,8 +247,8 @@ def _decoder_input_ids(transformer: PreTrainedModel, labels: Tensor) -> Tensor:
 class LabelLogProbs(Objective):
     """Log-probabilities `(N, 1 + S)` of tokens' own labels, and of S drawn ones.
 
-    Their gradients in the logits of a vocabulary are the slopes that Monte-Carlo and
-    empirical Fishers sum, and at no time are the logits of all tokens needed. The slope
+    Their gradients in the logits of a vocabulary are the slopes that a Monte-Carlo
+    Fisher sums, and at no time are the logits of all tokens needed. The slope
     of a drawn label averages 0 and is independent of every other token's. So the
     gradient G of a text's whole loss has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, the sum of its
     tokens' exact Fishers, for the price of one backward pass.
@@ -265,12 +262,9 @@ class LabelLogProbs(Objective):
         return self.model.log_probs_of(batch, labels)
 
     def seeds_and_loss(self, outputs: Tensor) -> tuple[Seeds, Tensor]:
-        """Choose the drawn labels, or where none are drawn the tokens' own."""
+        """Choose the drawn labels, and sum the loss of the tokens' own."""
         n_tokens, n_labels = outputs.shape
-        n_draws = n_labels - 1
-        chosen = torch.eye(n_labels).to(outputs)
-        if n_draws > 0:
-            chosen = chosen[1:]
+        chosen = torch.eye(n_labels).to(outputs)[1:]
         vectors = chosen[:, None].expand(-1, n_tokens, -1)
         weights = outputs.new_full((len(chosen), 1), len(chosen) ** -0.5)
         return Seeds(vectors, weights), -outputs[:, 0].sum()
@@ -298,25 +292,21 @@ class LanguageModeling(TokenClassification):
         self,
         model: LogitsModel,
         y: Tensor,
-        seeds: Callable[[Tensor, Tensor], Seeds],
+        seeds: Callable[[Tensor], Seeds],
         numbers: Callable[[int], Tensor],
     ) -> Objective:
         assert isinstance(model, TokensModel)
         own = y[y != IGNORED]
         return LabelLogProbs(model, LabelsOfTokens(own, numbers(len(own))))
 
-    def backend_kwargs(
-        self, backend: type[CurvatureInterface], given: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def backend_kwargs(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Draw one label for each token, unless the user says otherwise.
 
         The exact Fisher would take a backward pass for each word of the vocabulary.
         What two tokens of a text add to its gradient has nearly all of the noise, which
         signs have too.
         """
-        options = super().backend_kwargs(backend, given)
-        if not issubclass(backend, GGNInterface):
-            return options
+        options = super().backend_kwargs(given)
         return {"stochastic": True, "draws": "labels", "num_samples": 1, **options}
 
     def check_linearised(self) -> None:

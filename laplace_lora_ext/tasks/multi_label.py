@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from laplace.curvature import CurvatureInterface
-from laplace.curvature.curvlinops import CurvlinopsGGN
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from laplace_lora_ext.draws import Draws
@@ -32,6 +29,8 @@ class MultiLabel(Task):
 
     name = "multi_label_classification"
     mistaken_for = "single_label_classification"
+    # The host's Kronecker factors know softmax and squares alone.
+    structures = ("lowrank_kron", "diag", "full")
 
     def class_logits(self, logits: Tensor) -> Tensor:
         return torch.stack([torch.zeros_like(logits), logits], dim=-1)
@@ -65,9 +64,6 @@ class MultiLabel(Task):
         y = (numbers < logits.sigmoid()).to(logits)
         vectors, weights = _slopes(logits, y)
         return Seeds(vectors, weights / num_samples**0.5)
-
-    def empirical_seeds(self, logits: Tensor, y: Tensor) -> Seeds:
-        return _slopes(logits, y[None])
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return binary_cross_entropy_with_logits(logits, y, reduction="sum")
@@ -120,24 +116,8 @@ class MultiLabel(Task):
             warn_of_probabilities("sigmoid")
         return targets
 
-    def backend(self, backend: type[CurvatureInterface]) -> type[CurvatureInterface]:
-        return MultiLabelCurvlinopsGGN if backend is CurvlinopsGGN else backend
-
 
 MULTI_LABEL = MultiLabel()
-
-
-class MultiLabelCurvlinopsGGN(CurvlinopsGGN):
-    """Curvlinops' Kronecker factors for several labels.
-
-    The host's class knows softmax and squares alone.
-
-    Parameters are those of the host's class.
-    """
-
-    def __init__(self, model: nn.Module, likelihood: str, **kwargs: Any) -> None:
-        super().__init__(model, "classification", **kwargs)
-        self.lossfunc = nn.BCEWithLogitsLoss(reduction="sum")
 
 
 def _slopes(logits: Tensor, y: Tensor) -> Seeds:

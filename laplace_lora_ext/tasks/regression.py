@@ -54,9 +54,6 @@ class Regression(Task):
         weights = logits.new_ones(num_samples, len(logits))
         return Seeds(vectors, weights / num_samples**0.5)
 
-    def empirical_seeds(self, logits: Tensor, y: Tensor) -> Seeds:
-        return Seeds((logits - y)[None], logits.new_ones(1, len(logits)))
-
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return (logits - y).square().sum() / 2
 

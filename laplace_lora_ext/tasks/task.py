@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from laplace.curvature import CurvatureInterface
 from torch import Tensor
 
 from laplace_lora_ext.draws import Draws
@@ -45,6 +44,11 @@ class Seeds(NamedTuple):
         """Multiply to the columns `w v` themselves, `(S, B, C)`."""
         return self.vectors * self.weights[..., None]
 
+    def fisher(self) -> Tensor:
+        """Sum the columns' outer products, `(B, C, C)`."""
+        columns = self.dense()
+        return torch.einsum("sbc,sbk->bck", columns, columns)
+
 
 def scaled_seeds(columns: Tensor, over: tuple[int, ...] = (2,)) -> Seeds:
     """Scale columns `(S, B, C)` to a largest entry of 1 over some dimensions."""
@@ -79,14 +83,14 @@ class LossOfLogits(Objective):
     model: LogitsModel
     task: Task
     y: Tensor
-    seeds: Callable[[Tensor, Tensor], Seeds]  # of logits and targets
+    seeds: Callable[[Tensor], Seeds]  # of logits
 
     def compute(self, batch: Any, own: Tensor | None = None) -> Tensor:
         return self.model(batch)
 
     def seeds_and_loss(self, outputs: Tensor) -> tuple[Seeds, Tensor]:
         y = self.task.check_targets(self.y, outputs)
-        return self.seeds(outputs, y), self.task.loss(outputs, y)
+        return self.seeds(outputs), self.task.loss(outputs, y)
 
 
 class Task:
@@ -224,21 +228,17 @@ class Task:
         """Compute slopes of the loss at targets that are drawn from the model."""
         raise NotImplementedError
 
-    def empirical_seeds(self, logits: Tensor, y: Tensor) -> Seeds:
-        """Compute slopes of the loss at the targets, one for each sample."""
-        raise NotImplementedError
-
     def objective(
         self,
         model: LogitsModel,
         y: Tensor,
-        seeds: Callable[[Tensor, Tensor], Seeds],
+        seeds: Callable[[Tensor], Seeds],
         numbers: Callable[[int], Tensor],
     ) -> Objective:
         """Choose what the passes of a batch with labels end in.
 
-        `seeds` takes logits and targets. `numbers` takes a number N of tokens, and
-        draws numbers `(S, N)` that choose among their labels.
+        `seeds` takes logits. `numbers` takes a number N of tokens, and draws numbers
+        `(S, N)` that choose among their labels.
         """
         return LossOfLogits(model, self, y, seeds)
 
@@ -298,13 +298,7 @@ class Task:
                 "config.problem_type if it is wrong."
             )
 
-    def backend(self, backend: type[CurvatureInterface]) -> type[CurvatureInterface]:
-        """Choose the class that computes this task's curvature."""
-        return backend
-
-    def backend_kwargs(
-        self, backend: type[CurvatureInterface], given: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def backend_kwargs(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Complete the user's options of a backend, and refuse unsuitable ones."""
         if self.has_tokens and given.get("kfac_approx", "gradient") != "gradient":
             raise NotImplementedError(

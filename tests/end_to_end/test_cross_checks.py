@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 import torch
 from laplace.curvature.asdl import AsdlGGN
-from laplace.curvature.backpack import BackPackEF, BackPackGGN
-from laplace.curvature.curvlinops import CurvlinopsEF, CurvlinopsGGN
+from laplace.curvature.backpack import BackPackGGN
+from laplace.curvature.curvlinops import CurvlinopsGGN
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
+from laplace_lora_ext.curvature.backend import LowRankKronGGN
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block, LinearRows
 from laplace_lora_ext.passes.recorder import Recorder
@@ -27,7 +27,7 @@ def linear_net() -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-def ours(backend: type, X: Tensor, y: Tensor, likelihood: str = "classification"):
+def ours(X: Tensor, y: Tensor, likelihood: str = "classification"):
     """Compute a loss and low-rank Kronecker factors of a batch."""
     net = linear_net()
     # Blocks as they are found in a model, of layers that no adapter has made.
@@ -41,7 +41,7 @@ def ours(backend: type, X: Tensor, y: Tensor, likelihood: str = "classification"
         )
         for site, layer in zip(("down", "up"), net, strict=True)
     )
-    curvature = backend(
+    curvature = LowRankKronGGN(
         net,
         likelihood,
         recorder=Recorder(LogitsModel(net), [down, up]),
@@ -75,23 +75,6 @@ def test_ggn_of_a_linear_net_without_positions(rival, likelihood):
     X, y = data(likelihood)
     theirs = rival(linear_net(), likelihood)
     their_loss, their_H = theirs.kron(X, y, N=len(X))
-    loss, H = ours(LowRankKronGGN, X, y, likelihood)
+    loss, H = ours(X, y, likelihood)
     assert_near(loss, their_loss)
     assert_near(H.decompose().to_matrix(), their_H.to_matrix())
-
-
-def test_empirical_fisher_of_a_linear_net():
-    X, y = data()
-    theirs = CurvlinopsEF(linear_net(), "classification")
-    _, their_H = theirs.kron(X, y, N=len(X))
-    _, H = ours(LowRankKronEF, X, y)
-    assert_near(H.decompose().to_matrix(), their_H.to_matrix())
-
-
-def test_empirical_fisher_of_one_example():
-    """Its Kronecker form is exact, so that its diagonal is BackPACK's."""
-    X, y = data()
-    theirs = BackPackEF(linear_net(), "classification")
-    _, diagonal = theirs.diag(X[:1], y[:1])
-    _, H = ours(LowRankKronEF, X[:1], y[:1])
-    assert_near(H.decompose().diag(), diagonal)

@@ -289,8 +289,8 @@ def test_statistics_of_contrasts_predict_as_a_batch_does(la, n_contrasts, prior)
 def test_statistics_take_as_many_numbers_as_there_are_contrasts():
     # So unsure that it needs all of its classes.
     unsure = with_classes(n_classes=60, sure=1.0)
-    n_leading = len(unsure.H.spectrum.leading)
-    n_remaining = len(unsure.H.spectrum.remaining)
+    n_leading = unsure.H.spectrum.n_leading
+    n_remaining = len(unsure.H.spectrum.values) - n_leading
     for n_contrasts, most in [(None, MOST), (2, 2)]:
         unsure.n_contrasts = n_contrasts
         statistics = unsure.predictive_statistics(batches_of(60))

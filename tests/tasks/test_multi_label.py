@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, kl_divergence
-from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.testing import assert_close
 from transformers import Trainer
 
@@ -18,14 +17,8 @@ import laplace_lora_ext
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.plots import outcomes
 from laplace_lora_ext.tasks import TASKS
-from tests.support.dense import curvature_of, exact_ggn, full_rank, jacobians
-from tests.support.labels import (
-    LABELS,
-    InTwoColumns,
-    bernoulli_fisher,
-    in_two_classes,
-    several_labels,
-)
+from tests.support.dense import curvature_of, full_rank
+from tests.support.labels import LABELS, InTwoColumns, in_two_classes, several_labels
 from tests.support.models import (
     Batch,
     OfMapping,
@@ -38,7 +31,7 @@ from tests.support.models import (
     real_targets,
     without_labels,
 )
-from tests.support.posteriors import generator, make, sizes
+from tests.support.posteriors import generator, make
 from tests.support.trainers import trainer_of
 
 MULTI_LABEL = "multi_label_classification"
@@ -140,21 +133,6 @@ def test_a_label_is_predicted_as_two_classes(structure, n_labels, prior_precisio
         # The wrapper's examples are the labels, text by text.
         expected = of_yes.reshape(3, n_labels)
         assert_close(p, expected, **SAME)
-
-
-def test_the_hosts_kron_is_exact_for_a_single_example():
-    model = plain_model()
-    X, y = four_inputs()[:1], LABELS[:1].double()
-    la = make(model, "kron", MULTI_LABEL)
-    la.fit([(X, y)])
-    f = model(X).detach()
-    loss = binary_cross_entropy_with_logits(f, y, reduction="sum")
-    assert_close(la.loss, loss, **SAME)
-    H = exact_ggn(jacobians(model, X), bernoulli_fisher(f))
-    found = curvature_of(la)
-    for part in torch.arange(len(H)).split(sizes(la)):
-        block = slice(part[0], part[-1] + 1)
-        assert_close(found[block, block], H[block, block], **SAME)
 
 
 def test_decisions_are_those_of_two_classes():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, nll_loss, one_hot
+from torch.nn.functional import cross_entropy, nll_loss
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 import laplace_lora_ext
 import laplace_lora_ext.passes.parts as passes_in_parts
 from laplace_lora_ext import Moments, plots
-from laplace_lora_ext.curvature.backend import LowRankKronEF
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.passes.recorder import _Jacobians
 from tests.support.dense import (
@@ -27,7 +26,6 @@ from tests.support.dense import (
     full_rank,
     glm_covariance,
     gradient_blocks,
-    gradient_curvature,
     lora_weights,
     softmax_fisher,
     unpadded,
@@ -177,19 +175,6 @@ def test_curvature_evidence_and_covariances_are_exact(kind, structure):
     assert_close(moments.f_var, covariances, **EXACT)
 
 
-def test_the_empirical_fisher_sums_over_labelled_tokens():
-    data = batches()
-    model = token_classifier()
-    settings = full_rank("lowrank_kron")
-    la = make(model, "lowrank_kron", TOKENS, backend=LowRankKronEF, **settings)
-    la.fit(data)
-    tokens = tokens_of(model, data)
-    slopes = tokens.f.softmax(-1) - one_hot(tokens.y, N_CLASSES)
-    of_labels = torch.einsum("nc,nk->nck", slopes, slopes)
-    expected = gradient_curvature(model, tokens.Js, of_labels)
-    assert_close(la.H.to_matrix(), expected, rtol=1e-8, atol=1e-10)
-
-
 def test_pictures_of_labels_of_tokens_are_refused():
     la = fitted()
     for draw in (plots.reliability, plots.risk_coverage, plots.entropies):
@@ -224,7 +209,7 @@ def test_drawn_labels_are_the_same_whatever_the_batch():
 def test_signs_are_drawn_by_default_and_take_two_passes():
     """A text costs its passes once for all of its tokens."""
     backend = fitted(**full_rank()).backend
-    seeds = backend.seeds(torch.zeros(5, N_CLASSES), torch.zeros(1, 5))
+    seeds = backend.seeds(torch.zeros(5, N_CLASSES))
     assert seeds.vectors.shape == (2, 5, N_CLASSES)
 
 
