@@ -8,6 +8,9 @@ from scipy.stats import mannwhitneyu
 from torch import Tensor
 
 from laplace_lora_ext.metrics import N_BINS, quality
+from laplace_lora_ext.predictive.review import review
+
+ACCURACY = 0.95  # that a queue promises of what it decides alone
 
 # (texts,) by their names; the higher, the more doubtful.
 Signs = Mapping[str, Tensor]
@@ -31,6 +34,28 @@ def quality_with_aurc(probabilities: Tensor, labels: Tensor) -> dict[str, float]
     figures = quality(probabilities, labels)
     figures["aurc"] = aurc(sign, wrong=predicted != labels)
     return figures
+
+
+def queue(probabilities: Tensor, labels: Tensor) -> dict[str, float | None]:
+    """Divide texts as a queue does, by their own probabilities.
+
+    The share at the promise is what is decided alone; the gap is its realised accuracy
+    less the promise, None where it is empty. The share at the realised accuracy is what
+    could be decided alone if the labels were known.
+    """
+    divided = review(probabilities, ACCURACY)
+    is_right = (divided.labels == labels).double()
+    surest_first = is_right[divided.order.flip(0)]
+    n_texts = torch.arange(1, len(labels) + 1)
+    is_enough = surest_first.cumsum(0) / n_texts >= ACCURACY
+    gap = None
+    if divided.decided.any():
+        gap = is_right[divided.decided].mean().item() - divided.promise
+    return {
+        "share_at_promise": divided.share,
+        "gap": gap,
+        "share_at_realised": (is_enough * n_texts).max().item() / len(labels),
+    }
 
 
 def shift_detection(test: Signs, shifted: Signs) -> dict[str, Any]:

@@ -112,15 +112,16 @@ class Stages(SeveralSeeds):
     )
     no_students: bool = option(False, "leave out students and learnt variances")
     rivals: tuple[str, ...] = option(
-        (), "methods of `calibration` to measure on the ordinary training, too"
+        (),
+        "methods of `calibration` to measure on the ordinary training, too",
+        nargs="*",
     )
-
-
-@dataclass(frozen=True)
-class Review(SeveralSeeds):
-    """Queues: what is decided alone, and how often that is wrong: minutes a seed."""
-
-    accuracy: float = option(0.95, "of what is decided alone")
+    posteriors: tuple[str, ...] = option(
+        (),
+        "posteriors of the list to measure in stages, too: held-out texts choose for "
+        "them as for ours",
+        nargs="*",
+    )
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,7 @@ class Tests:
             "regret": prediction.regret,
             **costs.figures(),
             **metrics.quality_with_aurc(test, labels),
+            **metrics.queue(test, labels),
             "reliability": metrics.reliability(test, labels),
             "shifted": shifted,
         }

@@ -15,12 +15,23 @@ from benchmarks.report import (
     Frame,
     Result,
     Row,
+    as_frame,
     label,
     records,
     table,
 )
 
-MEASURES = ("nll", "ece", "brier", "aurc", "shift_nll", "shift_ece", "auroc")
+MEASURES = (
+    "nll",
+    "ece",
+    "brier",
+    "aurc",
+    "share_at_realised",
+    "shift_nll",
+    "shift_ece",
+    "auroc",
+)
+QUEUES = ("share_at_promise", "gap", "share_at_realised")  # see `metrics.queue`
 SIGNS = (
     "entropy",
     "maximum",
@@ -53,6 +64,14 @@ GOALS = (
 )
 
 
+QUEUE_EXPLAINED = (
+    "Queues decide those texts alone whose mean probability is 0.95, their promise. "
+    "The gap is the realised accuracy less the promise: over tasks and seeds in the "
+    "mean, and the farthest from 0. The last column is what could be decided alone at "
+    "a realised accuracy of 0.95, if the test labels were known."
+)
+
+
 def _temperature(members: int = 1) -> Keys:
     """Return what stages are measured against: their models at a temperature."""
     return Keys(f"staged_map_{members}", "held_out_temperature")
@@ -65,7 +84,6 @@ STAGED = Keys("staged_1", "held_out", LINK)
 SHOWN = (
     Keys("map"),
     Keys("lowrank_kron", "validation_elsewhere", LINK),
-    Keys("staged_1_head", "held_out", LINK),
     *(_temperature(count) for count in COUNTS),
     *(Keys(f"staged_{count}", "held_out", LINK) for count in COUNTS),
 )
@@ -73,9 +91,6 @@ SHOWN = (
 
 def rivals_of(keys: Keys) -> Iterator[Keys]:
     """Yield what a method is measured against, of the same texts and trainings."""
-    if keys.method.endswith("_head"):
-        # What a head adds is seen beside the same posterior without it.
-        yield keys._replace(method=keys.method.removesuffix("_head"))
     members = re.search(r"^staged_(?:map_)?(\d+)", keys.method)
     count = int(members[1]) if members else 1
     if keys == _temperature(count):
@@ -110,6 +125,7 @@ def run(options: Evidence) -> Iterator[Result]:
         "goals": goals,
         "auroc": records(signs),
         "nll": records(sizes),
+        "queues": queues_of(shown),
     }
     of_all = compared["task"] == ALL_TASKS
     of_stages = compared["keys"] == spelt(STAGED)
@@ -121,6 +137,8 @@ def run(options: Evidence) -> Iterator[Result]:
         table_of(compared[of_stages & ~of_all], TASK, MEASURES, "+.3f"),
         GOALS,
         table(goals),
+        QUEUE_EXPLAINED,
+        table(figures["queues"]),
         f"All methods of each task are in {ROWS}.",
     ]
     options.output.mkdir(parents=True, exist_ok=True)
@@ -164,7 +182,7 @@ def read_all(folders: Sequence[Path]) -> Frame:
     """Read a row for each method, task and seed, once: MAP may be in several runs."""
     rows = pd.DataFrame([row for folder in folders for row in read(folder)])
     # What was not measured is None, and in a column of numbers NaN: averages skip it.
-    numbers = dict.fromkeys(["chosen", *MEASURES, *SIGNS], float)
+    numbers = dict.fromkeys(["chosen", *MEASURES, *QUEUES, *SIGNS], float)
     return rows.astype(numbers).drop_duplicates([*RUN, "keys"])
 
 
@@ -194,6 +212,7 @@ def read(folder: Path) -> Iterator[Row]:
             "shift_nll": _mean(of_known_classes, "nll"),
             "shift_ece": _mean(of_known_classes, "ece"),
             "auroc": _mean(foreign, "shift_auroc"),
+            **{name: row.get(name) for name in QUEUES},
             **signs,
         }
 
@@ -260,6 +279,26 @@ def _with_error(mean: float | None, error: float | None, style: str) -> str:
     return f"{written} ± {error:.3f}"
 
 
+def queues_of(rows: Frame) -> list[Row]:
+    """Average what methods decide alone, over tasks; of the gap show the worst too."""
+    queues = []
+    for name, of_method in rows.groupby("name", sort=False):
+        of_tasks = of_method.groupby(TASK)[list(QUEUES)].mean()
+        means = of_tasks.mean()
+        known = of_method["gap"].dropna()
+        queues.append(
+            {
+                "name": name,
+                "tasks": len(of_tasks),
+                "share_at_promise": means["share_at_promise"],
+                "mean_gap": means["gap"],
+                "worst_gap": max(known, key=abs, default=None),
+                "share_at_realised": means["share_at_realised"],
+            }
+        )
+    return records(as_frame(queues))
+
+
 def overconfident_tasks(rows: Frame) -> pd.MultiIndex:
     """Find the tasks whose trained model is surer than it is right.
 
@@ -268,7 +307,7 @@ def overconfident_tasks(rows: Frame) -> pd.MultiIndex:
     """
     of_model = _means_of_tasks(rows, STAGED_MAP)
     tempered = _means_of_tasks(rows, _temperature(1))
-    both = of_model.join(tempered, rsuffix="_tempered")
+    both = of_model.join(tempered.add_suffix("_tempered"))
     is_lower = both["ece_tempered"] < both["ece"]
     is_above_1 = both["chosen_tempered"] > 1
     return both[is_lower & is_above_1].index

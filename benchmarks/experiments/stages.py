@@ -30,7 +30,7 @@ from benchmarks.fine_tuning import (
 )
 from benchmarks.held_out import HELD, HELD_OUT, held_out
 from benchmarks.measuring import processor_clock
-from benchmarks.methods import CALIBRATED, METHODS
+from benchmarks.methods import CALIBRATED, METHODS, POSTERIORS
 from benchmarks.methods.mahalanobis import distances, hidden_states
 from benchmarks.methods.members import (
     Member,
@@ -39,9 +39,16 @@ from benchmarks.methods.members import (
     temperature_of,
     with_temperature,
 )
-from benchmarks.methods.method import Loaders, Method, find_methods, labels_of
+from benchmarks.methods.method import (
+    Loaders,
+    Method,
+    Posterior,
+    find_methods,
+    fit_temperature,
+    labels_of,
+)
 from benchmarks.methods.posteriors import LINK, lowrank_kron, probabilities
-from benchmarks.methods.priors import Prediction, Prior
+from benchmarks.methods.priors import Prediction, Prior, geometric_mean
 from benchmarks.methods.students import predict_with_student, tempered
 from benchmarks.models import AdaptedModel
 from benchmarks.options import SeveralSeeds, Stages
@@ -49,7 +56,6 @@ from benchmarks.report import Result, Row, say
 from benchmarks.training import Recipe, Records, Smoothed
 from laplace_lora_ext import LoRALaplace, LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import negative_log_likelihood
-from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.models.adapters import active_again, find_peft_model
 from laplace_lora_ext.predictive.posterior import Hyperparameters
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
@@ -82,21 +88,14 @@ HELD_OUT_TEXTS = Prior("held_out", "held-out texts")
 PRIOR_ALONE = Prior("held_out_prior", "held-out texts, no scale of the logits")
 VALIDATION = Prior("validation", "validation")
 ELSEWHERE = Prior("validation_elsewhere", "second training")
-# Copies of the training texts in which some tokens are those of others.
-SWAPPED = "swapped"
-TAUGHT_BY = {
-    None: Prior("training_texts", "training texts"),
-    SWAPPED: Prior("swapped", "training texts and swapped copies"),
-}
-# Members of a mixture that teaches: every student has to be trained, and those of two
-# members tell already whether a mixture can teach.
-MOST_TAUGHT = 2
+# What `amortize` and `distill` read by default.
+SWAPPED = Prior("swapped", "training texts and swapped copies")
+# Labels of texts that nobody trains on, for a temperature of the model that has all.
+MORE_LABELS = (100, 500)
 
 TEMPERATURE_SCALING = Method("temperature_scaling", "Temperature scaling")
 SECOND_MIXTURE = Method("second_mixture", "Mixture of two")
-LOWRANK_KRON_HEAD = Method("lowrank_kron_head", "lowrank_kron with the head")
 STAGED = Method("staged_1", "In stages")
-STAGED_HEAD = Method("staged_1_head", "In stages, lowrank_kron with the head")
 LABEL_SMOOTHING = Method("label_smoothing", "Label smoothing in stages")
 
 
@@ -106,7 +105,12 @@ def run(options: Stages) -> Iterator[Result]:
     for seed in options.seeds:
         pretrained = prepare(options, seed)
         trial = Trial(
-            pretrained, options, seed, not options.no_students, options.rivals
+            pretrained,
+            options,
+            seed,
+            has_students=not options.no_students,
+            rivals=find_methods(CALIBRATED, options.rivals),
+            posteriors=find_methods(POSTERIORS, options.posteriors),
         )
         # Each part begins when the one before it has been reported.
         parts = (
@@ -121,14 +125,6 @@ def run(options: Stages) -> Iterator[Result]:
             yield figures_of(pretrained, rows), [*words, EXPLAINED]
     first = [row for row in rows if row["seed"] == options.seeds[0]]
     report.draw_reliability(shown(first), options.output / "reliability.png")
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Posteriors around the same weights: over those of LoRA, and over a head's too."""
-
-    lora: Member
-    with_head: tuple[Member, ...]  # one for the first member of an encoder
 
 
 @dataclass(frozen=True)
@@ -150,11 +146,13 @@ class Trial:
         options: SeveralSeeds,
         seed: int,
         has_students: bool = False,
-        rivals: Collection[str] = (),
+        rivals: Collection[Method] = (),
+        posteriors: Sequence[Posterior] = (),
     ) -> None:
         self.pretrained = pretrained
-        self.rivals = rivals
         self.has_students = has_students
+        self.rivals = rivals
+        self.posteriors = posteriors
         self.options = options
         self.seed = seed
         self.records = pretrained.data[TRAIN]
@@ -169,8 +167,7 @@ class Trial:
     def ordinary(self) -> Iterator[Row]:
         """Train as usual, and a second time with a fifth of the texts held out."""
         model = fine_tune(self.pretrained, self.records, self.seed)
-        trained = self._trained(model.model, self.records, self.loaders)
-        member = trained.lora
+        member = self._fitted(model.model, self.records, self.loaders)
         self.seconds = self._seconds_of(model, member)
         other = self._second_training(model.model, member)
         yield self.tests.row(
@@ -178,6 +175,7 @@ class Trial:
             self._with_distances(model, predict_maps([member], self.loaders)),
             self._costs_of_maps(1, trainings=1),
         )
+        yield from self._with_more_labels(model, member)
         temperature = self._temperature([other])
         # The second training alone: its held-out texts are the validation texts of its
         # own model.
@@ -192,11 +190,6 @@ class Trial:
             self._costs_of_maps(1, trainings=BOTH_TRAININGS),
         )
         yield from self._after_second_training(METHODS["lowrank_kron"], member, other)
-        for with_head in trained.with_head:
-            other_with_head = self._second_fit(model.model, with_head, other)
-            yield from self._after_second_training(
-                LOWRANK_KRON_HEAD, with_head, other_with_head
-            )
         # Both trainings have been paid for: here both predict.
         chosen = member.la.hyperparameters
         mixture = Posteriors([member, other], [chosen, chosen])
@@ -209,10 +202,27 @@ class Trial:
 
     def of_rivals(self) -> Iterator[Row]:
         """Measure methods of the list that are asked for, on the ordinary training."""
-        rivals = find_methods(CALIBRATED, self.rivals)
-        for rows in measured(self.pretrained, self.seed, rivals) if rivals else ():
+        if not self.rivals:
+            return
+        for rows in measured(self.pretrained, self.seed, self.rivals):
             # MAP, which is the unit of costs, has a row already.
             yield from (row for row in rows if row["method"] != "map")
+
+    def _with_more_labels(self, model: AdaptedModel, member: Member) -> Iterator[Row]:
+        """Measure the model at temperatures of more labelled texts, where there are."""
+        for count in MORE_LABELS:
+            examples = self.pretrained.task.further[:count]
+            if len(examples) < count:
+                return
+            records = self.pretrained.records(examples)
+            logits = model.logits(self.pretrained.prediction_loader(records))
+            temperature = fit_temperature(logits, labels_of(records))
+            prior = Prior(f"further_{count}", f"{count} more labels")
+            yield self.tests.row(
+                TEMPERATURE_SCALING,
+                predict_maps([member], self.loaders, prior, temperature),
+                self._costs_of_maps(1, trainings=1),
+            )
 
     def _seconds_of(self, model: AdaptedModel, member: Member) -> Seconds:
         """Time predictions by a model itself, and by the posterior around it."""
@@ -247,30 +257,12 @@ class Trial:
             self.train(model, list(examples), FIRST_STAGE, 1)
             return model
 
-        second = self._chosen_by(member, train)
-        return self._with_statistics(second, {**self.held_loaders, **self.loaders})
-
-    def _second_fit(self, model: Any, member: Member, other: Member) -> Member:
-        """Choose the prior precision of another posterior by the same second training.
-
-        What is returned knows the held-out texts alone.
-        """
-
-        def train(_: Any) -> Any:
-            # It is trained already, by the adapter that the other posterior is over.
-            model.set_adapter(other.la.blocks[0].adapter)
-            return model
-
-        second = self._chosen_by(member, train)
-        return self._with_statistics(second, self.held_loaders)
-
-    def _chosen_by(self, member: Member, train: Callable[[Any], Any]) -> Any:
-        """Choose a posterior's prior by that of what `train` makes; return it."""
         history = member.la.optimize_prior_precision(
             method="second_training", train=train, train_loader=self.batches
         )
         (second,) = history.posteriors
-        return second
+        assert isinstance(second, LowRankKronLoRALaplace)  # as the member is
+        return self._with_statistics(second, {**self.held_loaders, **self.loaders})
 
     def _with_distances(
         self, model: AdaptedModel, prediction: Prediction
@@ -299,35 +291,71 @@ class Trial:
         for number in range(1, most):
             adapters.append(self._add_member(model, number))
 
-        def stage(records: Records, share: float, loaders: Loaders) -> list[Trained]:
-            of_members = []
+        def stage(records: Records, share: float, loaders: Loaders) -> list[Member]:
+            members = []
             for number, activate in enumerate(adapters):
                 activate()
                 self.train(model, records, share, number)
-                of_members.append(self._trained(model, records, loaders, number))
-            return of_members
+                members.append(self._fitted(model, records, loaders))
+            adapters[0]()
+            return members
 
-        trained = stage(self.rest, FIRST_STAGE, self.held_loaders)
-        heads = trained[0].with_head
-        firsts = [each.lora for each in trained]
+        firsts = stage(self.rest, FIRST_STAGE, self.held_loaders)
         # The second stage changes the weights that these posteriors are around.
         choices = {count: self._choices(firsts[:count]) for count in counts}
         without_scale = [self._prior_alone(firsts[0])]
-        of_heads = [self._choices([head]).hyperparameters for head in heads]
-        trained = stage(self.records, SECOND_STAGE, self.loaders)
-        seconds = [each.lora for each in trained]
+        of_others = [self._chosen_for(other, model) for other in self.posteriors]
+        seconds = stage(self.records, SECOND_STAGE, self.loaders)
         for count in counts:
             yield from self._staged(firsts[:count], seconds[:count], choices[count])
         # What the scale of the logits adds is seen beside the same without it.
         yield from self._posterior_in_stages(
             STAGED, PRIOR_ALONE, firsts[:1], seconds[:1], without_scale
         )
-        for first, second, chosen in zip(
-            heads, trained[0].with_head, of_heads, strict=True
-        ):
-            yield from self._posterior_in_stages(
-                STAGED_HEAD, HELD_OUT_TEXTS, [first], [second], chosen
+        for other, chosen in zip(self.posteriors, of_others, strict=True):
+            yield self._other_in_stages(other, model, chosen)
+
+    def _built(self, method: Posterior, model: Any, records: Records) -> LoRALaplace:
+        """Fit a posterior of the list to texts that its model was trained on."""
+        say(self.options, f"Seed {self.seed}: {method.title} in stages")
+        la = method.build(AdaptedModel(model, self.pretrained.class_token_ids))
+        la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)
+        return la
+
+    def _chosen_for(self, method: Posterior, model: Any) -> Hyperparameters:
+        """Let held-out texts choose for a posterior of the list, as for ours."""
+        la = self._built(method, model, self.rest)
+        la.optimize_prior_precision(
+            method="gridsearch", val_loader=self.held_loaders[HELD], link_approx=LINK
+        )
+        return la.hyperparameters
+
+    def _other_in_stages(
+        self, method: Posterior, model: Any, chosen: Hyperparameters
+    ) -> Row:
+        """Measure a posterior of the list around the weights of both stages."""
+        started = self.clock()
+        la = self._built(method, model, self.records)
+        la.hyperparameters = chosen
+        fit_seconds = self.clock() - started
+        predicted = {}
+        started = self.clock()
+        for name, loader in self.loaders.items():
+            predicted[name] = torch.cat(
+                [probabilities(la, batch, LINK) for batch in loader]
             )
+            if name == TEST:
+                predict_seconds = self.clock() - started
+        prior_precision = geometric_mean(chosen.prior_precision)
+        prediction = Prediction(predicted, HELD_OUT_TEXTS, LINK, chosen=prior_precision)
+        costs = Costs(
+            predict_seconds=predict_seconds,
+            forward_passes=predict_seconds / self.seconds.bare,
+            fit_seconds=fit_seconds,
+            trainings=FIRST_STAGE + SECOND_STAGE,
+        )
+        named = Method(f"staged_{method.key}", f"{method.title} in stages")
+        return self.tests.row(named, prediction, costs)
 
     def by_recipes(self, first: Recipe | None, second: Recipe | None) -> Iterator[Row]:
         """Train one member in stages, each by a recipe of its own."""
@@ -380,48 +408,21 @@ class Trial:
         yield from self._posterior_in_stages(
             posteriors, HELD_OUT_TEXTS, firsts, members, chosen
         )
-        if count <= MOST_TAUGHT and self.has_students:
-            las = [member.la for member in members]
-            la = stages.joined(stages.with_choice(las, choice))
-            fit_seconds = sum(member.seconds for member in (*firsts, *members))
-            yield from self._taught(la, posteriors, trainings, fit_seconds)
-            if count == 1:
-                teach = partial(distill, tempered(las[0], temperature))
-                method = Method(maps.key, "In stages, temperature")
-                yield self._student(
-                    la, teach, SWAPPED, method, trainings, fit_seconds=0.0
-                )
+        if count == 1 and self.has_students:
+            la = stages.with_choice([member.la for member in members], choice)[0]
+            fit_seconds = firsts[0].seconds + members[0].seconds
+            yield self._amortized(la, trainings, fit_seconds)
+            yield self._student(la, la.distill, posteriors, trainings, fit_seconds)
+            # What a temperature teaches, in the posterior's place.
+            teach = partial(distill, tempered(members[0].la, temperature))
+            method = Method(maps.key, "In stages, temperature")
+            yield self._student(la, teach, method, trainings, fit_seconds=0.0)
 
-    def _taught(
-        self,
-        la: LoRALaplace | LaplaceMixture,
-        method: Method,
-        trainings: float,
-        fit_seconds: float,
-    ) -> Iterator[Row]:
-        """Measure what a posterior or a mixture teaches: variances, and students."""
-        # One member shows what the texts without labels are good for; two take them for
-        # granted.
-        taught_by = (None, SWAPPED) if len(la.members) == 1 else (SWAPPED,)
-        for unlabelled in taught_by:
-            yield self._amortized(la, unlabelled, method, trainings, fit_seconds)
-            yield self._student(
-                la, la.distill, unlabelled, method, trainings, fit_seconds
-            )
-
-    def _amortized(
-        self,
-        la: LoRALaplace | LaplaceMixture,
-        unlabelled: str | None,
-        method: Method,
-        trainings: float,
-        fit_seconds: float,
-    ) -> Row:
-        """Learn the variances of a posterior or a mixture, and predict in one pass."""
-        taught_by = unlabelled or "its texts"
-        say(self.options, f"Seed {self.seed}: {method.title}, taught by {taught_by}")
+    def _amortized(self, la: LoRALaplace, trainings: float, fit_seconds: float) -> Row:
+        """Learn the variances of a posterior, and predict in one pass."""
+        say(self.options, f"Seed {self.seed}: {STAGED.title}, learning variances")
         started = self.clock()
-        la.amortize(self.batches, unlabelled=unlabelled)
+        la.amortize(self.batches)
         fit_seconds += self.clock() - started
 
         def predict(batch: Any) -> Tensor:
@@ -431,30 +432,29 @@ class Trial:
         predicted = {}
         for name, loader in self.loaders.items():
             predicted[name] = torch.cat([predict(batch) for batch in loader])
-        prediction = Prediction(predicted, TAUGHT_BY[unlabelled], LINK)
+        prediction = Prediction(predicted, SWAPPED, LINK)
         costs = Costs(
             predict_seconds=predict_seconds,
             forward_passes=predict_seconds / self.seconds.bare,
             fit_seconds=fit_seconds,
             trainings=trainings,
         )
-        named = Method(f"{method.key}_amortized", f"{method.title}, learnt variance")
+        named = Method(f"{STAGED.key}_amortized", f"{STAGED.title}, learnt variance")
         return self.tests.row(named, prediction, costs)
 
     def _student(
         self,
-        la: LoRALaplace | LaplaceMixture,
+        la: LoRALaplace,
         teach: Callable[..., str],
-        unlabelled: str | None,
         method: Method,
         trainings: float,
         fit_seconds: float,
     ) -> Row:
-        """Teach a new adapter what a posterior, mixture or temperature predicts."""
+        """Teach a new adapter what a posterior or a temperature predicts."""
         started = self.clock()
-        model = find_peft_model(la.members[0].model)  # that of all members
+        model = find_peft_model(la.model)
         taught = predict_with_student(
-            model, teach, self.pretrained, unlabelled, self.seed, self.loaders
+            model, teach, self.pretrained, self.seed, self.loaders
         )
         costs = Costs(
             # It is a model of the same size, and predicts by itself.
@@ -464,7 +464,7 @@ class Trial:
             trainings=trainings + STEPS,
         )
         named = Method(f"{method.key}_student", f"{method.title}, student")
-        return self.tests.row(named, Prediction(taught, TAUGHT_BY[unlabelled]), costs)
+        return self.tests.row(named, Prediction(taught, SWAPPED), costs)
 
     def smoothed(self, amounts: Sequence[float]) -> Iterator[Row]:
         """Train in stages with as much label smoothing as held-out texts prefer."""
@@ -533,25 +533,12 @@ class Trial:
             recipe,
         )
 
-    def _trained(
-        self, model: Any, records: Records, loaders: Loaders, number: int = 0
-    ) -> Trained:
-        """Fit posteriors to their models' training texts; with a head, the first."""
-        lora = self._fitted(model, records, loaders)
-        # What a head adds is asked of one posterior, and not of mixtures.
-        if number > 0 or not self.pretrained.has_head:
-            return Trained(lora, ())
-        with_head = self._fitted(model, records, loaders, modules_to_save=True)
-        return Trained(lora, (with_head,))
-
-    def _fitted(
-        self, model: Any, records: Records, loaders: Loaders, **keywords: Any
-    ) -> Member:
+    def _fitted(self, model: Any, records: Records, loaders: Loaders) -> Member:
         """Fit a posterior to the texts that its model was trained on."""
         say(self.options, f"Seed {self.seed}: fitting")
         started = self.clock()
         adapted = AdaptedModel(model, self.pretrained.class_token_ids)
-        la = lowrank_kron(adapted, **keywords)
+        la = lowrank_kron(adapted)
         la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)
         return self._with_statistics(la, loaders, self.clock() - started)
 

@@ -39,7 +39,6 @@ def predict_with_student(
     model: PeftModel,
     teach: Callable[..., str],
     pretrained: Pretrained,
-    unlabelled: str | None,
     seed: int,
     loaders: Loaders,
 ) -> Probabilities:
@@ -50,7 +49,7 @@ def predict_with_student(
     """
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(pretrained, model, seed, folder)
-        name = teach(trainer, unlabelled, "student")
+        name = teach(trainer, adapter_name="student")
     student = AdaptedModel(model, pretrained.class_token_ids)
     with own_adapter_back(model):
         model.set_adapter(name)

@@ -26,6 +26,7 @@ MISTYPED_WORDS = 0.5  # of those of four letters or more
 TEXTS_AN_INTENT = 10
 TEST_TEXTS_AN_INTENT = 30  # as many as CLINC150 has
 SHIFTED = 300
+FURTHER = 500
 # Many intents take more steps to be learnt by heart than the few classes of other
 # tasks.
 MANY_INTENTS = replace(ENCODER, steps=1200)
@@ -73,6 +74,7 @@ class Intents:
             train=drawn,
             test=tested,
             shifted=shifted,
+            further=draw_further(train, classes, drawn, random.Random(seed)),
         )
 
     def _is_known(self, row: Row) -> bool:
@@ -146,6 +148,21 @@ def draw_by_class(
         if of_class:
             examples.append(Example(of_class.pop(), label))
     return examples
+
+
+def draw_further(
+    rows: Sequence[Row],
+    classes: Sequence[str],
+    drawn: Sequence[Example],
+    generator: random.Random,
+) -> list[Example]:
+    """Draw labelled texts that are not drawn already, of all classes as they come."""
+    known = {example.text for example in drawn}
+    left = []
+    for row in rows:
+        if _intent(row) in classes and row["text"] not in known:
+            left.append(Example(row["text"], classes.index(_intent(row))))
+    return generator.sample(left, min(FURTHER, len(left)))
 
 
 DOMAIN_NAMES = (

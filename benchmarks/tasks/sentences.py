@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.models import encoder_folder
 from benchmarks.options import TextRun
 from benchmarks.tasks.balanced import ENCODER
-from benchmarks.tasks.intents import draw_by_class
+from benchmarks.tasks.intents import draw_by_class, draw_further
 from benchmarks.tasks.paper import read_from_folder
 from benchmarks.tasks.task import Example, Sizes, Task
 from benchmarks.training import Hyperparameters
@@ -53,7 +53,7 @@ class Sentences:
             is_prompt=False,
             train=drawn,
             test=tested[: sizes.test],
-            shifted={},
+            further=draw_further(train, classes, drawn, random.Random(seed)),
         )
 
 

@@ -30,6 +30,8 @@ class Task:
     train: Sequence[Example]
     test: Sequence[Example]
     shifted: Mapping[str, Sequence[Example]] = field(default_factory=dict)
+    # Labelled texts that nobody trains on, of all classes as they come.
+    further: Sequence[Example] = ()
     truncation_side: Side = "right"  # where a text is cut that is too long
 
     # A task's examples are all of one kind: the first tells which.

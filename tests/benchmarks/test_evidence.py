@@ -138,6 +138,28 @@ def test_figures_are_those_of_each_size_and_sign(finished):
     assert signs["mahalanobis"] is None
 
 
+def test_queues_are_averaged_over_tasks(tmp_path):
+    of_queue = {"share_at_promise": 0.5, "share_at_realised": 0.8}
+    for task, gaps in {"first": (0.02, -0.06), "second": (None, 0.01)}.items():
+        rows = []
+        for seed, gap in enumerate(gaps):
+            queue = {**of_queue, "gap": gap}
+            rows += [
+                row("staged_map_1", "held_out_temperature", seed, 1.0, **queue),
+                row("staged_1", "held_out", seed, 1.0, "mean_field", **queue),
+            ]
+            of_queue = {"share_at_promise": 0.1, "share_at_realised": 0.2}
+        save(rows, tmp_path / task, task)
+    runs = [tmp_path / "first", tmp_path / "second"]
+    finished = run(tmp_path / "out", "evidence", runs=runs)
+    (ours,) = rows_with(finished.figures["queues"], name=OURS)
+    assert ours["tasks"] == 2
+    assert ours["mean_gap"] == pytest.approx((-0.02 + 0.01) / 2)
+    assert ours["worst_gap"] == -0.06
+    assert ours["share_at_promise"] == pytest.approx((0.3 + 0.1) / 2)
+    assert ours["share_at_realised"] == pytest.approx((0.5 + 0.2) / 2)
+
+
 def test_all_rows_are_in_a_file(finished, folder):
     rows = pd.read_csv(folder / "out" / "evidence.csv")
     tables = [finished.figures[name] for name in ("differences", "auroc", "nll")]
@@ -156,7 +178,7 @@ def test_all_rows_are_in_a_file(finished, folder):
         (TEMPERED, []),
         (("staged_map_2", "held_out_temperature"), [TEMPERED]),
         (("staged_2_student", "swapped"), [("staged_map_2", "held_out_temperature")]),
-        (("staged_1_head", "held_out"), [("staged_1", "held_out"), TEMPERED]),
+        (("staged_kron", "held_out"), [TEMPERED]),
         (("label_smoothing", "held_out"), [TEMPERED]),
     ],
 )

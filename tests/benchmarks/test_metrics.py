@@ -8,7 +8,7 @@ from torch.nn.functional import one_hot
 from benchmarks.methods.mahalanobis import distances
 from benchmarks.methods.members import with_temperature
 from benchmarks.methods.priors import Prediction
-from benchmarks.metrics import quality_with_aurc, shift_detection, signs_of
+from benchmarks.metrics import quality_with_aurc, queue, shift_detection, signs_of
 from tests.support.posteriors import generator
 
 PROBABILITIES = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.3, 0.7]])
@@ -19,6 +19,18 @@ def test_risk_over_coverage_keeps_the_most_probable_texts_first():
     found = quality_with_aurc(PROBABILITIES, torch.zeros(3).long())
     # Of one, two and three texts.
     assert found["aurc"] == pytest.approx((0 + 1 / 2 + 1 / 3) / 3)
+
+
+def test_a_queue_keeps_what_it_promises_or_not():
+    sureness = torch.tensor([0.99, 0.93, 0.8, 0.6], dtype=torch.float64)
+    p = torch.stack([sureness, 1 - sureness], dim=1)
+    found = queue(p, torch.tensor([0, 0, 0, 1]))
+    # 0.99 and 0.93 promise 0.96, and all three no more than 0.907.
+    assert found["share_at_promise"] == 0.5
+    assert found["gap"] == pytest.approx(1 - 0.96)
+    assert found["share_at_realised"] == 0.75
+    none = queue(p[2:], torch.tensor([1, 1]))
+    assert none == {"share_at_promise": 0, "gap": None, "share_at_realised": 0}
 
 
 # --- what tells foreign texts ---------------------------------------------------------

@@ -1,10 +1,13 @@
 """The experiment on stages at its smallest: its mixtures are `in_stages`'s."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
 
 import laplace_lora_ext
+from benchmarks.experiments import stages
 from benchmarks.experiments.stages import Seconds, Trial
 from benchmarks.fine_tuning import (
     MEMBER_SEEDS,
@@ -14,11 +17,9 @@ from benchmarks.fine_tuning import (
     prepare,
     untrained,
 )
-from benchmarks.methods.method import labels_of
-from benchmarks.methods.priors import geometric_mean
+from benchmarks.methods.method import fit_temperature, labels_of
 from benchmarks.options import Stages
 from laplace_lora_ext.metrics import negative_log_likelihood
-from laplace_lora_ext.training.stages import add_member
 from tests.benchmarks.support import is_picture, rows_by, run, write_grammar
 
 
@@ -49,8 +50,6 @@ EXPECTED_ROWS = [
     ("staged_map_1", "held_out_temperature"),
     ("staged_1", "held_out"),
     ("staged_1", "held_out_tempered"),
-    ("staged_1_amortized", "training_texts"),
-    ("staged_1_student", "training_texts"),
     ("staged_1_amortized", "swapped"),
     ("staged_1_student", "swapped"),
     ("staged_map_1_student", "swapped"),
@@ -58,10 +57,10 @@ EXPECTED_ROWS = [
     ("staged_map_2", "held_out_temperature"),
     ("staged_2", "held_out"),
     ("staged_2", "held_out_tempered"),
-    ("staged_2_amortized", "swapped"),
-    ("staged_2_student", "swapped"),
     ("staged_1", "held_out_prior"),
     ("staged_1", "held_out_prior_tempered"),
+    ("staged_diag", "held_out"),
+    ("staged_kron", "held_out"),
     ("label_smoothing", "held_out"),
 ]
 OF_VARIANCES = {"epistemic_entropy", "summed_variance", "largest_variance"}
@@ -80,12 +79,14 @@ SIGNS = {
 
 def test_every_row_is_measured_and_every_training_is_shared(options, tmp_path):
     folder = tmp_path / "results"
-    finished = run(folder, "stages", **options, smoothing=[0.2])
+    command = "stages --posteriors diag kron"
+    finished = run(folder, command, **options, smoothing=[0.2])
     rows = rows_by(finished.figures["methods"], "method", "prior")
     assert list(rows) == EXPECTED_ROWS
     for keys, row in rows.items():
         assert 0 < row["nll"] < 10
         assert 0 <= row["aurc"] <= 1
+        assert 0 <= row["share_at_realised"] <= 1
         of_shifted = row["shifted"]["matplotlib"]
         signs = {"entropy", "maximum"} | SIGNS.get(keys, set())
         assert set(of_shifted["auroc"]) == signs
@@ -122,51 +123,46 @@ def of_encoder(tiny_models, tmp_path):
     }
 
 
-def test_a_head_takes_part_without_a_further_training(of_encoder, tmp_path):
-    command = "stages --no-students --smoothing"
+def test_posteriors_of_the_list_take_part_without_a_further_training(
+    of_encoder, tmp_path
+):
+    command = "stages --no-students --smoothing --posteriors lowrank_kron head"
     finished = run(tmp_path / "results", command, **of_encoder)
     rows = rows_by(finished.figures["methods"], "method", "prior")
     for method, _ in rows:
         assert "student" not in method
         assert "amortized" not in method
     assert ("label_smoothing", "held_out") not in rows
-    for method, prior in (
-        ("lowrank_kron", "validation_elsewhere"),
-        ("staged_1", "held_out"),
-    ):
-        alone = rows[method, prior]
-        with_head = rows[f"{method}_head", prior]
-        assert with_head["trainings"] == alone["trainings"]
-        assert (f"{method}_head", f"{prior}_tempered") in rows
+    # Ours by the list's way is ours.
+    ours = rows["staged_1", "held_out"]
+    by_list = rows["staged_lowrank_kron", "held_out"]
+    for figure in ("nll", "chosen", "trainings"):
+        assert by_list[figure] == pytest.approx(ours[figure], rel=1e-4)
+    assert rows["staged_head", "held_out"]["nll"] != ours["nll"]
     trainings = list((tmp_path / "cache").glob("fine-tuned-*.pt"))
     assert len(trainings) == 4  # as usual, a second time, and two stages
 
 
-def test_a_head_has_the_prior_of_the_same_second_training(of_encoder):
+def test_more_labels_choose_temperatures_of_the_model_that_has_all_texts(
+    of_encoder, monkeypatch
+):
+    monkeypatch.setattr(stages, "MORE_LABELS", (4, 8, 16))
     asked = Stages(quiet=True, **of_encoder)
     pretrained = prepare(asked, 0)
-    trial = Trial(pretrained, asked, 0)
+    # Half of those that are asked for last.
+    further = pretrained.task.test[:8]
+    task = replace(pretrained.task, further=further)
+    trial = Trial(replace(pretrained, task=task), asked, 0)
     rows = rows_by(list(trial.ordinary()), "method", "prior")
-    measured = rows["lowrank_kron_head", "validation_elsewhere"]
-
-    model = fine_tune(pretrained, pretrained.data[TRAIN], 0).model
-    batches = pretrained.loader(pretrained.data[TRAIN])
-    (with_head,) = trial._trained(model, pretrained.data[TRAIN], {}).with_head
-    assert "head" in {block.kind for block in with_head.la.blocks}
-    la = laplace_lora_ext.Laplace(model, "classification", modules_to_save=True)
-    la.fit(batches)
-
-    def train(examples):
-        transformers.set_seed(MEMBER_SEEDS)
-        add_member(model, 1)
-        trial.train(model, list(examples), 0.8, 1)
-        return model
-
-    la.optimize_prior_precision(
-        method="second_training", train=train, train_loader=batches
-    )
-    assert measured["chosen"] == pytest.approx(geometric_mean(la.prior_precision))
-    assert measured["nll"] == pytest.approx(nll_of(la, pretrained), rel=1e-5)
+    assert ("temperature_scaling", "further_4") in rows
+    assert ("temperature_scaling", "further_16") not in rows
+    model = fine_tune(pretrained, pretrained.data[TRAIN], 0)
+    records = pretrained.records(further)
+    logits = model.logits(pretrained.loader(records))
+    temperature = fit_temperature(logits, labels_of(records))
+    row = rows["temperature_scaling", "further_8"]
+    assert row["chosen"] == pytest.approx(temperature)
+    assert row["trainings"] == 1
 
 
 def nll_of(la, pretrained):
