@@ -173,6 +173,7 @@ def train_adapter(texts: Sequence[Text], folder: Path, seed: int) -> None:
         save_strategy="no",
         logging_strategy="no",
         report_to=[],
+        dataloader_pin_memory=False,  # asked for without an accelerator, a warning
         seed=seed,
     )
     trainer = trainer_with_bar(

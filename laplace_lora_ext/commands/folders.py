@@ -34,7 +34,7 @@ def write_student(loaded: Loaded, folder: Path, metadata: Mapping[str, Any]) -> 
         base = AutoModelForSequenceClassification.from_pretrained(
             name, config=config, dtype="auto"
         )
-    base.save_pretrained(folder / "base")
+        base.save_pretrained(folder / "base")
     loaded.batches.tokenizer.save_pretrained(folder / "base")
     adapter.base_model_name_or_path = str((folder / "base").resolve())
     adapter.save_pretrained(str(folder))
@@ -50,5 +50,6 @@ def write_merged(loaded: Loaded, adapter: str, folder: Path) -> None:
     """Write an ordinary model with a student's weights, and its tokenizer."""
     loaded.model.set_adapter(adapter)
     merged: Any = loaded.model.merge_and_unload()
-    merged.save_pretrained(folder)
+    with quiet():
+        merged.save_pretrained(folder)
     loaded.batches.tokenizer.save_pretrained(folder)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.utils import enable_progress_bars
 from peft import PeftConfig, PeftModel, TaskType, load_peft_weights
 from torch import Tensor, nn
 from transformers import (
@@ -169,13 +170,19 @@ def load(arguments: ModelArguments) -> Loaded:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let transformers print errors alone."""
+    """Let transformers print errors and downloads alone."""
     before = logging.get_verbosity()
+    has_bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    if has_bars:
+        logging.disable_progress_bar()
+        enable_progress_bars()  # of downloads, which may take minutes
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 def _answers(arguments: ModelArguments) -> list[str]:

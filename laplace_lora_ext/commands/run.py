@@ -7,11 +7,15 @@ import io
 import json
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from scipy.optimize import linear_sum_assignment
+from scipy.special import betainc
 from torch.utils.data import Dataset
+from torchmetrics.functional.classification import multiclass_confusion_matrix
 from tqdm import tqdm
 from transformers import TrainingArguments
 
@@ -36,9 +40,12 @@ from laplace_lora_ext.commands.verdict import (
     verdict,
 )
 from laplace_lora_ext.files import write_whole
-from laplace_lora_ext.plots import outcomes, predict_both
+from laplace_lora_ext.plots import Outcomes, outcomes, predict_both
 from laplace_lora_ext.predictive.predictions import Prediction
 from laplace_lora_ext.saving import FILE
+
+_ORDER = "Are --class_names in the order of the model's outputs?"
+_CHANCE = 1e-3  # of a better order by accident, above which nothing is said
 
 
 def calibrate(arguments: CalibrateArguments) -> None:
@@ -53,9 +60,7 @@ def calibrate(arguments: CalibrateArguments) -> None:
         try:
             la.fit(train, progress_bar=True)
         except UserWarning as error:
-            raise UsageError(
-                f"{error} Are --class_names in the order of the model's outputs?"
-            ) from error
+            raise UsageError(f"{error} {_ORDER}") from error
     la.metadata = loaded.metadata()
     if arguments.validation is None:
         la.optimize_prior_precision(
@@ -78,6 +83,7 @@ def calibrate(arguments: CalibrateArguments) -> None:
             "probabilities": results.prediction.probabilities,
             "labels": results.labels,
         }
+    _check_order(results, loaded.class_names)
     said = verdict(results, la.logit_scale)
     la.metadata |= {
         "temperature": results.temperature,
@@ -93,6 +99,27 @@ def calibrate(arguments: CalibrateArguments) -> None:
     print(f"On {la.metadata['measured_on']}:")
     print(as_text(HEADER, figures_of(results)))
     print(f"{UNITS}\n{said}\nThe posterior is in {folder / FILE}.")
+
+
+def _check_order(results: Outcomes, names: Sequence[str]) -> None:
+    """Refuse names in an order in which the trained model is right far less often."""
+    # How many texts of each label have each answer.
+    counts = multiclass_confusion_matrix(results.trained, results.labels, len(names))
+    labels, outputs = linear_sum_assignment(counts, maximize=True)
+    is_moved = outputs != labels
+    n_right = counts.diag()[is_moved].sum().item()
+    n_other = counts[labels, outputs][is_moved].sum().item()
+    # How likely it is so many times right by accident, of texts right in either order.
+    if not n_other or betainc(n_other, n_right + 1, 0.5) > _CHANCE:
+        return
+    n_all = counts.diag().sum().item()
+    n_texts = len(results.labels)
+    by_output = [names[label] for label in outputs.argsort().tolist()]
+    raise UsageError(
+        f"The trained model is right on {n_all / n_texts:.0%} of these texts, and "
+        f"would be on {(n_all - n_right + n_other) / n_texts:.0%} if its outputs were "
+        f"{', '.join(by_output)}. {_ORDER}"
+    )
 
 
 def predict(arguments: PredictArguments) -> None:
@@ -268,6 +295,7 @@ def distill(arguments: DistillArguments) -> None:
         seed=arguments.seed,
         save_strategy="no",
         report_to=[],
+        dataloader_pin_memory=False,  # asked for without an accelerator, a warning
     )
     trainer = trainer_with_bar(
         loaded.model,

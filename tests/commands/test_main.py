@@ -1,0 +1,78 @@
+"""Help, versions and errors of `laplace-lora`."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from laplace_lora_cli.main import COMMANDS, _parse, main
+from laplace_lora_ext.commands import loading
+from tests.support.commands import run
+
+
+@pytest.mark.parametrize("given", [[], ["predict", "--help"]])
+def test_help_imports_neither_torch_nor_the_package(given):
+    # Whoever asks for help waits for neither: they take seconds.
+    code = (
+        "import sys, contextlib\n"
+        "from laplace_lora_cli.main import main\n"
+        "with contextlib.suppress(SystemExit):\n"
+        f"    main({given!r})\n"
+        "print({'torch', 'laplace_lora_ext'} & sys.modules.keys())"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.splitlines()[-1] == "set()"
+
+
+def test_without_a_command_all_are_listed(capsys):
+    main([])
+    overview = capsys.readouterr().out
+    for name in COMMANDS:
+        assert f"  {name} " in overview
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_an_example(name, capsys):
+    with pytest.raises(SystemExit) as exit_of:
+        main([name, "--help"])
+    assert not exit_of.value.code
+    printed = capsys.readouterr().out
+    _, _, example = printed.partition("example:")
+    assert f"laplace-lora {name}" in example
+
+
+def test_help_tells_defaults_and_a_line_to_paste(capsys):
+    with pytest.raises(SystemExit):
+        main(["distill", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "three tenths; 3.0 by default" in words
+    assert "False" not in words
+    _, _, example = words.partition("example: laplace-lora ")
+    command, *given = example.split()
+    assert _parse(command, COMMANDS[command], given).adapter == "out/"
+
+
+def test_what_is_nearly_right_is_asked_about(capsys, options, refusal):
+    with pytest.raises(SystemExit):
+        main(["calibrates"])
+    assert "'calibrates': did you mean calibrate?" in capsys.readouterr().err
+    message = refusal("calibrate", bach_size=4, **options)
+    assert "--bach_size 4: did you mean --batch_size?" in message
+
+
+def test_the_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out.strip() == version("laplace-lora-ext")
+
+
+def test_debugging_shows_where_an_error_comes_from(options, monkeypatch, refusal):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(loading.Loaded, "new_posterior", fail)
+    assert "out of memory" in refusal("calibrate", **options)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run("calibrate --debug", **options)

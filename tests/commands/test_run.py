@@ -1,0 +1,191 @@
+"""What each command prints and writes."""
+
+import csv
+import math
+import re
+
+import pytest
+import torch
+from torch.nn.functional import one_hot
+
+from laplace_lora_ext.commands import run as commands
+from laplace_lora_ext.commands.texts import UsageError
+from laplace_lora_ext.plots import Outcomes
+from laplace_lora_ext.predictive.predictions import Prediction
+from laplace_lora_ext.saving import read_state, write_state
+from tests.support.commands import run
+from tests.support.saved_adapters import NAMES, read_rows, write_rows
+
+
+def test_a_calibration_prints_and_saves_a_verdict_beside_a_temperature(calibrated):
+    lines = calibrated.printed.splitlines()
+    assert (
+        lines[0] == "On 40 validation texts, which have chosen prior and temperature:"
+    )
+    names = [line.split("  ")[0] for line in lines[2:5]]
+    assert names == ["trained model", "temperature", "posterior"]
+    saved = read_state(calibrated.options["posterior"])["metadata"]
+    assert saved["class_names"] == list(calibrated.names)
+    assert saved["verdict"] == lines[6]
+    assert "85% of the answers are right" in saved["verdict"]
+    p = saved["held_out"]["probabilities"]
+    right = p.argmax(1) == saved["held_out"]["labels"]
+    assert right.double().mean() == 0.85
+    assert saved["temperature"] != 1
+    assert lines[-1].endswith("laplace_posterior.safetensors.")
+
+
+def test_without_validation_texts_agreement_chooses(options, refusal, capsys):
+    run("calibrate", **options)
+    assert "training texts" in capsys.readouterr().out
+    assert "exists" in refusal("calibrate", **options)
+    run("calibrate --overwrite", **options)
+
+
+def test_names_in_another_order_are_no_better_than_guessing(options, refusal):
+    message = refusal("calibrate", **(options | {"class_names": NAMES[::-1]}))
+    assert "Are --class_names in the order of the model's outputs?" in message
+    assert not options["output"].exists()
+
+
+def test_held_out_labels_in_another_order_are_refused(options, refusal, tmp_path):
+    held_out = write_rows(tmp_path / "held_out.jsonl", 20, n_wrong=20)
+    message = refusal("calibrate", validation=held_out, **options)
+    assert "right on 0% of these texts" in message
+    assert "100% if its outputs were air, plant. Are --class_names in the" in message
+
+
+def test_an_order_of_names_that_is_wrong_in_part_is_told():
+    labels = torch.arange(4).repeat(10)
+    answers = torch.tensor([0, 2, 1, 3])[labels]
+    trained = one_hot(answers).double()
+    results = Outcomes(trained, Prediction.of_draws(trained, trained[None]), labels)
+    with pytest.raises(UsageError, match=r"on 50% of .* on 100% .* were a, c, b, d"):
+        commands._check_order(results, "abcd")
+    few = Outcomes(trained[:4], results.prediction, labels[:4])
+    commands._check_order(few, "abcd")  # that may be chance
+
+
+def test_predictions_are_in_order_and_go_on_where_they_stopped(
+    calibrated, refusal, tmp_path, monkeypatch, capsys
+):
+    output = tmp_path / "predictions.jsonl"
+    options = {"data": calibrated.test, "output": output, **calibrated.options}
+    run("predict", batch_size=3, **options)
+    predicted = read_rows(output)
+    assert len(predicted) == 40
+    texts = read_rows(calibrated.test)
+    for number, (row, text) in enumerate(zip(predicted, texts, strict=True), start=1):
+        p = row["probabilities"]
+        assert list(p) == list(calibrated.names)
+        assert sum(p.values()) == pytest.approx(1)
+        assert row["label"] == max(p, key=p.__getitem__)
+        assert row["probability"] == max(p.values())
+        assert (row["id"], row["text"]) == (number, text["text"])
+        assert row["epistemic_entropy"] is None or row["epistemic_entropy"] > 0
+    assert "exists" in refusal("predict", **options)
+
+    # An interruption may leave a line unfinished.
+    lines = output.read_text().splitlines()
+    output.write_text("\n".join([*lines[:6], lines[6][:20]]))
+    run("predict --resume --all_columns", batch_size=3, **options)
+    again = read_rows(output)
+    assert again[6]["label"] == texts[6]["label"]  # a column of the data, and theirs
+    for row, before in zip(again, predicted, strict=True):
+        # Batches begin at other texts, and rounding is that of other paddings.
+        assert row["probability"] == pytest.approx(before["probability"], abs=1e-5)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "predict_both", interrupted)
+    output.unlink()
+    with pytest.raises(SystemExit) as exit_of:
+        run("predict", **options)
+    assert exit_of.value.code == 130
+    assert "go on with --resume" in capsys.readouterr().err
+
+
+def test_where_no_variance_was_chosen_nothing_is_said_of_doubt(calibrated, tmp_path):
+    folder = tmp_path / "posterior"
+    state = read_state(calibrated.options["posterior"])
+    state["prior_precision"] = torch.full_like(state["prior_precision"], 1e12)
+    state["logit_scale"] = 4 / 3
+    write_state(state, folder)
+    options = calibrated.options | {"posterior": folder, "data": calibrated.test}
+    run("predict", output=tmp_path / "lines.jsonl", **options)
+    for row in read_rows(tmp_path / "lines.jsonl"):
+        assert row["epistemic_entropy"] is None
+        # Of two classes, the scale is that of the log-odds.
+        before, after = (
+            math.log(p / (1 - p)) for p in (row["trained_model"], row["probability"])
+        )
+        assert after == pytest.approx(4 / 3 * before, rel=1e-3)
+    run("report", output=tmp_path / "report.html", **options)
+    document = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "the posterior is a temperature of 0.75" in document
+
+
+def test_learnt_variances_predict(calibrated, refusal, tmp_path):
+    options = {"data": calibrated.test, "output": tmp_path / "amortized.jsonl"}
+    by_default = calibrated.options | options
+    assert "calibrate with --amortize" in refusal("predict --amortized", **by_default)
+    kind = "class_names" if calibrated.names == NAMES else "answers"
+    learnt = {"adapter": calibrated.options["adapter"]}
+    run(
+        "calibrate --amortize",
+        train=calibrated.train,
+        validation=calibrated.test,
+        output=tmp_path,
+        **learnt,
+        **{kind: calibrated.names},
+    )
+    run("predict --amortized", posterior=tmp_path, **learnt, **options)
+    assert len(read_rows(options["output"])) == 40
+
+
+def test_a_queue_has_the_most_doubtful_first_and_says_what_is_proven(
+    calibrated, refusal, tmp_path, capsys
+):
+    output = tmp_path / "queue.csv"
+    options = {"data": calibrated.test, "output": output, **calibrated.options}
+    assert "--accuracy or --capacity" in refusal("review", **options)
+    run("review", capacity=30, **options)
+    printed = capsys.readouterr().out
+    assert "25% of 40 texts are decided alone" in printed
+    # Of texts that are the same, some are decided and some are not.
+    assert re.search(r"Of \d+ labelled texts decided alone", printed)
+    with output.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["decided_by"] for row in rows] == ["person"] * 30 + ["model"] * 10
+    sureness = [float(row["probability"]) for row in rows]
+    assert sureness == sorted(sureness)
+    assert " or " in rows[0]["reason"]
+    texts = read_rows(calibrated.test)
+    for row in rows:
+        assert texts[int(row["id"]) - 1]["text"] == row["text"]
+    # Texts of other labels prove something else.
+    other = write_rows(tmp_path / "other.jsonl", 20, calibrated.names, n_wrong=20)
+    run("review --overwrite", accuracy=0.1, test=other, costs=(1, 9), **options)
+    printed = capsys.readouterr().out
+    assert "promises a mean cost of" in printed
+    assert "Of 20 labelled texts decided alone" in printed
+    run("review --overwrite", capacity=100, **options)
+    printed = capsys.readouterr().out
+    assert "0% of 40 texts are decided alone" in printed
+    assert "Nothing is proven" in printed
+
+
+def test_a_student_needs_an_epoch(options, refusal):
+    assert "--epochs 0" in refusal("distill", epochs=0, **options)
+
+
+@pytest.mark.parametrize(
+    ("command", "data"), [("report", "data"), ("distill", "train")]
+)
+def test_mistakes_after_a_calibration(command, data, calibrated, refusal, tmp_path):
+    others = write_rows(tmp_path / "others.jsonl", 8, ("sea", "fire"))
+    right = {**calibrated.options, "output": tmp_path / "new", data: others}
+    assert ", ".join(calibrated.names) in refusal(command, **right)
+    assert "holds no adapter" in refusal(command, **(right | {"adapter": tmp_path}))
+    assert "exists" in refusal(command, **(right | {"output": others}))
