@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,25 @@ def test_the_wrapper_of_torch_uncertainty_predicts_as_the_posterior_does():
     given = {"model": model, "train_loader": loader, "inputs": inputs}
     names = run("torch-uncertainty", given)
     assert_close(names["probs"], la(inputs))
+
+
+def test_mapie_finds_a_limit_from_which_on_answers_are_right():
+    random = np.random.default_rng(0)
+    p = random.dirichlet([0.2] * 3, size=4000)
+    labels = np.array([random.choice(3, p=row) for row in p])
+    # Loaders are what is predicted of their texts.
+    held_out, test = p[:2000], p[2000:]
+    given = {
+        "la": SimpleNamespace(predict_proba=lambda loader: loader),
+        "held_out_loader": held_out,
+        "labels": labels[:2000],
+        "test_loader": test,
+    }
+    is_decided = run("MAPIE", given)["is_decided"]
+    is_right = test.argmax(1) == labels[2000:]
+    assert is_right.mean() < 0.9
+    assert is_right[is_decided].mean() > 0.95
+    assert is_decided.mean() > 0.3
 
 
 def write_base(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,32 +100,56 @@ def test_an_endpoint_tells_its_doubt(here):
 
 
 @pytest.fixture
-def in_float32(monkeypatch) -> None:
-    """Let vLLM run in this process, and not in half precision."""
+def serve_in(monkeypatch) -> Callable[..., None]:
+    """Lets vLLM run in this process, with a precision and other options."""
     vllm = pytest.importorskip("vllm")
-    monkeypatch.setattr(vllm, "LLM", partial(vllm.LLM, dtype="float32"))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     gc.collect()  # the engine of another test
 
+    def set_options(dtype: str, **options: int) -> None:
+        given = partial(vllm.LLM, dtype=dtype, **options)
+        monkeypatch.setattr(vllm, "LLM", given)
 
-@pytest.mark.usefixtures("in_float32")
-def test_vllm_serves_students_of_classes_as_peft_does(here):
+    return set_options
+
+
+def write_student(folder: Path, names: tuple[str, ...]) -> None:
+    """Write an adapter of the same base for other classes, and its student."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, pad_token_id=0, num_labels=len(names))
+    base = LlamaForSequenceClassification(config)
+    adapter = save_adapter(folder, base, task_type="SEQ_CLS", target_modules=TARGETS)
+    train = write_rows(folder / "train.csv", 24, names)
+    given = ["--adapter", str(adapter), "--train", str(train)]
+    main(["calibrate", *given, "--class_names", *names])
+    main(["distill", *given, "--output", str(folder / "student")])
+
+
+# In half precision, by the distance of a probability's neighbours: from 1/2 to 1 that
+# is 2**-8.
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2**-8)])
+def test_vllm_serves_students_of_classes_as_peft_does(here, serve_in, dtype, bound):
+    serve_in(dtype, max_lora_cls_labels=3, max_loras=2)
     config = AutoConfig.from_pretrained("student/calibrated/base")
+    assert config.id2label == dict(enumerate(NAMES))
     names = run("Classes", {"texts": TEXTS})
     expected = by_peft("student/calibrated", TEXTS)
     found = torch.tensor(names["probs"])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert config.id2label == dict(enumerate(NAMES))
-    # The adapter that it was distilled from, beside it in one server.
-    other = names["LoRARequest"]("other", 2, "out")
-    outputs = names["llm"].classify(TEXTS, lora_request=other)
-    found = torch.tensor([output.outputs.probs for output in outputs])
-    torch.testing.assert_close(found, by_peft("out", TEXTS), rtol=0, atol=1e-5)
-    assert (found - expected).abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=0, atol=bound)
+    # Another student in the same server and the same batches, of more classes.
+    write_student(here / dtype, ("plant", "air", "water"))
+    folder = f"{dtype}/student/calibrated"
+    other = names["LoRARequest"]("other", 2, folder)
+    both = [names["student"], other] * len(TEXTS)
+    texts = [text for text in TEXTS for _ in range(2)]
+    outputs = names["llm"].classify(texts, lora_request=both)
+    probs = [output.outputs.probs for output in outputs]
+    for one, p in ((probs[::2], expected), (probs[1::2], by_peft(folder, TEXTS))):
+        torch.testing.assert_close(torch.tensor(one), p, rtol=0, atol=bound)
 
 
-@pytest.mark.usefixtures("in_float32")
-def test_vllm_serves_students_of_answers_as_peft_does(tmp_path, monkeypatch):
+def test_vllm_serves_students_of_answers_as_peft_does(tmp_path, serve_in, monkeypatch):
+    serve_in("float32")
     monkeypatch.chdir(tmp_path)
     base = LlamaForCausalLM(LlamaConfig(**SMALL, pad_token_id=0))
     adapter = save_adapter(
