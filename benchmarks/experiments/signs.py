@@ -16,7 +16,7 @@ from benchmarks.models import AdaptedModel
 from benchmarks.options import Signs
 from benchmarks.report import Result, Row, over_seeds, say, table
 from laplace_lora_ext import LowRankKronLoRALaplace
-from laplace_lora_ext.metrics import quality
+from laplace_lora_ext.metrics import negative_log_likelihood, quality
 from laplace_lora_ext.predictive.moments import centre
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 
@@ -86,7 +86,11 @@ def measured(pretrained: Pretrained, options: Signs, seed: int) -> Iterator[Row]
     labels = labels_of(pretrained.data[TEST])
     say(options, f"Seed {seed}: the exact Fisher")
     exact = Fitted.by(pretrained, model, split, stochastic=False)
-    common = {"seed": seed, "confidence": confidence(exact)}
+    common = {
+        "seed": seed,
+        "training_nll": training_nll(pretrained, model, split),
+        "confidence": confidence(exact),
+    }
     n_exact = len(pretrained.task.classes) - 1
     figures = compared(exact, exact, labels)
     yield {"name": "exact", "passes": n_exact, **common, **figures}
@@ -104,6 +108,12 @@ def measured(pretrained: Pretrained, options: Signs, seed: int) -> Iterator[Row]
             )
             figures = compared(drawn, exact, labels)
             yield {"name": kind, "passes": n_passes, **common, **figures}
+
+
+def training_nll(pretrained: Pretrained, model: AdaptedModel, split: Split) -> float:
+    """Return the mean NLL of the texts of the fit: near 0 where they are memorised."""
+    logits = model.logits(pretrained.loader(split.rest))
+    return negative_log_likelihood(logits.softmax(-1), labels_of(split.rest))
 
 
 def confidence(fitted: Fitted) -> float:

@@ -1,0 +1,127 @@
+"""The host's function-space posteriors: their kernels are those of all LoRA weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from benchmarks.methods import functional
+from benchmarks.methods.functional import (
+    Basis,
+    ELLALaplace,
+    FunctionSpaceLaplace,
+    SubsetLaplace,
+    VaLLALaplace,
+)
+from benchmarks.models import AdaptedModel
+from tests.support.dense import (
+    batch_logits,
+    exact_ggn,
+    glm_covariance,
+    jacobians,
+    labels_of,
+    softmax_fisher,
+)
+from tests.support.models import lora_model, ragged_batches
+
+PRIOR = 0.3
+TEXTS = 3 * (7, 4, 5)
+
+
+@pytest.fixture
+def model():
+    return lora_model("bert", hidden_size=32).eval().double()
+
+
+def fitted(cls: type[FunctionSpaceLaplace], model: Any, batches: Any) -> Any:
+    la = cls.of(AdaptedModel(model))
+    la.prior_precision = 7.0  # a fit knows nothing of the prior of predictions
+    la.fit(batches)
+    la.prior_precision = PRIOR
+    return la
+
+
+def dense(model: Any, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    Js = torch.cat([jacobians(model, batch) for batch in batches])
+    logits = torch.cat([batch_logits(model, batch) for batch in batches])
+    return Js, logits
+
+
+def covariances(la: Any, batches: Sequence[Any]) -> Tensor:
+    return torch.cat([la.predictive_moments(batch).f_var for batch in batches])
+
+
+def test_coordinates_have_the_inner_products_of_jacobians():
+    draws = torch.Generator().manual_seed(0)
+    training = torch.randn(5, 3, 100, generator=draws, dtype=torch.float64)
+    Js = torch.randn(4, 3, 100, generator=draws, dtype=torch.float64)
+    basis = Basis(training)
+    rows = basis.rows(Js)
+    known = basis.training.flatten(0, 1)
+    assert_close(known @ known.T, training.flatten(0, 1) @ training.flatten(0, 1).T)
+    assert_close(rows @ known.T, Js @ training.flatten(0, 1).T)
+    assert_close(rows @ rows.mT, Js @ Js.mT)
+    # Fewer directions than classes.
+    few = basis.rows(Js[:, :2])
+    assert few.shape == (4, 2, rows.shape[-1])
+    assert_close(few @ few.mT, Js[:, :2] @ Js[:, :2].mT)
+
+
+def test_subset_of_all_data_is_the_generalised_linear_model(model):
+    train, test = ragged_batches(TEXTS), ragged_batches((6, 3))
+    la = fitted(SubsetLaplace, model, train)
+    Js, logits = dense(model, train)
+    p = logits.softmax(-1)
+    # The host's likelihood knows of no covariance between logits.
+    precision = exact_ggn(Js, torch.diag_embed(p * (1 - p)))
+    of_test, _ = dense(model, test)
+    prior = torch.full((len(precision),), PRIOR).double()
+    assert_close(covariances(la, test), glm_covariance(of_test, precision, prior))
+
+
+def test_ella_is_the_generalised_linear_model_in_its_features(model):
+    train, test = ragged_batches(TEXTS), ragged_batches((6, 3))
+    la = fitted(ELLALaplace, model, train)
+    Js, logits = dense(model, train)
+    directions = la.H.host.dual_directions[: -logits.shape[-1]]
+    features = Js.flatten(0, 1).T @ la.H.basis.coordinates @ directions
+    n_kept = round(0.75 * len(TEXTS))
+    assert_close(features.T @ features, torch.eye(n_kept).double())
+    curvature = exact_ggn(Js @ features, softmax_fisher(logits))
+    of_test, _ = dense(model, test)
+    prior = torch.full((n_kept,), PRIOR).double()
+    expected = glm_covariance(of_test @ features, curvature, prior)
+    assert_close(covariances(la, test), expected)
+
+
+def test_valla_conditions_on_the_labels_logits(model, monkeypatch):
+    monkeypatch.setattr(functional, "STEPS", 20)
+    train, test = ragged_batches(TEXTS), ragged_batches((6, 3))
+    la = fitted(VaLLALaplace, model, train)
+    host = la.H.host
+    Js, _ = dense(model, train)
+    assert_close(host.inducing_classes, labels_of(train)[host.inducing_locations])
+    inducing = Js[host.inducing_locations, host.inducing_classes]
+    root = inducing.T @ host._factor_matrix().detach()
+    of_test, _ = dense(model, test)
+    prior = torch.full((len(root),), PRIOR).double()
+    assert_close(covariances(la, test), glm_covariance(of_test, root @ root.T, prior))
+
+
+@pytest.mark.parametrize("cls", [SubsetLaplace, ELLALaplace, VaLLALaplace])
+def test_held_out_texts_choose_the_prior(cls, model, monkeypatch):
+    monkeypatch.setattr(functional, "STEPS", 3)
+    la = fitted(cls, model, ragged_batches(TEXTS))
+    held = ragged_batches(seed=5)
+    la.optimize_prior_precision(method="gridsearch", val_loader=held, grid_size=5)
+    p = la.predict_proba(held)
+    assert p.sum(-1) == pytest.approx(1)
+
+
+def test_jacobians_that_do_not_fit_are_refused(model, monkeypatch):
+    monkeypatch.setattr(functional, "MOST_BYTES", 1e4)
+    with pytest.raises(MemoryError, match="Jacobians of 3 texts"):
+        fitted(ELLALaplace, model, ragged_batches(TEXTS))
