@@ -4,8 +4,8 @@ from functools import partial
 
 from laplace.curvature.asdl import AsdlGGN
 
+from benchmarks.methods import functional, posteriors, sampled, swag, trained_again
 from benchmarks.methods import method as points
-from benchmarks.methods import posteriors, sampled, swag, trained_again
 from benchmarks.methods.method import Method, PointMethod, Posterior
 
 # Stock curvatures in this library's class.
@@ -23,6 +23,8 @@ BY_MONTECLORA = partial(trained_again.alone, trained_again.MonteCLoRA())
 
 # Of encoders, and of no figure of calibration but `cross`.
 HEAD_ALONE = Posterior("head", "Head alone", posteriors.of_head, calibrated=False)
+# Without an evidence: of `stages` alone, where held-out texts choose the prior.
+by_held_out = partial(Posterior, calibrated=False)
 of_costs = partial(Posterior, calibrated=False, costs=True)
 
 ALL: tuple[Method, ...] = (
@@ -57,6 +59,9 @@ ALL: tuple[Method, ...] = (
             ("validation_elsewhere", "mean_field"),
         ],
     ),
+    by_held_out("subset", "Subset-of-data GP", functional.SubsetLaplace.of),
+    by_held_out("ella", "ELLA", functional.ELLALaplace.of),
+    by_held_out("valla", "VaLLA", functional.VaLLALaplace.of),
     HEAD_ALONE,
     of_costs("bare", "Bare loops", posteriors.BareLoops),
     of_costs("stock_kron", "Stock Kron", STOCK_KRON),

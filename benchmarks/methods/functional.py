@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from laplace.baselaplace import ELLA, BaseFunctionalLaplace, FunctionalLaplace, VaLLA
+from laplace.baselaplace import ELLA, FunctionalLaplace, VaLLA
 from laplace.curvature.curvlinops import CurvlinopsGGN
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -29,6 +29,8 @@ KEPT = 0.75  # of ELLA's directions: texts may be alike
 MOST_INDUCING = 100  # texts of VaLLA
 STEPS = 500  # of VaLLA, which has no closed form
 LEARNING_RATE = 0.05
+
+OfHost = FunctionalLaplace | ELLA | VaLLA
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Basis:
 class InFunctionSpace:
     """A host's posterior, fitted to the coordinates of training texts."""
 
-    def __init__(self, host: BaseFunctionalLaplace, basis: Basis) -> None:
+    def __init__(self, host: OfHost, basis: Basis) -> None:
         self.host, self.basis = host, basis
         self._seen: tuple[Tensor, Tensor] | None = None
 
@@ -114,10 +116,10 @@ class InFunctionSpace:
         return covariance.detach().to(Js)
 
 
-class FunctionSpaceStructure(Structure[Texts, InFunctionSpace]):
+class FunctionSpaceStructure(Structure):
     """Keeps the Jacobians of all training texts, and lets the host fit them."""
 
-    def posterior(self, model: Linearised, loader: DataLoader) -> BaseFunctionalLaplace:
+    def posterior(self, model: Linearised, loader: DataLoader) -> OfHost:
         """Fit a posterior of the host to numbers and labels of texts."""
         raise NotImplementedError
 
@@ -147,7 +149,7 @@ class UprightSubset(FunctionalLaplace):
 class SubsetStructure(FunctionSpaceStructure):
     """A Gaussian process of some texts (Immer et al. 2021)."""
 
-    def posterior(self, model: Linearised, loader: DataLoader) -> BaseFunctionalLaplace:
+    def posterior(self, model: Linearised, loader: DataLoader) -> OfHost:
         """Fit as many texts as the host can solve for."""
         n_texts, n_classes, _ = model.rows.shape
         la = UprightSubset(
@@ -163,7 +165,7 @@ class SubsetStructure(FunctionSpaceStructure):
 class ELLAStructure(FunctionSpaceStructure):
     """Features by one logit of each text (Deng et al. 2022)."""
 
-    def posterior(self, model: Linearised, loader: DataLoader) -> BaseFunctionalLaplace:
+    def posterior(self, model: Linearised, loader: DataLoader) -> OfHost:
         """Keep the largest directions of all texts."""
         n_texts = len(model.rows)
         la = ELLA(
@@ -180,7 +182,7 @@ class ELLAStructure(FunctionSpaceStructure):
 class VaLLAStructure(FunctionSpaceStructure):
     """A variational posterior by labels' logits of texts (Ortega et al. 2024)."""
 
-    def posterior(self, model: Linearised, loader: DataLoader) -> BaseFunctionalLaplace:
+    def posterior(self, model: Linearised, loader: DataLoader) -> OfHost:
         """Descend on the host's objective, which chooses a prior precision too."""
         la = VaLLA(
             model,
@@ -196,9 +198,10 @@ class VaLLAStructure(FunctionSpaceStructure):
 class FunctionSpaceLaplace(LoRALaplace):
     """Predicts and chooses its prior as any posterior over LoRA weights does."""
 
-    def _checked_backend(self, _: Any) -> Any:
-        # Tasks know the structures that users may name. Nothing is drawn here.
-        return self._kind_of_structure.default_backend
+    def __init__(self, model: nn.Module, likelihood: str, **settings: Any) -> None:
+        # A task knows the structures that users may name, and asks for no other.
+        self._key = "lora", "full"
+        super().__init__(model, likelihood, **settings)
 
     def functional_variance(self, Js: Tensor) -> Tensor:
         """Compute covariances of outputs, by Jacobians (texts, rows, weights)."""
