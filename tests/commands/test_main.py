@@ -1,5 +1,6 @@
 """Help, versions and errors of `laplace-lora`."""
 
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -35,24 +36,17 @@ def test_without_a_command_all_are_listed(capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_shows_an_example(name, capsys):
+def test_help_tells_defaults_and_a_line_to_paste(name, capsys):
     with pytest.raises(SystemExit) as exit_of:
         main([name, "--help"])
     assert not exit_of.value.code
-    printed = capsys.readouterr().out
-    _, _, example = printed.partition("example:")
-    assert f"laplace-lora {name}" in example
-
-
-def test_help_tells_defaults_and_a_line_to_paste(capsys):
-    with pytest.raises(SystemExit):
-        main(["distill", "--help"])
     words = " ".join(capsys.readouterr().out.split())
-    assert "three tenths; 3.0 by default" in words
+    assert re.search(r"; \d+ by default", words)
     assert "False" not in words
     _, _, example = words.partition("example: laplace-lora ")
     command, *given = example.split()
-    assert _parse(command, COMMANDS[command], given).adapter == "out/"
+    assert command == name
+    _parse(command, COMMANDS[command], given)
 
 
 def test_what_is_nearly_right_is_asked_about(capsys, options, refusal):
