@@ -42,6 +42,7 @@ from laplace_lora_ext.commands.verdict import (
 from laplace_lora_ext.files import write_whole
 from laplace_lora_ext.plots import Outcomes, outcomes, predict_both
 from laplace_lora_ext.predictive.predictions import Prediction
+from laplace_lora_ext.predictive.review import Review
 from laplace_lora_ext.saving import FILE
 
 _ORDER = "Are --class_names in the order of the model's outputs?"
@@ -223,19 +224,7 @@ def review(arguments: ReviewArguments) -> None:
 
     prediction = predicted(texts)
     queue = prediction.review(arguments.accuracy, arguments.capacity, arguments.costs)
-    lines = []
-    for number, place in enumerate(queue.order.tolist()):
-        label = int(queue.labels[place])
-        lines.append(
-            {
-                "decided_by": "person" if number < queue.n_to_read else "model",
-                "id": _name_of(rows[place], place),
-                "text": texts[place],
-                "label": loaded.class_names[label],
-                "probability": f"{prediction.probabilities[place, label].item():.4f}",
-                "reason": reason(prediction, place, loaded.class_names),
-            }
-        )
+    lines = _queue_lines(loaded, rows, texts, prediction, queue)
     file = io.StringIO(newline="")
     writer = csv.DictWriter(file, lines[0])
     writer.writeheader()
@@ -256,13 +245,39 @@ def review(arguments: ReviewArguments) -> None:
         probabilities = predicted(tested).probabilities
         print(queue.proof(probabilities, torch.tensor(labels)))
     elif held_out is not None:
-        print(queue.proof(held_out["probabilities"], held_out["labels"]))
-        print("These texts have chosen the prior too, so they are a little too kind.")
+        proof = queue.proof(held_out["probabilities"], held_out["labels"])
+        print(proof)
+        if proof.n_decided:
+            print("They have chosen the prior too, so they are a little too kind.")
     else:
         print(
             "Nothing is proven: no texts were held out. Pass labelled ones as --test."
         )
     print(f"The queue is in {output}.")
+
+
+def _queue_lines(
+    loaded: Loaded,
+    rows: list[Row],
+    texts: list[str],
+    prediction: Prediction,
+    queue: Review,
+) -> list[Row]:
+    """Say of each text who decides it and why, the most doubtful first."""
+    lines = []
+    for number, place in enumerate(queue.order.tolist()):
+        label = int(queue.labels[place])
+        lines.append(
+            {
+                "decided_by": "person" if number < queue.n_to_read else "model",
+                "id": _name_of(rows[place], place),
+                "text": texts[place],
+                "label": loaded.class_names[label],
+                "probability": f"{prediction.probabilities[place, label].item():.4f}",
+                "reason": reason(prediction, place, loaded.class_names),
+            }
+        )
+    return lines
 
 
 def _write(output: Path, content: str) -> None:

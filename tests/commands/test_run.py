@@ -155,6 +155,7 @@ def test_a_queue_has_the_most_doubtful_first_and_says_what_is_proven(
     assert "25% of 40 texts are decided alone" in printed
     # Of texts that are the same, some are decided and some are not.
     assert re.search(r"Of \d+ labelled texts decided alone", printed)
+    assert "a little too kind" in printed
     with output.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["decided_by"] for row in rows] == ["person"] * 30 + ["model"] * 10
@@ -173,6 +174,7 @@ def test_a_queue_has_the_most_doubtful_first_and_says_what_is_proven(
     run("review --overwrite", capacity=100, **options)
     printed = capsys.readouterr().out
     assert "0% of 40 texts are decided alone" in printed
+    assert printed.count("\n") == 3
     assert "Nothing is proven" in printed
 
 
