@@ -1,0 +1,185 @@
+"""The Bayesian Adaptation Gym's protocol, by stand-ins for its data and its trainer."""
+
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn.functional import nll_loss, one_hot
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics.functional import accuracy, calibration_error
+
+from laplace_lora_ext import Laplace
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "bayesadapt.py"
+
+
+class Questions(Dataset):
+    """Has the interface of the gym's data sets."""
+
+    labels: ClassVar = ["A", "B", "C"]
+
+    def __init__(self, split: str, n_items: int = 9) -> None:
+        self.items = [
+            {
+                "prompt": f"{split} grows" + number % 4 * " Answer",
+                "label": number % 3,
+                "question_id": f"{split} {number}",
+            }
+            for number in range(n_items)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self.items[number]
+
+
+def collate(tokenizer: Any, items: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """Join items as the gym does."""
+    texts = [item["prompt"] for item in items]
+    tokenizer.pad_token = "<pad>"
+    inputs = tokenizer(texts, padding=True, return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    labels = torch.tensor([item["label"] for item in items])
+    return inputs, labels, [item["question_id"] for item in items]
+
+
+@pytest.fixture
+def example(monkeypatch):
+    gym: Any = ModuleType("gym_stand_in")
+    gym.Questions, gym.collate = Questions, collate
+    monkeypatch.setitem(sys.modules, "gym_stand_in", gym)
+    return SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
+
+
+@pytest.fixture
+def run(example, tiny_models, tmp_path):
+    """Runs the example, and returns what it has written."""
+
+    def command(*options: str) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        example.main(
+            [
+                "gym_stand_in.Questions",
+                "--collate=gym_stand_in.collate",
+                f"--model={tiny_models[True]}",
+                f"--output={tmp_path}",
+                '--options={"n_items": 12}',
+                *options,
+            ]
+        )
+        (metrics,) = json.loads((tmp_path / "metrics.json").read_text())
+        return metrics, torch.load(tmp_path / "test_logits_seed0.pt")
+
+    return command
+
+
+def parts(example: Any, folder: Path) -> tuple[Any, Any, Any]:
+    """Return the whole model, the one of answers, and a tokenizer."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    answers = tokenizer.convert_tokens_to_ids(Questions.labels)
+    torch.manual_seed(0)
+    return load(folder), example.with_answers(load(folder), answers), tokenizer
+
+
+def with_noise(model: nn.Module) -> nn.Module:
+    """Make an adapter look trained."""
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.3)
+    return model.eval()
+
+
+def metrics_of_gym(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """Compute the gym's metrics of logits (texts, draws, classes)."""
+    log_p = logits.log_softmax(-1).logsumexp(1) - math.log(logits.shape[1])
+    p = log_p.exp()
+    settings: dict[str, Any] = {"task": "multiclass", "num_classes": p.shape[1]}
+    distances = (p - one_hot(labels, p.shape[1])).square()
+    return {
+        "ACC": accuracy(log_p.argmax(-1), labels, **settings).item(),
+        "ECE": calibration_error(p, labels, n_bins=15, **settings).item(),
+        "NLL": nll_loss(log_p, labels).item(),
+        "Brier": distances.sum(-1).mean().item(),
+    }
+
+
+def test_stages_write_what_the_gym_writes(run):
+    metrics, logits = run("--steps=4")
+    questions = Questions("test", n_items=12)
+    assert list(logits) == [item["question_id"] for item in questions]
+    together = torch.stack(list(logits.values()))
+    assert together.shape == (12, 1, 3)
+    assert together.dtype == torch.float64
+    labels = torch.tensor([item["label"] for item in questions])
+    expected = {"seed": 0, **metrics_of_gym(together, labels)}
+    assert metrics == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_checkpoint_of_the_gym_is_what_predicts(run, example, tiny_models, tmp_path):
+    _, model, tokenizer = parts(example, tiny_models[True])
+    with_noise(model)
+    file = tmp_path / "state_dict.pt"
+    trained = {name: w for name, w in model.state_dict().items() if "lora_" in name}
+    torch.save(trained, file)
+    _, logits = run(f"--checkpoint={file}")
+    inputs, _, _ = collate(tokenizer, Questions("test").items)
+    with torch.no_grad():
+        expected = model(**inputs).logits[:, -1]
+    found = torch.cat([logits[name] for name in list(logits)[: len(expected)]])
+    assert_close(found.argmax(-1), expected.argmax(-1))
+    torch.save({**trained, "lora_of_another": torch.zeros(1)}, file)
+    with pytest.raises(SystemExit, match="of another model: lora_of_another"):
+        run(f"--checkpoint={file}")
+
+
+def test_the_head_keeps_the_answers(example, tiny_models):
+    whole, model, tokenizer = parts(example, tiny_models[True])
+    inputs, _, _ = collate(tokenizer, Questions("test").items)
+    answers = tokenizer.convert_tokens_to_ids(Questions.labels)
+    with torch.no_grad():
+        assert_close(model(**inputs).logits, whole(**inputs).logits[..., answers])
+
+
+class WrappedModel(nn.Module):
+    """Is what the gym's Laplace trainer puts around its model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        inputs.pop("labels", None)
+        return self.model(**inputs).logits[:, -1, :]
+
+
+def test_the_gyms_own_trainer_takes_the_library_by_one_import(example, tiny_models):
+    _, model, tokenizer = parts(example, tiny_models[True])
+    loader = DataLoader(
+        Questions("train"), 4, collate_fn=lambda items: collate(tokenizer, items)[:2]
+    )
+    la = Laplace(
+        WrappedModel(with_noise(model)),
+        "classification",
+        prior_precision=1.0,
+        subset_of_weights="lora",
+        hessian_structure="lowrank_kron",
+    )
+    la.fit(loader)
+    la.optimize_prior_precision(method="marglik", n_steps=5, lr=1e-1)
+    inputs, _ = next(iter(loader))
+    with torch.no_grad():
+        f_mu, f_var = la._glm_predictive_distribution(inputs)
+        assert_close(f_mu, model(**inputs).logits[:, -1])
+    assert f_var.shape == (4, 3, 3)
+    assert torch.linalg.eigvalsh(f_var).amin() > -1e-6
