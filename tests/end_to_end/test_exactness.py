@@ -9,15 +9,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import laplace_lora_ext
-from tests.support.dense import (
-    derivatives_of,
-    exact_ggn,
-    logits_of,
-    lora_layers,
-    power,
-    softmax_fisher,
-)
-from tests.support.matrices import Case, assert_dense, dense
+from tests.support.cases import Case, assert_dense, dense, plain_logits
+from tests.support.dense import derivatives_of, lora_layers, power, softmax_fisher
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import fitted, make, sizes, stock
 
@@ -46,7 +39,7 @@ def inputs_and_gradients(
         return output + shifts[layer]
 
     handles = [layer.register_forward_hook(shifted) for layer in layers]
-    logits = logits_of(model, inputs)
+    logits = plain_logits(model, inputs)
     for handle in handles:
         handle.remove()
     gradients = derivatives_of(logits, [shifts[layer] for layer in layers])
@@ -69,7 +62,7 @@ def expand_curvature(case: Case) -> Tensor:
     for example in case.examples():
         is_valid = example["attention_mask"][0].bool()
         n_positions += int(is_valid.sum())
-        logits = logits_of(case.model, example).detach()
+        logits = case.logits_of(case.model, example).detach()
         # H = root rootᵀ, another factor (C, C) than the library's.
         root = power(softmax_fisher(logits), 0.5)
         of_layers = inputs_and_gradients(case.model, example)
@@ -92,7 +85,7 @@ def test_covariance_and_evidence_of_expand_equal_dense_formulas(kind, side):
     la = fitted(
         kind, batches, model=case.model, rank=LEAVES_NOTHING_OUT, kfac_approx="expand"
     )
-    assert_dense(la, case, dense(case), expand_curvature(case))
+    assert_dense(la, dense(case), expand_curvature(case))
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
@@ -119,7 +112,7 @@ def test_a_tail_keeps_the_trace_of_each_block_and_its_absence_loses_it():
     batches = ragged_batches()
     model = lora_model("gpt2").eval()
     of_model = dense(Case(model, batches))
-    ggn = exact_ggn(of_model.jacobian, softmax_fisher(of_model.logits))
+    ggn = of_model.curvature("full")
     with_tail = fitted("gpt2", model=model, rank=1, tail=True)
     without = fitted("gpt2", model=model, rank=1, tail=False)
 

@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 import laplace_lora_ext
 from laplace_lora_ext.models.weights import Block
-from tests.support.dense import exact_ggn, full_rank, softmax_fisher
+from tests.support.cases import Case, dense
+from tests.support.dense import full_rank
 from tests.support.heads import HEADS, PARTS, plain, roberta, trained
-from tests.support.matrices import Case, dense
 from tests.support.models import (
     TwoLinear,
     first_batch,
@@ -94,7 +94,7 @@ def test_expand_is_kfac_of_a_head_that_examples_go_through_once():
     build = HEADS["a head of a plain module"]
     la = around(build, **full_rank(kfac_approx="expand"))
     of_case = dense(build())
-    expected = exact_ggn(of_case.jacobian, softmax_fisher(of_case.logits))
+    expected = of_case.curvature("full")
     found = la.H.to_matrix()
     for block, part in parts_of(la):
         of_block = found[part, part]

@@ -1,50 +1,31 @@
-"""Weights of any kind: dense equality, draws, files, further adapters, refusals."""
+"""Weights of any kind: further adapters, trainings, costs, names, refusals."""
 
-import copy
 import warnings
 from functools import partial
 
 import pytest
 import torch
 import transformers
-from peft import (
-    LoraConfig,
-    get_peft_model,
-    load_peft_weights,
-    set_peft_model_state_dict,
-)
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, kl_div
+from torch.nn.functional import kl_div
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 import laplace_lora_ext
 from laplace_lora_ext.models.adapters import add_fresh_adapter, own_weights
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.predictive.amortized import log_variances
-from laplace_lora_ext.predictive.posterior import amortized_moments
+from tests.support.cases import Case, dense
 from tests.support.dense import (
     EXACT,
-    batch_logits,
     curvature_of,
-    exact_ggn,
     full_rank,
     glm_covariance,
     jacobians,
     labels_of,
     predicted,
-    softmax_fisher,
 )
-from tests.support.heads import HEADS
-from tests.support.labels import bernoulli_fisher, several_labels
 from tests.support.matrices import (
-    CASES,
-    LINEAR,
-    Batch,
-    Case,
-    Dense,
-    assert_dense,
-    dense,
     of_activated,
     of_convolutions,
     of_embedding,
@@ -52,8 +33,8 @@ from tests.support.matrices import (
     of_singular_values,
     of_tokens,
 )
-from tests.support.models import N_CLASSES, lora_model, one_by_one, ragged_batches
-from tests.support.posteriors import count_forward_passes, generator, make, normal
+from tests.support.models import N_CLASSES, ragged_batches
+from tests.support.posteriors import count_forward_passes, make, normal
 from tests.support.snapshots import Snapshot
 from tests.support.trainers import trainer_of
 
@@ -62,55 +43,7 @@ assert_exact = partial(assert_close, **EXACT)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def of_labels(n_labels: int) -> Case:
-    """Make a classifier of several labels, or of one."""
-    batches = ragged_batches()
-    for number, batch in enumerate(batches):
-        # Rolled, since each batch is given the same labels.
-        batch["labels"] = several_labels(batch, n_labels).roll(number, 0)
-    return Case(
-        lora_model("bert", n_labels=n_labels),
-        batches,
-        likelihood="multi_label_classification",
-        fisher=bernoulli_fisher,
-        loss=partial(binary_cross_entropy_with_logits, reduction="sum"),
-    )
-
-
-TASKS = {"one label": partial(of_labels, 1), "several labels": partial(of_labels, 3)}
-# What draws and files of adapters are asked of, too.
-ADAPTERS = CASES | HEADS
-EVERYTHING = LINEAR | ADAPTERS | TASKS
-
-
-def fitted(case: Case, structure: str = "lowrank_kron", **keywords):
-    """Fit a posterior with an exact Fisher, at full rank."""
-    settings = full_rank(structure, stochastic=False) | case.keywords | keywords
-    la = make(case.model, structure, case.likelihood, **settings)
-    la.fit(case.batches)
-    return la
-
-
 # --- exactness ------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=EVERYTHING)
-def with_dense(request) -> tuple[Case, Dense]:
-    """Return a case, and its dense calculus."""
-    case = EVERYTHING[request.param]()
-    return case, dense(case)
-
-
-@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
-def test_curvature_covariances_and_evidence_are_the_dense_ones(with_dense, structure):
-    case, expected = with_dense
-    la = fitted(case, structure)
-    fisher = case.fisher(expected.logits)
-    if structure == "lowrank_kron":
-        H = expected.kronecker(fisher)
-    else:
-        H = exact_ggn(expected.jacobian, fisher)
-    assert_dense(la, case, expected, H)
 
 
 class Centred(nn.Module):
@@ -128,7 +61,7 @@ class Centred(nn.Module):
 def test_logits_that_depend_on_other_examples_are_back_propagated_through_the_batch():
     case = of_convolutions()
     model = Centred(case.model)
-    la = fitted(Case(model, case.batches), "full")
+    la = Case(model, case.batches).fitted("full")
     X, *_ = case.all_inputs()
     # The prior precision is 1 as long as none is chosen.
     prior = torch.ones_like(la.mean)
@@ -138,7 +71,7 @@ def test_logits_that_depend_on_other_examples_are_back_propagated_through_the_ba
 
 def test_gradients_in_the_inputs_are_those_of_differences():
     case = of_convolutions()
-    la = fitted(case, enable_backprop=True)
+    la = case.fitted(enable_backprop=True)
     _, X = case.all_inputs()
     inputs = X.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(la(inputs)[:, 0].sum(), inputs)
@@ -147,80 +80,6 @@ def test_gradients_in_the_inputs_are_those_of_differences():
     with torch.no_grad():
         difference = (la(X + step) - la(X - step))[:, 0].sum() / 2
     assert_close((gradient * step).sum(), difference, rtol=1e-6, atol=0)
-
-
-# --- draws and files ------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=ADAPTERS)
-def case(request) -> Case:
-    return ADAPTERS[request.param]()
-
-
-@pytest.fixture(scope="module")
-def before(case) -> Snapshot:
-    return Snapshot(case.model.eval())
-
-
-@pytest.fixture(scope="module")
-def la(case, before):
-    """Fit a posterior that tests of a case share."""
-    return fitted(case, prior_precision=50.0)
-
-
-@pytest.fixture(scope="module")
-def inputs(case) -> Batch:
-    first, *_ = case.all_inputs()
-    return first
-
-
-def test_draws_are_adapters(la, inputs, tmp_path):
-    options = {"pred_type": "nn", "n_samples": 2, "generator": generator()}
-    drawn = la.predictive_samples(inputs, **options)
-    of_map = la.model(inputs).softmax(-1)
-    folders = la.sample_adapters(2, tmp_path, generator())
-    for of_draw, folder in zip(drawn, folders, strict=True):
-        model = copy.deepcopy(la.model.model)
-        weights = load_peft_weights(str(folder), device="cpu")
-        set_peft_model_state_dict(model, weights)
-        with torch.no_grad():
-            of_file = batch_logits(model.double().eval(), inputs).softmax(-1)
-        assert_exact(of_file, of_draw)
-        # A draw that was the mean would agree with its file, too.
-        assert (of_file - of_map).abs().max() > 1e-7
-
-
-def test_a_posterior_survives_a_file(la, inputs, tmp_path):
-    la.save_pretrained(tmp_path)
-    read = laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
-    assert torch.equal(read(inputs), la(inputs))
-    assert torch.equal(read.log_marginal_likelihood(), la.log_marginal_likelihood())
-
-
-def test_learnt_variances_are_near_those_of_every_matrix(case, la):
-    # So broad that the doubt changes probabilities.
-    la = copy.copy(la)
-    la.prior_precision = 0.1
-    learnt = la.amortize(case.batches, unlabelled=None)
-    errors: list[Tensor] = []
-    for inputs in case.all_inputs():
-        exact = la.predictive_moments(inputs)
-        found = amortized_moments(la, inputs)
-        assert_close(found.f_mu, exact.f_mu)
-        # One of aLoRA's texts calls for no adapter, so that nothing is in doubt.
-        has_doubt = exact.f_var.flatten(1).amax(1) > 0
-        error = log_variances(found.f_var) - log_variances(exact.f_var)
-        errors.append(error[has_doubt])
-    # Ridge regression errs less where it has learnt than where an example is left out.
-    assert torch.cat(errors).abs().mean() < learnt.mean_error + 1e-12
-    # Even these are far from what a single logarithm of 0 would make of the mean.
-    assert learnt.mean_error < 1.5
-
-
-def test_the_model_stays_as_it_was(case, la, inputs, before):
-    la(inputs)
-    la.predictive_samples(inputs, pred_type="nn", n_samples=1)
-    before.assert_equal(case.model, random_state=False)
 
 
 # --- further adapters, and trainings --------------------------------------------------
@@ -243,39 +102,20 @@ MIXTRAL = partial(of_experts, "Mixtral")
 def test_a_second_adapter_has_matrices_of_its_own(build):
     case = build()
     texts = case.all_inputs()
-    first = fitted(case)
+    first = case.fitted()
     of_first = predicted(first, texts)
     drawn = draw_second_adapter(case.model)
-    second = fitted(case)
+    second = case.fitted()
 
     # The same weights as the only adapter of a model.
     other = build()
     for name, weight in own_weights(other.model, "default").items():
         weight.data.copy_(drawn[name])
-    alone = fitted(other)
+    alone = other.fitted()
     assert_close(curvature_of(second), curvature_of(alone))
     assert_close(predicted(second, texts), predicted(alone, texts))
     # The first posterior still predicts by its own adapter.
     assert_close(predicted(first, texts), of_first)
-
-
-@pytest.mark.parametrize("build", [MIXTRAL, of_tokens])
-def test_stages_train_and_keep_every_matrix(build, tmp_path):
-    case = build()
-    # In the trainer's precision: rounding alone must not look like learning.
-    model = case.model.float()
-    before = {block.name: block.weight.detach().clone() for block in find_blocks(model)}
-    # Three times, so that a fifth to hold out has several texts.
-    data = one_by_one(case.batches) * 3
-    trainer = trainer_of(tmp_path, model=model, data=data, save_strategy="no")
-    la = laplace_lora_ext.train_in_stages(trainer)
-    assert la.n_data == len(data)
-    assert [block.name for block in la.blocks] == list(before)
-    for block in la.blocks:
-        assert not torch.equal(block.weight, before[block.name]), block.name
-    inputs = case.inputs(case.batches[0])
-    read = laplace_lora_ext.from_pretrained(model, tmp_path)
-    assert torch.equal(read(inputs), la(inputs))
 
 
 def brightness_told_by_class(n: int) -> list[dict]:
@@ -371,7 +211,7 @@ def test_linear_layers_alone_run_in_batches():
 def test_experts_that_no_text_reaches_have_no_curvature():
     case = of_experts("Qwen3Moe")
     (one_token,) = ragged_batches(lengths=[1], padded_to=1)
-    la = fitted(Case(case.model, [one_token]))
+    la = Case(case.model, [one_token]).fitted()
     n_without = 0
     for block, sums in zip(la.blocks, la.H_facs.blocks, strict=True):
         n_without += ".experts." in block.name and sums.normalizer == 0
@@ -432,7 +272,7 @@ def test_a_posterior_of_some_experts_leaves_the_others_as_they_are():
     wanted = [
         block.known_as for block in find_blocks(case.model) if block.name[-3:] == "[1]"
     ]
-    la = fitted(case, weight_names=wanted)
+    la = case.fitted(weight_names=wanted)
     assert la.n_params == sum(block.values.numel() for block in la.blocks)
     before = Snapshot(case.model)
     la.predictive_samples(case.inputs(case.batches[0]), pred_type="nn", n_samples=1)
@@ -447,9 +287,9 @@ def test_magnitudes_take_part_where_asked_for():
         wanted.append(f"base_model.model.{layer}.lora_magnitude_vector.weight")
     # No name of a weight has a hyphen: none is left out.
     with_magnitudes = Case(case.model, case.batches, but="-")
-    la = fitted(with_magnitudes, weight_names=wanted)
+    la = with_magnitudes.fitted(weight_names=wanted)
     expected = dense(with_magnitudes)
-    assert_exact(curvature_of(la), expected.kronecker(softmax_fisher(expected.logits)))
+    assert_exact(curvature_of(la), expected.curvature("lowrank_kron"))
 
 
 # --- refused --------------------------------------------------------------------------

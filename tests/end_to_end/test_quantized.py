@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from laplace_lora_ext.models.running import keep_derivatives
 from tests.compatibility.quantizers import BOUNDS, QUANTIZERS
+from tests.support.cases import Case, assert_near
 from tests.support.dense import (
     alone,
     block_diagonal_covariance,
@@ -16,7 +17,6 @@ from tests.support.dense import (
     logits_of,
     softmax_fisher,
 )
-from tests.support.matrices import Case, assert_near
 from tests.support.models import base_model, ragged_batches, without_labels
 from tests.support.posteriors import make
 

@@ -151,9 +151,10 @@ def alone(
     examples: Sequence[Any],
     weights: Iterable[nn.Parameter] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute logits and Jacobians `(N, C, parameters)`, example by example.
+    """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`, by each example.
 
-    Of all LoRA weights by default. It does so without vmap, which kernels may lack.
+    An example has logits `(C,)`, or several rows of them. The Jacobians are of all LoRA
+    weights by default, and made without vmap, which kernels may lack.
     """
     if weights is None:
         named = model.named_parameters()
@@ -165,13 +166,16 @@ def alone(
     logits: list[Tensor] = []
     Js: list[Tensor] = []
     for example in examples:
-        of_example = logits_of(model, example)
-        of_weights = derivatives_of(of_example, weights)
-        Js.append(torch.cat([J.flatten(1) for J in of_weights], dim=1))
-        logits.append(of_example.detach())
+        rows = torch.atleast_2d(logits_of(model, example))
+        if not len(rows):  # a text without a labelled token
+            continue
+        of_weights = derivatives_of(rows.flatten(), weights)
+        J = torch.cat([J.flatten(1) for J in of_weights], dim=1)
+        Js.append(J.unflatten(0, rows.shape))
+        logits.append(rows.detach())
     for weight, requires_grad in zip(weights, flags, strict=True):
         weight.requires_grad_(requires_grad)
-    return torch.stack(logits), torch.stack(Js)
+    return torch.cat(logits), torch.cat(Js)
 
 
 def derivatives_of(logits: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

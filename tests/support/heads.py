@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from tests.support.matrices import Case
+from tests.support.cases import Case
 from tests.support.models import N_CLASSES, built, lora_model, pairs, ragged_batches
 
 PARTS = ("lora_", ".modules_to_save.default.")

@@ -1,7 +1,6 @@
-"""Models with weights of every kind, and dense calculus of them."""
+"""Cases with weights of every kind."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,22 +8,9 @@ import torch
 import transformers
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from torch.testing import assert_close
 
-from tests.support.dense import (
-    alone,
-    curvature_of,
-    evidence,
-    glm_covariance,
-    kronecker_block,
-    labels_of,
-    logits_of,
-    predicted,
-    softmax_fisher,
-    unpadded,
-)
+from tests.support.cases import Case, unpadded_rows
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     N_CLASSES,
@@ -32,150 +18,8 @@ from tests.support.models import (
     VOCABULARY,
     lora_model,
     ragged_batches,
-    without_labels,
 )
-from tests.support.posteriors import generator, priors_of_blocks
-
-Batch = Any
-
-summed_cross_entropy = partial(cross_entropy, reduction="sum")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, batches of its examples, and what tells which weights take part."""
-
-    model: nn.Module
-    batches: list[Batch]
-    # Keywords of the posterior.
-    keywords: Mapping[str, Any] = field(default_factory=dict)
-    n_experts: int = 1
-    # How near the dense calculus comes: norms of some models run in float32.
-    tolerance: float = 1e-9
-    # The names of the weights that take part have one of these, and not that.
-    names: Sequence[str] = ("lora_",)
-    but: str = "lora_magnitude"
-    likelihood: str = "classification"
-    # The Fisher at logits, and the loss of logits and labels.
-    fisher: Callable[[Tensor], Tensor] = softmax_fisher
-    loss: Callable[[Tensor, Tensor], Tensor] = summed_cross_entropy
-    # Whether dense calculus leaves padding out, which moves what stands behind it.
-    without_padding: bool = False
-
-    def inputs(self, batch: Batch) -> Any:
-        """Take a batch without its labels."""
-        if isinstance(batch, dict):
-            return without_labels(batch)
-        X, _ = batch
-        return X
-
-    def all_inputs(self) -> list[Any]:
-        """Take all batches without their labels."""
-        return [self.inputs(batch) for batch in self.batches]
-
-    def examples(self) -> list[Any]:
-        """Take each example by itself, as a batch of one."""
-        examples: list[Any] = []
-        for inputs in self.all_inputs():
-            if isinstance(inputs, Tensor):
-                examples += inputs.split(1)
-                continue
-            for row in range(len(next(iter(inputs.values())))):
-                of_row = {key: rows[row : row + 1] for key, rows in inputs.items()}
-                examples.append(unpadded(of_row, 0) if self.without_padding else of_row)
-        return examples
-
-    def weights(self) -> dict[str, nn.Parameter]:
-        """Find the weights that take part, in the order of the parameters."""
-        return {
-            name: weight
-            for name, weight in self.model.named_parameters()
-            if self.but not in name and any(part in name for part in self.names)
-        }
-
-    def matrices(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """Cut a weight's tensors into matrices `(..., m, n)`, one an expert."""
-        n_experts = self.n_experts
-        if n_experts > 1 and ".experts." in name:
-            if "lora_A" in name:
-                # One expert's rows follow each other.
-                return list(tensor.chunk(n_experts, dim=-2))
-            # The experts' columns alternate.
-            return [tensor[..., expert::n_experts] for expert in range(n_experts)]
-        shape = self.weights()[name].shape
-        # A vector of magnitudes is a column.
-        m = shape.numel() if "magnitude" in name else shape[0]
-        # Dimensions of examples and logits come first, where it is a Jacobian.
-        leading = tensor.shape[: tensor.ndim - len(shape)]
-        return [tensor.reshape(*leading, m, shape.numel() // m)]
-
-
-@dataclass(frozen=True)
-class Dense:
-    """What dense calculus finds, each example treated by itself."""
-
-    logits: Tensor  # (N, C)
-    Js: list[Tensor]  # (N, C, m, n) of each matrix
-    values: list[Tensor]  # (m, n) of each matrix
-
-    @property
-    def jacobian(self) -> Tensor:
-        """All Jacobians, `(N, C, parameters)`."""
-        return torch.cat([J.flatten(2) for J in self.Js], dim=-1)
-
-    @property
-    def mean(self) -> Tensor:
-        """All values, `(parameters,)`."""
-        return torch.cat([value.flatten() for value in self.values])
-
-    def kronecker(self, H: Tensor) -> Tensor:
-        """Compute the curvature of `kfac_approx="gradient"` at full rank."""
-        return torch.block_diag(*[kronecker_block(J, H) for J in self.Js])
-
-
-def dense(case: Case) -> Dense:
-    """Differentiate each example's logits, alone."""
-    case.model.eval()
-    weights = case.weights()
-    logits, jacobian = alone(case.model, logits_of, case.examples(), weights.values())
-    n_numbers = [weight.numel() for weight in weights.values()]
-    Js: list[Tensor] = []
-    values: list[Tensor] = []
-    of_weights = jacobian.split(n_numbers, dim=-1)
-    for (name, weight), J in zip(weights.items(), of_weights, strict=True):
-        Js += case.matrices(name, J.unflatten(-1, weight.shape))
-        values += case.matrices(name, weight.detach())
-    return Dense(logits, Js, values)
-
-
-def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Compare matrices, relative to the largest entry of all."""
-    # Entries near 0 are sums of large ones that cancel.
-    atol = tolerance * expected.abs().max().item()
-    assert_close(found, expected, rtol=0, atol=atol)
-
-
-def assert_dense(la: Any, case: Case, expected: Dense, H: Tensor) -> None:
-    """Compare a posterior's curvature, covariances and evidence with those of H.
-
-    Each block has a prior precision of its own.
-    """
-    tolerance = case.tolerance
-    assert torch.equal(la.mean, expected.mean)
-    assert_near(curvature_of(la), H, tolerance)
-    la.prior_precision = priors_of_blocks(la)
-    n_weights = torch.tensor([value.numel() for value in expected.values])
-    prior = la.prior_precision.repeat_interleave(n_weights)
-    covariance = glm_covariance(expected.jacobian, H, prior)
-    f_mu, f_var = predicted(la, case.all_inputs())
-    assert_close(f_mu, expected.logits, rtol=tolerance, atol=tolerance)
-    assert_near(f_var, covariance, tolerance)
-    assert_near(la.functional_variance(expected.jacobian), covariance, tolerance)
-    loss = case.loss(expected.logits, labels_of(case.batches))
-    assert_close(la.loss, loss, rtol=tolerance, atol=0)
-    log_evidence = evidence(H, -loss, expected.mean, prior)
-    assert_close(la.log_marginal_likelihood(), log_evidence, rtol=tolerance, atol=0)
-
+from tests.support.posteriors import generator
 
 # --- rows of linear layers ------------------------------------------------------------
 
@@ -191,7 +35,7 @@ def of_answers(kind: str = "gpt2", side: str = "left") -> Case:
         lora_model(kind).eval(),
         ragged_batches(padding_side=side),
         keywords={"class_token_ids": CLASS_TOKEN_IDS},
-        without_padding=True,
+        split=unpadded_rows,
     )
 
 

@@ -1,17 +1,25 @@
 """A small model of each task, its data, and posteriors around two adapters of it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch import nn
+from torch import Tensor, nn
 
 from laplace_lora_ext import LaplaceMixture
 from laplace_lora_ext.models.adapters import add_fresh_adapter
-from tests.support.choices import batches_of_own_choices
+from tests.compatibility.families import FAMILIES, RIGHT
+from tests.support.cases import Bernoullis, Case, Gaussian, unpadded_rows
+from tests.support.choices import (
+    ANSWERS,
+    batches_of_own_choices,
+    logits_of_choices,
+    of_prompts,
+    unpadded_choices,
+)
 from tests.support.labels import several_labels
 from tests.support.models import (
     CLASS_TOKEN_IDS,
@@ -21,7 +29,7 @@ from tests.support.models import (
     real_targets,
 )
 from tests.support.posteriors import make
-from tests.support.tokens import labelled_batches, token_classifier
+from tests.support.tokens import IGNORED, labelled_batches, token_classifier
 
 
 def numbers() -> list[Batch]:
@@ -32,7 +40,7 @@ def numbers() -> list[Batch]:
 
 def preferences() -> list[Batch]:
     """Make one batch of pairs of texts, of which one is preferred."""
-    batch, *_ = ragged_batches(n_classes=2)
+    (batch,) = ragged_batches(batch_size=8, n_classes=2)
     pairs = {"labels": batch["labels"]}
     for key in ("input_ids", "attention_mask"):
         text = batch[key]
@@ -40,11 +48,12 @@ def preferences() -> list[Batch]:
     return [pairs]
 
 
-def texts_of_several_labels() -> list[Batch]:
-    """Make texts with three labels each, 0 or 1."""
+def texts_of_several_labels(n_labels: int = 3) -> list[Batch]:
+    """Make texts with labels, 0 or 1."""
     batches = ragged_batches()
-    for batch in batches:
-        batch["labels"] = several_labels(batch, 3)
+    for number, batch in enumerate(batches):
+        # Rolled, since each batch is given the same labels.
+        batch["labels"] = several_labels(batch, n_labels).roll(number, 0)
     return batches
 
 
@@ -58,6 +67,8 @@ class Task:
     model: Callable[[], nn.Module] = CLASSIFIER
     data: Callable[[], list[Batch]] = ragged_batches
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    # What a case is told beside: how each example's logits are found by itself.
+    dense: Mapping[str, Any] = field(default_factory=dict)
 
     def fitted(self, model: nn.Module | None = None, **keywords: Any) -> Any:
         """Fit a posterior to all data, of a model of its own by default."""
@@ -65,33 +76,128 @@ class Task:
         la.fit(self.data())
         return la
 
+    def case(self) -> Case:
+        """Build the model, and make batches of three examples at most."""
+        batches = [
+            {key: column[start : start + 3] for key, column in batch.items()}
+            for batch in self.data()
+            for start in range(0, len(batch["labels"]), 3)
+        ]
+        return Case(self.model(), batches, self.keywords, **self.dense)
 
+
+def rewards_of(model: nn.Module, pair: Batch) -> Tensor:
+    """Compute the rewards of both texts of a pair."""
+    texts = {key: pair[key][0] for key in ("input_ids", "attention_mask")}
+    return model(**texts).logits[:, 0]
+
+
+def of_labelled_tokens(model: nn.Module, text: Batch) -> Tensor:
+    """Compute logits `(tokens, C)` where an unpadded text is labelled."""
+    logits = model(text["input_ids"]).logits
+    return logits[text["labels"] != IGNORED]
+
+
+def of_answers(normalised: bool = False, answers: Any = None) -> dict[str, Any]:
+    """Sum log-probabilities of each choice of a text, or of each of some answers."""
+
+    def split(batch: Batch) -> list[Any]:
+        if answers is not None:
+            (batch,) = of_prompts([batch], answers)
+        return unpadded_choices(batch)
+
+    logits = partial(logits_of_choices, normalised=normalised)
+    return {"split": split, "logits_of": logits}
+
+
+def of_written_answers(model: nn.Module, text: Batch) -> Tensor:
+    """Sum log-probabilities that an encoder-decoder gives to each answer alone."""
+    start = model.config.decoder_start_token_id
+    logits = []
+    for answer in ANSWERS:
+        decoded = torch.tensor([[start, *answer]])
+        output = model(text["input_ids"], decoder_input_ids=decoded)
+        log_p = output.logits[0].log_softmax(-1)
+        # The last place would predict what comes behind the answer.
+        logits.append(log_p[torch.arange(len(answer)), answer].sum())
+    return torch.stack(logits)
+
+
+def encoder_decoder(kind: str) -> Task:
+    """Let a tiny "t5" or "bart" write answers of several tokens."""
+    return Task(
+        lambda: FAMILIES[kind.upper()].model(RIGHT),
+        partial(ragged_batches, n_classes=len(ANSWERS)),
+        {"class_token_ids": ANSWERS},
+        # Norms of T5 run in float32.
+        {"split": unpadded_rows, "logits_of": of_written_answers, "tolerance": 1e-7},
+    )
+
+
+GPT2 = partial(lora_model, "gpt2")
+NUMBERS = Task(
+    partial(lora_model, "bert", n_labels=2),
+    numbers,
+    {"likelihood": "regression"},
+    {"target": Gaussian()},
+)
+REWARDS = Task(
+    partial(lora_model, "bert", n_labels=1),
+    preferences,
+    {"likelihood": "reward_modeling"},
+    {"logits_of": rewards_of},
+)
+SEVERAL_LABELS = Task(
+    data=texts_of_several_labels,
+    keywords={"likelihood": "multi_label_classification"},
+    dense={"target": Bernoullis()},
+)
+TOKENS = Task(
+    token_classifier,
+    labelled_batches,
+    {"likelihood": "token_classification"},
+    {"split": unpadded_rows, "logits_of": of_labelled_tokens},
+)
+CHOICES = Task(
+    GPT2, batches_of_own_choices, {"normalised": True}, of_answers(normalised=True)
+)
 TASKS = {
     "classes": Task(),
     "diagonal": Task(keywords={"structure": "diag"}),
     "head": Task(keywords={"modules_to_save": True}),
-    "numbers": Task(
-        partial(lora_model, "bert", n_labels=2), numbers, {"likelihood": "regression"}
-    ),
-    "rewards": Task(
-        partial(lora_model, "bert", n_labels=1),
-        preferences,
-        {"likelihood": "reward_modeling"},
-    ),
-    "several labels": Task(
-        data=texts_of_several_labels,
-        keywords={"likelihood": "multi_label_classification"},
-    ),
-    "tokens": Task(
-        token_classifier, labelled_batches, {"likelihood": "token_classification"}
-    ),
-    "answers": Task(
-        partial(lora_model, "gpt2"), keywords={"class_token_ids": CLASS_TOKEN_IDS}
-    ),
-    "choices": Task(
-        partial(lora_model, "gpt2"), batches_of_own_choices, {"normalised": True}
-    ),
+    "numbers": NUMBERS,
+    "rewards": REWARDS,
+    "several labels": SEVERAL_LABELS,
+    "tokens": TOKENS,
+    "answers": Task(GPT2, keywords={"class_token_ids": CLASS_TOKEN_IDS}),
+    "choices": CHOICES,
 }
+"""One of each kind."""
+
+OF_TARGETS = {
+    "numbers": NUMBERS,
+    "rewards": REWARDS,
+    "several labels": SEVERAL_LABELS,
+    "one label": replace(
+        SEVERAL_LABELS,
+        model=partial(lora_model, "bert", n_labels=1),
+        data=partial(texts_of_several_labels, 1),
+    ),
+    "tokens": TOKENS,
+    "tokens of a decoder": replace(TOKENS, model=partial(token_classifier, "gpt2")),
+    "answers of several tokens": Task(
+        GPT2,
+        partial(ragged_batches, n_classes=len(ANSWERS)),
+        {"class_token_ids": ANSWERS},
+        of_answers(answers=ANSWERS),
+    ),
+    "means of choices, padded left": replace(
+        CHOICES, data=partial(batches_of_own_choices, "left")
+    ),
+    "answers of T5": encoder_decoder("t5"),
+    "answers of BART": encoder_decoder("bart"),
+}
+"""What models are trained to predict beside one class."""
 
 
 @dataclass(frozen=True)

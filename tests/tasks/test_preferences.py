@@ -1,28 +1,13 @@
 """Reward models: pairs of texts in, a reward each out."""
 
-from functools import partial
-
 import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
-from tests.support.dense import (
-    EXACT,
-    exact_ggn,
-    glm_covariance,
-    gradient_curvature,
-    jacobians,
-    softmax_fisher,
-)
-from tests.support.heads import PARTS
-from tests.support.matrices import Case, dense
-from tests.support.models import OfMapping, lora_model, ragged_batches
+from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import generator, make
-
-assert_exact = partial(assert_close, **EXACT)
 
 TEXT_KEYS = ("input_ids", "attention_mask")
 N_PAIRS = 5
@@ -50,19 +35,6 @@ def first_texts() -> Batch:
     for key in TEXT_KEYS:
         first[key] = pairs[key][:, 0]
     return first
-
-
-def each_text() -> list[Batch]:
-    """Make all texts of the pairs, each a batch of one."""
-    pairs = preferences()
-    texts = []
-    for row in range(2 * N_PAIRS):
-        text = {}
-        for key in TEXT_KEYS:
-            of_all = pairs[key].flatten(0, 1)
-            text[key] = of_all[row : row + 1]
-        texts.append(text)
-    return texts
 
 
 def reward_model() -> PeftModel:
@@ -146,42 +118,6 @@ def test_rewards_have_samples():
 
 
 # --- against dense algebra ------------------------------------------------------------
-
-
-def test_rewards_have_the_curvature_of_preferences():
-    model = OfMapping(Wrapped()).eval()
-    pairs = preferences()
-    la = make(model, likelihood="reward_modeling", backend_kwargs={"rank": 100})
-    la.fit([pairs])
-    preferred = pairs.pop("labels")
-    rewards = model(pairs).detach()
-    loss = cross_entropy(rewards, preferred, reduction="sum")
-    assert_exact(la.loss, loss)
-    Js = jacobians(model, pairs)
-    fisher = softmax_fisher(rewards)
-    H = gradient_curvature(model, Js, fisher)
-    found = la.H.to_matrix()
-    assert_exact(found, H)
-
-
-def test_a_head_has_the_curvature_of_preferences():
-    model = reward_model().eval()
-    la = fit(model, "full", modules_to_save=True)
-    # Of rewards `(2 N, 1)`, one text at a time.
-    of_texts = dense(Case(model, each_text(), names=PARTS))
-    rewards, Js = of_texts.logits, of_texts.jacobian
-    # Of pairs, `(N, 2, parameters)` and `(N, 2)`.
-    Js_of_pairs = Js.reshape(N_PAIRS, 2, -1)
-    logits = rewards.reshape(N_PAIRS, 2)
-    fisher = softmax_fisher(logits)
-    H = exact_ggn(Js_of_pairs, fisher)
-    assert_exact(la.H, H)
-
-    prior = PRIOR_PRECISION * torch.ones(len(H)).double()
-    # The first text of each pair.
-    expected = glm_covariance(Js[::2], H, prior)
-    _, f_var = la(first_texts())
-    assert_exact(f_var, expected)
 
 
 def test_preferences_say_nothing_of_the_reward_that_all_texts_have_in_common():

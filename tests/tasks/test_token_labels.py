@@ -8,23 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, nll_loss
+from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 
 import laplace_lora_ext
 import laplace_lora_ext.passes.parts as passes_in_parts
-from laplace_lora_ext import Moments, plots
+from laplace_lora_ext import plots
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.passes.recorder import _Jacobians
 from tests.support.dense import (
     EXACT,
     curvature_of,
-    dense_curvature,
-    evidence,
     full_rank,
-    glm_covariance,
     gradient_blocks,
     lora_weights,
     softmax_fisher,
@@ -61,15 +58,6 @@ def first_batch() -> Batch:
 
 def is_labelled(batch: Batch) -> Tensor:
     return batch["labels"] != IGNORED
-
-
-def labels_of(data: Sequence[Batch]) -> Tensor:
-    """Join the labels of all labelled tokens."""
-    of_batches = []
-    for batch in data:
-        labels = batch["labels"]
-        of_batches.append(labels[is_labelled(batch)])
-    return torch.cat(of_batches)
 
 
 def texts_of(batch: Batch, rows: slice) -> Batch:
@@ -119,12 +107,6 @@ def tokens_of(model: nn.Module, data: Sequence[Batch], every: bool = False) -> T
     return Tokens(*map(torch.cat, zip(*of_texts, strict=True)))
 
 
-def moments_of(la, data: Sequence[Batch]) -> Moments:
-    """Join the moments of the labelled tokens of all batches."""
-    moments = [la.predictive_moments(batch) for batch in data]
-    return Moments(*map(torch.cat, zip(*moments, strict=True)))
-
-
 def statistics_of(la, data: Sequence[Batch]):
     # By default in float32, which is not as exact as what they are compared with.
     return la.predictive_statistics(data, dtype=torch.float64)
@@ -133,46 +115,6 @@ def statistics_of(la, data: Sequence[Batch]):
 def predicted(la, data: Batch | Sequence[Batch]):
     """Predict by draws of one seed, so that calls can be compared."""
     return la.predict(data, generator=generator())
-
-
-@pytest.mark.parametrize(
-    ("kind", "structure"),
-    [
-        ("bert", "lowrank_kron"),
-        ("gpt2", "lowrank_kron"),
-        ("llama", "full"),
-        ("bert", "diag"),
-    ],
-)
-def test_curvature_evidence_and_covariances_are_exact(kind, structure):
-    data = batches()
-    la = fitted(kind, structure, data)
-    model = la.model.model
-    tokens = tokens_of(model, data)
-    labels = labels_of(data)
-    assert torch.equal(tokens.y, labels)
-    fisher = softmax_fisher(tokens.f)
-    H = dense_curvature(structure, model, tokens.Js, fisher)
-    # Low-rank factors leave out what is rounding beside their largest eigenvalue.
-    largest = H.abs().max()
-    rounding = 1e-10 * largest.item()
-    found = curvature_of(la)
-    assert_close(found, H, rtol=1e-9, atol=rounding)
-
-    loss = cross_entropy(tokens.f, tokens.y, reduction="sum")
-    assert_close(la.loss, loss, **EXACT)
-    # Texts, and not tokens.
-    assert la.n_data == N_TEXTS
-    la.prior_precision = 3.0
-    priors = torch.full_like(la.mean, 3.0)
-    found = la.log_marginal_likelihood()
-    expected = evidence(H, -loss, la.mean, priors)
-    assert_close(found, expected, **EXACT)
-
-    moments = moments_of(la, data)
-    covariances = glm_covariance(tokens.Js, H, priors)
-    assert_close(moments.f_mu, tokens.f, **EXACT)
-    assert_close(moments.f_var, covariances, **EXACT)
 
 
 def test_pictures_of_labels_of_tokens_are_refused():
@@ -263,21 +205,6 @@ def test_a_prediction_of_a_loader_pads_its_batches_to_one_width():
 may_end_at_the_grids_edge = pytest.mark.filterwarnings(
     "ignore:The best prior precision of the grid"
 )
-
-
-@may_end_at_the_grids_edge
-def test_a_grid_search_minimises_the_loss_of_labelled_tokens():
-    la = fitted()
-    # Without a scale of the logits, which would change the predictions below.
-    history = la.optimize_prior_precision(
-        method="gridsearch", val_loader=batches(), **PRIORS_ALONE
-    )
-    best = history.objective.argmin()
-    la.prior_precision = history.prior_precision[best]
-    p = [la(each, link_approx="mean_field")[is_labelled(each)] for each in batches()]
-    loss = nll_loss(torch.cat(p).log(), labels_of(batches()))
-    # The search keeps its statistics in float32.
-    assert_close(history.objective[best], loss, rtol=1e-5, atol=1e-6)
 
 
 # --- predictions at a cost of their own -----------------------------------------------

@@ -1,0 +1,220 @@
+"""What holds of every posterior, whatever its weights and its task.
+
+Each case is fitted, predicts, chooses its prior, is saved and mixed as dense formulas
+of its Jacobians say, which are each example's alone. Nothing else changes.
+"""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from peft import load_peft_weights, set_peft_model_state_dict
+from torch import Tensor
+from torch.testing import assert_close
+
+import laplace_lora_ext
+from laplace_lora_ext import LaplaceMixture
+from laplace_lora_ext.predictive.amortized import log_variances
+from laplace_lora_ext.predictive.posterior import amortized_moments
+from tests.support.cases import LINKS, Case, Dense, assert_dense, assert_near, dense
+from tests.support.dense import curvature_of
+from tests.support.heads import HEADS
+from tests.support.matrices import CASES, LINEAR
+from tests.support.posteriors import PRIORS_ALONE, generator
+from tests.support.snapshots import Snapshot
+from tests.support.tasks import OF_TARGETS
+from tests.support.tokens import IGNORED
+
+# Most of these models are warned of, since their examples take passes of their own.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TARGETS = {name: task.case for name, task in OF_TARGETS.items()}
+ADAPTERS = CASES | HEADS
+EVERYTHING = LINEAR | ADAPTERS | TARGETS
+SAVED = [*ADAPTERS, *TARGETS]
+# Where a path of its own leads to what is asked.
+SOME = ["LoRA of an encoder", "LoRA of an embedding", *HEADS, *TARGETS]
+# More than noise says of the data, so that predictions are in doubt.
+BROAD = torch.tensor([0.3])
+
+
+def of_cases(names: Iterable[str]):
+    """Ask this of some cases alone."""
+    return pytest.mark.parametrize("fit", names, indirect=True, scope="module")
+
+
+def noise_of(case: Case) -> float:
+    """Return the noise of numbers, which divides nothing."""
+    return 0.7 if case.keywords.get("likelihood") == "regression" else 1.0
+
+
+def fitted(case: Case, structure: str = "lowrank_kron", **keywords):
+    return case.fitted(structure, sigma_noise=noise_of(case), **keywords)
+
+
+@pytest.fixture(scope="module", params=EVERYTHING)
+def fit(request) -> Dense:
+    """Return the dense calculus of a case."""
+    return dense(EVERYTHING[request.param]())
+
+
+@pytest.fixture(scope="module")
+def before(fit) -> Snapshot:
+    return Snapshot(fit.case.model)
+
+
+@pytest.fixture(scope="module")
+def fitted_once(fit, before):
+    """Fit a posterior that tests of a case share."""
+    return fitted(fit.case)
+
+
+@pytest.fixture
+def la(fitted_once):
+    """Copy that posterior, at a prior precision that leaves it in doubt."""
+    la = copy.copy(fitted_once)
+    la.prior_precision = BROAD
+    return la
+
+
+def dense_posterior(fit: Dense, prior: Tensor = BROAD, structure: str = "lowrank_kron"):
+    return fit.posterior(fit.curvature(structure), prior, noise_of(fit.case))
+
+
+# --- the dense calculus ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "full", "diag"])
+def test_curvature_covariances_and_evidence_are_the_dense_ones(fit, structure):
+    la = fitted(fit.case, structure)
+    assert_dense(la, fit, fit.curvature(structure), noise_of(fit.case))
+
+
+def predictions(la: Any, case: Case, link: str) -> list[Tensor]:
+    """Predict what the loss reads of all batches."""
+    found = [la(X, link_approx=link, fitting=True) for X in case.all_inputs()]
+    columns = zip(*found, strict=True) if isinstance(found[0], tuple) else [found]
+    return [torch.cat(column) for column in columns]
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_predictions_and_their_mixtures_are_the_dense_ones(fit, la, link):
+    case = fit.case
+    other = copy.copy(la)
+    other.prior_precision = 10 * BROAD
+    both = [dense_posterior(fit), dense_posterior(fit, 10 * BROAD)]
+    of_each = [posterior.predictive(link) for posterior in both]
+    mixed = case.target.mixed(of_each)
+    for found, expected in zip(predictions(la, case, link), of_each[0], strict=True):
+        assert_near(found, expected, case.tolerance)
+    mixture = LaplaceMixture([la, other])
+    for found, expected in zip(predictions(mixture, case, link), mixed, strict=True):
+        assert_near(found, expected, case.tolerance)
+
+
+@of_cases(SOME)
+def test_all_outputs_of_a_batch_have_the_dense_covariance(fit, la):
+    X, *_ = fit.case.all_inputs()
+    f_mu, covariance = la.predictive_moments(X, joint=True)
+    n_outputs = fit.logits.shape[1]
+    J = fit.jacobian[: len(f_mu) // n_outputs].flatten(0, 1)
+    posterior = dense_posterior(fit)
+    spread = torch.linalg.solve(posterior.precision, J.T)
+    assert_near(covariance, J @ spread, fit.case.tolerance)
+
+
+@of_cases(SOME)
+@pytest.mark.parametrize(
+    ("structure", "link"), [("lowrank_kron", "mean_field"), ("diag", "probit")]
+)
+def test_a_search_chooses_by_the_losses_of_dense_predictions(fit, structure, link):
+    la = fitted(fit.case, structure)
+    history = la.optimize_prior_precision(
+        method="gridsearch",
+        val_loader=fit.case.batches,
+        link_approx=link,
+        prior_structure="scalar",
+        **PRIORS_ALONE,
+    )
+    grid = torch.logspace(-2, 2, 7)
+    losses = torch.stack(
+        [dense_posterior(fit, prior[None], structure).nll(link) for prior in grid]
+    )
+    # Statistics are in float32.
+    assert_close(history.objective.double(), losses, rtol=1e-5, atol=1e-5)
+    # The mean of the logarithm, where each weighs its likelihood.
+    mean = (-len(fit.logits) * losses).softmax(0) @ grid.double().log()
+    chosen = grid[(grid.log() - mean).abs().argmin()]
+    assert_close(la.prior_precision.float(), chosen[None])
+
+
+# --- other ways to the same posterior -------------------------------------------------
+
+
+@of_cases(TARGETS)
+def test_two_runs_are_one(fit, la):
+    again = fitted(Case(**vars(fit.case) | {"batches": fit.case.batches[:1]}))
+    again.fit(fit.case.batches[1:], override=False)
+    assert again.n_data == la.n_data
+    assert_close(again.loss, la.loss, rtol=fit.case.tolerance, atol=0)
+    assert_near(curvature_of(again), curvature_of(la), 10 * fit.case.tolerance)
+
+
+@of_cases(SAVED)
+def test_a_posterior_survives_a_file(fit, la, tmp_path):
+    la.save_pretrained(tmp_path)
+    read = laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
+    expected = predictions(la, fit.case, "probit")
+    for found, column in zip(
+        predictions(read, fit.case, "probit"), expected, strict=True
+    ):
+        assert torch.equal(found, column)
+    assert torch.equal(read.log_marginal_likelihood(), la.log_marginal_likelihood())
+
+
+@of_cases(SAVED)
+def test_draws_are_adapters(fit, la, tmp_path):
+    la.prior_precision = 50.0
+    batch = fit.case.batches[0]
+    X = fit.case.inputs(batch)
+    options = {"pred_type": "nn", "n_samples": 2}
+    drawn = la.functional_samples(X, generator=generator(), **options)
+    folders = la.sample_adapters(2, tmp_path, generator())
+    for of_draw, folder in zip(drawn, folders, strict=True):
+        model = copy.deepcopy(la.model.model)
+        set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+        case = Case(**vars(fit.case) | {"model": model.double().eval()})
+        of_file = torch.cat(
+            [torch.atleast_2d(case.logits_of(model, x)) for x in case.split(batch)]
+        )
+        if of_draw.ndim == 3:  # of all tokens
+            of_draw = of_draw[batch["labels"] != IGNORED]
+        assert_close(of_draw, of_file, rtol=1e-6, atol=1e-6)
+        # A draw that was the mean would agree with its file, too.
+        assert (of_file - fit.logits[: len(of_file)]).abs().max() > 1e-7
+
+
+@of_cases([name for name in SAVED if name != "rewards"])
+def test_learnt_variances_are_near_the_dense_ones(fit, la):
+    learnt = la.amortize(fit.case.batches, unlabelled=None)
+    found = [amortized_moments(la, X) for X in fit.case.all_inputs()]
+    assert_close(torch.cat([each.f_mu for each in found]), fit.logits)
+    exact = dense_posterior(fit).f_var
+    error = log_variances(torch.cat([each.f_var for each in found]))
+    error = error - log_variances(exact)
+    # One of aLoRA's texts calls for no adapter, so that nothing is in doubt.
+    has_doubt = exact.flatten(1).amax(1) > 0
+    # Ridge regression errs less where it has learnt than where an example is left out.
+    assert error[has_doubt].abs().mean() < learnt.mean_error + 1e-12
+    # Even these are far from what a single logarithm of 0 would make of the mean.
+    assert learnt.mean_error < 1.5
+
+
+@of_cases(SAVED)
+def test_the_model_stays_as_it_was(fit, la, before):
+    X, *_ = fit.case.all_inputs()
+    la(X)
+    la.functional_samples(X, pred_type="nn", n_samples=1)
+    before.assert_equal(fit.case.model, random_state=False)
