@@ -7,7 +7,6 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -102,7 +101,7 @@ def calibrate(arguments: CalibrateArguments) -> None:
     print(f"{UNITS}\n{said}\nThe posterior is in {folder / FILE}.")
 
 
-def _check_order(results: Outcomes, names: Sequence[str]) -> None:
+def _check_order(results: Outcomes, names: list[str]) -> None:
     """Refuse names in an order in which the trained model is right far less often."""
     # How many texts of each label have each answer.
     counts = multiclass_confusion_matrix(results.trained, results.labels, len(names))

@@ -44,9 +44,6 @@ def as_gemma(folder: Path) -> ModuleType:
 def test_every_cell_runs_after_the_others(path, tiny_models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "LIBRARIES", ("numpy",))
-    monkeypatch.setenv("TOUR_STEPS", "6")
-    monkeypatch.setenv("TOUR_FILES", "40")
-    monkeypatch.setenv("TOUR_MODEL", str(tiny_models[True]))
     gemma = as_gemma(Path(tiny_models[True]))
     monkeypatch.setitem(sys.modules, gemma.__name__, gemma)
     mpl.use("Agg")

@@ -61,9 +61,9 @@ def test_an_order_of_names_that_is_wrong_in_part_is_told():
     trained = one_hot(answers).double()
     results = Outcomes(trained, Prediction.of_draws(trained, trained[None]), labels)
     with pytest.raises(UsageError, match=r"on 50% of .* on 100% .* were a, c, b, d"):
-        commands._check_order(results, "abcd")
+        commands._check_order(results, list("abcd"))
     few = Outcomes(trained[:4], results.prediction, labels[:4])
-    commands._check_order(few, "abcd")  # that may be chance
+    commands._check_order(few, list("abcd"))  # that may be chance
 
 
 def test_predictions_are_in_order_and_go_on_where_they_stopped(
