@@ -751,6 +751,11 @@ class LoRALaplace(Posterior, Predictor):
             p = self._glm_forward_call(x, "classification", link_approx=link_approx)
             assert isinstance(p, Tensor)
             return p
+        if pred_type == "glm" and not (self._has_variance or isinstance(x, Moments)):
+            self.check_model()
+            with self.model.forward_passes(self.enable_backprop):
+                logits = self.logit_scale * self.model(x)
+            return self.task.predicted.class_logits(logits).softmax(-1)
         if diagonal_output and link_approx == "mc":
             # "probit" has the variances of all logits, not of contrasts.
             f_mu, f_var = moments_for(self, x, "probit", pred_type)

@@ -173,9 +173,9 @@ def _own_sums(
         for name, batch in named_batches(share.loader):
             share.show(batch)
             with naming(name):
-                n_unlabelled = model.n_without_labels(batch)
-                if n_unlabelled:
-                    n_new = len(share.places(n_unlabelled))
+                labelled = model.places(batch)
+                if labelled is not None and not labelled.any():
+                    n_new = len(share.places(len(labelled)))
                     sums = replace(sums, n_data=sums.n_data + n_new)
                     continue
                 X, y = model.split(batch)

@@ -76,7 +76,7 @@ def _logits_and_layer(
         logits = model(batch)
     is_output_layer = _output_layer(model) is not None
     by_place = None
-    if model.owners(batch) is not None:
+    if model.places(batch) is not None:
         by_place = model.in_places(logits, batch)
     for call in calls:
         if by_place is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from inspect import Parameter, signature
 from threading import get_ident
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.answers import Answers
 from laplace_lora_ext.models.batches import (
+    IGNORED,
     Positions,
     check_texts,
     check_tokenized,
@@ -27,17 +28,15 @@ from laplace_lora_ext.models.batches import (
     to_device,
 )
 from laplace_lora_ext.models.choices import Choices, answers_of
-from laplace_lora_ext.models.lora_layers import inactive, only_active
-from laplace_lora_ext.models.running import (
-    TURNS,
-    alone,
-    as_tensor,
-    cpu_as_default,
-    keep_derivatives,
-    running_eagerly,
+from laplace_lora_ext.models.running import TURNS, alone, as_tensor, cpu_as_default
+from laplace_lora_ext.models.tree import (
+    State,
+    Tree,
+    evaluating,
+    inactive,
+    put_back,
+    without_caches,
 )
-from laplace_lora_ext.models.state import State, put_back, without_caches
-from laplace_lora_ext.models.tree import Tree
 from laplace_lora_ext.models.weights import device_of
 from laplace_lora_ext.rounding import OF_PASSES, equal_up_to_rounding
 
@@ -174,7 +173,13 @@ class LogitsModel(nn.Module):
             logits = self._answers.logits(inputs, self._call, **model_kwargs)
         else:
             logits = logits_of(self._call(inputs, **model_kwargs))
-        _check_shape(logits)
+        if logits.ndim != 2:
+            raise ValueError(
+                "The model must return logits of shape (batch, outputs), not "
+                f"{tuple(logits.shape)}: wrap it in a module that returns one row for "
+                "each example. For labels of tokens the likelihood is "
+                '"token_classification".'
+            )
         return logits
 
     def log_probs(self, batch: Any) -> Tensor:
@@ -255,30 +260,38 @@ class LogitsModel(nn.Module):
         rows = inputs if self._answers is None else self._answers.rows(inputs)
         return positions_of(rows, n_examples, self.device)
 
-    def owners(self, batch: Any) -> Tensor | None:
-        """Number each logit's example, `(N,)`; None where each example has one."""
+    def places(self, batch: Any) -> Tensor | None:
+        """Mark the tokens `(B, T)` that have logits; None where examples have one row.
+
+        None of a batch whose labels all don't count.
+        """
         return None
 
+    def owners(self, batch: Any) -> Tensor | None:
+        """Number each logit's example, `(N,)`; None where each example has one row."""
+        places = self.places(batch)
+        return None if places is None else places.nonzero()[:, 0]
+
     def unlabelled(self, inputs: Any) -> Any:
-        """Return inputs without what says which of their outputs are labelled."""
-        return inputs
-
-    def n_without_labels(self, batch: Any) -> int:
-        """Count the examples of a batch none of whose labels counts; 0 of any other."""
-        # Here each example has one label, which counts.
-        return 0
-
-    def labels_of_part(self, y: Tensor, part: Any, place: slice) -> Tensor:
-        """Return the labels of a part of a batch: those of `y` at its place."""
-        return y[place]
-
-    def few_rows_at_a_time(self, batch: Any, n_rows: int) -> Iterator[Any]:
-        """Yield the batch as it is; heirs divide one with more than `n_rows`."""
-        yield batch
+        """Return inputs without labels, which may say what of them has logits."""
+        if not isinstance(inputs, Mapping) or self.dict_key_y not in inputs:
+            return inputs
+        return {key: value for key, value in inputs.items() if key != self.dict_key_y}
 
     def in_places(self, rows: Tensor, batch: Any, dim: int = 0) -> Tensor:
-        """Arrange rows of predictions as the batch has their examples."""
-        return rows
+        """Put rows where their tokens are: N along one dimension, `(B, T)` along two.
+
+        Elsewhere is nan, and in whole numbers -100. Rows of examples stay as they are.
+        """
+        # Moments know no texts.
+        places = self.places(batch) if isinstance(batch, Mapping) else None
+        if places is None:
+            return rows
+        by_row = rows.movedim(dim, 0)
+        empty = torch.nan if rows.is_floating_point() else IGNORED
+        found = by_row.new_full((*places.shape, *by_row.shape[1:]), empty)
+        found[places.to(rows.device)] = by_row
+        return found.movedim((0, 1), (dim, dim + 1))
 
     def inputs(self, batch: Any) -> Any:
         """Return the inputs of a batch that may have labels."""
@@ -300,7 +313,7 @@ class LogitsModel(nn.Module):
     @property
     def device(self) -> torch.device:
         """Say where batches and logits are: on the first parameter's device."""
-        _, _, first = next(self.tree.all_parameters())
+        first = next(self.tree.weights())
         return device_of(self.model) if first.is_meta else first.device
 
     @property
@@ -330,30 +343,26 @@ class LogitsModel(nn.Module):
             return
         # The turn comes first: all that follows changes the model, also for other
         # threads.
-        with alone(), self._evaluated(), self._begun():
+        with alone(), evaluating(self.tree, self.adapter), self._begun():
             yield
-
-    def run_alone(self, compute: Callable[[], Result]) -> Result:
-        """Return what a function computes in a session."""
-        with self.running():
-            return compute()
 
     def run_beside_others(self, compute: Callable[[], Result]) -> Result:
         """Return what forward passes compute, while other threads run theirs.
 
         Where a pass would find what another one has left, they take turns.
         """
-        if TURNS.is_mine() or self.has_answers or not self.tree.is_constant:
-            return self.run_alone(compute)
-        together = TURNS.together(self, self._evaluated_and_watched, self._is_evaluated)
-        with together, cpu_as_default(), self._begun():
-            result = compute()
-            state = self._shared_state
-            assert state is not None
-            if not state.changed():
-                return result
-            self._tree.leaves_state = True
-        return self.run_alone(compute)
+        is_alone = TURNS.is_mine() or self.has_answers or not self.tree.is_constant
+        if not is_alone:
+            together = TURNS.together(self, self._watched, self._is_evaluated)
+            with together, cpu_as_default(), self._begun():
+                result = compute()
+                state = self._shared_state
+                assert state is not None
+                if not state.changed():
+                    return result
+                self._tree.leaves_state = True
+        with self.running():
+            return compute()
 
     @contextmanager
     def _begun(self) -> Iterator[None]:
@@ -364,19 +373,9 @@ class LogitsModel(nn.Module):
             del self._sessions[get_ident()]
 
     @contextmanager
-    def _evaluated(self) -> Iterator[None]:
-        """Let the model evaluate, eagerly and with its own adapter."""
-        tree = self.tree
-        with ExitStack() as undoing:
-            if self.adapter is not None:
-                undoing.enter_context(only_active(tree, self.adapter))
-            undoing.enter_context(_evaluating(self.model, tree))
-            yield
-
-    @contextmanager
-    def _evaluated_and_watched(self) -> Iterator[None]:
+    def _watched(self) -> Iterator[None]:
         """Let the model evaluate, and note its state, for passes of several threads."""
-        with self._evaluated(), without_caches():
+        with evaluating(self.tree, self.adapter), without_caches():
             state = self._shared_state = State(self._tree.watched)
             try:
                 yield
@@ -385,9 +384,9 @@ class LogitsModel(nn.Module):
                 state.put_back()
 
     def _is_evaluated(self) -> bool:
-        """Tell whether the model is still as `_evaluated` has made it."""
+        """Tell whether the model is still as `evaluating` has made it."""
         tree = self._tree
-        is_same = tree.current() is tree and not tree.training()
+        is_same = tree.current() is tree and not tree.unready()
         return is_same and not (self.adapter and inactive(tree, self.adapter))
 
     @contextmanager
@@ -470,24 +469,6 @@ class LogitsModel(nn.Module):
 
 
 @contextmanager
-def _evaluating(model: nn.Module, tree: Tree) -> Iterator[None]:
-    """Evaluate a model eagerly; afterwards each module has its own mode again."""
-    unready = tree.unready()
-    training = [module for module in unready if module.training]
-    if training:
-        model.eval()
-    kept = keep_derivatives(tree.modules)
-    try:
-        with running_eagerly(tree.is_compiled if unready else tree.is_wrapped):
-            yield
-    finally:
-        if training or kept:
-            was_training = set(map(id, training))
-            for module in {*tree.training(), *training}:
-                module.training = id(module) in was_training
-
-
-@contextmanager
 def _requiring_grad(tree: Tree, trainable: Sequence[Tensor]) -> Iterator[None]:
     """Let some parameters alone require grad, and none have a `.grad`, within."""
     wanted = {id(parameter) for parameter in trainable}
@@ -518,17 +499,6 @@ class _Parameter(NamedTuple):
     name: str
     requires_grad: bool
     grad: Tensor | None
-
-
-def _check_shape(logits: Tensor) -> None:
-    """Refuse logits that are not one row for each example."""
-    if logits.ndim != 2:
-        raise ValueError(
-            "The model must return logits of shape (batch, outputs), not "
-            f"{tuple(logits.shape)}: wrap it in a module that returns one row for each "
-            "example. For labels of tokens the likelihood is "
-            '"token_classification".'
-        )
 
 
 # --- wrappers -------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from peft import LoraConfig
@@ -16,14 +15,12 @@ from torch import Tensor, nn
 
 from laplace_lora_ext.messages import listed, warn
 from laplace_lora_ext.models.heads import Selection, head_weights, select_heads
-from laplace_lora_ext.models.tree import ACTIVE, Tree
 from laplace_lora_ext.models.weights import (
     Block,
     LinearRows,
     View,
     WholeGradient,
     bare_name,
-    owner_of,
     strip_wrappers,
     without_rows,
 )
@@ -130,37 +127,6 @@ def active_adapter(model: nn.Module) -> str:
             f"Several adapters are active ({names}): call model.set_adapter(name)."
         )
     return active.pop()
-
-
-@contextmanager
-def only_active(tree: Tree, adapter: str) -> Iterator[None]:
-    """Run passes with one adapter and its own heads; afterwards with the user's again.
-
-    Unlike PEFT's `set_adapter`, this leaves `requires_grad` as it is.
-    """
-    before = inactive(tree, adapter)
-    try:
-        for module, _ in before:
-            # Rows of embeddings can't run with an adapter that has none.
-            setattr(module, ACTIVE, adapter if _has_weights(module, adapter) else [])
-        yield
-    finally:
-        for module, active in before:
-            setattr(module, ACTIVE, active)
-
-
-def inactive(tree: Tree, adapter: str) -> list[tuple[nn.Module, str | list[str]]]:
-    """List modules in which other adapters are active, and these."""
-    others: list[tuple[nn.Module, str | list[str]]] = []
-    for module in tree.adapted:
-        active = vars(module).get(ACTIVE, adapter)
-        if active not in (adapter, [adapter]):
-            others.append((module, active))
-    return others
-
-
-def _has_weights(layer: nn.Module, adapter: str) -> bool:
-    return any(owner_of(f".{name}") == adapter for name, _ in layer.named_parameters())
 
 
 def _matrices(name: str, layer: BaseTunerLayer, adapter: str) -> Iterator[Block]:

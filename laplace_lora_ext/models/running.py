@@ -1,21 +1,19 @@
-"""Run models in passes of our own: in turn, eagerly, with exact gradients.
+"""Run models in passes of our own, in turn.
 
 Layers that the user's training checkpoints are checkpointed here, too.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from threading import Condition, get_ident
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from laplace_lora_ext.models.tree import Tree
@@ -165,13 +163,6 @@ def copy_if_inference(value: Any) -> Any:
     return value
 
 
-def running_eagerly(is_compiled: bool) -> AbstractContextManager[object]:
-    """Let compiled modules run their original code, with hooks that are called."""
-    if not is_compiled:
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
-
-
 @contextmanager
 def forwards_replaced(
     modules: Sequence[nn.Module], other: Callable[..., Any]
@@ -191,45 +182,12 @@ def forwards_replaced(
                 module.forward = forward
 
 
-def unfused_attention() -> AbstractContextManager[object]:
-    """Let attention run unfused: fused kernels have no second derivatives."""
-    return sdpa_kernel(SDPBackend.MATH)
-
-
-def keep_derivatives(modules: Iterable[nn.Module]) -> list[Any]:
-    """Let gradients pass through bitsandbytes' four-bit layers in evaluation.
-
-    On some CPUs (AVX-512 with bfloat16) such a layer packs its weights when it
-    evaluates without gradients, for an operation that has no derivative: gradients of
-    all that comes before the layer would be zero. Nothing but that packing depends on
-    the layer's own mode. Returns these layers.
-    """
-    bitsandbytes = sys.modules.get("bitsandbytes")
-    # Whatever has such layers has imported it.
-    if bitsandbytes is None:
-        return []
-    layers: list[Any] = []
-    for module in modules:
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            layers.append(module)
-    for layer in layers:
-        layer.training = True
-        if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
-            layer.state_dict()  # which unpacks
-    return layers
-
-
 def is_shared(model: nn.Module) -> bool:
     """Tell whether ranks share a model's weights, and must make the same passes."""
     return any(hasattr(weight, "full_tensor") for weight in model.parameters())
 
 
 # --- checkpoints ----------------------------------------------------------------------
-
-
-def checkpointed_layers(tree: Tree) -> list[nn.Module]:
-    """Find the layers whose activations the user's training computes anew."""
-    return [layer for layer in tree.checkpointable if layer.gradient_checkpointing]
 
 
 @contextmanager
@@ -241,7 +199,8 @@ def checkpointing(tree: Tree) -> Iterator[None]:
     training would change the logits. Here the layers stay in evaluation mode, and the
     model's own choice of `use_reentrant` does not matter.
     """
-    with forwards_replaced(checkpointed_layers(tree), _checkpointed):
+    layers = [each for each in tree.checkpointable if each.gradient_checkpointing]
+    with forwards_replaced(layers, _checkpointed):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -149,7 +150,7 @@ class ModelState:
 def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
     """Refuse LoRA layers that are merged, disabled or gone (`RuntimeError`)."""
     # By identity: PEFT may have put another weight under the same name.
-    present = {id(weight) for _, _, weight in model.tree.all_parameters()}
+    present = set(map(id, model.tree.weights()))
     idle = find_idle(adapter_layers(model.model))
     if idle is not None:
         raise RuntimeError(idle)
@@ -198,16 +199,22 @@ class Standing:
         self._adapter = blocks[0].adapter
         self._tree = model.tree
         self._layers: list[tuple[BaseTunerLayer, dict[str, float]]] = []
-        for layer in self._tree.adapter_layers():
-            self._layers.append((layer, getattr(layer, "scaling", {})))
-        self._places = [place for _, place in _other_weights(self._tree, blocks)]
-        for block in blocks:
-            self._places.append(_Place(block.module._parameters, block.parameter))
+        for layer in self._tree.adapted:
+            if isinstance(layer, BaseTunerLayer):
+                self._layers.append((layer, getattr(layer, "scaling", {})))
+        places = [place for _, place in _other_weights(self._tree, blocks)]
+        places += [
+            _Place(block.module._parameters, block.parameter) for block in blocks
+        ]
+        self._holders, self._names = zip(*places, strict=True)
+        self._weights = self._present()
+        # Those of inference mode count no versions.
+        self._counting = [each for each in self._weights if not each.is_inference()]
         self._before = self._read()
         # The numbers of a device are read as one tensor.
         self._views: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for place in self._places:
-            view = _first_numbers(place.weight)
+        for weight in self._weights:
+            view = _first_numbers(weight)
             self._views.setdefault((view.device, view.dtype), []).append(view)
         self._numbers = self._read_numbers()
 
@@ -215,21 +222,25 @@ class Standing:
         """Tell whether nothing has changed; False where that is not known."""
         return (
             self._model.tree is self._tree
+            and all(map(is_, self._present(), self._weights))
             and self._read() == self._before
             and all(map(torch.equal, self._read_numbers(), self._numbers))
         )
 
+    # Weights are many, and functions in C faster than loops.
+
+    def _present(self) -> list[Any]:
+        # None where one has gone, as where a parametrization computes it.
+        return list(map(dict.get, self._holders, self._names))
+
     def _read(self) -> list[Any]:
-        read: list[Any] = [
+        settings = [
             (layer.merged, layer.disable_adapters, scalings.get(self._adapter))
             for layer, scalings in self._layers
         ]
-        for holder, name in self._places:
-            weight = holder.get(name)
-            if weight is None:  # as where a parametrization computes it
-                return []
-            read += weight.data_ptr(), 0 if weight.is_inference() else weight._version
-        return read
+        addresses = map(Tensor.data_ptr, self._weights)
+        versions = map(attrgetter("_version"), self._counting)
+        return [*settings, *addresses, *versions]
 
     def _read_numbers(self) -> list[Tensor]:
         return [torch.cat(views) for views in self._views.values()]
@@ -304,7 +315,7 @@ def _other_weights(tree: Tree, blocks: Sequence[Block]) -> Iterator[tuple[str, _
         return  # FSDP2 replaces parameters between passes
     adapter = blocks[0].adapter
     of_posterior = {id(block.weight) for block in blocks}
-    for prefix, module in tree.named_modules():
+    for prefix, module in tree.model.named_modules():
         for place in _saved_with(module):
             known_as = _known_as(f"{prefix}.{place.name}", adapter)
             weight = place.weight

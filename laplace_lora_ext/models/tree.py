@@ -1,16 +1,28 @@
-"""A model's modules, listed once: a walk through them takes as long as a small text."""
+"""A model's modules, listed once, and what passes need of them and leave in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import chain
+from operator import attrgetter, is_, is_not
 from typing import Any
 
+import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-ACTIVE = "_active_adapter"
-"""PEFT's attribute of its layers, and of what wraps heads and embeddings."""
+from laplace_lora_ext.models.weights import owner_of
+
+# PEFT's attribute of its layers, and of what wraps heads and embeddings.
+_ACTIVE = "_active_adapter"
+
+# Numbers of the largest buffer that is copied for a pass. Larger ones are masks and
+# quantised weights, which nobody changes in place.
+_LARGEST = 2**16
 
 
 class Tree:
@@ -18,7 +30,9 @@ class Tree:
 
     Attributes
     ----------
+    model : nn.Module
     modules : list of nn.Module
+        it and all within
     parameters : list of dict
         those of each module that has any, by name; PEFT and accelerate may replace
         what is in them
@@ -26,6 +40,8 @@ class Tree:
         PEFT's layers and wrappers, which have an active adapter
     checkpointable : list of nn.Module
         layers that transformers may compute anew for a backward pass
+    four_bit : list of nn.Module
+        bitsandbytes' layers of four bits
     read_by : list of nn.Module or None
         the layer that makes the logits, none where there is none; None before a pass
         has shown which it is
@@ -40,21 +56,27 @@ class Tree:
     leaves_state: bool = False
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
         self.modules = list(model.modules())
         self.parameters = [m._parameters for m in self.modules if m._parameters]
         self.adapted = [
             m
             for m in self.modules
-            if isinstance(m, BaseTunerLayer) or ACTIVE in vars(m)
+            if isinstance(m, BaseTunerLayer) or _ACTIVE in vars(m)
         ]
         self.checkpointable: list[Any] = [
             m for m in self.modules if isinstance(m, GradientCheckpointingLayer)
         ]
+        # Whatever has such layers has imported it.
+        bitsandbytes = sys.modules.get("bitsandbytes")
+        of_four_bits = () if bitsandbytes is None else bitsandbytes.nn.Linear4bit
+        self.four_bit: list[Any] = [
+            m for m in self.modules if isinstance(m, of_four_bits)
+        ]
         self._children: list[Mapping[str, nn.Module | None]] = [
             m._modules for m in self.modules if m._modules
         ]
-        self._identities = self._read()
+        self._before = self._now()
         # Whether `torch.compile` has put a module of its own around one.
         self.is_wrapped = any("_orig_mod" in m._modules for m in self.modules)
         # FSDP2 then replaces the parameters between passes.
@@ -62,12 +84,14 @@ class Tree:
 
     def current(self) -> Tree:
         """Return this list, or another one where modules were put in or replaced."""
-        return self if self._read() == self._identities else Tree(self._model)
+        now = self._now()
+        is_same = len(now) == len(self._before) and all(map(is_, now, self._before))
+        return self if is_same else Tree(self.model)
 
-    def _read(self) -> list[int]:
+    def _now(self) -> list[Any]:
         # FSDP2 puts a class of its own in the place of a module's.
-        ids = [id(m) for children in self._children for m in children.values()]
-        return [id(type(self._model)), *ids]
+        of_all = map(dict.values, self._children)
+        return [type(self.model), *chain.from_iterable(of_all)]
 
     @property
     def is_compiled(self) -> bool:
@@ -75,9 +99,12 @@ class Tree:
         # `module.compile()` needs no wrapper.
         return self.is_wrapped or any(m._compiled_call_impl for m in self.unready())
 
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield all modules with their names."""
-        return self._model.named_modules()
+    def unready(self) -> list[nn.Module]:
+        """List the modules that are in training mode or compiled, in most calls none.
+
+        Each walk through all modules takes as long as an operation of the model.
+        """
+        return [m for m in self.modules if m.training or m._compiled_call_impl]
 
     @property
     def watched(self) -> list[nn.Module]:
@@ -87,20 +114,15 @@ class Tree:
     @property
     def is_constant(self) -> bool:
         """Tell whether passes change nothing, so that several may run at once."""
-        is_known = self.changing is not None and not self.leaves_state
-        moves = self.is_resharded or any(p.is_meta for *_, p in self.all_parameters())
-        return is_known and not moves and not self.is_compiled
+        if self.changing is None or self.leaves_state or self.is_resharded:
+            return False
+        moves = any(map(attrgetter("is_meta"), self.weights()))
+        return not moves and not self.is_compiled
 
-    def unready(self) -> list[nn.Module]:
-        """List the modules that are in training mode or compiled, in most calls none.
-
-        Each walk through all modules takes as long as an operation of the model.
-        """
-        return [m for m in self.modules if m.training or m._compiled_call_impl]
-
-    def training(self) -> list[nn.Module]:
-        """List the modules that are in training mode."""
-        return [m for m in self.unready() if m.training]
+    def weights(self) -> Iterator[Tensor]:
+        """Yield each parameter that is there now."""
+        places = chain.from_iterable(map(dict.values, self.parameters))
+        return filter(partial(is_not, None), places)
 
     def all_parameters(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
         """Yield each parameter that is there now, with its place."""
@@ -109,6 +131,179 @@ class Tree:
                 if parameter is not None:
                     yield holder, name, parameter
 
-    def adapter_layers(self) -> list[BaseTunerLayer]:
-        """List PEFT's layers."""
-        return [m for m in self.adapted if isinstance(m, BaseTunerLayer)]
+
+# --- evaluation -----------------------------------------------------------------------
+
+
+@contextmanager
+def evaluating(tree: Tree, adapter: str | None) -> Iterator[None]:
+    """Evaluate a model eagerly, with one adapter alone; afterwards it is as before.
+
+    What is right already is left alone, since modules may watch what is set on them.
+    Unlike PEFT's `set_adapter`, this leaves `requires_grad` as it is.
+    """
+    others = [] if adapter is None else inactive(tree, adapter)
+    unready = tree.unready()
+    training = [module for module in unready if module.training]
+    eagerly: AbstractContextManager[object] = nullcontext()
+    if tree.is_wrapped or any(module._compiled_call_impl for module in unready):
+        # Compiled modules run their original code, with hooks that are called.
+        eagerly = torch.compiler.set_stance("force_eager")
+    try:
+        for module, _ in others:
+            # Rows of embeddings can't run with an adapter that has none.
+            setattr(module, _ACTIVE, adapter if _has_weights(module, adapter) else [])
+        if training:
+            tree.model.eval()
+        keep_derivatives(tree)
+        with eagerly:
+            yield
+    finally:
+        for module, active in others:
+            setattr(module, _ACTIVE, active)
+        if training or tree.four_bit:
+            was_training = set(map(id, training))
+            for module in {*filter(attrgetter("training"), tree.modules), *training}:
+                module.training = id(module) in was_training
+
+
+def inactive(tree: Tree, adapter: str) -> list[tuple[nn.Module, str | list[str]]]:
+    """List modules in which other adapters are active, and these."""
+    others: list[tuple[nn.Module, str | list[str]]] = []
+    for module in tree.adapted:
+        active = vars(module).get(_ACTIVE, adapter)
+        if active not in (adapter, [adapter]):
+            others.append((module, active))
+    return others
+
+
+def _has_weights(layer: nn.Module, adapter: str | None) -> bool:
+    return any(owner_of(f".{name}") == adapter for name, _ in layer.named_parameters())
+
+
+def keep_derivatives(tree: Tree) -> None:
+    """Let gradients pass through bitsandbytes' four-bit layers in evaluation.
+
+    On some CPUs (AVX-512 with bfloat16) such a layer packs its weights when it
+    evaluates without gradients, for an operation that has no derivative: gradients of
+    all that comes before the layer would be zero. Nothing but that packing depends on
+    the layer's own mode.
+    """
+    for layer in tree.four_bit:
+        layer.training = True
+        if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
+            layer.state_dict()  # which unpacks
+
+
+# --- state ----------------------------------------------------------------------------
+
+
+@contextmanager
+def put_back(tree: Tree) -> Iterator[None]:
+    """Leave a model as it is before a pass, also after an error.
+
+    RoPE of `rope_type="dynamic"` keeps the frequencies of a longer text, some models
+    count or average what they have seen, and PEFT may keep products of DoRA's weights.
+    Its state are the buffers of modules, and attributes that are numbers, tensors or
+    None, where a module has a buffer, has a tensor, or was changed by the first pass.
+    """
+    modules = tree.watched
+    state = State(modules)
+    state.lend_copies()
+    changed: list[nn.Module] = []
+    try:
+        with without_caches():
+            yield
+    finally:
+        changed = state.changed()
+        tree.leaves_state |= bool(changed)
+        state.put_back()
+    if tree.changing is None:
+        tree.changing = [m for m in modules if _has_tensors(m) or m in changed]
+
+
+class State:
+    """What modules have before a pass: attributes, and buffers with a copy of each."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._before = [(m, dict(vars(m)), dict(m._buffers)) for m in modules]
+        # By the `id` of a buffer, which several modules may share.
+        self._copies: dict[int, Tensor] = {}
+        self._originals: list[tuple[Tensor, int]] = []  # with their versions
+        for _, _, buffers in self._before:
+            for buffer in buffers.values():
+                if buffer is None or buffer.numel() > _LARGEST:
+                    continue
+                if id(buffer) not in self._copies:
+                    self._copies[id(buffer)] = buffer.clone()
+                    self._originals.append((buffer, _version(buffer)))
+        self._placed = self._buffers_now()
+
+    def lend_copies(self) -> None:
+        """Give the modules the copies to change."""
+        for module, _, buffers in self._before:
+            for name, buffer in buffers.items():
+                module._buffers[name] = self._copies.get(id(buffer), buffer)
+        self._placed = self._buffers_now()
+
+    def _buffers_now(self) -> list[list[tuple[int, int]]]:
+        """Identify each module's buffers, with their versions."""
+        return [
+            [(id(buffer), _version(buffer)) for buffer in module._buffers.values()]
+            for module, _, _ in self._before
+        ]
+
+    def changed(self) -> list[nn.Module]:
+        """List the modules that have other attributes now, or other buffers."""
+        changed = []
+        placed = zip(self._before, self._placed, self._buffers_now(), strict=True)
+        for (module, attributes, _), before, now in placed:
+            if before != now or _differing(module, attributes):
+                changed.append(module)
+        return changed
+
+    def put_back(self) -> None:
+        """Give the modules their attributes and buffers again."""
+        for module, attributes, buffers in self._before:
+            vars(module).update(_differing(module, attributes))
+            module._buffers.update(buffers)
+        for buffer, version in self._originals:
+            if _version(buffer) != version:  # no copy was lent
+                buffer.copy_(self._copies[id(buffer)])
+
+
+def _version(buffer: Tensor | None) -> int:
+    """Count how often a buffer was changed in place."""
+    # Those of inference mode don't tell.
+    return 0 if buffer is None or buffer.is_inference() else buffer._version
+
+
+def _differing(module: nn.Module, attributes: dict[str, Any]) -> dict[str, Any]:
+    """Select the attributes that are a module's state, and other ones now."""
+    now = vars(module)
+    return {
+        name: value
+        for name, value in attributes.items()
+        if value is not now.get(name) and _is_state(value, now.get(name))
+    }
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return bool(module._buffers) or any(
+        isinstance(value, Tensor) for value in vars(module).values()
+    )
+
+
+def _is_state(*values: Any) -> bool:
+    """Tell whether all values are numbers, tensors or None, rather than flags."""
+    return all(
+        value is None or type(value) in (int, float) or isinstance(value, Tensor)
+        for value in values
+    )
+
+
+def without_caches() -> AbstractContextManager[object]:
+    """Let layers of DoRA forget what they have cached, maybe of other weights."""
+    # Whoever caches has imported it; it imports bitsandbytes, which takes seconds.
+    caching = getattr(sys.modules.get("peft.helpers"), "DoraCaching", None)
+    return nullcontext() if caching is None else caching(enabled=False)

@@ -11,7 +11,12 @@ import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor
 
-from laplace_lora_ext.models.batches import number_of_rows, number_of_tokens, part_of
+from laplace_lora_ext.models.batches import (
+    IGNORED,
+    number_of_rows,
+    number_of_tokens,
+    part_of,
+)
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import is_shared
 from laplace_lora_ext.models.weights import Block
@@ -105,10 +110,10 @@ class Parts:
         at_most = min(rows_at_once(model) // max(1, rows_of_example), most_examples)
 
         def of_part(part: Any, place: slice) -> list[Any]:
-            if model.n_without_labels(part):
-                return []
-            parts = model.few_rows_at_a_time(part, logits_at_once)
-            return [evaluate(each, place) for each in parts]
+            if owners is None:
+                return [evaluate(part, place)]
+            some = _labelled_in_turn(model, part, logits_at_once)
+            return [evaluate(each, place) for each in some]
 
         results: list[Any] = []
         for place, found in self._evaluate(
@@ -200,6 +205,27 @@ class Parts:
                 self._layouts.seeds_at_most = 1
             else:
                 self._most_rows[kind] = size // 2 * rows_of_example
+
+
+def _labelled_in_turn(model: LogitsModel, batch: Any, n_rows: int) -> Iterator[Any]:
+    """Repeat a long text, labelling at most `n_rows` of its tokens each time.
+
+    Several texts stay together. Those without a label are left out.
+    """
+    places = model.places(batch)
+    assert places is not None
+    tokens = places.nonzero()[:, 1]
+    if len(places) > 1 or len(tokens) <= n_rows:
+        if len(tokens):
+            yield batch
+        return
+    X, y = model.split_if_labelled(batch)
+    # Where nobody has labelled a token, any class marks that it is asked for.
+    labels = torch.zeros_like(places, dtype=torch.long) if y is None else y
+    for some in tokens.split(n_rows):
+        of_some = torch.full_like(labels, IGNORED)
+        of_some[0, some] = labels[0, some]
+        yield {**X, model.dict_key_y: of_some}
 
 
 def _too_large(

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_lora_ext.models.batches import Positions, number_of_rows
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import unfused_attention
 from laplace_lora_ext.models.weights import (
     Block,
     Place,
@@ -264,7 +264,8 @@ class Recorder:
         requires grad. A `RuntimeError` if the logits carry no gradient to the layers
         that were called; a `ValueError` if a number is not finite.
         """
-        attention = unfused_attention() if create_graph else nullcontext()
+        # Fused kernels have no second derivatives.
+        attention = sdpa_kernel(SDPBackend.MATH) if create_graph else nullcontext()
         weights: list[Tensor] = []  # to be differentiated in
         if self._by_whole_gradients:
             check_in_place(self.blocks, "A gradient in a whole matrix")

@@ -121,7 +121,8 @@ def _learnt_from(
     They are exact, or from draws and right on average.
     """
     inputs = la.model.inputs(batch)
-    _, features = features_of(la, inputs)
+    with la.model.running():
+        _, features = features_of(la, inputs)
     if not _draws(la):
         _, f_var = la.predictive_moments(inputs)
         logs = log_variances(f_var.detach())

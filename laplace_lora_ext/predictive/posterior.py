@@ -231,11 +231,12 @@ def moments_for(
 ) -> Moments:
     """Return moments of scaled logits for a link, exact ones or learnt ones."""
     check_name("pred_type", pred_type, ["glm", "amortized"])
-    if pred_type == "amortized":
-        x = amortized_moments(la, x)
-        if la.task.predicted.has_noise:  # whose density needs a covariance
-            x = x.semidefinite()
-    return moments_of_model(la, x, link_approx).scaled(la.logit_scale)
+    if pred_type == "glm":
+        return moments_of_model(la, x, link_approx).scaled(la.logit_scale)
+    moments, task = amortized_moments(la, x), la.task.predicted
+    if task.has_noise:  # whose density needs a covariance
+        moments = moments.semidefinite()
+    return of_classes(task, moments).scaled(la.logit_scale)
 
 
 def moments_of_model(la: Posterior, x: Any, link_approx: str) -> Moments:
@@ -321,9 +322,11 @@ def check_is_batch(x: Any, pred_type: str) -> None:
 
 
 def features_of(la: Posterior, inputs: Any) -> tuple[Tensor, Tensor]:
-    """Compute logits `(B, C)`, and features `(B, p)` to learn variances from."""
-    with la.model.running():
-        logits, hidden = logits_and_hidden_states(la.model, inputs)
+    """Compute logits `(B, C)`, and features `(B, p)` to learn variances from.
+
+    Call it within a session.
+    """
+    logits, hidden = logits_and_hidden_states(la.model, inputs)
     features = la.task.predicted.features(logits)
     if hidden is not None:
         features = torch.cat([hidden, features], dim=-1)
@@ -382,4 +385,5 @@ def in_turn(la: Posterior, pred_type: str, compute: Callable[[], Result]) -> Res
     """
     if pred_type == "amortized" and not la.enable_backprop:
         return la.model.run_beside_others(compute)
-    return la.model.run_alone(compute)
+    with la.model.running():
+        return compute()

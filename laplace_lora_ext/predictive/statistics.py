@@ -375,7 +375,9 @@ def statistics_of_batch(
         kept = kept.of(tuple(column.to(device, dtype) for column in kept.columns))
         targets = classes = None
         if y is not None:
-            labels = la.model.labels_of_part(y, part, place)
+            labels = y[place]
+            if la.task.has_tokens:  # a part may have some of a text's labels
+                _, labels = la.model.split(part)
             targets = la.task.check_targets(labels, f_mu).to(device)
         if contrasts is not None:
             classes = contrasts.classes(f_mu)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,23 +33,18 @@ class TokenLabelsModel(LogitsModel):
     def split_if_labelled(self, batch: Any) -> tuple[Any, Tensor | None]:
         """Split a batch, but keep labels in the inputs: they say which tokens count.
 
-        A `ValueError` if labels are no whole numbers `(B, T)`, all -100, or at padding.
+        A `ValueError` if labels are no whole numbers `(B, T)`, or at padding.
         """
         X, y = super().split_if_labelled(batch)
         if not isinstance(X, Mapping):
             raise TypeError(
                 f"A batch of texts must be a mapping, not {type(X).__name__}."
             )
+        X = self.unlabelled(X)
         if y is None:
-            return self.unlabelled(X), None
-        self._check_labels(y, X)
+            return X, None
+        check_places(y, X)
         return {**X, self.dict_key_y: y}, y
-
-    def unlabelled(self, inputs: Any) -> Any:
-        """Leave out the labels, so that every token is predicted."""
-        if not isinstance(inputs, Mapping):
-            return inputs
-        return {key: value for key, value in inputs.items() if key != self.dict_key_y}
 
     def text(self, batch: Any) -> Any:
         """Return inputs as any model, with the labels that say which tokens count."""
@@ -58,10 +53,15 @@ class TokenLabelsModel(LogitsModel):
         return text if text is None or y is None else {**text, self.dict_key_y: y}
 
     def places(self, batch: Any) -> Tensor:
-        """Mark the tokens that have logits, `(B, T)`."""
+        """Mark the labelled tokens `(B, T)`; of a batch without labels, all of them."""
         X, y = self.split_if_labelled(batch)
         if y is not None:
-            return y != IGNORED
+            places = y != IGNORED
+            # Ranks that share a model must all make their passes, which such a batch
+            # has none of.
+            if is_shared(self):
+                _check_any(places)
+            return places
         mask = X.get("attention_mask")
         if mask is not None:
             return mask.to(self.device).bool()
@@ -69,54 +69,6 @@ class TokenLabelsModel(LogitsModel):
         if tokens is None:
             tokens = X["inputs_embeds"][..., 0]
         return torch.ones(tokens.shape, dtype=torch.bool, device=self.device)
-
-    def in_places(self, rows: Tensor, batch: Any, dim: int = 0) -> Tensor:
-        """Put rows where their tokens are: N along one dimension, `(B, T)` along two.
-
-        Elsewhere is nan, and in whole numbers -100.
-        """
-        if not isinstance(batch, Mapping):  # moments, which know no texts
-            return rows
-        places = self.places(batch).to(rows.device)
-        by_row = rows.movedim(dim, 0)
-        empty = torch.nan if rows.is_floating_point() else IGNORED
-        found = by_row.new_full((*places.shape, *by_row.shape[1:]), empty)
-        found[places] = by_row
-        return found.movedim((0, 1), (dim, dim + 1))
-
-    def n_without_labels(self, batch: Any) -> int:
-        """Count the texts of a batch whose labels are all -100."""
-        _, y = super().split_if_labelled(batch)
-        # Ranks that share a model must all make their passes, which such a batch has
-        # none of: `split` refuses it.
-        if y is None or (y != IGNORED).any() or is_shared(self):
-            return 0
-        return len(y)
-
-    def labels_of_part(self, y: Tensor, part: Any, place: slice) -> Tensor:
-        """Return the labels of a part, which `split` has left in the inputs."""
-        return part[self.dict_key_y]
-
-    def few_rows_at_a_time(self, batch: Any, n_rows: int) -> Iterator[Any]:
-        """Repeat a long text, labelling at most `n_rows` of its tokens each time."""
-        places = self.places(batch)
-        tokens = places.nonzero()[:, 1]
-        if len(places) > 1 or len(tokens) <= n_rows:
-            yield batch
-            return
-        X, y = self.split_if_labelled(batch)
-        # Where nobody has labelled a token, any class marks that it is asked for.
-        labels = torch.zeros_like(places, dtype=torch.long) if y is None else y
-        for some in tokens.split(n_rows):
-            of_some = torch.full_like(labels, IGNORED)
-            of_some[0, some] = labels[0, some]
-            yield {**X, self.dict_key_y: of_some}
-
-    def owners(self, batch: Any) -> Tensor:
-        """Say which text each row of logits belongs to, `(N,)`."""
-        if self.n_without_labels(batch):
-            return torch.empty(0, dtype=torch.long, device=self.device)
-        return self.places(batch).nonzero()[:, 0]
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
         """Describe the rows of texts that have logits for each token."""
@@ -127,9 +79,9 @@ class TokenLabelsModel(LogitsModel):
 
     def _logits(self, batch: Any, **model_kwargs: Any) -> Tensor:
         places = self.places(batch)
-        by_place = logits_of(
-            self._call(self._inputs(self.unlabelled(batch)), **model_kwargs)
-        )
+        inputs = self._inputs(self.unlabelled(batch))
+        _check_any(places)
+        by_place = logits_of(self._call(inputs, **model_kwargs))
         if by_place.ndim != 3:
             raise ValueError(
                 'The likelihood "token_classification" needs logits of shape (texts, '
@@ -143,14 +95,6 @@ class TokenLabelsModel(LogitsModel):
                 "have its own."
             )
         return by_place[places.to(by_place.device)]
-
-    def _check_labels(self, y: Tensor, X: Mapping[str, Any]) -> None:
-        check_places(y, X)
-        if (y == IGNORED).all():
-            raise ValueError(
-                f"no token is labelled: every label is {IGNORED}. Leave such batches "
-                "out"
-            )
 
     def _find_answers(
         self,
@@ -237,6 +181,14 @@ class TokenClassification(Classification):
 
 
 TOKEN_CLASSIFICATION = TokenClassification()
+
+
+def _check_any(places: Tensor) -> None:
+    """Refuse a batch without a label."""
+    if not places.any():
+        raise ValueError(
+            f"no token is labelled: every label is {IGNORED}. Leave such batches out"
+        )
 
 
 def check_places(labels: Tensor, inputs: Mapping[str, Any]) -> None:

@@ -27,8 +27,9 @@ from laplace_lora_ext.models.adapters import (
 )
 from laplace_lora_ext.models.batches import named_batches, pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import checkpointing, keep_derivatives
+from laplace_lora_ext.models.running import checkpointing
 from laplace_lora_ext.models.swapping import Swapping
+from laplace_lora_ext.models.tree import keep_derivatives
 from laplace_lora_ext.tasks.task import Task
 from laplace_lora_ext.training.examples import Examples
 from laplace_lora_ext.training.trainers import restored, train, with_attributes
@@ -245,7 +246,7 @@ def _log_probs(student: LogitsModel, task: Task, inputs: Any) -> Tensor:
     The model stays in evaluation mode: each step of a trainer begins with `train()`.
     """
     student.model.eval()
-    keep_derivatives(student.tree.modules)
+    keep_derivatives(student.tree)
     with checkpointing(student.tree):
         if student.class_token_ids is not None:
             return student.log_probs(inputs)

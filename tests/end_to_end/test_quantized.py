@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.testing import assert_close
 
-from laplace_lora_ext.models.running import keep_derivatives
+from laplace_lora_ext.models.tree import Tree, keep_derivatives
 from tests.compatibility.quantizers import BOUNDS, QUANTIZERS
 from tests.support.cases import Case, assert_near
 from tests.support.dense import (
@@ -49,7 +49,7 @@ def test_posterior_of_a_quantized_base(name, dtype):
     found = la.predictive_moments(batches[0])
 
     # Of the reference, too.
-    keep_derivatives(model.modules())
+    keep_derivatives(Tree(model))
     logits, Js = alone(model, logits_of, Case(model, batches).examples())
     logits, Js = logits.double(), Js.double()
     blocks = gradient_blocks(model, Js, softmax_fisher(logits))

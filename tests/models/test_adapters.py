@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext.models.adapters import add_fresh_adapter
-from laplace_lora_ext.models.lora_layers import only_active
-from laplace_lora_ext.models.tree import Tree
+from laplace_lora_ext.models.tree import Tree, evaluating
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     base_model,
@@ -173,5 +172,5 @@ def test_an_adapter_runs_alone_whatever_another_one_has(eight_texts):
     for active in logits_of:
         model.set_adapter(active)
         for alone, expected in logits_of.items():
-            with only_active(Tree(model), alone):
+            with evaluating(Tree(model), alone):
                 assert torch.equal(logits(), expected)
