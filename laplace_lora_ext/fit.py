@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
+import torch
+import tqdm
 from torch import Tensor
 
 from laplace_lora_ext.curvature.accumulation import Structure
+from laplace_lora_ext.messages import naming, warn
+from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.same_model import (
     ModelState,
     Standing,
@@ -19,8 +25,12 @@ from laplace_lora_ext.models.same_model import (
 )
 from laplace_lora_ext.models.weights import Place, flatten_weights
 from laplace_lora_ext.predictive.amortized import LearntVariance
-from laplace_lora_ext.processes.exchange import together
-from laplace_lora_ext.sums import sums_over
+from laplace_lora_ext.processes.exchange import count, gathered, rank, together
+from laplace_lora_ext.processes.shards import Share
+from laplace_lora_ext.tasks.task import ClassCounts, Task
+
+_LITTLE = 0.1  # probability of all answers together
+_GUESS = 0.99  # a loss from this share of the labels' entropy on is chance
 
 
 @dataclass(frozen=True)
@@ -206,3 +216,193 @@ def fit(
             places=recorder.places,
             standing=standing,
         )
+
+
+# --- the pass over training data, by one process or by many ---------------------------
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Counts labels and answers beside the sums, for warnings at the end."""
+
+    answered: float = 0.0  # probability of all answers together, summed over texts
+    n_texts: int = 0  # that have answers
+    all_binary: bool = True  # whether every label is 0 or 1
+    class_counts: ClassCounts = field(default_factory=ClassCounts)
+
+    @classmethod
+    def of(cls, task: Task, y: Tensor, answered: Sequence[Tensor]) -> Seen:
+        """Look at a batch's labels, and at what `weighing_answers` gave."""
+        # One tensor for each pass that a batch took.
+        return cls(
+            answered=sum(of_pass.sum().item() for of_pass in answered),
+            n_texts=sum(map(len, answered)),
+            all_binary=bool(((y == 0) | (y == 1)).all()),
+            class_counts=task.class_counts(y),
+        )
+
+    def __add__(self, other: Seen) -> Seen:
+        """Join what is seen of two sets of texts."""
+        return Seen(
+            answered=self.answered + other.answered,
+            n_texts=self.n_texts + other.n_texts,
+            all_binary=self.all_binary and other.all_binary,
+            class_counts=self.class_counts + other.class_counts,
+        )
+
+    def warn(self, task: Task, loss: float, n_data: int) -> None:
+        """Warn of rare answers, of chance, and of classes taken for numbers.
+
+        `loss` is the sum over the `n_data` examples that these are seen of.
+        """
+        if self.n_texts and self.answered < _LITTLE * self.n_texts:
+            warn(
+                "The tokens class_token_ids have only "
+                f"{100 * self.answered / self.n_texts:.2g} % of the model's "
+                "probability together: does it write the answers with other tokens, "
+                "such as those with a space in front? (If it was trained on these "
+                "tokens' logits alone, all is well.)"
+            )
+        chance = self.loss_of_chance()
+        if 0 < _GUESS * chance <= loss:
+            warn(
+                "The trained model is no better than guessing on these texts: its loss "
+                f"is {loss / n_data:.4f}, and would be {chance / n_data:.4f} without "
+                "reading them. Was the adapter saved without its head? With a "
+                'task_type such as "SEQ_CLS", or the head in modules_to_save, PEFT '
+                "saves both. Else check that texts and labels are those of training. "
+                "(A training with weights of classes can have this effect, too.)"
+            )
+        task.warn_of_all(self.all_binary)
+
+    def loss_of_chance(self) -> float:
+        """Compute the summed loss of who knows nothing but how frequent classes are."""
+        by_column = defaultdict(list)
+        for (column, _), n_labels in self.class_counts.items():
+            by_column[column].append(n_labels)
+        loss = 0.0
+        for n_of_classes in by_column.values():
+            counts = torch.tensor(n_of_classes, dtype=torch.float64)
+            entropies = torch.special.entr(counts / counts.sum())
+            loss += (counts.sum() * entropies.sum()).item()
+        return loss
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over data: of one process, or of all."""
+
+    curvature: Any  # as the structure sums it
+    loss: Tensor  # (), float64
+    n_data: int = 0
+    n_outputs: int = 0
+    # Indices of the blocks whose layers any batch called.
+    called: frozenset[int] = frozenset()
+    seen: Seen = field(default_factory=Seen)
+
+    def plus(self, other: Sums) -> Sums:
+        """Add all but the curvature, which is the other's."""
+        return Sums(
+            curvature=other.curvature,
+            loss=self.loss + other.loss.to(self.loss),
+            n_data=self.n_data + other.n_data,
+            # Who has no data has made no pass that would tell.
+            n_outputs=max(self.n_outputs, other.n_outputs),
+            called=self.called | other.called,
+            seen=self.seen + other.seen,
+        )
+
+
+def sums_over(
+    loader: Iterable[Any],
+    structure: Structure,
+    *,
+    before: Any | None,
+    n_before: int,
+    progress_bar: bool,
+) -> Sums:
+    """Sum batches of all ranks' loaders, counting each example once.
+
+    The curvature goes on from the sums `before`, of `n_before` examples, which stay as
+    they are: a fit in parts sums as one fit does. Loss and `n_data` are of the loader
+    alone. A `ValueError` if there are no data, or two ranks have the same.
+    """
+    share = Share(loader)
+    start = structure.zeros()
+    if before is not None and rank() == 0:  # the other ranks' sums are added to these
+        start = structure.merge(start, before)
+    own = _own_sums(share, structure, start, n_before, progress_bar)
+    if share.size not in (None, own.n_data):
+        warn(
+            f"The loader gave {own.n_data} examples, but its data set has "
+            f"{share.size}: is drop_last set, or does a sampler repeat some or leave "
+            "some out?"
+        )
+    # All but the curvature, which is large, and joined once nothing speaks against it.
+    told = replace(own, curvature=None, loss=own.loss.cpu())
+    of_all = reduce(Sums.plus, gathered(told))
+    if not of_all.n_data:
+        raise ValueError(
+            "The training loader has no data. (A generator can be read once.)"
+        )
+    share.refuse_copies()
+    curvature = _of_all_ranks(own.curvature, structure)
+    if not of_all.n_outputs:  # no batch has had anything to learn
+        raise ValueError("No token of the data has a label: every label is -100.")
+    of_all.seen.warn(structure.task, of_all.loss.item(), of_all.n_data)
+    return replace(of_all, curvature=curvature, loss=of_all.loss.to(own.loss.device))
+
+
+def _own_sums(
+    share: Share, structure: Structure, start: Any, n_before: int, progress_bar: bool
+) -> Sums:
+    """Sum the batches of this rank's share, from `start` on."""
+    model, used = structure.recorder.model, structure.recorder.layouts.used
+    used.clear()
+    loss = torch.zeros((), device=model.device, dtype=torch.float64)
+    sums = Sums(start, loss)
+    progress = tqdm.tqdm(
+        desc="[Computing Hessian]",
+        unit=" examples",
+        total=share.size,
+        disable=not progress_bar or rank() > 0,
+    )
+    with progress as bar:
+        for name, batch in named_batches(share.loader):
+            share.show(batch)
+            with naming(name):
+                labelled = model.places(batch)
+                if labelled is not None and not labelled.any():
+                    n_new = len(share.places(len(labelled)))
+                    sums = replace(sums, n_data=sums.n_data + n_new)
+                    continue
+                X, y = model.split(batch)
+                examples = n_before + share.places(len(y))
+                n_new = len(examples)
+                if n_new:
+                    sums = _with_batch(sums, structure, X, y, examples)
+                else:  # a pass that other ranks wait for
+                    nowhere = torch.zeros(len(y), dtype=torch.long)
+                    structure.add(structure.zeros(), X, y, nowhere)
+            bar.update(n_new)
+    return replace(sums, called=frozenset(used))
+
+
+def _with_batch(
+    sums: Sums, structure: Structure, X: Any, y: Tensor, examples: Tensor
+) -> Sums:
+    """Add a batch of examples, whose numbers `(B,)` are those in all data, to sums."""
+    model = structure.recorder.model
+    with model.weighing_answers() as answered:
+        loss, curvature = structure.add(sums.curvature, X, y, examples)
+    seen = Seen.of(structure.task, y, answered)
+    return sums.plus(Sums(curvature, loss, len(y), model.output_size, seen=seen))
+
+
+def _of_all_ranks(curvature: Any, structure: Structure) -> Any:
+    """Add up the curvatures of all ranks."""
+    if count() == 1:
+        return curvature
+    return reduce(
+        structure.merge, map(structure.unpack, gathered(structure.pack(curvature)))
+    )

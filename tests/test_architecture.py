@@ -20,7 +20,7 @@ FLOORS = [
     {"tuning"},
     {"text"},
     {"predicting"},
-    {"saving", "sums", "metrics"},
+    {"saving", "metrics"},
     {"fit"},
     {"lora_laplace"},
     {"structures"},

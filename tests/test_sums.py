@@ -13,7 +13,7 @@ from torch.special import entr
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, DistributedSampler
 
-from laplace_lora_ext.sums import Seen
+from laplace_lora_ext.fit import Seen
 from laplace_lora_ext.tasks import TASKS
 from tests.support.dense import full_rank, labels_of
 from tests.support.models import (

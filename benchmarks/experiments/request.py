@@ -26,7 +26,7 @@ from benchmarks.random_models import LORA_B_SCALE
 from benchmarks.report import Result, Row, say, table
 from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.models.adapters import find_peft_model
-from laplace_lora_ext.predictive.contrasts import Contrasts
+from laplace_lora_ext.predictive.moments import Contrasts
 
 BARE = "the model's own forward pass"
 EPOCH = "an epoch of training"

@@ -5,7 +5,6 @@ Layers that the user's training checkpoints are checkpointed here, too.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
@@ -42,8 +41,8 @@ class Turns:
 
     def __init__(self) -> None:
         self._left = Condition()
-        # How often each thread that is within has entered.
-        self._within: Counter[int] = Counter()
+        # How often each thread that is within has entered, by its number.
+        self._within: dict[int, int] = {}
         self._shared: object | None = None  # the model that all of them run
         self._undoing = ExitStack()
         self._n_waiting = 0  # for a turn of their own: nobody joins others before them
@@ -60,7 +59,7 @@ class Turns:
                 self._n_waiting += 1
                 self._left.wait_for(lambda: not self._within)
                 self._n_waiting -= 1
-            self._within[get_ident()] += 1
+            self._enter()
         with self._leaving():
             yield
 
@@ -86,9 +85,12 @@ class Turns:
             if not self._within:
                 self._undoing.enter_context(prepare())
                 self._shared = model
-            self._within[get_ident()] += 1
+            self._enter()
         with self._leaving():
             yield
+
+    def _enter(self) -> None:
+        self._within[get_ident()] = self._within.get(get_ident(), 0) + 1
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
@@ -96,8 +98,9 @@ class Turns:
             yield
         finally:
             with self._left:
-                self._within[get_ident()] -= 1
-                self._within += Counter()  # which drops those that have left
+                times = self._within.pop(get_ident())
+                if times > 1:
+                    self._within[get_ident()] = times - 1
                 try:
                     if not self._within:
                         self._shared = None

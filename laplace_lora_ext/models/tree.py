@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -73,7 +73,7 @@ class Tree:
         self.four_bit: list[Any] = [
             m for m in self.modules if isinstance(m, of_four_bits)
         ]
-        self._children: list[Mapping[str, nn.Module | None]] = [
+        self._children: list[dict[str, Any]] = [
             m._modules for m in self.modules if m._modules
         ]
         self._before = self._now()

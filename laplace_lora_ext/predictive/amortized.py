@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -300,14 +301,21 @@ def covariances(variances: Tensor) -> Tensor:
 
     With D_j0 = Var(f_j) and D_jk = Var(f_j - f_k): `V_jk = (D_j0 + D_k0 - D_jk) / 2`.
     """
-    # P pairs are of n numbers, where n (n - 1) / 2 = P.
-    *batch, n_pairs = variances.shape
-    n_numbers = (1 + math.isqrt(1 + 8 * n_pairs)) // 2
-    j, k = torch.triu_indices(n_numbers, n_numbers, offset=1, device=variances.device)
-    D = variances.new_zeros(*batch, n_numbers, n_numbers)
-    D[..., j, k] = variances
-    D[..., k, j] = variances
+    places = _places_of_pairs(variances.shape[-1], variances.device)
+    D = pad(variances, (0, 1))[..., places]  # a number doesn't differ from itself
     own = D[..., 0, 1:]
     of_differences = D[..., 1:, 1:]
     sums = own[..., :, None] + own[..., None, :]
     return (sums - of_differences) / 2
+
+
+@lru_cache
+@torch.inference_mode(False)  # kept for passes with a graph, too
+def _places_of_pairs(n_pairs: int, device: torch.device) -> Tensor:
+    """Number each pair of n numbers, `(n, n)`; a number by itself is the last one."""
+    # n (n - 1) / 2 = P
+    n_numbers = (1 + math.isqrt(1 + 8 * n_pairs)) // 2
+    j, k = torch.triu_indices(n_numbers, n_numbers, offset=1, device=device)
+    places = torch.full((n_numbers, n_numbers), n_pairs, device=device)
+    places[j, k] = places[k, j] = torch.arange(n_pairs, device=device)
+    return places

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from laplace_lora_ext.messages import check_counts
-from laplace_lora_ext.predictive.contrasts import NO_CLASS, alike, columns_of
 from laplace_lora_ext.predictive.moments import (
+    NO_CLASS,
     Moments,
+    alike,
     centre,
+    columns_of,
     gaussian_samples,
     standard_normal,
 )
@@ -89,12 +91,11 @@ def _shrunk_by_pairs(moments: Moments) -> Tensor:
     f_mu, f_var = moments
     variance = f_var.diagonal(dim1=-2, dim2=-1)
     of_both = variance[..., :, None] + variance[..., None, :]
-    of_difference = of_both - f_var - f_var.mT
-    difference = f_mu[..., :, None] - f_mu[..., None, :]
     # Rounding can leave a variance a little below 0.
-    of_difference = of_difference.clamp_min(0)
-    shrunk = difference / (1 + _PROBIT * of_difference).sqrt()
-    return -torch.logsumexp(-shrunk, dim=-1)
+    of_difference = (of_both - f_var - f_var.mT).clamp_min(0)
+    above = f_mu[..., None, :] - f_mu[..., :, None]
+    shrunk = above / (1 + _PROBIT * of_difference).sqrt()
+    return -torch.logsumexp(shrunk, dim=-1)
 
 
 def _shrunk_by_groups(moments: Moments, classes: Tensor) -> Tensor:

@@ -17,9 +17,13 @@ from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.weights import Block, Values, call_with, values_of
 from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
 from laplace_lora_ext.predictive.amortized import LearntVariance
-from laplace_lora_ext.predictive.contrasts import Contrasts
 from laplace_lora_ext.predictive.links import OF_DIFFERENCES
-from laplace_lora_ext.predictive.moments import MixtureMoments, Moments, join_moments
+from laplace_lora_ext.predictive.moments import (
+    Contrasts,
+    MixtureMoments,
+    Moments,
+    join_moments,
+)
 from laplace_lora_ext.tasks.task import Task
 
 Result = TypeVar("Result")
@@ -185,11 +189,15 @@ class Posterior(ParametricLaplace, Members):
         return moments.to(self.model.device, dtype, copy=True)
 
     def _moments(
-        self, x: Any, joint: bool = False, directions: Directions = every_output
+        self, x: Any, joint: bool = False, contrasts: Contrasts | None = None
     ) -> Moments:
-        """Compute moments of a batch's logits, or of combinations of them."""
+        """Compute moments of a batch's logits, or of contrasts of them."""
         self.check_model()
         self._check_linearised()
+        directions, n_directions = every_output, self.n_outputs
+        if contrasts is not None:
+            directions = contrasts.directions
+            n_directions = contrasts.most(self.n_outputs)
         if not self._has_variance:
             return self._without_variance(x, joint, directions)
 
@@ -199,7 +207,6 @@ class Posterior(ParametricLaplace, Members):
         with torch.set_grad_enabled(self.enable_backprop):
             if joint:  # examples vary together: they can't come in parts
                 return of_part(x, slice(None))
-            n_directions = len(directions(torch.zeros(1, self.n_outputs)))
             return join_moments(self.recorder.parts.predict(x, n_directions, of_part))
 
     def _without_variance(self, x: Any, joint: bool, directions: Directions) -> Moments:
@@ -253,7 +260,7 @@ def moments_of_model(la: Posterior, x: Any, link_approx: str) -> Moments:
     if isinstance(x, Moments):
         return la._given(x)
     contrasts = Contrasts(la.n_contrasts)
-    moments = la._moments(x, directions=contrasts.directions)
+    moments = la._moments(x, contrasts=contrasts)
     return replace(moments, classes=contrasts.classes(moments.f_mu.detach()))
 
 

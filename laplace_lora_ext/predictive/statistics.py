@@ -16,8 +16,12 @@ from laplace_lora_ext.curvature.decomposed import Spectrum
 from laplace_lora_ext.curvature.kron import LinAlgError
 from laplace_lora_ext.models.running import as_tensor, cpu_as_default, without_autocast
 from laplace_lora_ext.passes.recorder import Directions, every_output
-from laplace_lora_ext.predictive.contrasts import NO_CLASS, Contrasts
-from laplace_lora_ext.predictive.moments import MixtureMoments, Moments
+from laplace_lora_ext.predictive.moments import (
+    NO_CLASS,
+    Contrasts,
+    MixtureMoments,
+    Moments,
+)
 from laplace_lora_ext.predictive.posterior import Posterior, sees_differences
 from laplace_lora_ext.processes.shards import Columns, join_batches
 

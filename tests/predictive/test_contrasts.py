@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import LaplaceMixture, Moments
-from laplace_lora_ext.predictive.contrasts import MOST, NO_CLASS, Contrasts, completed
 from laplace_lora_ext.predictive.links import mean_field
+from laplace_lora_ext.predictive.moments import MOST, NO_CLASS, Contrasts, completed
 from laplace_lora_ext.predictive.posterior import moments_for
 from laplace_lora_ext.predictive.statistics import join_statistics
 from tests.support.dense import labels_of

@@ -15,7 +15,7 @@ from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 
 from laplace_lora_ext import GridSearch, PredictiveStatistics
-from laplace_lora_ext.predictive.contrasts import Contrasts
+from laplace_lora_ext.predictive.moments import Contrasts
 from laplace_lora_ext.predictive.posterior import Members
 from laplace_lora_ext.tuning import gridsearch
 from laplace_lora_ext.tuning.losses import GridLosses, Likelihoods
