@@ -23,5 +23,5 @@ def held_out(pretrained: Pretrained) -> Split:
     """Hold out a fifth of each class, so that none is missing where there are few."""
     records = pretrained.data[TRAIN]
     batches = pretrained.loader(records)
-    (division,) = divide(batches, HELD_OUT, labels_of(records))
+    division = divide(batches, HELD_OUT, labels_of(records))
     return Split(list(division.rest), list(division.held))

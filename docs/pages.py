@@ -39,7 +39,7 @@ MOMENTS = {
     "When a model is given": ("models", "tasks", "laplace", "curvature", "messages"),
     "In a fit": ("passes", "sums", "processes"),
     "When the prior is chosen": ("tuning",),
-    "In a prediction": ("predictive", "predicting", "text", "metrics", "plots"),
+    "In a prediction": ("predictive", "predicting", "metrics", "plots"),
     "In a training": ("training",),
     "When posteriors are saved, loaded or joined": ("saving", "mixture", "merging"),
     "On the command line": ("commands",),

@@ -7,19 +7,18 @@ the structures "lowrank_kron", "kron", "diag" and "full".
 import laplace_lora_ext.metrics as metrics
 import laplace_lora_ext.plots as plots
 from laplace_lora_ext.curvature.backend import PAPER_SETTINGS
-from laplace_lora_ext.laplace import Laplace, from_pretrained
+from laplace_lora_ext.laplace import Laplace, LowRankKronLoRALaplace, from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.merging import merge
 from laplace_lora_ext.mixture import LaplaceMixture
+from laplace_lora_ext.models.collator import DataCollatorForChoices
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.predictions import NumberPrediction, Prediction
 from laplace_lora_ext.predictive.review import Review
+from laplace_lora_ext.predictive.scores import TextScores
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.structures import LowRankKronLoRALaplace
-from laplace_lora_ext.text.collator import DataCollatorForChoices
-from laplace_lora_ext.text.scores import TextScores
 from laplace_lora_ext.training.averaging import AveragingCallback, WeightAverage
 from laplace_lora_ext.training.stages import in_stages, train_in_stages
 from laplace_lora_ext.tuning import (
@@ -27,10 +26,10 @@ from laplace_lora_ext.tuning import (
     GridSearch,
     Marglik,
     SecondTraining,
+    TokenGridSearch,
     ValGD,
 )
 from laplace_lora_ext.tuning.method import TuningHistory
-from laplace_lora_ext.tuning.token_gridsearch import TokenGridSearch
 
 __all__ = [
     "PAPER_SETTINGS",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,27 +26,17 @@ class Draws:
 
     def uniform(self, n_draws: int, *shape: int) -> Tensor:
         """Draw numbers from 0 to 1, `(S, N, *shape)`."""
-        return self._drawn(np.random.Generator.random, n_draws, *shape)
-
-    def signs(self, n_draws: int, *shape: int) -> Tensor:
-        """Draw -1 or 1, each as often, `(S, N, *shape)`."""
-        return 2 * self.uniform(n_draws, *shape).round() - 1
-
-    def normal(self, n_draws: int, *shape: int) -> Tensor:
-        """Draw standard normal numbers, `(S, N, *shape)`."""
-        return self._drawn(np.random.Generator.standard_normal, n_draws, *shape)
-
-    def _drawn(
-        self,
-        draw: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray],
-        *shape: int,
-    ) -> Tensor:
         examples, n_rows = self.examples.unique_consecutive(return_counts=True)
         by_row: list[Tensor] = []
         for example, n_own in zip(examples.tolist(), n_rows.tolist(), strict=True):
             generator = np.random.default_rng([self.seed, example])
-            by_row.append(torch.from_numpy(draw(generator, (n_own, *shape))))
+            numbers = generator.random((n_own, n_draws, *shape))
+            by_row.append(torch.from_numpy(numbers))
         return torch.cat(by_row).transpose(0, 1)
+
+    def signs(self, n_draws: int, *shape: int) -> Tensor:
+        """Draw -1 or 1, each as often, `(S, N, *shape)`."""
+        return 2 * self.uniform(n_draws, *shape).round() - 1
 
 
 def draw_seed(generator: torch.Generator | None) -> int:

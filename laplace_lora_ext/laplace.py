@@ -1,27 +1,293 @@
-"""Makes a Laplace approximation: by the host's factory, or from files."""
+"""Posteriors of each structure, by the host's factory or from files.
+
+The host finds each class by its `_key`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import is_not
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, NamedTuple, overload
 
 import laplace
-from torch import nn
+import torch
+from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace
+from laplace.utils.matrix import KronDecomposed
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from laplace_lora_ext.curvature.accumulation import (
+    DiagStructure,
+    FullStructure,
+    KronStructure,
+    LowRankKronStructure,
+    Structure,
+)
+from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed, SquareForm
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.logits_model import find_transformer
+from laplace_lora_ext.models.running import exclusive, without_autocast
 from laplace_lora_ext.models.same_model import ModelState
-from laplace_lora_ext.saving import read_state
-from laplace_lora_ext.structures import (
-    DiagLoRALaplace,
-    FullLoRALaplace,
-    KronLoRALaplace,
-    LowRankKronLoRALaplace,
+from laplace_lora_ext.passes.recorder import Directions
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
+from laplace_lora_ext.predictive.links import DEFAULT_LINK
+from laplace_lora_ext.predictive.statistics import (
+    PredictiveStatistics,
+    contrasts_for,
+    statistics_of_batch,
 )
+from laplace_lora_ext.saving import read_state
 from laplace_lora_ext.tasks import LIKELIHOOD_OF
 from laplace_lora_ext.tasks.token_labels import TOKEN_CLASSIFICATION
+
+
+class _Precision(NamedTuple):
+    """A posterior precision, with all that it was made of."""
+
+    value: LowRankKronDecomposed
+    made_of: tuple[Any, ...]
+    versions: list[int]  # of the tensors among them
+
+
+class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
+    """Laplace-LoRA: Kronecker-factored curvature whose large factors are kept low-rank.
+
+    It alone takes the likelihood "language_modeling", for language models that write.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        a `PeftModel`, or any module that holds plain LoRA layers and maps a batch to
+        logits
+    likelihood : str
+        as for `LoRALaplace`. With "language_modeling", `fit` takes batches as
+        supervised fine-tuning does: mappings with `input_ids`, `attention_mask` and
+        `labels` (-100 for tokens that don't count). The Fisher is then a Monte-Carlo
+        estimate: it draws a token from the model wherever there is a label, and
+        back-propagates the loss of a whole text at once. `score` predicts, by draws
+        of the weights
+    backend_kwargs : dict, optional
+        `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (False
+        for the exact Fisher), `draws` ("signs"), `num_samples` (2 backward passes),
+        `seed` (0); for the paper's settings pass `laplace_lora_ext.PAPER_SETTINGS`
+    **kwargs
+        all others as for `LoRALaplace`
+
+    Attributes
+    ----------
+    H : LowRankKronDecomposed or None
+        the curvature, without a prior; None before `fit`
+    H_facs : LowRankKron or None
+        the sums behind it, to which a later fit can add: with twice as many columns as
+        the rank
+
+    References
+    ----------
+    Yang et al., "Bayesian low-rank adaptation for large language models", ICLR 2024.
+    """
+
+    _key = ("lora", "lowrank_kron")
+    _kind_of_structure: ClassVar[type[Structure]] = LowRankKronStructure
+
+    # --- what is particular to the structure ------------------------------------------
+
+    @property
+    def posterior_precision(self) -> LowRankKronDecomposed:
+        """Return the posterior precision, made once for a fit and its prior."""
+        made_of = self._fit, self._prior_precision, self._sigma_noise, self._temperature
+        tensors = [value for value in made_of if isinstance(value, Tensor)]
+        if any(value.requires_grad for value in tensors):
+            return self._made_precision()
+        versions = [value._version for value in tensors]
+        if (
+            self._precision is None
+            or any(map(is_not, made_of, self._precision.made_of))
+            or versions != self._precision.versions
+        ):
+            self._precision = _Precision(self._made_precision(), made_of, versions)
+        return self._precision.value
+
+    @torch.inference_mode(False)  # what is kept must not be an inference tensor
+    def _made_precision(self) -> LowRankKronDecomposed:
+        self._check_H_init()
+        return self.H * self._H_factor + self.prior_precision
+
+    @exclusive
+    @without_autocast
+    def sample(
+        self, n_samples: int = 100, generator: torch.Generator | None = None
+    ) -> Tensor:
+        # S draws of one call are those of S calls.
+        noise = [
+            torch.randn(
+                self.n_params,
+                device=self._device,
+                dtype=self._dtype,
+                generator=generator,
+            )
+            for _ in range(n_samples)
+        ]
+        return self.mean + self.posterior_precision.inverse_root.times(
+            torch.stack(noise)
+        )
+
+    def _linearised(
+        self, part: Any, joint: bool, directions: Directions
+    ) -> tuple[Tensor, Tensor]:
+        covariance = SquareForm(self.posterior_precision.inverse_root)
+
+        def add(index: int, jacobian: Tensor) -> None:
+            covariance.add(index, jacobian.flatten(0, 1)[None] if joint else jacobian)
+
+        f_mu = self.recorder.visit_jacobians(
+            part, add, directions, self.enable_backprop
+        )
+        f_var = covariance.total().to(f_mu.device)
+        return f_mu, f_var[0] if joint else f_var
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """Compute the log-determinant of the posterior precision, in float64."""
+        self._check_H_init()
+        return self.H.spectrum.logdet(self._H_factor, self.prior_precision)
+
+    @exclusive
+    @torch.inference_mode(False)
+    def predictive_statistics(
+        self,
+        loader: DataLoader | Iterable[Any],
+        progress_bar: bool = False,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        link_approx: str = DEFAULT_LINK,
+    ) -> PredictiveStatistics:
+        """Pass over a data set once, to predict it under any prior precision.
+
+        Parameters
+        ----------
+        loader : DataLoader or iterable
+            of mappings or pairs `(X, y)`; labels, if there are any, become `targets`
+        progress_bar : bool, default=False
+            whether to show one
+        device : torch.device or str, default="cpu"
+            where to keep the statistics; `PredictiveStatistics` says how large they are
+        dtype : torch.dtype, default=torch.float32
+            in which precision to keep them
+        link_approx : str, default="mean_field"
+            link that they are for. Those for "probit" are of all outputs, by C passes,
+            and serve every link; so do all of up to nine classes, and of numbers. Of
+            more classes "mean_field" and "mc" need some alone (`n_contrasts`)
+
+        Returns
+        -------
+        PredictiveStatistics
+            all that any prior precision needs
+
+        Raises
+        ------
+        ValueError
+            If the loader is empty, labels don't fit, only some batches have labels, or
+            a number is not finite. The message names the batch.
+        """
+        self.task.check_linearised()
+        self._check_H_init()
+
+        contrasts = contrasts_for(self, link_approx)
+
+        def of_batch(batch: Any) -> Columns:
+            return statistics_of_batch(self, batch, contrasts, device, dtype).columns
+
+        columns = over_loader(
+            loader,
+            of_batch,
+            "[Predictive statistics]",
+            progress_bar,
+            owners=self.model.owners,
+        )
+        return PredictiveStatistics.of_columns(
+            tuple(column.to(device) for column in columns),
+            spectrum=self.H.spectrum,
+            scale=self._H_factor.detach(),
+            of_contrasts=contrasts is not None,
+        )
+
+    @exclusive
+    def summary(self) -> str:
+        """Make a table of the weights and their priors: `print(la.summary())`.
+
+        The last column says how many of a weight's parameters the data determine rather
+        than the prior: the sum of e / (e + λ) over the eigenvalues e of its curvature,
+        with the prior precision λ (MacKay, "Bayesian interpolation", Neural Computation
+        4, 1992).
+        """
+        self._check_H_init()
+        spectrum = self.H.spectrum
+        priors = self.prior_precision.double().expand(len(self.blocks))
+        shifted = spectrum.shifted(self._H_factor, priors)  # e + λ
+        shares = spectrum.multiplicity * (1 - priors[spectrum.block] / shifted)
+        determined = torch.zeros_like(priors).index_add(0, spectrum.block, shares)
+        names = [block.name.removeprefix("base_model.model.") for block in self.blocks]
+        width = max(len(name) for name in names)
+        rows = [f"{'weight':{width}}  parameters  prior precision  determined"]
+        for row in zip(names, self._sizes, priors, determined, strict=True):
+            name, size, prior, number = row
+            rows.append(f"{name:{width}}  {size:10,}  {prior:15.4g}  {number:10.1f}")
+        if not self._has_variance:
+            rows.append("The weights do not vary: only logit_scale makes it less sure.")
+        return "\n".join(rows)
+
+
+# --- the host's own structures --------------------------------------------------------
+
+
+class KronLoRALaplace(LoRALaplace, KronLaplace):
+    """The host's `KronLaplace` over LoRA weights: both Kronecker factors dense."""
+
+    _key = ("lora", "kron")
+    _kind_of_structure: ClassVar[type[Structure]] = KronStructure
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """Compute the log-determinant of the posterior precision, in float64."""
+        self._check_H_init()
+        # Unlike the host's product with a number, this one has a derivative in it.
+        factor = self._H_factor.double()
+        # Pairs, whatever the host's annotation says.
+        eigenvalues: Any = [
+            [factor ** (1 / len(pair)) * values.double() for values in pair]
+            for pair in self.H.eigenvalues
+        ]
+        deltas = self.prior_precision.double().expand(self.n_layers)
+        return KronDecomposed(self.H.eigenvectors, eigenvalues, deltas).logdet()
+
+
+class DiagLoRALaplace(LoRALaplace, DiagLaplace):
+    """The host's `DiagLaplace` over LoRA weights."""
+
+    _key = ("lora", "diag")
+    _kind_of_structure: ClassVar[type[Structure]] = DiagStructure
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """Compute the log-determinant of the posterior precision, in float64."""
+        return self.posterior_precision.double().log().sum()
+
+
+class FullLoRALaplace(LoRALaplace, FullLaplace):
+    """The host's dense `FullLaplace` over LoRA weights, for small adapters."""
+
+    _key = ("lora", "full")
+    _kind_of_structure: ClassVar[type[Structure]] = FullStructure
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """Compute the log-determinant of the posterior precision, in float64."""
+        return self.posterior_precision.double().logdet()
+
+
+# --- made, or read --------------------------------------------------------------------
 
 _CLASSES = (LowRankKronLoRALaplace, KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace)
 
@@ -113,7 +379,7 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     FileNotFoundError
         If the folder holds no posterior.
     ValueError
-        If the file is damaged, or the model is not the fitted one. The message says
+        If the file is only a part, or the model is not the fitted one. The message says
         which.
     """
     state = read_state(folder)

@@ -742,8 +742,7 @@ class LoRALaplace(Posterior, Predictor):
     ) -> Tensor:
         """Compute probabilities of classes row by row, by a link."""
         check_name("pred_type", pred_type, _PRED_TYPES)
-        has_host_links = self.task.predicted.has_host_links
-        bridges = _BRIDGES if has_host_links else ()
+        bridges = _BRIDGES if self.task.predicted.sees_differences else ()
         check_name("link_approx", link_approx, [*LINKS, *bridges])
         if link_approx in _BRIDGES:
             if pred_type == "amortized":  # bridges take square roots

@@ -108,12 +108,12 @@ def mode_of_product(posteriors: Sequence[LoRALaplace]) -> Tensor:
     # A sum of Kronecker products has no inverse of that kind, but multiplies fast. The
     # sum of the inverses is near to the inverse of the sum, and as cheap.
     weights, n_left = cg(
-        _SumOfPowers(precisions, 1, len(wanted)),
+        _sum_of_powers(precisions, 1, len(wanted)),
         wanted.numpy(),
         x0=torch.stack(means).mean(0).numpy(),
         rtol=torch.finfo(posteriors[0].mean.dtype).eps ** 0.75,
         maxiter=_MOST_STEPS,
-        M=_SumOfPowers(precisions, -1, len(wanted)),
+        M=_sum_of_powers(precisions, -1, len(wanted)),
     )
     if n_left:
         raise RuntimeError(
@@ -123,18 +123,18 @@ def mode_of_product(posteriors: Sequence[LoRALaplace]) -> Tensor:
     return torch.from_numpy(weights)
 
 
-class _SumOfPowers(LinearOperator):
-    """Multiplies vectors `(parameters,)` by a sum of powers of precisions."""
+def _sum_of_powers(
+    precisions: Sequence[Any], exponent: int, size: int
+) -> LinearOperator:
+    """Make what multiplies vectors `(parameters,)` by a sum of powers of precisions."""
 
-    def __init__(self, precisions: Sequence[Any], exponent: int, size: int) -> None:
-        super().__init__(np.float64, (size, size))
-        self._precisions = precisions
-        self._exponent = exponent
-
-    def _matvec(self, x: np.ndarray) -> np.ndarray:
+    def multiply(x: np.ndarray) -> np.ndarray:
         vector = torch.from_numpy(x)
-        products = [_times(P, vector, self._exponent) for P in self._precisions]
+        products = [_times(P, vector, exponent) for P in precisions]
         return torch.stack(products).sum(0).numpy()
+
+    shape = size, size
+    return LinearOperator(shape, multiply, dtype=np.float64)  # pyright: ignore[reportCallIssue]
 
 
 def _times(precision: Any, vector: Tensor, exponent: int = 1) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-import laplace_lora_ext.saving as saving
 from laplace_lora_ext.laplace import from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.models.adapters import (
@@ -28,6 +27,7 @@ from laplace_lora_ext.predictive.moments import mix_moments, parts_for
 from laplace_lora_ext.predictive.posterior import Hyperparameters
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import Share
+from laplace_lora_ext.saving import write_whole
 from laplace_lora_ext.tuning import build, methods_of
 from laplace_lora_ext.tuning.gridsearch import GridMethod
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
@@ -63,7 +63,7 @@ class LaplaceMixture(Predictor):
     Raises
     ------
     ValueError
-        If the members differ in their likelihood, their outputs or their base model.
+        If the members differ in their likelihood or their outputs.
     AttributeError
         If one has no fit.
     RuntimeError
@@ -245,9 +245,8 @@ class LaplaceMixture(Predictor):
             # PEFT gives any adapter but "default" a folder of its own.
             parent = Path(folder, name) if name == "default" else Path(folder)
             member.save_pretrained(write_adapter(models[0], name, {}, parent))
-        description = {"members": names, saving.CHECKSUM: saving.UNKNOWN}
-        content = json.dumps(description, separators=(",", ":")).encode()
-        saving.write_sealed(Path(folder, _DESCRIPTION), content)
+        content = json.dumps({"members": names}).encode()
+        write_whole(Path(folder, _DESCRIPTION), content)
 
     @classmethod
     def from_pretrained(
@@ -271,13 +270,10 @@ class LaplaceMixture(Predictor):
         FileNotFoundError
             If the folder holds no mixture.
         ValueError
-            If files are damaged, or an adapter or the base model is not that of the
-            fit.
+            If files are parts, or an adapter or the base model is not that of the fit.
         """
-        description = json.loads(
-            saving.read_sealed(Path(folder, _DESCRIPTION), "mixture")
-        )
-        names = description["members"]
+        content = Path(folder, _DESCRIPTION).read_text(encoding="utf-8")
+        names = json.loads(content)["members"]
         if not isinstance(model, PeftModel):
             model = PeftModel.from_pretrained(
                 model, str(Path(folder, names[0])), names[0]
@@ -315,7 +311,7 @@ class LaplaceMixture(Predictor):
 
 
 def _check_alike(members: Sequence[LoRALaplace]) -> None:
-    """Refuse members whose predictions have no mean, or of several base models."""
+    """Refuse members whose predictions have no mean."""
     facts = [
         (la.likelihood, la.n_outputs, la.model.class_token_ids, la.model.normalised)
         for la in members
@@ -325,11 +321,3 @@ def _check_alike(members: Sequence[LoRALaplace]) -> None:
             "The members differ in likelihood, n_outputs, class_token_ids or "
             f"normalised: {facts}."
         )
-    first, *others = [member._model_state.of_base() for member in members]
-    for number, other in enumerate(others, 1):
-        difference = first.difference(other) or other.difference(first)
-        if difference is not None:
-            raise ValueError(
-                f"Members 0 and {number} have different base models: mix adapters of "
-                f"one base model. ({difference}.)"
-            )

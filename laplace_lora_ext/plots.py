@@ -1,7 +1,7 @@
 """Draws pictures of how far a posterior can be trusted, by matplotlib.
 
-Each takes a posterior and a loader with labels, or what `outcomes` has made of both, so
-that several pictures need one pass.
+Each takes what `outcomes` has made of a posterior and of a loader with labels, so that
+several pictures need one pass.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
-from tqdm import tqdm
 
 from laplace_lora_ext.metrics import N_BINS
 from laplace_lora_ext.predicting import Predictor
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.predictions import Prediction
-from laplace_lora_ext.processes.exchange import rank
 from laplace_lora_ext.training.students import best_scale
 
 if TYPE_CHECKING:
@@ -104,29 +103,21 @@ def outcomes(
             "one a token: laplace_lora_ext.metrics.compare measures labels of tokens."
         )
     task = first.task
-    is_silent = not progress_bar or rank() > 0
-    trained: list[Tensor] = []
-    predictions: list[Prediction] = []
-    labels: list[Tensor] = []
-    for batch in tqdm(loader, "[Predictions]", disable=is_silent):
+
+    def of_batch(batch: Any) -> Columns:
         inputs, y = first.model.split(batch)
         logits, prediction = predict_both(la, inputs, pred_type)
-        trained.append(task.class_logits(logits).softmax(-1).cpu())
-        predictions.append(prediction)
-        labels.append(task.check_targets(y, logits).cpu())
-    if not labels:
-        raise ValueError("The loader has no data.")
-    fields: list[Tensor] = []
-    for parts in zip(*predictions, strict=True):
-        fields.append(torch.cat(parts).detach().cpu())
-    prediction = Prediction._make(fields)
+        labels = task.check_targets(y, logits).long()
+        columns = task.class_logits(logits).softmax(-1), labels, *prediction
+        return tuple(column.detach().cpu() for column in columns)
+
+    trained, labels, *fields = over_loader(
+        loader, of_batch, "[Predictions]", progress_bar
+    )
+    prediction = Prediction(*fields)
     if not task.sees_differences:
         prediction = _of_each_label(prediction)
-    return Outcomes(
-        trained=torch.cat(trained).flatten(0, -2),
-        prediction=prediction,
-        labels=torch.cat(labels).long().flatten(),
-    )
+    return Outcomes(trained.flatten(0, -2), prediction, labels.flatten())
 
 
 def predict_both(
@@ -182,19 +173,14 @@ def _of_each_label(prediction: Prediction) -> Prediction:
 
 
 def reliability(
-    la: Predictor,
-    loader: Iterable[Any] | None = None,
-    ax: Axes | None = None,
-    n_bins: int = N_BINS,
+    results: Outcomes, ax: Axes | None = None, n_bins: int = N_BINS
 ) -> Axes:
     """Draw how often answers are right against how sure they are, before and after.
 
     Parameters
     ----------
-    la : LoRALaplace, LaplaceMixture or Outcomes
-        a posterior, or what `outcomes` returned
-    loader : iterable of batches, optional
-        with labels; not for `Outcomes`
+    results : Outcomes
+        what `outcomes` returned
     ax : matplotlib.axes.Axes, optional
         where to draw; made if omitted
     n_bins : int, default=15
@@ -205,12 +191,11 @@ def reliability(
     matplotlib.axes.Axes
         with the drawing
     """
-    found = _outcomes_of(la, loader)
     ax = _axes(ax)
     ax.plot([0, 1], [0, 1], color="grey", linestyle=":")
-    for name, probabilities in found.probabilities.items():
+    for name, probabilities in results.probabilities.items():
         confidence, answers = probabilities.max(-1)
-        is_right = (answers == found.labels).double()
+        is_right = (answers == results.labels).double()
         least_sure_first = confidence.argsort(stable=True)
         bins = least_sure_first.tensor_split(min(n_bins, len(confidence)))
         counts = [len(places) for places in bins]
@@ -231,18 +216,15 @@ def reliability(
     return ax
 
 
-def risk_coverage(
-    la: Predictor, loader: Iterable[Any] | None = None, ax: Axes | None = None
-) -> Axes:
+def risk_coverage(results: Outcomes, ax: Axes | None = None) -> Axes:
     """Draw the share of errors among the surest answers against how many are kept.
 
     Parameters and result are those of `reliability`.
     """
-    found = _outcomes_of(la, loader)
     ax = _axes(ax)
-    for name, probabilities in found.probabilities.items():
+    for name, probabilities in results.probabilities.items():
         confidence, answers = probabilities.max(-1)
-        is_wrong = (answers != found.labels).double()
+        is_wrong = (answers != results.labels).double()
         # Stable, so that ties, as of answers that are all but certain, come out the
         # same each time.
         surest_first = confidence.argsort(descending=True, stable=True)
@@ -258,17 +240,14 @@ def risk_coverage(
     return ax
 
 
-def entropies(
-    la: Predictor, loader: Iterable[Any] | None = None, ax: Axes | None = None
-) -> Axes:
+def entropies(results: Outcomes, ax: Axes | None = None) -> Axes:
     """Draw the entropies of right and of wrong answers as histograms.
 
     Parameters and result are those of `reliability`.
     """
-    found = _outcomes_of(la, loader)
     ax = _axes(ax)
-    is_right = found.prediction.labels == found.labels
-    entropy = found.prediction.total_entropy
+    is_right = results.prediction.labels == results.labels
+    entropy = results.prediction.total_entropy
     of_right = entropy[is_right]
     of_wrong = entropy[~is_right]
     ax.hist(
@@ -282,14 +261,6 @@ def entropies(
     ax.set_ylabel("texts")
     ax.legend()
     return ax
-
-
-def _outcomes_of(la: Predictor, loader: Iterable[Any] | None) -> Outcomes:
-    if isinstance(la, Outcomes):
-        return la
-    if loader is None:
-        raise ValueError("Pass a loader with labels beside the posterior.")
-    return outcomes(la, loader)
 
 
 def _axes(ax: Axes | None) -> Axes:

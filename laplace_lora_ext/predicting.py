@@ -32,8 +32,8 @@ from laplace_lora_ext.predictive.posterior import (
     moments_for,
 )
 from laplace_lora_ext.predictive.predictions import NumberPrediction, Prediction
+from laplace_lora_ext.predictive.scores import TextScores, draw_logits, score_texts
 from laplace_lora_ext.processes.shards import Columns, join_batches
-from laplace_lora_ext.text.scores import TextScores, draw_logits, score_texts
 from laplace_lora_ext.training import students
 
 

@@ -1,9 +1,9 @@
-"""Writes posteriors into files, and reads them."""
+"""Writes posteriors into files that are whole at any time, and reads them."""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.files import write_whole
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.same_model import ModelState, first_changed
 from laplace_lora_ext.models.weights import Block
 
 FILE = "laplace_posterior.safetensors"
-CHECKSUM = "sha256"
-UNKNOWN = "0" * 64  # stands for the checksum in what it is the checksum of
-_SEAL = f'"{CHECKSUM}":"'.encode()
 _VERSION = "7"
 _TENSOR = "__tensor__"  # the only key of what stands for a tensor in the JSON
 
@@ -46,21 +42,28 @@ def write_state(state: Mapping[str, Any], folder: str | Path) -> None:
         return {_TENSOR: name}
 
     content = json.dumps(state, default=plain)
-    metadata = {"laplace_lora_ext": _VERSION, "state": content, CHECKSUM: UNKNOWN}
-    file = safetensors.torch.save(tensors, metadata)
+    metadata = {"laplace_lora_ext": _VERSION, "state": content}
     Path(folder).mkdir(parents=True, exist_ok=True)
-    write_sealed(Path(folder, FILE), file)
+    write_whole(Path(folder, FILE), safetensors.torch.save(tensors, metadata))
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
-    """Read a state that `write_state` wrote; damaged or other files are refused."""
+    """Read a state that `write_state` wrote; parts of files and others are refused."""
     path = Path(folder, FILE)
-    read_sealed(path, "posterior")
-    with safetensors.safe_open(path, "pt") as file:
-        metadata = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if metadata["laplace_lora_ext"] != _VERSION:
-        raise ValueError(_foreign(path, "posterior"))
+    metadata: dict[str, str] = {}
+    tensors: dict[str, Tensor] = {}
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError:
+        pass  # of a part of a file
+    if metadata.get("laplace_lora_ext") != _VERSION:
+        raise ValueError(
+            f"{path} holds no posterior that this release reads (version {_VERSION} of "
+            "the format), or a part of one: fit and save it again, or install the "
+            "release that wrote it."
+        )
 
     def restored(node: dict[str, Any]) -> Any:
         return tensors[node[_TENSOR]] if node.keys() == {_TENSOR} else node
@@ -68,43 +71,17 @@ def read_state(folder: str | Path) -> dict[str, Any]:
     return json.loads(metadata["state"], object_hook=restored)
 
 
-def write_sealed(path: Path, content: bytes) -> None:
-    """Write a file with a checksum over all of it, in its JSON.
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file beside its place, and put it there once it is whole.
 
-    It takes the place of `UNKNOWN`.
+    Whatever interrupts this, the file that was there before is still there.
     """
-    checksum = hashlib.sha256(content).hexdigest().encode()
-    # As long as what it stands for: offsets of tensors in the file stay right.
-    sealed = content.replace(_SEAL + UNKNOWN.encode(), _SEAL + checksum, 1)
-    write_whole(path, sealed)
-
-
-def read_sealed(path: Path, what: str) -> bytes:
-    """Read what `write_sealed` wrote; a `ValueError` for any other content.
-
-    `what` the file should hold is for the message.
-    """
-    before, seal, rest = path.read_bytes().partition(_SEAL)
-    if not seal:
-        raise ValueError(_foreign(path, what))
-    checksum = rest[: len(UNKNOWN)]
-    after = rest[len(UNKNOWN) :]
-    content = before + seal + UNKNOWN.encode() + after
-    if hashlib.sha256(content).hexdigest().encode() != checksum:
-        raise ValueError(
-            f"{path} is damaged: its checksum is another. Copy it again from where it "
-            f"was saved, or fit and save the {what} again."
-        )
-    return content
-
-
-def _foreign(path: Path, what: str) -> str:
-    """Say that a file is none of ours."""
-    return (
-        f"{path} holds no {what} that this release reads (version {_VERSION} of the "
-        "format), or is damaged: fit and save it again, or install the release that "
-        "wrote it."
-    )
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def check_state(

@@ -13,7 +13,7 @@ from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 
 from laplace_lora_ext import LoRALaplace
-from laplace_lora_ext.structures import (
+from laplace_lora_ext.laplace import (
     DiagLoRALaplace,
     FullLoRALaplace,
     KronLoRALaplace,

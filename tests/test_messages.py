@@ -35,13 +35,11 @@ def test_fits_and_searches_warn_of_the_users_line(structure):
         # Six are no whole number of batches of four: two are left out.
         drop_last=True,
     )
-    fitted_to = (X[:4], y[:4])
     la = make(plain_model(), structure)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         la.fit(loader)
         la.optimize_prior_precision(n_steps=1)
-        la.optimize_prior_precision(method="agreement", train_loader=[fitted_to])
         la.optimize_prior_precision(
             method="gridsearch",
             val_loader=[six],

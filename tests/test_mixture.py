@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import load_peft_weights
 from torch import Tensor
+from torch.distributions import MultivariateNormal
 from torch.special import entr
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
@@ -178,9 +179,13 @@ def loss_by_hand(both, batches):
     losses = []
     for batch in batches:
         predicted = mixture(batch, **MEAN_FIELD, fitting=True)
-        # Of numbers these are moments, of classes probabilities.
-        outputs = predicted if task.has_noise else [predicted.log()]
-        losses.append(task.nll(outputs, batch["labels"], both.first.sigma_noise))
+        if task.has_noise:  # these are moments, and else probabilities
+            f_mu, f_var = predicted
+            noise = both.first.sigma_noise**2 * torch.eye(f_mu.shape[1]).to(f_var)
+            density = MultivariateNormal(f_mu, f_var + noise)
+            losses.append(-density.log_prob(batch["labels"].reshape(f_mu.shape)))
+        else:
+            losses.append(task.nll(predicted.log(), batch["labels"]))
     return torch.cat(losses).mean().item()
 
 
@@ -338,18 +343,6 @@ def test_loading_leaves_the_models_own_adapter_active_and_trainable(saved):
     assert trainable(model) == before
 
 
-def test_a_damaged_list_of_members_is_refused(saved):
-    description = saved / "laplace_mixture.json"
-    content = description.read_text()
-    renamed = content.replace("second", "default")
-    for damaged in (renamed, content[:-1], '{"members":["second"]}'):
-        description.write_text(damaged)
-        with pytest.raises(
-            ValueError, match=r"laplace_mixture.json (is damaged|holds)"
-        ):
-            LaplaceMixture.from_pretrained(with_first_adapter(), saved)
-
-
 def test_a_damaged_member_is_named_and_leaves_no_adapter(saved):
     posterior = saved / "second" / "laplace_posterior.safetensors"
     posterior.write_text("{")
@@ -448,14 +441,6 @@ def with_answers_in_another_order():
     return [one, other]
 
 
-def with_another_base():
-    model = lora_model("bert")
-    pooler = model.get_base_model().bert.pooler
-    pooler.dense.bias.data += 0.1
-    other = fitted(model=model)
-    return [fitted(), other]
-
-
 def without_an_adapter():
     both = two()
     model = both.second.model.model
@@ -475,7 +460,6 @@ REFUSED = [
     (with_more_classes, "n_outputs.* 3,.* 4,"),
     (with_numbers, "differ in likelihood"),
     (with_answers_in_another_order, "1, 2, 3.*3, 2, 1"),
-    (with_another_base, "base models.*pooler"),
     (without_an_adapter, "lost weights .*second"),
     (with_other_weights, "have changed"),
 ]

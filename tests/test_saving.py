@@ -1,6 +1,5 @@
 """Posteriors in files and on the hub: the same after a round trip, or refused."""
 
-import random
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
-from laplace_lora_ext.saving import CHECKSUM, FILE, UNKNOWN, write_sealed
+from laplace_lora_ext.saving import FILE
 from tests.support.models import CLASS_TOKEN_IDS, lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, make, some_precision
 
@@ -75,67 +74,28 @@ def of_an_earlier_release() -> bytes:
     return safetensors.torch.save(SOME_TENSORS, metadata)
 
 
-def of_another_release_with_a_checksum() -> bytes:
-    metadata = {"laplace_lora_ext": "5", CHECKSUM: UNKNOWN}
-    return safetensors.torch.save(SOME_TENSORS, metadata)
-
-
 @pytest.mark.parametrize(
-    "content",
-    [of_no_release(), of_an_earlier_release(), of_another_release_with_a_checksum()],
-    ids=["none", "earlier", "with a checksum"],
+    "content", [of_no_release(), of_an_earlier_release()], ids=["none", "earlier"]
 )
 def test_a_file_that_holds_no_posterior_is_refused(content, tmp_path):
-    # With a checksum that is right it is not taken for damage.
-    write_sealed(tmp_path / FILE, content)
+    (tmp_path / FILE).write_bytes(content)
     with pytest.raises(
         ValueError, match=rf"{FILE} holds no posterior .* save it again"
     ):
         from_pretrained(lora_model("bert"), tmp_path)
 
 
-def damaged(content: bytes, rng: random.Random) -> bytes:
-    """Make a file of which some bytes are others, missing, or too many."""
-    start = rng.randrange(len(content))
-    # Mostly one byte, the smallest damage that there is.
-    length = rng.choice([1, 1, 1, 8])
-    before = content[:start]
-    hit = content[start : start + length]
-    behind = content[start + length :]
-    # Exclusive or with a number that is not 0 leaves no byte as it was.
-    others = bytes(byte ^ rng.randrange(1, 256) for byte in hit)
-    replaced = before + others + behind
-    removed = before + behind
-    inserted = before + others + hit + behind
-    cut_off = before
-    continued = content + others
-    # Replaced twice as often as any other way.
-    ways = [replaced, replaced, removed, inserted, cut_off, continued]
-    return rng.choice(ways)
-
-
-def test_no_damaged_file_is_loaded(tmp_path):
+def test_no_part_of_a_file_is_loaded(tmp_path):
     la = fitted()
     model = la.model.model
-    rng = random.Random(0)
     la.save_pretrained(tmp_path)
     path = tmp_path / FILE
     content = path.read_bytes()
-    # Safetensors begins with the header's length, in eight bytes.
-    end = 8 + int.from_bytes(content[:8], "little")
-    header = content[:end]
-    numbers = content[end:]
-    message = rf"{FILE} (is damaged|holds no posterior that this)"
-    # Enough for each way of damage at many places.
-    for number in range(80):
-        if number % 2:
-            path.write_bytes(damaged(content, rng))
-        else:
-            # Most bytes are numbers, and mistakes in the header are worse.
-            path.write_bytes(damaged(header, rng) + numbers)
-        with pytest.raises(ValueError, match=message):
+    for length in (0, 7, 8, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=rf"{FILE} holds no posterior that this"):
             from_pretrained(model, tmp_path)
-    # It was the damage that was refused.
+    # It was what lacked that was refused.
     path.write_bytes(content)
     read = from_pretrained(model, tmp_path)
     assert torch.equal(read.mean, la.mean)

@@ -114,10 +114,6 @@ def marglik(la, data):
     la.optimize_prior_precision()
 
 
-def agreement(la, data):
-    la.optimize_prior_precision(method="agreement", train_loader=data)
-
-
 def gridsearch(la, data):
     la.optimize_prior_precision(method="gridsearch", val_loader=data)
 
@@ -132,7 +128,6 @@ NEEDS_A_FIT = [
     density,
     state,
     marglik,
-    agreement,
     gridsearch,
 ]
 

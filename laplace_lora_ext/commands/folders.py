@@ -11,7 +11,7 @@ from peft import PeftConfig
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from laplace_lora_ext.commands.loading import Loaded, quiet
-from laplace_lora_ext.files import write_whole
+from laplace_lora_ext.saving import write_whole
 
 _KNOWS = "laplace_student.json"
 

@@ -38,11 +38,10 @@ from laplace_lora_ext.commands.verdict import (
     reason,
     verdict,
 )
-from laplace_lora_ext.files import write_whole
 from laplace_lora_ext.plots import Outcomes, outcomes, predict_both
 from laplace_lora_ext.predictive.predictions import Prediction
 from laplace_lora_ext.predictive.review import Review
-from laplace_lora_ext.saving import FILE
+from laplace_lora_ext.saving import FILE, write_whole
 
 _ORDER = "Are --class_names in the order of the model's outputs?"
 _CHANCE = 1e-3  # of a better order by accident, above which nothing is said

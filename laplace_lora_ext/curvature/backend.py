@@ -198,7 +198,7 @@ class LowRankKronGGN(GGNInterface):
         self.task = task_of(likelihood)
         super().__init__(
             recorder.model,
-            self.task.loss_for_host,
+            "regression" if self.task.has_noise else "classification",
             dict_key_x=dict_key_x,
             dict_key_y=dict_key_y,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -36,11 +36,6 @@ class DenseFactor:
     """A small Kronecker factor, held as a matrix `(d, d)`."""
 
     matrix: Tensor
-
-    @classmethod
-    def zeros(cls, size: int, device: torch.device, dtype: torch.dtype) -> DenseFactor:
-        """Make a factor of no data."""
-        return cls(torch.zeros(size, size, device=device, dtype=dtype))
 
     @property
     def size(self) -> int:
@@ -166,38 +161,30 @@ class StreamingUpdates:
         # Whatever fails below, no rows are added twice.
         waiting, self._waiting = self._waiting, {}
         self._bytes = 0
-        groups: dict[tuple[Any, ...], _Group] = {}
+        groups: dict[tuple[Any, ...], list[tuple[LowRankFactor, Tensor]]] = {}
         for factor, parts in waiting.items():
             rows = torch.cat(parts)
             columns = factor.columns
             key = columns.shape, rows.shape, factor.width, columns.device, columns.dtype
-            group = groups.setdefault(key, _Group())
-            group.factors.append(factor)
-            group.rows.append(rows)
+            groups.setdefault(key, []).append((factor, rows))
         for group in groups.values():
-            group.update()
+            factors, of_factors = zip(*group, strict=True)
+            _update(factors, of_factors)
 
 
-@dataclass(eq=False)
-class _Group:
-    """Large factors of one shape, and as many rows `(n, d)` for each."""
-
-    factors: list[LowRankFactor] = field(default_factory=list)
-    rows: list[Tensor] = field(default_factory=list)
-
-    def update(self) -> None:
-        """Add the rows, unless some are not finite."""
-        traces = torch.stack([factor.trace for factor in self.factors])
-        if not traces.isfinite().all():
-            return
-        width = self.factors[0].width
-        # (factors, d, w)
-        columns = torch.stack([factor.columns for factor in self.factors])
-        for chunk in torch.stack(self.rows).split(_CHUNK, dim=1):
-            longer = torch.cat([columns, chunk.mT], dim=-1)
-            columns = _leading(longer, width)
-        for factor, updated in zip(self.factors, columns, strict=True):
-            factor.columns = updated
+def _update(factors: Sequence[LowRankFactor], rows: Sequence[Tensor]) -> None:
+    """Add rows to large factors of one shape, `(n, d)` to each, if all are finite."""
+    traces = torch.stack([factor.trace for factor in factors])
+    if not traces.isfinite().all():
+        return
+    width = factors[0].width
+    # (factors, d, w)
+    columns = torch.stack([factor.columns for factor in factors])
+    for chunk in torch.stack(list(rows)).split(_CHUNK, dim=1):
+        longer = torch.cat([columns, chunk.mT], dim=-1)
+        columns = _leading(longer, width)
+    for factor, updated in zip(factors, columns, strict=True):
+        factor.columns = updated
 
 
 def _leading(columns: Tensor, width: int) -> Tensor:
@@ -265,14 +252,13 @@ class KroneckerBlock:
         dtype: torch.dtype,
     ) -> KroneckerBlock:
         """Make empty sums for a weight with the LoRA rank as one side."""
-        factors: list[Any] = []
-        for size, is_small in zip(shape, (small_output, not small_output), strict=True):
-            if is_small:
-                factors.append(DenseFactor.zeros(size, device, dtype))
-            else:
-                factors.append(LowRankFactor.zeros(size, rank, tail, device, dtype))
-        output, input_ = factors
-        return cls(output, input_, torch.zeros((), device=device, dtype=torch.float64))
+        small, large = shape if small_output else reversed(shape)
+        dense = DenseFactor(torch.zeros(small, small, device=device, dtype=dtype))
+        low_rank = LowRankFactor.zeros(large, rank, tail, device, dtype)
+        normalizer = torch.zeros((), device=device, dtype=torch.float64)
+        if small_output:
+            return cls(dense, low_rank, normalizer)
+        return cls(low_rank, dense, normalizer)
 
     @classmethod
     def from_state_dict(
@@ -315,13 +301,11 @@ class KroneckerBlock:
 
     def decompose(self) -> DecomposedBlock:
         """Eigendecompose both factors."""
-        output = self.output_factor.eigendecomposition()
-        input_ = self.input_factor.eigendecomposition()
+        small = self.output_factor.eigendecomposition()
+        large = self.input_factor.eigendecomposition()
         small_output = isinstance(self.output_factor, DenseFactor)
-        if small_output:
-            small, large = output, input_
-        else:
-            small, large = input_, output
+        if not small_output:
+            small, large = large, small
         # A block without any gradient has no curvature: 0 / 0 is 0 here.
         scale = torch.where(self.normalizer > 0, 1 / self.normalizer, self.normalizer)
         scaled = small.values * scale  # in float64
@@ -343,10 +327,8 @@ class LowRankKron:
     ) -> LowRankKron:
         """Rebuild what `state_dict` returned, each block on its own device."""
         return cls(
-            [
-                KroneckerBlock.from_state_dict(of_block, *place)
-                for of_block, place in zip(state, places, strict=True)
-            ]
+            KroneckerBlock.from_state_dict(of_block, *place)
+            for of_block, place in zip(state, places, strict=True)
         )
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -355,23 +337,22 @@ class LowRankKron:
 
     def copy(self) -> LowRankKron:
         """Copy the sums, so that data which are added to the copy leave these alone."""
-        return LowRankKron([block.copy() for block in self.blocks])
+        return LowRankKron(block.copy() for block in self.blocks)
 
     @property
     def nbytes(self) -> int:
         """Count the memory of the large factors once they have all their columns."""
-        total = 0
-        for block in self.blocks:
-            for factor in (block.output_factor, block.input_factor):
-                if isinstance(factor, LowRankFactor):
-                    n_numbers = factor.size * factor.width
-                    total += n_numbers * factor.columns.element_size()
-        return total
+        return sum(
+            factor.size * factor.width * factor.columns.element_size()
+            for block in self.blocks
+            for factor in (block.output_factor, block.input_factor)
+            if isinstance(factor, LowRankFactor)
+        )
 
     def __add__(self, other: LowRankKron) -> LowRankKron:
         """Add factors as if all data had been seen in one run."""
         pairs = zip(self.blocks, other.blocks, strict=True)
-        return LowRankKron([mine + its for mine, its in pairs])
+        return LowRankKron(mine + its for mine, its in pairs)
 
     def decompose(self, device: torch.device | None = None) -> LowRankKronDecomposed:
         """Eigendecompose every factor, in float64.

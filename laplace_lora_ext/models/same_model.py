@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from laplace_lora_ext.models.weights import (
     Block,
     are_in_place,
     bare_name,
-    is_of_base,
     owner_of,
     read,
 )
@@ -116,11 +115,6 @@ class ModelState:
         """Return names, numbers and tensors, ready for `torch.save`."""
         weights = {name: tuple(weight) for name, weight in self.weights.items()}
         return vars(self) | {"weights": weights}
-
-    def of_base(self) -> ModelState:
-        """Keep what adapters of one base model share, whose answers are alike."""
-        shared = {name: w for name, w in self.weights.items() if is_of_base(name)}
-        return replace(self, weights=shared, blocks={}, scalings={})
 
     def difference(self, now: ModelState) -> str | None:
         """Say what has changed, in a sentence without a full stop; None if nothing."""

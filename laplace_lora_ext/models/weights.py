@@ -28,7 +28,6 @@ else."""
 # weight's name the adapter's own name follows.
 _PARTS = r"lora_\w+|modules_to_save|trainable_tokens_\w+"
 _OF_ADAPTER = re.compile(rf"\.({_PARTS})\.([^.]+)")
-_OF_ANY_ADAPTER = re.compile(rf"\.({_PARTS})(\.|$)")
 
 # Every call of a posterior asks for the names of a whole model.
 _MANY_NAMES = 2**16
@@ -185,11 +184,6 @@ def owner_of(name: str) -> str | None:
 def without_adapter(name: str) -> str:
     """Drop the adapter's name from a weight's."""
     return _OF_ADAPTER.sub(r".\1", name)
-
-
-def is_of_base(name: str) -> bool:
-    """Tell whether a name from `without_adapter` is that of a base weight."""
-    return _OF_ANY_ADAPTER.search(name) is None
 
 
 @lru_cache(_MANY_NAMES)

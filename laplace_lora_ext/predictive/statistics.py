@@ -336,15 +336,6 @@ def of_present_fit(la: Posterior, given: Any, link_approx: str) -> PredictiveSta
     return replace(given, scale=la._H_factor.detach().to(given.scale))
 
 
-def statistics_of(
-    la: Posterior, data: Any, link_approx: str, progress_bar: bool
-) -> PredictiveStatistics:
-    """Compute statistics for a link, or return given ones of the present fit."""
-    if isinstance(data, PredictiveStatistics):
-        return of_present_fit(la, data, link_approx)
-    return la.predictive_statistics(data, progress_bar, link_approx=link_approx)
-
-
 def contrasts_for(la: Posterior, link_approx: str) -> Contrasts | None:
     """Say which contrasts a link's statistics are of; None for all outputs."""
     contrasts = Contrasts(la.n_contrasts)

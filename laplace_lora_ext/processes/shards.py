@@ -254,7 +254,7 @@ def _random_states_of_its_own() -> Iterator[None]:
         np.random.set_state(of_numpy)
 
 
-def check_divisible(loader: DataLoader, held_out: float, parts: int = 1) -> None:
+def check_divisible(loader: DataLoader, held_out: float) -> None:
     """Refuse shares and data that `divide` can't divide (`ValueError`)."""
     if not 0 < held_out < 1:
         raise ValueError(f"held_out must be between 0 and 1, not {held_out}.")
@@ -269,8 +269,7 @@ def check_divisible(loader: DataLoader, held_out: float, parts: int = 1) -> None
             "DistributedSampler, or accelerator.prepare(loader)."
         )
     n_examples = len(examples_of(loader))
-    sizes = _sizes_of_parts(n_examples, held_out, parts)
-    if min(sizes) == 0 or max(sizes) == n_examples:
+    if round(held_out * n_examples) in (0, n_examples):
         raise ValueError(
             f"{n_examples} examples are too few to hold out a share of {held_out:g}."
         )
@@ -289,9 +288,8 @@ def divide(
     held_out: float,
     groups: Tensor | None = None,
     generator: torch.Generator | None = None,
-    parts: int = 1,
-) -> Iterator[Division]:
-    """Divide a loader's examples, holding out others each time, in order.
+) -> Division:
+    """Divide a loader's examples, holding out some of them.
 
     Both parts are as `select_examples` makes them. Examples that the loader's sampler
     leaves out are not used. Without a generator, every call holds out the same. Groups
@@ -299,7 +297,7 @@ def divide(
     never to the last example: with many groups of one example, fewer are held out.
     Refuses what `check_divisible` does.
     """
-    check_divisible(loader, held_out, parts)
+    check_divisible(loader, held_out)
     data = loader.dataset
     places = examples_of(loader)
     if groups is None:
@@ -307,38 +305,23 @@ def divide(
     if generator is None:
         generator = torch.Generator().manual_seed(0)
     _, numbers, sizes = groups.unique(return_inverse=True, return_counts=True)
-    # Those not held out yet.
-    waiting: list[int] = of_first(_mixed(numbers, generator)).tolist()
-    for size in _sizes_of_parts(len(places), held_out, parts):
-        n_left = sizes.tolist()  # of each group, for the rest to learn from
-        held: list[int] = []
-        passed_over: list[int] = []
-        for example in waiting:
-            group = int(numbers[example])
-            if len(held) < size and n_left[group] > 1:
-                n_left[group] -= 1
-                held.append(example)
-            else:
-                passed_over.append(example)
-        waiting = passed_over
-        if not held:
-            raise ValueError(
-                f"No class has examples enough, among {len(places)}, to hold out one "
-                "and learn from another."
-            )
-        rest = sorted(set(range(len(places))) - set(held))
-        places_held = sorted(places[held].tolist())
-        to_learn = select_examples(data, places[rest].tolist())
-        yield Division(to_learn, select_examples(data, places_held), places_held)
-
-
-def _sizes_of_parts(n_examples: int, held_out: float, parts: int) -> list[int]:
-    """Compute how many examples each part holds out.
-
-    They sum to the share of all parts, rounded once: rounding each would add up.
-    """
-    ends = [round(n * held_out * n_examples) for n in range(parts + 1)]
-    return [end - start for start, end in pairwise(ends)]
+    size = round(held_out * len(places))
+    n_left = sizes.tolist()  # of each group, for the rest to learn from
+    held: list[int] = []
+    for example in of_first(_mixed(numbers, generator)).tolist():
+        group = int(numbers[example])
+        if len(held) < size and n_left[group] > 1:
+            n_left[group] -= 1
+            held.append(example)
+    if not held:
+        raise ValueError(
+            f"No class has examples enough, among {len(places)}, to hold out one "
+            "and learn from another."
+        )
+    rest = sorted(set(range(len(places))) - set(held))
+    places_held = sorted(places[held].tolist())
+    to_learn = select_examples(data, places[rest].tolist())
+    return Division(to_learn, select_examples(data, places_held), places_held)
 
 
 def _mixed(groups: Tensor, generator: torch.Generator) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, nll_loss, one_hot
@@ -21,7 +19,6 @@ class Classification(Task):
 
     name = "classification"
     sees_differences = True
-    has_host_links = True
     mistaken_for = "multi_label_classification"
 
     def times_root(self, logits: Tensor, z: Tensor) -> Tensor:
@@ -56,10 +53,8 @@ class Classification(Task):
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(logits, y, reduction="sum")
 
-    def nll(
-        self, predicted: Sequence[Tensor], y: Tensor, sigma_noise: Tensor
-    ) -> Tensor:
-        return nll_loss(predicted[0], y, reduction="none")
+    def nll(self, log_p: Tensor, y: Tensor) -> Tensor:
+        return nll_loss(log_p, y, reduction="none")
 
     def groups(self, y: Tensor, share: float) -> Tensor:
         return y.long()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -243,33 +242,6 @@ def _decoder_input_ids(transformer: PreTrainedModel, labels: Tensor) -> Tensor:
     return shift_tokens_right(labels, padding, start_token(transformer))
 
 
-@dataclass(frozen=True)
-class LabelLogProbs(Objective):
-    """Log-probabilities `(N, 1 + S)` of tokens' own labels, and of S drawn ones.
-
-    Their gradients in the logits of a vocabulary are the slopes that a Monte-Carlo
-    Fisher sums, and at no time are the logits of all tokens needed. The slope
-    of a drawn label averages 0 and is independent of every other token's. So the
-    gradient G of a text's whole loss has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, the sum of its
-    tokens' exact Fishers, for the price of one backward pass.
-    """
-
-    model: TokensModel
-    labels: LabelsOfTokens
-
-    def compute(self, batch: Any, own: Tensor | None = None) -> Tensor:
-        labels = self.labels if own is None else self.labels.of(own)
-        return self.model.log_probs_of(batch, labels)
-
-    def seeds_and_loss(self, outputs: Tensor) -> tuple[Seeds, Tensor]:
-        """Choose the drawn labels, and sum the loss of the tokens' own."""
-        n_tokens, n_labels = outputs.shape
-        chosen = torch.eye(n_labels).to(outputs)[1:]
-        vectors = chosen[:, None].expand(-1, n_tokens, -1)
-        weights = outputs.new_full((len(chosen), 1), len(chosen) ** -0.5)
-        return Seeds(vectors, weights), -outputs[:, 0].sum()
-
-
 class LanguageModeling(TokenClassification):
     """One of a vocabulary's words for each labelled token."""
 
@@ -295,9 +267,31 @@ class LanguageModeling(TokenClassification):
         seeds: Callable[[Tensor], Seeds],
         numbers: Callable[[int], Tensor],
     ) -> Objective:
+        """End in log-probabilities of tokens' own labels, and of drawn ones.
+
+        Their gradients in the logits of a vocabulary are the slopes that a Monte-Carlo
+        Fisher sums, and at no time are the logits of all tokens needed. The slope of a
+        drawn label averages 0 and is independent of every other token's. So the
+        gradient G of a text's whole loss has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, the sum of
+        its tokens' exact Fishers, for the price of one backward pass.
+        """
         assert isinstance(model, TokensModel)
-        own = y[y != IGNORED]
-        return LabelLogProbs(model, LabelsOfTokens(own, numbers(len(own))))
+        of_data = y[y != IGNORED]
+        labels = LabelsOfTokens(of_data, numbers(len(of_data)))
+
+        def log_probs(batch: Any, own: Tensor | None) -> Tensor:
+            of_batch = labels if own is None else labels.of(own)
+            return model.log_probs_of(batch, of_batch)
+
+        def seeds_and_loss(outputs: Tensor) -> tuple[Seeds, Tensor]:
+            n_tokens, n_labels = outputs.shape
+            # The drawn ones, behind each token's own.
+            drawn = torch.eye(n_labels).to(outputs)[1:]
+            vectors = drawn[:, None].expand(-1, n_tokens, -1)
+            weights = outputs.new_full((len(drawn), 1), len(drawn) ** -0.5)
+            return Seeds(vectors, weights), -outputs[:, 0].sum()
+
+        return Objective(log_probs, seeds_and_loss)
 
     def backend_kwargs(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Draw one label for each token, unless the user says otherwise.

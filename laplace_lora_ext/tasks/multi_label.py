@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
@@ -68,11 +66,8 @@ class MultiLabel(Task):
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return binary_cross_entropy_with_logits(logits, y, reduction="sum")
 
-    def nll(
-        self, predicted: Sequence[Tensor], y: Tensor, sigma_noise: Tensor
-    ) -> Tensor:
+    def nll(self, log_p: Tensor, y: Tensor) -> Tensor:
         """Sum an example's losses, given log-probabilities `(B, K, 2)`."""
-        (log_p,) = predicted
         labels = y.long()[..., None]
         of_labels = log_p.gather(-1, labels)[..., 0]
         return -of_labels.sum(-1)

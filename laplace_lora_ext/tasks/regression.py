@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.draws import Draws
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.tasks.task import Seeds, Task
+from laplace_lora_ext.tasks.task import Task
 
 
 class Regression(Task):
@@ -21,18 +17,12 @@ class Regression(Task):
 
     name = "regression"
     name_for_host = "regression"
-    loss_for_host = "regression"
     has_noise = True
-    has_host_links = True
     instead_of_logit_scale = "sigma_noise"
     figures = ("rmse", "nll", "coverage", "crps")
 
     def predictions(self, logits: Tensor) -> Tensor:
         return logits
-
-    def distances(self, drawn: Tensor, f_mu: Tensor) -> Tensor:
-        apart = torch.linalg.vector_norm(drawn - f_mu, dim=-1)
-        return torch.special.erf(apart / math.sqrt(8))  # 2 Φ(d / 2) - 1
 
     def features(self, logits: Tensor) -> Tensor:
         return logits
@@ -49,27 +39,8 @@ class Regression(Task):
         """Say no: outputs weigh alike, and none of their columns is next to nothing."""
         return False
 
-    def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
-        vectors = draws.normal(num_samples, logits.shape[-1]).to(logits)
-        weights = logits.new_ones(num_samples, len(logits))
-        return Seeds(vectors, weights / num_samples**0.5)
-
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return (logits - y).square().sum() / 2
-
-    def nll(
-        self, predicted: Sequence[Tensor], y: Tensor, sigma_noise: Tensor
-    ) -> Tensor:
-        """Compute negative log-densities of targets.
-
-        A `torch.linalg.LinAlgError` if rounding left no covariance.
-        """
-        f_mu, f_var = predicted
-        if f_var.ndim == f_mu.ndim:
-            f_var = torch.diag_embed(f_var)
-        identity = torch.eye(f_mu.shape[-1]).to(f_var)
-        of_targets = f_var + sigma_noise.to(f_var).square() * identity
-        return -gaussian_log_density(f_mu, of_targets, y.to(f_mu))
 
     def groups(self, y: Tensor, share: float) -> Tensor:
         """Number targets by quantiles, each with some to keep and some to hold out.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -58,39 +57,21 @@ def scaled_seeds(columns: Tensor, over: tuple[int, ...] = (2,)) -> Seeds:
     return Seeds(columns / weights, weights[..., 0])
 
 
-class Objective:
-    """What the passes of a batch end in: the outputs, their seeds, and the loss."""
+class Objective(NamedTuple):
+    """What the passes of a batch end in.
 
-    def compute(self, batch: Any, own: Tensor | None = None) -> Tensor:
-        """Compute outputs `(N, C)` of the batch, or of one of its examples.
+    Attributes
+    ----------
+    compute : callable
+        takes a batch, or one of its examples and booleans `(N,)` that mark its own rows
+        among the batch's; returns outputs `(N, C)`
+    seeds_and_loss : callable
+        takes the batch's outputs; returns what to back-propagate for the Fisher, and
+        the summed loss `()`. Labels that don't fit are refused
+    """
 
-        Booleans `(N,)` then mark its own rows among the batch's.
-        """
-        raise NotImplementedError
-
-    def seeds_and_loss(self, outputs: Tensor) -> tuple[Seeds, Tensor]:
-        """Choose what to back-propagate for the Fisher, and sum the loss `()`.
-
-        Labels that don't fit are refused.
-        """
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class LossOfLogits(Objective):
-    """The loss of a model's logits `(N, C)` at targets."""
-
-    model: LogitsModel
-    task: Task
-    y: Tensor
-    seeds: Callable[[Tensor], Seeds]  # of logits
-
-    def compute(self, batch: Any, own: Tensor | None = None) -> Tensor:
-        return self.model(batch)
-
-    def seeds_and_loss(self, outputs: Tensor) -> tuple[Seeds, Tensor]:
-        y = self.task.check_targets(self.y, outputs)
-        return self.seeds(outputs), self.task.loss(outputs, y)
+    compute: Callable[[Any, Tensor | None], Tensor]
+    seeds_and_loss: Callable[[Tensor], tuple[Seeds, Tensor]]
 
 
 class Task:
@@ -104,8 +85,6 @@ class Task:
         the likelihood's
     name_for_host : str
         of the host's likelihood by which it predicts
-    loss_for_host : str
-        of the host's likelihood by which its curvature is computed
     adapter : type of LogitsModel
         makes logits of the model's output
     has_noise : bool
@@ -113,8 +92,6 @@ class Task:
         than logits of classes
     sees_differences : bool
         whether nothing but differences of an example's logits counts
-    has_host_links : bool
-        whether the host's own links and samples are right
     has_tokens : bool
         whether examples are texts, with logits for each of their labelled tokens
     writes : bool
@@ -131,11 +108,9 @@ class Task:
 
     name: str
     name_for_host = "classification"
-    loss_for_host = "classification"
     adapter: type[LogitsModel] = LogitsModel
     has_noise = False
     sees_differences = False
-    has_host_links = False
     has_tokens = False
     writes = False
     structures: tuple[str, ...] = ("lowrank_kron", "kron", "diag", "full")
@@ -165,15 +140,6 @@ class Task:
     def predictions(self, logits: Tensor) -> Tensor:
         """Make what a user reads of logits: probabilities, or numbers as they are."""
         return self.shown(self.class_logits(logits).softmax(-1))
-
-    def distances(self, drawn: Tensor, f_mu: Tensor) -> Tensor:
-        """Compute distances `(S, N, ...)` of drawn outputs `(S, N, ..., C)` from some.
-
-        They are total variation distances between what targets are distributed by,
-        given class logits, or numbers with a noise of 1.
-        """
-        apart = drawn.softmax(-1) - f_mu.softmax(-1)
-        return apart.abs().sum(-1) / 2
 
     def features(self, logits: Tensor) -> Tensor:
         """Make numbers `(N, p)` of logits that variances are learnt from."""
@@ -226,7 +192,7 @@ class Task:
 
     def label_seeds(self, logits: Tensor, num_samples: int, draws: Draws) -> Seeds:
         """Compute slopes of the loss at targets that are drawn from the model."""
-        raise NotImplementedError
+        raise NotImplementedError("Numbers have no labels to draw: leave out draws.")
 
     def objective(
         self,
@@ -240,7 +206,12 @@ class Task:
         `seeds` takes logits. `numbers` takes a number N of tokens, and draws numbers
         `(S, N)` that choose among their labels.
         """
-        return LossOfLogits(model, self, y, seeds)
+
+        def seeds_and_loss(logits: Tensor) -> tuple[Seeds, Tensor]:
+            targets = self.check_targets(y, logits)
+            return seeds(logits), self.loss(logits, targets)
+
+        return Objective(lambda batch, own: model(batch), seeds_and_loss)
 
     # --- targets ----------------------------------------------------------------------
 
@@ -248,13 +219,10 @@ class Task:
         """Sum the negative log-likelihood over samples, up to a constant."""
         raise NotImplementedError
 
-    def nll(
-        self, predicted: Sequence[Tensor], y: Tensor, sigma_noise: Tensor
-    ) -> Tensor:
-        """Compute the negative log-density of each target, `(B,)`, in nats.
+    def nll(self, log_p: Tensor, y: Tensor) -> Tensor:
+        """Compute each example's negative log-likelihood, `(B,)`, in nats.
 
-        What is predicted are log-probabilities `(B, C)`, of labels `(B, C, 2)`, or of
-        numbers means `(B, C)` and covariances `(B, C, C)` or variances `(B, C)`.
+        Given log-probabilities `(B, C)`, of labels `(B, C, 2)`.
         """
         raise NotImplementedError
 

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from transformers import TrainerCallback
 
-from laplace_lora_ext.files import write_whole
 from laplace_lora_ext.models.adapters import (
     find_peft_model,
     read_adapter,
     write_adapter,
 )
 from laplace_lora_ext.processes.exchange import of_first
+from laplace_lora_ext.saving import write_whole
 from laplace_lora_ext.training.trainers import train
 
 _MARK = "laplace_stage.json"
@@ -43,48 +42,6 @@ _DECISIVE = (
 
 Log = list[dict[str, Any]]
 """What a trainer has logged."""
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Marks the folder of a training."""
-
-    run: str
-    decided_by: Mapping[str, str]  # what decides its outcome
-    log: Log | None = None  # None until the training has ended
-
-    @classmethod
-    def read(cls, folder: Path) -> Mark | None:
-        """Read a folder's mark; None if there is none."""
-        if not (folder / _MARK).exists():
-            return None
-        content = _read(folder)
-        # That of an early version knows less, and so is of no training of today.
-        return cls(content["run"], content.get("decided_by", {}), content["log"])
-
-    def write(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder, asdict(self))
-
-    def check(self, folder: Path, decided_by: Mapping[str, str]) -> None:
-        """Refuse to go on with a training that another one has begun."""
-        for name, value in decided_by.items():
-            before = self.decided_by.get(name)
-            if before != value:
-                raise ValueError(
-                    f"{folder} is of a training with {name}={before}, and this one has "
-                    f"{value}: resume with the same trainer, data and options, or "
-                    "train anew without resuming."
-                )
-
-    def last_checkpoint(self, folder: Path) -> Path | None:
-        """Find the last checkpoint in a folder that is whole and of the same run."""
-        steps = {}
-        for path in folder.glob(f"checkpoint-*/{_MARK}"):
-            of_checkpoint = _read(path.parent)
-            if of_checkpoint["run"] == self.run:
-                steps[path.parent] = of_checkpoint["step"]
-        return max(steps, key=steps.__getitem__, default=None)
 
 
 class MarkCheckpoints(TrainerCallback):
@@ -126,22 +83,19 @@ def train_or_read(
     deciding = {**arguments, **decided_by, "share": share_of_steps, "average": average}
     # As text: types are lost in a file.
     deciding = {name: str(value) for name, value in deciding.items()}
-    mark = Mark.read(folder) if resume else None
-    checkpoint = None if mark is None else mark.last_checkpoint(folder)
     # Processes may see other files, where each machine has a disk of its own.
-    mark, checkpoint = of_first((mark, checkpoint))
-    if mark is not None:
-        mark.check(folder, deciding)
-        # The training had ended: there is nothing left but to read what it learnt.
-        if mark.log is not None:
-            read_adapter(model, adapter, folder)
-            return mark.log
-    else:
+    mark, checkpoint = of_first(_begun(folder) if resume else (None, None))
+    if mark is None:
         # A name that no other run has: checkpoints of an earlier one may lie in the
         # same folder.
-        mark = Mark(of_first(uuid4().hex), deciding)
+        mark = {"run": of_first(uuid4().hex), "decided_by": deciding, "log": None}
         if trainer.args.should_save:
-            mark.write(folder)
+            _write(folder, mark)
+    _check_alike(folder, mark["decided_by"], deciding)
+    # The training had ended: there is nothing left but to read what it learnt.
+    if mark["log"] is not None:
+        read_adapter(model, adapter, folder)
+        return mark["log"]
     train(
         trainer,
         examples,
@@ -149,14 +103,40 @@ def train_or_read(
         folder,
         average=average,
         checkpoint=checkpoint,
-        callbacks=[MarkCheckpoints(mark.run)],
+        callbacks=[MarkCheckpoints(mark["run"])],
     )
     log = trainer.state.log_history
     if trainer.args.should_save:
         write_adapter(model, adapter, {}, folder)
         # Last: a log says that the adapter is whole.
-        replace(mark, log=log).write(folder)
+        _write(folder, mark | {"log": log})
     return log
+
+
+def _begun(folder: Path) -> tuple[dict[str, Any] | None, Path | None]:
+    """Find a training's mark, and its last checkpoint that is whole."""
+    if not (folder / _MARK).exists():
+        return None, None
+    mark = _read(folder)
+    steps: dict[Path, int] = {}
+    for path in folder.glob(f"checkpoint-*/{_MARK}"):
+        of_checkpoint = _read(path.parent)
+        if of_checkpoint["run"] == mark["run"]:
+            steps[path.parent] = of_checkpoint["step"]
+    return mark, max(steps, key=steps.__getitem__, default=None)
+
+
+def _check_alike(
+    folder: Path, before: Mapping[str, str], now: Mapping[str, str]
+) -> None:
+    """Refuse to go on with a training that another one has begun."""
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"{folder} is of a training with {name}={before.get(name)}, and this "
+                f"one has {value}: resume with the same trainer, data and options, or "
+                "train anew without resuming."
+            )
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -164,4 +144,5 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, content: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / _MARK, json.dumps(content).encode())

@@ -31,19 +31,17 @@ from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.lora_layers import looks_trained
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.posterior import Hyperparameters
-from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import Division, check_divisible, divide
 from laplace_lora_ext.training.averaging import share_of
-from laplace_lora_ext.training.examples import Examples
 from laplace_lora_ext.training.resuming import Log, forget, train_or_read
 from laplace_lora_ext.training.trainers import (
+    Examples,
     loader_of,
     same_random_states,
     with_tokenizer,
 )
-from laplace_lora_ext.tuning.gridsearch import GridSearch
+from laplace_lora_ext.tuning.gridsearch import GridSearch, nll_of_tokens
 from laplace_lora_ext.tuning.method import TuningHistory, kinds_of, number_of
-from laplace_lora_ext.tuning.token_gridsearch import nll_of_tokens
 
 SECOND_STAGE = 0.25
 """Steps of the second stage, relative to a training on all texts."""
@@ -91,48 +89,28 @@ def choose_priors(
     progress_bar : bool, default=False
         whether to show one
     """
-    if len(posteriors) > 1:
-        posteriors = [
-            _with_kinds(la, _of_member(held_out, number), progress_bar)
-            for number, la in enumerate(posteriors)
-        ]
+    first = posteriors[0]
+    has_noise = first.task.has_noise
+    has_kinds = number_of(kinds_of(first.blocks)) > 1 and not first.task.writes
+    if len(posteriors) > 1 and (has_noise or has_kinds):
+        # A mixture has a common factor alone: its members choose how prior precisions
+        # of kinds differ, and numbers' noise.
+        posteriors = [copy(la) for la in posteriors]
+        of_members = getattr(held_out, "members", [held_out] * len(posteriors))
+        for la, own in zip(posteriors, of_members, strict=True):
+            search = GridSearch(
+                val_loader=own, optimize_scale=has_noise, progress_bar=progress_bar
+            )
+            search(la)
     # A mixture wants another prior than each of its members: it is less sure than they
     # are.
     together = joined(posteriors)
-    if len(posteriors) > 1 and posteriors[0].task.has_noise:
-        # A mixture's noise is that of its members, which each chooses for itself.
-        val_loaders = getattr(held_out, "members", [held_out] * len(posteriors))
-        for member, val_loader in zip(together.members, val_loaders, strict=True):
-            member.optimize_prior_precision(method="gridsearch", val_loader=val_loader)
-        together = joined(together.members)
     # Texts that are written have no link, and all others are predicted with the default
     # one.
     history = together.optimize_prior_precision(
         method="gridsearch", val_loader=held_out, progress_bar=progress_bar
     )
     return Choice([member.hyperparameters for member in together.members], history)
-
-
-def _with_kinds(la: LoRALaplace, held_out: Any, progress_bar: bool) -> LoRALaplace:
-    """Let held-out examples choose how a member's prior precisions differ.
-
-    A mixture has but a common factor of its members' prior precisions.
-    """
-    if number_of(kinds_of(la.blocks)) == 1 or la.likelihood == "language_modeling":
-        return la
-    la = copy(la)
-    search = GridSearch(
-        val_loader=held_out, optimize_scale=False, progress_bar=progress_bar
-    )
-    la.optimize_prior_precision(method=search)
-    return la
-
-
-def _of_member(held_out: Any, number: int) -> Any:
-    """Take a member's own statistics, where examples are given as statistics."""
-    if isinstance(held_out, MixtureStatistics):
-        return held_out.members[number]
-    return held_out
 
 
 def joined(posteriors: Sequence[LoRALaplace]) -> LoRALaplace | LaplaceMixture:
@@ -177,7 +155,7 @@ class _Training:
                 "texts, held-out ones are no test, and the prior precision becomes too "
                 "large. Begin with a new adapter."
             )
-        (division,) = divide(self.examples.loader, held_out, groups, generator)
+        division = divide(self.examples.loader, held_out, groups, generator)
         # In another order, examples have their classes elsewhere.
         identity = [division.places, groups.tolist()]
         return division, hashlib.sha256(str(identity).encode()).hexdigest()[:16]

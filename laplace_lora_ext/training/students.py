@@ -31,8 +31,12 @@ from laplace_lora_ext.models.running import checkpointing
 from laplace_lora_ext.models.swapping import Swapping
 from laplace_lora_ext.models.tree import keep_derivatives
 from laplace_lora_ext.tasks.task import Task
-from laplace_lora_ext.training.examples import Examples
-from laplace_lora_ext.training.trainers import restored, train, with_attributes
+from laplace_lora_ext.training.trainers import (
+    Examples,
+    restored,
+    train,
+    with_attributes,
+)
 
 STEPS = 0.3
 """Steps of a student, relative to the training of its teacher."""

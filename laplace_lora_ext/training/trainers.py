@@ -1,47 +1,34 @@
-"""Runs the user's own trainer on some of its examples, and leaves it as it was."""
+"""Examples of a training; the user's own trainer on some, left as it was."""
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import SchedulerType, TrainerCallback
 
 from laplace_lora_ext.models.adapters import find_peft_model, read_adapter
-from laplace_lora_ext.processes.shards import in_order_like
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
+from laplace_lora_ext.processes.shards import in_order, in_order_like, own_examples
 from laplace_lora_ext.training.averaging import AveragingCallback
 
-# Of TRL's trainers those whose losses a posterior knows: of texts, and of preferences.
-_OF_LIKELIHOODS = ("SFTTrainer", "RewardTrainer", "PRMTrainer")
-
-_MAPPINGS = (dict, OrderedDict, defaultdict)
-_COLLECTIONS = (list, set, deque)
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse what can't train again as it has trained, by a `ValueError`.
-
-    Trainers of TRL whose losses are no likelihood are refused, too.
-    """
-    for cls in type(trainer).__mro__:
-        if cls.__name__ in _OF_LIKELIHOODS:
-            break
-        is_of_trl = cls.__module__.startswith("trl.")
-        if is_of_trl or cls.__name__.endswith("POTrainer"):  # DPO, GRPO and so on
-            raise ValueError(
-                f"{cls.__name__} minimises no loss of a likelihood, so there is no "
-                f"posterior of its training: train with one of {_OF_LIKELIHOODS}."
-            )
+    """Refuse what can't train again as it has trained, by a `ValueError`."""
     if not any(
         weight.requires_grad for weight in find_peft_model(trainer.model).parameters()
     ):
@@ -86,6 +73,58 @@ def loader_of(trainer: Any, examples: Any) -> DataLoader:
     return in_order_like(
         of_training, of_training.dataset, trainer.args.per_device_eval_batch_size
     )
+
+
+@dataclass(frozen=True)
+class Examples:
+    """All examples of a training, and how some of them become batches.
+
+    Attributes
+    ----------
+    loader : DataLoader
+        of all; examples of the data set that its sampler leaves out are not used
+    batches : callable
+        loads given examples as for a fit, each once and in order
+    """
+
+    loader: DataLoader
+    batches: Callable[[Any], DataLoader]
+
+    @classmethod
+    def of_trainer(cls, trainer: Any) -> Examples:
+        """Take a trainer's; refuse one that can't train again (`ValueError`)."""
+        check_trainer(trainer)
+        # The data set itself has the columns that a trainer asks for.
+        return cls(in_order(trainer.train_dataset, 1), partial(loader_of, trainer))
+
+    @classmethod
+    def of_loader(cls, loader: DataLoader) -> Examples:
+        """Take a loader's, with its collator and the size of its batches."""
+        return cls(loader, partial(in_order_like, loader))
+
+    @property
+    def all(self) -> Any:
+        """Return the data set of all examples."""
+        return own_examples(self.loader)
+
+    def groups(self, la: Any, held_out: float) -> Tensor:
+        """Number examples' groups `(N,)`: classes, or quantiles of targets."""
+        everything = self.all
+        one_group = torch.zeros(len(everything), dtype=torch.long)
+        if la.task.has_tokens:
+            return one_group  # texts have no class
+
+        def targets_of(batch: Any) -> Columns:
+            _, targets = la.model.split(batch)
+            return (targets.cpu(),)
+
+        with same_random_states():
+            (targets,) = over_loader(self.batches(everything), targets_of)
+        # What is held out is whole examples of the data set, and these may be whole
+        # batches.
+        if len(targets) != len(everything):
+            return one_group
+        return la.task.groups(targets, held_out)
 
 
 def train(
@@ -182,60 +221,47 @@ def with_attributes(trainer: Any, **values: Any) -> Iterator[None]:
 @contextmanager
 def restored(trainer: Any) -> Iterator[None]:
     """Restore a trainer, its callbacks, mode and random states at the end."""
-    before = _Contents(trainer)
+    held = [(container, copy(container)) for container in _containers_of(trainer)]
     modes = {module: module.training for module in trainer.model.modules()}
     try:
         with same_random_states():
             yield
     finally:
-        before.put_back()
+        for container, before in held:
+            # In place: others may refer to it.
+            container.clear()
+            if isinstance(container, dict | set):
+                container.update(before)
+            else:
+                container.extend(before)
         for module, training in modes.items():
             # Not `train`, which would change the modules within too.
             module.training = training
 
 
-class _Contents:
-    """What a trainer holds, in attributes and containers at any depth.
+def _containers_of(trainer: Any) -> Iterator[Any]:
+    """Yield a trainer's attributes, and the containers within, at any depth.
 
     Of its state, arguments, callbacks and accelerator, and of other data classes,
     attributes count; other objects and the data do not.
     """
-
-    def __init__(self, trainer: Any) -> None:
-        self._mappings: list[tuple[Any, dict[Any, Any]]] = []
-        self._collections: list[tuple[Any, list[Any]]] = []
-        waiting: list[Any] = [vars(trainer)]
-        # Data are large, and no training changes them.
-        seen = {id(trainer.train_dataset), id(trainer.eval_dataset)}
-        while waiting:
-            value = waiting.pop()
-            # Callbacks may hold their trainer, and so themselves.
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            if isinstance(value, TrainerCallback | Accelerator) or is_dataclass(value):
-                waiting.append(getattr(value, "__dict__", None))
-            # Exact types alone: a subclass may refuse to be cleared.
-            elif type(value) in _MAPPINGS:
-                self._mappings.append((value, dict(value)))
-                waiting += value.values()
-            elif type(value) in _COLLECTIONS:
-                self._collections.append((value, list(value)))
-                waiting += value
-            elif isinstance(value, tuple):
-                waiting += value
-
-    def put_back(self) -> None:
-        """Give each container what it held, in place: others may refer to it."""
-        for mapping, before in self._mappings:
-            mapping.clear()
-            mapping.update(before)
-        for collection, before in self._collections:
-            collection.clear()
-            if isinstance(collection, set):
-                collection.update(before)
-            else:
-                collection.extend(before)
+    waiting: list[Any] = [vars(trainer)]
+    # Data are large, and no training changes them.
+    seen = {id(trainer.train_dataset), id(trainer.eval_dataset)}
+    while waiting:
+        value = waiting.pop()
+        # Callbacks may hold their trainer, and so themselves.
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, TrainerCallback | Accelerator) or is_dataclass(value):
+            waiting.append(getattr(value, "__dict__", None))
+        # Exact types alone: a subclass may refuse to be cleared.
+        elif type(value) in _CONTAINERS:
+            waiting += value.values() if isinstance(value, dict) else value
+            yield value
+        elif isinstance(value, tuple):
+            waiting += value
 
 
 @contextmanager

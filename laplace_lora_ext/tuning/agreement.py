@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,20 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.predictive.data_sets import over_loader
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
-from laplace_lora_ext.predictive.moments import (
-    Moments,
-    gaussian_samples,
-    standard_normal,
-)
+from laplace_lora_ext.predictive.moments import gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.posterior import Members, Posterior, of_classes
-from laplace_lora_ext.predictive.statistics import (
-    PredictiveStatistics,
-    has_statistics,
-    statistics_of,
-)
-from laplace_lora_ext.processes.exchange import count, of_first
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.processes.exchange import count
 from laplace_lora_ext.processes.shards import (
     Share,
     data_size,
@@ -43,7 +33,7 @@ from laplace_lora_ext.tuning.method import (
     TuningMethod,
     number_of,
     seed_of_search,
-    unit_of_priors,
+    statistics_of_classes,
 )
 
 _CHUNK = 2**22  # numbers that are sampled at once
@@ -65,17 +55,6 @@ class Agreement(TuningMethod):
     unnoticed, and leaves the posterior too narrow. `benchmarks/README.md` has the
     figures.
 
-    Of numbers, what a draw predicts is a normal distribution with the noise σ around
-    its own outputs, and its distance from the model's is `2 Φ(d / 2) - 1`, where d is
-    how far the outputs are apart, in units of σ. Under the posterior `d = |J (θ - θ*)|
-    / σ` has moments that depend on the prior precision λ and the noise by `λ σ²` alone.
-    So the search is for `λ σ²` and has no unit; then the training residuals and the
-    parameters that the data determine choose σ: `σ² = Σ r² / (n C - Σ e / (e + λ σ²))`,
-    with the eigenvalues e of the curvature at a noise of 1. For one number the mean
-    distance is `E 2/π arctan(√v / 2)`, where v is the variance of an output relative to
-    σ². The mean of v is the number of determined parameters for each target, 1 at most:
-    so 0.1 means a tenth of a parameter, and more than 0.3 can hardly be reached.
-
     Parameters
     ----------
     init_prior_prec : float or torch.Tensor, default=1.0
@@ -86,9 +65,9 @@ class Agreement(TuningMethod):
     progress_bar : bool, default=False
         whether to show one
     train_loader : DataLoader, iterable or PredictiveStatistics
-        the data of the fit, or texts like them; labels are not used: the residuals of
-        numbers are those of the fit. With "lowrank_kron" they pass through the model
-        once, or not at all if you pass `la.predictive_statistics(train_loader)`
+        the data of the fit, or texts like them; labels are not used. They pass through
+        the model once, or not at all if you pass
+        `la.predictive_statistics(train_loader)`
     max_change : float, default=0.1
         between 0 and 1: the distance that is allowed on average
     n_samples : int, default=100
@@ -104,8 +83,9 @@ class Agreement(TuningMethod):
     Raises
     ------
     ValueError
-        If `max_change` is not between 0 and 1, there are no data, or a regression's
-        residuals tell of no noise.
+        If `max_change` is not between 0 and 1, or there are no data.
+    NotImplementedError
+        For numbers, and for another structure than "lowrank_kron".
 
     Warns
     -----
@@ -136,10 +116,6 @@ class Agreement(TuningMethod):
     def _search(self, la: Members) -> TuningHistory:
         (posterior,) = la.members
         start = self._start(la)
-        is_regression = posterior.task.has_noise
-        if is_regression:
-            start = start * unit_of_priors(posterior)
-            posterior.sigma_noise = torch.ones(())
         change = self._change(posterior)
         kinds = self._kinds(la)
         if kinds is not None:
@@ -153,47 +129,29 @@ class Agreement(TuningMethod):
                 found = self._broadest(start, of_kind).chosen.prior_precision
                 balanced[is_drawn] = found.to(start)[is_drawn]
             start = balanced
-        history = self._broadest(start, change)
-        if not is_regression:
-            return history
-        posterior.prior_precision = history.chosen.prior_precision
-        noise = noise_of_residuals(posterior)
-        # The prior precisions were those of a noise of 1.
-        trials = [
-            replace(
-                trial,
-                prior_precision=trial.prior_precision / noise**2,
-                sigma_noise=noise,
-            )
-            for trial in history.trials
-        ]
-        return replace(history, trials=trials)
+        return self._broadest(start, change)
 
     def _change(self, la: Posterior) -> Callable[[Tensor], float]:
         """Make a function from a prior precision to draws' mean distance."""
         seed = seed_of_search(self.generator)
         data = draw_some(self.train_loader, self.max_examples, seed)
-        if has_statistics(la):
-            moments_of = statistics_of(
-                la, data, DEFAULT_LINK, self.progress_bar
-            ).moments
-        else:
-            moments_of = _moments_along(la, data)
+        statistics = statistics_of_classes(la, data, DEFAULT_LINK, self.progress_bar)
         task = la.task
 
         def change(prior_precision: Tensor) -> float:
             # The same draws at every prior precision: then the change falls with it
             # smoothly.
             draws = torch.Generator().manual_seed(seed)
-            moments = of_classes(task, moments_of(prior_precision).to("cpu"))
+            moments = statistics.moments(prior_precision).to("cpu")
+            moments = of_classes(task, moments)
             n_logits = moments.f_mu[0].numel()
             at_once = max(1, _CHUNK // (self.n_samples * n_logits))
             total = 0.0
             for f_mu, f_var in moments.split(at_once):
                 noise = standard_normal((self.n_samples, *f_mu.shape), f_mu, draws)
                 outputs = gaussian_samples(f_mu, f_var, noise)
-                distances = task.distances(outputs, f_mu)
-                total += distances.double().mean(0).sum().item()
+                apart = (outputs.softmax(-1) - f_mu.softmax(-1)).abs().sum(-1) / 2
+                total += apart.double().mean(0).sum().item()
             # Of labels, the average is over labels, too.
             return total / moments.f_mu[..., 0].numel()
 
@@ -237,8 +195,8 @@ def _falling_root(excess: Callable[[float], float]) -> float:
     here = 0.0
     is_above = excess(here) > 0
     stride = _STRIDE if is_above else -_STRIDE
-    # Each evaluation may take a pass: walk in decades until the root lies between two
-    # of them.
+    # Walk in decades until the root lies between two of them: far away, where nothing
+    # but rounding is left of differences, the function does not fall.
     while abs(here) < _FARTHEST:
         there = max(-_FARTHEST, min(here + stride, _FARTHEST))
         if (excess(there) > 0) != is_above:
@@ -248,25 +206,6 @@ def _falling_root(excess: Callable[[float], float]) -> float:
             return root
         here = there
     return here
-
-
-def _moments_along(la: Posterior, loader: Iterable[Any]) -> Callable[[Tensor], Moments]:
-    """Make a function from priors to the data's moments, for any structure.
-
-    The loader is read once. The data pass through the model at every prior precision,
-    which `la`, a copy, is left with.
-    """
-    data = Share.read_once(loader)
-
-    def of_batch(batch: Any) -> tuple[Tensor, ...]:
-        return tuple(la.predictive_moments(la.model.inputs(batch)))
-
-    def of_batches(prior_precision: Tensor) -> Moments:
-        la.prior_precision = prior_precision
-        f_mu, f_var = over_loader(data, of_batch, owners=la.model.owners)
-        return Moments(f_mu, f_var)
-
-    return of_batches
 
 
 def draw_some(loader: Any, n_examples: int, seed: int) -> Any:
@@ -286,53 +225,3 @@ def draw_some(loader: Any, n_examples: int, seed: int) -> Any:
     order = torch.randperm(len(examples), generator=generator)
     some = examples[order[:n_examples]]
     return in_order_like(loader, select_examples(loader.dataset, some.tolist()))
-
-
-# --- noise ----------------------------------------------------------------------------
-
-
-def n_determined(la: Posterior) -> float:
-    """Count the parameters that data determine, not the prior: `Σ e / (e + λ)`.
-
-    The sum is over the eigenvalues e of the curvature, at the present prior precision λ
-    and noise. It is the derivative of `log det(c H + λ)` in log c.
-
-    References
-    ----------
-    MacKay, "Bayesian interpolation", Neural Computation 4 (1992).
-    """
-    scaled = copy(la)
-    noise = la.sigma_noise.detach()
-    with torch.enable_grad():
-        log_factor = torch.zeros(
-            (), device=noise.device, dtype=torch.float64, requires_grad=True
-        )
-        # Multiplies the curvature by the factor.
-        scaled.sigma_noise = noise * (-log_factor / 2).exp()
-        log_det = scaled.log_det_posterior_precision
-        (number,) = torch.autograd.grad(log_det, log_factor)
-    return number.item()
-
-
-def noise_of_residuals(la: Posterior) -> float:
-    """Return the noise that training residuals show, at the prior of noise 1.
-
-    Of n C residuals, the fit has made as many smaller as it has parameters that the
-    data determine, γ. So the best estimate of the variance is `Σ r² / (n C - γ)`
-    (MacKay 1992, as for `n_determined`), where `Σ r²` is twice the loss of a Gaussian
-    with variance 1.
-
-    A `ValueError` if the data determine as many parameters as there are residuals, or
-    there is no error.
-    """
-    squares = 2 * la.loss.item()
-    n_residuals = la.n_data * la.n_outputs
-    n_free = n_residuals - n_determined(la)
-    if n_free <= 0 or squares == 0:
-        raise ValueError(
-            f"The training data have {n_residuals} targets, determine "
-            f"{n_residuals - n_free:.0f} parameters and leave a squared error of "
-            f"{squares:.3g}, which tells no noise: let held-out data choose, by "
-            'method="gridsearch" or "second_training".'
-        )
-    return of_first(math.sqrt(squares / n_free))

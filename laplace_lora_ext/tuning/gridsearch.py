@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
-from operator import add
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from laplace_lora_ext.curvature.kron import LinAlgError
 from laplace_lora_ext.messages import check_name, warn
-from laplace_lora_ext.predictive.data_sets import batch_by_batch
+from laplace_lora_ext.predictive.data_sets import Columns, batch_by_batch, over_loader
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, LINKS
 from laplace_lora_ext.predictive.posterior import WITHOUT_VARIANCE, Members, Posterior
 from laplace_lora_ext.predictive.statistics import (
@@ -33,14 +31,16 @@ from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.rounding import equal_up_to_rounding
 from laplace_lora_ext.tuning.losses import (
     LOGIT_SCALES,
-    GridLosses,
     Likelihoods,
     NoiseSquares,
+    expected_choice,
 )
 from laplace_lora_ext.tuning.method import (
+    Trial,
     TuningHistory,
     TuningMethod,
     number_of,
+    seed_of_search,
     unit_of_priors,
 )
 
@@ -197,13 +197,7 @@ class GridSearch(GridMethod):
         check_name("link_approx", self.link_approx, LINKS)
 
     def _search(self, la: Members) -> TuningHistory:
-        return self.losses(la).history()
-
-    def losses(self, la: Members) -> GridLosses:
-        """Sum the examples' losses at every point of the grid.
-
-        `la` is a copy of a posterior or mixture, whose noise may change.
-        """
+        """Sum the examples' losses at every point of the grid, and choose one."""
         members = la.members
         for member in members:
             member.check_model()
@@ -217,9 +211,9 @@ class GridSearch(GridMethod):
         if members[0].task.has_noise:
             # The noise of a mixture is that of its members.
             is_free = self.optimize_scale and len(members) == 1
-            score = Likelihoods(self.link_approx, self.n_samples)
+            noise = None if is_free else members[0].sigma_noise.item()
+            score = NoiseSquares(members[0].n_outputs, noise)
             if is_free:
-                score = NoiseSquares(members[0].n_outputs)
                 members[0].sigma_noise = torch.ones(())
         else:
             is_free = self.optimize_scale
@@ -229,23 +223,23 @@ class GridSearch(GridMethod):
             last = grid[-1:]
             factor = max(_BEYOND, WITHOUT_VARIANCE / last.min().item())
             grid = torch.cat([grid, factor * last])
-        if isinstance(score, NoiseSquares):
+        if is_free and members[0].task.has_noise:
             grid = unit_of_priors(members[0]) * grid
-        losses = GridLosses(
-            grid,
-            torch.zeros(len(grid), 1).double(),
-            0,
-            score,
-            ends_without_variance=is_free,
-        )
         data = self.val_loader
         if isinstance(data, PredictiveStatistics | MixtureStatistics):
-            return _sum_losses(losses, members, self._given(members, own))
-        share = Share(data)
-        batches = self._of_batches(share, members, own, grid)
-        of_rank = _sum_losses(losses, members, _in_portions(batches))
-        share.refuse_copies()
-        return reduce(add, gathered(of_rank))
+            summed = [_sum_losses(grid, score, members, self._given(members, own))]
+        else:
+            share = Share(data)
+            batches = self._of_batches(share, members, own, grid)
+            own_sums = _sum_losses(grid, score, members, _in_portions(batches))
+            share.refuse_copies()
+            summed = gathered(own_sums)
+        sums, counts = zip(*summed, strict=True)
+        # A rank without data has a column of zeros.
+        of_all = torch.stack(torch.broadcast_tensors(*sums)).sum(0)
+        return expected_choice(
+            grid, of_all, sum(counts), score, ends_without_variance=is_free
+        )
 
     def _given(
         self, members: Sequence[Posterior], own: Sequence[Tensor]
@@ -291,6 +285,78 @@ class GridSearch(GridMethod):
             yield statistics
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenGridSearch(GridMethod):
+    """Take the grid's prior precision that makes validation texts most likely.
+
+    The loss is the mean negative log-likelihood of a labelled token under the mixture
+    over draws. A text takes `grid_size * (1 + n_samples)` forward passes, 143 by
+    default.
+
+    Parameters
+    ----------
+    init_prior_prec : float or torch.Tensor
+        several numbers are a base that the grid multiplies; a single number is ignored
+    prior_structure : {"scalar", "layerwise"}, optional
+        as for `TuningMethod`, but not "kind"
+    progress_bar : bool, default=False
+        whether to show one
+    val_loader : DataLoader or iterable
+        batches of texts with labels
+    n_samples : int, default=10
+        how many draws
+    generator : torch.Generator, optional
+        for the draws; if omitted, every call uses the same
+    log_prior_prec_min : float, default=-1
+        logarithm of the grid's first prior precision, to the base `log_prior_prec_base`
+    log_prior_prec_max : float, default=5
+        logarithm of its last
+    grid_size : int, default=13
+        how many prior precisions it has
+    log_prior_prec_base : float, default=10.0
+        base of both logarithms
+
+    Raises
+    ------
+    ValueError
+        If the data are empty or without labels, or the loss is not a number.
+
+    Warns
+    -----
+    UserWarning
+        If no prior precision of three or more is better than the first or the last.
+    """
+
+    val_loader: Iterable[Any]
+    n_samples: int = 10
+    generator: torch.Generator | None = None
+    log_prior_prec_min: float = -1
+    log_prior_prec_max: float = 5
+    grid_size: int = 13
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prior_structure == "kind":
+            raise NotImplementedError(
+                "A prior precision of texts has one common factor: pass "
+                'prior_structure="scalar", or choose a prior for each kind by '
+                'method="marglik" and pass it as init_prior_prec.'
+            )
+
+    @torch.no_grad()
+    def _search(self, la: Members) -> TuningHistory:
+        seed = seed_of_search(self.generator)
+        # Noise and texts are the same at every prior precision.
+        share = Share.read_once(self.val_loader)
+        trials: list[Trial] = []
+        grid = tqdm.tqdm(self._grid(la), "[Grid search]", disable=not self.progress_bar)
+        for point in grid:
+            la.prior_precision = point
+            nll = nll_of_tokens(la, share, self.n_samples, seed)
+            trials.append(Trial(point, objective=nll))
+        return TuningHistory.of_losses(trials)
+
+
 def _in_portions(batches: Iterable[MixtureStatistics]) -> Iterator[MixtureStatistics]:
     """Join batches, so that a point is not predicted more often than needed.
 
@@ -310,25 +376,27 @@ def _in_portions(batches: Iterable[MixtureStatistics]) -> Iterator[MixtureStatis
 
 
 def _sum_losses(
-    losses: GridLosses,
+    grid: Tensor,
+    score: Likelihoods | NoiseSquares,
     members: Sequence[Posterior],
     portions: Iterable[MixtureStatistics],
-) -> GridLosses:
-    """Add examples' losses at every point of a grid; the examples are let go."""
+) -> tuple[Tensor, int]:
+    """Sum examples' losses at every point of a grid, `(T, K)`, and count them."""
+    total = torch.zeros(len(grid), 1).double()
+    n_examples = 0
     for statistics in portions:
         targets = statistics.required_targets()
         sums: list[Tensor] = []
-        for point in losses.grid:
+        for point in grid:
             try:
                 of_members = statistics.moments(point).members
-                terms = losses.score.terms(members, of_members, targets)
-                sums.append(terms.sum(0).cpu())
+                sums.append(score.terms(members, of_members, targets).sum(0).cpu())
             except LinAlgError:
                 # As for the host.
                 sums.append(torch.tensor([math.inf]).double())
-        of_portion = torch.stack(torch.broadcast_tensors(*sums))
-        losses += replace(losses, sums=of_portion, n_examples=len(statistics))
-    return losses
+        total = total + torch.stack(torch.broadcast_tensors(*sums))
+        n_examples += len(statistics)
+    return total, n_examples
 
 
 def _is_best(losses: Tensor, place: int) -> bool:
@@ -339,3 +407,19 @@ def _is_best(losses: Tensor, place: int) -> bool:
 def _middle(prior_precision: Tensor) -> float:
     """Return the geometric mean of a prior's precisions."""
     return prior_precision.log().mean().exp().item()
+
+
+def nll_of_tokens(la: Members, data: Any, n_samples: int = 10, seed: int = 0) -> float:
+    """Return the mean negative log-likelihood of a labelled token, in nats.
+
+    It is that of the mixture over draws from the posterior, the same for all texts.
+    """
+
+    def of_texts(batch: Any) -> Columns:
+        # The same draws for each batch, as if all texts were one.
+        generator = torch.Generator(la.members[0].model.device).manual_seed(seed)
+        scores = la.score(batch, n_samples, generator)
+        return scores.tokens.log_prob.double().sum(1), scores.labelled.sum(1)
+
+    log_probs, counts = over_loader(data, of_texts)
+    return -log_probs.sum().item() / int(counts.sum())

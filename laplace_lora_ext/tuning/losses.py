@@ -42,12 +42,11 @@ _SEED = 0  # of draws, which are the same for all examples, priors and scales
 
 @dataclass(frozen=True)
 class Likelihoods:
-    """Scores predictions by their likelihood: classes at several scales, or numbers.
+    """Scores predictions of classes by their likelihood, at several scales.
 
     An example's numbers are its negative log-likelihoods, one for each scale s of
     `link(s f, s² V)`. Without a variance, s is the inverse of a temperature, and s = 1
     is the prior alone: what is best of all priors and scales is no worse than either.
-    Numbers have no scale, but the noise of the first member.
 
     Few examples say little of s: thirty that are all right would ask for a very large
     one. So `scale_penalty` is added to the summed loss, which holds large scales back.
@@ -72,21 +71,12 @@ class Likelihoods:
         self, members: Sequence[Posterior], moments: Sequence[Moments], targets: Tensor
     ) -> Tensor:
         """Compute each example's losses `(N, S)` in float64, from members' moments."""
-        first = members[0]
-        task = first.task
-        by_member = list(zip(members, moments, strict=True))
-        if task.has_noise:
-            pairs = [moments_of_model(*member, "probit") for member in by_member]
-            means, covariances = zip(*pairs, strict=True)
-            mean, covariance = mix_moments(torch.stack(means), torch.stack(covariances))
-            predicted = [[mean.double(), covariance.double()]]
-        else:
-            # (members, scales, examples, classes)
-            log_p = torch.stack([self._log_p(*member) for member in by_member])
-            of_mean = log_p.logsumexp(0) - math.log(len(log_p))
-            predicted = [[of_scale] for of_scale in of_mean]
-        targets = targets.to(predicted[0][0].device)
-        losses = [task.nll(p, targets, first.sigma_noise) for p in predicted]
+        by_member = zip(members, moments, strict=True)
+        # (members, scales, examples, classes)
+        log_p = torch.stack([self._log_p(*member) for member in by_member])
+        of_mean = log_p.logsumexp(0) - math.log(len(log_p))
+        targets = targets.to(of_mean.device)
+        losses = [members[0].task.nll(of_scale, targets) for of_scale in of_mean]
         return torch.stack(losses, dim=1)
 
     def _log_p(self, member: Posterior, moments: Moments) -> Tensor:
@@ -140,46 +130,56 @@ def scale_penalty(log_scale: np.ndarray | float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class NoiseSquares:
-    """Scores numbers by their density, at the noise that suits them best.
+    """Scores predictions of numbers by their density, at a noise or at the best one.
 
-    The grid is of ρ = λ σ², with prior precision λ and noise σ, and the posterior has a
-    noise of 1 meanwhile. Then the covariance of an example's outputs is σ² V with a V
-    that σ is not in, and with residuals r its negative log-likelihood is
+    With residuals r, an example's negative log-likelihood at the noise σ is
 
-        ½ log det(2π σ² (I + V)) + ½ rᵀ (I + V)⁻¹ r / σ²
+        ½ log det(2π (σ² I + V)) + ½ rᵀ (σ² I + V)⁻¹ r
 
-    An example's numbers are `rᵀ (I + V)⁻¹ r` and `log det(I + V)`. The best σ² is the
-    mean of the first, for each output.
+    and its numbers are `rᵀ (σ² I + V)⁻¹ r` and `log det(σ² I + V)`. Where the noise is
+    to be chosen, the grid is of ρ = λ σ², with prior precision λ, and σ is 1 meanwhile,
+    the posterior's too. Then all covariances are σ² times these, with matrices that σ
+    is not in: the best σ² is the mean of the first number, for each output.
 
     Parameters
     ----------
     n_outputs : int
+    noise : float, optional
+        σ; None to choose it
     """
 
     n_outputs: int
+    noise: float | None = None
 
     def terms(
         self, members: Sequence[Posterior], moments: Sequence[Moments], targets: Tensor
     ) -> Tensor:
-        """Compute each example's two numbers `(N, 2)` in float64, of one posterior."""
-        (la,), (of_one,) = members, moments
-        f_mu, f_var = moments_of_model(la, of_one, "probit")
-        residuals = targets.to(f_mu.device).double() - f_mu.double()
-        V = f_var.double()
-        identity = torch.eye(self.n_outputs).to(V)
-        root = torch.linalg.cholesky(identity + V)
+        """Compute each example's two numbers `(N, 2)` in float64.
+
+        A `torch.linalg.LinAlgError` if rounding left no covariance.
+        """
+        by_member = zip(members, moments, strict=True)
+        pairs = [moments_of_model(*member, "probit") for member in by_member]
+        means, covariances = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+        mean, covariance = mix_moments(means.double(), covariances.double())
+        residuals = targets.to(mean.device).double() - mean
+        variance = 1.0 if self.noise is None else self.noise**2
+        identity = torch.eye(self.n_outputs).to(covariance)
+        root = torch.linalg.cholesky(variance * identity + covariance)
         whitened = torch.linalg.solve_triangular(
             root, residuals[..., None], upper=False
         )
         squares = whitened.square().sum((-2, -1))
-        diagonal = root.diagonal(dim1=-2, dim2=-1)
-        log_det = 2 * diagonal.log().sum(-1)
+        log_det = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return torch.stack([squares, log_det], dim=1)
 
     def best(self, prior_precision: Tensor, sums: Tensor, n_examples: int) -> Trial:
         """Find the best noise; a `ValueError` where there is no error at all."""
         squares, log_dets = sums.tolist()
         n_numbers = n_examples * self.n_outputs
+        if self.noise is not None:
+            nll = (n_numbers * math.log(2 * math.pi) + log_dets + squares) / 2
+            return Trial(prior_precision, objective=nll / n_examples)
         variance = squares / n_numbers
         if variance == 0:
             raise ValueError(
@@ -190,74 +190,63 @@ class NoiseSquares:
         # At the best variance the squares over it are one for each number.
         of_noise = n_numbers * (math.log(2 * math.pi * variance) + 1)
         nll = (of_noise + log_dets) / 2
-        noise = math.sqrt(variance)
         # From ρ = λ σ² to λ.
         return Trial(
-            prior_precision / noise**2, sigma_noise=noise, objective=nll / n_examples
+            prior_precision / variance,
+            sigma_noise=math.sqrt(variance),
+            objective=nll / n_examples,
         )
 
 
-@dataclass(frozen=True, eq=False)
-class GridLosses:
-    """Holds a score's sums over examples at every prior precision of a grid.
+def expected_choice(
+    grid: Tensor,
+    sums: Tensor,
+    n_examples: int,
+    score: Likelihoods | NoiseSquares,
+    ends_without_variance: bool,
+) -> TuningHistory:
+    """Choose the prior precision that the examples expect, or none.
 
-    Attributes
+    That is the mean of log λ, where each point weighs `exp(-summed objective)`: the
+    posterior mean under a prior that is flat on the grid. Few examples say little of λ,
+    and their best point is a matter of luck (docs/tried.md). Chosen is the point next
+    to the mean, or the one without variance where that is better by more than a nat of
+    all examples.
+
+    Parameters
     ----------
     grid : torch.Tensor
         `(T,)` or `(T, blocks)` prior precisions; where a noise is chosen too, for a
         noise of 1
     sums : torch.Tensor
-        `(T, K)`, float64
+        `(T, K)`, the score's terms, summed over examples in float64
     n_examples : int
     score : Likelihoods or NoiseSquares
-    ends_without_variance : bool, default=False
+    ends_without_variance : bool
         whether the last prior precision is the one beyond the grid
+
+    Raises
+    ------
+    ValueError
+        If there are no examples, or the losses are never finite.
     """
-
-    grid: Tensor
-    sums: Tensor
-    n_examples: int
-    score: Likelihoods | NoiseSquares
-    ends_without_variance: bool = False
-
-    def __add__(self, other: GridLosses) -> GridLosses:
-        """Add what other examples say of the same prior precisions."""
-        return replace(
-            self,
-            sums=self.sums + other.sums,
-            n_examples=self.n_examples + other.n_examples,
-        )
-
-    def history(self) -> TuningHistory:
-        """Choose the prior precision that the examples expect, or none.
-
-        That is the mean of log λ, where each point weighs `exp(-summed objective)`: the
-        posterior mean under a prior that is flat on the grid. Few examples say little
-        of λ, and their best point is a matter of luck (docs/tried.md). Chosen is the
-        point next to the mean, or the one without variance where that is better by more
-        than a nat of all examples.
-
-        A `ValueError` if there are no examples, or the losses are never finite.
-        """
-        if not self.n_examples:
-            raise ValueError(NO_DATA)
-        trials = [
-            self.score.best(point, sums, self.n_examples)
-            for point, sums in zip(self.grid, self.sums, strict=True)
-        ]
-        history = TuningHistory.of_losses(trials)  # it checks the objectives
-        if math.isinf(history.loss):
-            raise ValueError(
-                "The validation loss is finite nowhere on the grid: check it."
-            )
-        n_points = len(self.grid) - self.ends_without_variance
-        objective = self.n_examples * history.objective[:n_points]
-        logs = self.grid[:n_points].reshape(n_points, -1).log().double().cpu()
-        mean = objective.neg().softmax(0) @ logs
-        choice = int((logs - mean).square().sum(1).argmin())
-        if self.ends_without_variance:
-            last = len(trials) - 1
-            gain = history.objective[choice] - history.objective[last]
-            if self.n_examples * gain > A_NAT:
-                choice = last
-        return replace(history, choice=choice)
+    if not n_examples:
+        raise ValueError(NO_DATA)
+    trials = [
+        score.best(point, of_point, n_examples)
+        for point, of_point in zip(grid, sums, strict=True)
+    ]
+    history = TuningHistory.of_losses(trials)  # it checks the objectives
+    if math.isinf(history.loss):
+        raise ValueError("The validation loss is finite nowhere on the grid: check it.")
+    n_points = len(grid) - ends_without_variance
+    objective = n_examples * history.objective[:n_points]
+    logs = grid[:n_points].reshape(n_points, -1).log().double().cpu()
+    mean = objective.neg().softmax(0) @ logs
+    choice = int((logs - mean).square().sum(1).argmin())
+    if ends_without_variance:
+        last = len(trials) - 1
+        gain = history.objective[choice] - history.objective[last]
+        if n_examples * gain > A_NAT:
+            choice = last
+    return replace(history, choice=choice)

@@ -1,14 +1,13 @@
-"""What methods to choose a prior share: options, starts, descents, and results."""
+"""What methods to choose a prior share: options, starts, and results."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import tqdm
 from torch import Tensor
 
 from laplace_lora_ext.curvature.decomposed import trace_of
@@ -17,24 +16,16 @@ from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.running import as_tensor, cpu_as_default
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.predictive.posterior import Hyperparameters, Members, Posterior
+from laplace_lora_ext.predictive.statistics import (
+    PredictiveStatistics,
+    has_statistics,
+    of_present_fit,
+)
 from laplace_lora_ext.processes.exchange import of_first, rank, together
 
-# Limits of a prior precision's logarithm: what float32 holds.
-_LOWEST = math.log(torch.finfo(torch.float32).tiny)
-_HIGHEST = math.log(torch.finfo(torch.float32).max)
 # Options of which some methods have one or more.
-_COUNTS = (
-    "n_samples",
-    "n_steps",
-    "grid_size",
-    "batch_size",
-    "max_examples",
-    "trainings",
-)
+_COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size", "max_examples")
 _STRUCTURES = ["scalar", "kind", "layerwise", "diag"]
-
-Prior = Callable[[], Tensor]
-"""Makes a prior precision of the leaves of a descent, differentiable in them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -219,25 +210,6 @@ class TuningMethod:
         is_of_kinds = by_default and number_of(kinds) > 1
         return kinds if is_of_kinds or self.prior_structure == "kind" else None
 
-    def _leaves(self, la: Members, unit: float = 1.0) -> tuple[Tensor, Prior]:
-        """Set the prior to the search's start; return what a descent changes.
-
-        These are logarithms, one for each kind of weight or as many as the start has
-        numbers, and a function that makes a prior precision of them. The unit
-        multiplies it.
-        """
-        start = self._start(la)
-        kinds = self._kinds(la)
-        logarithms = start.log() if kinds is None else start.new_zeros(number_of(kinds))
-
-        def prior_precision() -> Tensor:
-            factors = logarithms.exp()
-            if kinds is not None:
-                factors = factors[kinds.to(factors.device)] * start
-            return (unit * factors).clamp(math.exp(_LOWEST), math.exp(_HIGHEST))
-
-        return logarithms.requires_grad_(), prior_precision
-
     def _start(self, la: Members) -> Tensor:
         """Set the prior to the search's start; return it in float64.
 
@@ -282,29 +254,21 @@ def unit_of_priors(la: Posterior) -> float:
     return of_first(mean_squared_slope(la) / float(la.temperature))
 
 
-def descent(
-    loss: Callable[[], Tensor],
-    logarithms: Sequence[Tensor],
-    optimizer: torch.optim.Optimizer,
-    n_steps: int,
-    description: str,
-    progress_bar: bool,
-) -> Iterator[tuple[int, Tensor]]:
-    """Follow the gradient of a loss, whose leaves `logarithms` change in place.
+def statistics_of_classes(
+    la: Posterior, data: Any, link_approx: str, progress_bar: bool
+) -> PredictiveStatistics:
+    """Compute statistics for a link, or take given ones of the present fit.
 
-    Yields each step's number, and the loss before it; the next iteration takes the
-    step.
+    A `NotImplementedError` for numbers, and for structures without statistics.
     """
-    for step in tqdm.trange(n_steps, desc=description, disable=not progress_bar):
-        optimizer.zero_grad()
-        value = loss()
-        # The caller comes first: it may measure where the loss is, or stop without this
-        # step.
-        yield step, value
-        value.backward()
-        optimizer.step()
-        for logarithm in logarithms:
-            logarithm.detach().clamp_(_LOWEST, _HIGHEST)
+    if la.task.has_noise or not has_statistics(la):
+        raise NotImplementedError(
+            'This method needs classes, and hessian_structure="lowrank_kron": let '
+            'held-out data choose, by method="gridsearch".'
+        )
+    if isinstance(data, PredictiveStatistics):
+        return of_present_fit(la, data, link_approx)
+    return la.predictive_statistics(data, progress_bar, link_approx=link_approx)
 
 
 def seed_of_search(generator: torch.Generator | None) -> int:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from copy import copy
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +21,12 @@ from laplace_lora_ext.models.weights import flatten_weights
 from laplace_lora_ext.predictive.posterior import Members, Posterior
 from laplace_lora_ext.processes.shards import check_divisible, divide
 from laplace_lora_ext.training.averaging import share_of
-from laplace_lora_ext.training.examples import Examples
-from laplace_lora_ext.training.trainers import restored
+from laplace_lora_ext.training.trainers import Examples, restored
 from laplace_lora_ext.training.trainers import train as train_with
 from laplace_lora_ext.tuning.gridsearch import GridSearch
-from laplace_lora_ext.tuning.losses import GridLosses
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 
-_NAME = "second_training_{}"  # of adapters that a trainer trains
+_NAME = "second_training_0"  # of the adapter that a trainer trains
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,19 +38,15 @@ class SecondTraining(TuningMethod):
     examples, which stays as it is. Held-out labels show what no method can read off the
     trained weights, such as noise that a model has memorised.
 
-    With few held-out examples the choice is largely chance. Several trainings each hold
-    out other examples and choose together: five, with a fifth held out, are a full
-    cross-validation.
-
-    The other posteriors are in the history: `LaplaceMixture([la, *history.posteriors])`
+    The other posterior is in the history: `LaplaceMixture([la, *history.posteriors])`
     often has a lower NLL than each alone.
 
     Parameters
     ----------
     trainer : transformers.Trainer, optional
         the one that has trained the model. It trains a new adapter of the same
-        configuration on the same base model, "second_training_0" and so on, with
-        another seed and its checkpoints in a folder of that name in its `output_dir`.
+        configuration on the same base model, "second_training_0", with another seed
+        and its checkpoints in a folder of that name in its `output_dir`.
         The adapter stays in the model, and yours active
     train : callable, optional
         in place of a trainer: takes a data set, trains another adapter on it as the
@@ -69,10 +60,8 @@ class SecondTraining(TuningMethod):
     held_out : float, default=0.2
         the share of the examples to hold out, between 0 and 1: of each class as of all,
         but never its last example, and of numbers by quantiles
-    trainings : int, default=1
-        how many times to train, each time with other examples held out
     average : bool or float, default=False
-        average the weights of a trainer's trainings, as `train_in_stages` does; not
+        average the weights of a trainer's training, as `train_in_stages` does; not
         needed where the trainer has an `AveragingCallback` of its own
     generator : torch.Generator, optional
         for the examples to hold out; if omitted, every call holds out the same
@@ -87,9 +76,8 @@ class SecondTraining(TuningMethod):
     ------
     ValueError
         If there is not either a trainer or `train` with a `train_loader`; if `held_out`
-        is not between 0 and 1, `trainings` below 1 or more than there are shares of
-        that size, the data have no length or too few examples, or a training ends with
-        the LoRA weights of the fitted model.
+        is not between 0 and 1, the data have no length or too few examples, or the
+        training ends with the LoRA weights of the fitted model.
     TypeError
         If `train` returns no model.
     """
@@ -98,7 +86,6 @@ class SecondTraining(TuningMethod):
     train: Callable[[Dataset], nn.Module] | None = None
     train_loader: DataLoader | None = None
     held_out: float = 0.2
-    trainings: int = 1
     average: bool | float = False
     generator: torch.Generator | None = None
 
@@ -115,11 +102,6 @@ class SecondTraining(TuningMethod):
             raise ValueError(
                 "A function of your own averages by itself: see WeightAverage."
             )
-        if self.trainings * self.held_out > 1:
-            raise ValueError(
-                f"{self.trainings} trainings can't each hold out another "
-                f"{self.held_out:g} of the examples: lower held_out or trainings."
-            )
 
     def _search(self, la: Members) -> TuningHistory:
         (fitted,) = la.members
@@ -129,29 +111,18 @@ class SecondTraining(TuningMethod):
         else:
             assert self.train_loader is not None
             examples = Examples.of_loader(self.train_loader)
-        check_divisible(examples.loader, self.held_out, self.trainings)
-        divisions = divide(
-            examples.loader,
-            self.held_out,
-            examples.groups(fitted, self.held_out),
-            self.generator,
-            self.trainings,
-        )
-        of_trainings: list[GridLosses] = []
-        posteriors: list[Posterior] = []
+        check_divisible(examples.loader, self.held_out)
+        groups = examples.groups(fitted, self.held_out)
+        rest, held, _ = divide(examples.loader, self.held_out, groups, self.generator)
         with own_adapter_back(fitted.model) as activate:
-            for number, (rest, held, _) in enumerate(divisions):
-                posterior = self._around_another_training(fitted, rest, number)
-                # A posterior's passes choose its own adapter; what is active now is the
-                # user's.
-                activate()
-                posterior.fit(examples.batches(rest), progress_bar=self.progress_bar)
-                losses = self._grid(examples.batches(held)).losses(copy(posterior))
-                posterior.hyperparameters = losses.history().chosen
-                of_trainings.append(losses)
-                posteriors.append(posterior)
-        history = reduce(add, of_trainings).history()
-        return replace(history, posteriors=tuple(posteriors))
+            posterior = self._around_another_training(fitted, rest)
+            # A posterior's passes choose its own adapter; what is active now is the
+            # user's.
+            activate()
+            posterior.fit(examples.batches(rest), progress_bar=self.progress_bar)
+            history = self._grid(examples.batches(held)).choose(posterior)
+        posterior.hyperparameters = history.chosen
+        return replace(history, posteriors=(posterior,))
 
     def remark(self, la: Members, history: TuningHistory) -> None:
         self._grid().remark(la, history)
@@ -165,12 +136,10 @@ class SecondTraining(TuningMethod):
             progress_bar=self.progress_bar,
         )
 
-    def _around_another_training(
-        self, la: Posterior, rest: Dataset, number: int
-    ) -> Posterior:
+    def _around_another_training(self, la: Posterior, rest: Dataset) -> Posterior:
         """Train another adapter, and make an unfitted posterior around it."""
         if self.trainer is not None:
-            model = self._from_trainer(la, rest, number)
+            model = self._from_trainer(la, rest)
         else:
             assert self.train is not None
             model = self.train(rest)
@@ -192,7 +161,7 @@ class SecondTraining(TuningMethod):
             )
         return other
 
-    def _from_trainer(self, la: Posterior, rest: Dataset, number: int) -> nn.Module:
+    def _from_trainer(self, la: Posterior, rest: Dataset) -> nn.Module:
         """Let the trainer train a new adapter of the fitted model."""
         model = find_peft_model(la.model)
         if find_peft_model(self.trainer.model) is not model:
@@ -200,15 +169,14 @@ class SecondTraining(TuningMethod):
                 "Pass the trainer of the posterior's model: this one has another."
             )
         fitted_adapter = la.blocks[0].adapter
-        new_adapter = _NAME.format(number)
         with restored(self.trainer):
             # Not the seed of the first training, whose weights the new ones would begin
             # with.
-            set_seed(self.trainer.args.seed + 1 + number)
+            set_seed(self.trainer.args.seed + 1)
             if model.active_adapter != fitted_adapter:
                 model.set_adapter(fitted_adapter)
-            add_fresh_adapter(model, new_adapter)
-            folder = Path(self.trainer.args.output_dir, new_adapter)
+            add_fresh_adapter(model, _NAME)
+            folder = Path(self.trainer.args.output_dir, _NAME)
             train_with(
                 self.trainer,
                 rest,

@@ -110,7 +110,6 @@ def choices(la: Any) -> Iterator[tuple[str, Tensor]]:
     options: dict[str, dict[str, Any]] = {
         # Both steps are taken, however little they change.
         "marglik": {"n_steps": 2, "tolerance": 0},
-        "agreement": {"train_loader": loader},
         "gridsearch": {"val_loader": loader, "grid_size": 3},
     }
     for method, given in options.items():

@@ -67,7 +67,8 @@ def restore_its_state(la, X, loader):
 
 
 def choose_by_agreement(la, X, loader):
-    la.optimize_prior_precision(method="agreement", train_loader=loader)
+    if la._key[1] == "lowrank_kron":
+        la.optimize_prior_precision(method="agreement", train_loader=loader)
 
 
 def choose_by_gridsearch(la, X, loader):

@@ -9,9 +9,9 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer
 
 import laplace_lora_ext
+from laplace_lora_ext.models.collator import DataCollatorForChoices
 from laplace_lora_ext.models.hidden_states import logits_and_hidden_states
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.text.collator import DataCollatorForChoices
 from tests.compatibility.families import FAMILIES, RIGHT
 from tests.support.choices import (
     ANSWERS,

@@ -352,7 +352,7 @@ def test_what_a_sampler_leaves_out_is_not_held_out_either():
     weights[:10] = 0
     sampler = WeightedRandomSampler(weights.tolist(), 200)
     loader = DataLoader(list(range(20)), sampler=sampler)
-    ((rest, held, _),) = divide(loader, 0.3)
+    rest, held, _ = divide(loader, 0.3)
     assert sorted([*rest.indices, *held.indices]) == list(range(10, 20))
 
 
@@ -459,21 +459,16 @@ def test_copies_are_known_by_their_inputs_however_they_are_padded():
 # --- held out -------------------------------------------------------------------------
 
 
-def held_out(
-    groups: Tensor, share: float, seed: int, n_parts: int = 1
-) -> list[Sequence[int]]:
-    """Find the places that each part holds out; the others are its rest."""
+def held_out(groups: Tensor, share: float, seed: int) -> Sequence[int]:
+    """Find the places that are held out; the others are the rest."""
     n = len(groups)
     everything = list(range(n))
     loader = DataLoader(everything, batch_size=4)
     noise = torch.Generator().manual_seed(seed)
-    places = []
-    for rest, held, of_data in divide(loader, share, groups, noise, n_parts):
-        assert of_data == held.indices
-        both = [*rest.indices, *held.indices]
-        assert sorted(both) == everything
-        places.append(held.indices)
-    return places
+    rest, held, of_data = divide(loader, share, groups, noise)
+    assert of_data == held.indices
+    assert sorted([*rest.indices, *held.indices]) == everything
+    return held.indices
 
 
 # What is held out is drawn: a promise is to be kept whatever the draw.
@@ -484,25 +479,13 @@ def test_classes_are_held_out_in_proportion_and_never_to_the_last():
     three_large_and_ten_of_one = torch.cat([torch.arange(90) % 3, torch.arange(3, 13)])
     two_of_each = torch.arange(20) % 10
     for seed in SEEDS:
-        (held,) = held_out(three_large_and_ten_of_one, share=0.2, seed=seed)
+        held = held_out(three_large_and_ten_of_one, share=0.2, seed=seed)
         counts = three_large_and_ten_of_one[held].bincount(minlength=13)
         # 20 texts of three classes of 30.
         assert sorted(counts.tolist()) == [0] * 10 + [6, 7, 7]
         assert not counts[3:].any()
-        (held,) = held_out(two_of_each, share=0.7, seed=seed)
+        held = held_out(two_of_each, share=0.7, seed=seed)
         assert sorted(two_of_each[held].tolist()) == list(range(10))
-
-
-def test_parts_hold_out_each_text_once_and_each_class_in_proportion():
-    sizes = torch.tensor([5, 40, 55])
-    classes = torch.arange(3).repeat_interleave(sizes)
-    for seed in SEEDS:
-        places = []
-        for part in held_out(classes, share=0.2, seed=seed, n_parts=5):
-            places += part
-            off = classes[part].bincount(minlength=3) - sizes / 5
-            assert off.abs().max() <= 1
-        assert sorted(places) == list(range(100))
 
 
 def test_each_example_of_a_class_is_as_likely_to_be_held_out():
@@ -510,7 +493,7 @@ def test_each_example_of_a_class_is_as_likely_to_be_held_out():
     share, n_seeds = 0.25, 1000
     counts = torch.zeros(20)
     for seed in range(n_seeds):
-        (held,) = held_out(classes, share, seed)
+        held = held_out(classes, share, seed)
         assert len(held) == 5
         counts[held] += 1
     # Of a binomial number; one in millions is five deviations off.

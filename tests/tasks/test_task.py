@@ -58,15 +58,12 @@ def test_exact_seeds_keep_float32_accuracy_on_confident_samples(n_classes, scale
 
 
 LOGITS = torch.tensor([[1.0, 0.0, -0.5]])
-# That of the squared error, wherever the outputs are.
-IDENTITY = torch.eye(3, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
     ("likelihood", "expected"),
     [
         ("classification", softmax_fisher(LOGITS)),
-        ("regression", IDENTITY[None]),
         (MULTI_LABEL, bernoulli_fisher(LOGITS)),
     ],
 )
@@ -356,19 +353,3 @@ def test_numbers_are_grouped_by_quantiles(n, share, n_groups):
     two_columns = torch.stack([y, on_another_scale], dim=1)
     found = regression.groups(two_columns, share)
     assert torch.equal(found, groups)
-
-
-def test_distances_are_total_variations_of_what_targets_are_distributed_by():
-    f, drawn = normal(4, 2), normal(3, 4, 2, seed=1)
-    of_classes = TASKS["classification"].distances(drawn, f)
-    # Of two classes, how far apart the probabilities of either are.
-    p, q = drawn.softmax(-1)[..., 0], f.softmax(-1)[..., 0]
-    assert_close(of_classes, (p - q).abs(), **EXACT)
-    # Normal densities differ along the line through both means alone.
-    x = torch.linspace(-12, 12, 20_001).double()
-    apart = (drawn - f).norm(dim=-1)[..., None]
-    densities = [torch.exp(-((x - mean) ** 2) / 2) for mean in (0, apart)]
-    integral = torch.trapezoid((densities[0] - densities[1]).abs(), x)
-    expected = integral / (2 * torch.pi) ** 0.5 / 2
-    of_numbers = TASKS["regression"].distances(drawn, f)
-    assert_close(of_numbers, expected, rtol=1e-6, atol=1e-6)

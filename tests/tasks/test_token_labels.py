@@ -119,9 +119,8 @@ def predicted(la, data: Batch | Sequence[Batch]):
 
 def test_pictures_of_labels_of_tokens_are_refused():
     la = fitted()
-    for draw in (plots.reliability, plots.risk_coverage, plots.entropies):
-        with pytest.raises(ValueError, match="token_classification has one a token"):
-            draw(la, batches())
+    with pytest.raises(ValueError, match="token_classification has one a token"):
+        plots.outcomes(la, batches())
 
 
 def test_draws_are_right_on_average():

@@ -18,7 +18,7 @@ from laplace_lora_ext import GridSearch, PredictiveStatistics
 from laplace_lora_ext.predictive.moments import Contrasts
 from laplace_lora_ext.predictive.posterior import Members
 from laplace_lora_ext.tuning import gridsearch
-from laplace_lora_ext.tuning.losses import GridLosses, Likelihoods
+from laplace_lora_ext.tuning.losses import Likelihoods, expected_choice
 from laplace_lora_ext.tuning.method import TuningHistory
 from tests.support.models import head_of, lora_model, ragged_batches
 from tests.support.posteriors import (
@@ -154,14 +154,14 @@ def history_of(
     losses: Sequence[float],
     grid: Tensor | None = None,
     n_examples: int = 1,
-    **options: bool,
+    ends_without_variance: bool = False,
 ) -> TuningHistory:
     """Make the history of a grid whose points have these losses in the mean."""
     if grid is None:
         grid = torch.logspace(-4, 4, len(losses))
     sums = n_examples * torch.tensor(losses, dtype=torch.float64)[:, None]
     score = Likelihoods("mean_field", 1)
-    return GridLosses(grid, sums, n_examples, score, **options).history()
+    return expected_choice(grid, sums, n_examples, score, ends_without_variance)
 
 
 def test_few_examples_choose_the_mean_and_many_the_best():

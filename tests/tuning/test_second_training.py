@@ -1,6 +1,5 @@
 """The prior precision that held-out examples choose for another training."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -14,17 +13,10 @@ from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler
 
 from laplace_lora_ext import GridSearch, SecondTraining
 from laplace_lora_ext.processes.shards import divide
-from laplace_lora_ext.training.examples import Examples
+from laplace_lora_ext.training.trainers import Examples
 from laplace_lora_ext.tuning import gridsearch
-from laplace_lora_ext.tuning.losses import scale_penalty
-from tests.support.models import head_of, lora_model, ragged_batches
-from tests.support.posteriors import (
-    another_training,
-    fitted,
-    generator,
-    make,
-    validation_loss,
-)
+from tests.support.models import lora_model, ragged_batches
+from tests.support.posteriors import another_training, fitted, generator, make
 from tests.support.ranks import Texts, failures, on_ranks, strided_loader
 from tests.support.trainers import values
 
@@ -89,49 +81,6 @@ def test_it_takes_over_what_the_held_out_examples_choose(structure):
     assert_close(values(la.model), before, rtol=0, atol=0)
 
 
-# --- several trainings ----------------------------------------------------------------
-
-
-def test_several_trainings_choose_together():
-    la = fitted()
-    # Each training's posterior, and the places of the texts that it has not seen.
-    parts: list[tuple[Any, list[int]]] = []
-
-    def train(examples: Subset) -> nn.Module:
-        model = another_training()
-        # No two trainings end alike.
-        head_of(model).weight.data *= 1 + len(parts)
-        posterior = fitted(model=model, batches=loader_of(examples.indices))
-        parts.append((posterior, held_out_of(examples)))
-        return model
-
-    history = la.optimize_prior_precision(
-        method="second_training", train=train, train_loader=loader(), trainings=5
-    )
-    # Every example is asked.
-    held_out = [places for _, places in parts]
-    assert sorted(place for places in held_out for place in places) == list(range(N))
-    assert sorted(map(len, held_out)) == [2, 2, 2, 2, 3]
-    # Each by the posterior that has not seen it, at one prior and scale.
-    for point in (0, 40, 60, 100):
-        trial = history.trials[point]
-        losses = scale_penalty(math.log(trial.logit_scale)).item()
-        for posterior, places in parts:
-            posterior.logit_scale = trial.logit_scale
-            mean = validation_loss(
-                posterior,
-                trial.prior_precision,
-                loader_of(places),
-                link_approx="mean_field",
-            )
-            losses += mean * len(places)
-        assert trial.objective == pytest.approx(losses / N, rel=1e-4)
-    assert la.prior_precision.item() == history.chosen.prior_precision.item()
-    assert la.logit_scale == history.chosen.logit_scale
-    # Otherwise nothing would show that it was taken over.
-    assert la.logit_scale != 1
-
-
 # --- what is said, and what is drawn --------------------------------------------------
 
 
@@ -142,7 +91,6 @@ def test_a_choice_at_an_end_of_the_grid_is_said_once(monkeypatch):
             method="second_training",
             train=lambda examples: another_training(),
             train_loader=loader(),
-            trainings=3,
         )
     (found,) = [one for one in said if "of the grid" in str(one.message)]
     assert found.filename == __file__
@@ -212,9 +160,6 @@ def in_place(la: Any) -> nn.Module:
 REFUSED = [
     ({"held_out": 1.0}, "between 0 and 1"),
     ({"held_out": 0.01}, "too few"),
-    ({"held_out": 0.06, "trainings": 2}, "too few"),
-    ({"trainings": 0}, "trainings must be"),
-    ({"trainings": 6}, "hold out another 0.2"),
     ({"train_loader": [1, 2]}, "pass a DataLoader"),
     (lambda la: None, "return the model"),
     (lambda la: la.model.model, "weights of the"),
@@ -319,7 +264,7 @@ def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(data):
     given = data.make_loader()
     la = fitted()
     groups = Examples.of_loader(given).groups(la, data.share)
-    ((part, rest, _),) = divide(given, data.share, groups)
+    part, rest, _ = divide(given, data.share, groups)
     places = sorted([*part.indices, *rest.indices])
     assert places == list(data.places)
     assert len(rest) == data.n_held_out

@@ -134,18 +134,6 @@ def draw_logits(
     return torch.stack([_reader(draw, batch)(None) for draw in draws])
 
 
-def score(
-    f: Tensor, drawn: Iterable[Tensor], tokens: Tensor, labelled: Tensor
-) -> TextScores:
-    """Score texts by logits at all of their labelled tokens, one draw at a time.
-
-    Takes logits `(N, V)` of the trained model, one text after the other, those of each
-    draw, the labels `(N,)`, and booleans `(B, T)`, N of which are true. Without draws
-    the trained model itself is scored.
-    """
-    return _of_table(_placed(_by_token(f, drawn, tokens), labelled), labelled)
-
-
 def _checked_model(member: Posterior) -> TokensModel:
     """Return a posterior's model, if it is the fitted one, and of texts."""
     if not isinstance(member.model, TokensModel):

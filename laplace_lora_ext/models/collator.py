@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from laplace_lora_ext.models.choices import SCORE_MASK
@@ -68,22 +69,20 @@ class DataCollatorForChoices:
                 f"The examples of a batch have {sorted(numbers)} choices: put those "
                 "with equally many into batches of their own."
             )
-        length = max(len(prompt) + len(answer) for prompt, answer in rows)
         padding = self.tokenizer.pad_token_id
         # Any token will do, since the mask leaves it out.
         if not isinstance(padding, int):
             padding = 0
-        shape = (len(rows), length)
+        tokens = [torch.tensor(prompt + answer) for prompt, answer in rows]
+        scored = [
+            torch.tensor([0] * len(prompt) + [1] * len(answer))
+            for prompt, answer in rows
+        ]
         batch = {
-            "input_ids": torch.full(shape, padding),
-            "attention_mask": torch.zeros(shape, dtype=torch.long),
-            SCORE_MASK: torch.zeros(shape, dtype=torch.long),
+            "input_ids": pad_sequence(tokens, True, padding),
+            "attention_mask": pad_sequence(list(map(torch.ones_like, tokens)), True),
+            SCORE_MASK: pad_sequence(scored, True),
         }
-        for row, (prompt, answer) in enumerate(rows):
-            end = len(prompt) + len(answer)
-            batch["input_ids"][row, :end] = torch.tensor(prompt + answer)
-            batch["attention_mask"][row, :end] = 1
-            batch[SCORE_MASK][row, len(prompt) : end] = 1
         by_example: dict[str, Tensor] = {}
         for key, value in batch.items():
             by_example[key] = value.unflatten(0, (len(features), -1))

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_lora_ext.text.scores import Scores, TextScores, score
+from laplace_lora_ext.predictive.scores import (
+    Scores,
+    TextScores,
+    _by_token,
+    _of_table,
+    _placed,
+)
 from tests.support.posteriors import normal
 
 # Of three texts the first has two labelled tokens, the second one and the last none.
@@ -23,6 +29,11 @@ def logits_of(n: int) -> Tensor:
     """Draw logits of `n` models for the tokens, `(n, 3, 6)`."""
     # So large that tokens differ in how probable they are.
     return 3 * normal(n, 3, 6)
+
+
+def score(f: Tensor, drawn: list[Tensor], tokens: Tensor, labelled: Tensor):
+    """Score texts by logits at all of their labelled tokens."""
+    return _of_table(_placed(_by_token(f, drawn, tokens), labelled), labelled)
 
 
 def entropy(p: Tensor) -> Tensor:

@@ -1,1 +1,0 @@
-"""Free text: scores under drawn weights, batches of choices."""
