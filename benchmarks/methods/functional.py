@@ -3,12 +3,12 @@
 They are Gaussian processes of logits, with a kernel J Jᵀ / λ of the Jacobians J of
 texts. The host makes J anew for every pair of batches, and can't always read mappings.
 So J is made once, as for all other posteriors here, and the host gets a linear model of
-numbered texts. It sees nothing of J but inner products: coordinates in an orthonormal
-basis of the training texts' Jacobians have the same, and are fewer.
+numbered texts. It sees nothing of J but inner products with the texts that it selects:
+coordinates in an orthonormal basis of their Jacobians have the same, and are fewer.
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,14 +16,15 @@ from laplace.baselaplace import ELLA, FunctionalLaplace, VaLLA
 from laplace.curvature.curvlinops import CurvlinopsGGN
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from benchmarks.models import AdaptedModel
 from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.curvature.accumulation import Structure
 
-MOST_BYTES = 4e9  # of all training texts' Jacobians
-MOST_ROWS = 1000  # logits of the subset: the host solves such a system for each text
+# Logits of the texts that posteriors select: the host solves such a system for each
+# text. The lab draws its texts class by class in turns, so that the first have all.
+MOST_ROWS = 1000
 BATCH_SIZE = 16
 KEPT = 0.75  # of ELLA's directions: texts may be alike
 MOST_INDUCING = 100  # texts of VaLLA
@@ -33,36 +34,14 @@ LEARNING_RATE = 0.05
 OfHost = FunctionalLaplace | ELLA | VaLLA
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Jacobians (texts, classes, weights), logits and labels of training batches."""
-
-    jacobians: tuple[Tensor, ...] = ()
-    logits: tuple[Tensor, ...] = ()
-    labels: tuple[Tensor, ...] = ()
-
-    def __add__(self, other: "Texts") -> "Texts":
-        together = Texts(
-            self.jacobians + other.jacobians,
-            self.logits + other.logits,
-            self.labels + other.labels,
-        )
-        n_bytes = sum(each.nbytes for each in together.jacobians)
-        if n_bytes > MOST_BYTES:
-            n_texts = sum(len(each) for each in together.labels)
-            raise MemoryError(
-                f"The Jacobians of {n_texts} texts alone take {n_bytes / 1e9:.1f} GB."
-            )
-        return together
-
-
 class Linearised(nn.Module):
     """A linear model in a shift of the weights, of texts by their numbers."""
 
-    def __init__(self, rows: Tensor, logits: Tensor) -> None:
+    def __init__(self, rows: Tensor, logits: Tensor, n_selected: int) -> None:
         super().__init__()
         self.shift = nn.Parameter(rows.new_zeros(rows.shape[-1]))
         self.rows, self.logits = rows, logits  # Jacobians (texts, classes, coordinates)
+        self.n_selected = n_selected
 
     def forward(self, numbers: Tensor) -> Tensor:
         """Compute logits (batch, classes)."""
@@ -70,7 +49,7 @@ class Linearised(nn.Module):
 
 
 class Basis:
-    """An orthonormal basis of training texts' Jacobians, and of what a text adds."""
+    """An orthonormal basis of selected texts' Jacobians, and of what another adds."""
 
     def __init__(self, jacobians: Tensor) -> None:
         n_texts, self.n_outputs, _ = jacobians.shape
@@ -81,12 +60,12 @@ class Basis:
         is_known = values > 1e-6 * values[-1]
         self.coordinates = vectors[:, is_known] / values[is_known].sqrt()
         own = vectors[:, is_known] * values[is_known].sqrt()
-        self.training = pad(own, (0, self.n_outputs)).unflatten(0, (n_texts, -1))
+        self.selected = pad(own, (0, self.n_outputs)).unflatten(0, (n_texts, -1))
 
     def rows(self, Js: Tensor) -> Tensor:
         """Compute coordinates of Jacobians (texts, rows, weights), of at most C rows.
 
-        The last C coordinates are of what lies outside of the training texts'.
+        The last C coordinates are of what lies outside of the selected texts'.
         """
         seen = (Js @ self.jacobians.T).double() @ self.coordinates
         outside = (Js @ Js.mT).double() - seen @ seen.mT
@@ -116,8 +95,30 @@ class InFunctionSpace:
         return covariance.detach().to(Js)
 
 
+@dataclass(frozen=True)
+class Texts:
+    """Training texts: Jacobians of those that are selected, coordinates of others."""
+
+    selected: tuple[Tensor, ...] = ()
+    others: tuple[Tensor, ...] = ()
+    basis: Basis | None = None  # once there are others
+    logits: tuple[Tensor, ...] = ()
+    labels: tuple[Tensor, ...] = ()
+
+    def and_more(self, Js: Tensor) -> "Texts":
+        """Take the Jacobians of a batch."""
+        room = max(1, MOST_ROWS // Js.shape[1]) - sum(map(len, self.selected))
+        first, rest = Js[:room], Js[room:]
+        selected = (*self.selected, first) if len(first) else self.selected
+        if not len(rest):
+            return replace(self, selected=selected)
+        basis = self.basis or Basis(torch.cat(selected))
+        others = (*self.others, basis.rows(rest))
+        return replace(self, selected=selected, others=others, basis=basis)
+
+
 class FunctionSpaceStructure(Structure):
-    """Keeps the Jacobians of all training texts, and lets the host fit them."""
+    """Keeps Jacobians of training texts, and lets the host fit them."""
 
     def posterior(self, model: Linearised, loader: DataLoader) -> OfHost:
         """Fit a posterior of the host to numbers and labels of texts."""
@@ -129,14 +130,21 @@ class FunctionSpaceStructure(Structure):
     def _add(self, sums: Texts, x: Any, y: Tensor) -> tuple[Tensor, Texts]:
         Js, logits = self.recorder.jacobians(x)
         labels = self.task.check_targets(y, logits)
-        return self.task.loss(logits, labels), sums + Texts((Js,), (logits,), (labels,))
+        more = replace(
+            sums.and_more(Js),
+            logits=(*sums.logits, logits),
+            labels=(*sums.labels, labels),
+        )
+        return self.task.loss(logits, labels), more
 
     def decompose(self, sums: Texts, n_data: int) -> InFunctionSpace:
-        basis = Basis(torch.cat(sums.jacobians))
-        model = Linearised(basis.training, torch.cat(sums.logits).double())
+        basis = sums.basis or Basis(torch.cat(sums.selected))
+        rows = torch.cat([basis.selected, *sums.others])
+        logits = torch.cat(sums.logits).double()
         texts = TensorDataset(torch.arange(n_data), torch.cat(sums.labels))
-        host = self.posterior(model, DataLoader(texts, BATCH_SIZE, shuffle=True))
-        return InFunctionSpace(host, basis)
+        loader = DataLoader(texts, BATCH_SIZE, shuffle=True)
+        model = Linearised(rows, logits, len(basis.selected))
+        return InFunctionSpace(self.posterior(model, loader), basis)
 
 
 class UprightSubset(FunctionalLaplace):
@@ -147,32 +155,35 @@ class UprightSubset(FunctionalLaplace):
 
 
 class SubsetStructure(FunctionSpaceStructure):
-    """A Gaussian process of some texts (Immer et al. 2021)."""
+    """A Gaussian process of the selected texts (Immer et al. 2021)."""
 
     def posterior(self, model: Linearised, loader: DataLoader) -> OfHost:
-        """Fit as many texts as the host can solve for."""
-        n_texts, n_classes, _ = model.rows.shape
+        """Fit the selected texts, and no others."""
+        texts = Subset(loader.dataset, range(model.n_selected))
         la = UprightSubset(
-            model,
-            "classification",
-            n_subset=min(n_texts, max(1, MOST_ROWS // n_classes)),
-            backend=CurvlinopsGGN,
+            model, "classification", n_subset=len(texts), backend=CurvlinopsGGN
         )
-        la.fit(loader)
+        la.fit(DataLoader(texts, BATCH_SIZE))
         return la
 
 
+class FirstTexts(ELLA):
+    """ELLA, whose features are of the first texts."""
+
+    def _indices(self, loader: DataLoader, balanced: bool) -> Tensor:
+        return torch.arange(self.subsample_size)
+
+
 class ELLAStructure(FunctionSpaceStructure):
-    """Features by one logit of each text (Deng et al. 2022)."""
+    """Features by one logit of each selected text (Deng et al. 2022)."""
 
     def posterior(self, model: Linearised, loader: DataLoader) -> OfHost:
-        """Keep the largest directions of all texts."""
-        n_texts = len(model.rows)
-        la = ELLA(
+        """Keep the largest directions."""
+        la = FirstTexts(
             model,
             "classification",
-            subsample_size=n_texts,
-            n_eigenvalues=max(1, round(KEPT * n_texts)),
+            subsample_size=model.n_selected,
+            n_eigenvalues=max(1, round(KEPT * model.n_selected)),
             backend=CurvlinopsGGN,
         )
         la.fit(loader)
@@ -184,11 +195,12 @@ class VaLLAStructure(FunctionSpaceStructure):
 
     def posterior(self, model: Linearised, loader: DataLoader) -> OfHost:
         """Descend on the host's objective, which chooses a prior precision too."""
+        numbers, labels = loader.dataset[: min(model.n_selected, MOST_INDUCING)]
         la = VaLLA(
             model,
             "classification",
-            "random",
-            num_inducing=min(len(model.rows), MOST_INDUCING),
+            numbers,
+            inducing_classes=labels,
             backend=CurvlinopsGGN,
         )
         la.fit(loader, iterations=STEPS, lr=LEARNING_RATE)
