@@ -106,7 +106,7 @@ def serve_in(monkeypatch) -> Callable[..., None]:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     gc.collect()  # the engine of another test
 
-    def set_options(dtype: str, **options: int) -> None:
+    def set_options(dtype: str, **options: Any) -> None:
         given = partial(vllm.LLM, dtype=dtype, **options)
         monkeypatch.setattr(vllm, "LLM", given)
 
@@ -146,6 +146,24 @@ def test_vllm_serves_students_of_classes_as_peft_does(here, serve_in, dtype, bou
     probs = [output.outputs.probs for output in outputs]
     for one, p in ((probs[::2], expected), (probs[1::2], by_peft(folder, TEXTS))):
         torch.testing.assert_close(torch.tensor(one), p, rtol=0, atol=bound)
+
+
+def test_vllm_serves_classes_of_a_base_without_a_head(here, serve_in):
+    serve_in("float32", convert="classify", max_lora_cls_labels=2)
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
+
+    folder = "student/calibrated"
+    classifier = LlamaForSequenceClassification.from_pretrained(f"{folder}/base")
+    base = LlamaForCausalLM(LlamaConfig(**SMALL, pad_token_id=0))
+    base.model.load_state_dict(classifier.model.state_dict())
+    base.save_pretrained("headless")
+    AutoTokenizer.from_pretrained(folder).save_pretrained("headless")
+    llm = LLM("headless", runner="pooling", enable_lora=True)
+    student = LoRARequest("student", 1, folder)
+    outputs = llm.classify(TEXTS, lora_request=student)
+    found = torch.tensor([output.outputs.probs for output in outputs])
+    torch.testing.assert_close(found, by_peft(folder, TEXTS), rtol=0, atol=1e-5)
 
 
 def test_vllm_serves_students_of_answers_as_peft_does(tmp_path, serve_in, monkeypatch):
