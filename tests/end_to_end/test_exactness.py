@@ -88,6 +88,23 @@ def test_covariance_and_evidence_of_expand_equal_dense_formulas(kind, side):
     assert_dense(la, dense(case), expand_curvature(case))
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_and_batches_change_nothing_and_two_runs_are_one(side):
+    def fitted_to(batches):
+        return fitted(batches=batches, rank=LEAVES_NOTHING_OUT, kfac_approx="expand")
+
+    once = fitted_to(ragged_batches())
+    padded = ragged_batches(batch_size=4, padding_side=side, padded_to=20)
+    twice = fitted_to(padded[:1])
+    twice.fit(padded[1:], override=False)
+    for _ in range(2):
+        assert twice.n_data == once.n_data
+        assert_exact(twice.H.to_matrix(), once.H.to_matrix())
+        assert_exact(twice.log_marginal_likelihood(), once.log_marginal_likelihood())
+        # Nothing of both is left.
+        twice.fit(padded)
+
+
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_expand_on_one_unpadded_batch_equals_stock_kron(kind):
     model = lora_model(kind)

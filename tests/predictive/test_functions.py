@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.support.dense import jacobians, unpadded
-from tests.support.models import first_batch
-from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
+from tests.support.dense import jacobians
+from tests.support.posteriors import STRUCTURES, generator, plain_regression
 
 SEED = 5
 """Of the function that the tests are about."""
@@ -25,15 +24,6 @@ def test_a_linearised_function_is_the_model_plus_jacobians_times_a_draw(structur
     assert_close(torch.cat(in_batches), expected)
     another = la.function(SEED + 1)
     assert not torch.allclose(another(X), expected)
-
-
-def test_a_function_of_padded_texts_is_the_same_for_each_text_alone():
-    la = fitted()
-    batch = first_batch()
-    function = la.function(SEED)
-    for row, expected in enumerate(function(batch)):
-        (alone,) = function(unpadded(batch, row))
-        assert_close(alone, expected)
 
 
 def test_a_sampled_function_is_the_network_with_drawn_weights():
@@ -69,15 +59,12 @@ def test_joint_samples_have_the_joint_moments():
 # --- refused --------------------------------------------------------------------------
 
 
-def test_a_sampled_network_has_no_joint_samples():
+def test_what_makes_no_function_is_refused():
     la, X = plain_regression()
-    with pytest.raises(ValueError, match="joint=True is for"):
+    with pytest.raises(ValueError, match="joint"):
         la.functional_samples(X, "nn", joint=True)
-
-
-def test_learnt_variances_make_no_function():
-    la, _ = plain_regression()
-    with pytest.raises(ValueError, match="is none of"):
+    # Learnt variances belong to no weights.
+    with pytest.raises(ValueError, match="amortized"):
         la.function(SEED, pred_type="amortized")
 
 

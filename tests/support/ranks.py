@@ -47,7 +47,7 @@ def assert_alike(results: Sequence[Any], expected: Any, **close: float) -> None:
     for result in results:
         assert not isinstance(result, Exception), result
         assert_close(result, expected, **close)
-        assert_close(result, results[0], rtol=0, atol=0)
+        assert_close(result, results[0], rtol=0, atol=0, equal_nan=True)
 
 
 def failures(results: Sequence[Any]) -> list[str]:

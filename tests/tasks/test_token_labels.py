@@ -6,12 +6,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, DistributedSampler
 
 import laplace_lora_ext
 import laplace_lora_ext.passes.parts as passes_in_parts
@@ -34,16 +31,13 @@ from tests.support.models import (
     record_calls,
     without_labels,
 )
-from tests.support.posteriors import PRIORS_ALONE, generator, make
-from tests.support.ranks import assert_alike, failures, on_ranks
+from tests.support.posteriors import generator, make
 from tests.support.tokens import IGNORED, is_real, token_classifier
 from tests.support.tokens import labelled_batches as batches
 
 TOKENS = "token_classification"
-N_TEXTS = 8
 # A prior precision that leaves weights a standard deviation of 1e-7.
 NARROW = 1e14
-PADDING = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
 # Of predictions, which are NaN at padding.
 EXACT_OR_NAN = EXACT | {"equal_nan": True}
 
@@ -385,120 +379,6 @@ def test_texts_without_a_label_change_no_choice(choose, with_a_batch_without_lab
     la = fitted()
     found = choose(la, with_a_batch_without_labels)
     assert_close(found, choose(la, batches()))
-
-
-# --- several processes ----------------------------------------------------------------
-
-
-def labelled_texts(n_texts: int = 5) -> list[Batch]:
-    """Make texts with labels of tokens, each by itself and without padding."""
-    (whole,) = batches(batch_size=N_TEXTS)
-    # One text without a label is among them, which one rank alone sees.
-    whole["labels"][3] = IGNORED
-    masks = is_real(whole)
-    return [
-        {key: value[row][masks[row]] for key, value in whole.items()}
-        for row in range(n_texts)
-    ]
-
-
-def padded(texts):
-    """Pad texts to the longest of them, so that batches have widths of their own."""
-    return {
-        key: pad_sequence(
-            [text[key] for text in texts], batch_first=True, padding_value=value
-        )
-        for key, value in PADDING.items()
-    }
-
-
-def dealt_loader(batch_size=2):
-    """Load this rank's texts, or all where there is one process."""
-    # Two ranks can't share five alike: the sampler repeats one, which must not count.
-    texts = labelled_texts()
-    sampler = None
-    if dist.is_initialized():
-        sampler = DistributedSampler(texts, shuffle=False)
-    return DataLoader(texts, batch_size, sampler=sampler, collate_fn=padded)
-
-
-@may_end_at_the_grids_edge
-@of_two_structures
-def test_several_processes_that_share_texts_do_as_one_does(structure):
-    def job(_):
-        loader = dealt_loader()
-        la = fitted(structure=structure, data=loader)
-        la.optimize_prior_precision(
-            method="agreement", train_loader=loader, max_change=0.05
-        )
-        # Before the grid search writes its own.
-        by_agreement = la.prior_precision
-        la.optimize_prior_precision(
-            method="gridsearch", val_loader=loader, **PRIORS_ALONE
-        )
-        learnt = la.amortize(loader, unlabelled=None)
-        figures = compare(la, loader)
-        prediction = predicted(la, loader)
-        # Five texts, the longest of seven tokens.
-        assert prediction.labels.shape == (5, 7)
-        probabilities = prediction.probabilities
-        return {
-            "n_data": la.n_data,
-            "loss": la.loss,
-            "evidence": la.log_marginal_likelihood(),
-            "prior by agreement": by_agreement,
-            "prior by a grid search": la.prior_precision,
-            "learnt variances": learnt.weights.norm(),
-            "figures of the model": figures.trained,
-            "figures of the posterior": figures.posterior,
-            # Two NaN are never alike.
-            "probabilities": probabilities.nan_to_num(),
-            "labels": prediction.labels,
-        }
-
-    of_ranks = on_ranks(job, 2)
-    alone = job(0)
-    # Batches are other ones, and statistics are kept in float32.
-    assert_alike(of_ranks, alone, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_statistics_of_several_processes_have_the_rows_of_texts_in_order(batch_size):
-    def job(_):
-        # By one text each, there is a batch without a label.
-        loader = dealt_loader(batch_size=batch_size)
-        la = fitted(data=loader)
-        assert la.n_data == 5
-        statistics = statistics_of(la, loader)
-        moments = statistics.moments(3.0)
-        return {
-            "logits": statistics.f_mu,
-            "labels": statistics.targets,
-            "variances": moments.f_var,
-        }
-
-    tokens = tokens_of(token_classifier(), [padded(labelled_texts())])
-    of_ranks = on_ranks(job, 2)
-    alone = job(0)
-    assert_alike(of_ranks, alone, **EXACT)
-    for of_rank in of_ranks:
-        assert_close(of_rank["logits"], tokens.f, **EXACT)
-        assert torch.equal(of_rank["labels"], tokens.y)
-
-
-def test_a_collator_that_makes_texts_of_its_own_is_refused_by_their_number():
-    def twice(texts):
-        return padded([*texts, *texts])
-
-    def job(_):
-        la = fitted(data=dealt_loader())
-        loader = dealt_loader()
-        loader.collate_fn = twice
-        la.predictive_statistics(loader)
-
-    of_ranks = on_ranks(job, 2)
-    for message in failures(of_ranks):
-        assert "The collator did not make 2 examples of 2" in message
 
 
 # --- bad input ------------------------------------------------------------------------
