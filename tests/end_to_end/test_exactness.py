@@ -88,10 +88,10 @@ def test_covariance_and_evidence_of_expand_equal_dense_formulas(kind, side):
     assert_dense(la, dense(case), expand_curvature(case))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_and_batches_change_nothing_and_two_runs_are_one(side):
+@pytest.mark.parametrize(("kind", "side"), [("gpt2", "left"), ("bert", "right")])
+def test_padding_and_batches_change_nothing_and_two_runs_are_one(kind, side):
     def fitted_to(batches):
-        return fitted(batches=batches, rank=LEAVES_NOTHING_OUT, kfac_approx="expand")
+        return fitted(kind, batches, rank=LEAVES_NOTHING_OUT, kfac_approx="expand")
 
     once = fitted_to(ragged_batches())
     padded = ragged_batches(batch_size=4, padding_side=side, padded_to=20)
