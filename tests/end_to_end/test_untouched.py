@@ -14,10 +14,10 @@ from tests.support.models import (
     plain_model,
     ragged_batches,
 )
-from tests.support.posteriors import generator, make, with_structures
+from tests.support.posteriors import OURS_AND_A_HOSTS, generator, make
 from tests.support.snapshots import Snapshot, half_trained
 
-# --- construction and fit -------------------------------------------------------------
+# --- construction, fit and uses -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -40,88 +40,66 @@ def test_construction_and_fit_leave_everything(kind, settings):
     before.assert_equal(model)
     # The texts are the user's as well.
     assert_close(batches, ragged_batches(), rtol=0, atol=0)
+    for refused in ({"target_modules": ["nowhere"]}, {"backend_kwargs": {"rank": -1}}):
+        with pytest.raises(ValueError, match=r"nowhere|rank"):
+            make(model, **laplace_keywords(kind), **refused).fit(batches)
+        before.assert_equal(model)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"target_modules": ["nowhere"]}, "No LoRA layer matches"),
-        ({"backend_kwargs": {"rank": -1}}, "rank"),
-    ],
-)
-def test_a_failing_construction_leaves_everything(settings, message):
-    model = half_trained(lora_model("bert"))
-    before = Snapshot(model)
-    with pytest.raises(ValueError, match=message):
-        make(model, **settings).fit(ragged_batches())
-    before.assert_equal(model)
+def by_networks(la, X, loader):
+    la(X, pred_type="nn", link_approx="mc", n_samples=2)
 
 
-# --- uses of a posterior --------------------------------------------------------------
-
-# Each is given a posterior, inputs and a loader, whether it needs them or not.
-
-
-def restore_its_state(la, X, loader):
-    la.load_state_dict(la.state_dict())
+def search(la, X, loader):
+    la.optimize_prior_precision(method="gridsearch", val_loader=loader, grid_size=3)
 
 
-def choose_by_agreement(la, X, loader):
+def agree(la, X, loader):
+    # The host's structures have no statistics.
     if la._key[1] == "lowrank_kron":
         la.optimize_prior_precision(method="agreement", train_loader=loader)
 
 
-def choose_by_gridsearch(la, X, loader):
-    la.optimize_prior_precision(method="gridsearch", val_loader=loader, grid_size=3)
-
-
-def predict_with_a_generator(la, X, loader):
-    for pred_type in ("glm", "nn"):
-        la(X, pred_type=pred_type, link_approx="mc", generator=generator())
-
-
-def predict_by_networks(la, X, loader):
-    la(X, pred_type="nn", link_approx="mc", n_samples=2)
-
-
-def draw_functions(la, X, loader):
+def functions(la, X, loader):
     la.functional_samples(X, pred_type="nn", n_samples=2)
 
 
+# Each is given a posterior, inputs and a loader, whether it needs them or not.
 USES = {
     "predict": lambda la, X, loader: la(X),
     "mean field": lambda la, X, loader: la(X, link_approx="mean_field"),
     "evidence": lambda la, X, loader: la.optimize_prior_precision(n_steps=3),
-    "state": restore_its_state,
-    "agreement": choose_by_agreement,
-    "gridsearch": choose_by_gridsearch,
-    "generator": predict_with_a_generator,
+    "state": lambda la, X, loader: la.load_state_dict(la.state_dict()),
+    "agreement": agree,
+    "gridsearch": search,
+    "generator": lambda la, X, loader: la(
+        X, pred_type="nn", link_approx="mc", generator=generator()
+    ),
 }
 # They move the random state.
 DRAWS = {
     "glm": lambda la, X, loader: la(X, link_approx="mc", n_samples=3),
-    "networks": predict_by_networks,
+    "networks": by_networks,
     "weights": lambda la, X, loader: la.sample(3),
-    "functions": draw_functions,
+    "functions": functions,
     "predictions": lambda la, X, loader: la.predictive_samples(X, n_samples=2),
 }
 
 
-@pytest.mark.parametrize(("structure", "use"), with_structures(USES | DRAWS))
-def test_uses_leave_everything(structure, use):
+@pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
+def test_uses_leave_everything(structure):
     model = half_trained(lora_model("bert"))
     la = make(model, structure)
     batches = ragged_batches()
     la.fit(batches)
-    before = Snapshot(model)
-    (USES | DRAWS)[use](la, batches[0], batches)
-    before.assert_equal(model, random_state=use in USES)
+    for name, use in (USES | DRAWS).items():
+        before = Snapshot(model)
+        use(la, batches[0], batches)
+        before.assert_equal(model, random_state=name in USES)
 
 
-@pytest.mark.parametrize(
-    ("structure", "use"),
-    with_structures([predict_by_networks, draw_functions, choose_by_gridsearch]),
-)
+@pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
+@pytest.mark.parametrize("use", [by_networks, functions, search])
 def test_a_failing_prediction_leaves_everything(structure, use):
     model = half_trained(plain_model(lora_dropout=0.5))
     la = make(model, structure)
@@ -175,7 +153,7 @@ def test_all_is_the_same_without_gradients(structure, kind, mode):
         # Tensors made here are inference tensors in inference mode.
         la.fit(data())
         found = la(inputs_of(data()))
-        predict_by_networks(la, inputs_of(data()), None)
+        by_networks(la, inputs_of(data()), None)
         # The user's mode is as it was.
         assert torch.is_inference_mode_enabled() == was_inference
         assert not torch.is_grad_enabled()

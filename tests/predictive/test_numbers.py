@@ -97,6 +97,9 @@ def test_a_mixture_predicts_the_mean_of_its_members_distributions():
     assert_close(together.total_std, total_variance.sqrt())
 
     members = [member.predict(batch) for member in both.members]
+    # The law of total variance.
+    squares = [each.epistemic_std**2 + (each.mean - f_mu) ** 2 for each in members]
+    assert_close(variance, sum(squares) / 2)
     for level in LEVELS:
         x = together.quantile(level)
         below = [norm(each.mean, each.total_std).cdf(x) for each in members]

@@ -192,6 +192,10 @@ def test_the_largest_columns_are_in_different_sums():
     seeds = Classification().sign_seeds(logits, 2, Draws(0, torch.arange(1)))
     # The two others are next to nothing.
     assert_close(fisher(seeds), softmax_fisher(logits), rtol=1e-6, atol=1e-8)
+    # They are dealt to and fro: here in their own order.
+    alike = Regression().sign_seeds(torch.zeros(1, 5), 2, Draws(0, torch.arange(1)))
+    dealt = alike.vectors[:, 0] != 0
+    assert dealt.tolist() == [[1, 0, 0, 1, 1], [0, 1, 1, 0, 0]]
 
 
 def test_two_classes_need_no_more_than_one_sign():
