@@ -136,7 +136,8 @@ def test_drawn_labels_are_the_same_whatever_the_batch():
         for batch in batches()
         for row in range(len(batch["labels"]))
     ]
-    of_each = fitted(data=texts, **full_rank(num_samples=2))
+    of_each = fitted(data=texts[:3], **full_rank(num_samples=2))
+    of_each.fit(texts[3:], override=False)
     of_all = fitted(**full_rank(num_samples=2))
     assert_close(curvature_of(of_each), curvature_of(of_all), **EXACT)
 
