@@ -346,7 +346,10 @@ def sums_over(
             "The training loader has no data. (A generator can be read once.)"
         )
     share.refuse_copies()
-    curvature = _of_all_ranks(own.curvature, structure)
+    curvature = own.curvature
+    if count() > 1:
+        packed = gathered(structure.pack(curvature))
+        curvature = reduce(structure.merge, map(structure.unpack, packed))
     if not of_all.n_outputs:  # no batch has had anything to learn
         raise ValueError("No token of the data has a label: every label is -100.")
     of_all.seen.warn(structure.task, of_all.loss.item(), of_all.n_data)
@@ -380,29 +383,13 @@ def _own_sums(
                 examples = n_before + share.places(len(y))
                 n_new = len(examples)
                 if n_new:
-                    sums = _with_batch(sums, structure, X, y, examples)
+                    with model.weighing_answers() as answered:
+                        loss, curvature = structure.add(sums.curvature, X, y, examples)
+                    seen = Seen.of(structure.task, y, answered)
+                    n_outputs = model.output_size
+                    sums = sums.plus(Sums(curvature, loss, n_new, n_outputs, seen=seen))
                 else:  # a pass that other ranks wait for
                     nowhere = torch.zeros(len(y), dtype=torch.long)
                     structure.add(structure.zeros(), X, y, nowhere)
             bar.update(n_new)
     return replace(sums, called=frozenset(used))
-
-
-def _with_batch(
-    sums: Sums, structure: Structure, X: Any, y: Tensor, examples: Tensor
-) -> Sums:
-    """Add a batch of examples, whose numbers `(B,)` are those in all data, to sums."""
-    model = structure.recorder.model
-    with model.weighing_answers() as answered:
-        loss, curvature = structure.add(sums.curvature, X, y, examples)
-    seen = Seen.of(structure.task, y, answered)
-    return sums.plus(Sums(curvature, loss, len(y), model.output_size, seen=seen))
-
-
-def _of_all_ranks(curvature: Any, structure: Structure) -> Any:
-    """Add up the curvatures of all ranks."""
-    if count() == 1:
-        return curvature
-    return reduce(
-        structure.merge, map(structure.unpack, gathered(structure.pack(curvature)))
-    )

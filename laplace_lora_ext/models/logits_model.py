@@ -74,6 +74,8 @@ class LogitsModel(nn.Module):
     class_token_ids : list of int, list of list of int, or None
         a language model's answers, one token a class, or several. Other models have
         none, and neither have those whose batches bring choices
+    has_answers : bool
+        whether this is a language model whose answers are the classes
     mask_token_id : int or None
         the token at which a masked language model's answer is read
     is_divisible : bool or None
@@ -117,6 +119,7 @@ class LogitsModel(nn.Module):
         self._has_more_places = len(parameters) > 1
         answers = self._find_answers(class_token_ids, mask_token_id, normalised)
         self._answers = answers
+        self.has_answers = answers is not None
         self.class_token_ids = None if answers is None else answers.class_token_ids
         self.mask_token_id = None if answers is None else answers.mask_token_id
         self.normalised = answers is not None and answers.normalised
@@ -146,11 +149,6 @@ class LogitsModel(nn.Module):
             self.mask_token_id,
             normalised=self.normalised,
         )
-
-    @property
-    def has_answers(self) -> bool:
-        """Say whether this is a language model whose answers are the classes."""
-        return self._answers is not None
 
     def forward(self, batch: Any = None, **model_kwargs: Any) -> Tensor:
         """Compute logits `(B, C)` of a batch without its labels, on the model's device.

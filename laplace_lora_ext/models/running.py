@@ -5,7 +5,7 @@ Layers that the user's training checkpoints are checkpointed here, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from threading import Condition, get_ident
@@ -166,25 +166,6 @@ def copy_if_inference(value: Any) -> Any:
     return value
 
 
-@contextmanager
-def forwards_replaced(
-    modules: Sequence[nn.Module], other: Callable[..., Any]
-) -> Iterator[None]:
-    """Call `other(module, forward, *args, **kwargs)` for modules' `forward` within."""
-    # Others, such as accelerate, may have put a function of their own in its place.
-    before = [vars(module).get("forward") for module in modules]
-    for module in modules:
-        module.forward = partial(other, module, module.forward)
-    try:
-        yield
-    finally:
-        for module, forward in zip(modules, before, strict=True):
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
-
-
 def is_shared(model: nn.Module) -> bool:
     """Tell whether ranks share a model's weights, and must make the same passes."""
     return any(hasattr(weight, "full_tensor") for weight in model.parameters())
@@ -203,8 +184,18 @@ def checkpointing(tree: Tree) -> Iterator[None]:
     model's own choice of `use_reentrant` does not matter.
     """
     layers = [each for each in tree.checkpointable if each.gradient_checkpointing]
-    with forwards_replaced(layers, _checkpointed):
+    # Others, such as accelerate, may have put a function of their own in its place.
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = partial(_checkpointed, layer, layer.forward)
+    try:
         yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
 
 
 def _checkpointed(

@@ -45,19 +45,18 @@ class Tree:
     read_by : list of nn.Module or None
         the layer that makes the logits, none where there is none; None before a pass
         has shown which it is
-    changing : list of nn.Module or None
-        modules whose state passes may change; None before the first pass
+    watched : list of nn.Module
+        those whose state a pass may change: all, before the first one
     leaves_state : bool
         whether any pass has changed what a later one would read
     """
 
     read_by: list[nn.Module] | None = None
-    changing: list[nn.Module] | None = None
     leaves_state: bool = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.modules = list(model.modules())
+        self.watched = self.modules = list(model.modules())
         self.parameters = [m._parameters for m in self.modules if m._parameters]
         self.adapted = [
             m
@@ -107,14 +106,10 @@ class Tree:
         return [m for m in self.modules if m.training or m._compiled_call_impl]
 
     @property
-    def watched(self) -> list[nn.Module]:
-        """List the modules that a pass may change: all, before the first one."""
-        return self.modules if self.changing is None else self.changing
-
-    @property
     def is_constant(self) -> bool:
         """Tell whether passes change nothing, so that several may run at once."""
-        if self.changing is None or self.leaves_state or self.is_resharded:
+        is_known = self.watched is not self.modules
+        if not is_known or self.leaves_state or self.is_resharded:
             return False
         moves = any(map(attrgetter("is_meta"), self.weights()))
         return not moves and not self.is_compiled
@@ -218,8 +213,8 @@ def put_back(tree: Tree) -> Iterator[None]:
         changed = state.changed()
         tree.leaves_state |= bool(changed)
         state.put_back()
-    if tree.changing is None:
-        tree.changing = [m for m in modules if _has_tensors(m) or m in changed]
+    if modules is tree.modules:
+        tree.watched = [m for m in modules if _has_tensors(m) or m in changed]
 
 
 class State:

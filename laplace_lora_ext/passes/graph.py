@@ -319,11 +319,17 @@ class Graph:
         """Join what a block's calls got, by example."""
         block = self._taps.blocks[index]
         m, n = block.shape
-        a = [x.reshape(n_examples, -1, n) for x, _ in arrived]
-        g = [x.reshape(len(x), n_examples, -1, m) for _, x in arrived]
         dtype = block.statistics_dtype
-        lengths = [x.shape[1] for x in a]
-        take(Rows(index, seeds, _joined(a).to(dtype), _joined(g).to(dtype), lengths))
+        rows: list[tuple[Tensor, Tensor]] = []
+        for inputs, gradients in arrived:
+            a = inputs.reshape(n_examples, -1, n).to(dtype)
+            g = gradients.reshape(len(gradients), n_examples, -1, m).to(dtype)
+            rows.append((a, g))
+        lengths = [a.shape[1] for a, _ in rows]
+        (a, g), *others = rows
+        if others:  # most layers are called once, and nothing needs to be copied
+            a, g = (torch.cat(each, dim=-2) for each in zip(*rows, strict=True))
+        take(Rows(index, seeds, a, g, lengths))
 
 
 class _Pass:
@@ -439,9 +445,3 @@ def _warn_of_passes(blocks: Sequence[Block], layouts: Layouts, n_vectors: int) -
         f"pass and {n_vectors} backward passes of its own. Leave them out with "
         "target_modules to have whole batches at once."
     )
-
-
-def _joined(of_calls: list[Tensor]) -> Tensor:
-    """Join the positions of several calls, one after the other."""
-    # Most layers are called once, and nothing needs to be copied.
-    return of_calls[0] if len(of_calls) == 1 else torch.cat(of_calls, dim=-2)

@@ -186,7 +186,9 @@ class Recording:
                 part.graph.back_propagate(
                     part.vectors(vectors),
                     1 if positions is None else positions.n_examples,
-                    partial(_scale, part, weights, take),
+                    partial(take, part)
+                    if weights is None
+                    else partial(_scale, part, weights, take),
                     at_once=at_once,
                     # The graph of a batch may be needed for the next of its examples.
                     retain_graph=self._create_graph or positions is None,
@@ -196,17 +198,16 @@ class Recording:
 
 
 def _scale(
-    part: Part, weights: Tensor | None, take: Callable[[Part, Rows], None], rows: Rows
+    part: Part, weights: Tensor, take: Callable[[Part, Rows], None], rows: Rows
 ) -> None:
     """Hand on rows of a part, scaled by its examples' weights."""
-    if weights is not None:
-        # After the pass: in half precision, the weights of confident examples would
-        # underflow.
-        of_seeds = weights[rows.seeds]
-        if of_seeds.shape[1] > 1:
-            of_seeds = of_seeds[:, part.examples]
-        rows = replace(rows, g=rows.g * of_seeds[:, :, None, None].to(rows.g))
-    take(part, rows)
+    # After the pass: in half precision, the weights of confident examples would
+    # underflow.
+    of_seeds = weights[rows.seeds]
+    if of_seeds.shape[1] > 1:
+        of_seeds = of_seeds[:, part.examples]
+    g = rows.g * of_seeds[:, :, None, None].to(rows.g)
+    take(part, replace(rows, g=g))
 
 
 class Recorder:

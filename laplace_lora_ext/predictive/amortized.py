@@ -226,11 +226,11 @@ def _alike(now: Tensor, then: Tensor) -> bool:
 
     Moves change device and precision.
     """
-    now, then = now.detach().cpu().double(), then.cpu().double()
+    if now.dtype == then.dtype and now.device == then.device and torch.equal(now, then):
+        return True
     # Logarithms, since priors may be orders of magnitude apart.
-    return torch.equal(now, then) or equal_up_to_rounding(
-        now.log(), then.log(), torch.float32
-    )
+    now = now.detach().cpu().double().log()
+    return equal_up_to_rounding(now, then.cpu().double().log(), torch.float32)
 
 
 def ridge(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
