@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from laplace.curvature import GGNInterface
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_lora_ext.curvature.kron import (
     KroneckerBlock,
@@ -18,7 +18,6 @@ from laplace_lora_ext.curvature.kron import (
 from laplace_lora_ext.draws import Draws
 from laplace_lora_ext.messages import check_counts, check_name, listed, naming
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.models.weights import read, without_rows
 from laplace_lora_ext.passes.graph import Rows
 from laplace_lora_ext.passes.recorder import Part, Recorder, Rounds
@@ -114,8 +113,7 @@ class LowRankKronGGN(GGNInterface):
 
     Parameters
     ----------
-    model : torch.nn.Module
-        a `LogitsModel`, or any model with LoRA layers that a `LogitsModel` can wrap
+    model : LogitsModel
     likelihood : str
         "classification", "regression", "multi_label_classification",
         "token_classification" or "language_modeling"
@@ -123,9 +121,8 @@ class LowRankKronGGN(GGNInterface):
         key of a batch's inputs
     dict_key_y : str, default="labels"
         key of its labels
-    recorder : Recorder, optional
-        of the model and the LoRA weights that take part; by default all of the active
-        adapter
+    recorder : Recorder
+        of the model and the LoRA weights that take part
     rank : int, default=10
         how many eigenvectors to keep of a large factor (the paper's `n_kfac`)
     kfac_approx : {"gradient", "expand"}
@@ -161,12 +158,12 @@ class LowRankKronGGN(GGNInterface):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: LogitsModel,
         likelihood: str,
         *,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
-        recorder: Recorder | None = None,
+        recorder: Recorder,
         rank: int = 10,
         kfac_approx: str = "gradient",
         tail: bool = True,
@@ -184,10 +181,6 @@ class LowRankKronGGN(GGNInterface):
         if num_samples is None:
             num_samples = _DRAWS[draws]
         check_counts(num_samples=num_samples)
-        if recorder is None:
-            if not isinstance(model, LogitsModel):
-                model = LogitsModel(model, dict_key_y=dict_key_y)
-            recorder = Recorder(model, find_blocks(model.model))
         unseen = [block.name for block in without_rows(recorder.blocks)]
         if unseen and kfac_approx == "expand":
             raise NotImplementedError(
@@ -197,14 +190,14 @@ class LowRankKronGGN(GGNInterface):
             )
         self.task = task_of(likelihood)
         super().__init__(
-            recorder.model,
+            model,
             "regression" if self.task.has_noise else "classification",
             dict_key_x=dict_key_x,
             dict_key_y=dict_key_y,
         )
         # The host's own losses know class indices and a noise of 1 alone.
         self.lossfunc = self._loss_for_host
-        self.model: LogitsModel = recorder.model
+        self.model: LogitsModel = model
         self.recorder = recorder
         self.blocks = recorder.blocks
         self.rank = rank

@@ -56,7 +56,7 @@ class Classification(Task):
     def nll(self, log_p: Tensor, y: Tensor) -> Tensor:
         return nll_loss(log_p, y, reduction="none")
 
-    def groups(self, y: Tensor, share: float) -> Tensor:
+    def groups(self, y: Tensor) -> Tensor:
         return y.long()
 
     def class_counts(self, y: Tensor) -> ClassCounts:

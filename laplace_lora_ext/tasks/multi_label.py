@@ -72,7 +72,7 @@ class MultiLabel(Task):
         of_labels = log_p.gather(-1, labels)[..., 0]
         return -of_labels.sum(-1)
 
-    def groups(self, y: Tensor, share: float) -> Tensor:
+    def groups(self, y: Tensor) -> Tensor:
         """Number examples by their rarest label, to divide them evenly.
 
         Those without any label are a group, too.

@@ -42,17 +42,6 @@ class Regression(Task):
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return (logits - y).square().sum() / 2
 
-    def groups(self, y: Tensor, share: float) -> Tensor:
-        """Number targets by quantiles, each with some to keep and some to hold out.
-
-        Of several outputs, the mean rank counts.
-        """
-        ranks = _ranks(y.reshape(len(y), -1))
-        rank = _ranks(ranks.double().mean(1))
-        n_of_the_fewer = int(len(y) * min(share, 1 - share))
-        n_quantiles = max(1, n_of_the_fewer)
-        return rank * n_quantiles // len(y)
-
     def as_targets(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         return as_columns(y, dtype)
 
@@ -104,8 +93,3 @@ def gaussian_log_density(mean: Tensor, covariance: Tensor, y: Tensor) -> Tensor:
         mean, covariance, validate_args=False
     )
     return density.log_prob(y)
-
-
-def _ranks(y: Tensor) -> Tensor:
-    """Rank each of `(N, ...)` numbers among those of its column, from 0."""
-    return y.argsort(dim=0, stable=True).argsort(dim=0)

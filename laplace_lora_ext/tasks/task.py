@@ -230,8 +230,8 @@ class Task:
         """Number the example `(N,)` of each row of logits, given targets."""
         return torch.arange(len(y))
 
-    def groups(self, y: Tensor, share: float) -> Tensor:
-        """Number the group of each target, `(N,)`; each gives a share to hold out."""
+    def groups(self, y: Tensor) -> Tensor:
+        """Number the class of each target, `(N,)`; each gives a share to hold out."""
         raise NotImplementedError
 
     def class_counts(self, y: Tensor) -> ClassCounts:

@@ -159,10 +159,6 @@ class TokenClassification(Classification):
         vectors, weights = scaled_seeds(self.times_root(logits, signs), over=(1, 2))
         return Seeds(vectors, weights / num_samples**0.5)
 
-    def groups(self, y: Tensor, share: float) -> Tensor:
-        """Make one group of all texts, which have many labels each."""
-        return torch.zeros(len(y), dtype=torch.long)
-
     def owners(self, y: Tensor) -> Tensor:
         return (y != IGNORED).nonzero()[:, 0]
 

@@ -148,7 +148,7 @@ class _Training:
             la = Laplace(self.model, **self.settings)
             # One batch shows most of what a fit refuses, before hours of training.
             la.fit(list(islice(self.examples.batches(self.examples.all), 1)))
-            groups = self.examples.groups(la, held_out)
+            groups = self.examples.groups(la)
         if looks_trained(self.model, la.blocks):
             warn(
                 "The adapter looks trained: its lora_B is not 0. If it knows these "
@@ -224,7 +224,7 @@ def train_in_stages(
         and a `train_dataset` that has a length
     held_out : float, default=0.2
         the share of the texts that the first stage holds out, between 0 and 1: of each
-        class as of all, but never its last text, and of numbers by quantiles
+        class as of all, but never its last text
     members : int, default=1
         how many adapters to train on the same base model. All hold out the same texts,
         which choose the prior of their mixture; each costs as much as the first

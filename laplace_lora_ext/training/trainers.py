@@ -107,12 +107,12 @@ class Examples:
         """Return the data set of all examples."""
         return own_examples(self.loader)
 
-    def groups(self, la: Any, held_out: float) -> Tensor:
-        """Number examples' groups `(N,)`: classes, or quantiles of targets."""
+    def groups(self, la: Any) -> Tensor:
+        """Number examples' groups `(N,)`, such as their classes."""
         everything = self.all
         one_group = torch.zeros(len(everything), dtype=torch.long)
-        if la.task.has_tokens:
-            return one_group  # texts have no class
+        if la.task.has_tokens or la.task.has_noise:
+            return one_group  # texts and numbers have no class
 
         def targets_of(batch: Any) -> Columns:
             _, targets = la.model.split(batch)
@@ -124,7 +124,7 @@ class Examples:
         # batches.
         if len(targets) != len(everything):
             return one_group
-        return la.task.groups(targets, held_out)
+        return la.task.groups(targets)
 
 
 def train(

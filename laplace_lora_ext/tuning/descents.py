@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ class _Descent(TuningMethod):
     def _follow(
         self,
         loss: Callable[[], Tensor],
-        logarithms: Sequence[Tensor],
+        logarithms: Tensor,
         optimizer: torch.optim.Optimizer,
         description: str,
     ) -> Iterator[int]:
@@ -89,8 +89,7 @@ class _Descent(TuningMethod):
             yield step
             value.backward()
             optimizer.step()
-            for logarithm in logarithms:
-                logarithm.detach().clamp_(_LOWEST, _HIGHEST)
+            logarithms.detach().clamp_(_LOWEST, _HIGHEST)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,8 +111,6 @@ class Marglik(_Descent):
     tolerance : float, default=1e-3
         stop when the evidence varies by less than this over ten steps, in nats; 0 takes
         all steps
-    optimize_sigma_noise : bool, default=False
-        for regression: let the evidence choose `sigma_noise` too
 
     Warns
     -----
@@ -124,10 +121,7 @@ class Marglik(_Descent):
     -----
     The evidence at the trained weights often chooses a smaller prior precision, hence a
     broader posterior, than validation data would. With a layerwise prior it may raise a
-    block's prior precision without bound, so that the block stays at its MAP value. Of
-    dozens of targets of a regression it makes too much noise: a Kronecker product has
-    more directions than there are targets, for whose determinant the evidence pays by
-    noise.
+    block's prior precision without bound, so that the block stays at its MAP value.
 
     It is smooth, has no noise and, for a layerwise prior, is a sum of functions of one
     variable each. That suits Rprop (Riedmiller & Braun, ICNN 1993), which adapts each
@@ -139,29 +133,17 @@ class Marglik(_Descent):
     """
 
     tolerance: float = 1e-3
-    optimize_sigma_noise: bool = False
 
     def _search(self, la: Members) -> TuningHistory:
         (posterior,) = la.members
-        leaf, prior = self._leaves(la)
-        logarithms = [leaf]
-        log_noise = posterior.sigma_noise.detach().log().requires_grad_()
-        if self.optimize_sigma_noise:
-            logarithms.append(log_noise)
-        optimizer = torch.optim.Rprop(logarithms, lr=self.lr, step_sizes=(1e-6, 1.0))
+        logarithms, prior = self._leaves(la)
+        optimizer = torch.optim.Rprop([logarithms], lr=self.lr, step_sizes=(1e-6, 1.0))
         trials: list[Trial] = []
 
         def loss() -> Tensor:
-            noise = log_noise.exp() if self.optimize_sigma_noise else None
             prior_precision = prior()
-            evidence = posterior.log_marginal_likelihood(prior_precision, noise)
-            trials.append(
-                Trial(
-                    prior_precision,
-                    sigma_noise=None if noise is None else noise.item(),
-                    objective=evidence.item(),
-                )
-            )
+            evidence = posterior.log_marginal_likelihood(prior_precision)
+            trials.append(Trial(prior_precision, objective=evidence.item()))
             return -evidence
 
         for _ in self._follow(loss, logarithms, optimizer, "[Maximizing evidence]"):
@@ -288,7 +270,7 @@ class ValGD(_Descent):
         every = max(1, self.n_steps // _CHECKPOINTS)
         steps = self._follow(
             lambda: losses(next(minibatches), generator).mean(),
-            [logarithms],
+            logarithms,
             optimizer,
             "[Minimizing validation loss]",
         )

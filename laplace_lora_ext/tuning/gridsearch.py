@@ -59,19 +59,16 @@ class GridMethod(TuningMethod):
     Attributes
     ----------
     log_prior_prec_min : float, default=-4
-        logarithm of the grid's first prior precision, to the base `log_prior_prec_base`
+        logarithm of the grid's first prior precision, to the base 10
     log_prior_prec_max : float, default=4
         logarithm of its last
     grid_size : int, default=100
         how many prior precisions it has
-    log_prior_prec_base : float, default=10.0
-        base of both logarithms
     """
 
     log_prior_prec_min: float = -4
     log_prior_prec_max: float = 4
     grid_size: int = 100
-    log_prior_prec_base: float = 10.0
 
     def _grid(self, la: Members, kinds: Tensor | None = None) -> Tensor:
         """List the prior precisions to try, `(T,)` or `(T, blocks)`.
@@ -85,9 +82,8 @@ class GridMethod(TuningMethod):
             # Rounding must not make 24 of a root that is 25.
             size = min(size, int(_POINTS ** (1 / n_kinds) + 1e-9))
         low, high = self.log_prior_prec_min, self.log_prior_prec_max
-        power = self.log_prior_prec_base
         # In float32, whatever the default is.
-        grid = torch.logspace(low, high, size, base=power, dtype=torch.float32)
+        grid = torch.logspace(low, high, size, dtype=torch.float32)
         if kinds is not None:
             points = torch.cartesian_prod(*[grid] * n_kinds)
             grid = points.reshape(-1, n_kinds)[:, kinds]
@@ -166,13 +162,11 @@ class GridSearch(GridMethod):
         present `sigma_noise`, and without the point beyond the grid. So do mixtures of
         regressions
     log_prior_prec_min : float, default=-4
-        logarithm of the grid's first prior precision, to the base `log_prior_prec_base`
+        logarithm of the grid's first prior precision, to the base 10
     log_prior_prec_max : float, default=4
         logarithm of its last
     grid_size : int, default=100
         how many prior precisions it has
-    log_prior_prec_base : float, default=10.0
-        base of both logarithms
 
     Raises
     ------
@@ -308,13 +302,11 @@ class TokenGridSearch(GridMethod):
     generator : torch.Generator, optional
         for the draws; if omitted, every call uses the same
     log_prior_prec_min : float, default=-1
-        logarithm of the grid's first prior precision, to the base `log_prior_prec_base`
+        logarithm of the grid's first prior precision, to the base 10
     log_prior_prec_max : float, default=5
         logarithm of its last
     grid_size : int, default=13
         how many prior precisions it has
-    log_prior_prec_base : float, default=10.0
-        base of both logarithms
 
     Raises
     ------

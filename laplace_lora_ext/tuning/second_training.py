@@ -59,7 +59,7 @@ class SecondTraining(TuningMethod):
         out are not used
     held_out : float, default=0.2
         the share of the examples to hold out, between 0 and 1: of each class as of all,
-        but never its last example, and of numbers by quantiles
+        but never its last example
     average : bool or float, default=False
         average the weights of a trainer's training, as `train_in_stages` does; not
         needed where the trainer has an `AveragingCallback` of its own
@@ -112,7 +112,7 @@ class SecondTraining(TuningMethod):
             assert self.train_loader is not None
             examples = Examples.of_loader(self.train_loader)
         check_divisible(examples.loader, self.held_out)
-        groups = examples.groups(fitted, self.held_out)
+        groups = examples.groups(fitted)
         rest, held, _ = divide(examples.loader, self.held_out, groups, self.generator)
         with own_adapter_back(fitted.model) as activate:
             posterior = self._around_another_training(fitted, rest)

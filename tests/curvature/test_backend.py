@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.curvature.backend import PAPER_SETTINGS, LowRankKronGGN
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import find_blocks
+from laplace_lora_ext.passes.recorder import Recorder
 from tests.support.dense import (
     EXACT,
     curvature_of,
@@ -138,10 +141,17 @@ def test_draws_are_the_same_whatever_the_batch_and_in_parts(likelihood, tmp_path
         assert torch.equal(block.large.vectors, other.large.vectors)
 
 
+def backend_of(model: nn.Module, likelihood: str, **settings: Any) -> LowRankKronGGN:
+    """Make a backend of all LoRA weights of a module."""
+    logits_model = LogitsModel(model)
+    recorder = Recorder(logits_model, find_blocks(model))
+    return LowRankKronGGN(logits_model, likelihood, recorder=recorder, **settings)
+
+
 def test_each_batch_and_each_seed_draw_labels_of_their_own():
     def drawn(first: int = 0, seed: int = 0) -> Tensor:
         """Draw labels of thirty examples, from a certain one on."""
-        backend = LowRankKronGGN(plain_model(20), "classification", seed=seed)
+        backend = backend_of(plain_model(20), "classification", seed=seed)
         backend.examples = first + torch.arange(30)
         return backend.seeds(torch.zeros(30, 20)).vectors
 
@@ -198,7 +208,7 @@ EVERY = {"stochastic": False}
 def test_a_batch_takes_so_many_backward_passes(
     n_outputs, likelihood, settings, n_passes
 ):
-    backend = LowRankKronGGN(plain_model(n_outputs), likelihood, **settings)
+    backend = backend_of(plain_model(n_outputs), likelihood, **settings)
     seeds = backend.seeds(torch.zeros(3, n_outputs))
     assert len(seeds.vectors) == n_passes
 

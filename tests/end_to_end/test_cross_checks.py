@@ -41,10 +41,11 @@ def ours(X: Tensor, y: Tensor, likelihood: str = "classification"):
         )
         for site, layer in zip(("down", "up"), net, strict=True)
     )
+    model = LogitsModel(net)
     curvature = LowRankKronGGN(
-        net,
+        model,
         likelihood,
-        recorder=Recorder(LogitsModel(net), [down, up]),
+        recorder=Recorder(model, [down, up]),
         # More columns than any factor has: nothing is left out.
         rank=10,
         # As the others count positions.

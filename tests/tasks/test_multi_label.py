@@ -210,10 +210,10 @@ def test_a_prior_is_chosen_as_for_two_classes(method):
 def test_held_out_texts_have_each_label():
     y = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 1, 0]])
     # A group a label, the rarest that a text has; the last are texts without any.
-    groups = BERNOULLIS.groups(y, 0.2)
+    groups = BERNOULLIS.groups(y)
     assert groups.tolist() == [0, 1, 2, 3, 1]
     first_labels = y[:, 0]
-    groups = BERNOULLIS.groups(first_labels, 0.2)
+    groups = BERNOULLIS.groups(first_labels)
     assert groups.tolist() == [0, 0, 0, 1, 0]
 
 

@@ -337,23 +337,3 @@ def test_tokens_outside_the_vocabulary_are_refused():
     assert targets.tolist() == [3, 4]
     with pytest.raises(ValueError, match="from 0 to 3, but range from 3 to 4"):
         tokens.check_targets(y, of_four_words)
-
-
-@pytest.mark.parametrize(
-    ("n", "share", "n_groups"), [(20, 0.2, 4), (11, 0.7, 3), (4, 0.1, 1)]
-)
-def test_numbers_are_grouped_by_quantiles(n, share, n_groups):
-    regression = Regression()
-    y = torch.randn(n, generator=generator(n))
-    groups = regression.groups(y, share)
-    in_order = groups[y.argsort()]
-    expected = [rank * n_groups // n for rank in range(n)]
-    assert in_order.tolist() == expected
-    one_column = y[:, None]
-    found = regression.groups(one_column, share)
-    assert torch.equal(found, groups)
-    # A second number that says the same, on another scale.
-    on_another_scale = 9 * y + 5
-    two_columns = torch.stack([y, on_another_scale], dim=1)
-    found = regression.groups(two_columns, share)
-    assert torch.equal(found, groups)

@@ -54,7 +54,6 @@ OPTIONS = {
         "log_prior_prec_min": -1,
         "log_prior_prec_max": 2,
         "grid_size": 3,
-        "log_prior_prec_base": 2.0,
     },
     "val_gd": {
         "val_loader": ragged_batches(seed=7),
@@ -159,7 +158,6 @@ BAD = [
     bad("need labels", method="gridsearch", val_loader="unlabelled"),
     bad("no data", method="gridsearch", val_loader=[]),
     bad("above 0", method="val_gd", val_loader="batches", init_prior_prec=-1.0),
-    bad("regression", optimize_sigma_noise=True),
     bad("above 0", init_prior_prec=ONE_BELOW_0),
     bad("per-layer", prior_structure="diag"),
     bad("layers", prior_structure="layers"),
@@ -354,7 +352,7 @@ def evidence_that_fails(monkeypatch: pytest.MonkeyPatch, la: Any) -> TuningMetho
         return calls[-1]
 
     monkeypatch.setattr(type(la), "log_marginal_likelihood", interrupted)
-    return Marglik(optimize_sigma_noise=True)
+    return Marglik()
 
 
 def losses_that_fail(monkeypatch: pytest.MonkeyPatch, la: Any) -> TuningMethod:

@@ -263,7 +263,7 @@ def data(request: pytest.FixtureRequest) -> Data:
 def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(data):
     given = data.make_loader()
     la = fitted()
-    groups = Examples.of_loader(given).groups(la, data.share)
+    groups = Examples.of_loader(given).groups(la)
     part, rest, _ = divide(given, data.share, groups)
     places = sorted([*part.indices, *rest.indices])
     assert places == list(data.places)
