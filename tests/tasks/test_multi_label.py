@@ -36,9 +36,6 @@ SAME_OBJECTIVE = {"rtol": 1e-5, "atol": 1e-8}
 N_LABELS = 3
 N_TEXTS = 8
 
-# One logit is a case of its own: its labels may come without a column.
-of_one_and_several_labels = pytest.mark.parametrize("n_labels", [1, 3])
-
 
 def batches(n_labels: int = N_LABELS, **ragged: Any) -> list[Batch]:
     """Make ragged texts, whose labels are numbers 0 and 1."""
@@ -134,11 +131,10 @@ def test_pictures_show_each_label_as_an_example_of_two_classes():
         assert labels.shape == (n_examples,)
 
 
-@of_one_and_several_labels
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
-def test_drawn_weights_give_sigmoids(n_labels, pred_type):
-    la = fitted(n_labels=n_labels)
-    X = some_texts(n_labels)
+def test_drawn_weights_give_sigmoids(pred_type):
+    la = fitted()
+    X = some_texts()
     drawn = {"pred_type": pred_type, "n_samples": 5}
     logits = la.functional_samples(X, generator=generator(), **drawn)
     samples = la.predictive_samples(X, generator=generator(), **drawn)
@@ -146,8 +142,7 @@ def test_drawn_weights_give_sigmoids(n_labels, pred_type):
     if pred_type == "nn":
         # A prediction by drawn weights is the mean of what they predict.
         p = la(X, link_approx="mc", generator=generator(), **drawn)
-        mean = samples.mean(0)
-        assert_close(p, mean)
+        assert_close(p, samples.mean(0))
 
 
 def test_one_logit_takes_labels_with_and_without_a_column():
@@ -253,14 +248,17 @@ def multi_label_classifier() -> nn.Module:
     return model
 
 
-def test_a_multi_label_classifier_tells_its_likelihood(multi_label_classifier):
+def test_a_classifier_tells_its_likelihood(multi_label_classifier):
     la = laplace_lora_ext.Laplace(multi_label_classifier)
     assert la.likelihood == "multi_label_classification"
-
-
-def test_a_multi_label_classifier_is_not_fitted_with_a_softmax(multi_label_classifier):
     with pytest.raises(ValueError, match=QUOTED):
         laplace_lora_ext.Laplace(multi_label_classifier, "classification")
+    model = lora_model("bert")
+    model.config.problem_type = "single_label_classification"
+    # As transformers says it, and as it is fitted without a word.
+    make(model).fit(ragged_batches())
+    with pytest.raises(ValueError, match=f"{QUOTED} does not fit"):
+        make(model, likelihood="multi_label_classification")
 
 
 def test_a_wrappers_logits_are_classes_whatever_its_model_is_for(
@@ -273,16 +271,6 @@ def test_a_wrappers_logits_are_classes_whatever_its_model_is_for(
     wrapper = OfMapping(InTwoColumns(multi_label_classifier))
     la = make(wrapper)
     la.fit(in_two_classes(batches))
-
-
-def test_a_classifier_is_not_fitted_to_several_labels():
-    model = lora_model("bert")
-    model.config.problem_type = "single_label_classification"
-    # As transformers says it, and as it is fitted without a word.
-    la = make(model)
-    la.fit(ragged_batches())
-    with pytest.raises(ValueError, match=f"{QUOTED} does not fit"):
-        make(model, likelihood="multi_label_classification")
 
 
 @pytest.fixture(params=[torch.long, torch.float64])
@@ -337,12 +325,6 @@ def test_numbers_are_not_taken_for_classes():
 def test_labels_that_are_no_labels_are_refused(y, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         BERNOULLIS.check_targets(y, torch.randn(4, 3))
-
-
-def test_bridges_are_refused():
-    la = fitted()
-    with pytest.raises(ValueError, match="'bridge' is none of"):
-        la(some_texts(), link_approx="bridge")
 
 
 def test_sigmoids_in_place_of_logits_are_warned_of():

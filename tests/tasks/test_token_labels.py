@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 from torch.testing import assert_close
 
 import laplace_lora_ext
@@ -15,15 +14,8 @@ import laplace_lora_ext.passes.parts as passes_in_parts
 from laplace_lora_ext import plots
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.passes.recorder import _Jacobians
-from tests.support.dense import (
-    EXACT,
-    curvature_of,
-    full_rank,
-    gradient_blocks,
-    lora_weights,
-    softmax_fisher,
-    unpadded,
-)
+from tests.support.cases import dense
+from tests.support.dense import EXACT, curvature_of, full_rank
 from tests.support.models import (
     N_CLASSES,
     Batch,
@@ -31,7 +23,8 @@ from tests.support.models import (
     record_calls,
     without_labels,
 )
-from tests.support.posteriors import generator, make
+from tests.support.posteriors import generator, make, sizes
+from tests.support.tasks import TASKS
 from tests.support.tokens import IGNORED, is_real, token_classifier
 from tests.support.tokens import labelled_batches as batches
 
@@ -72,35 +65,6 @@ def fitted(
     return la
 
 
-class Tokens(NamedTuple):
-    """Logits, Jacobians `(tokens, C, parameters)` and labels of tokens."""
-
-    f: Tensor
-    Js: Tensor
-    y: Tensor
-
-
-def tokens_of(model: nn.Module, data: Sequence[Batch], every: bool = False) -> Tokens:
-    """Compute what belongs to labelled tokens, or to all, from each text alone."""
-    weights = lora_weights(model)
-    of_texts: list[Tokens] = []
-    for batch in data:
-        for row, is_token in enumerate(is_real(batch)):
-            text = unpadded(batch, row)
-
-            def forward(weights, text=text):
-                output = torch.func.functional_call(model, weights, (), text)
-                return output.logits[0]
-
-            derivatives = torch.func.jacrev(forward)(weights).values()
-            J = torch.cat([each.flatten(2) for each in derivatives], dim=2)
-            y = batch["labels"][row][is_token]
-            counts = (y != IGNORED) | every
-            f = forward(weights).detach()
-            of_texts.append(Tokens(f[counts], J[counts], y[counts]))
-    return Tokens(*map(torch.cat, zip(*of_texts, strict=True)))
-
-
 def statistics_of(la, data: Sequence[Batch]):
     # By default in float32, which is not as exact as what they are compared with.
     return la.predictive_statistics(data, dtype=torch.float64)
@@ -120,10 +84,9 @@ def test_pictures_of_labels_of_tokens_are_refused():
 def test_draws_are_right_on_average():
     n_draws = 600
     drawn = fitted(**full_rank(num_samples=n_draws))
-    model = drawn.model.model
-    tokens = tokens_of(model, batches())
-    blocks = gradient_blocks(model, tokens.Js, softmax_fisher(tokens.f))
-    exact = [block.trace() for block in blocks]
+    fit = dense(TASKS["tokens"].case())
+    diagonal = fit.curvature("full").diagonal().split(sizes(drawn))
+    exact = [of_block.sum() for of_block in diagonal]
     # A block has the trace of its output factor.
     found = [block.output_factor.trace for block in drawn.H_facs.blocks]
     # Four times what was measured.
@@ -168,10 +131,11 @@ def test_predictions_are_of_every_token_but_padding(link):
         assert_close(predict(without_labels(batch)), p, **EXACT_OR_NAN)
 
 
-def test_a_prediction_has_entropies_of_each_token():
-    batch = first_batch()
-    prediction = predicted(fitted(), batch)
-    mask = is_real(batch)
+def test_a_prediction_of_a_loader_has_entropies_of_each_token_at_one_width():
+    la = fitted()
+    first, second, _ = batches()
+    mask = is_real(first)
+    prediction = predicted(la, first)
     # All but the probabilities have a number a token.
     _, *by_token = prediction
     assert all(column.shape == mask.shape for column in by_token)
@@ -181,17 +145,12 @@ def test_a_prediction_has_entropies_of_each_token():
     assert (information[mask] > 0).all()
     assert information[~mask].isnan().all()
 
-
-def test_a_prediction_of_a_loader_pads_its_batches_to_one_width():
-    la = fitted()
-    first, second, _ = batches()
     # Its first text is of four tokens.
     narrow = {key: value[:1, :5] for key, value in second.items()}
     found = predicted(la, [narrow, first])
     assert found.labels.shape == (4, 7)
     assert (found.labels[0, 5:] == IGNORED).all()
-    by_itself = predicted(la, first)
-    assert_close(found.probabilities[1:], by_itself.probabilities, **EXACT_OR_NAN)
+    assert_close(found.probabilities[1:], prediction.probabilities, **EXACT_OR_NAN)
 
 
 # --- choices of a prior ---------------------------------------------------------------
@@ -210,8 +169,8 @@ def test_samples_are_of_every_token_but_padding(pred_type):
     batch = first_batch()
     # Each sample is then the model's own logits.
     la.prior_precision = NARROW
-    f = tokens_of(la.model.model, [batch], every=True).f
     mask = is_real(batch)
+    f = la.model.model(**without_labels(batch)).logits[mask]
     logits = la.functional_samples(batch, pred_type, n_samples=3)
     p = la.predictive_samples(batch, pred_type, n_samples=3)
     of_function = la.function(0, pred_type)(batch)[None]
@@ -311,10 +270,10 @@ def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
 
 def test_figures_are_over_labelled_tokens():
     la = fitted()
-    tokens = tokens_of(la.model.model, batches())
-    is_right = tokens.f.argmax(-1) == tokens.y
+    fit = dense(TASKS["tokens"].case())
+    is_right = fit.logits.argmax(-1) == fit.case.labels()
     trained = compare(la, batches()).trained
-    assert trained["nll"] == pytest.approx(cross_entropy(tokens.f, tokens.y).item())
+    assert trained["nll"] == pytest.approx(fit.loss.item() / len(is_right))
     assert trained["accuracy"] == pytest.approx(is_right.double().mean().item())
 
 
