@@ -1,8 +1,9 @@
 """Language models that write: their fit, and what the class offers and refuses."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,7 @@ from transformers import (
     BertLMHeadModel,
     BertModel,
     EncoderDecoderModel,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
@@ -32,12 +29,15 @@ from laplace_lora_ext.models import vocabulary
 from laplace_lora_ext.passes import graph
 from laplace_lora_ext.saving import write_state
 from laplace_lora_ext.tasks.classification import drawn_labels
+from tests.support.cases import Case, Dense, Softmax, unpadded_rows
+from tests.support.cases import dense as dense_of
 from tests.support.dense import EXACT
-from tests.support.models import VOCABULARY, Batch, llama, lora_model
+from tests.support.models import VOCABULARY, Batch, built, llama, lora_model
 from tests.support.posteriors import count_forward_passes, generator, make, normal
 from tests.support.texts import (
     RowsOfTheVocabulary,
     drawn_models,
+    encoder_decoder,
     fitted_text,
     text_batches,
     token_logits,
@@ -106,21 +106,6 @@ def llama_with_checkpoints() -> nn.Module:
     return with_lora(base, ["q_proj", "down_proj"])
 
 
-def t5() -> nn.Module:
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=8,
-        d_kv=4,
-        d_ff=12,
-        num_layers=1,
-        num_heads=2,
-        decoder_start_token_id=0,
-    )
-    base = T5ForConditionalGeneration(config)
-    return with_lora(base, ["q", "v"])
-
-
 def two_models() -> nn.Module:
     """Join an encoder and a decoder, which have layers of the same names."""
     torch.manual_seed(0)
@@ -143,20 +128,13 @@ def two_models() -> nn.Module:
 
 def gemma2() -> nn.Module:
     """Make a Gemma 2, which caps its logits behind the output layer."""
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+    # So low that it changes logits as small as those of random weights.
+    base = built(
+        "Gemma2ForCausalLM",
         num_key_value_heads=1,
         head_dim=4,
-        # So low that it changes logits as small as those of random weights.
         final_logit_softcapping=0.5,
-        pad_token_id=0,
     )
-    base = Gemma2ForCausalLM(config)
     return with_lora(base, ["q_proj", "lm_head"])
 
 
@@ -166,7 +144,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "behind": with_a_module_behind,
     "overwriting": overwriting,
     "llama": llama_with_checkpoints,
-    "t5": t5,
+    "t5": partial(encoder_decoder, "t5"),
     "two models": two_models,
     "gemma2": gemma2,
 }
@@ -190,40 +168,22 @@ def make_of_texts(model: nn.Module, **settings: Any) -> Any:
 # --- curvature, loss and evidence -----------------------------------------------------
 
 
-class Tokens(NamedTuple):
-    """Jacobians `(N, V, parameters)`, logits `(N, V)` and labels `(N,)` of tokens."""
-
-    Js: Tensor
-    logits: Tensor
-    labels: Tensor
+def of_labelled_tokens(model: nn.Module, text: Batch) -> Tensor:
+    """Compute logits `(tokens, V)` that predict the labels of an unpadded text."""
+    logits = model(text["input_ids"], use_cache=False).logits
+    return logits[:, :-1][text["labels"][:, 1:] != -100]
 
 
-def labelled_tokens(model: nn.Module, batches: Sequence[Batch]) -> Tokens:
-    """Differentiate logits of labelled tokens, each text by itself."""
-
-    def forward(weights: dict[str, Tensor]) -> Tensor:
-        def of_weights(**inputs: Any) -> Any:
-            return torch.func.functional_call(model, weights, (), inputs)
-
-        logits, _ = token_logits(of_weights, batches)
-        return logits
-
-    weights = dense.lora_weights(model)
-    compute_derivatives = torch.func.jacrev(forward)
-    derivatives = compute_derivatives(weights)
-    of_weights = []
-    for derivative in derivatives.values():
-        of_weights.append(derivative.flatten(2))
-    logits, labels = token_logits(model, batches)
-    return Tokens(
-        Js=torch.cat(of_weights, dim=2), logits=logits.detach(), labels=labels
+def of_gpt2(model: nn.Module) -> Dense:
+    """Differentiate the logits of all labelled tokens."""
+    batches = text_batches()
+    return dense_of(
+        Case(model, batches, {}, Softmax(), unpadded_rows, of_labelled_tokens)
     )
 
 
 def test_the_sampled_factors_are_nearly_those_of_the_exact_fisher(gpt2):
-    tokens = labelled_tokens(gpt2, text_batches())
-    fisher = dense.softmax_fisher(tokens.logits)
-    exact = dense.gradient_curvature(gpt2, tokens.Js, fisher)
+    exact = of_gpt2(gpt2).curvature("lowrank_kron")
 
     def error(n_draws: int) -> float:
         la = fitted_text(gpt2, num_samples=n_draws, rank=FULL_RANK)
@@ -238,7 +198,7 @@ def test_a_fit_has_the_gradient_of_a_texts_whole_loss_at_drawn_labels(gpt2):
     la = make_of_texts(gpt2, backend_kwargs={"rank": FULL_RANK})
     la.fit(text_batches())
 
-    tokens = labelled_tokens(gpt2, text_batches())
+    tokens = of_gpt2(gpt2)
     p = tokens.logits.softmax(-1)
     n_tokens = []
     for batch in text_batches():
@@ -246,7 +206,7 @@ def test_a_fit_has_the_gradient_of_a_texts_whole_loss_at_drawn_labels(gpt2):
     owners = torch.arange(len(n_tokens)).repeat_interleave(torch.tensor(n_tokens))
     (labels,) = drawn_labels(tokens.logits, Draws(0, owners).uniform(1))
     slopes = p - one_hot(labels, VOCABULARY)
-    of_tokens = torch.einsum("nv,nvp->np", slopes, tokens.Js)
+    of_tokens = torch.einsum("nv,nvp->np", slopes, tokens.jacobian)
     of_texts = []
     for of_text in of_tokens.split(n_tokens):
         of_texts.append(of_text.sum(0))
@@ -418,27 +378,6 @@ def test_a_score_without_draws_is_the_models_own():
 # --- few rows of logits at once -------------------------------------------------------
 
 A_FEW_ROWS = 6
-kinds_and_paddings = pytest.mark.parametrize(
-    ("kind", "ragged"),
-    [
-        ("gpt2", PADDINGS[2]),
-        ("t5", PADDINGS[0]),
-        ("gemma2", PADDINGS[1]),
-        ("two models", PADDINGS[1]),
-        ("behind", PADDINGS[2]),
-        ("overwriting", PADDINGS[2]),
-    ],
-)
-
-
-def record_rows(layer: nn.Module, rows: list[int]):
-    """Note from now on how many rows of outputs each call has."""
-
-    def note(_, inputs, output):
-        of_rows = output.shape[:-1]
-        rows.append(of_rows.numel())
-
-    return layer.register_forward_hook(note)
 
 
 def record_calls(layer: nn.Module, calls: list[int]):
@@ -450,50 +389,6 @@ def record_calls(layer: nn.Module, calls: list[int]):
             calls.append(1)
 
     return layer.register_forward_hook(note)
-
-
-@kinds_and_paddings
-def test_scores_in_parts_are_the_same_and_hold_few_rows_of_logits(
-    kind, ragged, monkeypatch
-):
-    la = fitted_text(MODELS[kind](), prior_precision=3.0)
-    expected = scored(la, **ragged)
-    rows: list[int] = []
-    calls: list[int] = []
-    output_layer = la.model.transformer.get_output_embeddings()
-    monkeypatch.setattr(vocabulary, "MOST_ROWS", A_FEW_ROWS)
-    with record_rows(output_layer, rows), record_calls(la.blocks[0].module, calls):
-        found = scored(la, **ragged)
-    assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    assert max(rows) <= A_FEW_ROWS
-    # The layers before run once for a batch, of the trained model and of each draw.
-    assert len(calls) == (1 + N_DRAWS) * len(text_batches(**ragged))
-
-
-# All in one batch, which has far more labelled tokens than a part may.
-LONG = {"lengths": (21, 18, 12, 26, 3, 20), "batch_size": 6, "padded_to": 26}
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "t5", "llama"])
-def test_a_fit_in_parts_is_the_same_and_holds_few_rows_of_the_vocabulary(
-    kind, monkeypatch
-):
-    model = MODELS[kind]()
-
-    def fit():
-        la = make_of_texts(model, backend_kwargs={"rank": FULL_RANK})
-        with RowsOfTheVocabulary(model) as rows:
-            la.fit(text_batches(**LONG))
-        return la, rows.most
-
-    # One seed at a time: several have as many times the rows.
-    monkeypatch.setattr(graph, "_ROWS", 1)
-    expected, n_at_once = fit()
-    assert n_at_once > 80
-    monkeypatch.setattr(vocabulary, "MOST_ROWS", 12)
-    la, n_in_parts = fit()
-    assert n_in_parts == 12
-    assert_same_fit(la, expected)
 
 
 def assert_same_fit(la, expected) -> None:
@@ -517,32 +412,41 @@ def first_layer_of(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("kind", "ragged"),
     [
-        ("gpt2", PADDINGS[0]),
-        ("gemma2", PADDINGS[2]),
-        ("embedding", PADDINGS[1]),
+        ("gpt2", PADDINGS[2]),
+        ("t5", PADDINGS[0]),
+        ("gemma2", PADDINGS[1]),
         ("two models", PADDINGS[2]),
-        ("behind", PADDINGS[1]),
-        ("overwriting", PADDINGS[2]),
+        ("behind", PADDINGS[2]),
+        ("overwriting", PADDINGS[1]),
+        ("embedding", PADDINGS[1]),
+        ("llama", PADDINGS[2]),
     ],
 )
-def test_draws_of_a_fit_do_not_depend_on_its_parts(kind, ragged, monkeypatch):
+def test_in_parts_all_is_the_same_by_as_many_passes_and_few_rows_of_logits(
+    kind, ragged, monkeypatch
+):
     model = MODELS[kind]()
     batches = text_batches(**ragged)
     calls: list[int] = []
 
-    def fit():
+    def measured():
         calls.clear()
-        la = fitted_text(model, batches, rank=FULL_RANK)
-        return la, len(calls)
+        with RowsOfTheVocabulary(model) as rows:
+            la = fitted_text(model, batches, rank=FULL_RANK, prior_precision=3.0)
+            return la, scored(la, **ragged), len(calls), rows.most
 
+    # One seed at a time: several have as many times the rows.
+    monkeypatch.setattr(graph, "_ROWS", 1)
     with record_calls(first_layer_of(model), calls):
-        expected, n_calls = fit()
-        monkeypatch.setattr(vocabulary, "MOST_ROWS", 3)
-        la, n_calls_in_parts = fit()
-    # The layers before the output layer run as often.
-    assert n_calls > 0
-    assert n_calls_in_parts == n_calls
+        expected, scores, n_calls, n_at_once = measured()
+        monkeypatch.setattr(vocabulary, "MOST_ROWS", A_FEW_ROWS)
+        la, scores_in_parts, n_calls_in_parts, n_in_parts = measured()
     assert_same_fit(la, expected)
+    assert_close(scores_in_parts, scores, rtol=1e-7, atol=1e-9)
+    assert n_calls_in_parts == n_calls > 0
+    # A text by itself has as few rows; LoRA of the output layer has more of its own.
+    if kind not in ("gemma2", "embedding"):
+        assert n_in_parts == min(A_FEW_ROWS, n_at_once)
 
 
 def test_speech_that_is_transcribed_is_fitted_in_parts_too(monkeypatch):

@@ -142,17 +142,18 @@ def shifted(model: nn.Module, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_labels_of_an_encoder_decoder_are_predicted_at_their_own_place(kind):
     model = encoder_decoder(kind)
-    assert_has_the_loss_of_training(model, pairs_of_texts())
-
-
-@pytest.mark.parametrize("kind", ["t5", "bart"])
-def test_a_collator_may_say_what_the_decoder_reads(kind):
-    model = encoder_decoder(kind)
     batch = pairs_of_texts()
-    tokens = shifted(model, batch["labels"])
+    assert_has_the_loss_of_training(model, batch)
     adapted = TokensModel(model)
-    found = adapted(batch | {"decoder_input_ids": tokens})
-    assert_close(found, adapted(batch))
+    expected = adapted(batch)
+    # What a decoder reads may be said by a collator, left open, or given as embeddings.
+    tokens = shifted(model, batch["labels"])
+    assert_close(adapted(batch | {"decoder_input_ids": tokens}), expected)
+    assert_close(adapted(batch | {"decoder_input_ids": None}), expected)
+    if kind == "t5":
+        embeddings = model.get_input_embeddings()(tokens)
+        found = adapted(batch | {"decoder_inputs_embeds": embeddings})
+        assert_close(found, expected)
 
 
 def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
@@ -166,23 +167,6 @@ def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
     expected = output.logits[labels != NO_LABEL]
     found = TokensModel(model)(batch)
     assert_close(found, expected.to(found))
-
-
-def test_what_a_decoder_reads_may_be_left_open():
-    adapted = TokensModel(encoder_decoder("t5"))
-    batch = pairs_of_texts()
-    found = adapted(batch | {"decoder_input_ids": None})
-    assert_close(found, adapted(batch))
-
-
-def test_what_a_decoder_reads_may_be_given_as_embeddings():
-    model = encoder_decoder("t5")
-    batch = pairs_of_texts()
-    tokens = shifted(model, batch["labels"])
-    embeddings = model.get_input_embeddings()(tokens)
-    adapted = TokensModel(model)
-    found = adapted(batch | {"decoder_inputs_embeds": embeddings})
-    assert_close(found, adapted(batch))
 
 
 def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
@@ -218,87 +202,49 @@ def fsmt() -> nn.Module:
 
 def test_an_embedding_that_is_also_the_output_layer(fsmt):
     batch = pairs_of_texts()
+    labels = batch["labels"].clone()
     found = TokensModel(fsmt)(batch)
-    labels = batch.pop("labels")
-    # A copy, since it writes to what it is given.
+    # The model writes to what it is given.
+    assert torch.equal(batch.pop("labels"), labels)
     tokens = fsmt.prepare_decoder_input_ids_from_labels(labels.clone())
     output = fsmt(**batch, decoder_input_ids=tokens, use_cache=False)
-    expected = output.logits[labels != NO_LABEL]
-    assert_close(found, expected)
-
-
-def test_labels_that_a_model_writes_to_stay(fsmt):
-    batch = pairs_of_texts()
-    labels = batch["labels"].clone()
-    TokensModel(fsmt)(batch)
-    assert torch.equal(batch["labels"], labels)
+    assert_close(found, output.logits[labels != NO_LABEL])
 
 
 # --- refused --------------------------------------------------------------------------
 
 
+NOTHING = torch.full((6, 7), NO_LABEL)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param(
-            {"labels": torch.full((6, 7), NO_LABEL)},
-            "no token is labelled",
-            id="no label",
-        ),
-        pytest.param(
-            {"labels": torch.zeros(6, dtype=torch.long)},
-            "whole numbers",
-            id="a label a text",
-        ),
-        pytest.param(
-            {"labels": torch.zeros(6, 7)},
-            "whole numbers",
-            id="labels that are no integers",
-        ),
-        pytest.param(
-            {"labels": torch.ones(6, 4, dtype=torch.long)},
-            r"labels have shape \(6, 4\), but input_ids",
-            id="fewer labels than tokens",
-        ),
-        pytest.param(
-            {"labels": six_texts()["input_ids"]},
-            "labels where attention_mask is 0",
-            id="labels on padding",
-        ),
-        pytest.param(
-            {"attention_mask": torch.ones(6, 5)},
-            r"attention_mask has \(6, 5\)",
-            id="a shorter mask",
-        ),
+        ({"labels": NOTHING}, "no token is labelled"),
+        ({"labels": torch.zeros(6, dtype=torch.long)}, "whole numbers"),
+        ({"labels": torch.zeros(6, 7)}, "whole numbers"),
+        ({"labels": torch.ones(6, 4, dtype=torch.long)}, "input_ids has"),
+        ({"labels": six_texts()["input_ids"]}, "attention_mask is 0"),
+        ({"attention_mask": torch.ones(6, 5)}, "attention_mask has"),
+        ({"labels": None}, "No labels 'labels'"),
     ],
 )
-def test_what_is_refused(adapted, changes, message):
+def test_labels_that_do_not_fit_are_refused(adapted, changes, message):
     batch = six_texts(**changes)
     with pytest.raises(ValueError, match=message):
         adapted(batch)
-
-
-def test_a_batch_without_labels_is_refused(adapted):
-    batch = six_texts()
-    del batch["labels"]
-    with pytest.raises(ValueError, match="No labels 'labels'"):
-        adapted(batch)
-
-
-def test_a_batch_that_is_no_mapping_is_refused(adapted):
-    batch = six_texts()
-    with pytest.raises(TypeError, match="be a mapping, not tuple"):
+    with pytest.raises(TypeError, match="mapping"):
         adapted((batch, batch))
 
 
-def test_models_that_write_no_text_are_refused(bert):
-    with pytest.raises(ValueError, match="generates text"):
-        TokensModel(bert)
-
-
 @pytest.mark.parametrize(
-    "keywords", [{"class_token_ids": [1, 2]}, {"mask_token_id": 1}]
+    ("kind", "keywords", "message"),
+    [
+        ("bert", {}, "generates text"),
+        ("gpt2", {"class_token_ids": [1, 2]}, "whole vocabulary"),
+        ("gpt2", {"mask_token_id": 1}, "whole vocabulary"),
+    ],
 )
-def test_some_tokens_alone_are_refused(gpt2, keywords):
-    with pytest.raises(ValueError, match="whole vocabulary"):
-        TokensModel(gpt2, **keywords)
+def test_models_that_do_not_fit_are_refused(kind, keywords, message):
+    with pytest.raises(ValueError, match=message):
+        TokensModel(lora_model(kind), **keywords)
