@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,8 +30,7 @@ from tests.support.posteriors import (
 from tests.support.snapshots import Snapshot, half_trained
 from tests.support.texts import fitted_text
 
-LINKS_OF_DECISIONS = ["mean_field", "probit", "mc"]
-LINKS = [*LINKS_OF_DECISIONS, "bridge"]
+LINKS = ["mean_field", "probit", "mc", "bridge"]
 AMORTIZED = {"pred_type": "amortized"}
 
 
@@ -140,18 +138,13 @@ def test_variances_that_are_linear_in_the_features_predict_exactly(
     # Without a variance there would be an error.
     of_map = linear.model(points).softmax(-1)
     assert (exact - of_map).abs().max() > 0.01
-
-
-@pytest.mark.parametrize("link", LINKS_OF_DECISIONS)
-def test_decisions_by_variances_that_are_linear_are_exact(linear, points, link):
+    if link == "bridge":  # which decides nothing
+        return
     found = linear.predict(points, link, generator=generator(), **AMORTIZED)
     expected = linear.predict(points, link, generator=generator())
     for part, of_exact in zip(found, expected, strict=True):
         # Entropies that are differences of others keep fewer digits.
         assert_close(part, of_exact, rtol=1e-3, atol=1e-5)
-    found = linear.predict_proba(points, link, **AMORTIZED)
-    expected = linear.predict_proba(points, link)
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def test_regression_has_a_mean_and_a_covariance(points):
@@ -167,7 +160,8 @@ def test_regression_has_a_mean_and_a_covariance(points):
 @pytest.mark.parametrize("n_outputs", [1, 2])
 def test_far_from_the_data_covariances_stay_positive(n_outputs):
     la, X = plain_regression(n_outputs)
-    la.amortize([X])
+    # Numbers have no swapped copies.
+    assert la.amortize([X]).n_examples == 12
     _, f_var = la(3 * X, **AMORTIZED)
     variances = f_var.diagonal(dim1=1, dim2=2)
     assert variances.min() > 0
@@ -305,12 +299,6 @@ def test_texts_without_labels_are_learnt_from_like_others():
     assert_close(found.weights.abs(), both.weights.abs())
 
 
-def test_numbers_have_no_swapped_copies():
-    la, X = plain_regression()
-    learnt = la.amortize([X])
-    assert learnt.n_examples == 12
-
-
 # --- what it belongs to ---------------------------------------------------------------
 
 
@@ -321,30 +309,14 @@ def test_it_belongs_to_a_fit(amortized, batch):
             predict(batch, **AMORTIZED)
 
 
-def double_the_prior_precision(la: Any) -> None:
-    la.prior_precision = 2 * la.prior_precision
-
-
-def give_each_layer_a_prior_precision(la: Any) -> None:
-    la.prior_precision = some_precision(la, "layerwise")
-
-
-def raise_the_temperature(la: Any) -> None:
-    la.temperature = 2.0
-
-
-CHANGES_OF_THE_PRIOR = [
-    double_the_prior_precision,
-    give_each_layer_a_prior_precision,
-    raise_the_temperature,
-]
-
-
-@pytest.mark.parametrize("change", CHANGES_OF_THE_PRIOR)
-def test_it_belongs_to_a_prior_and_serves_again_with_its_own(amortized, batch, change):
+@pytest.mark.parametrize("name", ["prior_precision", "layerwise", "temperature"])
+def test_it_belongs_to_a_prior_and_serves_again_with_its_own(amortized, batch, name):
     expected = amortized(batch, **AMORTIZED)
     hyperparameters = amortized.hyperparameters
-    change(amortized)
+    if name == "layerwise":
+        amortized.prior_precision = some_precision(amortized, name)
+    else:
+        setattr(amortized, name, 2.0)
     for predict in (amortized, amortized.predict, amortized.predict_proba):
         with pytest.raises(ValueError, match="The prior has changed since"):
             predict(batch, **AMORTIZED)
@@ -384,16 +356,6 @@ REFUSED = [
 REFUSALS = (ValueError, AttributeError, NotImplementedError)
 
 
-def test_learning_and_predicting_leave_the_model():
-    model = half_trained(lora_model("bert"))
-    la = fitted(model=model)
-    batches = ragged_batches()
-    before = Snapshot(model)
-    la.amortize(batches)
-    la.predict_proba(batches, **AMORTIZED)
-    before.assert_equal(model)
-
-
 @pytest.mark.parametrize(("use", "message"), REFUSED)
 def test_what_is_refused_leaves_the_model_and_what_was_learnt(use, message):
     model = half_trained(lora_model("bert"))
@@ -420,24 +382,10 @@ def test_weights_that_have_changed_are_refused(amortized, batch):
 # --- files ----------------------------------------------------------------------------
 
 
-def restored(la: Any, folder: Path):
-    """Load a posterior's state into another of the same model."""
-    other = make(la.model.model, backend_kwargs={"rank": 3})
-    other.load_state_dict(la.state_dict())
-    return other
-
-
-def read(la: Any, folder: Path):
-    """Save a posterior in a folder, and read it for another model."""
-    la.save_pretrained(folder)
-    return from_pretrained(lora_model("bert"), folder)
-
-
-@pytest.mark.parametrize("load", [restored, read])
-def test_it_is_saved_with_the_posterior(amortized, batch, tmp_path, load):
-    expected = amortized(batch, **AMORTIZED)
-    loaded = load(amortized, tmp_path)
-    assert_close(loaded(batch, **AMORTIZED), expected)
+def test_it_is_saved_with_the_posterior(amortized, batch, tmp_path):
+    amortized.save_pretrained(tmp_path)
+    loaded = from_pretrained(lora_model("bert"), tmp_path)
+    assert_close(loaded(batch, **AMORTIZED), amortized(batch, **AMORTIZED))
     r_squared = amortized.learnt_variance.r_squared
     assert loaded.learnt_variance.r_squared == r_squared
 

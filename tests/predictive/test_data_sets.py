@@ -1,13 +1,13 @@
 """Predictions of whole data sets, against those of each example alone."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import datasets
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
@@ -48,21 +48,12 @@ def rows() -> list[Row]:
 
 def collate(records: Sequence[Row]) -> Batch:
     """Pad texts to the longest of them."""
-    lengths = [len(record["input_ids"]) for record in records]
-    longest = max(lengths)
-    ids = []
-    masks = []
-    labels = []
-    for record, n_real in zip(records, lengths, strict=True):
-        n_padded = longest - n_real
-        padding = [0] * n_padded
-        ids.append(record["input_ids"] + padding)
-        masks.append([1] * n_real + padding)
-        labels.append(record["labels"])
+    texts = [torch.tensor(record["input_ids"]) for record in records]
+    masks = [torch.ones_like(text) for text in texts]
     return {
-        "input_ids": torch.tensor(ids),
-        "attention_mask": torch.tensor(masks),
-        "labels": torch.tensor(labels),
+        "input_ids": pad_sequence(texts, batch_first=True),
+        "attention_mask": pad_sequence(masks, batch_first=True),
+        "labels": torch.tensor([record["labels"] for record in records]),
     }
 
 
@@ -104,46 +95,26 @@ def loader() -> DataLoader:
     return DataLoader(Rows(), **of_size(4))
 
 
-def batches() -> list[Batch]:
-    return list(loader())
-
-
-def one_by_one() -> Iterator[Batch]:
-    for row in rows():
-        yield collate([row])
-
-
-def data_set() -> datasets.Dataset:
-    return datasets.Dataset.from_list(rows())
-
-
-@dataclass(frozen=True)
-class Given:
-    """Data, and what a prediction must be told to make batches of them."""
-
-    data: Callable[[], Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-DATA = {
-    "DataLoader": Given(loader),
-    "list of batches": Given(batches),
-    "generator": Given(one_by_one),
-    "datasets": Given(data_set, of_size(4)),
-    "indexed": Given(Rows, of_size(1)),
-    "list of rows": Given(rows, of_size(32)),
+# Data, and what a prediction must be told to make batches of them.
+DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "DataLoader": (loader, {}),
+    "list of batches": (lambda: list(loader()), {}),
+    "generator": (lambda: (collate([row]) for row in rows()), {}),
+    "datasets": (lambda: datasets.Dataset.from_list(rows()), of_size(4)),
+    "indexed": (Rows, of_size(1)),
+    "list of rows": (rows, of_size(32)),
 }
 
 
 @pytest.mark.parametrize("kind", DATA)
 def test_data_are_predicted_in_their_order(la, expected, kind, capsys):
-    given = DATA[kind]
+    make_data, options = DATA[kind]
     draws = {"n_samples": 50, "generator": generator()}
-    found = la.predict(given.data(), **draws, **given.options)
+    found = la.predict(make_data(), **draws, **options)
     assert_close(tuple(found), tuple(expected), **CLOSE)
     assert not capsys.readouterr().err
 
-    proba = la.predict_proba(given.data(), progress_bar=True, **given.options)
+    proba = la.predict_proba(make_data(), progress_bar=True, **options)
     assert_close(torch.from_numpy(proba), expected.probabilities, **CLOSE)
     said = capsys.readouterr().err
     assert "[Predictions]" in said
