@@ -67,27 +67,22 @@ def own_logits(model: nn.Module, example: Example, column: str) -> Tensor:
 
 
 def of_all_tokens(model: nn.Module, example: Example) -> Tensor:
-    """Read `(tokens x C,)` logits of one example's real tokens."""
+    """Read `(tokens, C)` logits of one example's real tokens."""
     logits = model(**example).logits
     if "attention_mask" in example:
-        logits = logits[example["attention_mask"].bool()]
-    return logits.flatten()
+        return logits[example["attention_mask"].bool()]
+    return logits[0]
 
 
 def alone_by_row(
     model: nn.Module, examples: list[Example], column: str
 ) -> tuple[Tensor, Tensor]:
     """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`, of tokens N rows."""
-    if column != TOKENS:
-        logits, Js = alone(model, partial(own_logits, column=column), examples)
-        return logits.double(), Js.double()
-    # One by one: examples have as many tokens as they like.
-    parts = [alone(model, of_all_tokens, [example]) for example in examples]
-    logits, Js = zip(*parts, strict=True)
-    # (1, tokens x classes, parameters) to (tokens, classes, parameters)
-    of_tokens = [J.reshape(-1, N_CLASSES, J.shape[-1]) for J in Js]
-    f = torch.cat([each.reshape(-1, N_CLASSES) for each in logits])
-    return f.double(), torch.cat(of_tokens).double()
+    of_example = (
+        of_all_tokens if column == TOKENS else partial(own_logits, column=column)
+    )
+    logits, Js = alone(model, of_example, examples)
+    return logits.double(), Js.double()
 
 
 def examples_of(family: Family) -> list[Example]:

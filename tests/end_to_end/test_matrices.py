@@ -230,15 +230,6 @@ def names(case: Case, **selection) -> list[str]:
     return [block.known_as.removeprefix("base_model.model.") for block in blocks]
 
 
-def test_names_of_experts():
-    found = names(MIXTRAL(), layers_to_transform=0)
-    experts = "model.layers.0.mlp.experts"
-    assert f"{experts}.gate_up_proj.lora_A.weight[2]" in found
-    assert f"{experts}.down_proj.lora_B.weight[0]" in found
-    # A and B of q_proj, and of two parameters of each of three experts.
-    assert len(set(found)) == len(found) == 2 + 2 * 2 * 3
-
-
 def test_names_of_an_embedding_and_of_tokens():
     embeddings = "bert.embeddings.word_embeddings"
     selection = {"target_modules": ["word_embeddings"]}
@@ -264,7 +255,8 @@ def test_experts_are_selected_by_their_module_or_their_parameter(name, parameter
     # A name ends with the parameter, the matrix, and the expert's weight.
     assert {each.split(".")[-3] for each in found} == parameters
     # In two layers, A and B of three experts.
-    assert len(found) == 2 * 2 * 3 * len(parameters)
+    assert len(set(found)) == len(found) == 2 * 2 * 3 * len(parameters)
+    assert "model.layers.0.mlp.experts.gate_up_proj.lora_A.weight[2]" in found
 
 
 def test_a_posterior_of_some_experts_leaves_the_others_as_they_are():

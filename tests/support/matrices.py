@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -16,6 +15,7 @@ from tests.support.models import (
     N_CLASSES,
     RAGGED,
     VOCABULARY,
+    built,
     lora_model,
     ragged_batches,
 )
@@ -71,17 +71,11 @@ def of_strings() -> Case:
 
 def of_multiple_choice() -> Case:
     """Make batches `(B, K, T)`, of three examples and of one, with three answers."""
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        attn_implementation="eager",
+    base = built(
+        "BertForMultipleChoice", num_hidden_layers=2, attn_implementation="eager"
     )
     lora = LoraConfig(r=2, target_modules=["query", "value"])
-    model = get_peft_model(transformers.BertForMultipleChoice(config), lora)
+    model = get_peft_model(base, lora)
     # Larger than weights begin, so that answers differ; and no B is 0.
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -121,26 +115,21 @@ def drawn(model: nn.Module) -> nn.Module:
 
 def of_experts(family: str) -> Case:
     """Make a classifier with routed experts, adapted beside linear layers."""
-    torch.manual_seed(0)
     # Each family has a name of its own for the number of experts.
     key = "num_local_experts" if family == "Mixtral" else "num_experts"
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCABULARY,
+    base = built(
+        f"{family}ForSequenceClassification",
         hidden_size=8,
         intermediate_size=6,
         moe_intermediate_size=6,
         num_hidden_layers=2,
-        num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=4,
         num_experts_per_tok=2,
-        num_labels=N_CLASSES,
-        pad_token_id=0,
         attn_implementation="eager",
         experts_implementation="eager",  # the others have no float64
         **{key: 3},
     )
-    classifier = getattr(transformers, f"{family}ForSequenceClassification")
     lora = LoraConfig(
         task_type="SEQ_CLS",
         r=2,
@@ -148,7 +137,7 @@ def of_experts(family: str) -> Case:
         target_parameters=["experts.gate_up_proj", "experts.down_proj"],
     )
     return Case(
-        model=drawn(get_peft_model(classifier(config), lora)),
+        model=drawn(get_peft_model(base, lora)),
         batches=ragged_batches((5, 3, 4, 2, 5), padded_to=5),
         n_experts=3,
         tolerance=1e-4,

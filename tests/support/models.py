@@ -15,8 +15,6 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 
 Batch = dict[str, Tensor]
@@ -130,24 +128,16 @@ def untrained(model: nn.Module) -> nn.Module:
     return model
 
 
-def llama() -> LlamaForCausalLM:
+def llama() -> Any:
     """Initialise a causal language model of three layers at random, for float32."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
+    return built(
+        "LlamaForCausalLM",
         num_hidden_layers=3,
-        num_attention_heads=2,
         num_key_value_heads=1,
         attn_implementation="eager",
         # An adapter in the output layer must not be one in the embedding.
         tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
     )
-    return LlamaForCausalLM(config)
 
 
 def llama_with_output_layer() -> PeftModel:
