@@ -292,9 +292,6 @@ class LoRALaplace(Posterior, Predictor):
         """List the posteriors that predict: this one alone. A mixture has several."""
         return [self]
 
-    def _check_linearised(self) -> None:
-        self.task.check_linearised()
-
     def for_model(self, model: nn.Module) -> LoRALaplace:
         """Make an unfitted posterior of the same options for another model."""
         of_host = [
@@ -694,6 +691,7 @@ class LoRALaplace(Posterior, Predictor):
         prior precision cures it.
         """
         self.task.check_linearised()
+        check_name("pred_type", pred_type, _PRED_TYPES)
         if model_kwargs and pred_type != "nn":
             raise TypeError(f"Unknown options: {', '.join(model_kwargs)}.")
         if not fitting:  # then labels say which tokens the loss reads
@@ -724,7 +722,6 @@ class LoRALaplace(Posterior, Predictor):
         self, x: Any, pred_type: str, joint: bool, diagonal_output: bool
     ) -> tuple[Tensor, Tensor]:
         """Compute mean and covariance, or variances, of numbers."""
-        check_name("pred_type", pred_type, _PRED_TYPES)
         if pred_type == "amortized":
             x = amortized_moments(self, x).semidefinite()
         return self._glm_predictive_distribution(
@@ -741,7 +738,6 @@ class LoRALaplace(Posterior, Predictor):
         generator: torch.Generator | None,
     ) -> Tensor:
         """Compute probabilities of classes row by row, by a link."""
-        check_name("pred_type", pred_type, _PRED_TYPES)
         bridges = _BRIDGES if self.task.predicted.sees_differences else ()
         check_name("link_approx", link_approx, [*LINKS, *bridges])
         if link_approx in _BRIDGES:

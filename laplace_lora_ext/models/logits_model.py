@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from inspect import Parameter, signature
 from threading import get_ident
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -469,34 +469,24 @@ class LogitsModel(nn.Module):
 @contextmanager
 def _requiring_grad(tree: Tree, trainable: Sequence[Tensor]) -> Iterator[None]:
     """Let some parameters alone require grad, and none have a `.grad`, within."""
-    wanted = {id(parameter) for parameter in trainable}
-    changed = [
-        _Parameter(holder, name, parameter.requires_grad, parameter.grad)
-        for holder, name, parameter in tree.all_parameters()
-        if parameter.requires_grad != (id(parameter) in wanted)
-        or parameter.grad is not None
-    ]
+    wanted = set(map(id, trainable))
+    # By their places: hooks that offload weights may replace them within.
+    changed: list[tuple[dict[str, Any], str, bool, Tensor | None]] = []
+    for holder in tree.parameters:
+        for name, weight in holder.items():
+            if weight is None:
+                continue
+            is_right = weight.requires_grad == (id(weight) in wanted)
+            if not is_right or weight.grad is not None:
+                changed.append((holder, name, weight.requires_grad, weight.grad))
     try:
-        for each in changed:
-            parameter = each.holder[each.name]
-            parameter.requires_grad_(id(parameter) in wanted)
-            parameter.grad = None
+        for holder, name, _, _ in changed:
+            weight = holder[name]
+            weight.requires_grad_(id(weight) in wanted).grad = None
         yield
     finally:
         for holder, name, requires_grad, grad in changed:
             holder[name].requires_grad_(requires_grad).grad = grad
-
-
-class _Parameter(NamedTuple):
-    """What a pass changes of a parameter, and had before.
-
-    It is known by its place: hooks that offload weights may replace it within.
-    """
-
-    holder: dict[str, Any]
-    name: str
-    requires_grad: bool
-    grad: Tensor | None
 
 
 # --- wrappers -------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Turns:
                 self._n_waiting += 1
                 self._left.wait_for(lambda: not self._within)
                 self._n_waiting -= 1
-            self._enter()
+            self._within[get_ident()] = self._within.get(get_ident(), 0) + 1
         with self._leaving():
             yield
 
@@ -85,12 +85,9 @@ class Turns:
             if not self._within:
                 self._undoing.enter_context(prepare())
                 self._shared = model
-            self._enter()
+            self._within[get_ident()] = self._within.get(get_ident(), 0) + 1
         with self._leaving():
             yield
-
-    def _enter(self) -> None:
-        self._within[get_ident()] = self._within.get(get_ident(), 0) + 1
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:

@@ -119,13 +119,6 @@ class Tree:
         places = chain.from_iterable(map(dict.values, self.parameters))
         return filter(partial(is_not, None), places)
 
-    def all_parameters(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-        """Yield each parameter that is there now, with its place."""
-        for holder in self.parameters:
-            for name, parameter in holder.items():
-                if parameter is not None:
-                    yield holder, name, parameter
-
 
 # --- evaluation -----------------------------------------------------------------------
 

@@ -238,10 +238,6 @@ class Contrasts:
         """Return how many contrasts an example may have."""
         return min(self.n_contrasts or MOST, n_outputs - 1)
 
-    def are_all(self, n_outputs: int) -> bool:
-        """Tell whether every class is compared, so that covariances are exact."""
-        return self.most(n_outputs) == n_outputs - 1
-
     def classes(self, logits: Tensor) -> Tensor:
         """List each example's classes `(B, 1 + k)`, the most probable one first.
 
@@ -251,7 +247,7 @@ class Contrasts:
         n_outputs = logits.shape[-1]
         order = logits.argsort(dim=-1, descending=True, stable=True)
         classes = order[:, : 1 + self.most(n_outputs)]
-        if self.n_contrasts is not None or self.are_all(n_outputs):
+        if self.n_contrasts is not None or classes.shape[1] == n_outputs:
             return classes
         probabilities = (logits / _TEMPERATURE).softmax(-1)
         included = probabilities.gather(1, classes).cumsum(1)

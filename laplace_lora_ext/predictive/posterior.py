@@ -143,10 +143,6 @@ class Posterior(ParametricLaplace, Members):
         """Refuse a model that has changed since the fit."""
         raise NotImplementedError
 
-    def _check_linearised(self) -> None:
-        """Refuse moments where outputs are too many."""
-        raise NotImplementedError
-
     @exclusive
     def predictive_moments(
         self, x: Any, *, joint: bool = False
@@ -193,7 +189,7 @@ class Posterior(ParametricLaplace, Members):
     ) -> Moments:
         """Compute moments of a batch's logits, or of contrasts of them."""
         self.check_model()
-        self._check_linearised()
+        self.task.check_linearised()
         directions, n_directions = every_output, self.n_outputs
         if contrasts is not None:
             directions = contrasts.directions
