@@ -15,40 +15,16 @@ from laplace_lora_ext.passes.recorder import Recorder
 from tests.support.dense import (
     EXACT,
     curvature_of,
-    gradient_curvature,
     jacobian,
-    jacobians,
     logits_of,
     lora_layers,
     softmax_fisher,
     unpadded,
 )
-from tests.support.models import (
-    lora_model,
-    plain_model,
-    ragged_batches,
-    real_targets,
-    sequences,
-)
+from tests.support.models import lora_model, plain_model, ragged_batches
 from tests.support.posteriors import fitted, make
 from tests.support.ranks import assert_alike, on_ranks, strided_loader
 from tests.support.texts import text_batches
-
-
-def first_positions() -> Tensor:
-    """Make inputs of four examples without positions, `(4, 5)`."""
-    return sequences()[0][:, 0]
-
-
-def test_regression_has_the_curvature_of_the_squared_error():
-    regressor = plain_model(n_outputs=2)
-    X = first_positions()
-    la = make(regressor, likelihood="regression")
-    la.fit([(X, real_targets())])
-    # The squared error has the same curvature wherever the outputs are.
-    H = torch.eye(2).double().expand(len(X), 2, 2)
-    expected = gradient_curvature(regressor, jacobians(regressor, X), H)
-    assert_close(la.H.to_matrix(), expected, **EXACT)
 
 
 # A rank-one block vec(G) vec(G)ᵀ of a rank-one G is a Kronecker product: lora_A, lora_B

@@ -25,15 +25,8 @@ from tests.compatibility.families import (
     Family,
 )
 from tests.compatibility.tables import tables
-from tests.support.dense import (
-    alone,
-    block_diagonal_covariance,
-    full_rank,
-    gradient_blocks,
-    matrix_places,
-    predicted,
-    softmax_fisher,
-)
+from tests.support.cases import Case, Dense, dense
+from tests.support.dense import full_rank, predicted
 from tests.support.models import CLASS_TOKEN_IDS, N_CLASSES
 from tests.support.posteriors import make
 
@@ -74,15 +67,13 @@ def of_all_tokens(model: nn.Module, example: Example) -> Tensor:
     return logits[0]
 
 
-def alone_by_row(
-    model: nn.Module, examples: list[Example], column: str
-) -> tuple[Tensor, Tensor]:
-    """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`, of tokens N rows."""
-    of_example = (
-        of_all_tokens if column == TOKENS else partial(own_logits, column=column)
+def dense_of(model: nn.Module, examples: list[Example], column: str) -> Dense:
+    """Differentiate the logits of each example alone."""
+    is_of_tokens = column == TOKENS
+    logits_of = of_all_tokens if is_of_tokens else partial(own_logits, column=column)
+    return dense(
+        Case(model, examples, split=lambda example: [example], logits_of=logits_of)
     )
-    logits, Js = alone(model, of_example, examples)
-    return logits.double(), Js.double()
 
 
 def examples_of(family: Family) -> list[Example]:
@@ -187,20 +178,17 @@ def test_each_family_has_the_outcome_of_the_table(family: Family, column: str):
     la.fit(labelled)
     f_mu, f_var = predicted(la, data.batches)
 
-    logits, Js = alone_by_row(model, data.examples, column)
+    expected = dense_of(model, data.examples, column)
     if outcome == OWN_PADDING:
         # What the model says of an example depends on its padding.
-        assert apart(f_mu, logits) > 0.1
-        logits, Js = alone_by_row(model, data.padded(), column)
-    blocks = gradient_blocks(model, Js, softmax_fisher(logits))
-    # The columns of an expert's matrix are not beside each other in `Js`.
-    places = torch.cat([matrix.flatten() for matrix in matrix_places(model)])
-    covariance = block_diagonal_covariance(blocks, Js[..., places])
+        assert apart(f_mu, expected.logits) > 0.1
+        expected = dense_of(model, data.padded(), column)
+    H = expected.curvature("lowrank_kron")
     # Of norms that run in float32.
     tolerance = 1e-5 if family.dtype is torch.float64 else 5e-3
-    assert apart(la.H.to_matrix(), torch.block_diag(*blocks)) < tolerance
-    assert apart(f_mu, logits) < tolerance
-    assert apart(f_var, covariance) < tolerance
+    assert apart(la.H.to_matrix(), H) < tolerance
+    assert apart(f_mu, expected.logits) < tolerance
+    assert apart(f_var, expected.posterior(H, torch.ones(1)).f_var) < tolerance
 
 
 def test_the_tables_are_those_of_the_benchmarks():

@@ -12,7 +12,8 @@ from torch import Tensor, distributed, nn
 from torch.testing import assert_close
 
 from tests.compatibility.kinds import ADAPTERS, PRECISIONS, WRAPPERS, Kind
-from tests.support.dense import EXACT, assert_exact, full_rank
+from tests.support.cases import assert_exact
+from tests.support.dense import EXACT, full_rank
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make
 

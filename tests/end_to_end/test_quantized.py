@@ -8,15 +8,8 @@ from torch.testing import assert_close
 
 from laplace_lora_ext.models.tree import Tree, keep_derivatives
 from tests.compatibility.quantizers import BOUNDS, QUANTIZERS
-from tests.support.cases import Case, assert_near
-from tests.support.dense import (
-    alone,
-    block_diagonal_covariance,
-    full_rank,
-    gradient_blocks,
-    logits_of,
-    softmax_fisher,
-)
+from tests.support.cases import Case, assert_near, dense
+from tests.support.dense import full_rank
 from tests.support.models import base_model, ragged_batches, without_labels
 from tests.support.posteriors import make
 
@@ -50,14 +43,12 @@ def test_posterior_of_a_quantized_base(name, dtype):
 
     # Of the reference, too.
     keep_derivatives(Tree(model))
-    logits, Js = alone(model, logits_of, Case(model, batches).examples())
-    logits, Js = logits.double(), Js.double()
-    blocks = gradient_blocks(model, Js, softmax_fisher(logits))
+    fit = dense(Case(model, batches))
+    f_var = fit.posterior(fit.curvature("lowrank_kron"), torch.ones(1)).f_var
     n = len(found.f_mu)
-    covariance = block_diagonal_covariance(blocks, Js[:n])
     # By one error for all numbers: small ones are rounded like large ones.
-    assert_near(found.f_mu.double(), logits[:n], BOUNDS[dtype])
-    assert_near(found.f_var.double(), covariance, BOUNDS[dtype])
+    assert_near(found.f_mu.double(), fit.logits[:n], BOUNDS[dtype])
+    assert_near(found.f_var.double(), f_var[:n], BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

@@ -10,7 +10,8 @@ from torch.testing import assert_close
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.recorder import Recorder
-from tests.support.dense import EXACT, assert_exact, full_rank, jacobians
+from tests.support.cases import assert_exact
+from tests.support.dense import EXACT, full_rank, jacobians
 from tests.support.models import (
     Detour,
     Sorting,

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 from torch.testing import assert_close
 
-from tests.support.dense import EXACT, assert_exact, full_rank, jacobians
+from tests.support.cases import assert_exact
+from tests.support.dense import EXACT, full_rank, jacobians
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     VOCABULARY,

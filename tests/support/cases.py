@@ -20,12 +20,14 @@ from torch.nn.functional import (
 from torch.testing import assert_close
 
 from tests.support.dense import (
+    EXACT,
     alone,
     curvature_of,
     evidence,
     exact_ggn,
     full_rank,
     glm_covariance,
+    jacobians,
     kronecker_block,
     labels_of,
     logits_of,
@@ -176,7 +178,6 @@ class Case:
     # Takes a batch apart, and computes logits `(C,)` or `(rows, C)` of one example.
     split: Callable[[Any], list[Any]] = rows_of
     logits_of: Callable[[nn.Module, Any], Tensor] = plain_logits
-    n_experts: int = 1
     # How near the dense calculus comes: norms of some models run in float32.
     tolerance: float = 1e-9
     # The names of the weights that take part have one of these, and not that.
@@ -213,24 +214,41 @@ class Case:
         return {
             name: weight
             for name, weight in self.model.named_parameters()
-            if self.but not in name and any(part in name for part in self.names)
+            if self.but not in name and any(part in f".{name}" for part in self.names)
         }
 
-    def matrices(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """Cut a weight's tensors into matrices `(..., m, n)`, one an expert."""
-        n_experts = self.n_experts
-        if n_experts > 1 and ".experts." in name:
-            if "lora_A" in name:
-                # One expert's rows follow each other.
-                return list(tensor.chunk(n_experts, dim=-2))
-            # The experts' columns alternate.
-            return [tensor[..., expert::n_experts] for expert in range(n_experts)]
-        shape = self.weights()[name].shape
+    def matrices(self, weight: nn.Parameter, tensor: Tensor) -> list[Tensor]:
+        """Cut a weight's tensors `(..., *shape)` into matrices `(..., m, n)`.
+
+        PEFT holds all experts' factors in one weight: of A one expert's rows after the
+        other's, and of B the experts' columns in turn.
+        """
+        for layer in self.model.modules():
+            # By its name, since older versions of PEFT have no such class.
+            if type(layer).__name__ == "ParamWrapper":
+                n_experts: Any = layer.num_experts
+                if any(half.weight is weight for half in layer.lora_A.values()):
+                    return list(tensor.chunk(n_experts, dim=-2))
+                if any(half.weight is weight for half in layer.lora_B.values()):
+                    return [tensor[..., each::n_experts] for each in range(n_experts)]
+        shape = weight.shape
         # A vector of magnitudes is a column.
-        m = shape.numel() if "magnitude" in name else shape[0]
+        m = shape.numel() if len(shape) == 1 else shape[0]
         # Dimensions of examples and logits come first, where it is a Jacobian.
         leading = tensor.shape[: tensor.ndim - len(shape)]
         return [tensor.reshape(*leading, m, shape.numel() // m)]
+
+    def dense(self, logits: Tensor, jacobian: Tensor) -> "Dense":
+        """Cut Jacobians `(N, C, parameters)` of the weights into their matrices."""
+        weights = self.weights().values()
+        n_numbers = [weight.numel() for weight in weights]
+        Js: list[Tensor] = []
+        values: list[Tensor] = []
+        of_weights = jacobian.split(n_numbers, dim=-1)
+        for weight, J in zip(weights, of_weights, strict=True):
+            Js += self.matrices(weight, J.unflatten(-1, weight.shape).double())
+            values += self.matrices(weight, weight.detach())
+        return Dense(self, logits.double(), Js, values)
 
 
 # --- dense calculus -------------------------------------------------------------------
@@ -321,19 +339,11 @@ class DensePosterior:
 
 def dense(case: Case) -> Dense:
     """Differentiate each example's logits, alone."""
-    case.model.eval()
-    weights = case.weights()
-    logits, jacobian = alone(
-        case.model, case.logits_of, case.examples(), weights.values()
-    )
-    n_numbers = [weight.numel() for weight in weights.values()]
-    Js: list[Tensor] = []
-    values: list[Tensor] = []
-    of_weights = jacobian.split(n_numbers, dim=-1)
-    for (name, weight), J in zip(weights.items(), of_weights, strict=True):
-        Js += case.matrices(name, J.unflatten(-1, weight.shape))
-        values += case.matrices(name, weight.detach())
-    return Dense(case, logits, Js, values)
+    # Where it evaluates already, this would pack weights of four bits anew.
+    if case.model.training:
+        case.model.eval()
+    weights = case.weights().values()
+    return case.dense(*alone(case.model, case.logits_of, case.examples(), weights))
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -363,3 +373,32 @@ def assert_dense(la: Any, fit: Dense, H: Tensor, noise: float = 1.0) -> None:
     assert_close(
         la.log_marginal_likelihood(), expected.evidence, rtol=tolerance, atol=0
     )
+
+
+def assert_exact(la: Any, model: nn.Module, inputs: Sequence[Any]) -> None:
+    """Compare curvature, means and covariances, at prior precision 1.
+
+    The inputs are those that it was fitted to; Jacobians are those of whole batches.
+    """
+    of_posterior = {id(block.weight) for block in la.blocks}
+    names = [
+        f".{name}"
+        for name, each in model.named_parameters()
+        if id(each) in of_posterior
+    ]
+    case = Case(model, [], names=names)
+    weights = case.weights()
+    J = torch.cat([jacobians(model, X, weights) for X in inputs])
+    fit = case.dense(torch.cat([model(X) for X in inputs]).detach(), J)
+    H = fit.curvature(_structure_of(la))
+    assert_close(curvature_of(la), H, **EXACT)
+    f_mu, f_var = predicted(la, inputs)
+    assert_close(f_mu, fit.logits, **EXACT)
+    assert_close(f_var, fit.posterior(H, torch.ones(1)).f_var, **EXACT)
+
+
+def _structure_of(la: Any) -> str:
+    """Tell a structure by what its curvature is."""
+    if hasattr(la.H, "to_matrix"):
+        return "lowrank_kron"
+    return "diag" if la.H.ndim == 1 else "full"

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 from tests.support.models import CLASS_TOKEN_IDS
 
@@ -86,48 +85,13 @@ def lora_weights(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def matrix_places(model: nn.Module) -> list[Tensor]:
-    """Number LoRA weights in order, and cut them into matrices `(m, n)`.
+def jacobians(
+    model: nn.Module, inputs: Any, weights: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """Differentiate the logits in weights by name, `(B, C, parameters)`.
 
-    PEFT holds all experts' factors in one weight: of A one expert's rows after the
-    other's, and of B the experts' columns in turn.
+    Of all LoRA weights by default.
     """
-    n_experts_of = _experts_of_weights(model)
-    parameters = dict(model.named_parameters())
-    matrices: list[Tensor] = []
-    start = 0
-    for name in lora_weights(model):
-        weight = parameters[name]
-        n_rows = len(weight)
-        end = start + weight.numel()
-        in_order = torch.arange(start, end)
-        places = in_order.reshape(n_rows, -1)
-        start = end
-        n_experts = n_experts_of.get(id(weight), 1)
-        if "lora_A" in name:
-            matrices += places.chunk(n_experts)
-        else:
-            for expert in range(n_experts):
-                of_expert = places[:, expert::n_experts]
-                matrices.append(of_expert)
-    return matrices
-
-
-def _experts_of_weights(model: nn.Module) -> dict[int, int]:
-    """Count the experts that share a weight, by the weight's `id`."""
-    n_experts: dict[int, int] = {}
-    for layer in model.modules():
-        # By its name, since older versions of PEFT have no such class.
-        if type(layer).__name__ == "ParamWrapper":
-            for adapters in (layer.lora_A, layer.lora_B):
-                for half in adapters.values():
-                    key = id(half.weight)
-                    n_experts[key] = layer.num_experts
-    return n_experts
-
-
-def jacobians(model: nn.Module, inputs: Any) -> Tensor:
-    """Differentiate the logits in the LoRA weights, `(B, C, parameters)`."""
     args, kwargs = (
         ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
     )
@@ -136,7 +100,8 @@ def jacobians(model: nn.Module, inputs: Any) -> Tensor:
         output = torch.func.functional_call(model, weights, args, kwargs)
         return _answers(output, inputs)
 
-    derivatives = torch.func.jacrev(logits_at)(lora_weights(model))
+    at = dict(lora_weights(model) if weights is None else weights)
+    derivatives = torch.func.jacrev(logits_at)(at)
     return torch.cat([J.flatten(2) for J in derivatives.values()], dim=2)
 
 
@@ -232,40 +197,11 @@ def kronecker_block(J: Tensor, H: Tensor) -> Tensor:
     return block / trace if trace > 0 else block
 
 
-def gradient_blocks(model: nn.Module, Js: Tensor, H: Tensor) -> list[Tensor]:
-    """Compute Kronecker blocks of `kfac_approx="gradient"` from Jacobians."""
-    return [kronecker_block(Js[..., places], H) for places in matrix_places(model)]
-
-
-def gradient_curvature(model: nn.Module, Js: Tensor, H: Tensor) -> Tensor:
-    """Compute `gradient_blocks` as one matrix."""
-    return torch.block_diag(*gradient_blocks(model, Js, H))
-
-
-def dense_curvature(structure: str, model: nn.Module, Js: Tensor, H: Tensor) -> Tensor:
-    """Compute a structure's curvature, but for the host's Kron, as one matrix."""
-    if structure == "lowrank_kron":
-        return gradient_curvature(model, Js, H)
-    exact = exact_ggn(Js, H)
-    if structure == "diag":
-        return exact.diagonal().diag()
-    return exact
-
-
 def power(matrix: Tensor, exponent: float) -> Tensor:
     """Raise a symmetric positive semi-definite matrix to a power."""
     values, vectors = torch.linalg.eigh(matrix)
     # An eigenvalue of 0 comes out as a rounding error of either sign.
     return vectors @ values.clamp_min(0).pow(exponent).diag() @ vectors.T
-
-
-def block_diagonal_covariance(blocks: Sequence[Tensor], Js: Tensor) -> Tensor:
-    """Compute covariances `(N, C, C)` from Jacobians, at prior precision 1."""
-    Js_of_blocks = Js.split([len(block) for block in blocks], dim=-1)
-    covariance = torch.zeros(())
-    for block, J in zip(blocks, Js_of_blocks, strict=True):
-        covariance = covariance + glm_covariance(J, block, block.new_ones(len(block)))
-    return covariance
 
 
 # --- posteriors -----------------------------------------------------------------------
@@ -316,52 +252,3 @@ def predicted(la: Any, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
     moments = [la.predictive_moments(batch) for batch in batches]
     f_var = torch.cat([each.f_var for each in moments])
     return torch.cat([each.f_mu for each in moments]), f_var
-
-
-def assert_exact(
-    la: Any,
-    model: nn.Module,
-    inputs: Sequence[Any],
-    fisher_of: Callable[[Tensor], Tensor] = softmax_fisher,
-) -> None:
-    """Compare curvature, means and covariances, at prior precision 1.
-
-    The inputs are those that it was fitted to. Its structure is any but the host's
-    Kron, and it may be over some of the model's LoRA weights alone. `fisher_of` logits
-    is the likelihood's.
-    """
-    Js = torch.cat([jacobians(model, X) for X in inputs])
-    logits = torch.cat([model(X) for X in inputs])
-    f_mu = logits.detach()
-    of_all = dense_curvature(_structure_of(la), model, Js, H=fisher_of(f_mu))
-    takes_part = _takes_part(la, model)
-    H = of_all[takes_part][:, takes_part]
-    assert_close(curvature_of(la), H, **EXACT)
-
-    ones = H.new_ones(len(H))
-    f_var = glm_covariance(Js[..., takes_part], H, prior_precision=ones)
-    means, covariances = predicted(la, inputs)
-    assert_close(means, f_mu, **EXACT)
-    assert_close(covariances, f_var, **EXACT)
-
-
-def _structure_of(la: Any) -> str:
-    """Tell a structure by what its curvature is."""
-    if hasattr(la.H, "to_matrix"):
-        return "lowrank_kron"
-    if la.H.ndim == 1:
-        return "diag"
-    return "full"
-
-
-def _takes_part(la: Any, model: nn.Module) -> Tensor:
-    """Tell of each LoRA number whether the posterior is over it."""
-    of_posterior = {id(block.weight) for block in la.blocks}
-    parameters = dict(model.named_parameters())
-    parts: list[Tensor] = []
-    for name in lora_weights(model):
-        weight = parameters[name]
-        takes_part = id(weight) in of_posterior
-        of_weight = torch.full_like(weight, takes_part, dtype=torch.bool)
-        parts.append(of_weight.flatten())
-    return torch.cat(parts)

@@ -139,7 +139,6 @@ def of_experts(family: str) -> Case:
     return Case(
         model=drawn(get_peft_model(base, lora)),
         batches=ragged_batches((5, 3, 4, 2, 5), padded_to=5),
-        n_experts=3,
         tolerance=1e-4,
     )
 

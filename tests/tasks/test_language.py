@@ -212,9 +212,9 @@ def test_a_fit_has_the_gradient_of_a_texts_whole_loss_at_drawn_labels(gpt2):
         of_texts.append(of_text.sum(0))
     gradients = torch.stack(of_texts)
     # As if a text had one output, whose curvature is one.
-    Js = gradients[:, None]
-    ones = torch.ones(len(of_texts), 1, 1)
-    expected = dense.gradient_curvature(gpt2, Js, ones.double())
+    Js = tokens.case.dense(gradients, gradients[:, None]).Js
+    ones = torch.ones(len(of_texts), 1, 1).double()
+    expected = torch.block_diag(*[dense.kronecker_block(J, ones) for J in Js])
     found = la.H.to_matrix()
     assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
