@@ -26,7 +26,7 @@ from laplace_lora_ext.curvature.accumulation import Structure
 # text. The lab draws its texts class by class in turns, so that the first have all.
 MOST_ROWS = 1000
 BATCH_SIZE = 16
-KEPT = 0.75  # of ELLA's directions: texts may be alike
+KEPT = 0.75  # of ELLA's directions
 MOST_INDUCING = 100  # texts of VaLLA
 STEPS = 500  # of VaLLA, which has no closed form
 LEARNING_RATE = 0.05
@@ -178,16 +178,23 @@ class ELLAStructure(FunctionSpaceStructure):
     """Features by one logit of each selected text (Deng et al. 2022)."""
 
     def posterior(self, model: Linearised, loader: DataLoader) -> OfHost:
-        """Keep the largest directions."""
-        la = FirstTexts(
-            model,
-            "classification",
-            subsample_size=model.n_selected,
-            n_eigenvalues=max(1, round(KEPT * model.n_selected)),
-            backend=CurvlinopsGGN,
-        )
-        la.fit(loader)
-        return la
+        """Keep the largest directions, fewer where texts are nearly alike."""
+        n_kept = round(KEPT * model.n_selected)
+        while True:
+            la = FirstTexts(
+                model,
+                "classification",
+                subsample_size=model.n_selected,
+                n_eigenvalues=max(1, n_kept),
+                backend=CurvlinopsGGN,
+            )
+            try:
+                la.fit(loader)
+                return la
+            except ValueError:  # before any curvature: too few directions
+                if n_kept <= 1:
+                    raise
+                n_kept //= 2
 
 
 class VaLLAStructure(FunctionSpaceStructure):

@@ -125,3 +125,9 @@ def test_held_out_texts_choose_the_prior(cls, model, monkeypatch):
     la.optimize_prior_precision(method="gridsearch", val_loader=held, grid_size=5)
     p = la.predict_proba(held)
     assert p.sum(-1) == pytest.approx(1)
+
+
+def test_texts_that_are_alike_leave_fewer_directions(model):
+    la = fitted(ELLALaplace, model, 8 * ragged_batches((7, 4, 5)))
+    # Three texts have no more rows than this, and 18 directions are asked for first.
+    assert la.H.host.n_eigenvalues == 9 == 3 * N_CLASSES
