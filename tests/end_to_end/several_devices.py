@@ -3,7 +3,7 @@
 It takes a process of its own: PyTorch knows the pretended accelerator from then on.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -104,47 +104,29 @@ def predictions(la: Any, X: Tensor) -> Outcomes:
     }
 
 
-def choices(la: Any) -> Iterator[tuple[str, Tensor]]:
-    """Choose the prior precision by each method."""
-    loader = pairs(2)
-    options: dict[str, dict[str, Any]] = {
-        # Both steps are taken, however little they change.
-        "marglik": {"n_steps": 2, "tolerance": 0},
-        "gridsearch": {"val_loader": loader, "grid_size": 3},
-    }
-    for method, given in options.items():
-        la.optimize_prior_precision(method=method, **given)
-        yield f"prior of {method}", la.prior_precision
-
-
-def of_low_rank_factors(la: Any) -> Outcomes:
-    """Ask what only a posterior with low-rank factors can say."""
-    statistics = la.predictive_statistics(pairs(2))
-    # One example with two outputs, as Jacobians are shaped.
-    rows = torch.ones(1, 2, la.n_params).to(la.mean)
-    return {
-        "statistics": statistics.moments(la.prior_precision).f_var,
-        "diagonal": la.posterior_precision.diag(),
-        "form": la.posterior_precision.inv_square_form(rows),
-    }
-
-
 def outcomes(model: nn.Module, structure: str) -> Outcomes:
     """Fit, predict, choose the prior precision, restore a state and fit more data."""
     loader = pairs(2)
     X, _ = loader[0]
     la = make(model, structure)
     la.fit(loader)
-    found = {"loss": la.loss}
-    found |= predictions(la, X)
-    found |= dict(choices(la))
+    found = {"loss": la.loss} | predictions(la, X)
+    # Both steps are taken, however little they change.
+    la.optimize_prior_precision(method="marglik", n_steps=2, tolerance=0)
+    found["by evidence"] = la.prior_precision
+    la.optimize_prior_precision(method="gridsearch", val_loader=loader, grid_size=3)
+    found["by search"] = la.prior_precision
     restored = make(model, structure)
     restored.load_state_dict(la.state_dict())
     found["restored"] = restored(X)
     la.fit(loader, override=False)
     found["more data"] = la(X)
     if structure == "lowrank_kron":
-        found |= of_low_rank_factors(la)
+        statistics = la.predictive_statistics(pairs(2))
+        found["statistics"] = statistics.moments(la.prior_precision).f_var
+        # One example with two outputs, as Jacobians are shaped.
+        rows = torch.ones(1, 2, la.n_params).to(la.mean)
+        found["form"] = la.posterior_precision.inv_square_form(rows)
     return found
 
 

@@ -234,8 +234,11 @@ def beside(X: Tensor, value: float) -> Tensor:
 
 def test_a_feature_without_variance_plays_no_part():
     examples = linear_in_features()
-    # A mean of sixty times 0.1 is not 0.1 exactly: rounding leaves some variance.
-    learnt = Examples(beside(examples.X, 0.1), examples.logs).learnt()
+    X = beside(examples.X, 0.1)
+    # Rounding leaves some variance.
+    X[::2, -1] += 1.4e-17
+    assert X[:, -1].std() > 0
+    learnt = Examples(X, examples.logs).learnt()
     found = learnt.covariance(beside(examples.X, 5.0))
     assert_close(found, examples.covariance(), **CLOSE)
     # Where none varies every example has the mean.

@@ -443,6 +443,7 @@ def test_in_parts_all_is_the_same_by_as_many_passes_and_few_rows_of_logits(
         la, scores_in_parts, n_calls_in_parts, n_in_parts = measured()
     assert_same_fit(la, expected)
     assert_close(scores_in_parts, scores, rtol=1e-7, atol=1e-9)
+    assert not any(column.requires_grad for column in scores_in_parts.values())
     assert n_calls_in_parts == n_calls > 0
     # A text by itself has as few rows; LoRA of the output layer has more of its own.
     if kind not in ("gemma2", "embedding"):
