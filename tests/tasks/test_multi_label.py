@@ -179,12 +179,16 @@ def test_a_prior_is_chosen_as_for_two_classes(method, loader, factor):
         strict=True,
     ):
         # All there is in one batch, so that no draw decides what is in it.
-        options = {"n_steps": 3, "batch_size": n} if method == "val_gd" else {}
+        options: dict[str, Any] = {}
+        if method == "val_gd":
+            options = {"n_steps": 3, "batch_size": n}
         history = la.optimize_prior_precision(
             method=method, **{loader: data}, **options
         )
         # Only the first, since Adam's steps are those of a loss of any scale.
-        objectives.append(history.objective[:1] if options else history.objective)
+        objectives.append(
+            history.objective[:1] if method == "val_gd" else history.objective
+        )
         priors.append(la.prior_precision)
     of_texts, of_labels = objectives
     assert_close(of_texts, factor * of_labels, **SAME_OBJECTIVE)
