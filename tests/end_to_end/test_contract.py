@@ -115,6 +115,17 @@ def test_predictions_and_their_mixtures_are_the_dense_ones(fit, la, link):
 
 
 @of_cases(SOME)
+def test_statistics_have_the_dense_moments_of_any_prior(fit, la):
+    given = {"link_approx": "probit", "dtype": torch.float64}
+    statistics = la.predictive_statistics(fit.case.batches, **given)
+    moments = statistics.moments(3.0)
+    expected = dense_posterior(fit, torch.tensor([3.0]))
+    assert_near(moments.f_mu, fit.logits, fit.case.tolerance)
+    assert_near(moments.f_var, expected.f_var, fit.case.tolerance)
+    assert torch.equal(statistics.targets, fit.case.labels())
+
+
+@of_cases(SOME)
 def test_all_outputs_of_a_batch_have_the_dense_covariance(fit, la):
     X, *_ = fit.case.all_inputs()
     f_mu, covariance = la.predictive_moments(X, joint=True)
@@ -167,11 +178,17 @@ def test_a_posterior_survives_a_file(fit, la, tmp_path):
     la.save_pretrained(tmp_path)
     read = laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
     expected = predictions(la, fit.case, "probit")
-    for found, column in zip(
-        predictions(read, fit.case, "probit"), expected, strict=True
-    ):
-        assert torch.equal(found, column)
-    assert torch.equal(read.log_marginal_likelihood(), la.log_marginal_likelihood())
+    for again in (read, copy.deepcopy(la)):
+        assert again.likelihood == la.likelihood
+        for found, of_la in zip(
+            predictions(again, fit.case, "probit"), expected, strict=True
+        ):
+            assert torch.equal(found, of_la)
+        evidence = again.log_marginal_likelihood()
+        assert torch.equal(evidence, la.log_marginal_likelihood())
+    # More data are added to what the file says of the first.
+    read.fit(fit.case.batches, override=False)
+    assert_near(curvature_of(read), 2 * curvature_of(la), 10 * fit.case.tolerance)
 
 
 @of_cases(SAVED)

@@ -156,6 +156,11 @@ def test_trls_batches_choose_the_prior_as_pairs_do():
     assert_close(objective(stacked()), objective(first_preferred()))
 
 
+def test_a_guess_prefers_either_text_half_of_the_time():
+    with pytest.warns(UserWarning, match=r"would be 0\.6931 without"):
+        fit(reward_model())
+
+
 def test_margins_are_warned_of():
     la = fit(reward_model())
     batch = stacked()
