@@ -6,9 +6,8 @@ The host finds each class by its `_key`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from operator import is_not
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, overload
+from typing import Any, ClassVar, Literal, overload
 
 import laplace
 import torch
@@ -41,14 +40,6 @@ from laplace_lora_ext.predictive.statistics import (
 from laplace_lora_ext.saving import read_state
 from laplace_lora_ext.tasks import LIKELIHOOD_OF
 from laplace_lora_ext.tasks.token_labels import TOKEN_CLASSIFICATION
-
-
-class _Precision(NamedTuple):
-    """A posterior precision, with all that it was made of."""
-
-    value: LowRankKronDecomposed
-    made_of: tuple[Any, ...]
-    versions: list[int]  # of the tensors among them
 
 
 class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
@@ -97,17 +88,14 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     def posterior_precision(self) -> LowRankKronDecomposed:
         """Return the posterior precision, made once for a fit and its prior."""
         made_of = self._fit, self._prior_precision, self._sigma_noise, self._temperature
-        tensors = [value for value in made_of if isinstance(value, Tensor)]
-        if any(value.requires_grad for value in tensors):
+        if any(getattr(value, "requires_grad", False) for value in made_of):
             return self._made_precision()
-        versions = [value._version for value in tensors]
-        if (
-            self._precision is None
-            or any(map(is_not, made_of, self._precision.made_of))
-            or versions != self._precision.versions
-        ):
-            self._precision = _Precision(self._made_precision(), made_of, versions)
-        return self._precision.value
+        # Tensors may be changed in place.
+        now = [(id(value), getattr(value, "_version", 0)) for value in made_of]
+        if self._precision is None or self._precision[0] != now:
+            # All are kept, so that no other value gets an id of theirs.
+            self._precision = now, made_of, self._made_precision()
+        return self._precision[-1]
 
     @torch.inference_mode(False)  # what is kept must not be an inference tensor
     def _made_precision(self) -> LowRankKronDecomposed:

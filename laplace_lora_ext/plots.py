@@ -240,29 +240,6 @@ def risk_coverage(results: Outcomes, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def entropies(results: Outcomes, ax: Axes | None = None) -> Axes:
-    """Draw the entropies of right and of wrong answers as histograms.
-
-    Parameters and result are those of `reliability`.
-    """
-    ax = _axes(ax)
-    is_right = results.prediction.labels == results.labels
-    entropy = results.prediction.total_entropy
-    of_right = entropy[is_right]
-    of_wrong = entropy[~is_right]
-    ax.hist(
-        [of_right.tolist(), of_wrong.tolist()],
-        bins=20,
-        stacked=True,
-        color=["tab:green", "tab:orange"],
-        label=["right", "wrong"],
-    )
-    ax.set_xlabel("entropy of the posterior's answer (nats)")
-    ax.set_ylabel("texts")
-    ax.legend()
-    return ax
-
-
 def _axes(ax: Axes | None) -> Axes:
     """Take the given axes, or make new ones."""
     if ax is not None:

@@ -37,7 +37,6 @@ th, td { padding: .3rem .6rem; text-align: left; border-bottom: 1px solid #ddd;
 _PICTURES: dict[str, Callable[..., Any]] = {
     "How often answers are right, by how sure they are": plots.reliability,
     "Errors among the surest answers": plots.risk_coverage,
-    "Entropies of right and of wrong answers": plots.entropies,
 }
 
 

@@ -19,7 +19,6 @@ class Regression(Task):
     name_for_host = "regression"
     has_noise = True
     instead_of_logit_scale = "sigma_noise"
-    figures = ("rmse", "nll", "coverage", "crps")
 
     def predictions(self, logits: Tensor) -> Tensor:
         return logits

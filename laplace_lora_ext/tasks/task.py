@@ -100,8 +100,6 @@ class Task:
         the values of `hessian_structure` that it works with
     mistaken_for : str
         what transformers calls another task, `problem_type`, if models say so
-    figures : tuple of str
-        what `metrics.compare` measures of evaluation data
     instead_of_logit_scale : str
         what to use in place of `logit_scale`; empty where the logits can be scaled
     """
@@ -115,7 +113,6 @@ class Task:
     writes = False
     structures: tuple[str, ...] = ("lowrank_kron", "kron", "diag", "full")
     mistaken_for = ""
-    figures: tuple[str, ...] = ("nll", "ece")
     instead_of_logit_scale = ""
 
     # --- predictions ------------------------------------------------------------------

@@ -34,12 +34,7 @@ from laplace_lora_ext.predictive.posterior import Hyperparameters
 from laplace_lora_ext.processes.shards import Division, check_divisible, divide
 from laplace_lora_ext.training.averaging import share_of
 from laplace_lora_ext.training.resuming import Log, forget, train_or_read
-from laplace_lora_ext.training.trainers import (
-    Examples,
-    loader_of,
-    same_random_states,
-    with_tokenizer,
-)
+from laplace_lora_ext.training.trainers import Examples, loader_of, same_random_states
 from laplace_lora_ext.tuning.gridsearch import GridSearch, nll_of_tokens
 from laplace_lora_ext.tuning.method import TuningHistory, kinds_of, number_of
 
@@ -257,11 +252,12 @@ def train_in_stages(
     """
     check_counts(members=members)
     share_to_average = share_of(average)
+    if options.get("class_texts") is not None:
+        options.setdefault("tokenizer", trainer.processing_class)
     training = _Training(
         model=trainer.model,
         examples=Examples.of_trainer(trainer),
-        settings=with_tokenizer(trainer.processing_class, options)
-        | {"likelihood": likelihood or _likelihood(trainer, options)},
+        settings=options | {"likelihood": likelihood or _likelihood(trainer, options)},
         progress_bar=progress_bar,
     )
     args = trainer.args
@@ -393,11 +389,10 @@ def _figures(trainer: Any, la: Predictor, history: TuningHistory) -> dict[str, f
 def eval_figures(la: Predictor, loader: Iterable[Any]) -> dict[str, float]:
     """Measure a posterior on evaluation data.
 
-    The figures are its NLL and ECE; of texts the NLL of a token; of numbers those of
-    `quality_of_numbers`.
+    The figures are those of `quality`, or of `quality_of_numbers`; of texts the NLL of
+    a token.
     """
-    first = la.members[0]
-    if first.task.writes:
+    if la.members[0].task.writes:
         return {"eval_laplace_nll": nll_of_tokens(la, loader)}
     measured = compare(la, loader).posterior
-    return {f"eval_laplace_{name}": measured[name] for name in first.task.figures}
+    return {f"eval_laplace_{name}": figure for name, figure in measured.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, is_dataclass
@@ -45,14 +45,6 @@ def check_trainer(trainer: Any) -> None:
             "own: choose it in the arguments (optim, learning_rate), or pass "
             "optimizer_cls_and_kwargs."
         )
-
-
-def with_tokenizer(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete options: `class_texts` get the trainer's tokenizer."""
-    completed = dict(options)
-    if completed.get("class_texts") is not None and completed.get("tokenizer") is None:
-        completed["tokenizer"] = tokenizer
-    return completed
 
 
 def loader_of(trainer: Any, examples: Any) -> DataLoader:

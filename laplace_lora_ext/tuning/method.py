@@ -121,13 +121,6 @@ class TuningHistory:
         values = [getattr(trial, name) for trial in self.trials]
         return torch.tensor(values, dtype=torch.float64)
 
-    def __repr__(self) -> str:
-        low, high = (value.item() for value in self.prior_precision.aminmax())
-        return (
-            f"TuningHistory({len(self.trials)} prior precisions from {low:.3g} "
-            f"to {high:.3g})"
-        )
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TuningMethod:

@@ -124,6 +124,17 @@ def backend_of(model: nn.Module, likelihood: str, **settings: Any) -> LowRankKro
     return LowRankKronGGN(logits_model, likelihood, recorder=recorder, **settings)
 
 
+def test_settings_are_all_that_a_curvature_depends_on():
+    settings = {"rank": 3, "kfac_approx": "expand", "tail": False, "stochastic": True}
+    draws = {"draws": "labels", "num_samples": 4, "seed": 7}
+    found = backend_of(plain_model(), "classification", **settings, **draws).settings
+    assert found == settings | draws
+    # Where nothing is drawn, nothing of it decides.
+    exact = settings | {"stochastic": False}
+    found = backend_of(plain_model(), "classification", **exact, **draws).settings
+    assert found == exact
+
+
 def test_each_batch_and_each_seed_draw_labels_of_their_own():
     def drawn(first: int = 0, seed: int = 0) -> Tensor:
         """Draw labels of thirty examples, from a certain one on."""

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import pytest
@@ -12,9 +13,15 @@ from torch.testing import assert_close
 
 from laplace_lora_ext import GridSearch, from_pretrained, train_in_stages
 from laplace_lora_ext.predictive.posterior import Members
+from laplace_lora_ext.training.stages import choose_priors
 from tests.support.heads import plain
 from tests.support.models import pairs
-from tests.support.posteriors import count_forward_passes, make
+from tests.support.posteriors import (
+    count_forward_passes,
+    make,
+    normal,
+    plain_regression,
+)
 from tests.support.trainers import trainer_of
 
 GRID = {
@@ -263,6 +270,33 @@ def test_stages_of_two_members_choose_two_numbers_for_each(tmp_path):
     mixture = train_in_stages(trainer, members=2, modules_to_save=True)
     assert len(mixture.members) == 2
     assert_two_numbers(mixture.members)
+
+
+def test_members_choose_how_kinds_differ_by_the_prior_alone(la, validation):
+    # Too sure, so that a scale of the logits would change what is chosen.
+    for block in la.blocks[-2:]:
+        block.weight.data *= 4
+    la.fit(pairs(3))
+    alone, scaled = copy(la), copy(la)
+    GridSearch(val_loader=validation, optimize_scale=False)(alone)
+    GridSearch(val_loader=validation)(scaled)
+    both = choose_priors([la, la], validation).hyperparameters
+    for found in both:
+        factor = found.prior_precision / alone.prior_precision
+        assert_close(factor, factor[:1].expand_as(factor))
+    factor = both[0].prior_precision / scaled.prior_precision
+    assert factor.max() > 1.1 * factor.min()
+
+
+def test_members_choose_their_own_noise():
+    la, X = plain_regression()
+    f_mu, _ = la.predictive_moments(X)
+    batches = [(X, f_mu + 0.1 * normal(*f_mu.shape, seed=3))]
+    alone = copy(la)
+    GridSearch(val_loader=batches)(alone)
+    assert alone.sigma_noise < 0.4
+    for found in choose_priors([la, la], batches).hyperparameters:
+        assert_close(found.sigma_noise, alone.sigma_noise)
 
 
 def test_a_second_training_chooses_two_numbers(tmp_path):
