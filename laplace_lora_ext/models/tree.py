@@ -198,14 +198,12 @@ def put_back(tree: Tree) -> Iterator[None]:
     modules = tree.watched
     state = State(modules)
     state.lend_copies()
-    changed: list[nn.Module] = []
     try:
         with without_caches():
             yield
     finally:
-        changed = state.changed()
+        changed = state.put_back()
         tree.leaves_state |= bool(changed)
-        state.put_back()
     if modules is tree.modules:
         tree.watched = [m for m in modules if _has_tensors(m) or m in changed]
 
@@ -250,14 +248,17 @@ class State:
                 changed.append(module)
         return changed
 
-    def put_back(self) -> None:
-        """Give the modules their attributes and buffers again."""
+    def put_back(self) -> list[nn.Module]:
+        """Give the modules their attributes and buffers again; list what had others."""
+        changed = self.changed()
         for module, attributes, buffers in self._before:
-            vars(module).update(_differing(module, attributes))
+            if module in changed:
+                vars(module).update(_differing(module, attributes))
             module._buffers.update(buffers)
         for buffer, version in self._originals:
             if _version(buffer) != version:  # no copy was lent
                 buffer.copy_(self._copies[id(buffer)])
+        return changed
 
 
 def _version(buffer: Tensor | None) -> int:
