@@ -229,14 +229,15 @@ def are_in_place(blocks: Sequence[Block]) -> bool:
     return not any(w.is_meta or hasattr(w, "full_tensor") for w in weights)
 
 
-def values_of(blocks: Sequence[Block], weights: Tensor) -> Values:
-    """Cut weights `(parameters,)` into values that a model can be called with."""
+def values_of(blocks: Sequence[Block], weights: Tensor) -> Iterator[Values]:
+    """Cut weights `(S, parameters)` into values that a model can be called with."""
     check_in_place(blocks, "A draw of the weights")
-    parts = weights.split([block.n_params for block in blocks])
-    return [
-        part.reshape(block.shape).to(block.weight)
+    parts = weights.split([block.n_params for block in blocks], dim=1)
+    of_blocks = [
+        part.unflatten(1, block.shape).to(block.weight).unbind()
         for part, block in zip(parts, blocks, strict=True)
     ]
+    return map(list, zip(*of_blocks, strict=True))
 
 
 def check_with_biases(blocks: Sequence[Block]) -> None:

@@ -281,13 +281,13 @@ def drawn_weights(
     n_params = sum(block.n_params for block in la.blocks)
     at_once = max(1, _NUMBERS // n_params)
     for start in range(0, n_samples, at_once):
-        for drawn in la.sample(min(at_once, n_samples - start), generator):
-            yield values_of(la.blocks, drawn)
+        drawn = la.sample(min(at_once, n_samples - start), generator)
+        yield from values_of(la.blocks, drawn)
 
 
 def logits_with(la: Posterior, weights: Tensor, x: Any) -> Tensor:
     """Compute a batch's logits `(B, C)` with other weights `(parameters,)`."""
-    values = values_of(la.blocks, weights)
+    (values,) = values_of(la.blocks, weights[None])
     with la.model.forward_passes():
         return call_with(la.model, la.blocks, values, x)
 
