@@ -72,6 +72,7 @@ class Tree:
         self.four_bit: list[Any] = [
             m for m in self.modules if isinstance(m, of_four_bits)
         ]
+        self._attributes = [vars(m) for m in self.modules]
         self._children: list[dict[str, Any]] = [
             m._modules for m in self.modules if m._modules
         ]
@@ -101,9 +102,14 @@ class Tree:
     def unready(self) -> list[nn.Module]:
         """List the modules that are in training mode or compiled, in most calls none.
 
-        Each walk through all modules takes as long as an operation of the model.
+        Each walk through all modules takes as long as an operation of the model, and
+        twice as long by attributes.
         """
-        return [m for m in self.modules if m.training or m._compiled_call_impl]
+        unready: list[nn.Module] = []
+        for module, attributes in zip(self.modules, self._attributes, strict=True):
+            if attributes.get("training") or attributes.get("_compiled_call_impl"):
+                unready.append(module)
+        return unready
 
     @property
     def is_constant(self) -> bool:
