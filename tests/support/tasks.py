@@ -163,8 +163,6 @@ CHOICES = Task(
 )
 TASKS = {
     "classes": Task(),
-    "diagonal": Task(keywords={"structure": "diag"}),
-    "head": Task(keywords={"modules_to_save": True}),
     "numbers": NUMBERS,
     "rewards": REWARDS,
     "several labels": SEVERAL_LABELS,
