@@ -163,6 +163,7 @@ CHOICES = Task(
 )
 TASKS = {
     "classes": Task(),
+    "diagonal": Task(keywords={"structure": "diag"}),
     "numbers": NUMBERS,
     "rewards": REWARDS,
     "several labels": SEVERAL_LABELS,

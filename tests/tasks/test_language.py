@@ -258,13 +258,6 @@ def test_files_are_read(gpt2, tmp_path):
     assert_close(some_score(again), some_score(la))
 
 
-def test_a_classifier_does_not_take_the_state_of_texts(gpt2):
-    state = fitted_text(gpt2).state_dict()
-    classifier = make(gpt2, class_token_ids=[1, 2, 3])
-    with pytest.raises(ValueError, match="likelihood"):
-        classifier.load_state_dict(state)
-
-
 # --- what classes and texts refuse each other -----------------------------------------
 
 
@@ -281,6 +274,8 @@ def test_what_reads_texts_refuses_a_classifier(read, gpt2):
     la = make(gpt2, class_token_ids=[1, 2, 3])
     with pytest.raises(ValueError, match="language_modeling"):
         read(la, first_batch())
+    with pytest.raises(ValueError, match="likelihood"):
+        la.load_state_dict(fitted_text(gpt2).state_dict())
 
 
 @pytest.mark.parametrize(
@@ -363,16 +358,13 @@ def test_batch_size_and_padding_change_neither_fit_nor_score(gpt2, ragged):
 def test_a_score_takes_a_pass_a_draw_and_one_more(n_samples):
     la = fitted_text()
     passes = count_forward_passes(la)
-    la.score(first_batch(), n_samples)
+    scores = la.score(first_batch(), n_samples)
     assert len(passes) == 1 + n_samples
-
-
-def test_a_score_without_draws_is_the_models_own():
-    la = fitted_text()
-    scores = la.score(first_batch(), n_samples=0)
     tokens = scores.tokens
-    assert torch.equal(tokens.log_prob, tokens.map_log_prob)
-    assert not tokens.epistemic.any()
+    # Without draws it is the model's own.
+    is_own = torch.equal(tokens.log_prob, tokens.map_log_prob)
+    assert is_own == (n_samples == 0)
+    assert tokens.epistemic.any() == (n_samples > 0)
 
 
 # --- few rows of logits at once -------------------------------------------------------
@@ -502,15 +494,8 @@ def test_one_label_is_drawn_for_each_token_by_default(gpt2):
 
 def test_texts_are_no_choices(gpt2):
     # Without answers, a model waits for batches that bring choices.
-    of_choices = make(gpt2)
     with pytest.raises(ValueError, match="language_modeling"):
-        of_choices.fit(text_batches())
-
-
-def test_an_unknown_method_is_refused():
-    la = fitted_text()
-    with pytest.raises(ValueError, match="'marginal' is none of"):
-        la.optimize_prior_precision(method="marginal")
+        make(gpt2).fit(text_batches())
 
 
 def gridsearch(la, batch):
