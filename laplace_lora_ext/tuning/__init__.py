@@ -46,4 +46,6 @@ def build(
             )
         return method
     check_name("method", method, methods)
+    if method == "marglik":  # callers of the host name a link, which predicts nothing
+        options = {name: options[name] for name in options if name != "link_approx"}
     return methods[method](**options)
