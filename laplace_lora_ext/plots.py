@@ -244,12 +244,7 @@ def _axes(ax: Axes | None) -> Axes:
     """Take the given axes, or make new ones."""
     if ax is not None:
         return ax
-    # Only who draws needs matplotlib.
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError(
-            "Pictures need matplotlib: pip install matplotlib."
-        ) from error
+    import matplotlib.pyplot as plt  # only who draws needs it
+
     _, axes = plt.subplots(layout="constrained")
     return axes

@@ -306,16 +306,6 @@ class LowRankKronGGN(GGNInterface):
         y = self.task.check_targets(y, f)
         return self.task.loss(f, y) / self.factor
 
-    def kron(
-        self, x: Any, y: Tensor, N: int | None = None, **kwargs: Any
-    ) -> tuple[Tensor, LowRankKron]:
-        """Compute loss and curvature of one batch.
-
-        The sums normalise themselves, whatever `N` is.
-        """
-        H = self.zeros()
-        return self.accumulate(H, x, y), H
-
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
         """Make Jacobians `(B, C, parameters)` of the logits, and the logits."""
         return self.recorder.jacobians(x, enable_backprop=enable_backprop)

@@ -54,12 +54,15 @@ class DataCollatorForChoices:
         Raises
         ------
         ValueError
-            If a choice has no token, or the examples have unequal numbers of choices.
+            If the examples have unequal numbers of choices.
         """
         rows: list[tuple[list[int], list[int]]] = []
         numbers: set[int] = set()
         for feature in features:
-            answers = [self._tokens(choice) for choice in feature["choices"]]
+            answers = [
+                self.tokenizer(choice, add_special_tokens=False)["input_ids"]
+                for choice in feature["choices"]
+            ]
             numbers.add(len(answers))
             longest = max(map(len, answers), default=0)
             prompt = self._prompt(feature["prompt"], longest)
@@ -103,11 +106,3 @@ class DataCollatorForChoices:
                 f"{self.max_length} to the prompt: raise it."
             )
         return tokens[-n_kept:]
-
-    def _tokens(self, choice: str) -> list[int]:
-        tokens = self.tokenizer(choice, add_special_tokens=False)["input_ids"]
-        if not tokens:
-            raise ValueError(
-                f"The choice {choice!r} has no token: give each choice a text."
-            )
-        return tokens

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -125,7 +124,11 @@ class Agreement(TuningMethod):
             balanced = start.clone()
             for kind in range(number_of(kinds)):
                 is_drawn = kinds.to(start.device) == kind
-                of_kind = partial(_change_by_some, change, is_drawn)
+
+                def of_kind(prior: Tensor, is_drawn: Tensor = is_drawn) -> float:
+                    """Measure the change by draws of a kind, with all others at MAP."""
+                    return change(torch.where(is_drawn, prior, _HELD))
+
                 found = self._broadest(start, of_kind).chosen.prior_precision
                 balanced[is_drawn] = found.to(start)[is_drawn]
             start = balanced
@@ -181,13 +184,6 @@ class Agreement(TuningMethod):
                 f"{tried[root].objective:.3g}. Check that the adapter is trained."
             )
         return TuningHistory(list(tried.values()), choice=list(tried).index(root))
-
-
-def _change_by_some(
-    change: Callable[[Tensor], float], is_drawn: Tensor, prior_precision: Tensor
-) -> float:
-    """Measure the change by draws of some blocks, with all others at MAP."""
-    return change(torch.where(is_drawn, prior_precision, _HELD))
 
 
 def _falling_root(excess: Callable[[float], float]) -> float:

@@ -497,12 +497,6 @@ def test_a_collator_refuses_a_length_that_leaves_no_prompt(tokenizer):
         collator(FEATURES)
 
 
-def test_a_collator_refuses_an_empty_choice(collator):
-    with_an_empty_one = FEATURES[0] | {"choices": ["A", ""]}
-    with pytest.raises(ValueError, match="has no token"):
-        collator([with_an_empty_one])
-
-
 def test_a_collator_refuses_other_numbers_of_choices(collator):
     of_two, second = FEATURES
     of_three = second | {"choices": ["A", "B", "C"]}
