@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -68,14 +68,8 @@ def gathered(value: Value) -> list[Value]:
     if count() == 1:
         return [value]
     _tell(None)
-    own = tree_map_only(Tensor, _in_main_memory, value)
-    values = []
     # One rank at a time, since values pass through its device's memory.
-    for source in range(count()):
-        box = [own if source == rank() else None]
-        dist.broadcast_object_list(box, src=source)
-        values.append(box[0])
-    return values
+    return [_of_rank(source, value) for source in range(count())]
 
 
 def of_first(value: Value) -> Value:
@@ -83,8 +77,15 @@ def of_first(value: Value) -> Value:
     if count() == 1:
         return value
     _tell(None)
-    box = [tree_map_only(Tensor, _in_main_memory, value)]
-    dist.broadcast_object_list(box, src=0)
+    return _of_rank(0, value)
+
+
+def _of_rank(source: int, value: Value) -> Value:
+    """Return the value of one rank on every rank."""
+    box: list[Any] = [None]
+    if source == rank():
+        box = [tree_map_only(Tensor, _in_main_memory, value)]
+    dist.broadcast_object_list(box, src=source)
     return box[0]
 
 
