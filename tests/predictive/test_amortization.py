@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
+from laplace_lora_ext.models.swapping import Swapping
 from laplace_lora_ext.predictive.amortization import changes_of_logits
 from laplace_lora_ext.predictive.posterior import drawn_functions
 from tests.support.models import (
@@ -250,8 +251,8 @@ def test_many_outputs_learn_from_draws(of_many_outputs, unlabelled, points):
     exact = la(points, link_approx="mean_field")
     of_map = la.model(points).softmax(-1)
     learnt = la.amortize(unlabelled, None)
-    # From draws a variance is known with noise only.
-    assert learnt.r_squared > 0.8
+    # The noise of the draws, without which it is 0.83, is not the features' fault.
+    assert learnt.r_squared > 0.95
     found = la(points, link_approx="mean_field", **AMORTIZED)
     errors = (found - exact).abs()
     errors_of_map = (of_map - exact).abs()
@@ -284,8 +285,13 @@ def test_it_learns_from_each_text_and_a_copy_by_a_generator():
     assert torch.equal(torch.get_rng_state(), before)
     other = la.amortize(batches, generator=generator(1))
     assert not torch.equal(one.offset, other.offset)
+    # Copies are learnt from as texts of one's own.
+    swapped = Swapping(batches, la.model.transformer, generator(1))
+    both = la.amortize([*batches, *map(swapped, batches)], None)
+    assert_close(both.weights.abs(), other.weights.abs())
+    la.amortize(batches, generator=generator(1))
     # What was learnt last is kept.
-    assert la.learnt_variance is other
+    assert torch.equal(la.learnt_variance.weights, other.weights)
 
 
 def test_texts_without_labels_are_learnt_from_like_others():
