@@ -4,7 +4,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -99,17 +99,19 @@ class Requests:
         with torch.no_grad():
             return self.model(**self.text)
 
+    @cached_property
+    def layers(self) -> list[nn.Module]:
+        """List the layers that passes go back to; a walk through all is no pass."""
+        named = self.model.named_modules()
+        return [layer for name, layer in named if name.endswith(".lora_A.default")]
+
     def exact(self) -> Any:
         """Predict with exact variances."""
         return self.la(self.text, link_approx=LINK)
 
     def passes(self) -> Any:
         """Make the passes of an exact prediction, and nothing of what they give."""
-        hooks = [
-            layer.register_forward_hook(_anchored)
-            for name, layer in self.model.named_modules()
-            if name.endswith(".lora_A.default")
-        ]
+        hooks = [layer.register_forward_hook(_anchored) for layer in self.layers]
         logits = self.model(**self.text).logits
         vectors = Contrasts().directions(logits.detach())
         torch.autograd.grad(logits, _ANCHOR, vectors, is_grads_batched=True)
