@@ -134,30 +134,21 @@ def test_one_of_four_names_is_right():
 # --- tasks of the paper ---------------------------------------------------------------
 
 
-def assert_trains_on(task: Task, name: str) -> list[Example]:
-    """Demand the training texts that the paper makes of a task's rows; return them."""
-    _, pairs = ROWS[name]
-    examples = [Example(text, label) for text, label in pairs]
-    assert task.train == examples
-    assert task.is_prompt == (examples[0].text in PROMPTS)
-    assert all(0 <= example.label < len(task.classes) for example in examples)
-    return examples
-
-
 @pytest.mark.parametrize("name", PAPER_TASKS)
-def test_rows_of_a_folder_become_the_papers_prompts_and_pairs(name, tmp_path):
+def test_rows_become_the_papers_prompts_and_pairs(name, tmp_path, monkeypatch):
+    paper = PAPER_TASKS[name]
+    rows, pairs = ROWS[name]
+    examples = [Example(text, label) for text, label in pairs]
     write_task(name, tmp_path)
     task = read_paper_task(name, tmp_path)
-    assert task.test == assert_trains_on(task, name)[:1]
+    assert task.train == examples
+    assert task.test == examples[:1]
+    assert task.is_prompt == (examples[0].text in PROMPTS)
+    assert all(0 <= example.label < len(task.classes) for example in examples)
     # What is cut of a long prompt is not where the answer comes from.
-    paper = PAPER_TASKS[name]
     ends_with_choices = paper.is_prompt and name != "boolq"
     assert paper.truncation_side == ("left" if ends_with_choices else "right")
 
-
-@pytest.mark.parametrize("name", PAPER_TASKS)
-def test_rows_of_the_hub_become_the_papers_prompts_and_pairs(name, monkeypatch):
-    rows, _ = ROWS[name]
     asked = []
 
     def load_dataset(dataset, configuration, split):
@@ -167,9 +158,9 @@ def test_rows_of_the_hub_become_the_papers_prompts_and_pairs(name, monkeypatch):
     # The hub's own library would go to the net.
     hub = SimpleNamespace(load_dataset=load_dataset)
     monkeypatch.setitem(sys.modules, "datasets", hub)
-    task = read_paper_task(name)
-    assert task.test == assert_trains_on(task, name)
-    place = (PAPER_TASKS[name].dataset, PAPER_TASKS[name].configuration)
+    of_hub = read_paper_task(name)
+    assert of_hub.train == of_hub.test == examples
+    place = (paper.dataset, paper.configuration)
     assert asked == [(*place, "train"), (*place, "validation")]
 
 
@@ -197,14 +188,19 @@ def words_of(examples: Sequence[Example], place: int) -> set[str]:
     return {example.text.split()[place] for example in examples}
 
 
-def test_intents_of_a_domain_are_balanced_and_come_from_their_own_splits(read_intents):
-    task = read_intents()
-    assert list(task.classes) == ["flight", "visa"]
+def assert_balanced(task: Task, classes: list[str]) -> None:
+    """Demand as many training texts of each class, and splits of their own."""
+    assert list(task.classes) == classes
     assert labels_of(task.train) == 3 * [0, 1]
     for example in (*task.train, *task.test):
         assert task.classes[example.label] in example.text
     assert words_of(task.train, 0) == {"train"}
     assert words_of(task.test, 0) == {"test"}
+
+
+def test_intents_of_a_domain_are_balanced_and_come_from_their_own_splits(read_intents):
+    task = read_intents()
+    assert_balanced(task, ["flight", "visa"])
     assert read_intents() == task
     assert read_intents(seed=1).train != task.train
 
@@ -218,13 +214,8 @@ def test_sentences_are_balanced_in_training_and_all_there_in_the_test(tmp_path):
         ]
         write_rows(rows, tmp_path / "trec" / "coarse" / f"{split}.jsonl")
     task = read_task("trec", 0, data=tmp_path, train_examples=6)
-    assert list(task.classes) == ["entity", "human"]
-    assert labels_of(task.train) == 3 * [0, 1]
     assert sorted(labels_of(task.test)) == [0, 0, 0, 0, 1]
-    for example in (*task.train, *task.test):
-        assert task.classes[example.label] in example.text
-    assert words_of(task.train, 0) == {"train"}
-    assert words_of(task.test, 0) == {"test"}
+    assert_balanced(task, ["entity", "human"])
 
 
 def test_intents_of_other_domains_are_foreign(read_intents):

@@ -192,6 +192,9 @@ def test_the_largest_columns_are_in_different_sums():
     seeds = Classification().sign_seeds(logits, 2, Draws(0, torch.arange(1)))
     # The two others are next to nothing.
     assert_close(fisher(seeds), softmax_fisher(logits), rtol=1e-6, atol=1e-8)
+    # Of labels, the least sure vary the most.
+    by_size = TASKS[MULTI_LABEL].columns_by_size(torch.tensor([[3.0, 0.0, -1.0]]))
+    assert by_size.tolist() == [[1, 2, 0]]
     # They are dealt to and fro: here in their own order.
     alike = Regression().sign_seeds(torch.zeros(1, 5), 2, Draws(0, torch.arange(1)))
     dealt = alike.vectors[:, 0] != 0
