@@ -23,48 +23,19 @@ def broken_off_by_the_user() -> Iterator[Any]:
 
 def another_pair() -> tuple[Tensor, Tensor]:
     """Make the batch that would be the third."""
-    *_, third = pairs(3)
-    return third
+    return pairs(3)[2]
 
 
 def unknown_label():
     X, y = another_pair()
-    bad = (X, y + 1)
-    return [*pairs(2), bad]
-
-
-def not_a_number():
-    X, y = another_pair()
-    X = X.clone()
-    X[2, 3] = torch.nan
-    bad = (X, y)
-    return [*pairs(2), bad]
-
-
-def without_labels():
-    X, _ = another_pair()
-    return [*pairs(2), X]
-
-
-def too_few_features():
-    X, y = another_pair()
-    bad = (X[:, :4], y)
-    return [*pairs(2), bad]
-
-
-def empty():
-    return []
+    return [*pairs(2), (X, y + 1)]
 
 
 FAILURES = [
     (broken_off_by_the_user, KeyboardInterrupt),
     (unknown_label, ValueError),
-    (not_a_number, ValueError),
-    (without_labels, TypeError),
-    (too_few_features, RuntimeError),
-    (empty, ValueError),
+    (list, ValueError),
 ]
-failures = pytest.mark.parametrize(("structure", "failure"), with_structures(FAILURES))
 structures = pytest.mark.parametrize("structure", STRUCTURES)
 
 # --- what they leave ------------------------------------------------------------------
@@ -74,8 +45,7 @@ Facts = dict[str, Tensor]
 
 
 def facts(la) -> Facts:
-    (batch,) = pairs()
-    X, _ = batch
+    X, _ = pairs()[0]
     return facts_of(la, X)
 
 
@@ -91,50 +61,34 @@ def with_dropout():
     return plain_model(lora_dropout=0.5)
 
 
-@failures
-def test_a_failing_first_fit_leaves_everything(structure, failure):
+@pytest.mark.parametrize("override", [None, True, False])
+@pytest.mark.parametrize(("structure", "failure"), with_structures(FAILURES))
+def test_a_failing_fit_leaves_what_was_before_it(structure, failure, override):
+    """None: it is the first fit."""
     loader, error = failure
     model = half_trained(with_dropout())
     la = make(model, structure)
-    before = Snapshot(model)
-    attributes = set(vars(la))
-    with pytest.raises(error):
-        la.fit(loader())
-    before.assert_equal(model)
-    assert set(vars(la)) == attributes
-    assert la.n_data == 0
-
-    # It can still be fitted, as if nothing had been tried.
-    la.fit(pairs(3), override=False)
-    fresh = make(with_dropout(), structure)
-    fresh.fit(pairs(3), override=False)
-    # Three batches of four.
-    assert fresh.n_data == 12
-    found = facts(la)
-    expected = facts(fresh)
-    assert_same(found, expected)
-
-
-@pytest.mark.parametrize("override", [True, False])
-@failures
-def test_a_failing_refit_leaves_the_fit_before_it(structure, failure, override):
-    loader, error = failure
-    model = with_dropout()
-    la = make(model, structure)
-    la.fit(pairs(2))
-    la.prior_precision = 3.0
-    expected = facts(la)
-    snapshot = Snapshot(model)
+    expected = {}
+    if override is not None:
+        la.fit(pairs(2))
+        la.prior_precision = 3.0
+        expected = facts(la)
     before = dict(vars(la))
+    snapshot = Snapshot(model)
     with pytest.raises(error):
-        la.fit(loader(), override=override)
+        la.fit(loader(), override=bool(override))
     snapshot.assert_equal(model)
     # A fit makes its backend anew, whether it fails or not.
-    del before["_backend"]
-    after = vars(la)
+    assert vars(la).keys() == before.keys()
     for name, value in before.items():
-        assert after[name] is value, name
-    assert_same(facts(la), expected)
+        assert vars(la)[name] is value or name == "_backend", name
+    if expected:
+        assert_same(facts(la), expected)
+    # It can still be fitted, as if nothing had been tried.
+    la.fit(pairs(3))
+    fresh = make(with_dropout(), structure, prior_precision=la.prior_precision)
+    fresh.fit(pairs(3))
+    assert_same(facts(la), facts(fresh))
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -156,10 +110,7 @@ def test_a_fit_in_parts_is_one_fit(structure, saved, tmp_path):
             in_parts.save_pretrained(tmp_path)
             in_parts = from_pretrained(model, tmp_path)
     assert at_once.n_data == 8
-    first, *_ = texts
-    found = facts_of(in_parts, first)
-    expected = facts_of(at_once, first)
-    assert_same(found, expected)
+    assert_same(facts_of(in_parts, texts[0]), facts_of(at_once, texts[0]))
 
 
 @structures
@@ -171,12 +122,10 @@ def test_a_state_is_restored_whole_or_not_at_all(structure):
     la.fit(pairs(3))
     expected = facts(la)
     before = dict(vars(la))
-    bad = state | {"temperature": -1.0}
-    with pytest.raises(ValueError, match="temperature must be positive"):
-        la.load_state_dict(bad)
-    after = vars(la)
+    with pytest.raises(ValueError, match="temperature"):
+        la.load_state_dict(state | {"temperature": -1.0})
     for name, value in before.items():
-        assert after[name] is value, name
+        assert vars(la)[name] is value, name
     assert_same(facts(la), expected)
     la.load_state_dict(state)
     assert la.n_data == 8
@@ -188,8 +137,6 @@ def test_a_copy_keeps_the_fit_that_it_was_copied_with(structure):
     la.fit(pairs(2))
     other = copy(la)
     expected = facts(other)
-    third_batch = another_pair()
-    la.fit([third_batch], override=False)
-    assert la.n_data == 12
-    assert other.n_data == 8
+    la.fit([another_pair()], override=False)
+    assert (la.n_data, other.n_data) == (12, 8)
     assert_same(facts(other), expected)

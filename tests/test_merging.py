@@ -5,38 +5,31 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_lora_ext import merge, merging
 from laplace_lora_ext.models.weights import flatten_weights
-from tests.support.models import base_model, first_batch, lora_model, ragged_batches
-from tests.support.posteriors import (
-    STRUCTURES,
-    another_training,
-    count_forward_passes,
-    fitted,
-    generator,
-    make,
-    normal,
+from tests.support.models import (
+    base_model,
+    first_batch,
+    head_of,
+    lora_model,
+    ragged_batches,
 )
+from tests.support.posteriors import STRUCTURES, another_training, fitted, make
+from tests.support.snapshots import Snapshot
+from tests.support.tasks import two
 
 # So that the prior is a small part of each precision, as it should be for merging.
 PRIOR = 0.3
 
 
-@pytest.fixture(params=STRUCTURES)
-def structure(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-def two_posteriors(structure: str = "lowrank_kron", **keywords: Any) -> list[Any]:
+def two_posteriors(structure: str = "lowrank_kron") -> list[Any]:
     """Fit posteriors of two trainings, each in its own model, to other texts."""
     first, *others = ragged_batches()
-    one = fitted(structure=structure, batches=[first], **keywords)
-    two = fitted(
-        structure=structure, batches=others, model=another_training(), **keywords
-    )
+    one = fitted(structure=structure, batches=[first])
+    two = fitted(structure=structure, batches=others, model=another_training())
     one.prior_precision = PRIOR
     # Another, so that none can pass for the other's.
     two.prior_precision = 2 * PRIOR
@@ -59,24 +52,17 @@ def dense_mode(posteriors: list[Any]) -> Tensor:
     return torch.linalg.solve(total, weighted)
 
 
-def blocks_of(model: nn.Module, name: str, **keywords: Any) -> list[Any]:
-    """Activate an adapter, and list what a posterior would be over."""
-    model.set_adapter(name)
-    return make(model, **keywords).blocks
-
-
 def merged_weights(posteriors: list[Any], **keywords: Any) -> Tensor:
     """Merge, and read the weights of the new adapter in one vector."""
     model = posteriors[0].model.model
-    name = merge(posteriors)
-    return flatten_weights(
-        blocks_of(model, name, **keywords), posteriors[0].model.device
-    )
+    model.set_adapter(merge(posteriors))
+    return flatten_weights(make(model, **keywords).blocks, torch.device("cpu"))
 
 
 # --- the mode -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_merged_weights_are_the_mode_of_the_product(structure):
     posteriors = two_posteriors(structure)
     posteriors.append(fitted(structure=structure, model=another_training()))
@@ -89,28 +75,24 @@ def test_merged_weights_are_the_mode_of_the_product(structure):
     assert (merged - halfway).norm() > 0.01 * halfway.norm()
 
 
-def test_single_precision_converges():
+# As far as the precisions themselves are rounded; weights in half have eight bits.
+@pytest.mark.parametrize(
+    ("dtype", "rtol", "atol"),
+    [(torch.float32, 1e-3, 1e-4), (torch.bfloat16, 2**-6, 0.01)],
+)
+def test_other_precisions_converge(dtype, rtol, atol):
     posteriors = two_posteriors()
     for la in posteriors:
-        la.model.float()
-    # As far as the precisions themselves are rounded.
+        la.model.to(dtype)
     expected = dense_mode(two_posteriors()).float()
-    assert_close(merged_weights(posteriors), expected, rtol=1e-3, atol=1e-4)
+    assert_close(merged_weights(posteriors), expected, rtol=rtol, atol=atol)
 
 
-def test_weights_in_half_precision_have_eight_bits():
-    posteriors = two_posteriors()
-    for la in posteriors:
-        la.model.bfloat16()
-    expected = dense_mode(two_posteriors()).float()
-    assert_close(merged_weights(posteriors), expected, rtol=2**-6, atol=0.01)
-
-
-def test_merging_takes_no_pass_of_the_model():
-    posteriors = two_posteriors()
-    calls = [count_forward_passes(la) for la in posteriors]
-    merge(posteriors)
-    assert calls == [[], []]
+def test_two_adapters_of_one_model_are_merged_with_their_heads():
+    both = two("head")
+    merged = merged_weights(both.members, modules_to_save=True)
+    assert set(both.first.model.model.peft_config) == {"default", "second", "merged"}
+    assert_close(merged, dense_mode(both.members), rtol=1e-8, atol=1e-9)
 
 
 def test_what_has_not_converged_is_refused(monkeypatch):
@@ -140,118 +122,54 @@ def test_the_adapter_is_an_ordinary_one(tmp_path):
     assert_close(saved(**batch).logits, logits)
 
 
-def test_two_adapters_of_one_model_are_merged():
-    first, *others = ragged_batches()
-    model = lora_model("bert")
-    one = fitted(model=model, batches=[first])
-    model.add_adapter("second", model.peft_config["default"])
-    model.set_adapter("second")
-    model.double()
-    for name, weight in model.named_parameters():
-        if ".second." in name:
-            like = model.get_parameter(name.replace(".second.", ".default."))
-            weight.data = like.data + 0.1 * normal(*weight.shape) * ("lora_" in name)
-    two = fitted(model=model, batches=others)
-    model.set_adapter("default")
-    merge([one, two])
-    assert model.active_adapter == "default"
-    assert set(model.peft_config) == {"default", "second", "merged"}
-    merged = flatten_weights(blocks_of(model, "merged"), torch.device("cpu"))
-    assert_close(merged, dense_mode([one, two]), rtol=1e-8, atol=1e-9)
-
-
-def test_a_head_is_merged_with_the_rest():
-    posteriors = two_posteriors(modules_to_save=True)
-    # Trained too, and so no longer the same.
-    two = posteriors[1]
-    for block in two.blocks:
-        if block.kind != "lora":
-            noise = torch.randn(block.weight.shape, generator=generator(5))
-            block.weight.data += 0.1 * noise.to(block.weight)
-    two.fit(ragged_batches(seed=3))
-    merged = merged_weights(posteriors, modules_to_save=True)
-    assert_close(merged, dense_mode(posteriors), rtol=1e-8, atol=1e-9)
-
-
 def test_all_else_is_left_as_it_was():
     posteriors = two_posteriors()
-    model: nn.Module = posteriors[0].model.model
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    trainable = {name: p.requires_grad for name, p in model.named_parameters()}
-    mode = model.training
-    random_state = torch.get_rng_state()
+    model = posteriors[0].model.model
+    before = Snapshot(model)
     merge(posteriors)
     assert model.active_adapter == "default"
-    assert model.training == mode
-    assert torch.equal(torch.get_rng_state(), random_state)
-    state = model.state_dict()
-    for name, weight in before.items():
-        assert torch.equal(state[name], weight), name
-    for name, parameter in model.named_parameters():
-        if ".merged." not in name:
-            assert parameter.requires_grad == trainable[name], name
-    for la in posteriors:
-        la.check_model()
+    model.delete_adapter("merged")
+    before.assert_equal(model)
 
 
 # --- errors ---------------------------------------------------------------------------
 
 
-def of_an_adapter_of_another_rank():
-    return [fitted(), fitted(model=lora_model("bert", r=4))]
-
-
-def of_another_scaling():
-    return [fitted(), fitted(model=lora_model("bert", lora_alpha=8))]
-
-
 def of_another_base_model():
     model = another_training()
-    model.base_model.model.bert.embeddings.word_embeddings.weight.data.add_(1)
-    return [fitted(), fitted(model=model)]
+    model.get_base_model().bert.embeddings.word_embeddings.weight.data.add_(1)
+    return fitted(model=model)
 
 
 def of_another_head():
     model = another_training()
-    for name, weight in model.named_parameters():
-        if "modules_to_save" in name:
-            weight.data += 0.1
-    return [fitted(), fitted(model=model)]
+    head_of(model).weight.data += 0.1
+    return fitted(model=model)
 
 
-def of_a_model_that_was_trained_on():
-    one, two = two_posteriors()
-    two.blocks[0].weight.data += 1
-    return [one, two]
+def trained_on():
+    la = fitted(model=another_training())
+    la.blocks[0].weight.data += 1
+    return la
 
 
 @pytest.mark.parametrize(
-    ("posteriors_of", "error", "message"),
+    ("make_second", "error", "message"),
     [
-        (of_an_adapter_of_another_rank, ValueError, "Posterior 1 .*shape"),
-        (of_another_scaling, ValueError, "scaling"),
+        (lambda: fitted(model=lora_model("bert", r=4)), ValueError, "Posterior 1"),
+        (lambda: fitted(model=lora_model("bert", lora_alpha=8)), ValueError, "scaling"),
         (of_another_base_model, ValueError, "word_embeddings"),
-        (of_another_head, ValueError, "classifier.* modules_to_save=True"),
-        (of_a_model_that_was_trained_on, RuntimeError, "have changed since the fit"),
+        (of_another_head, ValueError, "modules_to_save=True"),
+        (trained_on, RuntimeError, "have changed"),
+        (lambda: make(another_training()), AttributeError, "fit"),
     ],
 )
 def test_posteriors_that_do_not_belong_together_are_refused(
-    posteriors_of, error, message
+    make_second, error, message
 ):
-    posteriors = posteriors_of()
+    first = fitted()
     with pytest.raises(error, match=message):
-        merge(posteriors)
-    assert list(posteriors[0].model.model.peft_config) == ["default"]
-
-
-def test_a_posterior_without_a_fit_is_refused():
-    one, two = two_posteriors()
-    unfitted = two.for_model(two.model.model)
-    with pytest.raises(AttributeError, match="fit"):
-        merge([one, unfitted])
-
-
-def test_a_name_that_is_taken_is_refused():
-    posteriors = two_posteriors()
-    with pytest.raises(ValueError, match="has an adapter 'default' already"):
-        merge(posteriors, adapter_name="default")
+        merge([first, make_second()])
+    with pytest.raises(ValueError, match="'default' already"):
+        merge([first, first], adapter_name="default")
+    assert list(first.model.model.peft_config) == ["default"]

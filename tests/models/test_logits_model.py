@@ -59,16 +59,11 @@ def test_a_tensor_and_keyword_arguments_are_passed_on_as_they_are():
 # --- labels ---------------------------------------------------------------------------
 
 
-def test_split_takes_labels_out_of_a_mapping():
+def test_split_takes_labels_out_of_a_mapping_and_a_pair_apart():
     model = LogitsModel(Spy(LOGITS), dict_key_y="answer")
-    batch = {"x": X, "answer": torch.tensor([0, 1, 1])}
-    inputs, labels = model.split(batch)
+    inputs, labels = model.split({"x": X, "answer": torch.tensor([0, 1, 1])})
     assert inputs["x"] is X
     assert labels.tolist() == [0, 1, 1]
-
-
-def test_split_takes_a_pair_apart():
-    model = LogitsModel(Spy(LOGITS))
     for pair in ((X, torch.tensor([0, 1, 1])), [X, [0, 1, 1]]):
         inputs, labels = model.split(pair)
         assert inputs is X
@@ -109,9 +104,6 @@ def test_logits_are_read_off_the_output_in_float32():
         assert torch.equal(logits, LOGITS)
         assert logits.dtype is torch.float32
         assert model.output_size == 2
-
-
-def test_logits_in_float64_stay_there():
     assert LogitsModel(Spy(LOGITS.double()))(X).dtype is torch.float64
 
 

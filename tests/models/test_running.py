@@ -24,25 +24,19 @@ def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
     batch = first_batch()
     expected = la(batch)
 
-    def fit() -> None:
-        la.fit(batches)
-
-    def collect_statistics() -> None:
-        la.predictive_statistics(batches)
-
-    def predict_by_draws() -> None:
-        la(batch, pred_type="nn", link_approx="mc", n_samples=2)
-
     # Weights that another thread draws or moves would show here.
     def predict_the_same() -> None:
-        found = la(batch)
-        assert_close(found, expected, rtol=0, atol=0)
+        assert_close(la(batch), expected, rtol=0, atol=0)
 
-    uses = [fit, collect_statistics, predict_by_draws, predict_the_same]
+    uses = [
+        partial(la.fit, batches),
+        partial(la.predictive_statistics, batches),
+        partial(la, batch, pred_type="nn", n_samples=2),
+        predict_the_same,
+    ]
     with ThreadPoolExecutor(max_workers=4) as pool:
         # Each often enough that they meet.
-        futures = [pool.submit(use) for use in uses * 4]
-        for future in futures:
+        for future in [pool.submit(use) for use in uses * 4]:
             # Raises what its thread has raised.
             future.result()
 

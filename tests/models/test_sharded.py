@@ -1,6 +1,5 @@
 """Weights that FSDP2 has sharded or Accelerate has offloaded."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +14,39 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from tests.support.dense import EXACT
-from tests.support.models import (
-    first_batch,
-    laplace_keywords,
-    lora_model,
-    ragged_batches,
-)
+from tests.support.dense import EXACT, full_rank
+from tests.support.models import first_batch, laplace_keywords, lora_model
 from tests.support.posteriors import STRUCTURES, generator, make
 from tests.support.ranks import assert_alike, on_ranks, strided_loader
 
-CPU = torch.device("cpu")
 # "kron" wants weights that are whole and at hand.
 REACHABLE = [structure for structure in STRUCTURES if structure != "kron"]
 
 
 def build(model: nn.Module, structure: str, kind: str = "bert"):
     """Make a posterior that leaves nothing out."""
-    keywords = laplace_keywords(kind)
-    if structure == "lowrank_kron":
-        keywords["backend_kwargs"] = {"rank": 100}
+    keywords = laplace_keywords(kind) | full_rank(structure)
     return make(model, structure, prior_precision=0.1, **keywords)
 
 
 def facts(la: Any) -> dict[str, Tensor]:
     """Find what a fit, a prediction and a choice come to."""
     la.fit(strided_loader(12))
-    evidence = la.log_marginal_likelihood().detach()
-    prediction = la(first_batch())
-    la.optimize_prior_precision(method="agreement", train_loader=strided_loader(12))
-    return {
-        "evidence": evidence,
-        "prediction": prediction,
-        "prior precision": la.prior_precision,
+    found = {
+        "evidence": la.log_marginal_likelihood().detach(),
+        "prediction": la(first_batch()),
     }
+    la.optimize_prior_precision(method="agreement", train_loader=strided_loader(12))
+    return found | {"prior precision": la.prior_precision}
 
 
 def expected_facts(structure: str, kind: str = "bert") -> dict[str, Tensor]:
     """Find what a model comes to whose weights are whole and at hand."""
-    la = build(lora_model(kind), structure, kind)
-    return facts(la)
+    return facts(build(lora_model(kind), structure, kind))
+
+
+def predict_by_draws(la: Any) -> Tensor:
+    return la(first_batch(), pred_type="nn", n_samples=2, generator=generator())
 
 
 def settings_of(model: nn.Module) -> dict[str, tuple]:
@@ -65,19 +57,16 @@ def settings_of(model: nn.Module) -> dict[str, tuple]:
     }
 
 
-def predict_by_draws(la: Any, **keywords: Any) -> None:
-    la(first_batch(), pred_type="nn", link_approx="mc", n_samples=2, **keywords)
-
-
 # --- offloaded ------------------------------------------------------------------------
 
 
 def offload(model: nn.Module, where: str, folder: Path) -> None:
     """Let Accelerate fetch weights for each layer's pass from somewhere else."""
+    cpu = torch.device("cpu")
     if where == "disk":
-        accelerate.disk_offload(model, str(folder), execution_device=CPU)
+        accelerate.disk_offload(model, str(folder), execution_device=cpu)
     else:
-        accelerate.cpu_offload(model, execution_device=CPU)
+        accelerate.cpu_offload(model, execution_device=cpu)
     assert next(model.parameters()).is_meta
 
 
@@ -100,18 +89,11 @@ def test_offloaded_weights(tmp_path, where, structure, kind):
     assert settings_of(model) == before
     with pytest.raises(NotImplementedError, match="whole LoRA weights"):
         predict_by_draws(la)
-
-
-def test_weights_that_changed_elsewhere_are_noticed(tmp_path):
-    model = lora_model("bert")
-    offload(model, "main memory", tmp_path)
-    la = build(model, "lowrank_kron")
-    batches = ragged_batches()
-    la.fit(batches)
-    # In main memory, where the hook fetches it from.
-    la.blocks[2].values.add_(1)
-    with pytest.raises(RuntimeError, match="have changed since the fit"):
-        la(batches[0])
+    if where == "main memory":
+        # Where the hook fetches it from.
+        la.blocks[2].values.add_(1)
+        with pytest.raises(RuntimeError, match="have changed since the fit"):
+            la(first_batch())
 
 
 # --- in several processes -------------------------------------------------------------
@@ -151,38 +133,24 @@ def test_sharded_weights(structure):
             predict_by_draws(la)
         return found
 
-    results = on_ranks(job, 2)
-    assert_alike(results, expected_facts(structure), **EXACT)
+    assert_alike(on_ranks(job, 2), expected_facts(structure), **EXACT)
 
 
-def checkpoint_by_the_models_own(layers: Iterable[Any]) -> None:
-    """Switch checkpointing on as a trainer does."""
-    for layer in layers:
-        layer.gradient_checkpointing = True
+@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
+def test_sharded_weights_of_checkpointed_layers(structure):
+    """By wrappers, as scripts for FSDP do, or by the model's own switch."""
 
-
-def checkpoint_by_wrappers(layers: Iterable[Any]) -> None:
-    """Wrap what a layer does in PyTorch's own checkpoints, as scripts for FSDP do."""
-    for layer in layers:
-        layer.attention = checkpoint_wrapper(layer.attention)
-
-
-@pytest.mark.parametrize(
-    ("structure", "switch_on"),
-    [
-        ("lowrank_kron", checkpoint_by_the_models_own),
-        ("lowrank_kron", checkpoint_by_wrappers),
-        ("full", checkpoint_by_wrappers),
-    ],
-)
-def test_sharded_weights_of_checkpointed_layers(structure, switch_on):
     def job(rank: int) -> dict[str, Tensor]:
         model = lora_model("bert")
-        layers = model.base_model.model.bert.encoder.layer
-        switch_on(layers)
         calls = []
+        layers = model.base_model.model.bert.encoder.layer
         attention = layers[0].attention.self
         attention.register_forward_hook(lambda *_: calls.append(1))
+        for layer in layers:
+            if structure == "full":
+                layer.attention = checkpoint_wrapper(layer.attention)
+            else:
+                layer.gradient_checkpointing = True
         la = sharded(structure, model=model)
         found = facts(la)
         calls.clear()
@@ -192,8 +160,7 @@ def test_sharded_weights_of_checkpointed_layers(structure, switch_on):
         assert len(calls) == 1 + 3
         return found
 
-    results = on_ranks(job, 2)
-    assert_alike(results, expected_facts(structure), **EXACT)
+    assert_alike(on_ranks(job, 2), expected_facts(structure), **EXACT)
 
 
 def test_a_sharded_base_with_whole_lora_weights():
@@ -201,8 +168,7 @@ def test_a_sharded_base_with_whole_lora_weights():
         # With these, every structure and draws of the weights are there as well.
         la = sharded("kron", leave_out=True)
         found = facts(la)
-        predict_by_draws(la, generator=generator())
+        predict_by_draws(la)
         return found
 
-    results = on_ranks(job, 2)
-    assert_alike(results, expected_facts("kron"), **EXACT)
+    assert_alike(on_ranks(job, 2), expected_facts("kron"), **EXACT)

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from tests.support.dense import labels_of, predicted
-from tests.support.models import first_batch, ragged_batches
+from tests.support.models import first_batch, ragged_batches, without_labels
 from tests.support.posteriors import PRIORS, fitted, some_precision
 
 # Of two batches, and not in their order.
@@ -123,3 +123,21 @@ def test_members_of_a_mixture_must_have_the_same_order():
     members = (statistics, backwards)
     with pytest.raises(ValueError, match="does not shuffle"):
         MixtureStatistics(members, ())
+
+
+def test_statistics_of_no_data_or_of_other_labels_are_refused():
+    la = fitted()
+    with pytest.raises(ValueError, match="no data"):
+        la.predictive_statistics([])
+    batches = ragged_batches()
+    unlabelled = [without_labels(batch) for batch in batches]
+    assert la.predictive_statistics(unlabelled).targets is None
+    with pytest.raises(ValueError, match="others have none"):
+        la.predictive_statistics([batches[0], unlabelled[1]])
+    wrong = batches[1] | {"labels": torch.tensor([0, 7, 1])}
+    with pytest.raises(ValueError, match="batch 1: labels must be"):
+        la.predictive_statistics([batches[0], wrong])
+    # A number that is not among those that are compared with the fit's.
+    la.blocks[0].owner.base_layer.weight.data[0, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"batch 0: .*non-finite"):
+        la.predictive_statistics(batches)

@@ -173,7 +173,8 @@ def validation_loss(la, prior_precision, batches, **predictions: Any) -> float:
     la.prior_precision = prior_precision
     metric = RunningNLLMetric()
     for batch in batches:
-        metric.update(la(batch, **predictions), batch["labels"])
+        inputs, labels = la.model.split(batch)
+        metric.update(la(inputs, **predictions), labels)
     return metric.compute().item()
 
 

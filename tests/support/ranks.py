@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.data_loader import prepare_data_loader
+from accelerate.state import AcceleratorState
 from torch import Tensor, multiprocessing
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -113,13 +114,19 @@ def strided_loader(n: int = 11, batch_size: int = 2) -> DataLoader:
     return DataLoader(texts, batch_size=batch_size, sampler=sampler)
 
 
-def accelerated(rank: int, world: int, loader: DataLoader, **options: Any) -> Any:
-    """Prepare a loader as an `Accelerator` of this process group does."""
+def launched(rank: int, world: int, port: int = 29516) -> None:
+    """Pretend that this rank was started by a launcher, such as torchrun."""
     for prefix in ("", "LOCAL_"):
         os.environ[f"{prefix}RANK"] = str(rank)
         os.environ[f"{prefix}WORLD_SIZE"] = str(world)
-    os.environ["MASTER_ADDR"] = "localhost"
-    # That of the process which this one was forked from.
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    # Those of the process which this one was forked from.
     PartialState._reset_state()
+    AcceleratorState._reset_state()
+
+
+def accelerated(rank: int, world: int, loader: DataLoader, **options: Any) -> Any:
+    """Prepare a loader as an `Accelerator` of this process group does."""
+    launched(rank, world)
     PartialState(cpu=True)
     return prepare_data_loader(loader, put_on_device=True, **options)

@@ -1,17 +1,16 @@
 """A prior precision for LoRA weights, and one for heads."""
 
 import itertools
-from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import nll_loss
 from torch.testing import assert_close
 
-from laplace_lora_ext import GridSearch, from_pretrained, train_in_stages
+from laplace_lora_ext import GridSearch, ValGD, train_in_stages
 from laplace_lora_ext.predictive.posterior import Members
 from laplace_lora_ext.training.stages import choose_priors
 from tests.support.heads import plain
@@ -21,6 +20,7 @@ from tests.support.posteriors import (
     make,
     normal,
     plain_regression,
+    validation_loss,
 )
 from tests.support.trainers import trainer_of
 
@@ -50,11 +50,6 @@ def la():
     return with_head()
 
 
-@pytest.fixture
-def validation() -> Batches:
-    return pairs(2, n=5)
-
-
 def of_kinds(la: Any, numbers: Tensor) -> Tensor:
     """Give LoRA weights the first number, and heads the second."""
     of_lora, of_head = numbers
@@ -79,113 +74,71 @@ def chosen(la: Any) -> Tensor:
 # --- by the evidence ------------------------------------------------------------------
 
 
-def slope(la: Any, prior: Tensor) -> Tensor:
-    """Differentiate the evidence in the logarithms of the two prior precisions."""
-    logarithms = prior.log().requires_grad_()
-    by_block = of_kinds(la, logarithms.exp())
-    evidence = la.log_marginal_likelihood(by_block)
-    (gradient,) = torch.autograd.grad(evidence, logarithms)
-    return gradient
-
-
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
 def test_the_evidence_is_highest_at_the_two_numbers(structure):
     la = with_head(structure)
     la.optimize_prior_precision(method="marglik")
     best = chosen(la)
-    # The hundred steps end near the top, not on it.
-    assert slope(la, best).abs().max() < 0.05
     assert best[0] != best[1]
-
-
-def test_with_lora_alone_kinds_are_one():
-    la = make(plain())
-    la.fit(pairs(3))
-    la.optimize_prior_precision(method="marglik")
-    scalar = la.prior_precision
-    assert scalar.shape == (1,)
-    la.optimize_prior_precision(method="marglik", prior_structure="kind")
-    by_kind = la.prior_precision
-    expected = scalar.expand(len(la.blocks))
-    # Two climbs of the same evidence end near its top, not at one point.
-    assert_close(by_kind, expected, rtol=1e-3, atol=0)
-
-
-def test_a_scalar_is_one_number_where_it_is_asked_for(la):
+    logarithms = best.log().requires_grad_()
+    la.log_marginal_likelihood(of_kinds(la, logarithms.exp())).backward()
+    # The hundred steps end near the top, not on it.
+    assert logarithms.grad.abs().max() < 0.05
     la.optimize_prior_precision(method="marglik", prior_structure="scalar")
     assert la.prior_precision.shape == (1,)
+    of_lora = make(plain(), structure)
+    of_lora.fit(pairs(3))
+    of_lora.optimize_prior_precision(method="marglik")
+    assert of_lora.prior_precision.shape == (1,)
 
 
 # --- by validation data ---------------------------------------------------------------
 
 
-def mean_loss(la: Any, validation: Batches) -> float:
-    """Average the negative log-likelihood by predictions from inputs."""
-    losses = [
-        nll_loss(la(X, link_approx="mean_field").log(), labels, reduction="none")
-        for X, labels in validation
-    ]
-    return torch.cat(losses).mean().item()
-
-
-def losses_by_pair(la: Any, history: Any) -> dict[tuple[float, float], float]:
-    """Sort a search's losses by the two numbers that it tried."""
-    losses = {}
+def test_a_grid_search_tries_all_pairs_in_one_pass_and_takes_one(la):
+    data = pairs(2, n=5)
+    passes = count_forward_passes(la)
+    history = GridSearch(val_loader=data, **GRID)(la)
+    assert len(passes) == len(data)
+    found = {}
     for trial in history.trials:
         la.prior_precision = trial.prior_precision
-        of_lora, of_head = chosen(la).tolist()
         # Rounded, so that the grid's numbers find them.
-        losses[round(of_lora, 6), round(of_head, 6)] = trial.objective
-    return losses
-
-
-def test_a_grid_search_tries_all_pairs_in_one_pass_and_takes_one(la, validation):
-    passes = count_forward_passes(la)
-    history = GridSearch(val_loader=validation, **GRID)(la)
-    assert len(passes) == len(validation)
-    chosen_loss = history.chosen.objective
-    assert mean_loss(la, validation) == pytest.approx(chosen_loss, rel=1e-5)
-    found = losses_by_pair(la, history)
+        found[tuple(chosen(la).numpy().round(6))] = trial.objective
     expected = {}
     for pair in itertools.product(POWERS_OF_TEN, repeat=2):
-        la.prior_precision = of_kinds(la, torch.tensor(pair).double())
-        expected[pair] = mean_loss(la, validation)
+        prior = of_kinds(la, torch.tensor(pair).double())
+        expected[pair] = validation_loss(la, prior, data, link_approx="mean_field")
     assert found == pytest.approx(expected, rel=1e-5)
 
-    # Statistics that are given serve all pairs.
-    statistics = la.predictive_statistics(validation, dtype=torch.float64)
-    passes.clear()
-    by_statistics = GridSearch(val_loader=statistics, **GRID)(la)
-    assert not passes
-    # Those that a search makes itself are in float32.
-    losses = by_statistics.objective
-    assert_close(losses, history.objective, rtol=1e-5, atol=1e-6)
 
-
-@pytest.mark.parametrize(
-    ("structure", "n_points"), [("lowrank_kron", 5**2), ("diag", 5)]
-)
-def test_pairs_are_tried_unasked_where_statistics_serve_all(structure, n_points):
-    la = with_head(structure)
-    assert len(GridSearch(val_loader=pairs(1), **GRID)(la).trials) == n_points
-    search = GridSearch(val_loader=pairs(1), prior_structure="kind", **GRID)
-    assert len(search(la).trials) == 5**2
-
-
-def test_gradient_descent_ends_with_two_numbers(la, validation):
-    la.optimize_prior_precision(method="val_gd", val_loader=validation, n_steps=50)
+def test_gradient_descent_ends_with_two_numbers(la):
+    ValGD(val_loader=pairs(2, n=5), n_steps=50)(la)
     of_lora, of_head = chosen(la)
     assert of_lora != of_head
 
 
-@pytest.mark.parametrize(("prior_structure", "n_points"), [(None, 5), ("kind", 5**2)])
-def test_numbers_to_start_from_keep_their_structure(la, prior_structure, n_points):
-    search = GridSearch(
-        val_loader=pairs(2),
-        init_prior_prec=torch.linspace(1, 2, len(la.blocks)),
-        prior_structure=prior_structure,
-        **GRID,
-    )
+# Statistics serve all pairs, which are then tried unasked.
+@pytest.mark.parametrize(
+    ("structure", "options", "n_points"),
+    [
+        ("lowrank_kron", {}, 5**2),
+        ("diag", {}, 5),
+        ("diag", {"prior_structure": "kind"}, 5**2),
+        # Numbers to start from keep their structure.
+        ("lowrank_kron", {"init_prior_prec": torch.ones(8)}, 5),
+        (
+            "lowrank_kron",
+            {"init_prior_prec": torch.ones(8), "prior_structure": "kind"},
+            5**2,
+        ),
+    ],
+)
+def test_pairs_are_tried_where_they_cost_little_or_are_asked_for(
+    structure, options, n_points
+):
+    la = with_head(structure)
+    search = GridSearch(val_loader=pairs(1), **options, **GRID)
     assert len(search(la).trials) == n_points
 
 
@@ -228,9 +181,10 @@ def test_draws_of_each_kind_change_predictions_alike():
     # So high that the weights stay at their MAP.
     held = torch.tensor(1e30).double()
     torch.manual_seed(0)
-    by_lora = change(la, data, lora, held)
-    by_head = change(la, data, held, head)
-    by_both = change(la, data, lora, head)
+    by_lora, by_head, by_both = (
+        change(la, data, *numbers)
+        for numbers in ((lora, held), (held, head), (lora, head))
+    )
     # A common factor does not change both alike.
     assert by_lora == pytest.approx(by_head, rel=0.2)
     # As much as is allowed, unless told otherwise.
@@ -241,38 +195,35 @@ def test_draws_of_each_kind_change_predictions_alike():
 # --- trainings ------------------------------------------------------------------------
 
 
-def names_of(la: Any) -> list[str]:
-    return [block.name for block in la.blocks]
+def by_second_training(trainer: Any) -> Any:
+    trainer.train()
+    la = make(trainer.model, modules_to_save=True)
+    la.fit(trainer.get_eval_dataloader(trainer.train_dataset))
+    la.optimize_prior_precision(method="second_training", trainer=trainer)
+    return la
 
 
-def assert_two_numbers(members: Sequence[Any]) -> None:
-    """Check that members have heads, and a prior precision for each kind."""
-    for member in members:
-        kinds = {block.kind for block in member.blocks}
-        assert kinds == {"lora", "head"}
-        n_blocks = len(member.blocks)
-        assert member.prior_precision.shape == (n_blocks,)
+@pytest.mark.parametrize(
+    "posterior_of",
+    [
+        partial(train_in_stages, modules_to_save=True),
+        partial(train_in_stages, modules_to_save=True, members=2),
+        by_second_training,
+    ],
+)
+def test_trainings_choose_two_numbers_for_each_member_with_its_head(
+    posterior_of, tmp_path
+):
+    la = posterior_of(trainer_of(tmp_path))
+    for member in la.members:
+        assert {block.kind for block in member.blocks} == {"lora", "head"}
+        assert member.prior_precision.shape == (len(member.blocks),)
         # Which fails where a kind has more than one number.
         chosen(member)
 
 
-def test_stages_choose_two_numbers_and_keep_the_heads(tmp_path):
-    trainer = trainer_of(tmp_path)
-    la = train_in_stages(trainer, modules_to_save=True)
-    assert_two_numbers([la])
-    loaded = from_pretrained(la.model.model, tmp_path)
-    assert names_of(loaded) == names_of(la)
-    assert torch.equal(loaded.prior_precision, la.prior_precision)
-
-
-def test_stages_of_two_members_choose_two_numbers_for_each(tmp_path):
-    trainer = trainer_of(tmp_path)
-    mixture = train_in_stages(trainer, members=2, modules_to_save=True)
-    assert len(mixture.members) == 2
-    assert_two_numbers(mixture.members)
-
-
-def test_members_choose_how_kinds_differ_by_the_prior_alone(la, validation):
+def test_members_choose_how_kinds_differ_by_the_prior_alone(la):
+    validation = pairs(2, n=5)
     # Too sure, so that a scale of the logits would change what is chosen.
     for block in la.blocks[-2:]:
         block.weight.data *= 4
@@ -297,17 +248,3 @@ def test_members_choose_their_own_noise():
     assert alone.sigma_noise < 0.4
     for found in choose_priors([la, la], batches).hyperparameters:
         assert_close(found.sigma_noise, alone.sigma_noise)
-
-
-def test_a_second_training_chooses_two_numbers(tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.train()
-    la = make(trainer.model, modules_to_save=True)
-    loader = trainer.get_eval_dataloader(trainer.train_dataset)
-    la.fit(loader)
-    history = la.optimize_prior_precision(method="second_training", trainer=trainer)
-    (other,) = history.posteriors
-    of_other = are_heads(other)
-    assert torch.equal(of_other, are_heads(la))
-    assert torch.equal(la.prior_precision, other.prior_precision)
-    assert_two_numbers([la])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, nll_loss
+from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 from laplace_lora_ext import (
@@ -28,6 +28,7 @@ from tests.support.posteriors import (
     generator,
     overconfident,
     plain_regression,
+    validation_loss,
 )
 from tests.support.texts import fitted_text
 
@@ -83,6 +84,9 @@ def test_a_link_gets_scaled_logits(link, structure, batch):
     assert_close(predict(moments), expected, **ROUNDING)
     # Moments stay those of the model's own logits.
     assert torch.equal(la.predictive_moments(batch).f_var, moments.f_var)
+    found = la.predict(batch, generator=generator())
+    expected = la.predict(moments, generator=generator())
+    assert_close(tuple(found), tuple(expected))
 
 
 def test_without_variance_it_is_the_inverse_of_a_temperature(batch):
@@ -96,7 +100,7 @@ def test_without_variance_it_is_the_inverse_of_a_temperature(batch):
 
 
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
-def test_draws_and_functions_are_of_scaled_logits(la, batch, pred_type):
+def test_draws_and_functions_are_of_scaled_logits(la, batch, pred_type, tmp_path):
     options = {"pred_type": pred_type, "n_samples": 4}
     logits = la.functional_samples(batch, **options, generator=generator())
     of_function = la.function(seed=1, pred_type=pred_type)(batch)
@@ -107,14 +111,9 @@ def test_draws_and_functions_are_of_scaled_logits(la, batch, pred_type):
     assert_close(probabilities, found.softmax(-1))
     function = la.function(seed=1, pred_type=pred_type)
     assert_close(function(batch), SCALE * of_function)
-
-
-def test_decisions_draw_scaled_logits(la, batch):
-    of_scaled = scaled(la.predictive_moments(batch))
-    expected = la.predict(of_scaled, generator=generator())
-    la.logit_scale = SCALE
-    found = la.predict(batch, generator=generator())
-    assert_close(tuple(found), tuple(expected))
+    # Adapters lack it.
+    with pytest.warns(UserWarning, match=r"by logit_scale, 2\.5"):
+        la.sample_adapters(1, tmp_path)
 
 
 def test_learnt_variances_are_scaled_with_the_logits(la, batch):
@@ -133,7 +132,7 @@ def test_learnt_variances_are_scaled_with_the_logits(la, batch):
     assert_close(la(batch, **options), found)
 
 
-def test_the_evidence_and_the_curvature_ignore_it(la):
+def test_the_evidence_and_the_curvature_ignore_it(la, batch, tmp_path):
     evidence = la.log_marginal_likelihood()
     sums = la.state_dict()["H"]
     la.logit_scale = SCALE
@@ -142,124 +141,67 @@ def test_the_evidence_and_the_curvature_ignore_it(la):
     la.fit(ragged_batches())
     assert torch.equal(la.log_marginal_likelihood(), evidence)
     assert_close(la.state_dict()["H"], sums)
-    assert la.logit_scale == SCALE
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_what_is_no_scale_is_refused(la, value):
-    with pytest.raises(ValueError, match="logit_scale must be"):
-        la.logit_scale = value
-    assert la.logit_scale == 1
-
-
-@pytest.mark.parametrize(
-    ("make_la", "instead"),
-    [(lambda: plain_regression()[0], "sigma_noise"), (fitted_text, "draw_logits")],
-)
-def test_where_there_are_no_logits_it_names_what_to_use(make_la, instead):
-    la = make_la()
-    with pytest.raises(ValueError, match=f"no logit_scale: use {instead}"):
-        la.logit_scale = 2
-    # What changes nothing is allowed.
-    la.logit_scale = 1
-
-
-def test_it_is_shown_where_it_is_not_1(la):
-    assert "logit scale" not in repr(la)
-    la.logit_scale = SCALE
+    # It is shown, saved, and moves with the model.
     assert "logit scale 2.5" in repr(la)
-
-
-def test_it_is_saved(la, batch, tmp_path):
-    la.logit_scale = SCALE
     la.save_pretrained(tmp_path)
     read = from_pretrained(la.model.model, tmp_path)
-    assert read.logit_scale == SCALE
     assert torch.equal(read(batch), la(batch))
-
-
-def test_it_moves_with_the_model(batch):
-    la = fitted(dtype=torch.float32)
-    la.logit_scale = SCALE
     before = la(batch)
-    la.model.double()
-    # As near as float32 is to float64.
-    assert_close(la(batch).float(), before, rtol=1e-4, atol=1e-5)
+    la.model.float()
+    assert_close(la(batch).double(), before, rtol=1e-4, atol=1e-5)
     assert la.logit_scale == SCALE
 
 
-def test_drawn_adapters_lack_it_which_is_said(la, tmp_path):
-    la.logit_scale = SCALE
-    with pytest.warns(UserWarning, match=r"by logit_scale, 2\.5"):
-        la.sample_adapters(1, tmp_path)
+def test_what_is_no_scale_is_refused(la):
+    for value in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="logit_scale must be"):
+            la.logit_scale = value
+    assert la.logit_scale == 1
+    # Without logits it names what to use.
+    regression, _ = plain_regression()
+    for other, instead in ((regression, "sigma_noise"), (fitted_text(), "draw_logits")):
+        with pytest.raises(ValueError, match=f"use {instead}"):
+            other.logit_scale = 2
+        # What changes nothing is allowed.
+        other.logit_scale = 1
 
 
 # --- mixtures -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def trainings() -> list[Any]:
-    """Posteriors of two trainings, with scales of 1 and 3."""
+def test_a_mixture_multiplies_the_scales_of_its_members(batch, validation):
     first = fitted(prior_precision=2.0)
     second = fitted(model=another_training(), prior_precision=0.5)
     second.logit_scale = 3.0
-    return [first, second]
-
-
-def test_a_mixture_multiplies_the_scales_of_its_members(trainings, batch):
-    first, second = trainings
-    mixture = LaplaceMixture(trainings)
-    assert mixture.logit_scale == 1
+    mixture = LaplaceMixture([first, second])
     mixture.logit_scale = 2.0
     assert [member.logit_scale for member in mixture.members] == [2, 6]
     # The posteriors that were given are left as they were.
-    assert [la.logit_scale for la in trainings] == [1, 3]
+    assert (first.logit_scale, second.logit_scale) == (1, 3)
     first.logit_scale = 2.0
     second.logit_scale = 6.0
     assert_close(mixture(batch), (first(batch) + second(batch)) / 2)
-
-
-def test_a_mixture_chooses_by_the_mean_of_its_members(trainings, validation):
-    mixture = LaplaceMixture(trainings)
-    history = mixture.optimize_prior_precision(val_loader=validation, **GRID)
-    assert mixture.logit_scale == history.logit_scale[history.choice].item()
-    loss = penalised_loss(mixture, validation)
-    assert history.chosen.objective == pytest.approx(loss, rel=1e-4)
-    # By statistics as by texts.
-    statistics = mixture.predictive_statistics(validation)
-    again = mixture.optimize_prior_precision(val_loader=statistics, **GRID)
-    assert_close(again.objective, history.objective, rtol=1e-6, atol=0)
+    # It chooses by the mean of its members.
+    history = GridSearch(val_loader=validation, **GRID)(mixture)
+    assert mixture.logit_scale == history.chosen.logit_scale
+    assert history.objective.min() == pytest.approx(loss(mixture, validation), rel=1e-4)
 
 
 # --- the choice -----------------------------------------------------------------------
 
 
-def size(batches: list[Batch]) -> int:
-    """Count the texts of batches."""
-    return sum(len(batch["labels"]) for batch in batches)
-
-
 def penalty_of(scale: float, batches: list[Batch]) -> float:
     """What a scale adds to the mean loss of some texts."""
-    factor = PENALTY if scale > 1 else 0.0
     # As much for all texts together, however many there are.
-    return factor * math.log(scale) ** 2 / size(batches)
+    n_texts = sum(len(batch["labels"]) for batch in batches)
+    return (PENALTY if scale > 1 else 0.0) * math.log(scale) ** 2 / n_texts
 
 
-def mean_loss(
-    la: Any, batches: list[Batch], link_approx: str = "mean_field", **options: Any
-) -> float:
-    """Average over examples, by predictions from the inputs."""
-    losses = []
-    for batch in batches:
-        log_p = la(batch, link_approx=link_approx, **options).double().log()
-        losses.append(nll_loss(log_p, batch["labels"], reduction="none"))
-    return torch.cat(losses).mean().item()
-
-
-def penalised_loss(la: Any, batches: list[Batch], **options: Any) -> float:
+def loss(la: Any, batches: list[Batch], **predictions: Any) -> float:
     """Compute what a search minimises, at the present prior and scale."""
-    return mean_loss(la, batches, **options) + penalty_of(la.logit_scale, batches)
+    options = {"link_approx": "mean_field"} | predictions
+    mean = validation_loss(la, la.prior_precision, batches, **options)
+    return mean + penalty_of(la.logit_scale, batches)
 
 
 def underconfident(**keywords: Any):
@@ -271,18 +213,6 @@ def underconfident(**keywords: Any):
     return la, texts
 
 
-def lowest_of_temperatures(la: Any, texts: list[Batch]) -> float:
-    """Compute the lowest penalised loss of the model alone, over all scales."""
-    f_mu = torch.cat([la.predictive_moments(batch).f_mu for batch in texts])
-    y = torch.cat([batch["labels"] for batch in texts])
-    # From 0.04 to 20, so close to each other that the best is among them.
-    scales = torch.logspace(math.log10(0.04), math.log10(20), 600).tolist()
-    return min(
-        cross_entropy(scale * f_mu, y).item() + penalty_of(scale, texts)
-        for scale in scales
-    )
-
-
 # Where the scale tells all, the best prior is the last.
 @pytest.mark.filterwarnings("ignore:The best prior precision of the grid")
 # One whose statistics serve every prior, and one whose don't.
@@ -292,24 +222,34 @@ def test_the_pair_is_no_worse_than_the_temperature_alone_but_for_a_nat(
     make_task, structure
 ):
     la, texts = make_task(structure=structure)
-    priors_alone = GridSearch(val_loader=texts, optimize_scale=False, **GRID)
-    lowest_of_priors = priors_alone(la).chosen.objective
+    # Of an earlier search, say.
+    la.logit_scale = SCALE
+    priors_alone = GridSearch(val_loader=texts, optimize_scale=False, **GRID)(la)
     assert la.logit_scale == 1
-    of_temperatures = lowest_of_temperatures(la, texts)
+    assert (priors_alone.logit_scale == 1).all()
+    assert priors_alone.chosen.objective == pytest.approx(loss(la, texts), rel=1e-4)
 
+    f_mu = torch.cat([la.predictive_moments(batch).f_mu for batch in texts])
+    y = torch.cat([batch["labels"] for batch in texts])
+    # From 0.04 to 20, so close to each other that the best is among them.
+    of_temperatures = min(
+        cross_entropy(scale * f_mu, y).item() + penalty_of(scale, texts)
+        for scale in torch.logspace(math.log10(0.04), math.log10(20), 600).tolist()
+    )
     passes = count_forward_passes(la)
     history = GridSearch(val_loader=texts, **GRID)(la)
     assert len(passes) == len(texts)
     lowest = history.chosen.objective
     # Between the scales that it tries, the search goes by a polynomial.
-    assert lowest <= of_temperatures + A_NAT / size(texts) + 1e-4
+    assert lowest <= of_temperatures + A_NAT / len(y) + 1e-4
     # It is the loss of what is chosen, and the last that of the temperature alone.
-    assert penalised_loss(la, texts) == pytest.approx(lowest, rel=1e-4)
+    assert loss(la, texts) == pytest.approx(lowest, rel=1e-4)
     assert history.trials[-1].objective == pytest.approx(of_temperatures, rel=1e-4)
     if make_task is underconfident:
         # It is made surer, which no prior could do.
-        assert lowest < lowest_of_priors - 0.05
-        assert la.logit_scale > 1.5
+        assert lowest < priors_alone.chosen.objective - 0.05
+        # The penalty decides: of the losses alone, the largest scale would.
+        assert 1.5 < la.logit_scale < 6
 
 
 def history_and_sums(search: GridSearch, la: Any) -> tuple[TuningHistory, Tensor]:
@@ -333,25 +273,19 @@ def test_the_loss_is_that_of_every_pair(la, validation, link):
     history, sums = history_and_sums(search, la)
     # As draws are of all texts together, these are one batch here.
     in_one_batch = ragged_batches(batch_size=8, seed=7)
-    n_texts = size(validation)
     assert len(history.prior_precision) == GRID["grid_size"] + 1
     for point, prior in enumerate(history.prior_precision):
         la.prior_precision = prior
         objective = history.objective[point].item()
         for index in (0, 4, 6):
             la.logit_scale = LOGIT_SCALES[index]
-            loss = mean_loss(
-                la,
-                in_one_batch,
-                # All texts, priors and scales have one draw.
-                generator=generator(0),
-                **predictions,
-            )
-            sum_of_losses = sums[point, index].item()
-            assert sum_of_losses / n_texts == pytest.approx(loss, rel=1e-5)
-            penalty = penalty_of(la.logit_scale, validation)
+            # All texts, priors and scales have one draw.
+            draws = predictions | {"generator": generator(0)}
+            expected = validation_loss(la, prior, in_one_batch, **draws)
+            found = sums[point, index].item() / 8
+            assert found == pytest.approx(expected, rel=1e-5)
+            penalised = expected + penalty_of(la.logit_scale, validation)
             # Beyond rounding, no pair is better than what is chosen at its prior.
-            penalised = loss + penalty
             assert objective <= penalised * (1 + 1e-6)
 
 
@@ -364,7 +298,7 @@ def test_the_choice_is_the_best_between_the_scales_too(link):
 
     def loss_at(scale: float) -> float:
         la.logit_scale = scale
-        return penalised_loss(la, texts, link_approx=link)
+        return loss(la, texts, link_approx=link)
 
     lowest = loss_at(chosen)
     assert lowest < loss_at(0.98 * chosen)
@@ -392,70 +326,19 @@ def test_scales_above_1_alone_have_a_penalty(best, penalty):
     assert found.objective == pytest.approx(objective, abs=1e-9)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 20.0])
-def test_a_temperature_is_found_that_the_logits_ask_for(temperature):
-    torch.manual_seed(0)
-    logits = torch.randn(3000, 4, dtype=torch.float64)
-    labels = torch.distributions.Categorical(logits=logits).sample()
-    # Far surer than right, or less sure.
-    stretched = temperature * logits
-    losses = [
-        cross_entropy(scale * stretched, labels, reduction="sum")
-        for scale in LOGIT_SCALES
-    ]
-    score = Likelihoods("mean_field", 1, LOGIT_SCALES)
-    found = score.best(torch.ones(1), torch.stack(losses), len(labels))
-    # Three thousand labels tell the scale to about a fiftieth.
-    assert found.logit_scale * temperature == pytest.approx(1, abs=0.1)
-    chosen = cross_entropy(found.logit_scale * stretched, labels).item()
-    # A spline is least exact at its ends.
-    assert found.objective - found.penalty == pytest.approx(chosen, abs=3e-4)
-
-
-def test_a_few_texts_that_are_all_right_do_not_ask_for_the_largest_scale():
-    la, texts = underconfident()
-    # Few enough for the penalty to decide.
-    assert size(texts) < 30
-    search = GridSearch(val_loader=texts)
-    history = search(la)
-    assert 1 < la.logit_scale < 6
-    _, sums = history_and_sums(search, la)
-    without_penalty = sums[history.choice].argmin()
-    assert LOGIT_SCALES[without_penalty] == 20
-
-
-# --- who chooses none -----------------------------------------------------------------
-
-
-def test_without_optimize_scale_the_scale_is_1(la, validation):
-    # Of an earlier search, say.
-    la.logit_scale = SCALE
-    history = GridSearch(val_loader=validation, optimize_scale=False, **GRID)(la)
-    assert la.logit_scale == 1
-    assert (history.logit_scale == 1).all()
-    assert len(history.objective) == GRID["grid_size"]
-    la.prior_precision = history.prior_precision[0]
-    expected = mean_loss(la, validation)
-    assert history.objective[0].item() == pytest.approx(expected, rel=1e-5)
-
-
 # --- the edge of the grid -------------------------------------------------------------
-
-
-def test_the_last_point_is_no_fault_where_a_scale_is_chosen():
-    la, texts = underconfident()
-    search = GridSearch(val_loader=texts)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        history = search(la)
-    # Of 100 priors, and the model alone.
-    assert history.objective.argmin() > 90
 
 
 def test_a_search_that_ends_without_variance_says_so():
     la, texts = underconfident()
     assert "without variance" not in repr(la)
     assert "do not vary" not in la.summary()
+    with pytest.warns(UserWarning, match="the last"):
+        GridSearch(val_loader=texts, optimize_scale=False)(la)
+    with warnings.catch_warnings():
+        # The last point is no fault where a scale is chosen.
+        warnings.simplefilter("error")
+        GridSearch(val_loader=texts)(la)
     # All other priors of this grid are far too broad.
     GridSearch(val_loader=30 * texts, log_prior_prec_max=-3, grid_size=2)(la)
     assert "without variance" in repr(la)
@@ -464,10 +347,3 @@ def test_a_search_that_ends_without_variance_says_so():
     assert not prediction.epistemic_entropy.any()
     assert not prediction.label_variance.any()
     assert prediction.total_entropy.all()
-
-
-def test_the_last_point_is_said_where_no_scale_is_chosen():
-    la, texts = underconfident()
-    search = GridSearch(val_loader=texts, optimize_scale=False)
-    with pytest.warns(UserWarning, match="the last"):
-        search(la)

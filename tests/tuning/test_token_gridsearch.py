@@ -1,6 +1,6 @@
 """Prior precisions that held-out texts choose, against scores."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from laplace_lora_ext import TokenGridSearch
 from laplace_lora_ext.training.stages import eval_figures
 from laplace_lora_ext.tuning.method import draw_seed
-from tests.support.models import lora_model
+from tests.support.models import lora_model, one_by_one
 from tests.support.posteriors import count_forward_passes, generator
 from tests.support.ranks import assert_alike, on_ranks
 from tests.support.texts import LENGTHS, fitted_text, text_batches
@@ -36,23 +36,10 @@ def validation(**ragged: Any) -> list[Batch]:
     return text_batches(lengths=(6, 5, 7, 4), seed=7, **ragged)
 
 
-def layerwise_prior(la: Any) -> Tensor:
-    return torch.linspace(0.5, 2, len(la.blocks)).double()
-
-
 @pytest.fixture
 def la():
     """A posterior of a tiny GPT-2."""
     return fitted_text()
-
-
-def rows_of(batches: Sequence[Batch]) -> list[Batch]:
-    """Take the texts out of batches of one text."""
-    rows = []
-    for batch in batches:
-        row = {key: value.squeeze(0) for key, value in batch.items()}
-        rows.append(row)
-    return rows
 
 
 # --- search on a grid -----------------------------------------------------------------
@@ -65,64 +52,35 @@ def mean_loss(la: Any, prior_precision: Tensor) -> Tensor:
     seed = draw_seed(generator(3))
     log_probs = []
     for batch in validation():
-        draws = generator(seed)
-        scores = la.score(batch, N_SAMPLES, draws)
-        log_prob = scores.tokens.log_prob
-        log_probs.append(log_prob[scores.labelled])
+        scores = la.score(batch, N_SAMPLES, generator(seed))
+        log_probs.append(scores.tokens.log_prob[scores.labelled])
     return -torch.cat(log_probs).mean()
 
 
-def searched(la: Any, **start: Any):
-    """Search a grid by its name."""
-    return la.optimize_prior_precision(
+@pytest.mark.parametrize("prior", ["scalar", "layerwise"])
+def test_the_losses_of_a_grid_are_those_of_scores_and_the_least_is_chosen(la, prior):
+    base = (
+        torch.ones(1) if prior == "scalar" else torch.linspace(0.5, 2, len(la.blocks))
+    )
+    options = {} if prior == "scalar" else {"init_prior_prec": base}
+    passes = count_forward_passes(la)
+    history = la.optimize_prior_precision(
         method="gridsearch",
         val_loader=validation(),
         generator=generator(3),
         n_samples=N_SAMPLES,
+        **options,
         **GRID,
-        **start,
     )
-
-
-@pytest.fixture(params=["scalar", "layerwise"])
-def base(request: pytest.FixtureRequest, la: Any) -> Tensor:
-    """The numbers that a grid multiplies."""
-    if request.param == "scalar":
-        return torch.ones(1).double()
-    return layerwise_prior(la)
-
-
-def test_a_grid_multiplies_the_numbers_that_it_starts_from(la, base):
-    history = searched(la, init_prior_prec=base)
-    factors = torch.logspace(-1, 3, 5, dtype=torch.float64)
-    expected = torch.outer(factors, base)
-    found = history.prior_precision.double()
-    assert_close(found, expected, rtol=1e-6, atol=0)
-
-
-def test_the_losses_of_a_grid_are_those_of_scores_and_the_least_is_chosen(la, base):
-    history = searched(la, init_prior_prec=base)
+    # Each point is a pass of the model and of each draw.
+    assert len(passes) == GRID["grid_size"] * (N_SAMPLES + 1) * len(validation())
     tried = history.prior_precision
-    least = history.objective.argmin()
-    best = tried[least]
-    chosen = la.prior_precision
-    assert_close(chosen, best.to(chosen))
+    expected = torch.outer(torch.logspace(-1, 3, 5), base)
+    assert_close(tried.float(), expected, rtol=1e-6, atol=0)
+    best = tried[history.objective.argmin()]
+    assert_close(la.prior_precision, best.to(la.prior_precision))
     losses = [mean_loss(la, point) for point in tried]
     assert_close(history.objective, torch.stack(losses), rtol=1e-10, atol=0)
-
-
-def test_a_grid_of_one_number_multiplies_1(la):
-    history = searched(la)
-    expected = torch.logspace(-1, 3, 5)
-    assert_close(history.prior_precision.float(), expected[:, None])
-
-
-def test_each_point_of_a_grid_is_a_pass_of_the_model_and_of_each_draw(la):
-    passes = count_forward_passes(la)
-    searched(la)
-    of_a_batch = N_SAMPLES + 1
-    n_batches = len(validation())
-    assert len(passes) == GRID["grid_size"] * of_a_batch * n_batches
 
 
 def test_neither_batches_nor_the_models_mode_matter():
@@ -148,48 +106,21 @@ def test_neither_batches_nor_the_models_mode_matter():
 
 
 def test_ranks_choose_by_the_texts_of_all_of_them(la):
-    batches = text_batches(batch_size=2)
-
-    def choose(texts: Sequence[Batch], draws: torch.Generator) -> tuple[Tensor, Tensor]:
-        history = grid_search(texts, draws)(la)
-        return history.objective, la.prior_precision
-
-    def on_a_rank(rank: int) -> tuple[Tensor, Tensor]:
-        own = batches[rank::2]
-        return choose(own, generator(rank))
-
-    # By the first rank's draws.
-    expected = choose(batches, generator(0))
-    assert_alike(on_ranks(on_a_rank, 2), expected)
-
-
-def divided_texts(n: int = 5) -> DataLoader:
-    """Load texts, which a sampler that repeats one divides among the ranks."""
-    batches = text_batches(LENGTHS[:n], batch_size=1, padded_to=max(LENGTHS))
-    rows = rows_of(batches)
-    sampler = None
-    if dist.is_initialized():
-        sampler = DistributedSampler(rows, shuffle=False)
-    return DataLoader(rows, batch_size=1, sampler=sampler)
-
-
-def losses_of_grid(la: Any) -> Tensor:
-    search = grid_search(divided_texts(), generator())
-    return search(la).objective
-
-
-def loss_of_evaluation(la: Any) -> float:
-    figures = eval_figures(la, divided_texts())
-    return figures["eval_laplace_nll"]
-
-
-@pytest.mark.parametrize("losses", [losses_of_grid, loss_of_evaluation])
-def test_texts_that_a_sampler_repeats_count_once(la, losses):
+    rows = one_by_one(text_batches(LENGTHS[:5], padded_to=max(LENGTHS)))
     # So narrow that draws of an evaluation are the model.
     la.prior_precision = 1e12
-    expected = losses(la)
-    of_ranks = on_ranks(lambda _: losses(la), 2)
-    assert_alike(of_ranks, expected)
+
+    def choose(rank: int = 0) -> tuple[Tensor, float]:
+        # A sampler that repeats a text divides them among the ranks.
+        is_divided = dist.is_initialized()
+        sampler = DistributedSampler(rows, shuffle=False) if is_divided else None
+        loader = DataLoader(rows, batch_size=1, sampler=sampler)
+        figures = eval_figures(la, loader)
+        # By the first rank's draws.
+        objective = grid_search(loader, generator(rank))(la).objective
+        return objective, figures["eval_laplace_nll"]
+
+    assert_alike(on_ranks(choose, 2), choose())
 
 
 # --- data -----------------------------------------------------------------------------

@@ -32,14 +32,14 @@ def test_val_gd_of_a_layerwise_prior_beats_the_best_scalar():
     assert layerwise.objective.min() < scalar.objective.min()
     # It is measured before the first step, and twenty times along the way.
     assert layerwise.prior_precision.shape == (21, n_blocks)
-
-
-def test_a_descent_starts_from_numbers_of_each_block():
-    la, validation = overconfident()
-    start = torch.full((len(la.blocks),), 2.0)
+    start = torch.full((n_blocks,), 2.0)
     history = descended(la, validation, init_prior_prec=start, n_steps=1)
-    first = history.prior_precision[0]
-    assert_close(first.to(start), start)
+    assert_close(history.prior_precision[0].to(start), start)
+    # Steps become shorter along half a cosine.
+    history = descended(la, validation, n_steps=20, init_prior_prec=1e4, batch_size=24)
+    logs = history.prior_precision[:, 0].log()
+    # So far from the best, Adam's steps have the same sign.
+    assert (logs[0] - logs[-1]).item() == pytest.approx(20 * 0.1 / 2, rel=0.1)
 
 
 # --- the loss and its minimum ---------------------------------------------------------
@@ -125,12 +125,3 @@ def test_steps_that_are_far_too_long_leave_numbers_of_which_it_takes_the_best():
     best = history.objective.argmin()
     assert best < len(history.trials) - 1
     assert_close(la.prior_precision, history.prior_precision[best])
-
-
-def test_steps_become_shorter_along_half_a_cosine():
-    la, validation = overconfident()
-    history = descended(la, validation, n_steps=20, init_prior_prec=1e4, batch_size=24)
-    logs = history.prior_precision[:, 0].log()
-    way = (logs[0] - logs[-1]).item()
-    # So far from the best, Adam's steps have the same sign.
-    assert way == pytest.approx(20 * 0.1 / 2, rel=0.1)

@@ -16,6 +16,7 @@ from laplace_lora_ext.curvature.kron import (
     LowRankFactor,
     StreamingUpdates,
 )
+from tests.support.posteriors import fitted
 
 
 def decaying_rows(
@@ -181,3 +182,13 @@ def test_updates_are_the_same_from_run_to_run():
     torch.manual_seed(2)
     second = low_rank(rows, rank=4, batch=500)
     assert torch.equal(first.columns, second.columns)
+
+
+def test_the_sums_that_are_kept_have_twice_as_many_columns_as_the_curvature():
+    la = fitted(rank=1)
+    for sums, block in zip(la.H_facs.blocks, la.H.blocks, strict=True):
+        factors = sums.output_factor, sums.input_factor
+        # The smaller factor of a block is dense.
+        (large,) = [each for each in factors if isinstance(each, LowRankFactor)]
+        assert n_columns(large) == 2
+        assert block.large.vectors.shape[1] == 1

@@ -1,0 +1,326 @@
+"""Methods by name and as objects: options, starts, what they set, and failures."""
+
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import Field, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.data import DataLoader
+
+from laplace_lora_ext import (
+    GridSearch,
+    Marglik,
+    PredictiveStatistics,
+    TuningHistory,
+    ValGD,
+)
+from laplace_lora_ext.tuning import METHODS, PREDICTIONS, required_data
+from tests.support.models import ragged_batches, without_labels
+from tests.support.posteriors import (
+    GRID,
+    STRUCTURES,
+    another_training,
+    count_forward_passes,
+    fitted,
+    generator,
+    plain_regression,
+)
+from tests.support.ranks import Texts
+
+# Of each method, options that all differ from their defaults and matter for the result.
+OPTIONS = {
+    "agreement": {
+        "train_loader": ragged_batches(),
+        "init_prior_prec": 3.0,
+        "prior_structure": "layerwise",
+        "max_change": 0.3,
+        "n_samples": 7,
+    },
+    "marglik": {
+        "n_steps": 4,
+        "lr": 0.3,
+        "tolerance": 0,
+        "prior_structure": "layerwise",
+    },
+    "gridsearch": {
+        "val_loader": ragged_batches(seed=7),
+        "link_approx": "mc",
+        "n_samples": 2,
+        "optimize_scale": False,
+        "log_prior_prec_min": -1,
+        "log_prior_prec_max": 2,
+        "grid_size": 3,
+        "log_prior_prec_base": 2.0,
+    },
+    "val_gd": {
+        "val_loader": ragged_batches(seed=7),
+        "init_prior_prec": 3.0,
+        "prior_structure": "layerwise",
+        "link_approx": "mc",
+        "n_samples": 7,
+        "n_steps": 4,
+        "lr": 0.3,
+        "batch_size": 3,
+    },
+    "second_training": {
+        "train": lambda examples: another_training(),
+        "train_loader": DataLoader(Texts(), batch_size=2),
+        "held_out": 0.4,
+    },
+}
+each_method = pytest.mark.parametrize("name", METHODS)
+
+
+def fields_of(name: str) -> dict[str, Field]:
+    """Find a method's options."""
+    return {field.name: field for field in fields(METHODS[name])}
+
+
+# --- options --------------------------------------------------------------------------
+
+
+def test_searches_score_the_link_of_predict_unless_told_another(validation):
+    la = fitted()
+    for method in (
+        GridSearch(val_loader=validation, **GRID),
+        ValGD(val_loader=validation, n_steps=1),
+    ):
+        found, same, other = (
+            replace(method, **link)(la).objective
+            for link in ({}, {"link_approx": "mean_field"}, {"link_approx": "probit"})
+        )
+        assert torch.equal(found, same)
+        assert not torch.equal(found, other)
+
+
+@each_method
+def test_a_call_by_name_builds_the_object_of_its_options(name, monkeypatch):
+    built = []
+    monkeypatch.setattr(METHODS[name], "__call__", lambda self, la: built.append(self))
+    options = OPTIONS[name] | {"progress_bar": True}
+    fitted().optimize_prior_precision(method=name, **options)
+    (found,) = built
+    # None is a default, which could be forgotten on the way.
+    for option, value in OPTIONS[name].items():
+        assert getattr(found, option) is value
+        assert value != fields_of(name)[option].default
+    assert vars(found) == vars(METHODS[name](**options))
+
+
+@each_method
+def test_options_of_others_are_refused_by_name(name):
+    la = fitted(prior_precision=0.4)
+    of_all = {option for options in OPTIONS.values() for option in options}
+    # The host passes how to predict whatever the method is.
+    ignored = PREDICTIONS if name == "marglik" else set()
+    foreign = of_all - fields_of(name).keys() - ignored
+    for option in foreign:
+        with pytest.raises(ValueError, match=f"no option '{option}'"):
+            la.optimize_prior_precision(method=name, **OPTIONS[name], **{option: 1})
+    assert la.prior_precision.tolist() == [0.4]
+
+
+# --- arguments that make no sense -----------------------------------------------------
+
+
+ONE_BELOW_0 = torch.ones(8)
+ONE_BELOW_0[-1] = -1
+
+LOSSES = {"val_loader": ragged_batches(seed=7)}
+UNLABELLED = {"val_loader": [without_labels(batch) for batch in ragged_batches()]}
+NONE = {"val_loader": []}
+BAD = [
+    ({"method": "newton"}, "newton"),
+    # Whose data are not printed.
+    ({"method": [torch.ones(1)]}, "list"),
+    ({"pred_type": GridSearch(val_loader=[torch.ones(1)])}, "GridSearch"),
+    ({"method": Marglik(), "n_steps": 5, "grid_size": 7}, "n_steps, grid_size"),
+    ({"method": "gridsearch"}, "needs val_loader"),
+    ({"method": "second_training"}, "either the trainer"),
+    ({"method": "agreement", "train_loader": []}, "no data"),
+    ({"method": "val_gd", **LOSSES, "link_approx": "bridge"}, "link_approx"),
+    ({"method": "gridsearch", **LOSSES, "link_approx": "other"}, "link_approx"),
+    ({"method": "val_gd", **UNLABELLED}, "need labels"),
+    ({"method": "gridsearch", **UNLABELLED}, "need labels"),
+    ({"method": "gridsearch", **NONE}, "no data"),
+    ({"optimize_sigma_noise": True}, "regression"),
+    ({"init_prior_prec": ONE_BELOW_0}, "above 0"),
+    ({"prior_structure": "diag"}, "per-layer"),
+    ({"prior_structure": "layers"}, "layers"),
+    ({"method": "gridsearch", **NONE, "grid_size": 0}, "grid_size"),
+    ({"method": "agreement", "train_loader": [], "max_change": 1}, "max_change"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_arguments_leave_the_prior_precision_alone(arguments, message):
+    la = fitted(prior_precision=0.4)
+    with pytest.raises(ValueError, match=message) as error:
+        la.optimize_prior_precision(**arguments)
+    assert "tensor" not in str(error.value)
+    assert la.prior_precision.tolist() == [0.4]
+
+
+# --- where a search starts ------------------------------------------------------------
+
+
+def first_point(la: Any, **options: Any) -> Tensor:
+    """Take one step, and return where it started."""
+    return Marglik(n_steps=1, tolerance=0, **options)(la).prior_precision[0]
+
+
+def test_nothing_is_said_or_shown_but_what_is_asked_for(validation, capfd):
+    la = fitted()
+    capfd.readouterr()  # of the fit
+    statistics = la.predictive_statistics(validation)
+    searches = [
+        GridSearch(val_loader=validation, grid_size=2, optimize_scale=False),
+        GridSearch(val_loader=statistics, grid_size=2, optimize_scale=False),
+        ValGD(val_loader=statistics, n_steps=3),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for search in searches:
+            search(la)
+    assert capfd.readouterr() == ("", "")
+    for search in (*searches, Marglik(n_steps=2)):
+        replace(search, progress_bar=True)(la)
+    la.optimize_prior_precision(n_steps=2, verbose=True)
+    shown = capfd.readouterr()
+    assert "Optimized prior precision" in shown.out
+    for title in ("Grid search", "validation loss", "evidence"):
+        assert title in shown.err
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_search_starts_where_it_is_told(structure):
+    la = fitted(structure=structure)
+    sizes = {"scalar": 1, "layerwise": len(la.blocks)}
+    # The only structure that takes a prior precision for each weight.
+    if structure == "diag":
+        sizes["diag"] = la.n_params
+    for prior, size in sizes.items():
+        found = first_point(la, init_prior_prec=2.5, prior_structure=prior)
+        assert_close(found, torch.full((size,), 2.5).double())
+    several = torch.linspace(1, 2, len(la.blocks))
+    assert_close(first_point(la, init_prior_prec=several), several.double())
+
+
+# --- objects --------------------------------------------------------------------------
+
+
+def results(la: Any, history: TuningHistory) -> dict[str, Any]:
+    """Find what a search chose, and what it tried."""
+    return {
+        "prior": la.prior_precision,
+        "scale": la.logit_scale,
+        "noise": la.sigma_noise,
+        "objective": history.objective,
+        "tried": history.prior_precision,
+    }
+
+
+def numbers() -> tuple[Any, list[Any]]:
+    """Fit a posterior of numbers, and make data that choose a noise."""
+    la, X = plain_regression()
+    return la, [(X, X[:, :2])]
+
+
+@pytest.mark.filterwarnings("ignore:The posterior is over")
+@pytest.mark.parametrize(
+    ("of_numbers", "name"),
+    [
+        *((False, name) for name in METHODS),
+        *((True, name) for name in ("agreement", "gridsearch", "val_gd")),
+    ],
+)
+def test_a_search_finds_the_same_whatever_was_before_and_choosing_sets_nothing(
+    of_numbers, name
+):
+    la, data = numbers() if of_numbers else (fitted(), ragged_batches(seed=7))
+    options = dict(OPTIONS[name])
+    if of_numbers:
+        options = dict.fromkeys(required_data(name), data)
+    before = la.prior_precision, la.logit_scale, la.sigma_noise
+    choice = METHODS[name](**options).choose(la)
+    assert (la.prior_precision, la.logit_scale, la.sigma_noise) == before
+    la.hyperparameters = choice.chosen
+    expected = results(la, choice)
+    # An earlier search, another state of the global generator, and no gradients.
+    GridSearch(val_loader=data)(la)
+    assert la.sigma_noise != 0.5 if of_numbers else la.logit_scale != 1
+    with torch.inference_mode():
+        history = la.optimize_prior_precision(method=name, **options)
+    assert_close(results(la, history), expected, rtol=0, atol=0)
+    assert not la.prior_precision.is_inference()
+
+
+# --- what is set ----------------------------------------------------------------------
+
+
+def test_a_search_that_fails_leaves_everything(monkeypatch):
+    la, X = plain_regression()
+    la.temperature = 0.8
+    la.prior_precision = 0.4
+    expected = la(X)
+    evidence = type(la).log_marginal_likelihood
+    calls = []
+
+    def interrupted(self: Any, *precisions: Tensor) -> Tensor:
+        calls.append(evidence(self, *precisions))
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    monkeypatch.setattr(type(la), "log_marginal_likelihood", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Marglik(optimize_sigma_noise=True)(la)
+    assert la.sigma_noise.item() == 0.5
+    assert not la.sigma_noise.requires_grad
+    for now, then in zip(la(X), expected, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_other_threads_predict_by_the_old_prior_meanwhile(validation, monkeypatch):
+    la = fitted()
+    batch = ragged_batches()[0]
+    expected = la(batch)
+    moments = PredictiveStatistics.moments
+    predicted = []
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def tried(self: Any, prior_precision: Tensor) -> Any:
+            if not predicted:
+                predicted.append(pool.submit(la, batch).result(timeout=60))
+            return moments(self, prior_precision)
+
+        monkeypatch.setattr(PredictiveStatistics, "moments", tried)
+        GridSearch(val_loader=validation, **GRID)(la)
+    assert torch.equal(predicted[0], expected)
+    assert not torch.equal(la(batch), expected)
+
+
+@pytest.mark.parametrize("method", ["agreement", "gridsearch", "val_gd"])
+def test_data_pass_once_and_statistics_of_any_temperature_not_at_all(method):
+    la = fitted()
+    batches = ragged_batches()
+    statistics = la.predictive_statistics(batches)
+    la.temperature = 0.01
+    passes = count_forward_passes(la)
+    (name,) = required_data(method)
+    options = {"n_steps": 20, "generator": generator()} if method == "val_gd" else {}
+    METHODS[method](**options, **{name: statistics})(la)
+    assert len(passes) == 0
+    by_statistics = la.prior_precision
+    if method == "val_gd":
+        options["generator"] = generator()
+    # They may be readable once alone.
+    METHODS[method](**options, **{name: iter(batches)})(la)
+    assert len(passes) == len(batches)
+    # Statistics are kept in float32.
+    assert_close(la.prior_precision, by_statistics, rtol=1e-6, atol=0)
