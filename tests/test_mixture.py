@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import load_peft_weights
 from torch import Tensor
+from torch.distributions import MultivariateNormal
 from torch.special import entr
 from torch.testing import assert_close
 from torch.utils.data import DataLoader

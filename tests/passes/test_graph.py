@@ -4,7 +4,6 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -69,21 +68,12 @@ def test_a_model_that_overwrites_what_its_layers_were_given_is_refused(x):
         recorded_jacobians(model, x)
 
 
-def sines_of_inputs(layer, args):
-    (x,) = args
-    return (x.sin(),)
-
-
-def more_output(layer, args, output):
-    return 1.5 * output
-
-
 def test_hooks_of_the_users_own_are_part_of_the_model(x):
     model = with_lora(Overwriting(), "first")
     for block in find_blocks(model):
         layer = block.rows.layer
-        layer.register_forward_pre_hook(sines_of_inputs)
-        layer.register_forward_hook(more_output)
+        layer.register_forward_pre_hook(lambda layer, args: (args[0].sin(),))
+        layer.register_forward_hook(lambda layer, args, output: 1.5 * output)
     assert_recorded(model, x)
 
 
@@ -105,10 +95,7 @@ class CalledTwice(nn.Module):
         self.first = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        of_sines = self.first(x.sin())
-        without_gradient = _Stopped.apply(of_sines)
-        with_gradient = self.first(x).tanh()
-        return with_gradient + without_gradient
+        return self.first(x).tanh() + _Stopped.apply(self.first(x.sin()))
 
 
 def test_calls_without_a_gradient_hold_back_no_other_call(x):
@@ -117,11 +104,9 @@ def test_calls_without_a_gradient_hold_back_no_other_call(x):
     weights = [block.weight for block in find_blocks(model)]
     for weight in weights:
         weight.requires_grad_()
-    logits = model(x).flatten()
     # By plain autograd, since torch.func refuses functions of this kind.
-    of_weights = derivatives_of(logits, weights)
-    rows = [J.flatten(1) for J in of_weights]
-    expected = torch.cat(rows, dim=1)
+    of_weights = derivatives_of(model(x).flatten(), weights)
+    expected = torch.cat([J.flatten(1) for J in of_weights], dim=1)
     assert_close(Js.flatten(0, 1), expected)
 
 
@@ -137,12 +122,10 @@ def attention_backward(
     P (dP - Σ P dP), where dP = dout vᵀ.
     """
     scale = q.shape[-1] ** -0.5
-    scores = scale * q @ k.mT
-    weights = scores.softmax(-1)
+    weights = (scale * q @ k.mT).softmax(-1)
     dv.copy_(weights.mT @ dout)
     of_weights = dout @ v.mT
-    products = weights * of_weights
-    mean = products.sum(-1, keepdim=True)
+    mean = (weights * of_weights).sum(-1, keepdim=True)
     of_scores = scale * weights * (of_weights - mean)
     dq.copy_(of_scores @ k)
     dk.copy_(of_scores.mT @ q)
@@ -174,93 +157,40 @@ class Attending(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        query = self.query(x)
         # Of no layer, so that a gradient comes to keys which nobody asks for.
         key = x @ x.new_ones(5, 4)
-        value = self.value(x)
-        attended = self.attend(query, key, value)
-        return self.head(attended.mean(1))
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Posteriors of one model by such a kernel and by torch's, and their inputs."""
-
-    ours: Any
-    expected: Any
-    x: Tensor
+        return self.head(self.attend(self.query(x), key, self.value(x)).mean(1))
 
 
 def posterior_by(attend: Callable[..., Tensor], x: Tensor):
-    model = with_lora(Attending(attend), "query", "value")
     y = torch.arange(len(x)) % 3
-    batch = (x, y)
+    la = make(with_lora(Attending(attend), "query", "value"))
     # A second batch, for which it is known what the kernel refuses.
-    smaller_batch = (x[:2], y[:2])
-    la = make(model)
-    la.fit([batch, smaller_batch])
+    la.fit([(x, y), (x[:2], y[:2])])
     return la
 
 
-@pytest.fixture(
-    # Numbers of tokens.
-    params=[
-        pytest.param(3, id="seeds at once"),
-        pytest.param(300, id="rows enough for one seed"),
-    ]
-)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    n_tokens = request.param
+# Few enough for all seeds at once, and rows enough for one seed.
+@pytest.mark.parametrize("n_tokens", [3, 300])
+def test_kernels_that_write_into_their_arguments_give_the_same_by_single_seeds(
+    n_tokens,
+):
     x = normal(4, n_tokens, 5)
-    return Kernels(
-        ours=posterior_by(_Attention.apply, x),
-        expected=posterior_by(scaled_dot_product_attention, x),
-        x=x,
-    )
-
-
-def test_kernels_that_write_into_their_arguments_are_learnt(kernels):
-    found = kernels.ours.H.to_matrix()
-    expected = kernels.expected.H.to_matrix()
-    assert_close(found, expected)
-
-
-def test_kernels_that_write_into_their_arguments_predict(kernels):
-    x = kernels.x
-    for link_approx in ("mean_field", "probit"):
-        found = kernels.ours(x, link_approx=link_approx)
-        expected = kernels.expected(x, link_approx=link_approx)
-        assert_close(found, expected)
-
-
-def test_kernels_that_write_into_their_arguments_have_statistics(kernels):
-    batches = [kernels.x]
-    of_ours = kernels.ours.predictive_statistics(batches)
-    of_torchs = kernels.expected.predictive_statistics(batches)
-    found = of_ours.moments(1.0)
-    expected = of_torchs.moments(1.0)
-    assert_close(found.f_mu, expected.f_mu)
-    assert_close(found.f_var, expected.f_var)
-
-
-def test_that_a_kernel_takes_one_seed_at_a_time_is_found_out_once(kernels):
-    # A fit with rows enough for one seed has not yet asked for more.
-    for la in (kernels.ours, kernels.expected):
-        la(kernels.x, link_approx="probit")
-    # No further pass is tried in vain.
-    assert kernels.ours.recorder.layouts.is_batchable is False
-    assert kernels.expected.recorder.layouts.is_batchable is True
-
-
-def test_that_kernels_take_one_seed_at_a_time_is_said_once():
-    x = normal(4, 3, 5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        la = posterior_by(_Attention.apply, x)
-        la(x)
+        ours = posterior_by(_Attention.apply, x)
+        expected = posterior_by(scaled_dot_product_attention, x)
+        assert_close(ours.H.to_matrix(), expected.H.to_matrix())
+        for link_approx in ("mean_field", "probit"):
+            found = ours(x, link_approx=link_approx)
+            assert_close(found, expected(x, link_approx=link_approx))
+        found = ours.predictive_statistics([x]).moments(1.0)
+        assert_close(found, expected.predictive_statistics([x]).moments(1.0))
+    # It is found out once, and no further pass is tried in vain.
+    assert ours.recorder.layouts.is_batchable is False
+    assert expected.recorder.layouts.is_batchable is True
     messages = [str(warning.message) for warning in caught]
-    (message,) = [each for each in messages if "one by one" in each]
-    assert "under torch.func.vmap (" in message
+    assert len([each for each in messages if "one by one" in each]) == 1
 
 
 class _Failing(torch.autograd.Function):
@@ -291,16 +221,6 @@ def test_errors_of_a_model_are_not_taken_for_what_batching_can_not_do(error):
     assert la.recorder.layouts.is_batchable is not False
 
 
-@pytest.fixture
-def no_garbage_collection():
-    # What other tests have left behind must not be taken for this one's.
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_garbage_collection")
 def test_no_graph_waits_for_the_garbage_collector(monkeypatch):
     logits_of_graphs: list[weakref.ref] = []
     initialise = Graph.__init__
@@ -308,15 +228,17 @@ def test_no_graph_waits_for_the_garbage_collector(monkeypatch):
     def note(self, *args) -> None:
         initialise(self, *args)
         # A plain reference would itself keep the graph alive.
-        logits = weakref.ref(self.logits)
-        logits_of_graphs.append(logits)
+        logits_of_graphs.append(weakref.ref(self.logits))
 
     monkeypatch.setattr(Graph, "__init__", note)
+    # What other tests have left behind must not be taken for this one's.
+    gc.collect()
+    gc.disable()
     la = fitted("gpt2")
-    batch = first_batch()
-    la(batch, link_approx="mean_field")
+    la(first_batch(), link_approx="mean_field")
+    alive = [logits() for logits in logits_of_graphs]
+    gc.enable()
     # At least one of each batch of the fit, and one of the prediction.
-    assert len(logits_of_graphs) > 2
+    assert len(alive) > 2
     # A graph that refers to itself would live on until a collection.
-    for logits in logits_of_graphs:
-        assert logits() is None
+    assert not any(each is not None for each in alive)

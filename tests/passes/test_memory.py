@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from tests.support.dense import EXACT, full_rank
-from tests.support.models import (
-    TwoLinear,
-    lora_model,
-    pairs,
-    plain_model,
-    ragged_batches,
-    with_lora,
-)
+from tests.support.models import TwoLinear, lora_model, pairs, ragged_batches, with_lora
 from tests.support.posteriors import STRUCTURES, make
 from tests.support.snapshots import facts_of
 
@@ -127,25 +120,16 @@ def test_no_part_is_added_twice():
     batches = ragged_batches(batch_size=8)
     la = make(model, **full_rank())
 
-    def sums() -> list[Tensor]:
-        """Tell how much was added to the factors of each block."""
-        la.fit(batches)
-        return [
-            number
-            for block in la.H_facs.blocks
-            for number in (
-                block.normalizer,
-                block.output_factor.trace,
-                block.input_factor.trace,
-            )
-        ]
-
     # Texts are proven once: later ones are not, before layers are visited.
-    expected = sums()
+    la.fit(batches)
+    expected = la.H.to_matrix()
     machine.tried.clear()
     machine.backward = 2
-    assert_close(sums(), expected, **EXACT)
+    la.fit(batches)
+    assert_close(la.H.to_matrix(), expected, **EXACT)
     assert machine.tried == FIRST
+    # What did not fit was let go when a smaller part began.
+    assert not any(machine.alive)
 
 
 def test_what_fits_is_remembered_for_later_batches_and_fits():
@@ -164,15 +148,6 @@ def test_what_fits_is_remembered_for_later_batches_and_fits():
         assert machine.tried == tried
 
 
-def test_what_did_not_fit_is_let_go():
-    la, machine = limited()
-    machine.backward = 2
-    la.fit(pairs(n=8))
-    assert machine.tried == FIRST
-    # None when a smaller part began.
-    assert not any(machine.alive)
-
-
 def test_seeds_that_do_not_fit_together_go_one_by_one():
     """Where a single example has too many vectors to pass back at once."""
     ((X, y),) = pairs(n=8)
@@ -184,14 +159,6 @@ def test_seeds_that_do_not_fit_together_go_one_by_one():
     assert la.recorder.layouts.seeds_at_most == 1
 
 
-class Normalising(Limited):
-    """What an example is taken for depends on the others, unseen by gradients."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits = super().forward(x)
-        return logits - logits.mean(0)
-
-
 class Standardising(Limited):
     """Reads examples as they stand among the others, which no gradient shows."""
 
@@ -199,17 +166,14 @@ class Standardising(Limited):
         return super().forward((x - x.mean(0)) / x.std(0))
 
 
-@pytest.mark.parametrize("kind", [Normalising, Standardising])
 @pytest.mark.parametrize("is_proven", [True, False])
-def test_examples_that_depend_on_each_other_are_not_divided(is_proven, kind):
-    la, machine = limited(kind=kind)
-    batches = pairs(n=6)
+def test_examples_that_depend_on_each_other_are_not_divided(is_proven):
+    la, machine = limited(kind=Standardising)
     if is_proven:
-        la.fit(batches)
+        la.fit(pairs(n=6))
     machine.forward = 5
-    message = "depend on each other: pass smaller batches"
-    with pytest.raises(torch.OutOfMemoryError, match=message):
-        la.fit(batches)
+    with pytest.raises(torch.OutOfMemoryError, match="depend on each other"):
+        la.fit(pairs(n=6))
 
 
 def test_one_text_that_does_not_fit_is_told_with_its_length():
@@ -217,20 +181,6 @@ def test_one_text_that_does_not_fit_is_told_with_its_length():
     classifier = model.base_model.model.classifier
     classifier.register_forward_pre_hook(Machine(forward=0).limit_first)
     la = make(model)
-    message = (
-        "One example of 7 tokens does not fit.*cpu.*checkpointing.*4-bit.*2.00 GiB"
-    )
-    with pytest.raises(torch.OutOfMemoryError, match=message):
+    with pytest.raises(torch.OutOfMemoryError, match=r"One example of 7 tokens.*2.00"):
         la.fit(ragged_batches(lengths=(4, 4)))
     assert not la.n_data
-
-
-def test_other_errors_are_not_taken_for_memory():
-    model = plain_model()
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("something else")
-
-    model.first.register_forward_hook(fail)
-    with pytest.raises(RuntimeError, match="something else"):
-        make(model).fit(pairs())

@@ -91,32 +91,15 @@ def expected(p_of_draws: Tensor) -> Scores:
     )
 
 
-every_score = pytest.mark.parametrize("name", Scores._fields)
-
-
-@every_score
-def test_scores_of_tokens_are_what_they_are_defined_as(name, found, expected):
-    scores = getattr(found.tokens, name)
-    of_labelled = scores[LABELLED]
-    of_others = scores[~LABELLED]
-    assert_close(of_labelled, getattr(expected, name))
-    assert of_others.count_nonzero() == 0
-
-
-@every_score
-def test_scores_of_texts_are_sums_over_their_tokens(name, found, expected):
-    sums = getattr(found.sums, name)
+@pytest.mark.parametrize("name", Scores._fields)
+def test_scores_are_what_they_are_defined_as(name, found, expected):
+    of_tokens = getattr(found.tokens, name)
+    assert_close(of_tokens[LABELLED], getattr(expected, name))
+    assert of_tokens[~LABELLED].count_nonzero() == 0
     first, second, third = getattr(expected, name)
-    without_tokens = torch.zeros_like(third)
-    of_texts = [first + second, third, without_tokens]
-    assert_close(sums, torch.stack(of_texts))
-
-
-@every_score
-def test_means_of_texts_are_sums_over_the_number_of_tokens(name, found):
-    means = getattr(found.means, name)
-    sums = getattr(found.sums, name)
-    assert_close(means, sums / N_TOKENS)
+    sums = torch.stack([first + second, third, torch.zeros_like(third)])
+    assert_close(getattr(found.sums, name), sums)
+    assert_close(getattr(found.means, name), sums / N_TOKENS)
 
 
 def test_a_texts_probability_is_the_mean_of_products(found, p_of_draws):
@@ -144,19 +127,10 @@ def test_without_draws_that_differ_scores_are_the_models(without_doubt):
     scores = without_doubt.tokens
     assert_close(scores.log_prob, scores.map_log_prob)
     assert_close(scores.total, scores.map_entropy)
-
-
-def test_without_draws_that_differ_nothing_is_epistemic(without_doubt):
-    scores = without_doubt.tokens
-    none = torch.zeros_like(scores.epistemic)
-    assert_close(scores.epistemic, none, rtol=0, atol=1e-12)
-    assert_close(scores.log_prob_sd, none, rtol=0, atol=1e-12)
-
-
-def test_without_draws_that_differ_tokens_are_independent(without_doubt):
-    of_first_text = without_doubt.log_prob[0]
-    sum_of_tokens = without_doubt.sums.log_prob[0]
-    assert_close(sum_of_tokens, of_first_text)
+    for nothing in (scores.epistemic, scores.log_prob_sd):
+        assert_close(nothing, torch.zeros_like(nothing), rtol=0, atol=1e-12)
+    # Tokens are independent.
+    assert_close(without_doubt.sums.log_prob[0], without_doubt.log_prob[0])
 
 
 def test_an_impossible_token_adds_nothing_to_an_entropy(f):

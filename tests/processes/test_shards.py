@@ -1,5 +1,6 @@
 """Which examples each rank reads: all ranks together each of them once."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from accelerate.data_loader import SkipBatchSampler
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -25,7 +25,6 @@ from laplace_lora_ext.processes.shards import (
     divide,
     examples_of,
     in_order,
-    in_order_like,
     join_ranks,
 )
 from tests.support.ranks import accelerated, failures, on_ranks
@@ -51,17 +50,16 @@ class SortedBatches:
     """Batches of many sizes, as those with as many tokens are."""
 
     def __init__(self, n: int) -> None:
-        self.n = n
+        ends = [0]
+        while ends[-1] < n:
+            ends.append(min(n, ends[-1] + 1 + ends[-1] % 3))
+        self.batches = [list(range(*each)) for each in itertools.pairwise(ends)]
 
     def __iter__(self) -> Iterator[list[int]]:
-        start = 0
-        while start < self.n:
-            end = min(self.n, start + 1 + start % 3)
-            yield list(range(start, end))
-            start = end
+        return iter(self.batches)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self.batches)
 
 
 def of_sorted_batches(n: int) -> DataLoader:
@@ -72,8 +70,7 @@ def given(loader: DataLoader) -> tuple[list[int], list[int]]:
     """Pass over this rank's share; return all ranks' examples and sizes of batches."""
     share = Share(loader)
     assert share.is_dealt
-    batch_sizes = []
-    examples, places = [NO_EXAMPLES], [NO_EXAMPLES]
+    examples, places, batch_sizes = [NO_EXAMPLES], [NO_EXAMPLES], []
     for batch in share.loader:
         batch_sizes.append(len(batch))
         of_batch = share.places(len(batch))
@@ -83,19 +80,13 @@ def given(loader: DataLoader) -> tuple[list[int], list[int]]:
             places.append(of_batch)
     of_rank = torch.cat(examples)
     assert share.size == len(of_rank)
-    return column_of(torch.cat(places), of_rank), batch_sizes
-
-
-def column_of(places: Tensor, values: Tensor) -> list[int]:
-    """Join the values of all ranks, each at its place."""
-    (column,) = join_ranks(places, (values,))
-    return column.tolist()
+    (column,) = join_ranks(torch.cat(places), (of_rank,))
+    return column.tolist(), batch_sizes
 
 
 # By rank and number of examples, for three ranks.
 LOADERS = {
     "DistributedSampler": lambda rank, n: strided(n),
-    "DistributedSampler, dropping": lambda rank, n: strided(n, drop_last=True),
     "Accelerate": lambda rank, n: accelerated(rank, 3, numbered(n)),
     "Accelerate, shuffled": lambda rank, n: accelerated(
         rank, 3, numbered(n, shuffle=True)
@@ -126,45 +117,34 @@ def test_all_ranks_together_have_each_example_once_and_in_order(kind):
         assert len({len(batch_sizes) for _, batch_sizes in of_ranks}) == 1
 
 
-def passes_over(share: Share) -> list[list[int]]:
-    """Pass over a share twice."""
-    return [over_loader(share, as_column)[0].tolist() for _ in range(2)]
-
-
 def as_column(batch: Tensor) -> tuple[Tensor]:
     """Return the examples themselves."""
     return (batch,)
 
 
 def test_a_share_that_is_read_once_gives_every_pass_the_same():
-    first, second = passes_over(Share.read_once(numbered(40, shuffle=True)))
-    assert first == second
-    # Otherwise nothing would be shuffled.
-    assert first != list(range(40))
-
-
-def test_a_share_that_ranks_read_once_gives_every_pass_the_same():
     def job(rank):
-        shuffled = accelerated(rank, 2, numbered(5, shuffle=True))
-        return passes_over(Share.read_once(shuffled))
+        shuffled = numbered(40, shuffle=True)
+        if rank is not None:
+            shuffled = accelerated(rank, 2, shuffled)
+        share = Share.read_once(shuffled)
+        return [over_loader(share, as_column)[0].tolist() for _ in range(2)]
 
-    assert on_ranks(job, 2) == [[list(range(5))] * 2] * 2
-
-
-# --- other loaders --------------------------------------------------------------------
-
-
-OWN = {
-    "a data set": (lambda: numbered(5, batch_size=3), 5),
-    "a batch sampler": (lambda: of_sorted_batches(5), 5),
-    "a list": (lambda: [torch.arange(3), torch.arange(3, 5)], None),
-}
+    first, second = job(None)
+    # Otherwise nothing would be shuffled.
+    assert first == second != list(range(40))
+    assert on_ranks(job, 2) == [[list(range(40))] * 2] * 2
 
 
-@pytest.mark.parametrize("kind", OWN)
-def test_a_loader_without_a_sampler_of_ranks_gives_each_its_own(kind):
-    make_loader, size = OWN[kind]
-
+@pytest.mark.parametrize(
+    ("make_loader", "size"),
+    [
+        (lambda: numbered(5, batch_size=3), 5),
+        (lambda: of_sorted_batches(5), 5),
+        (lambda: [torch.arange(3), torch.arange(3, 5)], None),
+    ],
+)
+def test_a_loader_without_a_sampler_of_ranks_gives_each_its_own(make_loader, size):
     # Of which rank 1 adds 10 to its own.
     def job(rank):
         share = Share(make_loader())
@@ -172,16 +152,10 @@ def test_a_loader_without_a_sampler_of_ranks_gives_each_its_own(kind):
         assert share.size == size
         # A pass over a share tells the places of each batch in turn.
         values = torch.cat(list(share.loader)) + 10 * rank
-        places = [share.places(len(batch)) for batch in share.loader]
-        return column_of(torch.cat(places), values)
+        places = torch.cat([share.places(len(batch)) for batch in share.loader])
+        return join_ranks(places, (values,))[0].tolist()
 
     assert on_ranks(job, 2) == [[*range(5), *range(10, 15)]] * 2
-
-
-def test_a_sampler_of_ranks_deals_nothing_to_a_single_process():
-    sampler = DistributedSampler(range(5), num_replicas=2, rank=0)
-    share = Share(numbered(5, sampler=sampler))
-    assert not share.is_dealt
 
 
 # --- refused --------------------------------------------------------------------------
@@ -206,6 +180,11 @@ def dropping(examples: list) -> list:
     return examples[:1]
 
 
+def padded(n: int) -> dict[str, Tensor]:
+    ids = torch.tensor([[5, 6] + [0] * n])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
 TWICE = {
     "repeats examples where it shards an iterable": lambda rank: accelerated(
         rank, 2, DataLoader(Stream(), batch_size=2), dispatch_batches=False
@@ -220,6 +199,8 @@ TWICE = {
         4, sampler=DistributedSampler(range(4)), collate_fn=dropping
     ),
     "have the same 4 examples": lambda rank: numbered(4),
+    # However they are padded.
+    "have the same 1 examples": lambda rank: [padded(rank)],
 }
 
 
@@ -227,7 +208,14 @@ TWICE = {
 def test_what_would_count_twice_is_refused(message):
     def job(rank):
         loader = TWICE[message](rank)
-        over_loader(loader, lambda batch: (torch.as_tensor(batch),))
+        over_loader(
+            loader,
+            lambda batch: (
+                torch.as_tensor(
+                    batch["input_ids"][:, 0] if isinstance(batch, dict) else batch
+                ),
+            ),
+        )
 
     for error in failures(on_ranks(job, 2)):
         assert message in error
@@ -245,22 +233,16 @@ def test_a_rank_without_data_adds_nothing():
         labels = rows[:, 0]
         return join_ranks(share.places(2), (rows, labels))
 
-    of_rank_0 = [[0, 1], [2, 3]]
-    of_rank_2 = [[20, 21], [22, 23]]
     for rows, labels in on_ranks(job, 3):
-        assert rows.tolist() == of_rank_0 + of_rank_2
+        assert rows.tolist() == [[0, 1], [2, 3], [20, 21], [22, 23]]
         assert labels.tolist() == [0, 2, 20, 22]
-
-
-def test_ranks_without_data_have_nothing_to_join():
-    assert on_ranks(lambda _: join_ranks(NO_EXAMPLES, None), 2) == [None, None]
 
 
 def test_labels_of_some_ranks_alone_are_refused():
     def job(rank):
+        assert join_ranks(NO_EXAMPLES, None) is None
         values = torch.arange(2.0) + rank
-        columns = (values, values) if rank else (values,)
-        join_ranks(torch.arange(2) + 2 * rank, columns)
+        join_ranks(torch.arange(2) + 2 * rank, (values,) * (1 + rank))
 
     for message in failures(on_ranks(job, 2)):
         assert "Some batches have labels" in message
@@ -295,7 +277,6 @@ GIVING = {
     "all, shuffled": ({"shuffle": True}, 20, ALL),
     "no last batch": ({"batch_size": 3, "drop_last": True}, 18, ALL[:18]),
     "a subset": ({"sampler": SubsetRandomSampler([4, 0])}, 2, [0, 4]),
-    "a tensor": ({"sampler": torch.tensor([4, 0, 4])}, 2, [0, 4]),
     "some at random": ({"sampler": RandomSampler(ALL, num_samples=7)}, 7, ALL),
     "with weights": (
         {"sampler": WeightedRandomSampler([0.0] * 17 + [1.0] * 3, 40)},
@@ -308,18 +289,12 @@ GIVING = {
         torch.randperm(20, generator=seeded())[:7].tolist(),
     ),
     "one's own": ({"sampler": Own()}, 2, [1, 3]),
-    "one's own, at random": ({"sampler": Drawing()}, 3, ALL),
     "one's own, with a generator": (
         {"sampler": Drawing(np.random.default_rng(1))},
         3,
         np.random.default_rng(1).choice(20, 3, replace=False).tolist(),
     ),
     "batches": ({"batch_size": 1, "batch_sampler": [[2, 0], [1]]}, 3, [0, 1, 2]),
-    "batches as examples": (
-        {"batch_size": None, "sampler": BatchSampler([5, 6, 7], 2, True)},
-        2,
-        [5, 6],
-    ),
     "batches after the first": (
         {"batch_size": 1, "batch_sampler": SkipBatchSampler([[2, 0], [1]], 1)},
         1,
@@ -342,83 +317,11 @@ def test_a_loader_s_own_indices_are_the_examples(kind):
         np.random.seed(2)
         if asks and "generator" in kind:  # which has gone on with the pass before
             break
+        # Asking leaves the sampler as it is.
+        assert getattr(loader.sampler, "n_passes", len(passes)) == len(passes)
         assert examples_of(loader).tolist() == examples
         passes.append([example for batch in loader for example in batch.tolist()])
     assert passes[0] == passes[-1]
-
-
-def test_what_a_sampler_leaves_out_is_not_held_out_either():
-    weights = torch.ones(20)
-    weights[:10] = 0
-    sampler = WeightedRandomSampler(weights.tolist(), 200)
-    loader = DataLoader(list(range(20)), sampler=sampler)
-    rest, held, _ = divide(loader, 0.3)
-    assert sorted([*rest.indices, *held.indices]) == list(range(10, 20))
-
-
-def test_a_stream_has_no_places():
-    with pytest.raises(ValueError, match="A stream's examples"):
-        examples_of(DataLoader(Stream(), batch_size=2))
-
-
-def test_asking_for_the_examples_leaves_samplers_as_they_are():
-    sampler = Drawing(np.random.default_rng(1))
-    loader = numbered(20, sampler=sampler)
-    examples = examples_of(loader).tolist()
-    assert sampler.n_passes == 0
-    assert examples_of(loader).tolist() == examples
-    drawn = [example for batch in loader for example in batch.tolist()]
-    assert sorted(drawn) == examples
-
-
-def test_ranks_deal_what_a_sampler_of_ones_own_gives():
-    def job(rank):
-        own = Drawing(np.random.default_rng(rank))
-        loader = accelerated(rank, 2, numbered(20, sampler=own))
-        (column,) = over_loader(loader, as_column)
-        return column.tolist()
-
-    expected = np.random.default_rng(0).choice(20, 3, replace=False).tolist()
-    assert on_ranks(job, 2) == [sorted(expected)] * 2
-
-
-# --- how examples are loaded ----------------------------------------------------------
-
-
-def prepare_worker(_: int) -> None:
-    torch.set_num_threads(1)
-
-
-LOADING = {
-    "num_workers": 1,
-    "pin_memory": True,
-    "timeout": 30,
-    "worker_init_fn": prepare_worker,
-    "multiprocessing_context": "forkserver",
-    "prefetch_factor": 3,
-    "persistent_workers": True,
-}
-
-
-def loading(loader: DataLoader) -> dict[str, Any]:
-    """Tell how a loader loads."""
-    own = {name: getattr(loader, name) for name in LOADING}
-    context = own.pop("multiprocessing_context")
-    return own | {"multiprocessing_context": context.get_start_method()}
-
-
-def test_loaders_that_are_dealt_or_put_in_order_load_as_before():
-    loader = numbered(5, collate_fn=dropping, **LOADING)
-    like = in_order_like(loader, range(3))
-    assert loading(like) == LOADING
-    assert like.collate_fn is dropping
-
-    def job(rank):
-        of_ranks = accelerated(rank, 2, numbered(5, **LOADING))
-        strided = numbered(5, sampler=DistributedSampler(range(5)), **LOADING)
-        return [loading(Share(each).loader) for each in (of_ranks, strided)]
-
-    assert on_ranks(job, 2) == [[LOADING] * 2] * 2
 
 
 # --- ranks with the same data ---------------------------------------------------------
@@ -444,16 +347,6 @@ def test_equal_results_make_no_copies_and_nor_do_equal_texts_that_are_dealt():
         ]
 
     assert on_ranks(job, 2) == [[[1, 1]] * 3] * 2
-
-
-def test_copies_are_known_by_their_inputs_however_they_are_padded():
-    def job(rank):
-        ids = torch.tensor([[5, 6, 7] + [0] * rank])
-        text = {"input_ids": ids, "attention_mask": (ids != 0).long()}
-        over_loader([text], lambda batch: (torch.ones(1) + rank,))
-
-    for message in failures(on_ranks(job, 2)):
-        assert "Ranks 0 and 1 have the same 1 examples" in message
 
 
 # --- held out -------------------------------------------------------------------------
@@ -488,13 +381,14 @@ def test_classes_are_held_out_in_proportion_and_never_to_the_last():
         assert sorted(two_of_each[held].tolist()) == list(range(10))
 
 
-def test_each_example_of_a_class_is_as_likely_to_be_held_out():
-    classes = torch.arange(3).repeat_interleave(torch.tensor([2, 7, 11]))
-    share, n_seeds = 0.25, 1000
-    counts = torch.zeros(20)
+@pytest.mark.parametrize("sizes", [(2, 7, 11), (20, 20, 20)])
+def test_each_example_of_a_class_is_as_likely_to_be_held_out(sizes):
+    classes = torch.arange(3).repeat_interleave(torch.tensor(sizes))
+    share, n_seeds = 0.25, 300
+    counts = torch.zeros(len(classes))
     for seed in range(n_seeds):
         held = held_out(classes, share, seed)
-        assert len(held) == 5
+        assert len(held) == len(classes) / 4
         counts[held] += 1
     # Of a binomial number; one in millions is five deviations off.
     deviation = (n_seeds * share * (1 - share)) ** 0.5

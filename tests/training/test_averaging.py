@@ -1,13 +1,10 @@
 """Averages of weights: the mean of what was added, whatever trains and interrupts."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
-from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 from laplace_lora_ext import AveragingCallback, WeightAverage
 from laplace_lora_ext.training.averaging import steps_to_average
 from tests.support.models import lora_model
-from tests.support.ranks import Texts, on_ranks
+from tests.support.ranks import Texts, launched, on_ranks
 from tests.support.trainers import Stop, Watch, trainer_of, values
 
 STEPS = 10
@@ -27,11 +24,8 @@ Weights = dict[str, Tensor]
 
 def trained(model: nn.Module) -> Weights:
     """Copy what requires a gradient."""
-    weights = {}
-    for name, weight in model.named_parameters():
-        if weight.requires_grad:
-            weights[name] = weight.detach().clone()
-    return weights
+    named = model.named_parameters()
+    return {name: w.detach().clone() for name, w in named if w.requires_grad}
 
 
 def mean_of(weights: list[Weights]) -> Weights:
@@ -95,11 +89,6 @@ def test_sums_of_many_updates_lose_nothing_to_half_precision():
     assert model.weight.item() == 1
 
 
-def test_an_average_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="call update"):
-        WeightAverage(nn.Linear(2, 2)).finish()
-
-
 # --- a trainer ------------------------------------------------------------------------
 
 
@@ -120,14 +109,8 @@ def test_a_training_ends_with_the_mean_of_its_last_steps(tmp_path, accumulated):
     assert_equal(trained(trainer.model), mean_of(record.weights[-AVERAGED:]))
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        pytest.param(3, id="before there are sums"),
-        pytest.param(8, id="between two that are averaged"),
-        pytest.param(STEPS, id="at the last step"),
-    ],
-)
+# Before there are sums, between two that are averaged, and at the last step.
+@pytest.mark.parametrize("step", [3, 8, STEPS])
 def test_a_training_that_goes_on_ends_with_the_same_mean(tmp_path, step):
     whole = averaging(tmp_path / "whole")
     whole.train()
@@ -137,14 +120,10 @@ def test_a_training_that_goes_on_ends_with_the_same_mean(tmp_path, step):
     resumed = averaging(tmp_path / "killed")
     resumed.train(resume_from_checkpoint=True)
     assert_equal(trained(resumed.model), trained(whole.model))
-
-
-def test_a_training_that_had_only_to_end_has_the_same_mean(tmp_path):
-    whole = averaging(tmp_path)
-    whole.train()
-    resumed = averaging(tmp_path)
-    resumed.train(resume_from_checkpoint=True)
-    assert_equal(trained(resumed.model), trained(whole.model))
+    # One that had only to end has the same mean.
+    ended = averaging(tmp_path / "whole")
+    ended.train(resume_from_checkpoint=True)
+    assert_equal(trained(ended.model), trained(whole.model))
 
 
 def test_a_checkpoint_without_sums_is_refused(tmp_path):
@@ -187,13 +166,12 @@ def test_a_training_that_ends_early_says_so(tmp_path):
     assert_equal(trained(trainer.model), record.weights[-1])
 
 
-@pytest.mark.parametrize("share", [0, 1.2, -0.5])
-def test_a_share_is_a_share(share):
-    with pytest.raises(ValueError, match="average must be"):
-        AveragingCallback(share)
-
-
-def test_the_share_is_rounded_to_whole_steps():
+def test_a_share_is_a_share_and_rounded_to_whole_steps():
+    for share in (0, 1.2, -0.5):
+        with pytest.raises(ValueError, match="average must be"):
+            AveragingCallback(share)
+    with pytest.raises(ValueError, match="call update"):
+        WeightAverage(nn.Linear(2, 2)).finish()
     # (1 - 0.8) * 300 is a little below 60.
     assert steps_to_average(300, 0.8) == 240
     assert steps_to_average(1, 0.2) == 1
@@ -204,17 +182,7 @@ def test_the_share_is_rounded_to_whole_steps():
 
 def in_ranks(rank: int, folder: Path) -> tuple[Weights, Weights]:
     """Train with DDP; return the weights that are left, and their mean as recorded."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29518",
-    }
-    # Of the process that this one was forked from.
-    PartialState._reset_state()
-    AcceleratorState._reset_state()
+    launched(rank, 2, 29518)
     record = Record()
     trainer = averaging(folder, record, max_steps=5, ddp_backend="gloo")
     trainer.train()

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from laplace_lora_ext import train_in_stages
 from laplace_lora_ext.metrics import compare
 from tests.support.models import base_model
+from tests.support.posteriors import normal
 from tests.support.ranks import Texts
 from tests.support.trainers import trainer_of
 
@@ -21,15 +22,14 @@ N_TEST = 200
 Text = dict[str, Tensor]
 
 
-def texts_with_noise(mean: float, deviation: float) -> tuple[list[Text], list[Text]]:
-    """Make texts to train on and to test by, with targets that they tell nothing of."""
-    texts = []
-    generator = torch.Generator().manual_seed(0)
-    for text in Texts(N_TRAIN + N_TEST):
-        noise = torch.randn((), generator=generator)
-        target = mean + deviation * noise
-        texts.append(text | {"labels": target})
-    return texts[:N_TRAIN], texts[N_TRAIN:]
+def texts_with_noise(mean: float, deviation: float) -> list[Text]:
+    """Make texts with targets that they tell nothing of."""
+    noise = normal(N_TRAIN + N_TEST).float()
+    texts = Texts(N_TRAIN + N_TEST)
+    return [
+        text | {"labels": mean + deviation * each}
+        for text, each in zip(texts, noise, strict=True)
+    ]
 
 
 def untrained_model(mean: float) -> PeftModel:
@@ -45,11 +45,11 @@ def untrained_model(mean: float) -> PeftModel:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("mean", "deviation"), [(50.0, 10.0), (0.0, 0.05)])
 def test_noise_of_any_size_is_found_by_the_held_out_texts(tmp_path, mean, deviation):
-    train_texts, test_texts = texts_with_noise(mean, deviation)
+    texts = texts_with_noise(mean, deviation)
     trainer = trainer_of(
         tmp_path,
         model=untrained_model(mean),
-        data=train_texts,
+        data=texts[:N_TRAIN],
         max_steps=200,
         per_device_train_batch_size=20,
         save_strategy="no",
@@ -58,7 +58,7 @@ def test_noise_of_any_size_is_found_by_the_held_out_texts(tmp_path, mean, deviat
     )
     la = train_in_stages(trainer)
 
-    loader = DataLoader(test_texts, batch_size=50)
+    loader = DataLoader(texts[N_TRAIN:], batch_size=50)
     found = compare(la, loader).posterior
     # The least NLL that a prediction can have: 3.72 and -1.58.
     entropy = math.log(deviation) + (1 + math.log(2 * math.pi)) / 2

@@ -36,12 +36,8 @@ from tests.support.trainers import N, trainer_of
 
 def rows() -> Dataset:
     """Make a data set of texts, with a column that no model takes."""
-    texts = []
-    for text in Texts(N):
-        row = {name: value.tolist() for name, value in text.items()}
-        row["origin"] = "a book"
-        texts.append(row)
-    return Dataset.from_list(texts)
+    texts = [{key: value.tolist() for key, value in each.items()} for each in Texts(N)]
+    return Dataset.from_list([text | {"origin": "a book"} for text in texts])
 
 
 def random_states() -> dict[str, Any]:
@@ -61,18 +57,14 @@ def data(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-def test_making_a_loader_draws_nothing(tmp_path, data):
-    trainer = trainer_of(tmp_path, data=data)
-    before = random_states()
-    loader_of(trainer, data)
-    assert random_states() == before
-
-
 def test_batches_are_those_of_training_once_and_in_order(tmp_path, data):
     trainer = trainer_of(tmp_path, data=data)
-    found = list(loader_of(trainer, data))
-    sizes = [len(batch["labels"]) for batch in found]
-    assert sizes == [5, 5, 5, 5]
+    before = random_states()
+    loader = loader_of(trainer, data)
+    # Making it draws nothing.
+    assert random_states() == before
+    found = list(loader)
+    assert [len(batch["labels"]) for batch in found] == [5, 5, 5, 5]
     texts = [Texts(N)[place] for place in range(N)]
     # The column that no model takes is gone, as in training.
     assert found[0].keys() == texts[0].keys()
@@ -99,11 +91,10 @@ class Keeping(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         step = state.global_step
-        steps, meter = self.seen
         self.losses["all"].append(step)
         self.losses["last"][step] = "a step"
-        steps.add(step)
-        meter.numbers.append(step)
+        self.seen[0].add(step)
+        self.seen[1].numbers.append(step)
 
 
 # What a training sets of a trainer.
@@ -112,13 +103,8 @@ KEPT = ("args", "state", "optimizer", "lr_scheduler", "train_dataset", "model_wr
 
 def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
     keeping = Keeping()
-    trainer = trainer_of(
-        tmp_path,
-        keeping,
-        max_steps=2,
-        # With its bar, which keeps what it shows.
-        disable_tqdm=False,
-    )
+    # With its bar, which keeps what it shows.
+    trainer = trainer_of(tmp_path, keeping, max_steps=2, disable_tqdm=False)
     trainer.train()
     callbacks = trainer.callback_handler.callbacks
     (bar,) = [each for each in callbacks if isinstance(each, ProgressCallback)]
@@ -156,9 +142,7 @@ def test_a_second_training_ends_with_the_best_of_its_own_adapter(tmp_path):
         load_best_model_at_end=True,
     )
     trainer.train()
-    la = Laplace(
-        trainer.model, subset_of_weights="lora", hessian_structure="lowrank_kron"
-    )
+    la = Laplace(trainer.model)
     la.fit(loader_of(trainer, trainer.train_dataset))
 
     def second_posterior(la: Any) -> Any:
@@ -222,32 +206,28 @@ def test_a_second_training_has_a_seed_of_its_own_and_averages(tmp_path):
 # --- TRL's trainers -------------------------------------------------------------------
 
 
-def text(number: int, n_words: int) -> str:
+def words(number: int, n_words: int) -> str:
     """Make a text of words of the tokenizer, another one for each number."""
-    words = []
-    for place in range(n_words):
-        word = 3 + (7 * number + place) % 50
-        words.append(f"w{word}")
-    return " ".join(words)
+    places = range(7 * number, 7 * number + n_words)
+    return " ".join(f"w{3 + place % 50}" for place in places)
 
 
-def completion(number: int) -> dict[str, str]:
-    """Complete three words by one, two or three others."""
-    n_words = 1 + number % 3
-    return {"prompt": text(number, 3), "completion": " " + text(number + 9, n_words)}
-
-
-def preference(number: int) -> dict[str, str]:
-    """Prefer three or four words to four others."""
-    n_words = 3 + number % 2
-    return {"chosen": text(number, n_words), "rejected": text(number + 9, 4)}
+def examples_of(kind: str, n: int) -> Dataset:
+    """Make completions of three words for "SFT", or preferences for "Reward"."""
+    rows = []
+    for i in range(n):
+        if kind == "SFT":
+            row = {"prompt": words(i, 3), "completion": " " + words(i + 9, 1 + i % 3)}
+        else:
+            row = {"chosen": words(i, 3 + i % 2), "rejected": words(i + 9, 4)}
+        rows.append(row)
+    return Dataset.from_list(rows)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Make a tokenizer to whom each word is a token."""
-    special = ["<pad>", "?", "</s>"]
-    words = [f"w{i}" for i in range(3, VOCABULARY)]
-    ids = {word: i for i, word in enumerate(special + words)}
+    tokens = ["<pad>", "?", "</s>", *(f"w{i}" for i in range(3, VOCABULARY))]
+    ids = {word: i for i, word in enumerate(tokens)}
     made = Tokenizer(models.WordLevel(ids, unk_token="?"))
     made.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -261,12 +241,6 @@ def trl(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     return pytest.importorskip("trl")
-
-
-def examples_of(kind: str, n: int) -> Dataset:
-    """Make completions for "SFT", or preferences for "Reward"."""
-    example = completion if kind == "SFT" else preference
-    return Dataset.from_list([example(i) for i in range(n)])
 
 
 def trl_trainer(trl: Any, folder: Path, kind: str) -> Any:

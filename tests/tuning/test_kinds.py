@@ -126,10 +126,10 @@ def test_gradient_descent_ends_with_two_numbers(la):
         ("diag", {}, 5),
         ("diag", {"prior_structure": "kind"}, 5**2),
         # Numbers to start from keep their structure.
-        ("lowrank_kron", {"init_prior_prec": torch.ones(8)}, 5),
+        ("lowrank_kron", {"init_prior_prec": torch.ones(7)}, 5),
         (
             "lowrank_kron",
-            {"init_prior_prec": torch.ones(8), "prior_structure": "kind"},
+            {"init_prior_prec": torch.ones(7), "prior_structure": "kind"},
             5**2,
         ),
     ],
