@@ -287,17 +287,10 @@ def test_loading_leaves_the_models_own_adapter_active_and_trainable(saved):
         assert model.get_parameter(name).requires_grad == flag, name
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("laplace_mixture.json", '{"members":["second"]}', "laplace_mixture.json"),
-        ("second/laplace_posterior.safetensors", "{", "second"),
-    ],
-)
-def test_a_damaged_file_is_named_and_leaves_no_adapter(saved, name, content, message):
-    (saved / name).write_text(content)
+def test_a_damaged_member_is_named_and_leaves_no_adapter(saved):
+    (saved / "second" / "laplace_posterior.safetensors").write_text("{")
     model = first_adapter()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="second"):
         LaplaceMixture.from_pretrained(model, saved)
     assert list(model.peft_config) == ["default"]
     (saved / "laplace_mixture.json").unlink()

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close as assert_numbers_close
 
-from laplace_lora_ext.tuning import required_data
 from tests.support.models import first_batch, head_of, lora_model, ragged_batches
 from tests.support.posteriors import (
     OURS_AND_A_HOSTS,
@@ -220,7 +219,7 @@ def test_the_posteriors_algebra_under_autocast_is_that_without(algebra, structur
 def test_what_statistics_say_is_the_same_under_autocast(method):
     la = fitted(dtype=torch.float32)
     statistics = la.predictive_statistics(ragged_batches())
-    (data,) = required_data(method)
+    data = "train_loader" if method == "agreement" else "val_loader"
     options: dict[str, Any] = {"n_steps": 10} if method == "val_gd" else {}
 
     def said():

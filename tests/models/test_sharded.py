@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
+from laplace_lora_ext import GridSearch
 from tests.support.dense import EXACT, full_rank
 from tests.support.models import first_batch, laplace_keywords, lora_model
 from tests.support.posteriors import STRUCTURES, generator, make
@@ -36,7 +37,7 @@ def facts(la: Any) -> dict[str, Tensor]:
         "evidence": la.log_marginal_likelihood().detach(),
         "prediction": la(first_batch()),
     }
-    la.optimize_prior_precision(method="agreement", train_loader=strided_loader(12))
+    GridSearch(val_loader=strided_loader(12), optimize_scale=False, grid_size=5)(la)
     return found | {"prior precision": la.prior_precision}
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from laplace_lora_ext.text.collator import DataCollatorForChoices
 from transformers import AutoTokenizer
 
+from laplace_lora_ext.models.collator import DataCollatorForChoices
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.choices import choices_batch
 from tests.support.pages import write_adapter
