@@ -182,18 +182,6 @@ def of_gpt2(model: nn.Module) -> Dense:
     )
 
 
-def test_the_sampled_factors_are_nearly_those_of_the_exact_fisher(gpt2):
-    exact = of_gpt2(gpt2).curvature("lowrank_kron")
-
-    def error(n_draws: int) -> float:
-        la = fitted_text(gpt2, num_samples=n_draws, rank=FULL_RANK)
-        difference = la.H.to_matrix() - exact
-        return (difference.norm() / exact.norm()).item()
-
-    # It falls with the root of the number of draws, from 0.3 with eight of them.
-    assert error(512) < 0.15
-
-
 def test_a_fit_has_the_gradient_of_a_texts_whole_loss_at_drawn_labels(gpt2):
     la = make_of_texts(gpt2, backend_kwargs={"rank": FULL_RANK})
     la.fit(text_batches())

@@ -23,7 +23,7 @@ from tests.support.models import (
     record_calls,
     without_labels,
 )
-from tests.support.posteriors import generator, make, sizes
+from tests.support.posteriors import generator, make
 from tests.support.tasks import TASKS
 from tests.support.tokens import IGNORED, is_real, token_classifier
 from tests.support.tokens import labelled_batches as batches
@@ -79,18 +79,6 @@ def test_pictures_of_labels_of_tokens_are_refused():
     la = fitted()
     with pytest.raises(ValueError, match="token_classification has one a token"):
         plots.outcomes(la, batches())
-
-
-def test_draws_are_right_on_average():
-    n_draws = 600
-    drawn = fitted(**full_rank(num_samples=n_draws))
-    fit = dense(TASKS["tokens"].case())
-    diagonal = fit.curvature("full").diagonal().split(sizes(drawn))
-    exact = [of_block.sum() for of_block in diagonal]
-    # A block has the trace of its output factor.
-    found = [block.output_factor.trace for block in drawn.H_facs.blocks]
-    # Four times what was measured.
-    assert_close(found, exact, rtol=0.2, atol=0)
 
 
 def test_drawn_labels_are_the_same_whatever_the_batch():
