@@ -218,6 +218,9 @@ def test_without_variance_a_prediction_is_one_forward_pass(link):
     assert_close(found, (0.5 * logits).softmax(-1))
     moments = la.predictive_moments(batch)
     assert not moments.f_var.any()
+    _, of_all = la.predictive_moments(batch, joint=True)
+    assert of_all.shape == (9, 9)
+    assert not of_all.any()
     # A broader prior's variance is back at once.
     la.prior_precision = 1.0
     assert la.predictive_moments(batch).f_var.any()
