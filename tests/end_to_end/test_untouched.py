@@ -152,6 +152,7 @@ def test_all_is_the_same_without_gradients(structure, kind, mode):
         la = make(model, structure)
         # Tensors made here are inference tensors in inference mode.
         la.fit(data())
+        la.prior_precision = torch.ones(1)
         found = la(inputs_of(data()))
         by_networks(la, inputs_of(data()), None)
         # The user's mode is as it was.
@@ -163,7 +164,8 @@ def test_all_is_the_same_without_gradients(structure, kind, mode):
     expected = with_gradients.log_marginal_likelihood()
     assert_close(la.log_marginal_likelihood(), expected, rtol=1e-10, atol=0)
 
-    # Once gradients are back, the prior can be learnt.
+    # Once gradients are back, the prior can be learnt, or changed in place.
+    la.prior_precision.mul_(1)
     log_precision = torch.zeros((), dtype=torch.float64, requires_grad=True)
     la.log_marginal_likelihood(log_precision.exp()).backward()
     assert log_precision.grad.isfinite()

@@ -13,6 +13,7 @@ import laplace_lora_ext
 import laplace_lora_ext.passes.parts as passes_in_parts
 from laplace_lora_ext import plots
 from laplace_lora_ext.metrics import compare
+from laplace_lora_ext.models.hidden_states import logits_and_hidden_states
 from laplace_lora_ext.passes.recorder import _Jacobians
 from tests.support.cases import dense
 from tests.support.dense import EXACT, curvature_of, full_rank
@@ -254,6 +255,19 @@ def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
     assert_close(found.columns, expected.columns, **EXACT)
     p = la(batch, fitting=True)
     assert len(p) == labelled.sum()
+
+
+def test_what_the_head_reads_of_each_labelled_token_is_found():
+    la = fitted()
+    batch = first_batch()
+    read = []
+    head = la.model.model.base_model.model.classifier
+    with (
+        head.register_forward_pre_hook(lambda _, inputs: read.extend(inputs)),
+        la.model.running(),
+    ):
+        _, hidden = logits_and_hidden_states(la.model, batch)
+    assert_close(hidden, read[0][is_labelled(batch)])
 
 
 def test_figures_are_over_labelled_tokens():
