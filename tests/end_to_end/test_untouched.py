@@ -152,7 +152,7 @@ def test_all_is_the_same_without_gradients(structure, kind, mode):
         la = make(model, structure)
         # Tensors made here are inference tensors in inference mode.
         la.fit(data())
-        la.prior_precision = torch.ones(1)
+        la.prior_precision = torch.ones(1, dtype=torch.float64)
         found = la(inputs_of(data()))
         by_networks(la, inputs_of(data()), None)
         # The user's mode is as it was.
