@@ -73,7 +73,7 @@ def test_hooks_of_the_users_own_are_part_of_the_model(x):
     for block in find_blocks(model):
         layer = block.rows.layer
         layer.register_forward_pre_hook(lambda layer, args: (args[0].sin(),))
-        layer.register_forward_hook(lambda layer, args, output: 1.5 * output)
+        layer.register_forward_hook(lambda layer, args, output: output.mul_(1.5))
     assert_recorded(model, x)
 
 
