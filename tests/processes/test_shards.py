@@ -289,6 +289,7 @@ GIVING = {
         torch.randperm(20, generator=seeded())[:7].tolist(),
     ),
     "one's own": ({"sampler": Own()}, 2, [1, 3]),
+    "one's own, at random": ({"sampler": Drawing()}, 3, ALL),
     "one's own, with a generator": (
         {"sampler": Drawing(np.random.default_rng(1))},
         3,
