@@ -19,7 +19,7 @@ from tests.support.models import (
 )
 from tests.support.posteriors import STRUCTURES, another_training, fitted, make
 from tests.support.snapshots import Snapshot
-from tests.support.tasks import two
+from tests.support.tasks import add_second
 
 # So that the prior is a small part of each precision, as it should be for merging.
 PRIOR = 0.3
@@ -89,10 +89,14 @@ def test_other_precisions_converge(dtype, rtol, atol):
 
 
 def test_two_adapters_of_one_model_are_merged_with_their_heads():
-    both = two("head")
-    merged = merged_weights(both.members, modules_to_save=True)
-    assert set(both.first.model.model.peft_config) == {"default", "second", "merged"}
-    assert_close(merged, dense_mode(both.members), rtol=1e-8, atol=1e-9)
+    model = lora_model("bert")
+    one = fitted(model=model, modules_to_save=True)
+    add_second(model)
+    other = fitted(model=model, modules_to_save=True)
+    model.set_adapter("default")
+    merged = merged_weights([one, other], modules_to_save=True)
+    assert set(model.peft_config) == {"default", "second", "merged"}
+    assert_close(merged, dense_mode([one, other]), rtol=1e-8, atol=1e-9)
 
 
 def test_what_has_not_converged_is_refused(monkeypatch):
