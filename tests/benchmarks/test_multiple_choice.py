@@ -89,7 +89,7 @@ def test_stages_run_on_choices_of_several_tokens(data, tiny_models, tmp_path):
         smoothing=[],
     )
     rows = rows_by(finished.figures["methods"], "method", "prior")
-    assert ("staged_1_student", "training_texts") in rows
+    assert ("staged_1_student", "swapped") in rows
     # Long choices are far less probable than short ones to a model that has learnt
     # nothing.
     assert all(0 < row["nll"] < 100 for row in rows.values())
