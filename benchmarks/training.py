@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
@@ -163,59 +163,6 @@ class Averaged(Recipe):
             self._average.update()
         if step == self._steps:
             self._average.finish()
-
-
-class AveragedProducts(Averaged):
-    """Means of each layer's product B A in place of B's and A's, at the same rank."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__(share)
-        self.name = f"products {self.name}"
-
-    def after_step(
-        self, model: torch.nn.Module, step: int, steps_an_epoch: int, pace: float
-    ) -> None:
-        """Sum products and weights; leave the best factors of the products' mean."""
-        pairs = list(_factors(model))
-        if step == 1:
-            self._products = [torch.zeros_like(B @ A) for A, B in pairs]
-            self._added = 0
-        if step > self._steps - steps_to_average(self._steps, self.share):
-            for total, (A, B) in zip(self._products, pairs, strict=True):
-                total += (B @ A).detach()
-            self._added += 1
-        super().after_step(model, step, steps_an_epoch, pace)
-        if step == self._steps:
-            for total, (A, B) in zip(self._products, pairs, strict=True):
-                U, d, Vh = torch.linalg.svd(total / self._added, full_matrices=False)
-                root = d[: len(A)].sqrt()
-                B.data.copy_(U[:, : len(A)] * root)
-                A.data.copy_(root[:, None] * Vh[: len(A)])
-
-
-def _factors(model: torch.nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    weights = {n: w for n, w in model.named_parameters() if w.requires_grad}
-    for name, A in weights.items():
-        if "lora_A" in name:
-            yield A, weights[name.replace("lora_A", "lora_B")]
-
-
-class AveragedWithPath(Averaged):
-    """Averages, and keeps weights along the way for the covariance of SWAG."""
-
-    def __init__(self, share: float, iterates: int = 20) -> None:
-        super().__init__(share)
-        self.iterates = iterates
-        self.name = f"{self.name}, with {iterates} iterates"
-
-    def kept_steps(self, settings: Hyperparameters) -> list[int]:
-        """List steps of the path, and the last one, whose checkpoint is the mean."""
-        n = steps_to_average(settings.steps, self.share)
-        count = min(self.iterates, n - 1)
-        first = settings.steps - n
-        return [first + (n - 1) * k // count for k in range(1, count + 1)] + [
-            settings.steps
-        ]
 
 
 def train(
