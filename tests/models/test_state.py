@@ -166,6 +166,8 @@ def test_threads_take_turns_once_one_has_left_something_for_others(in_place):
     batches = pairs(2)
     small, large = batches[0][0], 10 * batches[1][0]
     la = make(with_lora(Growing(in_place), "layer"))
+    # Nothing is known of a model before a pass.
+    assert not la.model.tree.is_constant
     la.fit(batches)
     la.amortize(batches)
     assert la.model.tree.is_constant
