@@ -43,8 +43,12 @@ def untrained_model(mean: float) -> PeftModel:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("mean", "deviation"), [(50.0, 10.0), (0.0, 0.05)])
-def test_noise_of_any_size_is_found_by_the_held_out_texts(tmp_path, mean, deviation):
+@pytest.mark.parametrize(
+    ("mean", "deviation", "members"), [(50.0, 10.0, 1), (0.0, 0.05, 2)]
+)
+def test_noise_of_any_size_is_found_by_the_held_out_texts(
+    tmp_path, mean, deviation, members
+):
     texts = texts_with_noise(mean, deviation)
     trainer = trainer_of(
         tmp_path,
@@ -56,7 +60,12 @@ def test_noise_of_any_size_is_found_by_the_held_out_texts(tmp_path, mean, deviat
         logging_strategy="no",
         learning_rate=1e-3,
     )
-    la = train_in_stages(trainer)
+    la = train_in_stages(trainer, members=members)
+    noises = [member.sigma_noise.item() for member in la.members]
+    logged = {}
+    for entry in trainer.state.log_history:
+        logged |= entry
+    assert logged["laplace_sigma_noise"] == pytest.approx(sum(noises) / members)
 
     loader = DataLoader(texts[N_TRAIN:], batch_size=50)
     found = compare(la, loader).posterior
