@@ -339,18 +339,17 @@ class Trial:
         la.hyperparameters = chosen
         fit_seconds = self.clock() - started
         predicted = {}
-        started = self.clock()
+        seconds = {}
         for name, loader in self.loaders.items():
-            predicted[name] = torch.cat(
-                [probabilities(la, batch, LINK) for batch in loader]
-            )
-            if name == TEST:
-                predict_seconds = self.clock() - started
+            started = self.clock()
+            of_batches = [probabilities(la, batch, LINK) for batch in loader]
+            seconds[name] = self.clock() - started
+            predicted[name] = torch.cat(of_batches)
         prior_precision = geometric_mean(chosen.prior_precision)
         prediction = Prediction(predicted, HELD_OUT_TEXTS, LINK, chosen=prior_precision)
         costs = Costs(
-            predict_seconds=predict_seconds,
-            forward_passes=predict_seconds / self.seconds.bare,
+            predict_seconds=seconds[TEST],
+            forward_passes=seconds[TEST] / self.seconds.bare,
             fit_seconds=fit_seconds,
             trainings=FIRST_STAGE + SECOND_STAGE,
         )

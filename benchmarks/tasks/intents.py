@@ -26,7 +26,6 @@ MISTYPED_WORDS = 0.5  # of those of four letters or more
 TEXTS_AN_INTENT = 10
 TEST_TEXTS_AN_INTENT = 30  # as many as CLINC150 has
 SHIFTED = 300
-FURTHER = 500
 # Many intents take more steps to be learnt by heart than the few classes of other
 # tasks.
 MANY_INTENTS = replace(ENCODER, steps=1200)
@@ -156,13 +155,14 @@ def draw_further(
     drawn: Sequence[Example],
     generator: random.Random,
 ) -> list[Example]:
-    """Draw labelled texts that are not drawn already, of all classes as they come."""
+    """Shuffle the labelled texts that are not drawn yet, of classes as they come."""
     known = {example.text for example in drawn}
     left = []
     for row in rows:
         if _intent(row) in classes and row["text"] not in known:
             left.append(Example(row["text"], classes.index(_intent(row))))
-    return generator.sample(left, min(FURTHER, len(left)))
+    generator.shuffle(left)
+    return left
 
 
 DOMAIN_NAMES = (

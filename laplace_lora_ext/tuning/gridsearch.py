@@ -202,23 +202,14 @@ class GridSearch(GridMethod):
         if self.prior_structure is None and not has_statistics(members[0]):
             kinds = None
         grid = self._grid(la, kinds)
-        if members[0].task.has_noise:
-            # The noise of a mixture is that of its members.
-            is_free = self.optimize_scale and len(members) == 1
-            noise = None if is_free else members[0].sigma_noise.item()
-            score = NoiseSquares(members[0].n_outputs, noise)
-            if is_free:
-                members[0].sigma_noise = torch.ones(())
-        else:
-            is_free = self.optimize_scale
-            scales = LOGIT_SCALES if is_free else (1.0,)
-            score = Likelihoods(self.link_approx, self.n_samples, scales)
-        if is_free:
+        score = self._score(members)
+        if score.is_free:
             last = grid[-1:]
             factor = max(_BEYOND, WITHOUT_VARIANCE / last.min().item())
             grid = torch.cat([grid, factor * last])
-        if is_free and members[0].task.has_noise:
-            grid = unit_of_priors(members[0]) * grid
+            if members[0].task.has_noise:
+                members[0].sigma_noise = torch.ones(())  # see `NoiseSquares`
+                grid = unit_of_priors(members[0]) * grid
         data = self.val_loader
         if isinstance(data, PredictiveStatistics | MixtureStatistics):
             summed = [_sum_losses(grid, score, members, self._given(members, own))]
@@ -231,9 +222,19 @@ class GridSearch(GridMethod):
         sums, counts = zip(*summed, strict=True)
         # A rank without data has a column of zeros.
         of_all = torch.stack(torch.broadcast_tensors(*sums)).sum(0)
-        return expected_choice(
-            grid, of_all, sum(counts), score, ends_without_variance=is_free
-        )
+        return expected_choice(grid, of_all, sum(counts), score)
+
+    def _score(self, members: Sequence[Posterior]) -> Likelihoods | NoiseSquares:
+        """Say what is summed over the examples, and chosen beside the prior."""
+        if not members[0].task.has_noise:
+            scales = LOGIT_SCALES if self.optimize_scale else (1.0,)
+            return Likelihoods(self.link_approx, self.n_samples, scales)
+        if self.optimize_scale and len(members) == 1:
+            return NoiseSquares(members[0].n_outputs)
+        # A mixture's variance is the mean of its members', their noise included.
+        noises = torch.stack([member.sigma_noise for member in members])
+        noise = noises.square().mean().sqrt().item()
+        return NoiseSquares(members[0].n_outputs, noise)
 
     def _given(
         self, members: Sequence[Posterior], own: Sequence[Tensor]

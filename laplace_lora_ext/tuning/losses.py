@@ -67,6 +67,11 @@ class Likelihoods:
     n_samples: int
     scales: tuple[float, ...] = (1.0,)
 
+    @property
+    def is_free(self) -> bool:
+        """Tell whether a scale is chosen beside each prior precision."""
+        return len(self.scales) > 1
+
     def terms(
         self, members: Sequence[Posterior], moments: Sequence[Moments], targets: Tensor
     ) -> Tensor:
@@ -92,7 +97,7 @@ class Likelihoods:
 
     def best(self, prior_precision: Tensor, sums: Tensor, n_examples: int) -> Trial:
         """Find the best scale of sums `(S,)`, also between those that were summed."""
-        if len(self.scales) == 1:
+        if not self.is_free:
             return Trial(prior_precision, objective=sums.item() / n_examples)
         logs = np.log(self.scales)
         last = len(logs) - 1
@@ -151,6 +156,11 @@ class NoiseSquares:
     n_outputs: int
     noise: float | None = None
 
+    @property
+    def is_free(self) -> bool:
+        """Tell whether a noise is chosen beside each prior precision."""
+        return self.noise is None
+
     def terms(
         self, members: Sequence[Posterior], moments: Sequence[Moments], targets: Tensor
     ) -> Tensor:
@@ -199,11 +209,7 @@ class NoiseSquares:
 
 
 def expected_choice(
-    grid: Tensor,
-    sums: Tensor,
-    n_examples: int,
-    score: Likelihoods | NoiseSquares,
-    ends_without_variance: bool,
+    grid: Tensor, sums: Tensor, n_examples: int, score: Likelihoods | NoiseSquares
 ) -> TuningHistory:
     """Choose the prior precision that the examples expect, or none.
 
@@ -222,8 +228,7 @@ def expected_choice(
         `(T, K)`, the score's terms, summed over examples in float64
     n_examples : int
     score : Likelihoods or NoiseSquares
-    ends_without_variance : bool
-        whether the last prior precision is the one beyond the grid
+        if it is free, the last prior precision is the one beyond the grid
 
     Raises
     ------
@@ -239,12 +244,12 @@ def expected_choice(
     history = TuningHistory.of_losses(trials)  # it checks the objectives
     if math.isinf(history.loss):
         raise ValueError("The validation loss is finite nowhere on the grid: check it.")
-    n_points = len(grid) - ends_without_variance
+    n_points = len(grid) - score.is_free
     objective = n_examples * history.objective[:n_points]
     logs = grid[:n_points].reshape(n_points, -1).log().double().cpu()
     mean = objective.neg().softmax(0) @ logs
     choice = int((logs - mean).square().sum(1).argmin())
-    if ends_without_variance:
+    if score.is_free:
         last = len(trials) - 1
         gain = history.objective[choice] - history.objective[last]
         if n_examples * gain > A_NAT:

@@ -216,6 +216,11 @@ def test_sentences_are_balanced_in_training_and_all_there_in_the_test(tmp_path):
     task = read_task("trec", 0, data=tmp_path, train_examples=6)
     assert sorted(labels_of(task.test)) == [0, 0, 0, 0, 1]
     assert_balanced(task, ["entity", "human"])
+    # Of twelve texts six are left, whose labels are as they come.
+    assert not {each.text for each in task.further} & {each.text for each in task.train}
+    assert sorted(labels_of(task.further)) == [0, 0, 0, 0, 1, 1]
+    for each in task.further:
+        assert task.classes[each.label] in each.text
 
 
 def test_intents_of_other_domains_are_foreign(read_intents):

@@ -16,7 +16,7 @@ from laplace_lora_ext import GridSearch, PredictiveStatistics
 from laplace_lora_ext.predictive.moments import Contrasts
 from laplace_lora_ext.predictive.posterior import Members
 from laplace_lora_ext.tuning import gridsearch
-from laplace_lora_ext.tuning.losses import Likelihoods, expected_choice
+from laplace_lora_ext.tuning.losses import LOGIT_SCALES, Likelihoods, expected_choice
 from laplace_lora_ext.tuning.method import TuningHistory
 from tests.support.models import head_of, lora_model, ragged_batches
 from tests.support.posteriors import (
@@ -130,14 +130,14 @@ def history_of(
     losses: Sequence[float],
     grid: Tensor | None = None,
     n_examples: int = 1,
-    ends_without_variance: bool = False,
+    scales: tuple[float, ...] = (1.0,),
 ) -> TuningHistory:
-    """Make the history of a grid whose points have these losses in the mean."""
+    """Make the history of a grid whose points have these losses at any scale."""
     if grid is None:
         grid = torch.logspace(-4, 4, len(losses))
-    sums = n_examples * torch.tensor(losses, dtype=torch.float64)[:, None]
-    score = Likelihoods("mean_field", 1)
-    return expected_choice(grid, sums, n_examples, score, ends_without_variance)
+    means = torch.tensor(losses, dtype=torch.float64)
+    sums = n_examples * means[:, None].expand(-1, len(scales))
+    return expected_choice(grid, sums, n_examples, Likelihoods("mean_field", 1, scales))
 
 
 def test_few_examples_choose_the_mean_and_many_the_best():
@@ -156,7 +156,7 @@ def test_no_variance_is_chosen_where_it_is_better_by_a_nat():
     grid = torch.tensor([0.1, 1, 10, 1e12])
     for last, choice in ((-0.51, 3), (-0.49, 1)):
         losses = [0.6, 0.5, 0.6, last]
-        history = history_of(losses, grid, ends_without_variance=True)
+        history = history_of(losses, grid, scales=LOGIT_SCALES)
         assert history.choice == choice
 
 
