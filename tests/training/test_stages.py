@@ -31,6 +31,7 @@ from laplace_lora_ext import (
     train_in_stages,
 )
 from laplace_lora_ext.metrics import compare, quality
+from laplace_lora_ext.training import stages
 from laplace_lora_ext.training.stages import choose_priors, joined, with_choice
 from tests.support.models import (
     Batch,
@@ -568,3 +569,20 @@ def test_losses_of_ones_own_move_the_weights_and_not_the_likelihood(
             la.distill(trainer, None)
             assert len(calls) == n_calls
     assert not torch.allclose(*results, atol=1e-3)
+
+
+def test_answers_are_read_by_the_tokenizer_of_the_trainer(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path)
+    trainer.processing_class = "the trainer's"
+    taken: list[Any] = []
+
+    def take(*, settings: dict[str, Any], **_: Any) -> None:
+        taken.append(settings.get("tokenizer"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "_Training", take)
+    texts = {"class_texts": ["A", "B"]}
+    for options in (texts, {**texts, "tokenizer": "the user's"}, {}):
+        with pytest.raises(KeyboardInterrupt):
+            train_in_stages(trainer, **options)
+    assert taken == ["the trainer's", "the user's", None]
