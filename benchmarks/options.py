@@ -110,6 +110,9 @@ class Stages(SeveralSeeds):
         "shares of label smoothing to try, beside none",
         nargs="*",  # without a number none is tried
     )
+    no_ordinary: bool = option(
+        False, "leave out the ordinary and the second training: half the time"
+    )
     no_students: bool = option(False, "leave out students and learnt variances")
     rivals: tuple[str, ...] = option(
         (),

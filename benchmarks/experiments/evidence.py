@@ -77,6 +77,7 @@ def _temperature(members: int = 1) -> Keys:
     return Keys(f"staged_map_{members}", "held_out_temperature")
 
 
+PENALISED = Keys("staged_map_1", "held_out_penalised")
 AFTER_SECOND = Keys("temperature_scaling", "validation_elsewhere")
 STAGED_MAP = Keys("staged_map_1")
 STAGED = Keys("staged_1", "held_out", LINK)
@@ -102,6 +103,8 @@ def rivals_of(keys: Keys) -> Iterator[Keys]:
             yield AFTER_SECOND
     else:
         yield _temperature(count)
+        if keys != PENALISED and count == 1:
+            yield PENALISED
 
 
 def run(options: Evidence) -> Iterator[Result]:
@@ -129,12 +132,13 @@ def run(options: Evidence) -> Iterator[Result]:
     }
     of_all = compared["task"] == ALL_TASKS
     of_stages = compared["keys"] == spelt(STAGED)
+    per_task = ["against", *TASK]
     parts = [
         EXPLAINED,
         f"The {ALL_TASKS}:",
         table_of(compared[of_all], ["name", "against"], MEASURES, "+.3f"),
         "In stages, each task:",
-        table_of(compared[of_stages & ~of_all], TASK, MEASURES, "+.3f"),
+        table_of(compared[of_stages & ~of_all], per_task, MEASURES, "+.3f"),
         GOALS,
         table(goals),
         QUEUE_EXPLAINED,

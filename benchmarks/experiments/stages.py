@@ -70,6 +70,7 @@ EXPLAINED = (
     "seconds of a prediction relative to the bare model's; seconds of fits are "
     "processor time on a CPU."
 )
+LOG_NO_VARIANCE = 12  # log10 of a prior precision
 FIGURES = (
     "accuracy",
     "nll",
@@ -84,6 +85,7 @@ FIGURES = (
     "predict_seconds",
 )
 TEMPERATURE = Prior("held_out_temperature", "temperature of the held-out texts")
+PENALISED = Prior("held_out_penalised", "temperature with the posterior's penalty")
 HELD_OUT_TEXTS = Prior("held_out", "held-out texts")
 PRIOR_ALONE = Prior("held_out_prior", "held-out texts, no scale of the logits")
 VALIDATION = Prior("validation", "validation")
@@ -113,12 +115,12 @@ def run(options: Stages) -> Iterator[Result]:
             posteriors=find_methods(POSTERIORS, options.posteriors),
         )
         # Each part begins when the one before it has been reported.
-        parts = (
-            trial.ordinary(),
-            trial.of_rivals(),
+        parts = [
             trial.in_stages(options.members),
             trial.smoothed(options.smoothing),
-        )
+        ]
+        if not options.no_ordinary:
+            parts = [trial.ordinary(), trial.of_rivals(), *parts]
         for part in parts:
             rows += part
             words = text_of(pretrained, rows, FIGURES)
@@ -168,7 +170,7 @@ class Trial:
         """Train as usual, and a second time with a fifth of the texts held out."""
         model = fine_tune(self.pretrained, self.records, self.seed)
         member = self._fitted(model.model, self.records, self.loaders)
-        self.seconds = self._seconds_of(model, member)
+        self.seconds = self._seconds_of(model.model, member)
         other = self._second_training(model.model, member)
         yield self.tests.row(
             METHODS["map"],
@@ -224,14 +226,15 @@ class Trial:
                 self._costs_of_maps(1, trainings=1),
             )
 
-    def _seconds_of(self, model: AdaptedModel, member: Member) -> Seconds:
+    def _seconds_of(self, model: Any, member: Member) -> Seconds:
         """Time predictions by a model itself, and by the posterior around it."""
+        adapted = AdaptedModel(model, self.pretrained.class_token_ids)
 
         def predict(batch: Any) -> Any:
             return member.la(batch, link_approx=LINK)
 
         return Seconds(
-            bare=self.tests.seconds(lambda batch: model.logits([batch])),
+            bare=self.tests.seconds(lambda batch: adapted.logits([batch])),
             exact=self.tests.seconds(predict),
         )
 
@@ -301,13 +304,20 @@ class Trial:
             return members
 
         firsts = stage(self.rest, FIRST_STAGE, self.held_loaders)
+        self.seconds = self._seconds_of(model, firsts[0])
         # The second stage changes the weights that these posteriors are around.
         choices = {count: self._choices(firsts[:count]) for count in counts}
         without_scale = [self._prior_alone(firsts[0])]
+        penalised = self._penalised_temperature(firsts[0])
         of_others = [self._chosen_for(other, model) for other in self.posteriors]
         seconds = stage(self.records, SECOND_STAGE, self.loaders)
         for count in counts:
             yield from self._staged(firsts[:count], seconds[:count], choices[count])
+        yield self.tests.row(
+            Method("staged_map_1", "In stages, MAP"),
+            predict_maps(seconds[:1], self.loaders, PENALISED, penalised),
+            self._costs_of_maps(1, FIRST_STAGE + SECOND_STAGE),
+        )
         # What the scale of the logits adds is seen beside the same without it.
         yield from self._posterior_in_stages(
             STAGED, PRIOR_ALONE, firsts[:1], seconds[:1], without_scale
@@ -364,8 +374,7 @@ class Trial:
         choice = self._choices([of_first])
         self.train(model, self.records, SECOND_STAGE, 0, second)
         of_second = self._fitted(model, self.records, self.loaders)
-        adapted = AdaptedModel(model, self.pretrained.class_token_ids)
-        self.seconds = self._seconds_of(adapted, of_second)
+        self.seconds = self._seconds_of(model, of_second)
         yield from self._staged([of_first], [of_second], choice)
 
     def _posterior_in_stages(
@@ -572,6 +581,22 @@ class Trial:
             method="gridsearch", val_loader=held, optimize_scale=False
         )
         return la.hyperparameters
+
+    def _penalised_temperature(self, first: Member) -> float:
+        """Find the temperature as the posterior's scale is found, without variance.
+
+        The posterior has a penalty for being surer than the model. Few held-out texts,
+        all of them right, would else choose a temperature near 0.
+        """
+        la = copy(first.la)
+        la.optimize_prior_precision(
+            method="gridsearch",
+            val_loader=first.statistics[HELD],
+            log_prior_prec_min=LOG_NO_VARIANCE,
+            log_prior_prec_max=LOG_NO_VARIANCE,
+            grid_size=1,
+        )
+        return 1 / float(la.logit_scale)
 
     def _temperature(self, members: Sequence[Member]) -> float:
         """Find the temperature at which the members' mean predicts held-out texts."""
