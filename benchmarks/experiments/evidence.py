@@ -84,6 +84,7 @@ STAGED = Keys("staged_1", "held_out", LINK)
 # What is shown as it is: signs of foreign texts, and NLL by the number of texts.
 SHOWN = (
     Keys("map"),
+    AFTER_SECOND,
     Keys("lowrank_kron", "validation_elsewhere", LINK),
     *(_temperature(count) for count in COUNTS),
     *(Keys(f"staged_{count}", "held_out", LINK) for count in COUNTS),

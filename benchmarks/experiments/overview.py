@@ -90,8 +90,7 @@ def run(options: Overview) -> Iterator[Result]:
 def run_by_run(frame: Frame, ours: str) -> list[Row]:
     """Count in how many runs our NLL and ECE are lower than each method's.
 
-    Differences of accuracy are ours less the other's; of other figures all runs lie
-    within a span.
+    Differences are ours less the other's; of other figures all runs lie within a span.
     """
     of_ours = frame[frame["name"] == ours]
     rows = []
@@ -101,10 +100,12 @@ def run_by_run(frame: Frame, ours: str) -> list[Row]:
         has_lower_nll = both["nll"] < both["nll_other"]
         has_lower_ece = both["ece"] < both["ece_other"]
         differences = both["accuracy"] - both["accuracy_other"]
+        nll_differences = both["nll"] - both["nll_other"]
         row: Row = {
             "name": name,
             "runs": len(both),
             "lower_nll": int(has_lower_nll.sum()),
+            "median_nll_difference": float(nll_differences.median()),
             "lower_ece": int(has_lower_ece.sum()),
             "accuracy_difference": span(differences),
         }
@@ -157,7 +158,7 @@ def _is_shown(row: Row) -> bool:
     method = METHODS.get(row["method"])
     if isinstance(method, Posterior):
         return (row["prior"], row["link"]) in method.shown
-    return row["prior"] != "held_out_prior" and not row["prior"].endswith("_tempered")
+    return row["prior"] not in ("held_out_prior", "held_out_penalised")
 
 
 def _place(row: Row) -> int:

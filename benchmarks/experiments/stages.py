@@ -37,7 +37,6 @@ from benchmarks.methods.members import (
     Posteriors,
     predict_maps,
     temperature_of,
-    with_temperature,
 )
 from benchmarks.methods.method import (
     Loaders,
@@ -97,6 +96,7 @@ MORE_LABELS = (100, 500)
 
 TEMPERATURE_SCALING = Method("temperature_scaling", "Temperature scaling")
 SECOND_MIXTURE = Method("second_mixture", "Mixture of two")
+STAGED_MAP = Method("staged_map_1", "In stages, MAP")
 STAGED = Method("staged_1", "In stages")
 LABEL_SMOOTHING = Method("label_smoothing", "Label smoothing in stages")
 
@@ -191,7 +191,7 @@ class Trial:
             predict_maps([member], self.loaders, ELSEWHERE, temperature),
             self._costs_of_maps(1, trainings=BOTH_TRAININGS),
         )
-        yield from self._after_second_training(METHODS["lowrank_kron"], member, other)
+        yield self._after_second_training(METHODS["lowrank_kron"], member, other)
         # Both trainings have been paid for: here both predict.
         chosen = member.la.hyperparameters
         mixture = Posteriors([member, other], [chosen, chosen])
@@ -240,16 +240,14 @@ class Trial:
 
     def _after_second_training(
         self, method: Method, member: Member, other: Member
-    ) -> Iterator[Row]:
+    ) -> Row:
         """Measure a posterior with what a second training's held-out texts chose."""
         chosen = [member.la.hyperparameters]
         fit_seconds = member.seconds + other.seconds
-        yield from self._and_tempered(
+        return self.tests.row(
             method,
             self._predicted(Posteriors([member], chosen), ELSEWHERE),
-            # Only the second training's model has not seen the held-out texts.
-            held=Posteriors([other], chosen),
-            costs=self._costs_of_posteriors(1, BOTH_TRAININGS, fit_seconds),
+            self._costs_of_posteriors(1, BOTH_TRAININGS, fit_seconds),
         )
 
     def _second_training(self, model: Any, member: Member) -> Member:
@@ -314,12 +312,12 @@ class Trial:
         for count in counts:
             yield from self._staged(firsts[:count], seconds[:count], choices[count])
         yield self.tests.row(
-            Method("staged_map_1", "In stages, MAP"),
+            STAGED_MAP,
             predict_maps(seconds[:1], self.loaders, PENALISED, penalised),
             self._costs_of_maps(1, FIRST_STAGE + SECOND_STAGE),
         )
         # What the scale of the logits adds is seen beside the same without it.
-        yield from self._posterior_in_stages(
+        yield self._posterior_in_stages(
             STAGED, PRIOR_ALONE, firsts[:1], seconds[:1], without_scale
         )
         for other, chosen in zip(self.posteriors, of_others, strict=True):
@@ -384,16 +382,15 @@ class Trial:
         firsts: Sequence[Member],
         members: Sequence[Member],
         chosen: Sequence[Hyperparameters],
-    ) -> Iterator[Row]:
+    ) -> Row:
         """Measure what first stages have chosen for posteriors of second stages."""
         count = len(members)
         trainings = count * (FIRST_STAGE + SECOND_STAGE)
         fit_seconds = sum(member.seconds for member in (*firsts, *members))
-        yield from self._and_tempered(
+        return self.tests.row(
             method,
             self._predicted(Posteriors(members, chosen), prior),
-            held=Posteriors(firsts, chosen),
-            costs=self._costs_of_posteriors(count, trainings, fit_seconds),
+            self._costs_of_posteriors(count, trainings, fit_seconds),
         )
 
     def _staged(
@@ -404,7 +401,7 @@ class Trial:
         maps = Method(f"staged_map_{count}", f"{count} MAPs in stages")
         posteriors = Method(f"staged_{count}", f"Mixture of {count} in stages")
         if count == 1:
-            maps = Method("staged_map_1", "In stages, MAP")
+            maps = STAGED_MAP
             posteriors = STAGED
         trainings = count * (FIRST_STAGE + SECOND_STAGE)
         costs = self._costs_of_maps(count, trainings)
@@ -413,7 +410,7 @@ class Trial:
         scaled = predict_maps(members, self.loaders, TEMPERATURE, temperature)
         yield self.tests.row(maps, scaled, costs)
         chosen = choice.hyperparameters
-        yield from self._posterior_in_stages(
+        yield self._posterior_in_stages(
             posteriors, HELD_OUT_TEXTS, firsts, members, chosen
         )
         if count == 1 and self.has_students:
@@ -605,15 +602,6 @@ class Trial:
     def _predicted(self, posteriors: Posteriors, prior: Prior) -> Prediction:
         """Predict all test texts with posteriors."""
         return posteriors.predict(self.loaders, prior, self.tests.labels[TEST])
-
-    def _and_tempered(
-        self, method: Method, prediction: Prediction, held: Posteriors, costs: Costs
-    ) -> Iterator[Row]:
-        """Measure a prediction, and again after a temperature of held-out texts."""
-        yield self.tests.row(method, prediction, costs)
-        of_held = held.probabilities(HELD)
-        tempered = with_temperature(prediction, of_held, self.held_labels)
-        yield self.tests.row(method, tempered, costs)
 
     def _costs_of_maps(self, members: int, trainings: float) -> Costs:
         return Costs(

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -142,33 +142,3 @@ def predict_maps(
             decisions = Decisions.of_draws(mean[name], of_members)
             signs[name] = {"epistemic_entropy": decisions.epistemic_entropy}
     return Prediction(mean, prior, chosen=temperature, signs=signs)
-
-
-def with_temperature(
-    prediction: Prediction, held: Tensor, labels: Tensor
-) -> Prediction:
-    """Divide log-probabilities by a temperature that held-out texts choose."""
-    temperature = fit_temperature(_log(held), labels)
-    tempered = {}
-    for name, each in prediction.probabilities.items():
-        logits = _log(each) / temperature
-        tempered[name] = logits.softmax(-1)
-    prior = Prior(
-        f"{prediction.prior.key}_tempered",
-        f"{prediction.prior.title}, then a temperature",
-    )
-    return replace(
-        prediction,
-        probabilities=tempered,
-        prior=prior,
-        chosen=temperature,
-        # Both are of the prediction without a temperature.
-        regret=None,
-        signs={},
-    )
-
-
-def _log(probabilities: Tensor) -> Tensor:
-    """Take logarithms; a probability of 0 counts as the smallest positive number."""
-    smallest = torch.finfo(probabilities.dtype).tiny
-    return probabilities.clamp_min(smallest).log()

@@ -13,6 +13,7 @@ from tests.benchmarks.support import Row, rows_by, rows_with, run, values_of
 
 OURS = "staged_1, held_out, mean_field"
 TEMPERED = ("staged_map_1", "held_out_temperature")
+PENALISED = ("staged_map_1", "held_out_penalised")
 
 
 def row(
@@ -178,8 +179,9 @@ def test_all_rows_are_in_a_file(finished, folder):
         (TEMPERED, []),
         (("staged_map_2", "held_out_temperature"), [TEMPERED]),
         (("staged_2_student", "swapped"), [("staged_map_2", "held_out_temperature")]),
-        (("staged_kron", "held_out"), [TEMPERED]),
-        (("label_smoothing", "held_out"), [TEMPERED]),
+        (("staged_kron", "held_out"), [TEMPERED, PENALISED]),
+        (("label_smoothing", "held_out"), [TEMPERED, PENALISED]),
+        (PENALISED, [TEMPERED]),
     ],
 )
 def test_each_has_the_rival_of_the_same_texts_and_members(keys, rivals):

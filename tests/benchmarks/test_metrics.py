@@ -2,12 +2,8 @@
 
 import pytest
 import torch
-from torch.distributions import Categorical
-from torch.nn.functional import one_hot
 
 from benchmarks.methods.mahalanobis import distances
-from benchmarks.methods.members import with_temperature
-from benchmarks.methods.priors import Prediction
 from benchmarks.metrics import quality_with_aurc, queue, shift_detection, signs_of
 from tests.support.posteriors import generator
 
@@ -61,31 +57,3 @@ def test_a_distance_is_from_the_nearest_class_in_spreads_that_classes_share(
     (square,) = distances(training, labels, torch.tensor([state]).double())
     # The shrunk covariance makes the narrow axis look broader, and 9 comes out as 8.6.
     assert square.item() == pytest.approx(n_spreads**2, rel=0.1, abs=0.1)
-
-
-# --- temperatures ---------------------------------------------------------------------
-
-
-@pytest.fixture
-def sure():
-    """Logits that are twice those that labels are drawn by, and these labels."""
-    torch.manual_seed(0)
-    logits = torch.randn(400, 3)
-    return logits, Categorical(logits=logits / 2).sample()
-
-
-def test_a_temperature_of_a_prediction_is_that_of_its_logits(sure):
-    logits, labels = sure
-    p = logits.softmax(-1)
-    tempered = with_temperature(Prediction({"test": p}), p, labels)
-    assert tempered.chosen is not None
-    assert tempered.chosen > 1.5
-    expected = (logits / tempered.chosen).softmax(-1)
-    assert torch.allclose(tempered.probabilities["test"], expected, atol=1e-5)
-
-
-def test_logarithms_of_no_probability_do_a_temperature_no_harm(sure):
-    logits, labels = sure
-    certain = Prediction({"test": one_hot(labels, 3).float()})
-    tempered = with_temperature(certain, logits.softmax(-1), labels)
-    assert torch.isfinite(tempered.probabilities["test"]).all()
