@@ -32,12 +32,7 @@ from benchmarks.held_out import HELD, HELD_OUT, held_out
 from benchmarks.measuring import processor_clock
 from benchmarks.methods import CALIBRATED, METHODS, POSTERIORS
 from benchmarks.methods.mahalanobis import distances, hidden_states
-from benchmarks.methods.members import (
-    Member,
-    Posteriors,
-    predict_maps,
-    temperature_of,
-)
+from benchmarks.methods.members import Member, Posteriors, predict_maps, temperature_of
 from benchmarks.methods.method import (
     Loaders,
     Method,
@@ -115,10 +110,7 @@ def run(options: Stages) -> Iterator[Result]:
             posteriors=find_methods(POSTERIORS, options.posteriors),
         )
         # Each part begins when the one before it has been reported.
-        parts = [
-            trial.in_stages(options.members),
-            trial.smoothed(options.smoothing),
-        ]
+        parts = [trial.in_stages(options.members), trial.smoothed(options.smoothing)]
         if not options.no_ordinary:
             parts = [trial.ordinary(), trial.of_rivals(), *parts]
         for part in parts:
