@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from laplace_lora_ext.curvature import decomposed
+from laplace_lora_ext.curvature import backend, decomposed, kron
 from laplace_lora_ext.curvature.kron import (
     KroneckerBlock,
     LowRankKron,
@@ -191,7 +191,11 @@ def wide(request):
 # Counts of passes and sizes are the same on any machine.
 
 
-def test_a_fit_takes_few_passes_and_makes_no_large_tensor(wide, seeds_at_once):
+def test_a_fit_takes_few_passes_and_makes_no_large_tensor(
+    wide, seeds_at_once, monkeypatch
+):
+    # As of sums that are larger.
+    monkeypatch.setattr(backend, "_WAITING", 0)
     forwards = count_forward_passes(wide)
     with NewTensors(wide.model.parameters()) as made:
         wide.fit(TEXTS)
@@ -207,6 +211,21 @@ def test_a_fit_takes_few_passes_and_makes_no_large_tensor(wide, seeds_at_once):
     # these.
     waiting = factors + seeds_at_once * gradients_of_four(wide)
     assert made.largest <= max(seeds_at_once * of_model.largest, waiting + factors)
+
+
+def test_all_rows_of_a_batch_go_together_where_they_are_few(wide, monkeypatch):
+    updated = []
+    update = kron._update
+
+    def note(factors, rows):
+        updated.append(len(factors))
+        update(factors, rows)
+
+    monkeypatch.setattr(kron, "_update", note)
+    wide.fit(TEXTS)
+    assert sum(updated) == len(TEXTS) * len(wide.blocks)
+    # Inputs, output gradients, and those of the last layer, which are fewer rows.
+    assert len(updated) <= len(TEXTS) * 3
 
 
 @pytest.mark.usefixtures("seeds_at_once")
