@@ -111,7 +111,8 @@ class Stages(SeveralSeeds):
         nargs="*",  # without a number none is tried
     )
     no_ordinary: bool = option(
-        False, "leave out the ordinary and the second training: half the time"
+        False,
+        "leave out the ordinary and the second training, and rivals: half the time",
     )
     no_students: bool = option(False, "leave out students and learnt variances")
     rivals: tuple[str, ...] = option(

@@ -132,7 +132,7 @@ class Seconds:
 class Trial:
     """One seed: trains, and measures how what it has trained predicts."""
 
-    seconds: Seconds  # the ordinary training's, with which the others are compared
+    seconds: Seconds  # of the training at hand, whose model is as large as all others
 
     def __init__(
         self,

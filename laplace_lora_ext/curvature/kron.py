@@ -200,8 +200,9 @@ def _leading(columns: Tensor, width: int) -> Tensor:
         return columns
     gram = (columns.mT @ columns).double()
     start = _start(width, gram.device)[:n]
-    iterated = gram @ (gram @ start)
-    basis = torch.linalg.qr(iterated).Q
+    # Orthonormal in between: else small directions would be lost, as their squares are.
+    once = torch.linalg.qr(gram @ start).Q
+    basis = torch.linalg.qr(gram @ once).Q
     _, rotation = _eigh(basis.mT @ gram @ basis)
     rotation = basis @ rotation
     first = rotation.shape[-1] - width  # eigenvalues ascend

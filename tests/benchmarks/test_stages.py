@@ -1,14 +1,17 @@
 """The experiment on stages at its smallest: its mixtures are `in_stages`'s."""
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from torch.nn.functional import cross_entropy
 
 import laplace_lora_ext
 from benchmarks.experiments import stages
-from benchmarks.experiments.stages import Seconds, Trial
+from benchmarks.experiments.stages import Trial
 from benchmarks.fine_tuning import (
     MEMBER_SEEDS,
     TEST,
@@ -17,9 +20,11 @@ from benchmarks.fine_tuning import (
     prepare,
     untrained,
 )
+from benchmarks.held_out import HELD
 from benchmarks.methods.method import fit_temperature, labels_of
 from benchmarks.options import Stages
 from laplace_lora_ext.metrics import negative_log_likelihood
+from laplace_lora_ext.tuning.losses import PENALTY
 from tests.benchmarks.support import is_picture, rows_by, run, write_grammar
 
 
@@ -162,6 +167,25 @@ def test_more_labels_choose_temperatures_of_the_model_that_has_all_texts(
     assert row["trainings"] == 1
 
 
+def test_stages_alone_have_a_temperature_with_the_penalty(of_encoder, tmp_path):
+    command = "stages --no-ordinary --no-students --smoothing"
+    finished = run(tmp_path / "results", command, **of_encoder)
+    rows = rows_by(finished.figures["methods"], "method", "prior")
+    assert all(method.startswith("staged") for method, _ in rows)
+    assert len(list((tmp_path / "cache").glob("fine-tuned-*.pt"))) == 2
+    asked = Stages(quiet=True, **of_encoder)
+    trial = Trial(prepare(asked, 0), asked, 0)
+    logits = trial._first_stage(0.0).logits(trial.held_loaders[HELD])
+
+    def objective(scale: float) -> float:
+        nll = cross_entropy(scale * logits, trial.held_labels, reduction="sum").item()
+        return nll + PENALTY * max(math.log(scale), 0) ** 2
+
+    best = min(np.geomspace(0.04, 20, 2000), key=objective)
+    found = rows["staged_map_1", "held_out_penalised"]["chosen"]
+    assert found == pytest.approx(1 / best, rel=0.02)
+
+
 def nll_of(la, pretrained):
     """Compute the mean negative log-likelihood of the test texts."""
     test = pretrained.data[TEST]
@@ -176,7 +200,6 @@ def test_a_mixture_is_that_of_in_stages(options):
     asked = Stages(quiet=True, no_students=True, **options)
     pretrained = prepare(asked, 0)
     trial = Trial(pretrained, asked, 0)
-    trial.seconds = Seconds(bare=1.0, exact=1.0)
 
     def train(model, examples, share):
         name = model.active_adapter
