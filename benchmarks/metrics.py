@@ -7,7 +7,7 @@ import torch
 from scipy.stats import mannwhitneyu
 from torch import Tensor
 
-from laplace_lora_ext.metrics import N_BINS, quality
+from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.predictive.review import review
 
 ACCURACY = 0.95  # that a queue promises of what it decides alone
@@ -104,17 +104,3 @@ def entropies(probabilities: Tensor) -> Tensor:
     # `entr` has the limit where a probability is 0, whose logarithm is no number.
     terms = torch.special.entr(probabilities.double())
     return terms.sum(-1)
-
-
-def reliability(probabilities: Tensor, labels: Tensor) -> dict[str, list[float]]:
-    """Compute share of texts and accuracy in bins of confidence."""
-    confidence, predicted = probabilities.max(-1)
-    # A confidence of 1 belongs to the last bin.
-    place = (confidence * N_BINS).long().clamp_max(N_BINS - 1)
-    counts = place.bincount(minlength=N_BINS)
-    is_right = (predicted == labels).double()
-    right = place.bincount(weights=is_right, minlength=N_BINS)
-    share = counts / len(labels)
-    # An empty bin has an accuracy of 0, and no height in diagrams.
-    accuracy = right / counts.clamp_min(1)
-    return {"share": share.tolist(), "accuracy": accuracy.tolist()}

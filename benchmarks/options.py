@@ -20,9 +20,7 @@ def option(default: Any, text: str, **keywords: Any) -> Any:
 class Run:
     """What every experiment asks."""
 
-    output: Path = option(
-        Path("benchmark_results"), "folder for figures, tables and diagrams"
-    )
+    output: Path = option(Path("benchmark_results"), "folder for figures and tables")
     device: str | None = option(None, "cpu or cuda; cuda by default if there is one")
     threads: int | None = option(
         None, "number of PyTorch's threads; PyTorch's choice by default"

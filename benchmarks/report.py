@@ -1,26 +1,21 @@
-"""What a run leaves behind: tables, the figures as JSON, and diagrams."""
+"""What a run leaves behind: tables, and the figures as JSON."""
 
 import json
 import math
 import platform
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
 from benchmarks.models import device_of
 from benchmarks.options import Run
-from laplace_lora_ext.metrics import N_BINS
 
 # Packages whose versions the figures depend on.
 PACKAGES = (
@@ -63,10 +58,6 @@ UNITS = {
     "percent": "%",
 }
 NOTHING = "-"
-# As many as a page shows in a size that can be read: those of lines are wider.
-PANELS_PER_ROW = 5
-RELIABILITY_PANELS_PER_ROW = 4
-TITLE_WIDTH = 36  # letters
 
 # A pandas.DataFrame or Series: pandas tells type checkers too little of what methods
 # return.
@@ -155,7 +146,7 @@ def counts(sizes: Mapping[str, int]) -> str:
 
 
 def label(row: Row) -> str:
-    """Name a method, its prior and its link, for tables and legends."""
+    """Name a method, its prior and its link, for tables."""
     parts = (row["name"], row["chosen_by"], row["link"])
     return ", ".join(part for part in parts if part)
 
@@ -245,124 +236,3 @@ def cell(value: Any) -> str:
     if value == 0 or 0.01 <= abs(value) < 100:
         return f"{value:.3f}"
     return f"{value:.4g}"
-
-
-def draw_reliability(rows: Sequence[Row], path: Path) -> None:
-    """Draw each row's reliability diagram, of its `label` and `reliability`."""
-    width = min(RELIABILITY_PANELS_PER_ROW, len(rows))
-    height = math.ceil(len(rows) / width)
-    # In inches: a panel is a square with two lines of a title above it.
-    size = (3.4 * width, 3.7 * height)
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(height, width, sharex=True, sharey=True, squeeze=False)
-    panels = list(grid.flat)
-    # The last line of the grid may have panels to spare.
-    used = panels[: len(rows)]
-    unused = panels[len(rows) :]
-    for panel, row in zip(used, rows, strict=True):
-        _draw_bins(panel, row["reliability"])
-        title = textwrap.fill(label(row), TITLE_WIDTH)
-        panel.set_title(f"{title}\nECE {row['ece']:.3f}", fontsize=10)
-    for panel in unused:
-        panel.set_axis_off()
-    figure.supxlabel(f"Confidence in {N_BINS} bins")
-    figure.supylabel("Accuracy, share of texts")
-    # All panels have the same entries.
-    entries = legend_entries([panels[0]])
-    figure.legend(
-        entries.values(),
-        entries,
-        loc="outside upper center",
-        ncols=3,
-        frameon=False,
-        fontsize=8,
-    )
-    save(figure, path)
-
-
-def _draw_bins(panel: Axes, bins: Mapping[str, Sequence[float]]) -> None:
-    """Draw accuracy and share of texts in each bin of confidence."""
-    width = 1 / N_BINS
-    narrower = 0.7 * width  # both can be seen where they are equal
-    centres = [(place + 0.5) * width for place in range(N_BINS)]
-    share = bins["share"]
-    accuracy = bins["accuracy"]
-    panel.bar(centres, share, width, color="0.85", label="share of texts")
-    panel.bar(centres, accuracy, narrower, alpha=0.8, label="accuracy")
-    ends = (0, 1)
-    panel.plot(ends, ends, "--", color="black", linewidth=1, label="calibrated")
-    panel.set(xlim=ends, ylim=ends, aspect="equal")
-
-
-@dataclass
-class Line:
-    """Points of a line in a diagram."""
-
-    x: list[float] = field(default_factory=list)
-    y: list[float] = field(default_factory=list)
-
-
-Lines = Mapping[str, Line]  # by their labels
-
-
-def lines(rows: Sequence[Row], x: str, y: str) -> Lines:
-    """Collect a line of y against x for each method."""
-    by_name: dict[str, Line] = {}
-    for row in rows:
-        line = by_name.setdefault(row["name"], Line())
-        line.x.append(row[x])
-        line.y.append(row[y])
-    return by_name
-
-
-def draw_lines(path: Path, panels: Mapping[str, Lines], xlabel: str) -> None:
-    """Draw panels side by side, in logarithms, with one legend."""
-    height = math.ceil(len(panels) / PANELS_PER_ROW)
-    width = math.ceil(len(panels) / height)
-    # In inches: the legend stands beside the panels.
-    size = (4.2 * width + 3.2, 4 * height)
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(height, width, squeeze=False)
-    axes = list(grid.flat)
-    # A method has the same colour in all panels, even where another is missing.
-    colours: dict[str, str] = {}
-    for panel, title in zip(axes, panels, strict=True):
-        of_panel = panels[title]
-        for name, line in of_panel.items():
-            next_colour = f"C{len(colours)}"
-            colour = colours.setdefault(name, next_colour)
-            panel.plot(line.x, line.y, marker=".", color=colour, label=name)
-        panel.set(title=title, xlabel=xlabel, xscale="log", yscale="log")
-        sizes = sorted({size for line in of_panel.values() for size in line.x})
-        # Powers of ten would say little about sizes that are powers of two.
-        panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
-        panel.xaxis.set_minor_locator(NullLocator())
-    explain_beside(figure, axes)
-    save(figure, path)
-
-
-def legend_entries(panels: Sequence[Axes]) -> dict[str, Any]:
-    """Collect what a legend explains, each label once."""
-    entries = {}
-    for panel in panels:
-        handles, labels = panel.get_legend_handles_labels()
-        entries.update(zip(labels, handles, strict=True))
-    return entries
-
-
-def explain_beside(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Add a legend of what some panels show, in one column beside them."""
-    entries = legend_entries(panels)
-    if entries:
-        figure.legend(
-            entries.values(),
-            entries,
-            loc="outside right center",
-            frameon=False,
-            fontsize=8,
-        )
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Save a diagram."""
-    figure.savefig(path, dpi=150)

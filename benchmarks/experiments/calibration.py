@@ -180,7 +180,6 @@ class Tests:
             **costs.figures(),
             **metrics.quality_with_aurc(test, labels),
             **metrics.queue(test, labels),
-            "reliability": metrics.reliability(test, labels),
             "shifted": shifted,
         }
 

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from benchmarks.methods.method import Method, find_methods
 from benchmarks.models import device_of
 from benchmarks.options import Cost
 from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
-from benchmarks.report import Figures, Lines, Result, Row, draw_lines, lines, say, table
+from benchmarks.report import Figures, Result, Row, say, table
 
 INTERMEDIATE_RATIO = 2.7
 HEAD_SIZE = 64
@@ -25,7 +24,6 @@ HEAD_SIZE = 64
 # Jacobian of all weights; for the latter, gigabytes too.
 LARGEST_BATCH = 8
 WIDEST_WITH_LARGE_BATCHES = 1024
-HEADLINE = "predict 8"  # the prediction that is drawn
 # The variances of logits; the bare loop is a forward pass then.
 LEARNS = ("bare", "lowrank_kron")
 PLACE = ("dtype", "hidden_size", "layers", "phase")
@@ -38,7 +36,7 @@ FIGURES = (
 
 
 def run(options: Cost) -> Iterator[Result]:
-    """Measure every method at every shape; then draw."""
+    """Measure every method at every shape."""
     device = device_of(options.device)
     methods = find_methods(COSTS, options.contestants)
     measured: list[Row] = []
@@ -67,7 +65,6 @@ def run(options: Cost) -> Iterator[Result]:
         "growth": [_growth(measured, each) for each in methods if each.key != "bare"],
     }
     yield figures, text_of(figures, options)
-    draw(measured, options.dtypes[0], options.output / "cost.png")
 
 
 def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
@@ -294,18 +291,3 @@ def _spread(row: Row, repetitions: int) -> str:
     if not row["warmed_up"]:
         remarks.append(", not warmed up")
     return f"{median:.3g} ({''.join(remarks)})"
-
-
-def draw(measured: Sequence[Row], dtype: str, path: Path) -> None:
-    """Draw time and memory against the hidden size for one dtype, a line per method."""
-    panels: dict[str, Lines] = {}
-    units = {"seconds": "seconds a batch", "peak_megabytes": "MB over model and data"}
-    for key, unit in units.items():
-        for phase in ("fit", HEADLINE):
-            shown = [
-                {**row, "seconds": row["median"] / row["batches"]}
-                for row in measured
-                if row["phase"] == phase and row["dtype"] == dtype
-            ]
-            panels[f"{phase}, {unit}"] = lines(shown, x="hidden_size", y=key)
-    draw_lines(path, panels, xlabel="Hidden size (random weights)")

@@ -46,9 +46,6 @@ TASK = ["task", "texts_a_class"]  # trained on other numbers of texts, it is ano
 CONTEST = ["keys", "name", "against"]
 ALL_TASKS = "mean of the tasks"
 ROWS = "evidence.csv"
-# That a method may be, on any task: standard errors over seeds are about as large.
-NLL_BEHIND = 0.005
-ECE_BEHIND = 0.01
 EXPLAINED = (
     "Differences are a method's figure less that of what it is measured against, of "
     "the same seed and task: below 0 it is better, of AUROC above 0. After ± are "
@@ -56,14 +53,6 @@ EXPLAINED = (
     "is of texts whose classes are known, and AUROC, by entropy, of those that have "
     "none."
 )
-GOALS = (
-    f"On how many tasks NLL and ECE are at most {NLL_BEHIND} and {ECE_BEHIND} behind, "
-    "and by how much the NLL is lower in the mean: where the trained model is "
-    "overconfident, so that a temperature above 1 lowers its ECE (the goal is 0.03), "
-    "and under a shift (0.05)."
-)
-
-
 QUEUE_EXPLAINED = (
     "Queues decide those texts alone whose mean probability is 0.95, their promise. "
     "The gap is the realised accuracy less the promise: over tasks and seeds in the "
@@ -79,7 +68,6 @@ def _temperature(members: int = 1) -> Keys:
 
 PENALISED = Keys("staged_map_1", "held_out_penalised")
 AFTER_SECOND = Keys("temperature_scaling", "validation_elsewhere")
-STAGED_MAP = Keys("staged_map_1")
 STAGED = Keys("staged_1", "held_out", LINK)
 # What is shown as it is: signs of foreign texts, and NLL by the number of texts.
 SHOWN = (
@@ -118,7 +106,6 @@ def run(options: Evidence) -> Iterator[Result]:
         )
     of_tasks = averaged(differences, [*TASK, *CONTEST], MEASURES)
     compared = below_their_mean(of_tasks)
-    goals = goals_of(of_tasks, overconfident_tasks(rows))
     shown = in_order_of_shown(rows)
     # Some tasks have no foreign texts, which an AUROC needs.
     has_foreign = shown["entropy"].notna()
@@ -126,7 +113,6 @@ def run(options: Evidence) -> Iterator[Result]:
     sizes = averaged(shown, ["task", "name", "texts_a_class"], ["nll"])
     figures = {
         "differences": records(compared),
-        "goals": goals,
         "auroc": records(signs),
         "nll": records(sizes),
         "queues": queues_of(shown),
@@ -140,8 +126,6 @@ def run(options: Evidence) -> Iterator[Result]:
         table_of(compared[of_all], ["name", "against"], MEASURES, "+.3f"),
         "In stages, each task:",
         table_of(compared[of_stages & ~of_all], per_task, MEASURES, "+.3f"),
-        GOALS,
-        table(goals),
         QUEUE_EXPLAINED,
         table(figures["queues"]),
         f"All methods of each task are in {ROWS}.",
@@ -178,16 +162,11 @@ def spelt(keys: Keys) -> str:
     return "/".join(keys)
 
 
-def rows_of(rows: Frame, keys: Keys) -> Frame:
-    """Find the rows of one method."""
-    return rows[rows["keys"] == spelt(keys)]
-
-
 def read_all(folders: Sequence[Path]) -> Frame:
     """Read a row for each method, task and seed, once: MAP may be in several runs."""
     rows = pd.DataFrame([row for folder in folders for row in read(folder)])
     # What was not measured is None, and in a column of numbers NaN: averages skip it.
-    numbers = dict.fromkeys(["chosen", *MEASURES, *QUEUES, *SIGNS], float)
+    numbers = dict.fromkeys([*MEASURES, *QUEUES, *SIGNS], float)
     return rows.astype(numbers).drop_duplicates([*RUN, "keys"])
 
 
@@ -209,7 +188,6 @@ def read(folder: Path) -> Iterator[Row]:
             "seed": row["seed"],
             "keys": spelt(keys_of(row)),
             "name": label(row),
-            "chosen": row.get("chosen"),
             "nll": row["nll"],
             "ece": row["ece"],
             "brier": row["brier"],
@@ -302,57 +280,3 @@ def queues_of(rows: Frame) -> list[Row]:
             }
         )
     return records(as_frame(queues))
-
-
-def overconfident_tasks(rows: Frame) -> pd.MultiIndex:
-    """Find the tasks whose trained model is surer than it is right.
-
-    A temperature above 1 then lowers its ECE. Where a model is less sure than right,
-    one below 1 does, and no variance can.
-    """
-    of_model = _means_of_tasks(rows, STAGED_MAP)
-    tempered = _means_of_tasks(rows, _temperature(1))
-    both = of_model.join(tempered.add_suffix("_tempered"))
-    is_lower = both["ece_tempered"] < both["ece"]
-    is_above_1 = both["chosen_tempered"] > 1
-    return both[is_lower & is_above_1].index
-
-
-def _means_of_tasks(rows: Frame, keys: Keys) -> Frame:
-    """Average a method's ECE, and what was chosen for it, over each task's seeds."""
-    groups = rows_of(rows, keys).groupby(TASK)
-    return groups[["ece", "chosen"]].mean()
-
-
-def goals_of(of_tasks: Frame, overconfident: pd.MultiIndex) -> list[Row]:
-    """Count each contest's tasks where it is not behind, and average its gains."""
-    goals = []
-    for (_, name, against), rows in of_tasks.groupby(CONTEST, sort=False):
-        tasks = pd.MultiIndex.from_frame(rows[TASK])
-        is_overconfident = tasks.isin(overconfident)
-        where_overconfident = rows["nll"][is_overconfident]
-        # Tasks of which no shifted texts have a class tell nothing here.
-        under_shift = rows["shift_nll"].dropna()
-        is_near_in_nll = rows["nll"] <= NLL_BEHIND
-        is_near_in_ece = rows["ece"] <= ECE_BEHIND
-        goals.append(
-            {
-                "name": name,
-                "against": against,
-                "tasks": len(rows),
-                "nll_not_behind": int(is_near_in_nll.sum()),
-                "ece_not_behind": int(is_near_in_ece.sum()),
-                "overconfident": len(where_overconfident),
-                "lower_where_overconfident": _gain(where_overconfident),
-                "shifted": len(under_shift),
-                "lower_under_a_shift": _gain(under_shift),
-            }
-        )
-    return goals
-
-
-def _gain(differences: Frame) -> float | None:
-    """Average by how much something is lower."""
-    if differences.empty:
-        return None
-    return -float(differences.mean())

@@ -5,11 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import pandas as pd
-from cycler import cycler
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from benchmarks.methods import METHODS
 from benchmarks.methods.method import Posterior
@@ -17,16 +13,12 @@ from benchmarks.options import Overview
 from benchmarks.report import (
     Figures,
     Frame,
-    Line,
-    Lines,
     Result,
     Row,
     as_frame,
     cell,
-    explain_beside,
     label,
     records,
-    save,
     table,
 )
 
@@ -44,7 +36,6 @@ COLUMNS = [
 RUN = ["task", "seed"]
 FILES = ("calibration.json", "stages.json")
 SPANS = ("regret", "fit_seconds", "predict_seconds")
-PANELS = {"nll": "NLL above the least of the task", "ece": "ECE"}
 
 
 class Keys(NamedTuple):
@@ -56,7 +47,7 @@ class Keys(NamedTuple):
 
 
 def run(options: Overview) -> Iterator[Result]:
-    """Read the runs; then draw."""
+    """Read the runs."""
     frame = read_all(options.runs)
     over_seeds = frame.groupby(["name", "task"], sort=False)
     of_tasks = over_seeds[COLUMNS].mean().reset_index()
@@ -82,9 +73,6 @@ def run(options: Overview) -> Iterator[Result]:
         "against": against,
     }
     yield figures, parts
-    # After the figures, which make the folder.
-    draw(of_tasks, options.output / "overview.png")
-    draw_costs(over_cost(of_tasks), options.output / "costs.png")
 
 
 def run_by_run(frame: Frame, ours: str) -> list[Row]:
@@ -149,7 +137,7 @@ def read_figures(folder: Path) -> Figures:
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
-    """Keep rows that belong in diagrams and overviews, methods of the list first."""
+    """Keep rows that belong in overviews, methods of the list first."""
     return sorted(filter(_is_shown, rows), key=_place)
 
 
@@ -170,64 +158,3 @@ def _place(row: Row) -> int:
 def keys_of(row: Row) -> Keys:
     """Return what a row is."""
     return Keys(row["method"], row["prior"], row["link"])
-
-
-def over_cost(rows: Frame) -> Lines:
-    """Find NLL and forward passes of a prediction, a point for each method."""
-    above = rows.assign(nll=above_the_least(rows))
-    by_method = above.groupby("name", sort=False)
-    means = by_method[["forward_passes", "nll"]].mean()
-    points = {}
-    # A method whose costs were not measured has no place in the diagram.
-    for name, passes, nll in means.dropna().itertuples():
-        points[str(name)] = Line([passes], [nll])
-    return points
-
-
-def above_the_least(rows: Frame) -> Frame:
-    """Subtract from each NLL the least one of its task.
-
-    Tasks differ in how hard they are; what counts is how far a method is from the best.
-    """
-    nll = rows["nll"]
-    return nll - rows.groupby("task")["nll"].transform("min")
-
-
-def draw_costs(points: Lines, path: Path) -> None:
-    """Draw a point for each method: how good it is over what a prediction costs."""
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    panel = figure.subplots()
-    colours = matplotlib.color_sequences["tab10"]
-    # There are more methods than colours: the next ones have another mark.
-    marks = cycler(marker=["o", "^", "s", "x"])
-    panel.set_prop_cycle(marks * cycler(color=colours))
-    for name, point in points.items():
-        panel.plot(point.x, point.y, linestyle="", label=name)
-    panel.set(xlabel="Forward passes of a prediction", ylabel=PANELS["nll"])
-    explain_beside(figure, [panel])
-    save(figure, path)
-
-
-def draw(rows: Frame, path: Path) -> None:
-    """Draw NLL and ECE of every method in two panels, a mark per task."""
-    # In inches: a line of text for each method, below a title.
-    height = 0.3 * rows["name"].nunique() + 1.5
-    figure = Figure(figsize=(10, height), layout="constrained")
-    nll, ece = figure.subplots(1, 2, sharey=True)
-    above = rows.assign(nll=above_the_least(rows))
-    _draw_marks(nll, above, "nll")
-    _draw_marks(ece, rows, "ece")
-    # Tables begin at the top.
-    nll.invert_yaxis()
-    explain_beside(figure, [nll])
-    save(figure, path)
-
-
-def _draw_marks(panel: Axes, rows: Frame, figure: str) -> None:
-    """Draw a figure of every method, and its mean over the tasks."""
-    for task, of_task in rows.groupby("task", sort=False):
-        panel.plot(of_task[figure], of_task["name"], "o", label=task)
-    means = rows.groupby("name", sort=False)[figure].mean()
-    panel.plot(means, means.index, "k|", markersize=14, label="mean")
-    panel.set(xlabel=PANELS[figure], xlim=(0, None))
-    panel.grid(axis="y", alpha=0.3)

@@ -10,7 +10,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from benchmarks import report
 from benchmarks.experiments.calibration import (
     Costs,
     Tests,
@@ -18,7 +17,7 @@ from benchmarks.experiments.calibration import (
     measured,
     text_of,
 )
-from benchmarks.experiments.overview import COUNTS, shown
+from benchmarks.experiments.overview import COUNTS
 from benchmarks.fine_tuning import (
     MEMBER_SEEDS,
     TEST,
@@ -117,8 +116,6 @@ def run(options: Stages) -> Iterator[Result]:
             rows += part
             words = text_of(pretrained, rows, FIGURES)
             yield figures_of(pretrained, rows), [*words, EXPLAINED]
-    first = [row for row in rows if row["seed"] == options.seeds[0]]
-    report.draw_reliability(shown(first), options.output / "reliability.png")
 
 
 @dataclass(frozen=True)

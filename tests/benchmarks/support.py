@@ -164,11 +164,6 @@ def assert_same(model: nn.Module, before: Weights) -> None:
         assert torch.equal(after[name], weight), name
 
 
-def is_picture(path: Path) -> bool:
-    """Whether a file is a PNG."""
-    return path.read_bytes().startswith(b"\x89PNG")
-
-
 def pool(count: int = 40) -> list[Documented]:
     """Make names and summaries, of three files by turns."""
     documented = []

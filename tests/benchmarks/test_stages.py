@@ -25,7 +25,7 @@ from benchmarks.methods.method import fit_temperature, labels_of
 from benchmarks.options import Stages
 from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.tuning.losses import PENALTY
-from tests.benchmarks.support import is_picture, rows_by, run, write_grammar
+from tests.benchmarks.support import rows_by, run, write_grammar
 
 
 @pytest.fixture
@@ -106,7 +106,6 @@ def test_every_row_is_measured_and_every_training_is_shared(options, tmp_path):
         smoothed = 2
     trainings = list((tmp_path / "cache").glob("fine-tuned-*.pt"))
     assert len(trainings) == ordinary + staged + smoothed
-    assert is_picture(folder / "reliability.png")
     assert "Reading" in finished.progress
 
 
