@@ -190,24 +190,22 @@ def _update(factors: Sequence[LowRankFactor], rows: Sequence[Tensor]) -> None:
 def _leading(columns: Tensor, width: int) -> Tensor:
     """Rotate `(..., d, n)` columns onto their leading `width` left singular directions.
 
-    The rotation comes from the columns' Gram matrix, within a subspace of a few
-    dimensions more than there are directions to keep. Two steps of subspace iteration
-    from a fixed random start find it (Halko, Martinsson & Tropp, 2011), exactly if the
-    matrix has no higher rank.
+    Two steps of subspace iteration from a fixed random start find them, within a
+    subspace of a few dimensions more (Halko, Martinsson & Tropp, 2011), exactly if the
+    columns have no higher rank.
     """
     n = columns.shape[-1]
     if n <= width:
         return columns
-    gram = (columns.mT @ columns).double()
-    start = _start(width, gram.device)[:n]
-    # Orthonormal in between: else small directions would be lost, as their squares are.
-    once = torch.linalg.qr(gram @ start).Q
-    basis = torch.linalg.qr(gram @ once).Q
-    _, rotation = _eigh(basis.mT @ gram @ basis)
-    rotation = basis @ rotation
+    basis = _start(width, columns.device)[:n].to(columns.dtype)
+    for _ in range(2):
+        # Orthonormal each time: else small directions would be lost, as their squares
+        # are.
+        basis = torch.linalg.qr(columns.mT @ (columns @ basis)).Q
+    within = columns @ basis
+    _, rotation = _eigh(within.mT @ within)
     first = rotation.shape[-1] - width  # eigenvalues ascend
-    leading = rotation[..., first:]
-    return columns @ leading.to(columns.dtype)
+    return within @ rotation[..., first:].to(columns.dtype)
 
 
 @lru_cache
