@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import laplace_lora_ext as package
-from laplace_lora_cli.main import COMMANDS
+from laplace_lora_cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / package.__name__
@@ -143,7 +143,7 @@ def reference(task: str) -> str:
 def options(command: str) -> str:
     """A table of a command's options, with their defaults."""
     lines = ["| option | meaning | default |", "|---|---|---|"]
-    for field in sorted(fields(COMMANDS[command].arguments), key=is_optional):
+    for field in sorted(fields(COMMANDS[command]), key=is_optional):
         text = str(field.metadata["help"]).replace("|", r"\|")
         # Not in backticks: a browser would break a line behind its hyphens.
         name = f'<code class="option">--{field.name}</code>'

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from laplace_lora_cli import main as command_line
+import laplace_lora_cli as command_line
 from tests.support.models import base_model, ragged_batches
 from tests.support.pages import FENCE, PROMPTS, write_tokenizer
 from tests.support.trainers import trainer_of
@@ -149,4 +149,4 @@ def test_every_command_of_ours_is_understood():
         name, *words = shlex.split(line)
         # What names no adapter is a part of a line.
         if "--adapter" in words:
-            command_line._parse(name, command_line.COMMANDS[name], words)
+            command_line._parse(name, words)

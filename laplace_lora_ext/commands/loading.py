@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,20 +11,20 @@ from typing import Any, cast
 import torch
 from huggingface_hub.utils import enable_progress_bars
 from peft import PeftConfig, PeftModel, TaskType, load_peft_weights
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
-    PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
 
 import laplace_lora_ext
-from laplace_lora_cli.arguments import (
+from laplace_lora_cli import (
     LABEL,
     TEXT,
     ModelArguments,
@@ -33,19 +32,17 @@ from laplace_lora_cli.arguments import (
     TextArguments,
 )
 from laplace_lora_ext.commands.texts import (
-    Batches,
     Row,
     UsageError,
     column_of,
     numbers_of,
     read_rows,
 )
-from laplace_lora_ext.messages import check_counts
+from laplace_lora_ext.messages import check_counts, listed
 from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.saving import read_state
 
-# A number of classes that no model has, and no other size of a weight.
-_PROBE = 7919
+_AT_ONCE = 1000  # texts that are tokenized to be counted
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Loaded:
     """What the commands need of an adapter."""
 
     model: PeftModel
-    batches: Batches
+    tokenizer: PreTrainedTokenizerBase
     class_names: list[str]
     arguments: ModelArguments
 
@@ -62,17 +59,15 @@ class Loaded:
         rows = read_rows(source)
         texts = column_of(rows, self.arguments.text_column or TEXT, source)
         longest = _longest(self.model)
-        for number, length in enumerate(self.batches.lengths(texts), start=1):
-            if length == 0:
-                raise UsageError(
-                    f"Row {number} of {source} has a text without a token."
-                )
-            if length > longest:
-                raise UsageError(
-                    f"Row {number} of {source} has {length} tokens, and the model "
-                    f"takes {longest:.0f}: pass --max_length {longest:.0f} to cut "
-                    "such texts."
-                )
+        for start in range(0, len(texts), _AT_ONCE):
+            encoded = self.encoded(texts[start : start + _AT_ONCE])
+            for number, tokens in enumerate(encoded["input_ids"], start=start + 1):
+                if len(tokens) > longest:
+                    raise UsageError(
+                        f"Row {number} of {source} has {len(tokens)} tokens, and the "
+                        f"model takes {longest:.0f}: pass --max_length {longest:.0f} "
+                        "to cut such texts."
+                    )
         return rows, texts
 
     def labelled_texts(self, source: str) -> tuple[list[str], list[int]]:
@@ -81,13 +76,40 @@ class Loaded:
         labels = column_of(rows, self.arguments.label_column or LABEL, source)
         return texts, numbers_of(labels, self.class_names, source)
 
+    def encoded(self, texts: Sequence[str], **options: Any) -> Any:
+        """Tokenize texts, cut at `max_length`."""
+        return self.tokenizer(
+            list(texts),
+            truncation=self.arguments.max_length is not None,
+            max_length=self.arguments.max_length,
+            **options,
+        )
+
+    def batches(
+        self, texts: Sequence[str], labels: Sequence[int] | None = None
+    ) -> DataLoader:
+        """Make a loader that reads the texts in order."""
+
+        def collate(places: Sequence[int]) -> Any:
+            of_batch = [texts[place] for place in places]
+            encoded = self.encoded(of_batch, padding=True, return_tensors="pt")
+            if labels is not None:
+                encoded["labels"] = torch.tensor([labels[place] for place in places])
+            return encoded
+
+        # Any sequence will do, whatever the loader's annotation says.
+        places = cast(Dataset[int], range(len(texts)))
+        return DataLoader(
+            places, batch_size=self.arguments.batch_size, collate_fn=collate
+        )
+
     def new_posterior(self) -> laplace_lora_ext.LoRALaplace:
         """Make a posterior that is not fitted yet."""
         return laplace_lora_ext.Laplace(
             self.model,
             "classification",
             class_texts=self.arguments.answers,
-            tokenizer=self.batches.tokenizer,
+            tokenizer=self.tokenizer,
         )
 
     def metadata(self) -> dict[str, Any]:
@@ -108,7 +130,7 @@ class Loaded:
         answers: dict[str, Any] = {}
         # Others than those of the fit are refused.
         if self.arguments.answers:
-            tokens = class_tokens(None, self.arguments.answers, self.batches.tokenizer)
+            tokens = class_tokens(None, self.arguments.answers, self.tokenizer)
             answers["class_token_ids"] = tokens
         la = laplace_lora_ext.from_pretrained(self.model, place, **answers)
         if la.likelihood != "classification":
@@ -143,46 +165,76 @@ def load(arguments: ModelArguments) -> Loaded:
     if adapter.task_type == TaskType.CAUSAL_LM:
         cls, known = AutoModelForCausalLM, _answers(arguments)
     elif adapter.task_type in (TaskType.SEQ_CLS, None):
-        cls, known = AutoModelForSequenceClassification, _classes(arguments, config)
+        # In the order of the outputs, as transformers writes and reads them.
+        cls = AutoModelForSequenceClassification
+        known = list((config.id2label or {}).values())
     else:
         raise UsageError(
             f"{arguments.adapter} is of the task {adapter.task_type}: the command line "
             "knows SEQ_CLS and CAUSAL_LM."
         )
-    names = _class_names(known, arguments)
+    names = [name.strip() for name in arguments.class_names or known]
+    if len(set(names)) < len(names):
+        raise UsageError(
+            f"Two classes have the same name among {names}: pass --class_names."
+        )
     if cls is AutoModelForSequenceClassification:
         config.id2label = dict(enumerate(names))
         config.label2id = {name: number for number, name in enumerate(names)}
         if config.pad_token_id is None:
             config.pad_token_id = tokenizer.pad_token_id
-    with quiet():  # about a head that the adapter has
-        base = cls.from_pretrained(
-            base_name, config=config, **_settings_of(arguments, adapter)
+    elif len(names) != len(known):
+        raise UsageError(
+            f"--class_names has {len(names)} names for {len(known)} answers."
         )
+    try:
+        read: Any = cls.from_pretrained(
+            base_name,
+            config=config,
+            output_loading_info=True,
+            **_settings_of(arguments, adapter),
+        )
+        base, found = read
+        _check_whole(found["missing_keys"], arguments)
         # As PEFT does: the adapter may have tokens of its own.
-        if len(tokenizer) > len(cast(Tensor, base.get_input_embeddings().weight)):
+        if len(tokenizer) > len(base.get_input_embeddings().weight):
             base.resize_token_embeddings(len(tokenizer))
         model = PeftModel.from_pretrained(base, arguments.adapter)
+    except RuntimeError as error:
+        if "mismatch" not in str(error):
+            raise
+        raise UsageError(
+            f"The model's head is not one of {len(names)} classes, {', '.join(names)}: "
+            f"pass --class_names, one for each of its outputs. ({error})"
+        ) from error
     model.eval()
-    batches = Batches(tokenizer, arguments.batch_size, arguments.max_length)
-    return Loaded(model, batches, names, arguments)
+    return Loaded(model, tokenizer, names, arguments)
+
+
+def _check_whole(missing: Iterable[str], arguments: ModelArguments) -> None:
+    """Refuse weights that neither base nor adapter has: they would be random."""
+    own = load_peft_weights(arguments.adapter, device="cpu")
+    names = sorted(name for name in missing if f"base_model.model.{name}" not in own)
+    if names:
+        raise UsageError(
+            f"Neither {arguments.adapter} nor its base model has {listed(names)}: "
+            'train the adapter with task_type="SEQ_CLS", which saves a head, or name '
+            "its layers in modules_to_save."
+        )
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Let transformers print errors and downloads alone."""
     before = logging.get_verbosity()
-    has_bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    if has_bars:
-        logging.disable_progress_bar()
-        enable_progress_bars()  # of downloads, which may take minutes
+    logging.disable_progress_bar()
+    enable_progress_bars()  # of downloads, which may take minutes
     try:
         yield
     finally:
         logging.set_verbosity(before)
-        if has_bars:
-            logging.enable_progress_bar()
+        logging.enable_progress_bar()
 
 
 def _answers(arguments: ModelArguments) -> list[str]:
@@ -232,12 +284,6 @@ def _as_written(value: Any) -> str:
 
 def _settings_of(arguments: ModelArguments, config: PeftConfig) -> dict[str, Any]:
     """Collect the keywords of `from_pretrained`."""
-    dtype = getattr(torch, arguments.dtype, None)
-    if arguments.dtype != "auto" and not isinstance(dtype, torch.dtype):
-        raise UsageError(
-            f"--dtype {arguments.dtype} is no precision: pass auto, float32, bfloat16 "
-            "or float16."
-        )
     settings: dict[str, Any] = {"dtype": arguments.dtype}
     if arguments.device_map is not None:
         settings["device_map"] = arguments.device_map
@@ -268,52 +314,6 @@ def _tokenizer(
         f"Neither {arguments.adapter} nor {config.base_model_name_or_path} has a "
         "tokenizer: save it beside the adapter by tokenizer.save_pretrained."
     )
-
-
-def _classes(arguments: ModelArguments, config: PretrainedConfig) -> list[str]:
-    """Name the classes as the base model's configuration does, or by their numbers."""
-    # In the order of the outputs, as transformers writes and reads them.
-    known = list(map(str, (config.id2label or {}).values()))
-    weights = load_peft_weights(arguments.adapter, device="cpu")
-    for name in _heads(config):
-        layer, _, _ = name.rpartition(".")
-        for saved in (name, f"{layer}.lora_B.weight"):
-            weight = weights.get(f"base_model.model.{saved}")
-            if weight is not None:
-                n_classes = len(weight)
-                numbered = [f"LABEL_{number}" for number in range(n_classes)]
-                return known if len(known) == n_classes else numbered
-    if any("SequenceClassification" in name for name in config.architectures or ()):
-        return known
-    raise UsageError(
-        f"{arguments.adapter} was saved without a classifier's head, and its base "
-        'model has none: train it with task_type="SEQ_CLS", which saves the head.'
-    )
-
-
-def _heads(config: PretrainedConfig) -> list[str]:
-    """Name the weights with a row for each class, which an empty model tells."""
-    probe = copy(config)
-    probe.num_labels = _PROBE
-    with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(probe)
-    shapes = {name: weight.shape for name, weight in model.named_parameters()}
-    return [name for name, shape in shapes.items() if shape[:1] == (_PROBE,)]
-
-
-def _class_names(known: Sequence[str], arguments: ModelArguments) -> list[str]:
-    """Name the classes, in the order of the outputs."""
-    names = [name.strip() for name in arguments.class_names or known]
-    if len(names) != len(known):
-        raise UsageError(
-            f"--class_names has {len(names)} names, and the model has {len(known)} "
-            "classes."
-        )
-    if len(set(names)) < len(names):
-        raise UsageError(
-            f"Two classes have the same name among {names}: pass --class_names."
-        )
-    return names
 
 
 def _longest(model: nn.Module) -> float:

@@ -8,36 +8,36 @@ import json
 import os
 import warnings
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from scipy.optimize import linear_sum_assignment
 from scipy.special import betainc
-from torch.utils.data import Dataset
 from torchmetrics.functional.classification import multiclass_confusion_matrix
 from tqdm import tqdm
-from transformers import TrainingArguments
 
-from laplace_lora_cli.arguments import (
+from laplace_lora_cli import (
     CalibrateArguments,
     DistillArguments,
     PredictArguments,
     ReportArguments,
     ReviewArguments,
 )
-from laplace_lora_ext.commands.folders import write_merged, write_student
 from laplace_lora_ext.commands.loading import Loaded, check_new, load
-from laplace_lora_ext.commands.page import page
-from laplace_lora_ext.commands.texts import Row, UsageError
-from laplace_lora_ext.commands.training import trainer_with_bar
-from laplace_lora_ext.commands.verdict import (
+from laplace_lora_ext.commands.report import (
     HEADER,
     UNITS,
     as_text,
     figures_of,
+    page,
     reason,
     verdict,
 )
+from laplace_lora_ext.commands.students import (
+    trainer_with_bar,
+    write_merged,
+    write_student,
+)
+from laplace_lora_ext.commands.texts import Row, UsageError
 from laplace_lora_ext.plots import Outcomes, outcomes, predict_both
 from laplace_lora_ext.predictive.predictions import Prediction
 from laplace_lora_ext.predictive.review import Review
@@ -139,8 +139,8 @@ def predict(arguments: PredictArguments) -> None:
     shown: list[Row] = rows
     if not arguments.all_columns:
         shown = [
-            {"id": _name_of(row, place), "text": text}
-            for place, (row, text) in enumerate(zip(rows, texts, strict=True))
+            {"id": row.get("id", place), "text": text}
+            for place, (row, text) in enumerate(zip(rows, texts, strict=True), start=1)
         ]
     pred_type = "amortized" if arguments.amortized else "glm"
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -174,11 +174,6 @@ def _lines(loaded: Loaded, prediction: Prediction, trained: torch.Tensor) -> lis
             }
         )
     return lines
-
-
-def _name_of(row: Row, place: int) -> Any:
-    """Return a row's "id", or its number from 1."""
-    return row.get("id", place + 1)
 
 
 def _keep_whole_lines(output: Path) -> int:
@@ -268,7 +263,7 @@ def _queue_lines(
         lines.append(
             {
                 "decided_by": "person" if number < queue.n_to_read else "model",
-                "id": _name_of(rows[place], place),
+                "id": rows[place].get("id", place + 1),
                 "text": texts[place],
                 "label": loaded.class_names[label],
                 "probability": f"{prediction.probabilities[place, label].item():.4f}",
@@ -292,29 +287,23 @@ def distill(arguments: DistillArguments) -> None:
         )
     loaded = load(arguments)
     la = loaded.posterior()
-    for name, weight in loaded.model.named_parameters():
-        weight.requires_grad_(".lora_" in name or ".modules_to_save." in name)
+    # Which makes it trainable.
+    loaded.model.set_adapter(str(loaded.model.active_adapter))
     texts, labels = loaded.labelled_texts(arguments.train)
-    encoded = loaded.batches.encoded(texts)
+    encoded = loaded.encoded(texts)
     rows = []
     for place, label in enumerate(labels):
         inputs = {key: encoded[key][place] for key in encoded}
         rows.append(inputs | {"labels": label})
-    settings = TrainingArguments(
-        output_dir=str(output),
+    trainer = trainer_with_bar(
+        loaded.model,
+        loaded.tokenizer,
+        rows,
+        output,
         num_train_epochs=arguments.epochs,
         learning_rate=arguments.learning_rate,
         per_device_train_batch_size=arguments.batch_size,
         seed=arguments.seed,
-        save_strategy="no",
-        report_to=[],
-        dataloader_pin_memory=False,  # asked for without an accelerator, a warning
-    )
-    trainer = trainer_with_bar(
-        loaded.model,
-        settings,
-        cast(Dataset[Any], rows),  # any sequence will do
-        processing_class=loaded.batches.tokenizer,
     )
     name = la.distill(trainer, progress_bar=True)
     write_student(loaded, output / name, la.metadata)

@@ -1,4 +1,4 @@
-"""Texts and labels from files or the hub, and batches of them."""
+"""Texts and labels from files or the hub."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
-
-import torch
-from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedTokenizerBase
 
 Row = dict[str, Any]
 
@@ -23,8 +18,6 @@ _HINT = (
 )
 _TABLES = (".csv", ".tsv")
 _DELIMITERS = ",;\t|"
-_AT_ONCE = 1000  # texts that are tokenized to be counted
-_LONGEST_FIELD = 2**31 - 1  # all that C's long holds everywhere
 
 
 class UsageError(Exception):
@@ -65,11 +58,10 @@ def _decoded(path: Path) -> str:
 def _read_table(text: str, source: str) -> list[Row]:
     """Read a CSV file, whose header tells what its columns are divided by."""
     header, *_ = re.split(r"[\r\n]", text, maxsplit=1)
-    delimiter = max(_DELIMITERS, key=lambda mark: len(_fields(header, mark)))
+    delimiter = max(_DELIMITERS, key=header.count)
     # Line ends within quotes are the text's own.
     lines = io.StringIO(text, newline="")
     reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
-    limit = csv.field_size_limit(_LONGEST_FIELD)
     try:
         rows: list[Row] = list(reader)
     except csv.Error as error:
@@ -77,8 +69,6 @@ def _read_table(text: str, source: str) -> list[Row]:
             f"Line {reader.reader.line_num} of {source} can't be read ({error}): put "
             "texts with quotes or line ends into quotes, and double those within."
         ) from error
-    finally:
-        csv.field_size_limit(limit)
     for number, row in enumerate(rows, start=1):
         # Where the header has no columns for them.
         others: list[str] = row.pop(cast(str, None), [])
@@ -90,37 +80,25 @@ def _read_table(text: str, source: str) -> list[Row]:
     return rows
 
 
-def _fields(line: str, delimiter: str) -> list[str]:
-    """Divide a line into its fields."""
-    return next(csv.reader([line], delimiter=delimiter), [])
-
-
 def _read_json(text: str, source: str) -> list[Row]:
-    """Read objects one after the other, on a line each or not, or lists of them."""
-    decoder = json.JSONDecoder()
+    """Read an object a line, or a list of objects."""
+    is_list = text.lstrip().startswith("[")
+    # Not by `splitlines`, which divides at marks that a text may have in it.
+    parts = [text] if is_list else text.split("\n")
     rows: list[Any] = []
-    place = _behind_space(text, 0)
-    try:
-        while place < len(text):
-            value, end = decoder.raw_decode(text, place)
-            values = value if isinstance(value, list) else [value]
-            if not all(isinstance(row, dict) for row in values):
-                raise ValueError("it holds no columns")
-            rows += values
-            place = _behind_space(text, end)
-    except ValueError as error:
-        line = text.count("\n", 0, place) + 1
-        raise UsageError(
-            f"Line {line} of {source} begins no JSON object ({error}). Pass {_HINT}."
-        ) from error
+    for number, part in enumerate(parts, start=1):
+        if not part.strip():
+            continue
+        try:
+            value = json.loads(part)
+        except ValueError as error:
+            raise UsageError(
+                f"Line {number} of {source} is no JSON ({error}). Pass {_HINT}."
+            ) from error
+        rows += value if is_list else [value]
+    if not all(isinstance(row, dict) for row in rows):
+        raise UsageError(f"{source} holds no objects. Pass {_HINT}.")
     return rows
-
-
-def _behind_space(text: str, place: int) -> int:
-    """Return the first place from one on that is no space."""
-    while place < len(text) and text[place].isspace():
-        place += 1
-    return place
 
 
 def _read_hub(source: str) -> list[Row]:
@@ -188,43 +166,3 @@ def numbers_of(labels: Sequence[str], names: Sequence[str], source: str) -> list
                 "model's outputs, or other data."
             )
     return [known[label.strip()] for label in labels]
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Makes batches of texts."""
-
-    tokenizer: PreTrainedTokenizerBase
-    size: int
-    max_length: int | None
-
-    def lengths(self, texts: Sequence[str]) -> Iterator[int]:
-        """Count the tokens of each text."""
-        for start in range(0, len(texts), _AT_ONCE):
-            encoded = self.encoded(texts[start : start + _AT_ONCE])
-            yield from map(len, encoded["input_ids"])
-
-    def encoded(self, texts: Sequence[str], **options: Any) -> Any:
-        """Tokenize texts, cut at `max_length`."""
-        return self.tokenizer(
-            list(texts),
-            truncation=self.max_length is not None,
-            max_length=self.max_length,
-            **options,
-        )
-
-    def __call__(
-        self, texts: Sequence[str], labels: Sequence[int] | None = None
-    ) -> DataLoader:
-        """Make a loader that reads the texts in order."""
-
-        def collate(places: Sequence[int]) -> Any:
-            of_batch = [texts[place] for place in places]
-            encoded = self.encoded(of_batch, padding=True, return_tensors="pt")
-            if labels is not None:
-                encoded["labels"] = torch.tensor([labels[place] for place in places])
-            return encoded
-
-        # Any sequence will do, whatever the loader's annotation says.
-        places = cast(Dataset[int], range(len(texts)))
-        return DataLoader(places, batch_size=self.size, collate_fn=collate)

@@ -14,7 +14,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from laplace_lora_cli.main import USAGE
+from laplace_lora_cli import USAGE
 from tests.support.commands import Calibrated, run
 from tests.support.saved_adapters import NAMES, SMALL, save_adapter, write_rows
 
@@ -48,9 +48,10 @@ def decoder(tmp_path_factory) -> Path:
 def calibrated(request, tmp_path_factory) -> Calibrated:
     folder = tmp_path_factory.mktemp("calibrated")
     adapter = request.getfixturevalue(request.param)
-    names, names_are = NAMES, "class_names"
+    names, named = NAMES, {"class_names": NAMES}
     if request.param == "decoder":
-        names, names_are = ("A", "B"), "answers"
+        names = ("A", "B")
+        named = {"answers": names}
     train = write_rows(folder / "train.jsonl", 24, names)
     # Of other texts some are told wrong, so that the model is surer than right.
     test = write_rows(folder / "test.jsonl", 40, names, n_wrong=6)
@@ -63,9 +64,9 @@ def calibrated(request, tmp_path_factory) -> Calibrated:
             train=train,
             validation=test,
             output=folder / "posterior",
-            **{names_are: names},
+            **named,
         )
-    return Calibrated(options, names, train, test, printed.getvalue())
+    return Calibrated(options, names, named, train, test, printed.getvalue())
 
 
 @pytest.fixture

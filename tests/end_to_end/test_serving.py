@@ -19,7 +19,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from laplace_lora_cli.main import main
+from laplace_lora_cli import main
 from tests.support.pages import FENCE
 from tests.support.saved_adapters import NAMES, SMALL, save_adapter, write_rows
 

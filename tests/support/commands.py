@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from laplace_lora_cli.main import main
+from laplace_lora_cli import main
 
 
 def run(command: str, **options: object) -> None:
@@ -23,6 +23,8 @@ class Calibrated:
     # Of commands that read the posterior: nothing of what it was fitted with.
     options: dict[str, object]
     names: Sequence[str]
+    # The option that names them, as `calibrate` was told.
+    named: dict[str, object]
     train: Path
     test: Path
     printed: str

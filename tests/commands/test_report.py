@@ -1,12 +1,16 @@
-"""Sentences about results, each of its case."""
+"""Sentences about results, each of its case, and a page as a browser draws it."""
+
+import re
 
 import pytest
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.commands.verdict import figures_of, reason, verdict
+from laplace_lora_ext.commands.report import figures_of, reason, verdict
 from laplace_lora_ext.plots import Outcomes
 from laplace_lora_ext.predictive.predictions import Prediction
+from tests.support.browser import CHROMIUM, browse
+from tests.support.commands import run
 
 NAMES = ("plant", "air")
 
@@ -74,3 +78,26 @@ def test_a_reason_names_what_competes_and_what_the_doubt_is_about(spread, expect
     assert found.startswith("air (80%) or plant (20%)")
     assert expected in found
     assert ("of the doubt" in found) == (spread > 0)
+
+
+def test_the_report_is_one_page_without_any_outside_file(calibrated, refusal, tmp_path):
+    # In a folder that is made.
+    output = tmp_path / "reports" / "report.html"
+    options = {"data": calibrated.test, "output": output, **calibrated.options}
+    run("report", title="A < B", **options)
+    document = output.read_text(encoding="utf-8")
+    _, _, body = document.partition("<body>")
+    assert re.match(r"<h1>A &lt; B</h1><p class=\S+>85% of the answers", body)
+    assert document.count("<svg") == 2
+    # Two tables: of three methods, and of twenty texts, with a head each.
+    assert document.count("<tr>") == 1 + 3 + 1 + 20
+    for mark in ("src=", "<link", "@import", "url(http"):
+        assert mark not in document
+    assert "exists" in refusal("report", **options)
+    if CHROMIUM is not None:
+        for width in (1280, 390):
+            picture = tmp_path / f"{width}.png"
+            size = f"--window-size={width},900"
+            browse(output, tmp_path / "profile", size, f"--screenshot={picture}")
+            # An empty page's is smaller.
+            assert picture.stat().st_size > 10_000

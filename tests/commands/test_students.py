@@ -1,4 +1,4 @@
-"""Folders of students, as others open them."""
+"""What a training of a student shows, and folders as others open them."""
 
 import json
 import re
@@ -22,6 +22,9 @@ def test_others_open_a_student_by_its_folder_alone(calibrated, tmp_path, capsys)
         **calibrated.options,
     )
     printed = capsys.readouterr()
+    # Steps of the training, and no figures that nobody asked for.
+    assert re.search(r"\b(\d+)/\1\b", printed.err)
+    assert "loss" not in printed.out + printed.err
     student = folder / "calibrated"
     assert printed.out.startswith(f"The student is in {student}.\n")
     # Bars of its texts and of its training, and nothing that nobody asked for.
