@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -160,8 +160,7 @@ def load(arguments: ModelArguments) -> Loaded:
     if arguments.max_length is not None:
         check_counts(max_length=arguments.max_length)
     tokenizer = _tokenizer(arguments, adapter)
-    base_name = str(adapter.base_model_name_or_path)
-    config = AutoConfig.from_pretrained(base_name)
+    config = AutoConfig.from_pretrained(str(adapter.base_model_name_or_path))
     if adapter.task_type == TaskType.CAUSAL_LM:
         cls, known = AutoModelForCausalLM, _answers(arguments)
     elif adapter.task_type in (TaskType.SEQ_CLS, None):
@@ -188,18 +187,7 @@ def load(arguments: ModelArguments) -> Loaded:
             f"--class_names has {len(names)} names for {len(known)} answers."
         )
     try:
-        read: Any = cls.from_pretrained(
-            base_name,
-            config=config,
-            output_loading_info=True,
-            **_settings_of(arguments, adapter),
-        )
-        base, found = read
-        _check_whole(found["missing_keys"], arguments)
-        # As PEFT does: the adapter may have tokens of its own.
-        if len(tokenizer) > len(base.get_input_embeddings().weight):
-            base.resize_token_embeddings(len(tokenizer))
-        model = PeftModel.from_pretrained(base, arguments.adapter)
+        model = _adapted(cls, config, arguments, adapter, len(tokenizer))
     except RuntimeError as error:
         if "mismatch" not in str(error):
             raise
@@ -211,16 +199,30 @@ def load(arguments: ModelArguments) -> Loaded:
     return Loaded(model, tokenizer, names, arguments)
 
 
-def _check_whole(missing: Iterable[str], arguments: ModelArguments) -> None:
-    """Refuse weights that neither base nor adapter has: they would be random."""
+def _adapted(
+    cls: Any, config: Any, arguments: ModelArguments, adapter: PeftConfig, n_tokens: int
+) -> PeftModel:
+    """Load a base model and its adapter, which may have tokens of its own."""
+    base, found = cls.from_pretrained(
+        adapter.base_model_name_or_path,
+        config=config,
+        output_loading_info=True,
+        **_settings_of(arguments, adapter),
+    )
+    # What neither of them has would be random.
     own = load_peft_weights(arguments.adapter, device="cpu")
-    names = sorted(name for name in missing if f"base_model.model.{name}" not in own)
-    if names:
+    missing = sorted(
+        name for name in found["missing_keys"] if f"base_model.model.{name}" not in own
+    )
+    if missing:
         raise UsageError(
-            f"Neither {arguments.adapter} nor its base model has {listed(names)}: "
+            f"Neither {arguments.adapter} nor its base model has {listed(missing)}: "
             'train the adapter with task_type="SEQ_CLS", which saves a head, or name '
             "its layers in modules_to_save."
         )
+    if n_tokens > len(base.get_input_embeddings().weight):
+        base.resize_token_embeddings(n_tokens)
+    return PeftModel.from_pretrained(base, arguments.adapter)
 
 
 @contextmanager
