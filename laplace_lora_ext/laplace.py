@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar
 
 import laplace
 import torch
@@ -87,7 +87,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     @property
     def posterior_precision(self) -> LowRankKronDecomposed:
         """Return the posterior precision, made once for a fit and its prior."""
-        made_of = self._fit, self._prior_precision, self._sigma_noise, self._temperature
+        made_of = self.H, self.prior_precision, self.sigma_noise, self.temperature
         if any(getattr(value, "requires_grad", False) for value in made_of):
             return self._made_precision()
         # Tensors may be changed in place.
@@ -280,29 +280,13 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
 _CLASSES = (LowRankKronLoRALaplace, KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace)
 
 
-@overload
-def Laplace(
-    model: nn.Module,
-    likelihood: str | None = None,
-    subset_of_weights: Literal["lora"] = "lora",
-    hessian_structure: Literal["lowrank_kron"] = "lowrank_kron",
-    **options: Any,
-) -> LowRankKronLoRALaplace: ...
-@overload
-def Laplace(
-    model: nn.Module,
-    likelihood: str | None = None,
-    subset_of_weights: Literal["lora"] = "lora",
-    hessian_structure: str = "lowrank_kron",
-    **options: Any,
-) -> LoRALaplace: ...
 def Laplace(  # noqa: N802
     model: nn.Module,
     likelihood: str | None = None,
     subset_of_weights: str = "lora",
     hessian_structure: str = "lowrank_kron",
     **options: Any,
-) -> Any:
+) -> LoRALaplace:
     """Make a posterior over LoRA weights as `laplace.Laplace` does.
 
     The likelihood is optional.
@@ -340,9 +324,10 @@ def Laplace(  # noqa: N802
     if subset_of_weights == "lora":
         structures = [cls._key[1] for cls in _CLASSES]
         check_name("hessian_structure", hessian_structure, structures)
-    return laplace.Laplace(
+    la: Any = laplace.Laplace(
         model, likelihood, subset_of_weights, hessian_structure, **options
     )
+    return la
 
 
 def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRALaplace:
@@ -372,16 +357,17 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     """
     state = read_state(folder)
     fitted = ModelState.from_state_dict(state["model"])
-    kept = ("likelihood", "prior_mean", "temperature", "enable_backprop")
-    options = {name: state[name] for name in kept} | {
-        "class_token_ids": fitted.class_token_ids,
-        "mask_token_id": fitted.mask_token_id,
-        "normalised": fitted.normalised,
-        "weight_names": list(fitted.blocks),
-        "backend_kwargs": state["settings"],
-    }
     classes = {cls.__name__: cls for cls in _CLASSES}
-    la = classes[state["cls_name"]](model, **options | kwargs)
+    la = classes[state["cls_name"]](
+        model,
+        state["likelihood"],
+        class_token_ids=fitted.class_token_ids,
+        mask_token_id=fitted.mask_token_id,
+        normalised=fitted.normalised,
+        weight_names=list(fitted.blocks),
+        backend_kwargs=state["settings"],
+        **kwargs,
+    )
     la.load_state_dict(state)
     return la
 

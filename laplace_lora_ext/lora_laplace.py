@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from copy import copy
-from dataclasses import fields, replace
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,12 +33,7 @@ from laplace_lora_ext.models.running import (
     exclusive,
     without_autocast,
 )
-from laplace_lora_ext.models.same_model import (
-    ModelState,
-    Standing,
-    check_same,
-    standing_of,
-)
+from laplace_lora_ext.models.same_model import check_same, standing_of
 from laplace_lora_ext.models.weights import call_with
 from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.predicting import Predictor
@@ -54,7 +48,6 @@ from laplace_lora_ext.predictive.moments import (
 from laplace_lora_ext.predictive.posterior import (
     WITHOUT_VARIANCE,
     Function,
-    Hyperparameters,
     Posterior,
     amortized_moments,
     check_is_batch,
@@ -73,8 +66,9 @@ from laplace_lora_ext.tuning.method import (
 )
 
 _PRIORS = ("prior_precision", "prior_mean")
+_NUMBERS = ("temperature", "logit_scale")
+_POSITIVE = ("prior_precision", "sigma_noise", *_NUMBERS)
 _BRIDGES = ("bridge", "bridge_norm")  # the host's links, which know a softmax alone
-_PRED_TYPES = ("glm", "nn", "amortized")
 # What files hold of a posterior beside its fit, by the names of its attributes.
 _SAVED = (
     "prior_mean",
@@ -88,7 +82,7 @@ _SAVED = (
 )
 
 
-def _of_fit(field: str, description: str) -> Any:
+def _of_fit(field: str) -> Any:
     """Make an attribute of a posterior that is a field of its present fit.
 
     Setting it, as the host does, makes another fit with that field, since a fit never
@@ -98,7 +92,7 @@ def _of_fit(field: str, description: str) -> Any:
     def put(la: LoRALaplace, value: Any) -> None:
         la._fit = replace(la._fit, **{field: value})
 
-    return property(attrgetter(f"_fit.{field}"), put, doc=description)
+    return property(attrgetter(f"_fit.{field}"), put)
 
 
 class LoRALaplace(Posterior, Predictor):
@@ -175,6 +169,19 @@ class LoRALaplace(Posterior, Predictor):
         the sums over data that `H` is made of; None before a fit
     learnt_variance : LearntVariance or None
         what `amortize` has learnt of the present fit
+    prior_precision : torch.Tensor
+        `(1,)`, `(blocks,)` or, with "diag", `(parameters,)`; positive and finite, as
+        are the three that follow
+    sigma_noise : torch.Tensor
+        `()`, the standard deviation of a regression's noise
+    temperature : float
+        what the curvature is divided by
+    logit_scale : float, default=1.0
+        what all predictions multiply the logits f by: `link(s f, s² V)`. A posterior
+        can only make a model less sure than it is; with a scale above 1 it can be surer
+        too, and without any variance the scale is the inverse of a softmax's
+        temperature. The evidence and the curvature know nothing of it. Always 1 for a
+        regression, which has `sigma_noise`, and for language modeling
     metadata : dict
         numbers and text that the posterior's file is to hold too, such as how texts
         were read; `laplace-lora` keeps the classes' names there
@@ -196,27 +203,18 @@ class LoRALaplace(Posterior, Predictor):
     _key: tuple[str, str]  # the host finds each class by its own
     _kind_of_structure: ClassVar[type[Structure]]
 
-    # Of the model when it was last compared with the fit, and its session then.
-    _standing: Standing | None = None
-    _compared_in: object | None = None
+    _searched = (*Predictor._searched, "sigma_noise", "temperature")
     _precision: Any = None  # of structures that prepare it for predictions
 
-    mean: Tensor = _of_fit("mean", "LoRA weights at the fit, `(parameters,)`.")
-    loss: Tensor = _of_fit(
-        "loss", "Negative log-likelihood of the data, `()`, in float64."
-    )
-    n_data: int = _of_fit("n_data", "Number of training examples; 0 before a fit.")
-    n_outputs: int = _of_fit(
-        "n_outputs", "Number of the model's outputs; 0 before a fit."
-    )
-    # What these are depends on the structure.
-    H: Any = _of_fit("curvature", "The curvature, without a prior; None before a fit.")
-    H_facs: Any = _of_fit(
-        "sums", "The sums over data that `H` is made of; None before a fit."
-    )
-    learnt_variance: LearntVariance | None = _of_fit(
-        "learnt_variance", "What `amortize` has learnt of this fit."
-    )
+    mean: Tensor = _of_fit("mean")
+    loss: Tensor = _of_fit("loss")
+    n_data: int = _of_fit("n_data")
+    n_outputs: int = _of_fit("n_outputs")
+    H: Any = _of_fit("curvature")
+    H_facs: Any = _of_fit("sums")
+    learnt_variance: LearntVariance | None = _of_fit("learnt_variance")
+
+    summary: Callable[[], str]  # which "lowrank_kron" alone has
 
     def __init__(
         self,
@@ -239,7 +237,6 @@ class LoRALaplace(Posterior, Predictor):
         self.task = task_of(likelihood)
         _, structure = self._key
         self.task.check_structure(structure)
-        backend = self._kind_of_structure.backend_type
         answers = class_tokens(class_token_ids, class_texts, tokenizer)
         with alone():  # passes of other threads change what is active
             adapter = active_adapter(model)
@@ -257,35 +254,30 @@ class LoRALaplace(Posterior, Predictor):
         self._fit: Fit | NoFit = NoFit(self.recorder.places)
         # These may have a number for each block, and the host counts whole parameters.
         priors = {name: kwargs.pop(name) for name in _PRIORS if name in kwargs}
+        options = self.task.backend_kwargs(backend_kwargs or {})
+        backend = self._kind_of_structure.backend_type
+        if backend is LowRankKronGGN:
+            options = {"recorder": self.recorder, **options}
+        else:
+            check_known_to_host(self.blocks)
         with self._prepared():  # the host collects the parameters that require grad
             super().__init__(
                 self.model,
                 self.task.name_for_host,
                 dict_key_y=dict_key_y,
                 backend=backend,
-                backend_kwargs=self._options_of_backend(backend_kwargs or {}),
+                backend_kwargs=options,
                 **kwargs,
             )
         self.n_layers = len(self.blocks)
         self.n_params = sum(self._sizes)
         for name, value in priors.items():
             setattr(self, name, value)
-        self._logit_scale = 1.0
+        self.logit_scale = 1.0
         self.n_contrasts = None
         self.metadata: dict[str, Any] = {}
         self.likelihood = self.task.name  # as the backend and files know it
-        if backend is LowRankKronGGN:
-            self.backend  # noqa: B018 - refuses wrong options now, and not in `fit`
-        # As the host has it before a fit.
-        self._fit = replace(self._fit, mean=self.prior_mean)
-
-    def _options_of_backend(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Complete the options of a backend, which our own needs a recorder for."""
-        options = self.task.backend_kwargs(given)
-        if self._kind_of_structure.backend_type is LowRankKronGGN:
-            return {"recorder": self.recorder, **options}
-        check_known_to_host(self.blocks)
-        return options
+        self.backend  # noqa: B018 - refuses wrong options now, and not in `fit`
 
     @property
     def members(self) -> Sequence[LoRALaplace]:
@@ -294,26 +286,19 @@ class LoRALaplace(Posterior, Predictor):
 
     def for_model(self, model: nn.Module) -> LoRALaplace:
         """Make an unfitted posterior of the same options for another model."""
-        of_host = [
-            "sigma_noise",
-            "prior_mean",
-            "temperature",
-            "enable_backprop",
-            "dict_key_x",
-        ]
         other = type(self)(
             model,
             self.likelihood,
+            dict_key_x=self.dict_key_x,
             dict_key_y=self.dict_key_y,
-            backend_kwargs=self._backend_options,
+            backend_kwargs=self._settings(),
             class_token_ids=self.model.class_token_ids,
             mask_token_id=self.model.mask_token_id,
             normalised=self.model.normalised,
             weight_names=[block.known_as for block in self.blocks],
-            **{name: getattr(self, name) for name in of_host},
         )
-        other.logit_scale = self.logit_scale
-        other.n_contrasts = self.n_contrasts
+        for name in _SAVED:
+            setattr(other, name, getattr(self, name))
         return other
 
     def __repr__(self) -> str:
@@ -345,9 +330,10 @@ class LoRALaplace(Posterior, Predictor):
     def prior_precision_diag(self) -> Tensor:
         """Expand the prior precision to each number, `(parameters,)`."""
         prior = self.prior_precision
-        if len(prior) in (1, self.n_params):
-            return prior.expand(self.n_params)
-        return prior.repeat_interleave(torch.tensor(self._sizes, device=prior.device))
+        if len(prior) == self.n_layers:
+            sizes = torch.tensor(self._sizes, device=prior.device)
+            prior = prior.repeat_interleave(sizes)
+        return prior.expand(self.n_params)
 
     @property
     def _sizes(self) -> list[int]:
@@ -422,35 +408,27 @@ class LoRALaplace(Posterior, Predictor):
         self._take_over(fitted)
 
     @property
-    def _model_state(self) -> ModelState:
-        """Return all other weights at the fit; an `AttributeError` before one."""
-        self._check_H_init()
+    def _fitted(self) -> Fit:
+        """Return the present fit; an `AttributeError` before one."""
+        super()._check_H_init()
         assert isinstance(self._fit, Fit)
-        return self._fit.model
+        return self._fit
 
     def _take_over(self, fitted: Fit) -> None:
         """Make a fit the present one."""
         self._posterior_scale = None  # the host's, of the fit before
         self.model.output_size = fitted.n_outputs  # which a file tells before any pass
         self._fit = fitted
-        self._standing = fitted.standing
-        self._compared_in = None
-
-    def _init_H(self) -> None:  # noqa: N802
-        """Let the host start without a fit, rather than with zeros that predict."""
 
     def check_model(self) -> None:
         """Move the posterior to its model; refuse a model that has changed."""
-        super()._check_H_init()
-        session = self.model.session
-        if session is not None and session is self._compared_in:
+        fitted = self._fitted
+        if fitted.standing is not None and fitted.standing.holds():
             return
-        if self._standing is None or not self._standing.holds():
-            if isinstance(self._fit, Fit):
-                check_same(self.model, self.blocks, self._fit.model, self._fit.mean)
-            self._move_with_model()
-            self._standing = standing_of(self.model, self.blocks)
-        self._compared_in = session
+        check_same(self.model, self.blocks, fitted.model, fitted.mean)
+        self._move_with_model()
+        standing = standing_of(self.model, self.blocks)
+        self._fit = replace(self._fitted, standing=standing)
 
     def _check_H_init(self) -> None:  # noqa: N802
         super()._check_H_init()
@@ -462,7 +440,6 @@ class LoRALaplace(Posterior, Predictor):
         if self._fit.places == self.recorder.places:
             return
         self._backend = None  # the host's keeps buffers that the model has replaced
-        self._standing = None
         self._precision = None
         for name in ("prior_precision", "prior_mean", "sigma_noise"):
             setattr(self, name, getattr(self, name))  # the host moves what it is given
@@ -470,20 +447,21 @@ class LoRALaplace(Posterior, Predictor):
 
     # --- prior ------------------------------------------------------------------------
 
-    @property
-    def prior_precision(self) -> Tensor:
-        """`(1,)`, `(blocks,)` or, with "diag", `(parameters,)`; positive and finite."""
-        return self._prior_precision
-
-    @prior_precision.setter
-    @torch.inference_mode(False)
-    def prior_precision(self, value: float | Tensor) -> None:
-        check_positive("prior_precision", value)
-        # Once, since each look at a number on an accelerator waits for all work there.
-        least = value.detach().min() if isinstance(value, Tensor) else value
-        self._smallest_prior = float(least)
-        of_host: Any = super(LoRALaplace, type(self))
-        of_host.prior_precision.fset(self, copy_if_inference(value))
+    @torch.inference_mode(False)  # what is kept must not be inference tensors
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; refuse numbers that make no Gaussian."""
+        if name in _POSITIVE:
+            check_positive(name, value)
+            value = copy_if_inference(value)
+            self._posterior_scale = None  # that the host has made with the old value
+        if name == "prior_precision":
+            # Once, since each look at a number on an accelerator waits for all work
+            # there.
+            least = value.detach().min() if isinstance(value, Tensor) else value
+            self._smallest_prior = float(least)
+        elif name == "logit_scale":
+            self.task.check_logit_scale(float(value))
+        super().__setattr__(name, float(value) if name in _NUMBERS else value)
 
     @property
     def _has_variance(self) -> bool:
@@ -498,65 +476,6 @@ class LoRALaplace(Posterior, Predictor):
         if self.task.has_noise and isinstance(self._fit, Fit):
             least /= mean_squared_slope(self) * self._H_factor.item()
         return least < 0.99 * WITHOUT_VARIANCE  # which float32 rounds
-
-    @property
-    def temperature(self) -> float:
-        """What the curvature is divided by; positive and finite."""
-        return self._temperature
-
-    @temperature.setter
-    def temperature(self, value: float) -> None:
-        check_positive("temperature", value)
-        self._temperature = float(value)
-        self._posterior_scale = None  # that the host has made with the old value
-
-    @property
-    def sigma_noise(self) -> Tensor:
-        """Standard deviation of a regression's noise, `()`; positive and finite."""
-        return self._sigma_noise
-
-    @sigma_noise.setter
-    @torch.inference_mode(False)
-    def sigma_noise(self, value: float | Tensor) -> None:
-        check_positive("sigma_noise", value)
-        of_host: Any = super(LoRALaplace, type(self))
-        of_host.sigma_noise.fset(self, copy_if_inference(value))
-
-    @property
-    def logit_scale(self) -> float:
-        """What all predictions multiply the logits f by, 1 at first: `link(s f, s² V)`.
-
-        A posterior can only make a model less sure than it is; with a scale above 1 it
-        can be surer too, and without any variance the scale is the inverse of a
-        softmax's temperature. The evidence and the curvature know nothing of it.
-        Positive and finite; always 1 for a regression, which has `sigma_noise`, and for
-        language modeling.
-        """
-        return self._logit_scale
-
-    @logit_scale.setter
-    def logit_scale(self, value: float) -> None:
-        check_positive("logit_scale", value)
-        self.task.check_logit_scale(float(value))
-        self._logit_scale = float(value)
-
-    @property
-    def hyperparameters(self) -> Hyperparameters:
-        """Collect what a search sets."""
-        return Hyperparameters(
-            prior_precision=self.prior_precision,
-            sigma_noise=self.sigma_noise,
-            temperature=self.temperature,
-            logit_scale=self.logit_scale,
-        )
-
-    @hyperparameters.setter
-    @exclusive  # other threads predict by all of them or none
-    def hyperparameters(self, values: Hyperparameters) -> None:
-        for field in fields(Hyperparameters):
-            value = getattr(values, field.name)
-            if value is not None:
-                setattr(self, field.name, value)
 
     @exclusive
     def log_marginal_likelihood(
@@ -644,7 +563,6 @@ class LoRALaplace(Posterior, Predictor):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         fitting: bool = False,
-        **model_kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Predict a batch as the host does; `generator` seeds all draws.
 
@@ -672,8 +590,6 @@ class LoRALaplace(Posterior, Predictor):
             predict what the training's loss reads: of reward models probabilities of
             preferences instead of rewards, of several labels probabilities `(B, K, 2)`
             of both classes, and of labels of tokens `(N, C)` of the labelled ones
-        **model_kwargs
-            for the model, with `pred_type="nn"`
 
         Returns
         -------
@@ -691,73 +607,44 @@ class LoRALaplace(Posterior, Predictor):
         prior precision cures it.
         """
         self.task.check_linearised()
-        check_name("pred_type", pred_type, _PRED_TYPES)
-        if model_kwargs and pred_type != "nn":
-            raise TypeError(f"Unknown options: {', '.join(model_kwargs)}.")
+        check_name("pred_type", pred_type, ["glm", "nn", "amortized"])
         if not fitting:  # then labels say which tokens the loss reads
             x = self.model.unlabelled(x)
         task = self.task if fitting else self.task.predicted
+        has_link = pred_type != "nn" and not task.has_noise
+        if has_link:
+            bridges = _BRIDGES if self.task.predicted.sees_differences else ()
+            check_name("link_approx", link_approx, [*LINKS, *bridges])
 
         def compute() -> Tensor | tuple[Tensor, Tensor]:
             if pred_type == "nn":
-                samples = self._nn_functional_samples(
-                    x, n_samples, generator, **model_kwargs
-                )
+                samples = self._nn_functional_samples(x, n_samples, generator)
                 if task.has_noise:
                     return samples.mean(0), samples.var(0)
                 return task.class_logits(samples).softmax(-1).mean(0)
-            if task.has_noise:
-                return self._mean_and_covariance(x, pred_type, joint, diagonal_output)
-            return self._class_probabilities(
-                x, pred_type, link_approx, n_samples, diagonal_output, generator
-            )
+            if has_link and link_approx in LINKS:
+                if diagonal_output and link_approx == "mc":
+                    # "probit" has the variances of all logits, not of contrasts.
+                    f_mu, f_var = moments_for(self, x, "probit", pred_type)
+                    moments = Moments(f_mu, without_covariances(f_var))
+                else:
+                    moments = moments_for(self, x, link_approx, pred_type)
+                log_p = log_probabilities(moments, link_approx, n_samples, generator)
+                return log_p.exp()
+            of_all: Any = x
+            if pred_type == "amortized":  # the host's bridges take square roots
+                of_all = amortized_moments(self, x).semidefinite()
+            if has_link:
+                return self._glm_forward_call(
+                    of_all, "classification", link_approx=link_approx
+                )
+            is_diagonal = diagonal_output and not joint
+            return self._glm_predictive_distribution(of_all, joint, is_diagonal)
 
         outputs = in_turn(self, pred_type, compute)
         if fitting or isinstance(outputs, tuple):
             return outputs
-        shown = self.task.predicted.shown(outputs)
-        return self.model.in_places(shown, x)
-
-    def _mean_and_covariance(
-        self, x: Any, pred_type: str, joint: bool, diagonal_output: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Compute mean and covariance, or variances, of numbers."""
-        if pred_type == "amortized":
-            x = amortized_moments(self, x).semidefinite()
-        return self._glm_predictive_distribution(
-            x, joint, diagonal_output and not joint
-        )
-
-    def _class_probabilities(
-        self,
-        x: Any,
-        pred_type: str,
-        link_approx: str,
-        n_samples: int,
-        diagonal_output: bool,
-        generator: torch.Generator | None,
-    ) -> Tensor:
-        """Compute probabilities of classes row by row, by a link."""
-        bridges = _BRIDGES if self.task.predicted.sees_differences else ()
-        check_name("link_approx", link_approx, [*LINKS, *bridges])
-        if link_approx in _BRIDGES:
-            if pred_type == "amortized":  # bridges take square roots
-                x = amortized_moments(self, x).semidefinite()
-            p = self._glm_forward_call(x, "classification", link_approx=link_approx)
-            assert isinstance(p, Tensor)
-            return p
-        if pred_type == "glm" and not (self._has_variance or isinstance(x, Moments)):
-            self.check_model()
-            with self.model.forward_passes(self.enable_backprop):
-                logits = self.logit_scale * self.model(x)
-            return self.task.predicted.class_logits(logits).softmax(-1)
-        if diagonal_output and link_approx == "mc":
-            # "probit" has the variances of all logits, not of contrasts.
-            f_mu, f_var = moments_for(self, x, "probit", pred_type)
-            moments = Moments(f_mu, without_covariances(f_var))
-        else:
-            moments = moments_for(self, x, link_approx, pred_type)
-        return log_probabilities(moments, link_approx, n_samples, generator).exp()
+        return self.model.in_places(task.shown(outputs), x)
 
     def amortize(
         self,
@@ -906,7 +793,10 @@ class LoRALaplace(Posterior, Predictor):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Draw probabilities or numbers, as `functional_samples` draws logits."""
+        """Draw probabilities or numbers.
+
+        Parameters are as for `functional_samples`.
+        """
         samples = self.functional_samples(
             x, pred_type, n_samples, diagonal_output, generator
         )
@@ -934,11 +824,7 @@ class LoRALaplace(Posterior, Predictor):
         return f_mu, f_var
 
     def _nn_functional_samples(
-        self,
-        X: Any,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        **model_kwargs: Any,
+        self, X: Any, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> Tensor:
         """Compute scaled logits `(S, B, C)` under draws of the weights."""
         check_is_batch(X, "nn")
@@ -947,7 +833,7 @@ class LoRALaplace(Posterior, Predictor):
         with self.model.forward_passes(self.enable_backprop):
             self.check_model()
             for values in drawn_weights(self, n_samples, generator):
-                logits = call_with(self.model, self.blocks, values, X, **model_kwargs)
+                logits = call_with(self.model, self.blocks, values, X)
                 samples.append(self.logit_scale * logits)
         return torch.stack(samples)
 
@@ -979,14 +865,13 @@ class LoRALaplace(Posterior, Predictor):
         It holds tensors, numbers and text alone, in dictionaries and lists.
         """
         self._check_H_init()
-        assert isinstance(self._fit, Fit)
         of_class = {
             "cls_name": type(self).__name__,
             "likelihood": self.likelihood,
             "settings": self._settings(),
         }
         saved = {name: getattr(self, name) for name in _SAVED}
-        return self._fit.state_dict(self._structure) | saved | of_class
+        return self._fitted.state_dict(self._structure) | saved | of_class
 
     @exclusive
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -1006,21 +891,12 @@ class LoRALaplace(Posterior, Predictor):
         settings = {"cls_name": type(self).__name__, "likelihood": self.likelihood}
         settings |= self._settings()
         saving.check_state(state_dict, settings, self.model, self.blocks)
-        loaded = Fit.from_state_dict(state_dict, self._structure)
-        # One may be refused: then nothing changes.
-        restored = copy(self)
-        restored._take_over(loaded)
+        self._take_over(Fit.from_state_dict(state_dict, self._structure))
         for name in _SAVED:
-            setattr(restored, name, state_dict[name])
-        vars(self).update(vars(restored))
+            setattr(self, name, state_dict[name])
 
     def _settings(self) -> dict[str, Any]:
         """Collect what the curvature depends on, beside model and data."""
-        return self._backend_options | self._structure.settings
-
-    @property
-    def _backend_options(self) -> dict[str, Any]:
-        """Select the user's `backend_kwargs`, which know nothing of this model."""
-        return {
-            name: v for name, v in self._backend_kwargs.items() if name != "recorder"
-        }
+        options = dict(self._backend_kwargs)
+        options.pop("recorder", None)  # the user's know nothing of this model
+        return options | self._structure.settings

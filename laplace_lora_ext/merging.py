@@ -65,8 +65,8 @@ def merge(posteriors: Sequence[LoRALaplace], adapter_name: str = "merged") -> st
     first = posteriors[0]
     for number, la in enumerate(posteriors):
         la.check_model()
-        differing = first._model_state.difference(la._model_state)
-        differing = differing or la._model_state.difference(first._model_state)
+        models = first._fitted.model, la._fitted.model
+        differing = models[0].difference(models[1]) or models[1].difference(models[0])
         if differing is not None:
             raise ValueError(
                 f"Posterior {number} has another model than the first: {differing}. "
@@ -98,22 +98,24 @@ def mode_of_product(posteriors: Sequence[LoRALaplace]) -> Tensor:
     P are the precisions of posteriors over the same weights, and μ their means.
     """
     precisions = [la.posterior_precision for la in posteriors]
-    means = [la.mean.double().cpu() for la in posteriors]
-    pairs = zip(precisions, means, strict=True)
-    wanted = torch.stack([_times(P, mean) for P, mean in pairs]).sum(0)
+    means = torch.stack([la.mean.double().cpu() for la in posteriors])
     if isinstance(precisions[0], Tensor):
-        total = torch.stack([P.to(wanted) for P in precisions]).sum(0)
-        return wanted / total if total.ndim == 1 else torch.linalg.solve(total, wanted)
+        of_each = torch.stack([P.to(means) for P in precisions])
+        total = of_each.sum(0)
+        if total.ndim == 1:
+            return (of_each * means).sum(0) / total
+        return torch.linalg.solve(total, (of_each @ means[..., None]).sum(0)[:, 0])
 
     # A sum of Kronecker products has no inverse of that kind, but multiplies fast. The
     # sum of the inverses is near to the inverse of the sum, and as cheap.
+    products = [_times(P, mean) for P, mean in zip(precisions, means, strict=True)]
     weights, n_left = cg(
-        _sum_of_powers(precisions, 1, len(wanted)),
-        wanted.numpy(),
-        x0=torch.stack(means).mean(0).numpy(),
+        _sum_of_powers(precisions, 1, means.shape[1]),
+        torch.stack(products).sum(0).numpy(),
+        x0=means.mean(0).numpy(),
         rtol=torch.finfo(posteriors[0].mean.dtype).eps ** 0.75,
         maxiter=_MOST_STEPS,
-        M=_sum_of_powers(precisions, -1, len(wanted)),
+        M=_sum_of_powers(precisions, -1, means.shape[1]),
     )
     if n_left:
         raise RuntimeError(
@@ -139,11 +141,5 @@ def _sum_of_powers(
 
 def _times(precision: Any, vector: Tensor, exponent: int = 1) -> Tensor:
     """Multiply a vector `(parameters,)` by a power of a precision, on the CPU."""
-    if not isinstance(precision, Tensor):
-        # Of one vector the host makes one.
-        product = precision.bmm(vector.to(precision.deltas), exponent=exponent)
-    elif precision.ndim == 1:
-        product = precision * vector.to(precision)
-    else:
-        product = precision @ vector.to(precision)
-    return product.to(vector)
+    # Of one vector the host makes one.
+    return precision.bmm(vector.to(precision.deltas), exponent=exponent).to(vector)

@@ -19,12 +19,10 @@ from laplace_lora_ext.models.adapters import (
     own_adapter_back,
     write_adapter,
 )
-from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import as_tensor, copy_if_inference, exclusive
+from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import mix_moments, parts_for
-from laplace_lora_ext.predictive.posterior import Hyperparameters
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.saving import write_whole
@@ -87,9 +85,6 @@ class LaplaceMixture(Predictor):
         self._factor = torch.ones(1)
         self._scales = tuple(member.logit_scale for member in self.members)
         self._scale = 1.0
-
-    def __len__(self) -> int:
-        return len(self.members)
 
     def __copy__(self) -> LaplaceMixture:
         """Copy the members too, as their priors are set with the mixture's."""
@@ -162,9 +157,7 @@ class LaplaceMixture(Predictor):
     @exclusive
     @torch.inference_mode(False)
     def prior_precision(self, factor: float | Tensor) -> None:
-        # Of all members.
-        without_graph = as_tensor(copy_if_inference(factor)).detach()
-        factor = without_graph.cpu().float().reshape(1)
+        factor = torch.tensor([float(factor)])
         for member, prior in zip(self.members, self._priors, strict=True):
             member.prior_precision = factor.to(prior) * prior
         self._factor = factor
@@ -179,17 +172,6 @@ class LaplaceMixture(Predictor):
         for member, scale in zip(self.members, self._scales, strict=True):
             member.logit_scale = factor * scale
         self._scale = float(factor)
-
-    @property
-    def hyperparameters(self) -> Hyperparameters:
-        """Collect what a search sets: the factors."""
-        return Hyperparameters(self._factor, self._scale)
-
-    @hyperparameters.setter
-    @exclusive  # other threads predict by all of them or none
-    def hyperparameters(self, values: Hyperparameters) -> None:
-        self.prior_precision = values.prior_precision
-        self.logit_scale = values.logit_scale
 
     def optimize_prior_precision(
         self, method: str | TuningMethod = "gridsearch", **options: Any
@@ -291,23 +273,6 @@ class LaplaceMixture(Predictor):
         """Refuse models that have changed since the fits."""
         for member in self.members:
             member.check_model()
-
-    # --- what the members have alike --------------------------------------------------
-
-    @property
-    def model(self) -> LogitsModel:
-        """Return the first member's model."""
-        return self.members[0].model
-
-    @property
-    def likelihood(self) -> str:
-        """Return the members' likelihood."""
-        return self.members[0].likelihood
-
-    @property
-    def n_data(self) -> int:
-        """Count the first member's training examples."""
-        return self.members[0].n_data
 
 
 def _check_alike(members: Sequence[LoRALaplace]) -> None:

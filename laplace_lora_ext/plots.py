@@ -141,9 +141,10 @@ def predict_both(
     tuple of torch.Tensor and Prediction
         logits `(B, C)`, and what `la.predict` returned
     """
-    with la.model.forward_passes():
-        logits = la.model(inputs)
-    generator = torch.Generator(la.model.device).manual_seed(0)
+    model = la.members[0].model
+    with model.forward_passes():
+        logits = model(inputs)
+    generator = torch.Generator(model.device).manual_seed(0)
     return logits, la.predict(inputs, generator=generator, pred_type=pred_type)
 
 

@@ -25,6 +25,7 @@ from laplace_lora_ext.predictive.links import (
 )
 from laplace_lora_ext.predictive.moments import Moments, parts_for
 from laplace_lora_ext.predictive.posterior import (
+    Hyperparameters,
     Members,
     Posterior,
     drawn_weights,
@@ -41,6 +42,20 @@ class Predictor(Members):
     """What predicts, with all that a posterior and a mixture do alike."""
 
     __call__: Callable[..., Any]
+    _searched = ("prior_precision", "logit_scale")  # what a search sets
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """Collect what a search sets; of a mixture, factors."""
+        return Hyperparameters(**{name: getattr(self, name) for name in self._searched})
+
+    @hyperparameters.setter
+    @exclusive  # other threads predict by all of them or none
+    def hyperparameters(self, values: Hyperparameters) -> None:
+        for name in self._searched:
+            value = getattr(values, name)
+            if value is not None:
+                setattr(self, name, value)
 
     def predict(
         self,
@@ -168,14 +183,7 @@ class Predictor(Members):
             yield in_turn(member, pred_type, compute)
 
     def predict_proba(
-        self,
-        x: Any,
-        link_approx: str = DEFAULT_LINK,
-        *,
-        pred_type: str = "glm",
-        collate_fn: Callable[[Any], Any] | None = None,
-        batch_size: int = 32,
-        progress_bar: bool = False,
+        self, x: Any, link_approx: str = DEFAULT_LINK, **options: Any
     ) -> np.ndarray:
         """Predict class probabilities `(B, C)`, the same in every call.
 
@@ -186,17 +194,11 @@ class Predictor(Members):
         """
         first = self.members[0]
         first.task.predicted.check_classes(first.likelihood)
+        # Draws serve entropies too, which nobody asks for here: without "mc", one is
+        # enough.
+        n_samples = 1000 if link_approx == "mc" else 1
         prediction = self.predict(
-            x,
-            link_approx,
-            # Draws serve entropies too, which nobody asks for here: without "mc", one
-            # is enough.
-            n_samples=1000 if link_approx == "mc" else 1,
-            generator=torch.Generator(),
-            pred_type=pred_type,
-            collate_fn=collate_fn,
-            batch_size=batch_size,
-            progress_bar=progress_bar,
+            x, link_approx, n_samples, torch.Generator(), **options
         )
         assert isinstance(prediction, Prediction)
         return prediction.probabilities.detach().cpu().numpy()
@@ -385,12 +387,8 @@ class Predictor(Members):
         """
         check_counts(n_samples=n_samples)
         folders = new_folders(directory, n_samples)
-        left = iter(folders)
         written: list[Path] = []
-        for place, la in enumerate(self.members):
-            n_own = len(range(place, n_samples, len(self.members)))
-            if n_own == 0:
-                break
+        for place, la in enumerate(self.members[:n_samples]):
             la.check_model()
             if la.logit_scale != 1:
                 warn(
@@ -398,9 +396,10 @@ class Predictor(Members):
                     f"{la.logit_scale:.4g}, as the posterior does: an adapter can't."
                 )
             model, adapter = find_peft_model(la.model), la.blocks[0].adapter
+            n_own = len(range(place, n_samples, len(self.members)))
             for drawn in drawn_weights(la, n_own, generator):
                 values = parameters_with(la.blocks, drawn)
-                folder = next(left)
+                folder = folders[len(written)]
                 written.append(write_adapter(model, adapter, values, folder, **kwargs))
         return written
 

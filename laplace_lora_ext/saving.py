@@ -50,14 +50,12 @@ def write_state(state: Mapping[str, Any], folder: str | Path) -> None:
 def read_state(folder: str | Path) -> dict[str, Any]:
     """Read a state that `write_state` wrote; parts of files and others are refused."""
     path = Path(folder, FILE)
-    metadata: dict[str, str] = {}
-    tensors: dict[str, Tensor] = {}
     try:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError:
-        pass  # of a part of a file
+    except safetensors.SafetensorError:  # of a part of a file
+        metadata, tensors = {}, {}
     if metadata.get("laplace_lora_ext") != _VERSION:
         raise ValueError(
             f"{path} holds no posterior that this release reads (version {_VERSION} of "

@@ -1,12 +1,11 @@
-"""The package's layout: imports run one way, and functions are short."""
+"""The package's layout: imports run one way."""
 
 import ast
-from collections.abc import Iterator
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "laplace_lora_ext"
+PACKAGE = Path(__file__).parents[1] / "laplace_lora_ext"
 # From the ground up: what a file imports is on its own floor, or below.
 FLOORS = [
     {"messages", "rounding", "draws"},
@@ -31,131 +30,43 @@ FLOORS = [
     {"commands"},
 ]
 # They move to the default device, if they are told no other.
-MOVING = {"torch.as_tensor", "torch.asarray"}
-# In lines, the docstring left out.
-LONGEST_FUNCTION = 60
+MOVING = ("torch.as_tensor", "torch.asarray")
+IMPORT = re.compile(rf"^\s*(?:from|import) {PACKAGE.name}\.?([\w.]*)", re.MULTILINE)
 
-
-def modules() -> dict[str, Path]:
-    """Name the package's files, such as `curvature.block`.
-
-    A folder's own file has the folder's name.
-    """
-    names = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        within = path.relative_to(PACKAGE)
-        *folders, own_name = within.with_suffix("").parts
-        parts = [*folders, own_name]
-        if folders and own_name == "__init__":
-            parts = folders
-        name = ".".join(parts)
-        names[name] = path
-    return names
-
-
-MODULES = modules()
-
-
-def nodes_of(name: str) -> Iterator[ast.AST]:
-    """List all of a file's syntax."""
-    path = MODULES[name]
-    text = path.read_text(encoding="utf-8")
-    tree = ast.parse(text)
-    return ast.walk(tree)
-
-
-def imports(name: str) -> set[str]:
-    """Find the package's files that a file imports, anywhere in it."""
-    found = set()
-    for node in nodes_of(name):
-        for imported in imported_by(node, name):
-            package, _, target = imported.partition(".")
-            if package == PACKAGE.name:
-                found.add(target or "__init__")
-    # What is imported of a file, such as a class, is none.
-    return found & MODULES.keys()
-
-
-def imported_by(node: ast.AST, name: str) -> list[str]:
-    """List whatever may be a module, with its package."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        assert not node.level, f"{name}: a relative import"
-        may_be_modules = [node.module]
-        for alias in node.names:
-            # `from package.folder import module` imports the module.
-            may_be_modules.append(f"{node.module}.{alias.name}")
-        return may_be_modules
-    return []
+# Files by their names, such as `curvature.kron`; a folder's own is the folder's.
+TEXTS = {
+    re.sub(r"\.__init__$", "", ".".join(path.relative_to(PACKAGE).parts)[:-3]): (
+        path.read_text(encoding="utf-8")
+    )
+    for path in PACKAGE.rglob("*.py")
+}
+IMPORTS = {
+    name: {found or "__init__" for found in IMPORT.findall(text)}
+    for name, text in TEXTS.items()
+}
 
 
 def floor(name: str) -> int:
-    """Find a file's floor, or its folder's.
-
-    What trains a model needs less than what fits it, too.
-    """
-    folder, *_ = name.split(".")
-    for room in (name, folder):
+    """Find a file's floor, or its folder's."""
+    for room in (name, name.split(".")[0]):
         for number, rooms in enumerate(FLOORS):
             if room in rooms:
                 return number
     raise AssertionError(f"{name} has no floor")
 
 
-def test_imports_run_one_way():
-    n_imports = 0
-    for name in MODULES:
-        for other in imports(name):
-            n_imports += 1
+def test_imports_run_one_way_and_in_no_circle():
+    assert sum(map(len, IMPORTS.values())) > 100
+    for name, imported in IMPORTS.items():
+        for other in imported:
             assert floor(other) <= floor(name), f"{name} imports {other}"
-    # That imports are found at all.
-    assert n_imports > 100
-
-
-def test_no_imports_run_in_a_circle():
-    graph = {name: imports(name) for name in MODULES}
-    sorter = TopologicalSorter(graph)
     # It names a cycle that it comes to.
-    sorter.prepare()
-
-
-def n_lines(node: ast.stmt) -> int:
-    before = node.lineno - 1
-    return node.end_lineno - before
-
-
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-def length_of(node: ast.stmt) -> int:
-    """Count a function's lines, its docstring left out."""
-    length = n_lines(node)
-    if ast.get_docstring(node):
-        docstring, *_ = node.body
-        length -= n_lines(docstring)
-    return length
-
-
-def test_functions_fit_on_a_screen():
-    lengths = {}
-    for name in MODULES:
-        for node in nodes_of(name):
-            if isinstance(node, FUNCTIONS):
-                lengths[f"{name}.{node.name}"] = length_of(node)
-    # That functions are found at all.
-    assert len(lengths) > 200
-    for function, length in lengths.items():
-        assert length <= LONGEST_FUNCTION, function
+    TopologicalSorter(IMPORTS).prepare()
 
 
 def test_tensors_stay_where_they_are():
     """Within `cpu_as_default`, torch's own function moves them to the CPU."""
-    for name in MODULES:
-        for node in nodes_of(name):
-            if not isinstance(node, ast.Call):
-                continue
-            called = ast.unparse(node.func)
-            if called in MOVING:
-                keywords = [keyword.arg for keyword in node.keywords]
-                assert "device" in keywords, name
+    for name, text in TEXTS.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in MOVING:
+                assert "device" in {each.arg for each in node.keywords}, name

@@ -36,19 +36,15 @@ def two_posteriors(structure: str = "lowrank_kron") -> list[Any]:
     return [one, two]
 
 
-def dense_precision(la: Any) -> Tensor:
-    """Make the matrix of a posterior's precision, whatever the structure."""
-    P = la.posterior_precision
-    if not isinstance(P, Tensor):
-        return P.to_matrix()
-    return P.diag() if P.ndim == 1 else P
-
-
 def dense_mode(posteriors: list[Any]) -> Tensor:
     """Compute the mode of a product by dense matrices."""
-    total = sum(dense_precision(la) for la in posteriors)
-    weighted = sum(dense_precision(la) @ la.mean for la in posteriors)
-    assert isinstance(total, Tensor)
+    total, weighted = 0, 0
+    for la in posteriors:
+        P = la.posterior_precision
+        if not isinstance(P, Tensor):
+            P = P.to_matrix()
+        P = P.diag() if P.ndim == 1 else P
+        total, weighted = total + P, weighted + P @ la.mean
     return torch.linalg.solve(total, weighted)
 
 
@@ -70,9 +66,6 @@ def test_merged_weights_are_the_mode_of_the_product(structure):
     # The residual ends at 2e-12 of what is wanted, and the precisions' eigenvalues
     # lie within a factor of a thousand.
     assert_close(merged, dense_mode(posteriors), rtol=1e-8, atol=1e-9)
-    # It is far from what PEFT's linear merging would give.
-    halfway = torch.stack([la.mean for la in posteriors]).mean(0)
-    assert (merged - halfway).norm() > 0.01 * halfway.norm()
 
 
 # As far as the precisions themselves are rounded; weights in half have eight bits.
@@ -99,14 +92,6 @@ def test_two_adapters_of_one_model_are_merged_with_their_heads():
     assert_close(merged, dense_mode([one, other]), rtol=1e-8, atol=1e-9)
 
 
-def test_what_has_not_converged_is_refused(monkeypatch):
-    monkeypatch.setattr(merging, "_MOST_STEPS", 1)
-    posteriors = two_posteriors()
-    with pytest.raises(RuntimeError, match="have not converged after 1 step"):
-        merge(posteriors)
-    assert list(posteriors[0].model.model.peft_config) == ["default"]
-
-
 # --- the adapter ----------------------------------------------------------------------
 
 
@@ -126,7 +111,7 @@ def test_the_adapter_is_an_ordinary_one(tmp_path):
     assert_close(saved(**batch).logits, logits)
 
 
-def test_all_else_is_left_as_it_was():
+def test_all_else_is_left_as_it_was(monkeypatch):
     posteriors = two_posteriors()
     model = posteriors[0].model.model
     before = Snapshot(model)
@@ -134,15 +119,13 @@ def test_all_else_is_left_as_it_was():
     assert model.active_adapter == "default"
     model.delete_adapter("merged")
     before.assert_equal(model)
+    monkeypatch.setattr(merging, "_MOST_STEPS", 1)
+    with pytest.raises(RuntimeError, match="have not converged after 1 step"):
+        merge(posteriors)
+    before.assert_equal(model)
 
 
 # --- errors ---------------------------------------------------------------------------
-
-
-def of_another_base_model():
-    model = another_training()
-    model.get_base_model().bert.embeddings.word_embeddings.weight.data.add_(1)
-    return fitted(model=model)
 
 
 def of_another_head():
@@ -162,7 +145,6 @@ def trained_on():
     [
         (lambda: fitted(model=lora_model("bert", r=4)), ValueError, "Posterior 1"),
         (lambda: fitted(model=lora_model("bert", lora_alpha=8)), ValueError, "scaling"),
-        (of_another_base_model, ValueError, "word_embeddings"),
         (of_another_head, ValueError, "modules_to_save=True"),
         (trained_on, RuntimeError, "have changed"),
         (lambda: make(another_training()), AttributeError, "fit"),

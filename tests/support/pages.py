@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -30,6 +31,17 @@ PROMPTS = [
     "Question : ? Answer :",
     "which ? Answer :",
 ] * 2
+
+
+def run(code: str, names: dict[str, Any], place: str) -> None:
+    """Run a page's block, with its place in what an error says."""
+    exec(compile(code, place, "exec"), names)
+
+
+def assert_probabilities(p: torch.Tensor) -> None:
+    """Check that the last dimension adds up to one."""
+    sums = p.sum(-1)
+    torch.testing.assert_close(sums, torch.ones_like(sums))
 
 
 def write_adapter(folder: Path, kind: str) -> None:

@@ -173,7 +173,7 @@ def validation_loss(la, prior_precision, batches, **predictions: Any) -> float:
     la.prior_precision = prior_precision
     metric = RunningNLLMetric()
     for batch in batches:
-        inputs, labels = la.model.split(batch)
+        inputs, labels = la.members[0].model.split(batch)
         metric.update(la(inputs, **predictions), labels)
     return metric.compute().item()
 
