@@ -8,7 +8,7 @@ from scipy.stats import mannwhitneyu
 from torch import Tensor
 
 from laplace_lora_ext.metrics import quality
-from laplace_lora_ext.predictive.review import review
+from laplace_lora_ext.predictive.predictions import review
 
 ACCURACY = 0.95  # that a queue promises of what it decides alone
 

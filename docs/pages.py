@@ -74,7 +74,7 @@ REFERENCE = {
         "Predictor",
         "Prediction",
         "Review",
-        "predictive.review.Proof",
+        "predictive.predictions.Proof",
         "NumberPrediction",
         "TextScores",
         "Moments",

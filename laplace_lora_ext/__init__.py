@@ -15,8 +15,7 @@ from laplace_lora_ext.models.collator import DataCollatorForChoices
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.predictive.predictions import NumberPrediction, Prediction
-from laplace_lora_ext.predictive.review import Review
+from laplace_lora_ext.predictive.predictions import NumberPrediction, Prediction, Review
 from laplace_lora_ext.predictive.scores import TextScores
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.training.averaging import AveragingCallback, WeightAverage

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.predictive.predictions import NumberPrediction
+from laplace_lora_ext.predictive.predictions import NumberPrediction, Prediction
 
 N_BINS = 15
 COVERAGE = 0.9
@@ -109,7 +108,9 @@ def quality_of_numbers(
     return _mean_figures(_figures_of_examples(prediction, targets))
 
 
-def _figures_of_examples(prediction: NumberPrediction, targets: Tensor) -> Tensor:
+def _figures_of_examples(
+    prediction: Prediction | NumberPrediction, targets: Tensor
+) -> Tensor:
     """Compute each example's part of the figures, `(N, 4)`, in float64 on the CPU."""
     prediction = NumberPrediction._make(part.cpu().double() for part in prediction)
     targets = targets.to(prediction.mean)
@@ -121,7 +122,7 @@ def _figures_of_examples(prediction: NumberPrediction, targets: Tensor) -> Tenso
         is_within.double().mean(1),
         prediction.crps(targets).mean(1),
     ]
-    return torch.stack(columns, dim=1).detach().cpu()
+    return torch.stack(columns, dim=1)
 
 
 def _mean_figures(of_examples: Tensor) -> dict[str, float]:
@@ -186,56 +187,36 @@ def compare(
         a row for the trained model, and one for each way to predict
     """
     first = la.members[0]
-    evaluate = partial(_numbers, la)
-    if not first.task.has_noise:
-        evaluate = partial(_classes, la, link_approx)
-    *predictions, targets = over_loader(
-        loader, evaluate, "[Comparing]", progress_bar, owners=first.model.owners
+    model, task = first.model, first.task
+
+    def of_batch(batch: Any) -> Columns:
+        """Predict by the model and every posterior; return targets last."""
+        X, y = model.split(batch)
+        with model.forward_passes():
+            f_mu = model(X)
+        targets = task.check_targets(y, f_mu)
+        if task.has_noise:
+            without_variance = Moments(f_mu, torch.diag_embed(torch.zeros_like(f_mu)))
+            predictions = [NumberPrediction.of([without_variance], [first.sigma_noise])]
+            predictions += [la.predict(X, pred_type=kind) for kind in _pred_types(la)]
+            columns = [_figures_of_examples(each, targets) for each in predictions]
+        else:
+            targets = targets.long()
+            options = {"link_approx": link_approx, "fitting": True}
+            columns = [task.class_logits(f_mu).softmax(-1)]
+            columns += [la(X, pred_type=kind, **options) for kind in _pred_types(la)]
+        return tuple(column.detach().cpu() for column in [*columns, targets])
+
+    *columns, targets = over_loader(
+        loader, of_batch, "[Comparing]", progress_bar, owners=model.owners
     )
-    if first.task.has_noise:
-        return Comparison(*map(_mean_figures, predictions))
+    if task.has_noise:
+        return Comparison(*map(_mean_figures, columns))
     # Each of an example's labels is a classification into two classes.
     if targets.ndim > 1:
-        predictions = [probabilities.flatten(0, 1) for probabilities in predictions]
+        columns = [probabilities.flatten(0, 1) for probabilities in columns]
         targets = targets.flatten()
-    return Comparison(
-        *(quality(probabilities, targets) for probabilities in predictions)
-    )
-
-
-def _classes(la: Predictor, link_approx: str, batch: Any) -> Columns:
-    """Predict probabilities by the model and every posterior; return labels."""
-    model = la.members[0].model
-    likelihood = la.members[0].task
-    X, y = model.split(batch)
-    with model.forward_passes():
-        logits = model(X)
-    probabilities = [likelihood.class_logits(logits).softmax(-1)]
-    for pred_type in _pred_types(la):
-        probabilities.append(
-            la(X, pred_type=pred_type, link_approx=link_approx, fitting=True)
-        )
-    labels = likelihood.check_targets(y, logits).long()
-    in_main_memory = [each.detach().cpu() for each in probabilities]
-    return *in_main_memory, labels.cpu()
-
-
-def _numbers(la: Predictor, batch: Any) -> Columns:
-    """Compute figures by the model and every posterior; return targets."""
-    first = la.members[0]
-    X, y = first.model.split(batch)
-    with first.model.forward_passes():
-        f_mu = first.model(X)
-    targets = first.task.check_targets(y, f_mu)
-    without_variance = Moments(f_mu, torch.zeros_like(torch.diag_embed(f_mu)))
-    predictions = [NumberPrediction.of([without_variance], [first.sigma_noise])]
-    for pred_type in _pred_types(la):
-        prediction = la.predict(X, pred_type=pred_type)
-        assert isinstance(prediction, NumberPrediction)
-        predictions.append(prediction)
-    return *(
-        _figures_of_examples(prediction, targets) for prediction in predictions
-    ), targets.cpu()
+    return Comparison(*(quality(probabilities, targets) for probabilities in columns))
 
 
 def _pred_types(la: Predictor) -> list[str]:

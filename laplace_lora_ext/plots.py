@@ -209,10 +209,8 @@ def reliability(
             label=name,
         )
     ax.set_title(f"{counts[-1]} to {counts[0]} texts a point", fontsize="medium")
-    ax.set_xlabel("confidence")
-    ax.set_ylabel("share of right answers")
-    ax.set_xlim(0, 1)
-    ax.set_ylim(0, 1)
+    ax.set(xlabel="confidence", ylabel="share of right answers")
+    ax.set(xlim=(0, 1), ylim=(0, 1))
     ax.legend()
     return ax
 
@@ -233,10 +231,8 @@ def risk_coverage(results: Outcomes, ax: Axes | None = None) -> Axes:
         risk = is_wrong[surest_first].cumsum(0) / n_kept
         coverage = n_kept / len(n_kept)
         ax.plot(coverage.tolist(), risk.tolist(), color=_COLOURS[name], label=name)
-    ax.set_xlabel("share of answers kept")
-    ax.set_ylabel("share of errors among them")
-    ax.set_xlim(0, 1)
-    ax.set_ylim(bottom=0)
+    ax.set(xlabel="share of answers kept", ylabel="share of errors among them")
+    ax.set(xlim=(0, 1), ylim=(0, None))
     ax.legend()
     return ax
 

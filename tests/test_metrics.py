@@ -1,6 +1,7 @@
 """Figures of predictions whose quality is known."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -33,37 +34,23 @@ def test_figures_of_predictions_of_known_quality():
     assert too_modest["ece"] == pytest.approx(1 - 0.65, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "shapes",
-    # Of tokens, of several labels, and of one example less.
-    [((2, 5, 3), (2, 5)), ((4, 2), (4, 2)), ((4, 3), (3,))],
-    ids=str,
-)
-def test_labels_that_are_not_one_a_row_are_refused(shapes):
-    of_probabilities, of_labels = shapes
-    p = torch.ones(of_probabilities).softmax(-1)
-    with pytest.raises(ValueError, match=r"\(N, C\), with labels \(N,\)"):
-        quality(p, torch.zeros(of_labels, dtype=torch.long))
-    with pytest.raises(ValueError, match="not finite"):
-        quality(EVEN / 0, LABELS)
-
-
 @pytest.mark.filterwarnings("error:The model's outputs")
 def test_figures_are_those_of_the_model_and_of_its_posteriors_predictions():
     la = fitted()
     la.amortize(ragged_batches())
     # Texts that the posterior is not fitted to.
     batches = ragged_batches(seed=7)
+    labels = labels_of(batches)
 
     def figures(**options: str) -> dict[str, float]:
         p = [la(batch, link_approx="mean_field", **options) for batch in batches]
-        return quality(torch.cat(p), labels_of(batches))
+        return quality(torch.cat(p), labels)
 
     found = compare(la, batches)
     assert found.posterior == figures()
     assert found.amortized == figures(pred_type="amortized")
     f_mu, _ = predicted(la, batches)
-    assert found.trained == pytest.approx(quality(f_mu.softmax(-1), labels_of(batches)))
+    assert found.trained == pytest.approx(quality(f_mu.softmax(-1), labels))
     # Printed, they are a table.
     head, trained, *_ = str(found).splitlines()
     assert head.split() == ["accuracy", "nll", "ece", "brier"]
@@ -71,13 +58,6 @@ def test_figures_are_those_of_the_model_and_of_its_posteriors_predictions():
 
 
 # --- numbers --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def targets():
-    """Two numbers for each of the twelve inputs of `plain_regression`."""
-    return normal(12, 2, seed=5)
-
 
 # Nine in ten numbers are so near their mean: one in twenty is beyond either side.
 STANDARD_DEVIATIONS = Normal(0, 1).icdf(torch.tensor(0.95)).item()
@@ -96,8 +76,9 @@ def assert_figures_of_numbers(
     assert figures["coverage"] == pytest.approx(coverage.item())
 
 
-def test_figures_of_numbers_are_means_of_each_ones(targets):
+def test_figures_of_numbers_are_means_of_each_ones():
     la, X = plain_regression()
+    targets = normal(12, 2, seed=5)
     # Two batches of unequal size.
     batches = list(zip(X.split(7), targets.split(7), strict=True))
     found = compare(la, batches)
@@ -109,22 +90,31 @@ def test_figures_of_numbers_are_means_of_each_ones(targets):
     assert found.trained["crps"] != found.posterior["crps"]
     assert found.posterior == quality_of_numbers(la.predict(X), targets)
     assert str(found).split()[:4] == ["rmse", "nll", "coverage", "crps"]
-
-
-def test_targets_of_another_shape_are_refused(targets):
-    la, X = plain_regression()
-    with pytest.raises(ValueError, match=r"\(12, 2\), not \(12, 1\)"):
-        quality_of_numbers(la.predict(X), targets[:, 0])
-
-
-def test_learnt_variances_have_a_row_while_they_are_the_posteriors(targets):
-    la, X = plain_regression()
-    data = [(X, targets)]
-    assert compare(la, data).amortized is None
+    # Learnt variances have a row while they are the posterior's.
+    assert found.amortized is None
     la.amortize([X])
-    found = compare(la, data)
     expected = quality_of_numbers(la.predict(X, pred_type="amortized"), targets)
-    assert found.amortized == expected
-    # They were learnt under the former prior.
+    assert compare(la, batches).amortized == pytest.approx(expected)
     la.prior_precision = 2 * la.prior_precision
-    assert compare(la, data).amortized is None
+    assert compare(la, batches).amortized is None
+
+
+# --- what is refused ------------------------------------------------------------------
+
+# Of tokens, of several labels, of one example less, and not finite.
+REFUSED = [
+    (EVEN.expand(3, 4, 2), LABELS.expand(3, 4), "labels"),
+    (EVEN, PERFECT.long(), r"\(N, C\), with labels \(N,\)"),
+    (EVEN, LABELS[:3], "labels"),
+    (EVEN / 0, LABELS, "not finite"),
+]
+
+
+def test_targets_of_another_shape_are_refused():
+    for p, labels, message in REFUSED:
+        with pytest.raises(ValueError, match=message):
+            quality(p, labels)
+    la, X = plain_regression()
+    measure = partial(quality_of_numbers, la.predict(X))
+    with pytest.raises(ValueError, match=r"\(12, 2\), not \(12, 1\)"):
+        measure(normal(12))

@@ -94,9 +94,6 @@ def test_entropies_are_those_of_all_members_draws():
     total = entr(p.mean(0)).sum(-1)
     assert_close(found.total_entropy, total)
     assert_close(found.epistemic_entropy, total - entr(p).sum(-1).mean(0))
-    # Of all draws of both, so that what the members disagree about counts too.
-    of_label = p[:, range(len(found.labels)), found.labels]
-    assert_close(found.label_variance, of_label.var(0, correction=0))
 
 
 def test_decisions_have_the_probabilities_of_their_link_by_one_pass_of_each_member():

@@ -36,14 +36,11 @@ def test_no_other_temperature_makes_the_labels_more_probable():
     assert nll_loss(cooled.log(), found.labels).item() == pytest.approx(
         loss_at(best, found)
     )
-
-
-def test_certainty_has_a_temperature_too():
+    # Certainty has a temperature too.
     p = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-    labels = torch.tensor([0, 1, 1])
-    found = Outcomes(p, Prediction.of_draws(p, p[None]), labels, temperature=2.0)
-    assert found.probabilities["temperature"].isfinite().all()
-    assert 1 < found.best_temperature() < 1000
+    certain = Outcomes(p, found.prediction, torch.tensor([0, 1, 1]), temperature=2.0)
+    assert certain.probabilities["temperature"].isfinite().all()
+    assert 1 < certain.best_temperature() < 1000
 
 
 @pytest.mark.parametrize(("n_texts", "n_points"), [(7, 7), (600, 15)])

@@ -39,8 +39,7 @@ from laplace_lora_ext.commands.students import (
 )
 from laplace_lora_ext.commands.texts import Row, UsageError
 from laplace_lora_ext.plots import Outcomes, outcomes, predict_both
-from laplace_lora_ext.predictive.predictions import Prediction
-from laplace_lora_ext.predictive.review import Review
+from laplace_lora_ext.predictive.predictions import Prediction, Review
 from laplace_lora_ext.saving import FILE, write_whole
 
 _ORDER = "Are --class_names in the order of the model's outputs?"

@@ -19,6 +19,7 @@ from laplace_lora_ext.predictive.amortized import LearntVariance, log_variances
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.posterior import Posterior, features_of, logits_with
 from laplace_lora_ext.processes.exchange import together
+from laplace_lora_ext.processes.shards import join_batches
 
 _SWAPPED = "swapped"
 # For each example, where there are too many outputs for a backward pass each.
@@ -69,28 +70,19 @@ def amortize(
         text = la.model.text(batch)
         if swapped is not None and text is not None:
             pairs.append(_learnt_from(la, swapped(text), draws))
-        features, logs = zip(*pairs, strict=True)
-        return torch.stack(features, dim=1), torch.stack(logs, dim=1)
+        return tuple(torch.stack(each, dim=1) for each in zip(*pairs, strict=True))
 
-    features, logs = over_loader(
-        loader, versions, "[Variances]", progress_bar, owners=la.model.owners
-    )
-    # All examples, then all their copies.
-    features = features.transpose(0, 1).flatten(0, 1)
-    logs = logs.transpose(0, 1).flatten(0, 1)
+    data = {"[Variances]": loader}
     if unlabelled is not None and not isinstance(unlabelled, str):
-        more_features, more_logs = over_loader(
-            unlabelled,
-            lambda batch: _learnt_from(la, batch, draws),
-            "[Variances, unlabelled]",
-            progress_bar,
-            owners=la.model.owners,
-        )
-        features = torch.cat([features, more_features])
-        logs = torch.cat([logs, more_logs])
+        data["[Variances, unlabelled]"] = unlabelled
+    passes = [
+        over_loader(each, versions, title, progress_bar, owners=la.model.owners)
+        for title, each in data.items()
+    ]
+    features, logs = join_batches(passes)
     learnt = LearntVariance.of(
-        features,
-        logs,
+        features.flatten(0, 1),
+        logs.flatten(0, 1),
         prior_precision=la.prior_precision,
         curvature_scale=la._H_factor,
         noise=_NOISE_OF_DRAWS if _draws(la) else 0.0,
@@ -103,14 +95,9 @@ def _swapping(
     la: Posterior, loader: Iterable[Any], generator: torch.Generator
 ) -> Swapping | None:
     """Read a loader for tokens to swap; None where it holds no texts."""
-    texts: list[Any] = []
-    for _, batch in named_batches(loader):
-        text = la.model.text(batch)
-        if text is not None:
-            texts.append(text)
-    if not texts:
-        return None
-    return Swapping(texts, la.model.transformer, generator)
+    texts = [la.model.text(batch) for _, batch in named_batches(loader)]
+    texts = [text for text in texts if text is not None]
+    return Swapping(texts, la.model.transformer, generator) if texts else None
 
 
 def _learnt_from(
@@ -123,14 +110,13 @@ def _learnt_from(
     inputs = la.model.inputs(batch)
     with la.model.running():
         _, features = features_of(la, inputs)
-    if not _draws(la):
+    if _draws(la):
+        changes = changes_of_logits(la, inputs, la.sample(_DRAWS, generator))
+        f_var = torch.einsum("sbj,sbk->bjk", changes, changes) / _DRAWS
+        logs = log_variances(f_var) - _BIAS_OF_DRAWS
+    else:
         _, f_var = la.predictive_moments(inputs)
         logs = log_variances(f_var.detach())
-        return features.cpu(), logs.cpu()
-    drawn = la.sample(_DRAWS, generator)
-    changes = changes_of_logits(la, inputs, drawn)
-    f_var = torch.einsum("sbj,sbk->bjk", changes, changes) / _DRAWS
-    logs = log_variances(f_var) - _BIAS_OF_DRAWS
     return features.cpu(), logs.cpu()
 
 
@@ -162,15 +148,11 @@ def changes_of_logits(la: Posterior, inputs: Any, drawn: Tensor) -> Tensor:
 
 def _precision(model: LogitsModel) -> float:
     """Find the precision of the coarsest numbers that a model computes with."""
-    dtypes = set()
-    for parameter in model.parameters():
-        is_quantised = (
-            not parameter.is_floating_point() or parameter.dtype.itemsize == 1
-        )
-        dtypes.add(torch.bfloat16 if is_quantised else parameter.dtype)
-    # What autocast computes in, if it is on, shows in a product alone.
-    one = torch.ones(1, 1, device=model.device, dtype=torch.float32)
-    of_product = (one @ one).dtype
-    if of_product != torch.float32:
-        dtypes.add(of_product)
-    return max(torch.finfo(dtype).eps for dtype in dtypes)
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if torch.is_autocast_enabled(model.device.type):
+        dtypes.add(torch.get_autocast_dtype(model.device.type))
+    precisions: list[float] = []
+    for dtype in dtypes:
+        is_quantised = not dtype.is_floating_point or dtype.itemsize == 1
+        precisions.append(torch.finfo(torch.bfloat16 if is_quantised else dtype).eps)
+    return max(precisions)

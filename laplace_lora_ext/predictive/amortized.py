@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
-from laplace_lora_ext.rounding import equal_up_to_rounding
 
 PENALTIES = torch.logspace(-10, 1, 23, dtype=torch.float64)
 """Penalties to choose from, in units of the largest squared singular value of the
@@ -18,6 +15,7 @@ features."""
 
 _MARGIN = math.log(2)  # how far a logarithm may lie beyond those learnt
 _LITTLE = 1e-6  # beside 1, ten times the rounding of single precision
+_SAME = 1e-5  # by how much of itself a number may change in a move
 _COMPONENTS = 64  # all there are up to ten classes
 # What moves with a model. What tells the posterior stays, to be compared with the
 # present one.
@@ -170,9 +168,7 @@ class LearntVariance:
         dtype : torch.dtype
             its precision
         """
-        moved: dict[str, Tensor] = {}
-        for name in _REGRESSION:
-            moved[name] = getattr(self, name).to(device, dtype)
+        moved = {name: getattr(self, name).to(device, dtype) for name in _REGRESSION}
         return replace(self, **moved)
 
     def is_of(self, prior_precision: Tensor, curvature_scale: Tensor) -> bool:
@@ -185,8 +181,16 @@ class LearntVariance:
         curvature_scale : torch.Tensor
             the posterior's
         """
-        same_prior = _alike(prior_precision, self.prior_precision)
-        return same_prior and _alike(curvature_scale, self.curvature_scale)
+        pairs = [
+            (prior_precision, self.prior_precision),
+            (curvature_scale, self.curvature_scale),
+        ]
+        # But for a model's move, which changes device and precision.
+        return all(
+            now.shape == then.shape
+            and torch.allclose(now.cpu().double(), then.double(), rtol=_SAME, atol=0.0)
+            for now, then in pairs
+        )
 
     def covariance(self, features: Tensor) -> Tensor:
         """Predict covariances `(B, C, C)` from features `(B, p)`.
@@ -221,18 +225,6 @@ def _with_doubt(features: Tensor, log_variances: Tensor) -> tuple[Tensor, Tensor
     return features[has_doubt], log_variances[has_doubt]
 
 
-def _alike(now: Tensor, then: Tensor) -> bool:
-    """Tell whether numbers are the same, but for a model's move.
-
-    Moves change device and precision.
-    """
-    if now.dtype == then.dtype and now.device == then.device and torch.equal(now, then):
-        return True
-    # Logarithms, since priors may be orders of magnitude apart.
-    now = now.detach().cpu().double().log()
-    return equal_up_to_rounding(now, then.cpu().double().log(), torch.float32)
-
-
 def ridge(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
     """Regress centred targets `(N, q)` on features `(N, p)`.
 
@@ -263,13 +255,9 @@ def ridge(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
         not_leverage = free + leverages @ shrunk_away
         return residuals / not_leverage[:, None]
 
-    def mean_square(penalty: Tensor) -> float:
-        return errors(penalty).square().mean().item()
-
-    largest = 1.0
-    if len(squares):  # none, where all features are constant
-        largest = squares[0]
-    best = min(PENALTIES * largest, key=mean_square)
+    # There is none where all features are constant.
+    largest = squares[0] if len(squares) else 1.0
+    best = min(PENALTIES * largest, key=lambda each: errors(each).square().mean())
     coefficients = s / (squares + best)
     weights = Vt.mT @ (coefficients[:, None] * along)
     return weights, errors(best)
@@ -301,21 +289,10 @@ def covariances(variances: Tensor) -> Tensor:
 
     With D_j0 = Var(f_j) and D_jk = Var(f_j - f_k): `V_jk = (D_j0 + D_k0 - D_jk) / 2`.
     """
-    places = _places_of_pairs(variances.shape[-1], variances.device)
-    D = pad(variances, (0, 1))[..., places]  # a number doesn't differ from itself
-    own = D[..., 0, 1:]
-    of_differences = D[..., 1:, 1:]
-    sums = own[..., :, None] + own[..., None, :]
-    return (sums - of_differences) / 2
-
-
-@lru_cache
-@torch.inference_mode(False)  # kept for passes with a graph, too
-def _places_of_pairs(n_pairs: int, device: torch.device) -> Tensor:
-    """Number each pair of n numbers, `(n, n)`; a number by itself is the last one."""
-    # n (n - 1) / 2 = P
-    n_numbers = (1 + math.isqrt(1 + 8 * n_pairs)) // 2
-    j, k = torch.triu_indices(n_numbers, n_numbers, offset=1, device=device)
-    places = torch.full((n_numbers, n_numbers), n_pairs, device=device)
-    places[j, k] = places[k, j] = torch.arange(n_pairs, device=device)
-    return places
+    n_examples, n_pairs = variances.shape
+    n_numbers = (1 + math.isqrt(1 + 8 * n_pairs)) // 2  # n (n - 1) / 2 = P
+    j, k = torch.triu_indices(n_numbers, n_numbers, offset=1, device=variances.device)
+    D = variances.new_zeros(n_examples, n_numbers, n_numbers)
+    D[:, j, k] = D[:, k, j] = variances
+    own = D[:, 0, 1:]
+    return (own[:, :, None] + own[:, None] - D[:, 1:, 1:]) / 2

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from laplace_lora_ext.messages import naming
@@ -115,49 +116,6 @@ def _rows(columns: Columns) -> int:
     return len(columns[0])
 
 
-def over_data_set(
-    data: Any,
-    evaluate: Callable[[Any], Columns],
-    collate_fn: Callable[[Any], Any] | None,
-    batch_size: int,
-    description: str,
-    progress_bar: bool,
-    join: Join = join_batches,
-) -> Columns:
-    """Evaluate as `over_loader` does, on a data set that all ranks share.
-
-    Examples are read once, some batches at a time, and of these the longest texts come
-    first: batches of alike lengths have little padding. The columns are in the data
-    set's own order.
-    """
-    collate = collate_fn or default_collate
-    # Ranks that share a model must make equally many passes.
-    n_batches = 1 if count() > 1 else _BATCHES_AT_ONCE
-
-    def longest_first(rows: list[Any]) -> dict[str, Any]:
-        lengths = torch.tensor([_length(row) for row in rows])
-        order = lengths.argsort(descending=True, stable=True)
-        batches: list[Any] = []
-        for places in order.split(batch_size):
-            batches.append(collate([rows[place] for place in places.tolist()]))
-        return {"order": order, "batches": batches}
-
-    def of_batches(read: dict[str, Any]) -> Columns:
-        columns = join([evaluate(batch) for batch in read["batches"]])
-        places = read["order"].argsort()  # of each example among the columns
-        return tuple(column[places.to(column.device)] for column in columns)
-
-    loader = in_order(data, n_batches * batch_size, longest_first)
-    return over_loader(loader, of_batches, description, progress_bar, join=join)
-
-
-def _length(row: Any) -> int:
-    """Count the tokens of an example; 0 where it is no text."""
-    if isinstance(row, Mapping) and "input_ids" in row:
-        return len(row["input_ids"])
-    return 0
-
-
 def over_examples(
     model: LogitsModel,
     x: Any,
@@ -167,54 +125,64 @@ def over_examples(
     progress_bar: bool,
     join: Join,
 ) -> Columns:
-    """Evaluate a function of inputs on a batch, a loader's batches or a data set."""
+    """Evaluate a function of inputs on a batch, a loader's batches or a data set.
+
+    The columns are in the data's own order. All ranks share a data set, or a loader
+    that is dealt. Examples of a data set are read once, some batches at a time, and of
+    these the longest texts come first: batches of alike lengths have little padding.
+    """
+    if collate_fn is None and isinstance(x, _BATCHES):
+        return evaluate(x)
+    collate = collate_fn or default_collate
+
+    def longest_first(rows: list[Any]) -> tuple[Tensor, list[Any]]:
+        order = torch.tensor([_length(row) for row in rows])
+        order = order.argsort(descending=True, stable=True)
+        places = order.split(batch_size)
+        return order, [collate([rows[place] for place in part]) for part in places]
 
     def of_batch(batch: Any) -> Columns:
         return evaluate(model.inputs(batch))
 
-    if collate_fn is None and isinstance(x, _BATCHES):
-        return evaluate(x)
-    if _is_data_set(x) or collate_fn is not None:
-        return over_data_set(
-            x,
-            of_batch,
-            collate_fn=collate_fn,
-            batch_size=batch_size,
-            description="[Predictions]",
-            progress_bar=progress_bar,
-            join=join,
-        )
-    # Dealt examples come back in the data's order.
-    is_dealt = Share(x).is_dealt
-    if not is_dealt:
+    def of_batches(read: tuple[Tensor, list[Any]]) -> Columns:
+        order, batches = read
+        columns = join([of_batch(batch) for batch in batches])
+        places = order.argsort()  # of each example among the columns
+        return tuple(column[places.to(column.device)] for column in columns)
+
+    # A list is one of batches.
+    is_indexed = hasattr(x, "__getitem__") and hasattr(x, "__len__")
+    is_data_set = collate_fn is not None or (is_indexed and not isinstance(x, list))
+    is_own = False  # a rank's own batches are no other rank's business
+    if is_data_set:
+        # Ranks that share a model must make equally many passes.
+        n_batches = 1 if count() > 1 else _BATCHES_AT_ONCE
+        x = in_order(x, n_batches * batch_size, longest_first)
+    elif not Share(x).is_dealt:  # dealt examples come back in the data's order
         check_in_order(x)
+        is_own = True
     return over_loader(
         x,
-        of_batch,
-        description="[Predictions]",
-        progress_bar=progress_bar,
-        alone=not is_dealt,  # a rank's own batches are no other rank's business
+        of_batches if is_data_set else of_batch,
+        "[Predictions]",
+        progress_bar,
+        alone=is_own,
         join=join,
     )
 
 
+def _length(row: Any) -> int:
+    """Count the tokens of an example; 0 where it is no text."""
+    if isinstance(row, Mapping) and "input_ids" in row:
+        return len(row["input_ids"])
+    return 0
+
+
 def padded(parts: Sequence[Columns]) -> Columns:
     """Join batches' columns `(B, T, ...)`, shorter texts padded by nan or -100."""
-    length = max(part[0].shape[1] for part in parts)
-    alike: list[Columns] = []
-    for part in parts:
-        columns = []
-        for column in part:
-            n_examples, n_tokens, *others = column.shape
-            shape = (n_examples, length - n_tokens, *others)
-            empty = torch.nan if column.is_floating_point() else IGNORED
-            padding = column.new_full(shape, empty)
-            columns.append(torch.cat([column, padding], dim=1))
-        alike.append(tuple(columns))
-    return join_batches(alike)
-
-
-def _is_data_set(x: Any) -> bool:
-    """Tell a data set from a loader; a list is one of batches."""
-    is_indexed = hasattr(x, "__getitem__") and hasattr(x, "__len__")
-    return is_indexed and not isinstance(x, list)
+    columns: list[Tensor] = []
+    for of_parts in zip(*parts, strict=True):
+        texts = [text for part in of_parts for text in part]
+        empty = torch.nan if texts[0].is_floating_point() else IGNORED
+        columns.append(pad_sequence(texts, batch_first=True, padding_value=empty))
+    return tuple(columns)

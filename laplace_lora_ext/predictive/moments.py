@@ -92,18 +92,10 @@ class Moments(Sequence[Tensor]):
         return Moments(self.f_mu, root @ root.mT)
 
 
-def join_moments(parts: Sequence[Moments]) -> Moments:
-    """Join the moments of consecutive parts of a batch.
-
-    A part whose examples need fewer directions than others' gets zeros in their place.
-    """
-    f_mu = torch.cat([part.f_mu for part in parts])
-    most = max(part.covariance.shape[-1] for part in parts)
-    covariances = []
-    for part in parts:
-        n_missing = most - part.covariance.shape[-1]
-        covariances.append(pad(part.covariance, (0, n_missing, 0, n_missing)))
-    return Moments(f_mu, torch.cat(covariances))
+def padded_to(covariance: Tensor, size: int) -> Tensor:
+    """Add rows and columns of zeros to covariances, for contrasts that none needs."""
+    n_missing = size - covariance.shape[-1]
+    return pad(covariance, (0, n_missing, 0, n_missing))
 
 
 class MixtureMoments(NamedTuple):
@@ -241,57 +233,40 @@ class Contrasts:
     def classes(self, logits: Tensor) -> Tensor:
         """List each example's classes `(B, 1 + k)`, the most probable one first.
 
-        k is the largest number that an example needs; where one needs fewer, -1
-        follows.
+        k is `most`; where an example needs fewer, -1 follows.
         """
         n_outputs = logits.shape[-1]
         order = logits.argsort(dim=-1, descending=True, stable=True)
         classes = order[:, : 1 + self.most(n_outputs)]
         if self.n_contrasts is not None or classes.shape[1] == n_outputs:
             return classes
-        probabilities = (logits / _TEMPERATURE).softmax(-1)
-        included = probabilities.gather(1, classes).cumsum(1)
-        is_needed = torch.ones_like(classes, dtype=torch.bool)
+        probabilities = (logits / _TEMPERATURE).softmax(-1).gather(1, classes)
         # What is known of one class says the most of all others: one is always
         # compared.
-        by_those_before = included[:, 1:-1]
-        is_needed[:, 2:] = by_those_before < 1 - _LEFT_OUT
-        n_needed = int(is_needed.sum(1).amax())
-        classes = torch.where(is_needed, classes, NO_CLASS)
-        return classes[:, :n_needed]
+        by_those_before = probabilities.cumsum(1)[:, 1:-1]
+        is_needed = pad(by_those_before < 1 - _LEFT_OUT, (2, 0), value=True)
+        return torch.where(is_needed, classes, NO_CLASS)
 
     def directions(self, logits: Tensor) -> Tensor:
-        """Make the vectors `(k, B, C)` that a backward pass takes for each contrast."""
+        """Make the vectors `(k, B, C)` that a backward pass takes for each contrast.
+
+        k is the largest number that an example needs.
+        """
         classes = self.classes(logits)
+        is_known = classes != NO_CLASS
         identity = torch.eye(logits.shape[-1]).to(logits)
-        rows = identity[classes.clamp_min(0)]  # (B, 1 + k, C)
-        is_known = classes[:, 1:] != NO_CLASS
-        others, first = rows[:, 1:], rows[:, :1]
-        vectors = torch.where(is_known[..., None], others - first, 0)
-        return vectors.transpose(0, 1)
+        first, *others = identity[classes.clamp_min(0)].unbind(1)
+        vectors = is_known[:, 1:].T[..., None] * (torch.stack(others) - first)
+        return vectors[is_known[:, 1:].any(0)]
 
 
-class AlikeCovariances(NamedTuple):
-    """Covariances of groups of classes: those of one group are alike.
+def alike(covariance: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+    """Tell from contrasts' covariances `(B, k, k)` those of all classes, by groups.
 
     The groups are the most probable class, each of k others alone, and all that are
-    left. Where an example needs fewer contrasts, some groups have no class.
-
-    Attributes
-    ----------
-    variances : torch.Tensor
-        `(B, k + 2)`, a class's own
-    covariances : torch.Tensor
-        `(B, k + 2, k + 2)`, of two classes by their groups; on the diagonal, of two
-        that are in the same one
-    """
-
-    variances: Tensor
-    covariances: Tensor
-
-
-def alike(covariance: Tensor, classes: Tensor) -> AlikeCovariances:
-    """Tell from contrasts' covariances `(B, k, k)` those of all classes, by groups.
+    left. Returned are the variances `(B, k + 2)` of their classes, and covariances `(B,
+    k + 2, k + 2)` of two classes; on the diagonal, of two in the same group. Where an
+    example needs fewer contrasts, some groups have no class.
 
     Those of the most probable class are 0. So they differ from those of the logits, but
     say the same of every difference of two that is known.
@@ -327,18 +302,20 @@ def alike(covariance: Tensor, classes: Tensor) -> AlikeCovariances:
     weight = shared / of_sum.clamp_min(smallest)
     with_known = weight[:, None] * sums
 
-    none = torch.zeros_like(variance)[:, None]
-    variances = torch.cat([none, of_known, variance[:, None]], dim=1)
+    variances = torch.cat([pad(of_known, (1, 0)), variance[:, None]], dim=1)
     covariances = pad(covariance, (1, 1, 1, 1))
-    covariances[:, -1, 1:-1] = with_known
-    covariances[:, 1:-1, -1] = with_known
+    covariances[:, -1, 1:-1] = covariances[:, 1:-1, -1] = with_known
     covariances[:, -1, -1] = shared
-    return AlikeCovariances(variances, covariances)
+    return variances, covariances
 
 
-def columns_of(classes: Tensor, n_outputs: int) -> Tensor:
-    """List the columns `(B, 1 + k)` of classes; one more, the last, for no class."""
-    return torch.where(classes == NO_CLASS, n_outputs, classes)
+def groups_of(classes: Tensor, n_outputs: int) -> Tensor:
+    """Number the group of each class, `(B, C)`: its place in `classes`, or the last."""
+    n_examples, n_listed = classes.shape
+    groups = classes.new_full((n_examples, n_outputs + 1), n_listed)
+    columns = torch.where(classes == NO_CLASS, n_outputs, classes)
+    places = torch.arange(n_listed, device=classes.device).expand_as(classes)
+    return groups.scatter(1, columns, places)[:, :n_outputs]
 
 
 def completed(covariance: Tensor, classes: Tensor, n_outputs: int) -> Tensor:
@@ -347,18 +324,7 @@ def completed(covariance: Tensor, classes: Tensor, n_outputs: int) -> Tensor:
     What they are is told by `alike`, which takes the same. C is `n_outputs`.
     """
     variances, covariances = alike(covariance, classes)
-    n_examples, n_groups = variances.shape
-
-    # Which group each class is of: the last, unless it is listed.
-    groups = classes.new_full((n_examples, n_outputs + 1), n_groups - 1)
-    in_order = torch.arange(n_groups - 1, device=classes.device)
-    columns = columns_of(classes, n_outputs)
-    groups = groups.scatter(1, columns, in_order.expand_as(columns))
-    groups = groups[:, :n_outputs]
-
-    examples = torch.arange(n_examples, device=classes.device)[:, None, None]
-    down = groups[:, :, None]
-    across = groups[:, None, :]
-    V = covariances[examples, down, across]
-    own = variances.gather(1, groups)
-    return V.diagonal_scatter(own, dim1=1, dim2=2)
+    groups = groups_of(classes, n_outputs)
+    examples = torch.arange(len(groups), device=groups.device)[:, None, None]
+    V = covariances[examples, groups[:, :, None], groups[:, None, :]]
+    return V.diagonal_scatter(variances.gather(1, groups), dim1=1, dim2=2)

@@ -22,7 +22,7 @@ from laplace_lora_ext.predictive.moments import (
     Contrasts,
     MixtureMoments,
     Moments,
-    join_moments,
+    padded_to,
 )
 from laplace_lora_ext.tasks.task import Task
 
@@ -190,31 +190,23 @@ class Posterior(ParametricLaplace, Members):
         """Compute moments of a batch's logits, or of contrasts of them."""
         self.check_model()
         self.task.check_linearised()
-        directions, n_directions = every_output, self.n_outputs
-        if contrasts is not None:
-            directions = contrasts.directions
-            n_directions = contrasts.most(self.n_outputs)
+        directions, n_directions = directions_of(self, contrasts)
         if not self._has_variance:
-            return self._without_variance(x, joint, directions)
+            with self.model.forward_passes(self.enable_backprop):
+                f_mu = self.model(x)
+            n = n_directions * len(f_mu) if joint else n_directions
+            shape = (n, n) if joint else (len(f_mu), n, n)
+            return Moments(f_mu, f_mu.new_zeros(shape))
 
         def of_part(part: Any, _: slice) -> Moments:
-            return Moments(*self._linearised(part, joint, directions))
+            f_mu, covariance = self._linearised(part, joint, directions)
+            return Moments(f_mu, padded_to(covariance, n_directions))
 
         with torch.set_grad_enabled(self.enable_backprop):
             if joint:  # examples vary together: they can't come in parts
-                return of_part(x, slice(None))
-            return join_moments(self.recorder.parts.predict(x, n_directions, of_part))
-
-    def _without_variance(self, x: Any, joint: bool, directions: Directions) -> Moments:
-        """Compute a batch's logits, and zeros in the shape of their covariance."""
-        with self.model.forward_passes(self.enable_backprop):
-            f_mu = self.model(x)
-        n_examples, n_directions = len(f_mu), len(directions(f_mu.detach()))
-        if joint:
-            n = n_examples * n_directions
-            return Moments(f_mu, f_mu.new_zeros(n, n))
-        shape = n_examples, n_directions, n_directions
-        return Moments(f_mu, f_mu.new_zeros(shape))
+                return Moments(*self._linearised(x, joint, directions))
+            parts = self.recorder.parts.predict(x, n_directions, of_part)
+            return Moments(*map(torch.cat, zip(*parts, strict=True)))
 
     def _linearised(
         self, part: Any, joint: bool, directions: Directions
@@ -227,6 +219,13 @@ class Posterior(ParametricLaplace, Members):
         covariance = self.functional_covariance if joint else self.functional_variance
         with torch.autocast(f_mu.device.type, enabled=False):
             return f_mu, covariance(Js)
+
+
+def directions_of(la: Posterior, contrasts: Contrasts | None) -> tuple[Directions, int]:
+    """Return what makes directions of logits, and how many there are at most."""
+    if contrasts is None:
+        return every_output, la.n_outputs
+    return contrasts.directions, contrasts.most(la.n_outputs)
 
 
 def moments_for(

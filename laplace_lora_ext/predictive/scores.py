@@ -23,7 +23,7 @@ _Draw = tuple[Posterior, Values]
 
 
 class Scores(NamedTuple):
-    """Holds scores in nats of each token, or their sums or means over each text.
+    """Holds scores in nats of each token, or their sums over each text.
 
     Attributes
     ----------
@@ -39,8 +39,6 @@ class Scores(NamedTuple):
         mean entropy of the draws
     epistemic : torch.Tensor
         total less aleatoric: the information that a token would give about the weights
-    log_prob_sd : torch.Tensor
-        standard deviation of the label's log-probability over the draws
     """
 
     log_prob: Tensor
@@ -49,7 +47,6 @@ class Scores(NamedTuple):
     total: Tensor
     aleatoric: Tensor
     epistemic: Tensor
-    log_prob_sd: Tensor
 
 
 class TextScores(NamedTuple):
@@ -61,8 +58,6 @@ class TextScores(NamedTuple):
         `(B, T)`, where `labels` has them; 0 where there is no label
     sums : Scores
         `(B,)`, over each text's labelled tokens; 0 for a text without any
-    means : Scores
-        `(B,)`, over the same tokens
     labelled : torch.Tensor
         `(B, T)` booleans
     log_prob : torch.Tensor
@@ -73,7 +68,6 @@ class TextScores(NamedTuple):
 
     tokens: Scores
     sums: Scores
-    means: Scores
     labelled: Tensor
     log_prob: Tensor
 
@@ -128,9 +122,7 @@ def draw_logits(
     """
     for member in members:
         _checked_model(member)
-    draws = list(_draws_of(members, n_samples, generator))
-    if not draws:
-        draws = [_trained(member) for member in members]
+    draws = [*_draws_of(members, n_samples, generator)] or map(_trained, members)
     return torch.stack([_reader(draw, batch)(None) for draw in draws])
 
 
@@ -194,32 +186,31 @@ def _by_token(f: Tensor, drawn: Iterable[Tensor], tokens: Tensor) -> Tensor:
 
     The memory is that of a few draws' logits, however many draws there are.
     """
-    of_map = _predicted(f, tokens)
+    p_of_map, map_log_prob, map_entropy = _predicted(f, tokens)
     p_sum = torch.zeros_like(f)
     entropies: list[Tensor] = []
     log_probs: list[Tensor] = []
     for logits in drawn:
-        of_draw = _predicted(logits, tokens)
-        p_sum += of_draw.p
-        entropies.append(of_draw.entropy)
-        log_probs.append(of_draw.log_prob)
+        p, log_prob, entropy = _predicted(logits, tokens)
+        p_sum += p
+        entropies.append(entropy)
+        log_probs.append(log_prob)
     if not log_probs:  # the trained model is the only one
-        p_sum, entropies, log_probs = of_map.p, [of_map.entropy], [of_map.log_prob]
+        p_sum, entropies, log_probs = p_of_map, [map_entropy], [map_log_prob]
     # In place: `(N, V)` is the largest of all tensors here.
     total = torch.special.entr(p_sum.div_(len(log_probs))).sum(-1)
     aleatoric = torch.stack(entropies).mean(0)
-    if total.isnan().any() or of_map.entropy.isnan().any():
+    if total.isnan().any() or map_entropy.isnan().any():
         raise ValueError("non-finite logits: check the prior precision and the weights")
     by_draw = torch.stack(log_probs)
     scores = Scores(
         log_prob=by_draw.logsumexp(0) - math.log(len(by_draw)),
-        map_log_prob=of_map.log_prob,
-        map_entropy=of_map.entropy,
+        map_log_prob=map_log_prob,
+        map_entropy=map_entropy,
         total=total,
         aleatoric=aleatoric,
         # Only rounding can make it negative.
         epistemic=(total - aleatoric).clamp_min(0),
-        log_prob_sd=by_draw.std(0, correction=0),
     )
     return torch.stack([*scores, *by_draw], dim=1)
 
@@ -235,31 +226,20 @@ def _of_table(table: Tensor, labelled: Tensor) -> TextScores:
     """Make scores of a table `(B, T, columns)` of labelled tokens."""
     n_scores = len(Scores._fields)
     sums = table.sum(1)
-    # A text without a label has a mean of 0.
-    means = sums / labelled.sum(1, keepdim=True).clamp_min(1)
     # A draw is one model of the whole text, so its tokens' probabilities are multiplied
     # first.
     by_draw = sums[:, n_scores:]
     return TextScores(
         tokens=Scores._make(table[..., :n_scores].unbind(-1)),
         sums=Scores._make(sums[:, :n_scores].unbind(-1)),
-        means=Scores._make(means[:, :n_scores].unbind(-1)),
         labelled=labelled,
         log_prob=by_draw.logsumexp(1) - math.log(by_draw.shape[1]),
     )
 
 
-class _Predicted(NamedTuple):
-    """Holds what one model predicts at N labelled tokens."""
-
-    p: Tensor  # (N, V), probabilities
-    log_prob: Tensor  # (N,), of the labels
-    entropy: Tensor  # (N,)
-
-
-def _predicted(logits: Tensor, tokens: Tensor) -> _Predicted:
-    """Compute probabilities `(N, V)`, and what they say of the labels `(N,)`."""
+def _predicted(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute probabilities `(N, V)`, labels' log-probabilities, and entropies."""
     log_p = logits.log_softmax(-1)
     p = log_p.exp()
     log_prob = log_p.gather(-1, tokens[:, None]).squeeze(-1)
-    return _Predicted(p, log_prob, torch.special.entr(p).sum(-1))
+    return p, log_prob, torch.special.entr(p).sum(-1)

@@ -14,15 +14,19 @@ from torch.nn.functional import pad
 
 from laplace_lora_ext.curvature.decomposed import Spectrum
 from laplace_lora_ext.curvature.kron import LinAlgError
-from laplace_lora_ext.models.running import as_tensor, cpu_as_default, without_autocast
-from laplace_lora_ext.passes.recorder import Directions, every_output
+from laplace_lora_ext.models.running import as_tensor, cpu_as_default
+from laplace_lora_ext.passes.recorder import Directions
 from laplace_lora_ext.predictive.moments import (
-    NO_CLASS,
     Contrasts,
     MixtureMoments,
     Moments,
+    padded_to,
 )
-from laplace_lora_ext.predictive.posterior import Posterior, sees_differences
+from laplace_lora_ext.predictive.posterior import (
+    Posterior,
+    directions_of,
+    sees_differences,
+)
 from laplace_lora_ext.processes.shards import Columns, join_batches
 
 # Examples whose projections are weighted: moments need the memory of a copy.
@@ -38,14 +42,14 @@ class _Rows:
     targets: Tensor | None
 
     @property
-    def _known(self) -> list[str]:
-        names = self._of_examples
-        return [name for name in names if getattr(self, name) is not None]
+    def _known(self) -> dict[str, Tensor]:
+        given = {name: getattr(self, name) for name in self._of_examples}
+        return {name: part for name, part in given.items() if part is not None}
 
     @property
     def columns(self) -> Columns:
         """List all tensors with a row for each example."""
-        return tuple(getattr(self, name) for name in self._known)
+        return tuple(self._known.values())
 
     def of(self: Any, columns: Columns) -> Any:
         """Return `columns` of other examples of the same fit."""
@@ -153,12 +157,7 @@ class PredictiveStatistics(_Rows):
         targets = others.pop(0) if others else None
         return cls(f_mu, projections, inner_products, spectrum, scale, targets, classes)
 
-    @property
-    def _device(self) -> torch.device:
-        return self.f_mu.device
-
     @cpu_as_default()
-    @without_autocast
     def moments(self, prior_precision: float | Tensor) -> Moments:
         """Compute mean and covariance of the logits under a prior precision.
 
@@ -179,14 +178,13 @@ class PredictiveStatistics(_Rows):
         deltas = as_tensor(prior_precision).to(self.spectrum.values)
         variances = self.spectrum.shifted(self.scale, deltas).reciprocal().to(self.f_mu)
         of_leading, of_remaining = variances.tensor_split([self.spectrum.n_leading])
-        weights = of_leading.sqrt()
         covariances: list[Tensor] = []
-        projections = self.projections.split(_AT_ONCE)
-        inner_products = self.inner_products.split(_AT_ONCE)
-        for z, R in zip(projections, inner_products, strict=True):
-            weighted = z * weights
-            remainders = torch.einsum("nfab,f->nab", R, of_remaining)
-            covariances.append(weighted @ weighted.mT + remainders)
+        parts = self.projections.split(_AT_ONCE), self.inner_products.split(_AT_ONCE)
+        with torch.autocast(self.f_mu.device.type, enabled=False):
+            for z, R in zip(*parts, strict=True):
+                weighted = z * of_leading.sqrt()
+                remainders = torch.einsum("nfab,f->nab", R, of_remaining)
+                covariances.append(weighted @ weighted.mT + remainders)
         return Moments(self.f_mu, torch.cat(covariances), self.classes)
 
 
@@ -229,12 +227,8 @@ class TriedStatistics(_Rows):
 
         A `torch.linalg.LinAlgError` where it leaves no covariance.
         """
-        (place, *_) = (
-            place
-            for place, prior in enumerate(self.priors)
-            if torch.equal(prior, prior_precision)
-        )
-        f_var = self.covariances[:, place]
+        is_this = [torch.equal(prior, prior_precision) for prior in self.priors]
+        f_var = self.covariances[:, is_this.index(True)]
         if f_var.isnan().any():
             raise LinAlgError("no covariance under this prior precision")
         return Moments(self.f_mu, f_var, self.classes)
@@ -247,30 +241,13 @@ class MixtureStatistics(_Rows):
     Attributes
     ----------
     members : tuple of PredictiveStatistics or TriedStatistics
+        of the same examples, in the same order
     priors : tuple of torch.Tensor
         the members' own prior precisions, which a common factor multiplies
-
-    Raises
-    ------
-    ValueError
-        If the members' targets come in other orders.
     """
 
     members: tuple[PredictiveStatistics | TriedStatistics, ...]
     priors: tuple[Tensor, ...]
-
-    def __post_init__(self) -> None:
-        first, *others = [member.targets for member in self.members]
-        for other in others:
-            if (
-                first is not None
-                and other is not None
-                and not torch.equal(first, other)
-            ):
-                raise ValueError(
-                    "The members read the data in other orders: pass a loader that "
-                    "does not shuffle."
-                )
 
     @property
     def columns(self) -> Columns:
@@ -294,13 +271,11 @@ class MixtureStatistics(_Rows):
     def moments(self, factor: float | Tensor) -> MixtureMoments:
         """Compute moments with the members' prior precisions multiplied by a factor."""
         factor = as_tensor(factor)
-        by_member = zip(self.members, self.priors, strict=True)
-        return MixtureMoments(
-            tuple(
-                member.moments(multiply_prior(prior, factor))
-                for member, prior in by_member
-            )
-        )
+        of_members = [
+            member.moments(multiply_prior(prior, factor))
+            for member, prior in zip(self.members, self.priors, strict=True)
+        ]
+        return MixtureMoments(tuple(of_members))
 
 
 def multiply_prior(prior: Tensor, factor: Tensor) -> Tensor:
@@ -358,8 +333,7 @@ def statistics_of_batch(
     """
     la.check_model()
     X, y = la.model.split_if_labelled(batch)
-    directions = every_output if contrasts is None else contrasts.directions
-    n_directions = la.n_outputs if contrasts is None else contrasts.most(la.n_outputs)
+    directions, n_directions = directions_of(la, contrasts)
 
     def of_part(part: Any, place: slice) -> PredictiveStatistics | TriedStatistics:
         if has_statistics(la):
@@ -375,17 +349,12 @@ def statistics_of_batch(
                 _, labels = la.model.split(part)
             targets = la.task.check_targets(labels, f_mu).to(device)
         if contrasts is not None:
-            classes = contrasts.classes(f_mu)
-            n_missing = 1 + n_directions - classes.shape[1]
-            classes = pad(classes, (0, n_missing), value=NO_CLASS).to(device)
+            classes = contrasts.classes(f_mu).to(device)
         return replace(kept, targets=targets, classes=classes)
 
     n_examples = None if y is None else len(y)
     parts = la.recorder.parts.predict(X, n_directions, of_part, n_examples)
     return parts[0].of(join_batches([part.columns for part in parts]))
-
-
-# Batches need different numbers of contrasts: columns have places for all of them.
 
 
 def _project(
@@ -409,11 +378,12 @@ def _project(
     )
     projections = torch.cat([each.to(f_mu.device) for each in leading], dim=2)
     inner_products = torch.cat([each.to(f_mu.device) for each in products], dim=1)
+    # Batches need different numbers of contrasts: columns have places for all of them.
     n_missing = n_directions - projections.shape[1]
     return PredictiveStatistics(
         f_mu=f_mu,
         projections=pad(projections, (0, 0, 0, n_missing)),
-        inner_products=pad(inner_products, (0, n_missing, 0, n_missing)),
+        inner_products=padded_to(inner_products, n_directions),
         spectrum=la.H.spectrum,
         scale=la._H_factor.detach(),
     )
@@ -439,6 +409,5 @@ def _try_priors(
         except LinAlgError:
             nothing = jacobians.new_full((n_examples, n_used, n_used), torch.nan)
             by_prior.append(nothing)
-    n_missing = n_directions - n_used
-    covariances = pad(torch.stack(by_prior, dim=1), (0, n_missing, 0, n_missing))
+    covariances = padded_to(torch.stack(by_prior, dim=1), n_directions)
     return TriedStatistics(f_mu, covariances, priors)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_lora_ext import Moments
 from laplace_lora_ext.predictive.amortized import (
     PENALTIES,
     LearntVariance,
@@ -17,7 +16,6 @@ from laplace_lora_ext.predictive.amortized import (
     log_variances,
     ridge,
 )
-from laplace_lora_ext.predictive.links import mean_field
 from tests.support.posteriors import normal
 
 # How exactly it is learnt what can be: the regression has a penalty.
@@ -115,19 +113,11 @@ def test_variances_are_kept_even_if_no_covariance_has_them():
     # Each pair once, in the order of the upper triangle.
     rows, columns = torch.triu_indices(3, 3, offset=1)
     (V,) = covariances(torch.cat([of_outputs, of_differences[rows, columns]])[None])
-    # What all outputs share plays no part; the rest has a negative eigenvalue.
-    assert torch.linalg.eigvalsh(centred(V)).min() < -0.1
     variances = V.diagonal()
     assert_close(variances, of_outputs)
     assert_close(variances[:, None] + variances - 2 * V, of_differences)
-
-    f_mu = normal(3)
-    # Links see them: MacKay's approximation, for each difference of two logits.
-    factor = 1 + torch.pi / 8 * of_differences
-    odds = torch.exp(-(f_mu[:, None] - f_mu) / factor.sqrt())
-    p = 1 / odds.sum(1)
-    (log_p,) = mean_field(Moments(f_mu[None], V[None]))
-    assert_close(log_p.exp(), p / p.sum())
+    # What all outputs share plays no part; the rest has a negative eigenvalue.
+    assert torch.linalg.eigvalsh(centred(V)).min() < -0.1
 
 
 @pytest.mark.parametrize("n_outputs", [1, 5])
@@ -145,9 +135,7 @@ def test_a_covariance_comes_back_from_its_variances(n_outputs):
     assert learnt.covariance(X).abs().max() < 1e-300
     # Differences from the first output have the same variance, and the others none.
     nothing[:, 0, 0] = 1
-    logs = log_variances(nothing)
-    assert torch.isfinite(logs).all()
-    assert_close(covariances(logs.exp()), nothing)
+    assert_close(covariances(log_variances(nothing).exp()), nothing)
 
 
 # --- what is learnt -------------------------------------------------------------------
@@ -164,7 +152,7 @@ def linear_in_features(n_outputs: int = 2, seed: int = 1) -> Examples:
 
 
 # Of twelve, 64 components are kept of 78.
-@pytest.mark.parametrize("n_outputs", [1, 3, 12])
+@pytest.mark.parametrize("n_outputs", [1, 12])
 def test_what_is_linear_in_the_features_is_learnt_exactly(n_outputs):
     learnt = linear_in_features(n_outputs).learnt()
     # Not 1 and 0, for the regression has a penalty.
@@ -199,6 +187,10 @@ def test_it_says_how_much_it_explains_of_examples_that_it_leaves_out():
     expected = 1 - errors.square().mean().item() / 2
     assert learnt.r_squared == pytest.approx(expected, abs=0.12)
     assert learnt.mean_error == pytest.approx(errors.abs().mean().item(), abs=0.1)
+    # Noise alone cannot be learnt. On the examples that it has seen, five features
+    # would explain more by chance.
+    learnt = Examples(normal(80, 5, seed=2), normal(80, 3, seed=3)).learnt()
+    assert learnt.r_squared < 0.05
 
 
 def test_the_noise_of_draws_counts_neither_as_explained_nor_as_error():
@@ -207,12 +199,6 @@ def test_the_noise_of_draws_counts_neither_as_explained_nor_as_error():
     assert learnt.r_squared == pytest.approx(1 / 1.5, abs=0.04)
     # The mean absolute value of a normal variable of variance 0.5.
     assert learnt.mean_error == pytest.approx(torch.pi**-0.5, abs=0.02)
-
-
-def test_it_says_that_noise_alone_cannot_be_learnt():
-    learnt = Examples(normal(80, 5, seed=2), normal(80, 3, seed=3)).learnt()
-    # On the examples that it has seen, five features would explain more by chance.
-    assert learnt.r_squared < 0.05
 
 
 @pytest.mark.parametrize("far", [1e6, -1e6])
@@ -243,15 +229,9 @@ def test_a_feature_without_variance_plays_no_part():
     assert_close(found, examples.covariance(), **CLOSE)
     # Where none varies every example has the mean.
     learnt = Examples(torch.ones(60, 3), examples.logs).learnt()
-    of_mean = covariances(examples.logs.mean(0).exp())
+    of_mean = covariances(examples.logs.mean(0, keepdim=True).exp())
     found = learnt.covariance(torch.ones(4, 3).double())
     assert_close(found, of_mean.expand(4, -1, -1))
-
-
-def test_two_examples_are_too_few():
-    numbers = normal(2, 3)
-    with pytest.raises(ValueError, match="from 2 examples"):
-        Examples(numbers, numbers).learnt()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -263,5 +243,6 @@ def test_an_example_without_doubt_takes_none_from_others(dtype):
     learnt = with_sure.learnt()
     assert learnt.n_examples == 59
     others = with_sure.at(torch.arange(60) != 7)
-    found = learnt.covariance(others.X)
-    assert_close(found, others.learnt().covariance(others.X), rtol=0, atol=0)
+    assert torch.equal(learnt.offset, others.learnt().offset)
+    with pytest.raises(ValueError, match="from 2 examples"):
+        with_sure.at(torch.arange(5, 8)).learnt()

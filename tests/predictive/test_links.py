@@ -9,13 +9,12 @@ from torch.testing import assert_close
 
 from laplace_lora_ext import Moments
 from laplace_lora_ext.predictive.links import (
-    log_probabilities,
     mean_field,
     monte_carlo,
     probit,
     shared_noise,
 )
-from laplace_lora_ext.predictive.moments import gaussian_samples, square_root
+from laplace_lora_ext.predictive.moments import gaussian_samples
 from tests.support.posteriors import generator, normal
 
 
@@ -64,17 +63,6 @@ def test_monte_carlo_is_the_mean_probability_of_samples(moments):
     with_first = f_var[:, :1]
     of_differences = f_var - with_first - with_first.mT + f_var[:, :1, :1]
     assert_close(monte_carlo(f_mu, of_differences, noise).exp(), expected)
-
-
-def three_alike() -> Moments:
-    """Repeat the moments of one example."""
-    f_mu, f_var = some_moments(4, n_examples=1)
-    return Moments(f_mu=f_mu.expand(3, -1), covariance=f_var.expand(3, -1, -1))
-
-
-def test_the_links_samples_are_shared_by_a_batch():
-    first, _, third = log_probabilities(three_alike(), "mc", 9, generator())
-    assert torch.equal(first, third)
 
 
 def test_shared_noise_is_drawn_as_the_host_draws_it(moments):
@@ -133,24 +121,6 @@ def test_it_is_close_to_the_exact_integral(scale, measured):
         assert total_variation(of_mean, exact) > 2.5 * distance
 
 
-@pytest.mark.parametrize(
-    ("mean", "variance"), [(1e4, 0.0), (1.0, 0.0), (1e4, 1e12), (0.0, 1e30)]
-)
-def test_extreme_moments_give_finite_logarithms_and_gradients(mean, variance):
-    f_mu = torch.tensor([[mean, 0.0, -mean]], requires_grad=True)
-    of_each = variance * torch.eye(3)
-    f_var = of_each[None].requires_grad_()
-    log_p = mean_field(Moments(f_mu, f_var))
-    log_p[0, 1].backward()
-    assert f_mu.grad is not None
-    assert f_var.grad is not None
-    assert torch.isfinite(log_p).all()
-    assert torch.isfinite(f_mu.grad).all()
-    assert torch.isfinite(f_var.grad).all()
-    if not variance:
-        assert_close(log_p, f_mu.log_softmax(-1))
-
-
 def test_a_variance_that_rounding_has_made_negative_counts_as_none():
     # Float32 leaves differences of either sign of a large common variance: here two
     # logits covary more than they vary.
@@ -162,41 +132,3 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
     log_p = mean_field(Moments(f_mu, f_var))
     expected = f_mu.softmax(-1)
     assert_close(log_p.exp(), expected)
-
-
-# --- samples --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rank", [0, 1, 4])
-def test_roots_and_samples_of_singular_covariances(rank):
-    factor = normal(3, 4, rank)
-    covariance = factor @ factor.mT
-    roots = square_root(covariance)
-    assert_close(roots @ roots, covariance)
-    assert_close(roots, roots.mT)
-    f_mu = normal(3, 4, seed=1)
-    # Of each example, and what is drawn once for a whole batch.
-    for n_noises in (3, 1):
-        noise = normal(5, n_noises, 4, seed=2)
-        samples = gaussian_samples(f_mu, covariance, noise)
-        of_each = noise.expand(5, 3, 4)
-        for b in range(3):
-            assert_close(samples[:, b], f_mu[b] + of_each[:, b] @ roots[b])
-
-
-@pytest.mark.parametrize("rank", [1, 4])
-def test_roots_of_singular_covariances_have_gradients(rank):
-    factor = normal(3, 4, rank)
-    drawn = normal(rank, seed=1)
-    # So far from 0 that none of them changes the rank.
-    scales = drawn.abs() + 0.5
-    scales.requires_grad_()
-
-    # Gradients keep the null space, as those of a prior precision do.
-    def root_of(scales: Tensor) -> Tensor:
-        scaled = factor * scales
-        V = scaled @ factor.mT
-        return square_root(V)
-
-    is_right = torch.autograd.gradcheck(root_of, (scales,), atol=1e-6)
-    assert is_right

@@ -1,88 +1,59 @@
-"""Decisions have the link's probabilities; mixtures are tested elsewhere."""
+"""Predictions of classes and numbers, and queues, against their definitions."""
 
-from copy import copy
-from typing import Any
+from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
+from scipy.integrate import quad
+from scipy.stats import binomtest, norm
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    default_collate,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from laplace_lora_ext import LaplaceMixture, Prediction
+from laplace_lora_ext import Moments, NumberPrediction, Prediction
 from laplace_lora_ext.predictive.links import log_probabilities
-from tests.support.models import first_batch, ragged_batches
+from laplace_lora_ext.predictive.predictions import Proof, review
+from tests.support.models import first_batch, lora_model
 from tests.support.posteriors import fitted, generator, normal, plain_regression
 from tests.support.ranks import Texts
+from tests.support.tasks import preferences, two
+
+# --- classes --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def batch():
-    return first_batch()
-
-
-@pytest.fixture(params=["lowrank_kron", "full"])
-def la(request: pytest.FixtureRequest):
-    """A fitted posterior of our structure and of one of the host's."""
-    return fitted(structure=request.param)
-
-
-@pytest.fixture(params=["mean_field", "probit", "mc"])
-def link(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-def probabilities(la: Any, given: Any, link: str) -> Tensor:
-    """Predict with the same noise each time."""
-    return la(given, link_approx=link, n_samples=50, generator=generator())
-
-
-def decision(
-    la: Any, batch: dict[str, Tensor], link: str = "mean_field", seed: int = 0
-) -> Prediction:
-    """Decide with the noise of a seed."""
-    return la.predict(batch, link_approx=link, n_samples=50, generator=generator(seed))
-
-
-# --- decisions ------------------------------------------------------------------------
-
-
-def test_predictions_have_the_links_probabilities(la, link, batch):
+@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
+def test_predictions_have_the_links_probabilities(structure):
+    la, batch = fitted(structure=structure), first_batch()
     moments = la.predictive_moments(batch)
-    expected = log_probabilities(moments, link, 50, generator()).exp()
-    assert_close(probabilities(la, batch, link), expected)
-    assert_close(probabilities(la, moments, link), expected)
-    found = decision(la, batch, link)
-    assert_close(found.probabilities, expected)
-    assert torch.equal(found.labels, expected.argmax(-1))
-    both = found.aleatoric_entropy + found.epistemic_entropy
-    assert_close(found.total_entropy, both)
-    first = found.epistemic_entropy
-    assert first.min() > 0
-    assert torch.equal(decision(la, batch, link).epistemic_entropy, first)
-    assert not torch.equal(decision(la, batch, link, seed=1).epistemic_entropy, first)
+
+    def decision(link: str, seed: int = 0) -> Prediction:
+        draws = {"n_samples": 50, "generator": generator(seed)}
+        return la.predict(batch, link_approx=link, **draws)
+
+    for link in ("mean_field", "probit", "mc"):
+        expected = log_probabilities(moments, link, 50, generator()).exp()
+        for given in (batch, moments):
+            options = {"n_samples": 50, "generator": generator()}
+            assert_close(la(given, link_approx=link, **options), expected)
+        found = decision(link)
+        assert_close(found.probabilities, expected)
+        assert torch.equal(found.labels, expected.argmax(-1))
+        epistemic = found.epistemic_entropy
+        assert_close(found.total_entropy, found.aleatoric_entropy + epistemic)
+        assert torch.equal(decision(link).epistemic_entropy, epistemic)
+        assert not torch.equal(decision(link, seed=1).epistemic_entropy, epistemic)
     with pytest.raises(ValueError, match="link_approx 'bridge'"):
         la.predict(batch, link_approx="bridge")
 
 
-# --- arrays for scikit-learn ----------------------------------------------------------
-
-
-def test_probabilities_for_scikit_learn_are_an_array_of_the_same_noise(batch):
-    la = fitted()
+def test_probabilities_for_scikit_learn_are_an_array_of_the_same_noise():
+    la, batch = fitted(), first_batch()
     expected = la(batch, link_approx="mean_field")
     np.testing.assert_array_equal(la.predict_proba(batch), expected.numpy())
     before = torch.get_rng_state()
     found = la.predict_proba(batch, link_approx="mc")
-    again = la.predict_proba(batch, link_approx="mc")
-    np.testing.assert_array_equal(found, again)
+    np.testing.assert_array_equal(found, la.predict_proba(batch, link_approx="mc"))
     # By a generator of their own, for the user's draws are to stay as they were.
     assert torch.equal(torch.get_rng_state(), before)
     draws = {"link_approx": "mc", "n_samples": 100_000, "generator": generator()}
@@ -90,70 +61,250 @@ def test_probabilities_for_scikit_learn_are_an_array_of_the_same_noise(batch):
     np.testing.assert_allclose(found, la(batch, **draws).numpy(), atol=0.05)
 
 
-TEXTS = Texts(6)
-UNORDERED = {
-    "shuffle": {"shuffle": True, "batch_size": 2},
-    "a shuffled batch each": {"shuffle": True, "batch_size": None},
-    "batches": {"batch_sampler": BatchSampler(RandomSampler(TEXTS), 2, False)},
-    "one rank": {"sampler": DistributedSampler(TEXTS, num_replicas=1, rank=0)},
-    "by length": {"sampler": [5, 3, 4, 0, 1, 2]},
-}
-
-
-@pytest.mark.parametrize("case", UNORDERED)
-def test_predictions_of_a_loader_are_in_the_order_of_its_data(case):
-    torch.manual_seed(0)
+def test_predictions_of_a_loader_are_in_the_order_of_its_data():
+    texts = Texts(6)
     la = fitted()
-    in_order = DataLoader(TEXTS, batch_size=4)
-    expected = la.predict_proba(TEXTS, collate_fn=default_collate)
-    assert_close(la.predict_proba(in_order), expected)
-    loader = DataLoader(TEXTS, **UNORDERED[case])
-    mixture = LaplaceMixture([la, copy(la)])
-    for predict in (la.predict, la.predict_proba, mixture.predict):
+    expected = la.predict_proba(texts)  # a data set by itself
+    assert_close(la.predict_proba(DataLoader(texts, batch_size=4)), expected)
+    torch.manual_seed(0)
+    for unordered in (
+        {"shuffle": True, "batch_size": 2},
+        {"shuffle": True, "batch_size": None},
+        {"batch_sampler": BatchSampler(RandomSampler(texts), 2, False)},
+        {"sampler": DistributedSampler(texts, num_replicas=1, rank=0)},
+        {"sampler": [5, 3, 4, 0, 1, 2]},
+    ):
         with pytest.raises(ValueError, match="shuffle=False"):
-            predict(loader)
+            la.predict(DataLoader(texts, **unordered))
 
 
-def test_regression_has_no_classes():
-    la, X = plain_regression()
+def test_the_epistemic_entropy_is_what_bald_asks_for():
+    p = (2 * normal(50, 4, 3)).softmax(-1)
+
+    def entropy(p: Tensor) -> Tensor:
+        return -(p * p.log()).sum(-1)
+
+    found = Prediction.of_draws(p[0], p)
+    assert_close(found.total_entropy, entropy(p.mean(0)))
+    assert_close(found.aleatoric_entropy, entropy(p).mean(0))
+    # A label's information on the weights, H(E p) - E H(p) (Houlsby, 2011).
+    expected = found.total_entropy - found.aleatoric_entropy
+    assert_close(found.epistemic_entropy, expected)
+    # Draws that are all the same leave nothing, not rounding.
+    same = Prediction.of_draws(p[0], p[:1].expand(7, -1, -1))
+    assert not same.epistemic_entropy.any()
+
+
+# --- queues ---------------------------------------------------------------------------
+
+
+def some_probabilities(n_texts: int = 9, n_classes: int = 3) -> Tensor:
+    """Draw probabilities of all degrees of sureness."""
+    logits = torch.randn(n_texts, n_classes, generator=generator()) * 3
+    return logits.softmax(-1)
+
+
+@pytest.mark.parametrize("accuracy", [0.5, 0.9, 1.0])
+def test_no_larger_set_keeps_the_promise(accuracy):
+    p = some_probabilities()
+    found = review(p, accuracy)
+    sureness = p.double().max(1).values
+    sizes = [
+        size
+        for size in range(1, len(p) + 1)
+        for places in combinations(range(len(p)), size)
+        if sureness[list(places)].mean() >= accuracy
+    ]
+    largest = max(sizes, default=0)
+    assert int(found.decided.sum()) == largest
+    assert found.n_to_read == len(p) - largest
+    assert found.share == pytest.approx(largest / len(p))
+    assert torch.equal(found.labels, p.argmax(1))
+    if sizes:
+        assert found.promise >= accuracy
+        assert found.promise == pytest.approx(sureness[found.decided].mean().item())
+
+
+def test_people_read_the_most_doubtful_texts():
+    p = some_probabilities()
+    found = review(p, capacity=4)
+    least_sure_first = p.max(1).values.argsort()
+    assert torch.equal(found.order, least_sure_first)
+    assert not found.decided[least_sure_first[:4]].any()
+    assert found.decided[least_sure_first[4:]].all()
+    assert found.accuracy == found.promise
+    everything = review(p, capacity=100)
+    assert not everything.decided.any()
+    assert "Nothing is proven" in str(everything.proof(p, p.argmax(1)))
+
+
+def test_costs_decide_what_is_cheapest_to_miss():
+    p = some_probabilities()
+    costs = torch.tensor([1.0, 20.0, 3.0])
+    found = review(p, 0.7, costs=costs.tolist())
+    # By hand: who decides k pays for all other classes.
+    of_all = p.double() * costs
+    by_decision = of_all.sum(1, keepdim=True) - of_all
+    assert torch.equal(found.labels, by_decision.argmin(1))
+    assert_close(found.doubt, by_decision.min(1).values)
+    assert not torch.equal(found.labels, p.argmax(1))
+    assert found.doubt[found.decided].mean() <= 0.3
+    # Near certainty is not rounded.
+    p = torch.tensor([[1.0, 1e-12], [1.0, 3e-12]])
+    assert review(p, 1.0).doubt.tolist() == pytest.approx([1e-12, 3e-12])
+
+
+def test_labelled_texts_prove_what_clopper_and_pearson_say():
+    for n_right in (0, 1, 37, 38):
+        proof = Proof(n_right, 38, 0.95, confidence=0.9)
+        # One side of a test of two has half of its level.
+        interval = binomtest(n_right, 38).proportion_ci(0.8, "exact")
+        assert proof.at_least == pytest.approx(interval.low, abs=1e-9)
+    proof = Proof(37, 38, 0.95, confidence=0.9)
+    more = proof.n_more
+    assert more is not None
+    assert Proof(37 + more, 38 + more, 0.95, 0.9).at_least >= 0.95
+    assert Proof(36 + more, 37 + more, 0.95, 0.9).at_least < 0.95
+    assert Proof(37, 38, 1.0, 0.9).n_more is None
+    assert Proof(400, 400, 0.95, 0.9).n_more == 0
+    assert f"37 were right: at least {proof.at_least:.2f}" in str(proof)
+    assert f"{more} more" in str(proof)
+    # They are decided by the queue's own limit of doubt.
+    p = some_probabilities()
+    found = review(p, 0.9)
+    labels = p.argmax(1)
+    labels[found.order[-1]] += 1
+    proof = found.proof(p, labels % 3)
+    n_decided = int(found.decided.sum())
+    assert (proof.n_right, proof.n_decided) == (n_decided - 1, n_decided)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "accuracy or capacity"),
+        ({"accuracy": 0.9, "capacity": 3}, "not both"),
+        ({"accuracy": 95}, "0 to 1"),
+        ({"capacity": -1}, "0 or more"),
+        ({"accuracy": 0.9, "costs": [1.0, 2.0]}, "3 positive numbers"),
+        ({"accuracy": 0.9, "costs": [1.0, 2.0, 0.0]}, "3 positive numbers"),
+    ],
+)
+def test_what_makes_no_queue_is_refused(options, message):
+    p = some_probabilities()
+    with pytest.raises(ValueError, match=message):
+        review(p, **options)
+    of_labels = Prediction(p, (p > 0.5).long(), p, p, p)
+    with pytest.raises(ValueError, match="one class each"):
+        of_labels.review(0.9)
+
+
+# --- numbers --------------------------------------------------------------------------
+
+# The tails, the middle, and one between.
+LEVELS = [0.01, 0.3, 0.5, 0.95]
+# What `plain_regression` is fitted with.
+NOISE_VARIANCE = 0.5**2
+
+
+def variances_of(f_var: Tensor) -> Tensor:
+    """Take variances `(N, outputs)` out of covariances."""
+    return f_var.diagonal(dim1=1, dim2=2)
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+def test_a_posterior_predicts_normal_targets(structure):
+    la, X = plain_regression(2, structure)
+    f_mu, f_var = la(X)
+    prediction = la.predict(X)
+    assert isinstance(prediction, NumberPrediction)
+    variance = variances_of(f_var)
+    assert_close(prediction.mean, f_mu)
+    assert_close(prediction.epistemic_std, variance.sqrt())
+    assert_close(prediction.total_std, (variance + NOISE_VARIANCE).sqrt())
+    for level in LEVELS:
+        expected = prediction.mean + norm.ppf(level) * prediction.total_std
+        assert_close(prediction.quantile(level), expected)
+    # As much lies below an interval as above.
+    ends = prediction.quantile(0.1), prediction.quantile(0.9)
+    assert_close(prediction.interval(0.8), ends)
+    # As batches, from moments, or as a data set gives them, one by one.
+    for data in ([X[:5], X[5:]], la.predictive_moments(X)):
+        assert_close(tuple(la.predict(data)), tuple(prediction))
+    by_rows = la.predict(list(X), collate_fn=torch.stack, batch_size=5)
+    assert_close(tuple(by_rows), tuple(prediction))
     with pytest.raises(ValueError, match="numbers"):
         la.predict_proba(X)
 
 
-# --- what a label would tell ----------------------------------------------------------
+def test_rewards_have_no_noise():
+    model = lora_model("bert", n_labels=1)
+    la = fitted(batches=preferences(), model=model, likelihood="reward_modeling")
+    batch = first_batch()
+    prediction = la.predict(batch)
+    f_mu, f_var = la(batch)
+    assert_close(prediction.mean, f_mu)
+    assert_close(prediction.epistemic_std, variances_of(f_var).sqrt())
+    assert torch.equal(prediction.total_std, prediction.epistemic_std)
 
 
-def entropy(p: Tensor) -> Tensor:
-    """Compute the entropy of each row of probabilities."""
-    of_classes = torch.special.entr(p)
-    return of_classes.sum(-1)
+def test_a_mixture_predicts_the_mean_of_its_members_distributions():
+    # So unlike that a mean of the deviations is not one of the variances.
+    both = two("numbers")
+    both.first.sigma_noise = 0.2
+    both.second.sigma_noise = 0.6
+    (batch,) = both.batches
+    mixture = both.mixture()
+    f_mu, f_var = mixture(batch)
+    together = mixture.predict(batch)
+    variance = variances_of(f_var)
+    total_variance = variance + (0.2**2 + 0.6**2) / 2
+    assert_close(together.mean, f_mu)
+    assert_close(together.epistemic_std, variance.sqrt())
+    assert_close(together.total_std, total_variance.sqrt())
+
+    members = [member.predict(batch) for member in both.members]
+    # The law of total variance.
+    squares = [each.epistemic_std**2 + (each.mean - f_mu) ** 2 for each in members]
+    assert_close(variance, sum(squares) / 2)
+    for level in LEVELS:
+        x = together.quantile(level)
+        below = [norm(each.mean, each.total_std).cdf(x) for each in members]
+        np.testing.assert_allclose(np.mean(below, axis=0), level, rtol=1e-9)
+    y = batch["labels"].double()
+    densities = torch.stack([each.log_density(y).exp() for each in members])
+    assert_close(together.log_density(y), densities.mean(0).log())
 
 
-def drawn_probabilities(la: Any, batch: dict[str, Tensor], n: int) -> Tensor:
-    """Draw probabilities `(n, B, C)` by other means than the library's."""
-    f_mu, f_var = la.predictive_moments(batch)
-    # A covariance that is nearly singular may have no Cholesky factor.
-    values, vectors = torch.linalg.eigh(f_var)
-    deviations = values.clamp_min(0).sqrt()
-    root = vectors * deviations[:, None]
-    noise = normal(n, *f_mu.shape, seed=1)
-    apart = torch.einsum("bij,sbj->sbi", root, noise)
-    logits = f_mu + apart
-    return logits.softmax(-1)
+def ranked_probability_score(means: Tensor, stds: Tensor, target: float) -> float:
+    """Integrate a mixture's squared distance from the target's step."""
+    members = norm(means.numpy(), stds.numpy())
+
+    def squared(x: float) -> float:
+        return (members.cdf(x).mean() - (x >= target)) ** 2
+
+    # In two parts, as the integrand jumps at the target; beyond 40 nothing is left.
+    below, _ = quad(squared, -40, target)
+    above, _ = quad(squared, target, 40)
+    return below + above
 
 
-@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
-def test_the_epistemic_entropy_is_what_bald_asks_for(structure):
-    la = fitted(structure=structure, prior_precision=0.3)
-    (pool,) = ragged_batches(batch_size=8)
-    prediction = la.predict(pool, n_samples=20_000, generator=generator())
-    found = prediction.epistemic_entropy
-    p = drawn_probabilities(la, pool, n=20_000)
-    # A label's information on the weights, H(E p) - E H(p) (Houlsby, 2011).
-    of_mean = entropy(p.mean(0))
-    of_draws = entropy(p)
-    expected = of_mean - of_draws.mean(0)
-    # Two estimates by 20,000 draws each.
-    assert_close(found, expected, rtol=0.02, atol=2e-3)
-    # The text to be labelled next.
-    assert found.argmax() == expected.argmax()
+def test_the_ranked_probability_score_is_its_integral():
+    # Of two numbers for each of three examples, by four members.
+    roots = normal(4, 3, 2, 2, seed=1)
+    members = map(Moments, normal(4, 3, 2), roots @ roots.mT)
+    prediction = NumberPrediction.of(list(members), [0.3] * 4)
+    targets = 2 * normal(3, 2, seed=2)
+    scores = prediction.crps(targets)
+    for row, column in np.ndindex(3, 2):
+        expected = ranked_probability_score(
+            prediction.means[row, :, column],
+            prediction.stds[row, :, column],
+            targets[row, column].item(),
+        )
+        assert scores[row, column].item() == pytest.approx(expected, rel=1e-6)
+    for outside in (-0.1, 0.0, 1.0):
+        with pytest.raises(ValueError, match="level must be between"):
+            prediction.quantile(outside)
+        with pytest.raises(ValueError, match="coverage must be between"):
+            prediction.interval(outside)

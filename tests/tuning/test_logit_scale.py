@@ -345,5 +345,4 @@ def test_a_search_that_ends_without_variance_says_so():
     assert "do not vary" in la.summary()
     prediction = la.predict(texts)
     assert not prediction.epistemic_entropy.any()
-    assert not prediction.label_variance.any()
     assert prediction.total_entropy.all()

@@ -1,0 +1,177 @@
+"""The linearised predictive and networks of drawn weights, by structure."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from laplace_lora_ext.predictive.links import shared_noise
+from laplace_lora_ext.predictive.moments import gaussian_samples
+from tests.support.dense import jacobians
+from tests.support.models import first_batch
+from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
+
+SEED = 5
+"""Of the function that the tests are about."""
+
+
+@pytest.fixture
+def batch() -> dict[str, Tensor]:
+    """The first of the batches that posteriors are fitted to."""
+    return first_batch()
+
+
+def dense_precision(la: Any) -> Tensor:
+    """Make a matrix of any structure's posterior precision."""
+    P = la.posterior_precision
+    if hasattr(P, "to_matrix"):
+        return P.to_matrix()
+    return P.diag() if P.ndim == 1 else P
+
+
+# --- moments --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_moments_and_functions_of_a_regression(structure):
+    la, X = plain_regression(structure=structure)
+    x = X[:4]
+    model = la.model.model
+    Js = jacobians(model, x)
+    # A row for each output of each example.
+    J = Js.flatten(0, 1)
+    expected = J @ torch.linalg.inv(dense_precision(la)) @ J.T
+    f_mu, covariance = la(x, joint=True)
+    assert_close(f_mu, model(x).detach().flatten())
+    assert_close(covariance, expected)
+    assert_close(la.functional_covariance(Js), expected)
+    _, f_var = la(x)
+    of_examples = expected.view(4, 2, 4, 2).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    assert_close(f_var, of_examples)
+    _, variances = la(x, diagonal_output=True)
+    assert_close(variances, f_var.diagonal(dim1=1, dim2=2))
+
+    # Joint samples are drawn functions, which are one for all batches.
+    drawn = la.sample(3, generator(SEED))
+    of_draws = model(x) + torch.einsum("bcp,sp->sbc", Js, drawn - la.mean)
+    options = {"n_samples": 3, "generator": generator(SEED)}
+    assert_close(la.functional_samples(x, joint=True, **options), of_draws)
+    (drawn,) = la.sample(1, generator(SEED))
+    function = la.function(SEED)
+    found = torch.cat([function(x[:3]), function(x[3:])])
+    assert_close(found, model(x) + Js @ (drawn - la.mean))
+    assert not torch.allclose(la.function(SEED + 1)(x), found)
+
+
+@pytest.mark.parametrize("link_approx", ["probit", "mc", "bridge", "bridge_norm"])
+def test_moments_are_predicted_from_as_a_batch_is(link_approx, batch):
+    # In float32, as statistics are unless told otherwise.
+    la = fitted(dtype=torch.float32, prior_precision=0.5)
+    moments = la.predictive_statistics([batch]).moments(0.5)
+    kept = moments.to("cpu", copy=True)
+
+    def predict(given: Any) -> Tensor:
+        return la(given, link_approx=link_approx, generator=generator())
+
+    assert_close(predict(moments), predict(batch), rtol=1e-4, atol=1e-5)
+    # The bridge of the host writes into what it is given.
+    assert_close(tuple(moments), tuple(kept), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("link", ["mean_field", "mc"])
+def test_without_variance_a_prediction_is_one_forward_pass(link, batch):
+    la = fitted()
+    la.prior_precision = 1e12
+    la.logit_scale = 0.5
+    with la.model.forward_passes():
+        logits = la.model(batch)
+    passes = []
+    bert = la.model.model.base_model.model.bert
+    with bert.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled())):
+        found = la(batch, link_approx=link)
+        moments = la.predictive_moments(batch)
+        _, of_all = la.predictive_moments(batch, joint=True)
+    assert passes == [False] * 3
+    assert_close(found, (0.5 * logits).softmax(-1))
+    for covariance, shape in [(moments.f_var, (3, 3, 3)), (of_all, (9, 9))]:
+        assert covariance.shape == shape
+        assert not covariance.any()
+    # A broader prior's variance is back at once.
+    la.prior_precision = 1.0
+    assert la.predictive_moments(batch).f_var.any()
+
+
+# --- samples --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("diagonal_output", [False, True])
+def test_functional_samples_have_the_predictive_moments(batch, diagonal_output):
+    la = fitted()
+    options = {"n_samples": 5, "diagonal_output": diagonal_output}
+    samples = la.functional_samples(batch, generator=generator(), **options)
+    f_mu, f_var = la.predictive_moments(batch)
+    if diagonal_output:
+        f_var = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2))
+    noise = shared_noise(f_mu, 5, generator())
+    assert_close(samples, gaussian_samples(f_mu, f_var, noise))
+
+
+@pytest.mark.parametrize("pred_type", ["glm", "nn"])
+def test_a_generator_seeds_every_prediction(batch, pred_type):
+    la = fitted()
+
+    def drawn(predict: Callable[..., Tensor], seed: int) -> Tensor:
+        draws = {"n_samples": 5, "generator": generator(seed)}
+        return predict(batch, pred_type=pred_type, **draws)
+
+    by_link = partial(la, link_approx="mc")
+    for predict in (by_link, la.functional_samples, la.predictive_samples):
+        first = drawn(predict, seed=0)
+        assert torch.equal(drawn(predict, seed=0), first)
+        assert not torch.equal(drawn(predict, seed=1), first)
+
+
+# --- networks of drawn weights --------------------------------------------------------
+
+
+def test_predictions_are_means_over_models_with_sampled_weights(batch):
+    la, X = plain_regression()
+    options = {"pred_type": "nn", "n_samples": 4}
+    mean, variance = la(X, generator=generator(SEED), **options)
+    samples = la.functional_samples(X, generator=generator(SEED), **options)
+    assert_close(mean, samples.mean(0))
+    assert_close(variance, samples.var(0))
+    assert_close(la.function(SEED, pred_type="nn")(X), samples[0])
+    # The model's own weights stay.
+    weights = [block.weight.flatten() for block in la.blocks]
+    assert torch.equal(torch.cat(weights), la.mean)
+    la = fitted()
+    logits = la.functional_samples(batch, generator=generator(), **options)
+    p = la.predictive_samples(batch, generator=generator(), **options)
+    assert_close(p, logits.softmax(-1))
+    assert_close(la(batch, generator=generator(), **options), p.mean(0))
+
+
+# --- refused --------------------------------------------------------------------------
+
+
+def test_what_can_not_be_drawn_is_refused():
+    la, X = plain_regression()
+    moments = la.predictive_moments(X)
+    for use, message in [
+        (lambda: la.functional_samples(X, "nn", joint=True), "joint"),
+        # Learnt variances belong to no weights.
+        (lambda: la.function(SEED, pred_type="amortized"), "amortized"),
+        (lambda: la(moments, pred_type="nn"), "inputs"),
+        (lambda: la.predictive_moments(moments, joint=True), "inputs"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            use()
+    function = la.function(SEED)
+    la.blocks[0].weight.data.add_(1)
+    with pytest.raises(RuntimeError):
+        function(X)
