@@ -11,7 +11,7 @@ from laplace_lora_ext.laplace import Laplace, LowRankKronLoRALaplace, from_pretr
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.merging import merge
 from laplace_lora_ext.mixture import LaplaceMixture
-from laplace_lora_ext.models.collator import DataCollatorForChoices
+from laplace_lora_ext.models.choices import DataCollatorForChoices
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import Moments

@@ -19,8 +19,8 @@ from laplace_lora_ext.curvature.backend import LowRankKronGGN
 from laplace_lora_ext.fit import Fit, NoFit, fit
 from laplace_lora_ext.messages import check_counts, check_name, check_positive, warn
 from laplace_lora_ext.models.choices import class_tokens
-from laplace_lora_ext.models.heads import Selection
 from laplace_lora_ext.models.lora_layers import (
+    Selection,
     active_adapter,
     check_known_to_host,
     find_blocks,

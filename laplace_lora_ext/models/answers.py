@@ -21,21 +21,27 @@ ClassTokens = list[int] | list[list[int]]
 
 
 class Answers:
-    """What a language model's answers are, and which logits are those of its classes.
+    """What a model's logits are: all that it returns, as of a classifier.
+
+    Classes below are of language models, whose logits are those of answers.
 
     Attributes
     ----------
     class_token_ids : list of int, list of list of int, or None
-        the answers, one a class; None where each batch brings its own
+        the answers, one a class; None where each batch brings its own, or there are
+        none
     mask_token_id : int or None
         the token at which a masked language model answers
     normalised : bool
         whether logits of several tokens are means, rather than sums
+    are_read : bool
+        whether logits are read off those of a vocabulary
     """
 
     class_token_ids: ClassTokens | None = None
     mask_token_id: int | None = None
     normalised: bool = False
+    are_read = False
 
     def __init__(
         self, transformer: PreTrainedModel | None, answers: Sequence[list[int]] = ()
@@ -52,17 +58,14 @@ class Answers:
         return inputs
 
     def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> Tensor:
-        """Compute logits `(B, C)` of the answers.
+        """Compute logits `(B, C)`.
 
         `call` calls the model with inputs and keyword arguments.
         """
-        raise NotImplementedError
+        return logits_of(call(inputs, **kwargs))
 
     def log_probs(self, inputs: Any, call: Callable[..., Any]) -> Tensor:
-        """Compute log-probabilities `(B, C + 1)` of the answers, and of all else.
-
-        Where each batch brings its own answers, they are `(B, C)`, of these alone.
-        """
+        """Compute log-probabilities `(B, C + 1)` of `class_token_ids`, and all else."""
         raise NotImplementedError
 
     def warn_if_answered(self, inputs: Any) -> None:
@@ -113,6 +116,8 @@ class AnswerTokens(Answers):
     model that returns logits of a vocabulary.
     """
 
+    are_read = True
+
     def __init__(
         self,
         class_token_ids: list[int],
@@ -136,7 +141,7 @@ class AnswerTokens(Answers):
         self, inputs: Any, call: Callable[..., Any], **kwargs: Any
     ) -> Tensor:
         """Compute the vocabulary's logits `(B, V)` where the answers are read."""
-        model_kwargs = without_cache(self._transformer, inputs) | kwargs
+        model_kwargs = without_cache(self._transformer) | kwargs
         text_with_answer = inputs
         if self._decodes:
             assert self._transformer is not None
@@ -145,9 +150,7 @@ class AnswerTokens(Answers):
         index = self._position(inputs, text_with_answer)[:, None]
         n_positions = text_of(text_with_answer).shape[1]
         with reading_at(self._transformer, index, n_positions) as read_off:
-            logits = read_off(call(inputs, **model_kwargs))[:, 0]
-        check_tokens(max(self._ids), logits)
-        return logits
+            return read_off(call(inputs, **model_kwargs))[:, 0]
 
     def _position(self, inputs: Any, text_with_answer: Any) -> Tensor:
         """Find the position at which the answer is read, `(B,)`."""
@@ -160,15 +163,6 @@ class AnswerTokens(Answers):
                 f"of the batch have {is_mask.sum(-1).tolist()}."
             )
         return is_mask.int().argmax(-1)
-
-
-def check_tokens(largest: int, logits: Tensor) -> None:
-    """Refuse answers with a token that the output layer has no logit for."""
-    if largest >= logits.shape[-1]:
-        raise ValueError(
-            f"The answers' token {largest} goes beyond the model's output layer, which "
-            f"has only {logits.shape[-1]}: pass the numbers that they have in it."
-        )
 
 
 def divided(logits: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -289,15 +283,12 @@ def start_token(transformer: PreTrainedModel) -> int:
     )
 
 
-def without_cache(transformer: PreTrainedModel | None, inputs: Any) -> dict[str, Any]:
-    """Return keyword arguments that switch a model's cache off, if it has one.
-
-    A batch may say itself whether it wants the cache.
-    """
+def without_cache(transformer: PreTrainedModel | None) -> dict[str, Any]:
+    """Return keyword arguments that switch a model's cache off, if it has one."""
     if transformer is None:
         return {}
     has_cache = "use_cache" in inspect.signature(transformer.forward).parameters
-    return {"use_cache": False} if has_cache and "use_cache" not in inputs else {}
+    return {"use_cache": False} if has_cache else {}
 
 
 def last_real_position(inputs: Any) -> Tensor:
@@ -310,11 +301,6 @@ def last_real_position(inputs: Any) -> Tensor:
     if mask is None:
         last = text.shape[1] - 1
         return torch.full((len(text),), last, device=text.device)
-    if mask.shape != text.shape[:2]:
-        raise NotImplementedError(
-            f"An attention_mask of shape {tuple(mask.shape)} does not show where each "
-            f"text ends: pass one of shape {tuple(text.shape[:2])}."
-        )
     refuse_empty(mask)
     mask = mask.bool()
     positions = torch.arange(mask.shape[1], device=mask.device)

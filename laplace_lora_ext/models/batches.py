@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 import tqdm
 from torch import Tensor
-from transformers import BatchEncoding, PreTrainedModel
+from transformers import PreTrainedModel
 
 from laplace_lora_ext.processes.exchange import rank
 
@@ -31,17 +31,6 @@ def named_batches(
         # Samplers of several processes may leave one of them an empty batch.
         if number_of_rows(inputs) != 0:
             yield f"batch {index}", batch
-
-
-def to_device(batch: Mapping[str, Any], device: torch.device, *left_out: str) -> Any:
-    """Copy a batch without some keys to a device, keeping its type."""
-    check_tokenized(batch)
-    inputs = {
-        key: value.to(device) if isinstance(value, Tensor) else value
-        for key, value in batch.items()
-        if key not in left_out
-    }
-    return BatchEncoding(inputs) if isinstance(batch, BatchEncoding) else inputs
 
 
 def part_of(inputs: Any, place: slice, n_examples: int) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -18,7 +20,6 @@ from transformers.models.auto.modeling_auto import (
 from laplace_lora_ext.models.answers import (
     Answers,
     AnswerTokens,
-    check_tokens,
     decoder_start,
     decoder_text,
     divided,
@@ -52,10 +53,12 @@ class Choices(Answers):
     A batch has `input_ids` `(B, K, T)`, in which each of the K choices of a text stands
     behind its prompt, and a `score_mask` of that shape, true for the tokens that count.
     With an encoder-decoder both are of `decoder_input_ids`, which begin with the start
-    token, and `input_ids` are `(B, T)` or `(B, K, T)`. The logit of a choice is the sum
-    of its tokens' log-probabilities, each given all that stands before it, or their
-    mean with `normalised`. Each choice is a row of its own.
+    token, and `input_ids` are `(B, T)`. The logit of a choice is the sum of its tokens'
+    log-probabilities, each given all that stands before it, or their mean with
+    `normalised`. Each choice is a row of its own.
     """
+
+    are_read = True
 
     def __init__(
         self,
@@ -68,20 +71,15 @@ class Choices(Answers):
 
     def rows(self, inputs: Any) -> Any:
         rows = self._rows(inputs)
-        by_text: dict[str, Any] = {}
+        by_text = dict(rows.inputs)
         for key, value in rows.inputs.items():
-            lies_by_row = (
-                isinstance(value, Tensor) and value.shape[:1] == rows.targets.shape[:1]
-            )
-            by_text[key] = rows.by_text(value) if lies_by_row else value
+            if isinstance(value, Tensor) and value.shape[:1] == rows.targets.shape[:1]:
+                by_text[key] = rows.by_text(value)
         return by_text
 
     def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> Tensor:
         logits, _ = self._scores(inputs, call, **kwargs)
         return logits
-
-    def log_probs(self, inputs: Any, call: Callable[..., Any]) -> Tensor:
-        return self.logits(inputs, call).log_softmax(-1)
 
     def _scores(
         self, inputs: Any, call: Callable[..., Any], **kwargs: Any
@@ -92,12 +90,11 @@ class Choices(Answers):
         """
         rows = self._rows(inputs)
         index, counts = first_places(rows.targets != IGNORED)
-        keywords = without_cache(self._transformer, rows.inputs) | kwargs
+        keywords = without_cache(self._transformer) | kwargs
         with reading_at(self._transformer, index, rows.targets.shape[1]) as read_off:
             of_vocabulary = in_full(read_off(call(rows.inputs, **keywords)))
         tokens = rows.targets.take_along_dim(index, dim=1).to(of_vocabulary.device)
         counts = counts.to(of_vocabulary.device)
-        check_tokens(int(tokens.max()), of_vocabulary)
         chosen = of_vocabulary.gather(-1, tokens.where(counts, 0)[..., None])[..., 0]
         log_p = (chosen - of_vocabulary.logsumexp(-1)).where(counts, 0).sum(-1)
         if self.normalised:
@@ -106,20 +103,21 @@ class Choices(Answers):
 
     def _rows(self, inputs: Any) -> _Rows:
         """Arrange a batch of choices as rows, and find what each place predicts."""
-        tokens, counts = self._choices_in(inputs)
-        flat = _flattened(inputs, tokens)
+        counts = self._counted(inputs)
+        n_texts, n_choices, _ = counts.shape
+        flat = _flattened({**inputs, SCORE_MASK: counts}, counts.shape)
         if self._decodes:
+            counts = flat.pop(SCORE_MASK)
             text = decoder_text(flat)
             flat = dict(text_first(flat))
         else:
             # Padding that is moved behind the text takes the mask along.
-            flat = dict(text_first(flat | {SCORE_MASK: counts.flatten(0, 1)}))
-            counts = flat.pop(SCORE_MASK).unflatten(0, counts.shape[:2])
-            text = flat
-        return _Rows(flat, _targets(text, counts), n_texts=len(tokens))
+            text = flat = dict(text_first(flat))
+            counts = flat.pop(SCORE_MASK)
+        return _Rows(flat, _targets(text, counts, n_choices), n_texts)
 
-    def _choices_in(self, inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return tokens `(B, K, T)` of a batch, and which of them count."""
+    def _counted(self, inputs: Any) -> Tensor:
+        """Return which tokens of a batch's choices count, `(B, K, T)` booleans."""
         text = inputs if isinstance(inputs, Mapping) else {}
         counts = text.get(SCORE_MASK)
         key = "decoder_input_ids" if self._decodes else "input_ids"
@@ -141,7 +139,7 @@ class Choices(Answers):
                 f"{key} and score_mask must be of one shape, (texts, choices, tokens), "
                 f"with two choices or more, not {shape} and {tuple(counts.shape)}."
             )
-        return tokens, counts.bool()
+        return counts.bool()
 
 
 class AnswerTexts(Choices):
@@ -181,12 +179,6 @@ class AnswerTexts(Choices):
 
     def _as_choices(self, inputs: Any) -> dict[str, Any]:
         """Put each answer behind each prompt of a batch, `(B, K, T)`."""
-        if not isinstance(inputs, Mapping) or SCORE_MASK in inputs:
-            raise ValueError(
-                "Answers of several tokens are put behind the input_ids of mappings "
-                "without a score_mask: leave it out, or class_token_ids and "
-                "class_texts where the batch has choices of its own."
-            )
         if not self._decodes:
             return _continued(inputs, self._answers)
         assert self._transformer is not None
@@ -195,6 +187,93 @@ class AnswerTexts(Choices):
         counts = continued.pop(SCORE_MASK)
         of_decoder = {f"decoder_{key}": value for key, value in continued.items()}
         return {**given, **of_decoder, SCORE_MASK: counts}
+
+
+@dataclass
+class DataCollatorForChoices:
+    """Joins prompts and the texts of their choices to batches.
+
+    For models that read texts once.
+
+    Parameters
+    ----------
+    tokenizer : transformers.PreTrainedTokenizerBase
+        prompts get its special tokens, choices none
+    max_length : int, optional
+        tokens to keep of a prompt with its longest choice; the prompt's beginning goes
+
+    Notes
+    -----
+    In a `transformers.Trainer`, pass `remove_unused_columns=False`.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int | None = None
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> BatchEncoding:
+        """Make a batch of B examples.
+
+        Parameters
+        ----------
+        features : sequence of Mapping
+            "prompt", a text, "choices", as many texts in each example, which stand
+            behind the prompt as they are, with a space in front where they need one,
+            and perhaps "labels", the number of the right one
+
+        Returns
+        -------
+        BatchEncoding
+            `input_ids`, `attention_mask` and `score_mask`, `(B, K, T)`, and perhaps
+            `labels` `(B,)`
+
+        Raises
+        ------
+        ValueError
+            If the examples have unequal numbers of choices.
+        """
+        tokens: list[Tensor] = []
+        counts: list[Tensor] = []
+        numbers: set[int] = set()
+        for feature in features:
+            answers = [
+                self.tokenizer(choice, add_special_tokens=False)["input_ids"]
+                for choice in feature["choices"]
+            ]
+            numbers.add(len(answers))
+            prompt = self._prompt(feature["prompt"], max(map(len, answers), default=0))
+            for answer in answers:
+                tokens.append(torch.tensor(prompt + answer))
+                counts.append(torch.tensor([0] * len(prompt) + [1] * len(answer)))
+        if len(numbers) > 1:
+            raise ValueError(
+                f"The examples of a batch have {sorted(numbers)} choices: put those "
+                "with equally many into batches of their own."
+            )
+        rows = {
+            "input_ids": tokens,
+            "attention_mask": [torch.ones_like(text) for text in tokens],
+            SCORE_MASK: counts,
+        }
+        # Padding may be any token, since the mask leaves it out.
+        batch = {
+            key: pad_sequence(of_key, True).unflatten(0, (len(features), -1))
+            for key, of_key in rows.items()
+        }
+        if "labels" in features[0]:
+            batch["labels"] = torch.tensor([feature["labels"] for feature in features])
+        return BatchEncoding(batch)
+
+    def _prompt(self, text: str, n_of_answer: int) -> list[int]:
+        tokens = self.tokenizer(text)["input_ids"]
+        if self.max_length is None:
+            return tokens
+        n_kept = self.max_length - n_of_answer
+        if n_kept < 1:
+            raise ValueError(
+                f"A choice has {n_of_answer} tokens, which leave none of max_length="
+                f"{self.max_length} to the prompt: raise it."
+            )
+        return tokens[-n_kept:]
 
 
 def answers_of(
@@ -271,61 +350,48 @@ def _in_tokens(class_token_ids: Any) -> list[list[int]]:
 def _is_masked(transformer: PreTrainedModel) -> bool:
     """Tell whether a model is a masked language model, and nothing else."""
     name = type(transformer).__name__
-    writes = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    if writes or transformer.config.is_encoder_decoder:
-        return False
-    return name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+    return (
+        name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+        and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        and not transformer.config.is_encoder_decoder
+    )
 
 
-def _flattened(inputs: Mapping[str, Any], choices: Tensor) -> dict[str, Any]:
-    """Give each of the choices `(B, K, T)` a row, with all that its text has.
+def _flattened(inputs: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
+    """Give each choice a row, with all that its text has.
 
-    What lies by choice has the shape of the choices, or of an encoder's texts of them.
+    What lies by choice has the shape of the choices, `(B, K, T)`.
     """
-    n_texts, n_choices = choices.shape[:2]
-    of_encoder = inputs.get("input_ids")
-    shapes = [choices.shape]
-    if of_encoder is not None and of_encoder.ndim == 3:
-        shapes.append(of_encoder.shape)
-    rows: dict[str, Any] = {}
+    n_texts, n_choices, _ = shape
+    rows = dict(inputs)
     for key, value in inputs.items():
-        rows[key] = value
         if not isinstance(value, Tensor) or value.ndim == 0:
             continue
-        if value.shape in shapes:
+        if value.shape == shape:
             rows[key] = value.flatten(0, 1)
         elif len(value) == n_texts:
             rows[key] = value.repeat_interleave(n_choices, dim=0)
-    del rows[SCORE_MASK]
     return rows
 
 
-def _targets(text: Mapping[str, Any], counts: Tensor) -> Tensor:
+def _targets(text: Mapping[str, Any], counts: Tensor, n_choices: int) -> Tensor:
     """Return the tokens `(B K, T)` that logits at their places predict, or `IGNORED`.
 
     A `ValueError` if a choice has no token that counts, or one that nothing predicts.
     """
-    empty = (~counts.any(-1)).nonzero().tolist()
-    if empty:
-        row, choice = empty[0]
-        raise ValueError(
-            f"Choice {choice} of text {row} has no token that counts: score_mask is 0 "
-            "everywhere. Give each text as many choices as the others, each with a "
-            "token."
-        )
-    flat = counts.flatten(0, 1)
     mask = text.get("attention_mask")
-    real = torch.ones_like(flat) if mask is None else mask.bool()
+    real = torch.ones_like(counts) if mask is None else mask.bool()
     follows_real = pad(real[:, :-1], (1, 0), value=False)
-    unpredicted = (flat & ~(real & follows_real)).nonzero().tolist()
-    if unpredicted:
-        row, place = unpredicted[0]
+    unpredicted = counts & ~(real & follows_real)
+    is_wrong = unpredicted.any(-1) | ~counts.any(-1)
+    if is_wrong.any():
+        row, choice = divmod(int(is_wrong.int().argmax()), n_choices)
         raise ValueError(
-            f"score_mask counts token {place} of choice {row % counts.shape[1]} of "
-            f"text {row // counts.shape[1]}, which is padding, or the first of its "
-            "text, which nothing predicts: count the tokens of answers alone."
+            f"The score_mask of choice {choice} of text {row} is 0 everywhere, or "
+            "counts padding or the first token, which nothing predicts: count the "
+            "tokens of answers alone, and give all texts equally many."
         )
-    labels = text["input_ids"].where(flat, IGNORED)
+    labels = text["input_ids"].where(counts, IGNORED)
     return pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
@@ -337,19 +403,20 @@ def _continued(
     What is no tensor of tokens stays as it is.
     """
     ids = text.get("input_ids")
-    if ids is None or ids.ndim != 2:
+    by_token = {
+        key
+        for key, value in text.items()
+        if ids is not None
+        and isinstance(value, Tensor)
+        and value.shape[:2] == ids.shape[:2]
+    } - {"input_ids", "attention_mask"}
+    if ids is None or ids.ndim != 2 or by_token:
         raise ValueError(
-            "Answers of several tokens are put behind the input_ids of texts, of shape "
-            "(texts, tokens), and the batch has "
-            f"{None if ids is None else tuple(ids.shape)}."
+            "Answers of several tokens are put behind input_ids (texts, tokens) of a "
+            f"batch, beside which it can't have {sorted(by_token) or 'other tokens'}: "
+            "leave these out, or leave out class_token_ids and class_texts, and pass "
+            "batches of choices with a score_mask."
         )
-    for key, value in text.items():
-        is_known = key in ("input_ids", "attention_mask")
-        if not is_known and isinstance(value, Tensor) and value.shape[:2] == ids.shape:
-            raise ValueError(
-                f"The batch has {key} for each token, and the tokens of answers have "
-                "none: leave it out, or pass batches of choices with a score_mask."
-            )
     longest = max(map(len, answers))
     tokens = ids.new_zeros(len(answers), longest)
     is_token = torch.zeros_like(tokens)

@@ -22,10 +22,9 @@ from laplace_lora_ext.models.batches import (
     Positions,
     check_texts,
     check_tokenized,
-    logits_of,
+    is_tokens,
     positions_of,
     text_first,
-    to_device,
 )
 from laplace_lora_ext.models.choices import Choices, answers_of
 from laplace_lora_ext.models.running import TURNS, alone, as_tensor, cpu_as_default
@@ -33,7 +32,6 @@ from laplace_lora_ext.models.tree import (
     State,
     Tree,
     evaluating,
-    inactive,
     put_back,
     without_caches,
 )
@@ -112,20 +110,16 @@ class LogitsModel(nn.Module):
         self.dict_key_y = dict_key_y
         self.output_size = 0
         parameters = list(signature(unwrapped(model).forward).parameters.values())
-        # The name of what the model takes first by position.
-        self._first_place: str | None = None
-        if parameters and parameters[0].kind not in _BY_KEYWORD:
-            self._first_place = parameters[0].name
-        self._has_more_places = len(parameters) > 1
+        has_place = bool(parameters) and parameters[0].kind not in _BY_KEYWORD
+        self._takes_only_keywords = self.transformer is not None or not has_place
+        # A mapping that has it is one of keywords.
+        self._first_key = parameters[0].name if len(parameters) > 1 else None
         answers = self._find_answers(class_token_ids, mask_token_id, normalised)
         self._answers = answers
-        self.has_answers = answers is not None
-        self.class_token_ids = None if answers is None else answers.class_token_ids
-        self.mask_token_id = None if answers is None else answers.mask_token_id
-        self.normalised = answers is not None and answers.normalised
-        self._takes_only_keywords = (
-            self.transformer is not None or self._first_place is None
-        )
+        self.has_answers = answers.are_read
+        self.class_token_ids = answers.class_token_ids
+        self.mask_token_id = answers.mask_token_id
+        self.normalised = answers.normalised
 
     @cached_property
     def transformer(self) -> PreTrainedModel | None:
@@ -136,9 +130,8 @@ class LogitsModel(nn.Module):
     @property
     def problem_type(self) -> str | None:
         """Read off the configuration what a transformers classifier was trained for."""
-        if self._answers is not None or self.transformer is None:
-            return None
-        return getattr(self.transformer.config, "problem_type", None)
+        config = getattr(self.transformer, "config", None)
+        return getattr(config, "problem_type", None)
 
     def for_module(self, model: nn.Module) -> LogitsModel:
         """Make another of these around another module that answers alike."""
@@ -166,11 +159,8 @@ class LogitsModel(nn.Module):
     def _logits(self, batch: Any, **model_kwargs: Any) -> Tensor:
         """Compute logits where the model computes, and in its precision."""
         inputs = self._inputs(batch)
-        if self._answers is not None:
-            self._answers.warn_if_answered(inputs)
-            logits = self._answers.logits(inputs, self._call, **model_kwargs)
-        else:
-            logits = logits_of(self._call(inputs, **model_kwargs))
+        self._answers.warn_if_answered(inputs)
+        logits = self._answers.logits(inputs, self._call, **model_kwargs)
         if logits.ndim != 2:
             raise ValueError(
                 "The model must return logits of shape (batch, outputs), not "
@@ -181,13 +171,7 @@ class LogitsModel(nn.Module):
         return logits
 
     def log_probs(self, batch: Any) -> Tensor:
-        """Compute log-probabilities `(B, C)`.
-
-        With `class_token_ids` they are `(B, C + 1)`, the last one of all other tokens
-        together.
-        """
-        if self._answers is None:
-            return self(batch).log_softmax(-1)
+        """Compute log-probabilities `(B, C + 1)` of `class_token_ids`, and all else."""
         return self._answers.log_probs(self._inputs(batch), self._call)
 
     def summary(self, batch: Any) -> Tensor:
@@ -212,9 +196,7 @@ class LogitsModel(nn.Module):
         return self.is_divisible
 
     def weighing_answers(self) -> AbstractContextManager[list[Tensor]]:
-        """Weigh answers as `Answers.weighing` does; without answers, nothing."""
-        if self._answers is None:
-            return nullcontext([])
+        """Weigh answers as `Answers.weighing` does."""
         return self._answers.weighing()
 
     def split(self, batch: Any) -> tuple[Any, Tensor]:
@@ -255,8 +237,7 @@ class LogitsModel(nn.Module):
     def positions(self, batch: Any, n_examples: int) -> Positions:
         """Describe the rows of a batch that has `n_examples` examples."""
         inputs = self._inputs(batch)
-        rows = inputs if self._answers is None else self._answers.rows(inputs)
-        return positions_of(rows, n_examples, self.device)
+        return positions_of(self._answers.rows(inputs), n_examples, self.device)
 
     def places(self, batch: Any) -> Tensor | None:
         """Mark the tokens `(B, T)` that have logits; None where examples have one row.
@@ -349,9 +330,9 @@ class LogitsModel(nn.Module):
 
         Where a pass would find what another one has left, they take turns.
         """
-        is_alone = TURNS.is_mine() or self.has_answers or not self.tree.is_constant
-        if not is_alone:
-            together = TURNS.together(self, self._watched, self._is_evaluated)
+        is_within = self.session is not None or TURNS.is_shared()
+        if self.tree.is_constant and not (is_within or self.has_answers):
+            together = TURNS.together(self, self._watched)
             with together, cpu_as_default(), self._begun():
                 result = compute()
                 state = self._shared_state
@@ -381,12 +362,6 @@ class LogitsModel(nn.Module):
                 self._shared_state = None
                 state.put_back()
 
-    def _is_evaluated(self) -> bool:
-        """Tell whether the model is still as `evaluating` has made it."""
-        tree = self._tree
-        is_same = tree.current() is tree and not tree.unready()
-        return is_same and not (self.adapter and inactive(tree, self.adapter))
-
     @contextmanager
     def forward_passes(self, enable_backprop: bool = False) -> Iterator[None]:
         """Run the model in a session, with a graph back to the inputs if asked for."""
@@ -404,23 +379,26 @@ class LogitsModel(nn.Module):
             yield
 
     def _inputs(self, batch: Any) -> Any:
-        """Return a batch without labels on the model's device, of the same type."""
+        """Return a batch without labels on the model's device, a mapping as a dict."""
         if isinstance(batch, Tensor):
             batch = batch.to(self.device)
-            is_tokens = batch.ndim == 2 and not batch.is_floating_point()
-            if not (is_tokens and self._takes_only_keywords):
+            if not (is_tokens(batch) and self._takes_only_keywords):
                 return batch
             batch = {"input_ids": batch}
+        if self.transformer is not None:  # a model of one's own may take texts
+            check_tokenized(batch)
         if not isinstance(batch, Mapping):
-            if self.transformer is not None:  # a model of one's own may take texts
-                check_tokenized(batch)
             return batch
-        inputs = to_device(batch, self.device, self.dict_key_y, *_LABEL_KEYS)
+        inputs = {
+            key: value.to(self.device) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+            if key not in (self.dict_key_y, *_LABEL_KEYS)
+        }
         if self.transformer is None:
             return inputs
         check_texts(inputs, self.transformer)
         # Answers come after a text, and are read where its last token is.
-        return inputs if self._answers is None else text_first(inputs)
+        return text_first(inputs) if self.has_answers else inputs
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
         """Call the model with inputs, or with the keys of a mapping as keywords.
@@ -437,14 +415,13 @@ class LogitsModel(nn.Module):
                 "posterior: leave it out. A posterior runs its own adapter."
             )
         by_keyword = isinstance(inputs, Mapping) and (
-            self._takes_only_keywords
-            or (self._has_more_places and self._first_place in inputs)
+            self._takes_only_keywords or self._first_key in inputs
         )
         tree = self.tree
         # One that several threads run is put back when all have left.
         with nullcontext() if self._shared_state else put_back(tree):
             if by_keyword:
-                return self.model(**inputs, **kwargs)
+                return self.model(**given)
             return self.model(inputs, **kwargs)
 
     def _find_answers(
@@ -452,18 +429,13 @@ class LogitsModel(nn.Module):
         class_token_ids: Sequence[Any] | None,
         mask_token_id: int | None,
         normalised: bool,
-    ) -> Answers | None:
+    ) -> Answers:
         transformer = self.transformer
         if class_token_ids is not None:
             return answers_of(class_token_ids, transformer, mask_token_id, normalised)
         if transformer is not None and transformer.can_generate():
             return Choices(transformer, normalised)
-        if normalised:
-            raise ValueError(
-                "normalised=True takes means over the tokens of a language model's "
-                "answers, and this model has none: leave it out."
-            )
-        return None
+        return Answers(transformer)
 
 
 @contextmanager

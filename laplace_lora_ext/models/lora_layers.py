@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from peft import LoraConfig
 from peft.tuners import lora
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from laplace_lora_ext.messages import listed, warn
-from laplace_lora_ext.models.heads import Selection, head_weights, select_heads
 from laplace_lora_ext.models.weights import (
     Block,
     LinearRows,
@@ -22,11 +23,13 @@ from laplace_lora_ext.models.weights import (
     WholeGradient,
     bare_name,
     strip_wrappers,
-    without_rows,
 )
 
 Layers = Mapping[str, BaseTunerLayer]
 """PEFT's layers by their names."""
+
+Selection = bool | str | Collection[str]
+"""All heads, none, or those of some names as in `peft.LoraConfig`."""
 
 # AdaLoRA has a factor between the two, its singular values.
 _OF_LORA = ("lora_A", "lora_B", "lora_E", "lora_embedding_A", "lora_embedding_B")
@@ -89,9 +92,8 @@ def find_blocks(
     else:
         selected = _selected(layers, target_modules, layers_to_transform)
         blocks = _trained(selected, adapter)
-        blocks += [
-            each.block() for each in select_heads(model, adapter, modules_to_save)
-        ]
+        heads = _select_heads(model, adapter, modules_to_save)
+        blocks += [each.block() for each in heads]
     _check_own(model, blocks)
     return _in_order(model, blocks)
 
@@ -152,7 +154,10 @@ def _matrices(name: str, layer: BaseTunerLayer, adapter: str) -> Iterator[Block]
                 "with target_modules."
             )
         rows: LinearRows | WholeGradient = WholeGradient(site=name)
-        if type(module) is nn.Linear and _calls_halves(layer, adapter):
+        # A layer of LoRA then adds `B(A(x))`.
+        calls_halves = not isinstance(layer, _OF_PARAMETER)
+        calls_halves &= _variant(layer, adapter) in ("", _DORA)
+        if type(module) is nn.Linear and calls_halves:
             rows = LinearRows(module, site=name)
         for suffix, view in _views(layer, part, weight):
             shape = weight.shape if view is None else view.matrix_shape
@@ -211,23 +216,17 @@ def _has_small_output(part: str, m: int, n: int) -> bool:
     return m <= n
 
 
-def _calls_halves(layer: BaseTunerLayer, adapter: str) -> bool:
-    """Tell whether a layer of LoRA adds `B(A(x))`."""
-    return not isinstance(layer, _OF_PARAMETER) and _variant(layer, adapter) in (
-        "",
-        _DORA,
-    )
-
-
 def check_known_to_host(blocks: Sequence[Block]) -> None:
     """Refuse what curvlinops can't see, and DoRA.
 
     No call of a DoRA layer has its weight's input.
     """
-    unseen = [block.name for block in without_rows(blocks)]
-    for block in blocks:
-        if block.owner is not None and _variant(block.owner, block.adapter) == _DORA:
-            unseen.append(block.name)
+    unseen = [
+        block.name
+        for block in blocks
+        if isinstance(block.rows, WholeGradient)
+        or (block.owner and _variant(block.owner, block.adapter) == _DORA)
+    ]
     if unseen:
         raise NotImplementedError(
             'hessian_structure="kron" sees LoRA of linear layers alone, without DoRA, '
@@ -341,43 +340,44 @@ def _selected(
     """Select layers; an error if a name or an index matches none."""
     if target_modules is None and layers_to_transform is None:
         return layers
-    indices = layers_to_transform
-    if indices is not None and not isinstance(indices, int):
-        indices = list(indices)
+    names: list[str | list[str]]
     if target_modules is None:  # PEFT reads layer indices only beside names of modules
-        targets = sorted({name.rpartition(".")[2] for name in layers})
+        names = [sorted({name.rpartition(".")[2] for name in layers})]
     elif isinstance(target_modules, str):
-        targets = target_modules
+        names = [target_modules]
     else:
-        targets = list(target_modules)
+        names = [[name] for name in target_modules]
+    indices: list[int | None] = []
+    if layers_to_transform is None or isinstance(layers_to_transform, int):
+        indices.append(layers_to_transform)
+    else:
+        indices += layers_to_transform
     # What matches nothing beside names that do is a slip, too.
-    each: list[tuple[Any, Any]] = [(targets, indices)]
-    if target_modules is not None and isinstance(targets, list):
-        each += [([target], indices) for target in targets]
-    if isinstance(indices, list):
-        each += [(targets, index) for index in indices]
-    if indices == [] or not all(_matching(layers, *names) for names in each):
+    matches = [[_matching(layers, each, index) for index in indices] for each in names]
+    if not matches or not all(map(any, [*matches, *zip(*matches, strict=True)])):
         raise ValueError(
             f"No LoRA layer matches a part of target_modules={target_modules!r} and "
             f"layers_to_transform={indices!r}; there are {listed(list(layers))}."
         )
-    return _matching(layers, targets, indices)
+    return {name: layer for row in matches for each in row for name, layer in each}
 
 
 def _matching(
-    layers: Layers, targets: str | list[str], indices: int | list[int] | None
-) -> Layers:
-    """Select layers as `peft.LoraConfig` does by name, in layers of some indices."""
-    config = LoraConfig(target_modules=targets, layers_to_transform=indices)
+    layers: Layers, targets: str | list[str], index: int | None
+) -> list[tuple[str, BaseTunerLayer]]:
+    """Select layers as `peft.LoraConfig` does by name, in the layer of an index."""
+    config = LoraConfig(target_modules=targets, layers_to_transform=index)
     # Before a name in full, PEFT would pass over the layer's index: let it see but ends
     # of names.
     dot = "" if isinstance(targets, str) else "."
-    matching: dict[str, BaseTunerLayer] = {}
-    for name, layer in layers.items():
-        names = _chosen_by(name, layer)
-        if any(check_target_module_exists(config, dot + chosen) for chosen in names):
-            matching[name] = layer
-    return matching
+    return [
+        (name, layer)
+        for name, layer in layers.items()
+        if any(
+            check_target_module_exists(config, dot + chosen)
+            for chosen in _chosen_by(name, layer)
+        )
+    ]
 
 
 def _trained(layers: Layers, adapter: str) -> list[Block]:
@@ -404,7 +404,7 @@ def _named(
     for name, layer in layers.items():
         matrices = _matrices(name, layer, adapter)
         blocks += [block for block in matrices if block.known_as in names]
-    heads = head_weights(model, adapter)
+    heads = _head_weights(model, adapter)
     blocks += [each.block() for each in heads if bare_name(each.name) in names]
     missing = sorted(names - {block.known_as for block in blocks})
     if missing or not blocks:
@@ -446,3 +446,107 @@ def _variant(layer: BaseTunerLayer, adapter: str) -> str:
     """Name the kind of LoRA, such as "AloraLinearVariant"; "" for plain LoRA."""
     variant = getattr(layer, "lora_variant", {}).get(adapter)
     return "" if variant is None else type(variant).__name__
+
+
+# --- heads that were trained beside LoRA weights: PEFT's `modules_to_save` ------------
+
+
+@dataclass(frozen=True)
+class _HeadWeight:
+    """A weight or a bias of a head, of whatever kind."""
+
+    site: str  # the layer's name in the model, without wrappers
+    adapter: str
+    layer: nn.Module
+    parameter: str  # name of the weight in the layer
+
+    @property
+    def head(self) -> str:
+        """Name the module that PEFT wraps."""
+        return self.site.partition(".modules_to_save.")[0]
+
+    @property
+    def name(self) -> str:
+        """Name the weight as the model's own parameters have it."""
+        return f"{self.site}.{self.parameter}"
+
+    @property
+    def known_as(self) -> str:
+        """Name the layer as users know it, without PEFT's wrapper."""
+        return self.site.replace(f".modules_to_save.{self.adapter}", "")
+
+    @property
+    def requires_grad(self) -> bool:
+        weight = self.layer._parameters[self.parameter]
+        return weight is not None and weight.requires_grad
+
+    def is_named(self, name: str) -> bool:
+        """Tell whether a name in `modules_to_save` is this layer's or its module's."""
+        # PEFT compares the ends of names, too.
+        return f"{name}." in f"{self.known_as}."
+
+    def block(self) -> Block:
+        """Make its block; a `NotImplementedError` where it can have none."""
+        layer = self.layer
+        if type(layer) is not nn.Linear or self.parameter not in ("weight", "bias"):
+            raise NotImplementedError(
+                f"{self.known_as}.{self.parameter} is a weight of "
+                f"{type(layer).__name__}, and a head has a posterior over its linear "
+                "layers alone: name these in modules_to_save, such as "
+                "'classifier.out_proj', and the rest stays at its MAP value."
+            )
+        is_bias = self.parameter == "bias"
+        return Block(
+            name=self.name,
+            adapter=self.adapter,
+            module=layer,
+            small_output=not is_bias and layer.out_features <= layer.in_features,
+            rows=LinearRows(layer, site=self.site, of_bias=is_bias),
+            parameter=self.parameter,
+            # A bias is the weight of one input more, which is always 1.
+            view=View((layer.out_features, 1)) if is_bias else None,
+            kind="head",
+        )
+
+
+def _head_weights(model: nn.Module, adapter: str) -> list[_HeadWeight]:
+    """List all weights and biases of an adapter's heads."""
+    return [
+        _HeadWeight(strip_wrappers(site), adapter, layer, parameter)
+        for name, wrapper in model.named_modules()
+        if isinstance(wrapper, ModulesToSaveWrapper)
+        and adapter in wrapper.modules_to_save
+        for site, layer in wrapper.modules_to_save[adapter].named_modules(
+            prefix=f"{name}.modules_to_save.{adapter}"
+        )
+        for parameter, weight in layer._parameters.items()
+        if weight is not None
+    ]
+
+
+def _select_heads(
+    model: nn.Module, adapter: str, selection: Selection
+) -> list[_HeadWeight]:
+    """Select weights and biases of an adapter's heads, all or by name.
+
+    Frozen ones are left out, unless a head is frozen as a whole, as adapters that were
+    loaded for inference are. A `ValueError` if there is no head of such a name.
+    """
+    if not selection:
+        return []
+    weights = _head_weights(model, adapter)
+    trained = {each.head for each in weights if each.requires_grad}
+    weights = [
+        each for each in weights if each.requires_grad or each.head not in trained
+    ]
+    if selection is True:
+        selection = {each.known_as for each in weights}
+    names = {selection} if isinstance(selection, str) else set(selection)
+    missing = [n for n in names if not any(each.is_named(n) for each in weights)]
+    if missing or not weights:
+        there = listed(sorted({each.known_as for each in weights}))
+        raise ValueError(
+            f"The adapter {adapter!r} has no modules_to_save {listed(sorted(missing))}:"
+            f" it was trained with {there or 'none'}."
+        )
+    return [each for each in weights if any(map(each.is_named, names))]

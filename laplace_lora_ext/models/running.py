@@ -1,25 +1,15 @@
-"""Run models in passes of our own, in turn.
-
-Layers that the user's training checkpoints are checkpointed here, too.
-"""
+"""Whose turn it is to run a model, and what a pass of ours shields from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial, wraps
+from functools import wraps
 from threading import Condition, get_ident
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from laplace_lora_ext.models.tree import Tree
-
-# What layers call the cache of keys and values, which a second pass would extend a
-# second time.
-_CACHES = {"past_key_values", "past_key_value", "layer_past", "cache"}
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -40,35 +30,29 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._left = Condition()
-        # How often each thread that is within has entered, by its number.
-        self._within: dict[int, int] = {}
-        self._shared: object | None = None  # the model that all of them run
+        self._left = Condition()  # whoever is alone holds its lock
+        self._within: set[int] = set()  # threads that run one model together
+        self._shared: object | None = None  # that model
         self._undoing = ExitStack()
         self._n_waiting = 0  # for a turn of their own: nobody joins others before them
 
-    def is_mine(self) -> bool:
-        """Tell whether this thread has its turn."""
+    def is_shared(self) -> bool:
+        """Tell whether this thread runs a model together with others."""
         return get_ident() in self._within
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Wait until no other thread is within, and keep them out."""
         with self._left:
-            if not self.is_mine():
+            if not self.is_shared():
                 self._n_waiting += 1
                 self._left.wait_for(lambda: not self._within)
                 self._n_waiting -= 1
-            self._within[get_ident()] = self._within.get(get_ident(), 0) + 1
-        with self._leaving():
             yield
 
     @contextmanager
     def together(
-        self,
-        model: object,
-        prepare: Callable[[], AbstractContextManager[None]],
-        is_prepared: Callable[[], bool],
+        self, model: object, prepare: Callable[[], AbstractContextManager[None]]
     ) -> Iterator[None]:
         """Run a model beside other threads that run it; the first prepares it for all.
 
@@ -76,34 +60,23 @@ class Turns:
         """
 
         def may_enter() -> bool:
-            if not self._within:
-                return True
-            return self._shared is model and not self._n_waiting and is_prepared()
+            is_same = self._shared is model and not self._n_waiting
+            return is_same or not self._within
 
         with self._left:
             self._left.wait_for(may_enter)
             if not self._within:
                 self._undoing.enter_context(prepare())
                 self._shared = model
-            self._within[get_ident()] = self._within.get(get_ident(), 0) + 1
-        with self._leaving():
-            yield
-
-    @contextmanager
-    def _leaving(self) -> Iterator[None]:
+            self._within.add(get_ident())
         try:
             yield
         finally:
             with self._left:
-                times = self._within.pop(get_ident())
-                if times > 1:
-                    self._within[get_ident()] = times - 1
-                try:
-                    if not self._within:
-                        self._shared = None
-                        self._undoing.close()
-                finally:
-                    self._left.notify_all()
+                self._within.remove(get_ident())
+                self._left.notify_all()
+                if not self._within:
+                    self._undoing.close()
 
 
 # One for all models, since a model may hold another one.
@@ -166,44 +139,3 @@ def copy_if_inference(value: Any) -> Any:
 def is_shared(model: nn.Module) -> bool:
     """Tell whether ranks share a model's weights, and must make the same passes."""
     return any(hasattr(weight, "full_tensor") for weight in model.parameters())
-
-
-# --- checkpoints ----------------------------------------------------------------------
-
-
-@contextmanager
-def checkpointing(tree: Tree) -> Iterator[None]:
-    """Checkpoint the layers of a model that its training checkpoints, within.
-
-    They keep their inputs alone, and the rest is computed anew backwards. transformers
-    does so in training mode alone, where dropout and whatever else a layer does in
-    training would change the logits. Here the layers stay in evaluation mode, and the
-    model's own choice of `use_reentrant` does not matter.
-    """
-    layers = [each for each in tree.checkpointable if each.gradient_checkpointing]
-    # Others, such as accelerate, may have put a function of their own in its place.
-    before = [vars(layer).get("forward") for layer in layers]
-    for layer in layers:
-        layer.forward = partial(_checkpointed, layer, layer.forward)
-    try:
-        yield
-    finally:
-        for layer, forward in zip(layers, before, strict=True):
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
-
-
-def _checkpointed(
-    layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    # Nothing is kept for a backward pass, and the cache may stay.
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    # transformers marks layers that only read what others have cached.
-    if not getattr(layer, "_can_checkpoint_with_cache", False):
-        kwargs |= dict.fromkeys(_CACHES & kwargs.keys())
-    if "use_cache" in kwargs:
-        kwargs["use_cache"] = False
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.answers import ClassTokens
@@ -84,23 +84,22 @@ class ModelState:
             scaling = getattr(layer, "scaling", {}).get(adapter)
             if scaling is not None:
                 scalings[name] = float(scaling)
-        of_blocks: dict[str, tuple[list[int], float | None]] = {}
-        for block in blocks:
-            scaling = scalings.get(block.rows.site)
-            of_blocks[block.known_as] = (list(block.shape), scaling)
-        # Only after all blocks have read theirs: several are of one layer.
-        for block in blocks:
-            scalings.pop(block.rows.site, None)
-        others: dict[str, Tensor] = {}
-        for known_as, place in _other_weights(model.tree, blocks):
-            others[known_as] = place.weight
+        of_blocks = {
+            block.known_as: (list(block.shape), scalings.get(block.rows.site))
+            for block in blocks
+        }
+        sites = {block.rows.site for block in blocks}
+        others = {
+            known_as: holder[name]
+            for known_as, holder, name in _other_weights(model.tree, blocks)
+        }
         return cls(
             blocks=of_blocks,
             class_token_ids=model.class_token_ids,
             mask_token_id=model.mask_token_id,
             normalised=model.normalised,
             weights=_sampled(others),
-            scalings=scalings,
+            scalings={name: s for name, s in scalings.items() if name not in sites},
         )
 
     @classmethod
@@ -132,13 +131,13 @@ class ModelState:
 
     def _facts(self) -> dict[str, Any]:
         """Collect what must be equal exactly, by what it is."""
-        names = ("class_token_ids", "mask_token_id", "normalised")
-        facts: dict[str, Any] = {name: getattr(self, name) for name in names}
-        for name, shape_and_scaling in self.blocks.items():
-            facts[f"The weight {name} (shape, scaling)"] = shape_and_scaling
-        for name, scaling in self.scalings.items():
-            facts[f"The scaling of {name}"] = scaling
-        return facts
+        return {
+            "class_token_ids": self.class_token_ids,
+            "mask_token_id": self.mask_token_id,
+            "normalised": self.normalised,
+            **{f"The weight {n} (shape, scaling)": b for n, b in self.blocks.items()},
+            **{f"The scaling of {name}": s for name, s in self.scalings.items()},
+        }
 
 
 def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
@@ -192,14 +191,9 @@ class Standing:
         self._model = model
         self._adapter = blocks[0].adapter
         self._tree = model.tree
-        self._layers: list[tuple[BaseTunerLayer, dict[str, float]]] = []
-        for layer in self._tree.adapted:
-            if isinstance(layer, BaseTunerLayer):
-                self._layers.append((layer, getattr(layer, "scaling", {})))
-        places = [place for _, place in _other_weights(self._tree, blocks)]
-        places += [
-            _Place(block.module._parameters, block.parameter) for block in blocks
-        ]
+        self._layers = [m for m in self._tree.adapted if isinstance(m, BaseTunerLayer)]
+        places = [place for _, *place in _other_weights(self._tree, blocks)]
+        places += [[b.module._parameters, b.parameter] for b in blocks]
         self._holders, self._names = zip(*places, strict=True)
         self._weights = self._present()
         # Those of inference mode count no versions.
@@ -208,8 +202,8 @@ class Standing:
         # The numbers of a device are read as one tensor.
         self._views: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for weight in self._weights:
-            view = _first_numbers(weight)
-            self._views.setdefault((view.device, view.dtype), []).append(view)
+            alike = self._views.setdefault((weight.device, weight.dtype), [])
+            alike.append(_first_numbers(weight))
         self._numbers = self._read_numbers()
 
     def holds(self) -> bool:
@@ -229,8 +223,12 @@ class Standing:
 
     def _read(self) -> list[Any]:
         settings = [
-            (layer.merged, layer.disable_adapters, scalings.get(self._adapter))
-            for layer, scalings in self._layers
+            (
+                layer.merged,
+                layer.disable_adapters,
+                getattr(layer, "scaling", {}).get(self._adapter),
+            )
+            for layer in self._layers
         ]
         addresses = map(Tensor.data_ptr, self._weights)
         versions = map(attrgetter("_version"), self._counting)
@@ -293,46 +291,28 @@ def check_alike_on_ranks(state: ModelState, mean: Tensor, settings: str) -> None
         )
 
 
-class _Place(NamedTuple):
-    """Where a module has a parameter or a buffer, which may be replaced there."""
+def _other_weights(
+    tree: Tree, blocks: Sequence[Block]
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield all other weights by name: the base's, heads and buffers saved with them.
 
-    holder: dict[str, Any]
-    name: str
-
-    @property
-    def weight(self) -> Tensor:
-        """Return what is there now."""
-        return self.holder[self.name]
-
-
-def _other_weights(tree: Tree, blocks: Sequence[Block]) -> Iterator[tuple[str, _Place]]:
-    """Yield all other weights by name: the base's, heads and other adapters."""
+    With the dictionary that holds each, where it may be replaced, and its name there.
+    """
     if tree.is_resharded:
         return  # FSDP2 replaces parameters between passes
     adapter = blocks[0].adapter
     of_posterior = {id(block.weight) for block in blocks}
     for prefix, module in tree.model.named_modules():
-        for place in _saved_with(module):
-            known_as = _known_as(f"{prefix}.{place.name}", adapter)
-            weight = place.weight
-            if known_as is None or id(weight) in of_posterior:
-                continue
-            # Quantized weights are subclasses of tensors, or whole numbers.
-            is_plain = type(weight.data) is Tensor and weight.is_floating_point()
-            if is_plain and not weight.is_meta:
-                yield known_as, place
-
-
-def _saved_with(module: nn.Module) -> Iterator[_Place]:
-    """Yield a module's own parameters, and the buffers that are saved with them."""
-    # The names of `named_parameters` would take a walk through the model for each
-    # module.
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield _Place(module._parameters, name)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield _Place(module._buffers, name)
+        not_saved = module._non_persistent_buffers_set
+        for holder in (module._parameters, module._buffers):
+            for name, weight in holder.items():
+                if weight is None or name in not_saved or id(weight) in of_posterior:
+                    continue
+                known_as = _known_as(f"{prefix}.{name}", adapter)
+                # Quantized weights are subclasses of tensors, or whole numbers.
+                is_plain = type(weight.data) is Tensor and weight.is_floating_point()
+                if known_as is not None and is_plain and not weight.is_meta:
+                    yield known_as, holder, name
 
 
 def _sampled(weights: dict[str, Tensor]) -> dict[str, Weight]:

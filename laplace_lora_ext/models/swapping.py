@@ -49,15 +49,11 @@ class Swapping:
         # their words.
         tokens = torch.cat(texts)
         # How many texts each token of the vocabulary stands in.
-        once_a_text = torch.cat([text.unique() for text in texts])
-        n_texts = once_a_text.bincount()
-        is_of_prompt = n_texts > _OF_PROMPT * len(texts)
-        of_prompt = is_of_prompt.nonzero().flatten()
-        special = [] if transformer is None else sorted(_special_tokens(transformer))
-        of_model = torch.tensor(special, dtype=torch.long)
-        self._staying = torch.cat([of_prompt, of_model])
-        stays = torch.isin(tokens, self._staying)
-        self._drawn_from = tokens[~stays]
+        n_texts = torch.cat([text.unique() for text in texts]).bincount()
+        of_prompt = (n_texts > _OF_PROMPT * len(texts)).nonzero().flatten()
+        special = [] if transformer is None else _special_tokens(transformer)
+        self._staying = torch.cat([of_prompt, torch.tensor(special, dtype=torch.long)])
+        self._drawn_from = tokens[~torch.isin(tokens, self._staying)]
         self._generator = generator
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,11 +61,9 @@ class Swapping:
         ids = batch["input_ids"].cpu()
         if not len(self._drawn_from):
             return dict(batch)
-        stays = torch.isin(ids, self._staying)
-        may_go = _is_real(batch) & ~stays
+        may_go = _is_real(batch) & ~torch.isin(ids, self._staying)
         # A share of each text by itself: no short text loses all of its words.
-        n_that_may_go = may_go.sum(-1, keepdim=True)
-        n_swapped = (_SWAPPED * n_that_may_go).round()
+        n_swapped = (_SWAPPED * may_go.sum(-1, keepdim=True)).round()
         # The tokens with the smallest lots of their text go.
         lots = torch.rand(ids.shape, generator=self._generator)
         lots = lots.masked_fill(~may_go, torch.inf)
@@ -78,23 +72,20 @@ class Swapping:
         )
         # Where each lot stands in their order: the inverse of the permutation that
         # sorts them.
-        order = lots.argsort(-1)
-        rank_of_lot = order.argsort(-1)
-        goes = rank_of_lot < n_swapped
+        goes = lots.argsort(-1).argsort(-1) < n_swapped
         swapped = torch.where(goes, self._drawn_from[places], ids)
-        swapped = swapped.to(batch["input_ids"].device)
-        return {**batch, "input_ids": swapped}
+        return {**batch, "input_ids": swapped.to(batch["input_ids"].device)}
 
 
-def _special_tokens(transformer: PreTrainedModel) -> set[int]:
+def _special_tokens(transformer: PreTrainedModel) -> list[int]:
     """Find a configuration's special tokens: padding, a text's end, images."""
     settings = transformer.config.to_dict() | text_config(transformer).to_dict()
-    tokens: set[int] = set()
+    tokens: list[int] = []
     for name, value in settings.items():
         if name.endswith(("_token_id", "_token_index")):
             several = value if isinstance(value, list) else [value]
             # Many configurations leave some of them None.
-            tokens.update(token for token in several if isinstance(token, int))
+            tokens += [token for token in several if isinstance(token, int)]
     return tokens
 
 

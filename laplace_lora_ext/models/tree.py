@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from laplace_lora_ext.models.weights import owner_of
@@ -23,6 +24,10 @@ _ACTIVE = "_active_adapter"
 # Numbers of the largest buffer that is copied for a pass. Larger ones are masks and
 # quantised weights, which nobody changes in place.
 _LARGEST = 2**16
+
+# What layers call the cache of keys and values, which a second pass would extend a
+# second time.
+_CACHES = {"past_key_values", "past_key_value", "layer_past", "cache"}
 
 
 class Tree:
@@ -38,8 +43,6 @@ class Tree:
         what is in them
     adapted : list of nn.Module
         PEFT's layers and wrappers, which have an active adapter
-    checkpointable : list of nn.Module
-        layers that transformers may compute anew for a backward pass
     four_bit : list of nn.Module
         bitsandbytes' layers of four bits
     read_by : list of nn.Module or None
@@ -62,9 +65,6 @@ class Tree:
             m
             for m in self.modules
             if isinstance(m, BaseTunerLayer) or _ACTIVE in vars(m)
-        ]
-        self.checkpointable: list[Any] = [
-            m for m in self.modules if isinstance(m, GradientCheckpointingLayer)
         ]
         # Whatever has such layers has imported it.
         bitsandbytes = sys.modules.get("bitsandbytes")
@@ -105,11 +105,11 @@ class Tree:
         Each walk through all modules takes as long as an operation of the model, and
         twice as long by attributes.
         """
-        unready: list[nn.Module] = []
-        for module, attributes in zip(self.modules, self._attributes, strict=True):
-            if attributes.get("training") or attributes.get("_compiled_call_impl"):
-                unready.append(module)
-        return unready
+        return [
+            module
+            for module, attributes in zip(self.modules, self._attributes, strict=True)
+            if attributes.get("training") or attributes.get("_compiled_call_impl")
+        ]
 
     @property
     def is_constant(self) -> bool:
@@ -136,9 +136,13 @@ def evaluating(tree: Tree, adapter: str | None) -> Iterator[None]:
     What is right already is left alone, since modules may watch what is set on them.
     Unlike PEFT's `set_adapter`, this leaves `requires_grad` as it is.
     """
-    others = [] if adapter is None else inactive(tree, adapter)
+    others: list[tuple[nn.Module, str | list[str]]] = []
+    for module in tree.adapted if adapter is not None else ():
+        active = vars(module).get(_ACTIVE, adapter)
+        if active not in (adapter, [adapter]):
+            others.append((module, active))
     unready = tree.unready()
-    training = [module for module in unready if module.training]
+    training = {module for module in unready if module.training}
     eagerly: AbstractContextManager[object] = nullcontext()
     if tree.is_wrapped or any(module._compiled_call_impl for module in unready):
         # Compiled modules run their original code, with hooks that are called.
@@ -156,19 +160,9 @@ def evaluating(tree: Tree, adapter: str | None) -> Iterator[None]:
         for module, active in others:
             setattr(module, _ACTIVE, active)
         if training or tree.four_bit:
-            was_training = set(map(id, training))
-            for module in {*filter(attrgetter("training"), tree.modules), *training}:
-                module.training = id(module) in was_training
-
-
-def inactive(tree: Tree, adapter: str) -> list[tuple[nn.Module, str | list[str]]]:
-    """List modules in which other adapters are active, and these."""
-    others: list[tuple[nn.Module, str | list[str]]] = []
-    for module in tree.adapted:
-        active = vars(module).get(_ACTIVE, adapter)
-        if active not in (adapter, [adapter]):
-            others.append((module, active))
-    return others
+            for module in tree.modules:
+                if module.training != (module in training):
+                    module.training = not module.training
 
 
 def _has_weights(layer: nn.Module, adapter: str | None) -> bool:
@@ -302,3 +296,49 @@ def without_caches() -> AbstractContextManager[object]:
     # Whoever caches has imported it; it imports bitsandbytes, which takes seconds.
     caching = getattr(sys.modules.get("peft.helpers"), "DoraCaching", None)
     return nullcontext() if caching is None else caching(enabled=False)
+
+
+# --- checkpoints ----------------------------------------------------------------------
+
+
+@contextmanager
+def checkpointing(tree: Tree) -> Iterator[None]:
+    """Checkpoint the layers of a model that its training checkpoints, within.
+
+    They keep their inputs alone, and the rest is computed anew backwards. transformers
+    does so in training mode alone, where dropout and whatever else a layer does in
+    training would change the logits. Here the layers stay in evaluation mode, and the
+    model's own choice of `use_reentrant` does not matter.
+    """
+    layers: list[Any] = [
+        module
+        for module in tree.modules
+        if isinstance(module, GradientCheckpointingLayer)
+        and module.gradient_checkpointing
+    ]
+    # Others, such as accelerate, may have put a function of their own in its place.
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = partial(_checkpointed, layer, layer.forward)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def _checkpointed(
+    layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    # Nothing is kept for a backward pass, and the cache may stay.
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # transformers marks layers that only read what others have cached.
+    if not getattr(layer, "_can_checkpoint_with_cache", False):
+        kwargs |= dict.fromkeys(_CACHES & kwargs.keys())
+    if "use_cache" in kwargs:
+        kwargs["use_cache"] = False
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -11,8 +11,8 @@ from laplace.baselaplace import ParametricLaplace
 from torch import Tensor, nn
 
 from laplace_lora_ext.messages import check_name
-from laplace_lora_ext.models.hidden_states import logits_and_hidden_states
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.output_layer import logits_and_hidden_states
 from laplace_lora_ext.models.running import exclusive
 from laplace_lora_ext.models.weights import Block, Values, call_with, values_of
 from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output

@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
-from laplace_lora_ext.models.answers import DECODER_INPUTS, start_token, without_cache
+from laplace_lora_ext.models.answers import (
+    DECODER_INPUTS,
+    Answers,
+    start_token,
+    without_cache,
+)
 from laplace_lora_ext.models.batches import IGNORED, Positions, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import is_shared
-from laplace_lora_ext.models.vocabulary import (
+from laplace_lora_ext.models.output_layer import (
     LastStates,
     Reading,
     Span,
@@ -23,6 +27,7 @@ from laplace_lora_ext.models.vocabulary import (
     parts_of,
     read_in_parts,
 )
+from laplace_lora_ext.models.running import is_shared
 from laplace_lora_ext.tasks.classification import CLASSIFICATION, drawn_labels
 from laplace_lora_ext.tasks.task import ClassCounts, Objective, Seeds, Task
 from laplace_lora_ext.tasks.token_labels import (
@@ -98,7 +103,7 @@ class TokensModel(LogitsModel):
             batch = text_first(batch)  # labels too
         labelled = self.targets(batch, part) != IGNORED
         inputs = self._inputs(batch)
-        keywords = without_cache(self.transformer, inputs) | model_kwargs
+        keywords = without_cache(self.transformer) | model_kwargs
         call = self._call if states is None else partial(states.call, self._call)
         call = partial(call, inputs, **keywords)
         return logits_at(self.transformer, labelled, call)
@@ -204,7 +209,7 @@ class TokensModel(LogitsModel):
         class_token_ids: Sequence[Any] | None,
         mask_token_id: int | None,
         normalised: bool,
-    ) -> None:
+    ) -> Answers:
         transformer = super().transformer
         if class_token_ids is not None or mask_token_id is not None or normalised:
             raise ValueError(
@@ -216,6 +221,7 @@ class TokensModel(LogitsModel):
                 'The likelihood "language_modeling" needs a transformers model that '
                 "generates text, such as one of AutoModelForCausalLM."
             )
+        return Answers(transformer)
 
 
 def _reading(labels: LabelsOfTokens) -> Reading:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from laplace_lora_ext.draws import Draws
+from laplace_lora_ext.models.answers import Answers
 from laplace_lora_ext.models.batches import IGNORED, Positions, logits_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.running import is_shared
@@ -101,7 +102,7 @@ class TokenLabelsModel(LogitsModel):
         class_token_ids: Sequence[Any] | None,
         mask_token_id: int | None,
         normalised: bool,
-    ) -> None:
+    ) -> Answers:
         if class_token_ids is not None or mask_token_id is not None or normalised:
             raise ValueError(
                 'The likelihood "token_classification" has the classes of the '
@@ -115,6 +116,7 @@ class TokenLabelsModel(LogitsModel):
                 "tokens, such as one of AutoModelForTokenClassification: for a model "
                 'that writes use "language_modeling".'
             )
+        return Answers(transformer)
 
 
 class TokenClassification(Classification):

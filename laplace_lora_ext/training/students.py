@@ -27,9 +27,8 @@ from laplace_lora_ext.models.adapters import (
 )
 from laplace_lora_ext.models.batches import named_batches, pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.running import checkpointing
 from laplace_lora_ext.models.swapping import Swapping
-from laplace_lora_ext.models.tree import keep_derivatives
+from laplace_lora_ext.models.tree import checkpointing, keep_derivatives
 from laplace_lora_ext.tasks.task import Task
 from laplace_lora_ext.training.trainers import (
     Examples,

@@ -93,33 +93,24 @@ def together(
     examples: Sequence[Example], side: str, length: int | None = None
 ) -> Example:
     """Make a batch of texts, padded on a side to a length."""
-    # Not all examples have images.
-    parts_of: dict[str, list[Tensor]] = {}
-    for example in examples:
-        for key, part in example.items():
-            parts_of.setdefault(key, []).append(part)
 
-    batch = {}
-    for key, parts in parts_of.items():
-        first = parts[0]
-        if key != "input_ids":
-            batch[key] = torch.cat(parts)
-        elif len(first) > 1:
-            # Texts that are classes, alike in all examples.
-            batch[key] = first
-        else:
-            if length is None:
-                length = max(part.shape[1] for part in parts)
-            masks = [torch.ones_like(part) for part in parts]
-            batch[key] = _padded(parts, side, length)
-            batch["attention_mask"] = _padded(masks, side, length)
-    return batch
-
-
-def _padded(parts: Sequence[Tensor], side: str, length: int) -> Tensor:
-    rows = []
-    for part in parts:
+    def padded(part: Tensor) -> Tensor:
         n_padded = length - part.shape[1]
         # Before each row, or behind it.
-        rows.append(pad(part, (n_padded, 0) if side == "left" else (0, n_padded)))
-    return torch.cat(rows)
+        return pad(part, (n_padded, 0) if side == "left" else (0, n_padded))
+
+    batch = {}
+    for key in {key: None for example in examples for key in example}:
+        # Not all examples have images.
+        parts = [example[key] for example in examples if key in example]
+        if key != "input_ids":
+            batch[key] = torch.cat(parts)
+        elif len(parts[0]) > 1:
+            # Texts that are classes, alike in all examples.
+            batch[key] = parts[0]
+        else:
+            length = length or max(part.shape[1] for part in parts)
+            batch[key] = torch.cat([padded(part) for part in parts])
+            masks = [padded(torch.ones_like(part)) for part in parts]
+            batch["attention_mask"] = torch.cat(masks)
+    return batch

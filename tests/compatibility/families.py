@@ -106,14 +106,14 @@ _QWEN_VISION = {
 class Family:
     """How a family's models are made, and what columns are not "exact".
 
-    Models and configuration are classes of transformers, `config` without "Config". The
-    data type is float32 where the model's own attention masks overflow in float64.
+    The configuration is a class of transformers, without "Config". Names of models
+    begin with it too, unless they are given in full. The data type is float32 where the
+    model's own attention masks overflow in float64.
     """
 
     config: str
     settings: Mapping[str, Any]
-    classifier: str | None = None
-    language_model: str | None = None
+    models: str
     outcomes: Mapping[str, str] = field(default_factory=dict)
     examples: Callable[[int], list[Example]] = of_texts
     targets: str | list[str] = "all-linear"
@@ -130,7 +130,12 @@ class Family:
         if column == TOKENS:
             name = f"{self.config}ForTokenClassification"
             return name if name in _NAMES else None
-        return self.classifier if column == CLASSIFIER else self.language_model
+        for name in self.models.split():
+            if name.endswith(("LM", "LMHeadModel", "Generation")) != (
+                column == CLASSIFIER
+            ):
+                return name if name in _NAMES else self.config + name
+        return None
 
     def model(self, column: str) -> nn.Module:
         """Make an evaluated model with random weights and adapters of rank 2."""
@@ -162,56 +167,39 @@ class Family:
         return model
 
 
-def _family(
-    config: str, settings: Mapping[str, Any], *heads: str, **others: Any
-) -> Family:
-    """Describe a family whose models' names are its configuration's and a head's."""
-    kinds: dict[str, str | None] = {"classifier": None, "language_model": None}
-    for head in heads:
-        is_classifier = head.endswith("Classification")
-        kind = "classifier" if is_classifier else "language_model"
-        kinds[kind] = config + head
-    return Family(config, settings, **kinds, **others)
-
-
 # --- the families ---------------------------------------------------------------------
 
-_BOTH = ("ForSequenceClassification", "ForCausalLM")
 _SEQUENCE = "ForSequenceClassification"
+_BOTH = f"{_SEQUENCE} ForCausalLM"
 
 FAMILIES = {
-    "Llama": _family("Llama", _GROUPED, *_BOTH),
-    "Mistral": _family("Mistral", _GROUPED, *_BOTH),
-    "Qwen2": _family("Qwen2", _GROUPED, *_BOTH),
-    "Qwen3": _family("Qwen3", _GROUPED, *_BOTH),
-    "Gemma": _family("Gemma", _GROUPED, *_BOTH),
-    "Gemma 2": _family("Gemma2", _GROUPED, *_BOTH, dtype=torch.float32),
-    "Gemma 3": Family(
-        "Gemma3Text",
-        _GROUPED,
-        "Gemma3TextForSequenceClassification",
-        "Gemma3ForCausalLM",
-    ),
-    "Phi-3": _family("Phi3", _GROUPED, *_BOTH),
-    "SmolLM3": _family("SmolLM3", _GROUPED, *_BOTH),
-    "GLM-4": _family("Glm4", _GROUPED, *_BOTH),
-    "OLMo 2": _family("Olmo2", _GROUPED, *_BOTH),
-    "Granite": _family("Granite", _GROUPED, "ForCausalLM"),
-    "Cohere 2": _family("Cohere2", _GROUPED, "ForCausalLM"),
-    "GPT-2": _family("GPT2", _TEXT, "ForSequenceClassification", "LMHeadModel"),
-    "GPT-NeoX": _family("GPTNeoX", {**_TEXT, "rotary_pct": 1.0}, *_BOTH),
-    "GPT-J": _family("GPTJ", {**_TEXT, "rotary_dim": 2}, *_BOTH),
-    "OPT": _family("OPT", {**_TEXT, "ffn_dim": 12, "word_embed_proj_dim": 8}, *_BOTH),
-    "BLOOM": _family("Bloom", _TEXT, *_BOTH, dtype=torch.float32),
-    "Falcon": _family("Falcon", _TEXT, *_BOTH),
-    "Mamba": _family(
+    "Llama": Family("Llama", _GROUPED, _BOTH),
+    "Mistral": Family("Mistral", _GROUPED, _BOTH),
+    "Qwen2": Family("Qwen2", _GROUPED, _BOTH),
+    "Qwen3": Family("Qwen3", _GROUPED, _BOTH),
+    "Gemma": Family("Gemma", _GROUPED, _BOTH),
+    "Gemma 2": Family("Gemma2", _GROUPED, _BOTH, dtype=torch.float32),
+    "Gemma 3": Family("Gemma3Text", _GROUPED, f"{_SEQUENCE} Gemma3ForCausalLM"),
+    "Phi-3": Family("Phi3", _GROUPED, _BOTH),
+    "SmolLM3": Family("SmolLM3", _GROUPED, _BOTH),
+    "GLM-4": Family("Glm4", _GROUPED, _BOTH),
+    "OLMo 2": Family("Olmo2", _GROUPED, _BOTH),
+    "Granite": Family("Granite", _GROUPED, "ForCausalLM"),
+    "Cohere 2": Family("Cohere2", _GROUPED, "ForCausalLM"),
+    "GPT-2": Family("GPT2", _TEXT, f"{_SEQUENCE} LMHeadModel"),
+    "GPT-NeoX": Family("GPTNeoX", {**_TEXT, "rotary_pct": 1.0}, _BOTH),
+    "GPT-J": Family("GPTJ", {**_TEXT, "rotary_dim": 2}, _BOTH),
+    "OPT": Family("OPT", {**_TEXT, "ffn_dim": 12, "word_embed_proj_dim": 8}, _BOTH),
+    "BLOOM": Family("Bloom", _TEXT, _BOTH, dtype=torch.float32),
+    "Falcon": Family("Falcon", _TEXT, _BOTH),
+    "Mamba": Family(
         "Mamba",
         {**_TOKENS, **_WIDTH, "state_size": 4},
         "ForCausalLM",
         # PEFT refuses out_proj.
         targets=["in_proj", "x_proj"],
     ),
-    "Bamba": _family(
+    "Bamba": Family(
         "Bamba",
         {
             **_GROUPED,
@@ -222,7 +210,7 @@ FAMILIES = {
         },
         "ForCausalLM",
     ),
-    "Zamba 2": _family(
+    "Zamba 2": Family(
         "Zamba2",
         {
             **_TEXT,
@@ -235,41 +223,41 @@ FAMILIES = {
             "adapter_rank": 4,
             "use_mem_rope": False,
         },
-        *_BOTH,
+        _BOTH,
     ),
-    "BERT": _family("Bert", _TEXT, _SEQUENCE),
-    "RoBERTa": _family("Roberta", _TEXT, _SEQUENCE),
-    "RoBERTa as decoder": _family(
+    "BERT": Family("Bert", _TEXT, _SEQUENCE),
+    "RoBERTa": Family("Roberta", _TEXT, _SEQUENCE),
+    "RoBERTa as decoder": Family(
         "Roberta", {**_TEXT, "is_decoder": True}, "ForCausalLM"
     ),
-    "DistilBERT": _family("DistilBert", {**_TEXT, "hidden_dim": 12}, _SEQUENCE),
-    "DeBERTa-v2": _family(
+    "DistilBERT": Family("DistilBert", {**_TEXT, "hidden_dim": 12}, _SEQUENCE),
+    "DeBERTa-v2": Family(
         "DebertaV2", {**_TEXT, **_DEBERTA, "share_att_key": False}, _SEQUENCE
     ),
-    "DeBERTa-v3": _family(
+    "DeBERTa-v3": Family(
         "DebertaV2", {**_TEXT, **_DEBERTA, "share_att_key": True}, _SEQUENCE
     ),
-    "ELECTRA": _family("Electra", {**_TEXT, "embedding_size": 8}, _SEQUENCE),
-    "ALBERT": _family("Albert", {**_TEXT, "embedding_size": 8}, _SEQUENCE),
-    "ModernBERT": _family("ModernBert", {**_TEXT, "cls_token_id": 1}, _SEQUENCE),
-    "ModernBERT as decoder": _family(
-        "ModernBertDecoder", {**_TEXT, "cls_token_id": 1}, *_BOTH
+    "ELECTRA": Family("Electra", {**_TEXT, "embedding_size": 8}, _SEQUENCE),
+    "ALBERT": Family("Albert", {**_TEXT, "embedding_size": 8}, _SEQUENCE),
+    "ModernBERT": Family("ModernBert", {**_TEXT, "cls_token_id": 1}, _SEQUENCE),
+    "ModernBERT as decoder": Family(
+        "ModernBertDecoder", {**_TEXT, "cls_token_id": 1}, _BOTH
     ),
-    "XLNet": _family(
+    "XLNet": Family(
         "XLNet",
         {**_TOKENS, "d_model": 8, "n_layer": 2, "n_head": 2, "d_inner": 12},
         _SEQUENCE,
         # It wants padding on the left.
         outcomes={CLASSIFIER: OWN_PADDING},
     ),
-    "Longformer": _family(
+    "Longformer": Family(
         "Longformer",
         {**_TEXT, "attention_window": 4},
         _SEQUENCE,
         # No token has global attention.
         outcomes={TOKENS: NOT_FINITE},
     ),
-    "T5": _family(
+    "T5": Family(
         "T5",
         {
             **_TOKENS,
@@ -280,10 +268,9 @@ FAMILIES = {
             "num_heads": 2,
             "decoder_start_token_id": 0,
         },
-        _SEQUENCE,
-        "ForConditionalGeneration",
+        f"{_SEQUENCE} ForConditionalGeneration",
     ),
-    "BART": _family(
+    "BART": Family(
         "Bart",
         {
             **_TOKENS,
@@ -292,10 +279,9 @@ FAMILIES = {
             "max_position_embeddings": 32,
             "decoder_start_token_id": 2,
         },
-        _SEQUENCE,
-        "ForConditionalGeneration",
+        f"{_SEQUENCE} ForConditionalGeneration",
     ),
-    "T5Gemma": _family(
+    "T5Gemma": Family(
         "T5Gemma",
         {
             **_TOKENS,
@@ -306,20 +292,20 @@ FAMILIES = {
         },
         "ForConditionalGeneration",
     ),
-    "Mixtral": _family("Mixtral", {**_GROUPED, "num_local_experts": 3}, *_BOTH),
-    "Mixtral, attention alone": _family(
+    "Mixtral": Family("Mixtral", {**_GROUPED, "num_local_experts": 3}, _BOTH),
+    "Mixtral, attention alone": Family(
         "Mixtral",
         {**_GROUPED, "num_local_experts": 3},
-        *_BOTH,
+        _BOTH,
         targets=["q_proj", "k_proj", "v_proj", "o_proj"],
     ),
-    "Qwen2-MoE": _family(
+    "Qwen2-MoE": Family(
         "Qwen2Moe",
         {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 6},
-        *_BOTH,
+        _BOTH,
     ),
-    "Qwen3-MoE": _family("Qwen3Moe", {**_GROUPED, **_EXPERTS}, *_BOTH),
-    "DeepSeek-V3": _family(
+    "Qwen3-MoE": Family("Qwen3Moe", {**_GROUPED, **_EXPERTS}, _BOTH),
+    "DeepSeek-V3": Family(
         "DeepseekV3",
         {
             **_TEXT,
@@ -335,13 +321,13 @@ FAMILIES = {
             "qk_nope_head_dim": 4,
             "v_head_dim": 4,
         },
-        *_BOTH,
+        _BOTH,
     ),
-    "GPT-OSS": _family(
-        "GptOss", {**_DECODER, "num_local_experts": 3, "num_experts_per_tok": 2}, *_BOTH
+    "GPT-OSS": Family(
+        "GptOss", {**_DECODER, "num_local_experts": 3, "num_experts_per_tok": 2}, _BOTH
     ),
-    "ViT": _family("ViT", _IMAGE, "ForImageClassification", examples=of_images),
-    "Swin": _family(
+    "ViT": Family("ViT", _IMAGE, "ForImageClassification", examples=of_images),
+    "Swin": Family(
         "Swin",
         {
             "image_size": 16,
@@ -354,7 +340,7 @@ FAMILIES = {
         "ForImageClassification",
         examples=partial(of_images, shape=(3, 16, 16)),
     ),
-    "MobileViT": _family(
+    "MobileViT": Family(
         "MobileViT",
         {
             "image_size": 32,
@@ -368,13 +354,13 @@ FAMILIES = {
         examples=partial(of_images, shape=(3, 64, 64)),
         targets=["query", "key", "value", "dense"],
     ),
-    "TimeSformer": _family(
+    "TimeSformer": Family(
         "Timesformer",
         {**_IMAGE, "num_frames": 2},
         "ForVideoClassification",
         examples=partial(of_images, shape=(2, 3, 8, 8)),
     ),
-    "Whisper": _family(
+    "Whisper": Family(
         "Whisper",
         {
             **_TOKENS,
@@ -388,7 +374,7 @@ FAMILIES = {
         "ForAudioClassification",
         examples=of_spectra,
     ),
-    "Wav2Vec2": _family(
+    "Wav2Vec2": Family(
         "Wav2Vec2",
         {
             **_WIDTH,
@@ -420,7 +406,7 @@ FAMILIES = {
             "image_token_id": IMAGE_TOKEN,
             "image_seq_length": 4,
         },
-        language_model="LlavaForConditionalGeneration",
+        "ForConditionalGeneration",
         examples=of_images_in_texts,
     ),
     "Qwen2.5-VL": Family(
@@ -437,7 +423,7 @@ FAMILIES = {
             "vision_start_token_id": 5,
             "vision_end_token_id": 6,
         },
-        language_model="Qwen2_5_VLForConditionalGeneration",
+        "ForConditionalGeneration",
         examples=of_patches_in_texts,
     ),
 }

@@ -1,5 +1,6 @@
 """Kinds of adapters, precisions and wrappers, and what becomes of them."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -7,6 +8,7 @@ from typing import Any
 
 import accelerate
 import peft
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import Tensor, nn
@@ -101,14 +103,6 @@ def with_two_active() -> nn.Module:
     return model
 
 
-def with_lora_only_biases() -> nn.Module:
-    """Train the layers' own biases too."""
-    model = plain_model(bias="lora_only")
-    for layer in (model.first, model.second):
-        assert layer.base_layer.bias.requires_grad
-    return model
-
-
 def with_weighted() -> nn.Module:
     """Use an adapter that PEFT has made of two others, of ranks 2 and 3."""
     torch.manual_seed(0)
@@ -159,7 +153,9 @@ ADAPTERS = {
         partial(plain_model, init_lora_weights="olora")
     ),
     "LoRA with a bias": Kind(with_bias, "exact, the bias held"),
-    'bias="lora_only"': Kind(with_lora_only_biases, "exact, the biases held"),
+    'bias="lora_only"': Kind(
+        partial(plain_model, bias="lora_only"), "exact, the biases held"
+    ),
     "add_weighted_adapter": Kind(with_weighted),
     "LoRA-FA": Kind(with_frozen_a, "exact, over B alone"),
     "DoRA": Kind(with_dora, "exact, the magnitude held"),
@@ -183,24 +179,7 @@ ADAPTERS = {
 # --- wrappers, around `lora_model("bert")` --------------------------------------------
 
 
-def bert() -> nn.Module:
-    return lora_model("bert")
-
-
-def in_a_users_module() -> nn.Module:
-    return OfBatches(bert())
-
-
-def in_data_parallel() -> nn.Module:
-    return nn.DataParallel(bert())
-
-
-def in_distributed_data_parallel() -> nn.Module:
-    return DistributedDataParallel(bert())
-
-
-def compiled() -> nn.Module:
-    return torch.compile(bert())
+bert = partial(lora_model, "bert")
 
 
 def compiled_in_place() -> nn.Module:
@@ -253,10 +232,12 @@ def hidden_by_zero3() -> nn.Module:
 
 WRAPPERS = {
     "none": Kind(bert),
-    "a module of the user's": Kind(in_a_users_module),
-    "DataParallel": Kind(in_data_parallel),
-    "DistributedDataParallel": Kind(in_distributed_data_parallel),
-    "torch.compile": Kind(compiled, "exact, run eagerly with a warning"),
+    "a module of the user's": Kind(lambda: OfBatches(bert())),
+    "DataParallel": Kind(lambda: nn.DataParallel(bert())),
+    "DistributedDataParallel": Kind(lambda: DistributedDataParallel(bert())),
+    "torch.compile": Kind(
+        lambda: torch.compile(bert()), "exact, run eagerly with a warning"
+    ),
     "model.compile()": Kind(compiled_in_place, "exact, run eagerly with a warning"),
     "gradient checkpointing": Kind(checkpointed),
     "gradient checkpointing with enable_input_require_grads, as QLoRA's": Kind(
@@ -295,4 +276,76 @@ PRECISIONS = {
     "float32, autocast to bfloat16": Precision(
         torch.float32, torch.float32, bound=1e-2, autocast=torch.bfloat16
     ),
+}
+
+
+# --- quantized linear layers, each skipped where its package is missing ---------------
+
+Quantize = Callable[[nn.Linear, torch.dtype], nn.Module]
+
+# Of the largest number; up to 4e-7 and 1.1e-3 were measured.
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
+
+
+def bitsandbytes(bits: int) -> Quantize:
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def in_four_bits(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
+        new = bnb.nn.Linear4bit(
+            layer.in_features, layer.out_features, compute_dtype=dtype, quant_type="nf4"
+        )
+        new.weight = bnb.nn.Params4bit(layer.weight.data, quant_type="nf4", module=new)
+        return new
+
+    def in_eight_bits(layer: nn.Linear) -> nn.Module:
+        new = bnb.nn.Linear8bitLt(
+            layer.in_features,
+            layer.out_features,
+            has_fp16_weights=False,
+            # No column is left out as an outlier.
+            threshold=0.0,
+        )
+        new.weight = bnb.nn.Int8Params(
+            layer.weight.data, requires_grad=False, has_fp16_weights=False
+        )
+        return new
+
+    def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
+        new = in_four_bits(layer, dtype) if bits == 4 else in_eight_bits(layer)
+        new.bias = layer.bias
+        # The move is what quantizes it.
+        return new.to("cpu")
+
+    return quantize
+
+
+def torchao() -> Quantize:
+    quantization = pytest.importorskip("torchao.quantization")
+
+    def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
+        # It replaces layers within a module, and not the module itself.
+        new = nn.Sequential(copy.deepcopy(layer))
+        quantization.quantize_(new, quantization.Int8WeightOnlyConfig())
+        return new[0]
+
+    return quantize
+
+
+def quanto() -> Quantize:
+    package = pytest.importorskip("optimum.quanto")
+
+    def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
+        new = package.QLinear.from_module(layer, weights=package.qint8)
+        # Until then its weight is quantized anew at each pass.
+        new.freeze()
+        return new
+
+    return quantize
+
+
+QUANTIZERS = {
+    "bitsandbytes nf4": partial(bitsandbytes, 4),
+    "bitsandbytes int8": partial(bitsandbytes, 8),
+    "torchao int8": torchao,
+    "quanto int8": quanto,
 }

@@ -8,8 +8,14 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from tests.compatibility.families import table
-from tests.compatibility.kinds import ADAPTERS, PRECISIONS, WRAPPERS, Kind
-from tests.compatibility.quantizers import BOUNDS, QUANTIZERS
+from tests.compatibility.kinds import (
+    ADAPTERS,
+    BOUNDS,
+    PRECISIONS,
+    QUANTIZERS,
+    WRAPPERS,
+    Kind,
+)
 from tests.support.matrices import CASES
 
 Rows = dict[str, str]

@@ -204,7 +204,7 @@ def tied() -> nn.Module:
     ("model", "selection", "message"),
     [
         (plain, ["score"], r"head\.0, .*head\.2, .*head\.4\."),
-        (headless, True, "without any"),
+        (headless, True, "with none"),
         (headless, ["head"], "none"),
         (with_norm, True, r"head\.0\.weight is a weight of LayerNorm"),
         (tied, True, r"head\S*\.4\.weight"),

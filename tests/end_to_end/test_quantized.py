@@ -7,7 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from laplace_lora_ext.models.tree import Tree, keep_derivatives
-from tests.compatibility.quantizers import BOUNDS, QUANTIZERS
+from tests.compatibility.kinds import BOUNDS, QUANTIZERS
 from tests.support.cases import Case, assert_near, dense
 from tests.support.dense import full_rank
 from tests.support.models import base_model, ragged_batches, without_labels

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.testing import assert_close
+from torch import Tensor
 from transformers import BatchEncoding
 
 from laplace_lora_ext.models.batches import (
@@ -18,31 +17,25 @@ from laplace_lora_ext.models.batches import (
     text_first,
 )
 from laplace_lora_ext.models.logits_model import LogitsModel
-from tests.support.dense import EXACT
 from tests.support.models import (
     CLASS_TOKEN_IDS,
-    built,
     first_batch,
     lora_model,
-    plain_model,
     ragged_batches,
     record_calls,
-    with_lora,
 )
-from tests.support.posteriors import OURS_AND_A_HOSTS, fitted, make
+from tests.support.posteriors import OURS_AND_A_HOSTS, fitted
 
 PAD = 3
 
 Batch = dict[str, Any]
 
 
-def adapted(kind: str, pad: int | None = PAD) -> LogitsModel:
-    """Adapt a model whose configuration names a padding token, or none."""
+def adapted(kind: str) -> LogitsModel:
+    """Adapt a model whose configuration names a padding token."""
     model = lora_model(kind).eval()
-    model.config.pad_token_id = pad
-    if kind == "bert":
-        return LogitsModel(model)
-    return LogitsModel(model, CLASS_TOKEN_IDS)
+    model.config.pad_token_id = PAD
+    return LogitsModel(model, CLASS_TOKEN_IDS if kind == "gpt2" else None)
 
 
 def padded_batch(side: str = "right") -> Batch:
@@ -70,98 +63,21 @@ def batch() -> Batch:
     return first_batch()
 
 
-# --- mappings, pairs and keywords -----------------------------------------------------
-
-
-MAPPINGS = [UserDict, BatchEncoding, MappingProxyType]
-
-
-@pytest.mark.parametrize("as_given", [*MAPPINGS, in_a_pair])
-def test_every_mapping_and_a_pair_fit_and_predict_the_same_and_stay_as_they_were(
-    bert, as_given
-):
-    batches = ragged_batches()
-    given = [as_given(batch) for batch in batches]
-    la, expected = make(bert), make(bert)
-    la.fit(given)
-    expected.fit(batches)
-    assert torch.equal(la.loss, expected.loss)
-    if as_given is not in_a_pair:
-        # A posterior takes them with their labels.
-        assert torch.equal(la(given[0]), expected(batches[0]))
-        for each, batch in zip(given, batches, strict=True):
-            assert list(each) == list(batch)
-            assert all(each[key] is batch[key] for key in batch)
-
-
-class Taking(nn.Module):
-    """A user's module, which remembers what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = plain_model()
-        self.taken: list[Any] = []
-
-    def forward(self, batch: Mapping) -> Tensor:
-        self.taken.append(batch)
-        return self.inner(batch["x"])
-
-
-@pytest.mark.parametrize("mapping", [dict, BatchEncoding])
-def test_a_users_module_gets_the_mapping_without_labels_as_it_is(mapping):
-    module = Taking()
-    x = torch.randn(2, 5).double()
-    batch = {"x": x, "labels": torch.ones(2), "lengths": [3, 4]}
-    LogitsModel(module)(mapping(batch))
-    (taken,) = module.taken
-    assert type(taken) is mapping
-    assert list(taken) == ["x", "lengths"]
-
-
-class OfKeywords(nn.Module):
-    """A user's wrapper, which reads the answers itself."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Tensor) -> Tensor:
-        output = self.model(**inputs)
-        last = inputs["attention_mask"].sum(-1) - 1
-        return output.logits[torch.arange(len(last)), last][:, CLASS_TOKEN_IDS]
-
-
-class OfNamedInputs(OfKeywords):
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None
-    ) -> Tensor:
-        # It is optional by its signature alone.
-        assert attention_mask is not None
-        return super().forward(input_ids=input_ids, attention_mask=attention_mask)
+# --- mappings, pairs, labels that are none, batches that are empty --------------------
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "structure"), [(OfKeywords, "lowrank_kron"), (OfNamedInputs, "kron")]
+    "as_given", [UserDict, BatchEncoding, MappingProxyType, in_a_pair]
 )
-def test_a_wrapper_whose_forward_takes_keywords_gives_what_class_tokens_give(
-    gpt2, structure, wrapper
-):
-    batches = ragged_batches()
-    expected = make(gpt2, structure, class_token_ids=CLASS_TOKEN_IDS)
-    found = make(wrapper(gpt2), structure)
-    for la in (expected, found):
-        la.fit(batches)
-    assert_close(found.loss, expected.loss, **EXACT)
-    assert_close(found(batches[0]), expected(batches[0]), **EXACT)
-
-
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_a_model_may_be_called_as_transformers_models_are(kind, batch):
-    model = adapted(kind)
-    assert torch.equal(model(**batch), model(batch))
-
-
-# --- labels that are none, batches that are empty -------------------------------------
+def test_every_mapping_and_a_pair_fit_and_predict_the_same(bert, batch, as_given):
+    given = as_given(batch)
+    la = fitted(model=bert, batches=[given])
+    expected = fitted(model=bert, batches=[batch])
+    assert torch.equal(la.loss, expected.loss)
+    if as_given is not in_a_pair:
+        # A posterior takes them with their labels, and takes nothing out of them.
+        assert torch.equal(la(given), expected(batch))
+        assert list(given) == list(batch)
 
 
 def test_labels_that_are_none_are_not_asked_for_by_predictions_alone(batch):
@@ -193,13 +109,12 @@ def test_empty_batches_are_left_out_and_the_others_keep_their_numbers(structure)
     assert [name for name, _ in named_batches(loader)] == ["batch 0", "batch 4"]
 
 
-# --- several texts in a row -----------------------------------------------------------
+# --- texts that a model would read in another way -------------------------------------
 
 IN_ORDER = torch.arange(7)
 RESTARTING = torch.tensor([0, 1, 2, 3, 0, 1, 2])
 
 
-@pytest.mark.parametrize("key", ["input_ids", "inputs_embeds"])
 @pytest.mark.parametrize(
     ("shows", "numbers"),
     [
@@ -213,16 +128,12 @@ RESTARTING = torch.tensor([0, 1, 2, 3, 0, 1, 2])
     ],
     ids=["of all rows", "of one row", "of images", "seq_idx", "cu_seq_lens_q"],
 )
-def test_several_texts_in_a_row_are_refused_by_what_shows_them(key, shows, numbers):
-    (batch,) = ragged_batches(lengths=(7, 7, 7))
-    if key == "inputs_embeds":
-        batch = without(batch, "input_ids") | {key: torch.randn(3, 7, 12).double()}
-    model = adapted("gpt2", pad=None)
-    with pytest.raises(NotImplementedError, match=f"as {shows} shows"):
-        model(batch | {shows: numbers})
-
-
-# --- texts that a model would read in another way -------------------------------------
+def test_several_texts_in_a_row_are_refused_by_what_shows_them(shows, numbers):
+    model = adapted("gpt2")
+    batch = padded_batch() | {"attention_mask": torch.ones(3, 7)}
+    for given in (batch, without(batch, "attention_mask")):
+        with pytest.raises(NotImplementedError, match=f"as {shows} shows"):
+            model(given | {shows: numbers})
 
 
 @pytest.mark.parametrize(("kind", "side"), [("bert", "right"), ("gpt2", "left")])
@@ -232,20 +143,22 @@ def test_what_a_model_would_read_in_another_way_is_refused(kind, side):
     ids = batch["input_ids"]
     empty = batch["attention_mask"].clone()
     empty[1] = 0
-    packed = {
-        "position_ids": RESTARTING.expand(3, 7),
-        "attention_mask": torch.ones(3, 7),
-    }
     for given, message in (
-        (batch | packed, "as position_ids shows"),
         (without(batch, "attention_mask"), "no attention_mask, but .* token 3"),
         (ids, "attention_mask"),
         (batch | {"attention_mask": empty}, "Row 1 has no text"),
         (ids[:, :0], "Row 0 has no text"),
         (batch | {"adapter_names": ["default"] * 3}, "adapter_names"),
     ):
-        with pytest.raises((ValueError, NotImplementedError), match=message):
+        with pytest.raises(ValueError, match=message):
             model(given)
+    # One of two texts of an example.
+    of_pairs = {
+        "input_ids": ids[:, None].expand(-1, 2, -1),
+        "attention_mask": torch.stack([torch.ones_like(empty), empty], dim=1),
+    }
+    with pytest.raises(ValueError, match="Row 1 has no text"):
+        check_texts(of_pairs, model.transformer)
 
 
 def test_positions_and_padding_tokens_that_harm_nothing_are_not_refused():
@@ -258,54 +171,12 @@ def test_positions_and_padding_tokens_that_harm_nothing_are_not_refused():
         model(batch | positions | padded)
     # Places in the text, and in time, rows and columns.
     axes = IN_ORDER.repeat(4, 3, 1)
-    axes[2] = torch.tensor([0, 1, 2, 1, 2, 3, 4])
+    axes[2] = RESTARTING
     check_texts(batch | {"position_ids": axes}, model.transformer)
     # A padding token inside of a text.
     batch["input_ids"][1, 2] = PAD
     whole = {key: value[1:2] for key, value in batch.items()}
     assert torch.equal(model(without(whole, "attention_mask")), model(whole))
-
-
-def of_pairs(batch: Batch) -> Batch:
-    """Double each text, and let the token behind its third place count."""
-    keys = ("input_ids", "attention_mask")
-    pairs = {key: torch.stack([batch[key]] * 2, dim=1) for key in keys}
-    counts = torch.zeros_like(pairs["input_ids"])
-    counts[..., 2] = 1
-    return pairs | {"score_mask": counts, "labels": torch.zeros(3, dtype=torch.long)}
-
-
-def of_rewards(batch: Batch) -> Batch:
-    return without(of_pairs(batch), "score_mask")
-
-
-ADAPTED = {
-    "a classifier": ("LlamaForSequenceClassification", "classification", dict),
-    "rewards": ("LlamaForSequenceClassification", "reward_modeling", of_rewards),
-    "answers": ("LlamaForCausalLM", "classification", dict),
-    "choices": ("LlamaForCausalLM", "classification", of_pairs),
-    "an encoder-decoder": ("BartForConditionalGeneration", "classification", dict),
-}
-
-
-@pytest.mark.parametrize("case", ADAPTED)
-def test_a_text_without_a_token_is_neither_fitted_nor_predicted(case):
-    name, likelihood, convert = ADAPTED[case]
-    base = built(name, num_labels=1 if case == "rewards" else 3)
-    options = {}
-    if convert is dict and base.can_generate():
-        options["class_token_ids"] = CLASS_TOKEN_IDS
-    la = make(with_lora(base, "q_proj").float(), likelihood=likelihood, **options)
-    batch = convert(padded_batch())
-    la.fit([batch])
-    mask = batch["attention_mask"].clone()
-    # Of several texts, the last one.
-    mask[2:].flatten(0, -2)[-1] = 0
-    empty = batch | {"attention_mask": mask}
-    with pytest.raises(ValueError, match="batch 0: Row 2 has no text"):
-        la.fit([empty])
-    with pytest.raises(ValueError, match="Row 2 has no text"):
-        la(empty)
 
 
 # --- rows of a batch ------------------------------------------------------------------
@@ -327,9 +198,6 @@ def test_positions_know_the_padding_of_each_example_and_what_is_beside_texts():
     assert not positions_of(beside, 4, cpu).is_text
     # Windows, of which texts have other numbers.
     assert positions_of(ids, 3, cpu).n_tokens is None
-
-
-# --- padding on the left --------------------------------------------------------------
 
 
 def test_padding_on_the_left_moves_behind_the_text_with_all_that_lies_by_position():

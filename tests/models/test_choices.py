@@ -10,8 +10,9 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer
 
 import laplace_lora_ext
-from laplace_lora_ext.models.hidden_states import logits_and_hidden_states
+from laplace_lora_ext.models.choices import DataCollatorForChoices
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.output_layer import logits_and_hidden_states
 from tests.compatibility.families import FAMILIES, RIGHT
 from tests.support.choices import (
     ANSWERS,
@@ -28,13 +29,13 @@ from tests.support.models import (
     VOCABULARY,
     OfBatches,
     built,
+    first_batch,
     llama_with_output_layer,
     lora_model,
     ragged_batches,
     record_calls,
 )
 from tests.support.pages import WORDS, write_adapter
-from tests.support.posteriors import make
 from tests.support.texts import encoder_decoder
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -102,18 +103,13 @@ def test_logits_are_sums_over_the_tokens_of_each_choice_alone(kind, side, normal
 def test_answers_of_all_texts_are_choices_of_each(gpt2, side, normalised):
     of_answers = LogitsModel(gpt2, ANSWERS, normalised=normalised)
     for batch in ragged_batches(padding_side=side):
-        choices = with_choices(batch)
-        expected = expected_logits(gpt2, choices, normalised)
+        expected = expected_logits(gpt2, with_choices(batch), normalised)
         assert_close(of_answers(batch), expected, **EXACT)
-
-
-@pytest.mark.parametrize("normalised", [False, True])
-def test_a_batch_without_a_mask_has_no_padding(gpt2, normalised):
-    of_answers = LogitsModel(gpt2, ANSWERS, normalised=normalised)
-    ids = ragged_batches()[0]["input_ids"][:1, :2]
-    choices = choices_batch(ids.tolist(), [ANSWERS])
-    expected = expected_logits(gpt2, choices, normalised)
-    assert_close(of_answers({"input_ids": ids}), expected, **EXACT)
+    # Without a mask there is no padding.
+    ids = batch["input_ids"][:, 5:]
+    expected = expected_logits(gpt2, choices_batch(ids.tolist(), [ANSWERS] * 2))
+    for model in (gpt2, OfBatches(gpt2)):
+        assert_close(LogitsModel(model, ANSWERS)({"input_ids": ids}), expected, **EXACT)
 
 
 def test_only_what_counts_is_read(eight_texts):
@@ -133,11 +129,6 @@ def test_only_what_counts_is_read(eight_texts):
     assert_close(found, expected, **IN_FLOAT32)
 
 
-def test_wrappers_of_batches_answer_too(gpt2, with_answers, eight_texts):
-    found = LogitsModel(OfBatches(gpt2), ANSWERS)(eight_texts)
-    assert_close(found, with_answers(eight_texts), **EXACT)
-
-
 @pytest.mark.parametrize(
     "family", ["Llama", "OPT", "BLOOM", "Mamba", "RoBERTa as decoder"]
 )
@@ -146,12 +137,6 @@ def test_families_agree_with_each_answer_alone(family, four_texts):
     found = LogitsModel(model, ANSWERS)(four_texts)
     expected = expected_logits(model, with_choices(four_texts))
     assert_close(found, expected.to(found), **IN_FLOAT32)
-
-
-@pytest.mark.parametrize("key", ["bbox", "position_ids", "token_type_ids"])
-def test_other_inputs_of_each_token_are_refused(with_answers, eight_texts, key):
-    with pytest.raises(ValueError, match=f"The batch has {key} for each token"):
-        with_answers(eight_texts | {key: eight_texts["attention_mask"]})
 
 
 # --- encoder-decoders -----------------------------------------------------------------
@@ -222,51 +207,33 @@ def test_log_probabilities_leave_room_for_all_that_begins_otherwise(
 # --- what is refused ------------------------------------------------------------------
 
 
-def without_a_choice(batch: Batch) -> None:
-    batch["score_mask"][1, 2] = 0
-
-
-def count_the_first(batch: Batch) -> None:
-    batch["score_mask"][0, 1, 0] = 1
-
-
-def count_padding(batch: Batch) -> None:
-    batch["score_mask"][batch["attention_mask"] == 0] = 1
-
-
-def narrow_the_mask(batch: Batch) -> None:
-    batch["score_mask"] = batch["score_mask"][..., :-1]
-
-
-def one_choice(batch: Batch) -> None:
-    for key in ("input_ids", "attention_mask", "score_mask"):
-        batch[key] = batch[key][:, :1]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (without_a_choice, "Choice 2 of text 1"),
-        (count_the_first, "token 0 of choice 1 of text 0"),
-        (count_padding, "is padding"),
-        (narrow_the_mask, "of one shape"),
-        (one_choice, "two choices"),
-    ],
-)
-def test_masks_that_make_no_sense_are_refused(gpt2, change, message):
+def test_masks_that_make_no_sense_are_refused(gpt2):
     batch, _ = batches_of_own_choices()
-    change(batch)
-    with pytest.raises(ValueError, match=message):
-        make(gpt2).fit([batch])
+    without_a_choice, first, padding = (batch["score_mask"].clone() for _ in range(3))
+    without_a_choice[1, 2] = 0
+    first[0, 1, 0] = 1
+    padding[batch["attention_mask"] == 0] = 1
+    one_choice = {key: value[:, :1] for key, value in batch.items() if value.ndim == 3}
+    for changed, message in (
+        ({"score_mask": without_a_choice}, "choice 2 of text 1 is 0"),
+        ({"score_mask": first}, "choice 1 of text 0"),
+        ({"score_mask": padding}, "counts padding"),
+        ({"score_mask": padding[..., 1:]}, "of one shape"),
+        (one_choice, "two choices"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LogitsModel(gpt2)(batch | changed)
 
 
-def test_answers_and_choices_want_each_their_own_batches(gpt2, bert):
-    with pytest.raises(ValueError, match="score_mask"):
-        make(gpt2, class_token_ids=ANSWERS).fit(batches_of_own_choices())
+def test_answers_and_choices_want_each_their_own_batches(gpt2, with_answers):
+    choices, _ = batches_of_own_choices()
+    batch = first_batch()
+    with pytest.raises(ValueError, match=r"can't have .*score_mask"):
+        with_answers(choices)
+    with pytest.raises(ValueError, match=r"can't have \['bbox'\]"):
+        with_answers(batch | {"bbox": batch["attention_mask"]})
     with pytest.raises(ValueError, match="class_token_ids"):
-        make(gpt2).fit(ragged_batches())
-    with pytest.raises(ValueError, match="normalised=True"):
-        make(bert, normalised=True)
+        LogitsModel(gpt2)(batch)
     with pytest.raises(ValueError, match="one token"):
         LogitsModel(built("BertForMaskedLM"), ANSWERS, mask_token_id=7)
 
@@ -294,3 +261,31 @@ def test_class_texts_are_tokenized_as_they_stand(gpt2, tokenizer):
     for options in ({}, {"tokenizer": tokenizer, "class_token_ids": [1, 2]}):
         with pytest.raises(ValueError, match="tokenizer"):
             of_texts(class_texts=texts, **options)
+
+
+FEATURES = [
+    {"prompt": "Question : which one ?", "choices": ["A", "B C"], "labels": 1},
+    {"prompt": "which ?", "choices": ["which one", "A B C"], "labels": 0},
+]
+
+
+def test_a_collator_makes_batches_of_choices(gpt2, tokenizer):
+    batch = DataCollatorForChoices(tokenizer)(FEATURES)
+    prompts = [tokenizer(each["prompt"])["input_ids"] for each in FEATURES]
+    choices = [tokenizer(each["choices"])["input_ids"] for each in FEATURES]
+    for key, value in choices_batch(prompts, choices).items():
+        assert torch.equal(batch[key], value)
+    assert batch["labels"].tolist() == [1, 0]
+    # A model takes them as they are.
+    assert LogitsModel(gpt2)(batch).shape == (2, 2)
+    # Prompts are cut at their start.
+    batch = DataCollatorForChoices(tokenizer, max_length=5)(FEATURES)
+    kept = tokenizer("which one ? B C")["input_ids"]
+    assert batch["input_ids"][0, 1].tolist() == kept
+    # The longest choice has three tokens.
+    with pytest.raises(ValueError, match="raise it"):
+        DataCollatorForChoices(tokenizer, max_length=3)(FEATURES)
+    with pytest.raises(ValueError, match=r"\[2, 4\] choices"):
+        DataCollatorForChoices(tokenizer)(
+            [FEATURES[0], FEATURES[1] | {"choices": "ABCD"}]
+        )

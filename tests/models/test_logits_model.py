@@ -13,12 +13,14 @@ from tests.support.models import first_batch, ragged_batches, record_calls
 from tests.support.posteriors import OURS_AND_A_HOSTS, make
 
 LOGITS = torch.arange(6.0).reshape(3, 2)
+X = torch.zeros(3, 1)
+Y = torch.tensor([0, 1, 1])
 
 
 class Spy(nn.Module):
     """Keeps what it is called with, and returns what it is told to."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: Any = LOGITS) -> None:
         super().__init__()
         # A module that is adapted has a weight, which tells its device.
         self.weight = nn.Parameter(torch.zeros(()))
@@ -30,7 +32,7 @@ class Spy(nn.Module):
         return self.output
 
 
-X = torch.zeros(3, 1)
+# --- what a model is called with ------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", ["label", "labels", "answer"])
@@ -39,35 +41,51 @@ def test_labels_never_reach_the_model_and_other_options_do(bert, key):
     batch["output_hidden_states"] = True
     batch[key] = batch.pop("labels")
     calls = record_calls(bert.base_model.model)
-    LogitsModel(bert, dict_key_y=key)(batch)
-    (call,) = calls
-    # PEFT passes all of its own arguments on, most of them None.
-    given = {name for name, value in call.items() if value is not None}
-    # A label that arrived would make the model compute a loss.
-    assert given >= {"input_ids", "attention_mask", "output_hidden_states"}
-    assert given.isdisjoint({"label", "labels", "answer"})
+    model = LogitsModel(bert, dict_key_y=key)
+    # As transformers' models are called, too.
+    assert torch.equal(model(batch), model(**batch))
+    for call in calls:
+        # PEFT passes all of its own arguments on, most of them None.
+        given = {name for name, value in call.items() if value is not None}
+        # A label that arrived would make the model compute a loss.
+        assert given >= {"input_ids", "attention_mask", "output_hidden_states"}
+        assert given.isdisjoint({"label", "labels", "answer"})
 
 
 def test_a_tensor_and_keyword_arguments_are_passed_on_as_they_are():
-    spy = Spy(LOGITS)
+    spy = Spy()
     LogitsModel(spy)(X, flag=1)
-    ((args, kwargs),) = spy.calls
-    assert args == (X,)
-    assert kwargs == {"flag": 1}
+    assert spy.calls == [((X,), {"flag": 1})]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda batch: batch["x"],
+        lambda x: x["x"],
+        lambda batch, **more: batch["x"],
+        # These have no place for a mapping.
+        lambda **inputs: inputs["x"],
+        lambda *, x, mask: x,
+        lambda x, mask: x,
+    ],
+)
+def test_a_mapping_without_labels_is_given_as_one_or_as_keywords(forward):
+    spy = Spy()
+    spy.forward = forward
+    batch = {"x": LOGITS, "mask": [1], "labels": Y}
+    assert torch.equal(LogitsModel(spy)(batch), LOGITS)
 
 
 # --- labels ---------------------------------------------------------------------------
 
 
 def test_split_takes_labels_out_of_a_mapping_and_a_pair_apart():
-    model = LogitsModel(Spy(LOGITS), dict_key_y="answer")
-    inputs, labels = model.split({"x": X, "answer": torch.tensor([0, 1, 1])})
-    assert inputs["x"] is X
-    assert labels.tolist() == [0, 1, 1]
-    for pair in ((X, torch.tensor([0, 1, 1])), [X, [0, 1, 1]]):
-        inputs, labels = model.split(pair)
-        assert inputs is X
-        assert labels.tolist() == [0, 1, 1]
+    model = LogitsModel(Spy(), dict_key_y="answer")
+    for batch in ({"x": X, "answer": Y}, ({"x": X}, Y), [{"x": X}, Y.tolist()]):
+        inputs, labels = model.split(batch)
+        assert inputs["x"] is X
+        assert torch.equal(labels, Y)
 
 
 @pytest.mark.parametrize("structure", OURS_AND_A_HOSTS)
@@ -86,31 +104,32 @@ def test_missing_labels_are_refused_by_batch_and_say_which_keys_there_are(
 # --- outputs --------------------------------------------------------------------------
 
 # A tuple with names, which is read by these and not by its first place.
-Output = namedtuple("Output", ["logits", "hidden_states"])
-OUTPUTS = [
-    LOGITS,
-    LOGITS.bfloat16(),
-    (LOGITS, "more"),
-    SimpleNamespace(logits=LOGITS),
-    SimpleNamespace(logits=(LOGITS, "more")),
-    Output(logits=LOGITS, hidden_states=()),
-]
+Output = namedtuple("Output", ["hidden_states", "logits"])
 
 
-def test_logits_are_read_off_the_output_in_float32():
-    for output in OUTPUTS:
-        model = LogitsModel(Spy(output))
-        logits = model(X)
-        assert torch.equal(logits, LOGITS)
-        assert logits.dtype is torch.float32
-        assert model.output_size == 2
+@pytest.mark.parametrize(
+    "output",
+    [
+        LOGITS.bfloat16(),
+        (LOGITS, "more"),
+        SimpleNamespace(logits=LOGITS),
+        SimpleNamespace(logits=(LOGITS, "more")),
+        Output(logits=LOGITS, hidden_states=()),
+    ],
+)
+def test_logits_are_read_off_the_output_in_float32(output):
+    model = LogitsModel(Spy(output))
+    logits = model(X)
+    assert torch.equal(logits, LOGITS)
+    assert logits.dtype is torch.float32
+    assert model.output_size == 2
     assert LogitsModel(Spy(LOGITS.double()))(X).dtype is torch.float64
 
 
-def test_any_other_output_is_refused():
-    for output in ((), {"scores": LOGITS}, ("text", LOGITS), 1.0):
-        with pytest.raises(TypeError, match="must return logits"):
-            LogitsModel(Spy(output))(X)
+@pytest.mark.parametrize("output", [(), {"scores": LOGITS}, ("text", LOGITS), 1.0])
+def test_any_other_output_is_refused(output):
+    with pytest.raises(TypeError, match="must return logits"):
+        LogitsModel(Spy(output))(X)
     for shape in ((3,), (3, 4, 2), ()):
         with pytest.raises(ValueError, match="shape"):
             LogitsModel(Spy(torch.zeros(shape)))(X)

@@ -4,13 +4,7 @@ import warnings
 
 import pytest
 import torch
-from peft import (
-    LoraConfig,
-    PeftModel,
-    PromptTuningConfig,
-    get_peft_model,
-    inject_adapter_in_model,
-)
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from torch import nn
 from torch.nn.utils import prune
 
@@ -161,17 +155,6 @@ def test_a_weight_takes_part_by_its_name_whether_or_not_it_requires_grad(bert):
 # --- refused --------------------------------------------------------------------------
 
 
-def prompted() -> nn.Module:
-    config = PromptTuningConfig("SEQ_CLS", num_virtual_tokens=2)
-    return get_peft_model(base_model("bert"), config)
-
-
-def disabled() -> nn.Module:
-    model = lora_model("bert")
-    model.base_model.disable_adapter_layers()
-    return model
-
-
 def without_active() -> nn.Module:
     model = lora_model("bert")
     # Each layer has two blocks, A and B.
@@ -196,8 +179,6 @@ def tied() -> nn.Module:
 @pytest.mark.parametrize(
     ("make_model", "message"),
     [
-        (prompted, "PROMPT_TUNING"),
-        (disabled, "enable_adapter"),
         (without_active, "No adapter is active"),
         (TwoLinear, "found no adapter"),
         (pruned, r"must be parameters.*second \(Linear\)\. Leave"),

@@ -24,18 +24,15 @@ def texts(padding_side: str = "right") -> Batch:
     """Make texts of 8 to 24 tokens, from a prompt to an end."""
     shape = (N_TEXTS, LENGTH)
     ids = torch.randint(FIRST_WORD, VOCABULARY, shape, generator=generator())
-    mask = torch.zeros_like(ids)
-    for row in range(N_TEXTS):
-        length = 8 + 7 * row % 17
-        text = ids[row]
-        text[: len(PROMPT)] = torch.tensor(PROMPT)
-        text[length - 1] = END
-        text[length:] = PADDING
-        mask[row, :length] = 1
-        if padding_side == "left":
-            ids[row] = ids[row].roll(LENGTH - length)
-            mask[row] = mask[row].roll(LENGTH - length)
-    return {"input_ids": ids, "attention_mask": mask}
+    rows = torch.arange(N_TEXTS)
+    lengths = 8 + 7 * rows % 17
+    ids[:, : len(PROMPT)] = torch.tensor(PROMPT)
+    ids[rows, lengths - 1] = END
+    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    batch = {"input_ids": ids.where(mask.bool(), PADDING), "attention_mask": mask}
+    if padding_side == "left":  # and texts the other way round
+        return {key: value.flip(1) for key, value in batch.items()}
+    return batch
 
 
 def swapped(

@@ -25,7 +25,7 @@ from transformers import (
 import laplace_lora_ext
 import tests.support.dense as dense
 from laplace_lora_ext.draws import Draws
-from laplace_lora_ext.models import vocabulary
+from laplace_lora_ext.models import output_layer
 from laplace_lora_ext.passes import graph
 from laplace_lora_ext.saving import write_state
 from laplace_lora_ext.tasks.classification import drawn_labels
@@ -419,7 +419,7 @@ def test_in_parts_all_is_the_same_by_as_many_passes_and_few_rows_of_logits(
     monkeypatch.setattr(graph, "_ROWS", 1)
     with record_calls(first_layer_of(model), calls):
         expected, scores, n_calls, n_at_once = measured()
-        monkeypatch.setattr(vocabulary, "MOST_ROWS", A_FEW_ROWS)
+        monkeypatch.setattr(output_layer, "MOST_ROWS", A_FEW_ROWS)
         la, scores_in_parts, n_calls_in_parts, n_in_parts = measured()
     assert_same_fit(la, expected)
     assert_close(scores_in_parts, scores, rtol=1e-7, atol=1e-9)
@@ -451,7 +451,7 @@ def test_speech_that_is_transcribed_is_fitted_in_parts_too(monkeypatch):
         "labels": torch.randint(3, VOCABULARY, (3, 6)),
     }
     expected = fitted_text(model, [batch], rank=FULL_RANK)
-    monkeypatch.setattr(vocabulary, "MOST_ROWS", 4)
+    monkeypatch.setattr(output_layer, "MOST_ROWS", 4)
     la = fitted_text(model, [batch], rank=FULL_RANK)
     assert_same_fit(la, expected)
 

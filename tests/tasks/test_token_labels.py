@@ -13,7 +13,7 @@ import laplace_lora_ext
 import laplace_lora_ext.passes.parts as passes_in_parts
 from laplace_lora_ext import plots
 from laplace_lora_ext.metrics import compare
-from laplace_lora_ext.models.hidden_states import logits_and_hidden_states
+from laplace_lora_ext.models.output_layer import logits_and_hidden_states
 from laplace_lora_ext.passes.recorder import _Jacobians
 from tests.support.cases import dense
 from tests.support.dense import EXACT, curvature_of, full_rank

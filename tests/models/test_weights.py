@@ -17,11 +17,8 @@ from torch.testing import assert_close
 from laplace_lora_ext import GridSearch
 from tests.support.dense import EXACT, full_rank
 from tests.support.models import first_batch, laplace_keywords, lora_model
-from tests.support.posteriors import STRUCTURES, generator, make
+from tests.support.posteriors import generator, make
 from tests.support.ranks import assert_alike, on_ranks, strided_loader
-
-# "kron" wants weights that are whole and at hand.
-REACHABLE = [structure for structure in STRUCTURES if structure != "kron"]
 
 
 def build(model: nn.Module, structure: str, kind: str = "bert"):
@@ -108,11 +105,9 @@ def test_data_parallel():
     assert_alike(on_ranks(job, 2), expected_facts("lowrank_kron"), **EXACT)
 
 
-def sharded(structure: str, leave_out: bool = False, model: nn.Module | None = None):
+def sharded(model: nn.Module, structure: str, leave_out: bool = False):
     """Make a posterior of a model that FSDP2 shards, perhaps without LoRA."""
     fsdp = pytest.importorskip("torch.distributed.fsdp")
-    if model is None:
-        model = lora_model("bert")
     of_lora = {w for name, w in model.named_parameters() if "lora_" in name}
     left_out = of_lora if leave_out else set()
     mesh = init_device_mesh("cpu", (2,))
@@ -123,42 +118,38 @@ def sharded(structure: str, leave_out: bool = False, model: nn.Module | None = N
     return build(model, structure)
 
 
-@pytest.mark.parametrize("structure", REACHABLE)
-def test_sharded_weights(structure):
+@pytest.mark.parametrize(
+    ("structure", "checkpointed"),
+    [
+        ("lowrank_kron", ""),
+        ("diag", ""),
+        # As scripts for FSDP do, or by the model's own switch.
+        ("full", "by wrappers"),
+        ("lowrank_kron", "by the model"),
+    ],
+)
+def test_sharded_weights(structure, checkpointed):
     def job(rank: int) -> dict[str, Tensor]:
-        la = sharded(structure)
+        model = lora_model("bert")
+        layers = model.base_model.model.bert.encoder.layer
+        calls = []
+        layers[0].attention.self.register_forward_hook(lambda *_: calls.append(1))
+        for layer in layers:
+            layer.gradient_checkpointing = checkpointed == "by the model"
+            if checkpointed == "by wrappers":
+                layer.attention = checkpoint_wrapper(layer.attention)
+        la = sharded(model, structure)
         before = settings_of(la.model)
         found = facts(la)
         assert settings_of(la.model) == before
-        with pytest.raises(NotImplementedError, match="Pass them to fully_shard"):
-            predict_by_draws(la)
-        return found
-
-    assert_alike(on_ranks(job, 2), expected_facts(structure), **EXACT)
-
-
-@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
-def test_sharded_weights_of_checkpointed_layers(structure):
-    """By wrappers, as scripts for FSDP do, or by the model's own switch."""
-
-    def job(rank: int) -> dict[str, Tensor]:
-        model = lora_model("bert")
-        calls = []
-        layers = model.base_model.model.bert.encoder.layer
-        attention = layers[0].attention.self
-        attention.register_forward_hook(lambda *_: calls.append(1))
-        for layer in layers:
-            if structure == "full":
-                layer.attention = checkpoint_wrapper(layer.attention)
-            else:
-                layer.gradient_checkpointing = True
-        la = sharded(structure, model=model)
-        found = facts(la)
+        if not checkpointed:
+            with pytest.raises(NotImplementedError, match="Pass them to fully_shard"):
+                predict_by_draws(la)
         calls.clear()
         la(first_batch())
         # Once more for each of three logits' backward passes, which sharded weights
         # take in turn.
-        assert len(calls) == 1 + 3
+        assert len(calls) == (1 + 3 if checkpointed else 1)
         return found
 
     assert_alike(on_ranks(job, 2), expected_facts(structure), **EXACT)
@@ -167,7 +158,7 @@ def test_sharded_weights_of_checkpointed_layers(structure):
 def test_a_sharded_base_with_whole_lora_weights():
     def job(rank: int) -> dict[str, Tensor]:
         # With these, every structure and draws of the weights are there as well.
-        la = sharded("kron", leave_out=True)
+        la = sharded(lora_model("bert"), "kron", leave_out=True)
         found = facts(la)
         predict_by_draws(la)
         return found

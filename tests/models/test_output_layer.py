@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
-from transformers import MixtralConfig, MixtralForSequenceClassification
 
-from laplace_lora_ext.models.hidden_states import logits_and_hidden_states
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.output_layer import logits_and_hidden_states
 from tests.support.models import (
     CLASS_TOKEN_IDS,
-    N_CLASSES,
-    VOCABULARY,
     TwoLinear,
     built,
     llama_with_output_layer,
@@ -23,33 +20,6 @@ from tests.support.models import (
     ragged_batches,
 )
 from tests.support.texts import encoder_decoder
-
-
-def layer_named(model: nn.Module, ending: str) -> nn.Module:
-    """Find the one layer whose name ends so, but for PEFT's own copy of a head."""
-    modules = model.named_modules()
-    (layer,) = [
-        m for name, m in modules if name.endswith(ending) and "orig" not in name
-    ]
-    return layer
-
-
-def mixtral() -> nn.Module:
-    """Make a model whose routers have a matrix for a weight, and return a tuple."""
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=16,
-        num_local_experts=3,
-        num_labels=N_CLASSES,
-        pad_token_id=0,
-    )
-    return MixtralForSequenceClassification(config).eval()
-
 
 MASK = 1
 answering = partial(LogitsModel, class_token_ids=CLASS_TOKEN_IDS, mask_token_id=None)
@@ -65,7 +35,13 @@ MODELS = {
         "modules_to_save.default",
     ),
     "Llama": (lambda: LogitsModel(built("LlamaForSequenceClassification")), "score"),
-    "Mixtral": (lambda: LogitsModel(mixtral()), "score"),
+    # Its routers have a matrix for a weight, and return a tuple.
+    "Mixtral": (
+        lambda: LogitsModel(
+            built("MixtralForSequenceClassification", num_key_value_heads=2)
+        ),
+        "score",
+    ),
     "answers of GPT-2": (lambda: answering(lora_model("gpt2").eval()), "lm_head"),
     "LoRA there": (lambda: answering(llama_with_output_layer().eval()), "lm_head"),
     "T5": (lambda: answering(encoder_decoder("t5")), "lm_head"),
@@ -81,7 +57,12 @@ MODELS = {
 def test_the_output_layer_makes_the_logits_of_what_it_read(name, padding_side):
     make_model, output_layer = MODELS[name]
     model = make_model()
-    layer = layer_named(model.model, output_layer)
+    # Not PEFT's own copy of a head.
+    (layer,) = [
+        module
+        for name, module in model.model.named_modules()
+        if name.endswith(output_layer) and "orig" not in name
+    ]
     # The shortest text has two tokens, of which this is the last, or the first.
     place = -2 if padding_side == "left" else 1
     for batch in ragged_batches(padding_side=padding_side):
@@ -99,17 +80,24 @@ def test_the_output_layer_makes_the_logits_of_what_it_read(name, padding_side):
             assert_close(found, logits)
 
 
-# --- language models ------------------------------------------------------------------
-
-MASK = 1
-
-
 # --- layers that are none -------------------------------------------------------------
 
 
-class Router(nn.Module):
-    """A layer with a matrix that returns more than a tensor, or nothing."""
+class Routed(TwoLinear):
+    """A layer with a matrix returns something else than rows behind the logits."""
 
+    def __init__(self, routed: Any) -> None:
+        super().__init__()
+        self.router = Router(routed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        logits = self.second(hidden)
+        self.router(hidden)
+        return logits
+
+
+class Router(nn.Module):
     def __init__(self, output: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(3, 6))
@@ -119,30 +107,9 @@ class Router(nn.Module):
         return self.output
 
 
-class ByKeyword(TwoLinear):
-    """Its layers are called with keywords alone, and a router between them."""
-
-    def __init__(self, routed: Any) -> None:
-        super().__init__()
-        self.router = Router(routed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(input=x).tanh()
-        logits = self.second(input=hidden)
-        self.router(hidden=hidden)
-        return logits
-
-
-@pytest.mark.parametrize(
-    "routed",
-    [
-        pytest.param((torch.zeros(4, 3), None), id="tuple"),
-        pytest.param(None, id="none"),
-        pytest.param(torch.zeros(()), id="number"),
-    ],
-)
-def test_keywords_are_read_and_what_is_no_tensor_of_rows_is_passed_over(routed):
-    plain = ByKeyword(routed)
+@pytest.mark.parametrize("routed", [(torch.zeros(4, 3), None), torch.zeros(())])
+def test_what_is_no_tensor_of_rows_is_passed_over(routed):
+    plain = Routed(routed)
     X = torch.randn(4, 5)
     logits, hidden = logits_and_hidden_states(LogitsModel(plain), X)
     assert torch.equal(hidden, plain.first(X).tanh())
