@@ -615,6 +615,7 @@ class LoRALaplace(Posterior, Predictor):
         if has_link:
             bridges = _BRIDGES if self.task.predicted.sees_differences else ()
             check_name("link_approx", link_approx, [*LINKS, *bridges])
+        is_given = isinstance(x, Moments)
 
         def compute() -> Tensor | tuple[Tensor, Tensor]:
             if pred_type == "nn":
@@ -623,6 +624,9 @@ class LoRALaplace(Posterior, Predictor):
                     return samples.mean(0), samples.var(0)
                 return task.class_logits(samples).softmax(-1).mean(0)
             if has_link and link_approx in LINKS:
+                if pred_type == "glm" and not (self._has_variance or is_given):
+                    logits = self.logit_scale * self._moments(x).f_mu
+                    return task.class_logits(logits).softmax(-1)  # as all links have it
                 if diagonal_output and link_approx == "mc":
                     # "probit" has the variances of all logits, not of contrasts.
                     f_mu, f_var = moments_for(self, x, "probit", pred_type)
