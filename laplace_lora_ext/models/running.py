@@ -76,6 +76,7 @@ class Turns:
                 self._within.remove(get_ident())
                 self._left.notify_all()
                 if not self._within:
+                    self._shared = None
                     self._undoing.close()
 
 
