@@ -70,7 +70,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     ----------
     H : LowRankKronDecomposed or None
         the curvature, without a prior; None before `fit`
-    H_facs : LowRankKron or None
+    H_facs : list of KroneckerBlock or None
         the sums behind it, to which a later fit can add: with twice as many columns as
         the rank
 

@@ -76,7 +76,7 @@ def assert_full_precision(la: Any) -> None:
     assert {t.dtype for t in tensors} <= {torch.float32, torch.float64}
     # What each batch adds to is summed in float64.
     if hasattr(la.H, "blocks"):
-        for block in la.H_facs.blocks:
+        for block in la.H_facs:
             assert block.normalizer.dtype == torch.float64
     # Sums over all weights, whose differences tell priors apart.
     of_determinants = (la.log_det_prior_precision, la.log_det_posterior_precision)
@@ -145,7 +145,7 @@ def test_confident_samples_keep_their_curvature_in_half_precision():
         model = lora_model("bert", dtype)
         head_of(model).bias.data[1] = 40.0
         la = posterior(model=model)
-        return torch.stack([block.output_factor.trace for block in la.H_facs.blocks])
+        return torch.stack([block.trace for block in la.H_facs])
 
     expected = traces(torch.float32)
     # Otherwise there would be nothing to keep.

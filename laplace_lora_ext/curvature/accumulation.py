@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from math import isfinite
 from typing import Any, ClassVar
 
 import torch
@@ -20,11 +21,21 @@ from torch import Tensor, nn
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN
 from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed
-from laplace_lora_ext.curvature.kron import LowRankKron
-from laplace_lora_ext.models.weights import check_in_place, check_with_biases
-from laplace_lora_ext.passes.graph import tapped
-from laplace_lora_ext.passes.recorder import Recorder
+from laplace_lora_ext.curvature.kron import (
+    KFAC_APPROX,
+    KroneckerBlock,
+    StreamingUpdates,
+)
+from laplace_lora_ext.messages import naming
+from laplace_lora_ext.models.weights import check_in_place, check_with_biases, read
+from laplace_lora_ext.passes.graph import Rows, tapped
+from laplace_lora_ext.passes.recorder import Recorder, Rounds
 from laplace_lora_ext.tasks.task import Task
+
+# Bytes of rows that may wait for an update, or as many as the sums that they go into.
+# All rows of 16 texts in MiniLM then take one update, in place of 12: an accelerator
+# decomposes small matrices one after the other, whatever their size.
+_WAITING = 2**24
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,7 @@ class Structure:
             loss, total = self._add(total, part, of_part)
             losses.append(loss)
 
-        self.recorder.parts.learn(x, len(y), add_part)
+        self.recorder.learn(x, len(y), add_part)
         self.backend.examples = None
         return torch.stack(losses).sum(), total
 
@@ -113,25 +124,77 @@ class LowRankKronStructure(Structure):
     def settings(self) -> dict[str, Any]:
         return self.backend.settings
 
-    def zeros(self) -> LowRankKron:
-        return self.backend.zeros()
+    def zeros(self) -> list[KroneckerBlock]:
+        return [
+            KroneckerBlock.zeros(
+                block.shape,
+                block.small_output,
+                self.backend.rank,
+                self.backend.tail,
+                *block.place,
+            )
+            for block in self.recorder.blocks
+        ]
 
-    def _add(self, sums: LowRankKron, x: Any, y: Tensor) -> tuple[Tensor, LowRankKron]:
-        total = sums.copy()
-        loss = self.backend.accumulate(total, x, y)
+    def _add(
+        self, sums: list[KroneckerBlock], x: Any, y: Tensor
+    ) -> tuple[Tensor, list[KroneckerBlock]]:
+        """Add a batch, unless `Recorder.record` refuses it.
+
+        Refused are also numbers that are not finite (`ValueError`), and a mask that
+        "expand" can't apply to a layer's rows (`NotImplementedError`).
+        """
+        backend, blocks = self.backend, self.recorder.blocks
+        total = [copy(each) for each in sums]  # whose tensors updates replace
+        updates = StreamingUpdates(max(sum(each.nbytes for each in sums), _WAITING))
+        add = KFAC_APPROX[backend.kfac_approx]
+
+        def take(rows: Rows) -> None:
+            with naming(f"weight {blocks[rows.index].name}"):
+                add(total[rows.index], updates, rows)
+
+        objective = self.task.objective(
+            self.recorder.model, y, backend.seeds, backend.numbers
+        )
+        with self.recorder.record(x, objective.compute) as recording:
+            seeds, loss = objective.seeds_and_loss(recording.logits.detach())
+            rounds = Rounds.of(recording.positions)
+            if rounds is not None:  # of tokens, each has a curvature of its own
+                seeds = rounds.seeds(seeds)
+            recording.backward(seeds.vectors, take, seeds.weights)
+        with torch.autocast(loss.device.type, enabled=False):
+            updates.finish()
+        # Once a batch: a look at a number on an accelerator waits for all work there.
+        traces = read([each.matrix.trace() + each.trace for each in total])
+        # Gradients run backward: of several such layers, the last one is where they
+        # began.
+        for block, trace in zip(blocks[::-1], traces[::-1], strict=True):
+            if not isfinite(trace):
+                raise ValueError(f"Weight {block.name}: non-finite numbers")
         return loss, total
 
-    def decompose(self, sums: LowRankKron, n_data: int) -> LowRankKronDecomposed:
+    def merge(
+        self, first: list[KroneckerBlock], second: list[KroneckerBlock]
+    ) -> list[KroneckerBlock]:
+        return [mine + its for mine, its in zip(first, second, strict=True)]
+
+    def decompose(
+        self, sums: list[KroneckerBlock], n_data: int
+    ) -> LowRankKronDecomposed:
         device = self.recorder.model.device
         with torch.autocast(device.type, enabled=False):
-            return sums.decompose(device)
+            blocks = [block.decompose() for block in sums]
+            return LowRankKronDecomposed.of_blocks(blocks, device)
 
-    def pack(self, sums: LowRankKron) -> list[dict[str, Any]]:
-        return sums.state_dict()
+    def pack(self, sums: list[KroneckerBlock]) -> list[dict[str, Any]]:
+        return [block.state_dict() for block in sums]
 
-    def unpack(self, packed: list[dict[str, Any]]) -> LowRankKron:
-        _, *of_blocks = self.recorder.places
-        return LowRankKron.from_state_dict(packed, of_blocks)
+    def unpack(self, packed: list[dict[str, Any]]) -> list[KroneckerBlock]:
+        _, *places = self.recorder.places
+        return [
+            KroneckerBlock.from_state_dict(of_block, *place)
+            for of_block, place in zip(packed, places, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -178,7 +241,7 @@ class KronStructure(HostStructure):
         ):
             # Checks logits and gradients, and learns which layers are called.
             with tapped(model, blocks, self.recorder.layouts) as taps:
-                logits = taps.run(partial(model, x)).logits.detach()
+                logits = taps.run(lambda batch, _: model(batch), x).logits.detach()
             # A copy, since autograd can't save labels of inference mode.
             targets = self.task.check_targets(y.clone(), logits)
             # Factors of "one" datum are sums: then curvlinops asks for no number of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from numbers import Integral
 from typing import Any
 
@@ -10,17 +9,12 @@ import torch
 from laplace.curvature import GGNInterface
 from torch import Tensor
 
-from laplace_lora_ext.curvature.kron import (
-    KroneckerBlock,
-    LowRankKron,
-    StreamingUpdates,
-)
+from laplace_lora_ext.curvature.kron import KFAC_APPROX
 from laplace_lora_ext.draws import Draws
-from laplace_lora_ext.messages import check_counts, check_name, listed, naming
+from laplace_lora_ext.messages import check_counts, check_name, listed
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.weights import read, without_rows
-from laplace_lora_ext.passes.graph import Rows
-from laplace_lora_ext.passes.recorder import Part, Recorder, Rounds
+from laplace_lora_ext.models.weights import without_rows
+from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.tasks import task_of
 from laplace_lora_ext.tasks.task import Seeds
 
@@ -35,70 +29,8 @@ PAPER_SETTINGS: dict[str, Any] = {
 Labels are drawn where classes are many.
 """
 
-# Bytes of rows that may wait for an update, or as many as the sums that they go into.
-# All rows of 16 texts in MiniLM then take one update, in place of 12: an accelerator
-# decomposes small matrices one after the other, whatever their size.
-_WAITING = 2**24
-
 # What can be drawn, and in how many backward passes.
 _DRAWS = {"signs": 2, "labels": 8}
-
-
-# --- the two ways to sum Kronecker factors from inputs and output gradients -----------
-#  Shapes: B samples, T positions, S seeds, a weight `(m, n)`; inputs a `(B, T, n)` and
-# output gradients g `(S, B, T, m)`. Only what needs the mask of valid positions asks
-# for it, since the positions that a layer sees need not be the mask's.
-
-
-def add_rows(
-    block: KroneckerBlock, updates: StreamingUpdates, part: Part, rows: Rows
-) -> None:
-    """Add `F_out = Σ_nt g gᵀ` and `F_in = Σ_nt a aᵀ / Σ_n T_n`, over valid positions.
-
-    The setting of the paper (section 3), and KFAC-expand of Eschenhagen et al. (2023).
-    """
-    if rows.seeds.start == 0:  # the inputs are the same for all
-        a = part.valid(rows, rows.a[None])
-        updates.add(block.input_factor, a)
-        block.normalizer = block.normalizer + len(a)
-    g = part.valid(rows, rows.g)
-    # After the last attention, only the positions that the model pools have a gradient.
-    updates.add(block.output_factor, g[g.any(dim=1)])
-
-
-def add_gradients(
-    block: KroneckerBlock, updates: StreamingUpdates, part: Part, rows: Rows
-) -> None:
-    """Add `F_out = Σ G Gᵀ` and `F_in = Σ Gᵀ G / Σ ‖G‖²` of `G = Σ_t g_t a_tᵀ`.
-
-    G is the whole gradient of a sample and seed. So this is one step of power iteration
-    from the identity towards the Kronecker product nearest to the exact block (Van Loan
-    & Pitsianis, 1993); its trace is exact. Padding needs no mask.
-    """
-    if rows.a.shape[1] == 1:
-        of_outputs, of_inputs = _rows_of_one_position(rows.a, rows.g)
-    else:
-        G = rows.gradient().flatten(0, 1)
-        of_outputs, of_inputs = G.mT.flatten(0, 1), G.flatten(0, 1)
-    updates.add(block.output_factor, of_outputs)
-    energy = updates.add(block.input_factor, of_inputs)
-    # Both factors have the trace Σ ‖G‖², and their product is to have it once.
-    block.normalizer = block.normalizer + energy
-
-
-def _rows_of_one_position(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Make rows whose products are those of `G = g aᵀ`: `(S B, m)` and `(B, n)`.
-
-    `G Gᵀ = ‖a‖² g gᵀ` and `Gᵀ G = ‖g‖² a aᵀ` need one row where G has m or n of them,
-    as many as a head's layer has outputs or inputs.
-    """
-    of_outputs = g * a.norm(dim=-1, keepdim=True)
-    # Over seeds, too, since an input is the same for all of them.
-    (norms,) = torch.linalg.vector_norm(g, dim=(0, -1), keepdim=True)
-    return of_outputs.flatten(0, 2), (a * norms).flatten(0, 1)
-
-
-KFAC_APPROX = {"expand": add_rows, "gradient": add_gradients}
 
 
 # --- the host's interface -------------------------------------------------------------
@@ -253,52 +185,6 @@ class LowRankKronGGN(GGNInterface):
         """Make what draws numbers for the rows of a batch."""
         examples = torch.arange(n_rows) if self.examples is None else self.examples
         return Draws(self.seed, examples)
-
-    # --- sums -------------------------------------------------------------------------
-
-    def zeros(self) -> LowRankKron:
-        """Make empty sums, to which `accumulate` adds batches."""
-        return LowRankKron(
-            KroneckerBlock.zeros(
-                block.shape, block.small_output, self.rank, self.tail, *block.place
-            )
-            for block in self.blocks
-        )
-
-    def accumulate(self, H: LowRankKron, x: Any, y: Tensor) -> Tensor:
-        """Add the curvature of a batch to `H`, and return the batch's summed loss.
-
-        An error leaves sums that are of no use. Refused are labels that don't fit the
-        logits, and numbers that are not finite (`ValueError`), a mask that "expand"
-        can't apply to a layer's rows (`NotImplementedError`), and what `record`
-        refuses.
-        """
-        updates = StreamingUpdates(max(H.nbytes, _WAITING))
-        add = KFAC_APPROX[self.kfac_approx]
-
-        def take(part: Part, rows: Rows) -> None:
-            with naming(f"weight {self.blocks[rows.index].name}"):
-                add(H.blocks[rows.index], updates, part, rows)
-
-        objective = self.task.objective(self.model, y, self.seeds, self.numbers)
-        with self.recorder.record(x, outputs=objective.compute) as recording:
-            seeds, loss = objective.seeds_and_loss(recording.logits.detach())
-            rounds = Rounds.of(recording.positions)
-            if rounds is not None:  # of tokens, each has a curvature of its own
-                seeds = rounds.seeds(seeds)
-            recording.backward(seeds.vectors, take, weights=seeds.weights)
-        with torch.autocast(loss.device.type, enabled=False):
-            updates.finish()
-        # Once a batch: a look at a number on an accelerator waits for all work there.
-        traces = [
-            each.output_factor.trace + each.input_factor.trace for each in H.blocks
-        ]
-        # Gradients run backward: of several such layers, the last one is where they
-        # began.
-        for block, trace in zip(self.blocks[::-1], read(traces)[::-1], strict=True):
-            if not isfinite(trace):
-                raise ValueError(f"Weight {block.name}: non-finite numbers")
-        return loss
 
     # --- what the host's own functions call -------------------------------------------
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,15 +21,6 @@ from laplace_lora_ext.rounding import equal_up_to_rounding
 _NUMBERS = 2**22
 
 
-class Eigendecomposition(NamedTuple):
-    """`vectors diag(values) vectorsᵀ + tail (I - vectors vectorsᵀ)`."""
-
-    vectors: Tensor  # (d, k), orthonormal columns
-    values: Tensor  # (k,), not negative
-    # (), the eigenvalue of every direction that `vectors` leaves out.
-    tail: Tensor
-
-
 @dataclass(frozen=True, eq=False)
 class DecomposedBlock:
     """Curvature of one LoRA weight, or of several of one shape, in eigenvectors.
@@ -42,44 +32,34 @@ class DecomposedBlock:
     matrix. Of several weights all numbers have their dimension in front.
     """
 
-    small: Eigendecomposition  # of the factor of the LoRA rank's size
-    large: Eigendecomposition
     # Whether the small factor belongs to outputs (`lora_A`) or inputs.
     small_output: bool
+    Q: Tensor  # (r, r), r being LoRA's rank
+    small: Tensor  # (r,), the eigenvalues l, not negative
+    U: Tensor  # (d, k), orthonormal columns
+    large: Tensor  # (k,), the eigenvalues s, not negative
+    tail: Tensor  # (), δ
 
-    @classmethod
-    def stacked(cls, blocks: Sequence[DecomposedBlock]) -> DecomposedBlock:
-        """Put blocks of one shape together."""
-        small = map(torch.stack, zip(*(block.small for block in blocks), strict=True))
-        large = map(torch.stack, zip(*(block.large for block in blocks), strict=True))
-        return cls(
-            Eigendecomposition(*small),
-            Eigendecomposition(*large),
-            blocks[0].small_output,
-        )
+    @property
+    def numbers(self) -> tuple[Tensor, ...]:
+        """List the tensors."""
+        return self.Q, self.small, self.U, self.large, self.tail
 
     def __getitem__(self, place: Any) -> DecomposedBlock:
         """Take one of several, or some of them."""
-        small = Eigendecomposition(*(numbers[place] for numbers in self.small))
-        large = Eigendecomposition(*(numbers[place] for numbers in self.large))
-        return DecomposedBlock(small, large, self.small_output)
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Return what blocks must have in common to be stacked."""
-        U = self.large.vectors
-        return self.shape, U.shape, U.device, U.dtype, self.small_output
+        of_place = [each[place] for each in self.numbers]
+        return DecomposedBlock(self.small_output, *of_place)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Return `(m, n)` of a weight."""
-        r, d = self.small.vectors.shape[-1], self.large.vectors.shape[-2]
+        r, d = self.Q.shape[-1], self.U.shape[-2]
         return (r, d) if self.small_output else (d, r)
 
     @property
     def n_left_out(self) -> int:
         """Count the directions of the large factor that the rank leaves out."""
-        *_, d, k = self.large.vectors.shape
+        *_, d, k = self.U.shape
         return d - k
 
     def eigenvalues(
@@ -90,14 +70,14 @@ class DecomposedBlock:
         The latter are `(r,)`. Their precision is the higher of `deltas`' and the
         block's.
         """
-        device = self.small.values.device
+        device = self.small.device
         deltas = deltas.to(device)
-        dtype = torch.promote_types(self.small.values.dtype, deltas.dtype)
+        dtype = torch.promote_types(self.small.dtype, deltas.dtype)
         if isinstance(scale, Tensor):
             scale = scale.to(device)
-        small = scale * self.small.values.to(dtype)
-        on_leading = small[..., :, None] * self.large.values.to(dtype)[..., None, :]
-        on_remainder = small * self.large.tail.to(dtype)[..., None]
+        small = scale * self.small.to(dtype)
+        on_leading = small[..., :, None] * self.large.to(dtype)[..., None, :]
+        on_remainder = small * self.tail.to(dtype)[..., None]
         return on_leading + deltas[..., None, None], on_remainder + deltas[..., None]
 
     def small_side_first(self, weights: Tensor) -> Tensor:
@@ -111,38 +91,27 @@ class DecomposedBlock:
         None where U leaves nothing out, since rounding is no remainder. Weights are
         `(..., S, r, d)`, of several blocks `(blocks, S, r, d)`.
         """
-        rotated = self.small.vectors.mT.unsqueeze(-3) @ weights
+        rotated = self.Q.mT.unsqueeze(-3) @ weights
         rows = rotated.flatten(-3, -2)
-        U = self.large.vectors
-        leading = rows @ U
+        leading = rows @ self.U
         in_rows = leading.unflatten(-2, rotated.shape[-3:-1])
         if not self.n_left_out:
             return in_rows, None
-        return in_rows, (rows - leading @ U.mT).view_as(rotated)
+        return in_rows, (rows - leading @ self.U.mT).view_as(rotated)
 
 
+@dataclass(frozen=True, eq=False)
 class _Power:
     """`(scale * block + delta I) ** exponent` of several blocks of one shape."""
 
-    def __init__(
-        self,
-        block: DecomposedBlock,
-        scale: float | Tensor,
-        deltas: Tensor,
-        exponent: float,
-    ) -> None:
-        self.block = block
-        on_leading, on_remainder = block.eigenvalues(scale, deltas)
-        self.on_leading = on_leading.pow(exponent)[:, None]  # (blocks, 1, r, k)
-        self.on_remainder = on_remainder.pow(exponent)[:, None, :, None]
+    block: DecomposedBlock
+    on_leading: Tensor  # (blocks, 1, r, k), its eigenvalues on `Q ⊗ U`
+    on_remainder: Tensor  # (blocks, 1, r, 1), and beside
 
     def __getitem__(self, places: list[int]) -> _Power:
         """Take some of the blocks."""
-        some = copy(self)
-        some.block = self.block[places]
-        some.on_leading = self.on_leading[places]
-        some.on_remainder = self.on_remainder[places]
-        return some
+        on_leading, on_remainder = self.on_leading[places], self.on_remainder[places]
+        return _Power(self.block[places], on_leading, on_remainder)
 
     def _scaled(self, weights: Tensor) -> tuple[Tensor, Tensor | None]:
         leading, remainder = self.block.project(weights)
@@ -152,10 +121,10 @@ class _Power:
     def times(self, weights: Tensor) -> Tensor:
         """Multiply `(blocks, S, r, d)` weights."""
         leading, remainder = self._scaled(weights)
-        rotated = leading @ self.block.large.vectors.mT[:, None]
+        rotated = leading @ self.block.U.mT[:, None]
         if remainder is not None:
             rotated = rotated + remainder
-        return self.block.small.vectors[:, None] @ rotated
+        return self.block.Q[:, None] @ rotated
 
     def square_form(self, weights: Tensor) -> Tensor:
         """Sum inner products of all pairs over blocks: `(B, K, K)`, of the products.
@@ -173,7 +142,7 @@ class _Power:
 
     def diag(self) -> Tensor:
         """Compute the diagonals, `(blocks, r, d)`."""
-        Q, U = self.block.small.vectors.square(), self.block.large.vectors.square()
+        Q, U = self.block.Q.square(), self.block.U.square()
         diagonal = Q @ self.on_leading[:, 0] @ U.mT
         if self.block.n_left_out:
             rest = 1 - U.sum(-1)  # diagonal of the projection on the complement of U
@@ -188,7 +157,9 @@ class Power:
         self.groups: list[tuple[list[int], _Power]] = []
         for indices, block in precision.groups:
             deltas = precision.deltas[indices]
-            power = _Power(block, precision.scale, deltas, exponent)
+            values = block.eigenvalues(precision.scale, deltas)
+            on_leading, on_remainder = (each.pow(exponent) for each in values)
+            power = _Power(block, on_leading[:, None], on_remainder[:, None, :, None])
             self.groups.append((indices, power))
         self._n_params = [math.prod(block.shape) for block in precision.blocks]
 
@@ -197,7 +168,7 @@ class Power:
         parts = list(W.reshape(-1, W.shape[-1]).split(self._n_params, dim=-1))
         for indices, power in self.groups:
             weights = torch.stack([parts[index] for index in indices])
-            weights = weights.to(power.block.large.vectors.device)
+            weights = weights.to(power.block.U.device)
             weights = weights.unflatten(-1, power.block.shape)
             products = power.times(power.block.small_side_first(weights))
             products = power.block.small_side_first(products).flatten(-2)
@@ -218,46 +189,41 @@ class SquareForm:
     """Sums `W P⁻¹ Wᵀ` over blocks, in whichever order their weights come."""
 
     def __init__(self, inverse_root: Power) -> None:
-        self._groups = inverse_root.groups
-        self._places = {
-            index: (number, place)
-            for number, (indices, _) in enumerate(self._groups)
-            for place, index in enumerate(indices)
+        self._group_of = {
+            index: group for group in inverse_root.groups for index in group[0]
         }
-        self._waiting: list[dict[int, Tensor]] = [{} for _ in self._groups]
+        self._waiting: dict[int, Tensor] = {}  # until all of a group are there
         self._n_waiting = 0  # numbers
         self._sum: Tensor | None = None
 
     def add(self, index: int, weights: Tensor) -> None:
         """Take a block's weights `(B, K, r, d)`."""
-        number, place = self._places[index]
-        waiting = self._waiting[number]
-        waiting[place] = weights
+        self._waiting[index] = weights
         self._n_waiting += weights.numel()
-        if len(waiting) == len(self._groups[number][0]):
-            self._flush(number)
-        elif self._n_waiting > _NUMBERS:
-            self._flush(*range(len(self._groups)))
+        indices, power = self._group_of[index]
+        if self._n_waiting > _NUMBERS:
+            self.total()
+        elif all(index in self._waiting for index in indices):
+            self._add_group(indices, power)
 
     def total(self) -> Tensor:
         """Return the sum `(B, K, K)` over all that was added."""
-        self._flush(*range(len(self._groups)))
+        while self._waiting:
+            self._add_group(*self._group_of[next(iter(self._waiting))])
         assert self._sum is not None
         return self._sum
 
-    def _flush(self, *numbers: int) -> None:
-        for number in numbers:
-            waiting = self._waiting[number]
-            if not waiting:
-                continue
-            indices, power = self._groups[number]
-            places = sorted(waiting)
-            weights = torch.stack([waiting.pop(place) for place in places])
-            self._n_waiting -= weights.numel()
-            if len(places) < len(indices):
-                power = power[places]
-            form = power.square_form(weights)
-            self._sum = form if self._sum is None else self._sum + form.to(self._sum)
+    def _add_group(self, indices: list[int], power: _Power) -> None:
+        """Add what has come of a group."""
+        places = [
+            place for place, index in enumerate(indices) if index in self._waiting
+        ]
+        weights = torch.stack([self._waiting.pop(indices[place]) for place in places])
+        self._n_waiting -= weights.numel()
+        if len(places) < len(indices):
+            power = power[places]
+        form = power.square_form(weights)
+        self._sum = form if self._sum is None else self._sum + form.to(self._sum)
 
 
 class Spectrum(NamedTuple):
@@ -328,12 +294,16 @@ class LowRankKronDecomposed:
         """Put blocks of one shape together, whose numbers are held once."""
         alike: dict[tuple[object, ...], list[int]] = {}
         for index, block in enumerate(blocks):
-            alike.setdefault(block.kind, []).append(index)
-        groups = [
-            (indices, DecomposedBlock.stacked([blocks[index] for index in indices]))
-            for indices in alike.values()
-        ]
-        deltas = blocks[0].small.values.new_zeros(len(blocks), device=device)
+            U = block.U
+            kind = block.small_output, block.shape, U.shape, U.device, U.dtype
+            alike.setdefault(kind, []).append(index)
+        groups: list[tuple[list[int], DecomposedBlock]] = []
+        for indices in alike.values():
+            numbers = zip(*(blocks[index].numbers for index in indices), strict=True)
+            small_output = blocks[indices[0]].small_output
+            stacked = DecomposedBlock(small_output, *map(torch.stack, numbers))
+            groups.append((indices, stacked))
+        deltas = blocks[0].small.new_zeros(len(blocks), device=device)
         return cls(groups, deltas)
 
     @cached_property
@@ -401,7 +371,7 @@ class LowRankKronDecomposed:
         form = SquareForm(self.inverse_root)
         parts = W.split([math.prod(block.shape) for block in self.blocks], dim=-1)
         for index, (block, part) in enumerate(zip(self.blocks, parts, strict=True)):
-            weights = part.unflatten(-1, block.shape).to(block.small.values.device)
+            weights = part.unflatten(-1, block.shape).to(block.U.device)
             form.add(index, block.small_side_first(weights))
         return form.total().to(W.device)
 

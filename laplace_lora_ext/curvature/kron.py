@@ -1,25 +1,21 @@
 """Sums over data: Kronecker factors, small dense ones and large low-rank ones.
 
-Both sum outer products of rows that arrive batch by batch. A block has one of each, and
-a `LowRankKron` a block for each weight; a prior is added to a `LowRankKronDecomposed`.
+Both sum outer products of rows that arrive batch by batch. A prior is added to a
+`LowRankKronDecomposed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from copy import copy
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace_lora_ext.curvature.decomposed import (
-    DecomposedBlock,
-    Eigendecomposition,
-    LowRankKronDecomposed,
-)
+from laplace_lora_ext.curvature.decomposed import DecomposedBlock
+from laplace_lora_ext.passes.graph import Rows
 
 LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 
@@ -32,94 +28,117 @@ _OVERSAMPLING = 10
 
 
 @dataclass(eq=False)
-class DenseFactor:
-    """A small Kronecker factor, held as a matrix `(d, d)`."""
+class KroneckerBlock:
+    """Curvature of one LoRA weight `(m, n)` in sum form: `F_out ⊗ F_in / normalizer`.
 
-    matrix: Tensor
-
-    @property
-    def size(self) -> int:
-        """Return d."""
-        return len(self.matrix)
-
-    @property
-    def trace(self) -> Tensor:
-        """Compute the trace in float64, as the large factor holds its own."""
-        return self.matrix.trace().double()
-
-    def __add__(self, other: Factor) -> DenseFactor:
-        """Add what other data gave."""
-        assert isinstance(other, DenseFactor)
-        return DenseFactor(self.matrix + other.matrix)
-
-    def eigendecomposition(self) -> Eigendecomposition:
-        """Compute all eigenvectors; the tail is 0."""
-        values, vectors = _eigh(self.matrix)
-        dtype = self.matrix.dtype
-        values = values.clamp_min(0).to(dtype)  # rounding may leave some below 0
-        return Eigendecomposition(vectors.to(dtype), values, values.new_zeros(()))
-
-
-@dataclass(eq=False)
-class LowRankFactor:
-    """A large Kronecker factor, held as its leading directions and its trace.
-
-    The factor is `columns columnsᵀ`, up to the energy that truncation drops. It keeps
-    twice as many columns as the rank, between fits and in files too, so that it does
-    not lose a direction early that leads later. The eigendecomposition cuts to the
-    rank. No `(d, d)` matrix is ever formed.
+    The factor of the small side is a matrix. The large one is `columns columnsᵀ`, up to
+    the energy that truncation drops. It keeps twice as many columns as the rank,
+    between fits and in files too, so that it does not lose a direction early that leads
+    later. The eigendecomposition cuts to the rank. No `(d, d)` matrix is ever formed.
 
     Yang et al. (ICLR 2024), algorithm 1, for the update.
     """
 
+    small_output: bool  # whether the small factor is F_out, and not F_in
+    matrix: Tensor  # (r, r)
     columns: Tensor  # (d, w) with w <= min(2 * rank, d)
-    trace: Tensor  # (), float64, exact despite the truncation
+    trace: Tensor  # (), float64, of the large factor: exact despite the truncation
+    normalizer: Tensor  # (), float64: both factors sum over the data
     rank: int  # how many eigenvectors to keep in the end (the paper's `n_kfac`)
     # Whether directions beyond it keep the mean of their eigenvalues, or none.
-    tail: bool = True
+    tail: bool
 
     @classmethod
     def zeros(
-        cls, size: int, rank: int, tail: bool, device: torch.device, dtype: torch.dtype
-    ) -> LowRankFactor:
-        """Make a factor of no data."""
-        columns = torch.zeros(size, 0, device=device, dtype=dtype)
-        trace = torch.zeros((), device=device, dtype=torch.float64)
-        return cls(columns, trace, rank, tail)
+        cls,
+        shape: tuple[int, int],
+        small_output: bool,
+        rank: int,
+        tail: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> KroneckerBlock:
+        """Make empty sums for a weight with the LoRA rank as one side."""
+        r, d = shape if small_output else reversed(shape)
+        none = torch.zeros((), device=device, dtype=torch.float64)
+        matrix, columns = (
+            torch.zeros(size, device=device, dtype=dtype) for size in ((r, r), (d, 0))
+        )
+        return cls(small_output, matrix, columns, none, none, rank, tail)
 
-    @property
-    def size(self) -> int:
-        """Return d."""
-        return len(self.columns)
+    @classmethod
+    def from_state_dict(
+        cls, state: dict[str, Any], device: torch.device, dtype: torch.dtype
+    ) -> KroneckerBlock:
+        """Rebuild what `state_dict` returned; sums of squares stay in float64."""
+        small, large = state["output_factor"], state["input_factor"]
+        small_output = "matrix" in small
+        if not small_output:
+            small, large = large, small
+        return cls(
+            small_output,
+            small["matrix"].to(device, dtype),
+            large["columns"].to(device, dtype),
+            large["trace"].to(device),
+            state["normalizer"].to(device),
+            large["rank"],
+            large["tail"],
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collect tensors and numbers, ready for `torch.save`."""
+        names = ("columns", "trace", "rank", "tail")
+        factors = [{"matrix": self.matrix}, {name: vars(self)[name] for name in names}]
+        output, input_ = factors if self.small_output else reversed(factors)
+        return {
+            "output_factor": output,
+            "input_factor": input_,
+            "normalizer": self.normalizer,
+        }
 
     @property
     def width(self) -> int:
         """Say how many columns to keep."""
-        return min(2 * self.rank, self.size)
+        return min(2 * self.rank, len(self.columns))
 
-    def __add__(self, other: Factor) -> LowRankFactor:
-        """Merge two factors: append columns, and keep the leading ones."""
-        assert isinstance(other, LowRankFactor)
+    @property
+    def nbytes(self) -> int:
+        """Count the memory of the large factor once it has all its columns."""
+        return len(self.columns) * self.width * self.columns.element_size()
+
+    def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
+        """Add factors as if all data had been seen in one run."""
+        # Append columns, and keep the leading ones.
         columns = torch.cat([self.columns, other.columns], dim=1)
-        trace = self.trace + other.trace
-        return LowRankFactor(_leading(columns, self.width), trace, self.rank, self.tail)
+        return replace(
+            self,
+            matrix=self.matrix + other.matrix,
+            columns=_leading(columns, self.width),
+            trace=self.trace + other.trace,
+            normalizer=self.normalizer + other.normalizer,
+        )
 
-    def eigendecomposition(self) -> Eigendecomposition:
-        """Compute the leading `rank` eigenvectors, and the others' mean eigenvalue."""
+    def decompose(self) -> DecomposedBlock:
+        """Eigendecompose both factors, in float64.
+
+        Of the large one these are the leading `rank` eigenvectors, and the others' mean
+        eigenvalue.
+        """
+        small, Q = _eigh(self.matrix)
+        # A block without any gradient has no curvature: 0 / 0 is 0 here.
+        scale = torch.where(self.normalizer > 0, 1 / self.normalizer, self.normalizer)
+        small = small.clamp_min(0) * scale  # rounding may leave some below 0
         columns = self.columns.double()
-        vectors, singular_values, _ = torch.linalg.svd(columns, full_matrices=False)
-        vectors = vectors[:, : self.rank]
-        values = singular_values[: self.rank].square()
-        n_left_out = self.size - len(values)
+        U, singular_values, _ = torch.linalg.svd(columns, full_matrices=False)
+        large = singular_values[: self.rank].square()
+        n_left_out = len(columns) - len(large)
         tail = self.trace.new_zeros(())
         if self.tail and n_left_out:
-            energy_left_out = self.trace - values.sum()
+            energy_left_out = self.trace - large.sum()
             tail = energy_left_out.clamp_min(0) / n_left_out
+        numbers = Q, small, U[:, : self.rank], large, tail
         dtype = self.columns.dtype
-        return Eigendecomposition(vectors.to(dtype), values.to(dtype), tail.to(dtype))
-
-
-Factor = DenseFactor | LowRankFactor
+        return DecomposedBlock(self.small_output, *(each.to(dtype) for each in numbers))
 
 
 class StreamingUpdates:
@@ -136,21 +155,21 @@ class StreamingUpdates:
 
     def __init__(self, limit: int = 0) -> None:
         self._limit = limit
-        self._waiting: dict[LowRankFactor, list[Tensor]] = {}
+        self._waiting: dict[KroneckerBlock, list[Tensor]] = {}
         self._bytes = 0
 
-    def add(self, factor: Factor, rows: Tensor) -> Tensor:
-        """Add `rowsᵀ rows`, of rows `(n, d)`, now or at the next `finish`.
+    def add(self, block: KroneckerBlock, rows: Tensor, of_outputs: bool) -> Tensor:
+        """Add `rowsᵀ rows`, of rows `(n, d)`, to a factor, or at the next `finish`.
 
         Its trace is summed in float64.
         """
-        if isinstance(factor, DenseFactor):
+        if of_outputs == block.small_output:
             product = rows.mT @ rows
-            factor.matrix = factor.matrix + product
+            block.matrix = block.matrix + product
             return product.trace().double()
         energy = torch.linalg.vector_norm(rows, dtype=torch.float64).square()
-        factor.trace = factor.trace + energy
-        self._waiting.setdefault(factor, []).append(rows)
+        block.trace = block.trace + energy
+        self._waiting.setdefault(block, []).append(rows)
         self._bytes += rows.nbytes
         if self._bytes >= self._limit:
             self.finish()
@@ -161,30 +180,29 @@ class StreamingUpdates:
         # Whatever fails below, no rows are added twice.
         waiting, self._waiting = self._waiting, {}
         self._bytes = 0
-        groups: dict[tuple[Any, ...], list[tuple[LowRankFactor, Tensor]]] = {}
-        for factor, parts in waiting.items():
+        groups: dict[tuple[Any, ...], list[tuple[KroneckerBlock, Tensor]]] = {}
+        for block, parts in waiting.items():
             rows = torch.cat(parts)
-            columns = factor.columns
-            key = columns.shape, rows.shape, factor.width, columns.device, columns.dtype
-            groups.setdefault(key, []).append((factor, rows))
+            columns = block.columns
+            key = columns.shape, rows.shape, block.width, columns.device, columns.dtype
+            groups.setdefault(key, []).append((block, rows))
         for group in groups.values():
-            factors, of_factors = zip(*group, strict=True)
-            _update(factors, of_factors)
+            blocks, of_blocks = zip(*group, strict=True)
+            _update(blocks, of_blocks)
 
 
-def _update(factors: Sequence[LowRankFactor], rows: Sequence[Tensor]) -> None:
+def _update(blocks: Sequence[KroneckerBlock], rows: Sequence[Tensor]) -> None:
     """Add rows to large factors of one shape, `(n, d)` to each, if all are finite."""
-    traces = torch.stack([factor.trace for factor in factors])
+    traces = torch.stack([block.trace for block in blocks])
     if not traces.isfinite().all():
         return
-    width = factors[0].width
-    # (factors, d, w)
-    columns = torch.stack([factor.columns for factor in factors])
+    # (blocks, d, w)
+    columns = torch.stack([block.columns for block in blocks])
     for chunk in torch.stack(list(rows)).split(_CHUNK, dim=1):
         longer = torch.cat([columns, chunk.mT], dim=-1)
-        columns = _leading(longer, width)
-    for factor, updated in zip(factors, columns, strict=True):
-        factor.columns = updated
+        columns = _leading(longer, blocks[0].width)
+    for block, updated in zip(blocks, columns, strict=True):
+        block.columns = updated
 
 
 def _leading(columns: Tensor, width: int) -> Tensor:
@@ -229,135 +247,54 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
         return values.flip(-1), vectors.flip(-1)
 
 
-@dataclass(eq=False)
-class KroneckerBlock:
-    """Curvature of one LoRA weight `(m, n)` in sum form: `F_out ⊗ F_in / normalizer`.
+# --- the two ways to sum Kronecker factors from inputs and output gradients -----------
+#  Shapes: B samples, T positions, S seeds, a weight `(m, n)`; inputs a `(B, T, n)` and
+# output gradients g `(S, B, T, m)`. Only what needs the mask of valid positions asks
+# for it, since the positions that a layer sees need not be the mask's.
 
-    Exactly one of the two is a `LowRankFactor`.
+
+def add_rows(block: KroneckerBlock, updates: StreamingUpdates, rows: Rows) -> None:
+    """Add `F_out = Σ_nt g gᵀ` and `F_in = Σ_nt a aᵀ / Σ_n T_n`, over valid positions.
+
+    The setting of the paper (section 3), and KFAC-expand of Eschenhagen et al. (2023).
     """
-
-    output_factor: Factor  # F_out, (m, m), from output gradients
-    input_factor: Factor  # F_in, (n, n), from inputs
-    normalizer: Tensor  # (), float64: both factors sum over the data
-
-    @classmethod
-    def zeros(
-        cls,
-        shape: tuple[int, int],
-        small_output: bool,
-        rank: int,
-        tail: bool,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> KroneckerBlock:
-        """Make empty sums for a weight with the LoRA rank as one side."""
-        small, large = shape if small_output else reversed(shape)
-        dense = DenseFactor(torch.zeros(small, small, device=device, dtype=dtype))
-        low_rank = LowRankFactor.zeros(large, rank, tail, device, dtype)
-        normalizer = torch.zeros((), device=device, dtype=torch.float64)
-        if small_output:
-            return cls(dense, low_rank, normalizer)
-        return cls(low_rank, dense, normalizer)
-
-    @classmethod
-    def from_state_dict(
-        cls, state: dict[str, Any], device: torch.device, dtype: torch.dtype
-    ) -> KroneckerBlock:
-        """Rebuild what `state_dict` returned; sums of squares stay in float64."""
-        factors: list[Any] = []
-        for name in ("output_factor", "input_factor"):
-            of_factor = dict(state[name])
-            for key, value in of_factor.items():
-                if isinstance(value, Tensor):
-                    to = torch.float64 if key == "trace" else dtype
-                    of_factor[key] = value.to(device, to)
-            kind = DenseFactor if "matrix" in of_factor else LowRankFactor
-            factors.append(kind(**of_factor))
-        output, input_ = factors
-        return cls(output, input_, state["normalizer"].to(device))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Collect tensors and numbers, ready for `torch.save`."""
-        return {
-            "output_factor": dict(vars(self.output_factor)),
-            "input_factor": dict(vars(self.input_factor)),
-            "normalizer": self.normalizer,
-        }
-
-    def copy(self) -> KroneckerBlock:
-        """Copy the block, but not its tensors, which updates replace."""
-        return KroneckerBlock(
-            copy(self.output_factor), copy(self.input_factor), self.normalizer
-        )
-
-    def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
-        """Add factors as if all data had been seen in one run."""
-        return KroneckerBlock(
-            self.output_factor + other.output_factor,
-            self.input_factor + other.input_factor,
-            self.normalizer + other.normalizer,
-        )
-
-    def decompose(self) -> DecomposedBlock:
-        """Eigendecompose both factors."""
-        small = self.output_factor.eigendecomposition()
-        large = self.input_factor.eigendecomposition()
-        small_output = isinstance(self.output_factor, DenseFactor)
-        if not small_output:
-            small, large = large, small
-        # A block without any gradient has no curvature: 0 / 0 is 0 here.
-        scale = torch.where(self.normalizer > 0, 1 / self.normalizer, self.normalizer)
-        scaled = small.values * scale  # in float64
-        small = small._replace(values=scaled.to(small.values.dtype))
-        return DecomposedBlock(small, large, small_output)
+    if rows.seeds.start == 0:  # the inputs are the same for all
+        a = rows.valid(rows.a[None])
+        updates.add(block, a, of_outputs=False)
+        block.normalizer = block.normalizer + len(a)
+    g = rows.valid(rows.g)
+    # After the last attention, only the positions that the model pools have a gradient.
+    updates.add(block, g[g.any(dim=1)], of_outputs=True)
 
 
-class LowRankKron:
-    """Block-diagonal curvature as sums, a Kronecker-factored block for each weight."""
+def add_gradients(block: KroneckerBlock, updates: StreamingUpdates, rows: Rows) -> None:
+    """Add `F_out = Σ G Gᵀ` and `F_in = Σ Gᵀ G / Σ ‖G‖²` of `G = Σ_t g_t a_tᵀ`.
 
-    def __init__(self, blocks: Iterable[KroneckerBlock]) -> None:
-        self.blocks = list(blocks)
+    G is the whole gradient of a sample and seed. So this is one step of power iteration
+    from the identity towards the Kronecker product nearest to the exact block (Van Loan
+    & Pitsianis, 1993); its trace is exact. Padding needs no mask.
+    """
+    if rows.a.shape[1] == 1:
+        of_outputs, of_inputs = _rows_of_one_position(rows.a, rows.g)
+    else:
+        G = rows.gradient().flatten(0, 1)
+        of_outputs, of_inputs = G.mT.flatten(0, 1), G.flatten(0, 1)
+    updates.add(block, of_outputs, of_outputs=True)
+    energy = updates.add(block, of_inputs, of_outputs=False)
+    # Both factors have the trace Σ ‖G‖², and their product is to have it once.
+    block.normalizer = block.normalizer + energy
 
-    @classmethod
-    def from_state_dict(
-        cls,
-        state: list[dict[str, Any]],
-        places: Sequence[tuple[torch.device, torch.dtype]],
-    ) -> LowRankKron:
-        """Rebuild what `state_dict` returned, each block on its own device."""
-        return cls(
-            KroneckerBlock.from_state_dict(of_block, *place)
-            for of_block, place in zip(state, places, strict=True)
-        )
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Collect tensors and numbers of each block, ready for `torch.save`."""
-        return [block.state_dict() for block in self.blocks]
+def _rows_of_one_position(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Make rows whose products are those of `G = g aᵀ`: `(S B, m)` and `(B, n)`.
 
-    def copy(self) -> LowRankKron:
-        """Copy the sums, so that data which are added to the copy leave these alone."""
-        return LowRankKron(block.copy() for block in self.blocks)
+    `G Gᵀ = ‖a‖² g gᵀ` and `Gᵀ G = ‖g‖² a aᵀ` need one row where G has m or n of them,
+    as many as a head's layer has outputs or inputs.
+    """
+    of_outputs = g * a.norm(dim=-1, keepdim=True)
+    # Over seeds, too, since an input is the same for all of them.
+    (norms,) = torch.linalg.vector_norm(g, dim=(0, -1), keepdim=True)
+    return of_outputs.flatten(0, 2), (a * norms).flatten(0, 1)
 
-    @property
-    def nbytes(self) -> int:
-        """Count the memory of the large factors once they have all their columns."""
-        return sum(
-            factor.size * factor.width * factor.columns.element_size()
-            for block in self.blocks
-            for factor in (block.output_factor, block.input_factor)
-            if isinstance(factor, LowRankFactor)
-        )
 
-    def __add__(self, other: LowRankKron) -> LowRankKron:
-        """Add factors as if all data had been seen in one run."""
-        pairs = zip(self.blocks, other.blocks, strict=True)
-        return LowRankKron(mine + its for mine, its in pairs)
-
-    def decompose(self, device: torch.device | None = None) -> LowRankKronDecomposed:
-        """Eigendecompose every factor, in float64.
-
-        `device` is for the numbers of all blocks together; by default it is the first
-        block's.
-        """
-        blocks = [block.decompose() for block in self.blocks]
-        return LowRankKronDecomposed.of_blocks(blocks, device)
+KFAC_APPROX = {"expand": add_rows, "gradient": add_gradients}

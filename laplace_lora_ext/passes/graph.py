@@ -1,11 +1,14 @@
-"""Graphs of forward passes, and backward passes that bring each block its rows."""
+"""Forward passes whose layers are tapped, and backward passes through them.
+
+A backward pass brings each block its rows. Here it is proven which are whose.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from laplace_lora_ext.messages import warn
+from laplace_lora_ext.models.batches import Positions
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.tree import checkpointing
 from laplace_lora_ext.models.weights import Block, LinearRows, read, without_rows
@@ -25,6 +29,10 @@ from laplace_lora_ext.models.weights import Block, LinearRows, read, without_row
 # idle, and what is done once a pass and layer counts. Measured on two cores by `python
 # -m benchmarks cost`.
 _ROWS = 512
+
+Outputs = Callable[[Any, Tensor | None], Tensor]
+"""Computes what is back-propagated from, `(N, C)`: of a batch, or of one of its
+examples, whose rows `(N,)` booleans mark."""
 
 
 @dataclass
@@ -55,6 +63,7 @@ class Rows:
     the positions of all calls of a layer, since calls of one weight add up.
     """
 
+    graph: Graph
     index: int  # of the block
     seeds: slice  # which of the vectors
     a: Tensor  # `(B, T, n)`
@@ -65,8 +74,33 @@ class Rows:
         """Compute gradients of the matrix, `(S, B, m, n)`."""
         return self.g.mT @ self.a
 
+    def valid(self, x: Tensor) -> Tensor:
+        """Select the rows `(N, d)` of `(S, B, T, d)` that are no padding.
+
+        A `NotImplementedError` if the mask can't be applied to the layer's rows.
+        """
+        positions = self.graph.positions
+        if positions is None:
+            raise NotImplementedError(
+                "logits of an example depend on rows of others: use "
+                'kfac_approx="gradient", or leave this layer out with target_modules'
+            )
+        masks = [positions.valid(length) for length in self.lengths]
+        if all(mask is None for mask in masks):
+            # Selecting by booleans would wait for an accelerator.
+            return x.flatten(0, 2)
+        is_valid = [
+            x.new_ones(x.shape[1], length, dtype=torch.bool)
+            if mask is None
+            else mask.to(x.device)
+            for mask, length in zip(masks, self.lengths, strict=True)
+        ]
+        return x[:, torch.cat(is_valid, dim=1)].flatten(0, 1)
+
 
 Take = Callable[[Rows], None]
+Arrived = list[tuple[Tensor, Tensor]]
+"""Inputs and gradients `(S, ...)` of a layer's calls."""
 
 
 def check_logits(logits: Tensor) -> None:
@@ -102,9 +136,9 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         (gradient,) = gradients
         # No pass of ours runs where the user differentiates what one has returned.
-        backward_pass = ctx.taps.backward_pass
-        if gradient is not None and backward_pass is not None:
-            backward_pass.arrive(ctx.index, *ctx.saved_tensors, gradient)
+        receive = ctx.taps.receive
+        if gradient is not None and receive is not None:
+            receive(ctx.index, *ctx.saved_tensors, gradient)
         # On to the layers before this one; nothing else that `forward` got has a
         # gradient.
         return gradient, None, None, None, None
@@ -113,26 +147,32 @@ class _Tap(torch.autograd.Function):
 class Taps:
     """Hooks on the blocks' layers, which note calls and tap their outputs."""
 
-    def __init__(self, blocks: Sequence[Block], layouts: Layouts) -> None:
+    def __init__(
+        self, model: LogitsModel, blocks: Sequence[Block], layouts: Layouts
+    ) -> None:
+        self.model = model
         self.blocks = blocks
         self.layouts = layouts
+        # Where one has no rows, whole gradients are taken of all.
+        self.without_rows = without_rows(blocks)
         # What all backward passes are asked for. Weights of layers that are called
         # require no gradient, and a pass goes no further than it must.
         self.anchor = torch.zeros((), requires_grad=True)
-        self.backward_pass: _Pass | None = None  # that runs now
+        # Takes what a tap hands on: in the backward pass that runs now.
+        self.receive: Callable[[int, Tensor, Tensor], None] | None = None
         # Shapes of what each layer's calls returned, without its size, in the forward
         # pass that runs now.
-        self._shapes: list[list[torch.Size]] | None = None
+        self._calls: list[list[torch.Size]] | None = None
         self._is_called = False
 
-    def run(self, compute: Callable[[], Tensor]) -> Graph:
+    def run(self, outputs: Outputs, batch: Any, own: Tensor | None = None) -> Graph:
         """Compute logits by the model; errors are those of `Recorder.record`."""
-        shapes: list[list[torch.Size]] = [[] for _ in self.blocks]
-        self._shapes, self._is_called = shapes, False
+        calls: list[list[torch.Size]] = [[] for _ in self.blocks]
+        self._calls, self._is_called = calls, False
         try:
-            logits = compute()
+            logits = outputs(batch, own)
         finally:
-            self._shapes = None
+            self._calls = None
         check_logits(logits)
         if self._is_called and not logits.requires_grad:
             raise RuntimeError(
@@ -140,9 +180,9 @@ class Taps:
                 "or torch.no_grad() from the model's forward pass, and pass "
                 "use_reentrant=False where it calls torch.utils.checkpoint."
             )
-        self.layouts.used.update(i for i, calls in enumerate(shapes) if calls)
-        kind = WholeGraph if without_rows(self.blocks) else Graph
-        return kind(logits, shapes, self)
+        self.layouts.used.update(i for i, of_block in enumerate(calls) if of_block)
+        positions = self.model.positions(batch, len(logits))
+        return Graph(self, logits, calls, positions, slice(None))
 
     def tap(
         self, index: int, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor
@@ -153,8 +193,8 @@ class Taps:
         if not torch.is_grad_enabled():
             return output
         # None where a checkpointed layer is computed anew for a backward pass.
-        if self._shapes is not None:
-            self._shapes[index].append(output.shape[:-1])
+        if self._calls is not None:
+            self._calls[index].append(output.shape[:-1])
         rows = self.blocks[index].rows
         assert isinstance(rows, LinearRows)  # no others have taps
         inputs = rows.of_inputs(args[0])
@@ -175,10 +215,9 @@ def tapped(
 
     With `checkpointed`, layers that the user's training checkpoints are so here too.
     """
-    taps = Taps(blocks, layouts)
+    taps = Taps(model, blocks, layouts)
     with ExitStack() as undoing:
-        # Where one has no rows, whole gradients are taken of all.
-        for index, block in enumerate([] if without_rows(blocks) else blocks):
+        for index, block in enumerate([] if taps.without_rows else blocks):
             assert isinstance(block.rows, LinearRows)
             # Before the user's hooks, which may change outputs.
             tap = partial(taps.tap, index)
@@ -189,52 +228,63 @@ def tapped(
         yield taps
 
 
+@dataclass(frozen=True, eq=False)
 class Graph:
-    """Logits `(N, C)`, and the layers behind them."""
+    """Logits `(N, C)` of examples that are back-propagated together: all, or one."""
 
-    def __init__(
-        self, logits: Tensor, shapes: list[list[torch.Size]], taps: Taps
-    ) -> None:
-        self.logits = logits
-        # Of the rows of each block's calls.
-        self.shapes = shapes
-        self._taps = taps
+    taps: Taps
+    logits: Tensor
+    calls: list[list[torch.Size]]  # of each block: shapes of their rows
+    # None if the graph is of other examples too, and all rows count.
+    positions: Positions | None
+    examples: slice  # of the batch
+    # `(N,)` booleans: the example's own among the batch's logits.
+    own: Tensor | None = None
 
     def back_propagate(
         self,
         vectors: Tensor,
-        n_examples: int,
         take: Take,
         *,
+        weights: Tensor | None = None,
         at_once: int | None = None,
         retain_graph: bool = False,
         create_graph: bool = False,
     ) -> None:
-        """Make backward passes with `(S, N, C)` vectors, `at_once` of them in each.
+        """Make backward passes with a batch's `(S, N, C)` vectors.
 
-        By default one, unless so few rows go through the layers that more are faster.
-        What a block gets is taken as soon as it is there, so that few gradients are in
-        memory at a time.
+        A pass takes `at_once` of them: by default one, unless so few rows go through
+        the layers that more are faster. What a block gets is taken as soon as it is
+        there, so that few gradients are in memory at a time. Gradients are scaled by
+        `(S, B)` weights, or `(S, 1)` for all examples.
         """
-        n_seeds = len(vectors)
-        if not n_seeds or not any(self.shapes):  # none has a gradient
+        if self.own is not None and self.positions is not None:
+            vectors = vectors[:, self.own]
+        elif self.own is not None:
+            # Zeros in place of the other examples' vectors: their logits get no
+            # gradient.
+            vectors = vectors * self.own[:, None]
+        # The graph of a batch may be needed for the next of its examples.
+        retain_graph = retain_graph or create_graph or self.positions is None
+        n_seeds, run = len(vectors), self._pass
+        if self.taps.without_rows:
+            _warn_of_passes(self.taps, n_seeds)
+            at_once, run = 1, self._pass_of_whole_gradients
+        elif not any(self.calls):  # none has a gradient
             return
-        layouts = self._taps.layouts
-        at_once = int(min(at_once or self._seeds_at_once, layouts.seeds_at_most))
+        elif not at_once:
+            # A layer with more rows than others, as of all tokens, makes up most of the
+            # time.
+            most = max(sum(shape.numel() for shape in calls) for calls in self.calls)
+            at_once = max(1, _ROWS // max(1, most))
+        at_once = int(min(at_once, self.taps.layouts.seeds_at_most))
         if at_once > 1 and n_seeds > 1 and not self._is_batchable(vectors):
             at_once = 1
         for start in range(0, n_seeds, at_once):
             seeds = slice(start, min(start + at_once, n_seeds))
-            arrange = partial(self._arrange, seeds, n_examples, take)
+            deliver = partial(self._deliver, seeds, weights, take)
             keep = retain_graph or seeds.stop < n_seeds
-            self._pass(vectors[seeds], arrange, keep, create_graph)
-
-    @property
-    def _seeds_at_once(self) -> int:
-        # A layer with more rows than others, as of all tokens, makes up most of the
-        # time.
-        most = max(sum(shape.numel() for shape in calls) for calls in self.shapes)
-        return max(1, _ROWS // max(1, most))
+            run(vectors[seeds], deliver, keep, create_graph)
 
     def _is_batchable(self, vectors: Tensor) -> bool:
         """Find out once whether several seeds can share a pass, and warn if not.
@@ -242,7 +292,7 @@ class Graph:
         Some kernels can't run under `torch.func.vmap`, such as those that write into
         their arguments.
         """
-        layouts = self._taps.layouts
+        layouts = self.taps.layouts
         if layouts.is_batchable is None:
 
             def ignore(*_: Any) -> None:
@@ -268,23 +318,38 @@ class Graph:
     def _pass(
         self,
         vectors: Tensor,
-        deliver: Callable[[int, list[tuple[Tensor, Tensor]]], None],
+        deliver: Callable[[int, Arrived], None],
         retain_graph: bool,
         create_graph: bool = False,
     ) -> None:
-        """Back-propagate vectors together, and deliver each block what its calls got.
+        """Back-propagate vectors together; deliver what a block's calls got, if all."""
+        is_batched = len(vectors) > 1
+        waiting: dict[int, Arrived] = {}
 
-        Pairs of inputs and gradients `(S, ...)`.
-        """
-        n_calls = [len(calls) for calls in self.shapes]
-        of_pass = _Pass(n_calls, deliver, is_batched=len(vectors) > 1)
+        def receive(index: int, inputs: Tensor, gradient: Tensor) -> None:
+            # A gradient under `torch.func.vmap` is unwrapped: its leading dimension is
+            # that of `vmap`, or of size 1 where it is the same for all seeds. An
+            # `autograd.Function` with a `vmap` of its own does the same by public
+            # means, and takes longer than a layer's backward pass.
+            outside = nullcontext()
+            dim = functorch.maybe_get_bdim(gradient) if is_batched else -1
+            if dim < 0:
+                gradient = gradient[None]
+            else:
+                gradient = functorch.get_unwrapped(gradient).movedim(dim, 0)
+            if is_batched:
+                outside = retrieve_current_functorch_interpreter().lower()
+            with outside:
+                waiting.setdefault(index, []).append((inputs, gradient))
+                if len(waiting[index]) == len(self.calls[index]):
+                    deliver(index, waiting.pop(index))
 
         def grad(vector: Tensor) -> Tensor:
             # Every call leads to the anchor, which needs no gradient itself: of layers,
             # no gradient of anything has to be kept to the end of the pass.
             torch.autograd.grad(
                 self.logits,
-                self._taps.anchor,
+                self.taps.anchor,
                 vector,
                 retain_graph=retain_graph,
                 create_graph=create_graph,
@@ -292,9 +357,9 @@ class Graph:
             )
             return vector.new_zeros(())
 
-        self._taps.backward_pass = of_pass
+        self.taps.receive = receive
         try:
-            if of_pass.is_batched:
+            if is_batched:
                 with warnings.catch_warnings():
                     # Where an operation has no batching rule, vmap runs it once a seed:
                     # as good.
@@ -303,145 +368,205 @@ class Graph:
             else:
                 grad(vectors[0])
         finally:
-            self._taps.backward_pass = None
+            self.taps.receive = None
         # Within the pass autograd has switched gradients off by itself.
         with torch.set_grad_enabled(create_graph):
-            of_pass.finish()
+            # Of whose calls some had no gradient.
+            for index in sorted(waiting):
+                deliver(index, waiting[index])
 
-    def _arrange(
-        self,
-        seeds: slice,
-        n_examples: int,
-        take: Take,
-        index: int,
-        arrived: list[tuple[Tensor, Tensor]],
-    ) -> None:
-        """Join what a block's calls got, by example."""
-        block = self._taps.blocks[index]
-        m, n = block.shape
-        dtype = block.statistics_dtype
-        rows: list[tuple[Tensor, Tensor]] = []
-        for inputs, gradients in arrived:
-            a = inputs.reshape(n_examples, -1, n).to(dtype)
-            g = gradients.reshape(len(gradients), n_examples, -1, m).to(dtype)
-            rows.append((a, g))
-        lengths = [a.shape[1] for a, _ in rows]
-        (a, g), *others = rows
-        if others:  # most layers are called once, and nothing needs to be copied
-            a, g = (torch.cat(each, dim=-2) for each in zip(*rows, strict=True))
-        take(Rows(index, seeds, a, g, lengths))
-
-
-class _Pass:
-    """A backward pass: gathers what arrives at each layer's calls, and delivers it."""
-
-    def __init__(
-        self,
-        n_calls: list[int],
-        deliver: Callable[[int, list[tuple[Tensor, Tensor]]], None],
-        is_batched: bool,
-    ) -> None:
-        self.is_batched = is_batched
-        self._n_calls = n_calls
-        self._deliver = deliver
-        self._waiting: dict[int, list[tuple[Tensor, Tensor]]] = {}
-
-    def arrive(self, index: int, inputs: Tensor, gradient: Tensor) -> None:
-        """Take what came to a call; deliver what its layer got, once that is all.
-
-        A gradient under `torch.func.vmap` is unwrapped: its leading dimension is that
-        of `vmap`, or of size 1 where it is the same for all seeds. An
-        `autograd.Function` with a `vmap` of its own does the same by public means, and
-        takes longer than a layer's backward pass.
-        """
-        if not self.is_batched:
-            self._gather(index, inputs, gradient[None])
-            return
-        dim = functorch.maybe_get_bdim(gradient)
-        if dim < 0:
-            gradient = gradient[None]
-        else:
-            gradient = functorch.get_unwrapped(gradient).movedim(dim, 0)
-        with retrieve_current_functorch_interpreter().lower():
-            self._gather(index, inputs, gradient)
-
-    def _gather(self, index: int, inputs: Tensor, gradients: Tensor) -> None:
-        arrived = self._waiting.setdefault(index, [])
-        arrived.append((inputs, gradients))
-        if len(arrived) == self._n_calls[index]:
-            self._deliver(index, self._waiting.pop(index))
-
-    def finish(self) -> None:
-        """Deliver what layers got of whose calls some had no gradient."""
-        for index in sorted(self._waiting):
-            self._deliver(index, self._waiting.pop(index))
-
-
-class WholeGraph(Graph):
-    """Logits of one example, with gradients of whole weights: by plain autograd.
-
-    Hooks see the rows of linear layers. Fused experts, embeddings, convolutions and
-    rows of tokens have none that can be seen. An adapter with such a weight is passed
-    over example by example, where the gradient of each of its weights is that
-    example's.
-    """
-
-    def back_propagate(
+    def _pass_of_whole_gradients(
         self,
         vectors: Tensor,
-        n_examples: int,
-        take: Take,
-        *,
-        at_once: int | None = None,
-        retain_graph: bool = False,
-        create_graph: bool = False,
+        deliver: Callable[[int, Arrived], None],
+        retain_graph: bool,
+        create_graph: bool,
     ) -> None:
-        """Make a backward pass with each of `(S, N, C)` vectors."""
+        """Back-propagate a vector to whole weights, of one example, by plain autograd.
+
+        Hooks see the rows of linear layers. Fused experts, embeddings, convolutions and
+        rows of tokens have none that can be seen. An adapter with such a weight is
+        passed over example by example, where the gradient of each of its weights is
+        that example's.
+        """
         if not self.logits.requires_grad:
             return
-        blocks, layouts = self._taps.blocks, self._taps.layouts
-        _warn_of_passes(blocks, layouts, len(vectors))
+        blocks = self.taps.blocks
         parameters = {id(block.weight): block.weight for block in blocks}
-        for seed, vector in enumerate(vectors):
-            gradients = torch.autograd.grad(
-                self.logits,
-                list(parameters.values()),
-                vector,
-                retain_graph=retain_graph or seed < len(vectors) - 1,
-                create_graph=create_graph,
-                allow_unused=True,
-            )
-            by_id = dict(zip(parameters, gradients, strict=True))
-            matrices: dict[int, Tensor] = {}
-            for index, block in enumerate(blocks):
-                gradient = by_id[id(block.weight)]
-                if gradient is not None:
-                    matrices[index] = block.matrix(gradient).to(block.statistics_dtype)
-            layouts.used.update(matrices)
-            # An example reaches few experts.
-            reached = read([matrix.any() for matrix in matrices.values()])
-            for index, is_reached in zip(matrices, reached, strict=True):
-                if is_reached:
-                    take(_as_rows(index, slice(seed, seed + 1), matrices[index]))
+        gradients = torch.autograd.grad(
+            self.logits,
+            list(parameters.values()),
+            vectors[0],
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+        by_id = dict(zip(parameters, gradients, strict=True))
+        matrices: dict[int, Tensor] = {}
+        for index, block in enumerate(blocks):
+            gradient = by_id[id(block.weight)]
+            if gradient is not None:
+                matrices[index] = block.matrix(gradient)
+        self.taps.layouts.used.update(matrices)
+        # An example reaches few experts.
+        reached = read([matrix.any() for matrix in matrices.values()])
+        for (index, matrix), is_reached in zip(matrices.items(), reached, strict=True):
+            if is_reached:
+                # As rows of the identity on the smaller side.
+                m, n = matrix.shape
+                identity = torch.eye(min(m, n)).to(matrix)
+                a, g = (matrix, identity) if m <= n else (identity, matrix.mT)
+                deliver(index, [(a, g[None])])
+
+    def _deliver(
+        self,
+        seeds: slice,
+        weights: Tensor | None,
+        take: Take,
+        index: int,
+        arrived: Arrived,
+    ) -> None:
+        """Join what a block's calls got, by example, and scale it by weights."""
+        block = self.taps.blocks[index]
+        m, n = block.shape
+        dtype = block.statistics_dtype
+        n_examples = 1 if self.positions is None else self.positions.n_examples
+        inputs = [a.reshape(n_examples, -1, n).to(dtype) for a, _ in arrived]
+        gradients = [g.reshape(len(g), n_examples, -1, m).to(dtype) for _, g in arrived]
+        a, g = inputs[0], gradients[0]
+        if len(arrived) > 1:  # most layers are called once: nothing needs to be copied
+            a, g = torch.cat(inputs, dim=1), torch.cat(gradients, dim=2)
+        if weights is not None:
+            # After the pass: in half precision, the weights of confident examples would
+            # underflow.
+            of_seeds = weights[seeds]
+            if of_seeds.shape[1] > 1:
+                of_seeds = of_seeds[:, self.examples]
+            g = g * of_seeds[..., None, None].to(g)
+        take(Rows(self, index, seeds, a, g, [each.shape[1] for each in inputs]))
 
 
-def _as_rows(index: int, seeds: slice, matrix: Tensor) -> Rows:
-    """Write a gradient `(m, n)` as rows: of the identity on its smaller side."""
-    m, n = matrix.shape
-    identity = torch.eye(min(m, n)).to(matrix)
-    a, g = (matrix, identity) if m <= n else (identity, matrix.mT)
-    return Rows(index, seeds, a[None], g[None, None], [min(m, n)])
-
-
-def _warn_of_passes(blocks: Sequence[Block], layouts: Layouts, n_vectors: int) -> None:
+def _warn_of_passes(taps: Taps, n_vectors: int) -> None:
     """Say once which matrices make passes slow, and how many each example takes."""
-    if layouts.has_warned:
+    if taps.layouts.has_warned:
         return
-    layouts.has_warned = True
-    slow = without_rows(blocks)
+    taps.layouts.has_warned = True
+    slow = taps.without_rows
     warn(
-        f"{len(slow)} of {len(blocks)} matrices, such as {slow[0].name}, are of no "
-        "linear layer that is called: for their gradients each example takes a forward "
-        f"pass and {n_vectors} backward passes of its own. Leave them out with "
+        f"{len(slow)} of {len(taps.blocks)} matrices, such as {slow[0].name}, are of "
+        "no linear layer that is called: for their gradients each example takes a "
+        f"forward pass and {n_vectors} backward passes of its own. Leave them out with "
         "target_modules to have whole batches at once."
     )
+
+
+# --- proof that rows are each example's own -------------------------------------------
+#  A layer's rows `(n, ..., d)` are taken for `(B, n / B, ..., d)`. Sizes don't show
+# whether they are, but gradients do: those of some examples' logits must leave exactly
+# nothing in the rows of all others.
+
+
+def is_proven(graph: Graph) -> bool:
+    """Prove that the rows of a pass are each example's own, or find that they are not.
+
+    Texts are proven in the first batch, in the first one of two, four, eight and so on
+    or more examples, and in each until every layer has had a gradient. Sizes don't tell
+    what rows other batches have, such as those of images: each of them is proven.
+
+    The layouts note the size of the largest batch that proved a site. A gradient that
+    is not finite is a `ValueError`.
+    """
+    positions = graph.positions
+    assert positions is not None
+    n_examples = positions.n_examples
+    if n_examples == 1:
+        return True
+    if graph.taps.without_rows:
+        return False
+    blocks, proven = graph.taps.blocks, graph.taps.layouts.proven
+    size = n_examples.bit_length()  # 2 for 2 and 3 examples, 3 for 4 to 7, and so on
+    is_known = True
+    lasting: set[int] = set()  # blocks
+    for index, calls in enumerate(graph.calls):
+        # Cheap, and surely wrong: as where a router has picked any number of rows.
+        if any(not shape or shape[0] % n_examples for shape in calls):
+            return False
+        site = blocks[index].rows.site
+        if all(_lasts(site, shape, positions) for shape in calls):
+            lasting.add(index)
+            is_known &= not calls or proven.get((site, len(calls)), 0) >= size
+        else:
+            is_known = False
+    if is_known:
+        return True
+    words = codewords(n_examples)
+    strays: list[Tensor] = []  # whether seeds of some examples arrive at others
+    non_finite: dict[int, Tensor] = {}
+    reached: dict[int, Tensor] = {}  # rows `(B, T)` of a block's calls
+    lengths: dict[int, list[int]] = {}
+
+    def look(rows: Rows) -> None:
+        non_finite[rows.index] = ~torch.isfinite(rows.g).all()
+        # Exactly nothing, not little: no sum of other examples' numbers has gone in.
+        arrives = rows.g.detach().any(-1)
+        is_other = ~words.to(rows.g.device)[rows.seeds, :, None]
+        strays.append((arrives & is_other).any())
+        reached[rows.index] = reached.get(rows.index, False) | arrives.any(0)
+        lengths[rows.index] = rows.lengths
+
+    # Random numbers, so that gradients do not cancel to 0 but by chance.
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(graph.logits.shape[1], generator=generator)
+    chosen = positions.logits_of(words).to(graph.logits)  # (S, N)
+    vectors = chosen[..., None] * vector.to(graph.logits)
+    graph.back_propagate(vectors, look, retain_graph=True)
+    for index, is_wrong in zip(
+        non_finite, read(list(non_finite.values())), strict=True
+    ):
+        if is_wrong:
+            raise non_finite_gradients(blocks[index])
+    if any(read(strays)):
+        return False
+    for index in lasting & reached.keys():
+        calls = reached[index].split(lengths[index], dim=1)
+        # Others of its calls may have had no gradient.
+        is_whole = len(calls) == len(graph.calls[index])
+        if is_whole and all(map(_tells_layouts_apart, calls)):
+            proven[blocks[index].rows.site, len(calls)] = size
+    return True
+
+
+def codewords(n_examples: int) -> Tensor:
+    """Choose seeds `(S, B)` of examples: of any two, some seed has the first alone."""
+    n_bits = max(1, (n_examples - 1).bit_length())
+    bits = torch.arange(n_examples) >> torch.arange(n_bits)[:, None] & 1
+    return torch.cat([bits, 1 - bits]).bool()
+
+
+def _lasts(site: str, shape: torch.Size, positions: Positions) -> bool:
+    """Tell whether later batches of this size have rows in the same order.
+
+    Which row a token has does not depend on what the text says.
+    """
+    # A router picks their rows.
+    if not positions.is_text or "experts" in site.split("."):
+        return False
+    # Rows of examples, or of all tokens in one dimension. Any others, such as windows,
+    # may be in another order next time.
+    by_example = shape[0] in (positions.n_examples, positions.n_rows)
+    return by_example or shape.numel() == positions.n_tokens
+
+
+def _tells_layouts_apart(reached: Tensor) -> bool:
+    """Tell whether gradients came, at rows `(B, T)` that tell layouts apart."""
+    if reached.shape[0] == reached.shape[1]:
+        # `(T, B)` and `(B, T)` have the same row on the diagonal.
+        reached = reached & ~torch.eye(
+            len(reached), dtype=torch.bool, device=reached.device
+        )
+    return bool(reached.any())
+
+
+def non_finite_gradients(block: Block) -> ValueError:
+    """Make the error that names a weight whose gradients are not finite."""
+    return ValueError(f"Weight {block.name}: non-finite gradients")

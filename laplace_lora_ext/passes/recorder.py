@@ -1,8 +1,9 @@
-"""Record batches, prove which rows belong to which example, and make Jacobians."""
+"""Batches are recorded, whole or example by example, in parts that fit into memory."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,11 +11,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from laplace_lora_ext.models.batches import Positions, number_of_rows
+from laplace_lora_ext.models.batches import (
+    IGNORED,
+    Positions,
+    number_of_rows,
+    number_of_tokens,
+    part_of,
+)
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.running import is_shared
 from laplace_lora_ext.models.weights import (
     Block,
     Place,
@@ -22,19 +31,33 @@ from laplace_lora_ext.models.weights import (
     read,
     without_rows,
 )
-from laplace_lora_ext.passes.graph import Graph, Layouts, Rows, Taps, tapped
-from laplace_lora_ext.passes.parts import Parts, examples_of, rows_at_once
+from laplace_lora_ext.passes.graph import (
+    Graph,
+    Layouts,
+    Outputs,
+    Rows,
+    Take,
+    Taps,
+    is_proven,
+    non_finite_gradients,
+    tapped,
+)
 from laplace_lora_ext.tasks.task import Seeds
+
+# Rows that go through a layer in one backward pass of all outputs, unless a single
+# example has more: on a CPU, where more are no faster, and on an accelerator.
+_ON_CPU = 768
+_ON_ACCELERATOR = 2**13
+
+# Of Jacobians in all weights, which are there together where the tokens of a text take
+# turns: 0.5 GB in float32, or one token's.
+_NUMBERS = 2**27
 
 # What models raise on inputs that are no example, or not alone.
 _NO_EXAMPLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
 
 Directions = Callable[[Tensor], Tensor]
 """Takes logits `(B, C)`, and returns vectors `(S, B, C)` to back-propagate."""
-
-Outputs = Callable[[Any, Tensor | None], Tensor]
-"""Computes what is back-propagated from, `(B, C)`: of a batch, or of one of its
-examples, whose rows `(B,)` booleans mark."""
 
 
 def every_output(logits: Tensor) -> Tensor:
@@ -102,56 +125,8 @@ class Rounds:
     def of_rows(self, of_texts: Tensor) -> Tensor:
         """Take each row's part `(N, S, ...)` of all rounds' `(B, rounds S, ...)`."""
         by_round = of_texts.unflatten(1, (self.n_rounds, -1))
-        return by_round[
-            self.owners.to(of_texts.device), self.numbers.to(of_texts.device)
-        ]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Examples that are back-propagated together: all of a batch, or one."""
-
-    graph: Graph
-    # None if the graph is of other examples too, and all rows count.
-    positions: Positions | None
-    examples: slice  # of the batch
-    # `(N,)` booleans: the example's own among the batch's.
-    logits: Tensor | None = None
-
-    def vectors(self, of_batch: Tensor) -> Tensor:
-        """Select or blank out the `(S, N, C)` vectors for the logits of the graph."""
-        if self.logits is None:
-            return of_batch
-        if self.positions is None:  # the graph has the logits of the whole batch
-            # Zeros in place of the other examples' vectors: their logits get no
-            # gradient.
-            return of_batch * self.logits[:, None]
-        return of_batch[:, self.logits]
-
-    def valid(self, rows: Rows, x: Tensor) -> Tensor:
-        """Select the rows `(N, d)` of `(S, B, T, d)` that are no padding.
-
-        A `NotImplementedError` if the mask can't be applied to the layer's rows.
-        """
-        if self.positions is None:
-            raise NotImplementedError(
-                "logits of an example depend on rows of others: use "
-                'kfac_approx="gradient", or leave this layer out with target_modules'
-            )
-        masks = [self.positions.valid(length) for length in rows.lengths]
-        if all(mask is None for mask in masks):
-            # Selecting by booleans would wait for an accelerator.
-            return x.flatten(0, 2)
-        is_valid = torch.cat(
-            [
-                x.new_ones(x.shape[1], length, dtype=torch.bool)
-                if mask is None
-                else mask.to(x.device)
-                for mask, length in zip(masks, rows.lengths, strict=True)
-            ],
-            dim=1,
-        )
-        return x[:, is_valid].flatten(0, 1)
+        owners, numbers = self.owners, self.numbers
+        return by_round[owners.to(by_round.device), numbers.to(by_round.device)]
 
 
 @dataclass(frozen=True)
@@ -164,50 +139,27 @@ class Recording:
 
     logits: Tensor  # (N, C)
     positions: Positions
-    _parts: Callable[[], Iterable[Part]]
+    _graphs: Callable[[], Iterable[Graph]]
     _create_graph: bool
 
     def backward(
         self,
         vectors: Tensor,
-        take: Callable[[Part, Rows], None],
-        *,
+        take: Take,
         weights: Tensor | None = None,
         at_once: int | None = None,
     ) -> None:
-        """Back-propagate `(S, N, C)` vectors, and hand on what each block gets.
-
-        Gradients are scaled by `(S, B)` weights, or `(S, 1)` for all examples. A pass
-        takes `at_once` vectors, as `Graph.back_propagate` has it.
-        """
-        for part in self._parts():
-            positions = part.positions
+        """Back-propagate `(S, N, C)` vectors as `Graph.back_propagate` has it."""
+        for graph in self._graphs():
             with torch.autocast(vectors.device.type, enabled=False):
-                part.graph.back_propagate(
-                    part.vectors(vectors),
-                    1 if positions is None else positions.n_examples,
-                    partial(take, part)
-                    if weights is None
-                    else partial(_scale, part, weights, take),
+                graph.back_propagate(
+                    vectors,
+                    take,
+                    weights=weights,
                     at_once=at_once,
-                    # The graph of a batch may be needed for the next of its examples.
-                    retain_graph=self._create_graph or positions is None,
                     create_graph=self._create_graph,
                 )
-            del part  # before the next one is recorded
-
-
-def _scale(
-    part: Part, weights: Tensor, take: Callable[[Part, Rows], None], rows: Rows
-) -> None:
-    """Hand on rows of a part, scaled by its examples' weights."""
-    # After the pass: in half precision, the weights of confident examples would
-    # underflow.
-    of_seeds = weights[rows.seeds]
-    if of_seeds.shape[1] > 1:
-        of_seeds = of_seeds[:, part.examples]
-    g = rows.g * of_seeds[:, :, None, None].to(rows.g)
-    take(part, replace(rows, g=g))
+            del graph  # before the next one is recorded
 
 
 class Recorder:
@@ -221,17 +173,16 @@ class Recorder:
     blocks : list of Block
     layouts : Layouts
         what passes have shown of the model so far
-    parts : Parts
-        to learn and predict batches in parts that fit into memory
     """
 
     def __init__(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
         self.model = model
         self.blocks = list(blocks)
         # A whole weight's gradient is of all examples that a pass has.
-        self._by_whole_gradients = bool(without_rows(blocks))
-        self.layouts = Layouts(examples_apart=self._by_whole_gradients)
-        self.parts = Parts(model, self.blocks, self.layouts)
+        self.layouts = Layouts(examples_apart=bool(without_rows(blocks)))
+        # How many rows of layers fit, in passes of each kind: those of a prediction
+        # have more vectors at once than those of a fit.
+        self._most_rows = {"fit": sys.maxsize, "prediction": sys.maxsize}
 
     @property
     def places(self) -> list[Place]:
@@ -242,14 +193,15 @@ class Recorder:
         of_all = self.model.device, self.blocks[0].statistics_dtype
         return [of_all, *(block.place for block in self.blocks)]
 
+    # --- recordings -------------------------------------------------------------------
+
     @contextmanager
     def record(
-        self, batch: Any, *, outputs: Outputs | None = None, create_graph: bool = False
+        self, batch: Any, outputs: Outputs, create_graph: bool = False
     ) -> Iterator[Recording]:
         """Run the model on a batch and record the calls of the blocks' layers.
 
-        What is back-propagated from are the model's logits, unless other `outputs` are
-        given.
+        What is back-propagated from are the outputs.
 
         Where the rows of some layer were not each example's own, as in DeBERTa or where
         a router picks them, or where no rows can be seen, examples are recorded one at
@@ -268,7 +220,7 @@ class Recorder:
         # Fused kernels have no second derivatives.
         attention = sdpa_kernel(SDPBackend.MATH) if create_graph else nullcontext()
         weights: list[Tensor] = []  # to be differentiated in
-        if self._by_whole_gradients:
+        if without_rows(self.blocks):
             check_in_place(self.blocks, "A gradient in a whole matrix")
             weights = [block.weight for block in self.blocks]
         # Hooks come last, when `prepared` makes other threads wait: these must not be
@@ -282,63 +234,65 @@ class Recorder:
                 self.model, self.blocks, self.layouts, checkpointed=not create_graph
             ) as taps,
         ):
-            compute = self._logits if outputs is None else outputs
-            whole = self._whole(taps, batch, compute)
-            if whole is not None and whole.positions is not None:
-                logits, positions = whole.graph.logits, whole.positions
-                parts = partial(iter, [whole])
-            else:
-                # A graph of the whole batch, which nothing is back-propagated through,
-                # is only needed where somebody differentiates the logits themselves.
-                with torch.set_grad_enabled(create_graph):
-                    logits = compute(batch, None)
-                positions = self.model.positions(batch, len(logits))
-                parts = partial(self._one_at_a_time, taps, batch, logits, compute)
-            yield Recording(logits, positions, parts, create_graph)
-
-    def _logits(self, batch: Any, own: Tensor | None) -> Tensor:
-        return self.model(batch)
-
-    def _whole(self, taps: Taps, batch: Any, outputs: Outputs) -> Part | None:
-        """Record a batch at once, unless its rows aren't proven each example's own."""
-        layouts = self.layouts
-        # What one batch showed holds for the model. A single example needs no proof.
-        if layouts.examples_apart and number_of_rows(batch) != 1:
-            return None
-        graph = taps.run(partial(outputs, batch, None))
-        positions = self.model.positions(batch, len(graph.logits))
-        if positions.n_examples > 1 and self._by_whole_gradients:
-            return None
-        if is_proven(graph, self.blocks, positions, layouts):
-            return Part(graph, positions, slice(None))
-        layouts.examples_apart = True
-        return None
+            layouts = self.layouts
+            # What one batch showed holds for the model. A single example needs no
+            # proof.
+            if not layouts.examples_apart or number_of_rows(batch) == 1:
+                graph = taps.run(outputs, batch)
+                if is_proven(graph):
+                    assert graph.positions is not None
+                    graphs = partial(iter, [graph])
+                    yield Recording(graph.logits, graph.positions, graphs, create_graph)
+                    return
+                del graph
+                layouts.examples_apart = True
+            # A graph of the whole batch, which nothing is back-propagated through, is
+            # only needed where somebody differentiates the logits themselves.
+            with torch.set_grad_enabled(create_graph):
+                logits = outputs(batch, None)
+            positions = self.model.positions(batch, len(logits))
+            graphs = partial(self._one_at_a_time, taps, batch, logits, outputs)
+            yield Recording(logits, positions, graphs, create_graph)
 
     def _one_at_a_time(
         self, taps: Taps, batch: Any, logits: Tensor, outputs: Outputs
-    ) -> Iterator[Part]:
+    ) -> Iterator[Graph]:
         """Record each example by itself, or within the batch if its logits differ."""
         of_batch = None
-        for number, example, own in examples_of(self.model, batch, logits):
+        for number, example, own in self._examples(batch, logits):
             graph = None
             # The other examples' logits are the batch's own, and can't make a
             # difference.
             alone = logits.detach().clone()
             try:
-                graph = taps.run(partial(outputs, example, own))
+                graph = taps.run(outputs, example, own)
                 alone[own] = graph.logits.detach()
             except _NO_EXAMPLE:  # it may only exist in the batch
                 alone.fill_(torch.nan)
             place = slice(number, number + 1)
             if graph is not None and self.model.agree(logits.detach(), alone):
-                positions = self.model.positions(example, len(graph.logits))
-                yield Part(graph, positions, place, own)
+                yield replace(graph, examples=place, own=own)
             else:
                 # As where a model normalises a batch: the example is not the same
                 # alone. One graph of the batch serves all such examples.
-                of_batch = of_batch or taps.run(partial(outputs, batch, None))
-                yield Part(of_batch, None, place, own)
+                of_batch = of_batch or taps.run(outputs, batch)
+                yield replace(of_batch, positions=None, examples=place, own=own)
             del graph  # before the next example is recorded
+
+    def _examples(
+        self, batch: Any, logits: Tensor
+    ) -> Iterator[tuple[int, Any, Tensor]]:
+        """Take a batch with these logits apart; texts without a label are left out.
+
+        An example has a number, inputs, and `(N,)` booleans that mark its own logits.
+        """
+        positions = self.model.positions(batch, len(logits))
+        n_examples = positions.n_examples
+        itself = torch.eye(n_examples, dtype=torch.bool, device=logits.device)
+        for number, own in enumerate(positions.logits_of(itself)):
+            if own.any():
+                place = slice(number, number + 1)
+                yield number, part_of(batch, place, n_examples), own
 
     def check_called(self, called: Collection[int]) -> None:
         """Refuse a fit whose layers were never called, and so have no curvature."""
@@ -363,6 +317,8 @@ class Recorder:
             f"{advice}"
         )
 
+    # --- Jacobians --------------------------------------------------------------------
+
     def visit_jacobians(
         self,
         batch: Any,
@@ -380,18 +336,54 @@ class Recorder:
         C. With `enable_backprop`, Jacobians and logits are differentiable in the
         inputs. Errors are those of `record`.
         """
-        with self.record(batch, create_graph=enable_backprop) as recording:
+        incomplete: dict[int, Tensor] = {}
+        sums: dict[int, Tensor] = {}  # of complete ones
+
+        def zeros(index: int) -> Tensor:
+            block = self.blocks[index]
+            shape = (*size, *block.shape)
+            return block.values.new_zeros(shape, dtype=block.statistics_dtype)
+
+        def complete(index: int, jacobian: Tensor) -> None:
+            # Asking each block whether its numbers are finite would wait for an
+            # accelerator each time: a sum of numbers is finite only if they are, and
+            # all sums are read at once.
+            sums[index] = jacobian.detach().sum()
+            if rounds is not None:
+                jacobian = rounds.of_rows(jacobian)
+            visit(index, self.blocks[index].small_side_first(jacobian))
+
+        def take(rows: Rows) -> None:
+            jacobian = rows.gradient().transpose(0, 1)
+            if jacobian.shape[:2] == size:
+                complete(rows.index, jacobian)
+                return
+            if rows.index not in incomplete:
+                incomplete[rows.index] = zeros(rows.index)
+            incomplete[rows.index][rows.graph.examples, rows.seeds] = jacobian
+
+        def outputs(inputs: Any, _: Tensor | None) -> Tensor:
+            return self.model(inputs)
+
+        with self.record(batch, outputs, enable_backprop) as recording:
             logits, positions = recording.logits, recording.positions
             vectors = directions(logits.detach())
             rounds = Rounds.of(positions)
             at_once = len(vectors)
             if rounds is not None:
                 vectors = rounds.vectors(vectors)
-                at_once = max(1, rows_at_once(self.model) // positions.n_rows)
+                at_once = max(1, self._rows_at_once // positions.n_rows)
             size = torch.Size((positions.n_examples, len(vectors)))
-            jacobians = _Jacobians(self.blocks, size, rounds, visit)
-            recording.backward(vectors, jacobians.take, at_once=at_once)
-            jacobians.finish()
+            recording.backward(vectors, take, at_once=at_once)
+            for index in range(len(self.blocks)):
+                if index in incomplete:
+                    complete(index, incomplete.pop(index))
+                elif index not in sums:
+                    complete(index, zeros(index))
+            totals = read(list(sums.values()))
+            for index, total in zip(sums, totals, strict=True):
+                if not math.isfinite(total):
+                    raise non_finite_gradients(self.blocks[index])
         return logits if enable_backprop else logits.detach()
 
     def jacobians(
@@ -415,165 +407,181 @@ class Recorder:
         in_order = [of_blocks[index] for index in range(len(self.blocks))]
         return torch.cat(in_order, dim=-1), f
 
+    # --- parts that fit into memory, found as accelerate finds batch sizes ------------
 
-class _Jacobians:
-    """Completes each block's Jacobian from examples and vectors in turn."""
+    @property
+    def _rows_at_once(self) -> int:
+        """Say how many rows go through a layer in one backward pass of a prediction."""
+        return _ON_CPU if self.model.device.type == "cpu" else _ON_ACCELERATOR
 
-    def __init__(
+    def predict(
         self,
-        blocks: Sequence[Block],
-        size: torch.Size,
-        rounds: Rounds | None,
-        visit: Callable[[int, Tensor], None],
+        batch: Any,
+        n_outputs: int,
+        evaluate: Callable[[Any, slice], Any],
+        n_examples: int | None = None,
+    ) -> list[Any]:
+        """Predict a few examples at a time, or all where parts would differ.
+
+        Windows of texts, say, lie in rows of their own: parts then have another number
+        of logits than of rows. Logits may also depend on the other examples, as where a
+        model normalises a batch.
+
+        `evaluate` takes a part, and its place in the batch; what it returns has their
+        logits `f_mu`. `n_outputs` vectors are back-propagated at once. A text of whose
+        tokens many have logits is evaluated again and again, for some of them each
+        time. Where labels tell `n_examples`, inputs with another number of rows stay
+        undivided. Parts that do not fit into memory are halved; a
+        `torch.OutOfMemoryError` says what to do where one example does not fit.
+        """
+        model = self.model
+        n_rows = number_of_rows(batch)
+        owners = model.owners(batch)
+        is_empty = owners is not None and not len(owners)  # which the model refuses
+        if (
+            n_rows is None
+            or n_examples not in (None, n_rows)
+            or is_empty
+            or model.is_divisible is False  # an earlier batch has shown it
+        ):
+            return [evaluate(batch, slice(None))]
+        rows_of_example = n_outputs * (number_of_tokens(batch) or 1)
+        most_examples = n_rows
+        # Rows of logits whose Jacobians may be in memory at once.
+        n_params = sum(block.n_params for block in self.blocks)
+        logits_at_once = max(1, _NUMBERS // (n_outputs * n_params))
+        if owners is not None:  # each token of a text has vectors of its own
+            most_logits = int(owners.bincount().max())
+            rows_of_example *= most_logits
+            most_examples = logits_at_once // most_logits
+        at_most = min(self._rows_at_once // max(1, rows_of_example), most_examples)
+
+        def of_part(part: Any, place: slice) -> list[Any]:
+            if owners is None:
+                return [evaluate(part, place)]
+            some = _labelled_in_turn(model, part, logits_at_once)
+            return [evaluate(each, place) for each in some]
+
+        results: list[Any] = []
+        for place, found in self._evaluate(
+            "prediction", batch, n_rows, rows_of_example, max(1, at_most), of_part
+        ):
+            results += found
+            # One part is the whole batch, and can't differ from it.
+            if place == slice(0, n_rows):
+                return results
+            n_logits = place.stop - place.start
+            if owners is not None:
+                is_in_part = (owners >= place.start) & (owners < place.stop)
+                n_logits = int(is_in_part.sum())
+            if sum(len(result.f_mu) for result in found) != n_logits:
+                return [evaluate(batch, slice(None))]
+        f_mu = torch.cat([result.f_mu for result in results])
+        if not model.divides(batch, lambda _: f_mu):
+            return [evaluate(batch, slice(None))]
+        return results
+
+    def learn(
+        self, batch: Any, n_examples: int, evaluate: Callable[[Any, slice], Any]
     ) -> None:
-        self._blocks = blocks
-        self._size = size  # (B, S)
-        self._rounds = rounds
-        self._visit = visit
-        self._incomplete: dict[int, Tensor] = {}
-        # Of complete ones, to see if they are finite.
-        self._sums: dict[int, Tensor] = {}
+        """Learn from a batch with `n_examples` labels, in parts that fit into memory.
 
-    def take(self, part: Part, rows: Rows) -> None:
-        """Take what a backward pass brings a block."""
-        jacobian = rows.gradient().transpose(0, 1)
-        if jacobian.shape[:2] == self._size:
-            self._complete(rows.index, jacobian)
+        `evaluate` takes a part, and its place in the batch. Errors are those of
+        `predict`. One whose examples' logits depend on each other has no parts: what
+        was learnt is of no use then.
+        """
+        if number_of_rows(batch) != n_examples:
+            evaluate(batch, slice(None))
             return
-        if rows.index not in self._incomplete:
-            self._incomplete[rows.index] = self._zeros(rows.index)
-        self._incomplete[rows.index][part.examples, rows.seeds] = jacobian
-
-    def finish(self) -> None:
-        """Complete Jacobians that came in parts or not at all; check all."""
-        for index in range(len(self._blocks)):
-            if index in self._incomplete:
-                self._complete(index, self._incomplete.pop(index))
-            elif index not in self._sums:
-                self._complete(index, self._zeros(index))
-        sums = read(list(self._sums.values()))
-        for index, total in zip(self._sums, sums, strict=True):
-            if not math.isfinite(total):
-                raise _non_finite(self._blocks[index])
-
-    def _complete(self, index: int, jacobian: Tensor) -> None:
-        # Asking each block whether its numbers are finite would wait for an accelerator
-        # each time: a sum of numbers is finite only if they are, and all sums are read
-        # at once.
-        self._sums[index] = jacobian.detach().sum()
-        if self._rounds is not None:
-            jacobian = self._rounds.of_rows(jacobian)
-        self._visit(index, self._blocks[index].small_side_first(jacobian))
-
-    def _zeros(self, index: int) -> Tensor:
-        block = self._blocks[index]
-        shape = (*self._size, *block.shape)
-        return block.values.new_zeros(shape, dtype=block.statistics_dtype)
-
-
-# --- proof that rows are each example's own -------------------------------------------
-#  A layer's rows `(n, ..., d)` are taken for `(B, n / B, ..., d)`. Sizes don't show
-# whether they are, but gradients do: those of some examples' logits must leave exactly
-# nothing in the rows of all others.
-
-
-def is_proven(
-    graph: Graph, blocks: Sequence[Block], positions: Positions, layouts: Layouts
-) -> bool:
-    """Prove that the rows of a pass are each example's own, or find that they are not.
-
-    Texts are proven in the first batch, in the first one of two, four, eight and so on
-    or more examples, and in each until every layer has had a gradient. Sizes don't tell
-    what rows other batches have, such as those of images: each of them is proven.
-
-    The layouts note the size of the largest batch that proved a site. A gradient that
-    is not finite is a `ValueError`.
-    """
-    n_examples = positions.n_examples
-    if n_examples == 1:
-        return True
-    size = n_examples.bit_length()  # 2 for 2 and 3 examples, 3 for 4 to 7, and so on
-    is_known = True
-    lasting: set[int] = set()  # blocks
-    for index, calls in enumerate(graph.shapes):
-        # Cheap, and surely wrong: as where a router has picked any number of rows.
-        if any(not shape or shape[0] % n_examples for shape in calls):
-            return False
-        site = blocks[index].rows.site
-        if all(_lasts(site, shape, positions) for shape in calls):
-            lasting.add(index)
-            is_known &= not calls or layouts.proven.get((site, len(calls)), 0) >= size
-        else:
-            is_known = False
-    if is_known:
-        return True
-    words = codewords(n_examples)
-    strays: list[Tensor] = []  # whether seeds of some examples arrive at others
-    non_finite: dict[int, Tensor] = {}
-    reached: dict[int, Tensor] = {}  # rows `(B, T)` of a block's calls
-    lengths: dict[int, list[int]] = {}
-
-    def look(rows: Rows) -> None:
-        non_finite[rows.index] = ~torch.isfinite(rows.g).all()
-        # Exactly nothing, not little: no sum of other examples' numbers has gone in.
-        arrives = rows.g.detach().any(-1)
-        is_other = ~words.to(rows.g.device)[rows.seeds, :, None]
-        strays.append((arrives & is_other).any())
-        reached[rows.index] = reached.get(rows.index, False) | arrives.any(0)
-        lengths[rows.index] = rows.lengths
-
-    # Random numbers, so that gradients do not cancel to 0 but by chance.
-    generator = torch.Generator().manual_seed(0)
-    vector = torch.randn(graph.logits.shape[1], generator=generator)
-    chosen = positions.logits_of(words).to(graph.logits)  # (S, N)
-    vectors = chosen[..., None] * vector.to(graph.logits)
-    graph.back_propagate(vectors, n_examples, look, retain_graph=True)
-    for index, is_wrong in zip(
-        non_finite, read(list(non_finite.values())), strict=True
-    ):
-        if is_wrong:
-            raise _non_finite(blocks[index])
-    if any(read(strays)):
-        return False
-    for index in lasting & reached.keys():
-        calls = reached[index].split(lengths[index], dim=1)
-        # Others of its calls may have had no gradient.
-        is_whole = len(calls) == len(graph.shapes[index])
-        if is_whole and all(map(_tells_layouts_apart, calls)):
-            layouts.proven[blocks[index].rows.site, len(calls)] = size
-    return True
-
-
-def codewords(n_examples: int) -> Tensor:
-    """Choose seeds `(S, B)` of examples: of any two, some seed has the first alone."""
-    n_bits = max(1, (n_examples - 1).bit_length())
-    bits = torch.arange(n_examples) >> torch.arange(n_bits)[:, None] & 1
-    return torch.cat([bits, 1 - bits]).bool()
-
-
-def _lasts(site: str, shape: torch.Size, positions: Positions) -> bool:
-    """Tell whether later batches of this size have rows in the same order.
-
-    Which row a token has does not depend on what the text says.
-    """
-    # A router picks their rows.
-    if not positions.is_text or "experts" in site.split("."):
-        return False
-    # Rows of examples, or of all tokens in one dimension. Any others, such as windows,
-    # may be in another order next time.
-    by_example = shape[0] in (positions.n_examples, positions.n_rows)
-    return by_example or shape.numel() == positions.n_tokens
-
-
-def _tells_layouts_apart(reached: Tensor) -> bool:
-    """Tell whether gradients came, at rows `(B, T)` that tell layouts apart."""
-    if reached.shape[0] == reached.shape[1]:
-        # `(T, B)` and `(B, T)` have the same row on the diagonal.
-        reached = reached & ~torch.eye(
-            len(reached), dtype=torch.bool, device=reached.device
+        n_tokens = number_of_tokens(batch) or 1
+        parts = list(
+            self._evaluate("fit", batch, n_examples, n_tokens, n_examples, evaluate)
         )
-    return bool(reached.any())
+
+        def alone(whole: Tensor) -> Tensor:
+            logits = torch.full_like(whole, torch.nan)
+            for _, inputs, own in self._examples(batch, whole):
+                logits[own] = self.model.summary(inputs)
+            return logits
+
+        # Asked only where it matters: the answer takes further passes, once.
+        if len(parts) > 1 and not self.model.divides(batch, alone):
+            raise torch.OutOfMemoryError(
+                f"The batch does not fit into the memory of {self.model.device}, and "
+                "its examples' logits depend on each other: pass smaller batches."
+            )
+
+    def _evaluate(
+        self,
+        kind: str,
+        batch: Any,
+        n_examples: int,
+        rows_of_example: int,
+        at_most: int,
+        evaluate: Callable[[Any, slice], Any],
+    ) -> Iterator[tuple[slice, Any]]:
+        """Evaluate a batch in parts of `at_most` examples, or fewer if these don't fit.
+
+        Where one does not fit, its vectors go one by one.
+        """
+        first = 0
+        while first < n_examples:
+            n_that_fit = max(1, self._most_rows[kind] // rows_of_example)
+            n_parts = math.ceil((n_examples - first) / min(at_most, n_that_fit))
+            size = math.ceil((n_examples - first) / n_parts)  # all are about as large
+            place = slice(first, first + size)
+            part = batch if size == n_examples else part_of(batch, place, n_examples)
+            try:
+                result = evaluate(part, place)
+            except RuntimeError as error:
+                if not should_reduce_batch_size(error):
+                    raise
+                # Ranks that share a model must make the same passes.
+                is_smallest = size == 1 and self.layouts.seeds_at_most == 1
+                if is_smallest or is_shared(self.model):
+                    raise _too_large(self.model, part, size, error) from error
+            else:
+                yield place, result
+                first = place.stop
+                continue
+            # Only here, where the error has gone, does nothing hold what did not fit.
+            clear_device_cache(garbage_collection=True)
+            if size == 1:
+                self.layouts.seeds_at_most = 1
+            else:
+                self._most_rows[kind] = size // 2 * rows_of_example
 
 
-def _non_finite(block: Block) -> ValueError:
-    return ValueError(f"Weight {block.name}: non-finite gradients")
+def _labelled_in_turn(model: LogitsModel, batch: Any, n_rows: int) -> Iterator[Any]:
+    """Repeat a long text, labelling at most `n_rows` of its tokens each time.
+
+    Several texts stay together. Those without a label are left out.
+    """
+    places = model.places(batch)
+    assert places is not None
+    tokens = places.nonzero()[:, 1]
+    if len(places) > 1 or len(tokens) <= n_rows:
+        if len(tokens):
+            yield batch
+        return
+    X, y = model.split_if_labelled(batch)
+    # Where nobody has labelled a token, any class marks that it is asked for.
+    labels = torch.zeros_like(places, dtype=torch.long) if y is None else y
+    for some in tokens.split(n_rows):
+        of_some = torch.full_like(labels, IGNORED)
+        of_some[0, some] = labels[0, some]
+        yield {**X, model.dict_key_y: of_some}
+
+
+def _too_large(
+    model: LogitsModel, part: Any, size: int, error: RuntimeError
+) -> torch.OutOfMemoryError:
+    what = "One example" if size == 1 else f"A batch of {size} examples"
+    n_tokens = number_of_tokens(part)
+    of_length = "" if n_tokens is None else f" of {n_tokens} tokens"
+    return torch.OutOfMemoryError(
+        f"{what}{of_length} does not fit into the memory of {model.device}: cut texts "
+        "shorter, switch on gradient checkpointing (model.gradient_checkpointing_"
+        "enable), or load the base model in 4-bit (transformers.BitsAndBytesConfig). "
+        f"({error})"
+    )

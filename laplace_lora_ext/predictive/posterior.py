@@ -205,7 +205,7 @@ class Posterior(ParametricLaplace, Members):
         with torch.set_grad_enabled(self.enable_backprop):
             if joint:  # examples vary together: they can't come in parts
                 return Moments(*self._linearised(x, joint, directions))
-            parts = self.recorder.parts.predict(x, n_directions, of_part)
+            parts = self.recorder.predict(x, n_directions, of_part)
             return Moments(*map(torch.cat, zip(*parts, strict=True)))
 
     def _linearised(
@@ -375,7 +375,7 @@ def drawn_functions(la: Posterior, weights: Tensor, pred_type: str, x: Any) -> T
         f_mu = la.recorder.visit_jacobians(part, multiply)
         return _Drawn(f_mu, f_mu[:, None] + torch.stack(products).sum(0))
 
-    parts = la.recorder.parts.predict(x, la.n_outputs, of_part)
+    parts = la.recorder.predict(x, la.n_outputs, of_part)
     of_draws = torch.cat([part.of_draws for part in parts])
     return la.logit_scale * of_draws.transpose(0, 1)
 

@@ -353,7 +353,7 @@ def statistics_of_batch(
         return replace(kept, targets=targets, classes=classes)
 
     n_examples = None if y is None else len(y)
-    parts = la.recorder.parts.predict(X, n_directions, of_part, n_examples)
+    parts = la.recorder.predict(X, n_directions, of_part, n_examples)
     return parts[0].of(join_batches([part.columns for part in parts]))
 
 

@@ -1,6 +1,5 @@
 """Kronecker factors: streaming updates against optimal and dense ones."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -10,12 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_lora_ext.curvature.kron import (
-    DenseFactor,
-    Factor,
-    LowRankFactor,
-    StreamingUpdates,
-)
+from laplace_lora_ext.curvature.kron import KroneckerBlock, StreamingUpdates
 from tests.support.posteriors import fitted
 
 
@@ -37,30 +31,25 @@ def decaying_rows(
     return rows @ basis
 
 
-def low_rank(
+def summed(
     rows: Tensor, rank: int, tail: bool = True, batch: int = 7
-) -> LowRankFactor:
-    """Add rows to a factor, so many at once."""
-    factor = LowRankFactor.zeros(rows.shape[1], rank, tail, rows.device, rows.dtype)
+) -> KroneckerBlock:
+    """Add rows to a large factor, so many at once, beside a small one of 1."""
+    shape = (1, rows.shape[1])
+    block = KroneckerBlock.zeros(shape, True, rank, tail, rows.device, rows.dtype)
     for part in rows.split(batch):
-        updates = StreamingUpdates()
-        updates.add(factor, part)
-    return factor
+        StreamingUpdates().add(block, part, of_outputs=False)
+    block.matrix = block.matrix + 1
+    block.normalizer = torch.tensor(1.0).double()
+    return block
 
 
-def matrix_of(factor: Factor) -> Tensor:
-    """Build a factor from its eigendecomposition."""
-    vectors, values, tail = factor.eigendecomposition()
-    kept = (vectors * values) @ vectors.T
-    projection = vectors @ vectors.T
-    identity = torch.eye(factor.size).to(vectors)
-    complement = identity - projection
-    return kept + tail * complement
-
-
-def n_columns(factor: LowRankFactor) -> int:
-    _, number = factor.columns.shape
-    return number
+def matrix_of(block: KroneckerBlock) -> Tensor:
+    """Build a large factor from its eigendecomposition."""
+    factors = block.decompose()
+    kept = (factors.U * factors.large) @ factors.U.T
+    identity = torch.eye(len(factors.U)).to(factors.U)
+    return kept + factors.tail * (identity - factors.U @ factors.U.T)
 
 
 @settings(deadline=None, max_examples=40)
@@ -73,74 +62,51 @@ def n_columns(factor: LowRankFactor) -> int:
 )
 def test_is_exact_where_the_rank_reaches_the_size(n, d, extra, tail, batch):
     rows = decaying_rows(n, d)
-    rank = d + extra
-    factor = low_rank(rows, rank, tail, batch)
-    found = matrix_of(factor)
-    expected = rows.T @ rows
-    assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    block = summed(rows, d + extra, tail, batch)
+    assert_close(matrix_of(block), rows.T @ rows, rtol=1e-10, atol=1e-12)
     # More columns than the size would bring nothing new.
-    assert n_columns(factor) <= d
-
-
-# --- sums of two runs -----------------------------------------------------------------
+    assert block.columns.shape[1] <= d
 
 
 def test_merging_two_runs_is_one_longer_run():
     rows = decaying_rows(60, 8)
 
-    def in_two_runs(rank: int) -> LowRankFactor:
-        return low_rank(rows[:25], rank) + low_rank(rows[25:], rank)
+    def in_two_runs(rank: int) -> KroneckerBlock:
+        return summed(rows[:25], rank) + summed(rows[25:], rank)
 
-    assert_close(matrix_of(in_two_runs(8)), rows.T @ rows)
+    both = in_two_runs(8)
+    assert_close(matrix_of(both), rows.T @ rows)
+    assert (both.matrix, both.normalizer) == (2, 2)
     # Sums keep twice the rank, so that cutting them loses little.
     truncated = in_two_runs(3)
-    assert n_columns(truncated) == 2 * 3
+    assert truncated.columns.shape[1] == 2 * 3
     assert_close(truncated.trace, rows.square().sum())
 
 
-# --- eigendecompositions that fail ----------------------------------------------------
-
-
-def not_converging(matrix: Tensor) -> None:
-    raise torch.linalg.LinAlgError("did not converge")
-
-
-def test_factors_are_decomposed_otherwise(monkeypatch):
+def test_factors_are_decomposed_otherwise_where_that_fails(monkeypatch):
     rows = decaying_rows(60, 20)
-    expected = matrix_of(low_rank(rows, rank=4))
-    dense = DenseFactor(rows.T @ rows)
+
+    def decomposed() -> tuple[Tensor, Tensor]:
+        # Updates decompose as well.
+        block = summed(rows, rank=4)
+        block.matrix = rows.T @ rows
+        factors = block.decompose()
+        return matrix_of(block), (factors.Q * factors.small) @ factors.Q.T
+
+    expected = decomposed()
+    assert_close(expected[1], rows.T @ rows)
+
+    def not_converging(matrix: Tensor) -> None:
+        raise torch.linalg.LinAlgError("did not converge")
+
     monkeypatch.setattr(torch.linalg, "eigh", not_converging)
-    # Updates decompose as well.
-    assert_close(matrix_of(low_rank(rows, rank=4)), expected)
-    assert_close(matrix_of(dense), dense.matrix)
-
-
-# --- against the optimal factor -------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """Rows, and a factor of rank 10 that has seen them batch by batch."""
-
-    rows: Tensor
-    factor: LowRankFactor
-
-    @property
-    def optimum(self) -> Tensor:
-        """The ten largest eigenvalues' sum."""
-        matrix = self.rows.T @ self.rows
-        eigenvalues = torch.linalg.eigvalsh(matrix.double())
-        return eigenvalues[-10:].sum()
-
-    @property
-    def trace(self) -> Tensor:
-        squares = self.rows.double().square()
-        return squares.sum()
+    assert_close(decomposed(), expected)
 
 
 # Few rows at once go through an eigensolver, and many through subspace iteration.
-@pytest.fixture(
-    params=[
+@pytest.mark.parametrize(
+    ("n_features", "power", "dtype", "batch"),
+    [
         (60, 0.3, torch.float64, 30),
         (60, 1.0, torch.float32, 1500),
         (400, 0.3, torch.float32, 1500),
@@ -149,46 +115,37 @@ class Streamed:
     ],
     ids=str,
 )
-def streamed(request: pytest.FixtureRequest) -> Streamed:
-    n_features, power, dtype, batch = request.param
+def test_streaming_keeps_the_energy_of_the_optimal_factor(
+    n_features, power, dtype, batch
+):
     rows = decaying_rows(1500, n_features, power, dtype)
-    return Streamed(rows, low_rank(rows, rank=10, batch=batch))
-
-
-def test_streaming_keeps_the_energy_of_the_optimal_factor(streamed):
-    vectors, values, _ = streamed.factor.eigendecomposition()
-    coordinates = streamed.rows @ vectors
-    energy = coordinates.square().sum()
-    optimum = streamed.optimum
-    assert energy >= 0.98 * optimum
+    block = summed(rows, rank=10, batch=batch)
+    factors = block.decompose()
+    eigenvalues = torch.linalg.eigvalsh((rows.T @ rows).double())
+    optimum = eigenvalues[-10:].sum()
+    assert (rows @ factors.U).square().sum() >= 0.98 * optimum
     # A sketch sees less energy in its directions than there is, never more.
     rounding = 1e-5
-    assert values.sum() <= optimum * (1 + rounding)
-
-
-def test_what_the_rank_leaves_out_is_in_the_tail(streamed):
-    factor = streamed.factor
-    of_matrix = matrix_of(factor).double().trace()
-    for trace in (factor.trace, of_matrix):
+    assert factors.large.sum() <= optimum * (1 + rounding)
+    # What the rank leaves out is in the tail.
+    for trace in (block.trace, matrix_of(block).double().trace()):
         # As near as a sum of 1,500 rows in float32 comes.
-        assert_close(trace.double(), streamed.trace, rtol=1e-5, atol=0)
+        expected = rows.double().square().sum()
+        assert_close(trace.double(), expected, rtol=rounding, atol=0)
 
 
 def test_updates_are_the_same_from_run_to_run():
     rows = decaying_rows(500, 60)
+    columns = []
     # Whatever the state of torch's own generator.
-    torch.manual_seed(1)
-    first = low_rank(rows, rank=4, batch=500)
-    torch.manual_seed(2)
-    second = low_rank(rows, rank=4, batch=500)
-    assert torch.equal(first.columns, second.columns)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        columns.append(summed(rows, rank=4, batch=500).columns)
+    assert torch.equal(*columns)
 
 
 def test_the_sums_that_are_kept_have_twice_as_many_columns_as_the_curvature():
     la = fitted(rank=1)
-    for sums, block in zip(la.H_facs.blocks, la.H.blocks, strict=True):
-        factors = sums.output_factor, sums.input_factor
-        # The smaller factor of a block is dense.
-        (large,) = [each for each in factors if isinstance(each, LowRankFactor)]
-        assert n_columns(large) == 2
-        assert block.large.vectors.shape[1] == 1
+    for sums, block in zip(la.H_facs, la.H.blocks, strict=True):
+        assert sums.columns.shape[1] == 2
+        assert block.U.shape[1] == 1

@@ -20,11 +20,11 @@ def test_doras_identity_is_no_input_of_expand():
     la = make(with_dora(), **full_rank(kfac_approx="expand"))
     la.fit(batches)
     # DoRA sends an identity through A and B too, which is no input of theirs.
-    for block in la.H_facs.blocks:
+    for block in la.H_facs:
         assert block.normalizer == 5
     # The first A reads the examples as they are.
     ((X, _),) = batches
-    assert_close(la.H_facs.blocks[0].input_factor.trace, X.square().sum())
+    assert_close(la.H_facs[0].trace, X.square().sum())
 
 
 def test_kron_is_refused_for_dora():

@@ -55,11 +55,11 @@ def test_the_smaller_factor_is_dense_and_the_larger_one_has_the_rank(rank):
     factors_of_blocks = zip(la.blocks, la.H.blocks, strict=True)
     for block, factors in factors_of_blocks:
         smaller, larger = sorted(block.shape)
-        small = factors.small.vectors
+        small = factors.Q
         assert small.shape == (smaller, smaller)
         # No more than the factor has.
         n_columns = min(rank, larger)
-        large = factors.large.vectors
+        large = factors.U
         assert large.shape == (larger, n_columns)
 
 

@@ -213,7 +213,7 @@ def test_experts_that_no_text_reaches_have_no_curvature():
     (one_token,) = ragged_batches(lengths=[1], padded_to=1)
     la = Case(case.model, [one_token]).fitted()
     n_without = 0
-    for block, sums in zip(la.blocks, la.H_facs.blocks, strict=True):
+    for block, sums in zip(la.blocks, la.H_facs, strict=True):
         n_without += ".experts." in block.name and sums.normalizer == 0
     # In two layers the token takes two of three experts; each has A and B of both
     # parameters that are adapted.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_lora_ext.passes.recorder import codewords
+from laplace_lora_ext.passes.graph import codewords
 from tests.compatibility.examples import together
 from tests.compatibility.families import CLASSIFIER, FAMILIES
 from tests.support.dense import EXACT, jacobians

@@ -107,7 +107,7 @@ ROWS_OF_TWO_TEXTS = 2 * 7 * 3
 
 def allow_at_once(monkeypatch, n_rows: int) -> None:
     """Let so many rows through a layer at once: tokens of all texts, for each logit."""
-    monkeypatch.setattr("laplace_lora_ext.passes.parts._ON_CPU", n_rows)
+    monkeypatch.setattr("laplace_lora_ext.passes.recorder._ON_CPU", n_rows)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])

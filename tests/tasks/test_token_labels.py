@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import laplace_lora_ext
-import laplace_lora_ext.passes.parts as passes_in_parts
 from laplace_lora_ext import plots
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.models.output_layer import logits_and_hidden_states
-from laplace_lora_ext.passes.recorder import _Jacobians
+from laplace_lora_ext.passes import recorder
 from tests.support.cases import dense
 from tests.support.dense import EXACT, curvature_of, full_rank
 from tests.support.models import (
@@ -200,7 +199,7 @@ def long_text() -> Batch:
 def two_tokens_at_a_time(la, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the Jacobians of two tokens room, and no more."""
     numbers_of_two = 2 * N_CLASSES * la.n_params
-    monkeypatch.setattr(passes_in_parts, "_NUMBERS", numbers_of_two)
+    monkeypatch.setattr(recorder, "_NUMBERS", numbers_of_two)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
@@ -227,13 +226,13 @@ def test_a_long_text_takes_a_pass_for_each_two_tokens(long_text, monkeypatch):
     la = fitted()
     two_tokens_at_a_time(la, monkeypatch)
     n_rows = []
-    take = _Jacobians.take
+    backward = recorder.Recording.backward
 
-    def note(jacobians, *args):
-        n_rows.append(jacobians._size.numel())
-        take(jacobians, *args)
+    def note(recording, vectors, *args, **keywords):
+        n_rows.append(len(vectors))
+        backward(recording, vectors, *args, **keywords)
 
-    monkeypatch.setattr(_Jacobians, "take", note)
+    monkeypatch.setattr(recorder.Recording, "backward", note)
     calls = record_calls(la.model.model)
     la(long_text)
     # The last of seven tokens has a pass for itself.
@@ -250,7 +249,7 @@ def test_texts_that_come_one_at_a_time_may_lack_labels(monkeypatch):
     assert not of_second.any()
     expected = statistics_of(la, [batch])
     # Not even one text's rows may be in a pass together.
-    monkeypatch.setattr(passes_in_parts, "_ON_CPU", 1)
+    monkeypatch.setattr(recorder, "_ON_CPU", 1)
     found = statistics_of(la, [batch])
     assert_close(found.columns, expected.columns, **EXACT)
     p = la(batch, fitting=True)
