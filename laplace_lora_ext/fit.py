@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -91,11 +91,16 @@ class Fit:
     standing: Standing | None = None
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], structure: Structure) -> Fit:
-        """Rebuild what `state_dict` returned, where the structure's weights are now."""
-        recorder = structure.recorder
+    def from_state_dict(
+        cls, state: Mapping[str, Any], structure: Structure, model: ModelState
+    ) -> Fit:
+        """Rebuild what `state_dict` returned, where the structure's weights are now.
+
+        The model's state is given, since it may have been cast.
+        """
+        places = structure.recorder.places
+        device, dtype = places[0]
         sums = structure.unpack(state["H"])
-        device, dtype = recorder.places[0]
         learnt = state["learnt_variance"]
         return cls(
             mean=state["mean"].to(device, dtype),
@@ -104,10 +109,8 @@ class Fit:
             loss=state["loss"].to(device),
             n_data=state["n_data"],
             n_outputs=state["n_outputs"],
-            # As it is now, and not as saved: it may have been cast, which `check_state`
-            # allows.
-            model=ModelState.of(recorder.model, recorder.blocks),
-            places=recorder.places,
+            model=model,
+            places=places,
             learnt_variance=learnt and LearntVariance(**learnt).to(device, dtype),
         )
 
@@ -126,22 +129,9 @@ class Fit:
 
     def to(self, structure: Structure) -> Fit:
         """Move the fit to where the structure's weights are now."""
-        places = structure.recorder.places
-        device, dtype = places[0]
-        # Packed sums know no place, and are unpacked where the weights are. The
-        # curvature follows from them, and need not be moved.
-        sums = structure.unpack(structure.pack(self.sums))
-        return replace(
-            self,
-            mean=self.mean.to(device, dtype),
-            sums=sums,
-            curvature=structure.decompose(sums, self.n_data),
-            loss=self.loss.to(device),
-            places=places,
-            standing=None,
-            learnt_variance=self.learnt_variance
-            and self.learnt_variance.to(device, dtype),
-        )
+        # Packed sums know no place, and the curvature follows from them.
+        packed = self.state_dict(structure)
+        return self.from_state_dict(packed, structure, self.model)
 
 
 def fit(
@@ -189,28 +179,20 @@ def fit(
         state, standing = ModelState.of(model, blocks), standing_of(model, blocks)
         mean = flatten_weights(blocks, model.device)
         check_alike_on_ranks(state, mean, repr((mean.dtype, dict(settings))))
-        sums = sums_over(
-            loader,
-            structure,
-            before=None if before is None else before.sums,
-            n_before=0 if before is None else before.n_data,
-            progress_bar=progress_bar,
-        )
+        sums = sums_over(loader, structure, before, progress_bar)
         # A later part of the data may well leave out a layer that an earlier one has
         # used.
         if before is None:
             recorder.check_called(sums.called)
-        loss = sums.loss
-        n_data = sums.n_data
-        if before is not None:
-            loss = loss + before.loss
-            n_data += before.n_data
+        else:
+            loss, n_data = sums.loss + before.loss, sums.n_data + before.n_data
+            sums = replace(sums, loss=loss, n_data=n_data)
         return Fit(
             mean=mean,
             sums=sums.curvature,
-            curvature=structure.decompose(sums.curvature, n_data),
-            loss=loss,
-            n_data=n_data,
+            curvature=structure.decompose(sums.curvature, sums.n_data),
+            loss=sums.loss,
+            n_data=sums.n_data,
             n_outputs=sums.n_outputs,
             model=state,
             places=recorder.places,
@@ -219,73 +201,6 @@ def fit(
 
 
 # --- the pass over training data, by one process or by many ---------------------------
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Counts labels and answers beside the sums, for warnings at the end."""
-
-    answered: float = 0.0  # probability of all answers together, summed over texts
-    n_texts: int = 0  # that have answers
-    all_binary: bool = True  # whether every label is 0 or 1
-    class_counts: ClassCounts = field(default_factory=ClassCounts)
-
-    @classmethod
-    def of(cls, task: Task, y: Tensor, answered: Sequence[Tensor]) -> Seen:
-        """Look at a batch's labels, and at what `weighing_answers` gave."""
-        # One tensor for each pass that a batch took.
-        return cls(
-            answered=sum(of_pass.sum().item() for of_pass in answered),
-            n_texts=sum(map(len, answered)),
-            all_binary=bool(((y == 0) | (y == 1)).all()),
-            class_counts=task.class_counts(y),
-        )
-
-    def __add__(self, other: Seen) -> Seen:
-        """Join what is seen of two sets of texts."""
-        return Seen(
-            answered=self.answered + other.answered,
-            n_texts=self.n_texts + other.n_texts,
-            all_binary=self.all_binary and other.all_binary,
-            class_counts=self.class_counts + other.class_counts,
-        )
-
-    def warn(self, task: Task, loss: float, n_data: int) -> None:
-        """Warn of rare answers, of chance, and of classes taken for numbers.
-
-        `loss` is the sum over the `n_data` examples that these are seen of.
-        """
-        if self.n_texts and self.answered < _LITTLE * self.n_texts:
-            warn(
-                "The tokens class_token_ids have only "
-                f"{100 * self.answered / self.n_texts:.2g} % of the model's "
-                "probability together: does it write the answers with other tokens, "
-                "such as those with a space in front? (If it was trained on these "
-                "tokens' logits alone, all is well.)"
-            )
-        chance = self.loss_of_chance()
-        if 0 < _GUESS * chance <= loss:
-            warn(
-                "The trained model is no better than guessing on these texts: its loss "
-                f"is {loss / n_data:.4f}, and would be {chance / n_data:.4f} without "
-                "reading them. Was the adapter saved without its head? With a "
-                'task_type such as "SEQ_CLS", or the head in modules_to_save, PEFT '
-                "saves both. Else check that texts and labels are those of training. "
-                "(A training with weights of classes can have this effect, too.)"
-            )
-        task.warn_of_all(self.all_binary)
-
-    def loss_of_chance(self) -> float:
-        """Compute the summed loss of who knows nothing but how frequent classes are."""
-        by_column = defaultdict(list)
-        for (column, _), n_labels in self.class_counts.items():
-            by_column[column].append(n_labels)
-        loss = 0.0
-        for n_of_classes in by_column.values():
-            counts = torch.tensor(n_of_classes, dtype=torch.float64)
-            entropies = torch.special.entr(counts / counts.sum())
-            loss += (counts.sum() * entropies.sum()).item()
-        return loss
 
 
 @dataclass(frozen=True)
@@ -298,7 +213,11 @@ class Sums:
     n_outputs: int = 0
     # Indices of the blocks whose layers any batch called.
     called: frozenset[int] = frozenset()
-    seen: Seen = field(default_factory=Seen)
+    # For warnings at the end.
+    answered: float = 0.0  # probability of all answers together, summed over texts
+    n_texts: int = 0  # that have answers
+    all_binary: bool = True  # whether every label is 0 or 1
+    class_counts: ClassCounts = field(default_factory=ClassCounts)
 
     def plus(self, other: Sums) -> Sums:
         """Add all but the curvature, which is the other's."""
@@ -309,28 +228,63 @@ class Sums:
             # Who has no data has made no pass that would tell.
             n_outputs=max(self.n_outputs, other.n_outputs),
             called=self.called | other.called,
-            seen=self.seen + other.seen,
+            answered=self.answered + other.answered,
+            n_texts=self.n_texts + other.n_texts,
+            all_binary=self.all_binary and other.all_binary,
+            class_counts=self.class_counts + other.class_counts,
         )
+
+    def warn(self, task: Task) -> None:
+        """Warn of rare answers, of chance, and of classes taken for numbers."""
+        if self.n_texts and self.answered < _LITTLE * self.n_texts:
+            warn(
+                "The tokens class_token_ids have only "
+                f"{100 * self.answered / self.n_texts:.2g} % of the model's "
+                "probability together: does it write the answers with other tokens, "
+                "such as those with a space in front? (If it was trained on these "
+                "tokens' logits alone, all is well.)"
+            )
+        loss, chance = self.loss.item(), loss_of_chance(self.class_counts)
+        if 0 < _GUESS * chance <= loss:
+            warn(
+                "The trained model is no better than guessing on these texts: its loss "
+                f"is {loss / self.n_data:.4f}, and would be "
+                f"{chance / self.n_data:.4f} without reading them. Was the adapter "
+                'saved without its head? With a task_type such as "SEQ_CLS", or the '
+                "head in modules_to_save, PEFT saves both. Else check that texts and "
+                "labels are those of training. (A training with weights of classes can "
+                "have this effect, too.)"
+            )
+        task.warn_of_all(self.all_binary)
+
+
+def loss_of_chance(class_counts: ClassCounts) -> float:
+    """Compute the summed loss of who knows nothing but how frequent classes are."""
+    by_column = defaultdict(list)
+    for (column, _), n_labels in class_counts.items():
+        by_column[column].append(n_labels)
+    loss = 0.0
+    for n_of_classes in by_column.values():
+        counts = torch.tensor(n_of_classes, dtype=torch.float64)
+        entropies = torch.special.entr(counts / counts.sum())
+        loss += (counts.sum() * entropies.sum()).item()
+    return loss
 
 
 def sums_over(
-    loader: Iterable[Any],
-    structure: Structure,
-    *,
-    before: Any | None,
-    n_before: int,
-    progress_bar: bool,
+    loader: Iterable[Any], structure: Structure, before: Fit | None, progress_bar: bool
 ) -> Sums:
     """Sum batches of all ranks' loaders, counting each example once.
 
-    The curvature goes on from the sums `before`, of `n_before` examples, which stay as
-    they are: a fit in parts sums as one fit does. Loss and `n_data` are of the loader
-    alone. A `ValueError` if there are no data, or two ranks have the same.
+    The curvature goes on from that of `before`, which stays as it is: a fit in parts
+    sums as one fit does. Loss and `n_data` are of the loader alone. A `ValueError` if
+    there are no data, or two ranks have the same.
     """
     share = Share(loader)
     start = structure.zeros()
     if before is not None and rank() == 0:  # the other ranks' sums are added to these
-        start = structure.merge(start, before)
+        start = structure.merge(start, before.sums)
+    n_before = 0 if before is None else before.n_data
     own = _own_sums(share, structure, start, n_before, progress_bar)
     if share.size not in (None, own.n_data):
         warn(
@@ -352,7 +306,7 @@ def sums_over(
         curvature = reduce(structure.merge, map(structure.unpack, packed))
     if not of_all.n_outputs:  # no batch has had anything to learn
         raise ValueError("No token of the data has a label: every label is -100.")
-    of_all.seen.warn(structure.task, of_all.loss.item(), of_all.n_data)
+    of_all.warn(structure.task)
     return replace(of_all, curvature=curvature, loss=of_all.loss.to(own.loss.device))
 
 
@@ -385,9 +339,18 @@ def _own_sums(
                 if n_new:
                     with model.weighing_answers() as answered:
                         loss, curvature = structure.add(sums.curvature, X, y, examples)
-                    seen = Seen.of(structure.task, y, answered)
-                    n_outputs = model.output_size
-                    sums = sums.plus(Sums(curvature, loss, n_new, n_outputs, seen=seen))
+                    of_batch = Sums(
+                        curvature,
+                        loss,
+                        n_new,
+                        model.output_size,
+                        # One tensor for each pass that the batch took.
+                        answered=sum(of_pass.sum().item() for of_pass in answered),
+                        n_texts=sum(map(len, answered)),
+                        all_binary=bool(((y == 0) | (y == 1)).all()),
+                        class_counts=structure.task.class_counts(y),
+                    )
+                    sums = sums.plus(of_batch)
                 else:  # a pass that other ranks wait for
                     nowhere = torch.zeros(len(y), dtype=torch.long)
                     structure.add(structure.zeros(), X, y, nowhere)

@@ -895,7 +895,10 @@ class LoRALaplace(Posterior, Predictor):
         settings = {"cls_name": type(self).__name__, "likelihood": self.likelihood}
         settings |= self._settings()
         saving.check_state(state_dict, settings, self.model, self.blocks)
-        self._take_over(Fit.from_state_dict(state_dict, self._structure))
+        # As it is now, and not as saved: it may have been cast, which `check_state`
+        # allows.
+        now = ModelState.of(self.model, self.blocks)
+        self._take_over(Fit.from_state_dict(state_dict, self._structure, now))
         for name in _SAVED:
             setattr(self, name, state_dict[name])
 

@@ -66,12 +66,7 @@ class Data:
 TOKENIZE = "tokenized first"
 WRONG = {
     "a name": (lambda la: la(batch(), link_approx="nope"), "'nope' is none of"),
-    "a prediction": (lambda la: la(batch(), pred_type="nope"), "'nope' is none of"),
     "data as a name": (lambda la: la(batch(), link_approx=Data()), "not a Data"),
-    "data as a likelihood": (
-        lambda la: make(la.model.model, likelihood=Data()),
-        "Data",
-    ),
     "data as a structure": (
         lambda la: Laplace(la.model.model, hessian_structure=Data()),
         "not a Data",
@@ -80,7 +75,6 @@ WRONG = {
         lambda la: make(la.model.model, backend_kwargs={"num_samples": 0}),
         "num_samples must be",
     ),
-    "a text": (lambda la: la("red sky"), TOKENIZE),
     "texts": (lambda la: la.predict_proba(["red sky", "blue"]), TOKENIZE),
     "a text to fit": (lambda la: la.fit("red sky"), TOKENIZE),
 }

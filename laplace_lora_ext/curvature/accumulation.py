@@ -20,7 +20,7 @@ from laplace.utils.matrix import Kron, KronDecomposed
 from torch import Tensor, nn
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN
-from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed
+from laplace_lora_ext.curvature.decomposed import LowRankKronDecomposed, diagonal_of
 from laplace_lora_ext.curvature.kron import (
     KFAC_APPROX,
     KroneckerBlock,
@@ -205,14 +205,10 @@ class HostStructure(Structure):
         """Ask the backend for the loss and the curvature of a batch."""
         raise NotImplementedError
 
-    def _diagonal(self, sums: Any) -> Tensor:
-        """Take the diagonal of sums, `(parameters,)`."""
-        raise NotImplementedError
-
     def _add(self, sums: Any, x: Any, y: Tensor) -> tuple[Tensor, Any]:
         loss, of_batch = self._of_batch(x, y)
         blocks = self.recorder.blocks
-        parts = self._diagonal(of_batch).split([block.n_params for block in blocks])
+        parts = diagonal_of(of_batch).split([block.n_params for block in blocks])
         for block, part in zip(blocks, parts, strict=True):
             if not torch.isfinite(part).all():
                 raise ValueError(f"Weight {block.name}: non-finite curvature")
@@ -248,9 +244,6 @@ class KronStructure(HostStructure):
             # examples, which the host would read off `input_ids`.
             return self.backend.kron(x, targets, N=len(targets), num_data=1)
 
-    def _diagonal(self, sums: Kron) -> Tensor:
-        return sums.diag()
-
     def decompose(self, sums: Kron, n_data: int) -> KronDecomposed:
         # The host sums output factors, and averages input factors.
         kfacs: list[Any] = [
@@ -284,9 +277,6 @@ class DiagStructure(HostStructure):
     def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         return self.backend.diag(x, y)
 
-    def _diagonal(self, sums: Tensor) -> Tensor:
-        return sums
-
     def decompose(self, sums: Tensor, n_data: int) -> Tensor:
         return sums
 
@@ -306,9 +296,6 @@ class FullStructure(DiagStructure):
 
     def _of_batch(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         return self.backend.full(x, y)
-
-    def _diagonal(self, sums: Tensor) -> Tensor:
-        return sums.diagonal()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from laplace_lora_ext.rounding import equal_up_to_rounding
 
-# Of Jacobians that wait for those of other blocks: 16 MB in float32.
+# Of Jacobians that wait for those of other blocks of a shape: 16 MB in float32.
 _NUMBERS = 2**22
 
 
@@ -140,15 +140,6 @@ class _Power:
                 form = form + vectors @ vectors.mT
         return form
 
-    def diag(self) -> Tensor:
-        """Compute the diagonals, `(blocks, r, d)`."""
-        Q, U = self.block.Q.square(), self.block.U.square()
-        diagonal = Q @ self.on_leading[:, 0] @ U.mT
-        if self.block.n_left_out:
-            rest = 1 - U.sum(-1)  # diagonal of the projection on the complement of U
-            diagonal = diagonal + (Q @ self.on_remainder[:, 0]) * rest[:, None]
-        return diagonal
-
 
 class Power:
     """A power of a block-diagonal precision, to multiply by."""
@@ -176,51 +167,39 @@ class Power:
                 parts[index] = product
         return torch.cat(parts, dim=-1).reshape(W.shape)
 
-    def diag(self, device: torch.device) -> Tensor:
-        """Compute the diagonal, `(parameters,)`."""
-        parts: dict[int, Tensor] = {}
-        for indices, power in self.groups:
-            diagonals = power.block.small_side_first(power.diag())
-            parts.update(zip(indices, diagonals.flatten(1).to(device), strict=True))
-        return torch.cat([parts[index] for index in range(len(parts))])
-
 
 class SquareForm:
     """Sums `W P⁻¹ Wᵀ` over blocks, in whichever order their weights come."""
 
     def __init__(self, inverse_root: Power) -> None:
-        self._group_of = {
-            index: group for group in inverse_root.groups for index in group[0]
-        }
-        self._waiting: dict[int, Tensor] = {}  # until all of a group are there
-        self._n_waiting = 0  # numbers
+        # Each block's group, what has come of it, and its place there.
+        self._places: dict[int, tuple[_Power, dict[int, Tensor], int]] = {}
+        for indices, power in inverse_root.groups:
+            waiting: dict[int, Tensor] = {}
+            for place, index in enumerate(indices):
+                self._places[index] = power, waiting, place
         self._sum: Tensor | None = None
 
     def add(self, index: int, weights: Tensor) -> None:
         """Take a block's weights `(B, K, r, d)`."""
-        self._waiting[index] = weights
-        self._n_waiting += weights.numel()
-        indices, power = self._group_of[index]
-        if self._n_waiting > _NUMBERS:
-            self.total()
-        elif all(index in self._waiting for index in indices):
-            self._add_group(indices, power)
+        power, waiting, place = self._places[index]
+        waiting[place] = weights
+        is_complete = len(waiting) == len(power.on_leading)
+        if is_complete or len(waiting) * weights.numel() > _NUMBERS:
+            self._add_waiting(power, waiting)
 
     def total(self) -> Tensor:
         """Return the sum `(B, K, K)` over all that was added."""
-        while self._waiting:
-            self._add_group(*self._group_of[next(iter(self._waiting))])
+        for power, waiting, _ in self._places.values():
+            if waiting:
+                self._add_waiting(power, waiting)
         assert self._sum is not None
         return self._sum
 
-    def _add_group(self, indices: list[int], power: _Power) -> None:
-        """Add what has come of a group."""
-        places = [
-            place for place, index in enumerate(indices) if index in self._waiting
-        ]
-        weights = torch.stack([self._waiting.pop(indices[place]) for place in places])
-        self._n_waiting -= weights.numel()
-        if len(places) < len(indices):
+    def _add_waiting(self, power: _Power, waiting: dict[int, Tensor]) -> None:
+        places = sorted(waiting)
+        weights = torch.stack([waiting.pop(place) for place in places])
+        if len(places) < len(power.on_leading):
             power = power[places]
         form = power.square_form(weights)
         self._sum = form if self._sum is None else self._sum + form.to(self._sum)
@@ -264,9 +243,9 @@ class Spectrum(NamedTuple):
 
 
 class LowRankKronDecomposed:
-    """`LowRankKron` in eigenvectors: `scale` times it, and a multiple of the identity.
+    """Curvature in eigenvectors: `scale` times it, and a multiple of the identity.
 
-    It has the methods of `laplace.utils.matrix.KronDecomposed`.
+    It has those methods of `laplace.utils.matrix.KronDecomposed` that the host calls.
 
     Parameters
     ----------
@@ -375,10 +354,6 @@ class LowRankKronDecomposed:
             form.add(index, block.small_side_first(weights))
         return form.total().to(W.device)
 
-    def diag(self, exponent: float = 1) -> Tensor:
-        """Compute the diagonal of `self ** exponent`, `(parameters,)`."""
-        return Power(self, exponent).diag(self.deltas.device)
-
     def to_matrix(self, exponent: float = 1) -> Tensor:
         """Make the dense matrix of `self ** exponent`; for tests."""
         n_params = sum(math.prod(block.shape) for block in self.blocks)
@@ -389,7 +364,11 @@ def trace_of(curvature: Any) -> float:
     """Return the trace of a posterior's curvature, of any structure."""
     if isinstance(curvature, LowRankKronDecomposed):
         return curvature.spectrum.trace.item()
-    if not isinstance(curvature, Tensor):  # the host's
-        return curvature.diag().double().sum().item()
-    diagonal = curvature if curvature.ndim == 1 else curvature.diagonal()
-    return diagonal.double().sum().item()
+    return diagonal_of(curvature).double().sum().item()
+
+
+def diagonal_of(curvature: Any) -> Tensor:
+    """Take the diagonal of a curvature of one of the host's structures."""
+    if not isinstance(curvature, Tensor):
+        return curvature.diag()
+    return curvature if curvature.ndim == 1 else curvature.diagonal()

@@ -14,6 +14,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import one_hot
 
 from laplace_lora_ext.models.batches import (
     IGNORED,
@@ -80,16 +81,17 @@ class Rounds:
     numbers : torch.Tensor
         `(N,)`, in which round each row has its vectors: its number among those of its
         text
+    has_round : torch.Tensor
+        `(rounds, N)` booleans that say the same. There are as many rounds as the text
+        with the most rows has
     n_texts : int
         B
-    n_rounds : int
-        as many as the text with the most rows has
     """
 
     owners: Tensor
     numbers: Tensor
+    has_round: Tensor
     n_texts: int
-    n_rounds: int
 
     @classmethod
     def of(cls, positions: Positions) -> Rounds | None:
@@ -101,13 +103,12 @@ class Rounds:
         firsts = counts.cumsum(0) - counts
         # The rows of a text follow each other.
         numbers = torch.arange(len(owners), device=owners.device) - firsts[owners]
-        return cls(owners, numbers, positions.n_examples, int(counts.max()))
+        rounds = torch.arange(int(counts.max()), device=owners.device)
+        return cls(owners, numbers, numbers == rounds[:, None], positions.n_examples)
 
     def vectors(self, of_rows: Tensor) -> Tensor:
         """Spread vectors `(S, N, C)` over the rounds, `(rounds S, N, C)`."""
-        rounds = torch.arange(self.n_rounds, device=self.numbers.device)
-        has_round = (self.numbers == rounds[:, None]).to(of_rows)
-        return (has_round[:, None, :, None] * of_rows).flatten(0, 1)
+        return (self.has_round[:, None, :, None] * of_rows).flatten(0, 1)
 
     def seeds(self, of_rows: Seeds) -> Seeds:
         """Spread seeds of rows over rounds, with weights `(rounds S, B)` of texts.
@@ -117,14 +118,13 @@ class Rounds:
         vectors, weights = of_rows
         if weights.shape[1] == 1:
             return of_rows
-        of_texts = weights.new_zeros(self.n_rounds, self.n_texts, len(weights))
-        of_texts[self.numbers, self.owners] = weights.T
-        of_rounds = of_texts.transpose(1, 2).flatten(0, 1)
-        return Seeds(self.vectors(vectors), of_rounds)
+        is_of_text = one_hot(self.owners, self.n_texts).to(weights)
+        of_rounds = (self.has_round[:, None] * weights) @ is_of_text
+        return Seeds(self.vectors(vectors), of_rounds.flatten(0, 1))
 
     def of_rows(self, of_texts: Tensor) -> Tensor:
         """Take each row's part `(N, S, ...)` of all rounds' `(B, rounds S, ...)`."""
-        by_round = of_texts.unflatten(1, (self.n_rounds, -1))
+        by_round = of_texts.unflatten(1, (len(self.has_round), -1))
         owners, numbers = self.owners, self.numbers
         return by_round[owners.to(by_round.device), numbers.to(by_round.device)]
 

@@ -12,41 +12,10 @@ from laplace_lora_ext.curvature.backend import PAPER_SETTINGS, LowRankKronGGN
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.recorder import Recorder
-from tests.support.dense import (
-    EXACT,
-    curvature_of,
-    jacobian,
-    logits_of,
-    lora_layers,
-    softmax_fisher,
-    unpadded,
-)
+from tests.support.dense import curvature_of
 from tests.support.models import lora_model, plain_model, ragged_batches
-from tests.support.posteriors import fitted, make
-from tests.support.ranks import assert_alike, on_ranks, strided_loader
+from tests.support.posteriors import make
 from tests.support.texts import text_batches
-
-
-# A rank-one block vec(G) vec(G)ᵀ of a rank-one G is a Kronecker product: lora_A, lora_B
-# at a single position. With two classes the Fisher has rank one, so that "gradient" is
-# exact for one example of one token.
-def test_the_fisher_of_one_example_is_exact():
-    model = lora_model("bert", n_labels=2).eval()
-    (batch,) = ragged_batches(lengths=[1], padded_to=1, n_classes=2)
-    inputs = unpadded(batch, 0)
-    J = jacobian(model, inputs)
-    logits = logits_of(model, inputs).detach()
-    H = softmax_fisher(logits)
-    la = fitted(batches=[batch], model=model, rank=100)
-    found, expected = la.H.to_matrix(), J.T @ H @ J
-    start = 0
-    for _, layer in lora_layers(model):
-        end = start + layer.weight.numel()
-        # What lies beside the blocks of weights is left out.
-        block = slice(start, end), slice(start, end)
-        assert_close(found[block], expected[block], **EXACT)
-        start = end
-
 
 # --- drawn labels, or signs -----------------------------------------------------------
 
@@ -133,32 +102,6 @@ def test_settings_are_all_that_a_curvature_depends_on():
     exact = settings | {"stochastic": False}
     found = backend_of(plain_model(), "classification", **exact, **draws).settings
     assert found == exact
-
-
-def test_each_batch_and_each_seed_draw_labels_of_their_own():
-    def drawn(first: int = 0, seed: int = 0) -> Tensor:
-        """Draw labels of thirty examples, from a certain one on."""
-        backend = backend_of(plain_model(20), "classification", seed=seed)
-        backend.examples = first + torch.arange(30)
-        return backend.seeds(torch.zeros(30, 20)).vectors
-
-    assert torch.equal(drawn(), drawn())
-    assert not torch.equal(drawn(first=30), drawn())
-    assert not torch.equal(drawn(seed=1), drawn())
-
-
-def drawn_by_all(_: int, draws: str) -> Tensor:
-    """Fit to the texts of all processes, by one draw for each."""
-    settings = {"stochastic": True, "draws": draws, "rank": 100}
-    la = make(lora_model("bert"), backend_kwargs=settings)
-    la.fit(strided_loader())
-    return la.H.to_matrix()
-
-
-@pytest.mark.parametrize("draws", ["labels", "signs"])
-def test_ranks_draw_as_one_process_does(draws):
-    of_ranks = on_ranks(drawn_by_all, 3, draws)
-    assert_alike(of_ranks, drawn_by_all(0, draws), rtol=1e-7, atol=1e-10)
 
 
 LABELS = {"draws": "labels"}

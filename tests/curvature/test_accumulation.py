@@ -5,17 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tests.support.dense import evidence, glm_covariance, jacobians
 from tests.support.models import lora_model, pairs, plain_model, ragged_batches
-from tests.support.posteriors import (
-    fitted,
-    make,
-    normal,
-    plain_regression,
-    priors_of_blocks,
-    sizes,
-    stock,
-)
+from tests.support.posteriors import fitted, make, normal, stock
 
 EXACT = {"rtol": 1e-6, "atol": 1e-9}
 
@@ -47,57 +38,6 @@ def figures_of(la, batch) -> dict[str, Tensor]:
         # Not at the mean, where it is 0.
         "square norm": la.square_norm(la.mean + 1),
     }
-
-
-def test_full_is_the_exact_posterior_of_a_regression_with_two_outputs():
-    la, X = plain_regression(2, "full")
-    prior_precision = priors_of_blocks(la)
-    la.prior_precision = prior_precision
-    model = la.model.model
-    # As `plain_regression` has them.
-    y = normal(12, 2, seed=1)
-    sigma_noise = torch.tensor(0.5).double()
-
-    Js = jacobians(model, X)
-    f_mu = model(X).detach()
-    H = torch.einsum("bcp,bcq->pq", Js, Js) / sigma_noise**2
-    prior = prior_precision.repeat_interleave(torch.tensor(sizes(la)))
-    assert_close(la.posterior_precision, H + prior.diag(), **EXACT)
-
-    log_likelihood = torch.distributions.Normal(f_mu, sigma_noise).log_prob(y).sum()
-    expected = evidence(H, log_likelihood, la.mean, prior)
-    assert_close(la.log_marginal_likelihood(), expected, **EXACT)
-
-    found_mu, found_var = la(X)
-    assert_close(found_mu, f_mu, **EXACT)
-    assert_close(found_var, glm_covariance(Js, H, prior), **EXACT)
-
-
-def tune(la, **options):
-    la.optimize_prior_precision(**options)
-
-
-NEEDS_A_FIT = {
-    "predictions": lambda la, X: la(X),
-    "networks": lambda la, X: la(X, pred_type="nn", link_approx="mc"),
-    "moments": lambda la, X: la.predictive_moments(X),
-    "logits": lambda la, X: la.functional_samples(X),
-    "evidence": lambda la, X: la.log_marginal_likelihood(),
-    "weights": lambda la, X: la.sample(2),
-    "density": lambda la, X: la.log_prob(torch.zeros(la.n_params)),
-    "state": lambda la, X: la.state_dict(),
-    "marglik": lambda la, X: tune(la),
-    "grid": lambda la, X: tune(la, method="gridsearch", val_loader=pairs()),
-}
-
-
-@pytest.mark.parametrize("use", NEEDS_A_FIT)
-def test_a_posterior_that_is_not_fitted_says_so(la, use):
-    ((X, _),) = pairs()
-    with pytest.raises(AttributeError, match=r"fit\(\)"):
-        NEEDS_A_FIT[use](la, X)
-    # A search that is refused has chosen nothing.
-    assert la.prior_precision.tolist() == [1.0]
 
 
 class Reranker(nn.Module):
