@@ -117,9 +117,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             )
             for _ in range(n_samples)
         ]
-        return self.mean + self.posterior_precision.inverse_root.times(
-            torch.stack(noise)
-        )
+        return self.mean + self.posterior_precision.bmm(torch.stack(noise), -0.5)
 
     def _linearised(
         self, part: Any, joint: bool, directions: Directions

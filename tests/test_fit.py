@@ -4,7 +4,6 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator
-from copy import copy
 from typing import Any
 
 import pytest
@@ -146,17 +145,6 @@ def test_a_state_is_restored_whole_or_not_at_all(structure):
     assert_same(facts(la), expected)
     la.load_state_dict(state)
     assert la.n_data == 8
-
-
-@structures
-def test_a_copy_keeps_the_fit_that_it_was_copied_with(structure):
-    la = make(plain_model(), structure)
-    la.fit(pairs(2))
-    other = copy(la)
-    expected = facts(other)
-    la.fit([another_pair()], override=False)
-    assert (la.n_data, other.n_data) == (12, 8)
-    assert_same(facts(other), expected)
 
 
 NEEDS_A_FIT = {

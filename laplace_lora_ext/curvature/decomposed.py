@@ -101,17 +101,17 @@ class DecomposedBlock:
 
 
 @dataclass(frozen=True, eq=False)
-class _Power:
+class Power:
     """`(scale * block + delta I) ** exponent` of several blocks of one shape."""
 
     block: DecomposedBlock
     on_leading: Tensor  # (blocks, 1, r, k), its eigenvalues on `Q ⊗ U`
     on_remainder: Tensor  # (blocks, 1, r, 1), and beside
 
-    def __getitem__(self, places: list[int]) -> _Power:
+    def __getitem__(self, places: list[int]) -> Power:
         """Take some of the blocks."""
         on_leading, on_remainder = self.on_leading[places], self.on_remainder[places]
-        return _Power(self.block[places], on_leading, on_remainder)
+        return Power(self.block[places], on_leading, on_remainder)
 
     def _scaled(self, weights: Tensor) -> tuple[Tensor, Tensor | None]:
         leading, remainder = self.block.project(weights)
@@ -141,40 +141,17 @@ class _Power:
         return form
 
 
-class Power:
-    """A power of a block-diagonal precision, to multiply by."""
-
-    def __init__(self, precision: LowRankKronDecomposed, exponent: float) -> None:
-        self.groups: list[tuple[list[int], _Power]] = []
-        for indices, block in precision.groups:
-            deltas = precision.deltas[indices]
-            values = block.eigenvalues(precision.scale, deltas)
-            on_leading, on_remainder = (each.pow(exponent) for each in values)
-            power = _Power(block, on_leading[:, None], on_remainder[:, None, :, None])
-            self.groups.append((indices, power))
-        self._n_params = [math.prod(block.shape) for block in precision.blocks]
-
-    def times(self, W: Tensor) -> Tensor:
-        """Multiply `(..., parameters)`, whose blocks are `(m, n)` each."""
-        parts = list(W.reshape(-1, W.shape[-1]).split(self._n_params, dim=-1))
-        for indices, power in self.groups:
-            weights = torch.stack([parts[index] for index in indices])
-            weights = weights.to(power.block.U.device)
-            weights = weights.unflatten(-1, power.block.shape)
-            products = power.times(power.block.small_side_first(weights))
-            products = power.block.small_side_first(products).flatten(-2)
-            for index, product in zip(indices, products.to(W.device), strict=True):
-                parts[index] = product
-        return torch.cat(parts, dim=-1).reshape(W.shape)
+Powers = list[tuple[list[int], Power]]
+"""A power of a whole precision: indices of blocks of one shape, and theirs together."""
 
 
 class SquareForm:
     """Sums `W P⁻¹ Wᵀ` over blocks, in whichever order their weights come."""
 
-    def __init__(self, inverse_root: Power) -> None:
+    def __init__(self, inverse_root: Powers) -> None:
         # Each block's group, what has come of it, and its place there.
-        self._places: dict[int, tuple[_Power, dict[int, Tensor], int]] = {}
-        for indices, power in inverse_root.groups:
+        self._places: dict[int, tuple[Power, dict[int, Tensor], int]] = {}
+        for indices, power in inverse_root:
             waiting: dict[int, Tensor] = {}
             for place, index in enumerate(indices):
                 self._places[index] = power, waiting, place
@@ -196,7 +173,7 @@ class SquareForm:
         assert self._sum is not None
         return self._sum
 
-    def _add_waiting(self, power: _Power, waiting: dict[int, Tensor]) -> None:
+    def _add_waiting(self, power: Power, waiting: dict[int, Tensor]) -> None:
         places = sorted(waiting)
         weights = torch.stack([waiting.pop(place) for place in places])
         if len(places) < len(power.on_leading):
@@ -322,9 +299,18 @@ class LowRankKronDecomposed:
 
     @cached_property
     @torch.inference_mode(False)
-    def inverse_root(self) -> Power:
+    def inverse_root(self) -> Powers:
         """Prepare the inverse root, which all predictions multiply by."""
-        return Power(self, -0.5)
+        return self._power(-0.5)
+
+    def _power(self, exponent: float) -> Powers:
+        powers: Powers = []
+        for indices, block in self.groups:
+            values = block.eigenvalues(self.scale, self.deltas[indices])
+            on_leading, on_remainder = (each.pow(exponent) for each in values)
+            power = Power(block, on_leading[:, None], on_remainder[:, None, :, None])
+            powers.append((indices, power))
+        return powers
 
     def __add__(self, deltas: float | Tensor) -> LowRankKronDecomposed:
         """Add a multiple of the identity: a scalar, or `(blocks,)`."""
@@ -343,7 +329,18 @@ class LowRankKronDecomposed:
 
     def bmm(self, W: Tensor, exponent: float = -1) -> Tensor:
         """Multiply each row of `W`, `(..., parameters)`, by `self ** exponent`."""
-        return Power(self, exponent).times(W)
+        sizes = [math.prod(block.shape) for block in self.blocks]
+        parts = list(W.reshape(-1, W.shape[-1]).split(sizes, dim=-1))
+        powers = self.inverse_root if exponent == -0.5 else self._power(exponent)
+        for indices, power in powers:
+            block = power.block
+            weights = torch.stack([parts[index] for index in indices])
+            weights = weights.to(block.U.device).unflatten(-1, block.shape)
+            products = power.times(block.small_side_first(weights))
+            products = block.small_side_first(products).flatten(-2)
+            for index, product in zip(indices, products.to(W.device), strict=True):
+                parts[index] = product
+        return torch.cat(parts, dim=-1).reshape(W.shape)
 
     def inv_square_form(self, W: Tensor) -> Tensor:
         """Compute `W self⁻¹ Wᵀ`, `(B, C, C)`, for `W` of shape `(B, C, parameters)`."""

@@ -113,24 +113,17 @@ EVERY = {"stochastic": False}
     ("n_outputs", "likelihood", "settings", "n_passes"),
     [
         # Two at most by default, and as many as are asked for.
-        (2, "classification", {}, 1),
         (3, "classification", {}, 2),
-        (4, "classification", {}, 2),
         (20, "classification", {}, 2),
-        (4, "classification", {"num_samples": 3}, 3),
         (20, "classification", {"num_samples": 5}, 5),
-        (20, "classification", DRAW | {"num_samples": 1}, 1),
         # The exact Fisher has a column a pass.
         (3, "classification", EVERY, 2),
         (20, "classification", EVERY, 19),
         # Numbers weigh alike.
-        (1, "regression", {}, 1),
         (19, "regression", {}, 19),
-        (1, "regression", DRAW, 1),
         (19, "regression", DRAW, 2),
         # Labels are drawn where that takes fewer passes.
         (9, "classification", LABELS, 8),
-        (10, "classification", LABELS, 8),
         (10, "classification", PAPER_SETTINGS, 8),
         (3, "classification", LABELS | DRAW, 8),
     ],

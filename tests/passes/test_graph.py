@@ -276,14 +276,12 @@ SIZES = ((4, 4), (1, 4), (3, 4), (2, 6), (6, 6), (4, 8))
 # --- curvature and covariance ---------------------------------------------------------
 
 
-def checked(
-    model: nn.Module, inputs: Sequence[Any], structure: str = "lowrank_kron"
-) -> Any:
+def checked(model: nn.Module, inputs: Sequence[Any]) -> Any:
     """Fit a posterior, and compare it with Jacobians that know of no rows."""
     if isinstance(inputs[0], Mapping):
         model = OfMapping(model)
     # So that the curvature is the same in any order of the rows.
-    la = make(model, structure, **full_rank(structure))
+    la = make(model, **full_rank())
     # One fit sees all sizes, since what was proved of a batch is used for the next.
     la.fit([(X, torch.arange(len(model(X))) % 3) for X in inputs])
     assert_exact(la, model, inputs)
@@ -344,11 +342,6 @@ CASES = {
 def test_curvature_and_covariance_are_exact(case):
     run, inputs = CASES[case]
     checked(adapted(run), inputs)
-
-
-@pytest.mark.parametrize("structure", ["diag", "full"])
-def test_shared_rows_in_the_hosts_structures(structure):
-    checked(adapted(shared(3)), numbers((4, 3), (2, 3)), structure)
 
 
 def matrix(model: nn.Module, batches: Sequence[Any], kfac_approx: str) -> Tensor:

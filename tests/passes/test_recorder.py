@@ -89,21 +89,6 @@ def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(
     assert_close(found, expected, **EXACT)
 
 
-class Predicting(torch.autograd.Function):
-    """A function of the user's own, whose forward pass predicts."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, la) -> Tensor:
-        return la(x)
-
-
-def test_a_prediction_within_a_function_of_the_users_own_is_no_checkpoint():
-    ((X, y),) = pairs()
-    la = make(with_lora(SharedRows(), "layer"))
-    la.fit([(X, y)])
-    assert_close(Predicting.apply(X, la), la(X))
-
-
 # --- parts of predictions -------------------------------------------------------------
 
 
