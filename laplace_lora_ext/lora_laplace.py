@@ -33,7 +33,7 @@ from laplace_lora_ext.models.running import (
     exclusive,
     without_autocast,
 )
-from laplace_lora_ext.models.same_model import check_same, standing_of
+from laplace_lora_ext.models.same_model import ModelState, check_same, standing_of
 from laplace_lora_ext.models.weights import call_with
 from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.predicting import Predictor
