@@ -80,36 +80,13 @@ class Pretended(Tensor):
         return tree_map_only(Tensor, wrapped, function(*args, **kwargs))
 
 
-class _Module:
-    """What PyTorch asks the module of an accelerator, as it asks `torch.cuda`."""
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def manual_seed_all(self, seed: int) -> None:
-        """It has no generator."""
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16]
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-
 def install() -> None:
     """Make PyTorch know the device "pretended"."""
+    module = registration._DummyBackendModule()
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16]
     hook = registration._DummyPrivateUse1Hook()
     guard = registration._DummyDeviceGuard()
-    registration._setup_privateuseone_for_python_backend(NAME, _Module(), hook, guard)
+    registration._setup_privateuseone_for_python_backend(NAME, module, hook, guard)
     library = torch.library.Library("aten", "IMPL")
     for name, make in _MADE.items():
         library.impl(name, partial(_made, make), "PrivateUse1")

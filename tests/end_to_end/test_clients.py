@@ -1,7 +1,11 @@
-"""The guide to other libraries, each block run with its library."""
+"""The guides to other libraries and to servers, each block run with its library.
 
-import re
-from dataclasses import dataclass
+vLLM's need an environment of its own.
+"""
+
+import gc
+import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,51 +14,52 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    AutoPeftModelForSequenceClassification,
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+)
 from torch import Tensor, nn
 from torch.special import entr
 from torch.testing import assert_close
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
+from laplace_lora_cli import main
 from tests.support.models import VOCABULARY, lora_model, ragged_batches, without_labels
-from tests.support.pages import PROMPTS, write_adapter
+from tests.support.pages import FENCE, PROMPTS, write_adapter
 from tests.support.posteriors import fitted, generator
+from tests.support.saved_adapters import NAMES, SMALL, save_adapter, write_rows
 from tests.support.texts import drawn_models, fitted_text, text_batches
 
-PAGE = Path(__file__).parents[2] / "docs/other_libraries.md"
-GUIDE = PAGE.read_text(encoding="utf-8")
-CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+DOCS = Path(__file__).parents[2] / "docs"
+SERVING = (DOCS / "serving.md").read_text(encoding="utf-8")
+LIBRARIES = (DOCS / "other_libraries.md").read_text(encoding="utf-8")
 
 
-def run(section: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Run a section's blocks, one after the other, if its library can be imported."""
-    library = section.partition(",")[0]
-    module = library.lower().replace("-", "_")
-    pytest.importorskip(module)
-    sections = GUIDE.split("\n## ")
-    (text,) = [each for each in sections if each.startswith(section)]
-    for block in CODE.findall(text):
-        code = compile(block, section, "exec")
-        exec(code, names)
+def run(guide: str, title: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Run the blocks of a section, one after the other."""
+    _, found, text = guide.partition(f"## {title}")
+    assert found
+    for _, code in FENCE.findall(text.partition("\n## ")[0].partition("\n### ")[0]):
+        exec(compile(code, title, "exec"), names)
     return names
 
 
 # --- lm-polygraph ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Polygraph:
-    """A language model that writes, and what the guide's blocks have made."""
-
-    writer: Any
-    model: Any
-    manager: Any
-    ensemble_scores: Any
-
-
 @pytest.fixture(scope="module")
-def polygraph(tmp_path_factory) -> Polygraph:
+def polygraph(tmp_path_factory) -> SimpleNamespace:
     """Run the guide's blocks on a small model."""
+    pytest.importorskip("lm_polygraph")
     folder = tmp_path_factory.mktemp("adapter")
     write_adapter(folder, "gpt2")
     writer = fitted_text(prior_precision=20.0)
@@ -66,13 +71,7 @@ def polygraph(tmp_path_factory) -> Polygraph:
         "prompts": PROMPTS,
         "answers": [""] * len(PROMPTS),
     }
-    names = run("lm-polygraph", given)
-    return Polygraph(
-        writer=writer,
-        model=names["polygraph_model"],
-        manager=names["manager"],
-        ensemble_scores=names["EnsembleScores"],
-    )
+    return SimpleNamespace(**run(LIBRARIES, "lm-polygraph", given))
 
 
 def test_lm_polygraph_has_a_number_for_each_prompt(polygraph):
@@ -94,11 +93,11 @@ def test_without_any_draws_the_ensemble_of_lm_polygraph_is_the_trained_model(pol
     calculators = [
         GreedyProbsCalculator(output_attentions=False),
         EntropyCalculator(),
-        polygraph.ensemble_scores(polygraph.writer, 0),
+        polygraph.EnsembleScores(polygraph.writer, 0),
     ]
     stats = {}
     for calculate in calculators:
-        stats |= calculate(stats, PROMPTS, polygraph.model, 4)
+        stats |= calculate(stats, PROMPTS, polygraph.polygraph_model, 4)
 
     def estimated(name: str) -> np.ndarray:
         estimator = getattr(lm, name)()
@@ -149,7 +148,7 @@ def test_the_ensembles_of_lm_polygraph_are_draws(polygraph):
         of_pe.append(entr(of_place.mean(0)).sum())
         of_ep.append(entr((weights * of_place).sum(0) / weights.sum()).sum())
         weights = weights * of_place[:, token, None]
-    scores = polygraph.ensemble_scores(writer, 5)
+    scores = polygraph.EnsembleScores(writer, 5)
     found = scores.measures(text, tokens, of_trained_model)
     log_probas = weights.log() / len(tokens)
     entropies = {"pe": of_pe, "ep": of_ep}
@@ -164,6 +163,7 @@ def test_the_ensembles_of_lm_polygraph_are_draws(polygraph):
 
 
 def test_the_wrapper_of_torch_uncertainty_predicts_as_the_posterior_does():
+    pytest.importorskip("torch_uncertainty")
     model = lora_model("bert")
     batches = ragged_batches()
     la = fitted(model=model, batches=batches, rank=10)
@@ -172,11 +172,12 @@ def test_the_wrapper_of_torch_uncertainty_predicts_as_the_posterior_does():
     loader = [(without_labels(batch), batch["labels"]) for batch in batches]
     inputs, _ = loader[0]
     given = {"model": model, "train_loader": loader, "inputs": inputs}
-    names = run("torch-uncertainty", given)
+    names = run(LIBRARIES, "torch-uncertainty", given)
     assert_close(names["probs"], la(inputs))
 
 
 def test_mapie_finds_a_limit_from_which_on_answers_are_right():
+    pytest.importorskip("mapie")
     random = np.random.default_rng(0)
     p = random.dirichlet([0.2] * 3, size=4000)
     labels = np.array([random.choice(3, p=row) for row in p])
@@ -188,50 +189,192 @@ def test_mapie_finds_a_limit_from_which_on_answers_are_right():
         "labels": labels[:2000],
         "test_loader": test,
     }
-    is_decided = run("MAPIE", given)["is_decided"]
+    is_decided = run(LIBRARIES, "MAPIE", given)["is_decided"]
     is_right = test.argmax(1) == labels[2000:]
     assert is_right.mean() < 0.9
     assert is_right[is_decided].mean() > 0.95
     assert is_decided.mean() > 0.3
 
 
-def write_base(folder: Path) -> None:
-    """Write a small model that vLLM can run, and its tokenizer."""
-    AutoTokenizer.from_pretrained(folder.parent).save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+# --- servers --------------------------------------------------------------------------
+
+TEXTS = ["red sky", "green grass", "sky", "red red red grass"]
+TARGETS = ["q_proj", "v_proj"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder in which the guide's two commands have run."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("serving")
+    config = LlamaConfig(**SMALL, pad_token_id=0)
+    adapter = save_adapter(
+        folder,
+        LlamaForSequenceClassification(config),
+        task_type="SEQ_CLS",
+        target_modules=TARGETS,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    adapter.rename(folder / "out")
+    write_rows(folder / "train.csv", 24)
+    write_rows(folder / "held_out.csv", 40, n_wrong=6)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        for line in SERVING.splitlines():
+            _, command, given = line.partition("    laplace-lora ")
+            if command:
+                names = ["--class_names", *NAMES] if "calibrate" in given else []
+                main([*given.split(), *names])
+    finally:
+        os.chdir(before)
+    return folder
 
 
-def test_vllm_serves_draws_as_peft_does(tmp_path, monkeypatch):
+@pytest.fixture
+def here(folder, monkeypatch) -> Path:
+    """That folder, as the present one."""
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def by_peft(folder: str, texts: list[str]) -> torch.Tensor:
+    """Compute probabilities of classes, text by text."""
+    model = AutoPeftModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        logits = [model(**tokenizer(x, return_tensors="pt")).logits[0] for x in texts]
+    return torch.stack(logits).softmax(-1)
+
+
+def test_a_pipeline_and_peft_open_a_student(here):
+    names = run(SERVING, "pipeline", {"texts": TEXTS, "names": NAMES})
+    expected = by_peft("student/calibrated", TEXTS)
+    for answer, p in zip(names["answers"], expected, strict=True):
+        found = {row["label"]: row["score"] for row in answer}
+        assert [found[name] for name in NAMES] == pytest.approx(p.tolist(), abs=1e-5)
+    assert names["answers"][0][0]["label"] == "plant"
+
+
+def test_an_endpoint_tells_its_doubt(here):
+    pytest.importorskip("fastapi")
+    answers = run(SERVING, "FastAPI", {})["classify"](TEXTS)
+    assert [answer["label"] for answer in answers] == ["plant", "air", "plant", "air"]
+    for answer in answers:
+        assert sum(answer["probabilities"]) == pytest.approx(1)
+        assert answer["doubt"] >= 0
+
+
+@pytest.fixture
+def serve_in(monkeypatch) -> Callable[..., None]:
+    """Lets vLLM run in this process, with a precision and other options."""
     vllm = pytest.importorskip("vllm")
-    # By itself it would take half precision, in which log-probabilities differ more.
-    in_float32 = partial(vllm.LLM, dtype="float32")
-    monkeypatch.setattr(vllm, "LLM", in_float32)
-    monkeypatch.chdir(tmp_path)
-    # In this process rather than in one of its own.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    gc.collect()  # the engine of another test
+
+    def set_options(dtype: str, **options: Any) -> None:
+        given = partial(vllm.LLM, dtype=dtype, **options)
+        monkeypatch.setattr(vllm, "LLM", given)
+
+    return set_options
+
+
+def write_student(folder: Path, names: tuple[str, ...]) -> None:
+    """Write an adapter of the same base for other classes, and its student."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, pad_token_id=0, num_labels=len(names))
+    base = LlamaForSequenceClassification(config)
+    adapter = save_adapter(folder, base, task_type="SEQ_CLS", target_modules=TARGETS)
+    train = write_rows(folder / "train.csv", 24, names)
+    given = ["--adapter", str(adapter), "--train", str(train)]
+    main(["calibrate", *given, "--class_names", *names])
+    main(["distill", *given, "--output", str(folder / "student")])
+
+
+# In half precision, by the distance of a probability's neighbours: from 1/2 to 1 that
+# is 2**-8.
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2**-8)])
+def test_vllm_serves_students_of_classes_as_peft_does(here, serve_in, dtype, bound):
+    serve_in(dtype, max_lora_cls_labels=3, max_loras=2)
+    config = AutoConfig.from_pretrained("student/calibrated/base")
+    assert config.id2label == dict(enumerate(NAMES))
+    names = run(SERVING, "Classes", {"texts": TEXTS})
+    expected = by_peft("student/calibrated", TEXTS)
+    found = torch.tensor(names["probs"])
+    assert_close(found, expected, rtol=0, atol=bound)
+    # Another student in the same server and the same batches, of more classes.
+    write_student(here / dtype, ("plant", "air", "water"))
+    folder = f"{dtype}/student/calibrated"
+    other = names["LoRARequest"]("other", 2, folder)
+    both = [names["student"], other] * len(TEXTS)
+    texts = [text for text in TEXTS for _ in range(2)]
+    outputs = names["llm"].classify(texts, lora_request=both)
+    probs = [output.outputs.probs for output in outputs]
+    for one, p in ((probs[::2], expected), (probs[1::2], by_peft(folder, TEXTS))):
+        assert_close(torch.tensor(one), p, rtol=0, atol=bound)
+
+
+def test_vllm_serves_classes_of_a_base_without_a_head(here, serve_in):
+    serve_in("float32", convert="classify", max_lora_cls_labels=2)
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
+
+    folder = "student/calibrated"
+    classifier = LlamaForSequenceClassification.from_pretrained(f"{folder}/base")
+    base = LlamaForCausalLM(LlamaConfig(**SMALL, pad_token_id=0))
+    base.model.load_state_dict(classifier.model.state_dict())
+    base.save_pretrained("headless")
+    AutoTokenizer.from_pretrained(folder).save_pretrained("headless")
+    llm = LLM("headless", runner="pooling", enable_lora=True)
+    student = LoRARequest("student", 1, folder)
+    outputs = llm.classify(TEXTS, lora_request=student)
+    found = torch.tensor([output.outputs.probs for output in outputs])
+    assert_close(found, by_peft(folder, TEXTS), rtol=0, atol=1e-5)
+
+
+def test_vllm_serves_students_of_answers_as_peft_does(tmp_path, serve_in, monkeypatch):
+    serve_in("float32")
+    monkeypatch.chdir(tmp_path)
+    base = LlamaForCausalLM(LlamaConfig(**SMALL, pad_token_id=0))
+    adapter = save_adapter(
+        tmp_path, base, ("A", "B"), task_type="CAUSAL_LM", target_modules=TARGETS
+    )
+    train = write_rows(tmp_path / "train.csv", 24, ("A", "B"))
+    given = ["--adapter", str(adapter), "--train", str(train)]
+    main(["calibrate", *given, "--answers", "A", "B"])
+    main(["distill", *given, "--output", "answers"])
+    names = run(
+        SERVING, "Answers", {"prompts": TEXTS, "base_model": str(tmp_path / "base")}
+    )
+    model = AutoPeftModelForCausalLM.from_pretrained("answers/calibrated").eval()
+    assert_as_by_peft(names["outputs"], model, "answers/calibrated", TEXTS)
+
+
+def assert_as_by_peft(
+    outputs: list[Any], model: nn.Module, tokenizer: str, prompts: list[str]
+) -> None:
+    """Compare log-probabilities of the next token."""
+    tokenize = partial(AutoTokenizer.from_pretrained(tokenizer), return_tensors="pt")
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.no_grad():
+            log_p = model(**tokenize(prompt)).logits[0, -1].log_softmax(-1)
+        for token, found in output.outputs[0].logprobs[0].items():
+            assert found.logprob == pytest.approx(log_p[token].item(), abs=1e-5)
+
+
+def test_vllm_serves_draws_as_peft_does(tmp_path, serve_in, monkeypatch):
+    # By itself it would take half precision, in which log-probabilities differ more.
+    serve_in("float32")
+    monkeypatch.chdir(tmp_path)
     write_adapter(tmp_path, "gpt2")
-    write_base(tmp_path / "base")
-    lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained("base")
+    config = LlamaConfig(**SMALL | {"vocab_size": VOCABULARY})
+    LlamaForCausalLM(config).save_pretrained("base")
+    lora = LoraConfig(r=8, target_modules=TARGETS, init_lora_weights=False)
     base = LlamaForCausalLM.from_pretrained("base")
-    model = get_peft_model(base, lora)
-    writer = fitted_text(model)
-    names = run("vLLM", {"writer": writer, "base_model": "base", "prompts": PROMPTS})
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    answers_of_draws = zip(names["folders"], names["answers"], strict=True)
-    for folder, answers in answers_of_draws:
+    writer = fitted_text(get_peft_model(base, lora))
+    given = {"writer": writer, "base_model": "base", "prompts": PROMPTS}
+    names = run(LIBRARIES, "vLLM", given)
+    for folder, answers in zip(names["folders"], names["answers"], strict=True):
         base = LlamaForCausalLM.from_pretrained("base")
-        model = PeftModel.from_pretrained(base, folder)
-        model.eval()
-        for prompt, answer in zip(PROMPTS, answers, strict=True):
-            text = tokenizer(prompt, return_tensors="pt")
-            with torch.no_grad():
-                expected = model(text.input_ids).logits[0, -1].log_softmax(-1)
-            for token, found in answer.outputs[0].logprobs[0].items():
-                assert found.logprob == pytest.approx(expected[token].item(), abs=1e-5)
+        model = PeftModel.from_pretrained(base, folder).eval()
+        assert_as_by_peft(answers, model, "base", PROMPTS)

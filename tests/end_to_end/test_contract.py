@@ -19,9 +19,8 @@ from laplace_lora_ext import LaplaceMixture
 from laplace_lora_ext.predictive.amortized import log_variances
 from laplace_lora_ext.predictive.posterior import amortized_moments
 from tests.support.cases import LINKS, Case, Dense, assert_dense, assert_near, dense
-from tests.support.dense import curvature_of
-from tests.support.heads import HEADS
-from tests.support.matrices import CASES, LINEAR
+from tests.support.dense import curvature_of, glm_covariance
+from tests.support.matrices import CASES, LINEAR, SELECTIONS
 from tests.support.posteriors import PRIORS_ALONE, generator
 from tests.support.snapshots import Snapshot
 from tests.support.tasks import OF_TARGETS
@@ -31,11 +30,11 @@ from tests.support.tokens import IGNORED
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TARGETS = {name: task.case for name, task in OF_TARGETS.items()}
-ADAPTERS = CASES | HEADS
+ADAPTERS = CASES | SELECTIONS
 EVERYTHING = LINEAR | ADAPTERS | TARGETS
 SAVED = [*ADAPTERS, *TARGETS]
 # Where a path of its own leads to what is asked.
-SOME = ["LoRA of an encoder", "LoRA of an embedding", *HEADS, *TARGETS]
+SOME = ["LoRA of an encoder", "LoRA of an embedding", *SELECTIONS, *TARGETS]
 # More than noise says of the data, so that predictions are in doubt.
 BROAD = torch.tensor([0.3])
 
@@ -131,8 +130,8 @@ def test_all_outputs_of_a_batch_have_the_dense_covariance(fit, la):
     n_outputs = fit.logits.shape[1]
     J = fit.jacobian[: len(f_mu) // n_outputs].flatten(0, 1)
     posterior = dense_posterior(fit)
-    spread = torch.linalg.solve(posterior.precision, J.T)
-    assert_near(covariance, J @ spread, fit.case.tolerance)
+    (expected,) = glm_covariance(J[None], posterior.H, posterior.prior)
+    assert_near(covariance, expected, fit.case.tolerance)
 
 
 @of_cases(SOME)
@@ -163,15 +162,6 @@ def test_a_search_chooses_by_the_losses_of_dense_predictions(fit, structure, lin
 # --- other ways to the same posterior -------------------------------------------------
 
 
-@of_cases(TARGETS)
-def test_two_runs_are_one(fit, la):
-    again = fitted(Case(**vars(fit.case) | {"batches": fit.case.batches[:1]}))
-    again.fit(fit.case.batches[1:], override=False)
-    assert again.n_data == la.n_data
-    assert_close(again.loss, la.loss, rtol=fit.case.tolerance, atol=0)
-    assert_near(curvature_of(again), curvature_of(la), 10 * fit.case.tolerance)
-
-
 @of_cases(SAVED)
 def test_a_posterior_survives_a_file(fit, la, tmp_path):
     la.save_pretrained(tmp_path)
@@ -179,14 +169,14 @@ def test_a_posterior_survives_a_file(fit, la, tmp_path):
     expected = predictions(la, fit.case, "probit")
     for again in (read, copy.deepcopy(la)):
         assert again.likelihood == la.likelihood
-        for found, of_la in zip(
-            predictions(again, fit.case, "probit"), expected, strict=True
-        ):
-            assert torch.equal(found, of_la)
+        found = predictions(again, fit.case, "probit")
+        assert_close(found, expected, rtol=0, atol=0)
         evidence = again.log_marginal_likelihood()
         assert torch.equal(evidence, la.log_marginal_likelihood())
     # More data are added to what the file says of the first.
     read.fit(fit.case.batches, override=False)
+    assert read.n_data == 2 * la.n_data
+    assert_close(read.loss, 2 * la.loss, rtol=fit.case.tolerance, atol=0)
     assert_near(curvature_of(read), 2 * curvature_of(la), 10 * fit.case.tolerance)
 
 
@@ -218,8 +208,8 @@ def test_learnt_variances_are_near_the_dense_ones(fit, la):
     found = [amortized_moments(la, X) for X in fit.case.all_inputs()]
     assert_close(torch.cat([each.f_mu for each in found]), fit.logits)
     exact = dense_posterior(fit).f_var
-    error = log_variances(torch.cat([each.f_var for each in found]))
-    error = error - log_variances(exact)
+    f_var = torch.cat([each.f_var for each in found])
+    error = log_variances(f_var) - log_variances(exact)
     # One of aLoRA's texts calls for no adapter, so that nothing is in doubt.
     has_doubt = exact.flatten(1).amax(1) > 0
     # Ridge regression errs less where it has learnt than where an example is left out.

@@ -9,25 +9,27 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import laplace_lora_ext
-from tests.support.cases import Case, assert_dense, dense, plain_logits
-from tests.support.dense import derivatives_of, lora_layers, power, softmax_fisher
+from tests.support.cases import Case, assert_dense, dense
+from tests.support.dense import derivatives_of, full_rank, lora_layers, power
+from tests.support.matrices import LINEAR
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import fitted, make, sizes, stock
+from tests.support.tasks import OF_TARGETS
 
 # Many entries of a Kronecker product are near 0, sums of larger ones that cancel.
 assert_exact = partial(assert_close, rtol=1e-9, atol=1e-9)
 # At this rank only the Kronecker form approximates.
-LEAVES_NOTHING_OUT = 100
+EXPAND = full_rank(kfac_approx="expand")
 
 
 def inputs_and_gradients(
-    model: nn.Module, inputs: Mapping[str, Tensor]
+    case: Case, example: Mapping[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return each LoRA layer's inputs `(T, n)` and gradients in its outputs.
 
     The gradients are those of one example's logits, `(C, T, m)`.
     """
-    layers = [layer for _, layer in lora_layers(model)]
+    layers = [layer for _, layer in lora_layers(case.model)]
     read: dict[nn.Module, Tensor] = {}
     shifts: dict[nn.Module, Tensor] = {}
 
@@ -39,7 +41,7 @@ def inputs_and_gradients(
         return output + shifts[layer]
 
     handles = [layer.register_forward_hook(shifted) for layer in layers]
-    logits = plain_logits(model, inputs)
+    logits = case.logits_of(case.model, example)
     for handle in handles:
         handle.remove()
     gradients = derivatives_of(logits, [shifts[layer] for layer in layers])
@@ -64,8 +66,8 @@ def expand_curvature(case: Case) -> Tensor:
         n_positions += int(is_valid.sum())
         logits = case.logits_of(case.model, example).detach()
         # H = root rootᵀ, another factor (C, C) than the library's.
-        root = power(softmax_fisher(logits), 0.5)
-        of_layers = inputs_and_gradients(case.model, example)
+        root = power(case.target.fisher(logits[None])[0], 0.5)
+        of_layers = inputs_and_gradients(case, example)
         for index, (inputs, gradients) in enumerate(of_layers):
             a = inputs[is_valid]
             g = torch.einsum("cs,ctm->stm", root, gradients[:, is_valid])
@@ -76,26 +78,24 @@ def expand_curvature(case: Case) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "side"), [("bert", "left"), ("gpt2", "right"), ("gpt_neox", "left")]
+    "build",
+    [
+        OF_TARGETS["numbers"].case,
+        LINEAR["LoRA of a decoder, padded left"],
+        LINEAR["LoRA of a decoder with rotations"],
+    ],
 )
-def test_covariance_and_evidence_of_expand_equal_dense_formulas(kind, side):
-    batches = ragged_batches(padding_side=side)
-    # Angles of GPT-NeoX's positions are in float32, and padding moves them.
-    case = Case(lora_model(kind).eval(), batches, tolerance=1e-8)
-    la = fitted(
-        kind, batches, model=case.model, rank=LEAVES_NOTHING_OUT, kfac_approx="expand"
-    )
-    assert_dense(la, dense(case), expand_curvature(case))
+def test_covariance_and_evidence_of_expand_equal_dense_formulas(build):
+    case = build()
+    fit = dense(case)
+    assert_dense(case.fitted(**EXPAND), fit, expand_curvature(case))
 
 
-@pytest.mark.parametrize(("kind", "side"), [("gpt2", "left"), ("bert", "right")])
-def test_padding_and_batches_change_nothing_and_two_runs_are_one(kind, side):
-    def fitted_to(batches):
-        return fitted(kind, batches, rank=LEAVES_NOTHING_OUT, kfac_approx="expand")
-
-    once = fitted_to(ragged_batches())
-    padded = ragged_batches(batch_size=4, padding_side=side, padded_to=20)
-    twice = fitted_to(padded[:1])
+def test_padding_and_batches_change_nothing_and_two_runs_are_one():
+    model = lora_model("gpt2")
+    once = fitted("gpt2", model=model, **EXPAND)
+    padded = ragged_batches(batch_size=4, padding_side="left", padded_to=20)
+    twice = fitted("gpt2", padded[:1], model=model, **EXPAND)
     twice.fit(padded[1:], override=False)
     for _ in range(2):
         assert twice.n_data == once.n_data
@@ -111,9 +111,7 @@ def test_expand_on_one_unpadded_batch_equals_stock_kron(kind):
     # In one batch of texts of one length there is no padding that the host would count,
     # nor a mean over batches of other lengths.
     batches = ragged_batches(lengths=[6] * 5, batch_size=5, padded_to=6)
-    ours = fitted(
-        kind, batches, model=model, rank=LEAVES_NOTHING_OUT, kfac_approx="expand"
-    )
+    ours = fitted(kind, batches, model=model, **EXPAND)
     theirs = stock(model, kind, "kron", batches)
     found = ours.posterior_precision.to_matrix()
     assert_exact(found, theirs.posterior_precision.to_matrix())
@@ -126,10 +124,8 @@ def test_expand_on_one_unpadded_batch_equals_stock_kron(kind):
 
 
 def test_a_tail_keeps_the_trace_of_each_block_and_its_absence_loses_it():
-    batches = ragged_batches()
     model = lora_model("gpt2").eval()
-    of_model = dense(Case(model, batches))
-    ggn = of_model.curvature("full")
+    ggn = dense(Case(model, ragged_batches())).curvature("full")
     with_tail = fitted("gpt2", model=model, rank=1, tail=True)
     without = fitted("gpt2", model=model, rank=1, tail=False)
 

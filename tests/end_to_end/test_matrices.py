@@ -1,20 +1,18 @@
-"""Weights of any kind: further adapters, trainings, costs, names, refusals."""
+"""Weights of any kind: further adapters, costs, heads, which take part, refusals."""
 
 import warnings
 from functools import partial
 
 import pytest
 import torch
-import transformers
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from torch.nn.functional import kl_div
 from torch.testing import assert_close
-from torch.utils.data import DataLoader
 
 import laplace_lora_ext
 from laplace_lora_ext.models.adapters import add_fresh_adapter, own_weights
 from laplace_lora_ext.models.lora_layers import find_blocks
+from tests.compatibility.kinds import with_dora, with_frozen_a
 from tests.support.cases import Case, dense
 from tests.support.dense import (
     EXACT,
@@ -26,24 +24,45 @@ from tests.support.dense import (
     predicted,
 )
 from tests.support.matrices import (
+    PARTS,
+    SELECTIONS,
     of_activated,
     of_convolutions,
     of_embedding,
     of_experts,
     of_singular_values,
     of_tokens,
+    plain,
+    roberta,
 )
-from tests.support.models import N_CLASSES, ragged_batches
-from tests.support.posteriors import count_forward_passes, make, normal
+from tests.support.models import (
+    TwoLinear,
+    base_model,
+    first_batch,
+    head_of,
+    lora_model,
+    pairs,
+    plain_model,
+    ragged_batches,
+)
+from tests.support.posteriors import (
+    count_backward_passes,
+    count_forward_passes,
+    make,
+    normal,
+    sizes,
+    stock,
+)
 from tests.support.snapshots import Snapshot
-from tests.support.trainers import trainer_of
 
 assert_exact = partial(assert_close, **EXACT)
 # Most of these models are warned of, since their examples take passes of their own.
 pytestmark = pytest.mark.filterwarnings("ignore")
+MIXTRAL = partial(of_experts, "Mixtral")
+ONE_HEAD, TWO_HEADS, PLAIN_HEAD, *_, B_ALONE = SELECTIONS.values()
 
 
-# --- exactness ------------------------------------------------------------------------
+# --- no rows --------------------------------------------------------------------------
 
 
 class Centred(nn.Module):
@@ -69,117 +88,6 @@ def test_logits_that_depend_on_other_examples_are_back_propagated_through_the_ba
     assert_exact(la.predictive_moments(X).f_var, covariance)
 
 
-def test_gradients_in_the_inputs_are_those_of_differences():
-    case = of_convolutions()
-    la = case.fitted(enable_backprop=True)
-    _, X = case.all_inputs()
-    inputs = X.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(la(inputs)[:, 0].sum(), inputs)
-    # The square of the step and rounding over it are both far below the tolerance.
-    step = 1e-6 * normal(*X.shape)
-    with torch.no_grad():
-        difference = (la(X + step) - la(X - step))[:, 0].sum() / 2
-    assert_close((gradient * step).sum(), difference, rtol=1e-6, atol=0)
-
-
-# --- further adapters, and trainings --------------------------------------------------
-
-
-def draw_second_adapter(model: nn.Module) -> dict[str, Tensor]:
-    """Add an adapter named "second" that is not 0; return its weights."""
-    add_fresh_adapter(model, "second")
-    weights = own_weights(model, "second")
-    for place, weight in enumerate(weights.values()):
-        # A seed for each weight, so that none is drawn alike.
-        weight.data.copy_(0.3 * normal(*weight.shape, seed=place))
-    return weights
-
-
-MIXTRAL = partial(of_experts, "Mixtral")
-
-
-@pytest.mark.parametrize("build", [MIXTRAL, of_embedding, of_tokens, of_activated])
-def test_a_second_adapter_has_matrices_of_its_own(build):
-    case = build()
-    texts = case.all_inputs()
-    first = case.fitted()
-    of_first = predicted(first, texts)
-    drawn = draw_second_adapter(case.model)
-    second = case.fitted()
-
-    # The same weights as the only adapter of a model.
-    other = build()
-    for name, weight in own_weights(other.model, "default").items():
-        weight.data.copy_(drawn[name])
-    alone = other.fitted()
-    assert_close(curvature_of(second), curvature_of(alone))
-    assert_close(predicted(second, texts), predicted(alone, texts))
-    # The first posterior still predicts by its own adapter.
-    assert_close(predicted(first, texts), of_first)
-
-
-def brightness_told_by_class(n: int) -> list[dict]:
-    """Draw images of three classes, each brighter than the last, more or less."""
-    images = normal(n, 3, 16, 16).float()
-    labels = [place % N_CLASSES for place in range(n)]
-    return [
-        {"pixel_values": image + label - 1, "labels": label}
-        for image, label in zip(images, labels, strict=True)
-    ]
-
-
-def resnet() -> nn.Module:
-    """Adapt all convolutions of a classifier of images, in float32."""
-    torch.manual_seed(0)
-    config = transformers.ResNetConfig(
-        embedding_size=8,
-        hidden_sizes=[8, 16],
-        depths=[1, 1],
-        layer_type="basic",
-        num_labels=N_CLASSES,
-    )
-    lora = LoraConfig(
-        r=2, target_modules=["convolution"], modules_to_save=["classifier"]
-    )
-    return get_peft_model(transformers.ResNetForImageClassification(config), lora)
-
-
-def test_convolutions_train_in_stages_and_teach_a_student(tmp_path):
-    model = resnet()
-    data = brightness_told_by_class(24)
-    settings = {"max_steps": 30, "save_strategy": "no"}
-    trainer = trainer_of(tmp_path, model=model, data=data, **settings)
-    la = laplace_lora_ext.train_in_stages(trainer)
-    assert la.n_data == len(data)
-    n_convolutions = 6
-    assert len(la.blocks) == 2 * n_convolutions
-    # A held-out fifth is five images: they may choose no doubt at all.
-    la.prior_precision = 0.01
-    batch = {"pixel_values": torch.stack([each["pixel_values"] for each in data[:6]])}
-    targets = la(batch)
-
-    def divergence_of(p: Tensor) -> float:
-        return kl_div(p.log(), targets, reduction="batchmean").item()
-
-    @torch.no_grad()
-    def of_active_adapter() -> float:
-        return divergence_of(model.eval()(**batch).logits.softmax(-1))
-
-    of_map = of_active_adapter()
-    la.amortize(DataLoader(data, batch_size=6))
-    assert divergence_of(la(batch, pred_type="amortized")) < 0.3 * of_map
-    model.set_adapter(la.distill(trainer))
-    assert of_active_adapter() < 0.3 * of_map
-
-
-def test_adalora_has_no_second_adapter():
-    with pytest.raises(ValueError, match="single AdaLoRA adapter"):
-        add_fresh_adapter(of_singular_values().model, "second")
-
-
-# --- what they cost -------------------------------------------------------------------
-
-
 def test_each_example_takes_a_pass_of_its_own_which_is_said_once():
     case = of_embedding()
     la = make(case.model)
@@ -199,9 +107,7 @@ def test_each_example_takes_a_pass_of_its_own_which_is_said_once():
     # Of three classes, two contrasts.
     assert "a forward pass and 2 backward passes of its own" in message
 
-
-def test_linear_layers_alone_run_in_batches():
-    case = of_embedding()
+    # Linear layers alone run in batches.
     la = make(case.model, target_modules=["query"])
     passes = count_forward_passes(la)
     la.fit(case.batches)
@@ -219,6 +125,168 @@ def test_experts_that_no_text_reaches_have_no_curvature():
     # parameters that are adapted.
     assert n_without == 2 * 1 * (2 * 2)
     assert la(one_token).isfinite().all()
+
+
+# --- further adapters, and one whose A is frozen --------------------------------------
+
+
+@pytest.mark.parametrize("build", [MIXTRAL, of_embedding, of_tokens, of_activated])
+def test_a_second_adapter_has_matrices_of_its_own(build):
+    case = build()
+    texts = case.all_inputs()
+    first = case.fitted()
+    of_first = predicted(first, texts)
+    add_fresh_adapter(case.model, "second")
+    drawn = own_weights(case.model, "second")
+    for place, weight in enumerate(drawn.values()):
+        # A seed for each weight, so that none is drawn alike.
+        weight.data.copy_(0.3 * normal(*weight.shape, seed=place))
+    second = case.fitted()
+
+    # The same weights as the only adapter of a model.
+    other = build()
+    for name, weight in own_weights(other.model, "default").items():
+        weight.data.copy_(drawn[name])
+    alone = other.fitted()
+    assert_close(curvature_of(second), curvature_of(alone))
+    assert_close(predicted(second, texts), predicted(alone, texts))
+    # The first posterior still predicts by its own adapter.
+    assert_close(predicted(first, texts), of_first)
+
+
+def test_adalora_has_no_second_adapter():
+    with pytest.raises(ValueError, match="single AdaLoRA adapter"):
+        add_fresh_adapter(of_singular_values().model, "second")
+
+
+def test_a_posterior_over_b_alone_is_loaded_where_no_weight_is_trainable(tmp_path):
+    case = B_ALONE()
+    la = case.fitted()
+    la.save_pretrained(tmp_path)
+    case.model.save_pretrained(tmp_path)
+    torch.manual_seed(0)  # the base model of `lora_model`
+    model = PeftModel.from_pretrained(base_model("bert").double(), tmp_path)
+    again = laplace_lora_ext.from_pretrained(model, tmp_path)
+    assert [block.name for block in again.blocks] == [block.name for block in la.blocks]
+    batch = first_batch()
+    assert_close(again(batch), la(batch))
+
+    # Of the same rank: that the weights differ is all that is wrong.
+    of_both = make(lora_model("bert"), **full_rank(stochastic=False))
+    with pytest.raises(ValueError, match=r"lora_A\.weight .*None at the fit"):
+        of_both.load_state_dict(la.state_dict())
+    # A takes no part, and yet decides what B's inputs are.
+    first, *_ = la.blocks
+    first.owner.lora_A["default"].weight.data += 1e-3
+    with pytest.raises(RuntimeError, match=r"query\.lora_A\.weight differs"):
+        la(batch)
+
+
+# --- KFAC's own factors ---------------------------------------------------------------
+
+
+def expanded(model: nn.Module, n_batches: int = 1, n: int = 4):
+    """Fit a plain module with the factors of each position."""
+    la = make(model, **full_rank(kfac_approx="expand"))
+    la.fit(pairs(n_batches, n))
+    return la
+
+
+def test_doras_identity_is_no_input_of_expand():
+    la = expanded(with_dora(), n=5)
+    # DoRA sends an identity through A and B too, which is no input of theirs.
+    for block in la.H_facs:
+        assert block.normalizer == 5
+    # The first A reads the examples as they are.
+    ((X, _),) = pairs(n=5)
+    assert_close(la.H_facs[0].trace, X.square().sum())
+
+
+def test_statistics_of_b_are_those_that_it_has_beside_a():
+    both = expanded(plain_model(), 2)
+    # Blocks of A and B take turns.
+    is_b = torch.tensor([False, True, False, True])
+    of_b = is_b.repeat_interleave(torch.tensor(sizes(both)))
+    alone = expanded(with_frozen_a(), 2)
+    assert_close(alone.H.to_matrix(), both.H.to_matrix()[of_b][:, of_b])
+
+
+def test_expand_is_kfac_of_a_head_that_examples_go_through_once():
+    case = PLAIN_HEAD()
+    la = case.fitted(**full_rank(kfac_approx="expand"))
+    expected = dense(case).curvature("full")
+    found = la.H.to_matrix()
+    parts = torch.arange(la.n_params).split(sizes(la))
+    for block, part in zip(la.blocks, parts, strict=True):
+        of_block = found[part][:, part]
+        if block.parameter == "bias":
+            # Its inputs are ones, so that nothing is approximated.
+            assert_exact(of_block, expected[part][:, part])
+        else:
+            # Of a weight, KFAC is an approximation: it must be there at least.
+            assert of_block.trace() > 0
+
+
+def test_the_hosts_kron_is_stock_krons_over_the_same_weights():
+    case = ONE_HEAD()
+    ours = make(case.model, "kron", modules_to_save=True)
+    ours.fit(case.batches)
+    theirs = stock(ONE_HEAD().model, "bert", "kron", ragged_batches(), PARTS)
+    for factors, of_host in zip(ours.H_facs.kfacs, theirs.H_facs.kfacs, strict=True):
+        # A bias has no factor of inputs, which the host has divided by the number of
+        # examples.
+        F_out, *F_in = factors
+        mean_in = [factor / ours.n_data for factor in F_in]
+        assert_close([F_out, *mean_in], list(of_host), rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("structure", "settings"),
+    [("lowrank_kron", full_rank(kfac_approx="expand")), ("kron", {})],
+)
+def test_statistics_of_rows_are_refused_where_there_are_none(structure, settings):
+    model = of_embedding().model
+    with pytest.raises(NotImplementedError, match="lora_embedding_A"):
+        make(model, structure, **settings)
+    make(model, structure, target_modules=["query"], **settings)
+
+
+def test_kron_is_refused_for_dora_and_for_a_layer_without_its_bias():
+    with pytest.raises(NotImplementedError, match=r"DoRA.*first\.lora_A"):
+        make(with_dora(), "kron")
+    model = lora_model("bert")
+    head_of(model).bias.requires_grad_(False)
+    la = make(model, "kron", modules_to_save=True)
+    message = r"biases of 1 layers .*classifier\S*\.weight"
+    with pytest.raises(NotImplementedError, match=message):
+        la.fit(ragged_batches())
+
+
+# --- heads ----------------------------------------------------------------------------
+
+
+def test_the_smaller_factor_is_dense_and_the_larger_one_has_the_rank():
+    la = TWO_HEADS().fitted(backend_kwargs={"rank": 3})
+    for block, factors in zip(la.blocks, la.H.blocks, strict=True):
+        smaller, larger = sorted(block.shape)
+        assert factors.Q.shape == (smaller, smaller)
+        # No more than the factor has.
+        assert factors.U.shape == (larger, min(3, larger))
+
+
+def test_a_fit_with_the_head_takes_no_further_passes(monkeypatch):
+    def passes(modules_to_save: bool) -> tuple[int, int]:
+        la = make(lora_model("bert"), modules_to_save=modules_to_save)
+        forward = count_forward_passes(la)
+        with monkeypatch.context() as patch:
+            backward = count_backward_passes(patch)
+            la.fit(ragged_batches())
+        return len(forward), len(backward)
+
+    of_adapter = passes(False)
+    assert passes(True) == of_adapter
+    # Passes were counted at all.
+    assert min(of_adapter) > 0
 
 
 # --- which take part ------------------------------------------------------------------
@@ -284,15 +352,97 @@ def test_magnitudes_take_part_where_asked_for():
     assert_exact(curvature_of(la), expected.curvature("lowrank_kron"))
 
 
-# --- refused --------------------------------------------------------------------------
+def heads_of(la) -> list[str]:
+    """Name the head's weights and biases."""
+    return [block.name for block in la.blocks if block.kind == "head"]
+
+
+WHOLE = "base_model.model.classifier.modules_to_save.default"
+# Both layers have a bias, which takes part wherever its weight does.
+DENSE = [f"{WHOLE}.dense.weight", f"{WHOLE}.dense.bias"]
+OUT_PROJ = [f"{WHOLE}.out_proj.weight", f"{WHOLE}.out_proj.bias"]
 
 
 @pytest.mark.parametrize(
-    ("structure", "settings"),
-    [("lowrank_kron", full_rank(kfac_approx="expand")), ("kron", {})],
+    ("selection", "expected"),
+    [
+        # LoRA alone is the default.
+        ({}, []),
+        ({"modules_to_save": "classifier"}, DENSE + OUT_PROJ),
+        # In the order of the model, whatever that of the names.
+        ({"modules_to_save": ["out_proj", "dense"]}, DENSE + OUT_PROJ),
+        ({"modules_to_save": []}, []),
+    ],
 )
-def test_statistics_of_rows_are_refused_where_there_are_none(structure, settings):
-    model = of_embedding().model
-    with pytest.raises(NotImplementedError, match="lora_embedding_A"):
-        make(model, structure, **settings)
-    make(model, structure, target_modules=["query"], **settings)
+def test_names_select_heads(selection, expected):
+    assert heads_of(make(roberta(), **selection)) == expected
+
+
+def test_a_file_keeps_the_choice_of_heads(tmp_path):
+    model = roberta()
+    # One layer of the head's two.
+    la = make(model, modules_to_save=["classifier.out_proj"])
+    la.fit(ragged_batches())
+    la.save_pretrained(tmp_path)
+    loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
+    assert heads_of(loaded) == heads_of(la) == OUT_PROJ
+    head_of(model).out_proj.bias.data[0] += 1
+    with pytest.raises(RuntimeError, match=r"out_proj\.bias have changed since"):
+        la(first_batch())
+
+
+def test_what_is_frozen_in_a_head_is_left_out_unless_all_is():
+    model = roberta()
+    head_of(model).dense.requires_grad_(False)
+    assert heads_of(make(model, modules_to_save=True)) == OUT_PROJ
+    # As in an adapter that was loaded for inference.
+    model.requires_grad_(False)
+    assert heads_of(make(model, modules_to_save=True)) == DENSE + OUT_PROJ
+
+
+class WithNorm(nn.Module):
+    """Its head is not of linear layers alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(5, 6)
+        self.head = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3))
+
+
+def with_norm() -> nn.Module:
+    config = LoraConfig(target_modules=["encoder"], modules_to_save=["head"])
+    return get_peft_model(WithNorm(), config)
+
+
+def headless() -> nn.Module:
+    return get_peft_model(TwoLinear(), LoraConfig(target_modules=["first"]))
+
+
+def tied() -> nn.Module:
+    """Make a model in which another layer has the weight of the head's last one."""
+    model = plain()
+    spare = nn.Linear(4, 3)
+    spare.weight = head_of(model)[-1].weight
+    model.base_model.model.spare = spare
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "selection", "message"),
+    [
+        (plain, ["score"], r"head\.0, .*head\.2, .*head\.4\."),
+        (headless, True, "with none"),
+        (headless, ["head"], "none"),
+        (with_norm, True, r"head\.0\.weight is a weight of LayerNorm"),
+        (tied, True, r"head\S*\.4\.weight"),
+    ],
+)
+def test_heads_that_can_not_take_part_are_refused_by_name(model, selection, message):
+    refused = (NotImplementedError, ValueError)
+    with pytest.raises(refused, match=message):
+        make(model(), modules_to_save=selection)
+
+
+def test_the_linear_layer_of_a_head_takes_part_by_its_name():
+    # Its weight and its bias.
+    assert len(heads_of(make(with_norm(), modules_to_save=["head.1"]))) == 2

@@ -1,7 +1,5 @@
 """Posteriors over answers of several tokens: what other answers have none of."""
 
-from dataclasses import replace
-
 import pytest
 from torch.testing import assert_close
 
@@ -16,29 +14,23 @@ from tests.support.tasks import CHOICES, OF_TARGETS
 # The models are not trained.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(have only|no better than guessing)")
 
-OF_ANSWERS = OF_TARGETS["answers of several tokens"]
-LEFT = OF_TARGETS["means of choices, padded left"]
-
 
 def test_padding_changes_nothing():
     # It counts positions, and would count padding where it is not masked.
     settings = {"kfac_approx": "expand"}
     right = CHOICES.fitted(backend_kwargs=settings)
-    left = LEFT.fitted(backend_kwargs=settings)
+    left = OF_TARGETS["means of choices"].fitted(backend_kwargs=settings)
     found = right.log_marginal_likelihood()
     assert_close(found, left.log_marginal_likelihood(), **EXACT)
 
 
-@pytest.mark.parametrize("task", [OF_ANSWERS, CHOICES])
-def test_means_and_sums_are_neither_mixed_nor_read_for_each_other(task, tmp_path):
-    means = replace(task, keywords=task.keywords | {"normalised": True})
-    sums = replace(task, keywords=task.keywords | {"normalised": False})
-    model = task.model().eval()
-    of_means = means.fitted(model)
+def test_means_and_sums_are_neither_mixed_nor_read_for_each_other(tmp_path):
+    model = CHOICES.model().eval()
+    of_means = CHOICES.fitted(model)
     of_means.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="normalised"):
         laplace_lora_ext.from_pretrained(model, tmp_path, normalised=False)
-    of_sums = sums.fitted(another_training("gpt2").eval())
+    of_sums = CHOICES.fitted(another_training("gpt2").eval(), normalised=False)
     with pytest.raises(ValueError, match="normalised"):
         LaplaceMixture([of_means, of_sums])
 

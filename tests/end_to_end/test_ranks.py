@@ -22,13 +22,11 @@ from tests.support.ranks import (
 )
 from tests.support.tasks import TASKS
 
-THREE_VALUES = GRID | {"grid_size": 3}
 
-
-def fitted(structure: str = "lowrank_kron"):
+def fitted(loader: Any = None):
     """Fit a posterior to the texts of this rank, or to all of one process."""
-    la = make(lora_model("bert"), structure, **full_rank(structure))
-    la.fit(strided_loader())
+    la = make(lora_model("bert"), **full_rank())
+    la.fit(loader or strided_loader())
     return la
 
 
@@ -47,7 +45,7 @@ def dealt(name: str, batch_size: int = 2) -> DataLoader:
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "agreement": ("train_loader", {"max_change": 0.05}),
     "agreement of some": ("train_loader", {"max_change": 0.05, "max_examples": 5}),
-    "gridsearch": ("val_loader", THREE_VALUES),
+    "gridsearch": ("val_loader", GRID | {"grid_size": 3}),
     "val_gd": ("val_loader", {"n_steps": 10}),
     "marglik": ("", {"n_steps": 10}),
 }
@@ -123,47 +121,24 @@ def test_without_a_generator_ranks_choose_alike_too():
 # --- loaders, and what each rank does by itself ---------------------------------------
 
 
-def by_accelerate(rank, **options):
-    loader = DataLoader(Texts(), batch_size=2)
-    return accelerated(rank, 2, loader, **options)
-
-
 @pytest.mark.parametrize("options", [{}, {"even_batches": False}])
 def test_loaders_of_accelerate_are_dealt_as_well(options):
     def facts(loader):
-        la = make(lora_model("bert"), **full_rank())
-        la.fit(loader)
+        la = fitted(loader)
         return la.log_marginal_likelihood().detach(), la.predict_proba(loader)
 
-    found = on_ranks(lambda rank: facts(by_accelerate(rank, **options)), 2)
+    def by_accelerate(rank):
+        return facts(accelerated(rank, 2, DataLoader(Texts(), batch_size=2), **options))
+
+    found = on_ranks(by_accelerate, 2)
     assert_alike(found, facts(strided_loader()), rtol=1e-7, atol=1e-10)
 
 
-def test_predictions_and_variances_are_each_ranks_own():
+def test_ranks_with_the_same_validation_data_are_refused():
     def job(rank):
-        la = fitted()
-        first, second, _ = ragged_batches()
-        la(first)
-        # No rank waits for what another one does by itself.
-        if rank == 0:
-            la(second, pred_type="nn", link_approx="mc", n_samples=2)
-            la.sample(3)
-        return len(la.predictive_statistics(strided_loader()))
+        fitted().predictive_statistics(ragged_batches())
 
-    assert on_ranks(job, 2) == [11, 11]
-
-
-@pytest.mark.parametrize("searches", [True, False])
-def test_ranks_with_the_same_validation_data_are_refused(searches):
-    def job(rank):
-        la, data = fitted(), ragged_batches()
-        if searches:
-            la.optimize_prior_precision(method="gridsearch", val_loader=data)
-        la.predictive_statistics(data)
-
-    messages = failures(on_ranks(job, 2))
-    assert len(messages) == 2
-    for message in messages:
+    for message in failures(on_ranks(job, 2)):
         assert "Ranks 0 and 1 have the same" in message
 
 

@@ -20,7 +20,6 @@ from tests.support.choices import (
     choices_batch,
     logits_of_choices,
     of_prompts,
-    one_token_choices,
     prompts_of,
     unpadded_choices,
 )
@@ -179,7 +178,7 @@ def test_answers_and_choices_of_one_token_are_class_tokens(gpt2, eight_texts):
     assert nested.class_token_ids == CLASS_TOKEN_IDS
     expected, hidden = logits_and_hidden_states(of_tokens, eight_texts)
     assert torch.equal(nested(eight_texts), expected)
-    (choices,) = one_token_choices([eight_texts])
+    (choices,) = of_prompts([eight_texts], [[token] for token in CLASS_TOKEN_IDS])
     found, hidden_of_choices = logits_and_hidden_states(LogitsModel(gpt2), choices)
     # Logits of choices are log-probabilities, which differ from logits by a constant.
     assert_close(found.softmax(-1), expected.softmax(-1), rtol=1e-10, atol=1e-12)

@@ -1,15 +1,14 @@
 """Batches of choices of several tokens, and logits by other means."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.support.models import CLASS_TOKEN_IDS, VOCABULARY, first_batch
+from tests.support.models import VOCABULARY, first_batch
 from tests.support.posteriors import generator
 
 Tokens: TypeAlias = Sequence[int]
@@ -30,26 +29,18 @@ def choices_batch(
     prompts: Sequence[Tokens], choices: Sequence[Sequence[Tokens]], side: str = "right"
 ) -> dict[str, Tensor]:
     """Put each choice of each prompt behind it, `(B, K, T)`, and mark what counts."""
-    tokens: list[Tensor] = []
-    counts: list[Tensor] = []
+    rows: list[tuple[Tensor, ...]] = []
     for prompt, answers in zip(prompts, choices, strict=True):
         for answer in answers:
             text = torch.tensor([*prompt, *answer])
-            is_answer = torch.ones_like(text)
-            is_answer[: len(prompt)] = 0
-            tokens.append(text)
-            counts.append(is_answer)
-    rows_by_key = {
-        "input_ids": tokens,
-        # Of ones, which padding turns into 0 where there is no token.
-        "attention_mask": [torch.ones_like(text) for text in tokens],
-        "score_mask": counts,
-    }
-    n_texts = len(prompts)
+            is_answer = (torch.arange(len(text)) >= len(prompt)).long()
+            # Of ones, which padding turns into 0 where there is no token.
+            rows.append((text, torch.ones_like(text), is_answer))
     batch = {}
-    for key, rows in rows_by_key.items():
-        padded = pad_sequence(rows, batch_first=True, padding_side=side)
-        batch[key] = padded.reshape(n_texts, -1, padded.shape[1])
+    keys = "input_ids", "attention_mask", "score_mask"
+    for key, column in zip(keys, zip(*rows, strict=True), strict=True):
+        padded = pad_sequence(list(column), batch_first=True, padding_side=side)
+        batch[key] = padded.unflatten(0, (len(prompts), -1))
     return batch
 
 
@@ -87,28 +78,19 @@ def batches_of_own_choices(side: str = "right") -> list[dict[str, Tensor]]:
     ]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A text with a choice behind it, unpadded: tokens, and which of them count."""
-
-    tokens: Tensor
-    counts: Tensor
+Choice: TypeAlias = tuple[Tensor, Tensor]
+"""A text with a choice behind it, unpadded: tokens, and which of them count."""
 
 
 def unpadded_choices(batch: Batch) -> list[list[Choice]]:
     """Take a batch's choices, text by text."""
-    is_real = batch["attention_mask"].bool()
-    counts = batch["score_mask"].bool()
-    tokens = batch["input_ids"]
-    n_texts, n_choices, _ = tokens.shape
-
-    def choice(place: tuple[int, int]) -> Choice:
-        kept = is_real[place]
-        return Choice(tokens[place][kept], counts[place][kept])
-
+    columns = batch["input_ids"], batch["score_mask"].bool(), batch["attention_mask"]
     return [
-        [choice((text, number)) for number in range(n_choices)]
-        for text in range(n_texts)
+        [
+            (tokens[is_real > 0], counts[is_real > 0])
+            for tokens, counts, is_real in zip(*of_text, strict=True)
+        ]
+        for of_text in zip(*columns, strict=True)
     ]
 
 
@@ -117,22 +99,10 @@ def logits_of_choices(
 ) -> Tensor:
     """Sum log-probabilities of tokens that count, `(K,)`, choice by choice."""
     logits = []
-    for choice in choices:
-        text = choice.tokens[None]
-        output = model(input_ids=text, use_cache=False)
+    for tokens, counts in choices:
+        output = model(input_ids=tokens[None], use_cache=False)
         log_p = output.logits[0].log_softmax(-1)
-        (places,) = choice.counts.nonzero(as_tuple=True)
-        tokens = choice.tokens[places]
         # What a place predicts is the token behind it.
-        of_tokens = log_p[places - 1, tokens]
-        of_choice = of_tokens.sum()
-        if normalised:
-            of_choice = of_choice / len(tokens)
-        logits.append(of_choice)
+        of_tokens = log_p[:-1].gather(1, tokens[1:, None])[counts[1:]]
+        logits.append(of_tokens.mean() if normalised else of_tokens.sum())
     return torch.stack(logits)
-
-
-def one_token_choices(batches: Sequence[Batch]) -> list[dict[str, Any]]:
-    """Make the choices that `CLASS_TOKEN_IDS` are of texts."""
-    answers = [[token] for token in CLASS_TOKEN_IDS]
-    return of_prompts(batches, answers)

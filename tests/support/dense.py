@@ -4,7 +4,7 @@ Everything is dense: exact Jacobians by `torch.func.jacrev`, the Fisher at the l
 from its formula, and matrices of all weights that are inverted as they stand.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,8 @@ def unpadded(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
 
 def batch_logits(model: nn.Module, inputs: Any) -> Tensor:
     """Read `(B, C)` logits off the model's plain output."""
-    if isinstance(inputs, Mapping):
-        return _answers(model(**inputs), inputs)
-    return _answers(model(inputs), inputs)
+    output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    return _answers(output, inputs)
 
 
 def logits_of(model: nn.Module, inputs: Any) -> Tensor:
@@ -52,16 +51,11 @@ def _answers(output: Any, inputs: Any) -> Tensor:
         return logits
     # A language model answers after the last token.
     if "attention_mask" not in inputs:
-        at_last = logits[:, -1]
-        return at_last[:, CLASS_TOKEN_IDS]
+        return logits[:, -1, CLASS_TOKEN_IDS]
+    # With padding on the left too, that is the one furthest to the right.
     mask = inputs["attention_mask"]
-    # With padding on the left too, the last token is the one furthest to the right.
-    n_texts, length = mask.shape
-    real_positions = mask * torch.arange(length)
-    last = real_positions.argmax(-1)
-    texts = torch.arange(n_texts)
-    at_last = logits[texts, last]
-    return at_last[:, CLASS_TOKEN_IDS]
+    last = (mask * torch.arange(mask.shape[1])).argmax(-1)
+    return logits[torch.arange(len(mask)), last][:, CLASS_TOKEN_IDS]
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
@@ -105,26 +99,17 @@ def jacobians(
     return torch.cat([J.flatten(2) for J in derivatives.values()], dim=2)
 
 
-def jacobian(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Differentiate the logits of one example, `(C, parameters)`."""
-    return jacobians(model, inputs)[0]
-
-
 def alone(
     model: nn.Module,
     logits_of: Callable[[nn.Module, Any], Tensor],
     examples: Sequence[Any],
-    weights: Iterable[nn.Parameter] | None = None,
+    weights: Sequence[nn.Parameter],
 ) -> tuple[Tensor, Tensor]:
     """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`, by each example.
 
-    An example has logits `(C,)`, or several rows of them. The Jacobians are of all LoRA
-    weights by default, and made without vmap, which kernels may lack.
+    An example has logits `(C,)`, or several rows of them. The Jacobians are made
+    without vmap, which kernels may lack.
     """
-    if weights is None:
-        named = model.named_parameters()
-        weights = [weight for name, weight in named if "lora_" in name]
-    weights = list(weights)
     flags = [weight.requires_grad for weight in weights]
     for weight in weights:
         weight.requires_grad_()

@@ -5,10 +5,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import AdaLoraConfig, LoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from tests.compatibility.kinds import with_frozen_a
 from tests.support.cases import Case, unpadded_rows
 from tests.support.models import (
     CLASS_TOKEN_IDS,
@@ -17,9 +18,10 @@ from tests.support.models import (
     VOCABULARY,
     built,
     lora_model,
+    pairs,
     ragged_batches,
 )
-from tests.support.posteriors import generator
+from tests.support.posteriors import normal
 
 # --- rows of linear layers ------------------------------------------------------------
 
@@ -104,11 +106,16 @@ LINEAR: dict[str, Callable[[], Case]] = {
 # --- weights whose rows no hook sees --------------------------------------------------
 
 
-def drawn(model: nn.Module) -> nn.Module:
-    """Draw an adapter's weights, which begin at 0, and go over to float64."""
+PARTS = ("lora_", "trainable_tokens_delta", ".modules_to_save.default.")
+"""What is in the names of an adapter's weights, heads included."""
+
+
+def drawn(base: nn.Module, config: LoraConfig | None = None) -> PeftModel:
+    """Add an adapter, and draw its weights, some of which begin at 0, in float64."""
+    model: Any = get_peft_model(base, config) if config else base
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
-        if "lora_" in name or "trainable_tokens_delta" in name:
+        if any(part in name for part in PARTS):
             nn.init.normal_(parameter, std=0.3)
     return model.double().eval()
 
@@ -137,9 +144,7 @@ def of_experts(family: str) -> Case:
         target_parameters=["experts.gate_up_proj", "experts.down_proj"],
     )
     return Case(
-        model=drawn(get_peft_model(base, lora)),
-        batches=ragged_batches((5, 3, 4, 2, 5), padded_to=5),
-        tolerance=1e-4,
+        drawn(base, lora), ragged_batches((5, 3, 4, 2, 5), padded_to=5), tolerance=1e-4
     )
 
 
@@ -155,8 +160,7 @@ def of_tokens() -> Case:
     tokens = [3, 17, 40, 41]
     model = lora_model("bert", target_modules=["query"], trainable_token_indices=tokens)
     model.gradient_checkpointing_enable()
-    names = ("lora_", "trainable_tokens_delta")
-    return Case(drawn(model), ragged_batches(), names=names)
+    return Case(drawn(model), ragged_batches(), names=PARTS[:2])
 
 
 def of_activated() -> Case:
@@ -177,7 +181,7 @@ def of_singular_values() -> Case:
     config = AdaLoraConfig(
         task_type="SEQ_CLS", target_modules=["query", "value"], init_r=3, total_step=10
     )
-    return Case(drawn(get_peft_model(base, config)), ragged_batches())
+    return Case(drawn(base, config), ragged_batches())
 
 
 class Images(nn.Module):
@@ -198,14 +202,11 @@ def of_convolutions(**lora: Any) -> Case:
     """Adapt convolutions beside a linear layer."""
     torch.manual_seed(0)
     config = LoraConfig(r=2, target_modules=["first", "second", "last"], **lora)
-    model = drawn(get_peft_model(Images(), config))
-    draws = generator(1)
-    batches: list[tuple[Tensor, Tensor]] = []
-    for n in (5, 2):
-        # Two channels of five by five pixels.
-        X = torch.randn(n, 2, 5, 5, generator=draws).double()
-        batches.append((X, torch.arange(n) % N_CLASSES))
-    return Case(model, batches)
+    # Two channels of five by five pixels.
+    batches = [
+        (normal(n, 2, 5, 5, seed=n), torch.arange(n) % N_CLASSES) for n in (5, 2)
+    ]
+    return Case(drawn(Images(), config), batches)
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -217,4 +218,66 @@ CASES: dict[str, Callable[[], Case]] = {
     "AdaLoRA": of_singular_values,
     "LoRA of convolutions": of_convolutions,
     "DoRA of convolutions": partial(of_convolutions, use_dora=True),
+}
+
+# --- other selections than all LoRA weights -------------------------------------------
+
+
+class WithHead(nn.Module):
+    """An encoder and a head of three linear layers, with and without biases."""
+
+    def __init__(self, n_outputs: int = N_CLASSES) -> None:
+        super().__init__()
+        # Before the encoder: blocks come in the order of the parameters, whatever their
+        # kind.
+        self.head = nn.Sequential(
+            nn.Linear(6, 4),
+            nn.Tanh(),
+            nn.Linear(4, 4, bias=False),
+            nn.Tanh(),
+            nn.Linear(4, n_outputs),
+        )
+        self.encoder = nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).tanh())
+
+
+def plain(n_outputs: int = N_CLASSES) -> PeftModel:
+    """Make a plain module with a head of three layers, in float64."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["encoder"], modules_to_save=["head"])
+    return drawn(WithHead(n_outputs), config)
+
+
+def classifier(name: str, *target_modules: str) -> PeftModel:
+    """Make a one-layer classifier whose head PEFT trains by itself."""
+    config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=list(target_modules))
+    return drawn(built(name), config)
+
+
+# Its head has two layers with biases.
+roberta = partial(classifier, "RobertaForSequenceClassification", "query", "value")
+# All tokens go through its head.
+gpt_neox = partial(classifier, "GPTNeoXForSequenceClassification", "query_key_value")
+
+
+def with_head(build: Callable[[], nn.Module], data: Callable[[], Any]) -> Case:
+    """Let a model's head take part."""
+    return Case(build().eval(), data(), {"modules_to_save": True}, names=PARTS)
+
+
+def of_b_alone() -> Case:
+    """Freeze A, as LoRA-FA does."""
+    model = with_frozen_a(lora_model("bert").eval())
+    return Case(model, ragged_batches(), names=["lora_B"])
+
+
+BERT = partial(lora_model, "bert")
+SELECTIONS: dict[str, Callable[[], Case]] = {
+    "a head of one layer": partial(with_head, BERT, ragged_batches),
+    "a head of two layers": partial(with_head, roberta, ragged_batches),
+    "a head of a plain module": partial(with_head, plain, partial(pairs, 2)),
+    "a head for all tokens": partial(with_head, gpt_neox, ragged_batches),
+    "B alone": of_b_alone,
 }

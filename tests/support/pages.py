@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from tests.support.models import base_model, lora_model
+from tests.support.saved_adapters import tokenizer
 
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Those of the prompts and of their answers.
@@ -56,12 +55,5 @@ def write_adapter(folder: Path, kind: str) -> None:
 
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer of the prompts' words."""
-    vocabulary = {word: index for index, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        model_input_names=["input_ids", "attention_mask"],
-    ).save_pretrained(folder)
+    settings = {"model_input_names": ["input_ids", "attention_mask"]}
+    tokenizer(WORDS, padding_side="right", **settings).save_pretrained(folder)

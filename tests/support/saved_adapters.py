@@ -52,9 +52,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(
+    tokens: Sequence[str] = ("[PAD]", "[UNK]", *WORDS), **settings: Any
+) -> PreTrainedTokenizerFast:
     """Make a tokenizer to whom each of the words is one token."""
-    tokens = ["[PAD]", "[UNK]", *WORDS]
     vocabulary = {token: place for place, token in enumerate(tokens)}
     words = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     words.pre_tokenizer = Whitespace()
@@ -62,7 +63,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=words,
         pad_token="[PAD]",
         unk_token="[UNK]",
-        padding_side="left",
+        **{"padding_side": "left"} | settings,
     )
 
 

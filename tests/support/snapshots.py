@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.dense import curvature_of
+
 # Asked of torch, since later versions may have more kinds.
 HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 
@@ -77,7 +79,7 @@ def facts_of(la: Any, batch: Any) -> dict[str, Tensor]:
     """Tell what a fit comes to: sums, evidence and predictions of a batch."""
     moments = la.predictive_moments(batch)
     return {
-        "curvature": la.H if isinstance(la.H, Tensor) else la.H.to_matrix(),
+        "curvature": curvature_of(la),
         "evidence": la.log_marginal_likelihood().detach(),
         # Copies, which a later fit doesn't change.
         "loss": la.loss.clone(),

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from laplace_lora_ext import LaplaceMixture
 from laplace_lora_ext.models.adapters import add_fresh_adapter
-from tests.compatibility.families import FAMILIES, RIGHT
 from tests.support.cases import Bernoullis, Case, Gaussian, unpadded_rows
 from tests.support.choices import (
     ANSWERS,
@@ -29,6 +28,7 @@ from tests.support.models import (
     real_targets,
 )
 from tests.support.posteriors import make
+from tests.support.texts import encoder_decoder
 from tests.support.tokens import IGNORED, labelled_batches, token_classifier
 
 
@@ -123,10 +123,10 @@ def of_written_answers(model: nn.Module, text: Batch) -> Tensor:
     return torch.stack(logits)
 
 
-def encoder_decoder(kind: str) -> Task:
+def written_by(kind: str) -> Task:
     """Let a tiny "t5" or "bart" write answers of several tokens."""
     return Task(
-        lambda: FAMILIES[kind.upper()].model(RIGHT),
+        partial(encoder_decoder, kind),
         partial(ragged_batches, n_classes=len(ANSWERS)),
         {"class_token_ids": ANSWERS},
         # Norms of T5 run in float32.
@@ -135,17 +135,8 @@ def encoder_decoder(kind: str) -> Task:
 
 
 GPT2 = partial(lora_model, "gpt2")
-NUMBERS = Task(
-    partial(lora_model, "bert", n_labels=2),
-    numbers,
-    {"likelihood": "regression"},
-    {"target": Gaussian()},
-)
-REWARDS = Task(
-    partial(lora_model, "bert", n_labels=1),
-    preferences,
-    {"likelihood": "reward_modeling"},
-    {"logits_of": rewards_of},
+CHOICES = Task(
+    GPT2, batches_of_own_choices, {"normalised": True}, of_answers(normalised=True)
 )
 SEVERAL_LABELS = Task(
     data=texts_of_several_labels,
@@ -158,24 +149,19 @@ TOKENS = Task(
     {"likelihood": "token_classification"},
     {"split": unpadded_rows, "logits_of": of_labelled_tokens},
 )
-CHOICES = Task(
-    GPT2, batches_of_own_choices, {"normalised": True}, of_answers(normalised=True)
-)
-TASKS = {
-    "classes": Task(),
-    "diagonal": Task(keywords={"structure": "diag"}),
-    "numbers": NUMBERS,
-    "rewards": REWARDS,
-    "several labels": SEVERAL_LABELS,
-    "tokens": TOKENS,
-    "answers": Task(GPT2, keywords={"class_token_ids": CLASS_TOKEN_IDS}),
-    "choices": CHOICES,
-}
-"""One of each kind."""
-
 OF_TARGETS = {
-    "numbers": NUMBERS,
-    "rewards": REWARDS,
+    "numbers": Task(
+        partial(lora_model, "bert", n_labels=2),
+        numbers,
+        {"likelihood": "regression"},
+        {"target": Gaussian()},
+    ),
+    "rewards": Task(
+        partial(lora_model, "bert", n_labels=1),
+        preferences,
+        {"likelihood": "reward_modeling"},
+        {"logits_of": rewards_of},
+    ),
     "several labels": SEVERAL_LABELS,
     "one label": replace(
         SEVERAL_LABELS,
@@ -190,13 +176,18 @@ OF_TARGETS = {
         {"class_token_ids": ANSWERS},
         of_answers(answers=ANSWERS),
     ),
-    "means of choices, padded left": replace(
-        CHOICES, data=partial(batches_of_own_choices, "left")
-    ),
-    "answers of T5": encoder_decoder("t5"),
-    "answers of BART": encoder_decoder("bart"),
+    "means of choices": replace(CHOICES, data=partial(batches_of_own_choices, "left")),
+    "answers of T5": written_by("t5"),
+    "answers of BART": written_by("bart"),
 }
 """What models are trained to predict beside one class."""
+
+TASKS = OF_TARGETS | {
+    "classes": Task(),
+    "diagonal": Task(keywords={"structure": "diag"}),
+    "answers": Task(GPT2, keywords={"class_token_ids": CLASS_TOKEN_IDS}),
+    "choices": CHOICES,
+}
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tests.support.dense as dense
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.tuning.method import draw_seed
 from tests.compatibility.families import FAMILIES, RIGHT
-from tests.support.models import VOCABULARY, lora_model, ragged_batches
+from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make, sizes
 
 # The tokens at the beginning of a text that have no label.
@@ -50,29 +49,6 @@ def fitted_text(
     )
     la.fit(batches or text_batches())
     return la
-
-
-class RowsOfTheVocabulary(TorchDispatchMode):
-    """Keeps how many rows of a vocabulary the largest new tensor has that has any."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        # The output layer's own has a dimension of the vocabulary, too.
-        weights = model.parameters()
-        self.weights = {weight.data_ptr() for weight in weights}
-        self.most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        outputs = output if isinstance(output, tuple | list) else [output]
-        for tensor in outputs:
-            if not isinstance(tensor, Tensor) or not tensor.ndim:
-                continue
-            is_of_weight = tensor.data_ptr() in self.weights
-            if tensor.shape[-1] == VOCABULARY and not is_of_weight:
-                n_rows = tensor.shape[:-1].numel()
-                self.most = max(self.most, n_rows)
-        return output
 
 
 def encoder_decoder(kind: str) -> nn.Module:

@@ -33,9 +33,9 @@ from tests.support.cases import Case, Dense, Softmax, unpadded_rows
 from tests.support.cases import dense as dense_of
 from tests.support.dense import EXACT
 from tests.support.models import VOCABULARY, Batch, built, llama, lora_model
+from tests.support.new_tensors import NewTensors
 from tests.support.posteriors import count_forward_passes, generator, make, normal
 from tests.support.texts import (
-    RowsOfTheVocabulary,
     drawn_models,
     encoder_decoder,
     fitted_text,
@@ -411,9 +411,11 @@ def test_in_parts_all_is_the_same_by_as_many_passes_and_few_rows_of_logits(
 
     def measured():
         calls.clear()
-        with RowsOfTheVocabulary(model) as rows:
+        with NewTensors() as made:
             la = fitted_text(model, batches, rank=FULL_RANK, prior_precision=3.0)
-            return la, scored(la, **ragged), len(calls), rows.most
+            scores = scored(la, **ragged)
+        of_words = [s[:-1].numel() for s in made.shapes if s[-1:] == (VOCABULARY,)]
+        return la, scores, len(calls), max(of_words)
 
     # One seed at a time: several have as many times the rows.
     monkeypatch.setattr(graph, "_ROWS", 1)

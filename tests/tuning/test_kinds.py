@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from laplace_lora_ext import GridSearch, ValGD, train_in_stages
 from laplace_lora_ext.predictive.posterior import Members
 from laplace_lora_ext.training.stages import choose_priors
-from tests.support.heads import plain
+from tests.support.matrices import plain
 from tests.support.models import pairs
 from tests.support.posteriors import (
     count_forward_passes,
