@@ -28,7 +28,6 @@ from laplace_lora_ext.models.lora_layers import (
     warn_of_other_trainable,
 )
 from laplace_lora_ext.models.running import (
-    alone,
     copy_if_inference,
     exclusive,
     without_autocast,
@@ -216,6 +215,7 @@ class LoRALaplace(Posterior, Predictor):
 
     summary: Callable[[], str]  # which "lowrank_kron" alone has
 
+    @exclusive  # passes of other threads change what is active, and requires grad
     def __init__(
         self,
         model: nn.Module,
@@ -238,18 +238,16 @@ class LoRALaplace(Posterior, Predictor):
         _, structure = self._key
         self.task.check_structure(structure)
         answers = class_tokens(class_token_ids, class_texts, tokenizer)
-        with alone():  # passes of other threads change what is active
-            adapter = active_adapter(model)
+        adapter = active_adapter(model)
         self.model = self.task.adapter(
             model, answers, dict_key_y, mask_token_id, adapter, normalised=normalised
         )
         self.task.check_model(self.model)
-        with alone():  # and what requires grad
-            selection = target_modules, layers_to_transform, weight_names
-            self.blocks = find_blocks(model, *selection, modules_to_save)
-            warn_of_other_trainable(model, self.blocks)
-            if is_untrained(self.blocks):
-                warn("Every lora_B weight is 0: the adapter looks untrained.")
+        selection = target_modules, layers_to_transform, weight_names
+        self.blocks = find_blocks(model, *selection, modules_to_save)
+        warn_of_other_trainable(model, self.blocks)
+        if is_untrained(self.blocks):
+            warn("Every lora_B weight is 0: the adapter looks untrained.")
         self.recorder = Recorder(self.model, self.blocks)
         self._fit: Fit | NoFit = NoFit(self.recorder.places)
         # These may have a number for each block, and the host counts whole parameters.
@@ -291,7 +289,7 @@ class LoRALaplace(Posterior, Predictor):
             self.likelihood,
             dict_key_x=self.dict_key_x,
             dict_key_y=self.dict_key_y,
-            backend_kwargs=self._settings(),
+            backend_kwargs=self._settings,
             class_token_ids=self.model.class_token_ids,
             mask_token_id=self.model.mask_token_id,
             normalised=self.model.normalised,
@@ -344,9 +342,7 @@ class LoRALaplace(Posterior, Predictor):
     @property
     def backend(self) -> Any:
         """Make what computes the curvature of the blocks' weights, at first use."""
-        if self._backend is not None:
-            return self._backend
-        with self._prepared():
+        with self._prepared():  # the host collects the parameters that require grad
             return super().backend
 
     @property
@@ -400,7 +396,7 @@ class LoRALaplace(Posterior, Predictor):
             fitted = fit(
                 train_loader,
                 self._structure,
-                settings=self._settings(),
+                settings=self._settings,
                 before=before,
                 progress_bar=progress_bar,
             )
@@ -869,13 +865,9 @@ class LoRALaplace(Posterior, Predictor):
         It holds tensors, numbers and text alone, in dictionaries and lists.
         """
         self._check_H_init()
-        of_class = {
-            "cls_name": type(self).__name__,
-            "likelihood": self.likelihood,
-            "settings": self._settings(),
-        }
+        of_fit = self._fitted.state_dict(self._structure)
         saved = {name: getattr(self, name) for name in _SAVED}
-        return self._fitted.state_dict(self._structure) | saved | of_class
+        return of_fit | saved | self._identity
 
     @exclusive
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -892,9 +884,7 @@ class LoRALaplace(Posterior, Predictor):
             If its class, likelihood, model or settings are not these. The message names
             what differs, and nothing changes.
         """
-        settings = {"cls_name": type(self).__name__, "likelihood": self.likelihood}
-        settings |= self._settings()
-        saving.check_state(state_dict, settings, self.model, self.blocks)
+        saving.check_state(state_dict, self._identity, self.model, self.blocks)
         # As it is now, and not as saved: it may have been cast, which `check_state`
         # allows.
         now = ModelState.of(self.model, self.blocks)
@@ -902,6 +892,16 @@ class LoRALaplace(Posterior, Predictor):
         for name in _SAVED:
             setattr(self, name, state_dict[name])
 
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """Collect what a state must be of to be loaded, beside model and data."""
+        return {
+            "cls_name": type(self).__name__,
+            "likelihood": self.likelihood,
+            "settings": self._settings,
+        }
+
+    @property
     def _settings(self) -> dict[str, Any]:
         """Collect what the curvature depends on, beside model and data."""
         options = dict(self._backend_kwargs)

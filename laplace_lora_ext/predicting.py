@@ -27,7 +27,6 @@ from laplace_lora_ext.predictive.moments import Moments, parts_for
 from laplace_lora_ext.predictive.posterior import (
     Hyperparameters,
     Members,
-    Posterior,
     drawn_weights,
     in_turn,
     moments_for,
@@ -171,7 +170,12 @@ class Predictor(Members):
         """Predict numbers of a batch, with their noise."""
         # They have no link: "probit" stands for one that reads all moments.
         moments = list(self._moments_of_members(batch, "probit", pred_type))
-        return NumberPrediction.of(moments, [_noise(each) for each in self.members])
+        # Rewards are read off preferences: nobody measures them.
+        noises = [
+            la.sigma_noise if la.task.predicted is la.task else 0.0
+            for la in self.members
+        ]
+        return NumberPrediction.of(moments, noises)
 
     def _moments_of_members(
         self, batch: Any, link_approx: str, pred_type: str
@@ -402,10 +406,3 @@ class Predictor(Members):
                 folder = folders[len(written)]
                 written.append(write_adapter(model, adapter, values, folder, **kwargs))
         return written
-
-
-def _noise(la: Posterior) -> Tensor | float:
-    """Return the standard deviation of the noise of what a posterior predicts."""
-    if la.task.predicted is not la.task:
-        return 0.0  # rewards are read off preferences: nobody measures them
-    return la.sigma_noise

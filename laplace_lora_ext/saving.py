@@ -84,22 +84,21 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def check_state(
     state: Mapping[str, Any],
-    settings: Mapping[str, Any],
+    identity: Mapping[str, Any],
     model: LogitsModel,
     blocks: Sequence[Block],
 ) -> None:
     """Refuse the state of another posterior, and name what differs.
 
-    `settings` are class, likelihood and settings of the posterior that the state is
+    `identity` are class, likelihood and settings of the posterior that the state is
     for, `model` and `blocks` its model as it is now.
     """
-    saved = dict(state["settings"])
-    saved |= {"cls_name": state["cls_name"], "likelihood": state["likelihood"]}
-    for name, value in settings.items():
-        if saved.get(name) != value:
+    own, saved = ({**each, **each["settings"]} for each in (identity, state))
+    for name in ("cls_name", "likelihood", *identity["settings"]):
+        if saved.get(name) != own[name]:
             raise ValueError(
                 f"The posterior was fitted with {name}={saved.get(name)!r}, not "
-                f"{value!r}: pass the same setting."
+                f"{own[name]!r}: pass the same setting."
             )
     fitted = ModelState.from_state_dict(state["model"])
     difference = fitted.difference(ModelState.of(model, blocks))
