@@ -65,8 +65,7 @@ def merge(posteriors: Sequence[LoRALaplace], adapter_name: str = "merged") -> st
     first = posteriors[0]
     for number, la in enumerate(posteriors):
         la.check_model()
-        models = first._fitted.model, la._fitted.model
-        differing = models[0].difference(models[1]) or models[1].difference(models[0])
+        differing = first._fitted.model.difference(la._fitted.model)
         if differing is not None:
             raise ValueError(
                 f"Posterior {number} has another model than the first: {differing}. "

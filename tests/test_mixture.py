@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from laplace_lora_ext import GridSearch, LaplaceMixture
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
+from laplace_lora_ext.predictive.moments import MixtureMoments
 from tests.support.models import base_model, lora_model
 from tests.support.posteriors import (
     count_forward_passes,
@@ -195,29 +196,21 @@ def test_a_search_that_only_chooses_leaves_the_priors():
 
 
 def test_a_prediction_is_of_one_factor_whatever_other_threads_do():
-    both = two()
-    mixture = both.mixture()
-    batch = both.batch
-    expected = mixture(batch)
+    mixture = two().mixture()
+    first, second = (la.predictive_moments(two().batch) for la in mixture.members)
     changes = []
 
+    def moments(pool):
+        yield first
+        # The first member has predicted, and the second has not begun.
+        changes.append(pool.submit(setattr, mixture, "prior_precision", 100.0))
+        # Without a lock it would be done by then.
+        assert not wait(changes, timeout=0.2).done
+        yield second
+
     with ThreadPoolExecutor(1) as pool:
-
-        def change_prior(*_):
-            if not changes:
-                change = pool.submit(setattr, mixture, "prior_precision", 100.0)
-                changes.append(change)
-                # Without a lock it would be done by then.
-                wait(changes, timeout=0.2)
-
-        # While the first member predicts, and the second has not begun.
-        model = both.first.model.model
-        handle = model.register_forward_hook(change_prior)
-        found = mixture(batch)
-        handle.remove()
-    assert torch.equal(found, expected)
+        mixture(MixtureMoments(moments(pool)))
     assert mixture.prior_precision == 100
-    assert not torch.equal(mixture(batch), expected)
 
 
 # --- files ----------------------------------------------------------------------------
@@ -263,9 +256,16 @@ def test_loading_leaves_the_models_own_adapter_and_a_damaged_member_none(tmp_pat
         LaplaceMixture.from_pretrained(model, tmp_path)
     assert Snapshot(model).settings["flags"] == before.settings["flags"]
     assert list(model.peft_config) == ["default"]
-    (tmp_path / "laplace_mixture.json").unlink()
+
+
+def test_an_interrupted_save_leaves_no_mixture_of_old_and_new(tmp_path, monkeypatch):
+    both = two()
+    both.mixture().save_pretrained(tmp_path)
+    monkeypatch.setattr(type(both.second), "state_dict", None)
+    with pytest.raises(TypeError):
+        both.mixture().save_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError):
-        LaplaceMixture.from_pretrained(model, tmp_path)
+        LaplaceMixture.from_pretrained(both.first.model.model, tmp_path)
 
 
 def test_adapters_are_drawn_from_each_member(tmp_path):
