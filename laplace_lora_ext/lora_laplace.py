@@ -815,7 +815,7 @@ class LoRALaplace(Posterior, Predictor):
         self, X: Any, joint: bool = False, diagonal_output: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Predict mean and covariance, or variances, of scaled logits."""
-        moments = self._moments_of_all(X, joint)
+        moments = self._moments(X, joint)
         f_mu, f_var = moments.scaled(self.logit_scale)
         if joint:
             return f_mu.flatten(), f_var

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -159,54 +159,55 @@ class Posterior(ParametricLaplace, Members):
             one covariance of all examples together: a pair of tensors, `(B * C,)` and
             `(B * C, B * C)`
         """
-        moments = self._moments_of_all(x, joint)
+        moments = self._moments(x, joint)
         return (moments.f_mu.flatten(), moments.covariance) if joint else moments
-
-    def _moments_of_all(self, x: Any, joint: bool = False) -> Moments:
-        """Compute moments of all logits of a batch; refuse those of differences."""
-        if not isinstance(x, Moments):
-            return self._moments(x, joint)
-        if x.classes is not None:
-            raise ValueError(
-                "These moments tell of differences of logits alone, which the links "
-                '"mean_field" and "mc" read. For all else pass the batch, or moments '
-                'of predictive_statistics(..., link_approx="probit").'
-            )
-        if joint:
-            raise ValueError(
-                "Moments hold no covariance between examples: pass the inputs."
-            )
-        return self._given(x)
-
-    def _given(self, moments: Moments) -> Moments:
-        """Bring given moments to the model's device."""
-        dtype = self.blocks[0].statistics_dtype
-        # A copy, since the host's links change them in place.
-        return moments.to(self.model.device, dtype, copy=True)
 
     def _moments(
         self, x: Any, joint: bool = False, contrasts: Contrasts | None = None
     ) -> Moments:
-        """Compute moments of a batch's logits, or of contrasts of them."""
+        """Compute moments of a batch's logits, or of contrasts; or take given ones.
+
+        Moments of differences are refused where all logits are asked for.
+        """
+        if isinstance(x, Moments):
+            if x.classes is not None and contrasts is None:
+                raise ValueError(
+                    "These moments tell of differences of logits alone, which the "
+                    'links "mean_field" and "mc" read. For all else pass the batch, or '
+                    'moments of predictive_statistics(..., link_approx="probit").'
+                )
+            if joint:
+                raise ValueError(
+                    "Moments hold no covariance between examples: pass the inputs."
+                )
+            # A copy, since the host's links change them in place.
+            dtype = self.blocks[0].statistics_dtype
+            return x.to(self.model.device, dtype, copy=True)
         self.check_model()
         self.task.check_linearised()
         directions, n_directions = directions_of(self, contrasts)
-        if not self._has_variance:
-            with self.model.forward_passes(self.enable_backprop):
-                f_mu = self.model(x)
-            n = n_directions * len(f_mu) if joint else n_directions
-            shape = (n, n) if joint else (len(f_mu), n, n)
-            return Moments(f_mu, f_mu.new_zeros(shape))
 
         def of_part(part: Any, _: slice) -> Moments:
             f_mu, covariance = self._linearised(part, joint, directions)
-            return Moments(f_mu, padded_to(covariance, n_directions))
+            if contrasts is not None:  # of which parts need unlike numbers
+                covariance = padded_to(covariance, n_directions)
+            return Moments(f_mu, covariance)
 
-        with torch.set_grad_enabled(self.enable_backprop):
-            if joint:  # examples vary together: they can't come in parts
-                return Moments(*self._linearised(x, joint, directions))
-            parts = self.recorder.predict(x, n_directions, of_part)
-            return Moments(*map(torch.cat, zip(*parts, strict=True)))
+        if not self._has_variance:
+            with self.model.forward_passes(self.enable_backprop):
+                f_mu = self.model(x)
+            # Pairs have two rewards in a fit, and a text has one.
+            n = f_mu.shape[1] if contrasts is None else n_directions
+            n *= len(f_mu) if joint else 1
+            covariance = f_mu.new_zeros((n, n) if joint else (len(f_mu), n, n))
+        else:
+            with torch.set_grad_enabled(self.enable_backprop):
+                if joint:  # examples vary together: they can't come in parts
+                    return Moments(*self._linearised(x, joint, directions))
+                parts = self.recorder.predict(x, n_directions, of_part)
+            f_mu, covariance = map(torch.cat, zip(*parts, strict=True))
+        classes = None if contrasts is None else contrasts.classes(f_mu.detach())
+        return Moments(f_mu, covariance, classes)
 
     def _linearised(
         self, part: Any, joint: bool, directions: Directions
@@ -250,13 +251,8 @@ def moments_of_model(la: Posterior, x: Any, link_approx: str) -> Moments:
     model's, which `logit_scale` has not multiplied. Labels become two classes each:
     `(B, K, 2)` and `(B, K, 2, 2)`.
     """
-    if not sees_differences(la, link_approx):
-        return of_classes(la.task.predicted, la._moments_of_all(x))
-    if isinstance(x, Moments):
-        return la._given(x)
-    contrasts = Contrasts(la.n_contrasts)
-    moments = la._moments(x, contrasts=contrasts)
-    return replace(moments, classes=contrasts.classes(moments.f_mu.detach()))
+    contrasts = Contrasts(la.n_contrasts) if sees_differences(la, link_approx) else None
+    return of_classes(la.task.predicted, la._moments(x, contrasts=contrasts))
 
 
 def sees_differences(la: Posterior, link_approx: str) -> bool:

@@ -149,9 +149,8 @@ def _draws_of(
     """Draw models, divided among the members, the first ones getting the rest."""
     if n_samples < 0:
         raise ValueError(f"n_samples must be 0 or more, not {n_samples}.")
-    n_each, rest = divmod(n_samples, len(members))
     for place, member in enumerate(members):
-        n_own = n_each + 1 if place < rest else n_each
+        n_own = len(range(place, n_samples, len(members)))
         if n_own == 0:  # a seed that nothing uses would move the generator
             return
         # Under any prior precision from the same noise.

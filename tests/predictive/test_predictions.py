@@ -246,6 +246,9 @@ def test_rewards_have_no_noise():
     assert_close(prediction.mean, f_mu)
     assert_close(prediction.epistemic_std, variances_of(f_var).sqrt())
     assert torch.equal(prediction.total_std, prediction.epistemic_std)
+    # A text has one reward, though a pair of the fit has two outputs.
+    la.prior_precision = 1e12
+    assert la.predictive_moments(batch).f_var.shape == (3, 1, 1)
 
 
 def test_a_mixture_predicts_the_mean_of_its_members_distributions():
