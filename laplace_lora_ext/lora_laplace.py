@@ -33,7 +33,7 @@ from laplace_lora_ext.models.running import (
     without_autocast,
 )
 from laplace_lora_ext.models.same_model import ModelState, check_same, standing_of
-from laplace_lora_ext.models.weights import call_with
+from laplace_lora_ext.models.weights import replace_weights
 from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.predicting import Predictor
 from laplace_lora_ext.predictive.amortization import amortize
@@ -833,8 +833,8 @@ class LoRALaplace(Posterior, Predictor):
         with self.model.forward_passes(self.enable_backprop):
             self.check_model()
             for values in drawn_weights(self, n_samples, generator):
-                logits = call_with(self.model, self.blocks, values, X)
-                samples.append(self.logit_scale * logits)
+                with replace_weights(self.blocks, values):
+                    samples.append(self.logit_scale * self.model(X))
         return torch.stack(samples)
 
     # --- adapters and files -----------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,8 +150,8 @@ class AnswerTokens(Answers):
             text_with_answer = decoder_text({**inputs, **model_kwargs})
         index = self._position(inputs, text_with_answer)[:, None]
         n_positions = text_of(text_with_answer).shape[1]
-        with reading_at(self._transformer, index, n_positions) as read_off:
-            return read_off(call(inputs, **model_kwargs))[:, 0]
+        call = partial(call, inputs, **model_kwargs)
+        return logits_at(self._transformer, index, n_positions, call)[:, 0]
 
     def _position(self, inputs: Any, text_with_answer: Any) -> Tensor:
         """Find the position at which the answer is read, `(B,)`."""
@@ -207,16 +208,18 @@ def first_places(places: Tensor) -> tuple[Tensor, Tensor]:
     return index, places.take_along_dim(index, dim=1)
 
 
-@contextmanager
-def reading_at(
-    transformer: PreTrainedModel | None, index: Tensor, n_positions: int
-) -> Iterator[Callable[[Any], Tensor]]:
-    """Run the output layer for the `(B, K)` places of an index among T positions alone.
+def logits_at(
+    transformer: PreTrainedModel | None,
+    index: Tensor,
+    n_positions: int,
+    call: Callable[[], Any],
+) -> Tensor:
+    """Call a model, and return logits `(B, K, V)` at the `(B, K)` places of an index.
 
-    Yields a function that takes what the model returned, and returns logits `(B, K,
-    V)`, also where the model has logits at all positions. A hook selects: not every
-    model and version has an option for it, that option wants the index on the hidden
-    states' device, and the layer may have LoRA, whose rows must still lie by text.
+    Its output layer runs for these alone among the T positions. A hook selects: not
+    every model and version has an option for it, that option wants the index on the
+    hidden states' device, and the layer may have LoRA, whose rows must still lie by
+    text.
     """
     calls: list[torch.Size] = []
 
@@ -229,34 +232,27 @@ def reading_at(
             return None
         calls.append(hidden.shape)
         places = index.to(hidden.device)[..., None]
-        read = hidden.take_along_dim(places, dim=1)
-        return (read, *others)
-
-    def read_off(output: Any) -> Tensor:
-        logits = logits_of(output)
-        if logits.ndim != 3:
-            raise ValueError(
-                "class_token_ids need logits of shape (batch, positions, vocabulary), "
-                f"not {tuple(logits.shape)}: leave them out for a model that returns "
-                "logits of classes."
-            )
-        if calls:
-            return logits
-        if logits.shape[1] != n_positions:
-            raise ValueError(
-                f"The model returns logits at {logits.shape[1]} positions for texts of "
-                f"{n_positions} tokens, perhaps because images come first. Let its "
-                "forward pass return only the logits of the texts' tokens."
-            )
-        places = index.to(logits.device)[..., None]
-        return logits.take_along_dim(places, dim=1)
+        return (hidden.take_along_dim(places, dim=1), *others)
 
     layer = None if transformer is None else transformer.get_output_embeddings()
-    if isinstance(layer, nn.Module):
-        with layer.register_forward_pre_hook(select):
-            yield read_off
-    else:
-        yield read_off
+    is_layer = isinstance(layer, nn.Module)
+    with layer.register_forward_pre_hook(select) if is_layer else nullcontext():
+        logits = logits_of(call())
+    if logits.ndim != 3:
+        raise ValueError(
+            "class_token_ids need logits of shape (batch, positions, vocabulary), "
+            f"not {tuple(logits.shape)}: leave them out for a model that returns "
+            "logits of classes."
+        )
+    if calls:
+        return logits
+    if logits.shape[1] != n_positions:
+        raise ValueError(
+            f"The model returns logits at {logits.shape[1]} positions for texts of "
+            f"{n_positions} tokens, perhaps because images come first. Let its "
+            "forward pass return only the logits of the texts' tokens."
+        )
+    return logits.take_along_dim(index.to(logits.device)[..., None], dim=1)
 
 
 def decoder_start(

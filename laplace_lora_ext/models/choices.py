@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from laplace_lora_ext.models.answers import (
     first_places,
     in_full,
     last_real_position,
-    reading_at,
+    logits_at,
     without_cache,
 )
 from laplace_lora_ext.models.batches import IGNORED, text_first
@@ -91,8 +92,9 @@ class Choices(Answers):
         rows = self._rows(inputs)
         index, counts = first_places(rows.targets != IGNORED)
         keywords = without_cache(self._transformer) | kwargs
-        with reading_at(self._transformer, index, rows.targets.shape[1]) as read_off:
-            of_vocabulary = in_full(read_off(call(rows.inputs, **keywords)))
+        call = partial(call, rows.inputs, **keywords)
+        n_positions = rows.targets.shape[1]
+        of_vocabulary = in_full(logits_at(self._transformer, index, n_positions, call))
         tokens = rows.targets.take_along_dim(index, dim=1).to(of_vocabulary.device)
         counts = counts.to(of_vocabulary.device)
         chosen = of_vocabulary.gather(-1, tokens.where(counts, 0)[..., None])[..., 0]

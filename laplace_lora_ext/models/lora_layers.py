@@ -459,6 +459,7 @@ class _HeadWeight:
     adapter: str
     layer: nn.Module
     parameter: str  # name of the weight in the layer
+    requires_grad: bool
 
     @property
     def head(self) -> str:
@@ -474,11 +475,6 @@ class _HeadWeight:
     def known_as(self) -> str:
         """Name the layer as users know it, without PEFT's wrapper."""
         return self.site.replace(f".modules_to_save.{self.adapter}", "")
-
-    @property
-    def requires_grad(self) -> bool:
-        weight = self.layer._parameters[self.parameter]
-        return weight is not None and weight.requires_grad
 
     def is_named(self, name: str) -> bool:
         """Tell whether a name in `modules_to_save` is this layer's or its module's."""
@@ -512,7 +508,9 @@ class _HeadWeight:
 def _head_weights(model: nn.Module, adapter: str) -> list[_HeadWeight]:
     """List all weights and biases of an adapter's heads."""
     return [
-        _HeadWeight(strip_wrappers(site), adapter, layer, parameter)
+        _HeadWeight(
+            strip_wrappers(site), adapter, layer, parameter, weight.requires_grad
+        )
         for name, wrapper in model.named_modules()
         if isinstance(wrapper, ModulesToSaveWrapper)
         and adapter in wrapper.modules_to_save

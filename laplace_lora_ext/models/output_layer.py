@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import PreTrainedModel
 
-from laplace_lora_ext.models.answers import first_places, reading_at
+from laplace_lora_ext.models.answers import first_places, logits_at
 from laplace_lora_ext.models.logits_model import LogitsModel
 
 # How many calls of layers are searched for the logits: the last ones, so that few
@@ -173,13 +173,12 @@ def parts_of(places: Tensor) -> list[Span]:
     return [Span(first, size) for first in range(0, most, size)]
 
 
-def logits_at(
+def logits_of_places(
     transformer: PreTrainedModel | None, places: Tensor, call: Callable[[], Any]
 ) -> Tensor:
     """Call a model, and return logits `(n, V)` at the true ones of `(N, T)` places."""
     index, is_true = first_places(places)
-    with reading_at(transformer, index, places.shape[1]) as read_off:
-        logits = read_off(call())
+    logits = logits_at(transformer, index, places.shape[1], call)
     if is_true.all():
         return logits.flatten(0, 1)  # without a copy
     return logits[is_true.to(logits.device)]

@@ -279,19 +279,6 @@ def parameters_with(blocks: Sequence[Block], values: Values) -> dict[int, Tensor
     return parameters
 
 
-def call_with(
-    module: nn.Module,
-    blocks: Sequence[Block],
-    values: Values,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Call a module with other LoRA weights for its own, which stay as they are."""
-    with replace_weights(blocks, values):
-        return module(*args, **kwargs)
-
-
 @contextmanager
 def replace_weights(blocks: Sequence[Block], values: Values) -> Iterator[None]:
     """Put other weights, which may have a graph, in the place of a model's within.

@@ -14,7 +14,7 @@ from laplace_lora_ext.messages import check_name
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.output_layer import logits_and_hidden_states
 from laplace_lora_ext.models.running import exclusive
-from laplace_lora_ext.models.weights import Block, Values, call_with, values_of
+from laplace_lora_ext.models.weights import Block, Values, replace_weights, values_of
 from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.links import OF_DIFFERENCES
@@ -283,8 +283,8 @@ def drawn_weights(
 def logits_with(la: Posterior, weights: Tensor, x: Any) -> Tensor:
     """Compute a batch's logits `(B, C)` with other weights `(parameters,)`."""
     (values,) = values_of(la.blocks, weights[None])
-    with la.model.forward_passes():
-        return call_with(la.model, la.blocks, values, x)
+    with la.model.forward_passes(), replace_weights(la.blocks, values):
+        return la.model(x)
 
 
 def amortized_moments(la: Posterior, x: Any) -> Moments:

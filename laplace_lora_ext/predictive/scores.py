@@ -13,7 +13,7 @@ from torch import Tensor
 from laplace_lora_ext.draws import draw_seed
 from laplace_lora_ext.models.output_layer import LastStates, Span
 from laplace_lora_ext.models.running import exclusive
-from laplace_lora_ext.models.weights import Values, call_with
+from laplace_lora_ext.models.weights import Values, replace_weights
 from laplace_lora_ext.passes.graph import check_logits
 from laplace_lora_ext.predictive.posterior import Posterior, drawn_weights
 from laplace_lora_ext.tasks.language import TokensModel
@@ -172,10 +172,8 @@ def _reader(
     states = LastStates(model.transformer) if len(parts) > 1 else None
 
     def logits(part: Span | None) -> Tensor:
-        with model.prepared():
-            return call_with(
-                model, member.blocks, weights, batch, part=part, states=states
-            )
+        with model.prepared(), replace_weights(member.blocks, weights):
+            return model(batch, part=part, states=states)
 
     return logits
 

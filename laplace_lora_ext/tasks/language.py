@@ -23,7 +23,7 @@ from laplace_lora_ext.models.output_layer import (
     LastStates,
     Reading,
     Span,
-    logits_at,
+    logits_of_places,
     parts_of,
     read_in_parts,
 )
@@ -106,7 +106,7 @@ class TokensModel(LogitsModel):
         keywords = without_cache(self.transformer) | model_kwargs
         call = self._call if states is None else partial(states.call, self._call)
         call = partial(call, inputs, **keywords)
-        return logits_at(self.transformer, labelled, call)
+        return logits_of_places(self.transformer, labelled, call)
 
     def log_probs_of(self, batch: Any, labels: LabelsOfTokens) -> Tensor:
         """Compute log-probabilities `(N, 1 + S)` of labels of the labelled tokens.

@@ -39,7 +39,7 @@ class Spy(nn.Module):
 def test_labels_never_reach_the_model_and_other_options_do(bert, key):
     batch = first_batch()
     batch["output_hidden_states"] = True
-    batch[key] = batch.pop("labels")
+    batch |= dict.fromkeys(["label", key], batch["labels"])
     calls = record_calls(bert.base_model.model)
     model = LogitsModel(bert, dict_key_y=key)
     # As transformers' models are called, too.
