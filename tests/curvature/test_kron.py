@@ -37,8 +37,9 @@ def summed(
     """Add rows to a large factor, so many at once, beside a small one of 1."""
     shape = (1, rows.shape[1])
     block = KroneckerBlock.zeros(shape, True, rank, tail, rows.device, rows.dtype)
+    updates = StreamingUpdates()
     for part in rows.split(batch):
-        StreamingUpdates().add(block, part, of_outputs=False)
+        updates.add(block, part, of_outputs=False)
     block.matrix = block.matrix + 1
     block.normalizer = torch.tensor(1.0).double()
     return block
@@ -132,6 +133,14 @@ def test_streaming_keeps_the_energy_of_the_optimal_factor(
         # As near as a sum of 1,500 rows in float32 comes.
         expected = rows.double().square().sum()
         assert_close(trace.double(), expected, rtol=rounding, atol=0)
+
+
+def test_rows_that_are_not_finite_show_in_the_trace_alone():
+    rows = decaying_rows(60, 8)
+    rows[3, 2] = torch.inf
+    block = summed(rows, rank=2)
+    assert not block.trace.isfinite()
+    assert block.columns.isfinite().all()
 
 
 def test_updates_are_the_same_from_run_to_run():

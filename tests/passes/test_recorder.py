@@ -193,8 +193,9 @@ class Limited(TwoLinear):
 def limited(structure: str = "lowrank_kron", kind: type[Limited] = Limited):
     """Make a posterior, and the machine that its model runs on."""
     model = with_lora(kind(), "first", "second")
-    # So that the curvature is the same in any parts.
-    return make(model, structure, **full_rank(structure)), model.machine
+    # So that the curvature is the same in any parts, if draws are each example's.
+    options = full_rank(structure, stochastic=True, num_samples=1)
+    return make(model, structure, **options), model.machine
 
 
 @pytest.mark.parametrize(
