@@ -79,8 +79,7 @@ class Rounds:
     owners : torch.Tensor
         `(N,)`, the text of each row
     numbers : torch.Tensor
-        `(N,)`, in which round each row has its vectors: its number among those of its
-        text
+        `(N,)`, in which round each row has its vectors
     has_round : torch.Tensor
         `(rounds, N)` booleans that say the same. There are as many rounds as the text
         with the most rows has
@@ -99,11 +98,9 @@ class Rounds:
         owners = positions.owners_of_logits
         if owners is None:
             return None
-        counts = owners.bincount(minlength=positions.n_examples)
-        firsts = counts.cumsum(0) - counts
-        # The rows of a text follow each other.
-        numbers = torch.arange(len(owners), device=owners.device) - firsts[owners]
-        rounds = torch.arange(int(counts.max()), device=owners.device)
+        # The rows of a text follow each other, and are no more than rounds.
+        rounds = torch.arange(int(owners.bincount().max()), device=owners.device)
+        numbers = torch.arange(len(owners), device=owners.device) % len(rounds)
         return cls(owners, numbers, numbers == rounds[:, None], positions.n_examples)
 
     def vectors(self, of_rows: Tensor) -> Tensor:
