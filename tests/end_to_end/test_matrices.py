@@ -431,6 +431,8 @@ def tied() -> nn.Module:
     ("model", "selection", "message"),
     [
         (plain, ["score"], r"head\.0, .*head\.2, .*head\.4\."),
+        # The beginning of a name.
+        (plain, ["hea"], "no modules_to_save hea"),
         (headless, True, "with none"),
         (headless, ["head"], "none"),
         (with_norm, True, r"head\.0\.weight is a weight of LayerNorm"),

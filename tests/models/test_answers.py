@@ -143,12 +143,6 @@ def test_numbers_of_tokens_may_be_of_any_kind(gpt2, ids):
     assert la.model.class_token_ids == [11, 23]
 
 
-def test_the_first_and_the_last_token_may_be_classes(gpt2, eight_texts):
-    first_and_last = [0, VOCABULARY - 1]
-    found = LogitsModel(gpt2, first_and_last)(eight_texts)
-    assert torch.equal(found, of_vocabulary(gpt2)(eight_texts)[:, first_and_last])
-
-
 # --- answers that are warned of -------------------------------------------------------
 
 

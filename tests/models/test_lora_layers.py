@@ -113,6 +113,13 @@ NO_MATCH = [
     {"layers_to_transform": [1, 7]},
     {"layers_to_transform": 7},
     {"layers_to_transform": []},
+    # A name in full, of another layer.
+    {
+        "target_modules": [
+            "base_model.model.bert.encoder.layer.0.attention.self.query"
+        ],
+        "layers_to_transform": [1],
+    },
     # The output layer is in no layer with a number.
     {"target_modules": ["value", "classifier"], "layers_to_transform": [1]},
 ]

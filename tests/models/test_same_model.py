@@ -214,6 +214,15 @@ def test_an_adapter_may_be_merged_and_unmerged():
     assert_close(la(batch), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_what_a_head_replaces_is_no_part_of_the_model():
+    la = fitted()
+    state = la.state_dict()
+    classifier = la.model.model.base_model.model.classifier
+    classifier.original_module.weight.data.add_(1)
+    la.check_model()
+    la.load_state_dict(state)
+
+
 # In the posterior's layers, or not.
 @pytest.mark.parametrize("target", ["query", "intermediate.dense"])
 @pytest.mark.parametrize("active", [["other"], ["default", "other"]], ids=str)

@@ -109,6 +109,7 @@ def test_no_pass_finds_what_another_one_has_left(case, structure):
     )
     before = state_of(la.model.model)
     la.fit([small, large])
+    assert not la.model.tree.is_constant
     reversed_la.fit([large, small])
     assert_close(la.loss, reversed_la.loss)
     P, Q = la.posterior_precision, reversed_la.posterior_precision
